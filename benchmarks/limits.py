@@ -29,7 +29,7 @@ from stronghold.optim import DEFAULT
 from stronghold.optim.states import EXACT, states_of
 from stronghold.plan.cost import Limits, Traffic, break_even, physical_limit
 from stronghold.plan.machine import MachineProfile
-from stronghold.tools.doctor import examine
+from stronghold.tools.doctor.measure import examine
 
 
 def load_of(task: Task, *, streamed: bool) -> tuple[Traffic, dict[str, float]]:

@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,6 @@ KINDS = ("cuda", "emulated")
 
 DEPTHS = (1, 4, 16, 32)  # of the disk's queue
 BLOCK_BYTES = 1 << 20
-BUILD_S = 3600.0  # longer than any build of an extension
 LONGEST_S = 1.5  # of one transfer: a slow disk is known to be slow by then
 
 # What is measured now, and the share of all measurements that is done.
@@ -153,21 +152,7 @@ def _examine(
         one_memory=not emulated and cuda.shares_memory(device.torch_device.index),
         link=link,
         disk=disk,
-        dead_builds=dead_builds(),
     )
-
-
-def dead_builds() -> tuple[str, ...]:
-    """Locks of torch.utils.cpp_extension that are older than any build takes: it waits until they
-    are gone, and a build that was killed leaves its own."""
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or f"{cache}/torch_extensions").expanduser()
-    found = []
-    for lock in sorted([*root.glob("*/lock"), *root.glob("*/*/lock")]):
-        with suppress(OSError):  # its build has just ended
-            if time.time() - lock.stat().st_mtime > BUILD_S:
-                found.append(str(lock))
-    return tuple(found)
 
 
 def _of_disk(disk: DiskRates | None) -> dict[str, Any]:
@@ -559,7 +544,6 @@ def disk_rates(folder: Path, nbytes: int, step: Callable[[str], None]) -> DiskRa
                 return DiskRates(
                     path=path,
                     engine=queue.engine,
-                    note=queue.note,
                     direct=file.direct,
                     read_gbps=reads,
                     write_gbps=writes,
