@@ -81,7 +81,7 @@ class MetaModel:
         return self._costs[key]
 
     def with_layers(self, count: int) -> MetaModel:
-        """The same model with another number of blocks. A pattern of kinds of blocks goes on."""
+        """Change the number of blocks. A pattern of kinds of blocks goes on."""
         changed = copy.deepcopy(self._config)
         changed.num_hidden_layers = count
         kinds = getattr(self._config, "layer_types", None)
@@ -90,7 +90,7 @@ class MetaModel:
         return MetaModel(changed, self._source)
 
     def with_positions(self, longest: int) -> MetaModel:
-        """The model with positions for `longest` tokens. One that was read keeps its table."""
+        """Make room for `longest` tokens. A model that was read keeps its table of positions."""
         if self._source is not None:
             return self
         changed = copy.deepcopy(self._config)

@@ -8,6 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.ticker import StrMethodFormatter
 
 from stronghold.errors import ConfigError
 from stronghold.plan.plan import last_that
@@ -18,6 +23,14 @@ from stronghold.tools.estimate.question import Question
 MOST_POINTS = 16  # of a sweep
 GROWTH = 1.3  # from one number of layers to the next
 SHORTEST = 128  # sequence
+# A bound has the colour of its lane in a timeline.
+BOUND_COLOURS = {
+    "compute": plot.COLOURS["forward"],
+    "link host to device": plot.COLOURS["fetch"],
+    "link device to host": plot.COLOURS["drain"],
+    "host memory bandwidth": plot.COLOURS["update"],
+    "nvme": plot.COLOURS["load"],
+}
 AXIS_LABELS = {
     "window": "window, slots",
     "batch": "sequences per micro-batch",
@@ -41,10 +54,75 @@ def table(points: Sequence[tuple[int, Estimate]], axis: str) -> str:
 
 
 def draw(points: Sequence[tuple[int, Estimate]], axis: str, png: Path) -> None:
-    """Draw the points of `sweep` as a PNG."""
+    """Draw step time and tokens per second of the points, beside the physical limit, as a PNG.
+
+    The colour of a dot is that of the resource that bounds its step.
+    """
     question = points[0][1].question
-    title = f"{question.model.name}, {question.machine.name}"
-    plot.draw_sweep(points, png, axis=AXIS_LABELS[axis], title=title)
+    figure = plot.new_figure(11.0, 4.6, f"{question.model.name}, {question.machine.name}")
+    fitting = [(value, point) for value, point in points if point.fits]
+    left, right = figure.subplots(1, 2)
+    _draw_steps(left, fitting, axis)
+    _draw_rates(right, fitting, axis)
+    for axes in (left, right):
+        _mark_unfitting(axes, points)
+        if points[-1][0] >= 16 * points[0][0]:
+            axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        axes.set_ylim(bottom=0.0)
+    bounds = {point.bound: _colour(point) for _, point in fitting}
+    dot: dict[str, Any] = {"marker": "o", "linestyle": ""}
+    entries = [
+        Line2D([], [], color=colour, label=f"bound by {bound}", **dot)
+        for bound, colour in bounds.items()
+    ]
+    limit = Line2D([], [], label="physical limit", **plot.LIMIT_LINE)
+    plot.add_legend(figure, [*entries, limit])
+    plot.save(figure, png)
+
+
+def _draw_steps(axes: Axes, fitting: Sequence[tuple[int, Estimate]], axis: str) -> None:
+    longest_s = max(point.step_s for _, point in fitting)
+    scale, unit = (1e3, "ms") if longest_s < 1 else (1.0, "s")
+    steps = [point.step_s * scale for _, point in fitting]
+    limits = [point.limits.seconds * scale for _, point in fitting]
+    _draw_curve(axes, fitting, steps, limits)
+    plot.style(axes, AXIS_LABELS[axis], f"step, {unit}")
+
+
+def _draw_rates(axes: Axes, fitting: Sequence[tuple[int, Estimate]], axis: str) -> None:
+    rates = [point.tokens_per_s for _, point in fitting]
+    limits = [point.question.tokens / point.limits.seconds for _, point in fitting]
+    _draw_curve(axes, fitting, rates, limits)
+    best, _ = fitting[rates.index(max(rates))]
+    label = f"tokens per second (most: {max(rates):,.0f} at {best:,})"
+    plot.style(axes, AXIS_LABELS[axis], label)
+
+
+def _draw_curve(
+    axes: Axes,
+    fitting: Sequence[tuple[int, Estimate]],
+    figures: Sequence[float],
+    limits: Sequence[float],
+) -> None:
+    """Draw the figures of the estimates with dots, and the physical limits as a dashed line."""
+    values = [value for value, _ in fitting]
+    axes.plot(values, figures, color=plot.INK, linewidth=1.1)
+    axes.scatter(values, figures, c=[_colour(point) for _, point in fitting], zorder=3)
+    axes.plot(values, limits, **plot.LIMIT_LINE)
+
+
+def _mark_unfitting(axes: Axes, points: Sequence[tuple[int, Estimate]]) -> None:
+    for value, point in points:
+        if not point.fits:
+            axes.axvline(value, color=plot.FAINT, linestyle=":")
+            label = f"{value:,} does not fit "
+            place = axes.get_xaxis_transform()
+            axes.text(value, 0.5, label, transform=place, rotation=90, ha="right", va="center")
+
+
+def _colour(point: Estimate) -> str:
+    return BOUND_COLOURS.get(point.bound, plot.OTHER_COLOUR)
 
 
 def sweep(question: Question, axis: str) -> list[tuple[int, Estimate]]:
