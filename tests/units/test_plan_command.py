@@ -118,7 +118,7 @@ def test_on_stdout_is_the_answer_alone() -> None:
         env=environment,  # without a GPU DeepSpeed, once imported, warns on stdout
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=True,
     )
     assert json.loads(result.stdout)["fits"] is True
@@ -233,17 +233,17 @@ def test_a_sequence_too_long_is_told_what_takes_the_memory_and_the_ways_out(
 ) -> None:
     """The call sets no window: the page names none."""
     sizes = ["--layers", "4", "--hidden", "4096", "--heads", "32", "--vocab", "50304"]
-    call = [*sizes, "--machine", "rtx4090", "--batch", "2", "--seq", "262144"]
+    call = [*sizes, "--machine", "rtx4090", "--gpu", "6GiB", "--batch", "2", "--seq", "32768"]
     status, page, _ = run(*call, capsys=capsys)
     assert status == 1
     said = " ".join(page.partition("Physical limit")[0].split())
-    assert "got 23.64 GiB, but the smallest plan with 524,288 tokens in a micro-batch" in said
-    assert named_size(said, "activations of one block") > 64 << 30
+    assert "got 6.00 GiB, but the smallest plan with 65,536 tokens in a micro-batch" in said
+    assert named_size(said, "activations of one block") > 8 << 30
     assert "stronghold.window" not in said
     assert not re.search(r"\d{7}", said), "a size is not in GiB"
     for way in ("lower the micro-batch", "set stronghold.chunk to 1", "shorten the sequences"):
         assert way in said
-    _, page, _ = run(*call[:-4], "--batch", "1", "--seq", "262144", capsys=capsys)
+    _, page, _ = run(*call[:-4], "--batch", "1", "--seq", "32768", capsys=capsys)
     assert "stronghold.chunk" not in page.partition("Physical limit")[0]
 
 
