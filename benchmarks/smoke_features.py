@@ -286,9 +286,9 @@ def checkpoint(machine: str) -> str:
 # -- beside training -------------------------------------------------------------------------------
 @feature()
 def doctor(machine: str) -> str:
-    from stronghold import doctor as examination
+    from stronghold.tools.doctor.measure import examine
 
-    found = examination.examine(machine, quick=True)
+    found = examine(machine, quick=True)
     rates = found.profile
     adam, bf16 = max(rates.adam_gbps.values()), rates.flops["bf16"] / 1e12
     return (

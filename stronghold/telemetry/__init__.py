@@ -1,4 +1,4 @@
-"""What a run tells: its log (here), figures of steps, spans of lanes, and pictures of them."""
+"""The log of a run (here), figures of steps and spans of lanes."""
 
 from __future__ import annotations
 

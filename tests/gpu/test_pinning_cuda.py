@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from stronghold import doctor
 from stronghold.device import cuda
 from stronghold.device.cuda import CudaDevice
 from stronghold.errors import StateError
 from stronghold.memory.slab import map_slab
+from stronghold.tools.doctor.measure import examine
+from stronghold.tools.doctor.rules import problems_of
 from tests.gpu.test_training_cuda import STEPS, plain
 from tests.models.families import odd_llama as llama
 from tests.support.sleeping import sleep_on_stream
@@ -154,8 +155,8 @@ def test_a_host_that_refuses_to_pin_trains_with_the_same_bits(
 
 def test_doctor_says_how_much_could_be_pinned(refuse_beyond: Callable[[int], None]) -> None:
     refuse_beyond(192 << 20)
-    findings = doctor.examine("cuda", quick=True)
-    (problem,) = [each for each in findings.problems if "pin" in each.what]
+    findings = examine("cuda", quick=True)
+    (problem,) = [each for each in problems_of(findings) if "pin" in each.what]
     assert "0.19 GiB of host memory could be pinned" in problem.got
 
 

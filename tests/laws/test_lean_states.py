@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 import stronghold
-from stronghold.checkpoint.zero import export_zero
 from stronghold.errors import BudgetError, ConfigError
 from stronghold.optim.states import (
     decode_root,
@@ -25,6 +24,7 @@ from stronghold.optim.states import (
     page_numel,
     split_lean_master,
 )
+from stronghold.tools.zero import export_zero
 from tests.support.states import MOMENTS
 from tests.support.training import ADAM, config, initialized
 

@@ -173,7 +173,7 @@ def test_only_the_command_prints() -> None:
     strangers = [
         f"{room_of(path)}:{line}"
         for path in SOURCES
-        if room_of(path) != "cli.py"
+        if room_of(path) != "tools/cli.py"
         for line, name in names_used(path)
         if name in ("print", "sys.stdout", "sys.stderr")
     ]
@@ -370,7 +370,6 @@ PRIVATE_NAMES: dict[str, tuple[int, str]] = {
     "support/insides.py _backward_hooks": (1, "torch shows no list of hooks"),
     "support/insides.py _post_accumulate_grad_hooks": (1, "torch shows no list of hooks"),
     "support/sleeping.py _sleep": (1, "nothing else holds a stream up"),
-    "units/test_doctor.py _get_build_directory": (1, "where torch puts a build"),
     # The pretended device stands for torch's own.
     "pretended/install.py _sleep": (1, "replaced"),
     "pretended/install.py _C._cuda_getCurrentRawStream": (1, "replaced"),

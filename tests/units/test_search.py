@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from stronghold.errors import BudgetError
-from stronghold.forecast.question import from_sizes
 from stronghold.model.costs import ModelCosts
 from stronghold.model.layout import ModelLayout
 from stronghold.plan.cost import LEVELS, Demand, workload_of
@@ -20,6 +19,7 @@ from stronghold.plan.places import levels_of
 from stronghold.plan.plan import Plan, make_plan
 from stronghold.plan.search import largest_micro_batch, lower_bound
 from stronghold.predict.simulate import fastest_plan, simulate
+from stronghold.tools.estimate.model import from_sizes
 from tests.support.sizes import named_size
 from tests.support.states import adam_states
 

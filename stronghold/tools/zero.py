@@ -233,8 +233,10 @@ def _natural(path: Path) -> list[int]:
 
 
 def _load(file: Path) -> dict[str, Any]:
-    """With torch's safe reader where the file holds nothing but tensors and types of DeepSpeed's;
-    else as DeepSpeed itself does, and the log says so."""
+    """Read a file with torch's safe reader, if it holds only tensors and DeepSpeed's types.
+
+    Else it is read as DeepSpeed reads it, with a warning in the log.
+    """
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
@@ -243,7 +245,7 @@ def _load(file: Path) -> dict[str, Any]:
     known = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
     try:
         with torch.serialization.safe_globals(known):
-            found: dict[str, Any] = load(weights_only=True)
+            state: dict[str, Any] = load(weights_only=True)
     except OSError:
         raise
     except Exception as error:  # that reader has no one type of error
@@ -253,10 +255,10 @@ def _load(file: Path) -> dict[str, Any]:
             unsafe_reason(error),
         )
         try:
-            found = load(weights_only=False)
+            state = load(weights_only=False)
         except Exception as cause:
             raise CheckpointError(f"{file}: {cause!r}") from cause
-    return found
+    return state
 
 
 def _sharded(
@@ -307,7 +309,7 @@ def _stage_2(
 def _stage_3(
     shapes: Sequence[dict[str, Any]], shards: list[dict[str, Any]], path: Path
 ) -> Iterator[tuple[Any, ...]]:
-    """The same in stage 3: each rank has an equal part of every parameter, one behind the other."""
+    """The parameters of stage 3. Each rank has an equal part of every parameter, in order."""
     states = [shard["optimizer_state_dict"]["state"] for shard in shards]
     step = _step(states[0].get(0, {}), shards[0]["optimizer_state_dict"])
     fp32 = [shard["fp32_flat_groups"] for shard in shards]
@@ -391,7 +393,7 @@ def _groups(shard: dict[str, Any], shapes: Sequence[dict[str, Any]]) -> list[dic
         shapes = [{name: None for of_group in shapes for name in of_group}]
     if len(listed) != len(shapes):
         raise CheckpointError(
-            f"{len(listed)} parameter groups in stage 3 cannot be told apart; convert the "
+            f"the parameters of {len(listed)} groups in stage 3 have no group; convert the "
             "checkpoint with DeepSpeed's stage 2 first"
         )
     return [_hyper(group, list(names)) for group, names in zip(listed, shapes, strict=True)]
@@ -419,8 +421,8 @@ def _stage_0(path: Path, model: dict[str, Any]) -> ZeroCheckpoint:
     count = len(base["param_groups"][0]["params"])
     if len(names) != count:
         raise CheckpointError(
-            f"{path}: {len(names)} parameters and {count} in the optimizer: frozen ones "
-            "cannot be told apart in ZeRO stage 0"
+            f"{path}: {len(names)} parameters and {count} in the optimizer: ZeRO stage 0 does "
+            "not name the frozen ones"
         )
     parameters = []
     for k, name in enumerate(names):
@@ -436,14 +438,14 @@ def _stage_0(path: Path, model: dict[str, Any]) -> ZeroCheckpoint:
 
 
 def _shared(module: dict[str, Any]) -> dict[str, str]:
-    """Tied names: those whose memory an earlier one has already."""
+    """The tied names: each maps to an earlier name with the same memory."""
     first: dict[tuple[int, torch.Size], str] = {}
-    found = {}
+    tied = {}
     for name, value in module.items():
         key = value.data_ptr(), value.shape
         if value.numel() and first.setdefault(key, name) != name:
-            found[name] = first[key]
-    return found
+            tied[name] = first[key]
+    return tied
 
 
 # -- export ---------------------------------------------------------------------------------------
@@ -558,9 +560,9 @@ def _optimizer_state(
             if record.moments is not None:
                 for at in range(0, record.numel, PIECE_NUMEL):
                     end = min(at + PIECE_NUMEL, record.numel)
-                    found = moments_of(opened, record, at, end)
+                    values = moments_of(opened, record, at, end)
                     for moment, flat in moments.items():
-                        flat[begin + at : begin + end] = found[moment]
+                        flat[begin + at : begin + end] = values[moment]
             begin += record.numel
         flats.append(fp32)
         mappings.append(mapping)
@@ -589,6 +591,10 @@ def _scratch(path: Path, numel: int) -> torch.Tensor:
 def _largest_step(group: Sequence[TensorRecord]) -> int:
     steps = sorted({record.step for record in group}) or [0]
     if len(steps) > 1:
-        said = "parameters of one group were updated %d to %d times; ZeRO keeps one count: %d"
-        logger.warning(said, steps[0], steps[-1], steps[-1])
+        logger.warning(
+            "parameters of one group were updated %d to %d times; ZeRO keeps one count: %d",
+            steps[0],
+            steps[-1],
+            steps[-1],
+        )
     return steps[-1]

@@ -1,8 +1,8 @@
-"""Rates of the machine, measured through the code that training runs: lanes, slabs, kernels, files.
+"""Measures the rates of the machine with the code of training: lanes, slabs, kernels, files.
 
-Owns the order of the measurements, their arrays, and how a rate is made out of times. Never prints
-(progress goes to the caller's function), never keeps a thread, a buffer or a file. The calling
-thread is the compute lane of the device that is measured, and keeps the disk's queue full.
+Owns the order of the measurements, their arrays, and the arithmetic from times to rates. It never
+prints: progress goes to the caller's function. It keeps no thread, buffer or file. The calling
+thread is the compute lane of the measured device, and keeps the queue of the disk full.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ from stronghold.device import cuda
 from stronghold.device.base import Device, Fence, Lane
 from stronghold.device.cuda import CudaDevice
 from stronghold.device.emulated import EmulatedDevice
-from stronghold.doctor.findings import DiskRates, Findings, PcieLink, threads_in_words
 from stronghold.errors import ConfigError
 from stronghold.limits import HostLimits, host_limits
 from stronghold.memory.slab import map_slab
@@ -39,6 +38,7 @@ from stronghold.model.costs import DTYPES
 from stronghold.native import IoFile, IoQueue
 from stronghold.optim.states import num_items
 from stronghold.plan.machine import ADAM_BF16_BYTES, ADAM_LEAN_BYTES, MachineProfile
+from stronghold.tools.doctor.findings import DiskRates, Findings, PcieLink, threads_in_words
 
 MIB = 1 << 20
 # What the arrays of Adam occupy, per parameter: exact, and what lean states do not share with them.
@@ -56,10 +56,9 @@ KINDS = ("cuda", "emulated")
 
 DEPTHS = (1, 4, 16, 32)  # of the disk's queue
 BLOCK_BYTES = 1 << 20
-BUILD_S = 3600.0  # longer than any build of an extension
 LONGEST_S = 1.5  # of one transfer: a slow disk is known to be slow by then
 
-# What is measured now, and the share of all measurements that is done.
+# Takes the measurement that begins, and the share of all measurements that is done.
 Progress = Callable[[str, float], None]
 Step = Callable[[str], None]
 
@@ -70,37 +69,53 @@ def examine(
     quick: bool = False,
     progress: Progress | None = None,
 ) -> Findings:
-    """Measure this machine: less than a minute, with `quick` a few seconds and rougher. `device` is
-    "cuda", "emulated", None for a GPU where there is one, or a device of the caller's that nobody
-    else uses; `path` a directory on the disk to measure. ConfigError for what is not there."""
+    """Measure this machine, in less than a minute.
+
+    Arguments:
+        device: "cuda", "emulated", None for a GPU if the machine has one, or an open device that
+            the caller does not use meanwhile. An open device stays open.
+        path: a directory on the disk to measure; None measures no disk.
+        quick: measure in a few seconds, with rougher results.
+        progress: gets each measurement that begins.
+
+    Raises ConfigError for a device or a directory that does not exist.
+    """
     folder = None if path is None else Path(path).expanduser()
     if folder is not None and not folder.is_dir():
         raise ConfigError(f"--path: got {folder}, expected a directory that exists")
     limits = host_limits()
     opened = device if isinstance(device, Device) else _open(device)
     try:
-        # As many as are named: threads, five of the link, dtypes of products and of attention,
-        # depths of the disk, and both.
+        # Numbers of threads, five of the link, dtypes of products and of attention, depths of the
+        # disk's queue, and reads beside writes.
         total = len(thread_counts(limits.num_cores)) + 5 + 2 * len(DTYPES)
         total += 0 if folder is None else len(DEPTHS) + 1
-        begun = itertools.count()
-
-        def step(what: str) -> None:
-            if progress is not None:
-                progress(what, min(1.0, next(begun) / total))
-
         size = effort(quick, limits.available_bytes)
-        found = _examine(opened, limits, size, folder, step)
+        findings = _examine(opened, limits, size, folder, _Steps(progress, total))
         if progress is not None:
             progress("done", 1.0)
-        return found
+        return findings
     finally:
         if opened is not device:
             opened.close()
 
 
+class _Steps:
+    """Counts `total` measurements, and reports each when it begins."""
+
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        self._progress = progress
+        self._total = total
+        self._num_begun = 0
+
+    def __call__(self, measurement: str) -> None:
+        if self._progress is not None:
+            self._progress(measurement, min(1.0, self._num_begun / self._total))
+        self._num_begun += 1
+
+
 def gpu_name(device: str | None = None) -> str | None:
-    """The GPU's name, None for the emulated device; for `profile.default_path`."""
+    """The name of the GPU, or None for the emulated device."""
     return cuda.identity(0)[0] if _kind(device) == "cuda" else None
 
 
@@ -153,25 +168,11 @@ def _examine(
         one_memory=not emulated and cuda.shares_memory(device.torch_device.index),
         link=link,
         disk=disk,
-        dead_builds=dead_builds(),
     )
 
 
-def dead_builds() -> tuple[str, ...]:
-    """Locks of torch.utils.cpp_extension that are older than any build takes: it waits until they
-    are gone, and a build that was killed leaves its own."""
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or f"{cache}/torch_extensions").expanduser()
-    found = []
-    for lock in sorted([*root.glob("*/lock"), *root.glob("*/*/lock")]):
-        with suppress(OSError):  # its build has just ended
-            if time.time() - lock.stat().st_mtime > BUILD_S:
-                found.append(str(lock))
-    return tuple(found)
-
-
 def _of_disk(disk: DiskRates | None) -> dict[str, Any]:
-    """The profile's fields of a disk; none where the figures would be the page cache's."""
+    """The fields of a profile for a disk. No fields if the page cache was measured."""
     if disk is None or not disk.direct:
         return {}
     return {
@@ -183,7 +184,7 @@ def _of_disk(disk: DiskRates | None) -> dict[str, Any]:
 
 
 def _figure(rate: float) -> float:
-    """As many digits as a measurement is worth."""
+    """The rate with four digits. Measurements differ in the third."""
     return float(f"{rate:.4g}")
 
 
@@ -194,31 +195,31 @@ def _kind(device: str | None) -> str:
 
 
 def _open(device: str | None) -> Device:
-    # Poison writes over buffers that nobody frees here.
+    # Poison overwrites buffers that are never freed during a measurement.
     return CudaDevice() if _kind(device) == "cuda" else EmulatedDevice(poison=False)
 
 
 def cpu_name() -> str:
-    """The processor's name as the system gives it."""
+    """The name of the processor, as the system gives it."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         text = ""
-    found = re.search(r"^model name\s*:\s*(.+)$", text, flags=re.MULTILINE)
-    return found[1].strip() if found else platform.processor() or platform.machine()
+    match = re.search(r"^model name\s*:\s*(.+)$", text, flags=re.MULTILINE)
+    return match[1].strip() if match else platform.processor() or platform.machine()
 
 
 def read_link(folder: Path) -> PcieLink | None:
-    """The link of a PCI device's directory in sysfs; None in virtual machines that hide it."""
+    """The link of a PCI device, from its directory in sysfs. None if a virtual machine hides it."""
     values = []
     for name in ("current_link_speed", "current_link_width", "max_link_speed", "max_link_width"):
         try:
-            found = re.match(r"[0-9.]+", (folder / name).read_text(encoding="ascii"))
+            match = re.match(r"[0-9.]+", (folder / name).read_text(encoding="ascii"))
         except OSError:
             return None
-        if found is None:
+        if match is None:
             return None
-        values.append(float(found[0]))
+        values.append(float(match[0]))
     speed, width, max_speed, max_width = values
     if width == 0 or max_width == 0:
         return None
@@ -228,20 +229,19 @@ def read_link(folder: Path) -> PcieLink | None:
 # -- memory, the link and products ----------------------------------------------------------------
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How much is moved, and how often; the median of the rounds counts."""
+    """The sizes of arrays and the number of rounds. The median of the rounds counts."""
 
     adam_numel: int
     copy_bytes: int
     rounds: int
-    product_s: float  # how long one dtype's products are repeated
-    pin_s: float  # how long memory is pinned to see how much the system allows
-    pin_bytes: int  # and at most
+    product_s: float  # for products of one dtype
+    pin_s: float  # for the search for the limit of pinned memory
+    pin_bytes: int  # the most that this search pins
     disk_bytes: int
 
 
 def effort(quick: bool, available_bytes: int) -> Effort:
-    """What is worth moving on this machine: arrays larger than all last caches together, but never
-    more than an eighth of the memory that is free."""
+    """The effort for this machine: arrays larger than its caches, in an eighth of free memory."""
     if quick:
         numel, copy_bytes = 8 * MIB, 32 * MIB
     else:
@@ -261,8 +261,11 @@ def effort(quick: bool, available_bytes: int) -> Effort:
 
 
 def host_rates(size: Effort, num_cores: int, step: Step) -> tuple[dict[int, float], ...]:
-    """Host memory bandwidth and the CPU Adam's rate with exact and with lean states, by number of
-    threads, in 1e9 bytes/s. In turn: memory is shared with others, and changes by the second."""
+    """Rates of host memory, of Adam with exact states, and of Adam with lean states.
+
+    Each is by number of threads, in 1e9 bytes/s. The three are measured in turn, since other
+    programs use the same memory, more in one second than in the next.
+    """
     numel = size.adam_numel
     weight, grad = (map_slab(numel, torch.bfloat16).fill_(0.01) for _ in range(2))
     low = map_slab(numel, torch.int16).zero_()
@@ -321,12 +324,14 @@ def thread_counts(num_cores: int) -> list[int]:
 
 
 def link_rates(device: Device, size: Effort, step: Step) -> tuple[dict[str, float], int, str]:
-    """Copies between pinned host slabs and the device, alone and together, and on the device, in
-    1e9 bytes/s by the profile's names; how many bytes of host memory could be pinned, and why no
-    more, "" where nothing was refused."""
+    """Rates of copies between pinned host slabs and the device, alone, together and on the device.
+
+    Returns them in 1e9 bytes/s by their names in a profile; the bytes of host memory that could be
+    pinned; and the reason for no more, "" if nothing was refused.
+    """
     nbytes = size.copy_bytes // 4096 * 4096
     hosts = [map_slab(nbytes, torch.uint8).fill_(1) for _ in range(2)]
-    # Filled: CPU memory that was never written is one page of zeros, which stays in the cache.
+    # Filled: memory that was never written is one page of zeros, which stays in the cache.
     slots = [
         device.memory.allocate(nbytes, torch.uint8, "doctor's buffer").fill_(1) for _ in range(2)
     ]
@@ -336,7 +341,7 @@ def link_rates(device: Device, size: Effort, step: Step) -> tuple[dict[str, floa
     pinned: list[torch.Tensor] = []
     try:
         for host in hosts:
-            device.pinning.pin(host)  # what is refused is copied as in training
+            device.pinning.pin(host)  # a slab that is refused is copied as in training
             pinned.append(host)
     except OSError as error:
         pin_error = str(error)
@@ -351,7 +356,9 @@ def link_rates(device: Device, size: Effort, step: Step) -> tuple[dict[str, floa
         for host in pinned:
             device.pinning.unpin(host)
     step("device memory")
-    on_device = _on_compute(device, lambda: slots[0].copy_(slots[1]), size.rounds, _COPIES)
+    on_device = _on_compute(
+        device, functools.partial(slots[0].copy_, slots[1]), size.rounds, _COPIES
+    )
     device.memory.release(*slots)
     rates = {
         "fetch_gbps": nbytes / fetch / 1e9,
@@ -363,7 +370,7 @@ def link_rates(device: Device, size: Effort, step: Step) -> tuple[dict[str, floa
 
 
 def _pinnable(device: Device, size: Effort) -> tuple[int, str]:
-    """The bytes that can be pinned, and why no more; "" where time or memory ended before."""
+    """The bytes that can be pinned, and the reason for no more; "" if time or memory ended."""
     taken: list[torch.Tensor] = []
     begun, error = time.perf_counter(), ""
     try:
@@ -382,13 +389,16 @@ def _pinnable(device: Device, size: Effort) -> tuple[int, str]:
 
 
 def product_flops(device: Device, dtype: torch.dtype, size: Effort) -> float:
-    """FLOP/s of the largest square matrix product, of powers of two, that takes no longer than
-    `size.product_s`, repeated for so long: a GPU's clock falls to what its power allows."""
-    chance = torch.Generator(device.torch_device)  # the caller's random numbers stay theirs
+    """FLOP/s of a square matrix product, repeated for `size.product_s`.
+
+    Its side is the largest power of two with which one product takes no longer. It is repeated
+    because the clock of a GPU falls to the rate that its power allows.
+    """
+    generator = torch.Generator(device.torch_device)  # the caller's generator is not advanced
     side = 256
     while True:
         a, b = (
-            torch.randn(side, side, generator=chance, device=device.torch_device).to(dtype)
+            torch.randn(side, side, generator=generator, device=device.torch_device).to(dtype)
             for _ in range(2)
         )
         product = functools.partial(torch.matmul, a, b, out=torch.empty_like(a))
@@ -404,8 +414,10 @@ OfAttention = dict[str, dict[int, dict[int, float]]]
 
 
 def attention_rates(device: Device, size: Effort, step: Step) -> tuple[OfAttention, OfAttention]:
-    """FLOP/s of fused attention in forward, and in backward, as a profile has them: by dtype,
-    tokens of a sequence and width of a head."""
+    """FLOP/s of fused attention in forward, and in backward.
+
+    Both are by dtype, tokens of a sequence and width of a head, as in a profile.
+    """
     forward: OfAttention = {}
     backward: OfAttention = {}
     for precision, dtype in DTYPES.items():
@@ -422,16 +434,18 @@ def attention_rates(device: Device, size: Effort, step: Step) -> tuple[OfAttenti
 def attention_flops(
     device: Device, dtype: torch.dtype, tokens: int, width: int, size: Effort
 ) -> tuple[float, float]:
-    """FLOP/s of fused attention with a causal mask, in forward and in backward, as a profile has
-    them: of all pairs of tokens. As many heads, of powers of two, as take no longer than a share of
-    `size.product_s`, repeated for so long."""
-    chance = torch.Generator(device.torch_device)  # the caller's random numbers stay theirs
+    """FLOP/s of fused attention with a causal mask, in forward and in backward.
+
+    All pairs of tokens count, as in a profile. The number of heads is the largest power of two with
+    which one call takes no longer than a share of `size.product_s`. It is repeated for so long.
+    """
+    generator = torch.Generator(device.torch_device)  # the caller's generator is not advanced
     heads = 1
     while True:
         query, key, value, outer = (
-            torch.randn(1, heads, tokens, width, generator=chance, device=device.torch_device).to(
-                dtype
-            )
+            torch.randn(
+                1, heads, tokens, width, generator=generator, device=device.torch_device
+            ).to(dtype)
             for _ in range(4)
         )
         attend = functools.partial(
@@ -455,7 +469,7 @@ def attention_flops(
 
 
 def _sustained(device: Device, work: Callable[[], object], once_s: float, size: Effort) -> float:
-    """Median seconds of one `work`, which took `once_s` alone, repeated for `size.product_s`."""
+    """Median seconds of one `work`, repeated for `size.product_s`. Alone it took `once_s`."""
     repeats = max(1, int(size.product_s / 3 / once_s))
     return _on_compute(device, work, 3, repeats)
 
@@ -464,14 +478,9 @@ def _lone(
     device: Device, lane: Lane, target: torch.Tensor, source: torch.Tensor, rounds: int
 ) -> float:
     """Median seconds of one copy on a lane that has nothing else to do."""
-    _submit(device, lane, target, source, 1).wait()
-    return (
-        statistics.median(
-            _seconds(lambda: _submit(device, lane, target, source, _COPIES).wait())
-            for _ in range(rounds)
-        )
-        / _COPIES
-    )
+    _copy_and_wait(device, lane, target, source, 1)
+    copies = functools.partial(_copy_and_wait, device, lane, target, source, _COPIES)
+    return statistics.median(_seconds(copies) for _ in range(rounds)) / _COPIES
 
 
 def _together(
@@ -481,42 +490,62 @@ def _together(
     ratio: float,
     rounds: int,
 ) -> float:
-    """Bytes per second of both lanes at once. `ratio`: seconds of a drain in those of a fetch, by
-    which the slower direction gets less to copy."""
+    """Bytes per second of both lanes at once.
+
+    `ratio` is the seconds of a drain over those of a fetch. The slower direction gets less to copy,
+    by this ratio, so that both end together.
+    """
     nbytes = hosts[0].numel()
     fetched = int(nbytes * min(1.0, ratio)) or 1
     drained = int(nbytes * min(1.0, 1 / ratio)) or 1
-
-    def both() -> None:
-        fetches = _submit(device, device.fetch, slots[0][:fetched], hosts[0][:fetched], _COPIES)
-        drains = _submit(device, device.drain, hosts[1][:drained], slots[1][:drained], _COPIES)
-        fetches.wait()
-        drains.wait()
-
+    both = functools.partial(
+        _copy_both_ways,
+        device,
+        (slots[0][:fetched], hosts[0][:fetched]),
+        (hosts[1][:drained], slots[1][:drained]),
+    )
     both()
     seconds = statistics.median(_seconds(both) for _ in range(rounds))
     return _COPIES * (fetched + drained) / seconds
 
 
+def _copy_both_ways(
+    device: Device,
+    fetch: tuple[torch.Tensor, torch.Tensor],
+    drain: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    """Copy (target, source) of both lanes at once, and wait for both."""
+    fetches = _submit(device, device.fetch, *fetch, _COPIES)
+    drains = _submit(device, device.drain, *drain, _COPIES)
+    fetches.wait()
+    drains.wait()
+
+
+def _copy_and_wait(
+    device: Device, lane: Lane, target: torch.Tensor, source: torch.Tensor, copies: int
+) -> None:
+    _submit(device, lane, target, source, copies).wait()
+
+
 def _submit(
     device: Device, lane: Lane, target: torch.Tensor, source: torch.Tensor, copies: int
 ) -> Fence:
-    def copy() -> None:
-        device.copy(target, source)
-
+    copy = functools.partial(device.copy, target, source)
     fences = [lane.submit("measure", copy, nbytes=target.nbytes) for _ in range(copies)]
     return fences[-1]
 
 
 def _on_compute(device: Device, work: Callable[[], object], rounds: int, repeats: int) -> float:
     """Median seconds of one `work` on the compute lane."""
-
-    def run() -> None:
-        for _ in range(repeats):
-            work()
-        device.compute.record("measure").wait()
-
+    run = functools.partial(_repeat, device, work, repeats)
     return statistics.median(_seconds(run) for _ in range(rounds)) / repeats
+
+
+def _repeat(device: Device, work: Callable[[], object], repeats: int) -> None:
+    """Run `work` on the compute lane, and wait for the last."""
+    for _ in range(repeats):
+        work()
+    device.compute.record("measure").wait()
 
 
 def _seconds(run: Callable[[], object]) -> float:
@@ -537,7 +566,10 @@ def _last_cache_bytes() -> int:
 
 # -- the disk -------------------------------------------------------------------------------------
 def disk_rates(folder: Path, nbytes: int, step: Callable[[str], None]) -> DiskRates:
-    """Writes, reads and both, of one file of `nbytes` in `folder`; never raises `OSError`."""
+    """Rates of writes, of reads and of both at once, of one file of `nbytes` in `folder`.
+
+    An `OSError` becomes the result's `error`.
+    """
     reads: dict[int, float] = {}
     writes: dict[int, float] = {}
     path = str(folder.resolve())
@@ -561,7 +593,6 @@ def disk_rates(folder: Path, nbytes: int, step: Callable[[str], None]) -> DiskRa
                 return DiskRates(
                     path=path,
                     engine=queue.engine,
-                    note=queue.note,
                     direct=file.direct,
                     read_gbps=reads,
                     write_gbps=writes,
@@ -573,7 +604,7 @@ def disk_rates(folder: Path, nbytes: int, step: Callable[[str], None]) -> DiskRa
 
 @contextmanager
 def _nameless_file(folder: Path) -> Iterator[str]:
-    """A path that opens a new file which the directory does not list."""
+    """Context manager for a new file without a name. It gives a path that opens the file."""
     descriptor, name = tempfile.mkstemp(dir=folder, prefix=".stronghold-doctor-")
     try:
         os.unlink(name)
@@ -587,8 +618,10 @@ def _queue(depth: int, memory: torch.Tensor) -> IoQueue:
 
 
 def _transfer(queue: IoQueue, file: IoFile, memory: torch.Tensor, depth: int, kinds: str) -> float:
-    """1e9 bytes/s of going through the file once, `depth` blocks in flight, with "rw" reads and
-    writes in turn. Ends early after LONGEST_S."""
+    """The rate of one pass over the file with `depth` blocks in flight, in 1e9 bytes/s.
+
+    `kinds` is "r", "w", or "rw" for reads and writes in turn. The pass ends after LONGEST_S.
+    """
     flying: deque[int] = deque()
     moved = 0
     begun = time.perf_counter()

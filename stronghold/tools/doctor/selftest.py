@@ -6,6 +6,8 @@ prints nothing: the command does. The calling thread trains; lanes end before `r
 
 from __future__ import annotations
 
+import argparse
+import os
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -14,11 +16,12 @@ from torch import nn
 
 from stronghold.device import cuda
 from stronghold.device.cuda import CudaDevice
-from stronghold.doctor.measure import effort, link_rates
 from stronghold.engine.dispatch import initialize
 from stronghold.limits import host_limits
 from stronghold.optim.adam import CPUAdam
 from stronghold.runtime.stack import MemoryReport
+from stronghold.tools.answer import Answer
+from stronghold.tools.doctor.measure import effort, link_rates
 
 MIB = 1 << 20
 WIDTH, HIDDEN, NUM_BLOCKS, BATCH_SIZE, NUM_STEPS = 256, 1024, 8, 32, 8
@@ -58,8 +61,18 @@ class SmallModel(nn.Module):
         return (hidden - target).float().square().mean()
 
 
+def command(_: argparse.Namespace, progress: Progress) -> Answer:
+    """Run the checks for the command. The status is 1 if one fails."""
+    checks = run(progress)
+    advice = "To report a problem, send this output and that of: stronghold doctor --report"
+    text = "\n".join([*map(str, checks), advice])
+    return Answer(text=text, status=0 if all(check.passed for check in checks) else 1)
+
+
 def run(progress: Progress) -> list[Check]:
     """The checks of bits, memory and the link, in this order. `progress` gets what begins."""
+    # Without it cuBLAS may add in another order in each run. CUDA reads it when it starts.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     device = torch.device("cuda", 0) if cuda.available() else torch.device("cpu")
     deterministic: Any = torch.utils.deterministic
     before = deterministic.fill_uninitialized_memory

@@ -24,10 +24,10 @@ import torch
 from stronghold import native
 from stronghold.config.source import read_config
 from stronghold.device import cuda
-from stronghold.doctor.measure import cpu_name
 from stronghold.errors import ConfigError
 from stronghold.limits import host_limits
 from stronghold.plan import machine
+from stronghold.tools.doctor.measure import cpu_name
 
 PACKAGES = (
     "stronghold",

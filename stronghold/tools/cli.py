@@ -1,49 +1,81 @@
-"""The `stronghold` command: parsing and printing only.
+"""The `stronghold` command: its arguments, and all that reaches the terminal.
 
-Owns the arguments and what reaches the terminal. Never computes: each sub-command calls one room
-and prints what it answers. A mistake of the user's ends with one line and status 2, without a
-traceback.
+It parses a call, runs one command and prints the answer. A command's module loads torch, which
+takes seconds, so it is imported when the command runs: help and a wrong call load none. A mistake
+of the user ends with one line and status 2, without a traceback.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import inspect
-import json
-import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
-from stronghold.errors import ConfigError, StrongholdError
+from stronghold.errors import StrongholdError
+from stronghold.tools.answer import Answer
+
+
+class LateCommand:
+    """A command whose module is imported when it runs.
+
+    Arguments:
+        target: "module:function"; the function takes the arguments and a function for progress.
+        loads: the packages that take so long to load that the user is shown their names first.
+    """
+
+    def __init__(self, target: str, loads: str = "") -> None:
+        self._target = target
+        self._loads = loads
+
+    def __call__(self, arguments: argparse.Namespace) -> Answer:
+        report = _Progress(arguments.command_name)
+        if self._loads:
+            report(f"loading {self._loads}")
+        answer: Answer = resolve_name(self._target)(arguments, report)
+        return answer
+
+
+class _Progress:
+    """Writes lines to stderr, each behind the command's name."""
+
+    def __init__(self, command: str) -> None:
+        self._command = command
+
+    def __call__(self, text: str) -> None:
+        print(f"stronghold {self._command}: {text}", file=sys.stderr, flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the process's status: 0, 1 for the answer that nothing fits, or 2
-    for a mistake in the call or a file that cannot be read or written."""
+    """Run one command.
+
+    Returns the status of the process: 0; 1 if the answer is that nothing fits or that a check
+    failed; 2 for a mistake in the call, or a file that cannot be read or written.
+    """
     arguments = _parser().parse_args(argv)
     try:
-        # On stdout is the answer alone: DeepSpeed logs there when it is imported.
+        # DeepSpeed logs on stdout when it is imported. Only the answer belongs there.
         with contextlib.redirect_stdout(sys.stderr):
-            answer: str | tuple[str, int] = arguments.run(arguments)
+            answer: Answer = arguments.run(arguments)
     except (StrongholdError, OSError) as error:
         print(f"stronghold: {error}", file=sys.stderr)
         return 2
-    text, status = answer if isinstance(answer, tuple) else (answer, 0)
-    print(text)
-    return status
+    print(answer.text)
+    return answer.status
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="stronghold", description="Train models that do not fit the GPU."
     )
-    parser.add_argument("--version", action="version", version=_version(None))
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    parser.add_argument("--version", action="version", version=_version_text())
+    commands = parser.add_subparsers(
+        title="commands", metavar="COMMAND", required=True, dest="command_name"
+    )
 
     commands.add_parser("version", help="print the version").set_defaults(run=_version)
 
@@ -51,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
         "trace",
         help="draw a trace as a PNG timeline",
         description='Draw a trace that the key "trace" of the "stronghold" section wrote: the last '
-        "step, unless told otherwise. The file itself opens in ui.perfetto.dev.",
+        "step by default. The file itself opens in ui.perfetto.dev.",
     )
     trace.add_argument("file", type=Path, help="the trace, JSON")
     trace.add_argument("-o", "--output", type=Path, help="the picture (default: FILE.png)")
@@ -61,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
         words = f"{what} at this second of the trace"
         dest = f"{option}_s"
         extent.add_argument(f"--{option}", type=float, dest=dest, metavar="S", help=words)
-    trace.set_defaults(run=_trace)
+    trace.set_defaults(run=LateCommand("stronghold.tools.trace:run"))
     commands.add_parser(
         "test",
         help="check in ten seconds that training on this machine is exact",
@@ -69,7 +101,9 @@ def _parser() -> argparse.ArgumentParser:
         "or, without one, on the emulated device. Print three lines: whether all bits are equal, "
         "whether the peak bytes are those of the plan, and the rate of the link to the GPU. Exit "
         "with 1 if a check fails.",
-    ).set_defaults(run=_test)
+    ).set_defaults(
+        run=LateCommand("stronghold.tools.doctor.selftest:command", "torch and DeepSpeed")
+    )
     _add_doctor(commands)
     _add_plan(commands)
     _add_export(commands)
@@ -104,7 +138,7 @@ def _add_doctor(commands: Any) -> None:
     )
     report.add_argument("--config", type=Path, metavar="FILE", help="the DeepSpeed config")
     report.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the report there")
-    doctor.set_defaults(run=_doctor)
+    doctor.set_defaults(run=LateCommand("stronghold.tools.doctor.command:run", "torch"))
 
 
 def _add_plan(commands: Any) -> None:
@@ -185,7 +219,7 @@ def _add_plan(commands: Any) -> None:
     output.add_argument("--json", action="store_true", help="print the figures as JSON")
     output.add_argument("--sweep", choices=["window", "batch", "seq", "layers"], help="draw a plot")
     output.add_argument("-o", "--output", type=Path, metavar="FILE", help="the plot (sweep.png)")
-    plan.set_defaults(run=_plan)
+    plan.set_defaults(run=LateCommand("stronghold.tools.estimate.command:run"))
 
 
 def _batch(text: str) -> int | None:
@@ -224,7 +258,7 @@ def _add_export(commands: Any) -> None:
         metavar="DIR",
         help="hf: take configuration and tokenizer from here (default: the checkpoint's config)",
     )
-    export.set_defaults(run=_export)
+    export.set_defaults(run=LateCommand("stronghold.tools.convert:run_export"))
 
 
 def _add_import(commands: Any) -> None:
@@ -237,147 +271,15 @@ def _add_import(commands: Any) -> None:
     parser.add_argument("checkpoint", type=Path, help="DeepSpeed's save_dir, or a tag in it")
     parser.add_argument("out", type=Path, help="the directory for load_checkpoint")
     parser.add_argument("--tag", help="the tag (default: the one that the file latest names)")
-    parser.set_defaults(run=_import)
+    parser.set_defaults(run=LateCommand("stronghold.tools.convert:run_import"))
 
 
-def _test(_: argparse.Namespace) -> tuple[str, int]:
-    def progress(text: str) -> None:
-        print(f"stronghold test: {text}", file=sys.stderr, flush=True)
-
-    progress("loading torch and DeepSpeed")
-    # Without it cuBLAS may add in another order in each run. It is read when CUDA starts.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    from stronghold.doctor import selftest
-
-    checks = selftest.run(progress)
-    advice = "To report a problem, send this output and that of: stronghold doctor --report"
-    return "\n".join([*map(str, checks), advice]), 0 if all(c.passed for c in checks) else 1
+def _version(_: argparse.Namespace) -> Answer:
+    return Answer(text=_version_text())
 
 
-def _report(arguments: argparse.Namespace) -> tuple[str, int]:
-    from stronghold.doctor import report
-
-    text = report.report(arguments.config)
-    if arguments.output is None:
-        return text, 0
-    _write("-o", arguments.output, text + "\n")
-    return f"The report is in {arguments.output}. Read it before you send it.", 0
-
-
-def _doctor(arguments: argparse.Namespace) -> tuple[str, int]:
-    if arguments.report:
-        return _report(arguments)
-    for option, value in (("--config", arguments.config), ("--output", arguments.output)):
-        if value is not None:
-            raise ConfigError(f"{option}: is for the report; expected --report beside it")
-    from tqdm import tqdm
-
-    form = "{desc:<40} {percentage:3.0f}% |{bar}| {elapsed}"
-    with tqdm(total=100, desc="loading torch", bar_format=form, leave=False, disable=None) as bar:
-        from stronghold import doctor
-        from stronghold.plan import machine
-
-        def progress(what: str, share: float) -> None:
-            bar.set_description(what, refresh=False)
-            bar.n = round(100 * share)
-            bar.refresh()
-
-        findings = doctor.examine(
-            arguments.device, arguments.path, quick=arguments.quick, progress=progress
-        )
-    path = arguments.json or machine.default_path(doctor.gpu_name(arguments.device))
-    try:
-        findings.profile.save(path)
-    except OSError as error:  # a minute's work is not lost with the file
-        print(f"stronghold: --json {path}: cannot be written: {error}", file=sys.stderr)
-        return doctor.table(findings), 2
-    return f"{doctor.table(findings)}\n\nThe profile is in {path}", 0
-
-
-def _plan(arguments: argparse.Namespace) -> tuple[str, int]:
-    from stronghold import forecast
-
-    _check_output(arguments)
-
-    options = inspect.signature(forecast.understand).parameters
-    question = forecast.understand(**{name: getattr(arguments, name) for name in options})
-    if arguments.batch is None:
-        if arguments.chunk == 0:
-            question = replace(question, chunk=1)
-        question = forecast.with_largest_batch(question)
-    if arguments.chunk == 0:
-        question = forecast.with_fastest_chunk(question)
-    if arguments.sweep:
-        png = arguments.output or Path(f"sweep_{arguments.sweep}.png")
-        points = forecast.sweep(question, arguments.sweep)
-        forecast.draw(points, arguments.sweep, png)
-        return f"{forecast.table(points, arguments.sweep)}\n\nThe plot is in {png}", 0
-    found = forecast.answer(question)
-    path = arguments.write
-    if path is not None and found.config is not None:
-        _write("--write", path, forecast.config_text(found.config) + "\n")
-    if arguments.json:
-        text = json.dumps(found.as_json(), indent=2)
-    else:
-        text = forecast.page(found, config_path=None if path is None else str(path))
-    return text, 0 if found.fits else 1
-
-
-def _check_output(arguments: argparse.Namespace) -> None:
-    if arguments.output is not None and not arguments.sweep:
-        raise ConfigError(
-            "--output: is for the plot of --sweep; expected --sweep, or --write for the config"
-        )
-    for option, value in (("--write", arguments.write), ("--json", arguments.json)):
-        if value and arguments.sweep:
-            raise ConfigError(f"{option} and --sweep: expected one of them; a sweep is many plans")
-
-
-def _write(option: str, path: Path, text: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{option} {path}: cannot be written: {error.strerror}") from error
-
-
-def _export(arguments: argparse.Namespace) -> str:
-    from stronghold.checkpoint import weights, zero
-    from stronghold.config.section import parse_bytes
-
-    source = weights.locate(arguments.checkpoint, arguments.tag)
-    if arguments.to == "zero-stage2":
-        files = zero.export_zero(source, arguments.out)
-    else:
-        try:
-            size = parse_bytes(arguments.max_shard_size)
-        except ValueError as error:
-            raise ConfigError(f"--max-shard-size {arguments.max_shard_size}: {error}") from error
-        files = weights.export_hf(
-            source, arguments.out, max_shard_bytes=size, model_dir=arguments.model_dir
-        )
-    return "\n".join(str(path) for path in files)
-
-
-def _import(arguments: argparse.Namespace) -> str:
-    from stronghold.checkpoint import weights, zero
-
-    source = weights.locate(arguments.checkpoint, arguments.tag)
-    return str(zero.import_zero(source, arguments.out, source.name))
-
-
-def _version(_: argparse.Namespace | None) -> str:
+def _version_text() -> str:
     return f"stronghold {version('stronghold')}"
-
-
-def _trace(arguments: argparse.Namespace) -> str:
-    from stronghold.telemetry import plot, trace  # matplotlib: only for those who draw
-
-    spans = trace.read(arguments.file)
-    png = arguments.output or arguments.file.with_suffix(".png")
-    extent = {name: getattr(arguments, name) for name in ("step", "from_s", "to_s")}
-    plot.draw_timeline(spans, png, **extent)
-    return str(png)
 
 
 if __name__ == "__main__":

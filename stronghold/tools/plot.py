@@ -1,22 +1,20 @@
-"""Pictures: the timeline of a trace, and a sweep of predictions.
+"""Pictures: the timeline of a trace, and the look of all plots.
 
-Owns how they look. Never reads a trace file or computes a number that a log line shows. Runs in one
-thread; draws with Agg, so it needs no display.
+It reads no file. One thread enters. It draws with Agg, so it needs no display.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import StrMethodFormatter
 
 from stronghold.errors import ConfigError
 from stronghold.telemetry.trace import STEP_LANE, Span, lane_order
@@ -39,14 +37,6 @@ OTHER_COLOUR = "#79706e"
 INK, FAINT = "#22262b", "#8a9099"
 WIDTH_INCHES, ROW_INCHES, DPI = 15.0, 0.46, 140
 ROW_HEIGHT = 0.74  # of a lane's boxes, in rows
-# By the words of a forecast: a bound has the colour of its lane in a timeline.
-BOUND_COLOURS = {
-    "compute": COLOURS["forward"],
-    "link host to device": COLOURS["fetch"],
-    "link device to host": COLOURS["drain"],
-    "host memory bandwidth": COLOURS["update"],
-    "nvme": COLOURS["load"],
-}
 LIMIT_LINE: dict[str, Any] = {"color": FAINT, "linewidth": 1.2, "linestyle": "--"}
 LETTERS = 160  # of labels, that one beside the other fill the width
 
@@ -61,8 +51,9 @@ def draw_timeline(
 ) -> None:
     """Draw one row per lane to `png`.
 
-    Shows the seconds `from_s` to `to_s` where given, else `step`, else the last step, else all.
-    ConfigError when there is nothing to draw or the step is not in the trace.
+    It shows the seconds `from_s` to `to_s` if given, else `step`, else the last step, else all.
+
+    Raises ConfigError if there is nothing to draw, or if the step is not in the trace.
     """
     begin_s, end_s, title = _extent(spans, step, from_s, to_s)
     visible = [
@@ -75,15 +66,15 @@ def draw_timeline(
             f"timeline: no operation between {begin_s:.3f} s and {end_s:.3f} s of the trace"
         )
     lanes = lane_order(span.lane for span in visible)
-    figure = _figure(WIDTH_INCHES, ROW_INCHES * len(lanes) + 1.3, title)
+    figure = new_figure(WIDTH_INCHES, ROW_INCHES * len(lanes) + 1.3, title)
     axes = figure.add_subplot()
     for row, lane in enumerate(lanes):
         _draw_lane(axes, row, [span for span in visible if span.lane == lane], begin_s, end_s)
     for span in spans:
         if span.lane == STEP_LANE and begin_s < span.end_s < end_s:
-            at_ms = (span.end_s - begin_s) * 1e3
-            axes.axvline(at_ms, **LIMIT_LINE)
-            axes.text(at_ms, -0.5, f"end of {span.name}", ha="right", va="bottom", fontsize=8)
+            end_ms = (span.end_s - begin_s) * 1e3
+            axes.axvline(end_ms, **LIMIT_LINE)
+            axes.text(end_ms, -0.5, f"end of {span.name}", ha="right", va="bottom", fontsize=8)
     axes.set_xlim(0.0, (end_s - begin_s) * 1e3)
     axes.set_ylim(len(lanes) - 0.5, -0.5)
     busy = [f"{lane}\n{_busy(visible, lane, begin_s, end_s):.0%} busy" for lane in lanes]
@@ -93,18 +84,19 @@ def draw_timeline(
     entries = [Patch(color=COLOURS[kind], label=kind) for kind in COLOURS if kind in kinds]
     if kinds - set(COLOURS):
         entries.append(Patch(color=OTHER_COLOUR, label="other"))
-    _legend(figure, entries)
+    add_legend(figure, entries)
     save(figure, png)
 
 
-def _figure(width: float, height: float, title: str) -> Figure:
+def new_figure(width: float, height: float, title: str) -> Figure:
+    """An empty figure of this size in inches."""
     figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
     figure.suptitle(title, x=0.01, ha="left", color=INK, weight="bold")
     return figure
 
 
 def style(axes: Axes, x: str, y: str) -> None:
-    """A pale grid, no frame, and the axes' names."""
+    """Give the axes their names, a pale grid and no frame."""
     axes.set_xlabel(x, color=FAINT)
     axes.set_ylabel(y, color=FAINT)
     axes.grid(color="#eceef1")
@@ -113,8 +105,8 @@ def style(axes: Axes, x: str, y: str) -> None:
     axes.spines[:].set_visible(False)
 
 
-def _legend(figure: Figure, entries: Sequence[Any]) -> None:
-    """In one row below the axes."""
+def add_legend(figure: Figure, entries: Sequence[Any]) -> None:
+    """Put the legend in one row below the axes."""
     place = "outside lower center"
     figure.legend(handles=entries, loc=place, ncols=len(entries), frameon=False, labelcolor=INK)
 
@@ -122,7 +114,7 @@ def _legend(figure: Figure, entries: Sequence[Any]) -> None:
 def _extent(
     spans: Sequence[Span], step: int | None, from_s: float | None, to_s: float | None
 ) -> tuple[float, float, str]:
-    """First and last second to show, and the title."""
+    """The first and the last second to show, and the title."""
     if not spans:
         raise ConfigError("timeline: the trace has no operations")
     if step is not None and (from_s is not None or to_s is not None):
@@ -154,10 +146,13 @@ def _extent(
 
 
 def _draw_lane(axes: Axes, row: int, spans: Sequence[Span], begin_s: float, end_s: float) -> None:
-    """Boxes of one lane, the enclosing before the enclosed. A kind's layers, or its names, stand in
-    its boxes where they fit all but the narrowest: a label on every third would look special."""
+    """Draw the boxes of one lane, the enclosing before the enclosed.
+
+    Boxes of a kind have labels, names or else layers, if all but the narrowest have room. A label
+    on every third box would look special.
+    """
     kinds: defaultdict[str, list[Span]] = defaultdict(list)
-    for span in sorted(spans, key=lambda span: (span.start_s, -span.end_s)):
+    for span in sorted(spans, key=_outer_first):
         kinds[span.kind].append(span)
     for kind, members in kinds.items():
         clipped = [(max(span.start_s, begin_s), min(span.end_s, end_s)) for span in members]
@@ -175,10 +170,14 @@ def _draw_lane(axes: Axes, row: int, spans: Sequence[Span], begin_s: float, end_
                 break
 
 
+def _outer_first(span: Span) -> tuple[float, float]:
+    return span.start_s, -span.end_s
+
+
 def _busy(spans: Sequence[Span], lane: str, begin_s: float, end_s: float) -> float:
-    """Share of the shown time in which the lane had an operation, overlaps counted once."""
+    """The share of the shown time in which the lane had an operation. Overlaps count once."""
     busy_s, covered_s = 0.0, begin_s
-    for span in sorted(spans, key=lambda span: span.start_s):
+    for span in sorted(spans, key=attrgetter("start_s")):
         if span.lane != lane or span.kind == "wait":
             continue
         left, right = max(span.start_s, covered_s), min(span.end_s, end_s)
@@ -187,52 +186,8 @@ def _busy(spans: Sequence[Span], lane: str, begin_s: float, end_s: float) -> flo
     return busy_s / (end_s - begin_s)
 
 
-# -- a sweep --------------------------------------------------------------------------------------
-def draw_sweep(
-    points: Sequence[tuple[int, Any]], png: str | Path, *, axis: str, title: str
-) -> None:
-    """Draw step time and tokens per second over the swept values to `png`, each beside the physical
-    limit, a dot in the colour of what bounds it. `points`: values and their forecasts."""
-    figure = _figure(11.0, 4.6, title)
-    values = [value for value, found in points if found.fits]
-    fitting = [found for _, found in points if found.fits]
-    scale, unit = (1e3, "ms") if max(found.step_s for found in fitting) < 1 else (1.0, "s")
-    rates = [found.tokens_per_s for found in fitting]
-    best = values[rates.index(max(rates))]
-    curves = {
-        f"step, {unit}": [(f.step_s * scale, f.limits.seconds * scale) for f in fitting],
-        f"tokens per second (most: {max(rates):,.0f} at {best:,})": [
-            (found.tokens_per_s, found.question.tokens / found.limits.seconds) for found in fitting
-        ],
-    }
-    bounds = {found.bound: BOUND_COLOURS.get(found.bound, OTHER_COLOUR) for found in fitting}
-    for axes, (name, pairs) in zip(figure.subplots(1, 2), curves.items(), strict=True):
-        found, limits = zip(*pairs, strict=True)
-        axes.plot(values, found, color=INK, linewidth=1.1)
-        axes.scatter(values, found, c=[bounds[each.bound] for each in fitting], zorder=3)
-        axes.plot(values, limits, **LIMIT_LINE)
-        for value, forecast in points:
-            if not forecast.fits:
-                axes.axvline(value, color=FAINT, linestyle=":")
-                said = f"{value:,} does not fit "
-                place = axes.get_xaxis_transform()
-                axes.text(value, 0.5, said, transform=place, rotation=90, ha="right", va="center")
-        if points[-1][0] >= 16 * points[0][0]:
-            axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-        axes.set_ylim(bottom=0.0)
-        style(axes, axis, name)
-    dot: dict[str, Any] = {"marker": "o", "linestyle": ""}
-    entries = [
-        Line2D([], [], color=colour, label=f"bound by {bound}", **dot)
-        for bound, colour in bounds.items()
-    ]
-    _legend(figure, [*entries, Line2D([], [], label="physical limit", **LIMIT_LINE)])
-    save(figure, png)
-
-
 def save(figure: Figure, png: str | Path) -> None:
-    """Write the picture, and its directory where there is none. Raises ConfigError."""
+    """Write the picture, and its directory if that is missing. Raises ConfigError."""
     FigureCanvasAgg(figure)
     try:
         Path(png).parent.mkdir(parents=True, exist_ok=True)
