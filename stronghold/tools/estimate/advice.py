@@ -15,8 +15,8 @@ from stronghold.errors import ConfigError, format_size
 from stronghold.model.costs import DTYPES
 from stronghold.optim.states import EXACT, LEAN
 from stronghold.plan import search
-from stronghold.plan.machine import NETWORK_GBPS
 from stronghold.plan.host_memory import SECOND_ARRAYS
+from stronghold.plan.machine import NETWORK_GBPS
 from stronghold.plan.plan import make_plan
 from stronghold.plan.search import Choice, updates_s
 from stronghold.predict.simulate import simulate
