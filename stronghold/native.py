@@ -44,7 +44,7 @@ ALIGNMENT = 4096  # [Note: files]
 _WRITABLE, _CREATE, _PREALLOCATE, _DIRECT = 1, 2, 4, 8
 
 
-class Segment(NamedTuple):
+class UpdateSegment(NamedTuple):
     """One array of parameters and all that its step needs.
 
     Addresses are of host memory, 0 of arrays that the states (`stronghold.optim.states`) do not
@@ -97,14 +97,14 @@ class Target(NamedTuple):
 _C_TYPES = {int: np.int64, float: np.float64}
 _ROW, _TARGET_ROW = (
     np.dtype([(name, _C_TYPES[of]) for name, of in get_type_hints(kind).items()])
-    for kind in (Segment, Target)
+    for kind in (UpdateSegment, Target)
 )
 
 Rows = npt.NDArray[Any]
 """Segments, or targets, as a NumPy structured array with their fields: `rows` makes one of
 segments."""
 
-Segments = Sequence[Segment] | Rows
+Segments = Sequence[UpdateSegment] | Rows
 Targets = Sequence[Target] | Rows
 """A target for each segment of a call."""
 

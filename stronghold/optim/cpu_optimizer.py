@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from stronghold.errors import ConfigError, did_you_mean
-from stronghold.native import MAX_NUMBERS, Pool, Segment, available_cores
+from stronghold.native import MAX_NUMBERS, Pool, UpdateSegment, available_cores
 from stronghold.optim.contract import Optimizer
 from stronghold.optim.states import (
     EXACT,
@@ -134,7 +134,7 @@ class CPUOptimizer(torch.optim.Optimizer):
         for _, param, _ in work:
             self._check_parameter(param)
         # One native call per kernel and pair of dtypes: many small tensors cost as one large one.
-        calls: dict[tuple[str, torch.dtype, torch.dtype], list[Segment]] = defaultdict(list)
+        calls: dict[tuple[str, torch.dtype, torch.dtype], list[UpdateSegment]] = defaultdict(list)
         kept = []  # contiguous copies must live until the native calls are done
         for group, param, grad in work:
             weight = param if param.is_contiguous() else param.detach().contiguous()
@@ -166,7 +166,7 @@ class CPUOptimizer(torch.optim.Optimizer):
         param: torch.Tensor,
         weight: torch.Tensor,
         grad: torch.Tensor,
-    ) -> Segment:
+    ) -> UpdateSegment:
         states = self._states(optimizer, param)
         state, arrays = self.state[param], [array for array in states.dtypes if array != "weights"]
         if any(name not in state for name in ("step", *arrays)):
@@ -181,7 +181,7 @@ class CPUOptimizer(torch.optim.Optimizer):
         numbers = optimizer.numbers(group)
         numbers += (0.0,) * (MAX_NUMBERS - len(numbers))
         factor = -1.0 if group.get("maximize") else 1.0
-        return Segment._make(
+        return UpdateSegment._make(
             (
                 *(weight_address, low, grad.data_ptr(), weight.numel()),
                 *moments,

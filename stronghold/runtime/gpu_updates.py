@@ -154,7 +154,7 @@ class GpuUpdates:
     def _prepare(self, batch: Sequence[Gradients]) -> Callable[[float], None]:
         """The host's share of an update, done while the device is still busy with backward: all but
         the gradients' scale, with this moment's hyper-parameters. The result does the rest."""
-        calls: dict[tuple[Format, torch.dtype], list[native.Segment]] = defaultdict(list)
+        calls: dict[tuple[Format, torch.dtype], list[native.UpdateSegment]] = defaultdict(list)
         moved = 0.0
         for gradients in batch:
             state = gradients.state

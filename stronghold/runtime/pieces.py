@@ -159,7 +159,7 @@ class Piece:
             for _, at, _ in self.parameters()
         ]
 
-    def segments(self, steps: Mapping[int, ParameterStep]) -> list[native.Segment]:
+    def segments(self, steps: Mapping[int, ParameterStep]) -> list[native.UpdateSegment]:
         """The update kernel's segments, one for each parameter that has a gradient in the piece.
         The caller keeps the piece's arrays alive until the kernel has run."""
         # Of each array of a segment: the address of its first item, an item's bytes, its elements.
@@ -177,7 +177,7 @@ class Piece:
             numbers, scale, count, flags = steps[k]
             gradient = self.address(k, at)
             fields = weight, low, gradient, numel, *moments, *numbers, scale, count, flags
-            segments.append(native.Segment._make(fields))
+            segments.append(native.UpdateSegment._make(fields))
         return segments
 
 

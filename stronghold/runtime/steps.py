@@ -33,7 +33,7 @@ Groups = Mapping[nn.Parameter, tuple[Group, Optimizer]]
 
 
 class ParameterStep(NamedTuple):
-    """One parameter's step, as `native.Segment` ends: the kernel's numbers, with zeros up to
+    """One parameter's step, as `native.UpdateSegment` ends: the kernel's numbers, with zeros up to
     `MAX_NUMBERS`, the factor of the gradient, the number of the step from 1, and the flags."""
 
     numbers: tuple[float, ...]

@@ -381,7 +381,7 @@ class KernelOptimizer:
         address, low, *moments = (places.get(str(array), 0) for array in states.kernel_arrays)
         optimizer = self._optimizers[parameter]
         numbers = optimizer.numbers(group)
-        segment = native.Segment(
+        segment = native.UpdateSegment(
             address,
             low,
             gradient.data_ptr(),
