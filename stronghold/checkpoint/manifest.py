@@ -66,7 +66,7 @@ from stronghold.optim.states import (
     EXACT,
     LEAN,
     LOW_DTYPE,
-    Kind,
+    StateKind,
     States,
     group_size,
     num_items,
@@ -164,7 +164,7 @@ class TensorRecord(BaseModel):
     moments: FileName | None
     optimizer: OptimizerName = DEFAULT.name
 
-    def states(self, kind: Kind) -> States:
+    def states(self, kind: StateKind) -> States:
         """The arrays that hold its training state, with states of `kind`."""
         kind = kind if self.dtype is torch.bfloat16 else EXACT
         return states_of(self.dtype, kind, optimizer_named(self.optimizer).possible_moments)

@@ -28,7 +28,7 @@ from stronghold.model.layout import ModelLayout, ParameterShape, for_ranks, laye
 from stronghold.model.logits import part_of
 from stronghold.model.partition import partition
 from stronghold.optim import examples
-from stronghold.optim.states import EXACT, LEAN, Kind, States, page_numel, states_of
+from stronghold.optim.states import EXACT, LEAN, StateKind, States, page_numel, states_of
 from stronghold.plan.cost import Demand, Workload, workload_of
 from stronghold.plan.machine import MachineProfile, Rates, find, machine_names, rates_of
 
@@ -73,7 +73,7 @@ class Question:
     early_layers: int | None
     gpu_bytes: int
     host_bytes: int
-    states: Kind = EXACT
+    states: StateKind = EXACT
     optimizer: str = next(iter(examples()))
     nvme_bytes: int = 0
     nvme_path: str = ""
@@ -191,7 +191,7 @@ def understand(
     chunk: int | None = None,
     streams: int = 1,
     precision: str = "bf16",
-    states: Kind = EXACT,
+    states: StateKind = EXACT,
     optimizer: str = next(iter(examples())),
     clipping: float = CLIPPING,
     no_overflow_check: bool = False,

@@ -22,7 +22,7 @@ from stronghold.optim.contract import (
     Optimizer,
 )
 from stronghold.optim.cpu_optimizer import CPUOptimizer
-from stronghold.optim.states import EXACT, Kind
+from stronghold.optim.states import EXACT, StateKind
 
 logger = logging.getLogger("stronghold")
 
@@ -168,7 +168,7 @@ class CPUAdam(CPUOptimizer):
         bias_correction: bool = True,
         amsgrad: bool = False,
         maximize: bool = False,
-        states: Kind = EXACT,
+        states: StateKind = EXACT,
         num_threads: int | None = None,
     ) -> None:
         defaults = {

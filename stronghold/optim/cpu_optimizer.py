@@ -27,7 +27,7 @@ from stronghold.optim.states import (
     LEAN,
     LOW_DTYPE,
     SCALE,
-    Kind,
+    StateKind,
     States,
     num_items,
     states_of,
@@ -62,7 +62,7 @@ class CPUOptimizer(torch.optim.Optimizer):
         defaults: dict[str, Any],
         optimizer_class: type[Optimizer],
         *,
-        states: Kind,
+        states: StateKind,
         num_threads: int | None,
     ) -> None:
         if states not in KINDS:
@@ -70,7 +70,7 @@ class CPUOptimizer(torch.optim.Optimizer):
                 f'states: got {states!r}, expected "exact" or "lean".'
                 f"{did_you_mean(str(states), KINDS)}"
             )
-        self.states: Kind = states
+        self.states: StateKind = states
         self._optimizer_class = optimizer_class
         self._pool = Pool(available_cores() if num_threads is None else num_threads)
         super().__init__(params, defaults)
@@ -257,7 +257,7 @@ def _adopted(param: torch.Tensor, saved: dict[str, Any], states: States) -> dict
     return state
 
 
-def _kind_of(saved: Mapping[str, Any]) -> Kind | None:
+def _kind_of(saved: Mapping[str, Any]) -> StateKind | None:
     """The kind of a saved state; None where it has nothing that tells the kinds apart."""
     if any(name.endswith(SCALE) for name in saved):
         return LEAN

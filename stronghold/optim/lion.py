@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from stronghold.optim.contract import BETAS, NUMBER, Expected, Fixed, Group, Moment, Optimizer
 from stronghold.optim.cpu_optimizer import CPUOptimizer
-from stronghold.optim.states import EXACT, Kind
+from stronghold.optim.states import EXACT, StateKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class CPULion(CPUOptimizer):
         weight_decay: float = 0.0,
         *,
         maximize: bool = False,
-        states: Kind = EXACT,
+        states: StateKind = EXACT,
         num_threads: int | None = None,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}

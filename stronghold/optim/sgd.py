@@ -23,7 +23,7 @@ from stronghold.optim.contract import (
     refuse_changed,
 )
 from stronghold.optim.cpu_optimizer import CPUOptimizer
-from stronghold.optim.states import EXACT, Kind
+from stronghold.optim.states import EXACT, StateKind
 
 NESTEROV = 1  # the kernel's flag
 NO_DAMPENING = Expected(lambda value: value == 0, "0: the kernel has no dampening")
@@ -120,7 +120,7 @@ class CPUSGD(CPUOptimizer):
         nesterov: bool = False,
         *,
         maximize: bool = False,
-        states: Kind = EXACT,
+        states: StateKind = EXACT,
         num_threads: int | None = None,
     ) -> None:
         defaults = {

@@ -59,10 +59,10 @@ from stronghold.errors import StateError
 from stronghold.native import MAX_MOMENTS
 from stronghold.optim.contract import Moment
 
-Kind = Literal["exact", "lean"]
-EXACT: Kind = "exact"
-LEAN: Kind = "lean"
-KINDS: tuple[Kind, ...] = (EXACT, LEAN)
+StateKind = Literal["exact", "lean"]
+EXACT: StateKind = "exact"
+LEAN: StateKind = "lean"
+KINDS: tuple[StateKind, ...] = (EXACT, LEAN)
 SCALE = "_scale"  # ends the name of an array that has one item per group
 
 GROUP = 64  # elements that share a scale
@@ -79,7 +79,7 @@ LOW_DTYPE: dict[torch.dtype, torch.dtype | None] = {
 }
 PAGE_BYTES = 4096  # the block size of files
 # Bytes per element of the smallest array that a kind of states can have. Lean: of the scales.
-_SMALLEST_BYTES: dict[Kind, float] = {EXACT: 2, LEAN: 4 / GROUP}
+_SMALLEST_BYTES: dict[StateKind, float] = {EXACT: 2, LEAN: 4 / GROUP}
 
 
 def group_size(array: str) -> int:
@@ -98,7 +98,7 @@ def num_items(array: str, numel: int) -> int:
     return -(-numel // group_size(array))
 
 
-def page_numel(kind: Kind, *, in_files: bool = True) -> int:
+def page_numel(kind: StateKind, *, in_files: bool = True) -> int:
     """Elements of which every array has whole pages. Padding and pieces are multiples of it. Where
     no array lies `in_files`, only the weights' two bytes count."""
     return int(PAGE_BYTES / (_SMALLEST_BYTES[kind] if in_files else 2))
@@ -109,7 +109,7 @@ class States:
     """The arrays of weights of `dtype` with states of `kind`, for an optimizer with `moments`."""
 
     dtype: torch.dtype
-    kind: Kind
+    kind: StateKind
     moments: tuple[Moment, ...]
 
     @functools.cached_property
@@ -220,12 +220,12 @@ def one_format(states: States, kernel: str = "") -> Formats:
 
 
 @functools.cache
-def states_of(dtype: torch.dtype, kind: Kind, moments: tuple[Moment, ...]) -> States:
+def states_of(dtype: torch.dtype, kind: StateKind, moments: tuple[Moment, ...]) -> States:
     """The same object for the same arguments."""
     return States(dtype, kind, moments)
 
 
-def _moment_dtypes(moments: tuple[Moment, ...], kind: Kind) -> dict[str, torch.dtype]:
+def _moment_dtypes(moments: tuple[Moment, ...], kind: StateKind) -> dict[str, torch.dtype]:
     if kind == EXACT:
         return {moment.name: torch.float32 for moment in moments}
     codes = {moment.name: torch.uint8 if moment.is_root else torch.int8 for moment in moments}
