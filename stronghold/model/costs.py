@@ -43,10 +43,10 @@ from stronghold.model.gpu_operators import (
     ATTENTION_KERNELS,
     MORE_FLOPS,
     AsOnGpu,
-    Attended,
-    attended,
-    in_all,
+    AttentionCost,
+    attention_cost,
     is_causal,
+    total_attention,
 )
 from stronghold.model.logits import LogitsInParts
 from stronghold.model.operator_bytes import OperatorBytes
@@ -225,7 +225,7 @@ class _Tracer:
         self._bytes: dict[int, int] = {}
         # Storages by identity; held, so that none is reused for another.
         self._held: dict[int, torch.UntypedStorage] = {}
-        self._attended: list[list[Attended]] = [[] for _ in partition.layers]
+        self._attended: list[list[AttentionCost]] = [[] for _ in partition.layers]
         self._passing = Passing(lambda: self._now, self._attend)
         self._weights = {self._key(tensor) for tensor in weights.values()}
         self._running: list[int] = []
@@ -239,7 +239,7 @@ class _Tracer:
         self._head_width: dict[int, int] = {}  # of layers that ran
         self._counted = _Counts(0.0, 0.0, 0.0)
         # The layer that was called, its counts, how to answer as it did, and what attention took.
-        self._known: dict[Any, tuple[int, _Counts, Answer, list[Attended]]] = {}
+        self._known: dict[Any, tuple[int, _Counts, Answer, list[AttentionCost]]] = {}
         self._like: dict[int, int] = {}  # layer that did not run -> layer that ran in its place
 
     @contextmanager
@@ -295,7 +295,7 @@ class _Tracer:
                 boundary[next(iter(blocks))] += self._bytes[key]
         kept = {self._passing.number(storage) for storage in self._held.values()}
         passing = self._passing.most(len(saved), kept)
-        attended = [in_all(calls) for calls in self._attended]
+        attended = [total_attention(calls) for calls in self._attended]
         return tuple(
             LayerCost(
                 forward_flops=self._flops[index],
@@ -398,7 +398,7 @@ class _Tracer:
     ) -> None:
         if not self._running or self._forward_is_over:
             return
-        call = attended(args[:3], results)
+        call = attention_cost(args[:3], results)
         self._attended[self._now].append(call)
         self._causal += call.flops if is_causal(kernel, args, kwargs) else 0.0
         self._head_width[self._now] = args[0].shape[-1]

@@ -46,7 +46,7 @@ ATTENTION_KERNELS = frozenset(
 )
 
 
-class Attended(NamedTuple):
+class AttentionCost(NamedTuple):
     """What one of them takes: bytes that it gives, FLOPs, and rows of all sequences' queries."""
 
     nbytes: int
@@ -62,20 +62,20 @@ def is_causal(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bo
     return bool(given)
 
 
-def attended(inputs: Sequence[torch.Tensor], results: Sequence[Any]) -> Attended:
+def attention_cost(inputs: Sequence[torch.Tensor], results: Sequence[Any]) -> AttentionCost:
     """Of a call with q, k and v."""
     query, key, value = (tensor.shape for tensor in inputs)
     storages = [r.untyped_storage() for r in results if isinstance(r, torch.Tensor)]
-    return Attended(
+    return AttentionCost(
         sum({int(storage._cdata): storage.nbytes() for storage in storages}.values()),
         float(_attention_flops(query, key, value)),
         query[0] * query[2],
     )
 
 
-def in_all(calls: Sequence[Attended]) -> Attended:
+def total_attention(calls: Sequence[AttentionCost]) -> AttentionCost:
     """Of several calls."""
-    return Attended(
+    return AttentionCost(
         sum(call.nbytes for call in calls),
         sum(call.flops for call in calls),
         sum(call.tokens for call in calls),

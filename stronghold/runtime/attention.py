@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stronghold.device.base import Device
-from stronghold.model.gpu_operators import ATTENTION_KERNELS, Attended, attended
+from stronghold.model.gpu_operators import ATTENTION_KERNELS, AttentionCost, attention_cost
 
 logger = logging.getLogger("stronghold")
 
@@ -149,14 +149,14 @@ class AttentionCalls:
             return plain(*args, **kwargs)
 
 
-def watched(tell: Callable[[Attended], None]) -> Through:
+def watched(tell: Callable[[AttentionCost], None]) -> Through:
     """Calls as they are; `tell` is called for each that a kernel computed."""
 
     def through(plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         with _Watch() as watch:
             output = plain(*args, **kwargs)
         for _, given, results in watch.found:
-            tell(attended(given, results))
+            tell(attention_cost(given, results))
         return output
 
     return through
