@@ -61,7 +61,7 @@ from stronghold.errors import BudgetError
 from stronghold.plan.cost import (
     Demand,
     Growth,
-    LayerLoad,
+    LayerWork,
     Workload,
     measured_rates,
     measured_workload,
@@ -149,7 +149,7 @@ class Measured:
     usable: int | None
     beside: int | None
 
-    def loads(self, size: BatchSize, margin: float) -> tuple[tuple[LayerLoad, ...], int]:
+    def loads(self, size: BatchSize, margin: float) -> tuple[tuple[LayerWork, ...], int]:
         """Each layer's load with batches of another size, and what comes beside them; `margin`
         times as much as it seems."""
         by = Growth.between(self.size, size, margin)
@@ -284,7 +284,7 @@ class Refinement:
     def _can_leave_more(self) -> bool:
         return self._makes_room and self._roomiest() is not None
 
-    def _loads(self, size: BatchSize) -> tuple[tuple[LayerLoad, ...], int]:
+    def _loads(self, size: BatchSize) -> tuple[tuple[LayerWork, ...], int]:
         assert self._measured is not None
         return self._measured.loads(size, self._margin)
 

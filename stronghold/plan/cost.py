@@ -75,7 +75,7 @@ class Growth:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerLoad:
+class LayerWork:
     """One layer in one micro-batch: seconds of forward, of attention's kernels in it, and of
     backward (without recomputation); and bytes of what it saves, of its inputs, and of what
     attention gave. `square_*` are the parts that grow with the square of a sequence's length: what
@@ -90,7 +90,7 @@ class LayerLoad:
     square_saved_bytes: int = 0
     square_boundary_bytes: int = 0
 
-    def grown(self, by: Growth) -> LayerLoad:
+    def grown(self, by: Growth) -> LayerWork:
         """The bytes of a larger micro-batch, in the same seconds."""
         return replace(
             self,
@@ -146,7 +146,7 @@ class Demand:
     streams: int = 1  # on which chunks take turns
     # What each layer keeps for backward; empty: unknown, and the gpu budget is for weights and
     # gradients alone.
-    kept: tuple[LayerLoad, ...] = ()
+    kept: tuple[LayerWork, ...] = ()
     sequences: int = 0  # of a micro-batch, with `tokens` in all of them; 0: unknown
     tokens: int = 0
     reserve_bytes: int = 0  # of the gpu budget that are activations' at least
@@ -448,7 +448,7 @@ def bytes_per_parameter(states: States, micro_batches: int = 1) -> float:
 class Workload:
     """What a step computes: `layers` in the layout's order, for each of `micro_batches`."""
 
-    layers: tuple[LayerLoad, ...]
+    layers: tuple[LayerWork, ...]
     micro_batches: int = 1
 
     @property
@@ -460,7 +460,7 @@ class Workload:
         """All micro-batches as one."""
         count = self.micro_batches
         loads = ({k: count * v for k, v in asdict(load).items()} for load in self.layers)
-        return Workload(layers=tuple(LayerLoad(**load) for load in loads))
+        return Workload(layers=tuple(LayerWork(**load) for load in loads))
 
     def backward_s(self, activations: Sequence[str]) -> float:
         """With what is computed again under these policies."""
@@ -496,7 +496,7 @@ def workload_of(costs: ModelCosts, machine: MachineProfile, *, micro_batches: in
         attention_forward_s, attention_backward_s = attention_s(layer, costs, machine)
         products_s = (layer.forward_flops - layer.attention_flops) / flops
         operators_s = layer.operator_bytes / (machine.gpu_memory_gbps * 1e9)
-        load = LayerLoad(
+        load = LayerWork(
             forward_s=products_s + attention_forward_s + operators_s,
             backward_s=2 * products_s + attention_backward_s + 2 * operators_s,
             saved_bytes=layer.saved_bytes + (layer.passing_bytes if layer is largest else 0),
@@ -540,7 +540,7 @@ def measured_workload(
         backward_s = seconds[f"backward {layer.index}"]
         nbytes, flops, rows = attended[layer.index] if attended else (0, 0.0, 0)
         part = flops / (flops + 2.0 * layer.num_parameters * rows) if flops else 0.0
-        load = LayerLoad(
+        load = LayerWork(
             forward_s=forward_s,
             backward_s=backward_s,
             saved_bytes=saved_bytes[layer.index] if saved_bytes else 0,
@@ -585,7 +585,7 @@ def slowest(found: Sequence[tuple[Rates, Workload]]) -> tuple[Rates, Workload]:
         for field in fields(Rates)
     }
     loads = tuple(
-        LayerLoad(**{f.name: max(getattr(e, f.name) for e in of_layer) for f in fields(LayerLoad)})
+        LayerWork(**{f.name: max(getattr(e, f.name) for e in of_layer) for f in fields(LayerWork)})
         for of_layer in zip(*(workload.layers for workload in workloads), strict=True)
     )
     return Rates(**lanes), replace(workloads[0], layers=loads)

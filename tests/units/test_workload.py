@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from stronghold.model.costs import LayerCost, ModelCosts
-from stronghold.plan.cost import LayerLoad, workload_of
+from stronghold.plan.cost import LayerWork, workload_of
 from stronghold.plan.machine import MachineProfile
 from tests.units.test_profile import ATTENTION, SLOW_ATTENTION
 from tests.units.test_profile import of as machine_of
@@ -18,7 +18,7 @@ MACHINE = machine_of(flops={"bf16": 100e12, "fp16": 100e12, "fp32": 20e12}, gpu_
 
 def load_of(
     dtype: str = "bf16", machine: MachineProfile = MACHINE, seq: int = 1000, **cost: Any
-) -> LayerLoad:
+) -> LayerWork:
     block = LayerCost(**{"forward_flops": 0.0, "saved_bytes": 0, "boundary_bytes": 8} | cost)
     return workload_of(ModelCosts(layers=(block,), dtype=dtype, seq=seq), machine).layers[0]
 
