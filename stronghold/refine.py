@@ -67,7 +67,7 @@ from stronghold.plan.cost import (
     measured_workload,
     slowest,
 )
-from stronghold.plan.machine import AGAIN_LAUNCH_S, LAUNCH_S, WHOLE_LAUNCH_S, Rates
+from stronghold.plan.machine import LAUNCH_S, RECOMPUTE_LAUNCH_S, WHOLE_LAUNCH_S, Rates
 from stronghold.plan.plan import MIB, Plan, activation_bytes, make_plan
 from stronghold.plan.search import roomiest_plan
 from stronghold.predict.simulate import fastest_plan, simulate
@@ -102,7 +102,7 @@ OTHERWISE = Rates(
     io_gbps=4.0,
     launch_s=LAUNCH_S,
     whole_launch_s=WHOLE_LAUNCH_S,
-    again_launch_s=AGAIN_LAUNCH_S,
+    recompute_launch_s=RECOMPUTE_LAUNCH_S,
 )
 # The emulated device computes in the calling thread: measured seconds have its launches in them.
 EMULATED = replace(
@@ -110,7 +110,7 @@ EMULATED = replace(
     device_gbps=8.0,  # device memory is the host's
     launch_s=0.0,
     whole_launch_s=0.0,
-    again_launch_s=0.0,
+    recompute_launch_s=0.0,
 )
 
 

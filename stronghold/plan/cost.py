@@ -101,13 +101,13 @@ class LayerWork:
             square_boundary_bytes=by.of(self.square_boundary_bytes, self.square_boundary_bytes),
         )
 
-    def again_s(self, level: str) -> float:
+    def recompute_s(self, level: str) -> float:
         """Seconds that backward computes again."""
         if level not in AGAIN:
             return 0.0
         return self.forward_s - (self.attention_s if level in ATTENTION else 0.0)
 
-    def again_bytes(self, level: str) -> int:
+    def recomputed_bytes(self, level: str) -> int:
         """What that makes anew."""
         if level not in AGAIN:
             return 0
@@ -465,7 +465,7 @@ class Workload:
     def backward_s(self, activations: Sequence[str]) -> float:
         """With what is computed again under these policies."""
         levels = zip(self.layers, activations, strict=True)
-        return sum(layer.backward_s + layer.again_s(level) for layer, level in levels)
+        return sum(layer.backward_s + layer.recompute_s(level) for layer, level in levels)
 
 
 def attention_s(
@@ -552,7 +552,7 @@ def measured_workload(
             attention_s=part * forward_s,
             attention_bytes=nbytes,
         )
-        loads.append(replace(load, backward_s=max(0.0, backward_s - load.again_s(policy))))
+        loads.append(replace(load, backward_s=max(0.0, backward_s - load.recompute_s(policy))))
     return Workload(layers=tuple(loads), micro_batches=micro_batches)
 
 

@@ -43,7 +43,7 @@ LEAST_SHARE = 0.05  # a lane keeps this share of its own rate, however busy the 
 # of an EPYC: 1.50 ms with hooks, 0.89 ms without, 0.89 ms more for computing again.
 LAUNCH_S = 7.5e-4
 WHOLE_LAUNCH_S = 4.5e-4
-AGAIN_LAUNCH_S = 8.9e-4
+RECOMPUTE_LAUNCH_S = 8.9e-4
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ class Rates:
     handover_s: float = 3e-5
     launch_s: float = 0.0
     whole_launch_s: float = 0.0
-    again_launch_s: float = 0.0
+    recompute_launch_s: float = 0.0
 
 
 # `states.States.adam_bytes` of bf16 weights and gradients, with exact and with lean states.
@@ -332,5 +332,5 @@ def rates_of(
         io_gbps=share.nvme_mixed_gbps or max(read, write),
         launch_s=LAUNCH_S,
         whole_launch_s=WHOLE_LAUNCH_S,
-        again_launch_s=AGAIN_LAUNCH_S,
+        recompute_launch_s=RECOMPUTE_LAUNCH_S,
     )

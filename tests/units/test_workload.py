@@ -41,8 +41,8 @@ def test_one_kernel_runs_after_the_other() -> None:
 
 def test_what_is_computed_again_without_attention_moves_its_bytes_again() -> None:
     load = load_of(forward_flops=300e12, attention_flops=100e12, operator_bytes=500e9)
-    assert load.again_s("recompute") == 3.5
-    assert load.again_s("attention") == 2.5
+    assert load.recompute_s("recompute") == 3.5
+    assert load.recompute_s("attention") == 2.5
 
 
 def test_attention_takes_its_flops_at_its_measured_rates() -> None:
