@@ -1,6 +1,6 @@
 """Where each element of a layer lies in the bytes of its arrays.
 
-Owns no memory: a `Map` turns elements into bytes, and bytes into typed views. Pure data, made once
+Owns no memory: a `ArrayMap` turns elements into bytes, and bytes into typed views. Pure data, made once
 for each layer; any thread may use it.
 
 [Note: one path] An array is flat memory of bytes. Its sections follow the layer's ranges, one
@@ -47,7 +47,7 @@ class Section:
 
 
 @dataclass(frozen=True, slots=True)
-class Map:
+class ArrayMap:
     """One array of one layer: `nbytes` in sections that follow each other."""
 
     sections: tuple[Section, ...]
@@ -110,28 +110,30 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides)) if shape else ()
 
 
-def make_map(spans: Iterable[tuple[int, Span, torch.dtype]], group: int = 1) -> Map:
+def make_map(spans: Iterable[tuple[int, Span, torch.dtype]], group: int = 1) -> ArrayMap:
     """The map of an array that has these elements: the number of a range, a span, its dtype."""
     sections: list[Section] = []
     at = 0
     for number, (begin, end), dtype in spans:
         sections.append(Section(number, begin, end, at, dtype, group))
         at += sections[-1].nbytes
-    return Map(tuple(sections), at)
+    return ArrayMap(tuple(sections), at)
 
 
-def weight_map(layer: LayerLayout, formats: Sequence[Format]) -> Map:
+def weight_map(layer: LayerLayout, formats: Sequence[Format]) -> ArrayMap:
     """Of the whole layer's weights, and of slots that hold them or their gradients."""
     return make_map(
         (number, each.span, formats[each.format].dtype) for number, each in enumerate(layer.ranges)
     )
 
 
-def array_maps(layer: LayerLayout, formats: Sequence[Format], shards: Shards) -> dict[str, Map]:
+def array_maps(
+    layer: LayerLayout, formats: Sequence[Format], shards: Shards
+) -> dict[str, ArrayMap]:
     """Of every array that the layer can have, by name: "weights" of the whole layer, all others of
     this rank's shares of what trains."""
 
-    def trained(dtype_of: Callable[[Range], torch.dtype | None], group: int = 1) -> Map:
+    def trained(dtype_of: Callable[[Range], torch.dtype | None], group: int = 1) -> ArrayMap:
         spans = (
             (number, shards.of(each), dtype_of(each))
             for number, each in enumerate(layer.trainable_ranges)
