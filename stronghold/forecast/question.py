@@ -30,7 +30,7 @@ from stronghold.model.partition import partition
 from stronghold.optim import examples
 from stronghold.optim.states import EXACT, LEAN, StateKind, States, page_numel, states_of
 from stronghold.plan.cost import Demand, Workload, workload_of
-from stronghold.plan.machine import MachineProfile, Rates, find, machine_names, rates_of
+from stronghold.plan.machine import MachineProfile, Rates, find_profile, machine_names, rates_of
 
 SEQ = 2048  # without --seq, or as many as the model knows
 CLIPPING = 1.0  # DeepSpeed's default
@@ -287,7 +287,7 @@ def understand(
 def _machine(name: str | None) -> MachineProfile:
     if name is not None:
         return MachineProfile.load(name)
-    found = find()
+    found = find_profile()
     if found is None:
         raise ConfigError(
             "no profile of this machine: run `stronghold doctor`, which takes less than a minute, "

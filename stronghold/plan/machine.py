@@ -255,7 +255,7 @@ def default_path(gpu: str | None = None) -> Path:
     return _folder() / f"{_slug(platform.node())}-{_slug(gpu or EMULATED)}.json"
 
 
-def find() -> MachineProfile | None:
+def find_profile() -> MachineProfile | None:
     """This machine's own profile, None if it was never measured: the newest of this host's, a GPU's
     before the emulated device's. STRONGHOLD_PROFILE, a path or a shipped name, overrides that and
     must exist; a file in the cache that cannot be read counts as absent, with a warning."""
