@@ -235,10 +235,10 @@ def check_targets(
     )
 
 
-Own = TypeVar("Own", bound="Closing")
+CloseableT = TypeVar("CloseableT", bound="Closeable")
 
 
-class Closing:
+class Closeable:
     """What is closed at the end of a with statement, or when nobody refers to it any more."""
 
     __slots__ = ()
@@ -246,7 +246,7 @@ class Closing:
     def close(self) -> None:
         raise NotImplementedError
 
-    def __enter__(self: Own) -> Own:
+    def __enter__(self: CloseableT) -> CloseableT:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -320,7 +320,7 @@ class Kernels(ABC):
         return torch.tensor(self.sum_squares(dtype, segments), dtype=torch.float64)
 
 
-class Pool(Kernels, Closing):
+class Pool(Kernels, Closeable):
     """Threads for the kernels: `num_threads` with the calling one, on the listed `cores` only.
     `isa` forces an instruction set (see `isas()`), else STRONGHOLD_ISA does, else the best is
     taken. It does not survive `os.fork()`; close it when no call is running."""
@@ -506,7 +506,7 @@ class IoFile:
         self.close()
 
 
-class IoQueue(Closing):
+class IoQueue(Closeable):
     """Keeps up to `depth` blocks in flight; cuts larger operations into `block_bytes`. `engine` is
     "io_uring" or "threads" (OSError where it is refused); without it STRONGHOLD_IO_ENGINE decides,
     else "io_uring" where the kernel permits it. `registered` lists (address, nbytes) of memory that

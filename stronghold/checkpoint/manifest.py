@@ -60,7 +60,7 @@ from stronghold.checkpoint.tensorfile import (
 )
 from stronghold.device.base import Device
 from stronghold.errors import CheckpointError, ConfigError, explain
-from stronghold.native import Closing
+from stronghold.native import Closeable
 from stronghold.optim import DEFAULT, OPTIMIZERS, optimizer_named
 from stronghold.optim.states import (
     EXACT,
@@ -311,7 +311,7 @@ def _foreign(directory: Path) -> str:
     return f"{directory / MANIFEST}: the file is missing; not a checkpoint of stronghold's"
 
 
-class OpenTag(Closing):
+class OpenTag(Closeable):
     """`manifest`, and every file that it lists, of the directory `path`: [Note: one save]. Raises
     as `Manifest.read`. `mark` is the same on ranks that have opened the same save."""
 
