@@ -42,8 +42,8 @@ from stronghold.errors import ConfigError
 from stronghold.model.gpu_operators import (
     ATTENTION_KERNELS,
     MORE_FLOPS,
-    AsOnGpu,
     AttentionCost,
+    GpuOperators,
     attention_cost,
     is_causal,
     total_attention,
@@ -226,7 +226,7 @@ class _Tracer:
         # Storages by identity; held, so that none is reused for another.
         self._held: dict[int, torch.UntypedStorage] = {}
         self._attended: list[list[AttentionCost]] = [[] for _ in partition.layers]
-        self._passing = Passing(lambda: self._now, self._attend)
+        self._passing = TransientBytes(lambda: self._now, self._attend)
         self._weights = {self._key(tensor) for tensor in weights.values()}
         self._running: list[int] = []
         self._forward_is_over = False
@@ -256,7 +256,7 @@ class _Tracer:
                     elif module not in inside:
                         undo.enter_context(_calling(module, self._resident_call(layer, module)))
             undo.enter_context(saved_tensors_hooks(self._pack, lambda packed: packed))
-            undo.enter_context(AsOnGpu())
+            undo.enter_context(GpuOperators())
             undo.enter_context(self._passing)
             undo.enter_context(self._moved)
             undo.enter_context(self._counter)
@@ -336,7 +336,7 @@ class _Tracer:
                 for leaf in leaves:
                     if isinstance(leaf, torch.Tensor):
                         self._enter(layer.index, leaf)
-                kind = (made_like, spec, kinds(leaves), torch.is_grad_enabled())
+                kind = (made_like, spec, leaf_kinds(leaves), torch.is_grad_enabled())
                 if kind in self._known:
                     self._like[layer.index], counts, answer, calls = self._known[kind]
                     self._attended[layer.index] += calls
@@ -518,7 +518,7 @@ def structure(block: nn.Module) -> tuple[Any, ...]:
     )
 
 
-def kinds(leaves: Sequence[Any]) -> tuple[Any, ...]:
+def leaf_kinds(leaves: Sequence[Any]) -> tuple[Any, ...]:
     """What decides of each input leaf; of tensors that share memory also which is the first."""
     first: dict[int, int] = {}
     found = []
@@ -547,7 +547,7 @@ def _kind(value: Any) -> Any:
 
 
 # -- bytes in passing -----------------------------------------------------------------------------
-class Passing(TorchDispatchMode):
+class TransientBytes(TorchDispatchMode):
     """Records what every operation makes, and when it is gone. `running` names the layer;
     `attend` is called with each of attention's kernels, its arguments and its results."""
 

@@ -109,7 +109,7 @@ _ALL = (torch.Tensor.all, torch.all)
 _ANY = (torch.Tensor.any, torch.any)
 
 
-class AsOnGpu(TorchFunctionMode):
+class GpuOperators(TorchFunctionMode):
     """Tensors of the meta device take CUDA's operators."""
 
     def __init__(self) -> None:
