@@ -16,7 +16,7 @@ from stronghold.optim.contract import (
     BOOLEAN,
     NUMBER,
     Expected,
-    Fixed,
+    FixedKey,
     Group,
     Moment,
     Optimizer,
@@ -69,13 +69,15 @@ class Adam(Optimizer):
         "torch_adam": BOOLEAN,
         "bias_correction": BOOLEAN,
     }
-    fixed: ClassVar[Mapping[str, Fixed]] = {
-        "amsgrad": Fixed(False, "the CPU kernel has no AMSGrad; set it to false or remove it"),
-        "maximize": Fixed(False, "the CPU kernel minimizes; set it to false, and negate the loss"),
-        "differentiable": Fixed(
+    fixed: ClassVar[Mapping[str, FixedKey]] = {
+        "amsgrad": FixedKey(False, "the CPU kernel has no AMSGrad; set it to false or remove it"),
+        "maximize": FixedKey(
+            False, "the CPU kernel minimizes; set it to false, and negate the loss"
+        ),
+        "differentiable": FixedKey(
             False, "the update runs outside autograd; set it to false or remove it"
         ),
-        "fp32_optimizer_states": Fixed(
+        "fp32_optimizer_states": FixedKey(
             True,
             "moments are kept in fp32; set it to true or remove it (smaller ones are "
             'stronghold.states: "lean")',

@@ -41,7 +41,7 @@ def _is_below_one(value: object) -> bool:
 
 BETAS = Expected(_is_pair_of_betas, "two numbers in [0, 1), such as [0.9, 0.999]")
 BELOW_ONE = Expected(_is_below_one, "a number in [0, 1)")
-__all__ = ["BELOW_ONE", "BETAS", "BOOLEAN", "NUMBER", "Expected", "Fixed", "Moment", "Optimizer"]
+__all__ = ["BELOW_ONE", "BETAS", "BOOLEAN", "NUMBER", "Expected", "FixedKey", "Moment", "Optimizer"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True)
-class Fixed:
+class FixedKey:
     """A key of which only `value` is accepted, and the `reason` for refusing every other value."""
 
     value: bool
@@ -85,7 +85,7 @@ class Optimizer(ABC):
     defaults: ClassVar[Mapping[str, Any]]
     expected: ClassVar[Mapping[str, Expected]]
     params: ClassVar[Mapping[str, Expected]] = {}
-    fixed: ClassVar[Mapping[str, Fixed]] = {}
+    fixed: ClassVar[Mapping[str, FixedKey]] = {}
     without_effect: ClassVar[frozenset[str]] = frozenset()
     note: ClassVar[str]
     params_note: ClassVar[str]

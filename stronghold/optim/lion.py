@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from stronghold.optim.contract import BETAS, NUMBER, Expected, Fixed, Group, Moment, Optimizer
+from stronghold.optim.contract import BETAS, NUMBER, Expected, FixedKey, Group, Moment, Optimizer
 from stronghold.optim.cpu_optimizer import CPUOptimizer
 from stronghold.optim.states import EXACT, StateKind
 
@@ -35,9 +35,11 @@ class Lion(Optimizer):
         "betas": BETAS,
         "weight_decay": NUMBER,
     }
-    fixed: ClassVar[Mapping[str, Fixed]] = {
-        "maximize": Fixed(False, "the CPU kernel minimizes; set it to false, and negate the loss"),
-        "fp32_optimizer_states": Fixed(
+    fixed: ClassVar[Mapping[str, FixedKey]] = {
+        "maximize": FixedKey(
+            False, "the CPU kernel minimizes; set it to false, and negate the loss"
+        ),
+        "fp32_optimizer_states": FixedKey(
             True,
             "the moment is kept in fp32; set it to true or remove it (a smaller one is "
             'stronghold.states: "lean")',

@@ -16,7 +16,7 @@ from stronghold.optim.contract import (
     BOOLEAN,
     NUMBER,
     Expected,
-    Fixed,
+    FixedKey,
     Group,
     Moment,
     Optimizer,
@@ -55,9 +55,11 @@ class SGD(Optimizer):
         "dampening": NO_DAMPENING,
         "nesterov": BOOLEAN,
     }
-    fixed: ClassVar[Mapping[str, Fixed]] = {
-        "maximize": Fixed(False, "the CPU kernel minimizes; set it to false, and negate the loss"),
-        "differentiable": Fixed(
+    fixed: ClassVar[Mapping[str, FixedKey]] = {
+        "maximize": FixedKey(
+            False, "the CPU kernel minimizes; set it to false, and negate the loss"
+        ),
+        "differentiable": FixedKey(
             False, "the update runs outside autograd; set it to false or remove it"
         ),
     }
