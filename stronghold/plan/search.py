@@ -6,10 +6,10 @@ What the user pinned in the demand stays as it is.
 
 [Note: lower bounds first] A candidate's step cannot be shorter than the work on its lanes.
 Candidates are tried in the order of that bound, and a round ends when the bound alone is as much
-as the best step found: nothing that is left can be faster by more than EQUAL.
+as the best step found: nothing that is left can be faster by more than EQUAL_SHARE.
 
 [Note: rounds] First a share of the blocks to keep, with the largest window of usual size that fits,
-and activations as by the FIRST ladders; for the best few of these the other LADDERS, and smaller
+and activations as by the FIRST_LADDERS ladders; for the best few of these the other LADDERS, and smaller
 windows; for the best the window; then the share more finely. Then, for the best, how many layers
 are updated before the norm is known. With so many of them all rounds come once more, because
 updates cost less then.
@@ -32,27 +32,35 @@ from stronghold.plan.plan import Plan, last_that, levels_of, make_plan
 USUAL_WINDOW = 3  # one computes, one is still in use or drains, one is on its way
 WINDOWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24)
 SHARES = 8  # resident blocks are tried in steps of an eighth of the model, then of a part of that
-FINER = (1 / 16, 1 / 32, 1 / 64)
+FINER_SHARES = (1 / 16, 1 / 32, 1 / 64)
 EARLY_SHARES = 8  # early updates are tried in steps of an eighth of the layers
-MARGINS = (0.8, 0.9, 1.0, 1.1)  # of the share of layers that backward has time for
-FEW = 3  # of the first round's best, whose window is varied
-POLICIES = ("recompute", "offload", "recompute_offload")  # at the beginning, of what is not kept
+EARLY_MARGINS = (0.8, 0.9, 1.0, 1.1)  # of the share of layers that backward has time for
+NUM_VARIED = 3  # of the first round's best, whose window is varied
+SMALLEST_LEVELS = (
+    "recompute",
+    "offload",
+    "recompute_offload",
+)  # at the beginning, of what is not kept
 # Of the last blocks as many as fit have the last level, of those before them the one before, and
 # the first blocks the first.
 Ladder = tuple[str, ...]
-FIRST: tuple[Ladder, ...] = (("recompute", "keep"), ("offload", "keep"))
+FIRST_LADDERS: tuple[Ladder, ...] = (("recompute", "keep"), ("offload", "keep"))
 LADDERS: tuple[Ladder, ...] = (
-    *FIRST,
+    *FIRST_LADDERS,
     ("recompute", "attention", "keep"),
     ("recompute_offload", "recompute"),
     ("recompute_offload", "attention", "keep"),
     ("attention_offload", "attention", "keep"),
 )
-UPDATES = ("host", "gpu")  # of resident layers
-WHOLE = 1.03  # a model that fits whole stays whole, unless another plan is faster than this
-ENOUGH = 1.01  # so near the fastest, that fewer early updates, which take less, are preferred
-EQUAL = 1e-3  # a plan must be faster than another by this share to be preferred to a smaller one
-CHOSEN = ("window", "resident_layers", "resident_updates", "activations", "early_layers")
+UPDATE_PLACES = ("host", "gpu")  # of resident layers
+WHOLE_MARGIN = 1.03  # a model that fits whole stays whole, unless another plan is faster than this
+NEARLY_FASTEST = (
+    1.01  # so near the fastest, that fewer early updates, which take less, are preferred
+)
+EQUAL_SHARE = (
+    1e-3  # a plan must be faster than another by this share to be preferred to a smaller one
+)
+SEARCHED_KEYS = ("window", "resident_layers", "resident_updates", "activations", "early_layers")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +139,7 @@ class Search:
     tried: list[Choice] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        searched = frozenset(key for key in CHOSEN if getattr(self.demand, key) is None)
+        searched = frozenset(key for key in SEARCHED_KEYS if getattr(self.demand, key) is None)
         self.demand = replace(self.demand, searched=searched)
 
     def run(self, near: Sequence[tuple[int, int]]) -> Choice:
@@ -166,7 +174,7 @@ class Search:
         backward_s = self.work.backward_s(plan.activations)
         updates = max(updates_s(plan, self.rates))
         if updates > backward_s:  # [Note: early updates] of `plan`
-            shares |= {margin * backward_s / updates for margin in MARGINS}
+            shares |= {margin * backward_s / updates for margin in EARLY_MARGINS}
         counts = {round(len(able) * min(1.0, share)) for share in shares}
 
         def fits(count: int) -> bool:
@@ -187,21 +195,23 @@ class Search:
             residents = [pinned]
         else:
             shares = {round(num_blocks * k / SHARES) for k in range(SHARES + 1)}
-            shares |= {_most_resident(self.layout, self.demand, policy) for policy in POLICIES}
+            shares |= {
+                _most_resident(self.layout, self.demand, policy) for policy in SMALLEST_LEVELS
+            }
             residents = sorted(shares)
-        first = [ladder for ladder in FIRST if ladder in self.ladders]
+        first = [ladder for ladder in FIRST_LADDERS if ladder in self.ladders]
         self._round(self._usual(residents, first or self.ladders))
         if not self.tried:
             self._round(self._usual(residents, self.ladders))
         if not self.tried:
             return
-        for choice in self._best(FEW):
+        for choice in self._best(NUM_VARIED):
             wishes = self._near(choice, [choice.plan.window, 2, USUAL_WINDOW])
             self._round(self._fitting(wishes, self.ladders))
         for choice in self._best(1):
             wishes = self._near(choice, [*WINDOWS, num_blocks])
             self._round(self._fitting(wishes, [choice.ladder]))
-        for step in FINER if pinned is None else ():
+        for step in FINER_SHARES if pinned is None else ():
             best = self._best(1)[0]
             near, away = best.plan.demand.resident_layers or 0, max(1, round(step * num_blocks))
             around = [r for r in (near - away, near + away) if 0 <= r <= num_blocks]
@@ -217,15 +227,15 @@ class Search:
             choice
             for choice in self.tried
             if replace(choice.plan.demand, early_layers=None) == demand
-            and choice.step_s <= ENOUGH * best.step_s
+            and choice.step_s <= NEARLY_FASTEST * best.step_s
         ]
         best = min(alike, key=lambda choice: len(choice.plan.early))
         whole = next((choice for choice in self.tried if choice.plan.whole), best)
-        return whole if whole.step_s <= WHOLE * best.step_s else best
+        return whole if whole.step_s <= WHOLE_MARGIN * best.step_s else best
 
     def _best(self, count: int) -> list[Choice]:
         """The fastest so far; of equals the one that takes the least of the gpu."""
-        unit = EQUAL * min(choice.step_s for choice in self.tried)
+        unit = EQUAL_SHARE * min(choice.step_s for choice in self.tried)
 
         def order(choice: Choice) -> tuple[int, int, int]:
             plan = choice.plan
@@ -242,7 +252,7 @@ class Search:
         least = min((choice.step_s for choice in self.tried), default=math.inf)
         bounded.sort(key=lambda row: (row[0], _gpu_peak(row[1])))
         for bound_s, plan, ladder in bounded:
-            if bound_s >= (1.0 - EQUAL) * least and not plan.whole:
+            if bound_s >= (1.0 - EQUAL_SHARE) * least and not plan.whole:
                 continue
             choice = Choice(plan=plan, forecast=self.predict(plan), ladder=ladder)
             self.tried.append(choice)
@@ -258,7 +268,7 @@ class Search:
             tried = {max(1, min(window, streamed)) for window in windows}
             for window in sorted(tried) if pinned is None else [pinned]:
                 if prefetch is None or prefetch < window:
-                    for where in UPDATES if open_places else (updates,):
+                    for where in UPDATE_PLACES if open_places else (updates,):
                         yield replace(
                             self.demand,
                             resident_layers=resident,
@@ -387,10 +397,10 @@ def _least(layout: ModelLayout, demand: Demand) -> Iterator[Demand]:
     """What takes least of the host where the gpu has room for it, then what takes least of the gpu:
     when none of them fits, nothing does."""
     resident, updates = demand.resident_layers, demand.resident_updates
-    for policy in POLICIES:  # offloading takes least of the gpu, recomputation of the host
+    for policy in SMALLEST_LEVELS:  # offloading takes least of the gpu, recomputation of the host
         most = _most_resident(layout, demand, policy) if resident is None else resident
         yield _frugal(demand, most, updates or "gpu", policy)
-    for policy in POLICIES:
+    for policy in SMALLEST_LEVELS:
         yield _frugal(demand, resident or 0, updates or "host", policy)
 
 
@@ -401,7 +411,7 @@ def roomiest_plan(layout: ModelLayout, demand: Demand) -> Plan:
     resident, updates = demand.resident_layers or 0, demand.resident_updates or "host"
     found: list[Plan] = []
     failure: BudgetError | None = None
-    for policy in POLICIES:
+    for policy in SMALLEST_LEVELS:
         try:
             found.append(make_plan(layout, _frugal(free, resident, updates, policy)))
         except BudgetError as error:
