@@ -24,11 +24,11 @@ from stronghold.model.gpu_operators import ATTENTION_KERNELS, MORE_FLOPS
 PRODUCTS = {*flop_registry, *MORE_FLOPS, *(kernel.overloadpacket for kernel in ATTENTION_KERNELS)}
 # Names of operators, without a trailing underscore. These touch no memory, though their schemas
 # do not call them views:
-NOTHING = frozenset(
+MOVE_NOTHING = frozenset(
     {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view"}
 )
 # These only write,
-FILLS = frozenset(
+ONLY_WRITE = frozenset(
     {"arange", "fill", "full", "full_like", "new_full", "new_ones", "new_zeros"}
     | {"ones", "ones_like", "zero", "zeros", "zeros_like"}
 )
@@ -60,10 +60,10 @@ class OperatorBytes(TorchDispatchMode):
 def moved_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
     """What one call of an operator reads and writes; 0 of a product, and of a view."""
     name, is_in_place = _name_of(func)
-    if func.overloadpacket in PRODUCTS or name in NOTHING or _is_view(func):
+    if func.overloadpacket in PRODUCTS or name in MOVE_NOTHING or _is_view(func):
         return 0
     written = _bytes_of(result)
-    if name in FILLS:
+    if name in ONLY_WRITE:
         return written
     if name == "copy":  # in place: the old values are not read
         return written + _bytes_of(args[1])

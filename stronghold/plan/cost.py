@@ -191,9 +191,11 @@ class Demand:
         return self.num_ranks > 1 or self.shares_weights
 
 
-LOADS = 2  # k: forward and backward
+WEIGHT_FETCHES = 2  # k: forward and backward
 SUM_BYTES = 4  # of an accumulated gradient
-MANY = 1 << 20  # parameters, whose bytes are whole numbers also where several have one item
+MANY_PARAMETERS = (
+    1 << 20
+)  # parameters, whose bytes are whole numbers also where several have one item
 UNCONTENDED_GBPS = 1e6  # of what was measured with its contention
 
 COMPUTE = "compute"
@@ -262,7 +264,7 @@ class Traffic:
         """Host to device: weights k n times, without those in the window at each turn between
         forward and backward but with them after an update, which changed them; once what was
         updated away from where it stays; and activations that come back."""
-        passes = LOADS * self.micro_batches
+        passes = WEIGHT_FETCHES * self.micro_batches
         loaded = passes * self.streamed_bytes - (passes - 1) * self.window_bytes
         return loaded + self.refreshed_bytes + self.micro_batches * self.offloaded_bytes
 
@@ -431,7 +433,7 @@ def break_even(
     memory = max(machine.memory_gbps.values()) * 1e9
     return BreakEven(
         cpu=bytes_per_parameter(states) * rate / memory,
-        link=LOADS * states.weight_bytes * rate / (machine.fetch_gbps * 1e9),
+        link=WEIGHT_FETCHES * states.weight_bytes * rate / (machine.fetch_gbps * 1e9),
     )
 
 
@@ -439,8 +441,10 @@ def bytes_per_parameter(states: States, micro_batches: int = 1) -> float:
     """q: bytes of host memory that a step of a trained, streamed parameter reads and writes. With
     two moments: 32 in bf16, 26 of them the optimizer's, and 18.25 with lean states; 36 in fp16,
     where weight and whole fp32 master are both read and written."""
-    moved = Traffic.of_parameters(states, streamed=MANY, trained=MANY, micro_batches=micro_batches)
-    return moved.memory_bytes / MANY
+    moved = Traffic.of_parameters(
+        states, streamed=MANY_PARAMETERS, trained=MANY_PARAMETERS, micro_batches=micro_batches
+    )
+    return moved.memory_bytes / MANY_PARAMETERS
 
 
 # -- seconds --------------------------------------------------------------------------------------
