@@ -1,39 +1,52 @@
-"""The plan: where each layer's bytes live, how many slots there are, and what spills.
+"""The plan: the home of every layer's bytes, the number of slots, and the arrays that spill.
 
-Pure: no tensors, no threads. Made from sizes and budgets when the engine is, and again from what
-the first steps have shown (`refine`); printed with its reasons. The byte counts are the formula
-that `memory` must meet exactly (a test compares them).
+Pure: no tensors, no threads. The engine makes a plan from sizes and budgets when it is built, and
+again from the measurements of its first steps (`refine`). A plan prints its reasons. `memory` must
+meet its byte counts exactly; a test compares them.
 
-[Note: what spills first] Kinds in the order of how seldom their bytes are needed: moments (read and
-written once a step), the rest of the masters, then gradients that wait for the step's end, last the
-weights, which every pass reads. Within a kind the last layers spill first, because updates wait for
-the gate: they come in forward order, so at the turn from one step to the next nothing is read, and
-the disk is a few layers ahead when the first spilled one is needed.
+[Note: what spills first]
 
-[Note: early updates] A layer that is updated before the norm is known has its arrays twice on the
-host: an early update reads one set and writes the other. A layer can have a second set if it lies
-in memory as a whole, all of its parameters train, and no other rank has part of it.
+1. Kinds of arrays spill in the order of how seldom their bytes are needed.
+2. Moments come first: a step reads and writes them once. The master remainders follow.
+3. Pending gradients come next, which wait for the gate. Weights come last: every pass reads them.
+4. Within a kind the last layers spill first. Updates behind the gate come in forward order. So no
+   file is read at the turn from one step to the next, and the disk is a few layers ahead when the
+   first spilled layer is needed.
 
-The early layers are spread evenly over the depth. Gradients come in the order L..1 in a backward of
-B seconds, and the next forward needs weights in the order 1..L within F seconds. If all updates
-take D seconds, those of a share e of the layers can run in backward, and the others behind the
-gate. A step takes about
+[Note: early updates]
 
-    max(B, e D) + max(F, (1 - e) D)
+1. An early update runs before the gradient norm is known. It reads one set of the layer's arrays
+   on the host and writes a second set.
+2. A layer can have a second set if all of its arrays lie in memory, all of its parameters train,
+   and no other rank has a shard of it.
+3. The early layers are spread evenly over the depth.
+4. Backward takes B seconds and gives gradients in the order L..1. The next forward takes F seconds
+   and needs weights in the order 1..L. All updates take D seconds.
+5. The updates of a share e of the layers run in backward, and the others behind the gate. A step
+   takes about
 
-which is max(F + B, D), the least there can be, for e = B / D. Layer i can be updated from B i / L
-before the end of backward to F i / L after it. These spans lie in each other. So backward takes its
-share of the layers above any depth, and forward the rest: the lane of updates never waits.
+       max(B, e D) + max(F, (1 - e) D)
 
-[Note: the staging ring] Pieces of one size. An update's piece holds a range of all spilled arrays
-of a layer: one is read, one is updated, one is written, one more is read ahead. A fetch's piece
-holds a range of weights: one is read, one waits for its slot, one is copied. The two have entries
-of their own, for an update must not wait for a slot. One further entry serves checkpoints.
+   The least is max(F + B, D), for e = B / D.
+6. Layer i can be updated from B i / L before the end of backward to F i / L after it. These spans
+   lie in each other. So backward takes its share of the layers above any depth, and forward the
+   others: the lane of updates never waits.
 
-[Note: no blocks] A model without repeated blocks has nothing that could leave the device to make
-room there. So its state is on the device too, and the model is whole, where that fits and the
-demand leaves it open; else its state is on the host, and its weights alone stay. There is nothing
-to call in chunks.
+[Note: the staging ring] A ring of pieces of one size in host memory.
+
+1. An update's piece holds a range of all spilled arrays of a layer. One piece is read, one is
+   updated, one is written, and one more is read ahead.
+2. A fetch's piece holds a range of weights. One piece is read, one waits for its slot, one is
+   copied.
+3. Updates and fetches have separate entries, because an update must not wait for a slot.
+4. One further entry serves checkpoints.
+
+[Note: no blocks]
+
+1. A model without repeated blocks has no layer that could leave the device to make room.
+2. If its state fits on the device too, and the demand leaves that open, the model is whole there.
+3. Else its state is on the host, and its weights alone stay on the device.
+4. There is no block to call in chunks.
 """
 
 from __future__ import annotations
@@ -61,24 +74,26 @@ from stronghold.plan.cost import AGAIN, Demand, Traffic, traffic_of
 from stronghold.plan.homes import Homes, make_homes
 from stronghold.plan.schedule import Position
 
-DEFAULT_WINDOW = 4  # without a budget: one computes, one is still in use, two are on their way
+DEFAULT_WINDOW = 4  # without a budget: one computes, one is still in use, two are prefetched
 MAX_GRADIENT_SLOTS = 2  # one gathers while the other drains
 RING_ENTRIES = 3  # one drains, one waits for its update, one is updated
 UPDATE_ENTRIES, FETCH_ENTRIES, OTHER_ENTRIES = 4, 3, 1  # [Note: the staging ring]
-# Beside milliseconds of a disk the tenths that a hand-over between lanes takes do not count.
+# A piece of this size takes a disk milliseconds. A hand-over between lanes takes tenths of these.
 PIECE_BYTES = 32 << 20
 MIB = float(1 << 20)
 SECOND_ARRAYS = "second arrays of early updates"
 
-# How many of `kinds_of` spill, for each word of stronghold.nvme.spill.
+# Number of kinds of `kinds_of` that spill, for each word of stronghold.nvme.spill.
 DEPTHS = {"moments": 1, "masters": 2, "weights": 5}
 
-Spilled = tuple[frozenset[str], ...]  # by layer, its arrays that are to lie in files
-Ranges = tuple[Range, ...]  # of one layer
+Spilled = tuple[frozenset[str], ...]
+"""By layer: the names of its arrays whose home is a file."""
+Ranges = tuple[Range, ...]
+"""The ranges of one layer."""
 
 
 def kinds_of(formats: Formats) -> dict[str, tuple[str, ...]]:
-    """The arrays of each kind, in the order of [Note: what spills first]."""
+    """Names of the arrays of each kind, in the order of [Note: what spills first]."""
     return {
         "moments": moment_arrays(formats),
         "rest of the masters": ("low",),
@@ -90,7 +105,7 @@ def kinds_of(formats: Formats) -> dict[str, tuple[str, ...]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staging:
-    """The ring: entries for updates and for fetches, and the bytes of each."""
+    """The staging ring: its entries for updates and for fetches, and the bytes of an entry."""
 
     update_entries: int = 0
     fetch_entries: int = 0
@@ -98,9 +113,9 @@ class Staging:
 
     @property
     def entries(self) -> int:
-        """All of them, with that of checkpoints."""
-        own = self.update_entries + self.fetch_entries
-        return own + OTHER_ENTRIES if own else 0
+        """Number of all entries, with that of checkpoints. 0 if the ring is not needed."""
+        used = self.update_entries + self.fetch_entries
+        return used + OTHER_ENTRIES if used else 0
 
     @property
     def nbytes(self) -> int:
@@ -109,30 +124,30 @@ class Staging:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What will run. `gpu_bytes` and `host_bytes` name every part of each tier's peak but
-    activations: `activation_bytes` are theirs on the gpu, `offloaded_bytes` on the host; 0 where
-    not known. `homes[layer, array]` is where an array lies between two operations. Layers in
-    `updated_on_gpu`, which are resident, have nothing on the host. `whole`: every layer is one of
-    them, and nothing stands on the model's path: no hooks, no slots, no copies. `demand`: that it
-    was made of; of several ranks bytes are of each."""
+    """The planner's decisions for one model, with their reasons.
 
-    demand: Demand
-    window: int
-    prefetch: int
-    resident: frozenset[int]
-    homes: Homes
+    All bytes are those of one rank. `gpu_bytes`, `host_bytes` and `nvme_bytes` name every item of a
+    tier's peak but activations.
+    """
+
+    demand: Demand  # the planner's input
+    window: int  # slots for weights
+    prefetch: int  # layers that are fetched ahead
+    resident: frozenset[int]  # layers whose weights never leave the gpu
+    homes: Homes  # `homes[layer, array]`: an array's tier between two operations
+    # True: every layer is updated on the gpu. The model runs without hooks, slots and copies.
     whole: bool
-    own_gradients: frozenset[int]  # layers that gather gradients in a slot of their own
-    gradient_slots: int
+    own_gradients: frozenset[int]  # layers with a gradient slot that no other layer uses
+    gradient_slots: int  # slots that all other layers share
     ring_entries: int
-    updates: dict[int, Position]  # where in the step that of each layer that trains stands
-    activations: tuple[str, ...]  # by layer; what is no block keeps its own
+    updates: dict[int, Position]  # the update's position in the step, of each trained layer
+    activations: tuple[str, ...]  # the level of each layer; a layer that is no block has "keep"
     cpu_threads: int
     gpu_bytes: dict[str, int]
     host_bytes: dict[str, int]
     num_parameters: int
-    activation_bytes: int
-    offloaded_bytes: int
+    activation_bytes: int  # on the gpu; 0 if unknown
+    offloaded_bytes: int  # activations on the host; 0 if unknown
     recomputed: float  # share of the parameters whose forward runs again in backward
     reasons: tuple[str, ...]
     traffic: Traffic
@@ -141,22 +156,24 @@ class Plan:
 
     @property
     def updated_on_gpu(self) -> frozenset[int]:
-        """Layers whose arrays are on the GPU, where their optimizer runs."""
+        """Layers whose arrays are all on the GPU, and whose optimizer runs there."""
         return self.homes.on_gpu
 
     @property
     def accumulates(self) -> bool:
-        """Whether gradients wait as fp32 sums over micro-batches."""
+        """True if gradients wait as fp32 sums over micro-batches."""
         return self.demand.accumulate
 
     @property
     def early(self) -> frozenset[int]:
-        """Layers that are updated before the norm is known, which have their arrays twice."""
-        return frozenset(i for i, at in self.updates.items() if at is Position.EARLY)
+        """Layers that are updated before the norm is known. They have their arrays twice."""
+        return frozenset(
+            layer for layer, position in self.updates.items() if position is Position.EARLY
+        )
 
     @property
     def pending(self) -> frozenset[int]:
-        """Layers whose gradients wait, as they are, for the gate."""
+        """Layers whose gradients wait for the gate in the dtype of the weights."""
         return frozenset() if self.accumulates else frozenset(self.updates)
 
     @property
@@ -172,31 +189,41 @@ class Plan:
         return sum(self.nvme_bytes.values())
 
     def __str__(self) -> str:
+        lines = ["stronghold plan"]
+        lines += [f"  {reason}" for reason in self.reasons]
+        lines += self._table("gpu", self.gpu_bytes | {"activations": self.activation_bytes})
+        offloaded = {"offloaded activations": self.offloaded_bytes}
+        lines += self._table("host", self.host_bytes | offloaded)
+        if self.nvme_bytes:
+            lines += self._table("nvme", self.nvme_bytes)
+            lines.append(f"  {self.wear()}")
+        return "\n".join(lines)
+
+    def _table(self, tier: str, sizes: dict[str, int]) -> list[str]:
+        """Lines of a tier's total and of every item that takes bytes."""
         demand = self.demand
-        ranks = f" x {demand.num_ranks} ranks" if demand.num_ranks > 1 else ""
+        ranks = ""
+        if demand.num_ranks > 1:
+            ranks = f" x {demand.num_ranks} ranks"
         if demand.num_nodes > 1:
             ranks += f" on {demand.num_nodes} nodes, each with the weights"
-
-        def table(title: str, parts: dict[str, int]) -> list[str]:
-            total = sum(parts.values())
-            each = total / max(1, self.num_parameters)
-            return [
-                f"  {title:<5}{total / MIB:>12.2f} MiB = {each:.2f} bytes/parameter{ranks}",
-                *(f"    {name:<24}{size / MIB:>10.2f} MiB" for name, size in parts.items() if size),
-            ]
-
-        return "\n".join(
-            ["stronghold plan"]
-            + [f"  {reason}" for reason in self.reasons]
-            + table("gpu", self.gpu_bytes | {"activations": self.activation_bytes})
-            + table("host", self.host_bytes | {"offloaded activations": self.offloaded_bytes})
-            + ([*table("nvme", self.nvme_bytes), f"  {self.wear()}"] if self.nvme_bytes else [])
-        )
+        total = sum(sizes.values())
+        per_parameter = total / max(1, self.num_parameters)
+        lines = [
+            f"  {tier:<5}{total / MIB:>12.2f} MiB = {per_parameter:.2f} bytes/parameter{ranks}"
+        ]
+        for name, size in sizes.items():
+            if size:
+                lines.append(f"    {name:<24}{size / MIB:>10.2f} MiB")
+        return lines
 
     def wear(self, step_s: float | None = None) -> str:
-        """Bytes that a step reads from NVMe and writes to it; per hour too where a step takes
-        `step_s`."""
-        read, written = self.traffic.nvme_read_bytes, self.traffic.nvme_written_bytes
+        """A line with the bytes that a step reads from NVMe and writes to it.
+
+        `step_s`: the seconds of a step. With it the line also has the bytes written per hour.
+        """
+        read = self.traffic.nvme_read_bytes
+        written = self.traffic.nvme_written_bytes
         line = f"nvme, per step: {read / MIB:.2f} MiB read, {written / MIB:.2f} MiB written"
         if not step_s:
             return line
@@ -205,7 +232,11 @@ class Plan:
 
 
 def make_plan(layout: ModelLayout, demand: Demand) -> Plan:
-    """The plan for `layout`; BudgetError, before anything is allocated, when it cannot fit."""
+    """Make the plan for `layout`.
+
+    BudgetError, before anything is allocated, if no plan fits. ConfigError for settings that the
+    model does not have.
+    """
     if not layout.streamed:  # [Note: no blocks]
         demand = replace(demand, chunk=None, chunks=1, streams=1)
         if demand.resident_updates is None and demand.spill is None:
@@ -327,43 +358,57 @@ def activation_bytes(layout: ModelLayout, activations: Sequence[str], demand: De
 def activation_parts(
     layout: ModelLayout, activations: Sequence[str], demand: Demand
 ) -> dict[str, int]:
-    """The parts of `activation_bytes`, in bytes, by what you would call each of them.
+    """The parts of `activation_bytes`, in bytes, by their names for users.
 
-    What blocks keep, or the inputs of those that are computed again, waits for backward. Beside it
-    is the larger of two: what the layers outside the blocks keep (the head's logits go first), and
-    what one block makes when it is computed again, in the chunks that run at once, with what two
-    offloaded layers on their way have. With several streams it is the sum of the two, because
-    torch's allocator keeps each stream's memory for itself.
+    1. Waiting for backward: what blocks keep, or the inputs of recomputed blocks.
+    2. Outside the blocks: what the other layers save. Backward frees the head's logits first.
+    3. One block: what it allocates when it is recomputed, in the chunks that run at once, and the
+       activations of two offloaded layers that are in flight.
+
+    With one stream 2 and 3 follow each other, so the larger one counts. With several streams both
+    count, because torch's allocator keeps a pool per stream.
     """
     if not demand.kept:
         return {}
-    outside, passing, kept = sum(demand.kept[index].saved_bytes for index in layout.resident), 0, 0
-    at_once = min(demand.streams, demand.chunks)
+    outside = sum(demand.kept[index].saved_bytes for index in layout.resident)
+    waiting = 0
+    one_block = 0
+    chunks_at_once = min(demand.streams, demand.chunks)
     for index in layout.streamed:
-        load, level = demand.kept[index], activations[index]
-        moved = load.moved_bytes(level)
-        again = -(-load.recomputed_bytes(level) * at_once // demand.chunks)
-        kept += load.waiting_bytes(level) - moved
-        passing = max(passing, again + 2 * moved)
-    if demand.streams == 1:  # one of the two at a time
-        outside, passing = (outside, 0) if outside > passing else (0, passing)
+        work = demand.kept[index]
+        level = activations[index]
+        offloaded = work.moved_bytes(level)
+        recomputed = -(-work.recomputed_bytes(level) * chunks_at_once // demand.chunks)
+        waiting += work.waiting_bytes(level) - offloaded
+        one_block = max(one_block, recomputed + 2 * offloaded)
+    if demand.streams == 1:
+        if outside > one_block:
+            one_block = 0
+        else:
+            outside = 0
     return {
-        "activations that wait for backward": kept,
-        "activations of one block": passing,
+        "activations that wait for backward": waiting,
+        "activations of one block": one_block,
         "activations outside the blocks": outside,
     }
 
 
 def levels_of(layout: ModelLayout, counts: Mapping[str, int]) -> tuple[str, ...]:
-    """By layer, of so many blocks with each level, the first blocks' first. ConfigError when the
-    numbers are not the model's."""
-    of_block = iter([level for level, count in counts.items() for _ in range(count)])
+    """The activation level of each layer, from the number of blocks at each level.
+
+    The first level in `counts` goes to the first blocks. Layers that are no blocks keep their
+    activations. ConfigError if the numbers do not add up to the model's blocks.
+    """
+    block_levels: list[str] = []
+    for level, count in counts.items():
+        block_levels += [level] * count
     if sum(counts.values()) != len(layout.streamed):
         raise ConfigError(
             f"stronghold.activations: got levels of {sum(counts.values())} blocks, expected "
             f"{len(layout.streamed)}, as many as the model has"
         )
-    return tuple(next(of_block) if layer.streamed else "keep" for layer in layout.layers)
+    levels = iter(block_levels)
+    return tuple(next(levels) if layer.streamed else "keep" for layer in layout.layers)
 
 
 # -- places ---------------------------------------------------------------------------------------
@@ -868,23 +913,31 @@ class _Host:
 
 
 def spread(layers: Sequence[LayerLayout], count: int) -> frozenset[int]:
-    """The indices of `count` of `layers` (all where there are fewer), evenly over their bytes."""
+    """Choose `count` of `layers`, spread evenly over their bytes. Returns their indices.
+
+    All layers if there are fewer.
+    """
     count = min(count, len(layers))
     total = sum(layer.trainable_numel for layer in layers)
     chosen: list[int] = []
     below = 0
     for position, layer in enumerate(layers):
         below += layer.trainable_numel
-        # The middle of each of `count` equal parts; as many as are left, where layers are uneven.
+        # The layer in the middle of each of `count` equal parts is due. If the layers are uneven,
+        # the last ones are needed to reach the count.
+        missing = count - len(chosen)
         is_due = count * below >= (len(chosen) + 0.5) * total
-        if len(chosen) < count and (is_due or len(layers) - position == count - len(chosen)):
+        is_needed = len(layers) - position == missing
+        if missing > 0 and (is_due or is_needed):
             chosen.append(layer.index)
     return frozenset(chosen)
 
 
 def last_that(fits: Callable[[int], bool], low: int, high: int) -> int:
-    """The largest number up to `high` for which `fits`, once false always false, holds; for `low`
-    it does."""
+    """The largest number from `low` to `high` for which `fits` holds.
+
+    It must hold for `low`, and for no number above one for which it does not hold.
+    """
     return low + bisect_left(range(low + 1, high + 1), True, key=lambda count: not fits(count))
 
 

@@ -73,7 +73,7 @@ class Action:
 
     def __str__(self) -> str:
         if self.kind is Kind.GATE:
-            return self.kind.value
+            return str(self.kind.value)
         return f"{self.kind.value} {self.layer}"
 
     @staticmethod
