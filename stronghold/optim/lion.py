@@ -17,7 +17,7 @@ from stronghold.optim.states import EXACT, StateKind
 
 @dataclass(frozen=True, slots=True)
 class Lion(Optimizer):
-    """A step moves every weight by the learning rate, in the direction of a sign."""
+    """Lion. A step moves every weight by the learning rate, in the direction of a sign."""
 
     name = "Lion"
     possible_moments = (Moment(name="exp_avg"),)
@@ -76,7 +76,7 @@ class Lion(Optimizer):
 class CPULion(CPUOptimizer):
     """Lion on CPU parameters: see `CPUOptimizer`.
 
-    State of a parameter: `step`, `exp_avg`, and `low`.
+    The state of a parameter has `step`, `exp_avg` and `low`.
     """
 
     def __init__(

@@ -26,13 +26,22 @@ from stronghold.optim.cpu_optimizer import CPUOptimizer
 from stronghold.optim.states import EXACT, StateKind
 
 NESTEROV = 1  # the kernel's flag
-NO_DAMPENING = Expected(lambda value: value == 0, "0: the kernel has no dampening")
+
+
+def _is_zero(value: object) -> bool:
+    return value == 0
+
+
+NO_DAMPENING = Expected(_is_zero, "0: the kernel has no dampening")
 
 
 @dataclass(frozen=True, slots=True)
 class SGD(Optimizer):
-    """`has_momentum`: a momentum buffer is kept. Without it a parameter has no moment at all.
-    `nesterov`: the step looks ahead along the momentum."""
+    """SGD, with or without momentum.
+
+    `has_momentum`: a parameter has a momentum buffer. Without it a parameter has no moment.
+    `nesterov`: the step looks ahead along the momentum.
+    """
 
     has_momentum: bool = False
     nesterov: bool = False
@@ -108,8 +117,8 @@ class SGD(Optimizer):
 class CPUSGD(CPUOptimizer):
     """SGD on CPU parameters: see `CPUOptimizer`.
 
-    State of a parameter: `step`, `momentum_buffer` where its group has momentum, and `low`.
-    `dampening` must be 0.
+    The state of a parameter has `step`, `low`, and `momentum_buffer` if its group has momentum.
+    ConfigError for a `dampening` that is not 0.
     """
 
     def __init__(
