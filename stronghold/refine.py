@@ -61,14 +61,14 @@ from stronghold.errors import BudgetError
 from stronghold.plan.cost import (
     Demand,
     Growth,
-    LayerLoad,
+    LayerWork,
     Workload,
     measured_rates,
     measured_workload,
     slowest,
 )
 from stronghold.plan.gpu_memory import activation_bytes
-from stronghold.plan.machine import AGAIN_LAUNCH_S, LAUNCH_S, WHOLE_LAUNCH_S, Rates
+from stronghold.plan.machine import LAUNCH_S, RECOMPUTE_LAUNCH_S, WHOLE_LAUNCH_S, Rates
 from stronghold.plan.places import MIB
 from stronghold.plan.plan import Plan, make_plan
 from stronghold.plan.search import roomiest_plan
@@ -104,7 +104,7 @@ OTHERWISE = Rates(
     io_gbps=4.0,
     launch_s=LAUNCH_S,
     whole_launch_s=WHOLE_LAUNCH_S,
-    again_launch_s=AGAIN_LAUNCH_S,
+    recompute_launch_s=RECOMPUTE_LAUNCH_S,
 )
 # The emulated device computes in the calling thread: measured seconds have its launches in them.
 EMULATED = replace(
@@ -112,7 +112,7 @@ EMULATED = replace(
     device_gbps=8.0,  # device memory is the host's
     launch_s=0.0,
     whole_launch_s=0.0,
-    again_launch_s=0.0,
+    recompute_launch_s=0.0,
 )
 
 
@@ -151,7 +151,7 @@ class Measured:
     usable: int | None
     beside: int | None
 
-    def loads(self, size: BatchSize, margin: float) -> tuple[tuple[LayerLoad, ...], int]:
+    def loads(self, size: BatchSize, margin: float) -> tuple[tuple[LayerWork, ...], int]:
         """Each layer's load with batches of another size, and what comes beside them; `margin`
         times as much as it seems."""
         by = Growth.between(self.size, size, margin)
@@ -286,7 +286,7 @@ class Refinement:
     def _can_leave_more(self) -> bool:
         return self._makes_room and self._roomiest() is not None
 
-    def _loads(self, size: BatchSize) -> tuple[tuple[LayerLoad, ...], int]:
+    def _loads(self, size: BatchSize) -> tuple[tuple[LayerWork, ...], int]:
         assert self._measured is not None
         return self._measured.loads(size, self._margin)
 

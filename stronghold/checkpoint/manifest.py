@@ -61,13 +61,13 @@ from stronghold.checkpoint.tensorfile import (
 from stronghold.device.base import Device
 from stronghold.device.random_numbers import random_state, set_random_state
 from stronghold.errors import CheckpointError, ConfigError, explain
-from stronghold.native import Closing
+from stronghold.native import Closeable
 from stronghold.optim import DEFAULT, OPTIMIZERS, optimizer_named
 from stronghold.optim.states import (
     EXACT,
     LEAN,
     LOW_DTYPE,
-    Kind,
+    StateKind,
     States,
     group_size,
     num_items,
@@ -165,7 +165,7 @@ class TensorRecord(BaseModel):
     moments: FileName | None
     optimizer: OptimizerName = DEFAULT.name
 
-    def states(self, kind: Kind) -> States:
+    def states(self, kind: StateKind) -> States:
         """The arrays that hold its training state, with states of `kind`."""
         kind = kind if self.dtype is torch.bfloat16 else EXACT
         return states_of(self.dtype, kind, optimizer_named(self.optimizer).possible_moments)
@@ -312,7 +312,7 @@ def _foreign(directory: Path) -> str:
     return f"{directory / MANIFEST}: the file is missing; not a checkpoint of stronghold's"
 
 
-class OpenTag(Closing):
+class OpenTag(Closeable):
     """`manifest`, and every file that it lists, of the directory `path`: [Note: one save]. Raises
     as `Manifest.read`. `mark` is the same on ranks that have opened the same save."""
 

@@ -24,7 +24,7 @@ from torch import nn
 from stronghold.device.base import Fence, Record
 from stronghold.errors import StateError
 from stronghold.memory.buffers import GradientSlot, Slot
-from stronghold.model.arrays import Map, Section, array_maps, state_arrays
+from stronghold.model.arrays import ArrayMap, Section, array_maps, state_arrays
 from stronghold.model.layout import LayerLayout, ParameterSlice, Shards, Span
 from stronghold.model.partition import WeightSource
 from stronghold.optim.states import Format, Formats
@@ -240,7 +240,7 @@ class LayerState:
     views: ParameterViews = field(default_factory=ParameterViews)
     gradients: GradientRecord = field(default_factory=GradientRecord)
     optimizer: OptimizerRecord = field(default_factory=OptimizerRecord)
-    maps: dict[str, Map] = field(init=False)
+    maps: dict[str, ArrayMap] = field(init=False)
     changed: tuple[str, ...] = field(init=False)  # the arrays that a step writes
     sections: tuple[Section, ...] = field(init=False)  # of the weights, by position
     shares: tuple[Span, ...] = field(init=False)

@@ -43,7 +43,7 @@ import torch
 from stronghold.errors import BudgetError, ConfigError, StateError, format_size
 from stronghold.memory.slab import map_files, map_slab
 from stronghold.memory.stores import Extent, Verb
-from stronghold.native import ALIGNMENT, Closing, IoFile, IoQueue
+from stronghold.native import ALIGNMENT, Closeable, IoFile, IoQueue
 from stronghold.process import ALONE, Neighbours
 
 PATH_KEY = "stronghold.nvme.path"
@@ -297,7 +297,7 @@ class Pending:
             raise self.error
 
 
-class NvmeStore(Closing):
+class NvmeStore(Closeable):
     """The store of files of one engine: extents in one file for each path.
 
     `rates` weigh the paths (in any unit); left out, several paths are measured, a fraction of a

@@ -47,7 +47,7 @@ def activation_parts(
     for index in layout.streamed:
         load, level = demand.kept[index], activations[index]
         moved = load.moved_bytes(level)
-        again = -(-load.again_bytes(level) * at_once // demand.chunks)
+        again = -(-load.recomputed_bytes(level) * at_once // demand.chunks)
         kept += load.waiting_bytes(level) - moved
         passing = max(passing, again + 2 * moved)
     if demand.streams == 1:  # one of the two at a time

@@ -1,14 +1,25 @@
-"""The plan: where each layer's bytes live, how many slots there are, and what spills.
+"""The plan: the home of every layer's bytes, the number of slots, and the arrays that spill.
 
 Pure: no tensors, no threads. Made from sizes and budgets when the engine is, and again from what
 the first steps have shown (`refine`); printed with its reasons. `make_plan` takes three steps:
 where each layer is (`places`), what the GPU holds (`gpu_memory`), what the host and files hold
 (`host_memory`).
 
-[Note: no blocks] A model without repeated blocks has nothing that could leave the device to make
-room there. So its state is on the device too, and the model is whole, where that fits and the
-demand leaves it open; else its state is on the host, and its weights alone stay. There is nothing
-to call in chunks.
+[Note: the staging ring] A ring of pieces of one size in host memory.
+
+1. An update's piece holds a range of all spilled arrays of a layer. One piece is read, one is
+   updated, one is written, and one more is read ahead.
+2. A fetch's piece holds a range of weights. One piece is read, one waits for its slot, one is
+   copied.
+3. Updates and fetches have separate entries, because an update must not wait for a slot.
+4. One further entry serves checkpoints.
+
+[Note: no blocks]
+
+1. A model without repeated blocks has no layer that could leave the device to make room.
+2. If its state fits on the device too, and the demand leaves that open, the model is whole there.
+3. Else its state is on the host, and its weights alone stay on the device.
+4. There is no block to call in chunks.
 """
 
 from __future__ import annotations
@@ -29,30 +40,30 @@ from stronghold.plan.schedule import Position
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What will run. `gpu_bytes` and `host_bytes` name every part of each tier's peak but
-    activations: `activation_bytes` are theirs on the gpu, `offloaded_bytes` on the host; 0 where
-    not known. `homes[layer, array]` is where an array lies between two operations. Layers in
-    `updated_on_gpu`, which are resident, have nothing on the host. `whole`: every layer is one of
-    them, and nothing stands on the model's path: no hooks, no slots, no copies. `demand`: that it
-    was made of; of several ranks bytes are of each."""
+    """The planner's decisions for one model, with their reasons.
 
-    demand: Demand
-    window: int
-    prefetch: int
-    resident: frozenset[int]
-    homes: Homes
+    All bytes are those of one rank. `gpu_bytes`, `host_bytes` and `nvme_bytes` name every item of a
+    tier's peak but activations.
+    """
+
+    demand: Demand  # the planner's input
+    window: int  # slots for weights
+    prefetch: int  # layers that are fetched ahead
+    resident: frozenset[int]  # layers whose weights never leave the gpu
+    homes: Homes  # `homes[layer, array]`: an array's tier between two operations
+    # True: every layer is updated on the gpu. The model runs without hooks, slots and copies.
     whole: bool
-    own_gradients: frozenset[int]  # layers that gather gradients in a slot of their own
-    gradient_slots: int
+    own_gradients: frozenset[int]  # layers with a gradient slot that no other layer uses
+    gradient_slots: int  # slots that all other layers share
     ring_entries: int
-    updates: dict[int, Position]  # where in the step that of each layer that trains stands
-    activations: tuple[str, ...]  # by layer; what is no block keeps its own
+    updates: dict[int, Position]  # the update's position in the step, of each trained layer
+    activations: tuple[str, ...]  # the level of each layer; a layer that is no block has "keep"
     cpu_threads: int
     gpu_bytes: dict[str, int]
     host_bytes: dict[str, int]
     num_parameters: int
-    activation_bytes: int
-    offloaded_bytes: int
+    activation_bytes: int  # on the gpu; 0 if unknown
+    offloaded_bytes: int  # activations on the host; 0 if unknown
     recomputed: float  # share of the parameters whose forward runs again in backward
     reasons: tuple[str, ...]
     traffic: Traffic
@@ -61,22 +72,24 @@ class Plan:
 
     @property
     def updated_on_gpu(self) -> frozenset[int]:
-        """Layers whose arrays are on the GPU, where their optimizer runs."""
+        """Layers whose arrays are all on the GPU, and whose optimizer runs there."""
         return self.homes.on_gpu
 
     @property
     def accumulates(self) -> bool:
-        """Whether gradients wait as fp32 sums over micro-batches."""
+        """True if gradients wait as fp32 sums over micro-batches."""
         return self.demand.accumulate
 
     @property
     def early(self) -> frozenset[int]:
-        """Layers that are updated before the norm is known, which have their arrays twice."""
-        return frozenset(i for i, at in self.updates.items() if at is Position.EARLY)
+        """Layers that are updated before the norm is known. They have their arrays twice."""
+        return frozenset(
+            layer for layer, position in self.updates.items() if position is Position.EARLY
+        )
 
     @property
     def pending(self) -> frozenset[int]:
-        """Layers whose gradients wait, as they are, for the gate."""
+        """Layers whose gradients wait for the gate in the dtype of the weights."""
         return frozenset() if self.accumulates else frozenset(self.updates)
 
     @property
@@ -108,9 +121,12 @@ class Plan:
         return "\n".join(lines)
 
     def wear(self, step_s: float | None = None) -> str:
-        """Bytes that a step reads from NVMe and writes to it; per hour too where a step takes
-        `step_s`."""
-        read, written = self.traffic.nvme_read_bytes, self.traffic.nvme_written_bytes
+        """A line with the bytes that a step reads from NVMe and writes to it.
+
+        `step_s`: the seconds of a step. With it the line also has the bytes written per hour.
+        """
+        read = self.traffic.nvme_read_bytes
+        written = self.traffic.nvme_written_bytes
         line = f"nvme, per step: {read / MIB:.2f} MiB read, {written / MIB:.2f} MiB written"
         if not step_s:
             return line
@@ -129,7 +145,11 @@ def _table(title: str, parts: dict[str, int], num_parameters: int, ranks: str) -
 
 
 def make_plan(layout: ModelLayout, demand: Demand) -> Plan:
-    """The plan for `layout`; BudgetError, before anything is allocated, when it cannot fit."""
+    """Make the plan for `layout`.
+
+    BudgetError, before anything is allocated, if no plan fits. ConfigError for settings that the
+    model does not have.
+    """
     if not layout.streamed:  # [Note: no blocks]
         demand = replace(demand, chunk=None, chunks=1, streams=1)
         if demand.resident_updates is None and demand.spill is None:

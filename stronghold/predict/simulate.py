@@ -232,8 +232,8 @@ class _Run:
                     self.device.compute.wait(self._coming.pop(index))
             level, launch_s = self._level(index), self._launch_s
             if level in AGAIN:
-                launch_s += self.device.rates.again_launch_s
-            seconds = load.backward_s + load.again_s(level)
+                launch_s += self.device.rates.recompute_launch_s
+            seconds = load.backward_s + load.recompute_s(level)
             self.device.run_compute(f"backward {index}", seconds, launch_s)
             for position, part in enumerate(layer.slices):
                 if part.trainable:

@@ -57,7 +57,7 @@ from stronghold.device.base import Fence, Record, completed
 from stronghold.device.lane_name import LaneName
 from stronghold.errors import ConfigError, LaneError
 from stronghold.memory.slab import PinnedPool
-from stronghold.model.gpu_operators import Attended, in_all
+from stronghold.model.gpu_operators import AttentionCost, total_attention
 from stronghold.plan.cost import AGAIN, ATTENTION, AWAY
 from stronghold.plan.plan import Plan
 from stronghold.runtime.attention import (
@@ -93,14 +93,14 @@ class ActivationSizes:
         self.length = 0
         self.square_saved = [0] * num_layers
         self.square_boundary = [0] * num_layers
-        self.attended = [in_all(())] * num_layers
+        self.attended = [total_attention(())] * num_layers
         self.least_chunks = 1  # that a divided call had
         self._num_chunks = 0  # that the running call has, if it is divided
         self._layer: int | None = None  # whose forward runs, unless it is a recomputation
         # Held while the forward runs: an address that was freed would be given to another.
         self._seen: dict[int, torch.UntypedStorage] = {}
         self._bytes = self._square_bytes = 0
-        self._attended: list[Attended] = []  # calls of the forward that runs
+        self._attended: list[AttentionCost] = []  # calls of the forward that runs
 
     def divide(self, layer: int, inputs: Any, num_chunks: int) -> None:
         """A call of the layer begins whose chunks enter one after the other."""
@@ -143,12 +143,12 @@ class ActivationSizes:
         if not chunk:
             self._num_chunks = 0
 
-    def saw_attention(self, layer: int, call: Attended) -> None:
+    def saw_attention(self, layer: int, call: AttentionCost) -> None:
         """Attention's kernels computed a call."""
         if layer != self._layer:
             return
         self._attended.append(call)
-        self.attended[layer] = max(self.attended[layer], in_all(self._attended))
+        self.attended[layer] = max(self.attended[layer], total_attention(self._attended))
 
     def saw(self, layer: int, tensor: torch.Tensor) -> None:
         """Autograd saves the tensor, which is in no slot."""

@@ -21,7 +21,7 @@ import torch
 
 from stronghold.device.base import Device
 from stronghold.device.random_numbers import random_state, set_random_state
-from stronghold.model.gpu_operators import ATTENTION_KERNELS, Attended, attended
+from stronghold.model.gpu_operators import ATTENTION_KERNELS, AttentionCost, attention_cost
 from stronghold.runtime.patches.attention import Plain, Through
 from stronghold.runtime.patches.autograd import TorchDispatchMode
 
@@ -121,14 +121,14 @@ class AttentionCalls:
             return plain(*args, **kwargs)
 
 
-def watched(tell: Callable[[Attended], None]) -> Through:
+def watched(tell: Callable[[AttentionCost], None]) -> Through:
     """Calls as they are; `tell` is called for each that a kernel computed."""
 
     def through(plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         with _Watch() as watch:
             output = plain(*args, **kwargs)
         for _, given, results in watch.found:
-            tell(attended(given, results))
+            tell(attention_cost(given, results))
         return output
 
     return through

@@ -186,7 +186,7 @@ class GpuUpdates:
 
         It takes the present hyper-parameters. The factor of the gradients is not known yet.
         """
-        calls: dict[tuple[Format, torch.dtype], list[native.Segment]] = defaultdict(list)
+        calls: dict[tuple[Format, torch.dtype], list[native.UpdateSegment]] = defaultdict(list)
         moved = 0.0
         for gradients in batch:
             state = gradients.state

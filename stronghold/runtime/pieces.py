@@ -182,7 +182,7 @@ class Piece:
             targets.append(native.Target(*addresses))
         return targets
 
-    def segments(self, steps: Mapping[int, ParameterStep]) -> list[native.Segment]:
+    def segments(self, steps: Mapping[int, ParameterStep]) -> list[native.UpdateSegment]:
         """Segments of the update kernel, one for each parameter that has a gradient in the piece.
         The caller keeps the piece's arrays alive until the kernel has run."""
         items = self._kernel_items(self.views)
@@ -193,7 +193,7 @@ class Piece:
             numbers, scale, count, flags = steps[k]
             gradient = self.address(k, first)
             fields = weight, low, gradient, numel, *moments, *numbers, scale, count, flags
-            segments.append(native.Segment._make(fields))
+            segments.append(native.UpdateSegment._make(fields))
         return segments
 
     def _kernel_items(self, views: Views) -> list[_Items]:

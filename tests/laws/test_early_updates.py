@@ -21,7 +21,7 @@ from deepspeed.utils import safe_set_full_grad
 from torch import nn
 
 from stronghold.errors import ConfigError, LaneError
-from stronghold.plan.cost import LayerLoad, Workload
+from stronghold.plan.cost import LayerWork, Workload
 from stronghold.plan.schedule import Action, Kind
 from stronghold.predict.simulate import simulate
 from stronghold.refine import TRACED_STEPS, UNTOLD_STEPS
@@ -453,7 +453,7 @@ def test_peaks_equal_the_plan_and_the_simulator(precision: str, name: str, count
     assert plan.host_bytes[SECOND] == second
     assert report.host_peak == report.host_planned == plan.host_total_bytes
     assert report.gpu_peak == report.gpu_planned
-    loads = (LayerLoad(forward_s=1e-3, backward_s=2e-3),) * len(now.layout.layers)
+    loads = (LayerWork(forward_s=1e-3, backward_s=2e-3),) * len(now.layout.layers)
     work, machine = Workload(layers=loads), rates(1.0, memory_gbps=4.0)
     found = simulate(now.layout, plan, work, machine, asynchronous=False)
     assert (found.gpu_peak_bytes, found.host_peak_bytes) == (report.gpu_peak, report.host_peak)

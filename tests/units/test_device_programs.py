@@ -119,7 +119,7 @@ OPERATIONS = {
 
 def variant_of(optimizer: str, flags: dict[str, Any]) -> int:
     """The variant of the optimizer's formula that these flags choose."""
-    segment = native.Segment(8, 8, 8, 1, **hyper_fields(optimizer, **flags))
+    segment = native.UpdateSegment(8, 8, 8, 1, **hyper_fields(optimizer, **flags))
     return int(native.constants(optimizer, [segment])[1][0])
 
 

@@ -323,7 +323,7 @@ def test_the_command_prints_the_table_and_writes_the_machines_profile(
     monkeypatch.chdir(tmp_path / "here")
     assert cli.main(["doctor", "--quick", "--device", "emulated"]) == 0
     output = capsys.readouterr().out
-    saved = profile.find()
+    saved = profile.find_profile()
     assert saved.name in output
     assert output.rstrip().endswith(str(profile.default_path()))
     for words in ("host to device", "Adam (", "matrix products, bf16", "file reads", "problem"):
@@ -341,7 +341,7 @@ def test_the_command_writes_where_it_is_told(
     assert cli.main(["doctor", "--quick", *arguments]) == 0
     assert str(target) in capsys.readouterr().out
     assert MachineProfile.load(target).name.startswith("emulated on ")
-    assert profile.find() is None
+    assert profile.find_profile() is None
 
 
 @pytest.mark.usefixtures("small")

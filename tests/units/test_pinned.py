@@ -15,7 +15,7 @@ from stronghold.device.emulated import EmulatedDevice
 from stronghold.device.pinned import HostPinning
 from stronghold.errors import BudgetError
 from stronghold.memory.slab import GROWTH, PAGE_BYTES, PIECE_BYTES, PinnedPool
-from stronghold.plan.cost import LayerLoad
+from stronghold.plan.cost import LayerWork
 from stronghold.plan.plan import make_plan
 from tests.support.saved import saved_bytes
 from tests.support.training import config, initialized
@@ -149,7 +149,7 @@ def test_a_plan_that_knows_what_is_offloaded_pins_it_in_one_call(
 ) -> None:
     """What the first steps have shown: a refined plan has it."""
     x = torch.randn(512, 32)
-    load = LayerLoad(
+    load = LayerWork(
         forward_s=1.0, backward_s=2.0, saved_bytes=saved_bytes(Block(), x), boundary_bytes=x.nbytes
     )
     engine = engine_of(resident_layers=0)

@@ -18,7 +18,7 @@ from stronghold.memory.tiers import Tiers
 from stronghold.memory.window import Window
 from stronghold.model.layout import ModelLayout, ParameterShape, layer_layout
 from stronghold.optim.states import LOW_DTYPE
-from stronghold.plan.cost import Demand, LayerLoad
+from stronghold.plan.cost import Demand, LayerWork
 from stronghold.plan.host_memory import RING_ENTRIES, spread
 from stronghold.plan.places import levels_of
 from stronghold.plan.plan import Plan, make_plan
@@ -489,7 +489,7 @@ def test_activations_by_level_are_what_waits_and_what_passes() -> None:
     blocks = layout.streamed
     outside = len(layout.layers) - len(blocks)
     saved, inputs, attended, chunks = 1000, 100, 30, 4
-    block = LayerLoad(
+    block = LayerWork(
         forward_s=0.0,
         backward_s=0.0,
         saved_bytes=saved,

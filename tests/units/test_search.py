@@ -215,7 +215,7 @@ def test_launching_a_block_again_is_the_hosts_time() -> None:
     keep, again = step_s(activations="keep"), step_s(activations="recompute")
     blocks, all_layers = len(layout.streamed), len(layout.layers)
     assert keep == pytest.approx(2 * all_layers * rates.launch_s, rel=0.01)
-    assert again - keep == pytest.approx(blocks * rates.again_launch_s, rel=0.01)
+    assert again - keep == pytest.approx(blocks * rates.recompute_launch_s, rel=0.01)
     whole = step_s(resident_layers=blocks, resident_updates="gpu", activations="keep")
     # The norm is one launch for all layers, and so is the update.
     expected = 2 * all_layers * rates.whole_launch_s + 2 * rates.launch_s

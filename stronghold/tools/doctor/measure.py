@@ -273,7 +273,7 @@ def host_rates(size: Effort, num_cores: int, step: Step) -> tuple[dict[int, floa
     codes = map_slab(3 * numel, torch.int8).zero_()
     num_scales = num_items("exp_avg_scale", numel)
     scales = [map_slab(num_scales, torch.float32).zero_() for _ in range(2)]
-    exact = native.Segment(
+    exact = native.UpdateSegment(
         weight=weight.data_ptr(),
         low=low.data_ptr(),
         grad=grad.data_ptr(),

@@ -138,7 +138,7 @@ def _machine() -> dict[str, Any]:
 
 def _profile() -> Any:
     try:
-        profile = machine.find()
+        profile = machine.find_profile()
     except ConfigError as error:
         return str(error)
     if profile is None:

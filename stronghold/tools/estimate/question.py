@@ -16,9 +16,9 @@ from stronghold.limits import update_cores
 from stronghold.model.costs import DTYPES, ModelCosts
 from stronghold.model.layout import ModelLayout, for_ranks
 from stronghold.optim import examples
-from stronghold.optim.states import EXACT, LEAN, Kind, States, page_numel, states_of
+from stronghold.optim.states import EXACT, LEAN, StateKind, States, page_numel, states_of
 from stronghold.plan.cost import Demand, Workload, workload_of
-from stronghold.plan.machine import MachineProfile, Rates, find, machine_names, rates_of
+from stronghold.plan.machine import MachineProfile, Rates, find_profile, machine_names, rates_of
 from stronghold.tools.estimate.model import MetaModel, from_config, from_sizes
 
 SEQ = 2048  # without --seq, or as many as the model knows
@@ -43,7 +43,7 @@ class Question:
     early_layers: int | None
     gpu_bytes: int
     host_bytes: int
-    states: Kind = EXACT
+    states: StateKind = EXACT
     optimizer: str = next(iter(examples()))
     nvme_bytes: int = 0
     nvme_path: str = ""
@@ -164,7 +164,7 @@ def question_from_options(
     chunk: int | None = None,
     streams: int = 1,
     precision: str = "bf16",
-    states: Kind = EXACT,
+    states: StateKind = EXACT,
     optimizer: str = next(iter(examples())),
     clipping: float = CLIPPING,
     no_overflow_check: bool = False,
@@ -264,7 +264,7 @@ def question_from_options(
 def _machine(name: str | None) -> MachineProfile:
     if name is not None:
         return MachineProfile.load(name)
-    profile = find()
+    profile = find_profile()
     if profile is None:
         raise ConfigError(
             "no profile of this machine: run `stronghold doctor`, which takes less than a minute, "
