@@ -16,17 +16,17 @@ from stronghold.device.base import Record
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class HostEntry:
     """Host room for one layer's gradients, or for a piece on its way from or to a file."""
 
     memory: torch.Tensor
     record: Record = field(default_factory=Record)
 
 
-class Ring(deque[Entry]):
+class EntryRing(deque[HostEntry]):
     """Entries that are taken in turn."""
 
-    def next(self) -> Entry:
+    def next(self) -> HostEntry:
         """The entry whose use lies longest back."""
         self.rotate(-1)
         return self[-1]

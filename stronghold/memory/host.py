@@ -39,7 +39,7 @@ import torch
 
 from stronghold.device.base import Device, Record
 from stronghold.memory.access import ArrayAccess
-from stronghold.memory.buffers import Entry, Ring
+from stronghold.memory.buffers import HostEntry, EntryRing
 from stronghold.memory.layer import LayerState, SecondArrays
 from stronghold.memory.slab import map_slab
 from stronghold.memory.tiers import Tiers
@@ -98,7 +98,7 @@ class HostStore:
         ]
         self.access = ArrayAccess(self.layers, tiers, device)
         self._mine = [state for state in self.layers if state.home is not GPU]
-        self._ring = Ring()
+        self._ring = EntryRing()
         self.vacate: Callable[[int], None] = lambda index: None  # [Note: lent]
         self._pinned: dict[int, torch.Tensor] = {}  # by address
         self.allocated_bytes = self.peak_bytes = self.tiers.ring.nbytes
@@ -218,19 +218,19 @@ class HostStore:
 
     def _make_ring(self, num_entries: int) -> None:
         for _ in range(num_entries if self._mine else 0):
-            self._ring.append(Entry(self._slab(self._largest, pinned=True)))
+            self._ring.append(HostEntry(self._slab(self._largest, pinned=True)))
 
     def _drop_ring(self) -> None:
         self._give_back(*(entry.memory for entry in self._ring))
         self._ring.clear()
 
-    def held_entry(self, index: int) -> Entry:
+    def held_entry(self, index: int) -> HostEntry:
         """The layer's own gradient entry, to be written; made now if the plan does not hold
         gradients (a layer that was called twice)."""
         self.vacate(index)
         return self._own_entry(self.layers[index])
 
-    def lent_entry(self, index: int) -> Entry | None:
+    def lent_entry(self, index: int) -> HostEntry | None:
         """The same, for whatever will be away when the gradients come ([Note: lent]); None where
         some have come, or where none will."""
         state = self.layers[index]
@@ -241,13 +241,13 @@ class HostStore:
             return None
         return self._own_entry(state)
 
-    def _own_entry(self, state: LayerState) -> Entry:
+    def _own_entry(self, state: LayerState) -> HostEntry:
         if "gradients" not in state.arrays:
             nbytes = state.maps["gradients"].nbytes
             state.arrays["gradients"] = self._slab(nbytes, pinned=True)
-        return Entry(state.arrays["gradients"], state.records["gradients"])
+        return HostEntry(state.arrays["gradients"], state.records["gradients"])
 
-    def ring_entry(self) -> Entry:
+    def ring_entry(self) -> HostEntry:
         """The next entry of the ring."""
         if not self._ring:  # the plan holds gradients, and one of them came in two parts
             self._make_ring(2)

@@ -23,7 +23,7 @@ from typing import Literal
 import torch
 
 from stronghold.device.base import Device, Fence, Lane, Record, dependences, submitted
-from stronghold.memory.buffers import Entry, Ring
+from stronghold.memory.buffers import HostEntry, EntryRing
 from stronghold.memory.layer import LayerState
 from stronghold.memory.slab import map_slab
 from stronghold.memory.staging import NO_RING, StagingRing
@@ -131,10 +131,10 @@ class Tiers:
         }
         self._store_of = {key: self.stores[homes[key]] for key in self._extents}
         self._staged = threading.Lock()
-        entries = [Entry(memory) for memory in ring.entries]
+        entries = [HostEntry(memory) for memory in ring.entries]
         self._other = entries[0].memory if entries else torch.empty(0, dtype=torch.uint8)
-        self.updates = Ring(entries[1 : 1 + ring.num_updates])
-        self.fetches = Ring(entries[1 + ring.num_updates :])
+        self.updates = EntryRing(entries[1 : 1 + ring.num_updates])
+        self.fetches = EntryRing(entries[1 + ring.num_updates :])
         self._transfers = {lane: Transfers() for lane in ("load", "stage", "spill")}
 
     @property
@@ -237,7 +237,7 @@ class Tiers:
         begin: int,
         end: int,
         arrays: Sequence[str],
-        entry: Entry,
+        entry: HostEntry,
         *,
         verb: str = "load",
         what: str = "",
@@ -262,7 +262,7 @@ class Tiers:
         begin: int,
         end: int,
         views: Views,
-        entry: Entry,
+        entry: HostEntry,
         after: Sequence[Fence],
         *,
         what: str = "",

@@ -24,7 +24,7 @@ import torch
 
 from stronghold.device.base import Fence
 from stronghold.errors import StateError
-from stronghold.memory.buffers import Entry, GradientSlot
+from stronghold.memory.buffers import GradientSlot, HostEntry
 from stronghold.memory.gradient_slots import gradient_view, round_sums, sum_view
 from stronghold.memory.layer import LayerState
 from stronghold.memory.window import Window, slot_gradient_bytes
@@ -237,7 +237,7 @@ class GradientOffload:
         gradients = LayerGradients(state, positions, InBuffer(entry.memory, entry.record))
         self._step.take([gradients], array, is_complete=not more)
 
-    def _entry(self, state: LayerState, positions: frozenset[int], array: str) -> Entry:
+    def _entry(self, state: LayerState, positions: frozenset[int], array: str) -> HostEntry:
         """Return the host buffer for these gradients.
 
         It is the layer's array "gradients", if they will be pending there, the array is in memory,
@@ -250,7 +250,7 @@ class GradientOffload:
         return self._host.ring_entry()
 
     def _copy(
-        self, state: LayerState, slot: GradientSlot, positions: frozenset[int], entry: Entry
+        self, state: LayerState, slot: GradientSlot, positions: frozenset[int], entry: HostEntry
     ) -> None:
         """Queue the copy of the slot's gradients to `entry`, and release the slot."""
         device, memory, copies = self._device, slot.gradients, list(_copies(state, positions))

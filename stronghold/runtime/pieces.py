@@ -16,7 +16,7 @@ import torch
 from stronghold import native
 from stronghold.device.base import Record
 from stronghold.errors import StateError
-from stronghold.memory.buffers import Entry
+from stronghold.memory.buffers import HostEntry
 from stronghold.memory.layer import LayerState
 from stronghold.memory.tiers import Views
 from stronghold.optim.states import Format, group_size
@@ -116,7 +116,7 @@ class Piece:
     begin: int
     end: int
     views: Views
-    entry: Entry | None = None
+    entry: HostEntry | None = None
 
     def address(self, k: int, at: int) -> int:
         """Address of the gradient of the layer's element `at`, which belongs to parameter `k`."""
