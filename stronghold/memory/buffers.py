@@ -32,7 +32,7 @@ class EntryRing(deque[HostEntry]):
         return self[-1]
 
 
-class Contents(NamedTuple):
+class SlotContents(NamedTuple):
     """The weights in a slot, or on their way to it: of which layer, after how many changes."""
 
     layer: int
@@ -44,7 +44,7 @@ class Slot:
     """Device room for one layer's weights, as bytes."""
 
     weights: torch.Tensor
-    contents: Contents | None = None
+    contents: SlotContents | None = None
     record: Record = field(default_factory=Record)
 
     @property

@@ -51,7 +51,7 @@ TRANSITIONS: dict[Residency, frozenset[Residency]] = {
 
 
 @dataclass(slots=True, eq=False)
-class OnGpu:
+class GpuRecord:
     """A layer's buffers on the GPU. `version` counts how often the weights at home changed: `slot`
     has this step's weights if its contents are (layer, version). Gradients gather in
     `gradient_slot` now; `own_gradient_slot` is one that no other layer takes."""
@@ -63,7 +63,7 @@ class OnGpu:
     own_gradient_slot: GradientSlot | None = None
 
 
-class Place(NamedTuple):
+class ParameterPlace(NamedTuple):
     """A layer's parameters in one place. `storage`: of these views alone, with so many references;
     None for a slot that many layers take."""
 
@@ -81,8 +81,8 @@ class ParameterViews:
     versions of the parameters, as torch counts writes in place: at the last look, and when such
     writes were last brought to the arrays. `epoch` counts changes of the values."""
 
-    places: dict[int, Place] = field(default_factory=dict)
-    place: Place | None = None
+    places: dict[int, ParameterPlace] = field(default_factory=dict)
+    place: ParameterPlace | None = None
     hidden: bool = False
     version_sum: int = 0
     epoch: int = 0
@@ -236,7 +236,7 @@ class LayerState:
     arrays: dict[str, torch.Tensor] = field(default_factory=dict)
     records: dict[str, Record] = field(init=False)
     second: SecondArrays | None = None
-    on_gpu: OnGpu = field(default_factory=OnGpu)
+    on_gpu: GpuRecord = field(default_factory=GpuRecord)
     views: ParameterViews = field(default_factory=ParameterViews)
     gradients: GradientRecord = field(default_factory=GradientRecord)
     optimizer: OptimizerRecord = field(default_factory=OptimizerRecord)

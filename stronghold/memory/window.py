@@ -13,7 +13,7 @@ import torch
 
 from stronghold.device.base import Device, Fence, Record
 from stronghold.errors import StateError
-from stronghold.memory.buffers import Contents, GradientSlot, Slot
+from stronghold.memory.buffers import SlotContents, GradientSlot, Slot
 from stronghold.memory.layer import LayerState, Residency
 from stronghold.plan.homes import GPU
 
@@ -60,7 +60,7 @@ class Window:
         for state in self._own:
             nbytes = state.maps["weights"].nbytes
             state.on_gpu.slot = self._slot(nbytes, f"weights of {state.layout.name}")
-            state.on_gpu.slot.contents = Contents(state.index, NEVER)
+            state.on_gpu.slot.contents = SlotContents(state.index, NEVER)
         self._prepared = False
 
     def _slot(self, nbytes: int, purpose: str) -> Slot:
@@ -105,7 +105,7 @@ class Window:
                 state.on_gpu.slot = None
             else:
                 assert state.on_gpu.slot is not None
-                state.on_gpu.slot.contents = Contents(state.index, NEVER)
+                state.on_gpu.slot.contents = SlotContents(state.index, NEVER)
                 state.on_gpu.slot.record = Record()
             state.on_gpu.residency = Residency.AWAY
             state.on_gpu.gradient_slot = None
@@ -148,7 +148,7 @@ class Window:
         if state in self._own and slot is not state.on_gpu.slot:
             raise StateError(f"layer {layer} is resident and has a slot of its own")
         state.move(Residency.FETCHING)
-        slot.contents = Contents(layer, state.on_gpu.version)
+        slot.contents = SlotContents(layer, state.on_gpu.version)
         state.on_gpu.slot = slot
 
     def make_ready(self, layer: int) -> None:
