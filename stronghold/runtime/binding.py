@@ -37,7 +37,7 @@ from torch import nn
 from torch.utils.dlpack import from_dlpack
 
 from stronghold.errors import ConfigError
-from stronghold.memory.layer import LayerState, Place
+from stronghold.memory.layer import LayerState, ParameterPlace
 from stronghold.runtime.guards import hide, point, show
 
 # What may hold a view, and lets go of it: a lane, just after it has said that it is done; and what
@@ -127,7 +127,7 @@ class Bindings:
                 point(parameter, values)
         state.views.place = place
 
-    def _make_place(self, state: LayerState, flat: torch.Tensor) -> Place:
+    def _make_place(self, state: LayerState, flat: torch.Tensor) -> ParameterPlace:
         slices, weights, address = state.layout.slices, state.maps["weights"], flat.data_ptr()
         storage, num_references = None, 0
         if state.index not in self._resident and address != state.weights.data_ptr():
@@ -140,7 +140,7 @@ class Bindings:
             storage = flat.untyped_storage()._cdata
             del flat
             num_references = _num_references(storage)
-        return Place(views, tuple(map(_address, views)), storage, num_references)
+        return ParameterPlace(views, tuple(map(_address, views)), storage, num_references)
 
     def point(self, layer: int, flat: torch.Tensor) -> None:
         """As `bind`, wherever the parameters point: an interrupt may have left them anywhere."""
@@ -253,7 +253,7 @@ def _take_back(name: str, parameter: nn.Parameter, own: torch.Tensor) -> None:
         )
 
 
-def _has_others(state: LayerState, place: Place | None) -> bool:
+def _has_others(state: LayerState, place: ParameterPlace | None) -> bool:
     if place is None or place.storage is None:
         return False
     num_bound = len(state.parameters) if place is state.views.place else 0
