@@ -89,7 +89,7 @@ class ParameterViews:
     saved_versions: list[int] | None = None
 
 
-class Stage(Enum):
+class GradientStage(Enum):
     """How far the gradients of a layer are in a step. OFFLOADING: the copy to the host is queued.
     PENDING: they wait for their update. EARLY: an update that uses them is queued, or has ended,
     and the gate will commit it or not."""
@@ -284,16 +284,20 @@ class LayerState:
         return f"<layer {self.index} {self.name}: {', '.join(facts)}>"
 
     @property
-    def stage(self) -> Stage:
+    def stage(self) -> GradientStage:
         """How far its gradients are in this step."""
         gradients = self.gradients
         if self.on_gpu.gradient_slot is not None:
-            return Stage.GATHERING
+            return GradientStage.GATHERING
         if gradients.early is not None:
-            return Stage.EARLY
+            return GradientStage.EARLY
         if not gradients.arrived:
-            return Stage.EMPTY
-        return Stage.PENDING if self.records[gradients.array].writer.done else Stage.OFFLOADING
+            return GradientStage.EMPTY
+        return (
+            GradientStage.PENDING
+            if self.records[gradients.array].writer.done
+            else GradientStage.OFFLOADING
+        )
 
     @property
     def is_fetched(self) -> bool:
