@@ -205,7 +205,7 @@ class SecondArrays:
 
 
 @dataclass(frozen=True, slots=True)
-class Owned:
+class UpdatedElements:
     """What this rank updates of the parameters at some positions of a layer: `parts` are (position,
     first element of the layer, number of elements) where there are any, and `numels` the number of
     elements of each format."""
@@ -247,7 +247,9 @@ class LayerState:
     _elements: tuple[Span, ...] = field(init=False)  # of each parameter, this rank's
     # By array, elements, and the identity of the memory.
     _views: dict[tuple[str, int, int, int], torch.Tensor | None] = field(default_factory=dict)
-    _owned: Owned = Owned(frozenset(), (), ())  # of the last positions that were asked for
+    _updated: UpdatedElements = UpdatedElements(
+        frozenset(), (), ()
+    )  # of the last positions that were asked for
 
     def __post_init__(self) -> None:
         slices = self.layout.slices
@@ -444,10 +446,10 @@ class LayerState:
         end where it has none."""
         return ((k, *self._elements[k]) for k in sorted(positions))
 
-    def owned(self, positions: frozenset[int]) -> Owned:
+    def updated_elements(self, positions: frozenset[int]) -> UpdatedElements:
         """What this rank updates of these parameters. The same ones come in most steps, so the last
         answer is kept. Any thread may ask."""
-        last = self._owned
+        last = self._updated
         if last.positions == positions:
             return last
         parts = [(k, begin, end - begin) for k, begin, end in self.elements(positions)]
@@ -456,5 +458,5 @@ class LayerState:
             made = self.formats[self.layout.slices[k].format]
             numels[made] = numels.get(made, 0) + numel
         present = tuple(part for part in parts if part[2])
-        self._owned = found = Owned(positions, present, tuple(numels.items()))
+        self._updated = found = UpdatedElements(positions, present, tuple(numels.items()))
         return found
