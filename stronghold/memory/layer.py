@@ -225,7 +225,7 @@ class LayerState:
     An array is here from the first backward on, unless its home is a staged one. It has this rank's
     `shares` of the layer's trainable ranges. `homes` names the arrays that do not lie on the host.
     `records` are the access records, by array. `second`: where an early update writes, if the layer
-    has that; `exchange_arrays` makes it the layer's."""
+    has that; `swap_second_arrays` makes it the layer's."""
 
     layout: LayerLayout
     weights: torch.Tensor
@@ -375,7 +375,7 @@ class LayerState:
             self._views[key] = view
         return view
 
-    def exchange_arrays(self) -> None:
+    def swap_second_arrays(self) -> None:
         """The second arrays are the layer's from now on, and those that it had are the second."""
         second = self.second
         assert second is not None

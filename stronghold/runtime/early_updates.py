@@ -186,7 +186,7 @@ class EarlyUpdates:
             self._count_uncommitted(state)
             return False
         before = state.weights
-        state.exchange_arrays()
+        state.swap_second_arrays()
         self._steps.count(state, early.positions)
         self._bindings.move_rest(state.index, before)
         self._performed.add(Kind.COMMIT, state.index)
