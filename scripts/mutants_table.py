@@ -318,7 +318,7 @@ PASSES = [
         "calls of the step before count",
         "runtime/executor.py",
         "state.gradients.expected = ExpectedGradients()",
-        "state.gradients.expected = ExpectedGradients(state.gradients.expected.calls)",
+        "state.gradients.expected = ExpectedGradients(state.gradients.expected.num_pending_backwards)",
         BITS,
         "gpt and 3-",
     ),
@@ -854,8 +854,8 @@ ODDITIES = [
     Mutant(
         "a second call counts as the first",
         "runtime/executor.py",
-        "                expected.calls += 1\n",
-        "                expected.calls = 1\n",
+        "                expected.num_pending_backwards += 1\n",
+        "                expected.num_pending_backwards = 1\n",
         PARTS,
     ),
     Mutant(

@@ -103,12 +103,12 @@ class GradientStage(Enum):
 
 @dataclass(slots=True, eq=False)
 class ExpectedGradients:
-    """What the forwards since the last backward announce. Each of `calls` gives every gradient of
+    """What the forwards since the last backward announce. Each of `num_pending_backwards` gives every gradient of
     the layer. `resident_calls` are calls of a resident layer, whose gradients come once for all of
     them, but in reentrant checkpoints; `is_undivided`: some of these are not in chunks. `chunks`
     are parts of calls whose gradients have not come."""
 
-    calls: int = 0
+    num_pending_backwards: int = 0
     resident_calls: int = 0
     is_undivided: bool = False
     chunks: int = 0
@@ -116,7 +116,7 @@ class ExpectedGradients:
     @property
     def is_last(self) -> bool:
         """Whether no further call's gradients will come once the slot is complete."""
-        return self.calls <= 1 and self.chunks == 0
+        return self.num_pending_backwards <= 1 and self.chunks == 0
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -276,8 +276,8 @@ class LayerState:
             facts.append("its slot is outdated")
         if self.views.hidden:
             facts.append("its parameters are hidden")
-        if self.gradients.expected.calls:
-            facts.append(f"called {self.gradients.expected.calls} times")
+        if self.gradients.expected.num_pending_backwards:
+            facts.append(f"called {self.gradients.expected.num_pending_backwards} times")
         if arrived := self.gradients.arrived:
             facts.append(f"{len(arrived)} gradients arrived")
         for name, record in self.records.items():

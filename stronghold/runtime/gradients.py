@@ -221,7 +221,7 @@ class GradientOffload:
         positions = absent.union(slot.arrived)
         # After several calls more gradients may come. Pending gradients are added to sums with all
         # others of the layer when backward has ended.
-        more = state.gradients.expected.calls > 1 or bool(state.gradients.pending)
+        more = state.gradients.expected.num_pending_backwards > 1 or bool(state.gradients.pending)
         array = self._step.array_for(more_may_come=more)
         self._performed.add(Kind.OFFLOAD, layer)
         self._offloaded.append(layer)
