@@ -57,7 +57,7 @@ PERIOD_UNITS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
+class FileSegment:
     """`nbytes` of file number `file` from `offset` on are those of a range from `begin` on."""
 
     file: int
@@ -109,10 +109,10 @@ class Striping:
         sizes[self._file_of(units)] += rest
         return sizes
 
-    def segments(self, begin: int, nbytes: int) -> Iterator[Segment]:
+    def segments(self, begin: int, nbytes: int) -> Iterator[FileSegment]:
         """Where the `nbytes` from `begin` on lie, in their order; neighbours are joined."""
         if len(self._weights) == 1 and nbytes:
-            yield Segment(file=0, offset=begin, begin=0, nbytes=nbytes)
+            yield FileSegment(file=0, offset=begin, begin=0, nbytes=nbytes)
             return
         at, end = begin, begin + nbytes
         while at < end:
@@ -123,7 +123,7 @@ class Striping:
                 at = min(end, unit * self._unit_bytes)
             start, within = divmod(first, self._unit_bytes)
             offset = self._units_before(file, start) * self._unit_bytes + within
-            yield Segment(file=file, offset=offset, begin=first - begin, nbytes=at - first)
+            yield FileSegment(file=file, offset=offset, begin=first - begin, nbytes=at - first)
 
     def _files(self) -> range:
         return range(len(self._weights))
@@ -238,7 +238,7 @@ class SpillFile:
         note = self._writing.note
         return f"{self._writing.engine} ({note})" if note else self._writing.engine
 
-    def submit(self, verb: Verb, segment: Segment, address: int) -> tuple[IoQueue, int]:
+    def submit(self, verb: Verb, segment: FileSegment, address: int) -> tuple[IoQueue, int]:
         """Submit the segment of a transfer whose memory begins at `address`, without starting it:
         the caller commits. Its queue and ticket."""
         queue, file = self._sides[verb]
@@ -246,7 +246,7 @@ class SpillFile:
         ticket = start(file, segment.offset, address + segment.begin, segment.nbytes, commit=False)
         return queue, ticket
 
-    def check_length(self, verb: str, segment: Segment) -> None:
+    def check_length(self, verb: str, segment: FileSegment) -> None:
         """`OSError` when the file was truncated ([Note: truncation])."""
         length = os.fstat(self.descriptor).st_size
         if length < self.nbytes:
@@ -272,7 +272,7 @@ logger = logging.getLogger("stronghold")
 
 
 @dataclass(slots=True, eq=False)
-class Pending:
+class PendingTransfer:
     """A transfer under way; keeps its memory alive. One thread waits for it."""
 
     store: NvmeStore
@@ -328,7 +328,7 @@ class NvmeStore(Closing):
         self._stack = contextlib.ExitStack()
         self._closed = False
         self._lock = threading.Lock()
-        self._in_flight: set[Pending] = set()
+        self._in_flight: set[PendingTransfer] = set()
         self.bytes_read = 0
         self.bytes_written = 0
         self.paths = tuple(Path(path) for path in paths)
@@ -452,9 +452,11 @@ class NvmeStore(Closing):
     def check(self) -> None:
         """`OSError` when a file was truncated: reading a mapping of it would end the process."""
         for file in self._files:
-            file.check_length("mapping", Segment(file=0, offset=0, begin=0, nbytes=file.nbytes))
+            file.check_length("mapping", FileSegment(file=0, offset=0, begin=0, nbytes=file.nbytes))
 
-    def submit(self, verb: Verb, extent: Extent, begin: int, memory: torch.Tensor) -> Pending:
+    def submit(
+        self, verb: Verb, extent: Extent, begin: int, memory: torch.Tensor
+    ) -> PendingTransfer:
         """Start reading the bytes of `extent` from `begin` on into all of `memory`, or writing.
 
         `memory` is a contiguous CPU tensor of any dtype, which must not change until the wait; its
@@ -468,7 +470,7 @@ class NvmeStore(Closing):
         segments = list(self._striping.segments(extent.begin + begin, memory.nbytes))
         for segment in segments:  # all of them before any is started
             self._files[segment.file].check_length(verb, segment)
-        pending = Pending(self, verb, memory)
+        pending = PendingTransfer(self, verb, memory)
         with self._lock:
             self._in_flight.add(pending)
         try:
@@ -484,7 +486,7 @@ class NvmeStore(Closing):
             queue.commit()
         return pending
 
-    def _ended(self, pending: Pending) -> None:
+    def _ended(self, pending: PendingTransfer) -> None:
         with self._lock:
             counted = pending not in self._in_flight
             self._in_flight.discard(pending)
@@ -531,7 +533,7 @@ def measure_rate(path: Path, *, depth: int, block_bytes: int, engine: str | None
 
 def _seconds(file: SpillFile, verb: Verb, pieces: torch.Tensor) -> float:
     begin = time.perf_counter()
-    whole = Segment(file=0, offset=0, begin=0, nbytes=file.nbytes)
+    whole = FileSegment(file=0, offset=0, begin=0, nbytes=file.nbytes)
     queue, ticket = file.submit(verb, whole, pieces.data_ptr())
     queue.wait(ticket)
     return max(time.perf_counter() - begin, 1e-9)
