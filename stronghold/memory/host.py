@@ -175,7 +175,7 @@ class HostStore:
             if array == "low" and torch.float32 in state.maps["low"].dtypes:
                 self.access.restart_master(state.index)
 
-    def hold(
+    def apply_plan(
         self, layers: frozenset[int], ring_entries: int, early: frozenset[int] = frozenset()
     ) -> None:
         """Between two steps: these layers have gradient entries of their own, no others; the ring
@@ -253,7 +253,7 @@ class HostStore:
             self._make_ring(2)
         return self._ring.next()
 
-    def bring_back(self, available_bytes: int) -> None:
+    def unspill_weights(self, available_bytes: int) -> None:
         """Move spilled weights to memory of their own, which outlives the store. Where they do not
         fit `available_bytes` they stay in the files' pages, and the disk keeps their bytes until
         the model is dropped. `OSError` when a file cannot be read: its layers' weights are NaN
@@ -297,7 +297,7 @@ class HostStore:
         for float8's "fnuz" kinds, whose lowest number it is."""
         return self.allocate(state.maps["weights"].nbytes, torch.uint8).fill_(0xFF)
 
-    def give_up(self, index: int) -> dict[str, torch.Tensor]:
+    def detach_layer(self, index: int) -> dict[str, torch.Tensor]:
         """The layer moves to the device while no pass is running. Returns its arrays of training,
         which this store no longer counts. The layer has no arrays until it gets new ones."""
         state = self.layers[index]
@@ -311,7 +311,7 @@ class HostStore:
             self._drop_ring()
         return left
 
-    def receive(
+    def attach_layer(
         self,
         index: int,
         arrays: Mapping[str, torch.Tensor],
@@ -375,12 +375,12 @@ class DeviceStore:
         state.fill(passing, source)
         self._device.copy_now(state.weights, passing)
 
-    def take(self, index: int) -> None:
+    def move_to_device(self, index: int) -> None:
         """Move a host layer here while no pass is running, with all that it has; its host memory is
         given back, but for what the model's parameters still show."""
         state = self._host.layers[index]
         weights = self._moved(state.weights, f"weights of {state.name}")  # as long as it is pinned
-        left = self._host.give_up(index)
+        left = self._host.detach_layer(index)
         state.weights = weights
         for name, array in left.items():
             if name == "accumulated" and not state.gradients.summed:  # there is no sum
@@ -390,11 +390,11 @@ class DeviceStore:
         self.layers.append(state)
         self.layers.sort(key=lambda one: one.layout.index)
 
-    def give(self, index: int) -> None:
-        """Undo `take`: move a layer back to the host, with all that it has. No pass is running."""
+    def move_to_host(self, index: int) -> None:
+        """Undo `move_to_device`: move a layer back to the host, with all that it has. No pass is running."""
         state = self._host.layers[index]
         arrays = state.all_arrays()
-        self._host.receive(index, arrays, self._device.copy_now)
+        self._host.attach_layer(index, arrays, self._device.copy_now)
         self._device.release(*arrays.values())
         self.layers.remove(state)
 
@@ -414,8 +414,8 @@ class DeviceStore:
     def _zeros(self, array: str, nbytes: int) -> torch.Tensor:
         return self._device.allocate(nbytes, torch.uint8, purpose_of(array)).zero_()
 
-    def leave(self) -> None:
-        """Between two steps: every array goes to host memory, until `come_back`."""
+    def offload_arrays(self) -> None:
+        """Between two steps: every array goes to host memory, until `reload_arrays`."""
         self._away = True
         for state in self.layers:
             for name, array in state.all_arrays().items():
@@ -424,14 +424,14 @@ class DeviceStore:
                 state.replace_array(name, there)
                 self._device.release(array)
 
-    def come_back(self) -> None:
-        """What `leave` has moved is on the device again."""
+    def reload_arrays(self) -> None:
+        """What `offload_arrays` has moved is on the device again."""
         self._away = False
         for state in self.layers:
             for name, array in state.all_arrays().items():
                 state.replace_array(name, self._moved(array, f"{name} of {state.name}"))
 
-    def give_back(self) -> None:
+    def return_weights(self) -> None:
         """The device's work has ended: every layer's weights move to host memory, their own."""
         for state in self.layers:
             if self._away:
