@@ -213,14 +213,14 @@ class Window:
             self._gradient_slots = [*others, slot]
 
     def hold_gradients(self, slot: GradientSlot) -> None:
-        """Gathering is over: the layer's own slot keeps its gradients until `drop_held`."""
+        """Gathering is over: the layer's own slot keeps its gradients until `drop_held_gradients`."""
         if slot.layer is None or self._layers[slot.layer].on_gpu.own_gradient_slot is not slot:
             raise StateError("gradients can be held in a layer's own slot alone")
         self._layers[slot.layer].on_gpu.gradient_slot = None
         slot.layer = None
         slot.is_pending = True
 
-    def drop_held(self, layer: int) -> None:
+    def drop_held_gradients(self, layer: int) -> None:
         """The gradients in the layer's own slot were used, or are void; harmless when there are
         none."""
         slot = self._layers[layer].on_gpu.own_gradient_slot
@@ -228,14 +228,14 @@ class Window:
             slot.is_pending = False
             self._device.poison(slot.gradients)
 
-    def taking_turns(self) -> list[int]:
+    def layers_in_shared_slots(self) -> list[int]:
         """Those whose gradients are in a slot that layers take in turn."""
         return [slot.layer for slot in self._gradient_slots if slot.layer is not None]
 
-    def gathering(self) -> list[int]:
+    def gathering_layers(self) -> list[int]:
         """Layers whose gradients are in a slot and not yet on their way out, those that take turns
         first."""
-        shared = self.taking_turns()
+        shared = self.layers_in_shared_slots()
         own = (s.index for s in self._layers if s.on_gpu.gradient_slot is not None)
         return [*shared, *(index for index in own if index not in shared)]
 

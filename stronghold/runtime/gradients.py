@@ -146,7 +146,7 @@ class GradientOffload:
             slot = window.free_gradient_slot(layer)
             if slot is None:
                 # Every slot gathers for a layer whose other parameters may never get a gradient.
-                self._offload_all(self._order.making_room(window.taking_turns()))
+                self._offload_all(self._order.making_room(window.layers_in_shared_slots()))
                 slot = window.free_gradient_slot(layer)
         if self._order.passed(layer):
             slot = self._extra_slot(layer)
@@ -190,14 +190,14 @@ class GradientOffload:
     def flush(self) -> None:
         """Backward has ended: offload every slot that still gathers."""
         self._offload_all(self._order.rest())
-        while layers := self._order.further(self._window.gathering()):
+        while layers := self._order.further(self._window.gathering_layers()):
             self._offload_all(layers)
         self._order.begin_again()
         self._last = None  # else the slot would outlive a change of plan
 
     def abandon(self) -> None:
         """Backward has failed: release the slots. Their gradients are void."""
-        for layer in self._window.gathering():
+        for layer in self._window.gathering_layers():
             slot = self._layers[layer].on_gpu.gradient_slot
             if slot is not None:
                 self._join(layer, slot)
