@@ -87,7 +87,7 @@ class ArrayAccess:
                 continue
             pieces: Iterator[tuple[int, int, Views]] = iter([(low, high, {})])
             if staged:
-                pieces = self._tiers.staged(index, staged, low, high, mode)
+                pieces = self._tiers.staged_pieces(index, staged, low, high, mode)
             for first, last, views in pieces:
                 for array, memory in in_memory.items():
                     if state.maps[array].has(first, last):

@@ -3,7 +3,7 @@
 A staged home (`plan.homes`: files, or another place that kernels cannot address) has one store.
 Owns the use of the staging ring's entries and the lock of the one that serves checkpoints. Never
 decides what lies where (the plan does) nor when a piece moves (`runtime` does). The training thread
-makes it; `begin` is called by lanes, `staged` by the training thread and the io lane.
+makes it; `begin` is called by lanes, `staged_pieces` by the training thread and the io lane.
 
 [Note: a piece] One entry holds elements [begin, end) of several arrays of one range of a layer, one
 array after the other. Ranges are padded to the layout's `page_numel` elements and pieces are cut at
@@ -104,7 +104,7 @@ class Transfers:
 class Tiers:
     """The staged arrays of one model: `stores` has one store for each staged home of `homes`.
 
-    Pieces pass `ring`: its first entry serves `staged`, the next `ring.num_updates` updates, the
+    Pieces pass `ring`: its first entry serves `staged_pieces`, the next `ring.num_updates` updates, the
     others fetches. Of several ranks each has the elements of `shards` in its own stores; all
     elements are counted from the layer's first one.
     """
@@ -163,7 +163,7 @@ class Tiers:
             store.check()
 
     # -- pieces -----------------------------------------------------------------------------------
-    def cuts(
+    def piece_spans(
         self, layer: int, arrays: Sequence[str], begin: int = 0, end: int | None = None
     ) -> Iterator[tuple[int, int]]:
         """Spans of elements, each of one range and no more than an entry holds, that cover
@@ -191,7 +191,7 @@ class Tiers:
             if begin < end and any(maps[array].has(begin, end) for array in arrays):
                 yield begin, end
 
-    def views(
+    def piece_views(
         self, memory: torch.Tensor, layer: int, arrays: Sequence[str], begin: int, end: int
     ) -> Views:
         """Where elements [begin, end) of each array lie in an entry ([Note: a piece]). An array
@@ -244,7 +244,7 @@ class Tiers:
     ) -> Views:
         """Queue a read of elements [begin, end) of `arrays` into `entry`: on the lane `verb`, which
         is "stage" for a fetch. Returns where they will lie."""
-        views = self.views(entry.memory, state.index, arrays, begin, end)
+        views = self.piece_views(entry.memory, state.index, arrays, begin, end)
         self._transfers[verb].submit(
             device.lane(verb),
             f"{verb}{what} {state.index}",
@@ -279,7 +279,7 @@ class Tiers:
         )
 
     # -- outside of the lanes ---------------------------------------------------------------------
-    def staged(
+    def staged_pieces(
         self, layer: int, arrays: Sequence[str], begin: int, end: int, mode: Mode
     ) -> Iterator[tuple[int, int, Views]]:
         """Elements [begin, end) of arrays that lie in files, piece by piece: (from, to, tensors).
@@ -292,8 +292,8 @@ class Tiers:
         mine = self._staged.acquire(blocking=False)
         memory = self._other if mine else map_slab(len(self._other), torch.uint8)
         try:
-            for low, high in self.cuts(layer, arrays, begin, end):
-                views = self.views(memory, layer, arrays, low, high)
+            for low, high in self.piece_spans(layer, arrays, begin, end):
+                views = self.piece_views(memory, layer, arrays, low, high)
                 first, last = max(begin, low), min(end, high)
                 if mode != "replace":
                     self.begin("read", layer, low, high, views)()
