@@ -77,20 +77,20 @@ from stronghold.telemetry.metrics import BatchSize
 
 logger = logging.getLogger("stronghold")
 
-UNTOLD_STEPS = 1
+WARM_UP_STEPS = 1
 TRACED_STEPS = 2
 # Of what the GPU has for this process, without the allocator's fragments, for slots and
 # activations, once these are known: the rest is for modules that load later, and for what steps of
 # one size differ by.
 GPU_SHARE = 0.9
 HEADROOM = 1.5  # [Note: larger batches]: five changes of the plan from 512 tokens to 4096
-MORE = 1.5  # times what was thought to be enough, and was not
+RETRY_MARGIN = 1.5  # times what was thought to be enough, and was not
 MANY_FRAGMENTS = 0.05  # of what the device has: worth a word
-ADVISED = 0.9  # of the present step: what is worth the user's attention
-WORTH = 0.97  # of the present plan's step: a change costs a settled device, and copies
+ADVICE_SHARE = 0.9  # of the present step: what is worth the user's attention
+CHANGE_SHARE = 0.97  # of the present plan's step: a change costs a settled device, and copies
 # Of lanes that moved nothing while they were traced, in 1e9 bytes/s: a PCIe 4 link, a desktop's
 # memory, one solid-state disk.
-OTHERWISE = Rates(
+DEFAULT_RATES = Rates(
     fetch_gbps=20.0,
     drain_gbps=20.0,
     duplex_gbps=35.0,
@@ -105,8 +105,8 @@ OTHERWISE = Rates(
     again_launch_s=AGAIN_LAUNCH_S,
 )
 # The emulated device computes in the calling thread: measured seconds have its launches in them.
-EMULATED = replace(
-    OTHERWISE,
+EMULATED_RATES = replace(
+    DEFAULT_RATES,
     device_gbps=8.0,  # device memory is the host's
     launch_s=0.0,
     whole_launch_s=0.0,
@@ -114,15 +114,15 @@ EMULATED = replace(
 )
 
 
-class Stage(Enum):
+class RefinementStage(Enum):
     """What the next step is for."""
 
-    UNTOLD = "untold"
+    WARM_UP = "warm-up"
     TRACED = "traced"
     SETTLED = "settled"
 
 
-class Memory(NamedTuple):
+class RankMemory(NamedTuple):
     """A rank's GPU in bytes, once steps were measured: what its tensors can have in
     all, as things are now (None: unknown), and what others than the plan's buffers took at most.
     `size`: of the largest batch that was measured; `largest`: of all that have come, which `differ`
@@ -137,7 +137,7 @@ class Memory(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class Measurements:
     """Measurements of the traced steps, of all ranks. `usable` bytes of the GPU are for slots and
     activations; of these others than the plan's buffers and what blocks keep take `beside`, with
     batches of `size`: logits, the loss, the program's tensors. None where it is unknown."""
@@ -172,14 +172,14 @@ class Refinement:
         self._steps = 0
         self._first_span = 0
         is_open = _is_open(stack.demand) and not stack.plan.whole
-        self.stage = Stage.UNTOLD if is_open else Stage.SETTLED
+        self.stage = RefinementStage.WARM_UP if is_open else RefinementStage.SETTLED
         # [Note: larger batches]
         self._makes_room = stack.demand.training and _layers_may_move(stack.demand)
         self._longest = _longest(stack.partition.model)
         self._size = BatchSize()  # of the largest batch in the traced steps
         self._largest = BatchSize()  # that has come so far
         self._differ = False
-        self._measured: Measured | None = None
+        self._measured: Measurements | None = None
         self._margin = 1.0  # on what is thought to be enough
         self._lacks = False  # memory ran out, and the plan is still that one
         self._num_failures = stack.device.num_failures()
@@ -190,15 +190,15 @@ class Refinement:
 
     def end_step(self) -> None:
         """A step has ended, and its updates are queued."""
-        if self.stage is Stage.SETTLED:
+        if self.stage is RefinementStage.SETTLED:
             if self._stack.ranks.several and self._knows_room:
                 self._make_room_together()
             return
         self._steps += 1
-        if self.stage is Stage.UNTOLD and self._steps == UNTOLD_STEPS:
+        if self.stage is RefinementStage.WARM_UP and self._steps == WARM_UP_STEPS:
             self._begin_tracing()
-        elif self._steps == UNTOLD_STEPS + TRACED_STEPS:
-            self.stage = Stage.SETTLED
+        elif self._steps == WARM_UP_STEPS + TRACED_STEPS:
+            self.stage = RefinementStage.SETTLED
             self._refine(self._stack.runtime)
             if not self._tracing:
                 self._stack.device.record_spans(False)
@@ -206,12 +206,12 @@ class Refinement:
 
     def restart(self) -> None:
         """The buffers are new ones: what was being measured is measured from here on."""
-        if self.stage is Stage.TRACED:
-            self._steps = UNTOLD_STEPS
+        if self.stage is RefinementStage.TRACED:
+            self._steps = WARM_UP_STEPS
             self._begin_tracing()
 
     def _begin_tracing(self) -> None:
-        self.stage = Stage.TRACED
+        self.stage = RefinementStage.TRACED
         self._first_span = self._stack.trace.mark()
         self._stack.device.record_spans(True)
         # The first step is not like others, and before it the model may have been on the device.
@@ -234,7 +234,7 @@ class Refinement:
         if trains:
             self._differ |= self._largest not in (BatchSize(), size)
             self._largest = self._largest.most(size)
-            if self.stage is Stage.TRACED:
+            if self.stage is RefinementStage.TRACED:
                 self._size = self._size.most(size)
                 stack.runtime.activations.sizes.length = size.length
         lacks = self._lacks or not self._has_room(size, trains=trains)
@@ -326,7 +326,7 @@ class Refinement:
         stack = self._stack
         stack.runtime.ledger.check()
         if self._lacks:
-            self._lacks, self._margin = False, self._margin * MORE
+            self._lacks, self._margin = False, self._margin * RETRY_MARGIN
             self._roomy = dict.fromkeys(self._roomy, BatchSize())
             gc.collect()  # graphs without an owner
             stack.device.trim()
@@ -449,7 +449,7 @@ class Refinement:
         runtime.settle()
         stack.device.settle()
         spans = stack.trace.spans(self._first_span)
-        rates = measured_rates(spans, OTHERWISE if self._asynchronous else EMULATED)
+        rates = measured_rates(spans, DEFAULT_RATES if self._asynchronous else EMULATED_RATES)
         workload = measured_workload(
             spans,
             stack.layout,
@@ -467,7 +467,7 @@ class Refinement:
         if reachable is not None:
             reachable = self._without_fragments(reachable)
             reachable = max(0, reachable - reserved_bytes(but=stack)[0])
-        memory = Memory(
+        memory = RankMemory(
             reachable,
             device.activation_peak_bytes(),
             sizes.least_chunks,
@@ -536,7 +536,7 @@ class Refinement:
             return
         predicted = self._step_s(plan, workload.together(), rates)
         present = self._step_s(stack.plan, workload, rates)
-        if predicted < ADVISED * present:
+        if predicted < ADVICE_SHARE * present:
             logger.info(
                 "%d micro-batches that are added up take %.1f ms/step; as one batch in chunks they "
                 "are predicted to take %.1f: multiply train_micro_batch_size_per_gpu by %d, set "
@@ -548,7 +548,7 @@ class Refinement:
                 count,
             )
 
-    def _faster(self, measured: Measured) -> tuple[Plan, str] | None:
+    def _faster(self, measured: Measurements) -> tuple[Plan, str] | None:
         """The plan to change to, and in words for which batches it has room; or None."""
         stack, workload, rates = self._stack, measured.workload, measured.rates
         for size in [self._with_headroom(self._largest)] * self._differ + [self._largest]:
@@ -568,7 +568,7 @@ class Refinement:
             logger.info("the plan stays as it is: %s", refusal)
             return None
         present_s = self._step_s(stack.plan, workload, rates)
-        if choice.forecast.step_s >= WORTH * present_s:
+        if choice.forecast.step_s >= CHANGE_SHARE * present_s:
             return None
         logger.info(
             "a plan is predicted to take %.1f ms/step instead of %.1f",
@@ -585,13 +585,13 @@ class Refinement:
         return choice.plan, room
 
 
-def _least(found: Sequence[Memory]) -> Memory:
+def _least(found: Sequence[RankMemory]) -> RankMemory:
     """What all ranks have room for."""
     known = all(memory.reachable is not None and memory.peak is not None for memory in found)
     size, largest = BatchSize(), BatchSize()
     for memory in found:
         size, largest = size.most(memory.size), largest.most(memory.largest)
-    return Memory(
+    return RankMemory(
         min(memory.reachable or 0 for memory in found) if known else None,
         max(memory.peak or 0 for memory in found) if known else None,
         min(memory.chunks for memory in found),
@@ -601,14 +601,14 @@ def _least(found: Sequence[Memory]) -> Memory:
     )
 
 
-def _measured(stack: Stack, workload: Workload, rates: Rates, memory: Memory) -> Measured:
+def _measured(stack: Stack, workload: Workload, rates: Rates, memory: RankMemory) -> Measurements:
     usable = beside = None
     if memory.reachable is not None and memory.peak is not None:
         usable = int(memory.reachable * GPU_SHARE)
         known = replace(stack.demand, kept=workload.layers, chunks=memory.chunks)
         kept = activation_bytes(stack.layout, stack.plan.activations, known)
         beside = max(0, memory.peak - kept)
-    return Measured(
+    return Measurements(
         workload=workload,
         rates=rates,
         chunks=memory.chunks,
