@@ -233,13 +233,13 @@ class Refinement:
         stack = self._stack
         if trains:
             self._differ |= self._largest not in (BatchSize(), size)
-            self._largest = self._largest.most(size)
+            self._largest = self._largest.maximum(size)
             if self.stage is RefinementStage.TRACED:
-                self._size = self._size.most(size)
+                self._size = self._size.maximum(size)
                 stack.runtime.activations.sizes.length = size.length
         lacks = self._lacks or not self._has_room(size, trains=trains)
         if lacks and stack.ranks.several:
-            self._waiting[trains] = self._waiting[trains].most(size)
+            self._waiting[trains] = self._waiting[trains].maximum(size)
         elif lacks and not waits and stack.runtime.is_between_passes and not self._is_aliased():
             self._make_room(size, trains=trains)
             lacks = False
@@ -307,7 +307,7 @@ class Refinement:
             return True
         assert self._measured is not None
         assert self._measured.usable is not None
-        size = size.most(self._roomy[trains])
+        size = size.maximum(self._roomy[trains])
         if self._need(self._stack.plan, size, trains=trains) > self._measured.usable:
             return False
         self._roomy[trains] = size
@@ -315,7 +315,7 @@ class Refinement:
 
     def _with_headroom(self, size: BatchSize) -> BatchSize:
         """Larger than the largest so far, as far as the model takes longer sequences."""
-        most = size.most(self._largest)
+        most = size.maximum(self._largest)
         times = HEADROOM
         if self._longest is not None and most.length:
             times = min(times, max(1.0, self._longest / most.length))
@@ -352,7 +352,7 @@ class Refinement:
                 stack.device.name,
             )
         self._num_failures = stack.device.num_failures()
-        self._roomy[trains] = self._roomy[trains].most(size)  # or there is nothing to be done
+        self._roomy[trains] = self._roomy[trains].maximum(size)  # or there is nothing to be done
 
     def _make_room_together(self) -> None:
         """Change the plan of all ranks if a batch of any rank found no room in it."""
@@ -368,7 +368,7 @@ class Refinement:
         sizes = {True: BatchSize(*rows[2 : 2 + width]), False: BatchSize(*rows[2 + width :])}
         self._lacks = bool(rows[0])
         for trains, size in sizes.items():
-            self._largest = self._largest.most(size) if trains else self._largest
+            self._largest = self._largest.maximum(size) if trains else self._largest
             if self._lacks or not self._has_room(size, trains=trains):
                 self._make_room(size, trains=trains)
 
@@ -376,7 +376,7 @@ class Refinement:
         """The fastest plan with room for the batch, else the one that takes least, and in words how
         much room it has; None where none has more than the present one."""
         if self._knows_room:
-            for wanted in (self._with_headroom(size), size.most(self._largest)):
+            for wanted in (self._with_headroom(size), size.maximum(self._largest)):
                 plan = self._fastest_with_room(wanted, trains=trains)
                 if plan is not None and self._takes_less(plan):
                     return plan, f"with room for {wanted.tokens}"
@@ -590,7 +590,7 @@ def _least(found: Sequence[RankMemory]) -> RankMemory:
     known = all(memory.reachable is not None and memory.peak is not None for memory in found)
     size, largest = BatchSize(), BatchSize()
     for memory in found:
-        size, largest = size.most(memory.size), largest.most(memory.largest)
+        size, largest = size.maximum(memory.size), largest.maximum(memory.largest)
     return RankMemory(
         min(memory.reachable or 0 for memory in found) if known else None,
         max(memory.peak or 0 for memory in found) if known else None,

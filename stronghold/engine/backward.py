@@ -31,7 +31,7 @@ import torch
 from stronghold.errors import ConfigError
 from stronghold.runtime.optimizer import EngineOptimizer
 from stronghold.runtime.parts import UnannouncedBackward
-from stronghold.telemetry.metrics import tensors
+from stronghold.telemetry.metrics import named_tensors
 
 _NONE = -1  # torch's number of the backward that is running, where none is
 # Of a checkpoint that runs backward in backward: no parameter shows behind it, and torch.autograd.
@@ -92,7 +92,7 @@ class UserBackward:
         """Hang on the tensors of an output of the model: in sequences and mappings."""
         graph = _Graph()
         self._graphs.add(graph)
-        for _, tensor in tensors(output):
+        for _, tensor in named_tensors(output):
             if tensor.grad_fn is not None:
                 hang: Any = torch.Tensor.register_hook  # lazy logits' own refuses the user's
                 hang(tensor, functools.partial(self._at_output, graph))

@@ -20,9 +20,9 @@ import torch
 from stronghold.telemetry.trace import STEP_LANE, Trace
 
 WaitCause = Literal["fetch", "drain", "update"]
-EarlyEnd = Literal["committed", "left", "dropped"]
+EarlyOutcome = Literal["committed", "left", "dropped"]
 # A number, or where it can be read when someone asks; None: there is none.
-Reading = float | torch.Tensor | Callable[[], float] | None
+LazyNumber = float | torch.Tensor | Callable[[], float] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,19 +45,19 @@ class EarlyCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """What one optimizer step did; `value` reads what is still on the device. Waits on a device
+    """What one optimizer step did; `read_number` reads what is still on the device. Waits on a device
     that compute does not wait for on the host are known when they are traced."""
 
     step: int
-    loss: Reading
-    grad_norm: Reading
+    loss: LazyNumber
+    grad_norm: LazyNumber
     learning_rate: float
     tokens_per_s: float
     tflops: float
     step_s: float
-    wait_fetch_s: Reading
-    wait_drain_s: Reading
-    wait_update_s: Reading
+    wait_fetch_s: LazyNumber
+    wait_drain_s: LazyNumber
+    wait_update_s: LazyNumber
     skipped: bool
     early: EarlyCounts = EarlyCounts()
 
@@ -80,15 +80,15 @@ class Metrics:
         self._clock = clock
         self._start_s: float | None = None
         self._num_tokens = 0
-        self._waits: dict[WaitCause, list[Reading]] = {"fetch": [], "drain": [], "update": []}
-        self._early: Counter[EarlyEnd] = Counter()
+        self._waits: dict[WaitCause, list[LazyNumber]] = {"fetch": [], "drain": [], "update": []}
+        self._early: Counter[EarlyOutcome] = Counter()
 
-    def waited(self, cause: WaitCause, seconds: Reading) -> None:
+    def waited(self, cause: WaitCause, seconds: LazyNumber) -> None:
         """Compute stood still for `seconds`, for weights, a free slot or an update; None: for a
         time that nobody measured."""
         self._waits[cause].append(seconds)
 
-    def count_early(self, end: EarlyEnd) -> None:
+    def count_early(self, end: EarlyOutcome) -> None:
         """A layer's early update ended so."""
         self._early[end] += 1
 
@@ -107,8 +107,8 @@ class Metrics:
         self,
         *,
         step: int,
-        loss: Reading,
-        grad_norm: Reading,
+        loss: LazyNumber,
+        grad_norm: LazyNumber,
         learning_rate: float,
         skipped: bool = False,
     ) -> StepRecord:
@@ -144,7 +144,7 @@ class Metrics:
     @staticmethod
     def format(record: StepRecord) -> str:
         """One line for the log; reads the loss and the norm, so it waits for the step's compute."""
-        loss, grad_norm = value(record.loss), value(record.grad_norm)
+        loss, grad_norm = read_number(record.loss), read_number(record.grad_norm)
         parts = [
             f"step {record.step}",
             "loss -" if loss is None else f"loss {loss:.4f}",
@@ -174,23 +174,23 @@ def tflops(num_parameters: int, num_tokens: int, seconds: float, recomputed: flo
     return num_parameters / 1e9 * passes * 2 * num_tokens / (seconds * 1e3)
 
 
-def value(reading: Reading) -> float | None:
+def read_number(reading: LazyNumber) -> float | None:
     """The number itself; waits for the device when it is a tensor there."""
     if reading is None or isinstance(reading, float | int):
         return reading
     return float(reading.item() if isinstance(reading, torch.Tensor) else reading())
 
 
-def _sum(readings: Sequence[Reading]) -> Reading:
+def _sum(readings: Sequence[LazyNumber]) -> LazyNumber:
     if any(reading is None for reading in readings):
         return None
     if all(isinstance(reading, float | int) for reading in readings):
-        return math.fsum(value(reading) or 0.0 for reading in readings)
-    return lambda: math.fsum(value(reading) or 0.0 for reading in readings)
+        return math.fsum(read_number(reading) or 0.0 for reading in readings)
+    return lambda: math.fsum(read_number(reading) or 0.0 for reading in readings)
 
 
-def _milliseconds(seconds: Reading) -> str:
-    found = value(seconds)
+def _milliseconds(seconds: LazyNumber) -> str:
+    found = read_number(seconds)
     return "-" if found is None else f"{found * 1e3:.1f}"
 
 
@@ -203,20 +203,20 @@ class BatchSize(NamedTuple):
     integers: int = 0
     values: int = 0
 
-    def most(self, other: BatchSize) -> BatchSize:
+    def maximum(self, other: BatchSize) -> BatchSize:
         """The larger of both, in each respect."""
         return BatchSize(*map(max, self, other))
 
     def is_within(self, other: BatchSize) -> bool:
         """True if it is no larger, in any respect."""
-        return self.most(other) == other
+        return self.maximum(other) == other
 
 
 def batch_size(args: Sequence[Any], kwargs: Mapping[str, Any]) -> BatchSize:
     """The size of a forward call's batch. Tokens: the size of `input_ids`, wherever it is nested;
     else of the first integer tensor of two or more dimensions; else the first tensor's first
     dimension; else 0."""
-    named = [*tensors(kwargs), *tensors(args)]
+    named = [*named_tensors(kwargs), *named_tensors(args)]
     values = sum(tensor.numel() for _, tensor in named if tensor.is_floating_point())
     tables = [tensor for _, tensor in named if tensor.dim() >= 2 and _counts(tensor)]
     integers = sum(tensor.numel() for tensor in tables)
@@ -232,18 +232,18 @@ def _counts(tensor: torch.Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.dtype == torch.bool)
 
 
-def tensors(nested: object, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def named_tensors(nested: object, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor in nested mappings and sequences, with the key that leads to it."""
     if isinstance(nested, torch.Tensor):
         yield name, nested
     elif isinstance(nested, Mapping):
         for key, item in nested.items():
-            yield from tensors(item, str(key))
+            yield from named_tensors(item, str(key))
     elif isinstance(nested, tuple | list):
         for item in nested:
-            yield from tensors(item, name)
+            yield from named_tensors(item, name)
 
 
-def _detached(reading: Reading) -> Reading:
+def _detached(reading: LazyNumber) -> LazyNumber:
     """Hold the value without the graph that made it."""
     return reading.detach() if isinstance(reading, torch.Tensor) else reading

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stronghold.telemetry.metrics import EarlyCounts, Metrics, batch_size, tflops, value
+from stronghold.telemetry.metrics import EarlyCounts, Metrics, batch_size, tflops, read_number
 from stronghold.telemetry.trace import Span, Trace
 
 
@@ -134,8 +134,8 @@ def test_a_record_holds_no_graph() -> None:
     record = end(Metrics(num_parameters=1), loss=weight.sum())
     assert isinstance(record.loss, torch.Tensor)
     assert record.loss.grad_fn is None
-    assert value(record.loss) == 3.0
-    assert value(None) is None
+    assert read_number(record.loss) == 3.0
+    assert read_number(None) is None
 
 
 def test_a_skipped_step_says_so() -> None:
