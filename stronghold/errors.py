@@ -88,7 +88,7 @@ NUMBER = Expected(is_number, "a number >= 0")
 BOOLEAN = Expected(lambda value: isinstance(value, bool), "true or false")
 
 
-def wrong(key: str, value: object, expected: Expected) -> str | None:
+def value_problem(key: str, value: object, expected: Expected) -> str | None:
     """The line of an error for the value of `key`, or None where it fits."""
     if expected.fits(value):
         return None

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stronghold.config.source import SECTION, warn_once
-from stronghold.errors import BOOLEAN, Expected, did_you_mean, is_number, wrong
+from stronghold.errors import BOOLEAN, Expected, did_you_mean, is_number, value_problem
 from stronghold.optim import OPTIMIZERS
 
 
@@ -221,7 +221,7 @@ def refusals(config: Mapping[str, Any]) -> list[str]:
             if value not in row.harmless:
                 lines.append(f"{dotted}: got {value!r}. {row.note}")
         elif kind is OBJECT or (kind is not None and value not in (None, "auto")):
-            lines += filter(None, [wrong(dotted, value, kind)])
+            lines += filter(None, [value_problem(dotted, value, kind)])
     return lines
 
 
