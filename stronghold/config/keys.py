@@ -26,7 +26,7 @@ class Effect(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class KeyRow:
     """One row: `note` says what it does, or why not and what to do instead. Values in `harmless`
     ask for nothing of a refused key."""
 
@@ -123,7 +123,7 @@ IGNORED = {
     "vocabulary_size": "Only a hint about alignment.",
 }
 
-# Key: the values that ask for nothing, and what to do about all others.
+# KeyRow: the values that ask for nothing, and what to do about all others.
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "zero_optimization.stage": (
         (None, "auto", 0, 1, 2, 3),
@@ -155,12 +155,12 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     **dict.fromkeys(_REMOVED_NAMES.split(), ((), _REMOVED)),
 }
 
-KEYS: tuple[Key, ...] = (
-    *(Key(name, Effect.HONOURED, note) for name, note in HONOURED.items()),
-    *(Key(name, Effect.IGNORED, note) for name, note in IGNORED.items()),
-    *(Key(name, Effect.REFUSED, note, harmless) for name, (harmless, note) in REFUSED.items()),
+KEYS: tuple[KeyRow, ...] = (
+    *(KeyRow(name, Effect.HONOURED, note) for name, note in HONOURED.items()),
+    *(KeyRow(name, Effect.IGNORED, note) for name, note in IGNORED.items()),
+    *(KeyRow(name, Effect.REFUSED, note, harmless) for name, (harmless, note) in REFUSED.items()),
 )
-ROWS: dict[str, Key] = {row.name: row for row in KEYS}
+ROWS: dict[str, KeyRow] = {row.name: row for row in KEYS}
 SECTIONS = frozenset(name.partition(".")[0] for name in ROWS if "." in name)
 ALIASES = {"bfloat16": "bf16"}
 KNOWN = frozenset({name.partition(".")[0] for name in ROWS} | {SECTION, *ALIASES})
@@ -199,7 +199,7 @@ VALUES: dict[str, Expected] = {
 }
 
 
-def row_for(dotted: str) -> Key | None:
+def row_for(dotted: str) -> KeyRow | None:
     """The row of the longest prefix of `dotted` that has one, or None."""
     parts = _canonical(dotted).split(".")
     prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
@@ -225,7 +225,7 @@ def refusals(config: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def unfilled(config: Mapping[str, Any]) -> list[str]:
+def unfilled_lines(config: Mapping[str, Any]) -> list[str]:
     """One line for each honoured key that is still "auto"; frameworks replace them earlier."""
     return [
         f'{dotted}: got "auto", which nothing filled in. Write a value or remove it.'
@@ -234,7 +234,7 @@ def unfilled(config: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def ignored(config: Mapping[str, Any]) -> tuple[str, ...]:
+def ignored_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
     """The keys that are without effect, in the order of the alphabet."""
     found = []
     for dotted, value in _walk(config):

@@ -22,9 +22,9 @@ from stronghold.config.keys import (
     BATCH_KEYS,
     BF16_STATES,
     FP32,
-    ignored,
+    ignored_keys,
     refusals,
-    unfilled,
+    unfilled_lines,
     warn_of_misspelt,
 )
 from stronghold.config.section import StrongholdConfig, parse_section, resolve_nvme
@@ -124,7 +124,7 @@ def load(
     check_key_types(original)
     section = parse_section(original)
     config = {key: value for key, value in original.items() if key != SECTION and value is not None}
-    _raise(refusals(config) + unfilled(config))
+    _raise(refusals(config) + unfilled_lines(config))
     config = {key: value for key, value in config.items() if value != "auto"}
     precision = _precision(config)
     optimizer = settings_from_config(config.get("optimizer"))
@@ -147,7 +147,7 @@ def load(
         optimizer=optimizer,
         scheduler=scheduler,
         steps_per_print=None if steps_per_print in (None, 0, math.inf) else steps_per_print,
-        ignored=(*ignored(config), *_ignored_of(section)),
+        ignored=(*ignored_keys(config), *_ignored_of(section)),
     )
 
 
