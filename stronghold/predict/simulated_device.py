@@ -40,7 +40,7 @@ MEMORY_LANES = (*BESIDE_UPDATES, "load", "stage", "spill")  # whose bytes pass h
 
 
 @dataclass(slots=True, kw_only=True)
-class Moving:
+class TimedOperation:
     """An operation that moves `nbytes` between two times; `fence` says when it ends."""
 
     lane: str
@@ -56,7 +56,7 @@ class Moving:
         return self.nbytes / (self.end_s - self.begin_s)
 
 
-class _Left(NamedTuple):
+class _RemainingRate(NamedTuple):
     """The rate that is left in an interval, bytes/s."""
 
     begin_s: float
@@ -70,9 +70,11 @@ class Contention:
     def __init__(self, rates: Rates) -> None:
         self._rates = rates
         self._alone_and_beside = _alone_and_beside(rates)
-        self._recent: dict[str, deque[Moving]] = defaultdict(lambda: deque(maxlen=SHARING_MEMORY))
-        self._updates: deque[Moving] = deque()
-        self._delayed: list[Moving] = []
+        self._recent: dict[str, deque[TimedOperation]] = defaultdict(
+            lambda: deque(maxlen=SHARING_MEMORY)
+        )
+        self._updates: deque[TimedOperation] = deque()
+        self._delayed: list[TimedOperation] = []
 
     def end_of(self, lane: str, start_s: float, nbytes: int) -> float:
         """When an operation of `nbytes` that starts on the lane now ends."""
@@ -83,7 +85,7 @@ class Contention:
             beside = self._overlaps(shared, start_s)
         return _end_s(start_s, nbytes, own, beside) if nbytes > 0 and own > 0.0 else start_s
 
-    def add(self, moving: Moving) -> None:
+    def add(self, moving: TimedOperation) -> None:
         """It was submitted, and ends when `end_of` said."""
         if moving.lane == "update":
             self._updates.append(moving)
@@ -95,7 +97,7 @@ class Contention:
         if self._updates and self._updates[-1].fence is fence:
             self._updates.pop()
 
-    def delay_updates(self, transfer: Moving, seen_s: float) -> float:
+    def delay_updates(self, transfer: TimedOperation, seen_s: float) -> float:
         """Make the updates that share memory with a new transfer longer, and those behind them
         later, but for ends that somebody may have waited for before `seen_s`. Returns when the last
         one that changed ends, or 0."""
@@ -103,7 +105,7 @@ class Contention:
         while updates and updates[0].end_s <= seen_s:
             updates.popleft()
         own = self._rates.update_gbps * 1e9
-        beside: list[_Left] | None = None
+        beside: list[_RemainingRate] | None = None
         free_s = 0.0  # the end of the one before, where it has become later
         for update in updates:
             if update.end_s <= transfer.begin_s:
@@ -128,14 +130,14 @@ class Contention:
                     self._delayed.append(update)
         return free_s
 
-    def delayed(self) -> list[Moving]:
+    def delayed(self) -> list[TimedOperation]:
         """The updates whose times have changed since the last call."""
         found, self._delayed = self._delayed, []
         for update in found:
             update.delayed = False
         return found
 
-    def _beside_transfers(self, from_s: float) -> list[_Left]:
+    def _beside_transfers(self, from_s: float) -> list[_RemainingRate]:
         """Where transfers run after `from_s`, and the update's rate there."""
         own, memory = self._rates.update_gbps * 1e9, self._rates.memory_gbps * 1e9
         changes = []
@@ -151,10 +153,10 @@ class Contention:
             used += change
             if until_s > at_s and used > 0.0:
                 left = min(own, max(memory - used, LEAST_SHARE * own))
-                found.append(_Left(at_s, until_s, left))
+                found.append(_RemainingRate(at_s, until_s, left))
         return found
 
-    def _overlaps(self, shared: dict[str, float], from_s: float) -> list[_Left]:
+    def _overlaps(self, shared: dict[str, float], from_s: float) -> list[_RemainingRate]:
         """Disjoint intervals after `from_s` in which others run, and the rate that is left."""
         found = sorted(
             (other.begin_s, other.end_s, rate)
@@ -162,12 +164,12 @@ class Contention:
             for other in self._recent[name]
             if other.end_s > from_s
         )
-        disjoint: list[_Left] = []
+        disjoint: list[_RemainingRate] = []
         for begin_s, end_s, rate in found:
             if disjoint and begin_s < disjoint[-1].end_s:
                 begin_s = disjoint[-1].end_s  # two at once: the first one's rate stands
             if end_s > begin_s:
-                disjoint.append(_Left(begin_s, end_s, rate))
+                disjoint.append(_RemainingRate(begin_s, end_s, rate))
         return disjoint
 
 
@@ -194,7 +196,7 @@ def _alone_and_beside(rates: Rates) -> dict[str, tuple[float, dict[str, float]]]
     }
 
 
-def _end_s(start_s: float, nbytes: float, own: float, beside: Sequence[_Left]) -> float:
+def _end_s(start_s: float, nbytes: float, own: float, beside: Sequence[_RemainingRate]) -> float:
     """When `nbytes` are moved: at the rate `own`, but in the intervals `beside` at theirs."""
     left, now_s = nbytes, start_s
     for begin_s, end_s, rate in beside:
@@ -290,14 +292,14 @@ class SimulatedLane(Lane):
         self._issued_s = issued_s if self._streams else end_s
         self.free_s = end_s
         before = self._last
-        self._last = device.note(self.name, operation, start_s, end_s, cause)
+        self._last = device.add_operation(self.name, operation, start_s, end_s, cause)
         self._before[self._last] = before
         work()
         found = SimulatedFence(
             device, self.name, operation, issued_s=self._issued_s, done_s=end_s, index=self._last
         )
         if end_s > start_s:
-            moving = Moving(
+            moving = TimedOperation(
                 lane=self.name,
                 begin_s=start_s,
                 end_s=end_s,
@@ -320,7 +322,7 @@ class SimulatedLane(Lane):
             if fence.index != self._last or operations[fence.index].start_s <= device.caller_s:
                 break
             operation = operations[fence.index]
-            device.cancel(fence)
+            device.cancel_operation(fence)
             self.free_s, self._last = operation.start_s, self._before.pop(fence.index, -1)
             withdrawn.append(fence)
         for fence in withdrawn:
@@ -388,7 +390,7 @@ class SimulatedDevice(Device):
         if self.caller_s > start_s:
             start_s, cause = self.caller_s, self.caller_cause
         self.compute_s = start_s + seconds
-        self._compute_cause = self.note("compute", name, start_s, self.compute_s, cause)
+        self._compute_cause = self.add_operation("compute", name, start_s, self.compute_s, cause)
         if not self.asynchronous:
             self.caller_s, self.caller_cause = self.compute_s, self._compute_cause
 
@@ -397,12 +399,12 @@ class SimulatedDevice(Device):
         seconds = nbytes / (self.rates.device_gbps * 1e9)
         self.run_compute("device memory", seconds, self.rates.launch_s)
 
-    def note(self, lane: str, name: str, start_s: float, end_s: float, cause: int) -> int:
+    def add_operation(self, lane: str, name: str, start_s: float, end_s: float, cause: int) -> int:
         """Remember an operation; returns its index."""
         self._operations.append(Operation(lane, name, start_s, end_s, cause))
         return len(self._operations) - 1
 
-    def cancel(self, fence: SimulatedFence) -> None:
+    def cancel_operation(self, fence: SimulatedFence) -> None:
         """The operation, the newest of its lane, is withdrawn: it takes no time."""
         self.contention.withdraw(fence)
         operation = self._operations[fence.index]
