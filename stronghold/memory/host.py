@@ -39,7 +39,7 @@ import torch
 
 from stronghold.device.base import Device, Record
 from stronghold.memory.access import ArrayAccess
-from stronghold.memory.buffers import HostEntry, EntryRing
+from stronghold.memory.buffers import EntryRing, HostEntry
 from stronghold.memory.layer import LayerState, SecondArrays
 from stronghold.memory.slab import map_slab
 from stronghold.memory.tiers import Tiers

@@ -23,7 +23,7 @@ from typing import Literal
 import torch
 
 from stronghold.device.base import Device, Fence, Lane, Record, dependences, submitted
-from stronghold.memory.buffers import HostEntry, EntryRing
+from stronghold.memory.buffers import EntryRing, HostEntry
 from stronghold.memory.layer import LayerState
 from stronghold.memory.slab import map_slab
 from stronghold.memory.staging import NO_RING, StagingRing

@@ -13,7 +13,7 @@ import torch
 
 from stronghold.device.base import Device, Fence, Record
 from stronghold.errors import StateError
-from stronghold.memory.buffers import SlotContents, GradientSlot, Slot
+from stronghold.memory.buffers import GradientSlot, Slot, SlotContents
 from stronghold.memory.layer import LayerState, Residency
 from stronghold.plan.homes import GPU
 

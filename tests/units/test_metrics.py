@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stronghold.telemetry.metrics import EarlyCounts, Metrics, batch_size, tflops, read_number
+from stronghold.telemetry.metrics import EarlyCounts, Metrics, batch_size, read_number, tflops
 from stronghold.telemetry.trace import Span, Trace
 
 
