@@ -276,7 +276,9 @@ class Executor:
                 self.forget_calls()
             expected = self.layers[layer].gradients.expected
             if not torch.is_grad_enabled():
-                expected.num_pending_backwards += self.phase is Phase.FORWARD and self._current is self._training
+                expected.num_pending_backwards += (
+                    self.phase is Phase.FORWARD and self._current is self._training
+                )
             elif layer in self._plan.resident:
                 expected.resident_calls += 1
             else:
@@ -429,7 +431,9 @@ class Executor:
         expected = state.gradients.expected
         if expected.resident_calls > 1 and torch._C._current_graph_task_id() != self._task:
             # A backward inside the backward: each of the calls gives its gradients by itself.
-            expected.num_pending_backwards = max(expected.num_pending_backwards, expected.resident_calls)
+            expected.num_pending_backwards = max(
+                expected.num_pending_backwards, expected.resident_calls
+            )
         self.gradients.arrived(state.index, position, self.outside.scaled(gradient))
 
     def reached(self, *, gradient: bool) -> bool:
@@ -525,7 +529,9 @@ class Executor:
     def given_out(self, layers: Sequence[int]) -> None:
         """Code outside has these layers' parameters between two passes, and may write into them:
         what was fetched ahead of them is fetched again. Not between a forward and its backward."""
-        waiting = not self._counted and any(state.gradients.expected.num_pending_backwards for state in self.layers)
+        waiting = not self._counted and any(
+            state.gradients.expected.num_pending_backwards for state in self.layers
+        )
         if self.phase is Phase.IDLE and not waiting:
             for layer in set(layers).intersection(self._window.held_layers()):
                 self.weights.release(layer)

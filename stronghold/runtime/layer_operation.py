@@ -149,7 +149,9 @@ class LayerOperations:
         state, begin, end = piece.gradients.state, piece.begin, piece.end
         piece.entry = self._tiers.updates.next()
         if is_first:
-            piece.views = self._tiers.piece_views(piece.entry.memory, state.index, filed, begin, end)
+            piece.views = self._tiers.piece_views(
+                piece.entry.memory, state.index, filed, begin, end
+            )
             return
         piece.views = self._tiers.queue_load(
             self._device, state, begin, end, filed, piece.entry, what=WHAT[verb]
