@@ -606,7 +606,7 @@ def open_queue(
         if engine is None:
             raise
         raise ConfigError(
-            f'{ENGINE_KEY}: got "{engine}", which this kernel refuses ({error.strerror}). '
+            f'{ENGINE_KEY}: got "{engine}", which the kernel refuses ({error.strerror}). '
             'Remove it, or set "threads".'
         ) from error
 
