@@ -1,23 +1,28 @@
-"""A device of clocks: the same lanes and fences, no threads and no bytes.
+"""A device of clocks: the lanes and fences of a real one, without threads and bytes.
 
-Owns virtual time, and what the lanes reach alone and beside each other. Buffers are on torch's meta
-device, operations take the seconds that their bytes need at the given rates, and nothing is
-computed: the real executor, window, drains and updater run on it unchanged. The calling thread
-alone enters.
+Owns virtual time, and the rates of lanes alone and beside each other. Buffers are on torch's meta
+device. Operations take the seconds that their bytes need at the given rates, and compute nothing.
+The real executor, window, offloads and updates run on it unchanged. The calling thread alone
+enters.
 
-[Note: one pass is enough] An operation may only wait for fences that exist when it is submitted
-([Note: no deadlock] of `base`), and every lane is first in, first out. So the time at which an
-operation ends is known when it is submitted, and no queue of events is needed.
+[Note: one pass is enough]
+    1. An operation may only wait for fences that exist when it is submitted ([Note: no deadlock]
+       of `base`).
+    2. Every lane is first in, first out.
+    3. So the end of an operation is known when it is submitted. No queue of events is needed.
 
-[Note: two clocks] On a GPU the calling thread runs ahead of compute: it stands still only until a
-transfer is issued, or for a fence that it waits for itself. `asynchronous=False` is the emulated
-device, whose compute is the calling thread.
+[Note: two clocks] On a GPU the calling thread runs ahead of compute. It waits until a transfer is
+issued, or for a fence, and for nothing else. `asynchronous=False` is the emulated device, whose
+compute is the calling thread.
 
-[Note: shared resources] Both directions of the link share what duplex allows, loads and stages
-share the disk with each other and with spills. Who was submitted first keeps its rate; who overlaps
-it later gets what is left for as long as they overlap, so that no byte is moved twice. Updates on
-the CPU get the bandwidth of the host's memory that transfers leave. A transfer beside updates that
-were submitted before it delays these, as long as no operation has waited for their fences.
+[Note: shared resources] (contention)
+    1. Both directions of the link share its duplex rate. Loads and stages share the disk with each
+       other and with spills.
+    2. The operation that was submitted first keeps its rate. A later one gets the remaining rate
+       while the two overlap. So no byte is moved twice.
+    3. Updates on the CPU get the bandwidth of host memory that transfers leave.
+    4. A transfer beside updates that were submitted before it delays these, as long as no operation
+       has waited for their fences.
 """
 
 from __future__ import annotations
@@ -36,12 +41,15 @@ from stronghold.plan.machine import LEAST_SHARE, Rates
 
 SHARING_MEMORY = 16  # operations of another lane that may still overlap a new one
 BESIDE_UPDATES = ("fetch", "drain", "gradients")  # lanes that delay updates before them
-MEMORY_LANES = (*BESIDE_UPDATES, "load", "stage", "spill")  # whose bytes pass host memory
+MEMORY_LANES = (*BESIDE_UPDATES, "load", "stage", "spill")  # their bytes pass host memory
 
 
 @dataclass(slots=True, kw_only=True)
 class TimedOperation:
-    """An operation that moves `nbytes` between two times; `fence` says when it ends."""
+    """An operation that moves `nbytes` from `begin_s` to `end_s`.
+
+    `fence`: its fence, which gets the same end. `delayed`: its times changed since the last look.
+    """
 
     lane: str
     begin_s: float
@@ -56,8 +64,8 @@ class TimedOperation:
         return self.nbytes / (self.end_s - self.begin_s)
 
 
-class _RemainingRate(NamedTuple):
-    """The rate that is left in an interval, bytes/s."""
+class _RateInterval(NamedTuple):
+    """The rate that a lane has in an interval, in bytes/s."""
 
     begin_s: float
     end_s: float
@@ -65,81 +73,89 @@ class _RemainingRate(NamedTuple):
 
 
 class Contention:
-    """Who gets how much of the link, the disk and the host's memory ([Note: shared resources])."""
+    """The shares of the link, the disk and host memory ([Note: shared resources])."""
 
     def __init__(self, rates: Rates) -> None:
-        self._rates = rates
+        self._update_rate = rates.update_gbps * 1e9  # bytes/s, alone
+        self._memory_rate = rates.memory_gbps * 1e9
         self._alone_and_beside = _alone_and_beside(rates)
-        self._recent: dict[str, deque[TimedOperation]] = defaultdict(
-            lambda: deque(maxlen=SHARING_MEMORY)
-        )
+        self._recent: dict[str, deque[TimedOperation]] = defaultdict(_recent_operations)
         self._updates: deque[TimedOperation] = deque()
         self._delayed: list[TimedOperation] = []
 
     def end_of(self, lane: str, start_s: float, nbytes: int) -> float:
-        """When an operation of `nbytes` that starts on the lane now ends."""
+        """The end of an operation of `nbytes` that starts on the lane at `start_s`."""
         if lane == "update":
-            own, beside = self._rates.update_gbps * 1e9, self._beside_transfers(start_s)
+            alone = self._update_rate
+            beside = self._beside_transfers(start_s)
         else:
-            own, shared = self._alone_and_beside.get(lane, (0.0, {}))
+            alone, shared = self._alone_and_beside.get(lane, (0.0, {}))
             beside = self._overlaps(shared, start_s)
-        return _end_s(start_s, nbytes, own, beside) if nbytes > 0 and own > 0.0 else start_s
+        if nbytes <= 0 or alone <= 0.0:
+            return start_s
+        return _end_s(start_s, nbytes, alone, beside)
 
-    def add(self, moving: TimedOperation) -> None:
-        """It was submitted, and ends when `end_of` said."""
-        if moving.lane == "update":
-            self._updates.append(moving)
+    def add(self, operation: TimedOperation) -> None:
+        """Add a submitted operation, whose end is that of `end_of`."""
+        if operation.lane == "update":
+            self._updates.append(operation)
         else:
-            self._recent[moving.lane].append(moving)
+            self._recent[operation.lane].append(operation)
 
     def withdraw(self, fence: SimulatedFence) -> None:
-        """The newest update was taken back before it began."""
+        """Remove the newest update, which was taken back before it began."""
         if self._updates and self._updates[-1].fence is fence:
             self._updates.pop()
 
     def delay_updates(self, transfer: TimedOperation, seen_s: float) -> float:
-        """Make the updates that share memory with a new transfer longer, and those behind them
-        later, but for ends that somebody may have waited for before `seen_s`. Returns when the last
-        one that changed ends, or 0."""
+        """Make the updates that share memory with a new transfer longer, and later ones later.
+
+        Ends before `seen_s` stay: operations may have waited for them. Returns the end of the last
+        update that changed, or 0.
+        """
         updates = self._updates
         while updates and updates[0].end_s <= seen_s:
             updates.popleft()
-        own = self._rates.update_gbps * 1e9
-        beside: list[_RemainingRate] | None = None
-        free_s = 0.0  # the end of the one before, where it has become later
+        beside: list[_RateInterval] | None = None
+        free_s = 0.0  # the end of the update before, if it has become later
         for update in updates:
             if update.end_s <= transfer.begin_s:
                 continue
-            begin_s = update.begin_s
-            if begin_s >= free_s:
-                if begin_s >= transfer.end_s:
-                    break
-            else:
-                begin_s = free_s
-            if begin_s >= transfer.end_s:
+            is_pushed = update.begin_s < free_s
+            begin_s = free_s if is_pushed else update.begin_s
+            is_behind = begin_s >= transfer.end_s
+            if is_behind and not is_pushed:
+                break
+            if is_behind:
                 end_s = update.end_s + begin_s - update.begin_s
             else:
                 if beside is None:
                     beside = self._beside_transfers(begin_s)
-                end_s = _end_s(begin_s, update.nbytes, own, beside)
+                end_s = _end_s(begin_s, update.nbytes, self._update_rate, beside)
             if end_s > update.end_s:
-                update.begin_s, update.end_s, free_s = begin_s, end_s, end_s
-                update.fence.issued_s = update.fence.done_s = end_s
-                if not update.delayed:
-                    update.delayed = True
-                    self._delayed.append(update)
+                self._move_update(update, begin_s, end_s)
+                free_s = end_s
         return free_s
+
+    def _move_update(self, update: TimedOperation, begin_s: float, end_s: float) -> None:
+        update.begin_s = begin_s
+        update.end_s = end_s
+        update.fence.issued_s = end_s
+        update.fence.done_s = end_s
+        if not update.delayed:
+            update.delayed = True
+            self._delayed.append(update)
 
     def delayed(self) -> list[TimedOperation]:
         """The updates whose times have changed since the last call."""
-        found, self._delayed = self._delayed, []
-        for update in found:
+        updates = self._delayed
+        self._delayed = []
+        for update in updates:
             update.delayed = False
-        return found
+        return updates
 
-    def _beside_transfers(self, from_s: float) -> list[_RemainingRate]:
-        """Where transfers run after `from_s`, and the update's rate there."""
-        own, memory = self._rates.update_gbps * 1e9, self._rates.memory_gbps * 1e9
+    def _beside_transfers(self, from_s: float) -> list[_RateInterval]:
+        """Intervals after `from_s` in which transfers run, and the update's rate in each."""
         changes = []
         for name in MEMORY_LANES:
             for other in reversed(self._recent[name]):
@@ -148,35 +164,45 @@ class Contention:
                 rate = other.rate
                 changes += [(other.begin_s, rate), (other.end_s, -rate)]
         changes.sort()
-        found, used = [], 0.0
-        for (at_s, change), (until_s, _) in pairwise(changes):
+        least_rate = LEAST_SHARE * self._update_rate
+        intervals = []
+        used = 0.0
+        for (begin_s, change), (end_s, _) in pairwise(changes):
             used += change
-            if until_s > at_s and used > 0.0:
-                left = min(own, max(memory - used, LEAST_SHARE * own))
-                found.append(_RemainingRate(at_s, until_s, left))
-        return found
+            if end_s > begin_s and used > 0.0:
+                left = max(self._memory_rate - used, least_rate)
+                intervals.append(_RateInterval(begin_s, end_s, min(self._update_rate, left)))
+        return intervals
 
-    def _overlaps(self, shared: dict[str, float], from_s: float) -> list[_RemainingRate]:
-        """Disjoint intervals after `from_s` in which others run, and the rate that is left."""
-        found = sorted(
-            (other.begin_s, other.end_s, rate)
-            for name, rate in shared.items()
-            for other in self._recent[name]
-            if other.end_s > from_s
-        )
-        disjoint: list[_RemainingRate] = []
-        for begin_s, end_s, rate in found:
+    def _overlaps(self, shared: dict[str, float], from_s: float) -> list[_RateInterval]:
+        """Disjoint intervals after `from_s` in which other lanes run, and the remaining rate.
+
+        `shared`: by lane that shares the resource, the rate that it leaves.
+        """
+        intervals = []
+        for name, rate in shared.items():
+            for other in self._recent[name]:
+                if other.end_s > from_s:
+                    intervals.append(_RateInterval(other.begin_s, other.end_s, rate))
+        intervals.sort()
+        disjoint: list[_RateInterval] = []
+        for begin_s, end_s, rate in intervals:
             if disjoint and begin_s < disjoint[-1].end_s:
                 begin_s = disjoint[-1].end_s  # two at once: the first one's rate stands
             if end_s > begin_s:
-                disjoint.append(_RemainingRate(begin_s, end_s, rate))
+                disjoint.append(_RateInterval(begin_s, end_s, rate))
         return disjoint
 
 
+def _recent_operations() -> deque[TimedOperation]:
+    return deque(maxlen=SHARING_MEMORY)
+
+
 def _alone_and_beside(rates: Rates) -> dict[str, tuple[float, dict[str, float]]]:
-    """Bytes/s of each lane alone, and beside each lane that shares its resource."""
-    beside_loads, beside_spills = rates.io_gbps - rates.load_gbps, rates.io_gbps - rates.spill_gbps
-    found: dict[str, tuple[float, dict[str, float]]] = {
+    """By lane: its bytes/s alone, and beside each lane that shares its resource."""
+    beside_loads = rates.io_gbps - rates.load_gbps
+    beside_spills = rates.io_gbps - rates.spill_gbps
+    gbps: dict[str, tuple[float, dict[str, float]]] = {
         "fetch": (rates.fetch_gbps, {"drain": rates.duplex_gbps - rates.drain_gbps}),
         "drain": (rates.drain_gbps, {"fetch": rates.duplex_gbps - rates.fetch_gbps}),
         "gather": (rates.wire_gbps, {}),
@@ -187,36 +213,42 @@ def _alone_and_beside(rates: Rates) -> dict[str, tuple[float, dict[str, float]]]
         "load": (rates.load_gbps, {"spill": beside_spills, "stage": 0.0}),
         "stage": (rates.load_gbps, {"spill": beside_spills, "load": 0.0}),
     }
-    return {
-        lane: (
-            own * 1e9,
-            {name: min(own, max(left, LEAST_SHARE * own)) * 1e9 for name, left in shared.items()},
-        )
-        for lane, (own, shared) in found.items()
-    }
+    result = {}
+    for lane, (alone, shared) in gbps.items():
+        beside = {}
+        for other, left in shared.items():
+            beside[other] = min(alone, max(left, LEAST_SHARE * alone)) * 1e9
+        result[lane] = (alone * 1e9, beside)
+    return result
 
 
-def _end_s(start_s: float, nbytes: float, own: float, beside: Sequence[_RemainingRate]) -> float:
-    """When `nbytes` are moved: at the rate `own`, but in the intervals `beside` at theirs."""
-    left, now_s = nbytes, start_s
+def _end_s(start_s: float, nbytes: float, alone: float, beside: Sequence[_RateInterval]) -> float:
+    """The end of a move of `nbytes`: at the rate `alone`, and at those of `beside` inside of them.
+
+    Rates are in bytes/s. The intervals are disjoint and in order.
+    """
+    left = nbytes
+    now_s = start_s
     for begin_s, end_s, rate in beside:
         if end_s <= now_s:
             continue
-        alone = max(0.0, begin_s - now_s)
-        if left <= alone * own:
-            return now_s + left / own
-        left -= alone * own
+        alone_s = max(0.0, begin_s - now_s)
+        if left <= alone_s * alone:
+            return now_s + left / alone
+        left -= alone_s * alone
         now_s = max(now_s, begin_s)
         if left <= (end_s - now_s) * rate:
             return now_s + left / rate
         left -= (end_s - now_s) * rate
         now_s = end_s
-    return now_s + left / own
+    return now_s + left / alone
 
 
 class Operation(NamedTuple):
-    """What a lane did. `cause`: the operation whose end let this one start; -1: the calling
-    thread's own pace."""
+    """One operation of a lane.
+
+    `cause`: index of the operation whose end let this one start. -1: the calling thread's pace.
+    """
 
     lane: str
     name: str
@@ -226,7 +258,7 @@ class Operation(NamedTuple):
 
 
 class SimulatedFence(Fence):
-    """Done at a known time."""
+    """A fence whose times are known: `issued_s` and `done_s`. `index`: its operation's."""
 
     __slots__ = ("device", "done_s", "index", "issued_s")
 
@@ -240,7 +272,7 @@ class SimulatedFence(Fence):
         done_s: float,
         index: int,
     ) -> None:
-        # Not the base class's: an event and its lock would be most of a simulation's time.
+        # Without the base class's __init__: its event and lock would take most of the time.
         self.lane = lane
         self.operation = operation
         self.device = device
@@ -264,7 +296,10 @@ class SimulatedFence(Fence):
 
 
 class SimulatedLane(Lane):
-    """A clock. `streams`: its thread only enqueues copies, as on a GPU's stream."""
+    """A clock.
+
+    `streams`: the lane's thread only enqueues copies on a GPU's stream, and does not wait for them.
+    """
 
     def __init__(self, name: str, device: SimulatedDevice, *, streams: bool) -> None:
         super().__init__(name)
@@ -273,9 +308,27 @@ class SimulatedLane(Lane):
         self._issued_s = 0.0
         self.free_s = 0.0
         self._last = -1
-        self._before: dict[int, int] = {}  # each operation's predecessor on the lane
+        self._before: dict[int, int] = {}  # by operation: the one before it on the lane
 
     def _enqueue(self, operation: str, work: Work, after: tuple[Fence, ...], nbytes: int) -> Fence:
+        device = self._device
+        issued_s, start_s, cause = self._start(after)
+        end_s = device.contention.end_of(self.name, start_s, nbytes)
+        self._issued_s = issued_s if self._streams else end_s
+        self.free_s = end_s
+        before = self._last
+        self._last = device.add_operation(self.name, operation, start_s, end_s, cause)
+        self._before[self._last] = before
+        work()
+        fence = SimulatedFence(
+            device, self.name, operation, issued_s=self._issued_s, done_s=end_s, index=self._last
+        )
+        if end_s > start_s:
+            self._contend(start_s, end_s, nbytes, fence)
+        return fence
+
+    def _start(self, after: tuple[Fence, ...]) -> tuple[float, float, int]:
+        """Of a new operation: when the lane's thread issues it, its start, and its cause."""
         device = self._device
         issued_s = max(self._issued_s, device.caller_s + device.rates.handover_s)
         start_s, cause = self.free_s, self._last
@@ -287,32 +340,25 @@ class SimulatedLane(Lane):
             if fence.done_s > start_s:
                 start_s, cause = fence.done_s, fence.index
         if issued_s > start_s:
-            start_s, cause = issued_s, (cause if start_s == issued_s else device.caller_cause)
-        end_s = device.contention.end_of(self.name, start_s, nbytes)
-        self._issued_s = issued_s if self._streams else end_s
-        self.free_s = end_s
-        before = self._last
-        self._last = device.add_operation(self.name, operation, start_s, end_s, cause)
-        self._before[self._last] = before
-        work()
-        found = SimulatedFence(
-            device, self.name, operation, issued_s=self._issued_s, done_s=end_s, index=self._last
+            start_s, cause = issued_s, device.caller_cause
+        return issued_s, start_s, cause
+
+    def _contend(self, start_s: float, end_s: float, nbytes: int, fence: SimulatedFence) -> None:
+        """Take the operation's share of the resources, and delay updates that lose by it."""
+        device = self._device
+        transfer = TimedOperation(
+            lane=self.name,
+            begin_s=start_s,
+            end_s=end_s,
+            nbytes=nbytes,
+            fence=fence,
         )
-        if end_s > start_s:
-            moving = TimedOperation(
-                lane=self.name,
-                begin_s=start_s,
-                end_s=end_s,
-                nbytes=nbytes,
-                fence=found,
-            )
-            device.contention.add(moving)
-            if self.name in BESIDE_UPDATES:  # it takes memory from updates before it
-                free_s = device.contention.delay_updates(moving, device.caller_s)
-                update = cast(SimulatedLane, device.update)
-                update.free_s = max(update.free_s, free_s)
-                update._issued_s = max(update._issued_s, free_s)
-        return found
+        device.contention.add(transfer)
+        if self.name in BESIDE_UPDATES:
+            free_s = device.contention.delay_updates(transfer, device.caller_s)
+            update_lane = cast(SimulatedLane, device.update)
+            update_lane.free_s = max(update_lane.free_s, free_s)
+            update_lane._issued_s = max(update_lane._issued_s, free_s)
 
     def withdraw(self, fences: Sequence[Fence]) -> int:
         device, operations = self._device, self._device.operations
@@ -332,26 +378,44 @@ class SimulatedLane(Lane):
         return len(withdrawn)
 
 
+def _no_update(scale: float | None) -> None:
+    """An update that computes nothing."""
+
+
 class NullKernels(Kernels):
     """Kernels that compute nothing: sums are zero."""
 
     def prepare_update(
         self, *_: object, lean: bool = False, targets: object = None
     ) -> Callable[[float | None], None]:
-        return lambda scale: None
+        return _no_update
 
     def accumulate(
         self, grad_dtype: torch.dtype, segments: Sequence[tuple[int, int, int, bool]]
     ) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def sum_squares(self, dtype: torch.dtype, segments: Sequence[tuple[int, int]]) -> list[float]:
         return [0.0] * len(segments)
 
 
+class _Reading(NamedTuple):
+    """Values of a small tensor, which are ready once `computed` is done."""
+
+    device: SimulatedDevice
+    computed: Fence
+    tensor: torch.Tensor
+
+    def read(self) -> list[float]:
+        self.computed.wait()
+        return Device.read_later(self.device, self.tensor)()
+
+
 class SimulatedDevice(Device):
-    """Virtual lanes at `rates`. `asynchronous`: compute runs behind the calling thread, as on a
-    GPU."""
+    """Virtual lanes at `rates`.
+
+    `asynchronous`: compute runs behind the calling thread, as on a GPU ([Note: two clocks]).
+    """
 
     torch_device = torch.device("meta")
     kernels = NullKernels()
@@ -373,18 +437,18 @@ class SimulatedDevice(Device):
 
     # -- time -------------------------------------------------------------------------------------
     def is_stream(self, lane: str) -> bool:
-        """Whether a stream can wait for this lane's fences by itself."""
+        """True if a stream can wait for the lane's fences without its thread."""
         return self.asynchronous and lane in ("compute", *STREAM_LANES)
 
     def hold_caller(self, until_s: float, cause: int) -> None:
-        """The calling thread stands still; so does compute where it is the same thread."""
+        """Let the calling thread wait until `until_s`, and compute too if that is its thread."""
         if until_s > self.caller_s:
             self.caller_s, self.caller_cause = until_s, cause
             if not self.asynchronous:
                 self.compute_s, self._compute_cause = until_s, cause
 
     def run_compute(self, name: str, seconds: float, launch_s: float = 0.0) -> None:
-        """The calling thread takes `launch_s` to launch `seconds` of compute."""
+        """Run `seconds` of compute, which the calling thread needs `launch_s` to launch."""
         self.caller_s += launch_s
         start_s, cause = self.compute_s, self._compute_cause
         if self.caller_s > start_s:
@@ -395,24 +459,24 @@ class SimulatedDevice(Device):
             self.caller_s, self.caller_cause = self.compute_s, self._compute_cause
 
     def charge_compute(self, nbytes: int) -> None:
-        """The compute lane moves `nbytes` of device memory."""
+        """Run the compute lane while it moves `nbytes` of device memory."""
         seconds = nbytes / (self.rates.device_gbps * 1e9)
         self.run_compute("device memory", seconds, self.rates.launch_s)
 
     def add_operation(self, lane: str, name: str, start_s: float, end_s: float, cause: int) -> int:
-        """Remember an operation; returns its index."""
+        """Record an operation. Returns its index."""
         self._operations.append(Operation(lane, name, start_s, end_s, cause))
         return len(self._operations) - 1
 
     def cancel_operation(self, fence: SimulatedFence) -> None:
-        """The operation, the newest of its lane, is withdrawn: it takes no time."""
+        """Withdraw the newest operation of a lane: it takes no time."""
         self.contention.withdraw(fence)
         operation = self._operations[fence.index]
         self._operations[fence.index] = operation._replace(end_s=operation.start_s)
 
     @property
     def operations(self) -> list[Operation]:
-        """Everything that happened, in order of submission."""
+        """All operations, in the order of submission."""
         for update in self.contention.delayed():
             index = update.fence.index
             self._operations[index] = self._operations[index]._replace(
@@ -425,20 +489,14 @@ class SimulatedDevice(Device):
         return torch.empty(numel, dtype=dtype, device="meta")
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """There are no bytes: the lane's clock moved."""
+        """Do nothing: there are no bytes, and the lane's clock has moved."""
 
     def copy_now(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Between steps, which are not simulated."""
+        """Do nothing: time between steps is not simulated."""
 
     def read_later(self, tensor: torch.Tensor) -> Callable[[], list[float]]:
-        """Who reads stands still until compute has come so far."""
-        computed = self.record_compute("read")
-
-        def read() -> list[float]:
-            computed.wait()
-            return super(SimulatedDevice, self).read_later(tensor)()
-
-        return read
+        """Return a function that reads the tensor, and waits until compute has come so far."""
+        return _Reading(self, self.record_compute("read"), tensor).read
 
     # -- the compute lane -------------------------------------------------------------------------
     def record_compute(self, operation: str, stream: object = None) -> Fence:
