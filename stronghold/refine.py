@@ -387,8 +387,7 @@ class Refinement:
         is_stuck = lacks_room and self._is_aliased()
         of_rank = torch.tensor([self._lacks_room, is_stuck, *sizes_of_rank]).to(torch.int64)
         of_all = group.numbers(of_rank, "sizes of batches")
-        most = of_all.amax(dim=0).tolist()
-        ran_out, any_stuck, *sizes_of_all = most
+        ran_out, any_stuck, *sizes_of_all = of_all.amax(dim=0).tolist()
         if any_stuck:  # weights of some rank have aliases: the plan stays
             return
         self._waiting = dict.fromkeys(self._waiting, BatchSize())
@@ -675,7 +674,10 @@ def _least_room(memories: Sequence[RankMemory]) -> RankMemory:
 
 
 def _measurements(
-    stack: Stack, workload: Workload, rates: Rates, memory: RankMemory
+    stack: Stack,
+    workload: Workload,
+    rates: Rates,
+    memory: RankMemory,
 ) -> Measurements:
     usable = beside = None
     if memory.reachable is not None and memory.peak is not None:

@@ -105,7 +105,7 @@ def section_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return section
 
 
-@functools.lru_cache(maxsize=1024)  # the cache is what makes it once
+@functools.lru_cache(maxsize=1024)  # the cache lets each message through once
 def warn_once(message: str) -> None:
     """Log a warning, once per process."""
     logger.warning("%s", message)
@@ -145,14 +145,14 @@ def _decode_base64(text: str) -> str | None:
     return decoded if decoded.lstrip().startswith("{") else None
 
 
-def _parse(text: str, what: str) -> dict[str, Any]:
-    """Parse the text of a config. `what` names it in errors."""
+def _parse(text: str, name: str) -> dict[str, Any]:
+    """Parse the text of a config. `name` is for errors."""
     import hjson  # type: ignore[import-untyped]
     from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
 
     if not text.strip():
         raise ConfigError(
-            f'{what} is empty: write at least {{"train_micro_batch_size_per_gpu": 1}}.'
+            f'{name} is empty: write at least {{"train_micro_batch_size_per_gpu": 1}}.'
         )
     try:
         json_error = _json_error(text)
@@ -160,29 +160,29 @@ def _parse(text: str, what: str) -> dict[str, Any]:
     except hjson.HjsonDecodeError as error:
         hjson_error = (error.lineno, error.colno, error.msg)
         line, column, reason = hjson_error if json_error is None else json_error
-        raise ConfigError(_not_json(what, text, line, column, reason)) from error
+        raise ConfigError(_not_json(name, text, line, column, reason)) from error
     except RecursionError as error:
-        raise ConfigError(f"{what}: {_TOO_DEEP}.") from error
+        raise ConfigError(f"{name}: {_TOO_DEEP}.") from error
     except ValueError as error:
         hint = " Keep one of each." if "Duplicate" in str(error) else ""
-        raise ConfigError(f"{what}: {error}.{hint}") from error
+        raise ConfigError(f"{name}: {error}.{hint}") from error
     if isinstance(parsed, dict):
-        _check_bounds(parsed, what)
+        _check_bounds(parsed, name)
         return parsed
     if json_error is not None:
-        raise ConfigError(_not_json(what, text, *json_error))
-    raise ConfigError(f"{what} holds {type(parsed).__name__}, expected a JSON object {{...}}.")
+        raise ConfigError(_not_json(name, text, *json_error))
+    raise ConfigError(f"{name} holds {type(parsed).__name__}, expected a JSON object {{...}}.")
 
 
 _TOO_DEEP = f"nested more than {MAX_LEVELS} levels deep, and no key needs that"
 
 
-def _check_bounds(config: Mapping[str, Any], what: str) -> None:
+def _check_bounds(config: Mapping[str, Any], name: str) -> None:
     """Raise ConfigError for values that later readers cannot handle: endless nesting, and integers
     of over 63 bits."""
     for _, dotted, value, level in _entries(config):
         if level > MAX_LEVELS:
-            raise ConfigError(f"{what}: {dotted[:80]}...: {_TOO_DEEP}.")
+            raise ConfigError(f"{name}: {dotted[:80]}...: {_TOO_DEEP}.")
         if isinstance(value, int) and value.bit_length() > 63:
             raise ConfigError(
                 f"{dotted}: got an integer of {value.bit_length()} bits, expected at most 63."
@@ -237,10 +237,10 @@ def _json_error(text: str) -> tuple[int, int, str] | None:
     return None
 
 
-def _not_json(what: str, text: str, line: int, column: int, reason: str) -> str:
+def _not_json(name: str, text: str, line: int, column: int, reason: str) -> str:
     lines = text.splitlines()
     excerpt = lines[line - 1].strip() if line <= len(lines) else ""
-    return f"{what} is not JSON: line {line}, column {column}: {reason}, in: {excerpt[:80]}"
+    return f"{name} is not JSON: line {line}, column {column}: {reason}, in: {excerpt[:80]}"
 
 
 def _missing_file(source: str) -> str:

@@ -119,7 +119,10 @@ class Settings:
 
 
 def load(
-    source: Source, args: object | None = None, world_size: int | None = None, mpu: Any = None
+    source: Source,
+    args: object | None = None,
+    world_size: int | None = None,
+    mpu: Any = None,
 ) -> Settings:
     """Read and check the whole config.
 

@@ -43,7 +43,13 @@ class ArrayAccess:
         return is_staged or state.array(array) is not None
 
     def pieces(
-        self, index: int, arrays: Sequence[str], begin: int, end: int, *, mode: Mode = "read"
+        self,
+        index: int,
+        arrays: Sequence[str],
+        begin: int,
+        end: int,
+        *,
+        mode: Mode = "read",
     ) -> Iterator[tuple[slice, Views]]:
         """Yield elements [begin, end) of a layer's arrays, piece by piece.
 
@@ -68,14 +74,16 @@ class ArrayAccess:
     def _copied(
         self, elements: slice, gpu_views: Views, mode: Mode
     ) -> Iterator[tuple[slice, Views]]:
-        """As `pieces`, for arrays on the GPU: copies in host memory."""
+        """Yield copies in host memory of arrays on the GPU, piece by piece, as `pieces`."""
         numel = elements.stop - elements.start
         room: Views = {}
         for first in range(0, numel, COPIED_NUMEL):
             last = min(first + COPIED_NUMEL, numel)
             targets = {name: view[items(name, first, last)] for name, view in gpu_views.items()}
             if not room:
-                room = {n: torch.empty_like(view, device="cpu") for n, view in targets.items()}
+                room = {
+                    name: torch.empty_like(view, device="cpu") for name, view in targets.items()
+                }
             piece = {name: room[name][: view.numel()] for name, view in targets.items()}
             if mode != "replace":
                 for name, view in targets.items():
@@ -86,9 +94,14 @@ class ArrayAccess:
                     self._device.copy_now(view, piece[name])
 
     def _in_place(
-        self, index: int, arrays: Sequence[str], begin: int, end: int, mode: Mode
+        self,
+        index: int,
+        arrays: Sequence[str],
+        begin: int,
+        end: int,
+        mode: Mode,
     ) -> Iterator[tuple[slice, Views]]:
-        """As `pieces`, but arrays on the GPU are shown as GPU tensors."""
+        """Yield pieces as `pieces` does, but arrays on the GPU as GPU tensors."""
         state = self._layers[index]
         staged = [name for name in arrays if state.home_of(name).is_staged]
         in_memory = {name: self._in_memory(state, name) for name in arrays if name not in staged}
@@ -124,30 +137,34 @@ class ArrayAccess:
     def _master_arrays(self, index: int) -> tuple[str, ...]:
         return ("weights", "low") if self.has(index, "low") else ("weights",)
 
-    def master(self, index: int, part: ParameterSlice) -> torch.Tensor:
+    def master(self, index: int, parameter: ParameterSlice) -> torch.Tensor:
         """The fp32 master of one trainable parameter: a new tensor of the parameter's shape.
 
         Elements of other ranks are zero.
         """
-        master = torch.zeros(part.shape, dtype=torch.float32)
+        master = torch.zeros(parameter.shape, dtype=torch.float32)
         flat = master.view(-1)
-        begin = part.offset
+        begin = parameter.offset
         arrays = self._master_arrays(index)
-        for elements, views in self.pieces(index, arrays, begin, begin + part.numel):
+        for elements, views in self.pieces(index, arrays, begin, begin + parameter.numel):
             flat[elements] = join_master(views["weights"], views.get("low"))
         return master
 
     def write_master(
-        self, index: int, part: ParameterSlice, begin: int, master: torch.Tensor
+        self,
+        index: int,
+        parameter: ParameterSlice,
+        begin: int,
+        master: torch.Tensor,
     ) -> None:
         """Write `master` as the master of the parameter's elements from `begin` on.
 
         `master`: flat fp32 tensor. The weights are rounded from it as updates do: bf16 to nearest,
         ties away from zero.
         """
-        first = part.offset + begin
+        first = parameter.offset + begin
         last = first + master.numel()
-        trained = self._layers[index].formats[part.format].trained
+        trained = self._layers[index].formats[parameter.format].trained
         arrays = self._master_arrays(index)
         for elements, views in self.pieces(index, arrays, first, last, mode="replace"):
             weights, low = trained.split(master[elements])
@@ -166,7 +183,11 @@ class ArrayAccess:
         spans = [layer_range.span for layer_range in layout.trainable_ranges]
         if positions is not None:
             slices = [layout.slices[position] for position in sorted(positions)]
-            spans = [(s.offset, s.offset + s.numel) for s in slices if s.trainable]
+            spans = [
+                (parameter.offset, parameter.offset + parameter.numel)
+                for parameter in slices
+                if parameter.trainable
+            ]
         for span in spans:
             for layer_range, elements in layout.within(*span):
                 self._restart_range(index, formats[layer_range.format], elements)

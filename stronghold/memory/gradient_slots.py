@@ -68,7 +68,10 @@ def round_sums(slot: GradientSlot, state: LayerState) -> None:
 
 
 def _round_section(
-    slot: GradientSlot, sums: torch.Tensor, state: LayerState, section: Section
+    slot: GradientSlot,
+    sums: torch.Tensor,
+    state: LayerState,
+    section: Section,
 ) -> None:
     """Round all parameters of an empty section with one copy."""
     if section.dtype is torch.float32:

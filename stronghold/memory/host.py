@@ -160,9 +160,9 @@ class HostStore:
             state.fill(state.weights, source)
             return
         state.weights = self.tiers.mapped(index, "weights")
-        for position, part in enumerate(state.layout.slices):
+        for position, parameter_slice in enumerate(state.layout.slices):
             values = self._initial_values(state, position, source)
-            self._write_weights(index, part, values)
+            self._write_weights(index, parameter_slice, values)
 
     @staticmethod
     def _initial_values(
@@ -177,11 +177,13 @@ class HostStore:
         source.read_into(parameter, values)
         return values
 
-    def _write_weights(self, index: int, part: ParameterSlice, values: torch.Tensor) -> None:
+    def _write_weights(
+        self, index: int, parameter_slice: ParameterSlice, values: torch.Tensor
+    ) -> None:
         """Write one parameter's values to its place, through the staging ring."""
         flat = values.reshape(-1)
-        begin = part.offset
-        end = begin + part.numel
+        begin = parameter_slice.offset
+        end = begin + parameter_slice.numel
         pieces = self.access.pieces(index, ("weights",), begin, end, mode="replace")
         for elements, views in pieces:
             views["weights"].copy_(flat[elements])
@@ -305,8 +307,8 @@ class HostStore:
     def unspill_weights(self, available_bytes: int) -> None:
         """Move spilled weights to host memory that outlives the store (swap in).
 
-        If they need more than `available_bytes`, they stay in the files' pages, and a warning says
-        so. The disk then keeps their bytes until the model is dropped. Raises `OSError` if a file
+        If they need more than `available_bytes`, they stay in the files' pages, with a warning. The
+        disk then keeps their bytes until the model is dropped. Raises `OSError` if a file
         cannot be read: the weights of its layers are NaN then, never another number.
         """
         spilled = [state for state in self._host_layers if state.home_of("weights").is_staged]

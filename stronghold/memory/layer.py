@@ -88,7 +88,7 @@ class ParameterPlace(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class ParameterViews:
-    """What a layer's parameters point to.
+    """The memory to which a layer's parameters point.
 
     places          the places that were bound, by address
     place           the place to which the parameters point. None: an interrupt may have left some
@@ -242,12 +242,12 @@ class SecondArrays:
 class UpdatedElements:
     """The elements that this rank updates of the parameters at `positions` of a layer.
 
-    `parts`: (position, first element of the layer, number of elements), without empty ones.
+    `spans`: (position, first element of the layer, number of elements), without empty ones.
     `numels`: number of elements per format.
     """
 
     positions: frozenset[int]
-    parts: tuple[tuple[int, int, int], ...]
+    spans: tuple[tuple[int, int, int], ...]
     numels: tuple[tuple[Format, int], ...]
 
 
@@ -392,8 +392,9 @@ class LayerState:
 
         `weights`: flat uint8 host tensor. Parameters on the meta device are read from `source`.
         """
-        for part, parameter in zip(self.layout.slices, self.parameters, strict=True):
-            target = self.maps["weights"].parameter(weights, part)
+        pairs = zip(self.layout.slices, self.parameters, strict=True)
+        for parameter_slice, parameter in pairs:
+            target = self.maps["weights"].parameter(weights, parameter_slice)
             if parameter.is_meta and source is not None:
                 source.read_into(parameter, target)
             else:
@@ -521,13 +522,13 @@ class LayerState:
         last = self._updated
         if last.positions == positions:
             return last
-        parts = []
+        spans = []
         numels: dict[Format, int] = {}
         for position, begin, end in self.elements(positions):
             weight_format = self.formats[self.layout.slices[position].format]
             numels[weight_format] = numels.get(weight_format, 0) + end - begin
             if end > begin:
-                parts.append((position, begin, end - begin))
-        updated = UpdatedElements(positions, tuple(parts), tuple(numels.items()))
+                spans.append((position, begin, end - begin))
+        updated = UpdatedElements(positions, tuple(spans), tuple(numels.items()))
         self._updated = updated
         return updated

@@ -504,7 +504,11 @@ class NvmeStore(Closing):
             file.check_length("mapping", whole)
 
     def submit(
-        self, verb: Verb, extent: Extent, begin: int, memory: torch.Tensor
+        self,
+        verb: Verb,
+        extent: Extent,
+        begin: int,
+        memory: torch.Tensor,
     ) -> PendingTransfer:
         """Start to read the bytes of `extent` from byte `begin` on into all of `memory`, or to
         write them from there.

@@ -121,11 +121,11 @@ _MS_SYNC = 4
 _FAILED = ctypes.c_void_p(-1).value
 
 
-def map_files(parts: Sequence[tuple[int, int, int]], what: str) -> torch.Tensor:
+def map_files(parts: Sequence[tuple[int, int, int]], name: str) -> torch.Tensor:
     """Map parts of files side by side, and return them as one flat uint8 tensor.
 
-    `parts`: (descriptor, offset, bytes), in multiples of pages. `what`: name of the bytes for
-    errors. Writes to the tensor go to the files. A descriptor may be closed afterwards, and its
+    `parts`: (descriptor, offset, bytes), in multiples of pages. `name`: of the bytes, for errors.
+    Writes to the tensor go to the files. A descriptor may be closed afterwards, and its
     file unlinked. Raises `OSError` if the file system cannot map files.
     """
     total = sum(nbytes for _, _, nbytes in parts)
@@ -133,13 +133,13 @@ def map_files(parts: Sequence[tuple[int, int, int]], what: str) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8)
     libc = _libc()
     reserve = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-    begin = _checked(libc.mmap(None, total, _PROT_NONE, reserve, -1, 0), what)
+    begin = _checked(libc.mmap(None, total, _PROT_NONE, reserve, -1, 0), name)
     address = begin
     try:
         for descriptor, offset, nbytes in parts:
             flags = mmap.MAP_SHARED | _MAP_FIXED
             mapped = libc.mmap(address, nbytes, _PROT_READ_WRITE, flags, descriptor, offset)
-            _checked(mapped, what)
+            _checked(mapped, name)
             address += nbytes
     except OSError:
         libc.munmap(begin, total)
@@ -173,10 +173,10 @@ def flush(mapped: torch.Tensor) -> None:
         raise OSError(number, f"msync of {mapped.nbytes} bytes: {os.strerror(number)}")
 
 
-def _checked(address: int | None, what: str) -> int:
+def _checked(address: int | None, name: str) -> int:
     if address == _FAILED or address is None:
         number = ctypes.get_errno()
-        raise OSError(number, f"{what} cannot be mapped: {os.strerror(number)}")
+        raise OSError(number, f"{name} cannot be mapped: {os.strerror(number)}")
     return address
 
 
@@ -294,14 +294,14 @@ class PinnedPool:
             )
         ahead = self._expected_bytes if begin == 0 else begin // GROWTH
         wanted = -(-max(missing, ahead) // PAGE_BYTES) * PAGE_BYTES
-        more = min(wanted, room)
-        memory = self._arena[begin : begin + more]
+        added = min(wanted, room)
+        memory = self._arena[begin : begin + added]
         self._device.pin(memory)
         self._pinned.append(memory)
-        self.num_bytes += more
+        self.num_bytes += added
         if free_begin < begin:
             self._free.pop()
-        self._free.append((free_begin, begin + more))
+        self._free.append((free_begin, begin + added))
 
 
 def _padded(nbytes: int) -> int:

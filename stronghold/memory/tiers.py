@@ -192,7 +192,11 @@ class Tiers:
 
     # -- pieces -----------------------------------------------------------------------------------
     def piece_spans(
-        self, layer: int, arrays: Sequence[str], begin: int = 0, end: int | None = None
+        self,
+        layer: int,
+        arrays: Sequence[str],
+        begin: int = 0,
+        end: int | None = None,
     ) -> Iterator[tuple[int, int]]:
         """Yield the pieces that cover elements [begin, end) of a layer's arrays.
 
@@ -232,7 +236,12 @@ class Tiers:
                 yield begin, end
 
     def piece_views(
-        self, memory: torch.Tensor, layer: int, arrays: Sequence[str], begin: int, end: int
+        self,
+        memory: torch.Tensor,
+        layer: int,
+        arrays: Sequence[str],
+        begin: int,
+        end: int,
     ) -> Views:
         """Views of elements [begin, end) of each array in an entry's memory ([Note: a piece]).
 
@@ -349,7 +358,12 @@ class Tiers:
 
     # -- outside of the lanes ---------------------------------------------------------------------
     def staged_pieces(
-        self, layer: int, arrays: Sequence[str], begin: int, end: int, mode: Mode
+        self,
+        layer: int,
+        arrays: Sequence[str],
+        begin: int,
+        end: int,
+        mode: Mode,
     ) -> Iterator[tuple[int, int, Views]]:
         """Yield elements [begin, end) of staged arrays, piece by piece: (begin, end, views).
 
@@ -401,7 +415,11 @@ class Tiers:
 
 
 def extent_requests(
-    layout: ModelLayout, formats: Formats, homes: Homes, shards: Shards, home: Home | None = None
+    layout: ModelLayout,
+    formats: Formats,
+    homes: Homes,
+    shards: Shards,
+    home: Home | None = None,
 ) -> list[Extent]:
     """The extents of all arrays at `home`, or at any staged home, layer by layer.
 

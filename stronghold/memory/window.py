@@ -285,8 +285,11 @@ class Window:
         Layers in shared slots come first.
         """
         shared = self.layers_in_shared_slots()
-        gathering = [s.index for s in self._layers if s.on_gpu.gradient_slot is not None]
-        return [*shared, *(index for index in gathering if index not in shared)]
+        gathering = [
+            state.index for state in self._layers if state.on_gpu.gradient_slot is not None
+        ]
+        not_shared = [index for index in gathering if index not in shared]
+        return [*shared, *not_shared]
 
     def close(self) -> None:
         """Free every slot. Safe to call twice."""

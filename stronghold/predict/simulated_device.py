@@ -328,7 +328,7 @@ class SimulatedLane(Lane):
         return fence
 
     def _start(self, after: tuple[Fence, ...]) -> tuple[float, float, int]:
-        """Of a new operation: when the lane's thread issues it, its start, and its cause."""
+        """The seconds at which a new operation is issued, its start, and its cause."""
         device = self._device
         issued_s = max(self._issued_s, device.caller_s + device.rates.handover_s)
         start_s, cause = self.free_s, self._last

@@ -82,7 +82,7 @@ class LayerGradients:
 
     def has_any(self, begin: int, end: int) -> bool:
         """True if a parameter with elements in [begin, end) of the layer has a gradient here."""
-        parameters = self.state.updated_elements(self.positions).parts
+        parameters = self.state.updated_elements(self.positions).spans
         return any(begin < at + numel and at < end for _, at, numel in parameters)
 
     def moved_bytes(self, bytes_each: Callable[[Format], float]) -> float:
@@ -160,7 +160,7 @@ class Piece:
     def parameters(self) -> Iterator[tuple[int, int, int]]:
         """Yield (position, first element of the layer, number of elements) of each parameter that
         has a gradient in the piece."""
-        for k, at, numel in self.gradients.state.updated_elements(self.gradients.positions).parts:
+        for k, at, numel in self.gradients.state.updated_elements(self.gradients.positions).spans:
             first, last = max(at, self.begin), min(at + numel, self.end)
             if first < last:
                 yield k, first, last - first
