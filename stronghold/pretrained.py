@@ -120,7 +120,8 @@ def _files_of_index(path: Path, index: Path) -> dict[str, TensorFile]:
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{index}: not a readable index: {error!r}") from error
     for name in shards:
-        if not isinstance(name, str) or Path(name).is_absolute() or ".." in Path(name).parts:
+        is_below = isinstance(name, str) and not Path(name).is_absolute()
+        if not is_below or ".." in Path(name).parts:
             raise CheckpointError(f"{index}: {name!r} is no file below it")
     files = {name: TensorFile(path / name) for name in shards}
     for tensor, name in shard_of_tensor.items():

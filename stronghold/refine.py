@@ -442,8 +442,9 @@ class Refinement:
         present = self._stack.plan
         if self._measured is None:
             return plan.gpu_total_bytes < present.gpu_total_bytes
-        size = self._largest
-        return self._need(plan, size, trains=True) < self._need(present, size, trains=True)
+        need = self._need(plan, self._largest, trains=True)
+        present_need = self._need(present, self._largest, trains=True)
+        return need < present_need
 
     def _roomiest(self) -> Plan | None:
         stack = self._stack

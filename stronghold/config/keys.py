@@ -169,7 +169,8 @@ KEYS: tuple[KeyRow, ...] = (
 ROWS: dict[str, KeyRow] = {row.name: row for row in KEYS}
 SECTIONS = frozenset(name.partition(".")[0] for name in ROWS if "." in name)
 ALIASES = {"bfloat16": "bf16"}
-KNOWN = frozenset({name.partition(".")[0] for name in ROWS} | {SECTION, *ALIASES})
+TOP_LEVEL = {name.partition(".")[0] for name in ROWS}
+KNOWN = frozenset({*TOP_LEVEL, SECTION, *ALIASES})
 # By DeepSpeed's key for small states: the states of ours that replace them, by stronghold.states.
 BF16_STATES = {
     "bf16_master_weights_and_grads": {

@@ -237,7 +237,13 @@ def _json_error(text: str) -> tuple[int, int, str] | None:
     return None
 
 
-def _not_json(name: str, text: str, line: int, column: int, reason: str) -> str:
+def _not_json(
+    name: str,
+    text: str,
+    line: int,
+    column: int,
+    reason: str,
+) -> str:
     lines = text.splitlines()
     excerpt = lines[line - 1].strip() if line <= len(lines) else ""
     return f"{name} is not JSON: line {line}, column {column}: {reason}, in: {excerpt[:80]}"

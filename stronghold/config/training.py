@@ -372,7 +372,8 @@ def _explain(error: ValidationError) -> str:
     section = _SECTION_OF_CLASS.get(error.title, error.title)
     lines = []
     for detail in error.errors(include_url=False):
-        key = ".".join(str(step) for step in (section, *detail["loc"]) if step != "")
+        steps = [str(step) for step in (section, *detail["loc"])]
+        key = ".".join(step for step in steps if step)
         if detail["type"] == "extra_forbidden":
             lines.append(f"{key}: unknown key.{_hint(error.title, str(detail['loc'][-1]))}")
         else:

@@ -420,7 +420,13 @@ class LayerState:
         assert self.second is not None
         return self._view(self.second.arrays[array], array, begin, end)
 
-    def _view(self, flat: torch.Tensor, array: str, begin: int, end: int) -> torch.Tensor | None:
+    def _view(
+        self,
+        flat: torch.Tensor,
+        array: str,
+        begin: int,
+        end: int,
+    ) -> torch.Tensor | None:
         is_kept = array != "weights"
         key = array, begin, end, id(flat)
         if is_kept and key in self._views:

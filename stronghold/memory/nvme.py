@@ -232,7 +232,8 @@ class SpillFile:
     def _unlink(self) -> None:
         """Remove the file's name, unless another file has it by now."""
         with contextlib.suppress(OSError):
-            if os.path.samestat(os.stat(self.path), os.fstat(self.descriptor)):
+            named, opened = os.stat(self.path), os.fstat(self.descriptor)
+            if os.path.samestat(named, opened):
                 self.path.unlink()
 
     def _reserve(self) -> bool:
@@ -403,7 +404,8 @@ class NvmeStore(Closing):
 
     def _open(self) -> None:
         sizes = self._striping.file_bytes(self.file_bytes)
-        self._files = [self._file(path, size) for path, size in zip(self.paths, sizes, strict=True)]
+        pairs = zip(self.paths, sizes, strict=True)
+        self._files = [self._file(path, size) for path, size in pairs]
 
     def _rates(self, rates: Sequence[float] | None) -> tuple[float, ...]:
         if rates is not None and len(rates) != len(self.paths):
@@ -552,7 +554,12 @@ class NvmeStore(Closing):
                 self.bytes_written += pending.nbytes
 
 
-def _check_range(verb: Verb, extent: Extent, begin: int, memory: torch.Tensor) -> None:
+def _check_range(
+    verb: Verb,
+    extent: Extent,
+    begin: int,
+    memory: torch.Tensor,
+) -> None:
     """Raise StateError for a range outside of the extent: a bug of ours, not the user's."""
     nbytes, address = memory.nbytes, memory.data_ptr()
     if not memory.is_contiguous() or memory.device.type != "cpu":
@@ -569,7 +576,13 @@ def _check_range(verb: Verb, extent: Extent, begin: int, memory: torch.Tensor) -
 
 
 # -- disks -----------------------------------------------------------------------------------------
-def measure_rate(path: Path, *, depth: int, block_bytes: int, engine: str | None = None) -> float:
+def measure_rate(
+    path: Path,
+    *,
+    depth: int,
+    block_bytes: int,
+    engine: str | None = None,
+) -> float:
     """Measure a disk with a probe of 64 MiB under `path`, past the page cache if that works.
 
     Returns 1e9 bytes/s of a piece that is read and then written, as moments are: the piece's bytes

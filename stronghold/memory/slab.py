@@ -182,11 +182,11 @@ def _checked(address: int | None, name: str) -> int:
 
 def _libc() -> Any:
     libc = ctypes.CDLL(None, use_errno=True)
-    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    pointer, size, number, offset = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_long
     libc.mmap.restype = pointer
-    libc.mmap.argtypes = [pointer, size, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    libc.mmap.argtypes = [pointer, size, number, number, number, offset]
     libc.munmap.argtypes = [pointer, size]
-    libc.msync.argtypes = [pointer, size, ctypes.c_int]
+    libc.msync.argtypes = [pointer, size, number]
     return libc
 
 

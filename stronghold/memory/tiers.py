@@ -260,7 +260,13 @@ class Tiers:
             offset += nbytes
         return views
 
-    def nbytes(self, layer: int, arrays: Sequence[str], begin: int, end: int) -> int:
+    def nbytes(
+        self,
+        layer: int,
+        arrays: Sequence[str],
+        begin: int,
+        end: int,
+    ) -> int:
         """Bytes of the piece with elements [begin, end) of the arrays."""
         total = 0
         for array in arrays:
@@ -270,7 +276,14 @@ class Tiers:
                 total += span.stop - span.start
         return total
 
-    def begin(self, verb: Verb, layer: int, begin: int, end: int, views: Views) -> Wait:
+    def begin(
+        self,
+        verb: Verb,
+        layer: int,
+        begin: int,
+        end: int,
+        views: Views,
+    ) -> Wait:
         """Start to read elements [begin, end) of each array into its view, or to write them.
 
         The result waits until nothing is in flight, also after an error. It raises `OSError` with
@@ -399,11 +412,24 @@ class Tiers:
             if has_entry:
                 self._access_lock.release()
 
-    def _transfer_now(self, verb: Verb, layer: int, begin: int, end: int, views: Views) -> None:
+    def _transfer_now(
+        self,
+        verb: Verb,
+        layer: int,
+        begin: int,
+        end: int,
+        views: Views,
+    ) -> None:
         wait = self.begin(verb, layer, begin, end, views)
         wait()
 
-    def _load_page(self, layer: int, low: int, first: int, views: Views) -> None:
+    def _load_page(
+        self,
+        layer: int,
+        low: int,
+        first: int,
+        views: Views,
+    ) -> None:
         """Load one page of elements, from `first` on, of a piece that begins at element `low`."""
         last = first + self._page_numel
         page = {array: view[items(array, first, last)] for array, view in views.items()}

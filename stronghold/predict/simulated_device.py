@@ -222,7 +222,12 @@ def _alone_and_beside(rates: Rates) -> dict[str, tuple[float, dict[str, float]]]
     return result
 
 
-def _end_s(start_s: float, nbytes: float, alone: float, beside: Sequence[_RateInterval]) -> float:
+def _end_s(
+    start_s: float,
+    nbytes: float,
+    alone: float,
+    beside: Sequence[_RateInterval],
+) -> float:
     """The end of a move of `nbytes`: at the rate `alone`, and at those of `beside` inside of them.
 
     Rates are in bytes/s. The intervals are disjoint and in order.
@@ -310,7 +315,13 @@ class SimulatedLane(Lane):
         self._last = -1
         self._before: dict[int, int] = {}  # by operation: the one before it on the lane
 
-    def _enqueue(self, operation: str, work: Work, after: tuple[Fence, ...], nbytes: int) -> Fence:
+    def _enqueue(
+        self,
+        operation: str,
+        work: Work,
+        after: tuple[Fence, ...],
+        nbytes: int,
+    ) -> Fence:
         device = self._device
         issued_s, start_s, cause = self._start(after)
         end_s = device.contention.end_of(self.name, start_s, nbytes)
@@ -343,7 +354,13 @@ class SimulatedLane(Lane):
             start_s, cause = issued_s, device.caller_cause
         return issued_s, start_s, cause
 
-    def _contend(self, start_s: float, end_s: float, nbytes: int, fence: SimulatedFence) -> None:
+    def _contend(
+        self,
+        start_s: float,
+        end_s: float,
+        nbytes: int,
+        fence: SimulatedFence,
+    ) -> None:
         """Take the operation's share of the resources, and delay updates that lose by it."""
         device = self._device
         transfer = TimedOperation(
@@ -463,7 +480,14 @@ class SimulatedDevice(Device):
         seconds = nbytes / (self.rates.device_gbps * 1e9)
         self.run_compute("device memory", seconds, self.rates.launch_s)
 
-    def add_operation(self, lane: str, name: str, start_s: float, end_s: float, cause: int) -> int:
+    def add_operation(
+        self,
+        lane: str,
+        name: str,
+        start_s: float,
+        end_s: float,
+        cause: int,
+    ) -> int:
         """Record an operation. Returns its index."""
         self._operations.append(Operation(lane, name, start_s, end_s, cause))
         return len(self._operations) - 1

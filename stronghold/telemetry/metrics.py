@@ -93,7 +93,7 @@ class Metrics:
         self._clock = clock
         self._start_s: float | None = None
         self._num_tokens = 0
-        self._waits: dict[WaitCause, list[LazyNumber]] = {"fetch": [], "drain": [], "update": []}
+        self._waits = _no_waits()
         self._early: Counter[EarlyOutcome] = Counter()
 
     def waited(self, cause: WaitCause, seconds: LazyNumber) -> None:
@@ -155,7 +155,7 @@ class Metrics:
         self._trace.record(STEP_LANE, f"step {step}", start_s, now_s)
         self._start_s = now_s
         self._num_tokens = 0
-        self._waits = {"fetch": [], "drain": [], "update": []}
+        self._waits = _no_waits()
         self._early.clear()
         return record
 
@@ -187,7 +187,16 @@ class Metrics:
         return " | ".join(columns)
 
 
-def tflops(num_parameters: int, num_tokens: int, seconds: float, recomputed: float) -> float:
+def _no_waits() -> dict[WaitCause, list[LazyNumber]]:
+    return {"fetch": [], "drain": [], "update": []}
+
+
+def tflops(
+    num_parameters: int,
+    num_tokens: int,
+    seconds: float,
+    recomputed: float,
+) -> float:
     """Useful TFLOP/s of a dense model, without attention: 2 * passes * parameters * tokens / time.
 
     As in the Megatron and DeepSpeed papers, there are 3 passes over the weights: forward 1,
@@ -269,7 +278,8 @@ def batch_size(args: Sequence[Any], kwargs: Mapping[str, Any]) -> BatchSize:
     if ids:
         length = ids[0].size(-1) if ids[0].dim() else 0
         return BatchSize(ids[0].numel(), length, integers, values)
-    num_rows = next((tensor.size(0) for _, tensor in named if tensor.dim() >= 1), 0)
+    rows = [tensor.size(0) for _, tensor in named if tensor.dim() >= 1]
+    num_rows = rows[0] if rows else 0
     return BatchSize(num_rows, 0, integers, values)
 
 

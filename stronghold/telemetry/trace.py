@@ -189,7 +189,8 @@ def _span(event: Mapping[str, Any], rows: Mapping[tuple[Any, Any], str]) -> Span
         raise ValueError(f"{name}: ts is {begin!r:.50} and dur is {length!r:.50}")
     if lane == STEP_LANE:
         int(name.split()[-1])
-    return Span(lane=lane, name=name, start_s=begin / 1e6, end_s=(begin + length) / 1e6, args=args)
+    end = begin + length
+    return Span(lane=lane, name=name, start_s=begin / 1e6, end_s=end / 1e6, args=args)
 
 
 def lane_order(lanes: Iterable[str]) -> list[str]:
@@ -208,7 +209,12 @@ def _row_names(rows: Mapping[str, int], rank: int) -> Iterator[dict[str, Any]]:
         yield {**event, "name": "thread_sort_index", "args": {"sort_index": row}}
 
 
-def _event(span: Span, row: int, rank: int, origin_s: float) -> dict[str, Any]:
+def _event(
+    span: Span,
+    row: int,
+    rank: int,
+    origin_s: float,
+) -> dict[str, Any]:
     """A complete event. Times are microseconds, with the clock's nanoseconds kept."""
     return {
         "ph": "X",
