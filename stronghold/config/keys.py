@@ -118,7 +118,7 @@ IGNORED = {
     "seq_parallel_communication_data_type": "There is no sequence parallelism.",
     "prescale_gradients": "Ranks' gradients are added in fp32, and divided before rounding.",
     "gradient_predivide_factor": "Ranks' gradients are added in fp32, and divided before rounding.",
-    "disable_allgather": "It chooses a collective of DeepSpeed's buckets, which do not exist.",
+    "disable_allgather": "It chooses a collective for DeepSpeed's buckets. Stronghold has none.",
     "activation_checkpointing": 'Set "stronghold": {"activations": ...} instead.',
     "comms_logger": 'Set "stronghold": {"trace": FILE} to see every transfer.',
     "timers": "Every logged step has its tokens per second, without a wait for the GPU.",

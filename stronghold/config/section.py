@@ -240,7 +240,7 @@ class StrongholdConfig(_Section):
         "Number of CUDA streams on which the chunks of a layer take turns. Chunks that do not "
         "fill the GPU then share it. Memory is planned for so many chunks at once. Blocks that "
         "hold buffers, or carry tensors from chunk to chunk in their first call, run their chunks "
-        "one after the other, and the log names them. Never changes a bit, unless a block carries "
+        "one after the other, and the log reports it. Never changes a bit, unless a block carries "
         'tensors in objects, closures or globals after its first call. Needs "chunk". Left out: '
         "1."
     )

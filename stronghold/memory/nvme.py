@@ -365,7 +365,7 @@ class NvmeStore(Closing):
     ) -> None:
         self._process = os.getpid()
         self._stack = contextlib.ExitStack()
-        self._closed = False
+        self._is_closed = False
         self._lock = threading.Lock()
         self._in_flight: set[PendingTransfer] = set()
         self.bytes_read = 0
@@ -466,9 +466,9 @@ class NvmeStore(Closing):
 
         Safe to call twice. It does nothing in a forked child. No other call may be running.
         """
-        if self._closed or os.getpid() != self._process:
+        if self._is_closed or os.getpid() != self._process:
             return
-        self._closed = True
+        self._is_closed = True
         self._stack.close()
         self._in_flight.clear()
 
@@ -520,7 +520,7 @@ class NvmeStore(Closing):
         zeros. Raises `OSError` for a truncated file.
         """
         extent = self.extent(extent.layer, extent.array)
-        if self._closed:
+        if self._is_closed:
             raise StateError(f"{verb} of {extent}: the NVMe store is closed")
         _check_range(verb, extent, begin, memory)
         segments = list(self._striping.segments(extent.begin + begin, memory.nbytes))

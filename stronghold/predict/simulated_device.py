@@ -48,7 +48,8 @@ MEMORY_LANES = (*BESIDE_UPDATES, "load", "stage", "spill")  # their bytes pass h
 class TimedOperation:
     """An operation that moves `nbytes` from `begin_s` to `end_s`.
 
-    `fence`: its fence, which gets the same end. `delayed`: its times changed since the last look.
+    `fence`: its fence, which gets the same end. `is_delayed`: its times have changed since the last
+    look.
     """
 
     lane: str
@@ -56,7 +57,7 @@ class TimedOperation:
     end_s: float
     nbytes: int
     fence: SimulatedFence
-    delayed: bool = False
+    is_delayed: bool = False
 
     @property
     def rate(self) -> float:
@@ -142,8 +143,8 @@ class Contention:
         update.end_s = end_s
         update.fence.issued_s = end_s
         update.fence.done_s = end_s
-        if not update.delayed:
-            update.delayed = True
+        if not update.is_delayed:
+            update.is_delayed = True
             self._delayed.append(update)
 
     def delayed(self) -> list[TimedOperation]:
@@ -151,7 +152,7 @@ class Contention:
         updates = self._delayed
         self._delayed = []
         for update in updates:
-            update.delayed = False
+            update.is_delayed = False
         return updates
 
     def _beside_transfers(self, from_s: float) -> list[_RateInterval]:
@@ -303,13 +304,13 @@ class SimulatedFence(Fence):
 class SimulatedLane(Lane):
     """A clock.
 
-    `streams`: the lane's thread only enqueues copies on a GPU's stream, and does not wait for them.
+    `is_stream`: the lane's thread only enqueues copies on a GPU's stream, without a wait for them.
     """
 
-    def __init__(self, name: str, device: SimulatedDevice, *, streams: bool) -> None:
+    def __init__(self, name: str, device: SimulatedDevice, *, is_stream: bool) -> None:
         super().__init__(name)
         self._device = device
-        self._streams = streams
+        self._is_stream = is_stream
         self._issued_s = 0.0
         self.free_s = 0.0
         self._last = -1
@@ -325,7 +326,7 @@ class SimulatedLane(Lane):
         device = self._device
         issued_s, start_s, cause = self._start(after)
         end_s = device.contention.end_of(self.name, start_s, nbytes)
-        self._issued_s = issued_s if self._streams else end_s
+        self._issued_s = issued_s if self._is_stream else end_s
         self.free_s = end_s
         before = self._last
         self._last = device.add_operation(self.name, operation, start_s, end_s, cause)
@@ -346,7 +347,7 @@ class SimulatedLane(Lane):
         for fence in after:
             if not isinstance(fence, SimulatedFence):
                 continue  # done before time began
-            on_stream = self._streams and device.is_stream(fence.lane)
+            on_stream = self._is_stream and device.is_stream(fence.lane)
             issued_s = max(issued_s, fence.issued_s if on_stream else fence.done_s)
             if fence.done_s > start_s:
                 start_s, cause = fence.done_s, fence.index
@@ -450,7 +451,7 @@ class SimulatedDevice(Device):
         self._open_lanes()
 
     def _make_lane(self, name: str) -> Lane:
-        return SimulatedLane(name, self, streams=self.asynchronous and name in STREAM_LANES)
+        return SimulatedLane(name, self, is_stream=self.asynchronous and name in STREAM_LANES)
 
     # -- time -------------------------------------------------------------------------------------
     def is_stream(self, lane: str) -> bool:
