@@ -318,7 +318,8 @@ PASSES = [
         "calls of the step before count",
         "runtime/executor.py",
         "state.gradients.expected = ExpectedGradients()",
-        "state.gradients.expected = ExpectedGradients(state.gradients.expected.calls)",
+        "state.gradients.expected = ExpectedGradients("
+        "state.gradients.expected.num_pending_backwards)",
         BITS,
         "gpt and 3-",
     ),
@@ -577,8 +578,8 @@ MEMORY = [
     Mutant(
         "a slot that was freed is taken first",
         "memory/window.py",
-        "self._slots = [*(other for other in self._slots if other is not slot), slot]",
-        "self._slots = [slot, *(other for other in self._slots if other is not slot)]",
+        "self._slots = [*others, slot]",
+        "self._slots = [slot, *others]",
         WINDOW,
     ),
     Mutant(
@@ -854,8 +855,8 @@ ODDITIES = [
     Mutant(
         "a second call counts as the first",
         "runtime/executor.py",
-        "                expected.calls += 1\n",
-        "                expected.calls = 1\n",
+        "                expected.num_pending_backwards += 1\n",
+        "                expected.num_pending_backwards = 1\n",
         PARTS,
     ),
     Mutant(
@@ -902,8 +903,8 @@ STEP = [
     Mutant(
         "a gradient that no rank has in this step keeps its sum",
         "memory/layer.py",
-        "for positions_here in (self.pending, self.summed):",
-        "for positions_here in (self.pending,):",
+        "        self.summed &= positions\n",
+        "        pass\n",
         TEAM,
     ),
     Mutant(

@@ -38,7 +38,7 @@ from stronghold.runtime.patches.autograd import (
     running_node,
     will_execute,
 )
-from stronghold.telemetry.metrics import tensors
+from stronghold.telemetry.metrics import named_tensors
 
 # Of a checkpoint that runs backward in backward: no parameter shows behind it, and torch.autograd.
 # grad it refuses.
@@ -99,7 +99,7 @@ class UserBackward:
         """Hang on the tensors of an output of the model: in sequences and mappings."""
         graph = _Graph()
         self._graphs.add(graph)
-        for _, tensor in tensors(output):
+        for _, tensor in named_tensors(output):
             if tensor.grad_fn is not None:
                 hang: Any = torch.Tensor.register_hook  # lazy logits' own refuses the user's
                 hang(tensor, functools.partial(self._at_output, graph))

@@ -21,7 +21,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from stronghold.errors import BOOLEAN, NUMBER, ConfigError, Expected, did_you_mean, is_number, wrong
+from stronghold.errors import (
+    BOOLEAN,
+    NUMBER,
+    ConfigError,
+    Expected,
+    did_you_mean,
+    is_number,
+    value_problem,
+)
 
 Group = dict[str, Any]
 """A live parameter group of a `torch.optim.Optimizer`."""
@@ -166,7 +174,7 @@ class Optimizer(ABC):
             return f"{dotted}: got {value!r}; {fixed.reason}."
         expected = {**cls.expected, **cls.params}
         if key in expected:
-            return wrong(dotted, value, expected[key])
+            return value_problem(dotted, value, expected[key])
         if key in cls.without_effect:
             return None
         usable = sorted({*expected, *cls.without_effect, *cls.fixed})
@@ -183,7 +191,7 @@ class Optimizer(ABC):
                 lines.append(f"{where}: {key} is on; {fixed.reason}.")
         hyperparameters = cls.hyperparameters(group)
         for key, expected in cls.expected.items():
-            line = wrong(f"{where}: {key}", hyperparameters[key], expected)
+            line = value_problem(f"{where}: {key}", hyperparameters[key], expected)
             if line is not None:
                 lines.append(line)
         return lines

@@ -34,7 +34,7 @@ import torch
 from torch import nn
 
 from stronghold.errors import ConfigError
-from stronghold.memory.layer import LayerState, Place
+from stronghold.memory.layer import LayerState, ParameterPlace
 from stronghold.runtime.patches.autograd import without_torch_function
 from stronghold.runtime.patches.parameters import hide, point, show
 from stronghold.runtime.patches.tensors import (
@@ -130,7 +130,7 @@ class Bindings:
                 point(parameter, values)
         state.views.place = place
 
-    def _make_place(self, state: LayerState, flat: torch.Tensor) -> Place:
+    def _make_place(self, state: LayerState, flat: torch.Tensor) -> ParameterPlace:
         slices, weights, address = state.layout.slices, state.maps["weights"], flat.data_ptr()
         storage, references = None, 0
         if state.index not in self._resident and address != state.weights.data_ptr():
@@ -143,7 +143,7 @@ class Bindings:
             storage = storage_address(flat.untyped_storage())
             del flat
             references = num_references(storage)
-        return Place(views, tuple(map(_address, views)), storage, references)
+        return ParameterPlace(views, tuple(map(_address, views)), storage, references)
 
     def point(self, layer: int, flat: torch.Tensor) -> None:
         """As `bind`, wherever the parameters point: an interrupt may have left them anywhere."""
@@ -256,7 +256,7 @@ def _take_back(name: str, parameter: nn.Parameter, own: torch.Tensor) -> None:
         )
 
 
-def _has_others(state: LayerState, place: Place | None) -> bool:
+def _has_others(state: LayerState, place: ParameterPlace | None) -> bool:
     if place is None or place.storage is None:
         return False
     num_bound = len(state.parameters) if place is state.views.place else 0

@@ -24,7 +24,7 @@ import torch
 
 from stronghold.device.base import Fence
 from stronghold.errors import StateError
-from stronghold.memory.buffers import Entry, GradientSlot
+from stronghold.memory.buffers import GradientSlot, HostEntry
 from stronghold.memory.gradient_slots import gradient_view, round_sums, sum_view
 from stronghold.memory.layer import LayerState
 from stronghold.memory.window import Window, slot_gradient_bytes
@@ -147,7 +147,7 @@ class GradientOffload:
             slot = window.free_gradient_slot(layer)
             if slot is None:
                 # Every slot gathers for a layer whose other parameters may never get a gradient.
-                self._offload_all(self._order.making_room(window.taking_turns()))
+                self._offload_all(self._order.making_room(window.layers_in_shared_slots()))
                 slot = window.free_gradient_slot(layer)
         if self._order.passed(layer):
             slot = self._extra_slot(layer)
@@ -191,14 +191,14 @@ class GradientOffload:
     def flush(self) -> None:
         """Backward has ended: offload every slot that still gathers."""
         self._offload_all(self._order.rest())
-        while layers := self._order.further(self._window.gathering()):
+        while layers := self._order.further(self._window.gathering_layers()):
             self._offload_all(layers)
         self._order.begin_again()
         self._last = None  # else the slot would outlive a change of plan
 
     def abandon(self) -> None:
         """Backward has failed: release the slots. Their gradients are void."""
-        for layer in self._window.gathering():
+        for layer in self._window.gathering_layers():
             slot = self._layers[layer].on_gpu.gradient_slot
             if slot is not None:
                 self._join(layer, slot)
@@ -222,7 +222,7 @@ class GradientOffload:
         positions = absent.union(slot.arrived)
         # After several calls more gradients may come. Pending gradients are added to sums with all
         # others of the layer when backward has ended.
-        more = state.gradients.expected.calls > 1 or bool(state.gradients.pending)
+        more = state.gradients.expected.num_pending_backwards > 1 or bool(state.gradients.pending)
         array = self._step.array_for(more_may_come=more)
         self._performed.add(Kind.OFFLOAD, layer)
         self._offloaded.append(layer)
@@ -238,7 +238,7 @@ class GradientOffload:
         gradients = LayerGradients(state, positions, InBuffer(entry.memory, entry.record))
         self._step.take([gradients], array, is_complete=not more)
 
-    def _entry(self, state: LayerState, positions: frozenset[int], array: str) -> Entry:
+    def _entry(self, state: LayerState, positions: frozenset[int], array: str) -> HostEntry:
         """Return the host buffer for these gradients.
 
         It is the layer's array "gradients", if they will be pending there, the array is in memory,
@@ -251,7 +251,7 @@ class GradientOffload:
         return self._host.ring_entry()
 
     def _copy(
-        self, state: LayerState, slot: GradientSlot, positions: frozenset[int], entry: Entry
+        self, state: LayerState, slot: GradientSlot, positions: frozenset[int], entry: HostEntry
     ) -> None:
         """Queue the copy of the slot's gradients to `entry`, and release the slot."""
         device, memory, copies = self._device, slot.gradients, list(_copies(state, positions))

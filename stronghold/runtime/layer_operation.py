@@ -140,7 +140,7 @@ class LayerOperations:
         state = gradients.state
         for share in state.shares:
             arrays = tuple(a for a in filed if state.maps[a].has(*share))
-            cuts = self._tiers.cuts(state.index, arrays, *share) if arrays else iter([share])
+            cuts = self._tiers.piece_spans(state.index, arrays, *share) if arrays else iter([share])
             for begin, end in cuts:
                 if gradients.has_any(begin, end):
                     yield begin, end, arrays
@@ -150,7 +150,9 @@ class LayerOperations:
         state, begin, end = piece.gradients.state, piece.begin, piece.end
         piece.entry = self._tiers.updates.next()
         if is_first:
-            piece.views = self._tiers.views(piece.entry.memory, state.index, filed, begin, end)
+            piece.views = self._tiers.piece_views(
+                piece.entry.memory, state.index, filed, begin, end
+            )
             return
         piece.views = self._tiers.queue_load(
             self._device, state, begin, end, filed, piece.entry, what=WHAT[verb]

@@ -406,7 +406,7 @@ class Stack:
         self.runtime.close()
         self.device.memory.restart_peak(self.runtime.kept_gradient_bytes)
         for layer in sorted(before.updated_on_gpu - plan.updated_on_gpu):
-            self.store.give(layer)
+            self.store.move_to_host(layer)
         fits = True
         if plan.gpu_total_bytes > before.gpu_total_bytes:  # else it takes what the other one had
             more = plan.gpu_total_bytes - self.device.memory.allocated_bytes
@@ -416,8 +416,8 @@ class Stack:
             plan = before
         for layer in sorted(plan.updated_on_gpu):
             if self.host.layers[layer].home is not GPU:
-                self.store.take(layer)
-        self.host.hold(plan.pending, plan.ring_entries, plan.early)
+                self.store.move_to_device(layer)
+        self.host.apply_plan(plan.pending, plan.ring_entries, plan.early)
         self.plan = plan
         self.metrics.recomputed = plan.recomputed
         self._start(plan)
@@ -458,7 +458,7 @@ class Stack:
         self.runtime.settle()
         self.runtime.detach()
         self.device.finish()
-        self.store.leave()
+        self.store.offload_arrays()
         self.runtime.give_back()
         self.runtime.close()
         _move_buffers(self.partition.model, torch.device("cpu"))
@@ -479,7 +479,7 @@ class Stack:
                 "taken that memory: free it, "
                 "or lower stronghold.gpu_memory and make the engine again from a checkpoint"
             )
-        self.store.come_back()
+        self.store.reload_arrays()
         _move_buffers(self.partition.model, device.torch_device)
         self._away = False
         self._start(plan)
@@ -538,9 +538,9 @@ class Stack:
         with self._parts:  # the lanes and the pool end whatever happens below
             self.runtime.detach()
             self.device.close()
-            self.store.give_back()
+            self.store.return_weights()
             try:
-                self.host.bring_back(available_host_bytes())
+                self.host.unspill_weights(available_host_bytes())
             finally:  # of a layer that cannot be read every parameter is NaN, and the error says so
                 self.runtime.give_back()
                 _move_buffers(self.partition.model, torch.device("cpu"))

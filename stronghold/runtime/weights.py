@@ -138,7 +138,7 @@ class LayerWeights:
             )
             self._team.gather(state, slot, together=together)
             return nbytes
-        for begin, end in tiers.cuts(layer, ("weights",)):
+        for begin, end in tiers.piece_spans(layer, ("weights",)):
             entry = tiers.fetches.next()
             views = tiers.queue_load(
                 device, state, begin, end, ("weights",), entry, lane=LaneName.STAGE

@@ -255,7 +255,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "prefetch beyond the window": (
         {"stronghold": {"device": "emulated", "window": 2, "prefetch": 2}},
-        (r"stronghold\.prefetch: got 2", "Lower prefetch or raise window"),
+        (r"stronghold\.prefetch: got 2", "Lower prefetch, or raise window"),
     ),
     "log level": ({"log_level": 1}, ("log_level: got 1", '"warning"')),
     "a number without end": (

@@ -13,14 +13,14 @@ from torch import nn
 
 from stronghold.device import cuda
 from stronghold.device.cuda import CudaDevice
-from stronghold.refine import TRACED_STEPS, UNTOLD_STEPS
+from stronghold.refine import TRACED_STEPS, WARM_UP_STEPS
 from tests.models import MODELS, loss_of, token_batch
 from tests.support.training import Run, assert_identical, config, initialized, on
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 MIB = 1 << 20
-REFINED = UNTOLD_STEPS + TRACED_STEPS  # steps
+REFINED = WARM_UP_STEPS + TRACED_STEPS  # steps
 SHORT, LONG = 64, 1024  # tokens of a sequence, of which a batch has two
 SLOWEST: dict[str, Any] = {  # and smallest
     "device": "cuda",

@@ -24,7 +24,7 @@ from stronghold.errors import ConfigError, LaneError
 from stronghold.plan.cost import LayerWork, Workload
 from stronghold.plan.schedule import Action, Kind
 from stronghold.predict.simulate import simulate
-from stronghold.refine import TRACED_STEPS, UNTOLD_STEPS
+from stronghold.refine import TRACED_STEPS, WARM_UP_STEPS
 from stronghold.runtime.early_updates import FREE_MISSES
 from stronghold.runtime.optimizer import make_scaler
 from tests.faults.test_lane_failures import WITHIN_S, fail_backward, fail_in, run_steps
@@ -479,7 +479,7 @@ def test_a_refined_plan_updates_early_without_a_change_of_bits() -> None:
         section["host_memory"] = 1 << 30
         engine = engine_of(SleepingModel([(1 << 16, 0.002, 0.004)] * 6), section)
         x, losses = torch.ones(64), []
-        for _ in range(UNTOLD_STEPS + TRACED_STEPS + 3):
+        for _ in range(WARM_UP_STEPS + TRACED_STEPS + 3):
             loss = engine(x)
             engine.backward(loss)
             engine.step()

@@ -245,7 +245,7 @@ def test_deepspeeds_words_for_small_states_are_met_and_the_log_says_by_what(
         engine_of(
             {"states": kind}, bf16={"enabled": True, **keys}, zero_optimization={"stage": 2}
         ).destroy()
-    said = [r.getMessage() for r in caplog.records if "met by" in r.getMessage()]
+    said = [r.getMessage() for r in caplog.records if "replaced by" in r.getMessage()]
     assert len(said) == 2
     assert all(f'stronghold.states "{kind}"' in line for line in said)
 

@@ -230,7 +230,7 @@ def test_a_plan_whose_layers_all_stay_on_the_gpu_is_refined(tmp_path: Path) -> N
     """Files were asked for, and hold nothing: what is left open is which updates are early."""
     section = {"resident_layers": "all", "resident_updates": "gpu", "activations": "recompute"}
     section |= {"early_layers": None, "host_memory": 1 << 30}
-    steps = refine.UNTOLD_STEPS + refine.TRACED_STEPS + 1
+    steps = refine.WARM_UP_STEPS + refine.TRACED_STEPS + 1
     settings = config(section=section | spilling(tmp_path, "moments"), clipping=0.0)
     run = train_windowed(MODELS["gpt"], steps=steps, settings=settings)
     assert_identical(run, train_plain(MODELS["gpt"], steps=steps, clipping=0.0))

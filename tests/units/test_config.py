@@ -314,7 +314,7 @@ def test_activations_are_one_level_or_numbers_of_blocks_in_order() -> None:
         assert "stronghold.activations: got" in section_refusal(activations=wrong)
     for wrong in (None, {"keep": 1}):
         refused = section_refusal(activations=wrong, kept_activations=2)
-        assert "stronghold.kept_activations: says which blocks" in refused
+        assert "stronghold.kept_activations: needs one word" in refused
 
 
 @pytest.mark.parametrize(("kept", "again"), [(0, 3), (1, 2), (3, 0), (5, 0)])

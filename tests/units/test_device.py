@@ -18,7 +18,7 @@ from stronghold.device.lane_name import LaneName
 from stronghold.device.pinned import cuts
 from stronghold.errors import BudgetError, ConfigError, LaneError, StateError
 from stronghold.memory.slab import map_slab
-from stronghold.telemetry.metrics import value
+from stronghold.telemetry.metrics import read_number
 from stronghold.telemetry.trace import Trace
 
 WEIRD = (1, 2, 15, 17, 4097)
@@ -122,7 +122,7 @@ def test_compute_waits_for_a_fence_and_says_how_long(make_device: Callable[..., 
     device = make_device(trace=Trace())  # a stream's waits are known when they are traced
 
     def waited(fence: Fence) -> float:
-        return value(device.compute.wait(fence)) or 0.0
+        return read_number(device.compute.wait(fence)) or 0.0
 
     if device.torch_device.type == "cpu":  # a stream goes on once the operation is issued
         assert waited(device.fetch.submit("slow", lambda: time.sleep(0.05))) > 0.02

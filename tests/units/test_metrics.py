@@ -7,12 +7,12 @@ import torch
 
 from stronghold.telemetry.metrics import (
     EarlyCounts,
-    EarlyEnd,
+    EarlyOutcome,
     Metrics,
     WaitCause,
     batch_size,
+    read_number,
     tflops,
-    value,
 )
 from stronghold.telemetry.trace import Span, Trace
 
@@ -61,13 +61,13 @@ def test_early_updates_are_counted_for_one_step() -> None:
     metrics = Metrics(num_parameters=1)
     assert "early" not in metrics.format(end(metrics))
     for _ in range(12):
-        metrics.count_early(EarlyEnd.COMMITTED)
+        metrics.count_early(EarlyOutcome.COMMITTED)
     for _ in range(3):
-        metrics.count_early(EarlyEnd.LEFT)
+        metrics.count_early(EarlyOutcome.LEFT)
     record = end(metrics)
     assert record.early == EarlyCounts(committed=12, left=3)
     assert "| early 12 committed, 3 left to the gate" in metrics.format(record)
-    metrics.count_early(EarlyEnd.DROPPED)
+    metrics.count_early(EarlyOutcome.DROPPED)
     line = metrics.format(end(metrics))
     assert "early 0 committed, 0 left to the gate, 1 dropped" in line
     assert not end(metrics).early
@@ -142,8 +142,8 @@ def test_a_record_holds_no_graph() -> None:
     record = end(Metrics(num_parameters=1), loss=weight.sum())
     assert isinstance(record.loss, torch.Tensor)
     assert record.loss.grad_fn is None
-    assert value(record.loss) == 3.0
-    assert value(None) is None
+    assert read_number(record.loss) == 3.0
+    assert read_number(None) is None
 
 
 def test_a_skipped_step_says_so() -> None:

@@ -263,7 +263,7 @@ def test_close_drops_every_buffer(make_window: Make, layers: Layers) -> None:
     assert layers[EMBEDDING].on_gpu.slot is None
     assert window.free_slot() is None
     assert window.free_gradient_slot(1) is None
-    assert window.held_layers() == window.gathering() == []
+    assert window.held_layers() == window.gathering_layers() == []
 
 
 def test_sums_of_a_layer_that_was_abandoned_are_not_the_next_ones(
