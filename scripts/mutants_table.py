@@ -448,7 +448,7 @@ HOOKS = [
     Mutant(
         "a graph takes weights that were updated on the device since",
         "runtime/activations.py",
-        "if packed.tensor._version != packed.version:",
+        "if version_of(packed.tensor) != packed.version:",
         "if False:",
         RESIDENTS,
         "older_than or detached",
@@ -512,7 +512,7 @@ HOOKS = [
     Mutant(
         "an argument that was written since is taken",
         "runtime/recompute.py",
-        "            if tensor._version != version:\n                raise RuntimeError(",
+        "            if version_of(tensor) != version:\n                raise RuntimeError(",
         "            if False:\n                raise RuntimeError(",
         RECOMPUTE,
         "among_the_arguments",

@@ -24,6 +24,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from stronghold.checkpoint.tensorfile import TensorFile
 from stronghold.errors import CheckpointError, ConfigError, did_you_mean
 from stronghold.model.partition import set_source
+from stronghold.runtime.patches.modules import build_from_config, set_weight_conversions
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -58,7 +59,7 @@ def from_pretrained(
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigError(f"{path}: its weights are quantised, and stronghold trains whole floats")
     made_by = auto_class or transformers.AutoModelForCausalLM
-    build = getattr(made_by, "from_config", None) or made_by._from_config
+    build = getattr(made_by, "from_config", None) or build_from_config(made_by)
     with _parameters_on_meta():
         model = build(config, dtype=dtype or config.dtype or torch.float32)
     if (path / "generation_config.json").is_file() and hasattr(model, "generation_config"):
@@ -252,7 +253,7 @@ def _by_names(
             group = groups.setdefault(name, _Tensors(rule, name, context))
             group.add(pattern, key, stored[key])
     # As transformers leaves it: save_pretrained writes the names that were read.
-    model._weight_conversions = [rule for rule in rules if rule.was_used()]
+    set_weight_conversions(model, [rule for rule in rules if rule.was_used()])
 
     found: dict[str, _Tensors] = {}
     for group in groups.values():

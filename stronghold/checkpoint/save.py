@@ -58,6 +58,7 @@ from stronghold.optim.states import group_size
 from stronghold.plan.homes import GPU
 from stronghold.plan.schedule import update_order
 from stronghold.runtime.optimizer import EngineOptimizer
+from stronghold.runtime.patches.modules import transient_buffers
 from stronghold.runtime.stack import Stack
 
 PACKAGES = ("stronghold", "deepspeed", "torch")
@@ -342,7 +343,7 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     transient = {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
-        for name in module._non_persistent_buffers_set
+        for name in transient_buffers(module)
     }
     yield from ((n, b) for n, b in model.named_buffers() if n not in transient)
 

@@ -19,9 +19,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from stronghold.errors import ConfigError
+from stronghold.runtime.patches.tensors import tree_flatten, tree_unflatten
 from stronghold.team.group import Ranks
 
 logger = logging.getLogger("stronghold")

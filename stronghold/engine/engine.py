@@ -45,8 +45,9 @@ from stronghold.plan.plan import Plan
 from stronghold.process import forked_from
 from stronghold.refine import Refinement
 from stronghold.runtime.fragments import fragments
-from stronghold.runtime.guards import NO_TRANSFORMS, ParameterReads, StateHooks, check_free
+from stronghold.runtime.guards import NO_TRANSFORMS, StateHooks, check_free
 from stronghold.runtime.optimizer import EngineOptimizer, make_scaler
+from stronghold.runtime.patches.parameters import ParameterReads
 from stronghold.runtime.stack import MemoryReport, Stack
 from stronghold.runtime.steps import StalledWeights
 from stronghold.team.group import Ranks, local_rank_of
@@ -234,7 +235,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
             settle=stack.settle,
             drop=stack.drop_gradients,
             clipped=partial(_check_clipping, settings.gradient_clipping),
-            found=fragments(stack),
+            fragments=fragments(stack),
         )
         chunked = stack.plan.demand.chunk is not None
         self._batches = Batches(weakref.proxy(self), ranks, chunked=chunked)

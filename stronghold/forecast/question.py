@@ -31,6 +31,7 @@ from stronghold.optim import examples
 from stronghold.optim.states import EXACT, LEAN, Kind, States, page_numel, states_of
 from stronghold.plan.cost import Demand, Workload, workload_of
 from stronghold.plan.machine import MachineProfile, Rates, find, machine_names, rates_of
+from stronghold.runtime.patches.modules import build_from_config
 
 SEQ = 2048  # without --seq, or as many as the model knows
 CLIPPING = 1.0  # DeepSpeed's default
@@ -408,7 +409,7 @@ def _build(config: Any, where: str) -> Any:
     causal language model; attention fused where the model can."""
     transformers = _transformers()
     named = [getattr(transformers, name, None) for name in config.architectures or ()]
-    makers = [kind._from_config for kind in named[:1] if kind is not None]
+    makers = [build_from_config(kind) for kind in named[:1] if kind is not None]
     make = makers[0] if makers else transformers.AutoModelForCausalLM.from_config
     with torch.device("meta"), _quiet():
         try:

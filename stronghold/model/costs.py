@@ -374,7 +374,7 @@ class _Tracer:
     # -- the books --------------------------------------------------------------------------------
     def _key(self, tensor: torch.Tensor) -> int:
         storage = tensor.untyped_storage()
-        key = int(storage._cdata)
+        key = id(storage)
         self._held[key] = storage
         self._bytes[key] = storage.nbytes()
         return key
@@ -525,7 +525,7 @@ def kinds(leaves: Sequence[Any]) -> tuple[Any, ...]:
     for number, leaf in enumerate(leaves):
         shares = None
         if isinstance(leaf, torch.Tensor):
-            shares = first.setdefault(int(leaf.untyped_storage()._cdata), number)
+            shares = first.setdefault(id(leaf.untyped_storage()), number)
         found.append((_kind(leaf), shares))
     return tuple(found)
 
@@ -576,7 +576,7 @@ class Passing(TorchDispatchMode):
 
     def number(self, storage: torch.UntypedStorage) -> int:
         """The storage's number in the timeline; addresses are used again, numbers are not."""
-        key, nbytes = int(storage._cdata), storage.nbytes()
+        key, nbytes = id(storage), storage.nbytes()
         if key in self._alive:
             return self._alive[key][0]
         self._num_storages += 1

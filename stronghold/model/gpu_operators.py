@@ -67,7 +67,7 @@ def attended(inputs: Sequence[torch.Tensor], results: Sequence[Any]) -> Attended
     query, key, value = (tensor.shape for tensor in inputs)
     storages = [r.untyped_storage() for r in results if isinstance(r, torch.Tensor)]
     return Attended(
-        sum({int(storage._cdata): storage.nbytes() for storage in storages}.values()),
+        sum({id(storage): storage.nbytes() for storage in storages}.values()),
         float(_attention_flops(query, key, value)),
         query[0] * query[2],
     )

@@ -57,8 +57,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from stronghold.device.base import Device
 from stronghold.errors import ConfigError
@@ -66,6 +64,15 @@ from stronghold.model.logits import Forward
 from stronghold.model.partition import Layer
 from stronghold.process import run_and_restore
 from stronghold.runtime.executor import Executor
+from stronghold.runtime.patches.autograd import TorchDispatchMode
+from stronghold.runtime.patches.modules import (
+    hooks_after_gradient,
+    hooks_on_gradient,
+    is_batch_norm,
+    is_call_compiled,
+    parameter_table,
+)
+from stronghold.runtime.patches.tensors import arguments_of, tree_leaves, tree_map_only, version_of
 from stronghold.runtime.recompute import is_cache
 
 logger = logging.getLogger("stronghold")
@@ -226,13 +233,13 @@ class Chunks:
         """Divide the calls of the layer's modules. ConfigError for what cannot be."""
         for module in layer.modules:
             name = layer.name or type(module).__name__
-            if getattr(module, "_compiled_call_impl", None) is not None:
+            if is_call_compiled(module):
                 raise ConfigError(
                     f"{KEY}: {name} is compiled, and a compiled forward cannot be divided: compile "
                     "parts inside of the block, or leave the key out"
                 )
             for part_name, part in module.named_modules():
-                if isinstance(part, nn.modules.batchnorm._BatchNorm):
+                if is_batch_norm(part):
                     raise ConfigError(
                         f"{KEY}: {name}.{part_name} is a {type(part).__name__}, whose statistics "
                         "are the whole batch's: leave the key out"
@@ -402,8 +409,8 @@ class Chunks:
     def _refuse_hooks(self, layer: Layer) -> None:
         for named in layer.parameters:
             # The engine's own is one that comes after accumulation.
-            after = getattr(named.parameter, "_post_accumulate_grad_hooks", None) or ()
-            if named.parameter._backward_hooks or len(after) > 1:
+            after = hooks_after_gradient(named.parameter)
+            if hooks_on_gradient(named.parameter) or len(after) > 1:
                 raise ConfigError(
                     f"{KEY}: {named.name} has a hook on its gradient, which comes in chunks and "
                     "never to the parameter: remove the hook, or leave the key out"
@@ -606,7 +613,7 @@ class Carried(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        for position, argument in enumerate(func._schema.arguments):
+        for position, argument in enumerate(arguments_of(func)):
             given = args[position] if position < len(args) else kwargs.get(argument.name)
             writes = argument.alias_info is not None and argument.alias_info.is_write
             for tensor in _tensors(given):
@@ -667,15 +674,15 @@ def _refuse_change(name: str, contents: Contents) -> None:
 
 
 def _versions(tensors: Iterable[torch.Tensor]) -> list[int]:
-    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+    return [0 if tensor.is_inference() else version_of(tensor) for tensor in tensors]
 
 
 def _holds_tensors(module: nn.Module) -> bool:
     """Whether the block's parts hold tensors besides parameters, also in lists and tables."""
     return any(
-        name != "_parameters" and _has_tensor(value)
+        value is not parameter_table(part) and _has_tensor(value)
         for part in module.modules()
-        for name, value in vars(part).items()
+        for value in vars(part).values()
     )
 
 
@@ -696,8 +703,8 @@ def _places(layer: Layer, module: nn.Module) -> list[tuple[dict[str, Any], str, 
     """Where the block's modules have parameters: the table, the name, the position in the layer."""
     position = {id(named.parameter): k for k, named in enumerate(layer.parameters)}
     return [
-        (part._parameters, name, position[id(parameter)])
+        (parameter_table(part), name, position[id(parameter)])
         for part in module.modules()
-        for name, parameter in part._parameters.items()
+        for name, parameter in parameter_table(part).items()
         if parameter is not None and id(parameter) in position
     ]

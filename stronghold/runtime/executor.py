@@ -39,6 +39,7 @@ from stronghold.runtime.compute_span import ComputeSpan
 from stronghold.runtime.gradients import GradientOffload
 from stronghold.runtime.optimizer_step import Ledger, OptimizerStep
 from stronghold.runtime.parts import Parts
+from stronghold.runtime.patches.autograd import backward_number
 from stronghold.runtime.weights import LayerWeights
 
 # A pass longer than this (token-by-token generation) keeps the schedule that it has.
@@ -427,7 +428,7 @@ class Executor:
                 "its layer on the device (stronghold.resident_layers)"
             )
         expected = state.gradients.expected
-        if expected.resident_calls > 1 and torch._C._current_graph_task_id() != self._task:
+        if expected.resident_calls > 1 and backward_number() != self._task:
             # A backward inside the backward: each of the calls gives its gradients by itself.
             expected.calls = max(expected.calls, expected.resident_calls)
         self.gradients.arrived(state.index, position, self.outside.scaled(gradient))
@@ -438,7 +439,7 @@ class Executor:
         if self.phase is Phase.IDLE:
             self.outside.reached(gradient)
         if self._task is None:
-            self._task = torch._C._current_graph_task_id()
+            self._task = backward_number()
         return self.phase is Phase.BACKWARD
 
     def _check_reached(self, name: str) -> None:

@@ -20,6 +20,7 @@ from torch import nn
 
 from stronghold.errors import ConfigError
 from stronghold.optim.contract import Optimizer
+from stronghold.runtime.patches.modules import mark_stepped
 from stronghold.runtime.steps import Groups
 from stronghold.telemetry.metrics import Reading, value
 
@@ -206,7 +207,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         them."""
         for optimizer in (self, self._client):
             if optimizer is not None:
-                optimizer._opt_called = True  # type: ignore[attr-defined]
+                mark_stepped(optimizer)
 
     @property
     def default(self) -> Optimizer:

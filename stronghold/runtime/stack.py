@@ -50,9 +50,10 @@ from stronghold.plan.homes import FILE, GPU, Home
 from stronghold.plan.plan import Plan, levels_of, make_plan
 from stronghold.process import check_not_forked, forked_from
 from stronghold.runtime.formats import CAST, COMPUTED, model_formats, page_items
-from stronghold.runtime.guards import COMPILED_WHOLE, is_compiled
+from stronghold.runtime.guards import COMPILED_WHOLE
 from stronghold.runtime.optimizer import EngineOptimizer
 from stronghold.runtime.parts import Written, assemble
+from stronghold.runtime.patches.modules import is_compiled
 from stronghold.runtime.recompute import forbid_caches
 from stronghold.runtime.runtime import Runtime
 from stronghold.team.group import Ranks
