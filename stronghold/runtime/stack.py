@@ -54,6 +54,7 @@ from stronghold.runtime.guards import COMPILED_WHOLE
 from stronghold.runtime.optimizer import EngineOptimizer
 from stronghold.runtime.parts import Written, assemble
 from stronghold.runtime.patches.modules import is_compiled
+from stronghold.runtime.patches.versions import report_untried
 from stronghold.runtime.recompute import forbid_caches
 from stronghold.runtime.runtime import Runtime
 from stronghold.team.group import Ranks
@@ -139,8 +140,10 @@ class Stack:
         self._trace_path = section.trace and open_path(section.trace, rank)
         self.plan: Plan = make_plan(self.layout, self.demand)
         check_alike(self.ranks, self.layout, self.plan, settings.precision)
-        if not self.partition.streamed and rank == 0:
-            _say_no_blocks(model, section)
+        if rank == 0:
+            report_untried()
+            if not self.partition.streamed:
+                _say_no_blocks(model, section)
         if not self.plan.whole and is_compiled(model):
             raise ConfigError(f"model: {COMPILED_WHOLE}")
         self.trace = Trace(rank, recording=section.trace is not None)
