@@ -43,7 +43,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from stronghold.runtime.patches import autograd, modules, tensors
 from stronghold.runtime.patches.table import PATCHES, Manner, Package, Span
-from stronghold.runtime.patches.versions import untried_versions
+from stronghold.runtime.patches.versions import report_untried, untried_versions
 from tests.support import stock
 from tests.support.frameworks import fresh_accelerate
 
@@ -143,6 +143,21 @@ def test_an_untried_version_is_one_phrase() -> None:
     assert phrase("2.11.3+cu129") == phrase("2.12.0") == phrase("2.13.9") == []
     assert phrase("2.14.0.dev1") == ["torch 2.14.0.dev1 (tried: 2.11.0 to 2.13.1)"]
     assert phrase("2.9") == ["torch 2.9 (tried: 2.11.0 to 2.13.1)"]
+
+
+def test_an_untried_version_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    packages = [Package(name="torch", tried=("1.0",)), Package(name="not_imported", tried=("1",))]
+    monkeypatch.setattr("stronghold.runtime.patches.versions.PACKAGES", packages)
+    report_untried.cache_clear()
+    report_untried()
+    report_untried()
+    monkeypatch.undo()
+    report_untried.cache_clear()
+    (line,) = caplog.messages
+    assert f"torch {torch.__version__} (tried: 1.0)" in line
+    assert "docs/patches.md" in line
 
 
 # -- DeepSpeed and Accelerate ----------------------------------------------------------------------

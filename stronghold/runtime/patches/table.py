@@ -343,8 +343,8 @@ _USED = (
         package=TORCH,
         manner=Manner.USED,
         names=("torch._C._current_graph_task_id",),
-        reason="Tells one backward from the next, and from none (-1): the user's own "
-        "backward, one inside another, and one that raised are noticed by it.",
+        reason="Distinguishes one backward from the next, and from none (-1): the user's own"
+        " backward, one inside another, and one that raised are noticed by it.",
         file=_AUTOGRAD,
     ),
     Patch(
