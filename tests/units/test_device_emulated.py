@@ -96,7 +96,7 @@ def test_poison_is_nan_in_every_element(
     assert whole[1:-1].isnan().all()
     assert whole[0] == whole[-1] == 0.0
     kept = torch.zeros(numel, dtype=dtype)
-    emulated(poison=False).poison(kept)
+    emulated(poison=False).memory.poison(kept)
     assert not kept.isnan().any()
 
 
