@@ -70,7 +70,7 @@ def pin(machine: str) -> str:
 
     import torch
 
-    from stronghold.device.cuda import CudaDevice
+    from stronghold.devices.cuda import CudaDevice
     from stronghold.memory.slab import map_slab
 
     device, slab = CudaDevice(), map_slab(1 << 30, torch.uint8)
@@ -125,7 +125,7 @@ def triton(machine: str) -> str:
     import torch
 
     from stronghold import native
-    from stronghold.device.cuda import CudaDevice
+    from stronghold.devices.cuda import CudaDevice
     from tests.support.device_kernels import BF16, F32, assert_same, run_adam, some_arrays, sums
 
     device = CudaDevice()

@@ -23,7 +23,7 @@ from stronghold.errors import (
 from stronghold.runtime.patches.imports import call_when_imported
 
 if TYPE_CHECKING:
-    from stronghold.device.base import OutOfMemoryError
+    from stronghold.devices.base import OutOfMemoryError
     from stronghold.engine import StrongholdEngine
     from stronghold.engine.dispatch import initialize
     from stronghold.optim.adam import CPUAdam
@@ -54,7 +54,7 @@ _HOME = {
     "CPUAdam": "stronghold.optim.adam",
     "CPULion": "stronghold.optim.lion",
     "CPUSGD": "stronghold.optim.sgd",
-    "OutOfMemoryError": "stronghold.device.base",
+    "OutOfMemoryError": "stronghold.devices.base",
     "StrongholdEngine": "stronghold.engine",
     "from_pretrained": "stronghold.pretrained",
     "initialize": "stronghold.engine.dispatch",

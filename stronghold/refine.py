@@ -61,7 +61,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from stronghold.device.base import OutOfMemoryError
+from stronghold.devices.base import OutOfMemoryError
 from stronghold.errors import BudgetError
 from stronghold.plan.cost import (
     Demand,

@@ -58,8 +58,8 @@ from stronghold.checkpoint.tensorfile import (
     TensorFile,
     write_durably,
 )
-from stronghold.device.base import Device
-from stronghold.device.random_numbers import random_state, set_random_state
+from stronghold.devices.base import Device
+from stronghold.devices.random_numbers import random_state, set_random_state
 from stronghold.errors import CheckpointError, ConfigError, explain
 from stronghold.native import Closeable
 from stronghold.optim import DEFAULT, OPTIMIZERS, optimizer_named

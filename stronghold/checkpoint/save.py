@@ -49,8 +49,8 @@ from stronghold.checkpoint.tensorfile import (
     write_parts,
     write_tensors,
 )
-from stronghold.device.base import Fence, surfacing
-from stronghold.device.lane_name import LaneName
+from stronghold.devices.base import Fence, surfacing
+from stronghold.devices.lane_name import LaneName
 from stronghold.errors import CheckpointError, ConfigError, LaneError
 from stronghold.model.arrays import array_dtype, moment_arrays
 from stronghold.model.layout import ParameterSlice

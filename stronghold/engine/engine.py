@@ -33,7 +33,7 @@ import torch
 from torch import nn
 
 from stronghold.config import Settings
-from stronghold.device.base import off_lanes
+from stronghold.devices.base import off_lanes
 from stronghold.engine.attributes import REMOVED_SWITCHES, unused_attributes
 from stronghold.engine.backward import UserBackward
 from stronghold.engine.checkpoints import Checkpoints

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
-from stronghold.device.base import Device
+from stronghold.devices.base import Device
 from stronghold.errors import StateError
 from stronghold.memory.layer import LayerState
 from stronghold.memory.slab import flush

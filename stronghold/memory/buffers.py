@@ -1,8 +1,8 @@
 """Buffers that layers take in turn: weight slots, gradient slots, and entries of host memory.
 
 Owns no memory: `memory.host` and `memory.window` allocate the buffers. Each buffer carries an
-access record (hazard tracking, `device.base`). The record names the operations that must end before
-the buffer may be overwritten.
+access record (hazard tracking, `devices.base`). The record names the operations that must end
+before the buffer may be overwritten.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from stronghold.device.base import Record
+from stronghold.devices.base import Record
 
 
 @dataclass(slots=True, eq=False)

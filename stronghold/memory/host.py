@@ -45,7 +45,7 @@ from operator import attrgetter
 
 import torch
 
-from stronghold.device.base import Device, Record
+from stronghold.devices.base import Device, Record
 from stronghold.memory.access import ArrayAccess
 from stronghold.memory.buffers import EntryRing, HostEntry
 from stronghold.memory.layer import LayerState, SecondArrays

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from stronghold.device.base import Fence, Record
+from stronghold.devices.base import Fence, Record
 from stronghold.errors import StateError
 from stronghold.memory.buffers import GradientSlot, Slot
 from stronghold.model.arrays import ArrayMap, Section, array_maps, state_arrays

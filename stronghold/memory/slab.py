@@ -46,7 +46,7 @@ from typing import Any
 
 import torch
 
-from stronghold.device.base import Device
+from stronghold.devices.base import Device
 from stronghold.errors import BudgetError, ConfigError, format_size
 from stronghold.limits import available_host_bytes
 from stronghold.process import Neighbours

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from stronghold.device.base import Device
+from stronghold.devices.base import Device
 from stronghold.errors import StateError
 from stronghold.memory.slab import map_slab
 from stronghold.native import ALIGNMENT

@@ -23,8 +23,8 @@ from typing import Literal
 
 import torch
 
-from stronghold.device.base import Device, Fence, Lane, Record, dependences, submitted
-from stronghold.device.lane_name import LaneName
+from stronghold.devices.base import Device, Fence, Lane, Record, dependences, submitted
+from stronghold.devices.lane_name import LaneName
 from stronghold.memory.buffers import EntryRing, HostEntry
 from stronghold.memory.layer import LayerState
 from stronghold.memory.slab import map_slab

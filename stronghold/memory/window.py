@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from stronghold.device.base import Device, Fence, Record
+from stronghold.devices.base import Device, Fence, Record
 from stronghold.errors import StateError
 from stronghold.memory.buffers import GradientSlot, Slot, SlotContents
 from stronghold.memory.layer import LayerState, Residency

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from stronghold.device.base import Fence
+from stronghold.devices.base import Fence
 from stronghold.errors import StateError
 from stronghold.memory.slab import meta_slab
 from stronghold.memory.staging import StagingRing

@@ -30,9 +30,9 @@ from typing import NamedTuple, cast
 
 import torch
 
-from stronghold.device.base import ComputeLane, Device, Fence, Lane, Work
-from stronghold.device.lane_name import STREAM_LANES, LaneName
-from stronghold.device.memory import DeviceMemory
+from stronghold.devices.base import ComputeLane, Device, Fence, Lane, Work
+from stronghold.devices.lane_name import STREAM_LANES, LaneName
+from stronghold.devices.memory import DeviceMemory
 from stronghold.native import Kernels
 from stronghold.plan.machine import LEAST_SHARE, Rates
 

@@ -53,8 +53,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from stronghold.device.base import Fence, Record, completed
-from stronghold.device.lane_name import LaneName
+from stronghold.devices.base import Fence, Record, completed
+from stronghold.devices.lane_name import LaneName
 from stronghold.errors import ConfigError, LaneError
 from stronghold.memory.slab import PinnedPool
 from stronghold.model.gpu_operators import AttentionCost, total_attention

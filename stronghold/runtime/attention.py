@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from stronghold.device.base import Device
-from stronghold.device.random_numbers import random_state, set_random_state
+from stronghold.devices.base import Device
+from stronghold.devices.random_numbers import random_state, set_random_state
 from stronghold.model.gpu_operators import ATTENTION_KERNELS, AttentionCost, attention_cost
 from stronghold.runtime.patches.attention import Plain, Through
 from stronghold.runtime.patches.autograd import TorchDispatchMode

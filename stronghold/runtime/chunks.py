@@ -58,8 +58,8 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from stronghold.device.base import Device
-from stronghold.device.random_numbers import random_state, set_random_state
+from stronghold.devices.base import Device
+from stronghold.devices.random_numbers import random_state, set_random_state
 from stronghold.errors import ConfigError
 from stronghold.model.logits import Forward
 from stronghold.model.partition import Layer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from stronghold.device.base import Device, Fence
+from stronghold.devices.base import Device, Fence
 
 
 class ComputeSpan:

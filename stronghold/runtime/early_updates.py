@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from stronghold.device.base import Fence
+from stronghold.devices.base import Fence
 from stronghold.memory.layer import EarlyUpdate, LayerState
 from stronghold.plan.schedule import Kind, Schedule
 from stronghold.runtime.binding import Bindings

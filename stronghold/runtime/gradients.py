@@ -22,7 +22,7 @@ from operator import attrgetter
 
 import torch
 
-from stronghold.device.base import Fence
+from stronghold.devices.base import Fence
 from stronghold.errors import StateError
 from stronghold.memory.buffers import GradientSlot, HostEntry
 from stronghold.memory.gradient_slots import gradient_view, round_sums, sum_view

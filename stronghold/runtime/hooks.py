@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from stronghold.device.base import Device
+from stronghold.devices.base import Device
 from stronghold.errors import ConfigError
 from stronghold.memory.layer import LayerState
 from stronghold.model.partition import Partition

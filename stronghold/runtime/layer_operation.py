@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
 from functools import partial
 
-from stronghold.device.base import Device, Record
+from stronghold.devices.base import Device, Record
 from stronghold.memory.layer import LayerState
 from stronghold.memory.tiers import Tiers
 from stronghold.optim.states import Format

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from stronghold import native
-from stronghold.device.base import Record
+from stronghold.devices.base import Record
 from stronghold.errors import StateError
 from stronghold.memory.buffers import HostEntry
 from stronghold.memory.layer import LayerState

@@ -52,8 +52,8 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointError
 
 from stronghold.config.source import warn_once
-from stronghold.device.base import Device
-from stronghold.device.random_numbers import random_state, set_random_state
+from stronghold.devices.base import Device
+from stronghold.devices.random_numbers import random_state, set_random_state
 from stronghold.errors import ConfigError
 from stronghold.process import run_and_restore
 from stronghold.runtime.attention import AttentionCalls

@@ -21,11 +21,11 @@ from tqdm import tqdm
 
 from stronghold import native
 from stronghold.config import Settings, StrongholdConfig
-from stronghold.device import cuda
-from stronghold.device.base import Device
-from stronghold.device.cuda import CudaDevice
-from stronghold.device.emulated import EmulatedDevice
-from stronghold.device.lane_name import LaneName
+from stronghold.devices import cuda
+from stronghold.devices.base import Device
+from stronghold.devices.cuda import CudaDevice
+from stronghold.devices.emulated import EmulatedDevice
+from stronghold.devices.lane_name import LaneName
 from stronghold.errors import ConfigError, LaneError, StateError, format_size
 from stronghold.limits import available_host_bytes, update_cores
 from stronghold.memory.nvme import BLOCK_BYTES, NvmeStore

@@ -17,8 +17,8 @@ from functools import partial
 
 import torch
 
-from stronghold.device.base import timed
-from stronghold.device.lane_name import LaneName
+from stronghold.devices.base import timed
+from stronghold.devices.lane_name import LaneName
 from stronghold.errors import ConfigError
 from stronghold.memory.buffers import Slot
 from stronghold.memory.layer import Residency

@@ -6,7 +6,7 @@ together. `Team` is a process that trains alone and agrees with itself, `RankTea
 ranks; `NodeWeights` are the weights that a node's ranks share, with versions that say since when
 another rank's part is new. Entered by the training thread, and by autograd's in backward.
 
-What the records of this process (`device.base`) cannot tell, for it is about other processes:
+What the records of this process (`devices.base`) cannot tell, for it is about other processes:
   * whether another rank's part of the node's weights is new   -> `NodeWeights.waiting`
   * whether others have read this rank's part before it changes -> they have, before they take part
                                                                   in the gate (`_read_apart`)
@@ -53,8 +53,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from stronghold.device.base import Device, Fence, only_waits
-from stronghold.device.lane_name import LaneName
+from stronghold.devices.base import Device, Fence, only_waits
+from stronghold.devices.lane_name import LaneName
 from stronghold.errors import ConfigError, RankError
 from stronghold.memory.buffers import GradientSlot, Slot
 from stronghold.memory.layer import LayerState

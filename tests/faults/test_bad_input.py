@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import stronghold
-from stronghold.device import base
-from stronghold.device.memory import DeviceMemory
+from stronghold.devices import base
+from stronghold.devices.memory import DeviceMemory
 from stronghold.errors import BudgetError, ConfigError
 from stronghold.memory import host
 from tests.conftest import HAS_CUDA, lane_threads

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from stronghold.device.cuda import CudaDevice
+from stronghold.devices.cuda import CudaDevice
 from stronghold.errors import ConfigError, StateError
 from stronghold.memory.slab import map_slab
 from stronghold.telemetry.trace import Trace

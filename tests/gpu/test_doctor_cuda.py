@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from stronghold.device import cuda
+from stronghold.devices import cuda
 from stronghold.tools.doctor.measure import examine, gpu_name
 from stronghold.tools.doctor.rules import problems_of
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from stronghold.device import cuda
-from stronghold.device.cuda import CudaDevice
+from stronghold.devices import cuda
+from stronghold.devices.cuda import CudaDevice
 from stronghold.refine import TRACED_STEPS, WARM_UP_STEPS
 from tests.models import MODELS, loss_of, token_batch
 from tests.support.training import Run, assert_identical, config, initialized, on

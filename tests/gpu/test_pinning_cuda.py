@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from stronghold.device import cuda
-from stronghold.device.cuda import CudaDevice
+from stronghold.devices import cuda
+from stronghold.devices.cuda import CudaDevice
 from stronghold.errors import StateError
 from stronghold.memory.slab import map_slab
 from stronghold.tools.doctor.measure import examine

@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import stronghold
-from stronghold.device import cuda
+from stronghold.devices import cuda
 from stronghold.errors import ConfigError
 from stronghold.optim.states import StateKind
 from stronghold.runtime import attention

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import stronghold
 from stronghold import native
-from stronghold.device.emulated import EmulatedCompute
+from stronghold.devices.emulated import EmulatedCompute
 from stronghold.errors import ConfigError
 from stronghold.memory import window
 from stronghold.model.layout import layout

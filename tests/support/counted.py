@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stronghold.device.emulated import EmulatedDevice, EmulatedMemory
+from stronghold.devices.emulated import EmulatedDevice, EmulatedMemory
 
 
 class _Counting(TorchDispatchMode):

@@ -16,7 +16,7 @@ import torch
 from deepspeed import utils
 from torch import nn
 
-from stronghold.device.lane_name import LaneName
+from stronghold.devices.lane_name import LaneName
 from stronghold.errors import ConfigError, RankError
 from stronghold.telemetry.trace import file_of_rank, read
 from tests.conftest import lane_threads

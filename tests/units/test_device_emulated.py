@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from stronghold import native
-from stronghold.device import emulated as emulated_module
-from stronghold.device.base import THREAD_PREFIX
-from stronghold.device.emulated import EmulatedDevice
+from stronghold.devices import emulated as emulated_module
+from stronghold.devices.base import THREAD_PREFIX
+from stronghold.devices.emulated import EmulatedDevice
 from stronghold.errors import StateError
 from tests.support.pages import in_child
 from tests.support.quiet import law_of_time, on_time

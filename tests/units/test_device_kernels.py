@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from stronghold import native
-from stronghold.device.emulated import EmulatedDevice
+from stronghold.devices.emulated import EmulatedDevice
 from stronghold.errors import ConfigError
 from stronghold.native import Pool
 from stronghold.optim import triton_kernels

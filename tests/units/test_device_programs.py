@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from stronghold import native
-from stronghold.device.emulated import EmulatedDevice
+from stronghold.devices.emulated import EmulatedDevice
 from stronghold.optim.triton_kernels import TritonKernels
 from tests.support.device_kernels import (
     BF16,

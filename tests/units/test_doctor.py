@@ -20,8 +20,8 @@ import pytest
 import torch
 
 from stronghold import limits
-from stronghold.device.emulated import EmulatedDevice
-from stronghold.device.pinned import HostPinning
+from stronghold.devices.emulated import EmulatedDevice
+from stronghold.devices.pinned import HostPinning
 from stronghold.errors import ConfigError
 from stronghold.native import IoQueue
 from stronghold.plan import machine as profile

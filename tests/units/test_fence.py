@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from stronghold.device.base import MANY, Fence, Record, completed, dependences, submitted
-from stronghold.device.lane_name import LaneName
+from stronghold.devices.base import MANY, Fence, Record, completed, dependences, submitted
+from stronghold.devices.lane_name import LaneName
 from stronghold.errors import LaneError
 
 

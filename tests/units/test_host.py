@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from stronghold.device.emulated import EmulatedDevice
-from stronghold.device.pinned import HostPinning
+from stronghold.devices.emulated import EmulatedDevice
+from stronghold.devices.pinned import HostPinning
 from stronghold.memory.host import HostStore
 from stronghold.memory.slab import HUGE_PAGE_BYTES, map_slab
 from stronghold.memory.tiers import Tiers

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from stronghold.device.emulated import EmulatedDevice
-from stronghold.device.pinned import HostPinning
+from stronghold.devices.emulated import EmulatedDevice
+from stronghold.devices.pinned import HostPinning
 from stronghold.errors import StateError
 from stronghold.memory import nvme
 from stronghold.memory.staging import open_ring

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from stronghold.device.emulated import EmulatedDevice
-from stronghold.device.pinned import HostPinning
+from stronghold.devices.emulated import EmulatedDevice
+from stronghold.devices.pinned import HostPinning
 from stronghold.errors import BudgetError
 from stronghold.memory.slab import GROWTH, PAGE_BYTES, PIECE_BYTES, PinnedPool
 from stronghold.plan.cost import LayerWork

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from stronghold.device.emulated import EmulatedDevice
+from stronghold.devices.emulated import EmulatedDevice
 from stronghold.errors import BudgetError, ConfigError
 from stronghold.memory.host import DeviceStore, HostStore
 from stronghold.memory.tiers import Tiers

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from stronghold.device.emulated import EmulatedDevice
-from stronghold.device.lane_name import LaneName
+from stronghold.devices.emulated import EmulatedDevice
+from stronghold.devices.lane_name import LaneName
 from stronghold.errors import RankError
 from stronghold.memory.buffers import GradientSlot
 from stronghold.memory.layer import LayerState, OptimizerRecord

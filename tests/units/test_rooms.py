@@ -150,7 +150,7 @@ def test_cuda_is_named_in_one_file() -> None:
     strangers = [
         f"{room_of(path)}:{line}: {name}"
         for path in SOURCES
-        if room_of(path) != "device/kinds.py"
+        if room_of(path) != "devices/kinds.py"
         for line, name in names_used(path)
         if name == "torch.cuda" or name.startswith("torch.cuda.")
     ]

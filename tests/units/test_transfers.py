@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from stronghold.device.base import Record
-from stronghold.device.emulated import EmulatedDevice
-from stronghold.device.lane_name import LaneName
+from stronghold.devices.base import Record
+from stronghold.devices.emulated import EmulatedDevice
+from stronghold.devices.lane_name import LaneName
 from stronghold.errors import LaneError
 from stronghold.memory.tiers import Transfers
 

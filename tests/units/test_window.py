@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from stronghold.device.base import Fence, completed
-from stronghold.device.emulated import EmulatedDevice
-from stronghold.device.lane_name import LaneName
+from stronghold.devices.base import Fence, completed
+from stronghold.devices.emulated import EmulatedDevice
+from stronghold.devices.lane_name import LaneName
 from stronghold.errors import StateError
 from stronghold.memory.gradient_slots import gradient_view, round_sums, sum_view
 from stronghold.memory.layer import TRANSITIONS, LayerState, Residency

@@ -538,8 +538,8 @@ _USED = (
         names=("torch._C._cuda_getCurrentRawStream",),
         reason="The address of the current CUDA stream, asked several times for each "
         "gradient: `torch.cuda.current_stream` makes a new object each time.",
-        file="device/cuda.py",
-        beside=("device/cuda.py",),
+        file="devices/cuda.py",
+        beside=("devices/cuda.py",),
     ),
     # -- modules and parameters --------------------------------------------------------------------
     Patch(

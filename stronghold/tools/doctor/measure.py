@@ -27,10 +27,10 @@ import torch
 import torch.nn.functional as F
 
 from stronghold import native
-from stronghold.device import cuda
-from stronghold.device.base import Device, Fence, Lane
-from stronghold.device.cuda import CudaDevice
-from stronghold.device.emulated import EmulatedDevice
+from stronghold.devices import cuda
+from stronghold.devices.base import Device, Fence, Lane
+from stronghold.devices.cuda import CudaDevice
+from stronghold.devices.emulated import EmulatedDevice
 from stronghold.errors import ConfigError
 from stronghold.limits import HostLimits, host_limits
 from stronghold.memory.slab import map_slab

@@ -23,7 +23,7 @@ import torch
 
 from stronghold import native
 from stronghold.config.source import read_config
-from stronghold.device import cuda
+from stronghold.devices import cuda
 from stronghold.errors import ConfigError
 from stronghold.limits import host_limits
 from stronghold.plan import machine

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from stronghold.device import cuda
-from stronghold.device.cuda import CudaDevice
+from stronghold.devices import cuda
+from stronghold.devices.cuda import CudaDevice
 from stronghold.engine.dispatch import initialize
 from stronghold.limits import host_limits
 from stronghold.optim.adam import CPUAdam

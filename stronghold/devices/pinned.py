@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from stronghold.device.kinds import DeviceKind
+from stronghold.devices.kinds import DeviceKind
 from stronghold.errors import StateError
 from stronghold.native import available_cores
 

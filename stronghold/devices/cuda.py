@@ -41,7 +41,7 @@ from typing import Any
 
 import torch
 
-from stronghold.device.base import (
+from stronghold.devices.base import (
     ComputeLane,
     Device,
     DeviceEvent,
@@ -53,11 +53,11 @@ from stronghold.device.base import (
     Work,
     moved,
 )
-from stronghold.device.kinds import DeviceKind, kind_here
-from stronghold.device.lane_name import STREAM_LANES, LaneName
-from stronghold.device.memory import DeviceMemory
-from stronghold.device.pinned import GpuPinning
-from stronghold.device.side_streams import SideStreams
+from stronghold.devices.kinds import DeviceKind, kind_here
+from stronghold.devices.lane_name import STREAM_LANES, LaneName
+from stronghold.devices.memory import DeviceMemory
+from stronghold.devices.pinned import GpuPinning
+from stronghold.devices.side_streams import SideStreams
 from stronghold.errors import ConfigError, StateError
 from stronghold.optim.triton_kernels import TritonKernels
 from stronghold.process import forked_from
@@ -78,7 +78,7 @@ def device_of(local_rank: int) -> torch.device:
     kind = kind_here()
     if kind is None:
         raise ConfigError(
-            'stronghold.device: got "cuda", but torch finds no CUDA device; install a CUDA '
+            'stronghold.devices: got "cuda", but torch finds no CUDA device; install a CUDA '
             'build of torch and a driver, or set "device": "emulated" to run on CPU memory'
         )
     if local_rank >= num_devices():

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 import torch
 
 from stronghold import native
-from stronghold.device.base import (
+from stronghold.devices.base import (
     ComputeLane,
     Device,
     Fence,
@@ -34,8 +34,8 @@ from stronghold.device.base import (
     moved,
     timed,
 )
-from stronghold.device.lane_name import LaneName
-from stronghold.device.memory import DeviceMemory
+from stronghold.devices.lane_name import LaneName
+from stronghold.devices.memory import DeviceMemory
 from stronghold.errors import StateError
 from stronghold.telemetry.trace import Trace
 

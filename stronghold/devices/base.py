@@ -43,10 +43,10 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from stronghold.device.lane_name import LaneName
-from stronghold.device.memory import DeviceMemory
-from stronghold.device.pinned import HostPinning
-from stronghold.device.side_streams import SideStreams
+from stronghold.devices.lane_name import LaneName
+from stronghold.devices.memory import DeviceMemory
+from stronghold.devices.pinned import HostPinning
+from stronghold.devices.side_streams import SideStreams
 from stronghold.errors import LaneError, StateError, StrongholdError
 from stronghold.native import Kernels, naming_threads
 from stronghold.process import check_not_forked, forked_from
