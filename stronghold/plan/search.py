@@ -75,6 +75,7 @@ class Choice:
 
     @property
     def step_s(self) -> float:
+        """Predicted seconds of a step."""
         return float(self.forecast.step_s)
 
 
@@ -384,6 +385,7 @@ class Search:
 
 
 def _gpu_peak(plan: Plan) -> int:
+    """Bytes of the plan's peak on the gpu, with activations."""
     return plan.gpu_total_bytes + plan.activation_bytes
 
 
@@ -436,6 +438,7 @@ def _with_levels(layout: ModelLayout, demand: Demand, counts: Mapping[str, int])
 
 
 def _fits(layout: ModelLayout, demand: Demand) -> bool:
+    """True if the demand's plan is within the budgets."""
     try:
         make_plan(layout, demand)
     except BudgetError:
