@@ -128,8 +128,8 @@ UPDATES = [
     Mutant(
         "the second part of a gradient takes the first one's place",
         "runtime/host_updates.py",
-        "set_or_add(target[place], piece.flat[place], add=k in added)",
-        "set_or_add(target[place], piece.flat[place], add=False)",
+        "set_or_add(target[elements], piece.flat[elements], add=k in added)",
+        "set_or_add(target[elements], piece.flat[elements], add=False)",
         ENGINE,
         "two_backwards_before or two_forwards_before",
     ),
@@ -183,8 +183,8 @@ UPDATES = [
     Mutant(
         "masters and moments of all parameters are the first one's",
         "runtime/pieces.py",
-        "(begin + i // of * size for begin, size, of in places)",
-        "(begin for begin, size, of in places)",
+        "return self.begin + element // self.elements_per_item * self.item_bytes",
+        "return self.begin",
         BITS,
         "gpt_tied and bf16",
     ),
@@ -365,8 +365,8 @@ PASSES = [
     Mutant(
         "the second part of a gradient in one backward is the gradient",
         "runtime/gradients.py",
-        "(total if chunk and total is not None else place).add_(gradient)",
-        "(total if chunk and total is not None else place).copy_(gradient)",
+        "                total.add_(gradient)\n",
+        "                total.copy_(gradient)\n",
         CHUNKS,
         "where_layers_are",
     ),
@@ -894,8 +894,8 @@ STEP = [
     Mutant(
         "a pending gradient is a view of a slot that another layer takes",
         "runtime/gpu_updates.py",
-        "loose[k] = gradient.clone() if is_in_slot else gradient",
-        "loose[k] = gradient",
+        "per_parameter[k] = gradient.clone() if is_in_slot else gradient",
+        "per_parameter[k] = gradient",
         CHUNKS,
         "calls_of_one",
     ),

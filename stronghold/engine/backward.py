@@ -30,7 +30,7 @@ import torch
 
 from stronghold.errors import ConfigError
 from stronghold.runtime.optimizer import EngineOptimizer
-from stronghold.runtime.parts import Outside
+from stronghold.runtime.parts import UnannouncedBackward
 from stronghold.telemetry.metrics import tensors
 
 _NONE = -1  # torch's number of the backward that is running, where none is
@@ -51,7 +51,7 @@ class _Graph:
 class UserBackward:
     """Of one engine, to which it keeps no reference that counts. `outside` calls it."""
 
-    def __init__(self, engine: Any, outside: Outside) -> None:
+    def __init__(self, engine: Any, outside: UnannouncedBackward) -> None:
         self._engine = weakref.ref(engine)
         self._outside = outside
         self._task: int | None = None  # torch's number of the backward that is open

@@ -48,7 +48,7 @@ from stronghold.runtime.fragments import fragments
 from stronghold.runtime.guards import NO_TRANSFORMS, ParameterReads, StateHooks, check_free
 from stronghold.runtime.optimizer import EngineOptimizer, make_scaler
 from stronghold.runtime.stack import MemoryReport, Stack
-from stronghold.runtime.steps import Standstill
+from stronghold.runtime.steps import StalledWeights
 from stronghold.team.group import Ranks, local_rank_of
 from stronghold.telemetry.metrics import StepRecord, batch_size
 
@@ -212,7 +212,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         )
         asynchronous = settings.stronghold.async_checkpoint
         self._checkpoints = Checkpoints(stack, optimizer, asynchronous=asynchronous)
-        self._standstill = Standstill(stack.host, stack.steps)
+        self._stalled_weights = StalledWeights(stack.host, stack.steps)
         self._refinement = Refinement(stack)
         self._user_backward = UserBackward(self, stack.outside)
         self.module = model
@@ -380,7 +380,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         self._report(optimizer, learning_rate)
         self._refinement.end_step()
         if not gate.overflow:
-            self._standstill.end_step()
+            self._stalled_weights.end_step()
 
     def _samples_of_step(self) -> int:
         if self.managed_gradient_accumulation():

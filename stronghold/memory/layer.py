@@ -136,17 +136,21 @@ class EarlyUpdate:
 class GradientRecord:
     """The gradients of a layer in this step.
 
-    Behind its slot a gradient is in one of two: `pending`, as it came, in the array "gradients" (on
-    the GPU in `own_gradient_slot`, or in `loose`, one tensor for each parameter); `summed`, in the
-    fp32 array "accumulated". Both name parameters by their position. `square_sums` are sums of
-    squares, by position. `early`: the update before the gate that has used them, if there is one.
+    A gradient that has left its slot is in one of two places:
+
+    * `pending`: as it came, in the array "gradients". On the GPU it is in `own_gradient_slot`, or
+      in `per_parameter`, one tensor for each parameter.
+    * `summed`: added to the fp32 array "accumulated".
+
+    Both name parameters by their position. `square_sums` are sums of squares, by position. `early`:
+    the update before the gate that has used the gradients, or None.
     """
 
     expected: ExpectedGradients = field(default_factory=ExpectedGradients)
     pending: set[int] = field(default_factory=set)
     summed: set[int] = field(default_factory=set)
     early: EarlyUpdate | None = None
-    loose: dict[int, torch.Tensor] = field(default_factory=dict)
+    per_parameter: dict[int, torch.Tensor] = field(default_factory=dict)
     square_sums: dict[int, float] = field(default_factory=dict)
 
     @property
@@ -178,7 +182,7 @@ class GradientRecord:
         self.pending.clear()
         self.summed.clear()
         self.early = None
-        self.loose.clear()
+        self.per_parameter.clear()
         self.square_sums = {}  # a new one: queued operations may still write to the old one
 
 

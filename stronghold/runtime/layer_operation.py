@@ -15,7 +15,7 @@ from stronghold.device.base import Device, Record
 from stronghold.memory.layer import LayerState
 from stronghold.memory.tiers import Tiers
 from stronghold.optim.states import Format
-from stronghold.runtime.pieces import Gradients, Piece, pieces_in_memory, views_in_memory
+from stronghold.runtime.pieces import LayerGradients, Piece, pieces_in_memory, views_in_memory
 
 Work = Callable[[], None]
 
@@ -49,7 +49,7 @@ class LayerOperations:
     def queue(
         self,
         verb: Verb,
-        gradients: Gradients,
+        gradients: LayerGradients,
         changed: Sequence[str],
         work: Callable[[Piece], None],
         bytes_each: Callable[[Format], float],
@@ -87,7 +87,7 @@ class LayerOperations:
     def _queue_staged(
         self,
         verb: Verb,
-        gradients: Gradients,
+        gradients: LayerGradients,
         changed: Sequence[str],
         filed: tuple[str, ...],
         work: Callable[[Piece], None],
@@ -132,7 +132,7 @@ class LayerOperations:
             record.write(spilled[0])
 
     def _cuts(
-        self, gradients: Gradients, filed: tuple[str, ...]
+        self, gradients: LayerGradients, filed: tuple[str, ...]
     ) -> Iterator[tuple[int, int, tuple[str, ...]]]:
         """The pieces that have a gradient: begin, end, and those of the arrays `filed` that have
         the elements. In memory a piece is this rank's share of a range."""

@@ -164,7 +164,7 @@ def test_a_machine_that_lacks_memory_is_refused_without_a_budget_in_the_config(
     refused(allocations, model, config(), BudgetError, "add RAM to at least")
 
 
-class Flat(nn.Module):
+class InBuffer(nn.Module):
     """Nothing repeats."""
 
     def __init__(self) -> None:
@@ -179,7 +179,7 @@ def test_a_gpu_budget_below_a_model_in_which_nothing_repeats(allocations: list[s
     def settings(budget: int | str) -> dict[str, Any]:
         return config(section={"gpu_memory": budget})
 
-    model, advice = Flat(), (r"stronghold\.layers", "no repeated blocks", "got 100 bytes")
+    model, advice = InBuffer(), (r"stronghold\.layers", "no repeated blocks", "got 100 bytes")
     error = refused(allocations, model, settings(100), BudgetError, *advice)
     report = trains(model, lambda seed: {"x": torch.ones(2, 3)}, settings(least(error)))
     assert report.gpu_peak == report.gpu_planned
