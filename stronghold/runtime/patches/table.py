@@ -538,8 +538,8 @@ _USED = (
         names=("torch._C._cuda_getCurrentRawStream", "torch._C._xpu_getCurrentRawStream"),
         reason="The address of the current stream, asked several times for each "
         "gradient: `torch.cuda.current_stream` makes a new object each time.",
-        file="devices/cuda.py",
-        beside=("devices/cuda.py",),
+        file="devices/kinds.py",
+        beside=("devices/kinds.py",),
     ),
     # -- modules and parameters --------------------------------------------------------------------
     Patch(
