@@ -42,6 +42,7 @@ them again in backward.
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -55,7 +56,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from stronghold.devices.base import Fence, Record, completed
 from stronghold.devices.lane_name import LaneName
-from stronghold.errors import ConfigError, LaneError
+from stronghold.errors import BudgetError, ConfigError, LaneError, format_size
 from stronghold.memory.slab import PinnedPool
 from stronghold.model.gpu_operators import AttentionCost, total_attention
 from stronghold.plan.cost import AGAIN, ATTENTION, AWAY
@@ -66,6 +67,7 @@ from stronghold.runtime.attention import (
     watched,
 )
 from stronghold.runtime.executor import Executor
+from stronghold.runtime.key_value_caches import without_cache
 from stronghold.runtime.parts import Parts
 from stronghold.runtime.patches.attention import Through, running
 from stronghold.runtime.patches.autograd import (
@@ -75,8 +77,10 @@ from stronghold.runtime.patches.autograd import (
     saved_tensor_hooks,
 )
 from stronghold.runtime.patches.tensors import sparse_parts, tree_leaves, version_of
-from stronghold.runtime.recompute import Recomputation, SavedTensor, without_cache
+from stronghold.runtime.recompute import Place, Recomputation, RecomputedModule, SavedTensor
 from stronghold.telemetry.metrics import WaitCause
+
+logger = logging.getLogger("stronghold")
 
 
 class ActivationSizes:
@@ -295,6 +299,24 @@ def _unwritten(kept: SavedTensor) -> torch.Tensor:
     return _refuse_written(kept) if written else kept.tensor.detach()
 
 
+logged: set[tuple[str, str]] = set()  # classes of blocks, and what their forwards change
+
+
+def _log_kept(kind: str, changed: str, on_host: int, on_device: int) -> None:
+    """Log that a forward of a block of class `kind` cannot run again; once for each cause."""
+    if (kind, changed) not in logged:
+        logged.add((kind, changed))
+        logger.warning(
+            "%s: its forward changes %s, so that it cannot run again in backward. The tensors that "
+            "it saves are kept: %s on the host and %s on the device in this call (logged once for "
+            "each class)",
+            kind,
+            changed,
+            format_size(on_host),
+            format_size(on_device),
+        )
+
+
 class Activations:
     """Applies each layer's policy: the plan's `activations`, by the layout's index. Offloaded ones
     take `host_room_bytes` of the host at most (None: what it has). While it `spares`, forwards that
@@ -321,6 +343,7 @@ class Activations:
         self._host.vacate = self._vacate
         # By layer what lies in its gradients' room, and where it ends, one behind the other.
         self._borrowed: dict[int, list[tuple[weakref.ref[SavedStorage], int]]] = defaultdict(list)
+        self._recomputed: dict[nn.Module, RecomputedModule] = {}
         self.sizes = ActivationSizes(len(policies))
         self._watched = [
             watched(partial(self.sizes.saw_attention, layer)) for layer in range(len(policies))
@@ -359,7 +382,7 @@ class Activations:
         outer: Callable[[torch.Tensor], Any] | None = None
         offload = False
         if again is not None:
-            outer = again.find
+            outer = again.save_again
             through = again.attention.again() if again.attention is not None else None
         elif foreign is not None:  # they decide, also whether the forward runs again
             pack = foreign[0]
@@ -390,15 +413,17 @@ class Activations:
         kwargs: dict[str, Any],
         run: Callable[..., Any] | None,
     ) -> Recomputation:
-        policy = self._policy(layer)
+        policy, state = self._policy(layer), self._executor.layers[layer]
         away = policy in AWAY
+        if module not in self._recomputed:
+            self._recomputed[module] = RecomputedModule(module, state.parameters)
         again = Recomputation(
-            module,
+            self._recomputed[module],
             args,
             kwargs,
-            name=self._executor.layers[layer].name,
+            name=state.name,
             device=self._device,
-            check=partial(self._refuse_old, layer, self._executor.layers[layer].views.epoch),
+            check=partial(self._refuse_old, layer, state.views.epoch),
             run=run,
             store=partial(self._store_input, layer) if away else None,
         )
@@ -453,14 +478,33 @@ class Activations:
             scope.hooks.__exit__(None, None, None)
         running.through = scope.outside
         again = scope.again
-        if again is not None and again.attention is not None and not again.attention.any:
-            say_not_kept(again.kind)
+        if again is not None:
+            if again.attention is not None and not again.attention.any:
+                say_not_kept(again.block.kind)
+            changed = again.end()
+            if changed is not None:
+                self._keep_all(layer, again, changed)
         self._in_scope.clear()
         self._open.remove(scope)
         # What comes after the last layer that offloads keeps its own: no room is left for two.
         # Of chunks as many are on their way as run at once.
         newest = max(1, len(self._device.side_streams.streams)) if chunk else int(not last)
         self._drop_left(newest=newest)
+
+    def _keep_all(self, layer: int, again: Recomputation, changed: str) -> None:
+        """Keep what a forward saved that cannot run again: on the host, as far as it has room."""
+        on_host = on_device = 0
+        for place in again.held():
+            tensor, version = place.kept
+            place.kept = SavedTensor(tensor.detach(), version)  # [Note: pack]
+            nbytes = tensor.numel() * tensor.element_size()
+            if version_of(tensor) == version and self._worth_offloading(tensor):
+                with contextlib.suppress(BudgetError):
+                    place.kept = self._offloaded(layer, tensor)
+                    self._last_offloading = max(self._last_offloading, layer)
+                    on_host, nbytes = on_host + nbytes, 0
+            on_device += nbytes
+        _log_kept(again.block.kind, changed, on_host, on_device)
 
     @property
     def host_bytes(self) -> int:
@@ -479,6 +523,9 @@ class Activations:
                 push_saved_tensor_hooks(self._outside)
         if left_open:
             running.through = self._open[0].outside
+        for scope in self._open:
+            if scope.again is not None:
+                scope.again.drop()
         self._open.clear()
         self._in_scope.clear()
         self.sizes.leave()
@@ -523,7 +570,7 @@ class Activations:
             return new(SavedTensor, (tensor.detach(), version_of(tensor)))
 
         def unpack(packed: Any) -> torch.Tensor:
-            if type(packed) is int:
+            if type(packed) is Place:
                 assert again is not None
                 packed = again.take(packed, run_again)
             if type(packed) is SavedTensor:

@@ -65,6 +65,7 @@ from stronghold.model.logits import Forward
 from stronghold.model.partition import Layer
 from stronghold.process import run_and_restore
 from stronghold.runtime.executor import Executor
+from stronghold.runtime.key_value_caches import is_cache
 from stronghold.runtime.patches.autograd import TorchDispatchMode
 from stronghold.runtime.patches.modules import (
     hooks_after_gradient,
@@ -74,7 +75,6 @@ from stronghold.runtime.patches.modules import (
     parameter_table,
 )
 from stronghold.runtime.patches.tensors import arguments_of, tree_leaves, tree_map_only, version_of
-from stronghold.runtime.recompute import is_cache
 
 logger = logging.getLogger("stronghold")
 

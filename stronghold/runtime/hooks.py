@@ -37,10 +37,10 @@ from stronghold.runtime.activations import Activations
 from stronghold.runtime.chunks import Chunks
 from stronghold.runtime.executor import Executor, Phase
 from stronghold.runtime.guards import COMPILED_WHOLE, NO_TRANSFORMS, OwnHook
+from stronghold.runtime.key_value_caches import without_cache
 from stronghold.runtime.patches.autograd import is_transformed, without_torch_function
 from stronghold.runtime.patches.modules import hooks_after_gradient
 from stronghold.runtime.patches.tensors import tree_leaves
-from stronghold.runtime.recompute import without_cache
 
 
 class ResidentCalls:

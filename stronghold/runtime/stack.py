@@ -53,11 +53,11 @@ from stronghold.plan.plan import Plan, make_plan
 from stronghold.process import check_not_forked, forked_from
 from stronghold.runtime.formats import CAST, COMPUTED, model_formats, page_items
 from stronghold.runtime.guards import COMPILED_WHOLE
+from stronghold.runtime.key_value_caches import forbid_caches
 from stronghold.runtime.optimizer import EngineOptimizer
 from stronghold.runtime.parts import Written, assemble
 from stronghold.runtime.patches.modules import is_compiled
 from stronghold.runtime.patches.versions import report_untried
-from stronghold.runtime.recompute import forbid_caches
 from stronghold.runtime.runtime import Runtime
 from stronghold.team.group import Ranks
 from stronghold.team.ranks import NodeWeights, check_alike
