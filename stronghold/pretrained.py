@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from stronghold.checkpoint.tensorfile import TensorFile
+from stronghold.checkpoint.files import TensorFile
 from stronghold.errors import CheckpointError, ConfigError, did_you_mean
 from stronghold.model.partition import set_source
 
@@ -147,7 +147,7 @@ class _Tensors:
     def read_into(self, name: str, target: torch.Tensor) -> None:
         """Fill `target`, cast to its dtype."""
         if self._rule is None:
-            self._parts[0][2].read_into(self._parts[0][1], target)
+            self._parts[0][2].read_into(self._parts[0][1], 0, target)
             return
         if name not in self._made or self._made[name].dtype is not target.dtype:
             self._made = self._convert(partial(_values, target.dtype))
@@ -268,5 +268,5 @@ def _by_names(
 
 def _values(dtype: torch.dtype, file: TensorFile, key: str) -> torch.Tensor:
     made = torch.empty(file.info(key).shape, dtype=dtype)
-    file.read_into(key, made)
+    file.read_into(key, 0, made)
     return made
