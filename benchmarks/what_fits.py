@@ -187,7 +187,7 @@ def main() -> None:
             "",
             describe(record),
             "",
-            f"Predicted by `stronghold plan`, sequences of {SEQUENCE} tokens, AdamW, clipping at 1.",
+            f"Predicted by `stronghold plan`: sequences of {SEQUENCE} tokens, AdamW, clipping 1.",
             "Nothing here was measured on these machines. The share is that of the physical limit:",
             "the time of the busiest resource over the predicted time of a step.",
             "",

@@ -20,7 +20,9 @@ OUTSIDE = re.compile(r"\]\(((?:\.\./)[^)#\s]+)((?:#[^)]*)?)\)")
 
 def outside_links(text: str) -> set[str]:
     """Paths in the repository, outside docs/, to which a page of docs/ links."""
-    targets = {posixpath.normpath(posixpath.join("docs", link)) for link, _ in OUTSIDE.findall(text)}
+    targets = {
+        posixpath.normpath(posixpath.join("docs", link)) for link, _ in OUTSIDE.findall(text)
+    }
     return {target for target in targets if not target.startswith("docs/")}
 
 
@@ -42,7 +44,9 @@ def on_files(files: Files, config: Any) -> Files:
     for target in sorted(targets):
         path = ROOT / target
         if path.is_dir():
-            names = sorted(entry.name for entry in path.iterdir() if not entry.name.startswith("__"))
+            names = sorted(
+                entry.name for entry in path.iterdir() if not entry.name.startswith("__")
+            )
             files.append(File.generated(config, place(target), content="\n".join(names) + "\n"))
         else:
             files.append(File.generated(config, place(target), abs_src_path=str(path)))

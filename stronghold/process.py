@@ -2,8 +2,7 @@
 
 Owns the identity of a process, which those that wait for another one ask for. Owns the contract of
 the processes of one node that work on one model (`Neighbours`), how a process writes a file that
-others read, what stands in this process for names of other packages, and how a temporary change
-ends when Ctrl-C comes. Any thread may enter.
+others read, and how a temporary change ends when Ctrl-C comes. Any thread may enter.
 
 [Note: identity] The kernel gives a process's number to later processes again, so its start belongs
 to it. Both mean something in one PID name space of one boot alone: two containers on one kernel
@@ -23,7 +22,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 from stronghold.errors import ConfigError
 
@@ -178,33 +177,6 @@ def pid_namespace() -> int:
     with contextlib.suppress(OSError):
         return os.stat("/proc/self/ns/pid").st_ino
     return 0
-
-
-class Replacements:
-    """Names of other packages for which something of ours stands in this process."""
-
-    def __init__(self) -> None:
-        # What stood there, ours, and whether the owner had the name from a class that it extends.
-        self._stands: dict[tuple[Any, str], tuple[Any, Any, bool]] = {}
-
-    def put(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        """What `make` makes of what stands there takes its place."""
-        if (owner, name) not in self._stands:  # else another wrapper keeps ours inside
-            original = getattr(owner, name)
-            ours, inherited = make(original), name not in vars(owner)
-            self._stands[owner, name] = original, ours, inherited
-            setattr(owner, name, ours)
-
-    def undo(self) -> None:
-        """Put back what stood there. Where another wrapper stands before ours it stays, and ours
-        inside it passes every call on."""
-        for (owner, name), (original, ours, inherited) in list(self._stands.items()):
-            if getattr(owner, name) is ours:
-                if inherited:
-                    delattr(owner, name)
-                else:
-                    setattr(owner, name, original)
-                del self._stands[owner, name]
 
 
 def run_and_restore(work: Callable[[], Result], restore: Callable[[], object]) -> Result:

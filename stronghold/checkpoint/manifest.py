@@ -58,7 +58,7 @@ from stronghold.optim.states import (
     EXACT,
     LEAN,
     LOW_DTYPE,
-    Kind,
+    StateKind,
     States,
     group_size,
     num_items,
@@ -164,7 +164,7 @@ def stored_as(
     return f"{stored}[{begin}:{end}]", (end - begin,)
 
 
-def _states_of(dtype: torch.dtype, kind: Kind, optimizer: str) -> States:
+def _states_of(dtype: torch.dtype, kind: StateKind, optimizer: str) -> States:
     kind = kind if dtype is torch.bfloat16 else EXACT
     return states_of(dtype, kind, optimizer_named(optimizer).possible_moments)
 
@@ -184,7 +184,7 @@ class TensorRecord(BaseModel):
     optimizer: OptimizerName = DEFAULT.name
     pieces: dict[str, tuple[Piece, ...]]
 
-    def states(self, kind: Kind) -> States:
+    def states(self, kind: StateKind) -> States:
         """The arrays that hold its training state, with states of `kind`."""
         return _states_of(self.dtype, kind, self.optimizer)
 
@@ -347,7 +347,7 @@ def _from_version_1(body: dict[str, Any]) -> dict[str, Any]:
     return {**body, "tensors": tensors}
 
 
-def _files_of_version_1(tensor: dict[str, Any], kind: Kind) -> Iterator[tuple[str, Any]]:
+def _files_of_version_1(tensor: dict[str, Any], kind: StateKind) -> Iterator[tuple[str, Any]]:
     """(array, file) of a tensor; the file is None where the parameter has no such state."""
     yield WEIGHTS, tensor[WEIGHTS]
     yield LOW, tensor[LOW]

@@ -18,7 +18,8 @@ import numpy as np
 import torch
 
 from stronghold.checkpoint.files import HeldFile
-from stronghold.device.base import Device
+from stronghold.devices.base import Device
+from stronghold.devices.random_numbers import random_state, set_random_state
 from stronghold.errors import CheckpointError
 
 logger = logging.getLogger("stronghold")
@@ -55,7 +56,7 @@ def random_states(device: Device) -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
-        "device": device.random_state(),
+        "device": random_state(device.torch_device),
     }
 
 
@@ -67,7 +68,7 @@ def restore_random_states(states: dict[str, Any] | None, device: Device) -> None
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
     if states["device"] is not None:
-        device.set_random_state(states["device"])
+        set_random_state(device.torch_device, states["device"])
 
 
 def pack_state(

@@ -34,12 +34,12 @@ from stronghold.checkpoint.manifest import (
     stored_as,
 )
 from stronghold.errors import CheckpointError
-from stronghold.native import Closing
+from stronghold.native import Closeable
 
 ATTEMPTS = 100  # each fails only when the tag was replaced within the milliseconds of one
 
 
-class OpenTag(Closing):
+class OpenTag(Closeable):
     """`manifest`, and every file that it lists, of the directory `path`: [Note: one save]. Raises
     as `Manifest.read`. `mark` is equal on ranks that have opened the same save."""
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from stronghold import config as configs
-from stronghold.device import cuda
+from stronghold.devices import cuda
 from stronghold.engine import StrongholdEngine
 from stronghold.errors import ConfigError
 from stronghold.optim.cpu_optimizer import CPUOptimizer

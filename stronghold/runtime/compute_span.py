@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from stronghold.device.base import Device, Fence
+from stronghold.devices.base import Device, Fence
 
 
 class ComputeSpan:
@@ -22,13 +22,13 @@ class ComputeSpan:
     def begin(self, name: object) -> None:
         """Open a span, if a trace is recorded."""
         if self._device.trace.recording:
-            self._open = (str(name), self._device.begin_compute_span())
+            self._open = (str(name), self._device.compute.begin_span())
 
     def end(self) -> None:
         """Close the open span, if there is one."""
         if self._open is not None:
             name, begun = self._open
-            self._device.end_compute_span(name, begun)
+            self._device.compute.end_span(name, begun)
             self._open = None
 
     def drop(self) -> None:

@@ -26,13 +26,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from stronghold.device.base import Fence
+from stronghold.devices.base import Fence
 from stronghold.memory.layer import EarlyUpdate, LayerState
 from stronghold.plan.schedule import Kind, Schedule
 from stronghold.runtime.binding import Bindings
 from stronghold.runtime.host_updates import HostUpdates
 from stronghold.runtime.parts import Parts
 from stronghold.runtime.pieces import InArray, LayerGradients
+from stronghold.telemetry.metrics import EarlyOutcome
 
 # Layers that are ready and wait for the one that the schedule has before them. A layer that gets no
 # gradient in this step must not hold up all others.
@@ -160,7 +161,7 @@ class EarlyUpdates:
     def _drop(self, layer: int) -> None:
         """Count an early update that has begun, and will not be committed."""
         self._dropped.add(layer)
-        self._metrics.count_early("dropped")
+        self._metrics.count_early(EarlyOutcome.DROPPED)
 
     def withdraw(self) -> None:
         """The norm is known: take back the updates that have not begun, the newest first."""
@@ -186,12 +187,12 @@ class EarlyUpdates:
             self._count_uncommitted(state)
             return False
         before = state.weights
-        state.exchange_arrays()
+        state.swap_second_arrays()
         self._steps.count(state, early.positions)
         self._bindings.move_rest(state.index, before)
         self._performed.add(Kind.COMMIT, state.index)
         state.gradients.early = None
-        self._metrics.count_early("committed")
+        self._metrics.count_early(EarlyOutcome.COMMITTED)
         return True
 
     def _is_right(self, state: LayerState, early: EarlyUpdate, scale: float) -> bool:
@@ -207,7 +208,7 @@ class EarlyUpdates:
             self._drop(state.index)
             state.gradients.early = None
         elif state.index in self._order and state.index not in self._dropped:
-            self._metrics.count_early("left")
+            self._metrics.count_early(EarlyOutcome.LEFT)
 
     def end_step(self, *, norm: float | None, clipping: float, loss_scale: float) -> None:
         """The gate has closed with this norm. None: the norm is not read yet."""

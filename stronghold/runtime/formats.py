@@ -28,7 +28,7 @@ from stronghold.optim.states import (
     PAGE_BYTES,
     Format,
     Formats,
-    Kind,
+    StateKind,
     page_numel,
     states_of,
 )
@@ -54,7 +54,7 @@ def model_formats(
     named: Iterable[tuple[str, nn.Parameter]],
     *,
     dtype: torch.dtype,
-    kind: Kind,
+    kind: StateKind,
     rule: str,
     optimizers: Mapping[nn.Parameter, Optimizer],
     default: Optimizer | None,

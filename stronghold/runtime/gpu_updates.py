@@ -20,6 +20,7 @@ from stronghold.memory.layer import LayerState
 from stronghold.memory.window import Window
 from stronghold.optim.states import Format
 from stronghold.plan.cost import SUM_BYTES
+from stronghold.runtime.layer_operation import Verb
 from stronghold.runtime.parts import Parts
 from stronghold.runtime.pieces import (
     InBuffer,
@@ -31,6 +32,7 @@ from stronghold.runtime.pieces import (
     set_or_add,
     step_bytes,
 )
+from stronghold.telemetry.metrics import WaitCause
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -96,7 +98,10 @@ class GpuUpdates:
                 set_or_add(gradient_view(own_slot, state, k), gradient, add=k in added)
 
         self._device.compute.submit(
-            f"merge {state.index}", work, reads=(gradients.record,), writes=(own_slot.record,)
+            f"{Verb.MERGE.value} {state.index}",
+            work,
+            reads=(gradients.record,),
+            writes=(own_slot.record,),
         )
 
     def _accumulate(self, batch: Sequence[LayerGradients], added: Sequence[frozenset[int]]) -> None:
@@ -111,7 +116,7 @@ class GpuUpdates:
                 gradient_itemsize = state.sections[k].dtype.itemsize
                 moved += state.layout.slices[k].numel * (gradient_itemsize + sum_bytes)
         work = partial(self._add_to_sums, added_of_layer)
-        self._submit("accumulate", batch, ("accumulated",), work, moved)
+        self._submit(Verb.ACCUMULATE, batch, ("accumulated",), work, moved)
 
     def _add_to_sums(
         self, added_of_layer: Mapping[int, frozenset[int]], pieces: Sequence[Piece]
@@ -139,7 +144,7 @@ class GpuUpdates:
             return None
         sums = self._sum_squares(pending)
         self._prepared = self._prepare(pending)
-        return self._device.read_later(sums)
+        return self._device.compute.read_later(sums)
 
     def update_prepared(self, scale: float) -> None:
         """Update the layers that `close` got. `scale` multiplies their gradients."""
@@ -151,7 +156,7 @@ class GpuUpdates:
             self._steps.count(gradients.state, gradients.positions)
         changed = dict.fromkeys(array for g in batch for array in g.state.changed)
         work = partial(self._update, prepared, scale)
-        self._submit("update", batch, tuple(changed), work, prepared.nbytes)
+        self._submit(Verb.UPDATE, batch, tuple(changed), work, prepared.nbytes)
 
     def forget(self) -> None:
         """The step has ended, or is void: drop the prepared update."""
@@ -163,7 +168,7 @@ class GpuUpdates:
         compute lane may read it."""
         sums: list[torch.Tensor] = []
         moved = sum(gradients.moved_bytes(gradient_bytes) for gradients in batch)
-        self._submit("norm", batch, (), partial(self._launch_norms, sums), int(moved))
+        self._submit(Verb.NORM, batch, (), partial(self._launch_norms, sums), int(moved))
         return sums[0]
 
     def _launch_norms(self, sums: list[torch.Tensor], pieces: Sequence[Piece]) -> None:
@@ -181,7 +186,7 @@ class GpuUpdates:
 
         It takes the present hyper-parameters. The factor of the gradients is not known yet.
         """
-        calls: dict[tuple[Format, torch.dtype], list[native.Segment]] = defaultdict(list)
+        calls: dict[tuple[Format, torch.dtype], list[native.UpdateSegment]] = defaultdict(list)
         moved = 0.0
         for gradients in batch:
             state = gradients.state
@@ -215,7 +220,7 @@ class GpuUpdates:
 
     def _submit(
         self,
-        verb: str,
+        verb: Verb,
         batch: Sequence[LayerGradients],
         changed: Sequence[str],
         work: Callable[[Sequence[Piece]], None],
@@ -232,14 +237,14 @@ class GpuUpdates:
         first = batch[0].state.index
         more = f" and {len(batch) - 1} more layers" if len(batch) > 1 else ""
         self._device.compute.submit(
-            f"{verb} {first}{more}",
+            f"{verb.value} {first}{more}",
             lambda: work(pieces),
             reads=[gradients.record for gradients in batch],
             writes=records,
             nbytes=nbytes,
         )
         for seconds in self._device.compute.take_waits():
-            self._metrics.waited("update", seconds)
+            self._metrics.waited(WaitCause.UPDATE, seconds)
 
     @staticmethod
     def _pieces(gradients: LayerGradients, changed: Sequence[str]) -> list[Piece]:

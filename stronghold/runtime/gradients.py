@@ -22,9 +22,9 @@ from operator import attrgetter
 
 import torch
 
-from stronghold.device.base import Fence
+from stronghold.devices.base import Fence
 from stronghold.errors import StateError
-from stronghold.memory.buffers import Entry, GradientSlot
+from stronghold.memory.buffers import GradientSlot, HostEntry
 from stronghold.memory.gradient_slots import gradient_view, round_sums, sum_view
 from stronghold.memory.layer import LayerState
 from stronghold.memory.window import Window, slot_gradient_bytes
@@ -35,6 +35,7 @@ from stronghold.runtime.compute_span import ComputeSpan
 from stronghold.runtime.optimizer_step import OptimizerStep
 from stronghold.runtime.parts import Parts
 from stronghold.runtime.pieces import InBuffer, LayerGradients
+from stronghold.telemetry.metrics import WaitCause
 
 
 class GradientOffload:
@@ -92,7 +93,7 @@ class GradientOffload:
             self._add(layer, gradients, chunk=True)
         state.gradients.expected.chunks -= 1
         if last and state.on_gpu.gradient_slot is not None:
-            with self._device.joined():
+            with self._device.side_streams.joined():
                 self._round(state, state.on_gpu.gradient_slot)
                 if state.gradients.expected.is_last:
                     self._offload_all(self._order.complete(layer))
@@ -146,7 +147,7 @@ class GradientOffload:
             slot = window.free_gradient_slot(layer)
             if slot is None:
                 # Every slot gathers for a layer whose other parameters may never get a gradient.
-                self._offload_all(self._order.making_room(window.taking_turns()))
+                self._offload_all(self._order.making_room(window.layers_in_shared_slots()))
                 slot = window.free_gradient_slot(layer)
         if self._order.passed(layer):
             slot = self._extra_slot(layer)
@@ -164,44 +165,44 @@ class GradientOffload:
 
     def _enter(self, slot: GradientSlot) -> None:
         """Make the calling thread's stream wait for the slot's users, before its first write."""
-        stream = self._device.compute_stream()
+        stream = self._device.compute.stream()
         if stream not in slot.writers:
             for fence in slot.record.users:
                 with self._span.waiting(fence):
-                    self._metrics.waited("drain", self._device.compute_wait(fence))
+                    self._metrics.waited(WaitCause.DRAIN, self._device.compute.wait(fence))
             slot.writers.append(stream)
 
     def _produced(self, layer: int, slot: GradientSlot) -> list[Fence]:
         """Record a fence on each stream that has written to the slot."""
         name = f"gradients {layer}"
-        fences = [self._device.record_compute(name, stream) for stream in slot.writers]
+        fences = [self._device.compute.record(name, stream) for stream in slot.writers]
         if fences:  # else backward failed while it waited for the slot
             slot.record.write(fences[-1])
         return fences
 
     def _join(self, layer: int, slot: GradientSlot) -> None:
         """Make the calling thread's stream wait for every other stream's writes to the slot."""
-        stream = self._device.compute_stream()
+        stream = self._device.compute.stream()
         if slot.writers != [stream]:
             for produced in self._produced(layer, slot):
-                self._device.compute_wait(produced)
+                self._device.compute.wait(produced)
             slot.writers[:] = [stream]  # it has waited for the others
 
     def flush(self) -> None:
         """Backward has ended: offload every slot that still gathers."""
         self._offload_all(self._order.rest())
-        while layers := self._order.further(self._window.gathering()):
+        while layers := self._order.further(self._window.gathering_layers()):
             self._offload_all(layers)
         self._order.begin_again()
         self._last = None  # else the slot would outlive a change of plan
 
     def abandon(self) -> None:
         """Backward has failed: release the slots. Their gradients are void."""
-        for layer in self._window.gathering():
+        for layer in self._window.gathering_layers():
             slot = self._layers[layer].on_gpu.gradient_slot
             if slot is not None:
                 self._join(layer, slot)
-                slot.record.write(self._device.record_compute(f"abandon gradients {layer}"))
+                slot.record.write(self._device.compute.record(f"abandon gradients {layer}"))
                 self._window.release_gradients(slot)
         self._order.begin_again()
 
@@ -221,7 +222,7 @@ class GradientOffload:
         positions = absent.union(slot.arrived)
         # After several calls more gradients may come. Pending gradients are added to sums with all
         # others of the layer when backward has ended.
-        more = state.gradients.expected.calls > 1 or bool(state.gradients.pending)
+        more = state.gradients.expected.num_pending_backwards > 1 or bool(state.gradients.pending)
         array = self._step.array_for(more_may_come=more)
         self._performed.add(Kind.OFFLOAD, layer)
         self._offloaded.append(layer)
@@ -237,7 +238,7 @@ class GradientOffload:
         gradients = LayerGradients(state, positions, InBuffer(entry.memory, entry.record))
         self._step.take([gradients], array, is_complete=not more)
 
-    def _entry(self, state: LayerState, positions: frozenset[int], array: str) -> Entry:
+    def _entry(self, state: LayerState, positions: frozenset[int], array: str) -> HostEntry:
         """Return the host buffer for these gradients.
 
         It is the layer's array "gradients", if they will be pending there, the array is in memory,
@@ -250,7 +251,7 @@ class GradientOffload:
         return self._host.ring_entry()
 
     def _copy(
-        self, state: LayerState, slot: GradientSlot, positions: frozenset[int], entry: Entry
+        self, state: LayerState, slot: GradientSlot, positions: frozenset[int], entry: HostEntry
     ) -> None:
         """Queue the copy of the slot's gradients to `entry`, and release the slot."""
         device, memory, copies = self._device, slot.gradients, list(_copies(state, positions))
@@ -258,10 +259,10 @@ class GradientOffload:
 
         def copy() -> None:
             if slot.is_extra:
-                device.keep_for_lane(memory)
+                device.memory.keep_for_lane(memory)
             for target, source in copies:
                 device.copy(entry.memory[target], memory[source])
-            device.poison(memory)
+            device.memory.poison(memory)
 
         produced = self._produced(state.index, slot)
         self._team.reduce(state, slot, produced)
@@ -289,7 +290,7 @@ class GradientOffload:
             self._window.hold_gradients(slot)
             return
         self._window.release_gradients(slot)
-        self._device.poison(slot.gradients)
+        self._device.memory.poison(slot.gradients)
 
 
 def _copies(state: LayerState, arrived: Iterable[int]) -> Iterator[tuple[slice, slice]]:

@@ -26,10 +26,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from stronghold.device.base import Device
+from stronghold.devices.base import Device
 from stronghold.errors import ConfigError
 from stronghold.memory.layer import LayerState
 from stronghold.model.partition import Partition
@@ -38,6 +37,9 @@ from stronghold.runtime.activations import Activations
 from stronghold.runtime.chunks import Chunks
 from stronghold.runtime.executor import Executor, Phase
 from stronghold.runtime.guards import COMPILED_WHOLE, NO_TRANSFORMS, OwnHook
+from stronghold.runtime.patches.autograd import is_transformed, without_torch_function
+from stronghold.runtime.patches.modules import hooks_after_gradient
+from stronghold.runtime.patches.tensors import tree_leaves
 from stronghold.runtime.recompute import without_cache
 
 
@@ -185,7 +187,7 @@ class Hooks:
 
     def _check(self) -> None:
         self._executor.outside.check()
-        if torch._C._functorch.maybe_current_level() is not None:
+        if is_transformed():
             raise ConfigError(NO_TRANSFORMS)
 
     # -- layers -----------------------------------------------------------------------------------
@@ -281,9 +283,9 @@ class Hooks:
         torch calls hooks in the order of their registration. Ours takes the gradient away, after
         the user's hooks have seen it.
         """
-        with torch._C.DisableTorchFunctionSubclass():  # hidden parameters need not be shown
+        with without_torch_function():  # hidden parameters need not be shown
             for parameter, number in self._gradient_hooks:
-                hooks: Any = parameter._post_accumulate_grad_hooks
+                hooks = hooks_after_gradient(parameter)
                 if next(reversed(hooks)) != number:
                     hooks[number] = hooks.pop(number)
 

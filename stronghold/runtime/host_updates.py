@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from stronghold import native
-from stronghold.device.base import Fence
+from stronghold.devices.base import Fence
 from stronghold.memory.layer import LayerState
 from stronghold.model.layout import ParameterSlice
 from stronghold.plan.cost import SUM_BYTES

@@ -20,8 +20,9 @@ from torch import nn
 
 from stronghold.errors import ConfigError
 from stronghold.optim.contract import Optimizer
+from stronghold.runtime.patches.modules import mark_stepped
 from stronghold.runtime.steps import Groups
-from stronghold.telemetry.metrics import Reading, value
+from stronghold.telemetry.metrics import LazyNumber, read_number
 
 # State of a dynamic scaler between two steps. CONFIG has its settings, in the order of DeepSpeed's
 # arguments. A ZeRO checkpoint holds both.
@@ -135,7 +136,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     ) -> None:
         self.overflow = False
         self.loss_scaler: LossScalerBase = LossScaler(1)  # the engine's, when it trains in fp16
-        self.grad_norm: Reading = None  # of the last step
+        self.grad_norm: LazyNumber = None  # of the last step
         self._engine_methods: dict[str, weakref.WeakMethod[Callable[..., None]]] = {}
         self._client = client
         super().__init__(params, defaults)
@@ -149,7 +150,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     @property
     def _global_grad_norm(self) -> float | None:
         """Gradient norm of the last step, under DeepSpeed's name. Waits for it if need be."""
-        self.grad_norm = value(self.grad_norm)
+        self.grad_norm = read_number(self.grad_norm)
         return self.grad_norm
 
     @property
@@ -206,7 +207,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         them."""
         for optimizer in (self, self._client):
             if optimizer is not None:
-                optimizer._opt_called = True  # type: ignore[attr-defined]
+                mark_stepped(optimizer)
 
     @property
     def default(self) -> Optimizer:

@@ -200,7 +200,7 @@ class OptimizerStep:
                 state.gradients.pending.clear()
                 self.take([gradients], "accumulated")
                 state.gradients.per_parameter.clear()
-                self._window.drop_held(state.index)
+                self._window.drop_held_gradients(state.index)
 
     def abandon_backward(self) -> None:
         """Backward raised: the step's gradients are void."""
@@ -328,7 +328,7 @@ class OptimizerStep:
         self._early.forget()
         self._on_gpu.forget()
         for state in self._layers:
-            self._window.drop_held(state.index)
+            self._window.drop_held_gradients(state.index)
         self._ledger.forget()
 
     def restart(self, *, keep_gradients: bool = False) -> None:

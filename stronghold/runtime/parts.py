@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from stronghold.device.base import Device
+from stronghold.devices.base import Device
 from stronghold.memory.host import DeviceStore, HostStore
 from stronghold.memory.layer import LayerState
 from stronghold.memory.slab import map_slab

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 
 from stronghold import native
-from stronghold.device.base import Record
+from stronghold.devices.base import Record
 from stronghold.errors import StateError
-from stronghold.memory.buffers import Entry
+from stronghold.memory.buffers import HostEntry
 from stronghold.memory.layer import LayerState
 from stronghold.memory.tiers import Views
 from stronghold.optim.states import Format, group_size
@@ -82,12 +82,12 @@ class LayerGradients:
 
     def has_any(self, begin: int, end: int) -> bool:
         """True if a parameter with elements in [begin, end) of the layer has a gradient here."""
-        parameters = self.state.owned(self.positions).parts
+        parameters = self.state.updated_elements(self.positions).spans
         return any(begin < at + numel and at < end for _, at, numel in parameters)
 
     def moved_bytes(self, bytes_each: Callable[[Format], float]) -> float:
         """Bytes that an operation moves, at `bytes_each(format)` per element of this rank."""
-        numels = self.state.owned(self.positions).numels
+        numels = self.state.updated_elements(self.positions).numels
         return sum(bytes_each(element_format) * numel for element_format, numel in numels)
 
 
@@ -116,7 +116,7 @@ class Piece:
     begin: int
     end: int
     views: Views
-    entry: Entry | None = None
+    entry: HostEntry | None = None
 
     def address(self, k: int, at: int) -> int:
         """Address of the gradient of the layer's element `at`, which belongs to parameter `k`."""
@@ -160,7 +160,7 @@ class Piece:
     def parameters(self) -> Iterator[tuple[int, int, int]]:
         """Yield (position, first element of the layer, number of elements) of each parameter that
         has a gradient in the piece."""
-        for k, at, numel in self.gradients.state.owned(self.gradients.positions).parts:
+        for k, at, numel in self.gradients.state.updated_elements(self.gradients.positions).spans:
             first, last = max(at, self.begin), min(at + numel, self.end)
             if first < last:
                 yield k, first, last - first
@@ -182,7 +182,7 @@ class Piece:
             targets.append(native.Target(*addresses))
         return targets
 
-    def segments(self, steps: Mapping[int, ParameterStep]) -> list[native.Segment]:
+    def segments(self, steps: Mapping[int, ParameterStep]) -> list[native.UpdateSegment]:
         """Segments of the update kernel, one for each parameter that has a gradient in the piece.
         The caller keeps the piece's arrays alive until the kernel has run."""
         items = self._kernel_items(self.views)
@@ -193,7 +193,7 @@ class Piece:
             numbers, scale, count, flags = steps[k]
             gradient = self.address(k, first)
             fields = weight, low, gradient, numel, *moments, *numbers, scale, count, flags
-            segments.append(native.Segment._make(fields))
+            segments.append(native.UpdateSegment._make(fields))
         return segments
 
     def _kernel_items(self, views: Views) -> list[_Items]:

@@ -46,6 +46,12 @@ from stronghold.runtime.hooks import Hooks
 from stronghold.runtime.lockstep import LockstepExecutor
 from stronghold.runtime.optimizer_step import GateResult, Ledger, OptimizerStep
 from stronghold.runtime.parts import Parts, Written
+from stronghold.runtime.patches.autograd import (
+    NO_BACKWARD,
+    backward_number,
+    without_torch_function,
+)
+from stronghold.runtime.patches.tensors import version_of
 from stronghold.runtime.pieces import LayerGradients, PerParameter
 
 logger = logging.getLogger("stronghold")
@@ -88,7 +94,7 @@ class Runtime:
         for state in parts.layers:
             state.views.saved_versions = None
         self._has_warned_of_aliases = False
-        device.open_streams(plan.demand.streams)
+        device.side_streams.open(plan.demand.streams)
         executor = LockstepExecutor if parts.team.lockstep else Executor
         self.executor = executor(parts, self.window, self.step, self.ledger, plan, bindings)
         self.activations = Activations(parts, plan, self.executor, host_room_bytes)
@@ -163,7 +169,7 @@ class Runtime:
         # The graph keeps aliases, too (W.t() of a head). `close_gate` looks for them.
         self.adopt_edited(through_aliases=False)
         # Inside a running backward, `.grad` has gradients of this very backward.
-        if self._plan.whole or torch._C._current_graph_task_id() == -1:
+        if self._plan.whole or backward_number() == NO_BACKWARD:
             self._refuse_strays()
         self.ledger.begin_backward(boundary=boundary)
         self._store.prepare_training()
@@ -234,7 +240,7 @@ class Runtime:
 
     # -- gradients in .grad -----------------------------------------------------------------------
     def _with_gradient(self) -> list[tuple[LayerState, int, nn.Parameter]]:
-        with torch._C.DisableTorchFunctionSubclass():  # hidden parameters need not be shown
+        with without_torch_function():  # hidden parameters need not be shown
             return [
                 (state, k, parameter)
                 for state in self._host.layers
@@ -357,8 +363,8 @@ class Runtime:
 
     def versions_of(self, layer: int) -> list[int]:
         """Version of each parameter: torch counts writes in place."""
-        with torch._C.DisableTorchFunctionSubclass():  # else hidden parameters take long
-            return [parameter._version for parameter in self._host.layers[layer].parameters]
+        with without_torch_function():  # else hidden parameters take long
+            return [version_of(parameter) for parameter in self._host.layers[layer].parameters]
 
     def adopt_weights(self, written: Written | None = None) -> None:
         """Make new values of these parameters, or of all (None), the arrays' values and masters.
@@ -385,7 +391,7 @@ class Runtime:
             device.drain.submit(
                 f"save {layer}",
                 save,
-                (device.record_compute(f"weights {layer} written"),),
+                (device.compute.record(f"weights {layer} written"),),
                 reads=(slot.record,),
                 writes=(state.records["weights"],),
                 nbytes=nbytes,

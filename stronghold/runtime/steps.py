@@ -35,7 +35,7 @@ Groups = Mapping[nn.Parameter, tuple[Group, Optimizer]]
 
 
 class ParameterStep(NamedTuple):
-    """Numbers of one parameter's step, in the order of the last fields of `native.Segment`.
+    """Numbers of one parameter's step, in the order of the last fields of `native.UpdateSegment`.
 
     `numbers` are the kernel's, with zeros up to `MAX_NUMBERS`. `grad_scale` multiplies the
     gradient. `step` counts from 1.

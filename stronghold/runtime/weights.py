@@ -17,7 +17,8 @@ from functools import partial
 
 import torch
 
-from stronghold.device.base import timed
+from stronghold.devices.base import timed
+from stronghold.devices.lane_name import LaneName
 from stronghold.errors import ConfigError
 from stronghold.memory.buffers import Slot
 from stronghold.memory.layer import Residency
@@ -25,6 +26,7 @@ from stronghold.memory.window import Window
 from stronghold.plan.plan import Plan
 from stronghold.runtime.binding import Bindings, refuse_aliases
 from stronghold.runtime.parts import Parts
+from stronghold.telemetry.metrics import WaitCause
 
 
 class LayerWeights:
@@ -80,9 +82,9 @@ class LayerWeights:
         if state.on_gpu.residency is Residency.FETCHING:
             updated = state.records["weights"].writer
             if not updated.done:
-                self._metrics.waited("update", timed(updated.wait))
-            fetched = self._device.compute_wait_everywhere(slot.record.writer)
-            self._metrics.waited("fetch", fetched)
+                self._metrics.waited(WaitCause.UPDATE, timed(updated.wait))
+            fetched = self._device.compute.wait_everywhere(slot.record.writer)
+            self._metrics.waited(WaitCause.FETCH, fetched)
             self._window.make_ready(layer)
         self._bindings.bind(layer, slot.weights)
         self._bindings.show(layer)
@@ -109,7 +111,7 @@ class LayerWeights:
             slot = window.free_slot()
             assert slot is not None
         if resident:
-            slot.record.read(self._device.record_compute(f"before fetch {layer}"))
+            slot.record.read(self._device.compute.record(f"before fetch {layer}"))
         window.claim(slot, layer)
         nbytes = self._fill(slot, layer, together=together)
         if not resident:
@@ -136,9 +138,11 @@ class LayerWeights:
             )
             self._team.gather(state, slot, together=together)
             return nbytes
-        for begin, end in tiers.cuts(layer, ("weights",)):
+        for begin, end in tiers.piece_spans(layer, ("weights",)):
             entry = tiers.fetches.next()
-            views = tiers.queue_load(device, state, begin, end, ("weights",), entry, verb="stage")
+            views = tiers.queue_load(
+                device, state, begin, end, ("weights",), entry, lane=LaneName.STAGE
+            )
             loaded: torch.Tensor = views["weights"].view(torch.uint8)
             device.fetch.submit(
                 f"fetch {layer}",
@@ -156,7 +160,7 @@ class LayerWeights:
         self.layer_at.pop(slot.weights.untyped_storage().data_ptr(), None)
         self._bindings.rest(layer)
         used = state.on_gpu.residency is Residency.READY
-        self._window.release(layer, self._device.record_compute(f"release {layer}"))
+        self._window.release(layer, self._device.compute.record(f"release {layer}"))
         if used:
             views = self._bindings.views_at(slot.weights.data_ptr())
             refuse_aliases(state, slot.weights, views)

@@ -56,8 +56,8 @@ from deepspeed.utils import bwc
 from torch import distributed
 from torch.distributed import distributed_c10d
 
-from stronghold.device import cuda
-from stronghold.device.base import only_waits
+from stronghold.devices import cuda
+from stronghold.devices.base import only_waits
 from stronghold.errors import BudgetError, ConfigError, RankError
 from stronghold.model.layout import Shards
 from stronghold.process import ALONE, Neighbours, boot_id, pid_namespace

@@ -6,7 +6,7 @@ together. `Team` is a process that trains alone and agrees with itself, `RankTea
 ranks; `NodeWeights` are the weights that a node's ranks share, with versions that say since when
 another rank's part is new. Entered by the training thread, and by autograd's in backward.
 
-What the records of this process (`device.base`) cannot tell, for it is about other processes:
+What the records of this process (`devices.base`) cannot tell, for it is about other processes:
   * whether another rank's part of the node's weights is new   -> `NodeWeights.waiting`
   * whether others have read this rank's part before it changes -> they have, before they take part
                                                                   in the gate (`_read_apart`)
@@ -53,7 +53,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from stronghold.device.base import Device, Fence, only_waits
+from stronghold.devices.base import Device, Fence, only_waits
+from stronghold.devices.lane_name import LaneName
 from stronghold.errors import ConfigError, RankError
 from stronghold.memory.buffers import GradientSlot, Slot
 from stronghold.memory.layer import LayerState
@@ -297,7 +298,9 @@ class RankTeam(Team):
 
         had = sum(block.stop - block.start for _, block in parts)
         nbytes = state.maps["weights"].nbytes - had
-        self._device.lane("gather").submit(name, gather, writes=(slot.record,), nbytes=nbytes)
+        self._device.lane(LaneName.GATHER).submit(
+            name, gather, writes=(slot.record,), nbytes=nbytes
+        )
 
     def order(self, expected: Sequence[int], num_slots: int) -> Order:
         trained = [layer for layer in expected if self._layers[layer].optimizer.trained]
@@ -322,7 +325,7 @@ class RankTeam(Team):
                 group.mean(flat, there, f"{name} ({state.name})")
 
         received = sum(flat.nbytes for flat in gradients) - state.maps["gradients"].nbytes
-        self._device.lane("reduce").submit(
+        self._device.lane(LaneName.REDUCE).submit(
             name, reduce, after, writes=(slot.record,), nbytes=received
         )
 
@@ -352,7 +355,7 @@ class RankTeam(Team):
             self._exchange_parts(state, name, trained_alone=True)
             self._weights.publish(state.index)
 
-        self._device.lane("exchange").submit(
+        self._device.lane(LaneName.EXCHANGE).submit(
             name,
             exchange,
             writes=(state.records["weights"],),
@@ -386,7 +389,7 @@ class RankTeam(Team):
         )
         largest = max((part.stop - part.start for part in ranges), default=0)
         if self._room is None and self._device.torch_device.type == "cpu" and largest:
-            self._room = self._device.allocate(largest, torch.uint8, "reduced gradients")
+            self._room = self._device.memory.allocate(largest, torch.uint8, "reduced gradients")
 
     def propose(self, uses: Sequence[object], adopt: Callable[[], None]) -> None:
         self._uses = uses, adopt
@@ -471,13 +474,13 @@ class RankTeam(Team):
                 self._exchange_parts(state, operation)
 
         if self._exchange is not None:
-            self._device.lane("exchange").submit("exchange all", work).wait()
+            self._device.lane(LaneName.EXCHANGE).submit("exchange all", work).wait()
         self.barrier(operation)
 
     def agree(self, operation: str) -> None:
         self.barrier(operation)
         if self._exchange is not None:
-            self._device.lane("exchange").submit(
+            self._device.lane(LaneName.EXCHANGE).submit(
                 "compare nodes", lambda: self._copy_first(operation)
             ).wait()
         self.barrier(operation)

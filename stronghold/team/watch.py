@@ -44,7 +44,7 @@ from typing import Any
 import numpy as np
 from torch.distributed import distributed_c10d
 
-from stronghold.device.base import THREAD_PREFIX, WAITING, ThreadLane
+from stronghold.devices.base import THREAD_PREFIX, WAITING, ThreadLane
 from stronghold.errors import RankError
 from stronghold.memory.slab import NodeMemory
 from stronghold.native import naming_threads

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 import stronghold
-from stronghold.device import base
+from stronghold.devices import base
+from stronghold.devices.memory import DeviceMemory
 from stronghold.errors import BudgetError, ConfigError
 from stronghold.memory import host
 from tests.conftest import HAS_CUDA, lane_threads
@@ -42,7 +43,7 @@ def allocations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     count(host, "map_slab")
     count(base.Lane, "__init__")
-    count(base.Device, "allocate")
+    count(DeviceMemory, "allocate")
     return made
 
 
@@ -254,7 +255,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "prefetch beyond the window": (
         {"stronghold": {"device": "emulated", "window": 2, "prefetch": 2}},
-        (r"stronghold\.prefetch: got 2", "Lower prefetch or raise window"),
+        (r"stronghold\.prefetch: got 2", "Lower prefetch, or raise window"),
     ),
     "log level": ({"log_level": 1}, ("log_level: got 1", '"warning"')),
     "a number without end": (

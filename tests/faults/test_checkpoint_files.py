@@ -43,8 +43,8 @@ from stronghold.checkpoint.manifest import (
     stored_as,
 )
 from stronghold.checkpoint.tag import OpenTag
-from stronghold.cli import main
 from stronghold.errors import CheckpointError, ConfigError
+from stronghold.tools.cli import main
 from tests.support.checkpoints import (
     assert_same,
     command,

@@ -24,7 +24,9 @@ def run(*command: str) -> str:
 def test_the_wheel_of_the_sdist_passes_the_self_test(tmp_path: Path) -> None:
     """The sdist makes the wheel. Dependencies are those of this environment; stronghold is not."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
-    build = "from scikit_build_core.build import build_sdist as b; import sys; print(b(sys.argv[1]))"
+    build = (
+        "from scikit_build_core.build import build_sdist as b; import sys; print(b(sys.argv[1]))"
+    )
     subprocess.run([sys.executable, "-c", build, str(tmp_path)], cwd=ROOT, check=True)
     (sdist,) = tmp_path.glob("stronghold-*.tar.gz")
     options = ["--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path)]

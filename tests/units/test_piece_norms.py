@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from stronghold import native
-from stronghold.device.base import Record
+from stronghold.devices.base import Record
 from stronghold.memory.layer import LayerState
 from stronghold.model.layout import PAGE_NUMEL, ParameterShape, Shards, layer_layout
 from stronghold.native import Pool
