@@ -131,13 +131,13 @@ def _make_locked(parent: Path, name: str) -> tuple[Path, int]:
         path.mkdir()
         with contextlib.suppress(FileNotFoundError):
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            is_free = _lock(lock) is not False
+            is_free = lock_directory(lock) is not False
             if is_free and path.is_dir():
                 return path, lock
             os.close(lock)
 
 
-def _lock(descriptor: int) -> bool | None:
+def lock_directory(descriptor: int) -> bool | None:
     """Lock an open directory: False when another process has the lock, None when the file system
     has no locks."""
     try:
@@ -169,7 +169,7 @@ def _remove_unlocked(path: Path) -> None:
     try:
         if os.fstat(descriptor).st_uid != os.geteuid():
             return
-        is_free = _lock(descriptor)
+        is_free = lock_directory(descriptor)
         if is_free:
             logger.info("removing %s, which a save that did not end has left", path)
             remove(path)
@@ -189,7 +189,7 @@ def publish(hidden: Path, final: Path) -> None:
     hidden name afterwards, or is removed."""
     sync_directory(hidden)
     olds = []
-    while not _rename(hidden, final) and not _exchange(hidden, final):
+    while not _rename(hidden, final) and not exchange_names(hidden, final):
         olds.append(final.parent / hidden_name(final.name, "old"))
         with contextlib.suppress(FileNotFoundError):  # another save was faster
             final.rename(olds[-1])
@@ -209,7 +209,7 @@ def _rename(hidden: Path, final: Path) -> bool:
     return True
 
 
-def _exchange(one: Path, two: Path) -> bool:
+def exchange_names(one: Path, two: Path) -> bool:
     """Swap two names at once; False where the system cannot."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "renameat2"):

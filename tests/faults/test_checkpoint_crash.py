@@ -180,7 +180,7 @@ def test_a_hidden_directory_that_another_save_takes_for_a_leftover_is_made_again
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between its making and its lock."""
-    lock, stolen = directory._lock, []
+    lock, stolen = directory.lock_directory, []
 
     def late(descriptor: int) -> bool | None:
         if not stolen:
@@ -189,7 +189,7 @@ def test_a_hidden_directory_that_another_save_takes_for_a_leftover_is_made_again
             directory.remove(path)
         return lock(descriptor)
 
-    monkeypatch.setattr(directory, "_lock", late)
+    monkeypatch.setattr(directory, "lock_directory", late)
     with directory.hidden_directory(tmp_path, "tag") as hidden:
         assert hidden.is_dir()
         assert hidden != stolen[0]
@@ -292,7 +292,7 @@ def save_and_die(save_dir: Path, content: str, number: int) -> None:
 
     for owner, names in (
         (os, ("open", "write", "fsync", "unlink", "rmdir", "rename", "replace", "mkdir")),
-        (directory, ("_exchange", "remove")),
+        (directory, ("exchange_names", "remove")),
     ):
         for name in names:
             setattr(owner, name, counting(getattr(owner, name)))
