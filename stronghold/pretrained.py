@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from stronghold.checkpoint.tensorfile import TensorFile
+from stronghold.checkpoint.files import TensorFile
 from stronghold.errors import CheckpointError, ConfigError, did_you_mean
 from stronghold.model.partition import set_source
 from stronghold.runtime.patches.modules import build_from_config, set_weight_conversions
@@ -146,7 +146,7 @@ class _FileTensor:
     def read(self, dtype: torch.dtype) -> torch.Tensor:
         """The tensor's values in host memory, cast to `dtype`."""
         values = torch.empty(self.file.info(self.key).shape, dtype=dtype)
-        self.file.read_into(self.key, values)
+        self.file.read_into(self.key, 0, values)
         return values
 
 
@@ -207,7 +207,7 @@ class _Conversion:
         """Fill `target` with the parameter's values, cast to its dtype."""
         if self._rule is None:
             source = self._sources[0]
-            source.file.read_into(source.key, target)
+            source.file.read_into(source.key, 0, target)
             return
         if name not in self._unread or self._unread[name].dtype is not target.dtype:
             self._unread = self._convert(target.dtype)

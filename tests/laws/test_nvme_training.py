@@ -15,7 +15,7 @@ import torch
 
 import stronghold
 from stronghold import refine
-from stronghold.checkpoint.tensorfile import TensorFile
+from stronghold.checkpoint.files import TensorFile
 from stronghold.plan.homes import FILE
 from tests.models import MODELS, loss_of
 from tests.support.pages import ENGINES, mounted
