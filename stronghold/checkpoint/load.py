@@ -28,8 +28,8 @@ from stronghold.checkpoint.tag import OpenTag
 from stronghold.errors import CheckpointError, ConfigError, did_you_mean
 from stronghold.model.layout import ParameterSlice
 from stronghold.optim.states import LOW_DTYPE, items, join_master
-from stronghold.runtime.optimizer import EngineOptimizer
-from stronghold.runtime.stack import Stack
+from stronghold.streaming.optimizer import EngineOptimizer
+from stronghold.streaming.stack import Stack
 
 PIECE_NUMEL = 1 << 20  # of elements that are converted at once: a multiple of a group
 SHOWN = 5  # names in an error; the others are counted

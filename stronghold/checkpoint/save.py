@@ -62,9 +62,9 @@ from stronghold.optim import DEFAULT
 from stronghold.optim.states import items
 from stronghold.plan.homes import GPU
 from stronghold.plan.schedule import update_order
-from stronghold.runtime.optimizer import EngineOptimizer
-from stronghold.runtime.patches.modules import transient_buffers
-from stronghold.runtime.stack import Stack
+from stronghold.streaming.optimizer import EngineOptimizer
+from stronghold.streaming.patches.modules import transient_buffers
+from stronghold.streaming.stack import Stack
 
 PACKAGES = ("stronghold", "deepspeed", "torch")
 

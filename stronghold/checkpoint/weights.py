@@ -40,7 +40,7 @@ from stronghold.checkpoint.manifest import (
 from stronghold.checkpoint.tag import OpenTag
 from stronghold.errors import CheckpointError, ConfigError
 from stronghold.plan.homes import GPU
-from stronghold.runtime.stack import Stack
+from stronghold.streaming.stack import Stack
 
 INDEX = "model.safetensors.index.json"
 Item = TypeVar("Item")

@@ -23,8 +23,8 @@ from stronghold.checkpoint.save import Save
 from stronghold.checkpoint.state import ClientState, random_states, restore_random_states
 from stronghold.checkpoint.weights import live_weights, write_weights
 from stronghold.errors import ConfigError
-from stronghold.runtime.optimizer import EngineOptimizer, restore_scaler, scaler_state
-from stronghold.runtime.stack import Stack
+from stronghold.streaming.optimizer import EngineOptimizer, restore_scaler, scaler_state
+from stronghold.streaming.stack import Stack
 
 logger = logging.getLogger("stronghold")
 

@@ -24,7 +24,7 @@ from stronghold.devices import cuda
 from stronghold.engine import StrongholdEngine
 from stronghold.errors import ConfigError
 from stronghold.optim.cpu_optimizer import CPUOptimizer
-from stronghold.runtime.optimizer import EngineOptimizer
+from stronghold.streaming.optimizer import EngineOptimizer
 from stronghold.team import meeting
 from stronghold.team.group import data_parallel_size, join, local_rank_of
 from stronghold.telemetry import show_log

@@ -48,7 +48,7 @@ from stronghold.errors import CheckpointError, ConfigError
 from stronghold.optim import hyperparameter_names, optimizer_named, optimizer_of_state
 from stronghold.optim.contract import Optimizer
 from stronghold.optim.states import LOW_DTYPE, split_master
-from stronghold.runtime.optimizer import deepspeeds_scaler, scaler_state
+from stronghold.streaming.optimizer import deepspeeds_scaler, scaler_state
 
 logger = logging.getLogger("stronghold")
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from stronghold.devices.emulated import EmulatedDevice
-from stronghold.runtime.recompute import Recomputation, RecomputedModule
+from stronghold.streaming.activations.recompute import Recomputation, RecomputedModule
 from tests.models import HIDDEN
 from tests.support import children
 from tests.support.checkpoints import assert_same, session, snapshot
@@ -131,7 +131,8 @@ def test_an_interrupt_while_a_block_runs_again_leaves_it_as_it_was() -> None:
         return [attributes_of(block), chance, modes, hooks_of(hooks)]
 
     before = state()
-    rooms = ("runtime/recompute.py", "runtime/block_state.py", "runtime/random_states.py")
+    names = ("recompute", "block_state", "random_states")
+    rooms = [f"streaming/activations/{name}.py" for name in names]
     try:
         for within in rooms:
             count = at_bytecode(kept.run, 0, within=within)
@@ -151,7 +152,7 @@ def test_an_interrupt_while_a_chunk_runs_leaves_the_block_its_parameters() -> No
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)))
     engine = initialized(model, config(section={"chunk": 1, "window": 1, "layers": ["0", "1"]}))
-    x, within = torch.randn(2, 4), "/stronghold/runtime/chunks.py"
+    x, within = torch.randn(2, 4), "/stronghold/streaming/activations/chunks.py"
     work = lambda: engine(x)  # noqa: E731
     expected = work()
     count = at_bytecode(work, 0, within=within)
@@ -186,7 +187,7 @@ def test_an_interrupt_between_early_update_and_commit_leaves_one_step_or_says_so
         before = snapshot(engine)
         expected = train_steps(engine, 1)
         engine.load_checkpoint(tmp_path)
-        within = "/stronghold/runtime/early_updates.py"
+        within = "/stronghold/streaming/early_updates.py"
         work = lambda: train_steps(engine, 1)  # noqa: E731
         count = at_bytecode(work, 0, within=within)
         assert len(first) == 2

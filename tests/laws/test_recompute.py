@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
 from stronghold.errors import ConfigError
-from stronghold.runtime import activations
+from stronghold.streaming.activations import policies as activations
 from tests.models import HIDDEN, MODELS, Block, Decoder, loss_of, token_batch
 from tests.support.training import (
     Run,

@@ -18,7 +18,7 @@ MOMENTS = ("start", "rendezvous", "group up", "first agreement", "groups", "buil
 
 
 def meet(folder: Path) -> None:
-    from stronghold.runtime import stack
+    from stronghold.streaming import stack
     from stronghold.team import group, meeting
     from tests.models import MODELS
     from tests.support.rank_models import engine_of, rank
