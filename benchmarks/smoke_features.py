@@ -317,7 +317,7 @@ def cap(machine: str) -> str:
 def nccl(machine: str) -> str:
     import torch
 
-    from stronghold.team.group import Group
+    from stronghold.distributed.process_groups import Group
 
     torch.cuda.set_device(0)
     torch.distributed.init_process_group("cpu:gloo,cuda:nccl")

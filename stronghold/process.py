@@ -45,7 +45,7 @@ class Neighbours:
     """The processes of one node that work on one model, this one `index` of `count`: how they do
     one after the other what would disturb them at once, and how all learn of it when one fails.
     Every process of every node makes the same calls, on its training thread. This class is of a
-    process that is alone; `team.group` has that of several."""
+    process that is alone; `distributed.process_groups` has that of several."""
 
     index = 0
     count = 1

@@ -34,9 +34,9 @@ from typing import Any, TypeVar
 
 from stronghold.checkpoint.manifest import MANIFEST, Slices
 from stronghold.checkpoint.tensorfile import HeldFile, MissingError
+from stronghold.distributed.process_groups import Ranks
 from stronghold.errors import CheckpointError, ConfigError, did_you_mean
 from stronghold.process import TOKEN, Life, Process
-from stronghold.team.group import Ranks
 
 logger = logging.getLogger("stronghold")
 

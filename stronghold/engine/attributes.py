@@ -14,7 +14,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import EngineTimers
 from torch import nn
 
-from stronghold.team.group import Ranks
+from stronghold.distributed.process_groups import Ranks
 
 # Methods that tell whether a feature is on. DeepSpeed had them up to 0.19.6, and has neither the
 # features nor the methods now. Every answer is False: the config refuses the features' keys.

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from stronghold.distributed.process_groups import Ranks
 from stronghold.errors import ConfigError
-from stronghold.team.group import Ranks
 
 logger = logging.getLogger("stronghold")
 

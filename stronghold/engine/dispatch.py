@@ -21,12 +21,12 @@ from torch.distributed import distributed_c10d
 
 from stronghold import config as configs
 from stronghold.device import cuda
+from stronghold.distributed import meeting
+from stronghold.distributed.process_groups import data_parallel_size, join, local_rank_of
 from stronghold.engine import StrongholdEngine
 from stronghold.errors import ConfigError
 from stronghold.optim.cpu_optimizer import CPUOptimizer
 from stronghold.runtime.optimizer import EngineOptimizer
-from stronghold.team import meeting
-from stronghold.team.group import data_parallel_size, join, local_rank_of
 from stronghold.telemetry import show_log
 
 logger = logging.getLogger("stronghold")

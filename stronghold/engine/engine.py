@@ -34,6 +34,7 @@ from torch import nn
 
 from stronghold.config import Settings
 from stronghold.device.base import off_lanes
+from stronghold.distributed.process_groups import Ranks, local_rank_of
 from stronghold.engine.attributes import REMOVED_SWITCHES, unused_attributes
 from stronghold.engine.backward import UserBackward
 from stronghold.engine.batches import Batches
@@ -49,7 +50,6 @@ from stronghold.runtime.guards import NO_TRANSFORMS, ParameterReads, StateHooks,
 from stronghold.runtime.optimizer import EngineOptimizer, make_scaler
 from stronghold.runtime.stack import MemoryReport, Stack
 from stronghold.runtime.steps import Standstill
-from stronghold.team.group import Ranks, local_rank_of
 from stronghold.telemetry.metrics import StepRecord, batch_size
 
 logger = logging.getLogger("stronghold")

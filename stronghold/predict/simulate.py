@@ -17,6 +17,8 @@ import torch
 from torch import nn
 
 from stronghold.device.base import Fence
+from stronghold.distributed.process_groups import simulated_ranks
+from stronghold.distributed.sharding import SimulatedWeights
 from stronghold.errors import StateError
 from stronghold.memory.slab import meta_slab
 from stronghold.memory.staging import StagingRing
@@ -35,8 +37,6 @@ from stronghold.plan.search import LADDERS, Choice, Ladder, Search
 from stronghold.predict.simulated_device import Operation, SimulatedDevice
 from stronghold.runtime.parts import assemble
 from stronghold.runtime.runtime import Runtime
-from stronghold.team.group import simulated_ranks
-from stronghold.team.ranks import SimulatedWeights
 from stronghold.telemetry.metrics import Metrics
 
 STEPS = 4  # from the third on a step begins as it ends

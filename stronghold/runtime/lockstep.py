@@ -1,4 +1,4 @@
-"""The executor of one of several ranks ([Note: lockstep] of `team.ranks`).
+"""The executor of one of several ranks ([Note: lockstep] of `distributed.sharding`).
 
 All ranks fetch the layers of a training pass in one order, since a fetch gathers from all of them.
 A rank that skips a layer fetches it nevertheless. What a rank fetches for itself (an evaluation, a

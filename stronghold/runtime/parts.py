@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from stronghold.device.base import Device
+from stronghold.distributed.sharding import NodeWeights, RankTeam, Team
 from stronghold.memory.host import DeviceStore, HostStore
 from stronghold.memory.layer import LayerState
 from stronghold.memory.slab import map_slab
@@ -26,7 +27,6 @@ from stronghold.plan.homes import GPU, HOST, Home
 from stronghold.plan.plan import Plan
 from stronghold.plan.schedule import Action, Kind
 from stronghold.runtime.steps import Groups, OptimizerSteps
-from stronghold.team.ranks import NodeWeights, RankTeam, Team
 from stronghold.telemetry.metrics import Metrics
 
 Written = Mapping[int, Collection[int]]

@@ -25,6 +25,8 @@ from stronghold.device import cuda
 from stronghold.device.base import Device
 from stronghold.device.cuda import CudaDevice
 from stronghold.device.emulated import EmulatedDevice
+from stronghold.distributed.process_groups import Ranks
+from stronghold.distributed.sharding import NodeWeights, check_alike
 from stronghold.errors import ConfigError, LaneError, StateError, format_size
 from stronghold.limits import available_host_bytes, update_cores
 from stronghold.memory.nvme import BLOCK_BYTES, NvmeStore
@@ -55,8 +57,6 @@ from stronghold.runtime.optimizer import EngineOptimizer
 from stronghold.runtime.parts import Written, assemble
 from stronghold.runtime.recompute import forbid_caches
 from stronghold.runtime.runtime import Runtime
-from stronghold.team.group import Ranks
-from stronghold.team.ranks import NodeWeights, check_alike
 from stronghold.telemetry.metrics import Metrics
 from stronghold.telemetry.trace import Trace, open_path
 

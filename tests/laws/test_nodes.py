@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from stronghold.distributed.process_groups import nodes_of
 from stronghold.errors import ConfigError
 from stronghold.model.layout import ParameterShape, Shards, layer_layout
-from stronghold.team.group import nodes_of
 from tests.conftest import free_port
 from tests.laws import test_ranks
 from tests.laws.test_ranks import interleaved

@@ -18,8 +18,9 @@ MOMENTS = ("start", "rendezvous", "group up", "first agreement", "groups", "buil
 
 
 def meet(folder: Path) -> None:
+    from stronghold.distributed import meeting
+    from stronghold.distributed import process_groups as group
     from stronghold.runtime import stack
-    from stronghold.team import group, meeting
     from tests.models import MODELS
     from tests.support.rank_models import engine_of, rank
     from tests.support.training import config

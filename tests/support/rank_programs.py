@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from stronghold.distributed.sharding import RankTeam
 from stronghold.errors import LaneError, RankError
-from stronghold.team.ranks import RankTeam
 from tests.models import MODELS, loss_of, token_batch
 from tests.support.counted import of_bytes
 from tests.support.rank_cases import CASES, CLOSE, FILES, files, refined
@@ -136,7 +136,7 @@ def submit_or_fail(submit: Any, verb: str, *what: Any) -> Any:
 
 def fail(folder: Path) -> None:
     """The last rank ends, in the way that HOW names, in its third step. A slow one comes back."""
-    from stronghold.team import group
+    from stronghold.distributed import process_groups as group
 
     group.SAY_EVERY_S = 1.0
     how = os.environ["HOW"]

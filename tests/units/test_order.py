@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from stronghold.team.group import SilentGroup
-from stronghold.team.ranks import OneOrder, Order
+from stronghold.distributed.process_groups import SilentGroup
+from stronghold.distributed.sharding import OneOrder, Order
 
 
 def order(num_slots: int = 2, trained: tuple[int, ...] = (4, 3, 2, 1, 0)) -> OneOrder:

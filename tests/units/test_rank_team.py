@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 from stronghold.device.emulated import EmulatedDevice
+from stronghold.distributed.process_groups import Ranks, SilentGroup, mean_of, simulated_ranks
+from stronghold.distributed.sharding import PARTS, NodeWeights, RankTeam, SimulatedWeights
 from stronghold.errors import RankError
 from stronghold.memory.buffers import GradientSlot
 from stronghold.memory.layer import LayerState, OptimizerRecord
 from stronghold.model.layout import ModelLayout, ParameterShape, Shards, layer_layout
 from stronghold.process import Neighbours, Result
-from stronghold.team.group import Ranks, SilentGroup, mean_of, simulated_ranks
-from stronghold.team.ranks import PARTS, NodeWeights, RankTeam, SimulatedWeights
 from tests.support.states import adam_formats
 
 

@@ -54,6 +54,7 @@ import torch
 from torch import nn
 
 from stronghold.device.base import Device, Fence, only_waits
+from stronghold.distributed.process_groups import Group, Ranks
 from stronghold.errors import ConfigError, RankError
 from stronghold.memory.buffers import GradientSlot, Slot
 from stronghold.memory.layer import LayerState
@@ -62,7 +63,6 @@ from stronghold.model.arrays import weight_map
 from stronghold.model.layout import ModelLayout
 from stronghold.optim.states import Formats
 from stronghold.plan.plan import Plan
-from stronghold.team.group import Group, Ranks
 
 logger = logging.getLogger("stronghold")
 

@@ -58,11 +58,11 @@ from torch.distributed import distributed_c10d
 
 from stronghold.device import cuda
 from stronghold.device.base import only_waits
+from stronghold.distributed.meeting import JOINING, Attendance, Meeting, set_timeout
+from stronghold.distributed.watch import Watch
 from stronghold.errors import BudgetError, ConfigError, RankError
 from stronghold.model.layout import Shards
 from stronghold.process import ALONE, Neighbours, boot_id, pid_namespace
-from stronghold.team.meeting import JOINING, Attendance, Meeting, set_timeout
-from stronghold.team.watch import Watch
 
 logger = logging.getLogger("stronghold")
 
@@ -622,7 +622,7 @@ class Ranks:
 def join(mpu: Any, *, device: torch.device | None, attendance: Attendance) -> Ranks:
     """The ranks of this process's engine, which trains on the GPU `device` (None: on CPU memory).
     Every rank calls it, with the process group initialised. RankError when one is lost before that
-    (`team.meeting`). ConfigError on every rank when they cannot train together."""
+    (`distributed.meeting`). ConfigError on every rank when they cannot train together."""
     if world_size() == 1:
         return Ranks()
     if not distributed.is_initialized():
