@@ -737,21 +737,28 @@ CHECKPOINTS = [
 RANKS = [
     Mutant(
         "a layer is reduced before its turn",
-        "distributed/sharding.py",
+        "distributed/order.py",
         "and self._layers[self._next] in self._closed:",
         "and self._closed:",
         ORDER,
     ),
     Mutant(
         "a layer too few is closed",
-        "distributed/sharding.py",
-        "self._layers.index(layer) + 1 - self._num_slots",
-        "self._layers.index(layer) - self._num_slots",
+        "distributed/order.py",
+        "self._reached[-1] + 1 - self._num_slots",
+        "self._reached[-1] - self._num_slots",
+        ORDER,
+    ),
+    Mutant(
+        "another order closes nothing",
+        "distributed/order.py",
+        "        if self._reached != sorted(self._reached):\n",
+        "        if False:\n",
         ORDER,
     ),
     Mutant(
         "layers are closed for good",
-        "distributed/sharding.py",
+        "distributed/order.py",
         "        self._closed.clear()\n",
         "        pass\n",
         ORDER,
@@ -815,7 +822,7 @@ RANKS = [
     Mutant(
         "an order that one rank saw is adopted",
         "distributed/sharding.py",
-        "if len(set(rows[:, column].tolist())) == 1:",
+        "if len(set(rows[:, 3].tolist())) == 1:",
         "if True:",
         TEAM,
     ),
@@ -835,9 +842,9 @@ RANKS = [
     ),
     Mutant(
         "a layer is new when one rank's part is",
-        "distributed/sharding.py",
-        "int(versions.min()) < expected",
-        "int(versions.max()) < expected",
+        "distributed/node_weights.py",
+        "int(versions.min()) < count",
+        "int(versions.max()) < count",
         TEAM,
     ),
 ]

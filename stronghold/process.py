@@ -26,7 +26,7 @@ import os
 import re
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -36,7 +36,6 @@ Result = TypeVar("Result")
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 MACHINE_ID = Path("/etc/machine-id")
-LAUNCH = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what a launcher tells all of its ranks
 DIGITS = 12  # of what is shortened: 48 random bits
 TOKEN = rf"[0-9a-f]{{0,{DIGITS}}}-[0-9a-f]{{0,{DIGITS}}}-\d{{1,10}}-\d{{1,10}}-\d{{1,20}}"
 
@@ -172,25 +171,6 @@ def start_of(pid: int) -> int | None:
     """When a process of this name space started; None where there is none, or nobody says."""
     fields = _stat(pid)
     return None if fields is None else int(fields[19])
-
-
-def launched_as(rank: int) -> Process | None:
-    """The process of this name space that a launcher started as `rank` of this process's launch:
-    the first of those whose environment, as it was at their start, says so. None where there is
-    none, or where nobody says."""
-    wanted = {f"{name}={os.environ.get(name)}".encode() for name in LAUNCH}
-    wanted.add(f"RANK={rank}".encode())
-    started = {}
-    for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
-        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
-            if wanted <= set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")):
-                started[pid] = start_of(pid)
-    started.pop(os.getpid(), None)
-    living = [(begun, pid) for pid, begun in started.items() if begun is not None]
-    if not living:
-        return None
-    begun, pid = min(living)
-    return replace(Process.this(), pid=pid, started=begun)
 
 
 def boot_id() -> str:

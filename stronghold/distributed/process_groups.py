@@ -1,19 +1,28 @@
-"""The ranks that train one model together: who they are, and the groups in which they talk.
+"""The process groups of the ranks that train one model together.
 
-Owns the process groups and the watch of one engine. Never decides what is moved or when: every rank
-calls the same methods in the same order. A process that is alone says all to itself. A
-wait for other ranks ends with RankError when one of them is lost (`watch`).
+Owns torch's groups of one engine, and the mesh of its data-parallel ranks: `replicate` between
+nodes, `shard` within a node (HSDP). Never decides what is moved or when: every rank calls the same
+methods in the same order.
 
-Every group is entered by one thread, so that its collectives come in one order on every rank:
-  gather    the gather lane: weights, layer by layer, among the ranks of a node
-  reduce    the reduce lane: gradients, layer by layer
-  exchange  the exchange lane: updated weights, layer by layer, among the peers of several nodes
+Each group has one thread, so that its collectives come in one order on every rank:
+  gather    the gather lane: all-gather of weights, layer by layer, within a node
+  reduce    the reduce lane: reduce-scatter of gradients, layer by layer, over all ranks
+  exchange  the exchange lane: all-gather of updated weights, layer by layer, between nodes
   files     the io lane, and the training thread while that is idle: checkpoints
   control   the training thread: the gate, barriers
 
-A node is what can share memory. Processes do when they see each other's files in /proc, so two
-containers on one host are two nodes, and two launches in one process namespace are one. The
-environment variable STRONGHOLD_NODE overrides that: ranks with the same value are a node.
+A node is what can share memory. Two containers on one host are two nodes, and two launches in one
+process namespace are one. The environment variable STRONGHOLD_NODE overrides that: ranks with the
+same value are a node.
+
+[Note: one order of collectives]
+1. Over gloo every collective begins with an all-gather of its name, which has one size.
+2. If the names are equal, the collective runs.
+3. If they differ, every rank of the group raises RankError, which lists each rank's name. Without
+   step 2 gloo ends the process when sizes differ, and mixes layers when they do not.
+4. Over NCCL the names are not compared. The gate compares checksums of what was gathered and
+   reduced, before any weight changes. Collectives that never match end by NCCL's time-out.
+5. A collective that another rank never comes to ends by its time-out (`connections`).
 
 [Note: the mean] On the CPU a rank gets every rank's piece of its own range and adds them in fp32,
 in the order of the ranks, with one rounding at the end: as many bytes as a ring, and the sum that
@@ -28,38 +37,35 @@ can happen:
   3. Rank 1's reduce lane connects the group and waits for rank 0; it holds the driver's lock, and
      rank 1's gather lane cannot queue the kernel that rank 0's waits for
   4. Neither goes on
-So `_join` connects both, before the engine has lanes: the training thread makes one collective of
-one element per rank in the group of gathers, waits until the GPU has done it, and does the same in
-the group of reductions. All ranks come in this order. Lanes of an earlier engine go on meanwhile:
-its groups are connected, and no rank's lane waits for a training thread. What the communicators
-take is gone from the GPU's free bytes before the plan reads these. What NCCL adds later, for a
-larger collective, is not.
+So `_connect` connects both, before the engine has lanes: the training thread makes one collective
+of one element per rank in the group of gathers, waits until the GPU has done it, and does the same
+in the group of reductions. All ranks come in this order. Lanes of an earlier engine go on
+meanwhile: its groups are connected, and no rank's lane waits for a training thread. What the
+communicators take is gone from the GPU's free bytes before the plan reads these. What NCCL adds
+later, for a larger collective, is not.
 """
 
 from __future__ import annotations
 
 import contextlib
-import enum
 import inspect
 import logging
 import os
-import pickle
 import socket
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
 from deepspeed.utils import bwc
 from torch import distributed
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 
 from stronghold.device import cuda
-from stronghold.device.base import only_waits
-from stronghold.distributed.meeting import JOINING, Attendance, Meeting, set_timeout
-from stronghold.distributed.watch import Watch
+from stronghold.distributed.connections import ADVICE, Connections
 from stronghold.errors import BudgetError, ConfigError, RankError
 from stronghold.model.layout import Shards
 from stronghold.process import ALONE, Neighbours, boot_id, pid_namespace
@@ -69,11 +75,10 @@ logger = logging.getLogger("stronghold")
 Result = TypeVar("Result")
 
 NODE_VARIABLE = "STRONGHOLD_NODE"
-GATHER, REDUCE, FILES, CONTROL, EXCHANGE = range(5)  # a group's number in the watch's rows
-# What the user can mend is said in the same class everywhere.
+# Errors that a user can mend keep their class on the other ranks.
 MENDABLE: dict[str, type[ValueError]] = {"ConfigError": ConfigError, "BudgetError": BudgetError}
-SLICE_S = 1.0  # of a wait, after which the others are looked at
-SAY_EVERY_S = 60.0  # who is waited for
+LABEL_BYTES = 96  # of a collective's name
+SHARED_NUMEL = 1 << 22  # elements that ranks give each other at once
 PIECE_NUMEL = 1 << 18  # elements that are added at once: they stay in the cache
 
 # Newer releases of torch have new names for both.
@@ -85,18 +90,10 @@ _reduce_scatter: Callable[..., Any] = getattr(
 )
 
 
-class Collective(enum.Enum):
-    """What a group of layers does."""
-
-    GATHER = enum.auto()
-    MEAN = enum.auto()
-
-
 class Group:
     """The ranks `members` (global numbers, this one at place `rank`) on `backend`, in the order
-    given; `handle` is torch's group of them, `number` its place in the watch's rows. `order`: the
-    members' places in the order in which the mean adds them. `num_far` of them are on other nodes.
-    """
+    given; `handle` is torch's group of them. `order`: the members' places in the order in which the
+    mean adds them. `num_far` of them are on other nodes. `connections` explain a failure."""
 
     def __init__(
         self,
@@ -105,51 +102,22 @@ class Group:
         *,
         handle: Any = None,
         backend: str = "gloo",
-        number: int = 0,
         order: Sequence[int] | None = None,
         num_far: int = 0,
+        connections: Connections | None = None,
     ) -> None:
         self.members, self.rank, self.num_ranks = list(members), rank, len(members)
-        self._handle = handle
+        self.handle = handle
         self._backend = backend
-        self._number = number
         self._order = order or range(len(members))
         self._num_far = num_far
-        self._lost: RankError | None = None  # the group is of no use from then on
-        self.watch: Watch | None = None
+        self._connections = connections
         self.received_bytes = self.far_bytes = 0
-
-    @classmethod
-    def open(
-        cls,
-        members: Sequence[int],
-        all_members: Sequence[Sequence[int]],
-        backend: str,
-        number: int,
-        timeout_s: float | None = None,
-        **more: Any,
-    ) -> Group:
-        """`all_members`: the groups that all processes of the program make now, in one order; they
-        make them together. RuntimeError when one does not come within `timeout_s`."""
-        # Not with local synchronisation: torch uses the names of such groups again, and the second
-        # engine of a program would look for the addresses of the first.
-        made = [_new_group(list(ranks), backend, timeout_s) for ranks in all_members]
-        handle = made[[list(ranks) for ranks in all_members].index(list(members))]
-        rank = list(members).index(distributed.get_rank())
-        return cls(members, rank, handle=handle, backend=backend, number=number, **more)
 
     # -- of layers --------------------------------------------------------------------------------
     def gather(self, whole: torch.Tensor, own: torch.Tensor, operation: str) -> None:
         """Fill `whole` with every rank's equal part in order; `own` is this rank's view of it."""
-        target, source = whole.view(torch.uint8), own.view(torch.uint8)
-        if self._backend == "nccl":
-            self._begin_on_stream(operation)
-            _all_gather(target, source, group=self._handle)
-        else:
-            self._run(
-                operation,
-                lambda: _all_gather(target, source, group=self._handle, async_op=True),
-            )
+        self._run(operation, _all_gather, whole.view(torch.uint8), own.view(torch.uint8))
         self._count(whole)
 
     def mean(self, whole: torch.Tensor, room: torch.Tensor | None, operation: str) -> None:
@@ -158,47 +126,18 @@ class Group:
         share = whole.numel() // self.num_ranks
         own = whole[self.rank * share : (self.rank + 1) * share]
         if self._backend == "nccl":
-            self._begin_on_stream(operation)
-            average = distributed.ReduceOp.AVG
-            _reduce_scatter(own, whole, op=average, group=self._handle)
+            self._run(operation, partial(_reduce_scatter, op=distributed.ReduceOp.AVG), own, whole)
         else:
             assert room is not None
             pieces = room[: whole.numel()]
-            target, source = pieces.view(torch.uint8), whole.view(torch.uint8)
-            self._run(
-                operation,
-                lambda: distributed.all_to_all_single(
-                    target, source, group=self._handle, async_op=True
-                ),
-            )
+            source = whole.view(torch.uint8)
+            self._run(operation, distributed.all_to_all_single, pieces.view(torch.uint8), source)
             mean_of(pieces.view(self.num_ranks, share), own, self._order)
         self._count(whole)
 
     def send(self, whole: torch.Tensor, operation: str) -> None:
         """Give the first rank's `whole` to all others (gloo alone)."""
-        data = whole.view(torch.uint8)
-        self._run(
-            operation,
-            lambda: distributed.broadcast(data, group_src=0, group=self._handle, async_op=True),
-        )
-
-    def connect(self, device: torch.device, collective: Collective) -> None:
-        """Make NCCL's communicator on `device` by a collective of one element per rank, and wait
-        for that ([Note: communicators]). RankError when a rank is lost meanwhile."""
-        if self.num_ranks == 1:
-            return
-        operation = "connecting the GPUs"
-        whole = torch.ones(self.num_ranks, device=device)
-        if collective is Collective.GATHER:
-            self.gather(whole, whole[self.rank : self.rank + 1], operation)
-        else:
-            self.mean(whole, None, operation)
-        cuda.wait_for_queued(device.index, lambda: self._look(operation))
-        self.received_bytes = self.far_bytes = 0  # of layers
-
-    def _look(self, operation: str) -> None:
-        if self.watch is not None:
-            self.watch.check(operation, self.members)
+        self._run(operation, partial(distributed.broadcast, group_src=0), whole.view(torch.uint8))
 
     def _count(self, whole: torch.Tensor) -> None:
         share = whole.numel() * whole.element_size() // self.num_ranks
@@ -207,23 +146,16 @@ class Group:
 
     # -- of numbers and objects -------------------------------------------------------------------
     def numbers(self, mine: torch.Tensor, operation: str) -> torch.Tensor:
-        """Every rank's flat CPU tensor of one length, by rank."""
-        found = mine.new_empty(self.num_ranks, mine.numel())
-        self._run(
-            operation,
-            lambda: _all_gather(found.view(-1), mine, group=self._handle, async_op=True),
-        )
-        return found
+        """Every rank's flat CPU tensor of one length: (ranks, elements)."""
+        rows = mine.new_empty(self.num_ranks, mine.numel())
+        self._run(operation, _all_gather, rows.view(-1), mine)
+        return rows
 
     def objects(self, mine: object, operation: str = "exchange") -> list[object]:
         """Every rank's object, by rank."""
-        data = pickle.dumps(mine)
-        sizes = self.numbers(torch.tensor([len(data)]), operation).flatten().tolist()
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
-        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        rows = self.numbers(padded, operation)
-        pairs = zip(rows, sizes, strict=True)
-        return [pickle.loads(row[:size].numpy().tobytes()) for row, size in pairs]
+        objects: list[object] = [None] * self.num_ranks
+        self._run(operation, distributed.all_gather_object, objects, mine)
+        return objects
 
     def all_or_raise(
         self,
@@ -231,19 +163,19 @@ class Group:
         elsewhere: Callable[[int, str, str], Exception],
         operation: str = "exchange",
     ) -> Result:
-        """What `work` returns here. When it raises on one rank, all raise: that one its own error,
-        the others what `elsewhere` makes of that rank, of the error's class and of its words."""
+        """Return the result of `work`. When it raises on one rank, all raise: that rank its own
+        error, the others the result of `elsewhere(rank, class of the error, its text)`."""
         results: list[Result] = []
         failure: BaseException | None = None
         try:
             results.append(work())
         except BaseException as error:
             failure = error
-        said = None if failure is None else (type(failure).__name__, str(failure))
-        of_all: list[Any] = self.objects(said, operation)
+        report = None if failure is None else (type(failure).__name__, str(failure))
+        reports: list[Any] = self.objects(report, operation)
         if failure is not None:
             raise failure
-        for rank, words in zip(self.members, of_all, strict=True):
+        for rank, words in zip(self.members, reports, strict=True):
             if words is not None:
                 raise elsewhere(rank, *words)
         return results[0]
@@ -253,69 +185,51 @@ class Group:
         self.numbers(torch.zeros(1, dtype=torch.uint8), operation)
 
     # -- waiting ----------------------------------------------------------------------------------
-    def _begin_on_stream(self, operation: str) -> None:
-        """What is only enqueued waits for nobody: look whether all are there."""
-        if self.watch is not None:
-            self.watch.begin(self._number, operation, self.members)
-            self.watch.end(self._number)
-            self.watch.check(operation, self.members)
-
-    @only_waits
-    def _run(self, operation: str, start: Callable[[], Any]) -> None:
-        if self._lost is not None:
-            raise self._lost
-        if self.watch is not None:
-            self.watch.begin(self._number, operation, self.members)
-        begun, said = time.monotonic(), SAY_EVERY_S
+    def _run(self, operation: str, collective: Callable[..., Any], *arguments: Any) -> None:
+        """Run a collective of torch's. RankError when another rank has gone, does not come within
+        the group's time-out, or has come for another operation."""
+        assert self._connections is not None
+        if self._connections.failure is not None:
+            raise self._connections.failure
         try:
-            work = start()
-            while not self._wait(work):
-                if self.watch is None:
-                    continue
-                self.watch.check(operation, self.members)
-                if (waited := time.monotonic() - begun) > said:
-                    said += SAY_EVERY_S
-                    behind = self.watch.behind(self._number, self.members)
-                    logger.warning("%s waits for %s since %.0f s", operation, behind, waited)
+            if self._backend != "nccl":
+                self._check_same(operation)
+            collective(*arguments, group=self.handle)
         except RankError as error:
-            self._lost = error
+            self._connections.end(error)
             raise
         except RuntimeError as error:
-            if self.watch is None:
-                raise
-            self._lost = self.watch.explain(operation, self._number, self.members, error)
-            raise self._lost from error
-        finally:
-            if self.watch is not None:
-                self.watch.end(self._number)
+            raise self._connections.explain(operation, error) from error
 
-    def _wait(self, work: Any) -> bool:
-        """Whether the work ends within a slice of time; raises its error."""
-        try:
-            work.wait(timedelta(seconds=SLICE_S))
-        except RuntimeError:
-            if not work.is_completed():
-                return False
-            work.wait()  # its own error, or it ended just now
-        return True
-
-    def abort(self) -> None:
-        """End what runs on the GPU for this group: its lane's fences pass, and the lane's next
-        operation fails. Without effect on the CPU, where whoever waits looks around by itself."""
-        if self._backend == "nccl" and self._handle is not None:
-            with contextlib.suppress(RuntimeError):  # ended by itself meanwhile
-                self._handle.abort()
+    def _check_same(self, operation: str) -> None:
+        """RankError on every rank unless all have come for `operation` ([Note: one order of
+        collectives])."""
+        label = torch.zeros(LABEL_BYTES, dtype=torch.uint8)
+        text = operation.encode()[:LABEL_BYTES]
+        label[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        labels = label.new_empty(self.num_ranks, LABEL_BYTES)
+        _all_gather(labels.view(-1), label, group=self.handle)
+        if bool((labels == label).all()):
+            return
+        names = (bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in labels)
+        pairs = zip(self.members, names, strict=True)
+        raise RankError(
+            "the ranks have come for different operations: "
+            f"{', '.join(f'rank {rank} for {name}' for rank, name in pairs)}. Every rank must call "
+            "forward, backward and step equally often, and use the same layers in one order. "
+            f"{ADVICE}"
+        )
 
     def close(self) -> None:
-        """Leave the group; harmless when the program has ended all groups before."""
-        handle, self._handle = self._handle, None
+        """Leave the group. Harmless when the program has ended all groups before."""
+        handle, self.handle = self.handle, None
         if handle is not None and distributed.is_initialized():
             distributed.destroy_process_group(handle)
 
 
 class SilentGroup(Group):
-    """Ranks of a simulation, and a process that is alone: everybody says what this one says, at
-    once, and what is sent moves the lane's clock alone."""
+    """A group without communication, of a process that trains alone or of a simulation: every other
+    rank would send what this one sends."""
 
     def __init__(self, num_ranks: int) -> None:
         super().__init__(range(num_ranks), 0)
@@ -333,21 +247,6 @@ class SilentGroup(Group):
         return [mine] * self.num_ranks
 
 
-class StoreGroup(Group):
-    """The ranks `members` that talk in a `meeting`, before they have process groups: of numbers and
-    objects alone."""
-
-    def __init__(self, members: Sequence[int], rank: int, meeting: Meeting) -> None:
-        super().__init__(members, rank)
-        self._meeting = meeting
-
-    def numbers(self, mine: torch.Tensor, operation: str) -> torch.Tensor:
-        return torch.stack(self._meeting.objects(self.members, mine, operation))
-
-    def objects(self, mine: object, operation: str = JOINING) -> list[object]:
-        return self._meeting.objects(self.members, mine, operation)
-
-
 def mean_of(pieces: torch.Tensor, target: torch.Tensor, order: Sequence[int]) -> None:
     """The mean of the rows of `pieces`, added in `order` ([Note: the mean])."""
     for begin in range(0, target.numel(), PIECE_NUMEL):
@@ -358,83 +257,40 @@ def mean_of(pieces: torch.Tensor, target: torch.Tensor, order: Sequence[int]) ->
         target[begin : begin + PIECE_NUMEL] = total / len(order)
 
 
-def _new_group(ranks: list[int], backend: str, timeout_s: float | None) -> Any:
-    """A new group of torch's, whose ranks gloo connects now: within `timeout_s`, if that is given.
-    What the group does later has torch's own time-out."""
-    if timeout_s is None or backend == "nccl":
-        return _sorted_or_not(ranks, backend=backend)
-    group = _sorted_or_not(ranks, backend=backend, timeout=timedelta(seconds=timeout_s))
-    if distributed.get_rank() in ranks:
-        set_timeout(group, distributed_c10d.default_pg_timeout)
-    return group
-
-
-def _sorted_or_not(ranks: list[int], **options: Any) -> Any:
-    if ranks == sorted(ranks):
-        return distributed.new_group(ranks, **options)
-    if "sort_ranks" not in inspect.signature(distributed.new_group).parameters:
-        raise ConfigError(
-            f"several nodes with several ranks each need a torch whose new_group has sort_ranks "
-            f"(2.13 has it): got {torch.__version__}"
-        )
-    return distributed.new_group(ranks, sort_ranks=False, **options)
-
-
 # -- places ----------------------------------------------------------------------------------------
 def this_node() -> tuple[object, ...]:
-    """What processes that can share memory have in common, its first word for people: machine,
-    boot and process namespace, or what the environment says."""
+    """Return what identifies this node: machine, boot and process namespace, or the value of
+    STRONGHOLD_NODE. The first element is for people."""
     if named := os.environ.get(NODE_VARIABLE):
         return (named,)
     return socket.gethostname(), boot_id(), pid_namespace()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Nodes:
-    """`nodes[k]` are the global numbers of node k's ranks, in the order of their group; nodes are
-    numbered as their first ranks are. All have as many: the j-th ranks of all nodes are peers."""
-
-    nodes: tuple[tuple[int, ...], ...]
-
-    @property
-    def num_nodes(self) -> int:
-        return len(self.nodes)
-
-    def place(self, rank: int) -> tuple[int, int]:
-        """The rank's node and its index there."""
-        return next((k, of.index(rank)) for k, of in enumerate(self.nodes) if rank in of)
-
-    @property
-    def peers(self) -> list[tuple[int, ...]]:
-        """The ranks of each index, by node."""
-        return list(zip(*self.nodes, strict=True))
-
-    def range_of(self, rank: int) -> int:
-        """Which range of every layer is the rank's ([Note: nodes] of `model.layout`)."""
-        node, index = self.place(rank)
-        return index * self.num_nodes + node
-
-    @property
-    def by_range(self) -> tuple[int, ...]:
-        """The ranks in the order of their ranges."""
-        return tuple(rank for of_index in self.peers for rank in of_index)
-
-
-def nodes_of(found: Mapping[int, object]) -> Nodes:
-    """The places of the ranks of a group, `found[rank]` being what `this_node` says there.
-    ConfigError when some nodes have more ranks than others."""
-    groups: dict[object, list[int]] = {}
-    for rank, node in found.items():
-        groups.setdefault(node, []).append(rank)
-    sizes = [len(of) for of in groups.values()]
-    if len(set(sizes)) > 1:
-        names = [node[0] if isinstance(node, tuple) else node for node in groups]
-        counts = ", ".join(f"{size} on {name}" for size, name in zip(sizes, names, strict=True))
+def mesh_of(data_parallel: Sequence[Sequence[int]], node_of: Sequence[object]) -> torch.Tensor:
+    """The global ranks of each data-parallel group: (groups, nodes, ranks of a node). Nodes are in
+    the order of their first ranks. `node_of[rank]` is its `this_node`. ConfigError when some nodes
+    have more ranks than others."""
+    groups = []
+    for members in data_parallel:
+        nodes: dict[object, list[int]] = {}
+        for rank in members:
+            nodes.setdefault(node_of[rank], []).append(rank)
+        sizes = [len(ranks) for ranks in nodes.values()]
+        if len(set(sizes)) > 1:
+            names = [node[0] if isinstance(node, tuple) else node for node in nodes]
+            counts = ", ".join(f"{size} on {name}" for size, name in zip(sizes, names, strict=True))
+            raise ConfigError(
+                f"the {len(members)} data-parallel ranks are divided unequally over {len(sizes)} "
+                f"nodes ({counts}): start as many on each"
+            )
+        groups.append(list(nodes.values()))
+    shapes = {(len(nodes), len(nodes[0])) for nodes in groups}
+    if len(shapes) > 1:
         raise ConfigError(
-            f"the {len(found)} data-parallel ranks are divided unequally over {len(sizes)} nodes "
-            f"({counts}): start as many on each"
+            f"the data-parallel groups lie on nodes differently: got (nodes, ranks of a node) "
+            f"{sorted(shapes)}; expected one of them"
         )
-    return Nodes(nodes=tuple(map(tuple, groups.values())))
+    return torch.tensor(groups)
 
 
 def share_of_cores(allowed: Sequence[object], index: int) -> tuple[int, ...]:
@@ -489,7 +345,7 @@ def model_parallel_place(mpu: Any) -> tuple[int, int]:
 
 
 class NodeRanks(Neighbours):
-    """`Neighbours` that talk in `group`; `local` are the places of this node's ranks in it."""
+    """`Neighbours` over `group`; `local` are the places of this node's ranks in it."""
 
     def __init__(self, group: Group, local: Sequence[int]) -> None:
         self._group = group
@@ -497,8 +353,8 @@ class NodeRanks(Neighbours):
         self.index, self.count = local.index(group.rank), len(local)
 
     def of_node(self, mine: Result) -> list[Result]:
-        found = self._group.objects(mine)
-        return [cast(Result, found[place]) for place in self._local]
+        of_all = self._group.objects(mine)
+        return [cast(Result, of_all[place]) for place in self._local]
 
     def of_all(self, mine: Result) -> list[Result]:
         return cast(list[Result], self._group.objects(mine))
@@ -516,33 +372,24 @@ def _failed_elsewhere(rank: int, kind: str, words: str) -> Exception:
     return RankError(f"rank {rank}: {kind}: {words}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Membership:
-    """What one rank's process belongs to: `data_parallel` ranks, on `nodes`, share its part of the
-    model, `model_parallel` ranks have the parts, `all_ranks` are those of all parts."""
-
-    data_parallel: list[int]
-    model_parallel: list[int]
-    all_ranks: list[int]
-    nodes: Nodes
-
-
 @dataclass(slots=True, kw_only=True)
 class Ranks:
     """The data-parallel ranks of this process, which are those of `control`; it has range
-    `shards.rank` of every layer. `norms` are the model-parallel ranks, over which norms are summed,
-    or None; `files` are the ranks of all parts of the model, which save together. `on_node` are
-    those of `control` that share this rank's memory, `on_disks` those of `files` that share its
-    disks. `cores` are its own, where it divides the node's with others. `communicator_bytes` of its
-    GPU are NCCL's. Without arguments: a process that is alone."""
+    `shards.rank` of every layer. `mesh` has dimensions `replicate` and `shard`, over the groups
+    `exchange` and `gather`. `norms` are the model-parallel ranks, over which norms are summed, or
+    None; `files` are the ranks of all parts of the model, which save together. `on_node` are those
+    of `control` that share this rank's memory, `on_disks` those of `files` that share its disks.
+    `cores` are this rank's, where ranks divide the node's. `communicator_bytes` of its GPU are
+    NCCL's. `timeout`: of every wait for other ranks. Without arguments: a process that is alone."""
 
     shards: Shards = field(default_factory=Shards)
     control: Group = field(default_factory=lambda: SilentGroup(1))
     gather: Group = field(default_factory=lambda: SilentGroup(1))
     reduce: Group = field(default_factory=lambda: SilentGroup(1))
+    exchange: Group = field(default_factory=lambda: SilentGroup(1))
     files: Group = field(default_factory=lambda: SilentGroup(1))
     norms: Group | None = None
-    exchange: Group | None = None
+    mesh: DeviceMesh | None = None
     global_rank: int = 0
     world_size: int = 1
     model_parallel_rank: int = 0
@@ -552,12 +399,13 @@ class Ranks:
     on_disks: Neighbours = ALONE
     cores: tuple[int, ...] = ()
     communicator_bytes: int = 0
-    watch: Watch | None = None
+    connections: Connections | None = None
+    timeout: timedelta = distributed_c10d.default_pg_timeout
     closed: bool = False
 
     @property
     def several(self) -> bool:
-        """Whether there are others, who have other data or other parts of the model."""
+        """True if there are other ranks, with other data or other parts of the model."""
         return self.world_size > 1
 
     @property
@@ -580,49 +428,64 @@ class Ranks:
 
     @property
     def received_from_nodes_bytes(self) -> int:
-        """Those of them that came from ranks of other nodes."""
+        """Bytes of weights and gradients that came from ranks of other nodes."""
         return sum(group.far_bytes for group in self.groups)
 
     def least(self, number: int) -> int:
         """The least of every rank's number."""
         return int(self.control.numbers(torch.tensor([number]), "least").min())
 
+    def complete(self, flat: torch.Tensor, operation: str) -> None:
+        """Fill in the fp32 elements that other ranks have: each rank has zeros for those."""
+        if self.num_ranks > 1:
+            for bits in flat.view(torch.int32).split(SHARED_NUMEL):
+                rows = self.control.numbers(bits.clone(), operation)
+                bits.copy_(rows.sum(dim=0, dtype=torch.int32))
+
+    def refuse_local(self, name: str) -> None:
+        """ConfigError where a rank has a part of the parameter that is not DeepSpeed's."""
+        if self.num_ranks > 1:
+            raise ConfigError(
+                f"{name}: safe_get_local_* and safe_set_local_* on several ranks: their partitions "
+                "are not DeepSpeed's; call safe_get_full_* or safe_set_full_* on every rank"
+            )
+
     def check_same(self, described: dict[str, str]) -> None:
         """ConfigError, on every rank, when one describes a thing differently."""
         of_all = self.control.objects(described)
         for what, mine in described.items():
-            words = [found[what] for found in of_all if isinstance(found, dict)]
+            words = [other[what] for other in of_all if isinstance(other, dict)]
             if len(set(words)) > 1:
                 raise ConfigError(
                     f"{what} differ{'' if what.endswith('s') else 's'} between the ranks: here "
                     f"{_around(mine, words)}. Build one model and read one config on every rank"
                 )
 
-    def fail(self, reason: str) -> None:
-        """This rank cannot go on: the others shall not wait for it, nor it for them."""
-        if self.watch is not None:
-            self.watch.fail(reason)
-        self.abort()
+    def check(self, operation: str) -> None:
+        """RankError when a rank has gone."""
+        if self.connections is not None:
+            self.connections.check(operation)
 
-    def abort(self) -> None:
-        """End the kernels that wait for other ranks on this GPU, which nobody else can."""
-        for group in (self.gather, self.reduce):
-            group.abort()
+    def fail(self, reason: str) -> None:
+        """This rank cannot go on. Its groups end: neither it nor another rank waits in them."""
+        if self.connections is not None:
+            self.connections.end(RankError(f"this rank cannot go on: {reason}. {ADVICE}"))
 
     def close(self) -> None:
-        """Leave the groups. Waits for nobody; safe to call twice."""
+        """Leave the groups. Waits for no other rank. Safe to call twice."""
         if not self.closed:
             self.closed = True
-            if self.watch is not None:
-                self.watch.close()
+            self.mesh = None
             for group in self.groups:
                 group.close()
+            if self.connections is not None:
+                self.connections.close()
 
 
-def join(mpu: Any, *, device: torch.device | None, attendance: Attendance) -> Ranks:
+def join(mpu: Any, *, device: torch.device | None, timeout: timedelta) -> Ranks:
     """The ranks of this process's engine, which trains on the GPU `device` (None: on CPU memory).
-    Every rank calls it, with the process group initialised. RankError when one is lost before that
-    (`distributed.meeting`). ConfigError on every rank when they cannot train together."""
+    Every rank calls it, with the process group initialised. RankError when one has gone, or does
+    not come within `timeout`. ConfigError on every rank when they cannot train together."""
     if world_size() == 1:
         return Ranks()
     if not distributed.is_initialized():
@@ -631,85 +494,127 @@ def join(mpu: Any, *, device: torch.device | None, attendance: Attendance) -> Ra
             "dist_init_required out, or call deepspeed.init_distributed() first"
         )
     with contextlib.ExitStack() as undo:
-        ranks = _join(mpu, "gloo" if device is None else "nccl", attendance, undo)
+        ranks = _join(mpu, "gloo" if device is None else "nccl", timeout, undo)
         if device is not None:
             _connect(ranks, device)
         undo.pop_all()
         return ranks
 
 
-def _join(mpu: Any, backend: str, attendance: Attendance, undo: contextlib.ExitStack) -> Ranks:
-    global_rank, world = distributed.get_rank(), list(range(distributed.get_world_size()))
-    store: Any = distributed_c10d._get_default_store()
-    silence_s = attendance.silence_s
-    meeting = Meeting(store, global_rank, attendance, store.timeout.total_seconds())
-    said = meeting.objects(world, (*_parallel_ranks(mpu, world), this_node()), JOINING)
-    node_of = [node for _, _, node in said]
-    memberships = [
-        Membership(
-            data_parallel=data_parallel,
-            model_parallel=model_parallel,
-            all_ranks=world if len(model_parallel) > 1 else data_parallel,
-            nodes=nodes_of({rank: node_of[rank] for rank in data_parallel}),
-        )
-        for data_parallel, model_parallel, _ in said
-    ]
+@contextlib.contextmanager
+def joining(operation: str) -> Iterator[None]:
+    """Context manager for calls of torch's in which ranks meet first. They raise RankError."""
+    try:
+        yield
+    except RankError:
+        raise
+    except RuntimeError as error:
+        raise RankError(
+            f"{operation}: not all ranks have come, or one has gone: {error}. Its own output has "
+            "the cause. Start all ranks again; stronghold.rank_timeout_s is how long they are "
+            "waited for"
+        ) from error
 
-    def make(
-        backend: str, number: int, of: Callable[[Membership], Iterable[Sequence[int]]], **more: Any
-    ) -> Group:
-        """This process's group of those that `of` names; every process makes its own."""
-        every = sorted({tuple(ranks) for each in memberships for ranks in of(each)})
-        ranks = next(ranks for ranks in of(own) if global_rank in ranks)
-        everyone, operation = {rank for ranks in every for rank in ranks}, "making process groups"
-        watch.begin(number, operation, everyone)
-        try:
-            group = Group.open(ranks, every, backend, number, silence_s, **more)
-        except RuntimeError as error:
-            raise watch.explain(operation, number, everyone, error) from error
-        finally:
-            watch.end(number)
-        undo.callback(group.close)
-        group.watch = watch
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Maker:
+    """Makes groups, of which each process makes all and is in one. `undo` leaves them."""
+
+    rank: int
+    timeout: timedelta
+    connections: Connections
+    undo: contextlib.ExitStack
+
+    def make(self, backend: str, every: Iterable[Sequence[int]], **more: Any) -> Group:
+        """This process's group of `every`."""
+        # Not with local synchronisation: torch uses the names of such groups again, and the second
+        # engine of a program would look for the addresses of the first.
+        made: dict[tuple[int, ...], Any] = {}
+        for members in sorted({tuple(members) for members in every}):
+            try:
+                made[members] = new_group(members, backend, self.timeout)
+            except RuntimeError as error:
+                raise self.connections.explain("making process groups", error) from error
+        members = next(members for members in made if self.rank in members)
+        group = Group(
+            members,
+            members.index(self.rank),
+            handle=made[members],
+            backend=backend,
+            connections=self.connections,
+            **more,
+        )
+        if len(members) > 1:
+            self.connections.add(group.handle, backend, members[group.rank - 1])
+        self.undo.callback(group.close)
         return group
 
-    own, here = memberships[global_rank], node_of[global_rank]
-    members, nodes, all_ranks = own.data_parallel, own.nodes, own.all_ranks
-    node, index = nodes.place(global_rank)
-    order = list(map(nodes.range_of, members))
-    num_far = len(members) - len(nodes.nodes[node])
-    local = [place for place, other in enumerate(all_ranks) if node_of[other] == here]
-    names = [str(node_of[other][0]) for other in all_ranks]
-    place = all_ranks.index(global_rank)
-    met = NodeRanks(StoreGroup(all_ranks, place, meeting), local)
-    watch = Watch(all_ranks, names, local, place, silence_s, met)
-    undo.callback(watch.close)
+
+def new_group(members: Sequence[int], backend: str, timeout: timedelta) -> Any:
+    """A group of torch's with its ranks in the order of `members`. Every process calls it."""
+    options: dict[str, Any] = {"backend": backend, "timeout": timeout}
+    if list(members) != sorted(members):
+        if "sort_ranks" not in inspect.signature(distributed.new_group).parameters:
+            raise ConfigError(
+                f"several nodes with several ranks each need a torch whose new_group has "
+                f"sort_ranks (2.13 has it): got {torch.__version__}"
+            )
+        options["sort_ranks"] = False
+    return distributed.new_group(list(members), **options)
+
+
+def _join(mpu: Any, backend: str, timeout: timedelta, undo: contextlib.ExitStack) -> Ranks:
+    rank, world = distributed.get_rank(), range(distributed.get_world_size())
+    memberships: list[Any] = [None for _ in world]
+    with joining("stronghold.initialize"):
+        handle = new_group(world, "gloo", timeout)
+        mine = (*_parallel_ranks(mpu, list(world)), this_node())
+        distributed.all_gather_object(memberships, mine, group=handle)
+    connections = Connections(world, handle)
+    undo.callback(connections.close)
+    data_parallel = [members for members, _, _ in memberships]
+    model_parallel = [members for _, members, _ in memberships]
+    node_of = [node for _, _, node in memberships]
+    mesh = mesh_of(sorted(map(list, set(map(tuple, data_parallel)))), node_of)
+    by_index = mesh.transpose(1, 2)  # the ranks of each index, by node
+    here = (mesh == rank).nonzero()[0].tolist()
+    of_group, node, index = here
+    num_nodes, num_local = mesh.shape[1:]
+    members, by_range = data_parallel[rank], by_index[of_group].flatten().tolist()
+    all_ranks = list(world) if len(model_parallel[rank]) > 1 else members
+    maker = _Maker(rank=rank, timeout=timeout, connections=connections, undo=undo)
     model_parallel_rank, model_parallel_size = model_parallel_place(mpu)
     ranks = Ranks(
-        shards=Shards(
-            num_ranks=len(members), rank=nodes.range_of(global_rank), num_nodes=nodes.num_nodes
+        shards=Shards(num_ranks=len(members), rank=by_range.index(rank), num_nodes=num_nodes),
+        control=maker.make("gloo", data_parallel),
+        gather=maker.make(backend, mesh.flatten(0, 1).tolist()),
+        reduce=maker.make(
+            backend,
+            by_index.flatten(1).tolist(),
+            order=list(map(by_range.index, members)),
+            num_far=len(members) - num_local,
         ),
-        control=make("gloo", CONTROL, lambda each: [each.data_parallel]),
-        gather=make(backend, GATHER, lambda each: each.nodes.nodes),
-        reduce=make(
-            backend, REDUCE, lambda each: [each.nodes.by_range], order=order, num_far=num_far
-        ),
-        files=make("gloo", FILES, lambda each: [each.all_ranks]),
-        global_rank=global_rank,
+        exchange=maker.make("gloo", by_index.flatten(0, 1).tolist(), num_far=num_nodes - 1),
+        files=maker.make("gloo", [all_ranks] if len(all_ranks) == len(world) else data_parallel),
+        norms=maker.make("gloo", model_parallel) if model_parallel_size > 1 else None,
+        global_rank=rank,
         world_size=len(world),
         model_parallel_rank=model_parallel_rank,
         model_parallel_size=model_parallel_size,
-        node_name=str(here[0]),
-        watch=watch,
+        node_name=str(node_of[rank][0]),
+        connections=connections,
+        timeout=timeout,
     )
-    if model_parallel_size > 1:
-        ranks.norms = make("gloo", CONTROL, lambda each: [each.model_parallel])
-    if any(each.nodes.num_nodes > 1 for each in memberships):
-        far = nodes.num_nodes - 1
-        ranks.exchange = make("gloo", EXCHANGE, lambda each: each.nodes.peers, num_far=far)
-    ranks.on_node = NodeRanks(ranks.control, [members.index(near) for near in nodes.nodes[node]])
-    ranks.on_disks = NodeRanks(ranks.files, local)
-    watch.on_loss = ranks.abort
+    ranks.mesh = DeviceMesh.from_group(
+        [ranks.exchange.handle, ranks.gather.handle],
+        "cpu" if backend == "gloo" else "cuda",
+        mesh[of_group],
+        mesh_dim_names=("replicate", "shard"),
+    )
+    near = mesh[of_group, node].tolist()
+    ranks.on_node = NodeRanks(ranks.control, [members.index(other) for other in near])
+    same_disks = [k for k, other in enumerate(all_ranks) if node_of[other] == node_of[rank]]
+    ranks.on_disks = NodeRanks(ranks.files, same_disks)
     ranks.cores = share_of_cores(ranks.on_node.of_node(sorted(os.sched_getaffinity(0))), index)
     return ranks
 
@@ -717,8 +622,17 @@ def _join(mpu: Any, backend: str, attendance: Attendance, undo: contextlib.ExitS
 def _connect(ranks: Ranks, device: torch.device) -> None:
     """Make NCCL's communicators ([Note: communicators]), and count what they take."""
     before = cuda.physical_bytes(device.index)
-    ranks.gather.connect(device, Collective.GATHER)
-    ranks.reduce.connect(device, Collective.MEAN)
+    operation = "connecting the GPUs"
+    for group in (ranks.gather, ranks.reduce):
+        if group.num_ranks == 1:
+            continue
+        whole = torch.ones(group.num_ranks, device=device)
+        if group is ranks.gather:
+            group.gather(whole, whole[group.rank : group.rank + 1], operation)
+        else:
+            group.mean(whole, None, operation)
+        cuda.wait_for_queued(device.index, partial(ranks.check, operation))
+        group.received_bytes = group.far_bytes = 0  # of layers alone
     ranks.communicator_bytes = before - cuda.physical_bytes(device.index)
     logger.info("communicators take %.2f GiB of %s", ranks.communicator_bytes / 2**30, device)
 
@@ -739,14 +653,14 @@ def simulated_ranks(num_ranks: int, num_nodes: int) -> Ranks:
 
 def _parallel_ranks(mpu: Any, world: list[int]) -> tuple[list[int], list[int]]:
     """The data-parallel and the model-parallel ranks of this process."""
-
-    def members(group: Any) -> list[int]:
-        return [int(rank) for rank in distributed.get_process_group_ranks(group)]
-
-    data_parallel = world if mpu is None else members(mpu.get_data_parallel_group())
+    data_parallel = world if mpu is None else _members(mpu.get_data_parallel_group())
     if model_parallel_place(mpu)[1] == 1:
         return data_parallel, [distributed.get_rank()]
-    return data_parallel, members(bwc.bwc_tensor_model_parallel_group(mpu))
+    return data_parallel, _members(bwc.bwc_tensor_model_parallel_group(mpu))
+
+
+def _members(group: Any) -> list[int]:
+    return [int(rank) for rank in distributed.get_process_group_ranks(group)]
 
 
 def _around(mine: str, words: list[str]) -> str:

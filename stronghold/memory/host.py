@@ -22,8 +22,8 @@ from that: the entry's record orders both. Its inputs are read before the last o
 there, as a rule. Where not (of two graphs one goes backward first), `vacate` moves them before.
 
 [Note: ranks] Of several ranks each holds its shares of a layer's trainable ranges in all but the
-first and in its entries. Weights are the node's (`distributed.sharding`): they have all elements,
-of which this rank updates its own and counts those that it fetches.
+first and in its entries. Weights are the node's (`distributed.node_weights`): they have all
+elements, of which this rank updates its own and counts those that it fetches.
 
 [Note: staged homes] An array whose home is a staged one has no slab: `tiers` brings it to the host
 piece by piece, and `access` gives any array, wherever it lies. Weights in files are mapped: at rest

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from stronghold.device.base import Fence
+from stronghold.distributed.node_weights import SimulatedWeights
 from stronghold.distributed.process_groups import simulated_ranks
-from stronghold.distributed.sharding import SimulatedWeights
 from stronghold.errors import StateError
 from stronghold.memory.slab import meta_slab
 from stronghold.memory.staging import StagingRing

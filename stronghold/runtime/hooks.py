@@ -56,12 +56,10 @@ class ResidentCalls:
         """Those that need not be waited for before their call."""
         return frozenset(self._seen - self._read)
 
-    def in_advance(self, *, training: bool, agreed: frozenset[int] | None) -> list[int]:
-        """A pass of the whole model begins: the layers to wait for before it does. `agreed`: what
-        several ranks know, which wait for them together."""
+    def in_advance(self, *, training: bool) -> list[int]:
+        """A pass of the whole model begins: the layers to wait for before it does."""
         self._called.clear()
-        known = self.known if agreed is None else agreed
-        self._expected = set(known) if training else set()
+        self._expected = set(self.known) if training else set()
         return [layer for layer in self.all if layer not in self._expected]
 
     def called(self, layer: int) -> None:
@@ -152,9 +150,8 @@ class Hooks:
             return
         self._training = torch.is_grad_enabled()
         self._executor.begin_forward_pass(training=self._training)
-        agreed = self._executor.called_residents
-        for index in self._residents.in_advance(training=self._training, agreed=agreed):
-            self._executor.make_ready(index, together=True)
+        for index in self._residents.in_advance(training=self._training):
+            self._executor.make_ready(index)
 
     def _before_compiled(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.is_grad_enabled():
@@ -276,11 +273,6 @@ class Hooks:
                 hooks: Any = parameter._post_accumulate_grad_hooks
                 if next(reversed(hooks)) != number:
                     hooks[number] = hooks.pop(number)
-
-    @property
-    def called(self) -> frozenset[int]:
-        """Resident layers that a training pass may wait for at their call."""
-        return self._residents.known
 
     def end_backward(self) -> None:
         """Backward has ended, or was abandoned."""

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from stronghold.device.base import Device
-from stronghold.distributed.sharding import NodeWeights, RankTeam, Team
+from stronghold.distributed.node_weights import NodeWeights
+from stronghold.distributed.sharding import RankTeam, Team
 from stronghold.memory.host import DeviceStore, HostStore
 from stronghold.memory.layer import LayerState
 from stronghold.memory.slab import map_slab

@@ -45,7 +45,6 @@ from stronghold.runtime.activations import Activations
 from stronghold.runtime.binding import Bindings
 from stronghold.runtime.executor import Executor, Phase
 from stronghold.runtime.hooks import Hooks
-from stronghold.runtime.lockstep import LockstepExecutor
 from stronghold.runtime.optimizer_step import GateResult, Ledger, OptimizerStep
 from stronghold.runtime.parts import Parts, Written
 from stronghold.runtime.pieces import Gradients, Loose
@@ -89,8 +88,7 @@ class Runtime:
             state.views.saved_versions = None
         self._has_aliases = False  # said once
         device.open_streams(plan.demand.streams)
-        executor = LockstepExecutor if parts.team.lockstep else Executor
-        self.executor = executor(parts, self.window, self.step, self.ledger, plan, bindings)
+        self.executor = Executor(parts, self.window, self.step, self.ledger, plan, bindings)
         self.activations = Activations(parts, plan, self.executor, host_room_bytes)
 
     # -- life -------------------------------------------------------------------------------------
@@ -142,19 +140,14 @@ class Runtime:
             self._start_again()
 
     def _start_again(self) -> None:
-        """Nothing is anywhere ([Note: interrupts]); but what lies in slots stays where other ranks
-        count on it."""
-        if self._team.lockstep:
-            self.executor.abandon_forward()
-        else:
-            self._device.finish()
-            self.executor.start_again()
+        """Nothing is anywhere ([Note: interrupts])."""
+        self._device.finish()
+        self.executor.start_again()
 
     def begin_backward(self, *, boundary: bool) -> None:
         """Autograd is about to run on a micro-batch that ends the step (`boundary`) or not.
         ConfigError when no further gradients can be taken."""
         self._device.check()
-        self._team.check()
         self._abandon_forward()
         self._steps.refuse_unfrozen()
         # The graph keeps aliases, too (W.t() of a head): `close_gate` asks for them.
@@ -172,23 +165,19 @@ class Runtime:
         """Autograd has returned: every gradient is taken over, and no parameter has one."""
         if self._plan.whole:
             self._take_grad()
-        hooks = self._hooks
-        self.executor.end_backward_pass(frozenset() if hooks is None else hooks.called)
-        if hooks is not None:
-            hooks.end_backward()
+        self.executor.end_backward_pass()
+        if self._hooks is not None:
+            self._hooks.end_backward()
 
     def abandon_backward(self) -> None:
         """Autograd, or a step before it changed anything, raised: the step's gradients so far are
         void, and no parameter has one."""
         if self._hooks is not None:
             self._hooks.end_backward()
-        if self._team.lockstep:
-            if self.executor.phase is Phase.BACKWARD:  # else all ranks have raised
-                self._team.fail("engine.backward raised")
-            self.executor.abandon_backward_pass()
-        else:
-            self.step.abandon_backward()
-            self._start_again()
+        if self.executor.phase is Phase.BACKWARD:  # else no layer was reduced
+            self._team.fail("engine.backward raised")
+        self.step.abandon_backward()
+        self._start_again()
         self.executor.forget_calls()
         self._drop_grad()
 
@@ -289,7 +278,7 @@ class Runtime:
         self.step.cancel_early(asked)
         self.executor.settle(asked)
         self.executor.given_out(asked)
-        if self.executor.phase is Phase.IDLE and not self._team.lockstep:
+        if self.executor.phase is Phase.IDLE and self._team.writable:
             self.adopt_edited()
 
     def restart(self, *, keep_gradients: bool = False) -> None:
@@ -303,6 +292,7 @@ class Runtime:
         self._drop_grad()
         self.step.restart(keep_gradients=keep_gradients)
         self.executor.forget_calls()
+        self.executor.begin_training()
         self._start_again()
         self._team.barrier("before a load")
 
@@ -330,7 +320,7 @@ class Runtime:
         Masters keep what is below them, so that weights that come back to what they were are the
         same masters."""
         # Through an alias anything may have been written.
-        silent = self._plan.resident if through_aliases and not self._team.lockstep else ()
+        silent = self._plan.resident if through_aliases and self._team.writable else ()
         for layer in self._unseen:
             versions = self.versions_of(layer)
             state = self._host.layers[layer]

@@ -25,8 +25,9 @@ from stronghold.device import cuda
 from stronghold.device.base import Device
 from stronghold.device.cuda import CudaDevice
 from stronghold.device.emulated import EmulatedDevice
+from stronghold.distributed.node_weights import shared_weights
 from stronghold.distributed.process_groups import Ranks
-from stronghold.distributed.sharding import NodeWeights, check_alike
+from stronghold.distributed.sharding import check_alike
 from stronghold.errors import ConfigError, LaneError, StateError, format_size
 from stronghold.limits import available_host_bytes, update_cores
 from stronghold.memory.nvme import BLOCK_BYTES, NvmeStore
@@ -270,9 +271,7 @@ class Stack:
         parameters = [
             [named.parameter for named in layer.parameters] for layer in self.partition.layers
         ]
-        shared = None
-        if self.ranks.several:
-            shared = NodeWeights(self.layout, self.formats, self.ranks)
+        shared = shared_weights(self.layout, self.formats, self.ranks)
         self._made = made = assemble(
             layout=self.layout,
             device=self.device,
