@@ -56,7 +56,7 @@ def batch(
     """One call on these arrays. It writes `to` others, in the order of `native.Target`, or in
     place."""
     scale0, scale1 = (array.data_ptr() for array in scales) if scales else (0, 0)
-    segment = native.Segment(
+    segment = native.UpdateSegment(
         weight=weight.data_ptr(),
         low=0 if low is None else low.data_ptr(),
         grad=grad.data_ptr(),

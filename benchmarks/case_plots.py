@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from stronghold.telemetry.plot import DPI, FAINT, INK
+from stronghold.tools.plot import DPI, FAINT, INK
 
 OURS, OTHERS = "#4e79a7", ("#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#9c755f", "#76b7b2")
 PALE = "#c9ced6"

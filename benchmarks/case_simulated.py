@@ -14,7 +14,6 @@ from compare import rates
 from methods.task import DTYPES, Task
 
 from stronghold.errors import BudgetError
-from stronghold.forecast.question import from_sizes
 from stronghold.limits import update_cores
 from stronghold.optim import DEFAULT
 from stronghold.optim.states import EXACT, states_of
@@ -22,6 +21,7 @@ from stronghold.plan.cost import Demand, workload_of
 from stronghold.plan.machine import MachineProfile, rates_of
 from stronghold.plan.plan import make_plan
 from stronghold.predict.simulate import fastest_plan, simulate
+from stronghold.tools.estimate.model import from_sizes
 
 OURS = "stronghold"
 

@@ -35,7 +35,7 @@ from plain import PlainLoop
 from quickstart import VOCABULARY, Size
 
 import stronghold
-from stronghold.refine import TRACED_STEPS, UNTOLD_STEPS
+from stronghold.refine import TRACED_STEPS, WARM_UP_STEPS
 from stronghold.telemetry.trace import read
 from tests.support.chunked import Sums, chunk_blocks
 from tests.support.sleeping import SleepingModel, timed_steps
@@ -50,7 +50,7 @@ def paced(args: argparse.Namespace, *, chunked: bool) -> dict[str, float]:
     """Seconds of a step (median), and of each lane's work in it."""
     micro_batches = 1 if chunked else args.sequences
     model = SleepingModel([(NUMEL, FORWARD_S, 2 * FORWARD_S)] * LAYERS)
-    warm_up = UNTOLD_STEPS + TRACED_STEPS + 1
+    warm_up = WARM_UP_STEPS + TRACED_STEPS + 1
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"
         config = settings("keep")

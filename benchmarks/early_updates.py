@@ -27,7 +27,7 @@ from harness import ROOT, describe, leave, provenance
 sys.path.insert(0, str(ROOT))
 
 from stronghold.model.layout import ModelLayout
-from stronghold.plan.cost import LayerLoad, Workload
+from stronghold.plan.cost import LayerWork, Workload
 from stronghold.plan.plan import Plan
 from stronghold.predict.simulate import simulate
 from stronghold.telemetry.trace import read
@@ -75,7 +75,7 @@ class Contender:
     def predicted_s(self, layout: ModelLayout, plan: Plan, compute_s: float) -> float:
         """The simulator's seconds of a step, from the paces and the measured compute of a step."""
         forward_s = compute_s / 3 / len(layout.layers)
-        load = LayerLoad(forward_s=forward_s, backward_s=2 * forward_s)
+        load = LayerWork(forward_s=forward_s, backward_s=2 * forward_s)
         work = Workload(layers=(load,) * len(layout.layers))
         return simulate(layout, plan, work, self._rates, asynchronous=False).step_s
 

@@ -173,7 +173,7 @@ piece() {
     agree | tokens-peers | compare-*-zero-* | compare-*-superoffload* | largest-zero-* | largest-superoffload*)
       compiled || piece compile || echo "gpu_suite: without DeepSpeed's kernels" ;;&
     probe) probe ;;
-    doctor) "$PYTHON" -m stronghold.cli doctor --json "$RESULTS/doctor.json" ;;
+    doctor) "$PYTHON" -m stronghold.tools.cli doctor --json "$RESULTS/doctor.json" ;;
     smoke) "$PYTHON" benchmarks/smoke.py ${REHEARSAL:+gpu step-fp32 comparison} --logs "$STATE/smoke" ;;
     # One after the other: they look at what the device does meanwhile.
     tests-device) gpu_tests tests/gpu/test_device_cuda.py tests/gpu/test_activations_cuda.py tests/units/test_device.py ;;
@@ -289,7 +289,7 @@ tokens() {
 # Of the run that is compared at 3 B and 24 GB.
 draw_trace() {
   if [ ! -f "$RESULTS/trace.json" ]; then echo "gpu_suite: no compare-3b-24gb-stronghold has run" >&2; return 1; fi
-  "$PYTHON" -m stronghold.cli trace "$RESULTS/trace.json" -o "$RESULTS/trace.png"
+  "$PYTHON" -m stronghold.tools.cli trace "$RESULTS/trace.json" -o "$RESULTS/trace.png"
   gzip -f "$RESULTS/trace.json"
 }
 

@@ -42,13 +42,13 @@ from plain import PlainLoop
 from quickstart import VOCABULARY, Size
 
 import stronghold
-from stronghold.doctor.measure import examine
-from stronghold.forecast.question import understand
 from stronghold.plan.cost import measured_rates, measured_workload
 from stronghold.plan.machine import MachineProfile
 from stronghold.plan.plan import make_plan
 from stronghold.predict.simulate import simulate
-from stronghold.refine import EMULATED
+from stronghold.refine import EMULATED_RATES
+from stronghold.tools.doctor.measure import examine
+from stronghold.tools.estimate.question import question_from_options
 
 POLICIES = ("keep", "recompute")
 SLOTS = 4
@@ -149,7 +149,7 @@ def planned(size: Size, machine: MachineProfile, policy: str) -> float:
     with tempfile.TemporaryDirectory() as folder:
         machine.save(Path(folder) / "machine.json")
         size.build(torch.float32).config.save_pretrained(folder)
-        question = understand(
+        question = question_from_options(
             model=Path(folder),
             machine=str(Path(folder) / "machine.json"),
             seq=size.context,
@@ -187,7 +187,7 @@ def forecast(engine: Any, run: Callable[[], object], policy: str, num_steps: int
         num_steps=num_steps,
     )
     plan = make_plan(now.layout, dataclasses.replace(now.demand, activations=policy))
-    rates = measured_rates(spans, EMULATED)
+    rates = measured_rates(spans, EMULATED_RATES)
     predicted = simulate(now.layout, plan, workload, rates, asynchronous=False)
     return predicted.step_s
 

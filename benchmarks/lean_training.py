@@ -177,7 +177,7 @@ def page(size: Size, data: dict[str, Any]) -> str:
 def draw(found: dict[str, dict[str, list[Curve]]], png: Path) -> None:
     from matplotlib.figure import Figure
 
-    from stronghold.telemetry import plot
+    from stronghold.tools import plot
 
     figure = Figure(figsize=(4.2 * len(found), 3.6), dpi=110, layout="constrained")
     columns = figure.subplots(1, len(found), squeeze=False)[0]

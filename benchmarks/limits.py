@@ -24,12 +24,12 @@ from harness import describe, leave, provenance, write
 from methods.model import Model
 from methods.task import Task
 
-from stronghold.doctor import examine
 from stronghold.model.costs import DTYPES
 from stronghold.optim import DEFAULT
 from stronghold.optim.states import EXACT, states_of
 from stronghold.plan.cost import Limits, Traffic, break_even, physical_limit
 from stronghold.plan.machine import MachineProfile
+from stronghold.tools.doctor.measure import examine
 
 
 def load_of(task: Task, *, streamed: bool) -> tuple[Traffic, dict[str, float]]:

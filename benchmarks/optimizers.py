@@ -88,7 +88,7 @@ def batch(
     """One call on these arrays; with `targets` it writes there."""
     addresses = {name: array.data_ptr() for name, array in sources.items()}
     hyper = hyper_fields(optimizer, grad_scale=1.0, lr=1e-4, weight_decay=0.01)
-    segment = native.Segment(
+    segment = native.UpdateSegment(
         grad=memory.grad.data_ptr(), numel=memory.numel, step=10, **addresses, **hyper
     )
     to = None

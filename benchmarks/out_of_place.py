@@ -80,7 +80,7 @@ class Case:
         )
         numel = self.grad.numel()
         hyper = hyper_fields(self.optimizer, grad_scale=1.0, lr=1e-4, weight_decay=0.01)
-        segment = native.Segment(
+        segment = native.UpdateSegment(
             **{"low": 0, **sources}, grad=self.grad.data_ptr(), numel=numel, step=10, **hyper
         )
         return native.UpdateBatch(

@@ -20,7 +20,6 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from stronghold.forecast.question import from_sizes
 from stronghold.model.layout import for_ranks
 from stronghold.optim import DEFAULT
 from stronghold.optim.states import EXACT, states_of
@@ -28,6 +27,7 @@ from stronghold.plan.cost import Demand, workload_of
 from stronghold.plan.machine import MachineProfile, rates_of
 from stronghold.plan.plan import make_plan
 from stronghold.predict.simulate import simulate
+from stronghold.tools.estimate.model import from_sizes
 
 MODELS = {"7 B": (32, 4096, 32, 32000), "65 B": (80, 8192, 64, 32000)}
 BATCH, SEQ, WINDOW, RANKS_OF_NODE = 4, 2048, 4, 8

@@ -71,23 +71,23 @@ def pin(machine: str) -> str:
 
     import torch
 
-    from stronghold.device.cuda import CudaDevice
+    from stronghold.devices.cuda import CudaDevice
     from stronghold.memory.slab import map_slab
 
     device, slab = CudaDevice(), map_slab(1 << 30, torch.uint8)
     begun = time.perf_counter()
-    device.pin(slab)
+    device.pinning.pin(slab)
     seconds = time.perf_counter() - begun
     assert slab.is_pinned(), "torch does not see that it is registered"
-    there = device.allocate(1 << 30, torch.uint8, "smoke")
+    there = device.memory.allocate(1 << 30, torch.uint8, "smoke")
     torch.cuda._sleep(1_000_000_000)
-    busy = device.record_compute("busy")
+    busy = device.compute.record("busy")
     begun = time.perf_counter()
     device.fetch.submit("fetch", lambda: device.copy(there, slab)).wait()
     copied = time.perf_counter() - begun
     assert not busy.done, "the copy waited for compute"
     device.close()
-    device.unpin(slab)
+    device.pinning.unpin(slab)
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return f"1 GiB registered in {seconds:.2f} s, copied in {copied:.3f} s; ulimit -l {locked}"
 
@@ -126,7 +126,7 @@ def triton(machine: str) -> str:
     import torch
 
     from stronghold import native
-    from stronghold.device.cuda import CudaDevice
+    from stronghold.devices.cuda import CudaDevice
     from tests.support.device_kernels import BF16, F32, assert_same, run_adam, some_arrays, sums
 
     device = CudaDevice()
@@ -287,9 +287,9 @@ def checkpoint(machine: str) -> str:
 # -- beside training -------------------------------------------------------------------------------
 @feature()
 def doctor(machine: str) -> str:
-    from stronghold import doctor as examination
+    from stronghold.tools.doctor.measure import examine
 
-    found = examination.examine(machine, quick=True)
+    found = examine(machine, quick=True)
     rates = found.profile
     adam, bf16 = max(rates.adam_gbps.values()), rates.flops["bf16"] / 1e12
     return (

@@ -62,7 +62,9 @@ def norms(steps: int, correlation: float, spread: float, clipped: float) -> Iter
         yield math.exp(level + spread * state)
 
 
-def saved(rule: Always | LastOne | early_updates.Worth, of: list[float]) -> tuple[float, float]:
+def saved(
+    rule: Always | LastOne | early_updates.EarlyUpdateRule, of: list[float]
+) -> tuple[float, float]:
     """What the rule saves, in steps, and its worst loss over a hundred steps."""
     total, recent, worst = 0.0, [0.0] * 100, 0.0
     for number, norm in enumerate(of):
@@ -86,10 +88,12 @@ def main() -> None:
     parser.add_argument("--save", action="store_true")
     args = parser.parse_args()
     record = provenance()
-    rules: dict[str, tuple[Callable[[], Always | LastOne | early_updates.Worth], float]] = {
+    rules: dict[
+        str, tuple[Callable[[], Always | LastOne | early_updates.EarlyUpdateRule], float]
+    ] = {
         "always": (Always, 0.0),
         "as the step before": (LastOne, 0.0),
-        **{f"pauses, near {near:g}": (early_updates.Worth, near) for near in NEAR},
+        **{f"pauses, near {near:g}": (early_updates.EarlyUpdateRule, near) for near in NEAR},
     }
     rows = []
     for correlation in CORRELATIONS:

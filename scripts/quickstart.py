@@ -408,10 +408,12 @@ def run_in_chunks(task: Task, steps: int) -> dict[str, Any]:
     )
     data.device = engine.device
     begun_s, losses = clock(), []
-    batches = iter(data.batch, None)
     with progress(steps, "in chunks") as bar:
         for _ in range(steps):
-            losses.append(engine.train_batch(batches).item())
+            loss = engine(**data.batch()).loss
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
             bar.update()
     train_s = clock() - begun_s
     report = engine.memory_report()

@@ -19,7 +19,8 @@ import torch
 from matplotlib.figure import Figure
 
 import stronghold
-from stronghold.telemetry import plot, trace
+from stronghold.telemetry import trace
+from stronghold.tools import plot
 
 MIB = float(1 << 20)
 COLUMNS = 96

@@ -9,9 +9,7 @@ ordinary optimizers.
 
 from __future__ import annotations
 
-import functools
 import sys
-from importlib.machinery import ModuleSpec, PathFinder
 from typing import TYPE_CHECKING, Any
 
 from stronghold.errors import (
@@ -22,13 +20,10 @@ from stronghold.errors import (
     StateError,
     StrongholdError,
 )
+from stronghold.runtime.patches.imports import call_when_imported
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from importlib.abc import Loader
-    from types import ModuleType
-
-    from stronghold.device.base import OutOfMemoryError
+    from stronghold.devices.base import OutOfMemoryError
     from stronghold.engine import StrongholdEngine
     from stronghold.engine.dispatch import initialize
     from stronghold.optim.adam import CPUAdam
@@ -59,7 +54,7 @@ _HOME = {
     "CPUAdam": "stronghold.optim.adam",
     "CPULion": "stronghold.optim.lion",
     "CPUSGD": "stronghold.optim.sgd",
-    "OutOfMemoryError": "stronghold.device.base",
+    "OutOfMemoryError": "stronghold.devices.base",
     "StrongholdEngine": "stronghold.engine",
     "from_pretrained": "stronghold.pretrained",
     "initialize": "stronghold.engine.dispatch",
@@ -74,60 +69,16 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-class _DeepSpeedFinder:
-    """Finds modules of `_ACTIONS` where Python would, and acts when they have been executed: the
-    plugin needs DeepSpeed, which whoever draws a trace should not wait for.
-
-    Frameworks probe with `importlib.util.find_spec("deepspeed")`, as often as they like: each spec
-    brings a loader of its own, and only the one that executes the module acts.
-    """
-
-    @staticmethod
-    def find_spec(
-        name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """The ordinary spec of a module of `_ACTIONS`; None for every other name."""
-        if name not in _ACTIONS:
-            return None
-        spec = PathFinder.find_spec(name, path, target)
-        if spec is not None and spec.loader is not None:
-            act = functools.partial(_execute, spec.loader, _ACTIONS[name])
-            spec.loader.exec_module = act  # type: ignore[method-assign]
-        return spec
-
-
-def _execute(loader: Loader, act: Callable[[Any], None], module: ModuleType) -> None:
-    del loader.exec_module  # the one above: the class's own is left
-    loader.exec_module(module)
-    if "stronghold.plugin" not in sys.modules:  # else it imports this, and enables itself then
-        act(module)
-
-
-def _enable(_: Any) -> None:
+def _enable() -> None:
     from stronghold import plugin
 
     plugin.enable()
 
 
-def _enable_at_a_config(module: Any) -> None:
-    """Accelerate reads a config before it imports DeepSpeed, which decides how Transformers builds
-    a model."""
-    original = module.HfDeepSpeedConfig.set_stage_and_offload
-
-    @functools.wraps(original)
-    def set_stage_and_offload(self: Any) -> None:
-        if "stronghold.plugin" in sys.modules:
-            original(self)
-        else:
-            _enable(module)
-            self.set_stage_and_offload()  # the plugin's now, which calls this one
-
-    module.HfDeepSpeedConfig.set_stage_and_offload = set_stage_and_offload
+def _is_enabled() -> bool:
+    """Whether the plugin is imported, or about to be: it imports this package, and then enables
+    itself."""
+    return "stronghold.plugin" in sys.modules
 
 
-_ACTIONS = {"deepspeed": _enable, "accelerate.utils.deepspeed": _enable_at_a_config}
-
-if not sys.modules.keys().isdisjoint(_ACTIONS):
-    _enable(None)
-else:
-    sys.meta_path.insert(0, _DeepSpeedFinder)
+call_when_imported(_enable, _is_enabled)

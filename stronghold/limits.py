@@ -1,11 +1,12 @@
-"""What the system lets this process have: memory, swap, locked memory, cores.
+"""The system's limits for this process: memory, swap, locked memory, cores.
 
-Owns the reading of control groups, resource limits and /proc, which are read anew by every call.
-Never allocates or decides anything. Any thread may enter.
+Reads control groups, resource limits and /proc, anew at every call. Never allocates, and decides
+nothing. Any thread may enter.
 
-[Note: memory that grows] Some virtual machines start with little memory and get more as they use
-it. Linux then reports the memory of now. STRONGHOLD_HOST_MEMORY, a whole number of bytes, is what
-the machine can have. A number below the machine's memory is a cap on this process's share.
+[Note: memory that grows] Some virtual machines start with little memory, and get more as they use
+it. Linux reports the memory of the moment. The environment variable STRONGHOLD_HOST_MEMORY, a whole
+number of bytes, is the memory that the machine can have. A number below the machine's memory is a
+cap on this process's share.
 """
 
 from __future__ import annotations
@@ -23,17 +24,22 @@ from stronghold.errors import ConfigError
 HOST_MEMORY = "STRONGHOLD_HOST_MEMORY"
 _ROOT = Path("/")
 MANY_CORES, LANE_CORES = 8, 2  # from so many cores on, two are left to the lanes
+NO_LIMIT_BYTES = 1 << 60  # version 1 of control groups writes a number near 2**63 for "no limit"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostLimits:
-    """Sizes in bytes; None is "no limit", or unknown where the system does not say.
+    """The limits of the host. Sizes are in bytes. None is "no limit", or unknown.
 
-    `memory_bytes` is the machine's, or STRONGHOLD_HOST_MEMORY ([Note: memory that grows]);
-    `available_bytes` what this process may still take, `cgroup_bytes` the least limit of its
-    control groups, `locked_bytes` RLIMIT_MEMLOCK.
-    `cpu_quota` is the control group's, in cores. `overcommit` is vm.overcommit_memory;
-    `huge_pages` the chosen word of transparent_hugepage/enabled, "" where there is none.
+    memory_bytes     the machine's memory, or STRONGHOLD_HOST_MEMORY ([Note: memory that grows])
+    available_bytes  memory that this process may still take
+    cgroup_bytes     the least memory limit of the process's control groups
+    swap_bytes       size of the swap space; `swap_used_bytes` of it are in use
+    locked_bytes     RLIMIT_MEMLOCK: memory that the process may lock
+    num_cores        cores on which the process may run
+    cpu_quota        the control groups' limit, in cores
+    overcommit       vm.overcommit_memory
+    huge_pages       the chosen word of transparent_hugepage/enabled, or ""
     """
 
     memory_bytes: int
@@ -54,16 +60,16 @@ class HostLimits:
 
 
 def host_limits() -> HostLimits:
-    """The limits as they are now."""
+    """Read the limits as they are now."""
     swap = psutil.swap_memory()
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    groups = memory_groups()
+    group_limits = [limit for limit, _ in memory_groups()]
     huge_pages = _text(_ROOT / "sys/kernel/mm/transparent_hugepage/enabled")
     chosen = re.search(r"\[(\w+)\]", huge_pages)
     return HostLimits(
         memory_bytes=stated_host_bytes() or int(psutil.virtual_memory().total),
         available_bytes=available_host_bytes(),
-        cgroup_bytes=min((limit for limit, _ in groups), default=None),
+        cgroup_bytes=min(group_limits, default=None),
         swap_bytes=int(swap.total),
         swap_used_bytes=int(swap.used),
         locked_bytes=None if locked == resource.RLIM_INFINITY else locked,
@@ -75,8 +81,10 @@ def host_limits() -> HostLimits:
 
 
 def stated_host_bytes() -> int | None:
-    """STRONGHOLD_HOST_MEMORY in bytes, None without it. ConfigError for anything but a whole number
-    above 0. See [Note: memory that grows]."""
+    """STRONGHOLD_HOST_MEMORY in bytes, or None if it is not set ([Note: memory that grows]).
+
+    Raises ConfigError for anything but a whole number above 0.
+    """
     text = os.environ.get(HOST_MEMORY, "")
     if not text:
         return None
@@ -89,57 +97,71 @@ def stated_host_bytes() -> int | None:
 
 
 def update_cores(num_cores: int, compute_threads: int) -> int:
-    """How many of `num_cores` the CPU optimizer gets by default. The training thread or autograd's,
-    one of which waits for the other, computes with `compute_threads`. The transfer lanes copy and
-    launch beside them; with fewer than `MANY_CORES` they share the optimizer's."""
-    lanes = LANE_CORES if num_cores >= MANY_CORES else 0
-    return max(1, num_cores - compute_threads - lanes)
+    """The number of cores that the CPU optimizer gets by default, of `num_cores`.
+
+    The training thread and autograd's thread compute with `compute_threads`: one of the two waits
+    for the other. The transfer lanes copy and launch beside them. With fewer than `MANY_CORES` they
+    share the optimizer's cores.
+    """
+    lane_cores = LANE_CORES if num_cores >= MANY_CORES else 0
+    return max(1, num_cores - compute_threads - lane_cores)
 
 
 def available_host_bytes() -> int:
-    """What this process may still take, of the machine and of its control groups. Memory that the
-    machine can still get counts ([Note: memory that grows])."""
+    """Memory that this process may still take, of the machine and of its control groups.
+
+    Memory that the machine can still get counts ([Note: memory that grows]).
+    """
     memory = psutil.virtual_memory()
     available = int(memory.available)
     stated = stated_host_bytes()
     if stated is not None:
-        available = min(stated, available + max(0, stated - int(memory.total)))
-    return max(0, min([available, *(limit - used for limit, used in memory_groups())]))
+        growth = max(0, stated - int(memory.total))
+        available = min(stated, available + growth)
+    left_in_groups = [limit - used for limit, used in memory_groups()]
+    return max(0, min([available, *left_in_groups]))
 
 
 def memory_groups(root: Path = _ROOT) -> list[tuple[int, int]]:
-    """(limit, bytes in use) of every control group above this process that has a memory limit.
-    Cached files that nobody touched lately do not count: the kernel gives them up first."""
-    found = []
+    """(limit, bytes in use) of every control group of this process that has a memory limit.
+
+    Cached files that were not used lately do not count: the kernel gives them up first.
+    """
+    groups = []
     for folder in _group_folders(root, "memory"):
-        if "fs/cgroup/memory" in folder.as_posix():
+        is_version_1 = "fs/cgroup/memory" in folder.as_posix()
+        if is_version_1:
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         else:
             names = ("memory.max", "memory.current", "inactive_file")
-        limit, used = _number(_text(folder / names[0])), _number(_text(folder / names[1]))
-        # Version 1 says "no limit" with a number near 2**63.
-        if limit is not None and used is not None and limit < 1 << 60:
-            found.append((limit, used - _statistic(folder / "memory.stat", names[2])))
-    return found
+        limit_file, usage_file, cache_statistic = names
+        limit = _number(_text(folder / limit_file))
+        used = _number(_text(folder / usage_file))
+        if limit is not None and used is not None and limit < NO_LIMIT_BYTES:
+            cached = _statistic(folder / "memory.stat", cache_statistic)
+            groups.append((limit, used - cached))
+    return groups
 
 
 def cpu_quota(root: Path = _ROOT) -> float | None:
-    """The least share of processor time, in cores, that a control group grants; None: no limit."""
+    """The least processor time that a control group grants, in cores. None if there is no limit."""
     quotas = []
     for folder in _group_folders(root, "cpu"):
-        quota, _, period = _text(folder / "cpu.max").partition(" ")
-        if not quota:
-            quota = _text(folder / "cpu.cfs_quota_us")
-            period = _text(folder / "cpu.cfs_period_us")
-        granted, each = _number(quota), _number(period)
-        if granted is not None and each:  # "max", or -1, is no limit
-            quotas.append(granted / each)
+        quota_text, _, period_text = _text(folder / "cpu.max").partition(" ")
+        if not quota_text:
+            quota_text = _text(folder / "cpu.cfs_quota_us")
+            period_text = _text(folder / "cpu.cfs_period_us")
+        quota, period = _number(quota_text), _number(period_text)
+        if quota is not None and period:  # "max", or -1, is no limit
+            quotas.append(quota / period)
     return min(quotas, default=None)
 
 
 def _group_folders(root: Path, controller: str) -> list[Path]:
-    """The control groups of this process that exist, innermost first, of both versions. In a
-    container the path may be the host's: then the mounted root is the container's own group."""
+    """The control groups of this process that exist, innermost first, of both versions.
+
+    In a container the path may be the host's. The mounted root is the container's group then.
+    """
     folders: list[Path] = []
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
@@ -150,16 +172,18 @@ def _group_folders(root: Path, controller: str) -> list[Path]:
         else:
             continue
         for mount in mounts:
-            inner = mount / path.strip("/")
-            chain = [inner, *inner.parents]
+            innermost = mount / path.strip("/")
+            chain = [innermost, *innermost.parents]
             folders += [folder for folder in chain if folder.is_relative_to(mount)]
-    return [folder for folder in dict.fromkeys(folders) if folder.is_dir()]
+    distinct = dict.fromkeys(folders)
+    return [folder for folder in distinct if folder.is_dir()]
 
 
 def _text(path: Path) -> str:
+    """Contents of a small file, or "" if it is absent or cannot be read."""
     try:
         return path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):  # absent, or not for us
+    except (OSError, UnicodeDecodeError):
         return ""
 
 
@@ -168,6 +192,7 @@ def _number(text: str) -> int | None:
 
 
 def _statistic(path: Path, name: str) -> int:
+    """The number after `name` in a file of "name number" lines, or 0."""
     for line in _text(path).splitlines():
         key, _, value = line.partition(" ")
         if key == name:

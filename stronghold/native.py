@@ -1,19 +1,24 @@
-"""The C ABI of `kernels/`, for Python: optimizers, accumulation and norms by address, on threads;
-and asynchronous files: queues, files and tickets.
+"""The C ABI of `kernels/` for Python: optimizers, accumulation and norms on threads, and
+asynchronous files.
 
-Owns the loaded library and nothing else: memory belongs to the caller, who keeps it alive and in
-place for the length of a call. Any thread may enter; the interpreter lock is released inside a
-call, and calls on one pool from several threads take turns. Arrays may have any alignment.
+Owns the loaded library alone. Memory belongs to the caller, who keeps it alive and in place during
+a call. Any thread may enter. A call releases the interpreter lock. Calls on one pool from several
+threads take turns. Arrays may have any alignment.
 
-`Kernels` is the contract of the arithmetic, which a `Pool` fulfils for host memory and
-`device.triton_kernels` for a GPU's. The bits of every result depend on the arguments alone, not on
-the place, the instruction set, the number of threads or the caller's floating-point mode
-(`kernels/include/stronghold.h`, [Note: same bits]): where a layer is updated never shows in it.
+`Kernels` is the contract of the arithmetic. A `Pool` implements it for host memory,
+`optim.triton_kernels` for a GPU's. The bits of a result depend on the arguments alone. They do not
+depend on the device, the instruction set, the number of threads or the caller's floating-point mode
+(`kernels/include/stronghold.h`, [Note: same bits]). So a layer has the same bits wherever it is
+updated.
 
-[Note: files] A queue has threads of its own (in C, invisible to Python) that transfer without
-anybody's waiting; a ticket is waited for by one thread. Offsets, lengths, addresses and sizes are
-multiples of `ALIGNMENT`. Operations may overtake each other, also on the same bytes: wait where
-order counts. `kernels/include/stronghold_io.h` has the whole contract.
+[Note: files]
+
+1. A queue has C threads, which Python does not see. They transfer blocks while no caller waits.
+2. An operation returns a ticket. One thread waits for a ticket.
+3. Offsets, lengths, addresses and sizes are multiples of `ALIGNMENT`.
+4. Operations may overtake each other, also on the same bytes. The caller waits if order counts.
+
+`kernels/include/stronghold_io.h` has the whole contract.
 """
 
 from __future__ import annotations
@@ -39,20 +44,23 @@ _ABI_VERSION = 4
 _SH_INVALID = 1
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _BF16_LEAN = 3
-MAX_MOMENTS, MAX_NUMBERS, MAX_CONSTANTS = 2, 6, 12  # of one optimizer
+MAX_MOMENTS, MAX_NUMBERS, MAX_CONSTANTS = 2, 6, 12  # per optimizer
 ALIGNMENT = 4096  # [Note: files]
 _WRITABLE, _CREATE, _PREALLOCATE, _DIRECT = 1, 2, 4, 8
 
 
-class Segment(NamedTuple):
-    """One array of parameters and all that its step needs.
+class UpdateSegment(NamedTuple):
+    """The arguments of one step for one array of parameters.
 
-    Addresses are of host memory, 0 of arrays that the states (`stronghold.optim.states`) do not
-    have. Moments, numbers and flags are those of the optimizer, in its order; `stronghold.h` lists
-    them. `grad_scale` multiplies the gradient. `step` counts from 1.
+    weight, low, grad, moment*, scale*  addresses in host memory; 0 for an array that the states
+                                        (`stronghold.optim.states`) do not have
+    numel                               elements of each array
+    number*, flags                      those of the optimizer, in its order; see `stronghold.h`
+    grad_scale                          multiplies the gradient
+    step                                counts from 1
 
-    A tuple, in the order and of the types of the C structure, because hundreds are made in a step.
-    Make it with keywords.
+    A tuple, in the order and with the types of the C structure, because a step makes hundreds. Make
+    it with keywords.
     """
 
     weight: int
@@ -75,11 +83,11 @@ class Segment(NamedTuple):
 
 
 class Target(NamedTuple):
-    """Where a step of one segment writes: an address for each array that it writes. 0, or the
-    segment's address, means in place; some arrays may be in place and others not.
+    """The destinations of one segment's step: an address for each array that it writes.
 
-    An array that is not in place is read from the segment's address and stays as it is. The step
-    writes the segment's elements of its target, all of them, and nothing before or after. A target
+    0, or the segment's address, means in place. Some arrays may be in place and others not. The
+    step reads an array that is not in place from the segment's address, and does not change it. It
+    writes all of the segment's elements of the target, and nothing before or after them. A target
     overlaps no other array of the call. [Note: targets] of `stronghold.h` has the whole contract.
 
     A tuple in the order of the C structure, which is that of `States.kernel_arrays`.
@@ -93,42 +101,53 @@ class Target(NamedTuple):
     scale1: int = 0
 
 
-# Rows of a prepared call: the C structures, whose sizes are checked when the library is loaded.
 _C_TYPES = {int: np.int64, float: np.float64}
-_ROW, _TARGET_ROW = (
-    np.dtype([(name, _C_TYPES[of]) for name, of in get_type_hints(kind).items()])
-    for kind in (Segment, Target)
-)
+
+
+def _row_dtype(structure: type) -> np.dtype[Any]:
+    """The NumPy dtype of a C structure. `library` checks its size."""
+    hints = get_type_hints(structure)
+    return np.dtype([(name, _C_TYPES[hint]) for name, hint in hints.items()])
+
+
+_ROW = _row_dtype(UpdateSegment)
+_TARGET_ROW = _row_dtype(Target)
 
 Rows = npt.NDArray[Any]
-"""Segments, or targets, as a NumPy structured array with their fields: `rows` makes one of
-segments."""
+"""Segments or targets as a NumPy structured array [segments], with their fields."""
 
-Segments = Sequence[Segment] | Rows
+Segments = Sequence[UpdateSegment] | Rows
 Targets = Sequence[Target] | Rows
 """A target for each segment of a call."""
 
 
 def rows(segments: Segments) -> Rows:
-    """A copy of `segments` whose numbers can be assigned by field, for all rows at once."""
+    """A copy of `segments` as rows. A field can be assigned for all rows at once."""
     return np.array(segments, dtype=_ROW)
 
 
 def target_rows(targets: Targets, num_segments: int) -> Rows:
-    """A copy of `targets`, by field. ConfigError where they are not one for each segment."""
+    """A copy of `targets` as rows. ConfigError unless there is one for each segment."""
     if len(targets) != num_segments:
         raise ConfigError(f"targets: got {len(targets)}, expected one for each of {num_segments}")
     return np.array(targets, dtype=_TARGET_ROW)
 
 
 class UpdateBatch:
-    """A prepared call of an optimizer: made once, then run every step. Assigning to
-    `rows["number0"]` and the other fields changes the next call. With `lean`, weights are bf16 and
-    their states lean. Without `targets` it is in place."""
+    """A prepared call of an optimizer: made once, then run every step.
+
+    An assignment to `rows["number0"]` or another field changes the next call. With `lean`, weights
+    are bf16 and their states lean. Without `targets` the update is in place.
+    """
 
     __slots__ = (
-        *("_address", "_grad_dtype", "_optimizer", "_targets", "_targets_address"),
-        *("_weight_dtype", "rows"),
+        "_address",
+        "_grad_dtype",
+        "_optimizer",
+        "_targets",
+        "_targets_address",
+        "_weight_dtype",
+        "rows",
     )
 
     def __init__(
@@ -153,7 +172,7 @@ class UpdateBatch:
             self._targets_address = self._targets.ctypes.data
 
     def run(self, pool: Pool) -> None:
-        """One step on every segment. Returns when all are done."""
+        """Run one step on every segment. Waits until all are done."""
         check(
             library().sh_update(
                 pool.handle,
@@ -167,8 +186,10 @@ class UpdateBatch:
         )
 
     def traffic(self, pool: Pool) -> None:
-        """Moves the bytes that `run` moves and computes nothing: memory's limit for `run`. Targets
-        become copies of their sources, past the caches."""
+        """Move the bytes that `run` moves, and compute nothing: the memory's limit for `run`.
+
+        Targets become copies of their sources, past the caches.
+        """
         check(
             library().sh_update_traffic(
                 pool.handle,
@@ -183,7 +204,7 @@ class UpdateBatch:
 
 
 def optimizers() -> list[str]:
-    """The names of the optimizers that the kernels have."""
+    """The names of the kernels' optimizers."""
     names: list[str] = []
     while (name := library().sh_optimizer_at(len(names))) is not None:
         names.append(name.decode())
@@ -193,25 +214,25 @@ def optimizers() -> list[str]:
 def constants(
     optimizer: str, segments: Segments
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32]]:
-    """The fp32 constants of each segment's step, [segments, MAX_CONSTANTS], and the variant of the
-    formula that it takes, [segments].
+    """The constants of each segment's step, and the variant of its formula.
 
-    `stronghold.h` has the meaning of both. Constant 0 is `grad_scale`. Only numbers, `grad_scale`,
-    `step` and `flags` are read. ConfigError for a number that the optimizer refuses.
+    Returns fp32 [segments, MAX_CONSTANTS] and int32 [segments]; `stronghold.h` has their meaning.
+    Constant 0 is `grad_scale`. It reads only numbers, `grad_scale`, `step` and `flags`. ConfigError
+    for a number that the optimizer refuses.
     """
     fields = rows(segments)
-    out = np.zeros((len(fields), MAX_CONSTANTS), dtype=np.float32)
-    variant = np.zeros(len(fields), dtype=np.int32)
+    step_constants = np.zeros((len(fields), MAX_CONSTANTS), dtype=np.float32)
+    variants = np.zeros(len(fields), dtype=np.int32)
     check(
         library().sh_update_constants(
             optimizer.encode(),
             fields.ctypes.data,
             len(fields),
-            out.ctypes.data,
-            variant.ctypes.data,
+            step_constants.ctypes.data,
+            variants.ctypes.data,
         )
     )
-    return out, variant
+    return step_constants, variants
 
 
 def check_targets(
@@ -221,8 +242,10 @@ def check_targets(
     fields: Rows,
     targets: Rows,
 ) -> None:
-    """ConfigError where a target overlaps an array of its segment, or another target of it. For
-    kernels elsewhere and exact states: a pool's calls check their own."""
+    """ConfigError if a target overlaps an array of its segment, or another target of the segment.
+
+    Kernels outside this library call it, for exact states. A pool checks its own calls.
+    """
     check(
         library().sh_check_targets(
             optimizer.encode(),
@@ -235,18 +258,18 @@ def check_targets(
     )
 
 
-Own = TypeVar("Own", bound="Closing")
+CloseableT = TypeVar("CloseableT", bound="Closeable")
 
 
-class Closing:
-    """What is closed at the end of a with statement, or when nobody refers to it any more."""
+class Closeable:
+    """Base of objects that are closed at the end of a `with`, or with their last reference."""
 
     __slots__ = ()
 
     def close(self) -> None:
         raise NotImplementedError
 
-    def __enter__(self: Own) -> Own:
+    def __enter__(self: CloseableT) -> CloseableT:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -257,11 +280,15 @@ class Closing:
 
 
 class Kernels(ABC):
-    """One implementation of the update's arithmetic. Dtypes are fp32, bf16 and fp16; any numel,
-    zero included; addresses are of memory that it can reach, aligned to their elements. Arrays that
-    are written overlap no other array of the same call. Who calls keeps them alive and in place
-    until the work is done: a pool's when the call returns, a GPU's when the stream that is current
-    in the calling thread has passed it."""
+    """One implementation of the update's arithmetic.
+
+    1. Dtypes are fp32, bf16 and fp16. numel may be 0.
+    2. Addresses lie in memory that the kernels can reach, aligned to their elements.
+    3. A written array overlaps no other array of the same call.
+    4. The caller keeps the arrays alive and in place until the work is done. A pool's work is done
+       when the call returns. A GPU's is done when the calling thread's current stream has passed
+       it.
+    """
 
     @abstractmethod
     def prepare_update(
@@ -274,14 +301,15 @@ class Kernels(ABC):
         lean: bool = False,
         targets: Targets | None = None,
     ) -> Callable[[float | None], None]:
-        """The host's share of one step of the optimizer on every segment, in place or to `targets`.
-        `stronghold.h` has the optimizers and their formulas; `lean` means bf16 weights with lean
+        """Prepare one step of the optimizer on every segment, in place or to `targets`.
+
+        `stronghold.h` has the optimizers and their formulas. `lean` means bf16 weights with lean
         states.
 
-        Returns a function that does the remaining work. Its argument is one scale of the gradients
-        for all segments, or None: each segment's `grad_scale`.
+        Returns the function that performs the step. Its argument is one scale of the gradients for
+        all segments, or None: each segment's `grad_scale`.
 
-        ConfigError for a segment that breaks its contract, before anything is written.
+        ConfigError, before anything is written, for a segment that breaks its contract.
         """
 
     def update(
@@ -294,36 +322,47 @@ class Kernels(ABC):
         lean: bool = False,
         targets: Targets | None = None,
     ) -> None:
-        """Both at once, with the segments' own scales."""
-        run = self.prepare_update(
+        """Prepare a step and perform it, with each segment's `grad_scale`."""
+        perform = self.prepare_update(
             optimizer, weight_dtype, grad_dtype, segments, lean=lean, targets=targets
         )
-        run(None)
+        perform(None)
 
     @abstractmethod
     def accumulate(
         self, grad_dtype: torch.dtype, segments: Sequence[tuple[int, int, int, bool]]
     ) -> None:
-        """acc = float(grad) or, with `add`, acc += float(grad), in fp32, for segments (address of
-        the gradient, address of the fp32 accumulator, numel, add)."""
+        """acc = float(grad) or, with `add`, acc += float(grad), in fp32.
+
+        A segment is (address of the gradient, address of the fp32 accumulator, numel, add).
+        """
 
     @abstractmethod
     def sum_squares(self, dtype: torch.dtype, segments: Sequence[tuple[int, int]]) -> list[float]:
-        """The sum of squares of each segment, (address, numel), in double: finite input never
-        overflows, NaN or infinity makes it non-finite. On a GPU it waits for the stream."""
+        """The sum of squares of each segment, (address, numel), in double.
+
+        Finite input never overflows. NaN or infinity makes the sum non-finite. On a GPU the call
+        waits for the stream.
+        """
 
     def sum_squares_async(
         self, dtype: torch.dtype, segments: Sequence[tuple[int, int]]
     ) -> torch.Tensor:
-        """The same sums as an fp64 tensor of [segments], where the arrays lie; on a GPU it is valid
-        for what the calling thread's stream runs after it."""
+        """The sums of `sum_squares` as an fp64 tensor [segments] on the arrays' device.
+
+        On a GPU it is valid for work that the calling thread's stream runs after the call.
+        """
         return torch.tensor(self.sum_squares(dtype, segments), dtype=torch.float64)
 
 
-class Pool(Kernels, Closing):
-    """Threads for the kernels: `num_threads` with the calling one, on the listed `cores` only.
-    `isa` forces an instruction set (see `isas()`), else STRONGHOLD_ISA does, else the best is
-    taken. It does not survive `os.fork()`; close it when no call is running."""
+class Pool(Kernels, Closeable):
+    """Threads for the kernels: `num_threads` with the calling one.
+
+    cores  the cores that the threads may use; None: all
+    isa    the instruction set (see `isas()`); None: STRONGHOLD_ISA, else the best
+
+    A pool does not survive `os.fork()`. Close it when no call is running.
+    """
 
     __slots__ = ("_handle", "_num_threads")
 
@@ -366,8 +405,11 @@ class Pool(Kernels, Closing):
         *,
         lean: bool = False,
     ) -> int:
-        """How many elements ahead the optimizer asks for memory in place: chosen by timing its
-        first chunks after step 1, and 0 until then. It changes no bit."""
+        """The distance of the optimizer's memory prefetch in place, in elements.
+
+        The pool chooses it by timing the first chunks after step 1; before that it is 0. It changes
+        no bit.
+        """
         elements = ctypes.c_int64()
         weight, grad = _weight_code(weight_dtype, lean), _dtype_code(grad_dtype)
         check(
@@ -397,36 +439,44 @@ class Pool(Kernels, Closing):
         batch = UpdateBatch(
             optimizer, weight_dtype, grad_dtype, segments, lean=lean, targets=targets
         )
+        return functools.partial(self._run, batch)
 
-        def run(scale: float | None) -> None:
-            if scale is not None:
-                batch.rows["grad_scale"] = scale
-            batch.run(self)
-
-        return run
+    def _run(self, batch: UpdateBatch, scale: float | None) -> None:
+        if scale is not None:
+            batch.rows["grad_scale"] = scale
+        batch.run(self)
 
     def accumulate(
         self, grad_dtype: torch.dtype, segments: Sequence[tuple[int, int, int, bool]]
     ) -> None:
-        rows, dtype = np.array(segments, dtype=np.int64), _dtype_code(grad_dtype)
-        check(library().sh_accumulate(self.handle, dtype, rows.ctypes.data, len(segments)))
+        fields = np.array(segments, dtype=np.int64)
+        dtype = _dtype_code(grad_dtype)
+        check(library().sh_accumulate(self.handle, dtype, fields.ctypes.data, len(segments)))
 
     def sum_squares(self, dtype: torch.dtype, segments: Sequence[tuple[int, int]]) -> list[float]:
-        rows, out = np.array(segments, dtype=np.int64), np.empty(len(segments), dtype=np.float64)
-        code, address = _dtype_code(dtype), rows.ctypes.data
-        check(library().sh_sum_squares(self.handle, code, address, len(segments), out.ctypes.data))
-        sums: list[float] = out.tolist()
+        fields = np.array(segments, dtype=np.int64)
+        results = np.empty(len(segments), dtype=np.float64)
+        check(
+            library().sh_sum_squares(
+                self.handle,
+                _dtype_code(dtype),
+                fields.ctypes.data,
+                len(segments),
+                results.ctypes.data,
+            )
+        )
+        sums: list[float] = results.tolist()
         return sums
 
     def close(self) -> None:
-        """Joins the threads."""
+        """Stop the threads and join them. Twice is harmless."""
         handle, self._handle = self._handle, None
         if handle is not None:
             library().sh_pool_destroy(handle)
 
 
 def isas() -> list[str]:
-    """Those of "avx512", "avx2", "neon" and "scalar" that this CPU can run, best first."""
+    """The instruction sets of this CPU, best first, of "avx512", "avx2", "neon" and "scalar"."""
     names: list[str] = []
     while (name := library().sh_isa_at(len(names))) is not None:
         names.append(name.decode())
@@ -434,7 +484,7 @@ def isas() -> list[str]:
 
 
 def isa() -> str:
-    """The instruction set of a pool that does not name one: STRONGHOLD_ISA, or the best."""
+    """The instruction set of a pool that names none: STRONGHOLD_ISA, or the best."""
     with Pool(1) as pool:
         return pool.isa
 
@@ -473,8 +523,11 @@ class _File(ctypes.Structure):
 
 
 class IoFile:
-    """An open file of a queue. `direct`: transfers go past the page cache; `preallocated`: its
-    bytes are reserved on the disk; both False also where the file system cannot."""
+    """An open file of a queue.
+
+    `direct`: transfers go past the page cache (O_DIRECT). `preallocated`: its bytes are reserved on
+    the disk. Both are False also if the file system refuses them.
+    """
 
     __slots__ = ("_number", "direct", "path", "preallocated", "queue", "size")
 
@@ -494,7 +547,8 @@ class IoFile:
         return self._number
 
     def close(self) -> None:
-        """Waits for the operations on it; their tickets stay valid. Twice is harmless."""
+        """Wait for the file's operations and close it. Their tickets stay valid. Twice is
+        harmless."""
         number, self._number = self._number, None
         if number is not None and not self.queue.closed:
             check(library().sh_io_close(self.queue.handle, number))
@@ -506,12 +560,18 @@ class IoFile:
         self.close()
 
 
-class IoQueue(Closing):
-    """Keeps up to `depth` blocks in flight; cuts larger operations into `block_bytes`. `engine` is
-    "io_uring" or "threads" (OSError where it is refused); without it STRONGHOLD_IO_ENGINE decides,
-    else "io_uring" where the kernel permits it. `registered` lists (address, nbytes) of memory that
-    stays mapped as long as the queue, whose pages the kernel need not pin. Close it when no other
-    call is running."""
+class IoQueue(Closeable):
+    """A queue of asynchronous reads and writes (swap in, swap out) of files.
+
+    depth        blocks that it keeps in flight
+    block_bytes  size of a block; larger operations are cut
+    engine       "io_uring" or "threads"; OSError if the system refuses it. None:
+                 STRONGHOLD_IO_ENGINE, else "io_uring" if the kernel permits it
+    registered   (address, nbytes) of memory that stays mapped as long as the queue. The kernel need
+                 not pin its pages for each transfer
+
+    Close the queue when no other call is running.
+    """
 
     __slots__ = ("_handle",)
 
@@ -542,12 +602,13 @@ class IoQueue(Closing):
 
     @property
     def registered(self) -> bool:
-        """Whether the kernel took the memory that was to be registered."""
+        """True if the kernel accepted the memory of `registered`."""
         return bool(library().sh_io_registered(self.handle))
 
     @property
     def note(self) -> str:
-        """Why io_uring or the registration of memory was refused; "" when nothing was."""
+        """The reason for which io_uring or the registration of memory was refused; "" if none
+        was."""
         note: bytes = library().sh_io_note(self.handle)
         return note.decode(errors="replace")
 
@@ -572,13 +633,19 @@ class IoQueue(Closing):
         preallocate: bool = True,
         direct: bool = True,
     ) -> IoFile:
-        """Opens a file of which operations may touch the first `size` bytes; none is truncated, a
-        created one is the owner's alone (0600). With `preallocate` a disk too small is an `OSError`
-        (ENOSPC) here, which may leave a created file behind."""
+        """Open a file. Operations may touch its first `size` bytes.
+
+        No file is truncated. A created file is the owner's alone (0600). ConfigError for a path
+        with a NUL. With `preallocate`, OSError (ENOSPC) if the disk is too small; a created file
+        may remain then.
+        """
         flags = _DIRECT if direct else 0
         if writable:
-            flags |= _WRITABLE | (_CREATE if create else 0) | (_PREALLOCATE if preallocate else 0)
-        opened, name = _File(), os.fspath(path)
+            flags |= _WRITABLE
+            flags |= _CREATE if create else 0
+            flags |= _PREALLOCATE if preallocate else 0
+        opened = _File()
+        name = os.fspath(path)
         raw = os.fsencode(name)
         if b"\0" in raw:
             raise ConfigError(f"path: got a NUL character in {name!r}")
@@ -588,30 +655,38 @@ class IoQueue(Closing):
     def read(
         self, file: IoFile, offset: int, address: int, nbytes: int, *, commit: bool = True
     ) -> int:
-        """Submits a read into memory that stays valid until its end; returns its ticket. With
-        `commit=False` the next operation starts it, or `commit`, `wait`, `close`."""
+        """Submit a read into memory that stays valid until its end. Returns its ticket.
+
+        With `commit=False` the next operation starts it, or `commit`, `wait` or `close`.
+        """
         return self._submit("sh_io_read", file, commit, offset, address, nbytes)
 
     def write(
         self, file: IoFile, offset: int, address: int, nbytes: int, *, commit: bool = True
     ) -> int:
-        """Submits a write from memory to the file; the memory must not change until its end."""
+        """Submit a write from memory to the file. The memory must not change until its end.
+
+        Returns its ticket. `commit` is that of `read`.
+        """
         return self._submit("sh_io_write", file, commit, offset, address, nbytes)
 
     def commit(self) -> None:
-        """Starts what was submitted with `commit=False`."""
+        """Start the operations that were submitted with `commit=False`."""
         check(library().sh_io_commit(self.handle))
 
     def wait(self, ticket: int) -> float:
-        """Waits until the operation has ended and forgets it; seconds from its issue to its end.
-        OSError, with the operation in words, when it failed (ENODATA where the file ends too
-        early): what its memory, or its range of the file, holds is undefined then."""
+        """Wait until the operation has ended, and forget its ticket.
+
+        Returns the seconds from its issue to its end. OSError, with the operation in words, if it
+        failed (ENODATA if the file ends too early). Then the contents of its memory, or of its
+        range of the file, are undefined.
+        """
         seconds = ctypes.c_double()
         check(library().sh_io_wait(self.handle, ticket, ctypes.byref(seconds)))
         return seconds.value
 
     def close(self) -> None:
-        """Starts and awaits everything that was submitted, and closes the files."""
+        """Start all submitted operations, wait for their end, and close the files."""
         handle, self._handle = self._handle, None
         if handle is not None:
             library().sh_io_destroy(handle)
@@ -630,13 +705,17 @@ class IoQueue(Closing):
 # -- the library ----------------------------------------------------------------------------------
 @contextlib.contextmanager
 def naming_threads(whose: str) -> Iterator[None]:
-    """OSError (EAGAIN) that says whose thread the system refused, around the start of threads: the
-    system's own words are "Resource temporarily unavailable", and Python's name no cause."""
+    """Context manager around the start of threads, for a clear error if the system refuses one.
+
+    The OSError (EAGAIN) names the owner of the thread. The system's message is only "Resource
+    temporarily unavailable", and Python's names no cause.
+    """
     try:
         yield
     except (OSError, RuntimeError) as error:
-        refused = isinstance(error, OSError) and error.errno == errno.EAGAIN
-        if not refused and type(error) is not RuntimeError:  # Python's own is no subclass
+        is_refused = isinstance(error, OSError) and error.errno == errno.EAGAIN
+        is_pythons = type(error) is RuntimeError  # Python's error is no subclass
+        if not is_refused and not is_pythons:
             raise
         raise OSError(
             errno.EAGAIN,
@@ -647,7 +726,7 @@ def naming_threads(whose: str) -> Iterator[None]:
 
 
 def check(status: int) -> None:
-    """Raises what a call of the C ABI reports: `ConfigError`, or `OSError` with its errno."""
+    """Raise the error that a call of the C ABI reports: `ConfigError`, or `OSError` with errno."""
     if status == 0:
         return
     message = library().sh_last_error().decode(errors="replace")
@@ -659,7 +738,7 @@ def check(status: int) -> None:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """libstronghold, loaded, its functions declared."""
+    """Load libstronghold and declare its functions. StateError if it is of another version."""
     loaded = ctypes.CDLL(str(_library_path()))
     address, int32, int64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
     text = ctypes.c_char_p
@@ -712,7 +791,7 @@ def _of_another_version(loaded: ctypes.CDLL) -> StateError:
 
 
 def _library_path() -> Path:
-    # An editable install keeps the built library beside site-packages, not beside this file: the
+    # An editable install keeps the built library beside site-packages, not beside this file. The
     # package's search path has both.
     package = sys.modules["stronghold"]
     for root in package.__path__:

@@ -2,8 +2,8 @@
 
 Owns the identity of a process, in words that a file or a file's name can hold. Whoever removes what
 another process left, or waits for one, asks here. Any thread may enter. And the contract of those
-of one node that work on one model (`Neighbours`), how one writes a file that others read, what
-stands in this one for names of other packages, and how a change for a while ends when Ctrl-C comes.
+of one node that work on one model (`Neighbours`), how one writes a file that others read, and how a
+change for a while ends when Ctrl-C comes.
 
 [Note: identity] The kernel gives a process's number to later processes again, so its start belongs
 to it. Both mean something in one PID name space of one boot alone: two containers on one kernel
@@ -28,7 +28,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 from stronghold.errors import ConfigError
 
@@ -185,33 +185,6 @@ def pid_namespace() -> int:
     with contextlib.suppress(OSError):
         return os.stat("/proc/self/ns/pid").st_ino
     return 0
-
-
-class Replacements:
-    """Names of other packages for which something of ours stands in this process."""
-
-    def __init__(self) -> None:
-        # What stood there, ours, and whether the owner had the name from a class that it extends.
-        self._stands: dict[tuple[Any, str], tuple[Any, Any, bool]] = {}
-
-    def put(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        """What `make` makes of what stands there takes its place."""
-        if (owner, name) not in self._stands:  # else another wrapper keeps ours inside
-            original = getattr(owner, name)
-            ours, inherited = make(original), name not in vars(owner)
-            self._stands[owner, name] = original, ours, inherited
-            setattr(owner, name, ours)
-
-    def undo(self) -> None:
-        """Put back what stood there. Where another wrapper stands before ours it stays, and ours
-        inside it passes every call on."""
-        for (owner, name), (original, ours, inherited) in list(self._stands.items()):
-            if getattr(owner, name) is ours:
-                if inherited:
-                    delattr(owner, name)
-                else:
-                    setattr(owner, name, original)
-                del self._stands[owner, name]
 
 
 def run_and_restore(work: Callable[[], Result], restore: Callable[[], object]) -> Result:

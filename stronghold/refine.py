@@ -1,45 +1,50 @@
-"""The plan, refined by what the first steps showed, and by batches that are larger than those.
+"""Refinement of the plan: by measurements of the first steps, and for larger batches.
 
-Owns the decision when to measure, whether another plan is worth a change, and how much room it
-leaves; `Stack.replan` makes the change. The training thread alone enters, before each forward and
-at the end of each step.
+Owns the decisions when to measure, whether another plan is worth a change, and how much room it
+leaves. `Stack.replan` makes the change. The training thread enters, before each forward and at the
+end of each step.
 
-[Note: which steps] In the first step memory is touched for the first time, and the schedule is
-learnt in it: it tells nothing. The next ones are traced, and what their layers keep for backward is
-counted. Then the search runs once, with the seconds and rates that were measured.
+[Note: which steps]
+    1. The first step is a warm-up. Memory is touched for the first time, and the executor learns
+       the schedule: its times mean nothing.
+    2. The next steps are traced. The bytes that their layers keep for backward are counted.
+    3. The search runs once, with the measured seconds and rates.
 
-[Note: one plan] Several ranks change to one plan, or stay. They tell each other what they measured,
-the first searches with the slowest of it, and all follow.
+[Note: one plan] Several ranks change to one plan, or all stay.
+    1. The ranks exchange their measurements.
+    2. The first rank searches with the slowest of them.
+    3. All ranks follow its choice.
 
-[Note: larger batches] A refined plan fills the device, so that a batch that is larger than those it
-was made from may find no room. This is the rule:
-  1. While all batches have one size, the plan has room for that size, and no more: full speed. How
-     long a sequence the model could take does not count.
-  2. Once sizes differ, the plan has room for HEADROOM times the largest so far, but for no longer
-     sequences than the model takes (`max_position_embeddings`).
-  3. The engine looks at a batch before it runs. Where the plan has no room for it, by what was
-     measured, the plan changes first, as by 2. Where no plan has room, the one that takes least
-     takes over, with a warning.
-  4. Where the plan cannot change at once (a graph waits for its backward, gradients for their step,
-     something keeps aliases of weights, or there are other ranks), this forward keeps nothing that
-     can be computed again, and the plan changes before a later forward; of several ranks at the end
-     of the step, on all of them.
-What a larger batch takes is scaled from what was measured: with its elements, and with the square
-of a sequence's length where a saved tensor has that length twice.
+[Note: larger batches] A refined plan fills the device. So a batch may find no room if it is larger
+than those from which the plan was made. The rule:
+    1. While all batches have one size, the plan has room for that size and no more, for full speed.
+       The longest sequence that the model could take does not count.
+    2. Once sizes differ, the plan has room for HEADROOM times the largest so far. But it has no
+       room for longer sequences than the model takes (`max_position_embeddings`).
+    3. The engine checks a batch before it runs. If by the measurements the plan has no room, the
+       plan changes first, as in 2. If no plan has room, the one that takes least takes over, with a
+       warning.
+    4. The plan cannot change at once while a graph waits for its backward, while gradients wait for
+       their step, while something keeps aliases of weights, or if there are other ranks. Then this
+       forward keeps nothing that can be computed again. The plan changes before a later forward.
+       Several ranks change together at the end of the step.
+The memory of a larger batch is scaled from the measurements: with its elements, and with the square
+of a sequence's length if a saved tensor has that length twice.
 
-[Note: out of memory] Where that was wrong, torch raises. Who holds what then:
-  1. In a forward: the graph dies with the call. Sums of earlier micro-batches are arrays of their
-     layers, and stay. The step goes on.
-  2. In a backward, and in a forward that it runs again: the step is given up, as for any exception.
-     Its gradients so far are dropped, and the next micro-batch is the step's first. Early updates
-     of it are dropped, too: they wrote second arrays alone, and no layer has other weights.
-  3. In a lane, or in an update on the device: a LaneError, which is final, as for any failure of
-     theirs. Lanes copy between buffers that were made before; an update takes some kilobytes.
-In 1 and 2 the engine's call raises `OutOfMemoryError`, which is torch's own for whoever catches
-that. The plan does not change at once, for the program and the error's traceback may still hold the
-graph: it changes before the next forward, to one with more room. The call is not run again here:
-what the user's code did in it (counters, buffers, random numbers) is not ours to undo. One of
-several ranks cannot go on alone after a backward that raised: all end, as for any exception.
+[Note: out of memory] Torch raises if that estimate was too low.
+    1. In a forward: the graph dies with the call. Sums of earlier micro-batches are arrays of their
+       layers, and stay. The step goes on.
+    2. In a backward, and in a forward that it runs again: the step is given up, as for any
+       exception. Its gradients so far are dropped, and the next micro-batch is the step's first.
+       Its early updates are dropped, too: they wrote second arrays alone, and no layer has other
+       weights.
+    3. In a lane, or in an update on the device: a LaneError, which is final, as for any failure of
+       theirs. Lanes copy between buffers that exist. An update takes some kilobytes.
+In 1 and 2 the engine's call raises `OutOfMemoryError`, a subclass of torch's class, for programs
+that catch it. The program and the error's traceback may still hold the graph. So the plan changes
+before the next forward, to one with more room. The engine does not run the call again: the user's
+code has changed counters, buffers and random numbers in it. After a backward that raised, one of
+several ranks cannot go on alone: all end, as for any exception.
 """
 
 from __future__ import annotations
@@ -56,19 +61,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from stronghold.device.base import OutOfMemoryError
+from stronghold.devices.base import OutOfMemoryError
 from stronghold.errors import BudgetError
 from stronghold.plan.cost import (
     Demand,
     Growth,
-    LayerLoad,
+    LayerWork,
     Workload,
     measured_rates,
     measured_workload,
     slowest,
 )
-from stronghold.plan.machine import AGAIN_LAUNCH_S, LAUNCH_S, WHOLE_LAUNCH_S, Rates
-from stronghold.plan.plan import MIB, Plan, activation_bytes, make_plan
+from stronghold.plan.gpu_memory import activation_bytes
+from stronghold.plan.machine import LAUNCH_S, RECOMPUTE_LAUNCH_S, WHOLE_LAUNCH_S, Rates
+from stronghold.plan.places import MIB
+from stronghold.plan.plan import Plan, make_plan
 from stronghold.plan.search import roomiest_plan
 from stronghold.predict.simulate import fastest_plan, simulate
 from stronghold.runtime.runtime import Runtime
@@ -77,20 +84,20 @@ from stronghold.telemetry.metrics import BatchSize
 
 logger = logging.getLogger("stronghold")
 
-UNTOLD_STEPS = 1
+WARM_UP_STEPS = 1
 TRACED_STEPS = 2
-# Of what the GPU has for this process, without the allocator's fragments, for slots and
-# activations, once these are known: the rest is for modules that load later, and for what steps of
-# one size differ by.
+# Share of the GPU's memory for this process, without the allocator's fragments, that slots and
+# activations may take once these are measured. The remainder is for modules that load later, and
+# for differences between steps of one size.
 GPU_SHARE = 0.9
 HEADROOM = 1.5  # [Note: larger batches]: five changes of the plan from 512 tokens to 4096
-MORE = 1.5  # times what was thought to be enough, and was not
-MANY_FRAGMENTS = 0.05  # of what the device has: worth a word
-ADVISED = 0.9  # of the present step: what is worth the user's attention
-WORTH = 0.97  # of the present plan's step: a change costs a settled device, and copies
-# Of lanes that moved nothing while they were traced, in 1e9 bytes/s: a PCIe 4 link, a desktop's
+RETRY_MARGIN = 1.5  # factor on an estimate of memory that turned out too low
+MANY_FRAGMENTS = 0.05  # share of the device's memory from which the log has a hint
+ADVICE_SHARE = 0.9  # of the present step: a shorter one is worth the user's attention
+CHANGE_SHARE = 0.97  # of the present step: a change costs a settled device, and copies
+# Rates of lanes that moved nothing in the traced steps, in 1e9 bytes/s: a PCIe 4 link, a desktop's
 # memory, one solid-state disk.
-OTHERWISE = Rates(
+DEFAULT_RATES = Rates(
     fetch_gbps=20.0,
     drain_gbps=20.0,
     duplex_gbps=35.0,
@@ -102,45 +109,57 @@ OTHERWISE = Rates(
     io_gbps=4.0,
     launch_s=LAUNCH_S,
     whole_launch_s=WHOLE_LAUNCH_S,
-    again_launch_s=AGAIN_LAUNCH_S,
+    recompute_launch_s=RECOMPUTE_LAUNCH_S,
 )
 # The emulated device computes in the calling thread: measured seconds have its launches in them.
-EMULATED = replace(
-    OTHERWISE,
+EMULATED_RATES = replace(
+    DEFAULT_RATES,
     device_gbps=8.0,  # device memory is the host's
     launch_s=0.0,
     whole_launch_s=0.0,
-    again_launch_s=0.0,
+    recompute_launch_s=0.0,
 )
 
 
-class Stage(Enum):
-    """What the next step is for."""
+class RefinementStage(Enum):
+    """The purpose of the next step ([Note: which steps])."""
 
-    UNTOLD = "untold"
+    WARM_UP = "warm-up"
     TRACED = "traced"
     SETTLED = "settled"
 
 
-class Memory(NamedTuple):
-    """A rank's GPU in bytes, once steps were measured: what its tensors can have in
-    all, as things are now (None: unknown), and what others than the plan's buffers took at most.
-    `size`: of the largest batch that was measured; `largest`: of all that have come, which `differ`
-    or not."""
+class RankMemory(NamedTuple):
+    """A rank's GPU memory in bytes, after the measured steps.
+
+    reachable     bytes that its tensors can have in all, as things are now. None: unknown
+    peak          most bytes that tensors outside of the plan's buffers took. None: unknown
+    chunks        least number of chunks of a micro-batch
+    size          the largest batch that was measured
+    largest       the largest batch so far
+    sizes_differ  batches had different sizes
+    """
 
     reachable: int | None
     peak: int | None
-    chunks: int  # of a micro-batch, at least
+    chunks: int
     size: BatchSize = BatchSize()
     largest: BatchSize = BatchSize()
-    differ: bool = False
+    sizes_differ: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """Measurements of the traced steps, of all ranks. `usable` bytes of the GPU are for slots and
-    activations; of these others than the plan's buffers and what blocks keep take `beside`, with
-    batches of `size`: logits, the loss, the program's tensors. None where it is unknown."""
+class Measurements:
+    """Measurements of the traced steps, of all ranks.
+
+    workload  seconds and bytes of each layer
+    rates     rates of the lanes
+    chunks    least number of chunks of a micro-batch
+    size      the largest measured batch
+    usable    bytes of the GPU for slots and activations. None: unknown
+    beside    bytes of these that batches of `size` take outside of the plan's buffers and of the
+              blocks' activations: logits, the loss, the program's tensors. None: unknown
+    """
 
     workload: Workload
     rates: Rates
@@ -149,75 +168,78 @@ class Measured:
     usable: int | None
     beside: int | None
 
-    def loads(self, size: BatchSize, margin: float) -> tuple[tuple[LayerLoad, ...], int]:
-        """Each layer's load with batches of another size, and what comes beside them; `margin`
-        times as much as it seems."""
-        by = Growth.between(self.size, size, margin)
-        squares = any(load.square_saved_bytes for load in self.workload.layers)
+    def loads(self, size: BatchSize, margin: float) -> tuple[tuple[LayerWork, ...], int]:
+        """Each layer's load with batches of another size, and the bytes that come beside them.
+
+        `margin`: factor on the estimate.
+        """
+        growth = Growth.between(self.size, size, margin)
+        loads = tuple(load.grown(growth) for load in self.workload.layers)
         beside = self.beside or 0
-        return (
-            tuple(load.grown(by) for load in self.workload.layers),
-            by.of(beside, beside if squares else 0),
-        )
+        has_squares = any(load.square_saved_bytes for load in self.workload.layers)
+        square_beside = beside if has_squares else 0
+        return loads, growth.of(beside, square_beside)
 
 
 class Refinement:
-    """Refines the plan of `stack` once, if it leaves the search anything to choose, and changes it
-    where a batch needs more room. The user's trace, if there is one, goes on."""
+    """Refines the plan of `stack` once, and changes it if a batch needs more room.
+
+    It does nothing if the search has nothing to choose. The user's trace goes on, if there is one.
+    """
 
     def __init__(self, stack: Stack) -> None:
         self._stack = stack
-        self._tracing = stack.trace.recording
-        self._asynchronous = stack.device.torch_device.type == "cuda"
-        self._steps = 0
+        self._is_tracing_for_user = stack.trace.recording
+        self._is_asynchronous = stack.device.torch_device.type == "cuda"
+        self._num_steps = 0
         self._first_span = 0
-        is_open = _is_open(stack.demand) and not stack.plan.whole
-        self.stage = Stage.UNTOLD if is_open else Stage.SETTLED
+        has_choice = _has_choice(stack.demand) and not stack.plan.whole
+        self.stage = RefinementStage.WARM_UP if has_choice else RefinementStage.SETTLED
         # [Note: larger batches]
         self._makes_room = stack.demand.training and _layers_may_move(stack.demand)
-        self._longest = _longest(stack.partition.model)
-        self._size = BatchSize()  # of the largest batch in the traced steps
-        self._largest = BatchSize()  # that has come so far
-        self._differ = False
-        self._measured: Measured | None = None
-        self._margin = 1.0  # on what is thought to be enough
-        self._lacks = False  # memory ran out, and the plan is still that one
-        self._num_failures = stack.device.num_failures()
-        # By whether batches train: the largest that have room, and that found none and wait for it.
+        self._longest = _longest_sequence(stack.partition.model)
+        self._measured_size = BatchSize()  # the largest batch in the traced steps
+        self._largest = BatchSize()  # the largest batch so far
+        self._sizes_differ = False
+        self._measured: Measurements | None = None
+        self._margin = 1.0  # factor on estimates of memory
+        self._lacks_room = False  # memory ran out, and the plan has not changed since
+        self._num_failures = stack.device.memory.num_failures()
+        # By whether batches train: the largest that have room, and the largest that wait for it.
         self._roomy = {True: BatchSize(), False: BatchSize()}
         self._waiting = {True: BatchSize(), False: BatchSize()}
-        self._warns = True  # once, of a batch that no plan has room for
+        self._may_warn = True  # once, of a batch for which no plan has room
 
     def end_step(self) -> None:
-        """A step has ended, and its updates are queued."""
-        if self.stage is Stage.SETTLED:
+        """Measure, refine or make room, after a step whose updates are queued."""
+        if self.stage is RefinementStage.SETTLED:
             if self._stack.ranks.several and self._knows_room:
                 self._make_room_together()
             return
-        self._steps += 1
-        if self.stage is Stage.UNTOLD and self._steps == UNTOLD_STEPS:
+        self._num_steps += 1
+        if self.stage is RefinementStage.WARM_UP and self._num_steps == WARM_UP_STEPS:
             self._begin_tracing()
-        elif self._steps == UNTOLD_STEPS + TRACED_STEPS:
-            self.stage = Stage.SETTLED
+        elif self._num_steps == WARM_UP_STEPS + TRACED_STEPS:
+            self.stage = RefinementStage.SETTLED
             self._refine(self._stack.runtime)
-            if not self._tracing:
+            if not self._is_tracing_for_user:
                 self._stack.device.record_spans(False)
                 self._stack.trace.clear()
 
     def restart(self) -> None:
-        """The buffers are new ones: what was being measured is measured from here on."""
-        if self.stage is Stage.TRACED:
-            self._steps = UNTOLD_STEPS
+        """Start the measurements again: the buffers are new ones."""
+        if self.stage is RefinementStage.TRACED:
+            self._num_steps = WARM_UP_STEPS
             self._begin_tracing()
 
     def _begin_tracing(self) -> None:
-        self.stage = Stage.TRACED
+        self.stage = RefinementStage.TRACED
         self._first_span = self._stack.trace.mark()
         self._stack.device.record_spans(True)
-        # The first step is not like others, and before it the model may have been on the device.
-        self._stack.device.restart_activation_peak()
+        # The warm-up's peak does not count: the model may have been on the device before it.
+        self._stack.device.memory.restart_activation_peak()
         self._stack.runtime.activations.sizes.counting = True
-        self._size = BatchSize()
+        self._measured_size = BatchSize()
 
     # -- larger batches ---------------------------------------------------------------------------
     @property
@@ -225,71 +247,74 @@ class Refinement:
         return self._measured is not None and self._measured.usable is not None
 
     def begin_forward(self, size: BatchSize, *, trains: bool, waits: bool) -> None:
-        """A forward begins with a batch of this size, which `trains` or is without gradients: make
-        room for it first, where the plan has none ([Note: larger batches]). `waits`: a graph waits
-        for its backward, so that no layer may move."""
+        """Make room for a batch before its forward, if the plan has none ([Note: larger batches]).
+
+        trains  the forward keeps a graph
+        waits   an earlier graph waits for its backward, so that no layer may move
+        """
         if not self._makes_room:
             return
         stack = self._stack
         if trains:
-            self._differ |= self._largest not in (BatchSize(), size)
-            self._largest = self._largest.most(size)
-            if self.stage is Stage.TRACED:
-                self._size = self._size.most(size)
+            self._sizes_differ |= self._largest not in (BatchSize(), size)
+            self._largest = self._largest.maximum(size)
+            if self.stage is RefinementStage.TRACED:
+                self._measured_size = self._measured_size.maximum(size)
                 stack.runtime.activations.sizes.length = size.length
-        lacks = self._lacks or not self._has_room(size, trains=trains)
-        if lacks and stack.ranks.several:
-            self._waiting[trains] = self._waiting[trains].most(size)
-        elif lacks and not waits and stack.runtime.is_between_passes and not self._is_aliased():
+        lacks_room = self._lacks_room or not self._has_room(size, trains=trains)
+        may_change = not waits and stack.runtime.is_between_passes
+        if lacks_room and stack.ranks.several:
+            self._waiting[trains] = self._waiting[trains].maximum(size)
+        elif lacks_room and may_change and not self._is_aliased():
             self._make_room(size, trains=trains)
-            lacks = False
-        stack.runtime.activations.spares = lacks and stack.section.activations is None
+            lacks_room = False
+        stack.runtime.activations.spares = lacks_room and stack.section.activations is None
 
     def _is_aliased(self) -> bool:
-        """True while something keeps aliases of weights, which would stay behind where weights
-        change places with a plan."""
+        """True if something keeps aliases of weights: a change of plan would move the weights."""
         self._stack.runtime.settle()
-        return bool(self._stack.runtime.executor.aliased(range(len(self._stack.parameters))))
+        all_layers = range(len(self._stack.parameters))
+        return bool(self._stack.runtime.executor.aliased(all_layers))
 
     def out_of_memory(self, call: str, error: torch.OutOfMemoryError) -> OutOfMemoryError:
         """The error that the engine's `call` raises in place of `error` ([Note: out of memory])."""
-        if isinstance(error, OutOfMemoryError):  # of an engine inside of this one's call
+        if isinstance(error, OutOfMemoryError):  # from an engine inside of this one's call
             return error
-        traceback.clear_frames(error.__traceback__)  # they hold what the call has computed
+        traceback.clear_frames(error.__traceback__)  # they keep the call's tensors
         stack = self._stack
         planned = f"{stack.plan.gpu_total_bytes / MIB:,.1f} MiB for the model"
         remedy = "use a smaller batch, or shorter sequences"
         if self._can_leave_more():
-            self._lacks = True
+            self._lacks_room = True
             when = "at the next step's end" if stack.ranks.several else "before the next forward"
             remedy = (
-                f"the plan changes to one that leaves more room {when}, so that the same batch may "
+                f"the plan changes to one that leaves more room {when}, and the same batch may "
                 f"train then; else {remedy}"
             )
         dropped = ""
         if call == "engine.backward":
-            dropped = "; the gradients of this step so far are dropped, the next is its first"
+            dropped = "; this step's gradients are dropped, and the next micro-batch is its first"
         return OutOfMemoryError(
             f"{stack.device.name} is out of memory. It was in {call}, by a plan with {planned}"
             f"{dropped}; {remedy}. Torch reports: {error}"
         )
 
     def note_failures(self) -> None:
-        """A step was given up: where memory has run out meanwhile, the next one shall have more."""
-        count, before = self._stack.device.num_failures(), self._num_failures
+        """Note for the next step if memory ran out in a step that was given up."""
+        count, before = self._stack.device.memory.num_failures(), self._num_failures
         self._num_failures = count
         if count > before and self._can_leave_more():
-            self._lacks = True
+            self._lacks_room = True
 
     def _can_leave_more(self) -> bool:
         return self._makes_room and self._roomiest() is not None
 
-    def _loads(self, size: BatchSize) -> tuple[tuple[LayerLoad, ...], int]:
+    def _loads(self, size: BatchSize) -> tuple[tuple[LayerWork, ...], int]:
         assert self._measured is not None
         return self._measured.loads(size, self._margin)
 
     def _need(self, plan: Plan, size: BatchSize, *, trains: bool) -> int:
-        """Bytes of the GPU that `plan` and a batch take."""
+        """Bytes of the GPU that `plan` and a batch take together."""
         assert self._measured is not None
         return plan.gpu_total_bytes + self._activation_bytes(plan, size, trains=trains)
 
@@ -298,90 +323,103 @@ class Refinement:
         demand = self._demand(size)
         if trains:
             return activation_bytes(layout, plan.activations, demand)
-        outside = sum(demand.kept[index].saved_bytes for index in layout.resident)
-        return outside + max((demand.kept[i].saved_bytes for i in layout.streamed), default=0)
+        resident_bytes = sum(demand.kept[index].saved_bytes for index in layout.resident)
+        streamed_bytes = [demand.kept[index].saved_bytes for index in layout.streamed]
+        return resident_bytes + max(streamed_bytes, default=0)
 
     def _has_room(self, size: BatchSize, *, trains: bool) -> bool:
-        """True if the present plan has room for the batch, as far as that is known."""
+        """True if the present plan has room for the batch, or if its room is unknown."""
         if not self._knows_room or size.is_within(self._roomy[trains]):
             return True
         assert self._measured is not None
         assert self._measured.usable is not None
-        size = size.most(self._roomy[trains])
+        size = size.maximum(self._roomy[trains])
         if self._need(self._stack.plan, size, trains=trains) > self._measured.usable:
             return False
         self._roomy[trains] = size
         return True
 
     def _with_headroom(self, size: BatchSize) -> BatchSize:
-        """Larger than the largest so far, as far as the model takes longer sequences."""
-        most = size.most(self._largest)
-        times = HEADROOM
-        if self._longest is not None and most.length:
-            times = min(times, max(1.0, self._longest / most.length))
-        return BatchSize(*(math.ceil(times * number) for number in most))
+        """HEADROOM times the largest batch so far, unless the model takes no longer sequences."""
+        largest = size.maximum(self._largest)
+        factor = HEADROOM
+        if self._longest is not None and largest.length:
+            factor = min(factor, max(1.0, self._longest / largest.length))
+        return BatchSize(*(math.ceil(factor * number) for number in largest))
 
     def _make_room(self, size: BatchSize, *, trains: bool) -> None:
-        """Change to a plan with room for the batch, or to the one that takes least."""
+        """Change to a plan with room for the batch, or to the plan that takes least."""
         stack = self._stack
         stack.runtime.ledger.check()
-        if self._lacks:
-            self._lacks, self._margin = False, self._margin * MORE
+        if self._lacks_room:
+            self._lacks_room = False
+            self._margin *= RETRY_MARGIN
             self._roomy = dict.fromkeys(self._roomy, BatchSize())
-            gc.collect()  # graphs without an owner
-            stack.device.trim()
-        found: Any = None
+            gc.collect()  # graphs that only cycles keep alive
+            stack.device.memory.trim()
+        choice: Any = None
         if stack.ranks.control.rank == 0:
-            found = self._plan_for(size, trains=trains)
-        found = stack.ranks.control.objects(found, "a plan with more room")[0]
-        if found is not None:
-            plan, room = found
+            choice = self._plan_for(size, trains=trains)
+        choice = stack.ranks.control.objects(choice, "a plan with more room")[0]
+        if choice is not None:
+            plan, room = choice
             stack.replan(replace(plan, cpu_threads=stack.plan.cpu_threads))
             self._roomy = dict.fromkeys(self._roomy, BatchSize())
             logger.info(
                 "another plan, for a batch of %d tokens (%s): %s", size.tokens, room, stack.plan
             )
             self.restart()
-        if self._warns and not self._has_room(size, trains=trains):
-            self._warns = False
+        if self._may_warn and not self._has_room(size, trains=trains):
+            self._may_warn = False
             logger.warning(
-                "a batch of %d tokens may find no room on %s: by what was measured it takes more "
-                "than the plan leaves that takes least. If it does not train, use a smaller one, "
-                "or shorter sequences",
+                "a batch of %d tokens may find no room on %s: by the measurements it takes more "
+                "than the smallest plan leaves. If it does not train, use a smaller batch, or "
+                "shorter sequences",
                 size.tokens,
                 stack.device.name,
             )
-        self._num_failures = stack.device.num_failures()
-        self._roomy[trains] = self._roomy[trains].most(size)  # or there is nothing to be done
+        self._num_failures = stack.device.memory.num_failures()
+        self._roomy[trains] = self._roomy[trains].maximum(size)  # no other plan would have more
 
     def _make_room_together(self) -> None:
-        """Change the plan of all ranks if a batch of any rank found no room in it."""
+        """Change the plan of all ranks if a batch of any rank found no room."""
         group = self._stack.ranks.control
-        both = [*self._waiting[True], *self._waiting[False]]
-        lacks = self._lacks or any(both)
-        mine = torch.tensor([self._lacks, lacks and self._is_aliased(), *both])
-        rows = group.numbers(mine.to(torch.int64), "sizes of batches").amax(dim=0).tolist()
-        if rows[1]:  # on any rank: the plan stays
+        sizes_of_rank = [*self._waiting[True], *self._waiting[False]]
+        lacks_room = self._lacks_room or any(sizes_of_rank)
+        is_stuck = lacks_room and self._is_aliased()
+        of_rank = torch.tensor([self._lacks_room, is_stuck, *sizes_of_rank]).to(torch.int64)
+        of_all = group.numbers(of_rank, "sizes of batches")
+        ran_out, any_stuck, *sizes_of_all = of_all.amax(dim=0).tolist()
+        if any_stuck:  # weights of some rank have aliases: the plan stays
             return
         self._waiting = dict.fromkeys(self._waiting, BatchSize())
         width = len(BatchSize())
-        sizes = {True: BatchSize(*rows[2 : 2 + width]), False: BatchSize(*rows[2 + width :])}
-        self._lacks = bool(rows[0])
+        sizes = {
+            True: BatchSize(*sizes_of_all[:width]),
+            False: BatchSize(*sizes_of_all[width:]),
+        }
+        self._lacks_room = bool(ran_out)
         for trains, size in sizes.items():
-            self._largest = self._largest.most(size) if trains else self._largest
-            if self._lacks or not self._has_room(size, trains=trains):
+            if trains:
+                self._largest = self._largest.maximum(size)
+            if self._lacks_room or not self._has_room(size, trains=trains):
                 self._make_room(size, trains=trains)
 
     def _plan_for(self, size: BatchSize, *, trains: bool) -> tuple[Plan, str] | None:
-        """The fastest plan with room for the batch, else the one that takes least, and in words how
-        much room it has; None where none has more than the present one."""
+        """The fastest plan with room for the batch, else the plan that takes least.
+
+        Returns the plan, and its room in words for the log. None if no plan has more room than the
+        present one.
+        """
         if self._knows_room:
-            for wanted in (self._with_headroom(size), size.most(self._largest)):
+            for wanted in (self._with_headroom(size), size.maximum(self._largest)):
                 plan = self._fastest_with_room(wanted, trains=trains)
                 if plan is not None and self._takes_less(plan):
                     return plan, f"with room for {wanted.tokens}"
         plan = self._roomiest()
-        return None if plan is None else (plan, "it takes the least that one can")
+        if plan is None:
+            return None
+        return plan, "it takes the least that one can"
 
     def _fastest_with_room(self, size: BatchSize, *, trains: bool) -> Plan | None:
         stack, measured = self._stack, self._measured
@@ -396,32 +434,35 @@ class Refinement:
                 demand,
                 measured.workload,
                 measured.rates,
-                asynchronous=self._asynchronous,
+                asynchronous=self._is_asynchronous,
             ).plan
         except BudgetError:
             return None
 
     def _takes_less(self, plan: Plan) -> bool:
-        """True if the plan leaves more to a batch than the present one."""
+        """True if the plan leaves more room for a batch than the present one."""
         present = self._stack.plan
         if self._measured is None:
             return plan.gpu_total_bytes < present.gpu_total_bytes
-        size = self._largest
-        return self._need(plan, size, trains=True) < self._need(present, size, trains=True)
+        need = self._need(plan, self._largest, trains=True)
+        present_need = self._need(present, self._largest, trains=True)
+        return need < present_need
 
     def _roomiest(self) -> Plan | None:
         stack = self._stack
         demand = stack.demand if self._measured is None else self._demand(self._largest)
         try:
             plan = roomiest_plan(stack.layout, demand)
-        except BudgetError:  # the host has no room for what would come back
+        except BudgetError:  # the host has no room for layers that would move back to it
             return None
         return plan if self._takes_less(plan) else None
 
     def _demand(self, size: BatchSize) -> Demand:
-        """What the planner is asked once it is known what each block saves and what enters it, in
-        bytes, here with batches of another size: activations take their part of the GPU's memory.
-        The emulated device's are the host's: nothing is known of their budget."""
+        """The planner's question with batches of another size, from the measured bytes.
+
+        Activations take their part of the GPU's memory. The emulated device's activations lie on
+        the host, and their budget is unknown.
+        """
         stack, measured = self._stack, self._measured
         assert measured is not None
         section, budget = stack.section, measured.usable
@@ -429,10 +470,11 @@ class Refinement:
             return stack.demand
         loads, beside = self._loads(size)
         kept = list(loads)
-        outside = [layer.index for layer in stack.layout.layers if not layer.streamed]
-        if outside:
-            last = kept[outside[-1]]
-            kept[outside[-1]] = replace(last, saved_bytes=last.saved_bytes + beside)
+        not_streamed = [layer.index for layer in stack.layout.layers if not layer.streamed]
+        if not_streamed:
+            head = not_streamed[-1]
+            saved_bytes = kept[head].saved_bytes + beside
+            kept[head] = replace(kept[head], saved_bytes=saved_bytes)
         return replace(
             stack.demand,
             activations=pinned_activations(section, stack.layout),
@@ -442,14 +484,16 @@ class Refinement:
             reserve_bytes=0 if section.gpu_memory is None else budget - section.gpu_memory,
         )
 
-    # -- once -------------------------------------------------------------------------------------
+    # -- the refinement, once ---------------------------------------------------------------------
     def _refine(self, runtime: Runtime) -> None:
-        stack, sizes = self._stack, runtime.activations.sizes
+        """Search with the measurements of all ranks, and change to a faster plan."""
+        stack = self._stack
+        sizes = runtime.activations.sizes
         sizes.counting = False
         runtime.settle()
         stack.device.settle()
         spans = stack.trace.spans(self._first_span)
-        rates = measured_rates(spans, OTHERWISE if self._asynchronous else EMULATED)
+        rates = measured_rates(spans, DEFAULT_RATES if self._is_asynchronous else EMULATED_RATES)
         workload = measured_workload(
             spans,
             stack.layout,
@@ -463,27 +507,25 @@ class Refinement:
             num_steps=TRACED_STEPS,
         )
         device = stack.device
-        reachable = device.reachable_bytes()
-        if reachable is not None:
-            reachable = self._without_fragments(reachable)
-            reachable = max(0, reachable - reserved_bytes(but=stack)[0])
-        memory = Memory(
-            reachable,
-            device.activation_peak_bytes(),
+        memory = RankMemory(
+            self._reachable_bytes(),
+            device.memory.activation_peak_bytes(),
             sizes.least_chunks,
-            self._size,
+            self._measured_size,
             self._largest,
-            self._differ,
+            self._sizes_differ,
         )
-        kept = self._is_aliased()
+        is_aliased = self._is_aliased()
         ranks = stack.ranks
         # [Note: one plan]
-        found: Any = ranks.control.objects((rates, workload, memory, kept), "refining the plan")
-        rates, workload = slowest([(each, work) for each, work, _, _ in found])
-        memory = _least([of_rank for _, _, of_rank, _ in found])
-        self._measured = _measured(stack, workload, rates, memory)
-        self._largest, self._differ = memory.largest, memory.differ
-        if any(of_rank for _, _, _, of_rank in found):
+        measured: Any = (rates, workload, memory, is_aliased)
+        of_ranks: Any = ranks.control.objects(measured, "refining the plan")
+        rates, workload = slowest([(rates, workload) for rates, workload, _, _ in of_ranks])
+        memory = _least_room([memory for _, _, memory, _ in of_ranks])
+        self._measured = _measurements(stack, workload, rates, memory)
+        self._largest = memory.largest
+        self._sizes_differ = memory.sizes_differ
+        if any(is_aliased for _, _, _, is_aliased in of_ranks):
             logger.info("the plan stays as it is: something keeps aliases of weights")
             return
         chosen: Any = None
@@ -496,119 +538,159 @@ class Refinement:
         plan, room = chosen
         plan = replace(plan, cpu_threads=stack.plan.cpu_threads)
         if stack.replan(plan):
-            logger.info("refined after %d steps%s: %s", self._steps, room, stack.plan)
+            logger.info("refined after %d steps%s: %s", self._num_steps, room, stack.plan)
         else:
             logger.warning(
-                "the plan stays as it is: of the %d bytes on the GPU that a faster one needs, "
-                "others have taken some meanwhile",
+                "the plan stays as it is: a faster one needs %d bytes on the GPU, and other "
+                "programs have taken some of them meanwhile",
                 plan.gpu_total_bytes + plan.activation_bytes,
             )
-        self._num_failures = device.num_failures()  # one in the trial of the plan is none
+        self._num_failures = (
+            device.memory.num_failures()
+        )  # a failed trial of the plan does not count
+
+    def _reachable_bytes(self) -> int | None:
+        """Bytes of the GPU that this engine's tensors can have in all. None: unknown."""
+        reachable = self._stack.device.memory.reachable_bytes()
+        if reachable is None:
+            return None
+        other_engines = reserved_bytes(but=self._stack)[0]
+        return max(0, self._without_fragments(reachable) - other_engines)
 
     def _without_fragments(self, reachable: int) -> int:
-        """The part of `reachable` bytes that the allocator can give to tensors, by what it could
-        not give to them in the traced steps."""
-        fragments = self._stack.device.fragment_bytes()
+        """The part of `reachable` bytes that the allocator can give to tensors.
+
+        The fragments of the traced steps are left out.
+        """
+        fragments = self._stack.device.memory.fragment_bytes()
         if fragments > MANY_FRAGMENTS * reachable:
             logger.info(
-                "torch's allocator left %.0f MiB of the GPU's memory in fragments: the plan does "
-                "without them. Started with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in "
-                "its environment, a program has fewer, where the system supports that",
+                "torch's allocator left %.0f MiB of the GPU's memory in fragments, and the plan "
+                "does not use them. To have fewer, set "
+                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the program's environment, if "
+                "the system supports that",
                 fragments / MIB,
             )
         return reachable - fragments
 
     def _step_s(self, plan: Plan, workload: Workload, rates: Rates) -> float:
-        """What a step of the plan is predicted to take."""
-        layout = self._stack.layout
-        return simulate(layout, plan, workload, rates, asynchronous=self._asynchronous).step_s
+        """Predicted seconds of a step of the plan."""
+        prediction = simulate(
+            self._stack.layout,
+            plan,
+            workload,
+            rates,
+            asynchronous=self._is_asynchronous,
+        )
+        return prediction.step_s
 
     def _advise_chunks(self, workload: Workload, rates: Rates) -> None:
-        """Say, in figures, what one batch in chunks would take instead of micro-batches that are
-        added up, where that is worth it. No plan chooses it, for it changes rounding."""
-        stack, count = self._stack, self._stack.demand.micro_batches
+        """Log the predicted time of one batch in chunks instead of several micro-batches.
+
+        Only if that is faster. No plan chooses it, because it changes rounding.
+        """
+        stack = self._stack
+        count = stack.demand.micro_batches
         if count < 2 or stack.demand.chunk is not None or not stack.layout.streamed:
             return
-        demand = replace(_as_it_is(stack), accumulate=False, micro_batches=1, chunk=1, chunks=count)
+        demand = replace(
+            _present_demand(stack), accumulate=False, micro_batches=1, chunk=1, chunks=count
+        )
         try:
             plan = make_plan(stack.layout, demand)
         except BudgetError:
             return
         predicted = self._step_s(plan, workload.together(), rates)
         present = self._step_s(stack.plan, workload, rates)
-        if predicted < ADVISED * present:
+        if predicted < ADVICE_SHARE * present:
             logger.info(
                 "%d micro-batches that are added up take %.1f ms/step; as one batch in chunks they "
                 "are predicted to take %.1f: multiply train_micro_batch_size_per_gpu by %d, set "
-                "gradient_accumulation_steps to 1 and stronghold.chunk to the micro-batch of now "
-                "(it changes rounding, and what head and loss take grows with the batch)",
+                "gradient_accumulation_steps to 1, and stronghold.chunk to the present micro-batch "
+                "(it changes rounding, and the memory of head and loss grows with the batch)",
                 count,
                 present * 1e3,
                 predicted * 1e3,
                 count,
             )
 
-    def _faster(self, measured: Measured) -> tuple[Plan, str] | None:
-        """The plan to change to, and in words for which batches it has room; or None."""
-        stack, workload, rates = self._stack, measured.workload, measured.rates
-        for size in [self._with_headroom(self._largest)] * self._differ + [self._largest]:
-            demand = self._demand(size) if _layers_may_move(stack.demand) else _as_it_is(stack)
+    def _faster(self, measured: Measurements) -> tuple[Plan, str] | None:
+        """A faster plan, and its room in words for the log. None if the present plan stays."""
+        stack = self._stack
+        sizes = [self._largest]
+        if self._sizes_differ:
+            sizes.insert(0, self._with_headroom(self._largest))
+        for size in sizes:
+            may_move = _layers_may_move(stack.demand)
+            demand = self._demand(size) if may_move else _present_demand(stack)
             try:
                 choice = fastest_plan(
                     stack.layout,
                     demand,
-                    workload,
-                    rates,
-                    asynchronous=self._asynchronous,
+                    measured.workload,
+                    measured.rates,
+                    asynchronous=self._is_asynchronous,
                 )
                 break
-            except BudgetError as error:  # activations leave less than there was: the plan works
+            except BudgetError as error:  # no plan fits the measured activations: this one works
                 refusal = error
         else:
             logger.info("the plan stays as it is: %s", refusal)
             return None
-        present_s = self._step_s(stack.plan, workload, rates)
-        if choice.forecast.step_s >= WORTH * present_s:
+        present_s = self._step_s(stack.plan, measured.workload, measured.rates)
+        if choice.forecast.step_s >= CHANGE_SHARE * present_s:
             return None
         logger.info(
             "a plan is predicted to take %.1f ms/step instead of %.1f",
             choice.forecast.step_s * 1e3,
             present_s * 1e3,
         )
-        room = ""
-        if self._knows_room:
-            why = f", since they differ: up to {self._largest.tokens} so far" * self._differ
-            room = (
-                f", with room for batches of {size.tokens} tokens{why} (before a larger one runs "
-                "the plan changes)"
-            )
-        return choice.plan, room
+        return choice.plan, self._room_in_words(size)
+
+    def _room_in_words(self, size: BatchSize) -> str:
+        if not self._knows_room:
+            return ""
+        why = ""
+        if self._sizes_differ:
+            why = f", since they differ: up to {self._largest.tokens} so far"
+        return (
+            f", with room for batches of {size.tokens} tokens{why} (before a larger one runs the "
+            "plan changes)"
+        )
 
 
-def _least(found: Sequence[Memory]) -> Memory:
-    """What all ranks have room for."""
-    known = all(memory.reachable is not None and memory.peak is not None for memory in found)
+def _least_room(memories: Sequence[RankMemory]) -> RankMemory:
+    """The memory that all ranks have: the least of each number that limits the plan."""
     size, largest = BatchSize(), BatchSize()
-    for memory in found:
-        size, largest = size.most(memory.size), largest.most(memory.largest)
-    return Memory(
-        min(memory.reachable or 0 for memory in found) if known else None,
-        max(memory.peak or 0 for memory in found) if known else None,
-        min(memory.chunks for memory in found),
+    for memory in memories:
+        size = size.maximum(memory.size)
+        largest = largest.maximum(memory.largest)
+    reachable = [memory.reachable for memory in memories if memory.reachable is not None]
+    peaks = [memory.peak for memory in memories if memory.peak is not None]
+    is_known = len(reachable) == len(peaks) == len(memories)
+    return RankMemory(
+        min(reachable) if is_known else None,
+        max(peaks) if is_known else None,
+        min(memory.chunks for memory in memories),
         size,
         largest,
-        any(memory.differ or memory.largest != largest for memory in found),
+        any(memory.sizes_differ or memory.largest != largest for memory in memories),
     )
 
 
-def _measured(stack: Stack, workload: Workload, rates: Rates, memory: Memory) -> Measured:
+def _measurements(
+    stack: Stack,
+    workload: Workload,
+    rates: Rates,
+    memory: RankMemory,
+) -> Measurements:
     usable = beside = None
     if memory.reachable is not None and memory.peak is not None:
         usable = int(memory.reachable * GPU_SHARE)
-        known = replace(stack.demand, kept=workload.layers, chunks=memory.chunks)
-        kept = activation_bytes(stack.layout, stack.plan.activations, known)
-        beside = max(0, memory.peak - kept)
-    return Measured(
+        demand = replace(stack.demand, kept=workload.layers, chunks=memory.chunks)
+        kept_bytes = activation_bytes(stack.layout, stack.plan.activations, demand)
+        beside = max(0, memory.peak - kept_bytes)
+    return Measurements(
         workload=workload,
         rates=rates,
         chunks=memory.chunks,
@@ -618,22 +700,22 @@ def _measured(stack: Stack, workload: Workload, rates: Rates, memory: Memory) ->
     )
 
 
-def _longest(model: nn.Module) -> int | None:
-    """The most tokens of a sequence that a Transformers model takes; None where it is unknown."""
+def _longest_sequence(model: nn.Module) -> int | None:
+    """Tokens of the longest sequence that a Transformers model takes. None: unknown."""
     config: Any = getattr(model, "config", None)
-    for of_text in (config, getattr(config, "text_config", None)):
-        found = getattr(of_text, "max_position_embeddings", None)
-        if isinstance(found, int) and found > 0:
-            return found
+    for text_config in (config, getattr(config, "text_config", None)):
+        length = getattr(text_config, "max_position_embeddings", None)
+        if isinstance(length, int) and length > 0:
+            return length
     return None
 
 
-def _as_it_is(stack: Stack) -> Demand:
-    """The demand of the present plan, but for which updates are early."""
+def _present_demand(stack: Stack) -> Demand:
+    """The planner's question whose answer is the present plan. Early updates stay open."""
     plan, blocks = stack.plan, stack.layout.streamed
     return replace(
         stack.demand,
-        window=plan.window or None,  # none where every block stays
+        window=plan.window or None,  # 0 if every block stays
         prefetch=plan.prefetch if plan.window else None,
         resident_layers=len(plan.resident.intersection(blocks)),
         resident_updates="gpu" if plan.updated_on_gpu else "host",
@@ -642,20 +724,20 @@ def _as_it_is(stack: Stack) -> Demand:
     )
 
 
-def _is_open(demand: Demand) -> bool:
-    """Whether anything is left to choose that the user did not pin."""
+def _has_choice(demand: Demand) -> bool:
+    """True if the user has left the search something to choose."""
     if not demand.training:
         return False
     return _may_update_early(demand) or _layers_may_move(demand)
 
 
 def _may_update_early(demand: Demand) -> bool:
-    """Whether the number of early updates is open, and known room of the host could serve them."""
+    """True if the number of early updates is open, and the host's budget is known."""
     is_open = demand.early_layers is None and not demand.meets_others
     return is_open and demand.host_budget_bytes is not None
 
 
 def _layers_may_move(demand: Demand) -> bool:
-    """Whether layers may stay on the device: there is a budget, and none has arrays in files."""
+    """True if layers may stay on the device: there is a budget, and no layer has files."""
     pinned = (demand.window, demand.resident_layers, demand.activations)
     return not demand.nvme and demand.gpu_budget_bytes is not None and None in pinned

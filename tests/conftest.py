@@ -40,7 +40,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-from stronghold.device.emulated import EmulatedDevice  # noqa: E402
+from stronghold.devices.emulated import EmulatedDevice  # noqa: E402
 from tests.support.turns import turn  # noqa: E402
 
 HAS_CUDA = torch.cuda.is_available()

@@ -80,7 +80,7 @@ class Stronghold(Method):
                 return allocate(numel, dtype)
 
         device._allocate = uncounted
-        memory.add_source(lambda: device.allocated_bytes)
+        memory.add_source(lambda: device.memory.allocated_bytes)
 
 
 def config(task: Task) -> dict[str, Any]:

@@ -4,7 +4,7 @@
 // struct in it is the whole optimizer. The loops around the formula are exact-inl.h and lean-inl.h.
 //
 // The formula has two stages, because lean states use them at different times. UpdateMoments
-// changes the moments and hands one more vector on to UpdateWeight. NaNs stay as they come. The
+// changes the moments and passes one more vector on to UpdateWeight. It does not change NaNs. The
 // order of operations is the contract of stronghold.h.
 
 struct Adam {
@@ -34,7 +34,7 @@ struct Adam {
     };
   };
 
-  // Why the numbers of a segment are refused, or nullptr. Written so that NaN fails.
+  // The reason to refuse a segment's numbers, or nullptr. NaN fails every condition.
   static const char* Wrong(const sh_segment& s) {
     const double* number = s.number;
     const auto is_decay = [](double beta) { return beta >= 0.0 && beta < 1.0; };
@@ -53,7 +53,7 @@ struct Adam {
     return decoupled || s.number[Number::kWeightDecay] == 0.0 ? 1 : 0;
   }
 
-  // Each is computed in double and rounded once.
+  // Every constant is computed in double and rounded once.
   static void ConstantsOf(const sh_segment& s, float* constant) {
     const double lr = s.number[Number::kLr];
     const double beta1 = s.number[Number::kBeta1];
@@ -95,11 +95,11 @@ struct Adam {
           neg_step_size(Set(constant[Constant::kNegStepSize])) {}
   };
 
-  // Whether UpdateMoments reads p.
+  // True if UpdateMoments reads p.
   template <int kVariant>
   static constexpr bool kMomentsReadWeight = kVariant == 0;
 
-  // Hands on sqrt(v): what lean states code of v.
+  // Passes sqrt(v) on, which lean states encode.
   template <int kVariant>
   SH_INLINE static F UpdateMoments(const Vectors& c, F grad, F p, F* moment) {
     F& m = moment[0];

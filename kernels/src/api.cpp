@@ -78,8 +78,8 @@ int32_t sh_pool_create(int32_t num_threads, const int32_t* cores, int32_t num_co
 }
 
 void sh_pool_destroy(sh_pool* pool) {
-  // In a forked child the threads do not exist and the mutexes may be held by nobody: what cannot
-  // be joined is left to the end of the process.
+  // In a forked child the threads do not exist, and a mutex may be locked by a missing thread. So
+  // the pool is left to the end of the process.
   if (pool != nullptr && !pool->forked()) delete pool;
 }
 

@@ -1,16 +1,18 @@
 // The loop of every optimizer with exact states: fp32 masters and moments.
 // Included by kernels-inl.h, once per instruction set.
 //
-// [Note: out of place] The loops here and in lean-inl.h load from one list of arrays and store to
-// another. In place the lists are one and the same to the compiler. Out of place a line of a target
-// that is stored through the caches would be read from memory first; 12 of Adam's 26 bytes would
-// move three times instead of twice. So the stores go past the caches, a line at a time: where a
-// vector's items are half a line, a group's are put together first, which takes 5 % off a step of
-// Adam in bf16. All targets but the scales, which are few, begin at multiples of 64 bytes.
-// update.cpp takes other targets through a buffer in the first cache.
+// [Note: out of place]
+// 1. The loops here and in lean-inl.h load from one list of arrays and store to another. In place
+//    the compiler sees one list.
+// 2. A store through the caches would first read the target's line from memory. 12 of Adam's 26
+//    bytes would move three times instead of twice.
+// 3. So out-of-place stores go past the caches, a line at a time. If a vector's items are half a
+//    line, a group's items are put together first. That takes 5 % off a step of Adam in bf16.
+// 4. All targets but the scales, which are few, begin at multiples of 64 bytes. update.cpp takes
+//    other targets through a buffer in the first cache.
 //
-// [Note: tails] There is no scalar formula for a tail. The last numel % kLanes elements are copied
-// into padded buffers, take the same vector operations, and are copied back.
+// [Note: tails] A tail has no scalar formula. The last numel % kLanes elements are copied into
+// padded buffers, take the same vector operations, and are copied back.
 
 template <class Formula, int kVariant, class Weight, class Grad, bool kStream>
 SH_INLINE void ExactVector(const typename Formula::Vectors& c, const Arrays& a, const Arrays& to) {

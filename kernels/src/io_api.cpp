@@ -19,7 +19,7 @@ struct sh_io {
   explicit sh_io(int64_t block_bytes) : queue(block_bytes), owner_pid(getpid()) {}
 
   sh::IoQueue queue;
-  std::unique_ptr<sh::IoEngine> engine;  // after the queue: it goes first
+  std::unique_ptr<sh::IoEngine> engine;  // after the queue, so that it is destroyed first
   std::string note;
   const pid_t owner_pid;
 };
@@ -103,7 +103,7 @@ int32_t sh_io_create(int32_t depth, int64_t block_bytes, const char* engine,
 }
 
 void sh_io_destroy(sh_io* io) {
-  // In a forked child the threads do not exist, and the mutex may be held by nobody.
+  // In a forked child the threads do not exist, and the mutex may be locked by a missing thread.
   if (io == nullptr || io->owner_pid != getpid()) return;
   io->queue.Drain();
   delete io;
@@ -139,7 +139,7 @@ int32_t sh_io_read(sh_io* io, int32_t file, int64_t offset, void* address, int64
 
 int32_t sh_io_write(sh_io* io, int32_t file, int64_t offset, const void* address, int64_t nbytes,
                     int64_t* ticket) {
-  // A write reads the memory only.
+  // A write only reads the memory.
   return sh::Submit(io, sh::IoKind::kWrite, file, offset, const_cast<void*>(address), nbytes,
                     ticket);
 }

@@ -7,7 +7,7 @@
 namespace sh {
 namespace {
 
-// A request may come back empty-handed now and then; one that always does must not turn for ever.
+// A request may make no progress now and then. One that never does must not repeat for ever.
 constexpr int kMaxStalls = 8;
 
 bool Fail(IoBlock* block, int error) noexcept {
@@ -29,7 +29,7 @@ bool IoAdvance(IoBlock* block, int64_t result) noexcept {
   if (result == 0 && block->nbytes > 0 && reading) return Fail(block, ENODATA);
   if (result > block->nbytes) return Fail(block, EIO);  // no kernel does
   int64_t moved = result;
-  // O_DIRECT refuses to go on at an odd offset: the bytes past the last aligned one move again.
+  // O_DIRECT refuses to continue at an odd offset: bytes past the last aligned one move again.
   if (block->direct && moved < block->nbytes) moved -= moved % SH_IO_ALIGNMENT;
   block->address += moved;
   block->offset += moved;

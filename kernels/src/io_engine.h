@@ -1,5 +1,5 @@
-// What transfers blocks: io_uring, or threads that call pread and pwrite. An engine owns its
-// threads; it takes blocks from the queue and gives them back ended.
+// An engine transfers blocks: by io_uring, or by threads that call pread and pwrite. It owns its
+// threads. It takes blocks from the queue and returns them when they have ended.
 #ifndef STRONGHOLD_IO_ENGINE_H_
 #define STRONGHOLD_IO_ENGINE_H_
 
@@ -20,18 +20,19 @@ class IoEngine {
   virtual ~IoEngine() = default;
   virtual const char* name() const = 0;
   virtual bool registered() const { return false; }
-  // Blocks are ready in a queue whose Take had found none. Any thread, the queue's mutex held.
+  // Wakes the engine: blocks are ready after a Take without one. Any thread, with the queue's
+  // mutex.
   virtual void Wake() noexcept = 0;
 };
 
-// Throws std::system_error where the kernel refuses io_uring. A refused registration of regions is
-// not an error: `registration` then takes its errno.
+// Throws std::system_error if the kernel refuses io_uring. A refused registration of regions is no
+// error: `registration` then takes its errno.
 std::unique_ptr<IoEngine> MakeIoUring(IoQueue* queue, int depth, std::vector<sh_io_region> regions,
                                       int* registration);
 
 std::unique_ptr<IoEngine> MakeIoThreads(IoQueue* queue, int depth);
 
-// A thread that takes no signals: handlers are the business of the process's own threads.
+// Starts a thread that takes no signals. The process's other threads run its handlers.
 std::thread StartIoThread(void (*body)(void*), void* context);
 
 }  // namespace sh

@@ -25,7 +25,7 @@ constexpr int kDirect = O_DIRECT;
 constexpr int kDirect = 0;
 #endif
 
-// The page cache is these file systems' storage. New kernels accept O_DIRECT there and ignore it.
+// True if the page cache is the file system's storage. New kernels accept O_DIRECT and ignore it.
 bool LivesInMemory(int fd) {
 #if defined(__linux__)
   struct statfs info;
@@ -88,7 +88,7 @@ void IoFile::Open(int flags) {
     if (fd_ >= 0) break;
     if (errno == EINTR) continue;
     if (errno != EINVAL || direct == 0) Refuse("open", errno);
-    direct = 0;  // how a file system says that it has no O_DIRECT
+    direct = 0;  // EINVAL: the file system has no O_DIRECT
   }
   direct_ = direct != 0;
 }
@@ -105,8 +105,8 @@ void IoFile::Preallocate() {
   if (length < size_ && ftruncate(fd_, size_) != 0) Refuse("ftruncate", errno);
 }
 
-// Some file systems accept O_DIRECT in open and refuse the requests, or want more than our
-// alignment. Reading a block tells, where there is one.
+// Some file systems accept O_DIRECT in open and refuse the requests, or need more than our
+// alignment. Reading the first block shows that, if the file has one.
 bool IoFile::DirectWorks() const {
   int64_t length = 0;
   if (!IsRegular(fd_, &length) || length < SH_IO_ALIGNMENT) return true;
@@ -117,7 +117,7 @@ bool IoFile::DirectWorks() const {
 void IoFile::Close() {
   const int fd = fd_;
   fd_ = -1;
-  // Linux has closed the descriptor also where it reports EINTR.
+  // Linux has closed the descriptor even if it reports EINTR.
   if (close(fd) != 0 && errno != EINTR) Refuse("close", errno);
 }
 

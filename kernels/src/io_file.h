@@ -1,4 +1,4 @@
-// A file of a queue: opens it past the page cache where that works, reserves its bytes, closes it.
+// A file of a queue: opens it past the page cache if that works, reserves its bytes, closes it.
 #ifndef STRONGHOLD_IO_FILE_H_
 #define STRONGHOLD_IO_FILE_H_
 
@@ -22,7 +22,7 @@ class IoFile {
   bool preallocated() const { return preallocated_; }
   int fd() const { return fd_; }
 
-  // Throws Refused when close(2) reports an error, as network file systems do.
+  // Throws Refused if close(2) reports an error, as network file systems do.
   void Close();
 
   int64_t unfinished = 0;  // operations, the queue's count under its mutex

@@ -72,7 +72,7 @@ void IoQueue::Close(int32_t file) {
   std::shared_ptr<IoFile> closing;
   {
     std::unique_lock<std::mutex> lock(mutex_);
-    // Out of the table first: nobody else may submit to it or close it while this call waits.
+    // Out of the table first: no other thread may submit to it or close it while this call waits.
     closing = std::move(FileAt(file));
     files_[file] = nullptr;
     CommitLocked();
@@ -175,7 +175,7 @@ bool IoQueue::Cut(IoBlock* block) {
     const int64_t left = operation->nbytes - operation->issued;
     if (operation->issued == 0) operation->begun = std::chrono::steady_clock::now();
     if (operation->error != 0 || left == 0) {
-      // A block failed, and the rest is left out; or there were no bytes.
+      // A block failed, so that no further one is issued; or there were no bytes.
       ready_.Pop();
       operation->state = IoState::kIssued;
       if (operation->in_flight == 0) Finish(operation);
@@ -233,7 +233,7 @@ IoOperation* IoQueue::Find(int64_t ticket) {
 double IoQueue::Wait(int64_t ticket) {
   std::unique_lock<std::mutex> lock(mutex_);
   if (Find(ticket)->state == IoState::kHeld) CommitLocked();
-  // Found again each time: another waiter may have forgotten it meanwhile.
+  // Looked up again each time: another waiter may have forgotten the ticket meanwhile (a race).
   ended_.wait(lock, [&] { return Find(ticket)->state == IoState::kEnded; });
   IoOperation* operation = Find(ticket);
   const std::chrono::duration<double> seconds = operation->ended - operation->begun;

@@ -1,5 +1,5 @@
-// The queue: owns files and operations, cuts operations into blocks, and knows what has ended. It
-// knows nothing of how blocks are transferred: that is the engine's.
+// The queue: owns files and operations, cuts operations into blocks, and records their ends. The
+// engine transfers the blocks.
 #ifndef STRONGHOLD_IO_QUEUE_H_
 #define STRONGHOLD_IO_QUEUE_H_
 
@@ -18,13 +18,13 @@
 
 namespace sh {
 
-// Each is followed by the next, and the last by the first.
+// The states of an operation, in order. The first follows the last.
 enum class IoState : uint8_t {
   kFree,
   kHeld,    // submitted, not committed
-  kReady,   // blocks of it are left to be issued
+  kReady,   // some of its blocks are not issued yet
   kIssued,  // the last block has been issued, or an earlier one failed
-  kEnded    // nothing is in flight; the result waits for its waiter
+  kEnded    // no block is in flight; the result waits for its waiter
 };
 
 struct IoOperation {
@@ -65,7 +65,7 @@ class IoQueue {
 
   // ---- For callers.
 
-  // The engine that is told of new work; it must outlive every later call.
+  // The engine that the queue wakes for new work. It must outlive every later call.
   void Attach(IoEngine* engine) { engine_ = engine; }
 
   int32_t Open(const char* path, int flags, int64_t size, const IoFile** file);
@@ -77,10 +77,10 @@ class IoQueue {
 
   // ---- For the engine.
 
-  // Takes the next block. With none left, returns false and sees to it that the next one that is
-  // committed is announced by IoEngine::Wake.
+  // Takes the next block. If there is none, returns false; IoEngine::Wake will announce the next
+  // committed one.
   bool Take(IoBlock* block);
-  // The same, but waits for a block; false after Stop.
+  // Takes the next block, and waits until there is one; false after Stop.
   bool TakeOrWait(IoBlock* block);
   void Stop();  // ends TakeOrWait
   void End(const IoBlock& block);
@@ -97,7 +97,7 @@ class IoQueue {
   const int64_t block_bytes_;
   IoEngine* engine_ = nullptr;
 
-  std::mutex mutex_;               // guards all that follows, and IoFile::unfinished
+  std::mutex mutex_;               // guards all following members, and IoFile::unfinished
   std::condition_variable work_;   // TakeOrWait waits here for ready_ or stop_
   std::condition_variable ended_;  // Wait, Close and Drain wait here for an operation's end
   bool hungry_ = false;            // the engine waits for Wake

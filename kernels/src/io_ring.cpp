@@ -33,7 +33,7 @@ constexpr unsigned kSingleIssuer = IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEF
   throw std::system_error(errno, std::generic_category(), what);
 }
 
-// The kernel is the other thread of these words.
+// The kernel accesses these words concurrently, like another thread.
 unsigned Acquire(const unsigned* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
 void Publish(unsigned* word, unsigned value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
 
@@ -132,7 +132,7 @@ int IoRing::SubmitAndWait() {
 }
 
 bool IoRing::Withdraw(io_uring_sqe* entry) {
-  // From the young end: the kernel's head is the kernel's.
+  // From the young end, because only the kernel may move the head.
   const unsigned tail = *sq_tail_;
   if (tail == Acquire(sq_head_)) return false;
   *entry = sqes_[(tail - 1) & sq_mask_];

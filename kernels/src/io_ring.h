@@ -1,5 +1,5 @@
-// One io_uring, by its system calls: owns the ring's descriptor and mappings. Knows nothing of
-// queues and blocks. All calls come from the thread that made it.
+// One io_uring, by its system calls. Owns the ring's descriptor and mappings. It has no queues and
+// blocks. One thread makes it and makes all calls.
 #ifndef STRONGHOLD_IO_RING_H_
 #define STRONGHOLD_IO_RING_H_
 
@@ -23,7 +23,7 @@ namespace sh {
 
 class IoRing {
  public:
-  // Throws std::system_error when the kernel refuses the ring, or lacks an operation of ours.
+  // Throws std::system_error if the kernel refuses the ring, or lacks an operation that we need.
   explicit IoRing(unsigned entries);
   ~IoRing();
   IoRing(const IoRing&) = delete;
@@ -34,12 +34,12 @@ class IoRing {
 
   // The next free entry of the submission queue, zeroed. At most `entries` may be unsubmitted.
   io_uring_sqe* Prepare();
-  // Submits what was prepared and waits for a completion; 0 or errno. EINTR, EAGAIN and EBUSY may
-  // come with some or none submitted.
+  // Submits the prepared entries and waits for a completion; 0 or errno. With EINTR, EAGAIN and
+  // EBUSY some or none were submitted.
   int SubmitAndWait();
-  // Takes back the youngest entry that the kernel has not taken; false when there is none.
+  // Takes back the youngest entry that the kernel has not taken; false if there is none.
   bool Withdraw(io_uring_sqe* entry);
-  // The oldest completion; false when there is none.
+  // The oldest completion; false if there is none.
   bool Reap(io_uring_cqe* completion);
 
  private:

@@ -1,4 +1,4 @@
-// The engine that works everywhere: threads that call pread and pwrite.
+// The engine that works on every system: threads that call pread and pwrite.
 
 #include <pthread.h>
 #include <signal.h>
@@ -15,7 +15,7 @@
 namespace sh {
 namespace {
 
-// A blocking call needs a thread of its own, and more of them than this no disk rewards.
+// Every blocking call needs a thread. No disk is faster with more threads than this.
 constexpr int kMaxIoThreads = 64;
 
 int64_t Transfer(const IoBlock& block) {

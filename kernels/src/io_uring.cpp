@@ -134,7 +134,7 @@ class IoUring : public IoEngine {
     entry->addr = reinterpret_cast<uintptr_t>(block.address);
     entry->len = static_cast<uint32_t>(block.nbytes);
     entry->off = static_cast<uint64_t>(block.offset);
-    // What could not be done without waiting is done by a thread of the kernel that waits.
+    // A request that would have to wait goes to a thread of the kernel.
     if (block.stalls > 0) entry->flags = IOSQE_ASYNC;
   }
 
@@ -157,7 +157,7 @@ class IoUring : public IoEngine {
       any = true;
       if (completion.user_data == kWakeTag) {
         uint64_t count;
-        // A failed read loses nothing: the poll tells again, and Issue asks the queue.
+        // A failed read loses nothing: the poll reports again, and Issue asks the queue.
         if (read(wake_fd_, &count, sizeof(count)) < 0) count = 0;
         armed_ = false;
       } else {
@@ -176,8 +176,8 @@ class IoUring : public IoEngine {
     free_.push_back(slot);
   }
 
-  // The kernel took nothing and gave nothing. It may be short of memory for a moment; when it
-  // stays so, what it did not take fails, rather than waits for ever.
+  // The kernel took no request and completed none. It may be short of memory for a moment. If that
+  // lasts, the requests that it did not take fail. Otherwise they would wait for ever.
   void Starve(int error) {
     const timespec pause = {0, 1000000};
     nanosleep(&pause, nullptr);
@@ -201,7 +201,7 @@ class IoUring : public IoEngine {
   std::atomic<bool> stop_{false};
   std::promise<int> ready_;
 
-  // Of the ring's thread alone.
+  // Only the ring's thread uses these.
   std::optional<IoRing> ring_;
   std::vector<int> free_;  // slots
   bool armed_ = false;     // the poll of wake_fd_ is prepared or in the kernel

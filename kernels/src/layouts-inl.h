@@ -1,11 +1,12 @@
-// How gradients and weights lie in memory, by dtype.
+// The layouts of gradients and weights in memory, by dtype.
 //
 // Included by targets.cpp inside a target region, in the namespace of that target, after the
 // vec_*.h that gives F (a vector of kLanes floats) and its operations.
 //
-// [Note: masters] A kernel never writes a zero in bf16 with a negative remainder. The caller can:
-// it prunes the weight, or clamps it. The sum of the two would be the bits of a NaN; the master is
-// then the zero.
+// [Note: masters]
+// 1. A kernel never writes a bf16 zero with a negative remainder.
+// 2. The caller may write a zero: it prunes or clamps the weight. The old remainder stays.
+// 3. The sum of the two would be the bits of a NaN. So the master is the zero.
 
 struct GradF32 {
   static constexpr int64_t kBytes = 4;
@@ -42,7 +43,7 @@ struct WeightBf16 {
 };
 struct WeightF16 {
   static constexpr int64_t kBytes = 2, kLowBytes = 4;
-  // The caller wrote a weight that is not its master's rounding: it becomes the master.
+  // A weight that is not its master's rounding was written by the caller. It becomes the master.
   SH_INLINE static F Load(const char* weight, const char* low) {
     const F master = LoadF32(low);
     const F seen = LoadF16(weight);

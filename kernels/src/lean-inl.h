@@ -2,14 +2,15 @@
 // pass over memory. Included by kernels-inl.h, once per instruction set. The layout is
 // [Note: lean states] of stronghold.h.
 //
-// [Note: strips] A scale is known when its whole group has been updated. So a strip of four groups
+// [Note: strips] A scale is known once its whole group has been updated. So a strip of four groups
 // goes through three steps:
-//  1. The moments of its groups are decoded, updated and kept in the first cache.
-//  2. The scales of its four groups are made, side by side.
-//  3. The weights and the codes of its groups are made; each group's after step 1 of one group of
-//     the next strip.
-// The chains of instructions are short: a square root ends Adam's step 1, a division is in its
-// step 3. A processor finds independent instructions within its reach. A scale's cost is shared.
+//  1. Decode and update the moments of its groups. They stay in the first cache.
+//  2. Compute the scales of its four groups, side by side.
+//  3. Compute the weights and the codes of its groups. A group's step 3 follows step 1 of one group
+//     of the next strip.
+// The chains of instructions are short: Adam's step 1 ends with a square root, and its step 3 has a
+// division. So a processor can run independent instructions at once. Four groups share the cost of
+// their scales.
 
 constexpr int64_t kStripGroups = 4;
 constexpr int64_t kStrip = kStripGroups * kLeanGroup;
@@ -34,9 +35,9 @@ SH_INLINE Arrays LeanOffset(const Arrays& a, int64_t i, int64_t grad_bytes) {
           kMoments > 1 ? a.scale1 + scale : nullptr};
 }
 
-// What is between the steps of a strip's groups.
+// The values between the steps of a strip's groups.
 struct LeanStrip {
-  Quad moment[SH_MAX_MOMENTS][kStripGroups][kGroupQuads];  // of those that are coded with a sign
+  Quad moment[SH_MAX_MOMENTS][kStripGroups][kGroupQuads];  // moments that are coded with a sign
   Quad handed_on[kStripGroups][kGroupQuads];  // from UpdateMoments to UpdateWeight; the root
   F largest[SH_MAX_MOMENTS][kStripGroups];    // bits of the magnitudes, as unsigned integers
   float reciprocals[SH_MAX_MOMENTS][kStripGroups];
@@ -146,7 +147,7 @@ SH_INLINE void LeanCodes(const Arrays& to, const LeanStrip& strip, int64_t group
   }
 }
 
-// The arrays of a strip: where its step loads, and where it stores.
+// The arrays from which a strip's step loads, and those to which it stores.
 struct LeanPlaces {
   Arrays from, to;
 };

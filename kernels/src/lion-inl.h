@@ -64,14 +64,14 @@ struct Lion {
   template <int kVariant>
   static constexpr bool kMomentsReadWeight = false;
 
-  // 1 or -1; 0 of either zero; NaN of NaN.
+  // 1 or -1; 0 for either zero; NaN for NaN.
   SH_INLINE static F Sign(F x) {
     const F zero = Set(0.0f);
     const F sign = SelectEqual(x, zero, zero, CopySign(Set(1.0f), x));
     return SelectEqual(x, x, sign, x);
   }
 
-  // Hands on u, whose sign is the direction of the step.
+  // Passes u on. Its sign is the direction of the step.
   template <int kVariant>
   SH_INLINE static F UpdateMoments(const Vectors& c, F grad, F, F* moment) {
     F& m = moment[0];

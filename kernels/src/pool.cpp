@@ -36,8 +36,8 @@ void Confine(const std::vector<int>& cores) {
 #endif
 }
 
-// The calling thread's floating-point mode and core mask are set for the call and given back
-// after it: a process that flushes denormals must get the bits that the workers compute.
+// The calling thread's floating-point mode and core mask are set for the call and restored after
+// it. A process that flushes denormals must get the bits that the workers compute.
 class CallerScope {
  public:
   explicit CallerScope(const std::vector<int>& cores) : confined_(!cores.empty()) {
@@ -73,8 +73,8 @@ sh_pool::sh_pool(int num_threads, std::vector<int> cores, const sh::Kernels* ker
       cores_(std::move(cores)),
       owner_pid_(static_cast<int>(getpid())),
       distances_(kernels->num_optimizers) {
-  // A thread inherits core mask and floating-point mode from its creator: setting them in a
-  // passing thread reports a refused core list here, and leaves the calling thread as it was.
+  // A thread inherits core mask and floating-point mode from its creator. A short-lived thread sets
+  // them. So a refused core list is reported here, and the calling thread does not change.
   std::exception_ptr failure;
   std::thread([&] {
     try {
@@ -125,8 +125,8 @@ void sh_pool::Call::Run(int64_t num_items, Item item, void* context) {
   }
   for (int i = 0; i < helpers; ++i) pool_->wake_.notify_one();
   pool_->Claim();
-  // Nothing is left to claim. Seats that no worker took are withdrawn, so that a short job does
-  // not wait for a thread that is still waking; the workers inside finish their last item.
+  // All items are claimed. Seats that no worker took are withdrawn, so that a short job does not
+  // wait for a thread that is still waking. The workers inside finish their last item.
   std::unique_lock<std::mutex> lock(pool_->mutex_);
   pool_->seats_ = 0;
   pool_->done_.wait(lock, [this] { return pool_->active_ == 0; });

@@ -1,5 +1,5 @@
-// The thread pool: owns the worker threads and the scratch of the call in progress. It knows
-// nothing of kernels beyond the pointer to their table.
+// The thread pool: owns the worker threads and the scratch of the call in progress. Of the kernels
+// it has only the pointer to their table.
 #ifndef STRONGHOLD_POOL_H_
 #define STRONGHOLD_POOL_H_
 
@@ -15,11 +15,11 @@
 
 namespace sh {
 
-// The loops that prefetch, each with a distance of its own.
+// The loops that prefetch. Each has a separate distance.
 enum class Loop { kUpdateInPlace, kUpdateOutOfPlace, kTrafficInPlace, kTrafficOutOfPlace };
 constexpr int kNumLoops = 4;
 
-// Of one optimizer.
+// The distances of one optimizer.
 struct PrefetchDistances {
   PrefetchDistance of[kNumLoops][kNumLayouts][kNumDtypes];
 };
@@ -46,8 +46,8 @@ struct sh_pool {
   class Call {
    public:
     explicit Call(sh_pool* pool) : pool_(pool), lock_(pool->call_mutex_) {}
-    // Runs item(context, i) for i in [0, num_items), on this thread and on those that wake in
-    // time; returns when all are done.
+    // Runs item(context, i) for i in [0, num_items), on this thread and on the workers that wake in
+    // time. Waits until all items are done.
     void Run(int64_t num_items, Item item, void* context);
     int64_t num_threads() const { return static_cast<int64_t>(pool_->threads_.size()) + 1; }
     std::vector<int64_t>& offsets() { return pool_->offsets_; }

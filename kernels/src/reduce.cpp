@@ -24,7 +24,7 @@ void CheckCall(const sh_pool* pool, sh_dtype dtype, const void* segments, int64_
 }
 
 // The list of all segments' blocks of kSumBlock elements; blocks never span two segments, so that
-// a segment's sum does not depend on its neighbours. Small segments share an item of work.
+// a segment's sum does not depend on its neighbours. An item of work may have several small ones.
 struct Blocks {
   const int64_t* ends;  // [num_segments], the number of blocks up to and with this segment
   int64_t num_segments;

@@ -46,7 +46,7 @@ struct SgdMomentum {
   template <int kVariant>
   static constexpr bool kMomentsReadWeight = true;
 
-  // Hands on the direction of the step.
+  // Passes the direction of the step on.
   template <int kVariant>
   SH_INLINE static F UpdateMoments(const Vectors& c, F grad, F p, F* moment) {
     F& buffer = moment[0];
@@ -63,7 +63,7 @@ struct SgdMomentum {
 
 struct Sgd {
   static constexpr int kMoments = 0;
-  static constexpr Coded kCoded[1] = {};  // of no moment; C++ has no empty array
+  static constexpr Coded kCoded[1] = {};  // no moment is coded; C++ has no empty array
   static constexpr int kVariants = 1;
 
   struct Number {
@@ -100,7 +100,7 @@ struct Sgd {
   template <int kVariant>
   static constexpr bool kMomentsReadWeight = true;
 
-  // Hands on the direction of the step: the gradient with its weight decay.
+  // Passes the direction of the step on: the gradient with its weight decay.
   template <int kVariant>
   SH_INLINE static F UpdateMoments(const Vectors& c, F grad, F p, F*) {
     return Fma(c.weight_decay, p, Mul(grad, c.grad_scale));

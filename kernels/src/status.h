@@ -18,7 +18,7 @@ class Invalid : public std::invalid_argument {
   using std::invalid_argument::invalid_argument;
 };
 
-// The system refused: its errno, and words of ours that say what and where.
+// The system refused a request: its errno, and our message with the request and its place.
 class Refused : public std::runtime_error {
  public:
   Refused(int number, const std::string& message) : std::runtime_error(message), number_(number) {}
@@ -32,14 +32,14 @@ inline void Require(bool holds, const char* message) {
   if (!holds) throw Invalid(message);
 }
 
-// For a check in a list: the message is built only when it fails.
+// A check of one segment. The message is built only if it fails.
 inline void RequireAt(bool holds, int64_t index, const char* message) {
   if (!holds) throw Invalid("segment " + std::to_string(index) + ": " + message);
 }
 
 void SetLastError(const char* message, int number = 0) noexcept;
 
-// Runs body(); what it throws becomes a status and sh_last_error().
+// Runs body(). An exception of it becomes a status and sh_last_error().
 template <class Body>
 int32_t Guarded(const Body& body) noexcept {
   try {

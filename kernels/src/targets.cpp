@@ -1,8 +1,8 @@
 // Compiles the kernels once per instruction set, each in a target region instead of a file with
 // its own compiler flags, and chooses among them at run time.
 //
-// Everything that the kernels include comes before the first region: a standard header inside one
-// would leave code for the wrong CPU in functions that the linker may share.
+// All headers of the kernels come before the first region. A standard header inside a region would
+// leave code for the wrong CPU in functions that the linker may share.
 
 #include "targets.h"
 
@@ -40,7 +40,7 @@ namespace {
 }  // namespace sh::scalar
 
 #if defined(__x86_64__)
-// The same code where std::fma is an instruction; it too is called "scalar".
+// The same code for CPUs with an fma instruction. It is called "scalar", too.
 SH_TARGET_BEGIN("fma")
 namespace sh::scalar_fma {
 namespace {
@@ -94,8 +94,8 @@ namespace sh {
 #if defined(__x86_64__)
 namespace {
 
-// __builtin_cpu_supports() knows "f16c" only in newer compilers. That the system saves the AVX
-// registers is part of its answer for "avx2".
+// Only newer compilers' __builtin_cpu_supports() knows "f16c". Its answer for "avx2" includes that
+// the system saves the AVX registers.
 bool HasF16c() {
   unsigned a, b, c, d;
   return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;

@@ -13,8 +13,8 @@ constexpr int kNumLayouts = 4;      // of a weight and its states: the dtypes, a
 constexpr int kMaxVariants = 2;     // of an optimizer's formula
 constexpr int64_t kLeanGroup = 64;  // elements that share a scale: part of the layout
 constexpr int kMaxCores = 1024;     // of a cpu_set_t
-// Elements in a block of the sum of squares: part of the result's definition. 65536 are 256 KiB of
-// fp32, so a block's 10 us dwarf the cost of claiming it.
+// Elements in a block of the sum of squares. The definition of the result has this number. 65536
+// are 256 KiB of fp32, so a block's 10 us are much longer than the cost of claiming it.
 constexpr int64_t kSumBlock = 65536;
 
 // How lean states code a moment.
@@ -23,9 +23,9 @@ enum class Coded {
   kRoot     // the square root of a moment that is never negative, as uint8
 };
 
-// The arrays of one step, from the first element on. An optimizer uses the first of its moments.
-// The moments' fields have names: were they arrays, gcc would keep their addresses in memory, and
-// the lean loop would take 2 % longer.
+// The arrays of one step, from the first element on. An optimizer uses the first moments. The
+// moments' fields are no arrays, because gcc would keep the addresses of arrays in memory, and the
+// lean loop would take 2 % longer.
 struct Arrays {
   char* weight;
   char* low;
@@ -40,10 +40,10 @@ struct Arrays {
 };
 static_assert(SH_MAX_MOMENTS == 2);
 
-// One step of an optimizer, from `from` to `to`: two loops around one formula. Of `to` the gradient
-// is not used. The first takes any alignment and does not look at `to`. The second stores past the
-// caches where the instruction set can: weight, low and moments of `to` begin at multiples of
-// kStreamAlign bytes, and each array of `to` is that of `from` or overlaps none of `from`.
+// One step of an optimizer, from `from` to `to`: two loops around one formula. The gradient of `to`
+// is not used. The first loop takes any alignment and ignores `to`. The second one stores past the
+// caches if the instruction set can. For it weight, low and moments of `to` begin at multiples of
+// kStreamAlign bytes, and an array of `to` is that of `from` or overlaps no array of `from`.
 struct Update {
   using Loop = void (*)(const float* constants, Arrays from, Arrays to, int64_t numel,
                         int64_t ahead);
@@ -53,8 +53,8 @@ struct Update {
 };
 constexpr int64_t kStreamAlign = 64;
 
-// One optimizer. Functions take any numel >= 0, and any alignment but where they say otherwise.
-// Indices are sh_dtype; arrays with lean states begin at a group. `ahead` is the distance of
+// One optimizer. Functions take any numel >= 0, and any alignment unless a comment has another
+// rule. Indices are sh_dtype; arrays with lean states begin at a group. `ahead` is the distance of
 // prefetching in elements: it changes no bit.
 struct Optimizer {
   using Traffic = void (*)(Arrays from, Arrays to, bool in_place, int64_t numel, int64_t ahead);
@@ -62,8 +62,8 @@ struct Optimizer {
   const char* name;  // as in sh_optimizer_at()
   int num_moments;
 
-  // Of a segment's numbers, grad_scale, step and flags.
-  const char* (*wrong)(const sh_segment&);  // why they are refused, or nullptr
+  // Functions of a segment's numbers, grad_scale, step and flags.
+  const char* (*wrong)(const sh_segment&);  // the reason to refuse them, or nullptr
   int (*variant)(const sh_segment&);
   void (*constants)(const sh_segment&, float* out);  // writes the first of SH_MAX_CONSTANTS
 
@@ -85,7 +85,7 @@ struct Kernels {
 // The index-th table that this CPU can run, best first; nullptr past the end.
 const Kernels* KernelsAt(int index);
 
-// The table called `name`, or nullptr when it is unknown or this CPU lacks it.
+// The table called `name`; nullptr if it is unknown or this CPU lacks it.
 const Kernels* KernelsNamed(const char* name);
 
 }  // namespace sh

@@ -45,7 +45,7 @@ int OptimizerNamed(const char* name) {
   throw Invalid(message);
 }
 
-// One call, as its chunks see it.
+// The arguments of one call, for its chunks.
 struct Job {
   const Optimizer* optimizer;
   int weight_dtype;
@@ -58,7 +58,7 @@ struct Job {
   PrefetchDistance* distance;  // nullptr: nothing is timed
 };
 
-// The segment's arrays from element i on; NULL for those that the layout or the optimizer lacks.
+// The segment's arrays from element i on; NULL for an array that the layout or optimizer lacks.
 Arrays ArraysFrom(const sh_segment& s, const Job& job, int64_t i) {
   const auto moment = [&s, &job, i](int k) {
     if (k >= job.optimizer->num_moments) return static_cast<char*>(nullptr);
@@ -79,7 +79,7 @@ Arrays ArraysFrom(const sh_segment& s, const Job& job, int64_t i) {
           scale(1)};
 }
 
-// Where the segment's step writes: the segment with its targets' addresses.
+// The segment with its targets' addresses: the arrays that its step writes.
 sh_segment TargetOf(const sh_segment& s, const sh_target& target) {
   sh_segment to = s;
   if (target.weight != nullptr) to.weight = target.weight;
@@ -113,7 +113,7 @@ void CheckNumbers(const Optimizer& optimizer, const sh_segment* segments, int64_
   }
 }
 
-// Calls range(segment, begin, end) for the parts of segments that lie in chunk `index`.
+// Calls range(segment, begin, end) for the elements of every segment in chunk `index`.
 template <class Range>
 void ForEachPart(const Job& job, int64_t index, const Range& range) {
   const int64_t begin = index * job.chunk;
@@ -144,7 +144,7 @@ void AtDistance(const Job& job, int64_t index, const Chunk& chunk) {
 
 bool Aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % kStreamAlign == 0; }
 
-// Whether all arrays but the scales begin where stores past the caches may.
+// True if stores past the caches may write all arrays but the scales: they are aligned.
 bool AlignedArrays(const Arrays& a) {
   return Aligned(a.weight) && Aligned(a.low) && Aligned(a.moment0) && Aligned(a.moment1);
 }
@@ -154,7 +154,7 @@ bool SameArrays(const Arrays& a, const Arrays& b) {
          a.moment1 == b.moment1 && a.scale0 == b.scale0 && a.scale1 == b.scale1;
 }
 
-// Copies what a step writes.
+// Copies the arrays that a step writes.
 void CopyWritten(const Job& job, const Arrays& from, const Arrays& to, int64_t numel) {
   const int64_t moment_bytes = numel * kMomentBytes[job.weight_dtype];
   const int64_t scale_bytes = (numel + kLeanGroup - 1) / kLeanGroup * 4;
@@ -274,8 +274,8 @@ int WrittenArrays(const sh_segment& s, sh_dtype weight_dtype, int num_moments, N
   return count;
 }
 
-// Refuses a target that overlaps an array of the same segment, or another target of it. Returns
-// whether the segment has a target that is not its source.
+// Refuses a target that overlaps an array of its segment, or another target of the segment. True if
+// the segment has a target that is not its source.
 bool CheckTarget(const sh_segment& s, const sh_target& target, int64_t index, sh_dtype weight_dtype,
                  sh_dtype grad_dtype, int num_moments) {
   if (s.numel == 0) return false;
@@ -299,8 +299,8 @@ bool CheckTarget(const sh_segment& s, const sh_target& target, int64_t index, sh
   return out_of_place;
 }
 
-// Refuses the targets of an update that break their contract; returns those that the update needs:
-// none where all are in place.
+// Refuses targets that break their contract. Returns the targets that the update needs: none if all
+// are in place.
 const sh_target* CheckTargets(const Optimizer& optimizer, sh_dtype weight_dtype,
                               sh_dtype grad_dtype, const sh_segment* segments,
                               const sh_target* targets, int64_t num_segments) {
@@ -346,7 +346,7 @@ void RunJob(sh_pool* pool, Job job, int optimizer, Loop loop, bool timed, sh_poo
   distance.End();
 }
 
-// Refuses the arguments of an update that break their contract; returns the optimizer's index.
+// Refuses arguments that break their contract. Returns the optimizer's index.
 int CheckUpdate(sh_pool* pool, const char* optimizer, sh_dtype weight_dtype, sh_dtype grad_dtype,
                 const sh_segment* segments, int64_t num_segments) {
   CheckPool(pool, weight_dtype, grad_dtype);
@@ -379,7 +379,7 @@ int32_t sh_update(sh_pool* pool, const char* optimizer, sh_dtype weight_dtype, s
     sh::CheckNumbers(table, segments, num_segments);
     const sh_target* needed =
         sh::CheckTargets(table, weight_dtype, grad_dtype, segments, targets, num_segments);
-    // The first step makes the moments' pages, which takes time: its chunks are not timed.
+    // The first step touches the moments' pages first, which takes time. Its chunks are not timed.
     bool timed = true;
     for (int64_t i = 0; i < num_segments; ++i) timed = timed && segments[i].step > 1;
     sh::RunJob(pool,

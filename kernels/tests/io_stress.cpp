@@ -1,6 +1,6 @@
 // Asynchronous file I/O under load and under faults, for the sanitizers. The linker turns the
 // system calls of the library into those below (-Wl,--wrap), which transfer too little, are
-// interrupted, and run out of memory when they are told to. Takes a folder for its files.
+// interrupted, and run out of memory on request. Takes a folder for its files.
 
 #include <fcntl.h>
 #include <sys/types.h>

@@ -58,15 +58,16 @@ from stronghold.checkpoint.tensorfile import (
     TensorFile,
     write_durably,
 )
-from stronghold.device.base import Device
+from stronghold.devices.base import Device
+from stronghold.devices.random_numbers import random_state, set_random_state
 from stronghold.errors import CheckpointError, ConfigError, explain
-from stronghold.native import Closing
+from stronghold.native import Closeable
 from stronghold.optim import DEFAULT, OPTIMIZERS, optimizer_named
 from stronghold.optim.states import (
     EXACT,
     LEAN,
     LOW_DTYPE,
-    Kind,
+    StateKind,
     States,
     group_size,
     num_items,
@@ -164,7 +165,7 @@ class TensorRecord(BaseModel):
     moments: FileName | None
     optimizer: OptimizerName = DEFAULT.name
 
-    def states(self, kind: Kind) -> States:
+    def states(self, kind: StateKind) -> States:
         """The arrays that hold its training state, with states of `kind`."""
         kind = kind if self.dtype is torch.bfloat16 else EXACT
         return states_of(self.dtype, kind, optimizer_named(self.optimizer).possible_moments)
@@ -311,7 +312,7 @@ def _foreign(directory: Path) -> str:
     return f"{directory / MANIFEST}: the file is missing; not a checkpoint of stronghold's"
 
 
-class OpenTag(Closing):
+class OpenTag(Closeable):
     """`manifest`, and every file that it lists, of the directory `path`: [Note: one save]. Raises
     as `Manifest.read`. `mark` is the same on ranks that have opened the same save."""
 
@@ -455,7 +456,7 @@ def random_states(device: Device) -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
-        "device": device.random_state(),
+        "device": random_state(device.torch_device),
     }
 
 
@@ -467,7 +468,7 @@ def restore_random_states(states: dict[str, Any] | None, device: Device) -> None
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
     if states["device"] is not None:
-        device.set_random_state(states["device"])
+        set_random_state(device.torch_device, states["device"])
 
 
 def pack_state(

@@ -49,7 +49,8 @@ from stronghold.checkpoint.tensorfile import (
     write_parts,
     write_tensors,
 )
-from stronghold.device.base import Fence, surfacing
+from stronghold.devices.base import Fence, surfacing
+from stronghold.devices.lane_name import LaneName
 from stronghold.errors import CheckpointError, ConfigError, LaneError
 from stronghold.model.arrays import array_dtype, moment_arrays
 from stronghold.model.layout import ParameterSlice
@@ -58,6 +59,7 @@ from stronghold.optim.states import group_size
 from stronghold.plan.homes import GPU
 from stronghold.plan.schedule import update_order
 from stronghold.runtime.optimizer import EngineOptimizer
+from stronghold.runtime.patches.modules import transient_buffers
 from stronghold.runtime.stack import Stack
 
 PACKAGES = ("stronghold", "deepspeed", "torch")
@@ -139,7 +141,7 @@ class Save:
     def start(self) -> None:
         """Save on the io lane: `wait` says how it ended. Training may go on at once:
         [Note: snapshot]."""
-        stack, lane = self._stack, self._stack.device.lane("io")
+        stack, lane = self._stack, self._stack.device.lane(LaneName.IO)
         try:
             for layer in self.order:
                 state = stack.host.layers[layer]
@@ -166,7 +168,7 @@ class Save:
         if isinstance(self._failure, LaneError):  # an update's: the layers are of no one step
             raise surfacing(self._failure)
         if self._failure is not None:
-            raise LaneError("io", f"publish {self._tag}", self._failure) from self._failure
+            raise LaneError(LaneName.IO, f"publish {self._tag}", self._failure) from self._failure
 
     def _write_guarded(
         self,
@@ -342,7 +344,7 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     transient = {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
-        for name in module._non_persistent_buffers_set
+        for name in transient_buffers(module)
     }
     yield from ((n, b) for n, b in model.named_buffers() if n not in transient)
 

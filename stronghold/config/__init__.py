@@ -1,10 +1,10 @@
-"""JSON to frozen, typed, checked settings; read once, and nobody else reads the raw dict.
+"""The config: from JSON to frozen, typed, checked settings. No other room reads the raw dict.
 
-source      where the config comes from: file, dict, base64, arguments
-section     the "stronghold" section: schema and errors; what DeepSpeed's keys say about NVMe
-keys        the tables of DeepSpeed's keys: honoured, without effect, refused; their values
-training    `load`: all of it, with DeepSpeed's own defaults and batch arithmetic; the
-            optimizer, from the config or from a client's object
+source      reads the config from a file, a dict, base64 or the launcher's arguments
+section     the "stronghold" section: its schema and errors, and DeepSpeed's keys about NVMe
+keys        the table of DeepSpeed's keys: honoured, without effect, refused; their values
+training    `load`: reads and checks all of it, with DeepSpeed's defaults and batch arithmetic; and
+            the optimizer, from the config or from a client's object
 """
 
 from stronghold.config.section import NvmeConfig as NvmeConfig

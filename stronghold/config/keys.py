@@ -1,7 +1,7 @@
-"""DeepSpeed's config keys: what becomes of each, and which values can be read.
+"""The table of DeepSpeed's config keys: honoured, without effect, or refused, and their values.
 
-Owns the tables; the checks, the warning and docs/config.md are made from them. A row covers its key
-and, unless a longer key has one of its own, everything below it. Pure data and pure functions.
+Owns the table. Checks, warnings and docs/config.md are made from it. A row covers its key, and all
+keys below it that have no row of their own. Pure data and pure functions. Any thread may enter.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from stronghold.config.source import SECTION, warn_once
-from stronghold.errors import BOOLEAN, Expected, did_you_mean, is_number, wrong
+from stronghold.errors import BOOLEAN, Expected, did_you_mean, is_number, value_problem
 from stronghold.optim import OPTIMIZERS
 
 
 class Effect(enum.Enum):
-    """What a key does here."""
+    """The effect of one of DeepSpeed's keys under stronghold."""
 
     HONOURED = "honoured"
     IGNORED = "without effect"
@@ -26,9 +26,14 @@ class Effect(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
-    """One row: `note` says what it does, or why not and what to do instead. Values in `harmless`
-    ask for nothing of a refused key."""
+class KeyRow:
+    """One row of the table.
+
+    name      dotted key
+    effect    what becomes of it
+    note      what it does. Or why it does nothing, and what to do instead
+    harmless  values of a refused key that are accepted, because they ask for nothing
+    """
 
     name: str
     effect: Effect
@@ -48,88 +53,89 @@ HONOURED = {
     "train_batch_size": "Micro-batch size x accumulation steps x ranks.",
     "train_micro_batch_size_per_gpu": "Samples in one forward on one rank.",
     "gradient_accumulation_steps": "Micro-batches per step, accumulated in fp32.",
-    "managed_gradient_accumulation": "false: every engine.step() ends a step, of as many backwards "
-    "as came before it; their gradients are added up in fp32.",
-    "gradient_clipping": "Largest global L2 norm. 1.0 when absent, as in DeepSpeed; 0 is off.",
+    "managed_gradient_accumulation": "false: every engine.step() ends a step. The gradients of all "
+    "backwards before it are added up in fp32.",
+    "gradient_clipping": "Largest global L2 norm. Absent: 1.0, as in DeepSpeed. 0 is off.",
     "optimizer.type": " ".join(cls.note for cls in OPTIMIZERS),
     "optimizer.params": " ".join(f"{cls.name}: {cls.params_note}." for cls in OPTIMIZERS),
     "scheduler.type": "DeepSpeed's LR schedules and those of torch.optim.lr_scheduler.",
     "scheduler.params": "Arguments of the schedule.",
     "bf16.enabled": "bf16 weights and gradients; exact fp32 masters and moments on the host.",
-    "bf16.bf16_master_weights_and_grads": "DeepSpeed's take 2 bytes beside the weight, and so do "
-    "the exact fp32 masters here; lean ones take 1 (stronghold.states). Gradients are bf16 anyway. "
-    "The log says which.",
-    "bf16.bf16_optimizer_states": "DeepSpeed's take 4 bytes for both moments; exact ones here are "
-    "fp32 and take 8, lean ones take 2.1 (stronghold.states). The log says which.",
-    "bf16.check_grad_overflow": "Skips a step with NaN or infinite gradients. True when absent; "
-    "false applies it, as a plain loop does. fp16 always skips; fp32 does where gradients are "
-    "clipped or added up, as DeepSpeed's ZeRO does.",
+    "bf16.bf16_master_weights_and_grads": "DeepSpeed's masters take 2 bytes beside the weight. So "
+    "do the exact fp32 masters of stronghold. Lean ones take 1 (stronghold.states). Gradients are "
+    "bf16 in any case. The log names the masters in use.",
+    "bf16.bf16_optimizer_states": "DeepSpeed's moments take 4 bytes for both. Exact ones are fp32 "
+    "and take 8, lean ones take 2.1 (stronghold.states). The log names the moments in use.",
+    "bf16.check_grad_overflow": "Skip a step with NaN or infinite gradients. Absent: true. With "
+    "false the step is applied, as in a plain loop. fp16 always skips. fp32 skips if gradients are "
+    "clipped or added up, as in DeepSpeed's ZeRO.",
     "fp16": "fp16 weights and gradients, fp32 masters and moments on the host, and DeepSpeed's "
     "loss scale: loss_scale (0: dynamic), initial_scale_power, loss_scale_window, min_loss_scale. "
-    "hysteresis and consecutive_hysteresis count under ZeRO stage 1 to 3 alone, as in DeepSpeed.",
-    "zero_optimization.offload_optimizer.device": '"nvme" lets moments and masters spill: '
+    "hysteresis and consecutive_hysteresis have an effect under ZeRO stages 1 to 3 alone, as in "
+    "DeepSpeed.",
+    "zero_optimization.offload_optimizer.device": '"nvme": moments and masters may spill, as by '
     '"stronghold": {"nvme": {"spill": "masters"}}.',
     "zero_optimization.offload_optimizer.nvme_path": "The nvme.path of the section.",
-    "zero_optimization.offload_param.device": '"nvme" lets weights spill, too: '
+    "zero_optimization.offload_param.device": '"nvme": weights may spill, too, as by '
     '"stronghold": {"nvme": {"spill": "weights"}}.',
-    "zero_optimization.offload_param.nvme_path": "The nvme.path of the section; where it differs "
-    "from offload_optimizer.nvme_path, state is striped over both.",
+    "zero_optimization.offload_param.nvme_path": "The nvme.path of the section. If it differs from "
+    "offload_optimizer.nvme_path, state is striped over both.",
     "aio.queue_depth": "The nvme.depth of the section.",
     "aio.block_size": "The nvme.block of the section.",
     "data_types.param_dtype": "Must agree with bf16 or fp16.",
     "wall_clock_breakdown": "Milliseconds of fwd, bwd and step by DeepSpeed's timers, which wait "
     "for the GPU.",
-    "flops_profiler": "DeepSpeed's profiler at profile_step. Latencies include waits for weights.",
-    "zero_allow_untested_optimizer": "Accelerate insists on it where a script brings an optimizer. "
-    "The types of optimizer.type are right here; others are refused.",
-    "zero_force_ds_cpu_optimizer": "False keeps Accelerate from replacing a script's optimizer.",
+    "flops_profiler": "DeepSpeed's profiler, at profile_step. Latencies include waits for weights.",
+    "zero_allow_untested_optimizer": "Accelerate requires it if a script brings an optimizer. "
+    "Types that optimizer.type accepts are accepted. Others are refused.",
+    "zero_force_ds_cpu_optimizer": "With false, Accelerate does not replace a script's optimizer.",
     "log_level": "The level of DeepSpeed's own logger.",
-    "dump_state": "Logs DeepSpeed's reading of the config at start.",
+    "dump_state": "Log DeepSpeed's reading of the config at start.",
     "steps_per_print": "Steps between log lines. Absent or infinite: never.",
     "dataloader_drop_last": "For the loader made from training_data.",
     **dict.fromkeys(("tensorboard", "wandb", "csv_monitor", "comet"), _WRITER),
 }
 
 IGNORED = {
-    "optimizer.legacy_fusion": "Chooses among DeepSpeed's own fp16 kernels.",
-    "bf16.immediate_grad_update": "Gradients always leave as backward produces them.",
+    "optimizer.legacy_fusion": "It chooses among DeepSpeed's fp16 kernels.",
+    "bf16.immediate_grad_update": "Gradients are always offloaded as backward produces them.",
     "fp16.auto_cast": "Inputs are passed to the model as they are.",
     "data_types": "Set bf16 or fp16 instead.",
-    "torch_autocast": "While it is off.",
-    "memory_breakdown": "The plan names every tier's bytes.",
+    "torch_autocast": "Accepted while it is off.",
+    "memory_breakdown": "The plan in the log has every tier's bytes.",
     "zero_optimization": "Weights are streamed layer by layer, not partitioned in buckets.",
-    "zero_optimization.offload_optimizer": "The optimizer is on the host; buffers are the plan's.",
-    "zero_optimization.offload_param": "Weights are on the host; buffers are the plan's.",
-    "hybrid_engine": "While it is off.",
-    "tensor_parallel": "While its size is 1.",
-    "data_parallel_size": "The number of ranks is the launcher's.",
-    "expert_parallel": "While it is off.",
+    "zero_optimization.offload_optimizer": "The optimizer is on the host. The plan sizes buffers.",
+    "zero_optimization.offload_param": "Weights are on the host. The plan sizes buffers.",
+    "hybrid_engine": "Accepted while it is off.",
+    "tensor_parallel": "Accepted while its size is 1.",
+    "data_parallel_size": "The launcher sets the number of ranks.",
+    "expert_parallel": "Accepted while it is off.",
     "use_data_before_expert_parallelism": "There is no expert parallelism.",
-    "data_efficiency": "While it is off.",
+    "data_efficiency": "Accepted while it is off.",
     "compile": "There is no graph of the whole model to rewrite.",
-    "autotuning": "Belongs to the deepspeed launcher.",
-    "communication_data_type": "Gradients are reduced in the dtype in which they are drained.",
+    "autotuning": "It belongs to the deepspeed launcher.",
+    "communication_data_type": "Gradients are reduced in the dtype in which they are offloaded.",
     "seq_parallel_communication_data_type": "There is no sequence parallelism.",
     "prescale_gradients": "Ranks' gradients are added in fp32, and divided before rounding.",
     "gradient_predivide_factor": "Ranks' gradients are added in fp32, and divided before rounding.",
-    "disable_allgather": "There is no such collective here.",
+    "disable_allgather": "It chooses a collective for DeepSpeed's buckets. Stronghold has none.",
     "activation_checkpointing": 'Set "stronghold": {"activations": ...} instead.',
     "comms_logger": 'Set "stronghold": {"trace": FILE} to see every transfer.',
-    "timers": "Every logged step says its tokens per second, without waiting for the GPU.",
-    "checkpoint": "Settings of DeepSpeed's checkpoint writers.",
-    "datastates_ckpt": "A checkpoint writer of DeepSpeed's.",
+    "timers": "Every logged step has its tokens per second, without a wait for the GPU.",
+    "checkpoint": "It has settings of DeepSpeed's checkpoint writers.",
+    "datastates_ckpt": "It is a checkpoint writer of DeepSpeed's.",
     "aio": "Each disk has a queue for each direction, and bytes pass through RAM.",
     "disable_python_gc": "Python's garbage collector is left as it is.",
-    "vocabulary_size": "Only a hint about alignment.",
+    "vocabulary_size": "It is a hint about alignment alone.",
 }
 
-# Key: the values that ask for nothing, and what to do about all others.
+# By key: the values that ask for nothing, and what to do about all others.
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "zero_optimization.stage": (
         (None, "auto", 0, 1, 2, 3),
-        "0 to 3 are accepted and without effect: every stage is a model that streams. Remove it.",
+        "0 to 3 are accepted, without effect: the model streams at every stage. Remove the key.",
     ),
-    "zero_optimization.zenflow": ((None,), "No update is stale here. Remove the section."),
+    "zero_optimization.zenflow": ((None,), "No update of stronghold is stale. Remove the section."),
     "fp16.fp16_master_weights_and_grads": (OFF, "Masters are fp32. Set it to false or remove it."),
     "data_types.grad_accum_dtype": (
         (None, "auto", *FP32),
@@ -141,7 +147,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
         (None, "auto", "mean"),
         'Gradients are averaged over ranks. Set it to "mean" or remove it.',
     ),
-    "hybrid_engine.enabled": (OFF, "Another engine of DeepSpeed's. Remove the section."),
+    "hybrid_engine.enabled": (OFF, "It selects another engine of DeepSpeed's. Remove the section."),
     "pipeline": ((None, {}), f"{_PARALLEL}. Remove the section and pass a plain module."),
     "tensor_parallel.autotp_size": ((*OFF, 0, 1), f"{_PARALLEL}: set it to 0."),
     "tensor_parallel.tp.tp_size": ((*OFF, 1), f"{_PARALLEL}: set it to 1."),
@@ -155,16 +161,18 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     **dict.fromkeys(_REMOVED_NAMES.split(), ((), _REMOVED)),
 }
 
-KEYS: tuple[Key, ...] = (
-    *(Key(name, Effect.HONOURED, note) for name, note in HONOURED.items()),
-    *(Key(name, Effect.IGNORED, note) for name, note in IGNORED.items()),
-    *(Key(name, Effect.REFUSED, note, harmless) for name, (harmless, note) in REFUSED.items()),
+KEYS: tuple[KeyRow, ...] = (
+    *(KeyRow(name, Effect.HONOURED, note) for name, note in HONOURED.items()),
+    *(KeyRow(name, Effect.IGNORED, note) for name, note in IGNORED.items()),
+    *(KeyRow(name, Effect.REFUSED, note, harmless) for name, (harmless, note) in REFUSED.items()),
 )
-ROWS: dict[str, Key] = {row.name: row for row in KEYS}
+ROWS: dict[str, KeyRow] = {row.name: row for row in KEYS}
 SECTIONS = frozenset(name.partition(".")[0] for name in ROWS if "." in name)
 ALIASES = {"bfloat16": "bf16"}
-KNOWN = frozenset({name.partition(".")[0] for name in ROWS} | {SECTION, *ALIASES})
-BF16_STATES = {  # by the kind of states, what meets DeepSpeed's words for small ones
+TOP_LEVEL = {name.partition(".")[0] for name in ROWS}
+KNOWN = frozenset({*TOP_LEVEL, SECTION, *ALIASES})
+# By DeepSpeed's key for small states: the states of ours that replace them, by stronghold.states.
+BF16_STATES = {
     "bf16_master_weights_and_grads": {
         "exact": "exact fp32 masters in as many bytes, 2 beside the weight",
         "lean": "masters of 24 bits, 1 byte beside the weight",
@@ -181,14 +189,19 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-OBJECT = Expected(lambda value: isinstance(value, Mapping), "an object {...}")
-STEPS = Expected(
-    lambda value: value == math.inf or (isinstance(value, int) and is_number(value)),
-    "a number of steps, or no such key",
-)
+def _is_object(value: object) -> bool:
+    return isinstance(value, Mapping)
+
+
+def _is_step_count(value: object) -> bool:
+    return value == math.inf or (isinstance(value, int) and is_number(value))
+
+
+OBJECT = Expected(_is_object, "an object {...}")
+STEPS = Expected(_is_step_count, "a number of steps, or no such key")
 VALUES: dict[str, Expected] = {
     **dict.fromkeys(BATCH_KEYS, Expected(_is_count, "an integer >= 1")),
-    # DeepSpeed unpacks sections unseen: a number there is a TypeError far from its key.
+    # DeepSpeed unpacks sections unchecked: a number raises a TypeError far from its key.
     **dict.fromkeys(sorted({*SECTIONS, *ALIASES} - {"zero_optimization"}), OBJECT),
     "gradient_clipping": Expected(is_number, "a number >= 0 (0 turns clipping off)"),
     "steps_per_print": STEPS,
@@ -199,61 +212,75 @@ VALUES: dict[str, Expected] = {
 }
 
 
-def row_for(dotted: str) -> Key | None:
+def row_for(dotted: str) -> KeyRow | None:
     """The row of the longest prefix of `dotted` that has one, or None."""
-    parts = _canonical(dotted).split(".")
-    prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
-    return next((ROWS[prefix] for prefix in prefixes if prefix in ROWS), None)
+    steps = _canonical(dotted).split(".")
+    for length in range(len(steps), 0, -1):
+        row = ROWS.get(".".join(steps[:length]))
+        if row is not None:
+            return row
+    return None
 
 
 def _canonical(dotted: str) -> str:
-    section, dot, rest = dotted.partition(".")
-    return f"{ALIASES.get(section, section)}{dot}{rest}"
+    """The key under the section's main name: "bf16.enabled" for "bfloat16.enabled"."""
+    section, dot, key = dotted.partition(".")
+    return f"{ALIASES.get(section, section)}{dot}{key}"
 
 
 def refusals(config: Mapping[str, Any]) -> list[str]:
-    """One line for each key whose value asks for what stronghold does not do, or cannot be read."""
+    """One line for each key whose value stronghold does not support, or cannot read."""
     lines = []
     for dotted, value in _walk(config):
-        row, kind = row_for(dotted), VALUES.get(_canonical(dotted))
-        exact = row is not None and row.name.count(".") == dotted.count(".")
-        if row is not None and exact and row.effect is Effect.REFUSED:
+        row = row_for(dotted)
+        expected = VALUES.get(_canonical(dotted))
+        is_exact = row is not None and row.name.count(".") == dotted.count(".")
+        if row is not None and is_exact and row.effect is Effect.REFUSED:
             if value not in row.harmless:
                 lines.append(f"{dotted}: got {value!r}. {row.note}")
-        elif kind is OBJECT or (kind is not None and value not in (None, "auto")):
-            lines += filter(None, [wrong(dotted, value, kind)])
+            continue
+        if expected is None or (expected is not OBJECT and value in (None, "auto")):
+            continue
+        line = value_problem(dotted, value, expected)
+        if line is not None:
+            lines.append(line)
     return lines
 
 
-def unfilled(config: Mapping[str, Any]) -> list[str]:
-    """One line for each honoured key that is still "auto"; frameworks replace them earlier."""
-    return [
-        f'{dotted}: got "auto", which nothing filled in. Write a value or remove it.'
-        for dotted, value in _walk(config)
-        if value == "auto" and (row := row_for(dotted)) and row.effect is Effect.HONOURED
-    ]
+def unfilled_lines(config: Mapping[str, Any]) -> list[str]:
+    """One line for each honoured key that is still "auto": frameworks replace these earlier."""
+    lines = []
+    for dotted, value in _walk(config):
+        row = row_for(dotted)
+        if value == "auto" and row is not None and row.effect is Effect.HONOURED:
+            lines.append(
+                f'{dotted}: got "auto", which no framework filled in. Write a value or remove it.'
+            )
+    return lines
 
 
-def ignored(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The keys that are without effect, in the order of the alphabet."""
-    found = []
+def ignored_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The keys of the config that are without effect, sorted."""
+    keys = []
     for dotted, value in _walk(config):
         row = row_for(dotted)
         if row is not None and row.effect is Effect.IGNORED and not isinstance(value, Mapping):
-            found.append(dotted)
-    return tuple(sorted(found))
+            keys.append(dotted)
+    return tuple(sorted(keys))
 
 
 def warn_of_misspelt(config: Mapping[str, Any]) -> None:
-    """Log, once, unknown keys that look like a known one."""
+    """Log unknown keys that look like a known one, each once."""
     for key in config:
-        foreign = key not in KNOWN and not key.startswith("_")
-        if foreign and (hint := did_you_mean(key, KNOWN)):
+        if key in KNOWN or key.startswith("_"):
+            continue
+        hint = did_you_mean(key, KNOWN)
+        if hint:
             warn_once(f'config key "{key}" is unknown and ignored.{hint}')
 
 
 def _walk(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every key but our section's, dotted, sections before what is in them."""
+    """Yield (dotted key, value) for every key outside of our section, a section before its keys."""
     for key, value in config.items():
         if not prefix and key == SECTION:
             continue

@@ -1,8 +1,8 @@
-"""Where a config comes from: a file, a dict, base64, or the launcher's arguments.
+"""Reading of a config from a file, a dict, base64, or the launcher's arguments.
 
-Owns reading, and nothing about meaning: what comes out is the user's own words as a fresh dict.
-Reading is DeepSpeed's (Hjson, and its refusal of duplicate keys), so that every file that DeepSpeed
-accepts is accepted; the errors are ours. Called in the training thread, once per engine.
+Owns reading alone, not meaning: the result is the user's text as a new dict. DeepSpeed's own parser
+reads (Hjson, with an error for duplicate keys), so that every file that DeepSpeed accepts is
+accepted. The errors are ours. The training thread enters, once per engine.
 """
 
 from __future__ import annotations
@@ -30,16 +30,19 @@ logger = logging.getLogger("stronghold")
 
 
 def read_config(source: Source, args: object | None = None) -> dict[str, Any]:
-    """The config that `deepspeed.initialize(args, config=source)` would use, as a new dict:
-    `source` is a path, a mapping, or base64 of JSON text, and without it `args.deepspeed_config`
-    (or the older `args.deepscale_config`) is; both given is an error, as in DeepSpeed. ConfigError.
+    """Read the config that `deepspeed.initialize(args, config=source)` would use, as a new dict.
+
+    source  a path, a mapping, or base64 of JSON text. None: `args.deepspeed_config`, or the older
+            `args.deepscale_config`
+    args    the launcher's arguments
+
+    Raises ConfigError if both or none are given, or if the config cannot be read.
     """
     from_args = _from_arguments(args)
     if from_args is not None and source is not None:
         raise ConfigError(
             f"two configs: args.deepspeed_config is {from_args!r} and initialize was called with "
-            "config=. "
-            "Keep one: drop --deepspeed_config from the command, or config= from the call."
+            "config=. Keep one: drop --deepspeed_config from the command, or config= from the call."
         )
     source = from_args if source is None else source
     if source is None or source == "":
@@ -54,7 +57,8 @@ def read_config(source: Source, args: object | None = None) -> dict[str, Any]:
             f"config: got {type(source).__name__}, expected a path to a JSON file, a dict or a "
             "base64 string."
         )
-    path, exists = Path(source), False
+    path = Path(source)
+    exists = False
     with contextlib.suppress(OSError, ValueError):  # too long for a name, or with a null byte
         exists = path.exists()
     if exists:
@@ -66,11 +70,14 @@ def read_config(source: Source, args: object | None = None) -> dict[str, Any]:
 
 
 def section_enabled(config: Mapping[str, Any]) -> bool:
-    """Whether the config asks for stronghold: its section is there, and `enabled` is not false. A
-    top-level key that is nearly the section's name is logged, once: DeepSpeed ignores it."""
+    """True if the config asks for stronghold: it has the section, and `enabled` is not false.
+
+    Logs a top-level key that is nearly the section's name, once: DeepSpeed ignores it. Raises
+    ConfigError if `enabled` is no boolean.
+    """
     for key in config:
-        foreign = key != SECTION and isinstance(key, str)
-        if foreign and difflib.get_close_matches(key.lower(), [SECTION], cutoff=0.8):
+        is_other_key = key != SECTION and isinstance(key, str)
+        if is_other_key and difflib.get_close_matches(key.lower(), [SECTION], cutoff=0.8):
             warn_once(f'config key "{key}" is ignored. Did you mean "{SECTION}"?')
     section = section_of(config)
     enabled = False if section is None else section.get("enabled")
@@ -82,7 +89,10 @@ def section_enabled(config: Mapping[str, Any]) -> bool:
 
 
 def section_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The section as it stands there; `true` and `false` are short for an object that says so."""
+    """The section of the config as a mapping, or None if it is absent.
+
+    `true` and `false` are short for an object with `enabled`. Raises ConfigError for other types.
+    """
     section = config.get(SECTION)
     if section is None or section == "auto":
         return None
@@ -95,9 +105,9 @@ def section_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return section
 
 
-@functools.lru_cache(maxsize=1024)  # the cache is what makes it once
+@functools.lru_cache(maxsize=1024)  # the cache lets each message through once
 def warn_once(message: str) -> None:
-    """Log a warning, but not twice."""
+    """Log a warning, once per process."""
     logger.warning("%s", message)
 
 
@@ -127,7 +137,7 @@ def _read_text(path: Path) -> str:
 
 
 def _decode_base64(text: str) -> str | None:
-    """The decoded text if it looks like an object: many file names are base64 of something."""
+    """The decoded text if it looks like an object. Many file names are base64 of other text."""
     try:
         decoded = base64.urlsafe_b64decode(text).decode("utf-8")
     except (binascii.Error, ValueError):
@@ -135,41 +145,44 @@ def _decode_base64(text: str) -> str | None:
     return decoded if decoded.lstrip().startswith("{") else None
 
 
-def _parse(text: str, what: str) -> dict[str, Any]:
+def _parse(text: str, name: str) -> dict[str, Any]:
+    """Parse the text of a config. `name` is for errors."""
     import hjson  # type: ignore[import-untyped]
     from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
 
     if not text.strip():
         raise ConfigError(
-            f'{what} is empty: write at least {{"train_micro_batch_size_per_gpu": 1}}.'
+            f'{name} is empty: write at least {{"train_micro_batch_size_per_gpu": 1}}.'
         )
     try:
-        syntax = _json_error(text)
+        json_error = _json_error(text)
         parsed = hjson.loads(text, object_pairs_hook=dict_raise_error_on_duplicate_keys)
     except hjson.HjsonDecodeError as error:
-        place = (error.lineno, error.colno, error.msg) if syntax is None else syntax
-        raise ConfigError(_not_json(what, text, *place)) from error
+        hjson_error = (error.lineno, error.colno, error.msg)
+        line, column, reason = hjson_error if json_error is None else json_error
+        raise ConfigError(_not_json(name, text, line, column, reason)) from error
     except RecursionError as error:
-        raise ConfigError(f"{what}: {_TOO_DEEP}.") from error
+        raise ConfigError(f"{name}: {_TOO_DEEP}.") from error
     except ValueError as error:
         hint = " Keep one of each." if "Duplicate" in str(error) else ""
-        raise ConfigError(f"{what}: {error}.{hint}") from error
+        raise ConfigError(f"{name}: {error}.{hint}") from error
     if isinstance(parsed, dict):
-        _check_bounds(parsed, what)
+        _check_bounds(parsed, name)
         return parsed
-    if syntax is not None:
-        raise ConfigError(_not_json(what, text, *syntax))
-    raise ConfigError(f"{what} holds {type(parsed).__name__}, expected a JSON object {{...}}.")
+    if json_error is not None:
+        raise ConfigError(_not_json(name, text, *json_error))
+    raise ConfigError(f"{name} holds {type(parsed).__name__}, expected a JSON object {{...}}.")
 
 
-_TOO_DEEP = f"nested more than {MAX_LEVELS} levels deep, which no key's value is"
+_TOO_DEEP = f"nested more than {MAX_LEVELS} levels deep, and no key needs that"
 
 
-def _check_bounds(config: Mapping[str, Any], what: str) -> None:
-    """ConfigError for what breaks whoever reads on: endless nesting, integers of over 63 bits."""
+def _check_bounds(config: Mapping[str, Any], name: str) -> None:
+    """Raise ConfigError for values that later readers cannot handle: endless nesting, and integers
+    of over 63 bits."""
     for _, dotted, value, level in _entries(config):
         if level > MAX_LEVELS:
-            raise ConfigError(f"{what}: {dotted[:80]}...: {_TOO_DEEP}.")
+            raise ConfigError(f"{name}: {dotted[:80]}...: {_TOO_DEEP}.")
         if isinstance(value, int) and value.bit_length() > 63:
             raise ConfigError(
                 f"{dotted}: got an integer of {value.bit_length()} bits, expected at most 63."
@@ -177,33 +190,43 @@ def _check_bounds(config: Mapping[str, Any], what: str) -> None:
 
 
 def check_key_types(config: Mapping[str, Any]) -> None:
-    """Raise ConfigError, a line for each, where a key anywhere in the config is no string: a dict
-    can have such keys, JSON cannot."""
-    lines = [
-        f"{dotted}: got a key of type {type(key).__name__}, expected a string. Write it in quotes."
-        for key, dotted, _, _ in _entries(config)
-        if not isinstance(key, str)
-    ]
+    """Raise ConfigError if a key anywhere in the config is no string, with a line for each.
+
+    A dict can have such keys, JSON cannot.
+    """
+    lines = []
+    for key, dotted, _, _ in _entries(config):
+        if not isinstance(key, str):
+            lines.append(
+                f"{dotted}: got a key of type {type(key).__name__}, expected a string. Write it in "
+                "quotes."
+            )
     if lines:
         raise ConfigError("\n".join(sorted(lines)))
 
 
 def _entries(config: Mapping[str, Any]) -> Iterator[tuple[Any, str, Any, int]]:
-    """Every value in nested mappings and lists, after its key ("" for an item of a list) and its
-    dotted name, and with its level."""
-    found: list[tuple[Any, str, Any, int]] = [("", "", config, 0)]
-    while found:
-        _, dotted, value, level = entry = found.pop()
+    """Yield (key, dotted name, value, level) for every value in nested mappings and lists.
+
+    The key of a list's item is "".
+    """
+    pending: list[tuple[Any, str, Any, int]] = [("", "", config, 0)]
+    while pending:
+        entry = pending.pop()
         yield entry
+        _, dotted, value, level = entry
         if isinstance(value, Mapping):
-            found += [(k, f"{dotted}.{k}".lstrip("."), v, level + 1) for k, v in value.items()]
+            for key, item in value.items():
+                pending.append((key, f"{dotted}.{key}".lstrip("."), item, level + 1))
         elif isinstance(value, list | tuple):
-            found += [("", f"{dotted}[{k}]", v, level + 1) for k, v in enumerate(value)]
+            for number, item in enumerate(value):
+                pending.append(("", f"{dotted}[{number}]", item, level + 1))
 
 
 def _json_error(text: str) -> tuple[int, int, str] | None:
-    """Where the text stops being JSON (line, column, reason); None at a comment, which Hjson has.
-    Its own position is often far behind the mistake: an unquoted word goes to the end of its line.
+    """(line, column, reason) of the text's first mistake as JSON. None for a comment: Hjson has it.
+
+    Hjson's position is often far behind the mistake: an unquoted word ends with its line.
     """
     try:
         json.loads(text)
@@ -214,9 +237,16 @@ def _json_error(text: str) -> tuple[int, int, str] | None:
     return None
 
 
-def _not_json(what: str, text: str, line: int, column: int, reason: str) -> str:
-    found = (text.splitlines()[line - 1 :] or [""])[0].strip()
-    return f"{what} is not JSON: line {line}, column {column}: {reason}, in: {found[:80]}"
+def _not_json(
+    name: str,
+    text: str,
+    line: int,
+    column: int,
+    reason: str,
+) -> str:
+    lines = text.splitlines()
+    excerpt = lines[line - 1].strip() if line <= len(lines) else ""
+    return f"{name} is not JSON: line {line}, column {column}: {reason}, in: {excerpt[:80]}"
 
 
 def _missing_file(source: str) -> str:
@@ -225,7 +255,7 @@ def _missing_file(source: str) -> str:
     path = Path(source[:4096])
     siblings: list[str] = []
     with contextlib.suppress(OSError, ValueError):
-        siblings = [entry.name for entry in path.absolute().parent.iterdir()]
+        siblings = [sibling.name for sibling in path.absolute().parent.iterdir()]
     return (
         f'config file "{source[:200]}" does not exist (working directory {os.getcwd()}).'
         f"{did_you_mean(path.name, siblings)}"

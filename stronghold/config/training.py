@@ -1,9 +1,9 @@
-"""The training loop's settings: the DeepSpeed part of the config, and the optimizer, which the
-config names or the client brings. `load` reads all of it. It refuses by name what cannot be run.
+"""The settings of the training loop: DeepSpeed's part of the config, and the optimizer.
 
-Defaults, types and batch arithmetic are those of DeepSpeed's own DeepSpeedConfig, which is made
-here; the errors are ours. Called in the training thread, once per engine, before anything is
-allocated. DeepSpeed is imported at the first call.
+`load` reads and checks the whole config. It refuses unsupported keys by name. Defaults, types and
+batch arithmetic are those of DeepSpeed's own DeepSpeedConfig, which `load` constructs. The errors
+are ours. The training thread enters, once per engine, before any memory is allocated. DeepSpeed is
+imported at the first call.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from stronghold.config.keys import (
     BATCH_KEYS,
     BF16_STATES,
     FP32,
-    ignored,
+    ignored_keys,
     refusals,
-    unfilled,
+    unfilled_lines,
     warn_of_misspelt,
 )
 from stronghold.config.section import StrongholdConfig, parse_section, resolve_nvme
@@ -47,11 +47,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("stronghold")
 
 FP32_POWERS = range(-126, 128)  # of two
-_UNPACKING = (
-    TypeError,
-    AttributeError,
-    KeyError,
-)  # what DeepSpeed meets in a section of another form
+# Errors that DeepSpeed raises when it unpacks a section of a wrong form.
+_UNPACKING = (TypeError, AttributeError, KeyError)
 Precision = Literal["fp32", "bf16", "fp16"]
 DTYPE_NAMES: dict[Precision, tuple[str, ...]] = {  # DeepSpeed's spellings
     "fp32": FP32,
@@ -62,8 +59,7 @@ DTYPE_NAMES: dict[Precision, tuple[str, ...]] = {  # DeepSpeed's spellings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSettings:
-    """Of one parameter group: how it is updated, and its hyper-parameters as a live group has
-    them."""
+    """The optimizer of one parameter group, and the group's hyper-parameters by torch's names."""
 
     optimizer: Optimizer
     hyperparameters: Mapping[str, Any]
@@ -77,7 +73,7 @@ class SchedulerSettings:
     params: Mapping[str, Any] = field(default_factory=dict)
 
     def build(self, optimizer: torch.optim.Optimizer) -> Any:
-        """The schedule, attached to `optimizer`. Raises ConfigError where it refuses the params."""
+        """Construct the schedule for `optimizer`. Raises ConfigError if it refuses the params."""
         try:
             return _schedule_class(self.type)(optimizer, **self.params)
         except (TypeError, ValueError, AssertionError, ArithmeticError) as error:
@@ -86,45 +82,61 @@ class SchedulerSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Everything that was read: the user's words, DeepSpeed's reading of them, our section, and the
-    DeepSpeed keys that are honoured, with DeepSpeed's defaults filled in."""
+    """The whole config: the user's text, DeepSpeed's reading of it, our section, and the honoured
+    DeepSpeed keys with DeepSpeed's defaults filled in.
+
+    gradient_clipping  largest global L2 norm. 0.0: off
+    skip_on_overflow   skip a step if its gradient norm, known in time, is not finite
+    managed            false: every step() ends a step, and backwards before it are added up
+    optimizer          None: the client brings one, or the engine runs forward alone
+    steps_per_print    None: never
+    ignored            dotted keys that are without effect
+    """
 
     original: dict[str, Any]
     deepspeed: DeepSpeedConfig
     stronghold: StrongholdConfig
     precision: Precision
     gradient_accumulation_steps: int
-    gradient_clipping: float  # global L2 norm; 0.0 is off
-    # Whether a step is skipped if its gradient norm, known in time, is not finite.
+    gradient_clipping: float
     skip_on_overflow: bool
-    managed: bool  # false: every step() ends a step, and backwards before it are added up
-    optimizer: OptimizerSettings | None  # None: the client's, or forward only
+    managed: bool
+    optimizer: OptimizerSettings | None
     scheduler: SchedulerSettings | None
-    steps_per_print: int | None  # None: never
-    ignored: tuple[str, ...]  # dotted keys that are without effect
+    steps_per_print: int | None
+    ignored: tuple[str, ...]
 
     def warn_of_ignored(self) -> None:
-        """Log the keys that are without effect; once in a process."""
+        """Log the keys that are without effect, once per process."""
         if self.ignored:
             keys = ", ".join(self.ignored)
             warn_once(f"config keys without effect under stronghold: {keys}")
 
     @property
     def accumulates(self) -> bool:
-        """Whether gradients of several backwards may be added up."""
+        """True if gradients of several backwards may be added up."""
         return self.gradient_accumulation_steps > 1 or not self.managed
 
 
 def load(
-    source: Source, args: object | None = None, world_size: int | None = None, mpu: Any = None
+    source: Source,
+    args: object | None = None,
+    world_size: int | None = None,
+    mpu: Any = None,
 ) -> Settings:
-    """Reads and checks the whole config, for `world_size` data-parallel ranks (None: as
-    torch.distributed says). ConfigError, a line for each key that is wrong."""
+    """Read and check the whole config.
+
+    source, args  as in `read_config`
+    world_size    number of data-parallel ranks. None: from torch.distributed
+    mpu           DeepSpeed's model parallel unit, if the client has one
+
+    Raises ConfigError with a line for each wrong key.
+    """
     original = read_config(source, args)
     check_key_types(original)
     section = parse_section(original)
     config = {key: value for key, value in original.items() if key != SECTION and value is not None}
-    _raise(refusals(config) + unfilled(config))
+    _raise(refusals(config) + unfilled_lines(config))
     config = {key: value for key, value in config.items() if value != "auto"}
     precision = _precision(config)
     optimizer = settings_from_config(config.get("optimizer"))
@@ -134,7 +146,9 @@ def load(
     section = resolve_nvme(section, deepspeed.zero_config, config.get("aio"))
     _check_states(section, precision, config.get("bf16") or config.get("bfloat16") or {})
     warn_of_misspelt(config)
-    steps_per_print = config.get("steps_per_print")  # infinity is how accelerate says never
+    steps_per_print = config.get("steps_per_print")
+    if steps_per_print in (0, math.inf):  # accelerate writes infinity for "never"
+        steps_per_print = None
     return Settings(
         original=original,
         deepspeed=deepspeed,
@@ -146,22 +160,30 @@ def load(
         managed=bool(deepspeed.managed_gradient_accumulation),
         optimizer=optimizer,
         scheduler=scheduler,
-        steps_per_print=None if steps_per_print in (None, 0, math.inf) else steps_per_print,
-        ignored=(*ignored(config), *_ignored_of(section)),
+        steps_per_print=steps_per_print,
+        ignored=(*ignored_keys(config), *_ignored_of(section)),
     )
 
 
 def _ignored_of(section: StrongholdConfig) -> tuple[str, ...]:
     """Dotted keys of the section that are without effect."""
-    return () if section.deferred_layers is None else (f"{SECTION}.deferred_layers",)
+    if section.deferred_layers is None:
+        return ()
+    return (f"{SECTION}.deferred_layers",)
 
 
 def check_keys(config: Mapping[str, Any]) -> StrongholdConfig:
-    """The section, unless `load` would refuse the config by its keys alone; "auto" may be there:
-    for programs whose framework acts on the config before an engine is made."""
+    """Check the keys of a config before an engine is made, and return our section.
+
+    For frameworks that act on the config earlier than `load`. "auto" is accepted. Raises
+    ConfigError if `load` would refuse the keys.
+    """
     check_key_types(config)
     section = parse_section(config)
-    _raise(refusals({k: v for k, v in config.items() if k != SECTION and v is not None}))
+    other_keys = {
+        key: value for key, value in config.items() if key != SECTION and value is not None
+    }
+    _raise(refusals(other_keys))
     return section
 
 
@@ -171,14 +193,20 @@ def _raise(problems: list[str]) -> None:
 
 
 def _precision(config: Mapping[str, Any]) -> Precision:
-    sections = (config.get("bf16") or config.get("bfloat16") or {}, config.get("fp16") or {})
-    bf16, fp16 = (bool(section.get("enabled")) for section in sections)
-    if bf16 and fp16:
+    bf16_section = config.get("bf16") or config.get("bfloat16") or {}
+    fp16_section = config.get("fp16") or {}
+    is_bf16 = bool(bf16_section.get("enabled"))
+    is_fp16 = bool(fp16_section.get("enabled"))
+    if is_bf16 and is_fp16:
         raise ConfigError(
             "fp16.enabled and bf16.enabled are both true, and a model has one dtype. "
             'Set "fp16": {"enabled": false} (bf16 needs no loss scale), or the other way round.'
         )
-    precision: Precision = "bf16" if bf16 else "fp16" if fp16 else "fp32"
+    precision: Precision = "fp32"
+    if is_bf16:
+        precision = "bf16"
+    elif is_fp16:
+        precision = "fp16"
     wanted = (config.get("data_types") or {}).get("param_dtype")
     if wanted is not None and wanted not in DTYPE_NAMES[precision]:
         raise ConfigError(
@@ -189,19 +217,22 @@ def _precision(config: Mapping[str, Any]) -> Precision:
 
 
 def _check_states(section: StrongholdConfig, precision: Precision, bf16: Mapping[str, Any]) -> None:
-    """Refuses lean states of other weights; says what meets DeepSpeed's own words for states."""
+    """Refuse lean states of weights that are not bf16.
+
+    Logs the states that replace those of DeepSpeed's keys for bf16.
+    """
     if section.states == "lean" and precision != "bf16":
         raise ConfigError(
             f'{SECTION}.states: got "lean", and weights are {precision}: lean states are a layout '
             "of bf16 weights, whose masters are their upper 16 bits and 8 more. Set "
             f'"bf16": {{"enabled": true}}, or {SECTION}.states to "exact".'
         )
-    for key, met in BF16_STATES.items():
+    for key, replacements in BF16_STATES.items():
         if bf16.get(key) is True:
             logger.info(
-                'bf16.%s: met by %s (%s.states "%s")',
+                'bf16.%s: replaced by %s (%s.states "%s")',
                 key,
-                met[section.states],
+                replacements[section.states],
                 SECTION,
                 section.states,
             )
@@ -241,18 +272,21 @@ def _schedule_class(name: str) -> type:
     import torch
     from deepspeed.runtime import lr_schedules
 
-    theirs, torchs = lr_schedules.VALID_LR_SCHEDULES, torch.optim.lr_scheduler.__all__
-    for module, names in ((lr_schedules, theirs), (torch.optim.lr_scheduler, torchs)):
-        if name in names:
-            return getattr(module, name)  # type: ignore[no-any-return]
-    hint = did_you_mean(name, [*theirs, *torchs]) or f" DeepSpeed's are {', '.join(theirs)}."
+    deepspeed_names = lr_schedules.VALID_LR_SCHEDULES
+    torch_names = torch.optim.lr_scheduler.__all__
+    if name in deepspeed_names:
+        return getattr(lr_schedules, name)  # type: ignore[no-any-return]
+    if name in torch_names:
+        return getattr(torch.optim.lr_scheduler, name)  # type: ignore[no-any-return]
+    hint = did_you_mean(name, [*deepspeed_names, *torch_names])
+    hint = hint or f" DeepSpeed's are {', '.join(deepspeed_names)}."
     raise ConfigError(f'scheduler.type: unknown schedule "{name}".{hint}')
 
 
 def _batch_sizes(config: Mapping[str, Any], ranks: int) -> dict[str, int]:
-    """All of BATCH_KEYS from those that are given, by DeepSpeed's rules."""
-    sizes: list[Any] = [config.get(key) for key in BATCH_KEYS]
-    total, micro, steps = sizes
+    """Derive all of BATCH_KEYS from those in the config, by DeepSpeed's rules."""
+    configured: list[Any] = [config.get(key) for key in BATCH_KEYS]
+    total, micro, steps = configured
     if total is None and micro is None:
         raise ConfigError(
             'no batch size: add "train_micro_batch_size_per_gpu": 1 (or "train_batch_size").'
@@ -264,10 +298,12 @@ def _batch_sizes(config: Mapping[str, Any], ranks: int) -> dict[str, int]:
     if total is None:
         total = micro * steps * ranks
     if total != micro * steps * ranks or not micro or not steps:
-        given = ", ".join(f"{k} {config[k]}" for k in BATCH_KEYS if config.get(k) is not None)
-        divisor = ranks * (sizes[1] or 1) * (sizes[2] or 1)
+        pairs = zip(BATCH_KEYS, configured, strict=True)
+        sizes = ", ".join(f"{key} {size}" for key, size in pairs if size is not None)
+        _, configured_micro, configured_steps = configured
+        divisor = ranks * (configured_micro or 1) * (configured_steps or 1)
         raise ConfigError(
-            f"batch sizes do not multiply out: {given}, on {ranks} rank{'s' if ranks > 1 else ''}; "
+            f"batch sizes do not multiply out: {sizes}, on {ranks} rank{'s' if ranks > 1 else ''}; "
             "train_batch_size must be train_micro_batch_size_per_gpu x "
             f"gradient_accumulation_steps x ranks, and {total} != {micro} x {steps} x {ranks}. Set "
             f'"train_batch_size": {divisor * max(1, total // divisor)}, or change the others.'
@@ -283,9 +319,9 @@ def _ranks(mpu: Any) -> int:
     if mpu is None:
         return int(comm.get_world_size())
     count = getattr(mpu, "get_data_parallel_world_size", None)
-    if count is None:  # DeepSpeed then takes it for sequence parallelism
+    if count is None:  # DeepSpeed would take the unit for sequence parallelism
         raise ConfigError(
-            "mpu: has no get_data_parallel_world_size; pass none, or one that has it."
+            "mpu: has no get_data_parallel_world_size. Pass an object that has it, or no mpu."
         )
     return int(count())
 
@@ -296,8 +332,8 @@ def _deepspeed_config(config: dict[str, Any], world_size: int | None, mpu: Any) 
 
     ranks = _ranks(mpu) if world_size is None else world_size
     batch = _batch_sizes(config, ranks)
-    # DeepSpeed asks torch.distributed for the ranks, and it may not run yet: give it what does not
-    # depend on them.
+    # DeepSpeed asks torch.distributed for the ranks, which may not run yet. Without the total batch
+    # size its config does not depend on them.
     without_total = {**config, **batch}
     del without_total["train_batch_size"]
     try:
@@ -306,14 +342,14 @@ def _deepspeed_config(config: dict[str, Any], world_size: int | None, mpu: Any) 
         raise ConfigError(_explain(error)) from error
     except (DeepSpeedConfigError, ValueError, AssertionError, *_UNPACKING) as error:
         refusal: type[Exception] = ConfigError
-        if isinstance(error, DeepSpeedConfigError):  # programs catch that
+        if isinstance(error, DeepSpeedConfigError):  # programs catch this class
             refusal = type("ConfigError", (ConfigError, DeepSpeedConfigError), {})
         raise refusal(f"DeepSpeed refuses the config: {type(error).__name__}: {error}") from error
     power = deepspeed.float16_config.initial_scale_power
     if power not in FP32_POWERS:
         raise ConfigError(
             f"fp16.initial_scale_power: got {power}, expected {FP32_POWERS[0]} to "
-            f"{FP32_POWERS[-1]}: the loss is multiplied by 2**{power}, which fp32 does not have. "
+            f"{FP32_POWERS[-1]}: the loss is multiplied by 2**{power}, which fp32 cannot hold. "
             "Remove it for DeepSpeed's 16."
         )
     deepspeed.world_size = ranks
@@ -321,7 +357,7 @@ def _deepspeed_config(config: dict[str, Any], world_size: int | None, mpu: Any) 
     return deepspeed
 
 
-# The title of a pydantic error is the class of DeepSpeed's that refused; users know the section.
+# The title of a pydantic error is DeepSpeed's class. The user knows the section's name instead.
 _SECTION_OF_CLASS = {
     "DeepSpeedBF16Config": "bf16",
     "DeepSpeedFP16Config": "fp16",
@@ -336,7 +372,8 @@ def _explain(error: ValidationError) -> str:
     section = _SECTION_OF_CLASS.get(error.title, error.title)
     lines = []
     for detail in error.errors(include_url=False):
-        key = ".".join(str(part) for part in (section, *detail["loc"]) if part != "")
+        steps = [str(step) for step in (section, *detail["loc"])]
+        key = ".".join(step for step in steps if step)
         if detail["type"] == "extra_forbidden":
             lines.append(f"{key}: unknown key.{_hint(error.title, str(detail['loc'][-1]))}")
         else:
@@ -361,8 +398,10 @@ def _usable_types() -> str:
 
 
 def settings_from_config(optimizer: object) -> OptimizerSettings | None:
-    """The `optimizer` section by DeepSpeed's rules. None where there is none. ConfigError names
-    every wrong key."""
+    """Read the `optimizer` section by DeepSpeed's rules. None if there is none.
+
+    Raises ConfigError with a line for each wrong key.
+    """
     if optimizer is None or optimizer == {}:
         return None
     if not isinstance(optimizer, Mapping):
@@ -386,15 +425,18 @@ def settings_from_config(optimizer: object) -> OptimizerSettings | None:
             f'optimizer.params: got {params!r}, expected an object such as {{"lr": 1e-4}}.'
         )
     present = {key: value for key, value in params.items() if value is not None}
-    _raise([line for key, value in present.items() if (line := cls.wrong_param(key, value))])
-    made, hyperparameters = cls.from_params(name.lower(), present)
-    return OptimizerSettings(optimizer=made, hyperparameters=hyperparameters)
+    problems = [cls.wrong_param(key, value) for key, value in present.items()]
+    _raise([line for line in problems if line])
+    configured, hyperparameters = cls.from_params(name.lower(), present)
+    return OptimizerSettings(optimizer=configured, hyperparameters=hyperparameters)
 
 
 def settings_from_client_optimizer(optimizer: object) -> tuple[OptimizerSettings, ...]:
-    """How each of a client optimizer's parameter groups is updated, in their order. The object may
-    be of a subclass that inherits its `step`. ConfigError for a class that computes what no
-    optimizer here does, and for hyper-parameters that are refused."""
+    """Read the settings of each parameter group of a client's optimizer, in order.
+
+    The object may be of a subclass that inherits its `step`. Raises ConfigError for a class that no
+    optimizer of stronghold computes, and for refused hyper-parameters.
+    """
     client = type(optimizer)
     known = optimizer_of_class(client)
     if known is None:
@@ -419,20 +461,23 @@ def settings_from_client_optimizer(optimizer: object) -> tuple[OptimizerSettings
 def settings_of_group(
     group: Mapping[str, Any], configured: OptimizerSettings, where: str
 ) -> OptimizerSettings:
-    """How one group of `model_parameters` is updated: as its key "optimizer" names it, else as the
-    config does. A hyper-parameter is the group's, else the config's under the same name, else the
-    optimizer's default. ConfigError names what is wrong, at `where`."""
+    """Read the settings of one group of `model_parameters`.
+
+    The group's key "optimizer" names its optimizer, else the config does. A hyper-parameter is the
+    group's, else the config's of the same name, else the optimizer's default. Raises ConfigError
+    with a line for each wrong key, which begins with `where`.
+    """
     word = group.get("optimizer")
     if word is None:
         return configured
     cls = optimizer_of_type(word) if isinstance(word, str) else None
     if cls is None:
         raise ConfigError(f"{where}.optimizer: got {word!r}, expected {_usable_types()}.")
-    shared = {key: configured.hyperparameters.get(key) for key in cls.defaults}
+    params = {key: configured.hyperparameters.get(key) for key in cls.defaults}
     known = {*cls.expected, *cls.params, *cls.fixed}
-    params = {**shared, **{key: value for key, value in group.items() if key in known}}
+    params.update({key: value for key, value in group.items() if key in known})
     present = {key: value for key, value in params.items() if value is not None}
-    wrong = [cls.wrong_param(key, value) for key, value in present.items()]
-    _raise([line.replace("optimizer.params", where) for line in wrong if line])
-    made, hyperparameters = cls.from_params(word.lower(), present)
-    return OptimizerSettings(optimizer=made, hyperparameters=hyperparameters)
+    problems = [cls.wrong_param(key, value) for key, value in present.items()]
+    _raise([line.replace("optimizer.params", where) for line in problems if line])
+    optimizer, hyperparameters = cls.from_params(word.lower(), present)
+    return OptimizerSettings(optimizer=optimizer, hyperparameters=hyperparameters)

@@ -61,10 +61,9 @@ from typing import Any, TypeVar, cast
 import torch
 from deepspeed.utils import bwc
 from torch import distributed
-from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from stronghold.device import cuda
+from stronghold.devices import cuda
 from stronghold.distributed.connections import ADVICE, Connections
 from stronghold.errors import BudgetError, ConfigError, RankError
 from stronghold.model.layout import Shards
@@ -400,7 +399,7 @@ class Ranks:
     cores: tuple[int, ...] = ()
     communicator_bytes: int = 0
     connections: Connections | None = None
-    timeout: timedelta = distributed_c10d.default_pg_timeout
+    timeout: timedelta = timedelta()
     closed: bool = False
 
     @property

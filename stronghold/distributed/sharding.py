@@ -5,7 +5,7 @@ is kernel -> [exchange between nodes]. Owns the links in brackets. `Team` is a p
 alone, whose links do nothing, and `RankTeam` one of several ranks. Entered by the training thread,
 and by autograd's in backward.
 
-The access records of this process (`device.base`) do not know of other processes:
+The access records of this process (`devices.base`) do not know of other processes:
   * whether another rank's part of the node's weights is new     -> `NodeWeights.wait`
   * whether others have read this rank's part before it changes  -> they have, before they take part
                                                                     in the gate (`_read_apart`)
@@ -45,7 +45,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from stronghold.device.base import Device, Fence
+from stronghold.devices.base import Device, Fence
+from stronghold.devices.lane_name import LaneName
 from stronghold.distributed.common_slots import CommonSlots, Slots
 from stronghold.distributed.node_weights import NodeWeights
 from stronghold.distributed.order import OneOrder, Order
@@ -187,7 +188,9 @@ class RankTeam(Team):
 
         had = sum(block.stop - block.start for _, block in parts)
         nbytes = state.maps["weights"].nbytes - had
-        self._device.lane("gather").submit(name, gather, writes=(slot.record,), nbytes=nbytes)
+        self._device.lane(LaneName.GATHER).submit(
+            name, gather, writes=(slot.record,), nbytes=nbytes
+        )
 
     def slots(self, window: Window, refreshed: Iterable[int]) -> Slots:
         return CommonSlots(window, self._layers, sorted(refreshed))
@@ -215,7 +218,7 @@ class RankTeam(Team):
                 group.mean(flat, there, f"{name} ({state.name})")
 
         received = sum(flat.nbytes for flat in gradients) - state.maps["gradients"].nbytes
-        self._device.lane("reduce").submit(
+        self._device.lane(LaneName.REDUCE).submit(
             name, reduce, after, writes=(slot.record,), nbytes=received
         )
 
@@ -245,7 +248,7 @@ class RankTeam(Team):
             self._exchange_parts(state, name, trained_alone=True)
             self._weights.publish(state.index)
 
-        self._device.lane("exchange").submit(
+        self._device.lane(LaneName.EXCHANGE).submit(
             name,
             exchange,
             writes=(state.records["weights"],),
@@ -278,7 +281,7 @@ class RankTeam(Team):
         )
         largest = max((part.stop - part.start for part in ranges), default=0)
         if self._room is None and self._device.torch_device.type == "cpu" and largest:
-            self._room = self._device.allocate(largest, torch.uint8, "reduced gradients")
+            self._room = self._device.memory.allocate(largest, torch.uint8, "reduced gradients")
 
     def meet(self, layers: Sequence[LayerState], square_sums: list[float]) -> list[float]:
         for layer in self._read_apart:
@@ -355,13 +358,13 @@ class RankTeam(Team):
                 self._exchange_parts(state, operation)
 
         if self._exchanges:
-            self._device.lane("exchange").submit("exchange all", work).wait()
+            self._device.lane(LaneName.EXCHANGE).submit("exchange all", work).wait()
         self.barrier(operation)
 
     def agree(self, operation: str) -> None:
         self.barrier(operation)
         if self._exchanges:
-            self._device.lane("exchange").submit(
+            self._device.lane(LaneName.EXCHANGE).submit(
                 "compare nodes", lambda: self._copy_first(operation)
             ).wait()
         self.barrier(operation)

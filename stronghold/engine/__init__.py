@@ -4,7 +4,6 @@ engine       the engine as a user, an LR schedule or a monitor sees it; what it 
 attributes   attributes of DeepSpeed's engine that programs may read, and that nothing here uses
 dispatch     `initialize`: which engine a config asks for, and with which optimizer
 backward     loss.backward() that the user's code calls
-batches      a step from an iterator: train_batch, eval_batch
 checkpoints  the saves and loads of one engine
 instruments  monitors, timers and the profiler around a step
 """

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import EngineTimers
 from torch import nn
 
 from stronghold.distributed.process_groups import Ranks
+from stronghold.runtime.patches.tensors import flatten_dense_tensors, unflatten_dense_tensors
 
 # Methods that tell whether a feature is on. DeepSpeed had them up to 0.19.6, and has neither the
 # features nor the methods now. Every answer is False: the config refuses the features' keys.
@@ -46,8 +46,8 @@ def unused_attributes(
         "scale_wrt_gas": None,
         "warn_unscaled_loss": True,
         "torch_autocast_z0_gradscaler": None,
-        "flatten": torch._utils._flatten_dense_tensors,
-        "unflatten": torch._utils._unflatten_dense_tensors,
+        "flatten": flatten_dense_tensors,
+        "unflatten": unflatten_dense_tensors,
         # ranks
         "dist_backend": get_accelerator().communication_backend_name(),
         "use_ds_comm": False,

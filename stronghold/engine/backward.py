@@ -30,10 +30,16 @@ import torch
 
 from stronghold.errors import ConfigError
 from stronghold.runtime.optimizer import EngineOptimizer
-from stronghold.runtime.parts import Outside
-from stronghold.telemetry.metrics import tensors
+from stronghold.runtime.parts import UnannouncedBackward
+from stronghold.runtime.patches.autograd import (
+    NO_BACKWARD,
+    at_end_of_backward,
+    backward_number,
+    running_node,
+    will_execute,
+)
+from stronghold.telemetry.metrics import named_tensors
 
-_NONE = -1  # torch's number of the backward that is running, where none is
 # Of a checkpoint that runs backward in backward: no parameter shows behind it, and torch.autograd.
 # grad it refuses.
 _REENTRANT = "CheckpointFunctionBackward"
@@ -51,11 +57,12 @@ class _Graph:
 class UserBackward:
     """Of one engine, to which it keeps no reference that counts. `outside` calls it."""
 
-    def __init__(self, engine: Any, outside: Outside) -> None:
+    def __init__(self, engine: Any, outside: UnannouncedBackward) -> None:
         self._engine = weakref.ref(engine)
         self._outside = outside
         self._task: int | None = None  # torch's number of the backward that is open
-        self._asked: tuple[int, bool] = (_NONE, False)  # of which backward, and whether it trains
+        # The number of the backward that was asked about, and whether it trains.
+        self._asked: tuple[int, bool] = (NO_BACKWARD, False)
         self._own = self._keeps = False
         self._graphs: weakref.WeakSet[_Graph] = weakref.WeakSet()  # that are alive
         self._timing = contextlib.ExitStack()
@@ -92,13 +99,13 @@ class UserBackward:
         """Hang on the tensors of an output of the model: in sequences and mappings."""
         graph = _Graph()
         self._graphs.add(graph)
-        for _, tensor in tensors(output):
+        for _, tensor in named_tensors(output):
             if tensor.grad_fn is not None:
                 hang: Any = torch.Tensor.register_hook  # lazy logits' own refuses the user's
                 hang(tensor, functools.partial(self._at_output, graph))
 
     def _at_output(self, graph: _Graph, _: torch.Tensor) -> None:
-        if self._task not in (None, torch._C._current_graph_task_id()):
+        if self._task not in (None, backward_number()):
             self._abandon()  # it raised, and the same graph is tried again
         self._reached(gradient=False)
         if (self._own or self._task is not None) and not self._keeps:
@@ -109,8 +116,8 @@ class UserBackward:
 
     # -- its life ---------------------------------------------------------------------------------
     def _reached(self, gradient: bool) -> None:
-        engine, task = self._engine(), torch._C._current_graph_task_id()
-        if engine is None or engine._destroyed or engine.optimizer is None or task == _NONE:
+        engine, task = self._engine(), backward_number()
+        if engine is None or engine._destroyed or engine.optimizer is None or task == NO_BACKWARD:
             return
         if self._own or self._task is not None:
             return
@@ -134,7 +141,7 @@ class UserBackward:
         runtime.begin_backward(boundary=engine.is_gradient_accumulation_boundary())
         self._task = task
         self._timing.enter_context(engine._instruments.time("backward"))
-        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        at_end_of_backward(self._end)
 
     def _trains(self, engine: Any, task: int) -> bool:
         """Whether a gradient of a parameter will come of this backward ([Note: autograd.grad])."""
@@ -147,7 +154,7 @@ class UserBackward:
                         engine._stack.steps.trains(getattr(node, "variable", None))
                         and _will_execute(node)
                     )
-                    for node in _behind(torch._C._current_autograd_node())
+                    for node in _behind(running_node())
                 ),
             )
         return self._asked[1]
@@ -166,7 +173,7 @@ class UserBackward:
 
     def check(self) -> None:
         """Abandon the step of a backward that raised: none is running here."""
-        if torch._C._current_graph_task_id() == _NONE:
+        if backward_number() == NO_BACKWARD:
             _scaled.clear()
             if self._task is not None:
                 self._abandon()
@@ -185,7 +192,7 @@ class UserBackward:
 
 def _note_scale(scale: float, _: torch.Tensor) -> None:
     _scaled[:] = [scale]
-    torch.autograd.Variable._execution_engine.queue_callback(_scaled.clear)
+    at_end_of_backward(_scaled.clear)
 
 
 def _behind(node: Any) -> Iterator[Any]:
@@ -201,6 +208,6 @@ def _behind(node: Any) -> Iterator[Any]:
 
 def _will_execute(leaf: Any) -> bool:
     try:
-        return bool(torch._C._will_engine_execute_node(leaf))
+        return will_execute(leaf)
     except RuntimeError:  # of torch.autograd.grad, which asked for this very parameter
         return False

@@ -19,7 +19,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
 from stronghold import config as configs
-from stronghold.device import cuda
+from stronghold.devices import cuda
 from stronghold.distributed.process_groups import (
     data_parallel_size,
     join,

@@ -33,11 +33,10 @@ import torch
 from torch import nn
 
 from stronghold.config import Settings
-from stronghold.device.base import off_lanes
+from stronghold.devices.base import off_lanes
 from stronghold.distributed.process_groups import Ranks, local_rank_of
 from stronghold.engine.attributes import REMOVED_SWITCHES, unused_attributes
 from stronghold.engine.backward import UserBackward
-from stronghold.engine.batches import Batches
 from stronghold.engine.checkpoints import Checkpoints
 from stronghold.engine.inspection import Inspection, inspect
 from stronghold.engine.instruments import Instruments
@@ -46,10 +45,11 @@ from stronghold.plan.plan import Plan
 from stronghold.process import forked_from
 from stronghold.refine import Refinement
 from stronghold.runtime.fragments import fragments
-from stronghold.runtime.guards import NO_TRANSFORMS, ParameterReads, StateHooks, check_free
+from stronghold.runtime.guards import NO_TRANSFORMS, StateHooks, check_free
 from stronghold.runtime.optimizer import EngineOptimizer, make_scaler
+from stronghold.runtime.patches.parameters import ParameterReads
 from stronghold.runtime.stack import MemoryReport, Stack
-from stronghold.runtime.steps import Standstill
+from stronghold.runtime.steps import StalledWeights
 from stronghold.telemetry.metrics import StepRecord, batch_size
 
 logger = logging.getLogger("stronghold")
@@ -212,7 +212,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         )
         asynchronous = settings.stronghold.async_checkpoint
         self._checkpoints = Checkpoints(stack, optimizer, asynchronous=asynchronous)
-        self._standstill = Standstill(stack.host, stack.steps)
+        self._stalled_weights = StalledWeights(stack.host, stack.steps)
         self._refinement = Refinement(stack)
         self._user_backward = UserBackward(self, stack.outside)
         self.module = model
@@ -234,10 +234,8 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
             settle=stack.settle,
             drop=stack.drop_gradients,
             clipped=partial(_check_clipping, settings.gradient_clipping),
-            found=fragments(stack),
+            fragments=fragments(stack),
         )
-        chunked = stack.plan.demand.chunk is not None
-        self._batches = Batches(weakref.proxy(self), ranks, chunked=chunked)
         _living.add(self)
         try:
             self._instruments = parts = Instruments(self._config, self, model)
@@ -380,7 +378,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         self._report(optimizer, learning_rate)
         self._refinement.end_step()
         if not gate.overflow:
-            self._standstill.end_step()
+            self._stalled_weights.end_step()
 
     def _samples_of_step(self) -> int:
         if self.managed_gradient_accumulation():
@@ -433,33 +431,6 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
                 "config, or pass optimizer= to stronghold.initialize"
             )
         return self.optimizer
-
-    # -- a step at once ---------------------------------------------------------------------------
-    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
-        """A step of `gradient_accumulation_steps` micro-batches of the iterator (None: of the
-        training_data that initialize got, again and again); the mean of their losses over
-        micro-batches and ranks. Puts the module into training mode.
-
-        With stronghold.chunk, micro-batches of equal shapes are one batch, whose weights cross the
-        link twice ([Note: joined] of `batches`); else they come one after the other. A mapping is
-        called as keywords, a tuple as arguments; the loss is the output, its `loss` or its first.
-        StopIteration where the data ends before the step does: nothing was trained then.
-        """
-        self._needed_optimizer("train_batch")
-        return self._batches.train(data_iter)
-
-    def eval_batch(
-        self,
-        data_iter: Iterator[Any],
-        return_logits: bool = False,
-        num_micro_batches: int | None = None,
-    ) -> Any:
-        """The mean loss of as many micro-batches as a step has, or of `num_micro_batches`, without
-        gradients; with `return_logits` also the logits of each. Leaves the module in evaluation
-        mode."""
-        count = num_micro_batches or self.gradient_accumulation_steps()
-        loss, logits = self._batches.evaluate(data_iter, count, keep_logits=return_logits)
-        return (loss, logits) if return_logits else loss
 
     # -- accumulation -----------------------------------------------------------------------------
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -561,7 +532,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         """Give other processes the device memory that torch keeps of tensors that are gone; no
         partition of the weights is cached."""
         gc.collect()
-        self._stack.device.trim()
+        self._stack.device.memory.trim()
 
     @property
     def data_parallel_group(self) -> Any:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from stronghold.device.base import Device, Fence
+from stronghold.devices.base import Device, Fence
 from stronghold.distributed.process_groups import Ranks
 from stronghold.errors import ConfigError
 from stronghold.memory.host import HostStore

@@ -21,7 +21,7 @@ from deepspeed.utils import timer as deepspeed_timer
 from deepspeed.utils.logging import set_log_level_from_string
 from torch import nn
 
-from stronghold.telemetry.metrics import StepRecord, value
+from stronghold.telemetry.metrics import StepRecord, read_number
 
 if TYPE_CHECKING:
     from deepspeed.runtime.config import DeepSpeedConfig
@@ -107,7 +107,7 @@ class Instruments:
         """Tell the monitors of a step; reads the loss, so it waits for the step's compute."""
         if not self.monitor.enabled:
             return
-        found = {"train_loss": value(record.loss), "lr": record.learning_rate}
+        found = {"train_loss": read_number(record.loss), "lr": record.learning_rate}
         found["loss_scale"] = loss_scale
         if record.early:
             early = record.early

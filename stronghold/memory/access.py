@@ -1,9 +1,9 @@
-"""Access to arrays from outside of the lanes, wherever they lie: checkpoints, the adoption of a
-model, and programs that read or write masters and moments.
+"""Access to arrays from outside of the lanes: for checkpoints, for the adoption of a model, and for
+programs that read or write masters and moments.
 
-Owns no memory. Arrays on the host are shown where they are, those on the GPU and those of staged
-homes pass host memory piece by piece. The training thread enters, and the io lane for checkpoints.
-Callers have waited for the layer's operations, and let none begin meanwhile.
+Owns no memory. Arrays on the host are shown in place. Arrays on the GPU and in staged homes pass
+through host memory piece by piece. The training thread enters, and the io lane for checkpoints.
+Callers have waited for the layer's operations, and start none meanwhile.
 """
 
 from __future__ import annotations
@@ -12,86 +12,112 @@ from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
-from stronghold.device.base import Device
+from stronghold.devices.base import Device
 from stronghold.errors import StateError
 from stronghold.memory.layer import LayerState
 from stronghold.memory.slab import flush
 from stronghold.memory.tiers import Mode, Tiers, Views
-from stronghold.model.layout import ParameterSlice
-from stronghold.optim.states import items, join_master
+from stronghold.model.layout import ParameterSlice, Span
+from stronghold.optim.states import Format, items, join_master
 from stronghold.plan.homes import GPU
 
 COPIED_NUMEL = 1 << 20  # elements of a piece that comes from the GPU: a multiple of every group
 
 
 class ArrayAccess:
-    """The arrays of `layers`. `has_state`: what only training needs exists, in staged homes too."""
+    """Access to the arrays of `layers`.
+
+    `has_state`: masters and moments exist, in staged homes too.
+    """
 
     def __init__(self, layers: Sequence[LayerState], tiers: Tiers, device: Device) -> None:
-        self._layers, self._tiers, self._device = layers, tiers, device
+        self._layers = layers
+        self._tiers = tiers
+        self._device = device
         self.has_state = False
 
     def has(self, index: int, array: str) -> bool:
-        """Whether the layer has the array now, in memory or in a staged home."""
+        """True if the layer has the array now, in memory or in a staged home."""
         state = self._layers[index]
         is_staged = self.has_state and state.home_of(array).is_staged
         return is_staged or state.array(array) is not None
 
     def pieces(
-        self, index: int, arrays: Sequence[str], begin: int, end: int, *, mode: Mode = "read"
+        self,
+        index: int,
+        arrays: Sequence[str],
+        begin: int,
+        end: int,
+        *,
+        mode: Mode = "read",
     ) -> Iterator[tuple[slice, Views]]:
-        """Elements [begin, end) of `arrays`, piece by piece: which of them, counted from `begin`,
-        and flat tensors of host memory by name, in the dtypes of the range that has the piece.
+        """Yield elements [begin, end) of a layer's arrays, piece by piece.
 
-        Of several ranks each gets the pieces that are its own. One piece for each range where all
-        lie on the host. An array that a range does not have is left out of its pieces. Tensors are
-        valid until the next piece; "edit" and "replace" make what the caller writes to them the
-        arrays' values, and the caller of "replace" writes all of it.
+        index       the layer
+        arrays      names of its arrays. A piece lacks those that its range does not have
+        begin, end  elements, counted from the layer's first
+        mode        "read"; "edit": the caller changes the values; "replace": the caller writes all
+
+        Yields pairs. The slice names the piece's elements, counted from `begin`. The dict has flat
+        host tensors by array name, in the dtypes of the piece's range. They are valid until the
+        next piece, which writes back what "edit" and "replace" have changed.
+
+        Each rank gets its shares. Arrays that lie on the host come as one piece per range.
         """
         is_on_gpu = self._layers[index].home is GPU
-        for own, views in self._in_place(index, arrays, begin, end, mode):
+        for elements, views in self._in_place(index, arrays, begin, end, mode):
             if is_on_gpu:
-                yield from self._copied(own, views, mode)
+                yield from self._copied(elements, views, mode)
             else:
-                yield own, views
+                yield elements, views
 
-    def _copied(self, own: slice, there: Views, mode: Mode) -> Iterator[tuple[slice, Views]]:
-        """Arrays on the GPU, in host memory, as `pieces`."""
-        numel = own.stop - own.start
+    def _copied(
+        self, elements: slice, gpu_views: Views, mode: Mode
+    ) -> Iterator[tuple[slice, Views]]:
+        """Yield copies in host memory of arrays on the GPU, piece by piece, as `pieces`."""
+        numel = elements.stop - elements.start
         room: Views = {}
         for first in range(0, numel, COPIED_NUMEL):
             last = min(first + COPIED_NUMEL, numel)
-            targets = {a: view[items(a, first, last)] for a, view in there.items()}
+            targets = {name: view[items(name, first, last)] for name, view in gpu_views.items()}
             if not room:
-                room = {a: torch.empty_like(view, device="cpu") for a, view in targets.items()}
-            piece = {a: room[a][: view.numel()] for a, view in targets.items()}
+                room = {
+                    name: torch.empty_like(view, device="cpu") for name, view in targets.items()
+                }
+            piece = {name: room[name][: view.numel()] for name, view in targets.items()}
             if mode != "replace":
-                for array, view in targets.items():
-                    self._device.copy_now(piece[array], view)
-            yield slice(own.start + first, own.start + last), piece
+                for name, view in targets.items():
+                    self._device.copy_now(piece[name], view)
+            yield slice(elements.start + first, elements.start + last), piece
             if mode != "read":
-                for array, view in targets.items():
-                    self._device.copy_now(view, piece[array])
+                for name, view in targets.items():
+                    self._device.copy_now(view, piece[name])
 
     def _in_place(
-        self, index: int, arrays: Sequence[str], begin: int, end: int, mode: Mode
+        self,
+        index: int,
+        arrays: Sequence[str],
+        begin: int,
+        end: int,
+        mode: Mode,
     ) -> Iterator[tuple[slice, Views]]:
-        """As `pieces`, but arrays on the GPU are shown where they are."""
+        """Yield pieces as `pieces` does, but arrays on the GPU as GPU tensors."""
         state = self._layers[index]
-        staged = [array for array in arrays if state.home_of(array).is_staged]
-        in_memory = {a: self._in_memory(state, a) for a in arrays if a not in staged}
-        for each, span in state.layout.within(begin, end):
-            share = state.shards.of(each)
-            low, high = max(span[0], share[0]), min(span[1], share[1])
+        staged = [name for name in arrays if state.home_of(name).is_staged]
+        in_memory = {name: self._in_memory(state, name) for name in arrays if name not in staged}
+        for layer_range, span in state.layout.within(begin, end):
+            share = state.shards.of(layer_range)
+            low = max(span[0], share[0])
+            high = min(span[1], share[1])
             if low >= high:
                 continue
             pieces: Iterator[tuple[int, int, Views]] = iter([(low, high, {})])
             if staged:
-                pieces = self._tiers.staged(index, staged, low, high, mode)
+                pieces = self._tiers.staged_pieces(index, staged, low, high, mode)
             for first, last, views in pieces:
-                for array, memory in in_memory.items():
-                    if state.maps[array].has(first, last):
-                        views[array] = state.maps[array].view(memory, first, last)
+                for name, memory in in_memory.items():
+                    if state.maps[name].has(first, last):
+                        views[name] = state.maps[name].view(memory, first, last)
                 yield slice(first - begin, last - begin), views
 
     @staticmethod
@@ -102,7 +128,7 @@ class ArrayAccess:
         return memory
 
     def flush(self, index: int) -> None:
-        """New weights were written where the parameters rest: bring them to their home."""
+        """Write the weights of mapped files to the disk, after the parameters were written."""
         state = self._layers[index]
         if state.home_of("weights").is_staged:
             flush(state.weights)
@@ -111,45 +137,68 @@ class ArrayAccess:
     def _master_arrays(self, index: int) -> tuple[str, ...]:
         return ("weights", "low") if self.has(index, "low") else ("weights",)
 
-    def master(self, index: int, part: ParameterSlice) -> torch.Tensor:
-        """The fp32 master of one trainable parameter, as a fresh tensor of its shape, with zeros
-        for what other ranks have."""
-        master = torch.zeros(part.shape, dtype=torch.float32)
-        flat, at, arrays = master.view(-1), part.offset, self._master_arrays(index)
-        for own, views in self.pieces(index, arrays, at, at + part.numel):
-            flat[own] = join_master(views["weights"], views.get("low"))
+    def master(self, index: int, parameter: ParameterSlice) -> torch.Tensor:
+        """The fp32 master of one trainable parameter: a new tensor of the parameter's shape.
+
+        Elements of other ranks are zero.
+        """
+        master = torch.zeros(parameter.shape, dtype=torch.float32)
+        flat = master.view(-1)
+        begin = parameter.offset
+        arrays = self._master_arrays(index)
+        for elements, views in self.pieces(index, arrays, begin, begin + parameter.numel):
+            flat[elements] = join_master(views["weights"], views.get("low"))
         return master
 
     def write_master(
-        self, index: int, part: ParameterSlice, begin: int, master: torch.Tensor
+        self,
+        index: int,
+        parameter: ParameterSlice,
+        begin: int,
+        master: torch.Tensor,
     ) -> None:
-        """Make `master` (flat, fp32) the master of the parameter's elements from `begin` on, and
-        round the weights from it: bf16 to nearest, ties away from zero, as updates do."""
-        at, formats = part.offset + begin, self._layers[index].formats
+        """Write `master` as the master of the parameter's elements from `begin` on.
+
+        `master`: flat fp32 tensor. The weights are rounded from it as updates do: bf16 to nearest,
+        ties away from zero.
+        """
+        first = parameter.offset + begin
+        last = first + master.numel()
+        trained = self._layers[index].formats[parameter.format].trained
         arrays = self._master_arrays(index)
-        for own, views in self.pieces(index, arrays, at, at + master.numel(), mode="replace"):
-            weights, low = formats[part.format].trained.split(master[own])
+        for elements, views in self.pieces(index, arrays, first, last, mode="replace"):
+            weights, low = trained.split(master[elements])
             views["weights"].copy_(weights)
             if low is not None:
                 views["low"].copy_(low)
 
     def restart_master(self, index: int, positions: Collection[int] | None = None) -> None:
-        """Make the masters of the parameters at `positions`, or of all, equal to their weights,
-        which were written from outside."""
+        """Make masters equal to the weights, which were written from outside.
+
+        `positions`: the parameters, or None for all.
+        """
         if not self.has(index, "low"):
             return
         layout, formats = self._layers[index].layout, self._layers[index].formats
-        spans = [each.span for each in layout.trainable_ranges]
+        spans = [layer_range.span for layer_range in layout.trainable_ranges]
         if positions is not None:
-            parts = [layout.slices[k] for k in sorted(positions) if layout.slices[k].trainable]
-            spans = [(part.offset, part.offset + part.numel) for part in parts]
+            slices = [layout.slices[position] for position in sorted(positions)]
+            spans = [
+                (parameter.offset, parameter.offset + parameter.numel)
+                for parameter in slices
+                if parameter.trainable
+            ]
         for span in spans:
-            for each, (begin, end) in layout.within(*span):
-                low = formats[each.format].trained.low
-                if low is torch.float32:  # the master itself
-                    arrays: tuple[str, ...] = ("weights", "low")
-                    for _, views in self._in_place(index, arrays, begin, end, "edit"):
-                        views["low"].copy_(views["weights"])
-                elif low is not None:  # a remainder
-                    for _, views in self._in_place(index, ("low",), begin, end, "replace"):
-                        views["low"].zero_()
+            for layer_range, elements in layout.within(*span):
+                self._restart_range(index, formats[layer_range.format], elements)
+
+    def _restart_range(self, index: int, weight_format: Format, elements: Span) -> None:
+        begin, end = elements
+        low = weight_format.trained.low
+        if low is torch.float32:  # the whole master
+            arrays: tuple[str, ...] = ("weights", "low")
+            for _, views in self._in_place(index, arrays, begin, end, "edit"):
+                views["low"].copy_(views["weights"])
+        elif low is not None:  # the remainder beside the weight
+            for _, views in self._in_place(index, ("low",), begin, end, "replace"):
+                views["low"].zero_()

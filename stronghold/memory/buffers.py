@@ -1,7 +1,8 @@
-"""Buffers that layers take in turn, on the device and on the host, and what lies in them.
+"""Buffers that layers take in turn: weight slots, gradient slots, and entries of host memory.
 
-Owns no memory: `memory.host` and `memory.window` make the buffers. A buffer may be overwritten when
-the operations that its access record (`device.base`) names have ended.
+Owns no memory: `memory.host` and `memory.window` allocate the buffers. Each buffer carries an
+access record (hazard tracking, `devices.base`). The record names the operations that must end
+before the buffer may be overwritten.
 """
 
 from __future__ import annotations
@@ -12,28 +13,31 @@ from typing import Any, NamedTuple
 
 import torch
 
-from stronghold.device.base import Record
+from stronghold.devices.base import Record
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
-    """Host room for one layer's gradients, or for a piece on its way from or to a file."""
+class HostEntry:
+    """Host memory for the gradients of one layer, or for one piece on its way from or to a file.
+
+    `memory`: flat uint8 tensor. `record`: its access record.
+    """
 
     memory: torch.Tensor
     record: Record = field(default_factory=Record)
 
 
-class Ring(deque[Entry]):
+class EntryRing(deque[HostEntry]):
     """Entries that are taken in turn."""
 
-    def next(self) -> Entry:
-        """The entry whose use lies longest back."""
+    def next(self) -> HostEntry:
+        """Return the entry that was taken longest ago."""
         self.rotate(-1)
         return self[-1]
 
 
-class Contents(NamedTuple):
-    """The weights in a slot, or on their way to it: of which layer, after how many changes."""
+class SlotContents(NamedTuple):
+    """The weights in a slot, or on their way to it: the layer's index and the weights' version."""
 
     layer: int
     version: int
@@ -41,28 +45,34 @@ class Contents(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """Device room for one layer's weights, as bytes."""
+    """Device memory for the weights of one layer (a prefetch buffer).
+
+    `weights`: flat uint8 tensor. `contents`: None while the slot is free.
+    """
 
     weights: torch.Tensor
-    contents: Contents | None = None
+    contents: SlotContents | None = None
     record: Record = field(default_factory=Record)
 
     @property
     def layer(self) -> int | None:
-        """The layer that has the slot."""
+        """Index of the layer that has the slot, or None."""
         return None if self.contents is None else self.contents.layer
 
 
 @dataclass(slots=True, eq=False)
 class GradientSlot:
-    """Device room for one layer's gradients, as bytes that lie as those of its weights.
+    """Device memory for the gradients of one layer.
 
-    `arrived` names the parameters that are in it, `writers` the compute lane's streams that may
-    write it. `sums`: room for fp32 sums of chunks, an item for each element; `summing`: by
-    position, where those of the running call are, until they are rounded. `is_pending`: the
-    gradients stay until the step ends. `is_extra`: not one of the plan's slots, but torch's memory,
-    which is freed once the gradients have left. `views` are
-    kept by place and shape (`gradient_slots`).
+    gradients   flat uint8 tensor, laid out as the layer's weights
+    sums        fp32 sums of chunks, one item per element; None where no layer needs them
+    summing     by position: views of `sums` for the running call, until they are rounded
+    layer       index of the layer that gathers, or None
+    is_pending  the gradients stay in the slot until the step ends
+    is_extra    the slot is not in the plan. Torch owns its memory, and frees it after the offload
+    arrived     positions of the parameters whose gradients are in the slot
+    writers     streams of the compute lane that may write the slot
+    views       cache of `gradient_slots`, by place, dtype and shape
     """
 
     gradients: torch.Tensor

@@ -1,6 +1,6 @@
-"""Where a layer's gradients and their fp32 sums lie in a gradient slot.
+"""Views of a gradient slot: the place of each parameter's gradient and of its fp32 sum.
 
-The thread that runs autograd's hooks enters. Everything here runs on the compute lane.
+Owns no memory. All work runs on the compute lane. The thread that runs autograd's hooks enters.
 """
 
 from __future__ import annotations
@@ -13,57 +13,72 @@ from stronghold.model.arrays import Section
 
 
 def gradient_view(slot: GradientSlot, state: LayerState, position: int) -> torch.Tensor:
-    """The place of a parameter's gradient, in its shape. Layers are alike, so each view is made
-    once."""
-    part, section = state.layout.slices[position], state.sections[position]
-    key = True, section.byte_of(part.offset), section.dtype, part.shape
+    """Return the place of one parameter's gradient: a view of `slot`, in the parameter's shape.
+
+    Blocks have equal layouts, so each view is made once and kept in `slot.views`.
+    """
+    parameter = state.layout.slices[position]
+    section = state.sections[position]
+    key = True, section.byte_of(parameter.offset), section.dtype, parameter.shape
     view = slot.views.get(key)
     if view is None:
-        view = slot.views[key] = state.maps["weights"].parameter(slot.gradients, part)
+        view = state.maps["weights"].parameter(slot.gradients, parameter)
+        slot.views[key] = view
     return view
 
 
 def sum_view(slot: GradientSlot, state: LayerState, position: int) -> torch.Tensor:
-    """The place of a parameter's fp32 sum over the chunks of one call, in its shape. It is not the
-    place of what other calls gave."""
-    if state.sections[position].dtype is torch.float32 and position not in slot.arrived:
+    """Return the place of one parameter's fp32 sum over the chunks of one call, in its shape.
+
+    An fp32 parameter sums in its gradient's place, unless an earlier call has left its gradient
+    there.
+    """
+    is_fp32 = state.sections[position].dtype is torch.float32
+    if is_fp32 and position not in slot.arrived:
         return gradient_view(slot, state, position)
-    if slot.sums is None:  # two gradients of one parameter are rare, and not planned
+    if slot.sums is None:  # a parameter got two gradients, which is rare and not planned
         numel = state.layout.trainable_numel
         slot.sums = torch.empty(numel, dtype=torch.float32, device=slot.gradients.device)
-    part = state.layout.slices[position]
-    key = False, part.offset, torch.float32, part.shape
+    parameter = state.layout.slices[position]
+    begin = parameter.offset
+    key = False, begin, torch.float32, parameter.shape
     view = slot.views.get(key)
     if view is None:
-        flat = slot.sums[part.offset : part.offset + part.numel]
-        view = slot.views[key] = flat.view(part.shape)
+        flat = slot.sums[begin : begin + parameter.numel]
+        view = flat.view(parameter.shape)
+        slot.views[key] = view
     return view
 
 
 def round_sums(slot: GradientSlot, state: LayerState) -> None:
-    """The sums of a call are complete: round them, and add them to what other calls gave."""
-    if not slot.arrived and slot.summing:
+    """Round the complete fp32 sums of one call, and add them to the gradients of earlier calls."""
+    is_first_call = not slot.arrived
+    if is_first_call and slot.summing and slot.sums is not None:
         for section in state.maps["weights"].sections:
-            if section.begin < state.layout.trainable_numel and slot.sums is not None:
-                _round_section(slot, state, section)
+            if section.begin < state.layout.trainable_numel:
+                _round_section(slot, slot.sums, state, section)
     for position, total in slot.summing.items():
-        place = gradient_view(slot, state, position)
+        gradient = gradient_view(slot, state, position)
         if position in slot.arrived:
-            place.add_(total.to(place.dtype))
-        elif total is not place:
-            place.copy_(total)
+            gradient.add_(total.to(gradient.dtype))
+        elif total is not gradient:
+            gradient.copy_(total)
         slot.arrived.add(position)
     slot.summing.clear()
 
 
-def _round_section(slot: GradientSlot, state: LayerState, section: Section) -> None:
-    """One rounding for all parameters of a section, where none had come before."""
+def _round_section(
+    slot: GradientSlot,
+    sums: torch.Tensor,
+    state: LayerState,
+    section: Section,
+) -> None:
+    """Round all parameters of an empty section with one copy."""
     if section.dtype is torch.float32:
         return
-    assert slot.sums is not None
-    place = state.maps["weights"].view(slot.gradients, section.begin, section.end)
-    place.copy_(slot.sums[section.begin : section.end])
-    rounded = [k for k in slot.summing if state.sections[k] is section]
+    gradients = state.maps["weights"].view(slot.gradients, section.begin, section.end)
+    gradients.copy_(sums[section.begin : section.end])
+    rounded = [position for position in slot.summing if state.sections[position] is section]
     slot.arrived.update(rounded)
     for position in rounded:
         del slot.summing[position]

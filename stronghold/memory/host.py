@@ -1,65 +1,80 @@
-"""Host bytes: the slabs in which a model's weights, masters, moments and gradients live.
+"""Host memory of a model's state: the slabs of its weights, masters, moments and gradients.
 
-Owns every host mapping of the engine: exact-size, page-aligned, registered with the device once;
-and the device's arrays of the layers that are updated there (`DeviceStore`), of which nothing is on
-the host, fetched or drained. Never knows when a layer is used. Allocated by the training thread,
-and by autograd's in backward; written by the drain lane (gradients), the update lane (weights,
-masters, moments, second arrays) and, on several nodes, the exchange lane (weights); read by these,
-the fetch lane and, for checkpoints, the io lane. The fences of `runtime` keep them apart.
+`HostStore` owns every host mapping of the engine: exact-size, page-aligned, pinned once.
+`DeviceStore` owns the arrays of layers that are updated on the GPU. These have nothing on the host,
+and are neither fetched nor offloaded. Neither store knows when a layer is used.
 
-[Note: layouts] Per layer, of elements of its `LayerLayout` (`model.arrays` has where they lie):
-    weights     whole layer, in the dtypes of its ranges: the bytes that a fetch copies
-    low, moments, their scales   trainable part: what the optimizer's states name
-                (`stronghold.optim.states`); a scale has one item per group
-    accumulated trainable part, fp32: only when micro-batches are added up on the host
-Gradients arrive in entries, in the dtypes of the weights: one per layer where they wait for the
-gate; a small ring where they are added up, or wait in files. A layer that is updated early has its
-weights, low and moments twice: an early update reads one set and writes the other.
+Threads: the training thread allocates, and autograd's in backward. The drain lane writes gradients.
+The update lane writes weights, masters, moments and second arrays. The exchange lane writes weights
+on several nodes. These lanes read too, and so do the fetch lane and, for checkpoints, the io lane.
+The access records of `runtime` keep them apart.
 
-[Note: lent] An entry that a layer's gradients wait in is empty from the step's updates until its
-backward ends. What the layer's blocks were given waits there meanwhile, where it is computed again
-from that: the entry's record orders both. Its inputs are read before the last of its gradients is
-there, as a rule. Where not (of two graphs one goes backward first), `vacate` moves them before.
+[Note: layouts] Arrays of a layer, in elements of its `LayerLayout` (`model.arrays` has the bytes):
+    weights     the whole layer, in the dtypes of its ranges: the bytes that a fetch copies
+    low, moments, their scales   the trainable part, as the optimizer's states name them
+                (`stronghold.optim.states`). A scale has one item per group
+    accumulated the trainable part in fp32, if micro-batches are added up on the host
+Gradients come into entries, in the dtypes of the weights. A layer whose gradients wait for the gate
+has an entry. Gradients that are added up, or wait in files, share a small ring of entries. A layer
+that is updated early has its weights, low and moments twice: the update reads one set and writes
+the other.
+
+[Note: lent] A layer's gradient entry is empty from the step's updates until the next backward of
+the layer. It holds the block's inputs meanwhile (offloaded activations, for recompute):
+    1. Forward: the activations write the inputs into the entry.
+    2. Backward: recompute reads them, as a rule before the layer's last gradient is offloaded.
+    3. Backward: the offload writes gradients into the entry.
+    4. If step 3 comes before step 2 (of two graphs one runs backward first), the offload calls
+       `vacate` first, which moves the inputs.
+The entry's access record orders all four.
 
 [Note: ranks] Of several ranks each holds its shares of a layer's trainable ranges in all but the
 first and in its entries. Weights are the node's (`distributed.node_weights`): they have all
 elements, of which this rank updates its own and counts those that it fetches.
 
-[Note: staged homes] An array whose home is a staged one has no slab: `tiers` brings it to the host
-piece by piece, and `access` gives any array, wherever it lies. Weights in files are mapped: at rest
-a parameter is a view of the file's pages.
+[Note: staged homes] An array with a staged home has no slab. `tiers` brings it to the host piece by
+piece. `access` reads and writes any array, wherever it lies. Weights in files are mapped: at rest a
+parameter is a view of the file's pages.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 
 import torch
 
-from stronghold.device.base import Device, Record
+from stronghold.devices.base import Device, Record
 from stronghold.memory.access import ArrayAccess
-from stronghold.memory.buffers import Entry, Ring
+from stronghold.memory.buffers import EntryRing, HostEntry
 from stronghold.memory.layer import LayerState, SecondArrays
 from stronghold.memory.slab import map_slab
 from stronghold.memory.tiers import Tiers
-from stronghold.model.layout import ModelLayout
+from stronghold.model.layout import ModelLayout, ParameterSlice
 from stronghold.model.partition import WeightSource
 from stronghold.plan.homes import GPU, HOST
 
 logger = logging.getLogger("stronghold")
 
 
+def _nothing_is_lent(index: int) -> None:
+    """Default of `HostStore.vacate`: no entry is lent."""
+
+
 class HostStore:
     """All host state of one engine.
 
-    `layers` has every layer of the model; those whose home is the GPU take nothing here: their
-    arrays are the device's (`DeviceStore`). `ring_entries` gradient entries of the largest
-    trainable layer exist; layers in `held` have an entry of their own, where its home is the host;
-    layers in `early` have their arrays twice; `accumulate` gives every trainable one an fp32
-    accumulator. `allocate` makes a flat zero tensor of host memory. `tiers` has the homes of the
-    arrays ([Note: staged homes]), and which part is
-    this rank's; `shared` are the node's weights ([Note: ranks]).
+    `layers` has every layer of the model. Layers whose home is the GPU take no host memory: their
+    arrays are in `DeviceStore`.
+
+    held          layers that have a gradient entry each, if their home is the host
+    early         layers that have their arrays twice, for early updates
+    accumulate    every trainable layer gets an fp32 array for sums over micro-batches
+    ring_entries  number of shared gradient entries, each as large as the largest layer's gradients
+    allocate      makes a flat tensor of zeros in host memory: (elements, dtype)
+    tiers         the homes of the arrays ([Note: staged homes]), and which part is
+                  this rank's; `shared` are the node's weights ([Note: ranks]).
     """
 
     def __init__(
@@ -82,7 +97,8 @@ class HostStore:
         self.tiers = tiers
         self.formats, self.shards = self.tiers.formats, self.tiers.shards
         self._device = device
-        self._held, self._early = held, early
+        self._held = held
+        self._early = early
         self._accumulate = accumulate
         self._ring_entries = ring_entries
         self.allocate = allocate
@@ -97,16 +113,17 @@ class HostStore:
             for layer in layout.layers
         ]
         self.access = ArrayAccess(self.layers, tiers, device)
-        self._mine = [state for state in self.layers if state.home is not GPU]
-        self._ring = Ring()
-        self.vacate: Callable[[int], None] = lambda index: None  # [Note: lent]
+        self._host_layers = [state for state in self.layers if state.home is not GPU]
+        self._ring = EntryRing()
+        self.vacate: Callable[[int], None] = _nothing_is_lent  # [Note: lent]
         self._pinned: dict[int, torch.Tensor] = {}  # by address
-        self.allocated_bytes = self.peak_bytes = self.tiers.ring.nbytes
-        self._prepared = False
+        self.allocated_bytes = self.tiers.ring.nbytes
+        self.peak_bytes = self.allocated_bytes
+        self._is_prepared = False
 
     @property
     def training(self) -> bool:
-        """Whether masters and moments exist."""
+        """True if masters and moments exist."""
         return self.access.has_state
 
     def _slab(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
@@ -114,16 +131,21 @@ class HostStore:
         self._count(slab, pinned=pinned)
         return slab
 
+    def _array_slab(self, array: str, nbytes: int) -> torch.Tensor:
+        return self._slab(nbytes, pinned=False)
+
     def _count(self, slab: torch.Tensor, *, pinned: bool) -> None:
         self.allocated_bytes += slab.nbytes
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
         if pinned and slab.numel():
-            self._device.pin(slab)
+            self._device.pinning.pin(slab)
             self._pinned[slab.data_ptr()] = slab
 
     def adopt(self, index: int, source: WeightSource | None = None) -> None:
-        """Make the layer's weight slab and copy its parameters into it, cast to its dtypes; those
-        on the meta device are read from `source`."""
+        """Make the layer's weight slab, and copy its parameters into it, cast to its dtypes.
+
+        Parameters on the meta device are read from `source`.
+        """
         state = self.layers[index]
         weights = state.maps["weights"]
         if self._shared is not None:
@@ -138,36 +160,55 @@ class HostStore:
             state.fill(state.weights, source)
             return
         state.weights = self.tiers.mapped(index, "weights")
-        for k, (part, parameter) in enumerate(
-            zip(state.layout.slices, state.parameters, strict=True)
-        ):
-            values = parameter.detach()
-            if parameter.is_meta and source is not None:  # a copy of one parameter at a time
-                values = torch.empty(part.shape, dtype=state.sections[k].dtype)
-                source.read_into(parameter, values)
-            flat, at = values.reshape(-1), part.offset
-            end = at + part.numel
-            for own, views in self.access.pieces(index, ("weights",), at, end, mode="replace"):
-                views["weights"].copy_(flat[own])
+        for position, parameter_slice in enumerate(state.layout.slices):
+            values = self._initial_values(state, position, source)
+            self._write_weights(index, parameter_slice, values)
+
+    @staticmethod
+    def _initial_values(
+        state: LayerState, position: int, source: WeightSource | None
+    ) -> torch.Tensor:
+        """A parameter's values in host memory: the parameter itself, or a copy from `source`."""
+        parameter = state.parameters[position]
+        if not parameter.is_meta or source is None:
+            return parameter.detach()
+        shape = state.layout.slices[position].shape
+        values = torch.empty(shape, dtype=state.sections[position].dtype)
+        source.read_into(parameter, values)
+        return values
+
+    def _write_weights(
+        self, index: int, parameter_slice: ParameterSlice, values: torch.Tensor
+    ) -> None:
+        """Write one parameter's values to its place, through the staging ring."""
+        flat = values.reshape(-1)
+        begin = parameter_slice.offset
+        end = begin + parameter_slice.numel
+        pieces = self.access.pieces(index, ("weights",), begin, end, mode="replace")
+        for elements, views in pieces:
+            views["weights"].copy_(flat[elements])
 
     def prepare_training(self) -> None:
-        """Make masters, moments and gradient entries at the first backward; goes on where an
-        interrupt ended it.
+        """Allocate masters, moments and gradient entries, at the first backward.
 
-        Fresh pages are zero: a master that starts at its rounded weight, and fresh moments.
+        A call that an interrupt ended is continued by the next one. New pages are zero: a master
+        then equals its rounded weight, and moments are fresh.
         """
-        if self._prepared:
+        if self._is_prepared:
             return
         self.access.has_state = True
-        for state in self._mine:
-            self.make_arrays(state, lambda _, nbytes: self._slab(nbytes, pinned=False))
-        self._hold()
+        for state in self._host_layers:
+            self.make_arrays(state, self._array_slab)
+        self._make_held_entries()
         self._make_second_arrays()
-        self._make_ring(self._ring_entries - len(self._ring))
-        self._prepared = True
+        self._make_ring_entries(self._ring_entries - len(self._ring))
+        self._is_prepared = True
 
     def make_arrays(self, state: LayerState, zeros: Callable[[str, int], torch.Tensor]) -> None:
-        """Make what the layer needs for training and has not: `zeros(array, nbytes)`."""
+        """Make the arrays that the layer needs for training and lacks.
+
+        `zeros`: makes the flat memory of an array from its name and bytes.
+        """
         sums = ["accumulated"] if self._accumulate else []
         for array in (*state.changed, *sums):
             if state.array(array) is None and not state.home_of(array).is_staged:
@@ -175,95 +216,107 @@ class HostStore:
             if array == "low" and torch.float32 in state.maps["low"].dtypes:
                 self.access.restart_master(state.index)
 
-    def hold(
-        self, layers: frozenset[int], ring_entries: int, early: frozenset[int] = frozenset()
+    def apply_plan(
+        self, held: frozenset[int], ring_entries: int, early: frozenset[int] = frozenset()
     ) -> None:
-        """Between two steps: these layers have gradient entries of their own, no others; the ring
-        has `ring_entries` at least, where anything drains; and the layers in `early` have their
-        arrays twice."""
-        before, self._held = self._held, layers
-        for state in self._mine if self.training else ():
-            if state.index in before - layers and "gradients" in state.arrays:
-                self._give_back(state.drop_array("gradients"))
-        self._ring_entries, self._early = ring_entries, early
+        """Make the gradient entries and second arrays that another plan has, and free all others.
+
+        Arguments as in the constructor. The ring keeps entries that it has beyond `ring_entries`.
+        Called between two steps.
+        """
+        no_longer_held = self._held - held
+        self._held = held
+        for state in self._host_layers if self.training else ():
+            if state.index in no_longer_held and "gradients" in state.arrays:
+                self._free(state.drop_array("gradients"))
+        self._ring_entries = ring_entries
+        self._early = early
         for state in self.layers:
             if state.index not in early:
-                self._give_back(*state.drop_second())
+                self._free(*state.drop_second())
         if self.training:
-            self._hold()
+            self._make_held_entries()
             self._make_second_arrays()
-            if any(entry.memory.nbytes < self._largest for entry in self._ring):
+            if any(entry.memory.nbytes < self._largest_gradients for entry in self._ring):
                 self._drop_ring()
-            self._make_ring(ring_entries - len(self._ring))
+            self._make_ring_entries(ring_entries - len(self._ring))
 
-    def _hold(self) -> None:
-        for state in self._mine:
+    def _make_held_entries(self) -> None:
+        for state in self._host_layers:
             is_here = state.home_of("gradients") is HOST
             if state.index in self._held and is_here and state.trains_here:
-                self._own_entry(state)
+                self._layer_entry(state)
 
     def _make_second_arrays(self) -> None:
-        for state in self._mine:
-            if state.index in self._early and state.second is None:
-                arrays = {
-                    array: self._slab(state.maps[array].nbytes, pinned=array == "weights")
-                    for array in state.changed
-                }
-                state.second = SecondArrays(arrays, {array: Record() for array in arrays})
+        for state in self._host_layers:
+            if state.index not in self._early or state.second is not None:
+                continue
+            arrays = {}
+            for array in state.changed:
+                is_fetched = array == "weights"
+                arrays[array] = self._slab(state.maps[array].nbytes, pinned=is_fetched)
+            state.second = SecondArrays(arrays, {array: Record() for array in arrays})
 
     @property
-    def _largest(self) -> int:
-        """Bytes of gradients."""
-        return max((state.maps["gradients"].nbytes for state in self._mine), default=0)
+    def _largest_gradients(self) -> int:
+        """Bytes of the largest layer's gradients."""
+        return max((state.maps["gradients"].nbytes for state in self._host_layers), default=0)
 
-    def _make_ring(self, num_entries: int) -> None:
-        for _ in range(num_entries if self._mine else 0):
-            self._ring.append(Entry(self._slab(self._largest, pinned=True)))
+    def _make_ring_entries(self, num_entries: int) -> None:
+        for _ in range(num_entries if self._host_layers else 0):
+            memory = self._slab(self._largest_gradients, pinned=True)
+            self._ring.append(HostEntry(memory))
 
     def _drop_ring(self) -> None:
-        self._give_back(*(entry.memory for entry in self._ring))
+        self._free(*(entry.memory for entry in self._ring))
         self._ring.clear()
 
-    def held_entry(self, index: int) -> Entry:
-        """The layer's own gradient entry, to be written; made now if the plan does not hold
-        gradients (a layer that was called twice)."""
-        self.vacate(index)
-        return self._own_entry(self.layers[index])
+    def held_entry(self, index: int) -> HostEntry:
+        """The layer's gradient entry, to be written now.
 
-    def lent_entry(self, index: int) -> Entry | None:
-        """The same, for whatever will be away when the gradients come ([Note: lent]); None where
-        some have come, or where none will."""
+        If the plan does not hold gradients (the layer was called twice), it is allocated.
+        """
+        self.vacate(index)
+        return self._layer_entry(self.layers[index])
+
+    def lent_entry(self, index: int) -> HostEntry | None:
+        """The layer's gradient entry, for data that leaves before gradients come ([Note: lent]).
+
+        None if gradients have come, or will not come.
+        """
         state = self.layers[index]
         is_here = state.home_of("gradients") is HOST
         never = not state.optimizer.trained or not state.trains_here
         some_came = bool(state.gradients.arrived)
         if index not in self._held or not is_here or never or some_came:
             return None
-        return self._own_entry(state)
+        return self._layer_entry(state)
 
-    def _own_entry(self, state: LayerState) -> Entry:
+    def _layer_entry(self, state: LayerState) -> HostEntry:
         if "gradients" not in state.arrays:
             nbytes = state.maps["gradients"].nbytes
             state.arrays["gradients"] = self._slab(nbytes, pinned=True)
-        return Entry(state.arrays["gradients"], state.records["gradients"])
+        return HostEntry(state.arrays["gradients"], state.records["gradients"])
 
-    def ring_entry(self) -> Entry:
+    def ring_entry(self) -> HostEntry:
         """The next entry of the ring."""
         if not self._ring:  # the plan holds gradients, and one of them came in two parts
-            self._make_ring(2)
+            self._make_ring_entries(2)
         return self._ring.next()
 
-    def bring_back(self, available_bytes: int) -> None:
-        """Move spilled weights to memory of their own, which outlives the store. Where they do not
-        fit `available_bytes` they stay in the files' pages, and the disk keeps their bytes until
-        the model is dropped. `OSError` when a file cannot be read: its layers' weights are NaN
-        then, never something else."""
-        spilled = [state for state in self._mine if state.home_of("weights").is_staged]
+    def unspill_weights(self, available_bytes: int) -> None:
+        """Move spilled weights to host memory that outlives the store (swap in).
+
+        If they need more than `available_bytes`, they stay in the files' pages, with a warning. The
+        disk then keeps their bytes until the model is dropped. Raises `OSError` if a file
+        cannot be read: the weights of its layers are NaN then, never another number.
+        """
+        spilled = [state for state in self._host_layers if state.home_of("weights").is_staged]
         need = sum(state.weights.nbytes for state in spilled)
         if need > available_bytes:
             logger.warning(
                 "the weights of %d layers (%d bytes) do not fit into host memory (%d available): "
-                "they stay on NVMe, where they take room until the model is dropped. To keep them, "
+                "they stay on NVMe, and take its room until the model is dropped. To keep them, "
                 "save a checkpoint",
                 len(spilled),
                 need,
@@ -273,10 +326,10 @@ class HostStore:
         lost: dict[str, OSError] = {}
         for state in spilled:
             try:
-                state.weights = self._read_back(state)
+                state.weights = self._read_weights(state)
             except OSError as error:
                 lost[state.layout.name] = error
-                state.weights = self._nothing(state)
+                state.weights = self._nan_weights(state)
         if lost:
             first = next(iter(lost.values()))
             raise OSError(
@@ -285,60 +338,70 @@ class HostStore:
                 f"load a checkpoint. {first}",
             ) from first
 
-    def _read_back(self, state: LayerState) -> torch.Tensor:
+    def _read_weights(self, state: LayerState) -> torch.Tensor:
+        """A copy of the layer's weights in new host memory."""
         weights = state.maps["weights"]
         memory = self.allocate(weights.nbytes, torch.uint8)
-        for own, views in self.access.pieces(state.index, ("weights",), 0, state.layout.numel):
-            weights.view(memory, own.start, own.stop).copy_(views["weights"])
+        pieces = self.access.pieces(state.index, ("weights",), 0, state.layout.numel)
+        for elements, views in pieces:
+            weights.view(memory, elements.start, elements.stop).copy_(views["weights"])
         return memory
 
-    def _nothing(self, state: LayerState) -> torch.Tensor:
-        """Weights of a layer that is lost. All bits are one: NaN of every dtype that has NaN, but
-        for float8's "fnuz" kinds, whose lowest number it is."""
+    def _nan_weights(self, state: LayerState) -> torch.Tensor:
+        """Weights for a layer that is lost: all bits are one.
+
+        That is NaN in every dtype that has NaN, but for float8's "fnuz" kinds, where it is the
+        lowest number.
+        """
         return self.allocate(state.maps["weights"].nbytes, torch.uint8).fill_(0xFF)
 
-    def give_up(self, index: int) -> dict[str, torch.Tensor]:
-        """The layer moves to the device while no pass is running. Returns its arrays of training,
-        which this store no longer counts. The layer has no arrays until it gets new ones."""
+    def detach_layer(self, index: int) -> dict[str, torch.Tensor]:
+        """Remove the layer from the host: it moves to the device while no pass is running.
+
+        Returns its arrays of training by name, which this store no longer counts. The layer has no
+        arrays until it gets new ones.
+        """
         state = self.layers[index]
-        self._give_back(state.weights, *state.arrays.values(), *state.drop_second())
-        left = {name: array for name, array in state.arrays.items() if name != "gradients"}
+        self._free(state.weights, *state.arrays.values(), *state.drop_second())
+        arrays = {name: array for name, array in state.arrays.items() if name != "gradients"}
         state.weights = torch.empty(0, dtype=torch.uint8)
         state.drop_arrays()
         state.homes = dict.fromkeys(state.maps, GPU)
-        self._mine.remove(state)
-        if not self._mine:  # nothing drains any more
+        self._host_layers.remove(state)
+        if not self._host_layers:  # no gradient is offloaded any more
             self._drop_ring()
-        return left
+        return arrays
 
-    def receive(
+    def attach_layer(
         self,
         index: int,
         arrays: Mapping[str, torch.Tensor],
         copy: Callable[[torch.Tensor, torch.Tensor], None],
     ) -> None:
-        """The layer comes back from the device, while no pass is running: it has slabs again, of
-        the values of `arrays`, which `copy(target, source)` brings."""
+        """Bring the layer back from the device, while no pass is running.
+
+        `arrays`: its arrays on the device. `copy(target, source)` copies each into a new slab.
+        """
         state = self.layers[index]
         for name, array in arrays.items():
             slab = self._slab(array.nbytes, pinned=name == "weights")
             copy(slab, array)
             state.replace_array(name, slab)
         state.homes = {}
-        self._mine.append(state)
-        self._mine.sort(key=lambda one: one.index)
+        self._host_layers.append(state)
+        self._host_layers.sort(key=attrgetter("index"))
 
-    def _give_back(self, *slabs: torch.Tensor) -> None:
+    def _free(self, *slabs: torch.Tensor) -> None:
+        """Stop counting the slabs, and unpin them."""
         for slab in slabs:
             self.allocated_bytes -= slab.numel() * slab.element_size()
             if self._pinned.pop(slab.data_ptr(), None) is not None:
-                self._device.unpin(slab)
+                self._device.pinning.unpin(slab)
 
     def close(self) -> None:
-        """Unregister and drop every slab; parameters that are views keep their memory alive
-        themselves."""
+        """Unpin and drop every slab. Parameters that are views keep their memory alive."""
         for slab in self._pinned.values():
-            self._device.unpin(slab)
+            self._device.pinning.unpin(slab)
         self._pinned.clear()
         self._ring.clear()
         for state in self.layers:
@@ -347,98 +410,115 @@ class HostStore:
             state.drop_arrays()
 
 
-PURPOSES = {"low": "masters", "accumulated": "accumulated gradients"}  # of others: moments
+PURPOSES = {"low": "masters", "accumulated": "accumulated gradients"}  # all others are moments
 
 
 def purpose_of(array: str) -> str:
-    """What the device's budget calls an array of a layer that is updated there."""
+    """The name that the device's budget has for an array of a layer that is updated on the GPU."""
     return f"{PURPOSES.get(array, 'moments')} of resident layers"
 
 
 class DeviceStore:
-    """The arrays of the layers of `host` whose home is the GPU."""
+    """The arrays of the layers whose home is the GPU."""
 
     def __init__(self, host: HostStore, device: Device) -> None:
-        self._host, self._device = host, device
+        self._host = host
+        self._device = device
         self._allocate = host.allocate
-        self._training = self._away = False
+        self._is_prepared = False
+        self._is_offloaded = False
         self.layers = [state for state in host.layers if state.home is GPU]
         for state in self.layers:
-            name = f"weights of {state.layout.name or 'the root'}"
-            state.weights = device.allocate(state.maps["weights"].nbytes, torch.uint8, name)
+            purpose = f"weights of {state.layout.name or 'the root'}"
+            nbytes = state.maps["weights"].nbytes
+            state.weights = device.memory.allocate(nbytes, torch.uint8, purpose)
 
     def adopt(self, index: int, source: WeightSource | None = None) -> None:
-        """Copy the layer's parameters into its weights, cast to its dtypes, through host memory of
-        one layer; those on the meta device are read from `source`."""
-        state = self._host.layers[index]
-        passing = self._allocate(state.maps["weights"].nbytes, torch.uint8)
-        state.fill(passing, source)
-        self._device.copy_now(state.weights, passing)
+        """Copy the layer's parameters into its weights, cast to its dtypes.
 
-    def take(self, index: int) -> None:
-        """Move a host layer here while no pass is running, with all that it has; its host memory is
-        given back, but for what the model's parameters still show."""
+        They pass through host memory of one layer. Parameters on the meta device are read from
+        `source`.
+        """
         state = self._host.layers[index]
-        weights = self._moved(state.weights, f"weights of {state.name}")  # as long as it is pinned
-        left = self._host.give_up(index)
+        host_weights = self._allocate(state.maps["weights"].nbytes, torch.uint8)
+        state.fill(host_weights, source)
+        self._device.copy_now(state.weights, host_weights)
+
+    def move_to_device(self, index: int) -> None:
+        """Move a host layer with all its arrays to the device, while no pass is running.
+
+        Its host memory is freed, except for memory that the model's parameters still show.
+        """
+        state = self._host.layers[index]
+        # Copied while the host's weights are pinned.
+        weights = self._copy_to_device(state.weights, f"weights of {state.name}")
+        host_arrays = self._host.detach_layer(index)
         state.weights = weights
-        for name, array in left.items():
-            if name == "accumulated" and not state.gradients.summed:  # there is no sum
+        for name, array in host_arrays.items():
+            is_empty_sum = name == "accumulated" and not state.gradients.summed
+            if is_empty_sum:
                 state.arrays[name] = self._zeros(name, array.nbytes)
             else:
-                state.arrays[name] = self._moved(array, purpose_of(name))
+                state.arrays[name] = self._copy_to_device(array, purpose_of(name))
         self.layers.append(state)
-        self.layers.sort(key=lambda one: one.layout.index)
+        self.layers.sort(key=attrgetter("index"))
 
-    def give(self, index: int) -> None:
-        """Undo `take`: move a layer back to the host, with all that it has. No pass is running."""
+    def move_to_host(self, index: int) -> None:
+        """Undo `move_to_device`, while no pass is running."""
         state = self._host.layers[index]
         arrays = state.all_arrays()
-        self._host.receive(index, arrays, self._device.copy_now)
-        self._device.release(*arrays.values())
+        self._host.attach_layer(index, arrays, self._device.copy_now)
+        self._device.memory.release(*arrays.values())
         self.layers.remove(state)
 
-    def _moved(self, array: torch.Tensor, purpose: str) -> torch.Tensor:
-        there = self._device.allocate(array.nbytes, torch.uint8, purpose)
-        self._device.copy_now(there, array)
-        return there
+    def _copy_to_device(self, array: torch.Tensor, purpose: str) -> torch.Tensor:
+        copied = self._device.memory.allocate(array.nbytes, torch.uint8, purpose)
+        self._device.copy_now(copied, array)
+        return copied
 
     def prepare_training(self) -> None:
-        """Make masters, moments and accumulators; called at every backward, works at the first."""
-        if self._training:
+        """Allocate masters, moments and sums, at the first backward.
+
+        A call that an interrupt ended is continued by the next one.
+        """
+        if self._is_prepared:
             return
-        for state in self.layers:  # what an interrupt ended goes on where it was
+        for state in self.layers:
             self._host.make_arrays(state, self._zeros)
-        self._training = True
+        self._is_prepared = True
 
     def _zeros(self, array: str, nbytes: int) -> torch.Tensor:
-        return self._device.allocate(nbytes, torch.uint8, purpose_of(array)).zero_()
+        return self._device.memory.allocate(nbytes, torch.uint8, purpose_of(array)).zero_()
 
-    def leave(self) -> None:
-        """Between two steps: every array goes to host memory, until `come_back`."""
-        self._away = True
+    def offload_arrays(self) -> None:
+        """Move every array to host memory between two steps, until `reload_arrays`."""
+        self._is_offloaded = True
         for state in self.layers:
             for name, array in state.all_arrays().items():
-                there = self._allocate(array.nbytes, torch.uint8)
-                self._device.copy_now(there, array)
-                state.replace_array(name, there)
-                self._device.release(array)
+                copied = self._allocate(array.nbytes, torch.uint8)
+                self._device.copy_now(copied, array)
+                state.replace_array(name, copied)
+                self._device.memory.release(array)
 
-    def come_back(self) -> None:
-        """What `leave` has moved is on the device again."""
-        self._away = False
+    def reload_arrays(self) -> None:
+        """Move every array back to the device."""
+        self._is_offloaded = False
         for state in self.layers:
             for name, array in state.all_arrays().items():
-                state.replace_array(name, self._moved(array, f"{name} of {state.name}"))
+                copied = self._copy_to_device(array, f"{name} of {state.name}")
+                state.replace_array(name, copied)
 
-    def give_back(self) -> None:
-        """The device's work has ended: every layer's weights move to host memory, their own."""
+    def return_weights(self) -> None:
+        """Move every layer's weights to host memory, and drop all other arrays.
+
+        The device's work has ended.
+        """
         for state in self.layers:
-            if self._away:
+            if self._is_offloaded:
                 state.drop_arrays()
                 continue
             weights = self._allocate(state.weights.nbytes, torch.uint8)
             self._device.copy_now(weights, state.weights)
-            self._device.release(*state.all_arrays().values())
+            self._device.memory.release(*state.all_arrays().values())
             state.weights = weights
             state.drop_arrays()

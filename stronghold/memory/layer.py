@@ -1,14 +1,14 @@
-"""A layer: its arrays, and four records of what is done with it while an engine lives.
+"""A layer (FSDP unit): its arrays, and four records of what is done with it while an engine lives.
 
 | record | what it has | written by |
 |---|---|---|
-| `on_gpu` | its slots, and how far the fetch is | `memory.window` |
+| `on_gpu` | its slots, and how far the fetch (unshard) is | `memory.window` |
 | `views` | what its parameters point to | `runtime.binding`, `runtime.runtime` (versions) |
 | `gradients` | which gradients come, and where they are | `runtime`: executor, the updates' files |
 | `optimizer` | which parameters are trained, and update counts | `runtime.steps`, a load |
 
-The arrays are made by `memory.host`. `repr(layer)` shows all of it. The training thread enters, and
-autograd's in backward; the two never run at once. Lanes read the arrays' addresses alone.
+`memory.host` makes the arrays. `repr(layer)` prints all four records. The training thread enters,
+and autograd's thread in backward. The two never run at once. Lanes use the arrays' addresses alone.
 """
 
 from __future__ import annotations
@@ -21,21 +21,24 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from stronghold.device.base import Fence, Record
+from stronghold.devices.base import Fence, Record
 from stronghold.errors import StateError
 from stronghold.memory.buffers import GradientSlot, Slot
-from stronghold.model.arrays import Map, Section, array_maps, state_arrays
+from stronghold.model.arrays import ArrayMap, Section, array_maps, state_arrays
 from stronghold.model.layout import LayerLayout, ParameterSlice, Shards, Span
 from stronghold.model.partition import WeightSource
 from stronghold.optim.states import Format, Formats
 from stronghold.plan.homes import GPU, HOST, Home
 
-# What has a record beside the arrays of the states. "norms": sums of squares of gradients.
+# Access records beside those of the states' arrays. "norms": sums of squares of gradients.
 FURTHER_RECORDS = ("accumulated", "gradients", "norms")
 
 
 class Residency(Enum):
-    """How far the fetch of a layer is. READY: compute has waited for it. FETCHING: it is queued."""
+    """How far the fetch of a layer is.
+
+    AWAY: the layer has no slot. FETCHING: the fetch is queued. READY: compute has waited for it.
+    """
 
     AWAY = "away"
     FETCHING = "fetching"
@@ -51,10 +54,16 @@ TRANSITIONS: dict[Residency, frozenset[Residency]] = {
 
 
 @dataclass(slots=True, eq=False)
-class OnGpu:
-    """A layer's buffers on the GPU. `version` counts how often the weights at home changed: `slot`
-    has this step's weights if its contents are (layer, version). Gradients gather in
-    `gradient_slot` now; `own_gradient_slot` is one that no other layer takes."""
+class GpuRecord:
+    """A layer's buffers on the GPU.
+
+    slot               the slot with its weights, or None
+    residency          how far its fetch is
+    version            how often the weights at home have changed. The slot has this step's weights
+                       if its contents are (layer, version)
+    gradient_slot      the slot in which its gradients gather now, or None
+    own_gradient_slot  a gradient slot that no other layer takes, or None
+    """
 
     slot: Slot | None = None
     residency: Residency = Residency.AWAY
@@ -63,9 +72,13 @@ class OnGpu:
     own_gradient_slot: GradientSlot | None = None
 
 
-class Place(NamedTuple):
-    """A layer's parameters in one place. `storage`: of these views alone, with so many references;
-    None for a slot that many layers take."""
+class ParameterPlace(NamedTuple):
+    """Views of one buffer, one per parameter of a layer, in the parameters' shapes.
+
+    `addresses`: the views' data pointers. `storage`: address of the storage that these views alone
+    share, or None for a slot that many layers take. `num_references`: references to that storage
+    while only the views hold it.
+    """
 
     views: list[torch.Tensor]
     addresses: tuple[int, ...]
@@ -75,24 +88,34 @@ class Place(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class ParameterViews:
-    """What a layer's parameters point to. `place` is one of `places`, which are kept by address; it
-    is None where an interrupt may have left some parameters in one place and some in another.
-    `hidden`: the newest values are on their way to `place`. `version_sum` and `saved_versions` are
-    versions of the parameters, as torch counts writes in place: at the last look, and when such
-    writes were last brought to the arrays. `epoch` counts changes of the values."""
+    """The memory to which a layer's parameters point.
 
-    places: dict[int, Place] = field(default_factory=dict)
-    place: Place | None = None
+    places          the places that were bound, by address
+    place           the place to which the parameters point. None: an interrupt may have left some
+                    parameters at one place and some at another
+    hidden          the newest values are on their way to `place`
+    version_sum     sum of the parameters' versions at the last look
+    saved_versions  the parameters' versions when writes in place were last copied to the arrays
+    epoch           number of changes of the values
+
+    A version is torch's count of writes in place.
+    """
+
+    places: dict[int, ParameterPlace] = field(default_factory=dict)
+    place: ParameterPlace | None = None
     hidden: bool = False
     version_sum: int = 0
     epoch: int = 0
     saved_versions: list[int] | None = None
 
 
-class Stage(Enum):
-    """How far the gradients of a layer are in a step. OFFLOADING: the copy to the host is queued.
-    PENDING: they wait for their update. EARLY: an update that uses them is queued, or has ended,
-    and the gate will commit it or not."""
+class GradientStage(Enum):
+    """How far the gradients of a layer are in a step.
+
+    EMPTY: no gradient has come. GATHERING: gradients come into a slot. OFFLOADING: the copy to the
+    host (reduce) is queued. PENDING: gradients wait for their update. EARLY: an update before the
+    gate uses them. The gate commits or drops its result.
+    """
 
     EMPTY = "no gradients"
     GATHERING = "gradients gather"
@@ -103,28 +126,35 @@ class Stage(Enum):
 
 @dataclass(slots=True, eq=False)
 class ExpectedGradients:
-    """What the forwards since the last backward announce. Each of `calls` gives every gradient of
-    the layer. `resident_calls` are calls of a resident layer, whose gradients come once for all of
-    them, but in reentrant checkpoints; `is_undivided`: some of these are not in chunks. `chunks`
-    are parts of calls whose gradients have not come."""
+    """Gradients that the forwards since the last backward announce.
 
-    calls: int = 0
+    num_pending_backwards  forward calls whose backward has not run yet. Each gives every gradient
+    resident_calls         calls of a resident layer, whose gradients come once for all calls. In
+                           reentrant checkpoints they come once for each
+    is_undivided           some of these calls are not in chunks
+    chunks                 chunks of calls whose gradients have not come
+    """
+
+    num_pending_backwards: int = 0
     resident_calls: int = 0
     is_undivided: bool = False
     chunks: int = 0
 
     @property
     def is_last(self) -> bool:
-        """Whether no further call's gradients will come once the slot is complete."""
-        return self.calls <= 1 and self.chunks == 0
+        """True if no further call gives gradients once the slot is complete."""
+        return self.num_pending_backwards <= 1 and self.chunks == 0
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class EarlyUpdate:
-    """An update of a layer that was queued before the norm was known. It writes the layer's second
-    arrays. `fence` is its operation's. `positions` are the parameters that it updates, and `steps`
-    the numbers that it uses for each of them. `version_sum`: of the versions of the layer's
-    parameters then, as torch counts writes in place."""
+    """An update that was queued before the gradient norm was known. It writes the second arrays.
+
+    fence        the update's fence
+    positions    the parameters that it updates
+    steps        the numbers of its step (rate, scale, ...), per parameter in ascending position
+    version_sum  sum of the parameters' versions at that moment, as torch counts writes in place
+    """
 
     fence: Fence
     positions: frozenset[int]
@@ -134,19 +164,22 @@ class EarlyUpdate:
 
 @dataclass(slots=True, eq=False)
 class GradientRecord:
-    """The gradients of a layer in this step.
+    """The gradients of a layer in this step. Positions name its parameters.
 
-    Behind its slot a gradient is in one of two: `pending`, as it came, in the array "gradients" (on
-    the GPU in `own_gradient_slot`, or in `loose`, one tensor for each parameter); `summed`, in the
-    fp32 array "accumulated". Both name parameters by their position. `square_sums` are sums of
-    squares, by position. `early`: the update before the gate that has used them, if there is one.
+    expected       gradients that have not come
+    pending        positions whose gradient waits as it came: in the array "gradients", or on the
+                   GPU in `own_gradient_slot` or `per_parameter`
+    summed         positions whose gradient was added to the fp32 array "accumulated"
+    early          the update before the gate that uses the gradients, or None
+    per_parameter  gradients on the GPU, one tensor per position
+    square_sums    sums of squares, by position
     """
 
     expected: ExpectedGradients = field(default_factory=ExpectedGradients)
     pending: set[int] = field(default_factory=set)
     summed: set[int] = field(default_factory=set)
     early: EarlyUpdate | None = None
-    loose: dict[int, torch.Tensor] = field(default_factory=dict)
+    per_parameter: dict[int, torch.Tensor] = field(default_factory=dict)
     square_sums: dict[int, float] = field(default_factory=dict)
 
     @property
@@ -156,36 +189,39 @@ class GradientRecord:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no parameter has a gradient in this step."""
+        """True if no parameter has a gradient in this step."""
         return not (self.pending or self.summed)
 
     @property
     def array(self) -> str:
-        """The array in which they wait for the update."""
+        """Name of the array in which gradients wait for the update."""
         return "accumulated" if self.summed else "gradients"
 
     def positions(self, array: str) -> set[int]:
-        """The parameters whose gradients are in `array`: "gradients" or "accumulated"."""
+        """Positions whose gradients are in `array`: "gradients" or "accumulated"."""
         return self.summed if array == "accumulated" else self.pending
 
     def restrict(self, positions: set[int]) -> None:
-        """Drop the gradients of other parameters."""
-        for positions_here in (self.pending, self.summed):
-            positions_here &= positions
+        """Drop the gradients of all other parameters."""
+        self.pending &= positions
+        self.summed &= positions
 
     def clear(self) -> None:
-        """The step has ended, or is void."""
+        """Forget all gradients: the step has ended, or is dropped."""
         self.pending.clear()
         self.summed.clear()
         self.early = None
-        self.loose.clear()
+        self.per_parameter.clear()
         self.square_sums = {}  # a new one: queued operations may still write to the old one
 
 
 @dataclass(slots=True, eq=False)
 class OptimizerRecord:
-    """`trained` are the positions of the parameters that the optimizer owns; `counts` has the
-    number of updates of each parameter."""
+    """The optimizer's part of a layer.
+
+    `trained`: positions of the parameters that the optimizer updates. `counts`: number of updates
+    of each parameter.
+    """
 
     trained: frozenset[int] = frozenset()
     counts: list[int] = field(default_factory=list)
@@ -193,57 +229,73 @@ class OptimizerRecord:
 
 @dataclass(slots=True, eq=False)
 class SecondArrays:
-    """Memory in which an early update puts a layer's next arrays: one for each array that a step
-    changes, with its access record."""
+    """Memory for the result of an early update: one array per array that a step changes.
+
+    `records`: the access record of each.
+    """
 
     arrays: dict[str, torch.Tensor]
     records: dict[str, Record]
 
 
 @dataclass(frozen=True, slots=True)
-class Owned:
-    """What this rank updates of the parameters at some positions of a layer: `parts` are (position,
-    first element of the layer, number of elements) where there are any, and `numels` the number of
-    elements of each format."""
+class UpdatedElements:
+    """The elements that this rank updates of the parameters at `positions` of a layer.
+
+    `spans`: (position, first element of the layer, number of elements), without empty ones.
+    `numels`: number of elements per format.
+    """
 
     positions: frozenset[int]
-    parts: tuple[tuple[int, int, int], ...]
+    spans: tuple[tuple[int, int, int], ...]
     numels: tuple[tuple[Format, int], ...]
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class LayerState:
-    """One layer, whose ranges have `formats`.
+    """One layer of the model.
 
-    Arrays are bytes; `maps` has where the elements of each lie. `weights` has the whole layer.
-    `arrays` has what only training needs, by name: what the states of its ranges name beside the
-    weights, "accumulated" (fp32 sums over micro-batches) and "gradients" (those that are pending).
-    An array is here from the first backward on, unless its home is a staged one. It has this rank's
-    `shares` of the layer's trainable ranges. `homes` names the arrays that do not lie on the host.
-    `records` are the access records, by array. `second`: where an early update writes, if the layer
-    has that; `exchange_arrays` makes it the layer's."""
+    layout      its ranges and parameters, with offsets in elements
+    weights     flat uint8 tensor: the weights of the whole layer
+    formats     formats of its ranges
+    shards      the ranks' shares of each range
+    homes       homes of the arrays that do not lie on the host
+    parameters  the model's parameters, in the layout's order
+    arrays      flat uint8 tensors that only training needs, by name: the states' arrays,
+                "accumulated" (fp32 sums over micro-batches) and "gradients" (pending ones). They
+                have this rank's `shares`. They exist from the first backward on, unless their home
+                is a staged one
+    records     access records (hazard tracking), by array
+    second      arrays for early updates, or None
+    maps        by array: where the elements of each range lie in its bytes
+    changed     names of the arrays that a step writes
+    sections    by position: the section of the weights that has the parameter
+    shares      spans of elements that this rank trains
+    """
 
     layout: LayerLayout
     weights: torch.Tensor
     formats: Formats
     shards: Shards
     homes: Mapping[str, Home] = field(default_factory=dict)
-    parameters: Sequence[nn.Parameter] = ()  # in the layout's order
+    parameters: Sequence[nn.Parameter] = ()
     arrays: dict[str, torch.Tensor] = field(default_factory=dict)
     records: dict[str, Record] = field(init=False)
     second: SecondArrays | None = None
-    on_gpu: OnGpu = field(default_factory=OnGpu)
+    on_gpu: GpuRecord = field(default_factory=GpuRecord)
     views: ParameterViews = field(default_factory=ParameterViews)
     gradients: GradientRecord = field(default_factory=GradientRecord)
     optimizer: OptimizerRecord = field(default_factory=OptimizerRecord)
-    maps: dict[str, Map] = field(init=False)
-    changed: tuple[str, ...] = field(init=False)  # the arrays that a step writes
-    sections: tuple[Section, ...] = field(init=False)  # of the weights, by position
+    maps: dict[str, ArrayMap] = field(init=False)
+    changed: tuple[str, ...] = field(init=False)
+    sections: tuple[Section, ...] = field(init=False)
     shares: tuple[Span, ...] = field(init=False)
-    _elements: tuple[Span, ...] = field(init=False)  # of each parameter, this rank's
-    # By array, elements, and the identity of the memory.
+    # By position: the elements that this rank updates.
+    _elements: tuple[Span, ...] = field(init=False)
+    # By array, first element, last element, and the identity of the memory.
     _views: dict[tuple[str, int, int, int], torch.Tensor | None] = field(default_factory=dict)
-    _owned: Owned = Owned(frozenset(), (), ())  # of the last positions that were asked for
+    # The last result of `updated_elements`.
+    _updated: UpdatedElements = UpdatedElements(frozenset(), (), ())
 
     def __post_init__(self) -> None:
         slices = self.layout.slices
@@ -252,100 +304,113 @@ class LayerState:
         self.maps = array_maps(self.layout, self.formats, self.shards)
         self.shares = self.shards.trained(self.layout)
         weights = self.maps["weights"]
-        self.sections = tuple(weights.sections[part.range] for part in slices)
-        self._elements = tuple(self._elements_of(part) for part in slices)
+        self.sections = tuple(weights.sections[parameter.range] for parameter in slices)
+        self._elements = tuple(self._elements_of(parameter) for parameter in slices)
 
-    def _elements_of(self, part: ParameterSlice) -> Span:
-        """The elements of a parameter that this rank updates; none of a frozen one."""
+    def _elements_of(self, parameter: ParameterSlice) -> Span:
+        """The elements of a parameter that this rank updates. Empty for a frozen one."""
         for begin, end in self.shares:
-            first, last = max(begin, part.offset), min(end, part.offset + part.numel)
+            first = max(begin, parameter.offset)
+            last = min(end, parameter.offset + parameter.numel)
             if first < last:
                 return first, last
-        return part.offset, part.offset
+        return parameter.offset, parameter.offset
 
     def __repr__(self) -> str:
-        where = "updated on the gpu" if self.home is GPU else self.on_gpu.residency.value
-        facts = [where, self.stage.value]
+        is_on_gpu = self.home is GPU
+        facts = ["updated on the gpu" if is_on_gpu else self.on_gpu.residency.value]
+        facts.append(self.stage.value)
         if self.on_gpu.slot is not None and not self.is_fetched:
             facts.append("its slot is outdated")
         if self.views.hidden:
             facts.append("its parameters are hidden")
-        if self.gradients.expected.calls:
-            facts.append(f"called {self.gradients.expected.calls} times")
-        if arrived := self.gradients.arrived:
-            facts.append(f"{len(arrived)} gradients arrived")
+        num_calls = self.gradients.expected.num_pending_backwards
+        if num_calls:
+            facts.append(f"called {num_calls} times")
+        num_arrived = len(self.gradients.arrived)
+        if num_arrived:
+            facts.append(f"{num_arrived} gradients arrived")
         for name, record in self.records.items():
             if not record.writer.done:
                 facts.append(f"{name} after {record.writer.lane}: {record.writer.operation}")
         return f"<layer {self.index} {self.name}: {', '.join(facts)}>"
 
     @property
-    def stage(self) -> Stage:
-        """How far its gradients are in this step."""
+    def stage(self) -> GradientStage:
+        """How far the layer's gradients are in this step."""
         gradients = self.gradients
         if self.on_gpu.gradient_slot is not None:
-            return Stage.GATHERING
+            return GradientStage.GATHERING
         if gradients.early is not None:
-            return Stage.EARLY
+            return GradientStage.EARLY
         if not gradients.arrived:
-            return Stage.EMPTY
-        return Stage.PENDING if self.records[gradients.array].writer.done else Stage.OFFLOADING
+            return GradientStage.EMPTY
+        if self.records[gradients.array].writer.done:
+            return GradientStage.PENDING
+        return GradientStage.OFFLOADING
 
     @property
     def is_fetched(self) -> bool:
-        """Whether its slot has, or will have, the newest weights."""
+        """True if the layer's slot has, or will have, the newest weights."""
         slot = self.on_gpu.slot
         return slot is not None and slot.contents == (self.index, self.on_gpu.version)
 
     @property
     def home(self) -> Home:
-        """Where the layer is updated: `GPU`, or `HOST`."""
+        """The home that updates the layer: `GPU`, or `HOST`."""
         home = self.home_of("weights")
         return HOST if home.is_staged else home
 
     def home_of(self, array: str) -> Home:
-        """Where the array lies between two operations."""
+        """The home (tier) of the array: its place between two operations."""
         return self.homes.get(array, HOST)
 
     @property
     def staged(self) -> tuple[str, ...]:
-        """The arrays that pass the host in pieces, always in one order."""
+        """The arrays that pass through the host in pieces, always in one order."""
         return tuple(array for array, home in self.homes.items() if home.is_staged)
 
     @property
     def index(self) -> int:
+        """The layer's place in the model's layout."""
         return self.layout.index
 
     @property
     def name(self) -> str:
-        """Its dotted name in the model, for people."""
+        """The layer's dotted name in the model, for people."""
         return self.layout.name or "the root"
 
     def move(self, to: Residency) -> None:
-        """Change where its weights are; StateError on a transition that the table does not have."""
+        """Change the layer's residency. Raises StateError if `TRANSITIONS` lacks the change."""
         residency = self.on_gpu.residency
         if to not in TRANSITIONS[residency]:
             raise StateError(f"layer {self.index} cannot go from {residency.value} to {to.value}")
         self.on_gpu.residency = to
 
     def fill(self, weights: torch.Tensor, source: WeightSource | None) -> None:
-        """Copy its parameters into `weights`, bytes of host memory, cast to its dtypes; those on
-        the meta device are read from `source`."""
-        for part, parameter in zip(self.layout.slices, self.parameters, strict=True):
-            place = self.maps["weights"].parameter(weights, part)
+        """Copy the layer's parameters into `weights`, cast to the layer's dtypes.
+
+        `weights`: flat uint8 host tensor. Parameters on the meta device are read from `source`.
+        """
+        pairs = zip(self.layout.slices, self.parameters, strict=True)
+        for parameter_slice, parameter in pairs:
+            target = self.maps["weights"].parameter(weights, parameter_slice)
             if parameter.is_meta and source is not None:
-                source.read_into(parameter, place)
+                source.read_into(parameter, target)
             else:
-                place.copy_(parameter.detach())
+                target.copy_(parameter.detach())
 
     def array(self, name: str) -> torch.Tensor | None:
-        """The array in memory, flat; None where the layer has none there."""
+        """The array's memory: a flat uint8 tensor. None if the layer has it not in memory."""
         return self.weights if name == "weights" else self.arrays.get(name)
 
     def view(self, array: str, begin: int, end: int) -> torch.Tensor | None:
-        """Elements [begin, end) of an array in memory, of one range, in its dtype; None where the
-        range does not have the array. Kept, since each step asks for the same, but for weights: the
-        references to their memory are counted, to find those that a program keeps."""
+        """Elements [begin, end) of an array in memory, of one range, in the range's dtype.
+
+        None if the range does not have the array. Views are kept, since every step needs the same
+        ones. Views of weights are not kept: the references to their memory are counted, so that
+        aliases in a program show.
+        """
         flat = self.array(array)
         assert flat is not None
         return self._view(flat, array, begin, end)
@@ -355,18 +420,25 @@ class LayerState:
         assert self.second is not None
         return self._view(self.second.arrays[array], array, begin, end)
 
-    def _view(self, flat: torch.Tensor, array: str, begin: int, end: int) -> torch.Tensor | None:
+    def _view(
+        self,
+        flat: torch.Tensor,
+        array: str,
+        begin: int,
+        end: int,
+    ) -> torch.Tensor | None:
+        is_kept = array != "weights"
         key = array, begin, end, id(flat)
-        if array != "weights" and key in self._views:
+        if is_kept and key in self._views:
             return self._views[key]
         section = self.maps[array].find(begin, end)
         view = None if section is None else section.view(flat, begin, end)
-        if array != "weights":
+        if is_kept:
             self._views[key] = view
         return view
 
-    def exchange_arrays(self) -> None:
-        """The second arrays are the layer's from now on, and those that it had are the second."""
+    def swap_second_arrays(self) -> None:
+        """Make the second arrays the layer's, and the layer's arrays the second ones."""
         second = self.second
         assert second is not None
         for name, array in second.arrays.items():
@@ -382,17 +454,17 @@ class LayerState:
         return {"weights": self.weights, **lasting}
 
     def drop_array(self, name: str) -> torch.Tensor:
-        """The layer has the array no more. Returns it."""
-        self._views.clear()  # they keep memory
+        """Remove the array from the layer, and return it."""
+        self._views.clear()  # they keep memory alive
         return self.arrays.pop(name)
 
     def drop_arrays(self) -> None:
-        """The layer has no array but its weights."""
+        """Remove every array but the weights from the layer."""
         self._views.clear()
         self.arrays = {}
 
     def replace_array(self, name: str, array: torch.Tensor) -> None:
-        """The array lies in other memory from now on."""
+        """Give the array other memory, which has its values."""
         self._views.clear()
         self._set_array(name, array)
 
@@ -403,8 +475,12 @@ class LayerState:
             self.arrays[name] = array
 
     def drop_second(self) -> list[torch.Tensor]:
-        """The layer has no second arrays from now on. Returns them, once nothing uses them."""
-        second, self.second = self.second, None
+        """Remove the second arrays from the layer, and return them.
+
+        Waits until no operation reads or writes them.
+        """
+        second = self.second
+        self.second = None
         self._views.clear()
         if second is None:
             return []
@@ -413,40 +489,52 @@ class LayerState:
         return list(second.arrays.values())
 
     def records_of(self, arrays: Iterable[str]) -> list[Record]:
+        """Access records of the arrays, in their order."""
         return [self.records[array] for array in arrays]
 
     def wait(self) -> None:
-        """Block until all that was submitted has written its arrays."""
+        """Block until every submitted write of the layer's arrays has ended."""
         for record in self.records.values():
             record.writer.wait()
 
     def wait_unused(self) -> None:
-        """Block until nothing writes or reads its arrays: before they are written from outside."""
+        """Block until no operation writes or reads the layer's arrays.
+
+        Callers that write the arrays from outside of the lanes wait like this first.
+        """
         second = {} if self.second is None else self.second.records
         for record in (*self.records.values(), *second.values()):
             record.wait()
 
     @property
     def trains_here(self) -> bool:
-        """Whether this rank updates any of it."""
+        """True if this rank updates some elements of the layer."""
         return self.maps["gradients"].nbytes > 0
 
     def elements(self, positions: Iterable[int]) -> Iterator[tuple[int, int, int]]:
-        """(position, begin, end): the elements of each parameter that this rank updates; begin is
-        end where it has none."""
-        return ((k, *self._elements[k]) for k in sorted(positions))
+        """Yield (position, begin, end): the elements of each parameter that this rank updates.
 
-    def owned(self, positions: frozenset[int]) -> Owned:
-        """What this rank updates of these parameters. The same ones come in most steps, so the last
-        answer is kept. Any thread may ask."""
-        last = self._owned
+        `begin` equals `end` for a parameter of which this rank updates nothing.
+        """
+        for position in sorted(positions):
+            begin, end = self._elements[position]
+            yield position, begin, end
+
+    def updated_elements(self, positions: frozenset[int]) -> UpdatedElements:
+        """The elements that this rank updates of the parameters at `positions`.
+
+        Most steps ask for the same positions, so the last result is kept. Any thread may call.
+        """
+        last = self._updated
         if last.positions == positions:
             return last
-        parts = [(k, begin, end - begin) for k, begin, end in self.elements(positions)]
+        spans = []
         numels: dict[Format, int] = {}
-        for k, _, numel in parts:
-            made = self.formats[self.layout.slices[k].format]
-            numels[made] = numels.get(made, 0) + numel
-        present = tuple(part for part in parts if part[2])
-        self._owned = found = Owned(positions, present, tuple(numels.items()))
-        return found
+        for position, begin, end in self.elements(positions):
+            weight_format = self.formats[self.layout.slices[position].format]
+            numels[weight_format] = numels.get(weight_format, 0) + end - begin
+            if end > begin:
+                spans.append((position, begin, end - begin))
+        updated = UpdatedElements(positions, tuple(spans), tuple(numels.items()))
+        self._updated = updated
+        return updated

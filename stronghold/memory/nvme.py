@@ -1,27 +1,33 @@
-"""NVMe store: the files that hold what RAM cannot.
+"""The NVMe store: the files that hold state beyond RAM.
 
-Owns what lies where in the files, and the open files with their queues; looks at the disks before
-the run begins, whether they can hold the files and how fast they are. Never knows when something is
-used: callers order reads and writes of the same bytes by fences of their own. Any thread may submit
-and wait, several at once; reads and writes have queues of their own, so that neither waits behind
-the other.
+Owns the layout of extents in the files, and the open files with their queues. Before the run it
+checks the disks: whether they can hold the files, and how fast they are. Never knows when an array
+is used: callers order reads and writes of the same bytes by fences. Any thread may submit and wait,
+several at once. Reads and writes have queues of their own, so that neither waits behind the other.
 
-[Note: striping] All extents lie one after another in one linear space. It is cut into units, which
-go around the files in a fixed order that repeats: a file of twice the rate has twice the units of a
-period, spread evenly. So any long range of any extent is transferred by all disks at once, each in
-the share that it does in the same time, and a single file is simply the space itself. Units of one
-file are neighbours in it, without gaps.
+[Note: striping] All extents lie one after another in one linear space.
+    1. The space is cut into units.
+    2. The units go around the files in a fixed order that repeats (a period). A file of twice the
+       rate has twice the units of a period, spread evenly.
+    3. Units of one file are neighbours in it, without gaps.
+So all disks transfer any long range at once, and each does its share in the same time. A single
+file is simply the space itself.
 
-[Note: unlinked] Each file is unlinked before it takes a block of the disk. Its bytes belong to this
-process: nobody else opens, truncates or copies them by name, and the kernel frees them however the
-process ends; a forked child that lives on holds them until it ends, too. The price is that `du` and
-`ls` do not show them (`df` does), and that a checkpoint reads them through the store; a link would
-be wrong anyway, because the files change in place. A crash between creation and unlink leaves a
-name without bytes.
+[Note: unlinked] Each file is unlinked before it takes a block of the disk.
+    1. The store creates the file, opens it for each direction, and unlinks it.
+    2. The store reserves the file's blocks.
+    3. No other process can open, truncate or copy the file by name.
+    4. The kernel frees the bytes however the process ends. A forked child that lives on holds them
+       until it ends.
+A crash between creation and unlink leaves a name without bytes. The price: `du` and `ls` do not
+show the files (`df` does), and a checkpoint reads them through the store. A hard link would not
+help, because the files change in place.
 
-[Note: truncation] A file that was shortened (through /proc) must not come back as zeros: a read
-past its end fails, but a later write at its end would fill the gap with zeros, and weights would
-change silently. So its length is looked at before every transfer, for a microsecond.
+[Note: truncation] Another process may shorten a file through /proc. Weights would then change
+silently:
+    1. A read past the file's end fails.
+    2. But a later write at its end fills the gap with zeros.
+So the store checks the file's length before every transfer, which takes a microsecond.
 """
 
 from __future__ import annotations
@@ -43,22 +49,25 @@ import torch
 from stronghold.errors import BudgetError, ConfigError, StateError, format_size
 from stronghold.memory.slab import map_files, map_slab
 from stronghold.memory.stores import Extent, Verb
-from stronghold.native import ALIGNMENT, Closing, IoFile, IoQueue
+from stronghold.native import ALIGNMENT, Closeable, IoFile, IoQueue
 from stronghold.process import ALONE, Neighbours
 
 PATH_KEY = "stronghold.nvme.path"
 ENGINE_KEY = "stronghold.nvme.engine"
 PROBE_BYTES = 64 << 20  # tens of milliseconds of an NVMe disk, half a second of a spinning one
 
-# -- what lies where -------------------------------------------------------------------------------
+# -- extents and stripes ---------------------------------------------------------------------------
 # Units of a period: rates are matched to a 64th. Two paths of equal disks, measured a few percent
 # apart, then differ by a unit or two, which costs as many percent.
 PERIOD_UNITS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
-    """`nbytes` of file number `file` from `offset` on are those of a range from `begin` on."""
+class FileSegment:
+    """Neighbouring bytes of one file that belong to a range of the linear space.
+
+    `file`: number of the file. `offset`: first byte in the file. `begin`: first byte in the range.
+    """
 
     file: int
     offset: int
@@ -67,7 +76,7 @@ class Segment:
 
 
 def lay_out(requests: Sequence[Extent]) -> dict[tuple[int, str], Extent]:
-    """The extents by (layer, array), one after another as requested.
+    """Lay the extents out one after another, as requested. Returns them by (layer, array).
 
     Raises StateError for an array that is requested twice, or a size that is no multiple of 4096.
     """
@@ -85,7 +94,11 @@ def lay_out(requests: Sequence[Extent]) -> dict[tuple[int, str], Extent]:
 
 
 class Striping:
-    """The linear space over the files, `rates[i]` being the weight of file i ([Note: striping])."""
+    """Maps the linear space to the files ([Note: striping]).
+
+    `rates`: one per file, in any unit. `unit_bytes`: size of a stripe, a multiple of 4096. Raises
+    ConfigError for other values.
+    """
 
     def __init__(self, rates: Sequence[float], unit_bytes: int) -> None:
         if not rates or not all(math.isfinite(rate) and rate > 0 for rate in rates):
@@ -103,41 +116,47 @@ class Striping:
             self._before.append(counts)
 
     def file_bytes(self, total_bytes: int) -> list[int]:
-        """The size of each file when the space is `total_bytes` long; they add up to it."""
-        units, rest = divmod(total_bytes, self._unit_bytes)
-        sizes = [self._units_before(file, units) * self._unit_bytes for file in self._files()]
-        sizes[self._file_of(units)] += rest
+        """The size of each file if the space has `total_bytes`. The sizes add up to it."""
+        num_units, last_bytes = divmod(total_bytes, self._unit_bytes)
+        sizes = []
+        for file in range(len(self._weights)):
+            sizes.append(self._units_before(file, num_units) * self._unit_bytes)
+        sizes[self._file_of(num_units)] += last_bytes
         return sizes
 
-    def segments(self, begin: int, nbytes: int) -> Iterator[Segment]:
-        """Where the `nbytes` from `begin` on lie, in their order; neighbours are joined."""
+    def segments(self, begin: int, nbytes: int) -> Iterator[FileSegment]:
+        """Yield the segments of `nbytes` from byte `begin` on, in order. Neighbours are joined."""
         if len(self._weights) == 1 and nbytes:
-            yield Segment(file=0, offset=begin, begin=0, nbytes=nbytes)
+            yield FileSegment(file=0, offset=begin, begin=0, nbytes=nbytes)
             return
-        at, end = begin, begin + nbytes
-        while at < end:
-            first, unit = at, at // self._unit_bytes
+        position = begin
+        end = begin + nbytes
+        while position < end:
+            first = position
+            first_unit = unit = first // self._unit_bytes
             file = self._file_of(unit)
-            while at < end and self._file_of(unit) == file:
+            while position < end and self._file_of(unit) == file:
                 unit += 1
-                at = min(end, unit * self._unit_bytes)
-            start, within = divmod(first, self._unit_bytes)
-            offset = self._units_before(file, start) * self._unit_bytes + within
-            yield Segment(file=file, offset=offset, begin=first - begin, nbytes=at - first)
-
-    def _files(self) -> range:
-        return range(len(self._weights))
+                position = min(end, unit * self._unit_bytes)
+            unit_begin = self._units_before(file, first_unit) * self._unit_bytes
+            yield FileSegment(
+                file=file,
+                offset=unit_begin + first % self._unit_bytes,
+                begin=first - begin,
+                nbytes=position - first,
+            )
 
     def _file_of(self, unit: int) -> int:
         return self._period[unit % len(self._period)]
 
     def _units_before(self, file: int, unit: int) -> int:
-        periods, rest = divmod(unit, len(self._period))
-        return periods * self._weights[file] + self._before[rest][file]
+        """Number of units of the file before a unit of the space."""
+        num_periods, unit_in_period = divmod(unit, len(self._period))
+        return num_periods * self._weights[file] + self._before[unit_in_period][file]
 
 
 def _weights(rates: Sequence[float]) -> list[int]:
-    """Small integers in proportion to the rates; every file gets some."""
+    """Small integers in proportion to the rates, at least 1 for every file."""
     total = math.fsum(rates)
     weights = [max(1, round(PERIOD_UNITS * rate / total)) for rate in rates]
     divisor = math.gcd(*weights)
@@ -145,8 +164,10 @@ def _weights(rates: Sequence[float]) -> list[int]:
 
 
 def _spread(weights: Sequence[int]) -> tuple[int, ...]:
-    """A period in which file i occurs `weights[i]` times, as evenly as can be: the file that is
-    farthest behind its share is next."""
+    """A period in which file i occurs `weights[i]` times, as evenly as possible.
+
+    The file that is farthest behind its share comes next.
+    """
     behind = [0] * len(weights)
     period = []
     for _ in range(sum(weights)):
@@ -159,13 +180,16 @@ def _spread(weights: Sequence[int]) -> tuple[int, ...]:
 
 # -- one file --------------------------------------------------------------------------------------
 class SpillFile:
-    """A file of `nbytes` in `folder`: created, opened for each direction, unlinked, reserved
-    ([Note: unlinked]).
+    """An unlinked file of `nbytes` in `folder` ([Note: unlinked]).
 
-    Each direction keeps up to `depth` blocks of `block_bytes` in flight; `engine` and `registered`
-    as in `IoQueue`. BudgetError where the disk is full, ConfigError where nothing can be made in
-    `folder` or the kernel refuses `engine`, `OSError` where the system refuses otherwise.
-    `direct` and `preallocated` say what was granted, as in `IoFile`.
+    depth          blocks in flight, in each direction
+    block_bytes    bytes of a block
+    engine         as in `IoQueue`
+    registered     memory to register with the kernel: (address, bytes), as in `IoQueue`
+
+    `direct` and `preallocated` report what the system granted, as in `IoFile`. Raises BudgetError
+    if the disk is full, ConfigError if `folder` cannot be written or the kernel refuses `engine`,
+    and `OSError` if the system refuses otherwise.
     """
 
     def __init__(
@@ -188,11 +212,11 @@ class SpillFile:
                 self.descriptor, name = tempfile.mkstemp(prefix="stronghold-spill-", dir=folder)
             except OSError as error:
                 if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-                    raise unwritable(folder, error) from error
+                    raise unwritable_error(folder, error) from error
                 raise
-            undo.callback(os.close, self.descriptor)  # which is there to look at and to map
+            undo.callback(os.close, self.descriptor)  # for length checks and mappings
             self.path = Path(name)
-            undo.callback(self._unlink)  # where the name of an open file stays
+            undo.callback(self._unlink)  # on file systems that keep the name of an open file
             os.truncate(self.descriptor, nbytes)
             written = self._writing.open(name, nbytes, create=False, preallocate=False)
             read = self._reading.open(name, nbytes, writable=False)
@@ -206,11 +230,14 @@ class SpillFile:
         }
 
     def _unlink(self) -> None:
+        """Remove the file's name, unless another file has it by now."""
         with contextlib.suppress(OSError):
-            if os.path.samestat(os.stat(self.path), os.fstat(self.descriptor)):
+            named, opened = os.stat(self.path), os.fstat(self.descriptor)
+            if os.path.samestat(named, opened):
                 self.path.unlink()
 
     def _reserve(self) -> bool:
+        """Reserve the file's blocks. Returns False if the file system cannot."""
         free = free_bytes(self.folder)
         try:
             nameless = f"/proc/self/fd/{self.descriptor}"
@@ -219,35 +246,37 @@ class SpillFile:
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.ESTALE):
                 raise ConfigError(
-                    f"{PATH_KEY}: {self.folder} is on a file system where a file ends with its "
-                    "name (FUSE with hard_remove); name a directory on a local disk"
+                    f"{PATH_KEY}: the file system of {self.folder} deletes an open file with its "
+                    "name (FUSE with hard_remove). Name a directory on a local disk"
                 ) from error
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             free = min(free, self.nbytes)  # others may have written since
-            raise no_space([self.folder], self.nbytes, free) from error
+            raise no_space_error([self.folder], self.nbytes, free) from error
 
     @property
     def registered(self) -> bool:
-        """Whether the kernel took the memory that was to be registered."""
+        """True if the kernel has registered the memory."""
         return self._reading.registered and self._writing.registered
 
     @property
     def engine(self) -> str:
-        """The engine, and why it is not io_uring with registered memory where it is not."""
+        """Name of the engine, and the reason if it is not io_uring with registered memory."""
         note = self._writing.note
         return f"{self._writing.engine} ({note})" if note else self._writing.engine
 
-    def submit(self, verb: Verb, segment: Segment, address: int) -> tuple[IoQueue, int]:
-        """Submit the segment of a transfer whose memory begins at `address`, without starting it:
-        the caller commits. Its queue and ticket."""
+    def submit(self, verb: Verb, segment: FileSegment, address: int) -> tuple[IoQueue, int]:
+        """Queue one segment of a transfer whose memory begins at `address`.
+
+        Returns the queue and the ticket. The caller commits the queue, which starts the transfer.
+        """
         queue, file = self._sides[verb]
         start = queue.read if verb == "read" else queue.write
         ticket = start(file, segment.offset, address + segment.begin, segment.nbytes, commit=False)
         return queue, ticket
 
-    def check_length(self, verb: str, segment: Segment) -> None:
-        """`OSError` when the file was truncated ([Note: truncation])."""
+    def check_length(self, verb: str, segment: FileSegment) -> None:
+        """Raise `OSError` if the file was truncated ([Note: truncation])."""
         length = os.fstat(self.descriptor).st_size
         if length < self.nbytes:
             raise OSError(
@@ -258,7 +287,7 @@ class SpillFile:
             )
 
     def close(self) -> None:
-        """Finish what was submitted and give the file's bytes back. Twice is harmless."""
+        """Finish what was submitted, and free the file's bytes. Safe to call twice."""
         self._close.close()
 
 
@@ -272,44 +301,54 @@ logger = logging.getLogger("stronghold")
 
 
 @dataclass(slots=True, eq=False)
-class Pending:
-    """A transfer under way; keeps its memory alive. One thread waits for it."""
+class PendingTransfer:
+    """A transfer under way, which keeps its memory alive. One thread waits for it.
+
+    `tickets`: its parts that have not ended. `nbytes`: bytes submitted. `error`: its first failure
+    by offset, once known.
+    """
 
     store: NvmeStore
     verb: Verb
     memory: torch.Tensor
     tickets: list[tuple[IoQueue, int]] = field(default_factory=list)
-    nbytes: int = 0  # of what was submitted
+    nbytes: int = 0
     error: OSError | None = None
 
     def wait(self) -> None:
-        """Wait until all of it has ended. Raises `OSError` with file, offset and length of what
-        failed, at every call; nothing is in flight then, and what a read's memory, or a write's
-        range of the extent, holds is undefined."""
+        """Block until the whole transfer has ended.
+
+        Raises `OSError` with file, offset and length of a failed part, at every call. Nothing is in
+        flight then. The memory of a failed read, or the extent's range of a failed write, is
+        undefined.
+        """
         while self.tickets:
             queue, ticket = self.tickets.pop()
             try:
                 queue.wait(ticket)
             except OSError as error:
-                self.error = error  # the last that is met: of the lowest offset
+                self.error = error  # tickets end last to first: the lowest offset stays
         self.store._ended(self)
         if self.error is not None:
             raise self.error
 
 
-class NvmeStore(Closing):
+class NvmeStore(Closeable):
     """The store of files of one engine: extents in one file for each path.
 
-    `rates` weigh the paths (in any unit); left out, several paths are measured, a fraction of a
-    second each. The kernel is told of `staging`, memory that transfers use again and again. Up to
-    `depth` blocks of `block_bytes` are in flight on each path and in each direction (16 of 1 MiB);
-    `engine` as in `IoQueue`.
+    paths        directories, one per disk
+    extents      arrays that the store keeps
+    staging      memory that transfers use again and again, which the kernel registers
+    rates        weights of the paths, in any unit. Left out: several paths are measured, each for a
+                 fraction of a second
+    engine       as in `IoQueue`
+    depth        blocks in flight on each path, in each direction. Left out: 16
+    block_bytes  bytes of a block. Left out: 1 MiB
+    neighbours   the processes of this node. Each has files of its own, of equal sizes, and the
+                 disks must have room for all of them. They open together. If one cannot, all raise
 
-    Raises ConfigError for a path that cannot be used, BudgetError when the files do not fit, both
-    before anything is written, and `OSError` for all other refusals of the system.
-
-    Of several `neighbours` each has files of its own, of the same sizes; the room on the disks is
-    for all of them. They open together, and when one cannot, all raise.
+    Raises ConfigError for a path that cannot be used, and BudgetError if the files do not fit. Both
+    come before a byte is written. Raises `OSError` for all other refusals of the system.
     """
 
     def __init__(
@@ -326,9 +365,9 @@ class NvmeStore(Closing):
     ) -> None:
         self._process = os.getpid()
         self._stack = contextlib.ExitStack()
-        self._closed = False
+        self._is_closed = False
         self._lock = threading.Lock()
-        self._in_flight: set[Pending] = set()
+        self._in_flight: set[PendingTransfer] = set()
         self.bytes_read = 0
         self.bytes_written = 0
         self.paths = tuple(Path(path) for path in paths)
@@ -339,8 +378,8 @@ class NvmeStore(Closing):
         with contextlib.ExitStack() as undo:
             undo.callback(self._stack.close)
             count = neighbours.count
-            # One looks at the disks for all, before anybody changes them.
-            self.rates = neighbours.first(lambda: self._look(rates, count))
+            # One process probes the disks for all, before any process changes them.
+            self.rates = neighbours.first(lambda: self._probe_disks(rates, count))
             self._striping = Striping(self.rates, self._queue_options[1])
             neighbours.together(self._open)
             if neighbours.index == 0:
@@ -349,18 +388,24 @@ class NvmeStore(Closing):
 
     # ---- Opening and closing -------------------------------------------------------------------
 
-    def _look(self, given: Sequence[float] | None, count: int) -> tuple[float, ...]:
-        """The paths' rates, when they can hold the files of `count` processes."""
+    def _probe_disks(
+        self, configured_rates: Sequence[float] | None, num_processes: int
+    ) -> tuple[float, ...]:
+        """The paths' rates. Raises an error if they cannot hold the files of all processes."""
         check_paths(self.paths)
-        rates = self._rates(given)
-        sizes = Striping(rates, self._queue_options[1]).file_bytes(self.file_bytes)
-        needs = zip(self.paths, sizes, strict=True)
-        check_space({path: size * count for path, size in needs})
+        rates = self._rates(configured_rates)
+        _, block_bytes, _ = self._queue_options
+        sizes = Striping(rates, block_bytes).file_bytes(self.file_bytes)
+        need_bytes = {}
+        for path, size in zip(self.paths, sizes, strict=True):
+            need_bytes[path] = size * num_processes
+        check_space(need_bytes)
         return rates
 
     def _open(self) -> None:
         sizes = self._striping.file_bytes(self.file_bytes)
-        self._files = [self._file(path, size) for path, size in zip(self.paths, sizes, strict=True)]
+        pairs = zip(self.paths, sizes, strict=True)
+        self._files = [self._file(path, size) for path, size in pairs]
 
     def _rates(self, rates: Sequence[float] | None) -> tuple[float, ...]:
         if rates is not None and len(rates) != len(self.paths):
@@ -378,16 +423,16 @@ class NvmeStore(Closing):
 
     def _file(self, path: Path, nbytes: int) -> SpillFile:
         depth, block_bytes, engine = self._queue_options
-        staging = self._staging
+        registered = []
+        if self._staging is not None and self._staging.nbytes:
+            registered.append((self._staging.data_ptr(), self._staging.nbytes))
         file = SpillFile(
             path,
             nbytes,
             depth=depth,
             block_bytes=block_bytes,
             engine=engine,
-            registered=[(staging.data_ptr(), staging.nbytes)]
-            if staging is not None and staging.nbytes
-            else [],
+            registered=registered,
         )
         self._stack.callback(file.close)
         return file
@@ -417,58 +462,71 @@ class NvmeStore(Closing):
             )
 
     def close(self) -> None:
-        """Finish what was submitted, close and free the files.
+        """Finish what was submitted, close the files and free their bytes.
 
-        Twice is harmless; in a forked child it does nothing. No other call may be running.
+        Safe to call twice. It does nothing in a forked child. No other call may be running.
         """
-        if self._closed or os.getpid() != self._process:
+        if self._is_closed or os.getpid() != self._process:
             return
-        self._closed = True
+        self._is_closed = True
         self._stack.close()
         self._in_flight.clear()
 
     @property
     def registered(self) -> bool:
-        """Whether the kernel knows the staging memory, and spares the pinning of its pages."""
+        """True if the kernel has registered the staging memory, and need not pin its pages."""
         return all(file.registered for file in self._files)
 
     # ---- Transfers -----------------------------------------------------------------------------
 
     def extent(self, layer: int, array: str) -> Extent:
-        """The extent of one array of one layer. StateError when none was requested."""
-        found = self._extents.get((layer, array))
-        if found is None:
+        """The extent of one array of one layer. Raises StateError if none was requested."""
+        extent = self._extents.get((layer, array))
+        if extent is None:
             raise StateError(f"{array} of layer {layer} is not spilled")
-        return found
+        return extent
 
     def mapped(self, extent: Extent) -> torch.Tensor:
-        """The extent's pages as flat bytes, valid also after `close`; see [Note: coherence] of
-        `slab` for when they may be read. `OSError` where the file system cannot map files."""
+        """The extent's pages as a flat uint8 tensor, valid also after `close`.
+
+        [Note: coherence] of `slab` has the rule when they may be read. Raises `OSError` if the file
+        system cannot map files.
+        """
         extent = self.extent(extent.layer, extent.array)
-        segments = self._striping.segments(extent.begin, extent.nbytes)
-        parts = [(self._files[s.file].descriptor, s.offset, s.nbytes) for s in segments]
+        parts = []
+        for segment in self._striping.segments(extent.begin, extent.nbytes):
+            descriptor = self._files[segment.file].descriptor
+            parts.append((descriptor, segment.offset, segment.nbytes))
         return map_files(parts, f"{extent} in {', '.join(map(str, self.paths))}")
 
     def check(self) -> None:
-        """`OSError` when a file was truncated: reading a mapping of it would end the process."""
+        """Raise `OSError` if a file was truncated: to read its mapping would end the process."""
         for file in self._files:
-            file.check_length("mapping", Segment(file=0, offset=0, begin=0, nbytes=file.nbytes))
+            whole = FileSegment(file=0, offset=0, begin=0, nbytes=file.nbytes)
+            file.check_length("mapping", whole)
 
-    def submit(self, verb: Verb, extent: Extent, begin: int, memory: torch.Tensor) -> Pending:
-        """Start reading the bytes of `extent` from `begin` on into all of `memory`, or writing.
+    def submit(
+        self,
+        verb: Verb,
+        extent: Extent,
+        begin: int,
+        memory: torch.Tensor,
+    ) -> PendingTransfer:
+        """Start to read the bytes of `extent` from byte `begin` on into all of `memory`, or to
+        write them from there.
 
-        `memory` is a contiguous CPU tensor of any dtype, which must not change until the wait; its
-        address, its bytes and `begin` are multiples of 4096. What was never written reads as zeros.
-        `OSError` for a truncated file.
+        `memory`: a contiguous CPU tensor of any dtype, which must not change until the wait. Its
+        address, its bytes and `begin` are multiples of 4096. Bytes that were never written read as
+        zeros. Raises `OSError` for a truncated file.
         """
         extent = self.extent(extent.layer, extent.array)
-        if self._closed:
+        if self._is_closed:
             raise StateError(f"{verb} of {extent}: the NVMe store is closed")
         _check_range(verb, extent, begin, memory)
         segments = list(self._striping.segments(extent.begin + begin, memory.nbytes))
-        for segment in segments:  # all of them before any is started
+        for segment in segments:  # all checks come before the first transfer
             self._files[segment.file].check_length(verb, segment)
-        pending = Pending(self, verb, memory)
+        pending = PendingTransfer(self, verb, memory)
         with self._lock:
             self._in_flight.add(pending)
         try:
@@ -484,7 +542,7 @@ class NvmeStore(Closing):
             queue.commit()
         return pending
 
-    def _ended(self, pending: Pending) -> None:
+    def _ended(self, pending: PendingTransfer) -> None:
         with self._lock:
             counted = pending not in self._in_flight
             self._in_flight.discard(pending)
@@ -496,8 +554,13 @@ class NvmeStore(Closing):
                 self.bytes_written += pending.nbytes
 
 
-def _check_range(verb: Verb, extent: Extent, begin: int, memory: torch.Tensor) -> None:
-    """Raises StateError: what callers ask for follows from the layout, not from the user."""
+def _check_range(
+    verb: Verb,
+    extent: Extent,
+    begin: int,
+    memory: torch.Tensor,
+) -> None:
+    """Raise StateError for a range outside of the extent: a bug of ours, not the user's."""
     nbytes, address = memory.nbytes, memory.data_ptr()
     if not memory.is_contiguous() or memory.device.type != "cpu":
         raise StateError(f"{verb} of {extent}: expected contiguous memory on the CPU")
@@ -513,16 +576,25 @@ def _check_range(verb: Verb, extent: Extent, begin: int, memory: torch.Tensor) -
 
 
 # -- disks -----------------------------------------------------------------------------------------
-def measure_rate(path: Path, *, depth: int, block_bytes: int, engine: str | None = None) -> float:
-    """Write and read a probe of 64 MiB under `path`, past the page cache where that works: 1e9
-    bytes/s of what is read and written back, as moments are, one way over the time of both. Raises
-    as `SpillFile`."""
+def measure_rate(
+    path: Path,
+    *,
+    depth: int,
+    block_bytes: int,
+    engine: str | None = None,
+) -> float:
+    """Measure a disk with a probe of 64 MiB under `path`, past the page cache if that works.
+
+    Returns 1e9 bytes/s of a piece that is read and then written, as moments are: the piece's bytes
+    over the time of both. Raises as `SpillFile`.
+    """
     pieces = map_slab(PROBE_BYTES, torch.uint8)
     pieces.fill_(0x5A)  # not zeros: some disks store those for nothing
     probe = SpillFile(path, PROBE_BYTES, depth=depth, block_bytes=block_bytes, engine=engine)
     with contextlib.closing(probe):
         # Twice: the first write of fresh blocks also pays for the file system's bookkeeping.
-        *_, write_s = (_seconds(probe, "write", pieces) for _ in range(2))
+        _seconds(probe, "write", pieces)
+        write_s = _seconds(probe, "write", pieces)
         read_s = _seconds(probe, "read", pieces)
     read_gbps, write_gbps = PROBE_BYTES / read_s / 1e9, PROBE_BYTES / write_s / 1e9
     logger.info("%s reads %.2f and writes %.2f GB/s", path, read_gbps, write_gbps)
@@ -530,8 +602,9 @@ def measure_rate(path: Path, *, depth: int, block_bytes: int, engine: str | None
 
 
 def _seconds(file: SpillFile, verb: Verb, pieces: torch.Tensor) -> float:
+    """Seconds of one transfer of the whole file."""
     begin = time.perf_counter()
-    whole = Segment(file=0, offset=0, begin=0, nbytes=file.nbytes)
+    whole = FileSegment(file=0, offset=0, begin=0, nbytes=file.nbytes)
     queue, ticket = file.submit(verb, whole, pieces.data_ptr())
     queue.wait(ticket)
     return max(time.perf_counter() - begin, 1e-9)
@@ -543,38 +616,38 @@ def open_queue(
     engine: str | None,
     registered: Sequence[tuple[int, int]] = (),
 ) -> IoQueue:
-    """An `IoQueue`; ConfigError where the kernel refuses the engine that the config names."""
+    """Open an `IoQueue`. Raises ConfigError if the kernel refuses the engine of the config."""
     try:
         return IoQueue(depth, block_bytes, engine, registered)
     except OSError as error:
         if engine is None:
             raise
         raise ConfigError(
-            f'{ENGINE_KEY}: got "{engine}", which the kernel refuses here ({error.strerror}). '
+            f'{ENGINE_KEY}: got "{engine}", which the kernel refuses ({error.strerror}). '
             'Remove it, or set "threads".'
         ) from error
 
 
 def check_paths(paths: Sequence[Path]) -> None:
-    """Raises ConfigError for a path that is missing, no directory, read-only, or given twice."""
+    """Raise ConfigError for a path that is missing, no directory, read-only, or named twice."""
     if not paths:
         raise ConfigError(f"{PATH_KEY}: got no path, expected a directory on an NVMe disk.")
     for path in paths:
         if not path.is_dir():
-            what = "is not a directory" if path.exists() else "does not exist"
+            problem = "is not a directory" if path.exists() else "does not exist"
             raise ConfigError(
-                f'{PATH_KEY}: "{path}" {what}, expected a directory on an NVMe disk. '
+                f'{PATH_KEY}: "{path}" {problem}, expected a directory on an NVMe disk. '
                 "Make it (and mount the disk), or name another."
             )
         if not os.access(path, os.W_OK | os.X_OK):
-            raise unwritable(path, OSError(errno.EACCES, os.strerror(errno.EACCES)))
+            raise unwritable_error(path, OSError(errno.EACCES, os.strerror(errno.EACCES)))
     if len({path.resolve() for path in paths}) < len(paths):
         names = ", ".join(map(str, paths))
         raise ConfigError(f"{PATH_KEY}: got one directory twice in {names}. Name each once.")
 
 
-def unwritable(path: Path, error: OSError) -> ConfigError:
-    """The error for a path in which nothing can be made."""
+def unwritable_error(path: Path, error: OSError) -> ConfigError:
+    """The error for a path in which no file can be created."""
     return ConfigError(
         f'{PATH_KEY}: "{path}" cannot be written ({error.strerror}). Give this user the right to '
         "write there (or mount it read-write), or name another directory."
@@ -582,7 +655,7 @@ def unwritable(path: Path, error: OSError) -> ConfigError:
 
 
 def check_space(need_bytes: Mapping[Path, int]) -> None:
-    """Raises BudgetError when a file system has less room than the paths on it need together."""
+    """Raise BudgetError if a file system has less room than the paths on it need together."""
     by_device: dict[int, list[Path]] = {}
     for path in need_bytes:
         by_device.setdefault(path.stat().st_dev, []).append(path)
@@ -590,22 +663,24 @@ def check_space(need_bytes: Mapping[Path, int]) -> None:
         need = sum(need_bytes[path] for path in paths)
         have = free_bytes(paths[0])
         if need > have:
-            raise no_space(paths, need, have)
+            raise no_space_error(paths, need, have)
 
 
-def no_space(paths: Sequence[Path], need_bytes: int, have_bytes: int) -> BudgetError:
+def no_space_error(paths: Sequence[Path], need_bytes: int, have_bytes: int) -> BudgetError:
     """The error for a disk that is too small."""
     names = ", ".join(f'"{path}"' for path in paths)
+    need = format_size(need_bytes, round_up=True)
+    have = format_size(have_bytes)
+    missing = format_size(need_bytes - have_bytes, round_up=True)
     return BudgetError(
-        f"{PATH_KEY}: what spills to {names} needs {format_size(need_bytes, round_up=True)}, and "
-        f"the disk has {format_size(have_bytes)} free. Free "
-        f"{format_size(need_bytes - have_bytes, round_up=True)} there, add a path on another disk, "
-        "or give more to stronghold.host_memory so that less spills.",
+        f"{PATH_KEY}: state that spills to {names} needs {need}, and the disk has {have} free. "
+        f"Free {missing}, add a path on another disk, or give more to stronghold.host_memory so "
+        "that less spills.",
         need_bytes=need_bytes,
     )
 
 
 def free_bytes(path: Path) -> int:
-    """What this user may still write under `path`, in whole pages."""
+    """Bytes that this user may still write under `path`, in whole pages."""
     status = os.statvfs(path)
     return status.f_bavail * status.f_frsize // ALIGNMENT * ALIGNMENT

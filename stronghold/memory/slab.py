@@ -1,30 +1,34 @@
 """Host memory from the system: slabs, files as memory, and a pinned pool.
 
-Owns the mappings, their advice, and what becomes of them in a forked process; each lives as long as
-a tensor over it. Never knows what lies in it. Any thread may enter.
+Owns the mappings, their advice to the kernel, and their fate in a forked process. A mapping lives
+as long as a tensor over it. Never knows what lies in a mapping. Any thread may enter.
 
-[Note: fork] Data loaders fork. A copy-on-write child would make every later write of the parent
-copy its page: twice the host memory, and pinned pages that the device no longer reaches. So slabs
-are not inherited (MADV_DONTFORK). But the child inherits the Python objects that will unmap them,
-at addresses where its own allocator may have mapped something else by then. The handler therefore
-puts an empty reservation at each address, first thing in the child: unmapping that is harmless, and
-reading a slab there ends the child rather than giving it zeros.
+[Note: fork] Data loaders fork. A child that inherited slabs copy-on-write would make every later
+write of the parent copy its page: twice the host memory, and pinned pages that the device no longer
+reaches. So:
+    1. The parent maps each slab with MADV_DONTFORK: the child does not inherit it.
+    2. The child inherits the Python objects that will unmap the slab. Its own allocator may have
+       mapped other memory at that address by then.
+    3. The fork handler runs first in the child. It puts an empty reservation at each address. To
+       unmap that is harmless. To read a slab there ends the child, and never gives zeros.
 
-[Note: distance] Slabs that are mapped one after the other lie side by side, so that arrays of a
-layer would lie exactly their size apart. Where that is 2^28 or 2^29 bytes, an AMD EPYC (Zen) runs
-updates over them at 14 to 20 GB/s, and at 32 to 49 with one page of addresses between them, which
-is never touched (fp32, two threads). With a page or two more a mapping's number
-of pages is odd: any two of 256 neighbours lie no multiple of 2^20 bytes apart.
+[Note: distance] Slabs that are mapped one after the other lie side by side. Arrays of a layer would
+then lie exactly their size apart. If that is 2^28 or 2^29 bytes, an AMD EPYC (Zen) runs updates
+over them at 14 to 20 GB/s. It runs them at 32 to 49 GB/s with one page of addresses between them,
+which is never touched (fp32, two threads). A mapping has an odd number of pages: one or two more
+than the slab. So any two of 256 neighbours lie no multiple of 2^20 bytes apart.
 
-[Note: coherence] The bytes of a mapped file are also transferred past the page cache (O_DIRECT).
-The kernel writes dirty pages back before such a transfer and drops the pages of what was written
-after it, so that a mapping shows what is in the file; what it does not promise is the outcome of a
-race between the two. Callers read a mapping between steps, when no transfer is under way, and
-`flush` what they have written to it before the next transfer begins.
+[Note: coherence] A mapped file is also read and written past the page cache (O_DIRECT).
+    1. The kernel writes dirty pages back before such a transfer.
+    2. The kernel drops the pages of written bytes after the transfer. So the mapping shows the
+       file's bytes.
+    3. The kernel does not order a mapping's access and a transfer that race. So callers access a
+       mapping between steps, when no transfer is under way.
+    4. Callers `flush` their writes before the next transfer begins.
 
-[Note: unreadable pages] A page that cannot be read, of a truncated file or a failing disk, ends the
-process with SIGBUS: Python has no error for it. So `NvmeStore.check` comes before reads, and after
-a failure weights are read back through the store, never here.
+[Note: unreadable pages] A page that cannot be read (a truncated file, a failing disk) ends the
+process with SIGBUS: Python has no error for it. So `NvmeStore.check` runs before reads. After a
+failure weights are read back through the store, never through a mapping.
 """
 
 from __future__ import annotations
@@ -42,7 +46,7 @@ from typing import Any
 
 import torch
 
-from stronghold.device.base import Device
+from stronghold.devices.base import Device
 from stronghold.errors import BudgetError, ConfigError, format_size
 from stronghold.limits import available_host_bytes
 from stronghold.process import Neighbours
@@ -57,18 +61,21 @@ _live: weakref.WeakKeyDictionary[mmap.mmap, int] = weakref.WeakKeyDictionary()
 
 
 def map_slab(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """A flat zero tensor on its own anonymous mapping: exact size, page-aligned, committed page by
-    page at first touch, not inherited by forked processes ([Note: fork]), and no multiple of a
-    large power of two from the one mapped before ([Note: distance]).
+    """Allocate a flat tensor of `numel` zeros on its own anonymous mapping.
 
-    Never torch's pinned allocator, which rounds up to powers of two.
+    The mapping has the exact size and is page-aligned. The system commits a page at its first
+    touch. Forked processes do not inherit it ([Note: fork]). It lies no multiple of a large power
+    of two from the one mapped before ([Note: distance]). Torch's pinned allocator is not used: it
+    rounds up to powers of two.
     """
     if numel == 0:
         return torch.empty(0, dtype=dtype)
-    # Private: the default is shared memory, which gets no huge pages unless the system is told to.
+    # Private: the default is shared memory, which gets huge pages only by a system setting.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    pages = -(-numel * dtype.itemsize // mmap.PAGESIZE) + 1 | 1  # [Note: distance]
-    return _slab(mmap.mmap(-1, pages * mmap.PAGESIZE, flags=flags), dtype, numel)
+    slab_pages = -(-numel * dtype.itemsize // mmap.PAGESIZE)
+    num_pages = slab_pages + 1 | 1  # the next odd number: [Note: distance]
+    mapping = mmap.mmap(-1, num_pages * mmap.PAGESIZE, flags=flags)
+    return _slab(mapping, dtype, numel)
 
 
 def meta_slab(numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -100,7 +107,7 @@ if hasattr(os, "register_at_fork") and hasattr(mmap, "MADV_DONTFORK"):
 
 
 def trim_heap() -> None:
-    """Give the free pages of the C library's heap back to the system; nothing without glibc."""
+    """Give the free pages of the C library's heap back to the system. Needs glibc, else nothing."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -114,34 +121,39 @@ _MS_SYNC = 4
 _FAILED = ctypes.c_void_p(-1).value
 
 
-def map_files(parts: Sequence[tuple[int, int, int]], what: str) -> torch.Tensor:
-    """The parts, (descriptor, offset, nbytes) in multiples of pages, side by side as flat bytes.
+def map_files(parts: Sequence[tuple[int, int, int]], name: str) -> torch.Tensor:
+    """Map parts of files side by side, and return them as one flat uint8 tensor.
 
-    Writes go to the files. A descriptor may be closed and its file unlinked afterwards. `what`
-    names the bytes in the OSError of a file system that cannot map.
+    `parts`: (descriptor, offset, bytes), in multiples of pages. `name`: of the bytes, for errors.
+    Writes to the tensor go to the files. A descriptor may be closed afterwards, and its
+    file unlinked. Raises `OSError` if the file system cannot map files.
     """
     total = sum(nbytes for _, _, nbytes in parts)
     if not total:
         return torch.empty(0, dtype=torch.uint8)
     libc = _libc()
     reserve = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-    address = _checked(libc.mmap(None, total, _PROT_NONE, reserve, -1, 0), what)
-    at = address
+    begin = _checked(libc.mmap(None, total, _PROT_NONE, reserve, -1, 0), name)
+    address = begin
     try:
         for descriptor, offset, nbytes in parts:
             flags = mmap.MAP_SHARED | _MAP_FIXED
-            _checked(libc.mmap(at, nbytes, _PROT_READ_WRITE, flags, descriptor, offset), what)
-            at += nbytes
+            mapped = libc.mmap(address, nbytes, _PROT_READ_WRITE, flags, descriptor, offset)
+            _checked(mapped, name)
+            address += nbytes
     except OSError:
-        libc.munmap(address, total)
+        libc.munmap(begin, total)
         raise
-    memory = (ctypes.c_byte * total).from_address(address)
-    weakref.finalize(memory, libc.munmap, address, total).atexit = False
+    memory = (ctypes.c_byte * total).from_address(begin)
+    weakref.finalize(memory, libc.munmap, begin, total).atexit = False
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def check_mappings(nbytes: int, num_files: int, unit_bytes: int) -> None:
-    """ConfigError when `nbytes` striped over the files need more mappings than a process gets."""
+    """Raise ConfigError if `nbytes` striped over the files need more mappings than a process gets.
+
+    `unit_bytes`: size of a stripe.
+    """
     limit = int(MAX_MAPPINGS.read_text()) // 2 if MAX_MAPPINGS.exists() else 1 << 15
     need = -(-nbytes // unit_bytes)
     if num_files > 1 and need > limit:
@@ -149,49 +161,51 @@ def check_mappings(nbytes: int, num_files: int, unit_bytes: int) -> None:
         raise ConfigError(
             f"stronghold.nvme.block: got {unit_bytes} bytes, but weights on {num_files} disks are "
             f"mapped block by block, and {need} blocks are more than the {limit} that the system "
-            f"lets us map (half of vm.max_map_count); raise block to at least {least}, or name one "
+            f"allows (half of vm.max_map_count). Raise block to at least {least}, or name one "
             "path in stronghold.nvme.path"
         )
 
 
 def flush(mapped: torch.Tensor) -> None:
-    """Write what was changed in the mapping to its files. OSError when a disk refuses."""
+    """Write the changes of a mapping to its files. Raises `OSError` if a disk refuses."""
     if mapped.nbytes and _libc().msync(mapped.data_ptr(), mapped.nbytes, _MS_SYNC):
         number = ctypes.get_errno()
         raise OSError(number, f"msync of {mapped.nbytes} bytes: {os.strerror(number)}")
 
 
-def _checked(address: int | None, what: str) -> int:
+def _checked(address: int | None, name: str) -> int:
     if address == _FAILED or address is None:
         number = ctypes.get_errno()
-        raise OSError(number, f"{what} cannot be mapped: {os.strerror(number)}")
+        raise OSError(number, f"{name} cannot be mapped: {os.strerror(number)}")
     return address
 
 
 def _libc() -> Any:
     libc = ctypes.CDLL(None, use_errno=True)
-    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    pointer, size, number, offset = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_long
     libc.mmap.restype = pointer
-    libc.mmap.argtypes = [pointer, size, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    libc.mmap.argtypes = [pointer, size, number, number, number, offset]
     libc.munmap.argtypes = [pointer, size]
-    libc.msync.argtypes = [pointer, size, ctypes.c_int]
+    libc.msync.argtypes = [pointer, size, number]
     return libc
 
 
 # -- pinned memory that is taken in turn -----------------------------------------------------------
 PIECE_BYTES = 512  # pieces begin at multiples of it
-GROWTH = 8  # what is pinned grows by an eighth at least: pinning takes a call, and cuts copies
+GROWTH = 8  # pinned memory grows by an eighth at least: a call to pin takes time, and cuts copies
 
 
 class PinnedPool:
-    """Pinned memory that is taken in turn, at most `room_bytes` (None: what the system has when the
-    first piece is taken). `expected_bytes`, 0 where unknown, are pinned with the first piece, in
-    one call; what is needed beyond them is pinned in steps.
+    """A pool of pinned (page-locked) memory, of at most `room_bytes`.
 
-    Pieces are given first fit by address, so that what comes and goes as a stack (activations:
-    forward saves, backward takes back) leaves no holes, whatever its sizes are: what is pinned is
-    the most that was ever taken at once, or what was expected. Entered by the training thread and
-    by autograd's in backward; `give` by any.
+    room_bytes      None: what the system has when the first piece is taken
+    expected_bytes  pinned with the first piece, in one call; 0 if unknown. Further memory is pinned
+                    in steps
+
+    Pieces are given first fit by address. Activations come and go as a stack: forward saves,
+    backward takes back. So they leave no holes, whatever their sizes are, and the pool pins no more
+    than was expected, or than was ever taken at once. The training thread takes pieces, and
+    autograd's thread in backward. Any thread may give them back.
     """
 
     def __init__(self, device: Device, room_bytes: int | None, *, expected_bytes: int = 0) -> None:
@@ -206,28 +220,41 @@ class PinnedPool:
         self.num_bytes = 0  # pinned
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """`nbytes` of it, contents undefined, until `give`; BudgetError where there is no room."""
-        size = -(-nbytes // PIECE_BYTES) * PIECE_BYTES
+        """Take a piece until `give`: a flat uint8 tensor of `nbytes`, with undefined contents.
+
+        Raises BudgetError if the pool has no room.
+        """
+        size = _padded(nbytes)
         self._merge_returned()
-        place = next((k for k, (begin, end) in enumerate(self._free) if end - begin >= size), None)
-        if place is None:
+        number = self._first_fit(size)
+        if number is None:
             self._grow(size)
-            place = len(self._free) - 1
-        begin, end = self._free.pop(place)
+            number = len(self._free) - 1
+        begin, end = self._free.pop(number)
         if end - begin > size:
-            self._free.insert(place, (begin + size, end))
+            self._free.insert(number, (begin + size, end))
         assert self._arena is not None
         return self._arena[begin : begin + nbytes]
 
+    def _first_fit(self, size: int) -> int | None:
+        """Number of the first free range of at least `size` bytes, or None."""
+        for number, (begin, end) in enumerate(self._free):
+            if end - begin >= size:
+                return number
+        return None
+
     def give(self, piece: torch.Tensor) -> None:
-        """Nobody will use the piece any more, or only what is ordered before its next user."""
+        """Give a piece back.
+
+        Operations that still use it are ordered before those of the next user.
+        """
         begin = int(piece.storage_offset())
-        self._returned.append((begin, begin + -(-piece.numel() // PIECE_BYTES) * PIECE_BYTES))
+        self._returned.append((begin, begin + _padded(piece.numel())))
 
     def close(self) -> None:
         """Unpin everything. Safe to call twice."""
-        for part in self._pinned:
-            self._device.unpin(part)
+        for memory in self._pinned:
+            self._device.pinning.unpin(memory)
         self._pinned.clear()
         self._free.clear()
         self._arena = None
@@ -246,43 +273,51 @@ class PinnedPool:
         self._free = merged
 
     def _grow(self, size: int) -> None:
-        """Pin more, behind what is pinned: the last free range then has `size` bytes at least."""
+        """Pin more memory behind the pinned part: the last free range then has `size` bytes."""
         if self._arena is None:
             if self._room_bytes is None:
                 self._room_bytes = available_host_bytes()
-            pages = max(0, self._room_bytes) // PAGE_BYTES
+            num_pages = max(0, self._room_bytes) // PAGE_BYTES
             # Addresses, not memory: pages are committed when they are pinned or written.
-            self._arena = map_slab(pages * PAGE_BYTES, torch.uint8)
+            self._arena = map_slab(num_pages * PAGE_BYTES, torch.uint8)
         begin = self.num_bytes
-        last = self._free[-1] if self._free and self._free[-1][1] == begin else (begin, begin)
-        missing = size - (last[1] - last[0])
+        ends_free = bool(self._free) and self._free[-1][1] == begin
+        free_begin = self._free[-1][0] if ends_free else begin
+        missing = size - (begin - free_begin)
         room = self._arena.numel() - begin
         if missing > room:
             raise BudgetError(
                 f"offloaded activations need {format_size(begin + missing)} of host memory at "
-                f"once, {format_size(self._arena.numel())} are left beside the plan's; raise "
+                f"once, and {format_size(self._arena.numel())} are left beside the plan's. Raise "
                 'stronghold.host_memory or add RAM, set stronghold.activations to "recompute", or '
                 "lower the micro-batch"
             )
         ahead = self._expected_bytes if begin == 0 else begin // GROWTH
-        more = -(-max(missing, ahead) // PAGE_BYTES) * PAGE_BYTES
-        more = min(more, room)
-        part = self._arena[begin : begin + more]
-        self._device.pin(part)
-        self._pinned.append(part)
-        self.num_bytes += more
-        if last[1] > last[0]:
+        wanted = -(-max(missing, ahead) // PAGE_BYTES) * PAGE_BYTES
+        added = min(wanted, room)
+        memory = self._arena[begin : begin + added]
+        self._device.pinning.pin(memory)
+        self._pinned.append(memory)
+        self.num_bytes += added
+        if free_begin < begin:
             self._free.pop()
-        self._free.append((last[0], begin + more))
+        self._free.append((free_begin, begin + added))
+
+
+def _padded(nbytes: int) -> int:
+    """`nbytes`, rounded up to whole pieces of the pool."""
+    return -(-nbytes // PIECE_BYTES) * PIECE_BYTES
 
 
 # -- memory that processes have in common ----------------------------------------------------------
 class NodeMemory:
-    """Memory that the processes of one node have in common: `nbytes` of zeros in a file of memory
-    without a name, which the first of them makes and the others open. The kernel frees it with the
-    last process that has it open or mapped, however that ends: nothing is left behind, and the size
-    of /dev/shm does not matter. ConfigError where a process cannot open another's memory: in
-    containers of their own."""
+    """Memory that the processes of one node share: `nbytes` of zeros.
+
+    It is a file of memory without a name. The first process makes it, and the others open it. The
+    kernel frees it with the last process that has it open or mapped, however that ends. The size of
+    /dev/shm does not matter. Raises ConfigError if a process cannot open another's memory, as in
+    containers of their own.
+    """
 
     def __init__(self, name: str, nbytes: int, neighbours: Neighbours) -> None:
         self._descriptor = -1
@@ -309,18 +344,18 @@ class NodeMemory:
         self.bytes = _slab(mapping, torch.uint8, nbytes)
 
     def part(self, begin: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """`numel` elements from byte `begin` on."""
+        """A flat view of `numel` elements from byte `begin` on."""
         return self.bytes[begin : begin + numel * dtype.itemsize].view(dtype)
 
     def make_private(self) -> None:
-        """From now on writes stay in this process: pages are copied when they are written."""
+        """Keep writes in this process from now on: it copies a page when it writes it."""
         address, nbytes = self.bytes.data_ptr(), self.bytes.numel()
         flags, descriptor = mmap.MAP_PRIVATE | _MAP_FIXED, self._descriptor
-        found = _libc().mmap(address, nbytes, _PROT_READ_WRITE, flags, descriptor, 0)
-        _checked(found, "the node's weights, as this process's own,")
+        mapped = _libc().mmap(address, nbytes, _PROT_READ_WRITE, flags, descriptor, 0)
+        _checked(mapped, "the node's weights, as this process's own,")
 
     def close(self) -> None:
-        """Close the file; tensors over it keep the mapping. Safe to call twice."""
+        """Close the file. Tensors over it keep the mapping. Safe to call twice."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

@@ -1,14 +1,16 @@
-"""Tiers: the pieces in which arrays of staged homes pass the host.
+"""Tiers: how arrays of staged homes pass through host memory, piece by piece.
 
-A staged home (`plan.homes`: files, or another place that kernels cannot address) has one store.
-Owns the use of the staging ring's entries and the lock of the one that serves checkpoints. Never
-decides what lies where (the plan does) nor when a piece moves (`runtime` does). The training thread
-makes it; `begin` is called by lanes, `staged` by the training thread and the io lane.
+A staged home (`plan.homes`) is a place that kernels cannot address, such as a file. Each has one
+store. Load (swap in) copies a piece from a store to host memory. Spill (swap out) copies it back.
+
+Owns the use of the staging ring's entries, and the lock of the entry that serves checkpoints. Never
+decides where an array lies (the plan does), nor when a piece moves (`runtime` does). The training
+thread constructs it. Lanes call `begin`. The training thread and the io lane call `staged_pieces`.
 
 [Note: a piece] One entry holds elements [begin, end) of several arrays of one range of a layer, one
-array after the other. Ranges are padded to the layout's `page_numel` elements and pieces are cut at
-its multiples, so that every array's part begins and ends on a page, whatever its element size and
-however many elements have one item together. The arrays of a piece may have different staged homes.
+array after the other. Ranges are padded to the layout's `page_numel` elements, and pieces are cut
+at its multiples. So each array's bytes begin and end on a page, whatever its element size, and
+however many elements share one item. The arrays of a piece may have different staged homes.
 """
 
 from __future__ import annotations
@@ -17,13 +19,13 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import torch
 
-from stronghold.device.base import Device, Fence, Lane, Record, dependences, submitted
-from stronghold.memory.buffers import Entry, Ring
+from stronghold.devices.base import Device, Fence, Lane, Record, dependences, submitted
+from stronghold.devices.lane_name import LaneName
+from stronghold.memory.buffers import EntryRing, HostEntry
 from stronghold.memory.layer import LayerState
 from stronghold.memory.slab import map_slab
 from stronghold.memory.staging import NO_RING, StagingRing
@@ -33,51 +35,62 @@ from stronghold.model.layout import ModelLayout, Shards
 from stronghold.optim.states import Formats, items
 from stronghold.plan.homes import ALL_ON_HOST, FILE, Home, Homes
 
+FILE_LANES = (LaneName.LOAD, LaneName.STAGE, LaneName.SPILL)
+# Access to a piece: read its values; edit them; replace all of them without a read.
 Mode = Literal["read", "edit", "replace"]
+
+# Flat host tensors by array name, in the dtypes of one range.
 Views = dict[str, torch.Tensor]
 
-
+# Blocks until transfers under way have ended.
 Wait = Callable[[], None]
-"""Of transfers under way: returns when they have ended."""
 
-NOTHING = NullStore(())
+NO_STORE = NullStore(())
 
 
 @dataclass(slots=True, eq=False)
-class _Begun:
-    """One transfer, begun in its turn or by the one before it."""
+class _QueuedTransfer:
+    """One transfer in a lane's queue, which may start before its turn ([Note: no pause]).
 
-    begin: Callable[[], Wait]
+    `start` starts it. `started`: its wait, once it was started early. `following`: the next in the
+    queue, or None.
+    """
+
+    start: Callable[[], Wait]
     after: Sequence[Fence]
-    begun: Wait | None = None
-    following: _Begun | None = None
+    started: Wait | None = None
+    following: _QueuedTransfer | None = None
 
     def run(self) -> None:
-        wait = self.begun or self.begin()
-        following, self.following = self.following, None
-        if following is not None and following.may_begin:
-            with contextlib.suppress(OSError):  # it tries again in its turn, and tells
-                following.begun = following.begin()
+        wait = self.started or self.start()
+        following = self.following
+        self.following = None
+        if following is not None and following.may_start:
+            with contextlib.suppress(OSError):  # it starts again in its turn, and raises there
+                following.started = following.start()
         wait()
 
     @property
-    def may_begin(self) -> bool:
+    def may_start(self) -> bool:
         return all(fence.done and not fence.failed for fence in self.after)
 
 
 class Transfers:
     """Transfers of files on one lane, without a pause between them.
 
-    [Note: no pause] A lane that waits for a piece before it begins the next one lets the disk run
-    dry at every piece's end: 3 to 6 % of its rate with pieces of 32 MiB. So a piece that runs
-    begins its successor first, if that could run: its fences are done and none of them failed. All
-    else is as if it had begun in its turn; whatever is wrong with it is told there. Only what an
-    operation declares orders it behind other transfers: it may begin before the one that was
-    submitted earlier ends.
+    [Note: no pause] A disk runs dry at the end of every piece if its lane waits for the piece
+    before it starts the next one. That costs 3 to 6 % of its rate with pieces of 32 MiB. So:
+        1. The lane runs piece A: it starts A's transfer, unless that was started early.
+        2. The lane starts the transfer of B, the next piece in the queue, if all fences of B are
+           done and none failed.
+        3. The lane waits for A.
+        4. The lane runs piece B, whose transfer is under way.
+    Errors of B surface in step 4. A transfer is ordered behind others only by its declared reads,
+    writes and fences: B may start before A ends.
     """
 
     def __init__(self) -> None:
-        self._last: _Begun | None = None
+        self._last: _QueuedTransfer | None = None
 
     def submit(
         self,
@@ -90,23 +103,39 @@ class Transfers:
         writes: Sequence[Record] = (),
         nbytes: int,
     ) -> Fence:
-        """As `Lane.submit`, of the transfer that `begin` starts."""
+        """Queue a transfer on `lane`. `begin` starts it. All other arguments as `Lane.submit`."""
         after = dependences(after, reads, writes)
-        piece = _Begun(begin, after)
-        fence = lane.submit(operation, piece.run, after, nbytes=nbytes)
-        # Only what will have its turn may be begun before it: an interrupt may have ended us here.
+        transfer = _QueuedTransfer(begin, after)
+        fence = lane.submit(operation, transfer.run, after, nbytes=nbytes)
+        # Linked after the submit: an interrupt may end this call between the two, and a transfer
+        # that will never run must not be started early.
         if self._last is not None:
-            self._last.following = piece
-        self._last = piece
+            self._last.following = transfer
+        self._last = transfer
         return submitted(fence, reads, writes)
 
 
-class Tiers:
-    """The staged arrays of one model: `stores` has one store for each staged home of `homes`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PieceTransfer:
+    """The read or write of one piece: `views` are elements [begin, end) of a layer's arrays."""
 
-    Pieces pass `ring`: its first entry serves `staged`, the next `ring.num_updates` updates, the
-    others fetches. Of several ranks each has the elements of `shards` in its own stores; all
-    elements are counted from the layer's first one.
+    tiers: Tiers
+    verb: Verb
+    layer: int
+    begin: int
+    end: int
+    views: Views
+
+    def start(self) -> Wait:
+        return self.tiers.begin(self.verb, self.layer, self.begin, self.end, self.views)
+
+
+class Tiers:
+    """The staged arrays of one model. `stores` has one store for each staged home of `homes`.
+
+    Pieces pass through `ring`. Its first entry serves `staged_pieces`, the next `ring.num_updates`
+    serve updates, and the others serve fetches. Each rank has the elements of `shards` in stores of
+    its own. Elements are counted from the layer's first one on every rank.
     """
 
     def __init__(
@@ -123,109 +152,151 @@ class Tiers:
         self._page_numel = layout.page_numel
         self.shards = shards or Shards()
         self.formats = formats
-        self.homes, self.stores, self.ring = homes, dict(stores or {}), ring
+        self.homes = homes
+        self.stores = dict(stores or {})
+        self.ring = ring
         self._maps = [array_maps(layer, formats, self.shards) for layer in layout.layers]
-        self._extents = {
-            (extent.layer, extent.array): extent
-            for extent in extent_requests(layout, formats, homes, self.shards)
-        }
+        extents = extent_requests(layout, formats, homes, self.shards)
+        self._extents = {(extent.layer, extent.array): extent for extent in extents}
         self._store_of = {key: self.stores[homes[key]] for key in self._extents}
-        self._staged = threading.Lock()
-        entries = [Entry(memory) for memory in ring.entries]
-        self._other = entries[0].memory if entries else torch.empty(0, dtype=torch.uint8)
-        self.updates = Ring(entries[1 : 1 + ring.num_updates])
-        self.fetches = Ring(entries[1 + ring.num_updates :])
-        self._transfers = {lane: Transfers() for lane in ("load", "stage", "spill")}
+        entries = [HostEntry(memory) for memory in ring.entries]
+        first_update, first_fetch = 1, 1 + ring.num_updates
+        self.updates = EntryRing(entries[first_update:first_fetch])
+        self.fetches = EntryRing(entries[first_fetch:])
+        self._access_memory = entries[0].memory if entries else torch.empty(0, dtype=torch.uint8)
+        self._access_lock = threading.Lock()
+        self._transfers = {lane: Transfers() for lane in FILE_LANES}
 
     @property
     def store(self) -> Store:
-        """The store of the files; one without bytes, where nothing lies in files."""
-        return self.stores.get(FILE, NOTHING)
+        """The store of the files. A store without bytes if nothing lies in files."""
+        return self.stores.get(FILE, NO_STORE)
 
     @property
     def bytes_read(self) -> int:
-        """From all stores."""
+        """Bytes read from all stores."""
         return sum(store.bytes_read for store in self.stores.values())
 
     @property
     def bytes_written(self) -> int:
-        """To all stores."""
+        """Bytes written to all stores."""
         return sum(store.bytes_written for store in self.stores.values())
 
     @property
     def stored_bytes(self) -> int:
-        """What all stores keep."""
+        """Bytes that all stores keep."""
         return sum(store.file_bytes for store in self.stores.values())
 
     def check(self) -> None:
-        """`OSError` where what `mapped` gave cannot be read any more."""
+        """Raise `OSError` if mapped memory of a store cannot be read any more."""
         for store in self.stores.values():
             store.check()
 
     # -- pieces -----------------------------------------------------------------------------------
-    def cuts(
-        self, layer: int, arrays: Sequence[str], begin: int = 0, end: int | None = None
+    def piece_spans(
+        self,
+        layer: int,
+        arrays: Sequence[str],
+        begin: int = 0,
+        end: int | None = None,
     ) -> Iterator[tuple[int, int]]:
-        """Spans of elements, each of one range and no more than an entry holds, that cover
-        [begin, end) of the layer (all of it that these arrays have here) at multiples of
-        `page_numel`."""
+        """Yield the pieces that cover elements [begin, end) of a layer's arrays.
+
+        Each is a span of elements of one range, cut at multiples of `page_numel`, and fits an
+        entry. Without `end` they cover all elements that these arrays have on this rank.
+        """
         page = self._page_numel
         stop = self._layers[layer].numel if end is None else end
-        for low, high in self._spans(layer, arrays):
-            first, last = max(low, begin // page * page), min(high, -(-stop // page) * page)
+        page_begin = begin // page * page
+        page_end = -(-stop // page) * page
+        for low, high in self._stored_spans(layer, arrays):
+            first = max(low, page_begin)
+            last = min(high, page_end)
             if first >= last:
                 continue
-            step = self.ring.piece_bytes // self.nbytes(layer, arrays, low, low + page) * page
+            page_bytes = self.nbytes(layer, arrays, low, low + page)
+            step = self.ring.piece_bytes // page_bytes * page
             while first < last:
                 yield first, min(first + step, last)
                 first += step
 
-    def _spans(self, layer: int, arrays: Sequence[str]) -> Iterator[tuple[int, int]]:
-        """The elements that the store has of these arrays: of the weights alone every range's, else
-        this rank's shares of those that train and have one of the arrays."""
-        of_layer, maps = self._layers[layer], self._maps[layer]
+    def _stored_spans(self, layer: int, arrays: Sequence[str]) -> Iterator[tuple[int, int]]:
+        """The spans of elements that the stores have of these arrays.
+
+        The weights alone: every range. Else: this rank's shares of the ranges that train and have
+        one of the arrays.
+        """
+        layout = self._layers[layer]
+        maps = self._maps[layer]
         if tuple(arrays) == ("weights",):
-            yield from (each.span for each in of_layer.ranges if each.begin < each.end)
+            for layer_range in layout.ranges:
+                if layer_range.begin < layer_range.end:
+                    yield layer_range.span
             return
-        for begin, end in self.shards.trained(of_layer):
+        for begin, end in self.shards.trained(layout):
             if begin < end and any(maps[array].has(begin, end) for array in arrays):
                 yield begin, end
 
-    def views(
-        self, memory: torch.Tensor, layer: int, arrays: Sequence[str], begin: int, end: int
+    def piece_views(
+        self,
+        memory: torch.Tensor,
+        layer: int,
+        arrays: Sequence[str],
+        begin: int,
+        end: int,
     ) -> Views:
-        """Where elements [begin, end) of each array lie in an entry ([Note: a piece]). An array
-        that their range does not have is left out."""
-        made: Views = {}
-        at = 0
-        for array in arrays:
-            of_array = self._maps[layer][array]
-            if not of_array.has(begin, end):
-                continue
-            lies = of_array.bytes_of(begin, end)
-            nbytes = lies.stop - lies.start
-            made[array] = memory[at : at + nbytes].view(of_array.section(begin, end).dtype)
-            at += nbytes
-        return made
+        """Views of elements [begin, end) of each array in an entry's memory ([Note: a piece]).
 
-    def nbytes(self, layer: int, arrays: Sequence[str], begin: int, end: int) -> int:
-        """Bytes of a piece."""
+        `memory`: flat uint8 tensor. An array that the range does not have is left out.
+        """
+        views: Views = {}
+        offset = 0
+        for array in arrays:
+            array_map = self._maps[layer][array]
+            if not array_map.has(begin, end):
+                continue
+            span = array_map.bytes_of(begin, end)
+            nbytes = span.stop - span.start
+            dtype = array_map.section(begin, end).dtype
+            views[array] = memory[offset : offset + nbytes].view(dtype)
+            offset += nbytes
+        return views
+
+    def nbytes(
+        self,
+        layer: int,
+        arrays: Sequence[str],
+        begin: int,
+        end: int,
+    ) -> int:
+        """Bytes of the piece with elements [begin, end) of the arrays."""
         total = 0
         for array in arrays:
-            if self._maps[layer][array].has(begin, end):
-                lies = self._maps[layer][array].bytes_of(begin, end)
-                total += lies.stop - lies.start
+            array_map = self._maps[layer][array]
+            if array_map.has(begin, end):
+                span = array_map.bytes_of(begin, end)
+                total += span.stop - span.start
         return total
 
-    def begin(self, verb: Verb, layer: int, begin: int, end: int, views: Views) -> Wait:
-        """Begin to read elements [begin, end) of each array, or to write them. The result waits
-        until none of it is in flight, also when it failed; `OSError` names file, offset and
-        length."""
+    def begin(
+        self,
+        verb: Verb,
+        layer: int,
+        begin: int,
+        end: int,
+        views: Views,
+    ) -> Wait:
+        """Start to read elements [begin, end) of each array into its view, or to write them.
+
+        The result waits until nothing is in flight, also after an error. It raises `OSError` with
+        the file, offset and length of a failed transfer.
+        """
         with contextlib.ExitStack() as started:
             for array, memory in views.items():
-                first = self._maps[layer][array].bytes_of(begin, end).start
                 key = layer, array
-                transfer = self._store_of[key].submit(verb, self._extents[key], first, memory)
+                first_byte = self._maps[layer][array].bytes_of(begin, end).start
+                store = self._store_of[key]
+                transfer = store.submit(verb, self._extents[key], first_byte, memory)
                 started.callback(transfer.wait)
             return started.pop_all().close
 
@@ -237,18 +308,29 @@ class Tiers:
         begin: int,
         end: int,
         arrays: Sequence[str],
-        entry: Entry,
+        entry: HostEntry,
         *,
-        verb: str = "load",
+        lane: LaneName = LaneName.LOAD,
         what: str = "",
     ) -> Views:
-        """Queue a read of elements [begin, end) of `arrays` into `entry`: on the lane `verb`, which
-        is "stage" for a fetch. Returns where they will lie."""
-        views = self.views(entry.memory, state.index, arrays, begin, end)
-        self._transfers[verb].submit(
-            device.lane(verb),
-            f"{verb}{what} {state.index}",
-            partial(self.begin, "read", state.index, begin, end, views),
+        """Queue the load (swap in) of elements [begin, end) of `arrays` into `entry`.
+
+        `lane`: LOAD for an update, STAGE for a fetch. `what`: a word for the
+        operation's name. Returns the views of `entry` that the load fills.
+        """
+        views = self.piece_views(entry.memory, state.index, arrays, begin, end)
+        transfer = _PieceTransfer(
+            tiers=self,
+            verb="read",
+            layer=state.index,
+            begin=begin,
+            end=end,
+            views=views,
+        )
+        self._transfers[lane].submit(
+            device.lane(lane),
+            f"{lane}{what} {state.index}",
+            transfer.start,
             reads=state.records_of(arrays),
             writes=(entry.record,),
             nbytes=self.nbytes(state.index, arrays, begin, end),
@@ -262,78 +344,122 @@ class Tiers:
         begin: int,
         end: int,
         views: Views,
-        entry: Entry,
+        entry: HostEntry,
         after: Sequence[Fence],
         *,
         what: str = "",
     ) -> Fence:
-        """Queue the write of `views`, elements [begin, end) that lie in `entry`, to the files
-        that may be written after `after`."""
-        return self._transfers["spill"].submit(
-            device.lane("spill"),
+        """Queue the spill (swap out) of `views`: elements [begin, end) of arrays, in `entry`.
+
+        `after`: fences of the operations after which the stores may be written. `what`: a word for
+        the operation's name.
+        """
+        transfer = _PieceTransfer(
+            tiers=self,
+            verb="write",
+            layer=layer,
+            begin=begin,
+            end=end,
+            views=views,
+        )
+        return self._transfers[LaneName.SPILL].submit(
+            device.lane(LaneName.SPILL),
             f"spill{what} {layer}",
-            partial(self.begin, "write", layer, begin, end, views),
+            transfer.start,
             after,
             reads=(entry.record,),
             nbytes=sum(view.nbytes for view in views.values()),
         )
 
     # -- outside of the lanes ---------------------------------------------------------------------
-    def staged(
-        self, layer: int, arrays: Sequence[str], begin: int, end: int, mode: Mode
+    def staged_pieces(
+        self,
+        layer: int,
+        arrays: Sequence[str],
+        begin: int,
+        end: int,
+        mode: Mode,
     ) -> Iterator[tuple[int, int, Views]]:
-        """Elements [begin, end) of arrays that lie in files, piece by piece: (from, to, tensors).
+        """Yield elements [begin, end) of staged arrays, piece by piece: (begin, end, views).
 
-        A tensor is valid until the next piece. "edit" writes back what the caller made of it, and
-        "replace" too, whose caller writes every element. Nothing else may touch the range.
+        Views are valid until the next piece, which writes back what the caller of "edit" or
+        "replace" has changed. The caller of "replace" writes every element. No other thread may
+        touch these elements.
         """
-        # An iteration that an error ended lives as long as the error does: nobody waits for its
-        # entry.
-        mine = self._staged.acquire(blocking=False)
-        memory = self._other if mine else map_slab(len(self._other), torch.uint8)
+        # An iteration that an error ended lives as long as the error does, and keeps the lock. So
+        # a caller never waits for the entry, and takes memory of its own instead.
+        has_entry = self._access_lock.acquire(blocking=False)
+        memory = self._access_memory
+        if not has_entry:
+            memory = map_slab(len(self._access_memory), torch.uint8)
         try:
-            for low, high in self.cuts(layer, arrays, begin, end):
-                views = self.views(memory, layer, arrays, low, high)
-                first, last = max(begin, low), min(end, high)
+            for low, high in self.piece_spans(layer, arrays, begin, end):
+                views = self.piece_views(memory, layer, arrays, low, high)
+                first = max(begin, low)
+                last = min(end, high)
                 if mode != "replace":
-                    self.begin("read", layer, low, high, views)()
-                if mode == "replace" and first > low:  # of pages that are not replaced as a whole
+                    self._transfer_now("read", layer, low, high, views)
+                if mode == "replace" and first > low:  # the first page is replaced in part
                     self._load_page(layer, low, 0, views)
-                if mode == "replace" and last < high:
+                if mode == "replace" and last < high:  # the last page is replaced in part
                     self._load_page(layer, low, high - low - self._page_numel, views)
-                yield (
-                    first,
-                    last,
-                    {a: view[items(a, first - low, last - low)] for a, view in views.items()},
-                )
+                inner = {
+                    array: view[items(array, first - low, last - low)]
+                    for array, view in views.items()
+                }
+                yield first, last, inner
                 if mode != "read":
-                    self.begin("write", layer, low, high, views)()
+                    self._transfer_now("write", layer, low, high, views)
         finally:
-            if mine:
-                self._staged.release()
+            if has_entry:
+                self._access_lock.release()
 
-    def _load_page(self, layer: int, low: int, at: int, views: Views) -> None:
-        end = at + self._page_numel
-        page = {a: view[items(a, at, end)] for a, view in views.items()}
-        self.begin("read", layer, low + at, low + end, page)()
+    def _transfer_now(
+        self,
+        verb: Verb,
+        layer: int,
+        begin: int,
+        end: int,
+        views: Views,
+    ) -> None:
+        wait = self.begin(verb, layer, begin, end, views)
+        wait()
+
+    def _load_page(
+        self,
+        layer: int,
+        low: int,
+        first: int,
+        views: Views,
+    ) -> None:
+        """Load one page of elements, from `first` on, of a piece that begins at element `low`."""
+        last = first + self._page_numel
+        page = {array: view[items(array, first, last)] for array, view in views.items()}
+        self._transfer_now("read", layer, low + first, low + last, page)
 
     def mapped(self, layer: int, array: str) -> torch.Tensor:
-        """The array's bytes as memory that shows them: pages of the page cache ([Note: coherence]
-        of `slab`)."""
+        """The array's bytes as memory: pages of the page cache ([Note: coherence] of `slab`)."""
         return self._store_of[layer, array].mapped(self._extents[layer, array])
 
 
 def extent_requests(
-    layout: ModelLayout, formats: Formats, homes: Homes, shards: Shards, home: Home | None = None
+    layout: ModelLayout,
+    formats: Formats,
+    homes: Homes,
+    shards: Shards,
+    home: Home | None = None,
 ) -> list[Extent]:
-    """The extents of all that lies at `home`, or at any staged one, layer by layer. Of several
-    ranks each has its shares."""
+    """The extents of all arrays at `home`, or at any staged home, layer by layer.
+
+    Each rank has its shares (`shards`).
+    """
     requests = []
     for layer in layout.layers:
         arrays = homes.staged(layer.index) if home is None else homes.arrays(layer.index, home)
-        if arrays:
-            maps = array_maps(layer, formats, shards)
-            for array in arrays:
-                nbytes = maps[array].nbytes
-                requests.append(Extent(layer=layer.index, array=array, nbytes=nbytes))
+        if not arrays:
+            continue
+        maps = array_maps(layer, formats, shards)
+        for array in arrays:
+            nbytes = maps[array].nbytes
+            requests.append(Extent(layer=layer.index, array=array, nbytes=nbytes))
     return requests

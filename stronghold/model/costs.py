@@ -1,21 +1,27 @@
-"""Costs: what each layer's forward computes and moves, and what autograd keeps until backward.
+"""Costs: the FLOPs and bytes of each layer's forward, and the bytes that autograd saves.
 
-Owns the counting, by one forward pass over tensors without memory. Reads no value, leaves the model
-as it was. Entered by one thread, before training; needs neither a GPU nor weights.
+Owns the counting, by one forward pass over tensors without memory. Reads no value and leaves the
+model unchanged. One thread enters it, before training. It needs neither a GPU nor weights.
 
-A block that is called like one before it is not run again: it answers with tensors of the same
-shapes, and what the first one computed and saved is entered once more.
+The tracer does not run a block whose call is like an earlier one. It returns tensors of the same
+shapes, and counts the first call's costs again.
 
-[Note: shared] What enters two different blocks (rotary tables, masks, an encoder's output) is kept
-once, whatever policy the blocks have: it is charged to the resident layer that ran before them, and
-to no block.
+[Note: shared]
 
-[Note: alike] Calls are alike when the blocks' classes, settings and shapes of parameters are, and
-the inputs'. Settings are every attribute but the block's number: a difference that does not matter
-costs the time of tracing a block, an overlooked one would be a wrong number.
+1. A tensor may enter two different blocks: rotary tables, masks, an encoder's output.
+2. It is kept once, whatever the blocks' activation levels.
+3. It counts for the resident layer that ran before them, and for no block.
 
-[Note: replay] Whether a storage will be kept is known only after the operation that made it. So the
-timeline is recorded first and judged when everything is known.
+[Note: alike]
+
+1. Calls are alike if the blocks' classes, settings and shapes of parameters are equal, and the
+   shapes of the inputs.
+2. Settings are all attributes but the block's number.
+3. A difference without effect costs the time of tracing a block. An overlooked difference would
+   give a wrong number.
+
+[Note: replay] It is known only later whether the result of an operation is saved. So the tracer
+records the timeline first, and evaluates it at the end.
 """
 
 from __future__ import annotations
@@ -42,37 +48,43 @@ from stronghold.errors import ConfigError
 from stronghold.model.gpu_operators import (
     ATTENTION_KERNELS,
     MORE_FLOPS,
-    AsOnGpu,
-    Attended,
-    attended,
-    in_all,
+    AttentionCost,
+    GpuOperators,
+    attention_cost,
     is_causal,
+    total_attention,
 )
 from stronghold.model.logits import LogitsInParts
 from stronghold.model.operator_bytes import OperatorBytes
-from stronghold.model.partition import Layer, Partition
+from stronghold.model.partition import Partition
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Attributes that number a block.
 INDEX_NAMES = frozenset(
     {"block_idx", "idx", "index", "layer_id", "layer_idx", "layer_index", "layer_number"}
 )
-MAX_CONTAINER = 100  # a longer list is compared by identity
+MAX_CONTAINER = 100  # longer containers are compared by identity
 _IRRELEVANT = INDEX_NAMES | (vars(nn.Module()).keys() - {"training"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCost:
-    """One layer's forward of one micro-batch. `forward_flops`: of matrix products, convolutions and
-    attention, as torch's `FlopCounterMode` counts them (a causal attention like one without a
-    mask). `operator_bytes`: bytes of device memory that all other operators read and write
-    (`model.operator_bytes`). `saved_bytes`: what autograd keeps until backward, without parameters
-    and buffers, every storage once in the model. `boundary_bytes`: the tensors that enter a block,
-    which recomputation keeps in their place. Neither counts what enters several blocks ([Note:
-    shared]). `passing_bytes`: the most that it has at once beside what is saved; for the layer that
-    ran last, the head, also in the loss and its backward. `attention_*`: of a block's fused
-    attention, parts of `forward_flops` and `saved_bytes`; `causal_flops` of `attention_flops` are
-    of calls with a causal mask; `head_width` is the size of one head's query."""
+    """The costs of one layer's forward of one micro-batch.
+
+    forward_flops    products, convolutions and attention, as torch's `FlopCounterMode` counts
+                     them. A causal attention counts like one without a mask
+    operator_bytes   device memory that all other operators read and write (`model.operator_bytes`)
+    saved_bytes      tensors that autograd saves until backward, without parameters and buffers.
+                     Each storage counts once in the model
+    boundary_bytes   tensors that enter a block. Recomputation keeps them in place of saved tensors.
+                     Neither number counts a tensor that enters several blocks ([Note: shared])
+    passing_bytes    the most transient bytes at once, beside the saved ones. For the layer that ran
+                     last, the head, also in the loss and its backward
+    attention_flops, attention_bytes  shares of `forward_flops` and `saved_bytes` of a block's fused
+                     attention
+    causal_flops     share of `attention_flops` of calls with a causal mask
+    head_width       elements of one head's query
+    """
 
     forward_flops: float
     saved_bytes: int
@@ -87,8 +99,10 @@ class LayerCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCosts:
-    """By layer, for one micro-batch; `dtype` is the precision: "bf16", "fp16" or "fp32"; `seq`
-    the tokens of a sequence."""
+    """The costs of a model, by layer, for one micro-batch.
+
+    `dtype` is the precision: "bf16", "fp16" or "fp32". `seq` is the number of tokens of a sequence.
+    """
 
     layers: tuple[LayerCost, ...]
     dtype: str
@@ -104,24 +118,25 @@ def trace_costs(
     dtype: str,
     inputs: Mapping[str, Any] | None = None,
 ) -> ModelCosts:
-    """The costs of `model`, in training or evaluation mode as it is, on a GPU. Values of parameters
-    are not used. `inputs` are the keyword arguments of one call, on the meta device; without them
-    the model gets token ids of `batch` by `seq`, and labels where it takes them. Logits are
-    computed in parts where they are for the engine without a key (`logits`);
-    `scaled_dot_product_attention` costs what the fused kernel of a GPU does. Work outside the
-    layers' modules belongs to the resident layer that ran last.
+    """Count the costs of `model` on a GPU, in its present mode (training or evaluation).
 
-    ConfigError for arguments of forward that are not known here, and for a forward that depends on
-    values.
+    It uses no values of parameters. `inputs` are the keyword arguments of one call, on the meta
+    device. None: token ids int64 [batch, seq], and labels if the model takes them.
+
+    1. Logits are computed in parts if the engine does so by default (`model.logits`).
+    2. `scaled_dot_product_attention` costs as much as a GPU's fused kernel.
+    3. Work outside the layers' modules counts for the resident layer that ran last.
+
+    ConfigError if forward has arguments that are not known, or depends on values.
     """
-    given = dict(inputs) if inputs is not None else _token_inputs(model, batch, seq)
+    arguments = dict(inputs) if inputs is not None else _token_inputs(model, batch, seq)
     weights = _without_memory(model, DTYPES[dtype])
     tracer = _Tracer(partition, weights)
     named = {f"model.{name}": tensor for name, tensor in weights.items()}
     parts = LogitsInParts(model, None)
     with contextlib.closing(parts), tracer.attached(), torch.enable_grad():
         try:
-            functional_call(_Step(model, tracer), named, (), given)
+            functional_call(_Step(model, tracer), named, (), arguments)
         except Exception as error:
             reason = (str(error).splitlines() or [""])[0]
             raise ConfigError(
@@ -133,77 +148,86 @@ def trace_costs(
 
 
 class _Counts(NamedTuple):
-    """FLOPs, those of attention with a causal mask, and bytes of other operators."""
+    """Counts of a piece of the forward."""
 
-    flops: float
-    causal: float
-    nbytes: float
+    flops: float  # of products and attention
+    causal: float  # FLOPs of attention with a causal mask
+    nbytes: float  # of all other operators
 
 
 class _OneModule(contextlib.nullcontext[None]):
-    """For the counter: which module runs is known here, and hooks on every module's output would
-    make lazy logits real."""
+    """A module tracker without hooks, for torch's FLOP counter.
+
+    The tracer knows which module runs. Hooks on every module's output would compute lazy logits.
+    """
 
     parents = ("Global",)
 
 
 class _Step(nn.Module):
-    """Forward and backward while the model has the weights without memory: the user's own
-    checkpointing calls it again in backward."""
+    """Forward and backward while the model has weights without memory.
+
+    The user's own checkpointing calls the model again in backward, so both run inside.
+    """
 
     def __init__(self, model: nn.Module, tracer: _Tracer) -> None:
         super().__init__()
         self.model = model
         self._tracer = tracer
 
-    def forward(self, **given: Any) -> None:
-        # Of the output the loss alone lives on, as in a training loop.
-        self._tracer.trace_backward(_loss(self.model(**given)))
+    def forward(self, **arguments: Any) -> None:
+        # Only the loss of the output stays alive, as in a training loop.
+        self._tracer.trace_backward(_loss(self.model(**arguments)))
 
 
 def _loss(output: Any) -> torch.Tensor | None:
-    """The output's first scalar with a graph."""
-    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-    return next((leaf for leaf in leaves if leaf.requires_grad and leaf.numel() == 1), None)
+    """The first scalar of the output that has a graph; None if there is none."""
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.numel() == 1:
+            return leaf
+    return None
 
 
 def _token_inputs(model: nn.Module, batch: int, seq: int) -> dict[str, Any]:
-    """Arguments of a language model's forward: ids, labels where they are known, and no cache, as a
-    trainer calls it."""
+    """The arguments with which a trainer calls a language model's forward.
+
+    They are token ids int64 [batch, seq], labels if the model takes them, and no cache. ConfigError
+    if forward needs other arguments.
+    """
     parameters = inspect.signature(model.forward).parameters
     ids = torch.empty(batch, seq, dtype=torch.long, device="meta")
     known = {"input_ids": ids, "labels": ids, "use_cache": False}
-    given = {name: value for name, value in known.items() if name in parameters}
-    unnamed = [
-        name
-        for name, parameter in parameters.items()
-        if parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
-        and name not in given
-    ]
-    if "input_ids" not in given and unnamed:  # nanoGPT's `idx`, a Sequential's `input`
-        given[unnamed.pop(0)] = ids
-    if unnamed or not given:
+    arguments = {name: value for name, value in known.items() if name in parameters}
+    unknown: list[str] = []
+    for name, parameter in parameters.items():
+        is_variadic = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+        is_required = parameter.default is parameter.empty and not is_variadic
+        if is_required and name not in arguments:
+            unknown.append(name)
+    if "input_ids" not in arguments and unknown:  # nanoGPT's `idx`, a Sequential's `input`
+        arguments[unknown.pop(0)] = ids
+    if unknown or not arguments:
         raise ConfigError(
-            f"{type(model).__name__}.forward needs {', '.join(unnamed) or 'unnamed arguments'}, "
+            f"{type(model).__name__}.forward needs {', '.join(unknown) or 'unnamed arguments'}, "
             "which are not known here; expected a model that is called with input_ids (and labels)"
         )
-    return given
+    return arguments
 
 
 def _without_memory(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Parameters in `dtype` and buffers, by name, tied ones once, on the meta device."""
-    found: dict[str, torch.Tensor] = {}
+    """Parameters in `dtype`, and buffers, on the meta device, by name. Tied ones stand once."""
+    tensors: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
-        kind = dtype if parameter.is_floating_point() else parameter.dtype
-        found[name] = torch.empty_like(
-            parameter, dtype=kind, device="meta", requires_grad=parameter.requires_grad
+        weight_dtype = dtype if parameter.is_floating_point() else parameter.dtype
+        weight = torch.empty_like(
+            parameter, dtype=weight_dtype, device="meta", requires_grad=parameter.requires_grad
         )
         if parameter.requires_grad:
-            found[name].register_post_accumulate_grad_hook(_drop_gradient)
+            weight.register_post_accumulate_grad_hook(_drop_gradient)
+        tensors[name] = weight
     for name, buffer in model.named_buffers():
-        found[name] = torch.empty_like(buffer, device="meta")
-    return found
+        tensors[name] = torch.empty_like(buffer, device="meta")
+    return tensors
 
 
 def _drop_gradient(parameter: torch.Tensor) -> None:
@@ -212,21 +236,21 @@ def _drop_gradient(parameter: torch.Tensor) -> None:
 
 # -- tracing --------------------------------------------------------------------------------------
 class _Tracer:
-    """The books of one forward pass: who is running, what was saved, what entered which block."""
+    """The records of one forward pass: the running layers, saved tensors, and blocks' inputs."""
 
     def __init__(self, partition: Partition, weights: Mapping[str, torch.Tensor]) -> None:
         self._partition = partition
         self._flops = [0.0] * len(partition.layers)
         self._causal_flops = [0.0] * len(partition.layers)
         self._operator_bytes = [0.0] * len(partition.layers)
-        self._saved: list[tuple[int, int]] = []  # (layer, storage), first come first served
+        self._saved: list[tuple[int, int]] = []  # (layer, storage); a storage's first layer counts
         self._entered: dict[int, set[int]] = {}  # storage -> blocks
         self._around: dict[int, int] = {}  # storage -> resident layer that ran last, on entry
         self._bytes: dict[int, int] = {}
-        # Storages by identity; held, so that none is reused for another.
+        # Storages by identity. They are kept alive, so that no identity is used again.
         self._held: dict[int, torch.UntypedStorage] = {}
-        self._attended: list[list[Attended]] = [[] for _ in partition.layers]
-        self._passing = Passing(lambda: self._now, self._attend)
+        self._attended: list[list[AttentionCost]] = [[] for _ in partition.layers]
+        self._passing = TransientBytes(self)
         self._weights = {self._key(tensor) for tensor in weights.values()}
         self._running: list[int] = []
         self._forward_is_over = False
@@ -238,48 +262,54 @@ class _Tracer:
         self._causal = 0.0
         self._head_width: dict[int, int] = {}  # of layers that ran
         self._counted = _Counts(0.0, 0.0, 0.0)
-        # The layer that was called, its counts, how to answer as it did, and what attention took.
-        self._known: dict[Any, tuple[int, _Counts, Answer, list[Attended]]] = {}
+        self._known: dict[Any, _KnownCall] = {}  # by everything in which calls must be alike
         self._like: dict[int, int] = {}  # layer that did not run -> layer that ran in its place
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """The layers' modules report to this tracer inside, and are as before afterwards."""
-        inside = {
-            inner for layer in self._partition.streamed for inner in layer.modules[0].modules()
-        }
+        """Context manager in which the layers' modules report to this tracer. It restores them."""
+        inside_blocks: set[nn.Module] = set()
+        for layer in self._partition.streamed:
+            inside_blocks.update(layer.modules[0].modules())
         with ExitStack() as undo:
             for layer in self._partition.layers:
                 for module in layer.modules:
+                    call: Callable[..., Any]
                     if layer.streamed:
-                        undo.enter_context(_calling(module, self._block_call(layer, module)))
-                    elif module not in inside:
-                        undo.enter_context(_calling(module, self._resident_call(layer, module)))
-            undo.enter_context(saved_tensors_hooks(self._pack, lambda packed: packed))
-            undo.enter_context(AsOnGpu())
+                        call = _BlockCall(self, layer.index, module)
+                    elif module not in inside_blocks:
+                        call = functools.partial(self._run_resident, layer.index, module.forward)
+                    else:
+                        continue
+                    undo.enter_context(_calling(module, call))
+            undo.enter_context(saved_tensors_hooks(self._pack, _unpack))
+            undo.enter_context(GpuOperators())
             undo.enter_context(self._passing)
             undo.enter_context(self._moved)
             undo.enter_context(self._counter)
             yield
 
     def trace_backward(self, loss: torch.Tensor | None) -> None:
-        """Backward of the loss, for what it has in passing: through the head, to the last block
-        that did not run. A parameter's gradient is gone when it is whole, as in a training step."""
+        """Run backward of the loss, for its transient bytes: through the head, to the last block
+        that did not run. A parameter's gradient is freed once it is complete, as in training."""
         self._settle()
         self._forward_is_over = True
         if loss is not None:
             torch.autograd.backward(loss)
 
     def settle_head(self, *, divided: bool) -> None:
-        """Of logits in parts two of four products were counted in forward ([Note: four products] of
-        `logits`), and backward is taken for two of three: a third of all. Other operators pass over
-        the logits in forward as often as in backward, too."""
+        """Correct the head's costs if its logits are divided into parts.
+
+        Forward then counts two of four products ([Note: four products] of `model.logits`). The
+        usual backward has twice the forward's FLOPs, so forward's share of four is a third: 4 / 3.
+        Other operators pass over the logits in forward as often as in backward, too.
+        """
         if divided:
             self._flops[self._outside] *= 2 / 3
             self._operator_bytes[self._outside] *= 2 / 3
 
     def costs(self) -> tuple[LayerCost, ...]:
-        """Per layer, once the forward is over."""
+        """The costs of each layer, once the forward is over."""
         shared = {key for key, blocks in self._entered.items() if len(blocks) > 1}
         saved = [0] * len(self._flops)
         boundary = [0] * len(self._flops)
@@ -295,67 +325,71 @@ class _Tracer:
                 boundary[next(iter(blocks))] += self._bytes[key]
         kept = {self._passing.number(storage) for storage in self._held.values()}
         passing = self._passing.most(len(saved), kept)
-        attended = [in_all(calls) for calls in self._attended]
-        return tuple(
-            LayerCost(
-                forward_flops=self._flops[index],
-                saved_bytes=saved[index],
-                boundary_bytes=boundary[index],
-                passing_bytes=passing[self._like.get(index, index)],
-                attention_flops=attended[index].flops,
-                attention_bytes=attended[index].nbytes,
-                causal_flops=self._causal_flops[index],
-                head_width=self._head_width.get(self._like.get(index, index), 0),
-                operator_bytes=self._operator_bytes[index],
+        layers: list[LayerCost] = []
+        for index, calls in enumerate(self._attended):
+            attention = total_attention(calls)
+            ran = self._like.get(index, index)  # the layer that ran in its place
+            layers.append(
+                LayerCost(
+                    forward_flops=self._flops[index],
+                    saved_bytes=saved[index],
+                    boundary_bytes=boundary[index],
+                    passing_bytes=passing[ran],
+                    attention_flops=attention.flops,
+                    attention_bytes=attention.nbytes,
+                    causal_flops=self._causal_flops[index],
+                    head_width=self._head_width.get(ran, 0),
+                    operator_bytes=self._operator_bytes[index],
+                )
             )
-            for index in range(len(saved))
-        )
+        return tuple(layers)
 
-    # -- who runs ---------------------------------------------------------------------------------
-    def _resident_call(self, layer: Layer, module: nn.Module) -> Callable[..., Any]:
-        forward = module.forward
+    # -- the running layer ------------------------------------------------------------------------
+    def _run_resident(
+        self, layer: int, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run the forward of a resident layer's module."""
+        if self._forward_is_over:
+            return forward(*args, **kwargs)
+        self._settle()  # work before this call belongs to the layer before
+        self._outside = layer
+        with self._running_layer(layer):
+            return forward(*args, **kwargs)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if self._forward_is_over:
-                return forward(*args, **kwargs)
-            self._settle()  # what ran before this call belongs to the layer before
-            self._outside = layer.index
-            with self._running_layer(layer.index):
-                return forward(*args, **kwargs)
+    def run_block(self, call: _BlockCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run the forward of a block, or answer like an earlier call ([Note: alike])."""
+        layer = call.layer
+        is_recomputation = self._forward_is_over or layer in self._running
+        if is_recomputation:
+            return call.forward(*args, **kwargs)
+        leaves, spec = tree_flatten((args, kwargs))
+        with self._running_layer(layer):
+            for leaf in leaves:
+                if isinstance(leaf, torch.Tensor):
+                    self._enter(layer, leaf)
+            key = (call.structure, spec, leaf_kinds(leaves), torch.is_grad_enabled())
+            if key in self._known:
+                return self._answer(layer, self._known[key], leaves)
+            num_saved = len(self._saved)
+            num_attended = len(self._attended[layer])
+            output = call.forward(*args, **kwargs)
+            counts = self._settle()
+            saved = {storage: self._bytes[storage] for _, storage in self._saved[num_saved:]}
+            answer = answer_like(saved, leaves, output, self._key)
+            if answer is not None:
+                attended = self._attended[layer][num_attended:]
+                self._known[key] = _KnownCall(layer, counts, answer, attended)
+            return output
 
-        return call
-
-    def _block_call(self, layer: Layer, block: nn.Module) -> Callable[..., Any]:
-        forward, made_like = block.forward, structure(block)
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if self._forward_is_over or layer.index in self._running:  # the same call, again
-                return forward(*args, **kwargs)
-            leaves, spec = tree_flatten((args, kwargs))
-            with self._running_layer(layer.index):
-                for leaf in leaves:
-                    if isinstance(leaf, torch.Tensor):
-                        self._enter(layer.index, leaf)
-                kind = (made_like, spec, kinds(leaves), torch.is_grad_enabled())
-                if kind in self._known:
-                    self._like[layer.index], counts, answer, calls = self._known[kind]
-                    self._attended[layer.index] += calls
-                    self._charge(layer.index, counts)
-                    output, tensors = answer(leaves)
-                    self._counted = self._total()  # the answer's copies are not the model's
-                    self._saved += [(layer.index, self._key(tensor)) for tensor in tensors]
-                    return output
-                begin, attended = len(self._saved), len(self._attended[layer.index])
-                output = forward(*args, **kwargs)
-                counts = self._settle()
-                saved = {key: self._bytes[key] for _, key in self._saved[begin:]}
-                found = answer_like(saved, leaves, output, self._key)
-                if found is not None:
-                    calls = self._attended[layer.index][attended:]
-                    self._known[kind] = layer.index, counts, found, calls
-                return output
-
-        return run
+    def _answer(self, layer: int, known: _KnownCall, leaves: Sequence[Any]) -> Any:
+        """The output of a block that does not run. Counts the costs of the known call."""
+        self._like[layer] = known.layer
+        self._attended[layer] += known.attended
+        self._charge(layer, known.counts)
+        output, tensors = known.answer(leaves)
+        self._counted = self._total()  # the answer's copies are no work of the model
+        self._saved += [(layer, self._key(tensor)) for tensor in tensors]
+        return output
 
     @contextmanager
     def _running_layer(self, index: int) -> Iterator[None]:
@@ -368,13 +402,15 @@ class _Tracer:
             self._running.pop()
 
     @property
-    def _now(self) -> int:
+    def running_layer(self) -> int:
+        """The layer that runs, or the resident one that ran last."""
         return self._running[-1] if self._running else self._outside
 
-    # -- the books --------------------------------------------------------------------------------
+    # -- the records ------------------------------------------------------------------------------
     def _key(self, tensor: torch.Tensor) -> int:
+        """The identity of the tensor's storage, which is kept alive."""
         storage = tensor.untyped_storage()
-        key = int(storage._cdata)
+        key = id(storage)
         self._held[key] = storage
         self._bytes[key] = storage.nbytes()
         return key
@@ -384,7 +420,7 @@ class _Tracer:
             return tensor
         key = self._key(tensor)
         if key not in self._weights:
-            self._saved.append((self._now, key))
+            self._saved.append((self.running_layer, key))
         return tensor
 
     def _enter(self, layer: int, tensor: torch.Tensor) -> None:
@@ -393,21 +429,25 @@ class _Tracer:
             self._entered.setdefault(key, set()).add(layer)
             self._around.setdefault(key, self._outside)
 
-    def _attend(
+    def attend(
         self, kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[Any]
     ) -> None:
+        """Record a call of an attention kernel."""
         if not self._running or self._forward_is_over:
             return
-        call = attended(args[:3], results)
-        self._attended[self._now].append(call)
-        self._causal += call.flops if is_causal(kernel, args, kwargs) else 0.0
-        self._head_width[self._now] = args[0].shape[-1]
+        layer = self.running_layer
+        cost = attention_cost(args[:3], results)
+        self._attended[layer].append(cost)
+        self._head_width[layer] = args[0].shape[-1]
+        if is_causal(kernel, args, kwargs):
+            self._causal += cost.flops
 
     def _settle(self) -> _Counts:
-        """Charge what was counted since the last call to the layer that runs; returns it."""
-        before, self._counted = self._counted, self._total()
+        """Charge the counts since the last call to the running layer. Returns them."""
+        before = self._counted
+        self._counted = self._total()
         new = _Counts(*map(operator.sub, self._counted, before))
-        self._charge(self._now, new)
+        self._charge(self.running_layer, new)
         return new
 
     def _total(self) -> _Counts:
@@ -420,23 +460,49 @@ class _Tracer:
         self._operator_bytes[layer] += counts.nbytes
 
 
+class _BlockCall:
+    """The forward of one block while a tracer is attached."""
+
+    def __init__(self, tracer: _Tracer, layer: int, block: nn.Module) -> None:
+        self._tracer = tracer
+        self.layer = layer
+        self.forward: Callable[..., Any] = block.forward
+        self.structure = structure(block)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._tracer.run_block(self, args, kwargs)
+
+
+def _unpack(packed: Any) -> Any:
+    return packed
+
+
 @contextmanager
 def _calling(module: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
-    """Calls of `module` go to `call` inside; an instance's own `forward` is put back."""
-    own = vars(module).get("forward")
+    """Context manager in which calls of `module` go to `call`. It restores `forward`."""
+    instance_forward = vars(module).get("forward")
     module.forward = call
     try:
         yield
     finally:
-        if own is None:
+        if instance_forward is None:
             del module.forward
         else:
-            module.forward = own
+            module.forward = instance_forward
 
 
 # -- calls that need not run ----------------------------------------------------------------------
-# From the input leaves of a call: its output, and a tensor of each storage that it saves.
 Answer = Callable[[Sequence[Any]], tuple[Any, list[torch.Tensor]]]
+"""From the input leaves of a call: its output, and a tensor of each storage that it saves."""
+
+
+class _KnownCall(NamedTuple):
+    """A block's call that ran, for later calls that are like it."""
+
+    layer: int
+    counts: _Counts
+    answer: Answer
+    attended: list[AttentionCost]
 
 
 def answer_like(
@@ -445,29 +511,41 @@ def answer_like(
     output: Any,
     key_of: Callable[[torch.Tensor], int],
 ) -> Answer | None:
-    """How to answer calls that are like the one with these input `leaves` and `output`; None when
-    outputs share memory with each other or are views of an input. `saved`: bytes by storage;
-    `key_of`: the storage of a tensor. Nothing of the call lives on in the answer."""
+    """The function that answers calls like the one with these input `leaves` and `output`.
+
+    `saved` has bytes by storage. `key_of` gives a tensor's storage. The function keeps no tensor of
+    the call alive. None if outputs share memory with each other, or are views of an input.
+    """
     inputs: dict[int, int] = {}
     for number, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
             inputs.setdefault(key_of(leaf), number)
-    outputs, spec = tree_flatten(output)
+    output_leaves, spec = tree_flatten(output)
     makers: list[Callable[[Sequence[Any]], Any]] = []
-    made: dict[int, int] = {}
-    for number, leaf in enumerate(outputs):
-        alias = next((i for i, other in enumerate(leaves) if other is leaf), None)
+    outputs: dict[int, int] = {}
+    for number, leaf in enumerate(output_leaves):
         if not isinstance(leaf, torch.Tensor):
-            makers.append(functools.partial(_given, leaf))
-        elif alias is not None:
-            makers.append(operator.itemgetter(alias))
-        elif (key := key_of(leaf)) in made or key in inputs:
+            makers.append(functools.partial(_constant, leaf))
+            continue
+        input_number = _position_of(leaf, leaves)
+        if input_number is not None:
+            makers.append(operator.itemgetter(input_number))
+            continue
+        key = key_of(leaf)
+        if key in outputs or key in inputs:
             return None
-        else:
-            made[key] = number
-            form = leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad
-            makers.append(functools.partial(_new, *form))
-    return functools.partial(_answer, makers, spec, saved, inputs, made)
+        outputs[key] = number
+        form = leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad
+        makers.append(functools.partial(_new, *form))
+    return functools.partial(_answer, makers, spec, saved, inputs, outputs)
+
+
+def _position_of(leaf: Any, leaves: Sequence[Any]) -> int | None:
+    """The number of the same object among `leaves`, or None."""
+    for number, other in enumerate(leaves):
+        if other is leaf:
+            return number
+    return None
 
 
 def _answer(
@@ -475,22 +553,23 @@ def _answer(
     spec: TreeSpec,
     saved: Mapping[int, int],
     inputs: Mapping[int, int],
-    made: Mapping[int, int],
+    outputs: Mapping[int, int],
     leaves: Sequence[Any],
 ) -> tuple[Any, list[torch.Tensor]]:
-    answers = [make(leaves) for make in makers]
-    kept = [
-        leaves[inputs[key]]
-        if key in inputs
-        else answers[made[key]]
-        if key in made
-        else torch.empty(nbytes, dtype=torch.uint8, device="meta")
-        for key, nbytes in saved.items()
-    ]
-    return tree_unflatten(answers, spec), kept
+    """An output like the known call's, and a tensor of each storage that the call would save."""
+    output_leaves = [make(leaves) for make in makers]
+    kept: list[torch.Tensor] = []
+    for key, nbytes in saved.items():
+        if key in inputs:
+            kept.append(leaves[inputs[key]])
+        elif key in outputs:
+            kept.append(output_leaves[outputs[key]])
+        else:
+            kept.append(torch.empty(nbytes, dtype=torch.uint8, device="meta"))
+    return tree_unflatten(output_leaves, spec), kept
 
 
-def _given(leaf: Any, _: Sequence[Any]) -> Any:
+def _constant(leaf: Any, _: Sequence[Any]) -> Any:
     return leaf
 
 
@@ -501,36 +580,36 @@ def _new(shape: Any, stride: Any, dtype: torch.dtype, requires_grad: bool, _: An
 
 
 def structure(block: nn.Module) -> tuple[Any, ...]:
-    """Everything of a block that decides what it computes, except values ([Note: alike])."""
-    return tuple(
-        (
-            name,
-            type(module),
-            tuple(
-                (key, _setting(value))
-                for key, value in vars(module).items()
-                if key not in _IRRELEVANT
-            ),
-            tuple((key, _kind(value)) for key, value in module._parameters.items()),
-            tuple((key, _kind(value)) for key, value in module._buffers.items()),
-        )
-        for name, module in block.named_modules()
-    )
+    """All properties of a block that decide its computation, except values ([Note: alike])."""
+    modules: list[Any] = []
+    for name, module in block.named_modules():
+        settings = [
+            (key, _setting(value)) for key, value in vars(module).items() if key not in _IRRELEVANT
+        ]
+        parameters = [(key, _kind(value)) for key, value in module._parameters.items()]
+        buffers = [(key, _kind(value)) for key, value in module._buffers.items()]
+        modules.append((name, type(module), tuple(settings), tuple(parameters), tuple(buffers)))
+    return tuple(modules)
 
 
-def kinds(leaves: Sequence[Any]) -> tuple[Any, ...]:
-    """What decides of each input leaf; of tensors that share memory also which is the first."""
+def leaf_kinds(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    """The properties of each input leaf that decide a block's costs.
+
+    A tensor has the number of the first leaf that shares its memory, too.
+    """
     first: dict[int, int] = {}
-    found = []
+    kinds: list[Any] = []
     for number, leaf in enumerate(leaves):
-        shares = None
+        first_number = None
         if isinstance(leaf, torch.Tensor):
-            shares = first.setdefault(int(leaf.untyped_storage()._cdata), number)
-        found.append((_kind(leaf), shares))
-    return tuple(found)
+            storage = id(leaf.untyped_storage())
+            first_number = first.setdefault(storage, number)
+        kinds.append((_kind(leaf), first_number))
+    return tuple(kinds)
 
 
 def _setting(value: Any) -> Any:
+    """A comparable form of a module's attribute."""
     if isinstance(value, tuple | list | dict | set) and len(value) <= MAX_CONTAINER:
         return repr(value)
     if isinstance(value, functools.partial):
@@ -539,6 +618,7 @@ def _setting(value: Any) -> Any:
 
 
 def _kind(value: Any) -> Any:
+    """A comparable form of a value: a tensor's layout, a plain value, or the object's identity."""
     if isinstance(value, torch.Tensor):
         return value.shape, value.stride(), value.dtype, value.requires_grad
     if isinstance(value, str | int | float | None | torch.dtype):
@@ -546,15 +626,16 @@ def _kind(value: Any) -> Any:
     return id(value)
 
 
-# -- bytes in passing -----------------------------------------------------------------------------
-class Passing(TorchDispatchMode):
-    """Records what every operation makes, and when it is gone. `running` names the layer;
-    `attend` is called with each of attention's kernels, its arguments and its results."""
+# -- transient bytes ------------------------------------------------------------------------------
+class TransientBytes(TorchDispatchMode):
+    """Context manager that records the storages that operations make, and when these are freed.
 
-    def __init__(self, running: Callable[[], int], attend: Callable[..., None]) -> None:
+    It passes calls of attention kernels on to the tracer, which knows the running layer.
+    """
+
+    def __init__(self, tracer: _Tracer) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._running = running
-        self._attend = attend
+        self._tracer = tracer
         self._events: list[tuple[int, int, int]] = []  # (storage, bytes or minus them, layer)
         self._alive: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         self._num_storages = 0
@@ -571,32 +652,34 @@ class Passing(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor):
                 self.number(leaf.untyped_storage())
         if func in ATTENTION_KERNELS:
-            self._attend(func, args, kwargs or {}, result)
+            self._tracer.attend(func, args, kwargs or {}, result)
         return result
 
     def number(self, storage: torch.UntypedStorage) -> int:
-        """The storage's number in the timeline; addresses are used again, numbers are not."""
-        key, nbytes = int(storage._cdata), storage.nbytes()
+        """The storage's number in the timeline. An address may be used again, a number is not."""
+        key = id(storage)
+        nbytes = storage.nbytes()
         if key in self._alive:
             return self._alive[key][0]
         self._num_storages += 1
         number = self._num_storages
-
-        def gone(_: Any) -> None:
-            del self._alive[key]
-            self._events.append((number, -nbytes, -1))
-
-        self._alive[key] = (number, weakref.ref(storage, gone))
-        self._events.append((number, nbytes, self._running()))
+        freed = functools.partial(self._freed, key, number, nbytes)
+        self._alive[key] = (number, weakref.ref(storage, freed))
+        self._events.append((number, nbytes, self._tracer.running_layer))
         return number
 
+    def _freed(self, key: int, number: int, nbytes: int, _: Any) -> None:
+        del self._alive[key]
+        self._events.append((number, -nbytes, -1))
+
     def most(self, num_layers: int, kept: Container[int]) -> list[int]:
-        """Per layer the most bytes at once, while it ran, of storages not in `kept`."""
-        most, now = [0] * num_layers, 0
+        """By layer, the most bytes at once while it ran, of storages that are not in `kept`."""
+        most = [0] * num_layers
+        live_bytes = 0
         for number, nbytes, layer in self._events:
             if number in kept:
                 continue
-            now += nbytes
+            live_bytes += nbytes
             if layer >= 0:
-                most[layer] = max(most[layer], now)
+                most[layer] = max(most[layer], live_bytes)
         return most

@@ -1,9 +1,9 @@
-"""Operators on tensors without memory as a GPU runs them.
+"""GPU operators: tensors of the meta device take the operators that a GPU would run.
 
-Owns the few places where torch's meta device takes another path than CUDA does, so that what is
-saved for backward is what a GPU saves: fused attention, fused dropout. Also answers the conditions
-on values that a training step of whole, unpacked sequences answers. Reads no value; active only
-inside its `with`.
+Owns the few places where torch's meta device takes another path than CUDA: fused attention and
+fused dropout. With them a trace saves for backward what a GPU saves. It also answers the questions
+about values that a training step of whole, unpacked sequences asks. Reads no value. Active only
+inside its `with`, in the calling thread.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ WRITTEN_OUT = torch._C._nn.scaled_dot_product_attention  # on the meta device
 def _grouped_mm_flops(
     left: torch.Size, right: torch.Size, *_: Any, out_shape: Any = None, **__: Any
 ) -> int:
-    """Of one product per expert: (m, k) by (experts, k, n) and the like, rows shared out among the
-    experts."""
+    """FLOPs of one product per expert: (m, k) by (experts, k, n) and the like. The rows are divided
+    among the experts."""
     groups = left[0] if len(left) == len(right) == 3 else 1
     return int(2 * groups * left[-2] * left[-1] * right[-1])
 
@@ -46,56 +46,65 @@ ATTENTION_KERNELS = frozenset(
 )
 
 
-class Attended(NamedTuple):
-    """What one of them takes: bytes that it gives, FLOPs, and rows of all sequences' queries."""
+class AttentionCost(NamedTuple):
+    """The cost of one call of an attention kernel, or of several."""
 
-    nbytes: int
-    flops: float
-    tokens: int
+    nbytes: int  # of all results
+    flops: float  # of all pairs of tokens, forward
+    tokens: int  # rows of queries, of all sequences
 
 
 def is_causal(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of one of them has a causal mask, so that it skips half of all pairs."""
+    """True if a call of an attention kernel has a causal mask, and so skips half of all pairs."""
     names = [argument.name for argument in kernel._schema.arguments]
     position = names.index("is_causal")
-    given = args[position] if len(args) > position else kwargs.get("is_causal", False)
-    return bool(given)
+    if len(args) > position:
+        return bool(args[position])
+    return bool(kwargs.get("is_causal", False))
 
 
-def attended(inputs: Sequence[torch.Tensor], results: Sequence[Any]) -> Attended:
-    """Of a call with q, k and v."""
+def attention_cost(inputs: Sequence[torch.Tensor], results: Sequence[Any]) -> AttentionCost:
+    """The cost of a call with `inputs` q, k and v, each [batch, heads, tokens, head size]."""
     query, key, value = (tensor.shape for tensor in inputs)
-    storages = [r.untyped_storage() for r in results if isinstance(r, torch.Tensor)]
-    return Attended(
-        sum({int(storage._cdata): storage.nbytes() for storage in storages}.values()),
-        float(_attention_flops(query, key, value)),
-        query[0] * query[2],
+    nbytes: dict[int, int] = {}  # by storage: results that share memory count once
+    for result in results:
+        if isinstance(result, torch.Tensor):
+            storage = result.untyped_storage()
+            nbytes[id(storage)] = storage.nbytes()
+    return AttentionCost(
+        nbytes=sum(nbytes.values()),
+        flops=float(_attention_flops(query, key, value)),
+        tokens=query[0] * query[2],
     )
 
 
-def in_all(calls: Sequence[Attended]) -> Attended:
-    """Of several calls."""
-    return Attended(
-        sum(call.nbytes for call in calls),
-        sum(call.flops for call in calls),
-        sum(call.tokens for call in calls),
+def total_attention(calls: Sequence[AttentionCost]) -> AttentionCost:
+    """The sum of the costs of several calls."""
+    return AttentionCost(
+        nbytes=sum(call.nbytes for call in calls),
+        flops=sum(call.flops for call in calls),
+        tokens=sum(call.tokens for call in calls),
     )
 
 
 def _attention_flops(
     query: torch.Size, key: torch.Size, value: torch.Size, *_: Any, **__: Any
 ) -> int:
-    """q k^T and the product with v, of every head of the query; several may share a key's."""
+    """FLOPs of q k^T and of the product with v, for every head of the query.
+
+    Several heads of the query may share a head of the key.
+    """
     batch, heads, rows, size = query
-    return int(2 * batch * heads * rows * key[-2] * (size + value[-1]))
+    num_pairs = rows * key[-2]
+    return int(2 * batch * heads * num_pairs * (size + value[-1]))
 
 
 def _uncounted(*_: Any, **__: Any) -> int:
     return 0
 
 
-# Products that torch's counter does not know. Torch's own formula for attention refuses grouped
-# heads before 2.13; nothing counts a backward's.
+# Products that torch's counter lacks. Torch's own formula for attention refuses grouped heads
+# before 2.13. The FLOPs of a backward are not counted.
 MORE_FLOPS: dict[Any, Any] = {
     aten._grouped_mm: _grouped_mm_flops,
     aten._scaled_dot_product_flash_attention: _attention_flops,
@@ -109,11 +118,12 @@ _ALL = (torch.Tensor.all, torch.all)
 _ANY = (torch.Tensor.any, torch.any)
 
 
-class AsOnGpu(TorchFunctionMode):
-    """Tensors of the meta device take CUDA's operators."""
+class GpuOperators(TorchFunctionMode):
+    """Context manager in which tensors of the meta device take CUDA's operators."""
 
     def __init__(self) -> None:
         super().__init__()
+        # By identity: the tensor, which is held so that its id is not used again, and its truth.
         self._answers: dict[int, tuple[torch.Tensor, bool]] = {}
 
     def __torch_function__(
@@ -134,14 +144,15 @@ class AsOnGpu(TorchFunctionMode):
             return self._answers[id(args[0])][1]
         result = func(*args, **kwargs)
         if func in (*_ALL, *_ANY):
-            # Nothing is padded or packed: "are they all so?" is asked of what is ordinary, "is any
-            # one?" of what is not. The tensor is held, so that its id stays its own.
-            self._answers[id(result)] = (result, func in _ALL)
+            # No sequence is padded or packed. A model asks `all` about the ordinary case, and `any`
+            # about the exception.
+            is_true = func in _ALL
+            self._answers[id(result)] = (result, is_true)
         return result
 
 
 def _with_attention(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a Python function of `F` that asks `F` for attention: a mode does not see inside."""
+    """Call a Python function of `F` that calls `F`'s attention. A mode does not see that call."""
     before = F.scaled_dot_product_attention
     F.scaled_dot_product_attention = attention
     try:
@@ -154,8 +165,10 @@ def dropout(
     input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> torch.Tensor:
     """`F.dropout` by the fused kernel, which saves a mask of one byte per element."""
-    if not training or p in (0.0, 1.0) or inplace:
-        return torch.dropout_(input, p, training) if inplace else torch.dropout(input, p, training)
+    if inplace:
+        return torch.dropout_(input, p, training)
+    if not training or p in (0.0, 1.0):
+        return torch.dropout(input, p, training)
     output: torch.Tensor = torch.native_dropout(input, p, True)[0]
     return output
 
@@ -170,21 +183,29 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """`F.scaled_dot_product_attention` by the kernel that torch picks on a GPU of compute
-    capability 8.0 or more: flash attention for 16-bit types without a mask, the memory-efficient
-    kernel with a mask or in fp32, the written-out formula where neither applies. Both fused kernels
-    save q, k, v, the output and one fp32 per row, and so does cuDNN's, which torch picks first for
-    16-bit types on a GPU of 9.0 or 10.0."""
-    grouped = enable_gqa and key.shape[1] != query.shape[1]
-    plain = query.dim() == 4 and query.shape[-1] == key.shape[-1]
-    if (
-        plain
-        and attn_mask is None
+    """`F.scaled_dot_product_attention` by the kernel that torch picks on a GPU.
+
+    The rule is that of compute capability 8.0 or more:
+
+    1. Flash attention for 16-bit types without a mask.
+    2. The memory-efficient kernel with a mask, or in fp32.
+    3. Else the written-out formula.
+
+    Both fused kernels save q, k, v, the output and one fp32 per row. So does cuDNN's, which torch
+    picks first for 16-bit types on a GPU of 9.0 or 10.0.
+
+    query, key, value   [batch, heads, tokens, head size]
+    """
+    is_grouped = enable_gqa and key.shape[1] != query.shape[1]
+    is_plain = query.dim() == 4 and query.shape[-1] == key.shape[-1]
+    fits_flash = (
+        attn_mask is None
         and query.dtype in FLASH_DTYPES
         and query.shape[-1] == value.shape[-1] <= FLASH_HEAD_DIM
-    ):
+    )
+    if is_plain and fits_flash:
         return _flash(query, key, value, dropout_p, is_causal, scale)
-    if plain and not grouped:
+    if is_plain and not is_grouped:
         bias = _bias(attn_mask, query, key)
         output: torch.Tensor = aten._scaled_dot_product_efficient_attention(
             query, key, value, bias, True, dropout_p, is_causal, scale=scale
@@ -210,10 +231,11 @@ def _flash(
     is_causal: bool,
     scale: float | None,
 ) -> torch.Tensor:
+    """Flash attention, with heads padded to a multiple of FLASH_HEAD_MULTIPLE."""
     size = query.shape[-1]
     missing = -size % FLASH_HEAD_MULTIPLE
     if missing:
-        query, key, value = (F.pad(part, (0, missing)) for part in (query, key, value))
+        query, key, value = (F.pad(tensor, (0, missing)) for tensor in (query, key, value))
         scale = size**-0.5 if scale is None else scale
     output: torch.Tensor = aten._scaled_dot_product_flash_attention(
         query, key, value, dropout_p, is_causal, False, scale=scale
@@ -222,7 +244,7 @@ def _flash(
 
 
 def _bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
-    """The additive mask in the query's dtype, as large as it is given, seen as one per head."""
+    """The additive mask in the query's dtype, seen as [batch, heads, rows, columns], not copied."""
     if mask is None:
         return None
     if mask.dtype is torch.bool:

@@ -1,20 +1,30 @@
 """Layout: the offset of every parameter in its layer's arrays, the padded sizes, and each rank's
-elements. The only place that computes offsets.
+shard of every range.
 
-Owns no bytes and reads none: shapes and formats decide, on the meta device too. All numbers are
-elements, not bytes: one layout serves 16-bit weights, remainders and gradients and 32-bit moments.
-`model.arrays` makes bytes of them. Pure data, made once; any thread may read it.
+No other file computes offsets. Owns no bytes and reads none: shapes and formats decide, on the meta
+device too. All numbers are elements, not bytes. So one layout serves 16-bit weights, remainders and
+gradients, and 32-bit moments; `model.arrays` computes their bytes. Pure data, made once; any thread
+may read it.
 
-[Note: ranges] A range holds neighbouring parameters of one layer with one format: one dtype of the
-weights, and one optimizer or none. Trainable ranges come first, so moments and gradients cover a
-prefix of the layer. Each range is cut into equal contiguous shares of whole pages, one per rank in
-order. So moments and gradients are cut like the weights above them, and an all-gather of each range
-lands where the layer's slot has it.
+[Note: ranges]
 
-[Note: nodes] Of M nodes each holds every layer's weights. The shares are given out so that those of
-one local index are neighbours: number j M + k belongs to the j-th rank of node k. What such a rank
-updates and what its peers on the other nodes send it is then one contiguous part of the node's
-weights, and exactly what it fetches for its GPU: nobody fetches what another process writes.
+1. A range (a flat parameter, a bucket) holds neighbouring parameters of one layer with one format:
+   one dtype of the weights, and one optimizer or none.
+2. Trainable ranges come first. So moments and gradients cover a prefix of the layer.
+3. Each range is cut into equal contiguous shards of whole pages, one per rank in order. So moments
+   and gradients are cut like the weights above them.
+4. An all-gather of a range's shards writes each element to its place in the layer's slot. A
+   reduce-scatter of a range's gradients gives each rank its shard.
+
+[Note: nodes] (HSDP: sharded within a node, replicated between nodes.)
+
+1. Each of M nodes holds every layer's weights.
+2. Shard number j M + k belongs to the j-th rank of node k. So the shards of ranks with one local
+   index are neighbours.
+3. A rank updates its shard. Its peers on the other nodes send it theirs. All of these are one
+   contiguous block of the node's weights.
+4. The rank fetches this block for its GPU. So no rank fetches elements that another process of
+   its node writes.
 """
 
 from __future__ import annotations
@@ -31,21 +41,23 @@ from stronghold.errors import StateError
 from stronghold.model.partition import Partition
 from stronghold.optim.states import EXACT, page_numel
 
-# Every parameter starts at a multiple of this: 256 bytes in 16-bit and 512 in 32-bit arrays. The
-# caching allocator of CUDA hands out 512-byte multiples and cuBLAS picks its kernel by pointer
-# alignment, up to 256 bytes: a view into a slot must look like a fresh allocation, or the window
-# would change bits. It is also the widest SIMD store, eight times over.
+# Every parameter starts at a multiple of this: 256 bytes in 16-bit and 512 in 32-bit arrays. CUDA's
+# caching allocator hands out multiples of 512 bytes. cuBLAS picks its kernel by pointer alignment,
+# up to 256 bytes. So a view into a slot must be aligned like a fresh allocation, or the window
+# would change bits. It is also eight times the widest SIMD store.
 ALIGN_NUMEL = 128
 
-# The trainable part and the whole layer are padded to this: 4096 bytes in 16-bit arrays, a page and
-# O_DIRECT's block; where states have arrays of fewer bits, to `states.page_numel`.
+# Ranges are padded to this: 4096 bytes in 16-bit arrays, which is a page and O_DIRECT's block.
+# States with arrays of fewer bits pad to `states.page_numel`.
 PAGE_NUMEL = page_numel(EXACT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterShape:
-    """What decides where a parameter lies. `format`: the number of its format among the model's
-    (`optim.states.Format`)."""
+    """A parameter's properties that decide its place in the layout.
+
+    `format` is the number of its format among the model's (`optim.states.Format`).
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -55,18 +67,23 @@ class ParameterShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSlice(ParameterShape):
-    """Where one parameter lies in each of its layer's arrays: elements [offset, offset + numel) of
-    the layer, in range number `range`."""
+    """A parameter's place in each of its layer's arrays.
+
+    It has elements [offset, offset + numel) of the layer, in range number `range`.
+    """
 
     offset: int
     numel: int
     range: int
 
     def within(self, begin: int, end: int) -> slice:
-        """The elements of the layer that are the parameter's and in [begin, end), counted from
-        `begin`; empty where it has none there."""
-        low = max(self.offset, begin)
-        return slice(low - begin, max(low, min(self.offset + self.numel, end)) - begin)
+        """The parameter's elements in [begin, end) of the layer, counted from `begin`.
+
+        The slice is empty if the parameter has none of them.
+        """
+        first = max(self.offset, begin)
+        last = max(first, min(self.offset + self.numel, end))
+        return slice(first - begin, last - begin)
 
 
 Span = tuple[int, int]
@@ -75,8 +92,10 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Range:
-    """Elements [begin, end) of a layer, padded, that have one format ([Note: ranges]). The other
-    two numbers are without padding."""
+    """Elements [begin, end) of a layer, padded, that have one format ([Note: ranges]).
+
+    `format` is the format's number among the model's. `num_parameters` excludes padding.
+    """
 
     begin: int
     end: int
@@ -91,10 +110,13 @@ class Range:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerLayout:
-    """One layer's arrays. `slices` follow `Layer.parameters`: trainable first, then frozen, and
-    those of one format together. Moments and gradients cover the padded prefix `trainable_numel`,
-    weights the padded whole, `numel`. `ranges` cover the whole. The other two numbers are without
-    padding."""
+    """The layout of one layer's arrays.
+
+    `slices` have the order of `Layer.parameters`: trainable ones first, then frozen ones, and those
+    of one format together. `ranges` cover the layer. Moments and gradients cover the padded prefix
+    `trainable_numel`; weights cover the padded whole, `numel`. `num_parameters` and `num_trainable`
+    exclude padding.
+    """
 
     index: int
     name: str
@@ -108,21 +130,24 @@ class LayerLayout:
 
     @property
     def trainable_ranges(self) -> tuple[Range, ...]:
-        """They cover the prefix `trainable_numel`."""
-        return tuple(each for each in self.ranges if each.trainable)
+        """The ranges that train. They cover the prefix `trainable_numel`."""
+        return tuple(layer_range for layer_range in self.ranges if layer_range.trainable)
 
     def within(self, begin: int, end: int) -> Iterator[tuple[Range, Span]]:
-        """The parts of [begin, end) in each range that has some of it."""
-        for each in self.ranges:
-            first, last = max(begin, each.begin), min(end, each.end)
+        """Each range that has elements of [begin, end), with the span of these."""
+        for layer_range in self.ranges:
+            first = max(begin, layer_range.begin)
+            last = min(end, layer_range.end)
             if first < last:
-                yield each, (first, last)
+                yield layer_range, (first, last)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLayout:
-    """The layers in the partition's order: `layers[i].index == i`. `page_numel`: what each of their
-    parts is a multiple of, for every rank."""
+    """The layouts of a model's layers, in the partition's order: `layers[i].index == i`.
+
+    The shards of every range are multiples of `page_numel` elements, on every rank.
+    """
 
     layers: tuple[LayerLayout, ...]
     page_numel: int = PAGE_NUMEL
@@ -154,34 +179,40 @@ def layout(
     page_numel: int = PAGE_NUMEL,
     format_of: Callable[[nn.Parameter], int] | None = None,
 ) -> ModelLayout:
-    """The layout of `partition`, whose ranges `num_ranks` divides into whole pages (of `page_numel`
-    elements). `format_of` gives the number of a parameter's format; without it all have one.
-    StateError when a layer's parameters are not in the order of [Note: ranges], which `partition`
-    with the same `format_of` makes."""
-    layers = (
-        layer_layout(
-            [
-                ParameterShape(
-                    name=named.name,
-                    shape=tuple(named.parameter.shape),
-                    trainable=named.parameter.requires_grad,
-                    format=format_of(named.parameter) if format_of else 0,
-                )
-                for named in layer.parameters
-            ],
-            index=layer.index,
-            name=layer.name,
-            streamed=layer.streamed,
-            num_ranks=num_ranks,
-            page_numel=page_numel,
+    """Lay out a partition's parameters.
+
+    Each range is padded so that every one of `num_ranks` has whole pages of `page_numel` elements.
+    `format_of` gives the number of a parameter's format; None: all parameters have one format.
+
+    StateError if a layer's parameters are not in the order of [Note: ranges]. `partition` makes
+    that order if it gets the same `format_of`.
+    """
+    layers: list[LayerLayout] = []
+    for layer in partition.layers:
+        shapes = [
+            ParameterShape(
+                name=named.name,
+                shape=tuple(named.parameter.shape),
+                trainable=named.parameter.requires_grad,
+                format=format_of(named.parameter) if format_of else 0,
+            )
+            for named in layer.parameters
+        ]
+        layers.append(
+            layer_layout(
+                shapes,
+                index=layer.index,
+                name=layer.name,
+                streamed=layer.streamed,
+                num_ranks=num_ranks,
+                page_numel=page_numel,
+            )
         )
-        for layer in partition.layers
-    )
     return ModelLayout(layers=tuple(layers), page_numel=page_numel)
 
 
 def for_ranks(layout: ModelLayout, num_ranks: int, page_numel: int = PAGE_NUMEL) -> ModelLayout:
-    """The layout of the same parameters whose parts `num_ranks` divides into whole pages."""
+    """The layout of the same parameters, padded for `num_ranks` shards of whole pages."""
     layers = (
         layer_layout(
             layer.slices,
@@ -205,8 +236,11 @@ def layer_layout(
     num_ranks: int = 1,
     page_numel: int = PAGE_NUMEL,
 ) -> LayerLayout:
-    """The layout of one layer; StateError when its parameters are not trainable first, and within
-    these by the number of their format."""
+    """Lay out the parameters of one layer.
+
+    StateError if they are not in the order of [Note: ranges]: trainable ones first, and within
+    these and the frozen ones by the number of their format.
+    """
     order = [(not parameter.trainable, parameter.format) for parameter in parameters]
     if order != sorted(order):
         raise StateError(
@@ -216,35 +250,39 @@ def layer_layout(
         )
     slices: list[ParameterSlice] = []
     ranges: list[Range] = []
-    for (is_frozen, number), members in groupby(zip(order, parameters, strict=True), itemgetter(0)):
-        start = ranges[-1].end if ranges else 0
-        placed, end = _place([parameter for _, parameter in members], start, len(ranges))
+    pairs = zip(order, parameters, strict=True)
+    for (is_frozen, format_number), members in groupby(pairs, itemgetter(0)):
+        begin = ranges[-1].end if ranges else 0
+        placed, end = _place([parameter for _, parameter in members], begin, len(ranges))
         slices += placed
         ranges.append(
             Range(
-                begin=start,
-                end=start + _padded(end - start, num_ranks * page_numel),
-                format=number,
+                begin=begin,
+                end=begin + _padded(end - begin, num_ranks * page_numel),
+                format=format_number,
                 trainable=not is_frozen,
-                num_parameters=sum(part.numel for part in placed),
+                num_parameters=sum(parameter.numel for parameter in placed),
             )
         )
+    trainable = [layer_range for layer_range in ranges if layer_range.trainable]
     return LayerLayout(
         index=index,
         name=name,
         streamed=streamed,
         slices=tuple(slices),
         ranges=tuple(ranges),
-        trainable_numel=max((each.end for each in ranges if each.trainable), default=0),
+        trainable_numel=trainable[-1].end if trainable else 0,
         numel=ranges[-1].end if ranges else 0,
-        num_parameters=sum(each.num_parameters for each in ranges),
-        num_trainable=sum(each.num_parameters for each in ranges if each.trainable),
+        num_parameters=sum(layer_range.num_parameters for layer_range in ranges),
+        num_trainable=sum(layer_range.num_parameters for layer_range in trainable),
     )
 
 
 def condensed(layout: ModelLayout) -> ModelLayout:
-    """The layout with one parameter for each range, of the same sizes: the same bytes move, in
-    fewer Python objects."""
+    """The layout with one parameter in place of each range's, of the same size.
+
+    The same bytes move, in fewer Python objects.
+    """
     return replace(layout, layers=tuple(_condensed(layer) for layer in layout.layers))
 
 
@@ -252,27 +290,31 @@ def _condensed(layer: LayerLayout) -> LayerLayout:
     slices = [
         ParameterSlice(
             name=f"{layer.name}.{number}",
-            offset=each.begin,
-            numel=each.num_parameters,
-            shape=(each.num_parameters,),
-            trainable=each.trainable,
-            format=each.format,
+            offset=layer_range.begin,
+            numel=layer_range.num_parameters,
+            shape=(layer_range.num_parameters,),
+            trainable=layer_range.trainable,
+            format=layer_range.format,
             range=number,
         )
-        for number, each in enumerate(layer.ranges)
-        if each.num_parameters
+        for number, layer_range in enumerate(layer.ranges)
+        if layer_range.num_parameters
     ]
     return replace(layer, slices=tuple(slices))
 
 
 def _place(
-    parameters: Iterable[ParameterShape], start: int, number: int
+    parameters: Iterable[ParameterShape], begin: int, number: int
 ) -> tuple[tuple[ParameterSlice, ...], int]:
-    """Slices of range `number`, one after the other from `start`, each aligned, and the unpadded
-    end of the last."""
-    slices, end = [], start
+    """Place the parameters of range `number` one after the other from `begin`, each aligned.
+
+    Returns their slices and the unpadded end of the last one.
+    """
+    slices: list[ParameterSlice] = []
+    end = begin
     for parameter in parameters:
-        offset, numel = _padded(end, ALIGN_NUMEL), math.prod(parameter.shape)
+        offset = _padded(end, ALIGN_NUMEL)
+        numel = math.prod(parameter.shape)
         slices.append(
             ParameterSlice(
                 name=parameter.name,
@@ -289,6 +331,7 @@ def _place(
 
 
 def _padded(numel: int, multiple: int) -> int:
+    """The least multiple that is not below `numel`."""
     return -(-numel // multiple) * multiple
 
 
@@ -297,40 +340,49 @@ def _padded(numel: int, multiple: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shards:
-    """Share `rank` of `num_ranks`, of which each of `num_nodes` has as many ([Note: nodes])."""
+    """Shard number `rank` of `num_ranks`. All of `num_nodes` nodes have as many ranks ([Note:
+    nodes])."""
 
     num_ranks: int = 1
     rank: int = 0
     num_nodes: int = 1
 
-    def of(self, each: Range) -> Span:
-        """This rank's share of a range."""
-        return self._of(*each.span)
+    def of(self, layer_range: Range) -> Span:
+        """This rank's shard of a range."""
+        begin, end = layer_range.span
+        shard_numel = (end - begin) // self.num_ranks
+        first = begin + self.rank * shard_numel
+        return first, first + shard_numel
 
     def trained(self, layer: LayerLayout) -> tuple[Span, ...]:
-        """Elements whose moments and gradients are this rank's, of each trainable range."""
-        return tuple(self.of(each) for each in layer.trainable_ranges)
+        """This rank's shard of each trainable range: the elements whose moments and gradients it
+        keeps."""
+        return tuple(self.of(layer_range) for layer_range in layer.trainable_ranges)
 
     def weights(self, layer: LayerLayout) -> tuple[Span, ...]:
-        """Elements whose weights are this rank's, of each range."""
-        return tuple(self.of(each) for each in layer.ranges)
+        """This rank's shard of each range: the elements whose weights it keeps."""
+        return tuple(self.of(layer_range) for layer_range in layer.ranges)
 
     def within(self, layer: LayerLayout, begin: int, end: int) -> Iterator[Span]:
-        """The elements of [begin, end) whose weights are this rank's."""
-        for low, high in self.weights(layer):
-            if max(begin, low) < min(end, high):
-                yield max(begin, low), min(end, high)
+        """The spans of [begin, end) whose weights this rank keeps."""
+        for shard_begin, shard_end in self.weights(layer):
+            first = max(begin, shard_begin)
+            last = min(end, shard_end)
+            if first < last:
+                yield first, last
 
     def fetched(self, layer: LayerLayout) -> tuple[tuple[Range, Span], ...]:
-        """(a range of the layer, what this rank fetches of it): its own share and those of its
-        peers on other nodes."""
-        node = Shards(num_ranks=self.num_ranks // self.num_nodes, rank=self.rank // self.num_nodes)
-        return tuple((each, node.of(each)) for each in layer.ranges)
+        """Each range of the layer with the block of it that this rank fetches.
+
+        The block is the rank's shard and those of its peers on other nodes. The ranks of a node
+        all-gather their blocks.
+        """
+        ranks_per_node = self.num_ranks // self.num_nodes
+        node = Shards(num_ranks=ranks_per_node, rank=self.rank // self.num_nodes)
+        return tuple((layer_range, node.of(layer_range)) for layer_range in layer.ranges)
 
     def exchanged(self, layer: LayerLayout) -> tuple[tuple[Range, Span, Span], ...]:
-        """(a range, what this rank and its peers have of it, this rank's own share of that)."""
-        return tuple((each, block, self.of(each)) for each, block in self.fetched(layer))
-
-    def _of(self, begin: int, end: int) -> Span:
-        share = (end - begin) // self.num_ranks
-        return begin + self.rank * share, begin + (self.rank + 1) * share
+        """(a range, the block of this rank and its peers, this rank's shard in that block)."""
+        return tuple(
+            (layer_range, block, self.of(layer_range)) for layer_range, block in self.fetched(layer)
+        )

@@ -1,24 +1,32 @@
-"""Partition: module -> layers. Finds a model's repeated blocks, and says of every parameter which
-layer it moves with, or that it stays.
+"""Partition: module -> layers. It finds a model's repeated blocks.
 
-Owns the law that every parameter is in exactly one layer; the search for blocks, in this order: the
-paths that the user named, the tables of known families (by `config.model_type`, or by class name
-for Megatron, PyTorch and research code), the structure of the module tree; and the register of
-models that were built without values, which it does not keep alive. A family needs an entry only
-where structure would choose wrongly, or where a model of one block must work. Decides by types,
-names and shapes: never reads a parameter's data, never runs or changes the model. Made once by the
-training thread; immutable afterwards.
+It puts every parameter into one layer (FSDP unit) that moves or stays.
 
-[Note: residents] A block's parameters may leave the GPU only because nothing but the block's own
-forward uses them. A parameter that two blocks hold, or a block and something outside, leaves its
-block and stays resident, as does every parameter outside the blocks: embedding, final norm, head.
+Owns the law that every parameter is in exactly one layer, and the register of models that were
+built without values, which it does not keep alive. Owns the search for blocks, in this order:
 
-[Note: callable] A block is streamed by hooks around its call, so a block is a module that has a
-forward. ModuleList and ModuleDict have none: they are looked through, wherever they stand between a
-container and its blocks.
+1. The paths that the user named.
+2. The tables of known families: by `config.model_type`, or by class name for Megatron, PyTorch and
+   research code. A family needs an entry only if the structure would choose wrongly, or if a model
+   of one block must work.
+3. The structure of the module tree.
 
-[Note: no blocks] A model in which the search finds no blocks has no streamed layer: all of its
-parameters are resident. Only blocks that the user named must be there.
+Types, names and shapes decide. It never reads a parameter's data, and never runs or changes the
+model. The training thread makes a partition once; it is immutable afterwards.
+
+[Note: residents]
+
+1. A block's parameters may leave the GPU because only the block's forward uses them.
+2. A parameter of two blocks, or of a block and a module outside, leaves its block and stays
+   resident.
+3. Every parameter outside the blocks stays resident: embedding, final norm, head.
+
+[Note: callable] Hooks around a block's call stream the block. So a block is a module that has a
+forward. ModuleList and ModuleDict have none. The search looks through them, wherever they stand
+between a container and its blocks.
+
+[Note: no blocks] If the search finds no blocks, the model has no streamed layer: all of its
+parameters are resident. Only blocks that the user named must exist.
 """
 
 from __future__ import annotations
@@ -31,6 +39,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import itemgetter
 from typing import Any, Protocol
 
 import torch
@@ -42,8 +51,11 @@ from stronghold.errors import ConfigError, StateError, did_you_mean
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class NamedParameter:
-    """A parameter with all its names: `name` is its first in `model.named_parameters()`, `aliases`
-    has that one and, when it is tied, the others, in registration order."""
+    """A parameter with all of its names.
+
+    `name` is its first in `model.named_parameters()`. `aliases` has that name and those of ties, in
+    registration order.
+    """
 
     name: str
     aliases: tuple[str, ...]
@@ -52,11 +64,14 @@ class NamedParameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Layer:
-    """The unit that moves (`streamed`), or parameters that never do. `name` is the dotted path of
-    the block, or of a resident group's first holder; "" is the root. `modules` are those whose
-    forward uses the parameters: the block, or every direct holder of a resident parameter.
-    `parameters`: each once, trainable first, then frozen, and within these by `format_of`;
-    otherwise in registration order."""
+    """The unit that moves (`streamed`; an FSDP unit), or parameters that never move.
+
+    name        dotted path of the block, or of a resident group's first holder; "" is the root
+    modules     modules whose forward uses the parameters: the block, or every direct holder of a
+                resident parameter
+    parameters  each once: trainable ones first, then frozen ones, and within these by `format_of`.
+                Otherwise in registration order
+    """
 
     index: int
     name: str
@@ -67,7 +82,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Partition:
-    """`layers` in the order of registration, in which forward is expected to use them."""
+    """The layers of a model, in registration order. Forward is expected to use them in it."""
 
     layers: tuple[Layer, ...]
     model: nn.Module
@@ -83,11 +98,16 @@ def partition(
     layers: str | Sequence[str] | None = None,
     format_of: Callable[[nn.Parameter], int] | None = None,
 ) -> Partition:
-    """Split `model` into layers; `layers` is the config key `stronghold.layers`. Without it a model
-    may have no blocks ([Note: no blocks]). ConfigError when a path is unknown, or a parameter
-    cannot be moved (`_check_lasting`, `_check_movable`). `format_of` gives the number of a
-    parameter's format (`model.layout`); without it all have one. A later change of `requires_grad`
-    or of the module tree is not seen: partition again."""
+    """Split `model` into layers.
+
+    layers     the config key `stronghold.layers`. None: a model may have no blocks ([Note: no
+               blocks])
+    format_of  gives the number of a parameter's format (`model.layout`). None: all have one format
+
+    ConfigError if a path is unknown, or if a parameter cannot move (`_check_lasting`,
+    `_check_movable`). The result does not follow later changes of `requires_grad` or of the module
+    tree: partition again.
+    """
     names = _names(model)
     _check_lasting(model, names)
     _check_movable(names)
@@ -96,38 +116,61 @@ def partition(
     members: dict[tuple[nn.Module, bool], list[nn.Parameter]] = {}
     for parameter in names:
         block = owners[parameter]
-        key = (holders[parameter][0], False) if block is None else (block, True)
-        members.setdefault(key, []).append(parameter)
-
-    def range_order(parameter: nn.Parameter) -> tuple[bool, int]:
-        return not parameter.requires_grad, format_of(parameter) if format_of else 0
-
-    found: list[Layer] = []
+        if block is not None:
+            members.setdefault((block, True), []).append(parameter)
+        else:
+            first_holder = holders[parameter][0]
+            members.setdefault((first_holder, False), []).append(parameter)
+    result: list[Layer] = []
     for module_name, module in model.named_modules():
         for streamed in (False, True):
-            mine = members.get((module, streamed), [])
-            if not mine:
+            if (module, streamed) not in members:
                 continue
-            mine.sort(key=range_order)
-            shared = dict.fromkeys(holder for parameter in mine for holder in holders[parameter])
-            found.append(
+            parameters = _in_range_order(members[module, streamed], format_of)
+            users = [module]
+            if not streamed:
+                users = list(_holders_of(parameters, holders))
+            result.append(
                 Layer(
-                    index=len(found),
+                    index=len(result),
                     name=module_name,
-                    modules=(module,) if streamed else tuple(shared),
-                    parameters=tuple(
-                        NamedParameter(name=names[p][0], aliases=tuple(names[p]), parameter=p)
-                        for p in mine
-                    ),
+                    modules=tuple(users),
+                    parameters=tuple(_named(parameter, names) for parameter in parameters),
                     streamed=streamed,
                 )
             )
-    check_exactly_once(names, found)
-    return Partition(layers=tuple(found), model=model)
+    check_exactly_once(names, result)
+    return Partition(layers=tuple(result), model=model)
+
+
+def _in_range_order(
+    parameters: Sequence[nn.Parameter], format_of: Callable[[nn.Parameter], int] | None
+) -> list[nn.Parameter]:
+    """The parameters in the order of [Note: ranges] of `model.layout`."""
+    keys: list[tuple[bool, int, int]] = []
+    for number, parameter in enumerate(parameters):
+        format_number = 0 if format_of is None else format_of(parameter)
+        keys.append((not parameter.requires_grad, format_number, number))
+    return [parameters[number] for *_, number in sorted(keys)]
+
+
+def _holders_of(
+    parameters: Sequence[nn.Parameter], holders: dict[nn.Parameter, list[nn.Module]]
+) -> Iterable[nn.Module]:
+    """The modules that hold the parameters directly, each once."""
+    modules: dict[nn.Module, None] = {}
+    for parameter in parameters:
+        modules.update(dict.fromkeys(holders[parameter]))
+    return modules
+
+
+def _named(parameter: nn.Parameter, names: dict[nn.Parameter, list[str]]) -> NamedParameter:
+    aliases = tuple(names[parameter])
+    return NamedParameter(name=aliases[0], aliases=aliases, parameter=parameter)
 
 
 def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """Every parameter with all its names, both in registration order."""
+    """All names of every parameter, both in registration order."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -135,7 +178,7 @@ def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
 
 
 def _holders(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
-    """Every parameter with the modules that hold it directly, in registration order."""
+    """The modules that hold each parameter directly, in registration order."""
     holders: dict[nn.Parameter, list[nn.Module]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -144,7 +187,7 @@ def _holders(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
 
 
 def _owners(model: nn.Module, blocks: list[nn.Module]) -> dict[nn.Parameter, nn.Module | None]:
-    """Every parameter with the one block that alone uses it, or None: it is resident ([Note:
+    """The one block that alone uses each parameter; None for a resident parameter ([Note:
     residents])."""
     users: dict[nn.Parameter, list[nn.Module | None]] = {}
     for block in blocks:
@@ -153,12 +196,14 @@ def _owners(model: nn.Module, blocks: list[nn.Module]) -> dict[nn.Parameter, nn.
     for module in _outside(model, set(blocks)):
         for parameter in module.parameters(recurse=False):
             users.setdefault(parameter, []).append(None)
-    return {parameter: who[0] if len(who) == 1 else None for parameter, who in users.items()}
+    owners: dict[nn.Parameter, nn.Module | None] = {}
+    for parameter, modules in users.items():
+        owners[parameter] = modules[0] if len(modules) == 1 else None
+    return owners
 
 
 def _outside(model: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module]:
-    """Modules that are reached without entering a block; one that a block holds too is among
-    them."""
+    """Modules that are reached without entering a block. A block may hold them, too."""
     seen: set[nn.Module] = set(blocks)
     waiting = [model]
     while waiting:
@@ -170,8 +215,10 @@ def _outside(model: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module]:
 
 
 def _check_lasting(model: nn.Module, names: dict[nn.Parameter, list[str]]) -> None:
-    """ConfigError for a parameter that the model replaces by another object when it is asked for
-    its parameters a second time: what moves would not be what the model computes with."""
+    """ConfigError for a parameter that is a new object in each listing of the model's parameters.
+
+    The model would not compute with the parameter that moves.
+    """
     again = dict(model.named_parameters(remove_duplicate=False))
     for parameter, (name, *_) in names.items():
         if again.get(name) is not parameter:
@@ -184,9 +231,12 @@ def _check_lasting(model: nn.Module, names: dict[nn.Parameter, list[str]]) -> No
 
 
 def _check_movable(names: dict[nn.Parameter, list[str]]) -> None:
-    """ConfigError for what no slab can hold or keep: parameters without a shape yet, those
-    that are no plain floating-point tensors (quantised, sharded), and trainable ones whose memory
-    overlaps another's, a tie that moving would cut."""
+    """ConfigError for a parameter that no slab can hold.
+
+    1. It has no shape yet.
+    2. It is no plain floating-point tensor: it is quantised or sharded.
+    3. Its memory overlaps another's, and one of them trains. A move would cut this tie.
+    """
     for parameter, (name, *_) in names.items():
         if is_lazy(parameter):
             raise ConfigError(
@@ -199,24 +249,25 @@ def _check_movable(names: dict[nn.Parameter, list[str]]) -> None:
                 "torch.Tensor: quantised or sharded weights are not supported. Wrap the model "
                 "before they are made."
             )
-    # Without an address (the meta device, tensors that wrap others) there is nothing to compare.
-    spans = sorted(
-        (
-            (p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), p.device.type, name, p)
-            for p, (name, *_) in names.items()
-            if p.numel() and p.is_contiguous() and p.data_ptr()
-        ),
-        key=lambda span: (span[2], span[0]),
-    )
-    for (_, end, device, first, one), (start, _, other, second, two) in pairwise(spans):
-        if device == other and start < end and (one.requires_grad or two.requires_grad):
+    spans: list[tuple[str, int, int, nn.Parameter]] = []
+    for number, parameter in enumerate(names):
+        # A parameter without an address (the meta device, tensors that wrap others) is not checked.
+        if parameter.numel() and parameter.is_contiguous() and parameter.data_ptr():
+            spans.append((parameter.device.type, parameter.data_ptr(), number, parameter))
+    spans.sort(key=itemgetter(0, 1, 2))
+    for (device, begin, _, first), (next_device, next_begin, _, second) in pairwise(spans):
+        end = begin + first.numel() * first.element_size()
+        overlaps = device == next_device and next_begin < end
+        if overlaps and (first.requires_grad or second.requires_grad):
             raise ConfigError(
-                f'parameters "{first}" and "{second}" are two nn.Parameter objects over the same '
-                "memory; tie them by assigning the same nn.Parameter to both modules."
+                f'parameters "{names[first][0]}" and "{names[second][0]}" are two nn.Parameter '
+                "objects over the same memory; tie them by assigning the same nn.Parameter to "
+                "both modules."
             )
 
 
 def check_exactly_once(names: dict[nn.Parameter, list[str]], layers: list[Layer]) -> None:
+    """StateError unless every parameter of `names`, and no other, is in exactly one layer."""
     placed = Counter(named.parameter for layer in layers for named in layer.parameters)
     for parameter, aliases in names.items():
         if placed[parameter] != 1:
@@ -230,8 +281,8 @@ def check_exactly_once(names: dict[nn.Parameter, list[str]], layers: list[Layer]
 # -- which modules are blocks ---------------------------------------------------------------------
 _KEY = "stronghold.layers"
 
-# A list of small repeated parts (heads, adapters, norms) beside the real stacks stays resident: a
-# fetch of so little costs more in hand-overs than in transfer.
+# A list of small repeated modules (heads, adapters, norms) beside the real stacks stays resident.
+# The hand-overs of so small a fetch cost more than its transfer.
 _MIN_SHARE_OF_LARGEST = 0.02
 _MIN_BLOCK_NUMEL = 1 << 20
 
@@ -299,9 +350,11 @@ CLASS_NAMES: dict[str, tuple[str, ...]] = {
 
 
 def find_blocks(model: nn.Module, layers: str | Sequence[str] | None = None) -> list[nn.Module]:
-    """The distinct blocks of `model` that hold parameters; none lies inside another. `layers`:
-    dotted paths of block containers or of blocks, `*` matches within one component; None searches,
-    and may find none. ConfigError for a path that names nothing with parameters, or nested blocks.
+    """Find the distinct blocks of `model` that hold parameters. None lies inside another.
+
+    `layers` has dotted paths of block containers or of blocks; `*` matches within one component.
+    None: search, which may find none. ConfigError for a path that names no module with parameters,
+    or for nested blocks.
     """
     if layers is not None:
         blocks = _named_blocks(model, [layers] if isinstance(layers, str) else list(layers))
@@ -316,49 +369,51 @@ def _named_blocks(model: nn.Module, paths: list[str]) -> list[nn.Module]:
         raise ConfigError(
             f"{_KEY}: an empty list names no blocks; leave the key out to have them found."
         )
-    # Aliases of shared modules count: any name by which the user's code can reach a block is a good
-    # name.
+    # Aliases of shared modules count. The user may take any name by which code reaches a block.
     modules = dict(model.named_modules(remove_duplicate=False))
     blocks: list[nn.Module] = []
     for path in paths:
         names = _matches(path, modules)
         if not names:
             raise ConfigError(_unknown_path(model, path, modules))
-        # A path that ends in a number or a wildcard names blocks, even if they are Sequentials; any
-        # other names a container.
+        # A path that ends in a number or a wildcard names blocks, even if they are Sequentials. Any
+        # other path names a container.
         last = path.rsplit(".", 1)[-1]
-        as_block = last.isdigit() or "*" in last
-        found = [
-            block
-            for name in names
-            for block in _expanded(modules[name], open_sequential=not as_block)
-            if _numel(block)
-        ]
-        if not found:
+        names_blocks = last.isdigit() or "*" in last
+        path_blocks: list[nn.Module] = []
+        for name in names:
+            path_blocks += _blocks_in(modules[name], open_sequential=not names_blocks)
+        if not path_blocks:
             raise ConfigError(
                 f'{_KEY}: "{path}" holds no module with parameters and a forward of its own, so '
                 "there is nothing to stream; name the blocks, or the list that holds them."
             )
-        blocks += found
+        blocks += path_blocks
     _refuse_nested(model, _distinct(blocks))
     return blocks
 
 
 def _matches(path: str, names: Iterable[str]) -> list[str]:
-    """Names equal to `path`, component by component; else the outermost names that end in it
-    (wrapped models)."""
+    """The names that match `path`, component by component.
+
+    If there are none (wrapped models): the outermost names that end in it.
+    """
     pattern = path.split(".")
-    split = [name.split(".") for name in names if name]
-    exact = [parts for parts in split if _fits(parts, pattern)]
-    suffix = [parts for parts in split if _fits(parts[-len(pattern) :], pattern)]
-    return [".".join(parts) for parts in exact or _outermost(suffix)]
+    split_names = [name.split(".") for name in names if name]
+    exact = [components for components in split_names if _fits(components, pattern)]
+    length = len(pattern)
+    suffix = [components for components in split_names if _fits(components[-length:], pattern)]
+    return [".".join(components) for components in exact or _outermost(suffix)]
 
 
-def _fits(parts: list[str], pattern: list[str]) -> bool:
-    return len(parts) == len(pattern) and all(map(fnmatch.fnmatchcase, parts, pattern))
+def _fits(components: list[str], pattern: list[str]) -> bool:
+    if len(components) != len(pattern):
+        return False
+    return all(map(fnmatch.fnmatchcase, components, pattern))
 
 
 def _outermost(names: list[list[str]]) -> list[list[str]]:
+    """The names, split at dots, that do not lie inside another one."""
     chosen = {tuple(name) for name in names}
     return [
         name
@@ -368,16 +423,22 @@ def _outermost(names: list[list[str]]) -> list[list[str]]:
 
 
 def _unknown_path(model: nn.Module, path: str, names: Iterable[str]) -> str:
+    """The message for a path that matches no module."""
     lists = [name.split(".") for name, module in model.named_modules() if _is_container(module)]
-    found = ", ".join(f'"{".".join(parts)}"' for parts in _outermost(lists)[:4] if parts != [""])
+    quoted: list[str] = []
+    for components in _outermost(lists)[:4]:
+        name = ".".join(components)
+        if name:
+            quoted.append(f'"{name}"')
+    hint = f" Lists of modules in it: {', '.join(quoted)}." if quoted else ""
     return (
         f'{_KEY}: got "{path}", expected the dotted path of a module of {type(model).__name__} '
-        f'("*" stands for any one component).{did_you_mean(path, filter(None, names))}'
-        + (f" Lists of modules in it: {found}." if found else "")
+        f'("*" stands for any one component).{did_you_mean(path, filter(None, names))}{hint}'
     )
 
 
 def _refuse_nested(model: nn.Module, blocks: list[nn.Module]) -> None:
+    """ConfigError for a block inside another one."""
     names = {id(module): name for name, module in model.named_modules()}
     chosen = {id(block) for block in blocks}
     for block in blocks:
@@ -391,8 +452,10 @@ def _refuse_nested(model: nn.Module, blocks: list[nn.Module]) -> None:
 
 # --- by family ------------------------------------------------------------------------------------
 def _unwrapped(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """`model` and what it merely wraps, outermost first, with their names: every only child in turn
-    (PEFT, DDP, an outer module that adds a loss)."""
+    """`model` and the models that it merely wraps, with their names, outermost first.
+
+    A wrapped model is an only child: under PEFT, DDP, or an outer module that adds a loss.
+    """
     name, module = "", model
     yield name, module
     while len(children := list(module.named_children())) == 1:
@@ -402,9 +465,11 @@ def _unwrapped(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _family_paths(model: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(suffixes, exact paths) of the block containers of a known model, else both empty. The
-    outermost module with a `config.model_type` or a listed class name decides; `model_type` wins,
-    because class names (BertModel) are not unique."""
+    """(suffixes, exact paths) of the block containers of a known model, else both empty.
+
+    The outermost module with a `config.model_type` or a listed class name decides. `model_type`
+    wins, because class names (BertModel) are not unique.
+    """
     for name, module in _unwrapped(model):
         config: Any = getattr(module, "config", None)
         model_type = getattr(config, "model_type", None)
@@ -417,54 +482,58 @@ def _family_paths(model: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _family_blocks(model: nn.Module) -> list[nn.Module]:
+    """The blocks of a known model; empty for an unknown one."""
     suffixes, exact = _family_paths(model)
-    modules = dict(model.named_modules())
-    containers = {name: module for name, module in modules.items() if _is_container(module)}
-    found = [
-        name.split(".")
-        for name in containers
-        if name in exact or any(name == path or name.endswith(f".{path}") for path in suffixes)
-    ]
-    return [
-        block
-        for parts in _outermost(found)
-        for block in _expanded(containers[".".join(parts)], open_sequential=True)
-        if _numel(block)
-    ]
+    dotted_suffixes = tuple(f".{suffix}" for suffix in suffixes)
+    containers: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        is_named = name in exact or name in suffixes or name.endswith(dotted_suffixes)
+        if is_named and _is_container(module):
+            containers[name] = module
+    blocks: list[nn.Module] = []
+    for components in _outermost([name.split(".") for name in containers]):
+        blocks += _blocks_in(containers[".".join(components)], open_sequential=True)
+    return blocks
 
 
 # --- by structure ---------------------------------------------------------------------------------
 def _structural_blocks(model: nn.Module) -> list[nn.Module]:
-    """Outermost groups of at least two blocks of one kind; failing that, the layers of plain lists
-    that are most of the model. Small groups of small blocks are left out."""
+    """The blocks that the structure of the module tree shows.
+
+    1. Outermost groups of at least two blocks of one kind.
+    2. If there are none: layers of plain lists, if they are most of the model but its embeddings.
+
+    Small groups of small blocks are left out.
+    """
     repeated = _large_groups(model, _repeated_blocks)
     if repeated:
         return repeated
     plain = _large_groups(model, _plain_layers)
+    plain_numel = sum(map(_numel, plain))
     embeddings = {module for module in model.modules() if isinstance(module, nn.Embedding)}
-    rest = _numel(model) - sum(map(_numel, embeddings))
-    return plain if 2 * sum(map(_numel, plain)) >= rest else []
+    numel_but_embeddings = _numel(model) - sum(map(_numel, embeddings))
+    return plain if 2 * plain_numel >= numel_but_embeddings else []
 
 
 def _large_groups(
     model: nn.Module, group_of: Callable[[nn.Module], list[nn.Module]]
 ) -> list[nn.Module]:
+    """The blocks of all outermost groups that are not small."""
     groups = list(_outermost_groups(model, group_of))
     sizes = [sum(map(_numel, group)) for group in groups]
     least = _MIN_SHARE_OF_LARGEST * max(sizes, default=0)
-    return [
-        block
-        for group, size in zip(groups, sizes, strict=True)
-        if size >= min(least, _MIN_BLOCK_NUMEL * len(group))
-        for block in group
-    ]
+    blocks: list[nn.Module] = []
+    for group, size in zip(groups, sizes, strict=True):
+        if size >= min(least, _MIN_BLOCK_NUMEL * len(group)):
+            blocks += group
+    return blocks
 
 
 def _outermost_groups(
     module: nn.Module, group_of: Callable[[nn.Module], list[nn.Module]]
 ) -> Iterator[list[nn.Module]]:
-    """Groups in registration order. Inside a group nothing is searched: a list of experts belongs
-    to its block."""
+    """Groups in registration order. The search does not enter a group: a list of experts belongs to
+    its block."""
     group = group_of(module)
     if group:
         yield group
@@ -476,53 +545,60 @@ def _outermost_groups(
 
 def _repeated_blocks(module: nn.Module) -> list[nn.Module]:
     """The group of like blocks that `module` holds as a list or as numbered attributes (block0,
-    block1), or none."""
+    block1); empty if there is none."""
     if not _is_container(module):
         return _numbered_siblings(module)
-    blocks = [block for block in _expanded(module, open_sequential=True) if _numel(block)]
+    blocks = _blocks_in(module, open_sequential=True)
     like = _alike(blocks)
-    # A Sequential may begin with an embedding and end with a head; a ModuleList mixes kinds only as
-    # kinds of block.
+    # A Sequential may begin with an embedding and end with a head. A ModuleList mixes only kinds of
+    # blocks.
     if isinstance(module, nn.Sequential):
         return _distinct(like)
-    return _distinct(blocks) if like and 2 * len(like) >= len(blocks) else []
+    is_mostly_like = bool(like) and 2 * len(like) >= len(blocks)
+    return _distinct(blocks) if is_mostly_like else []
 
 
 def _numbered_siblings(module: nn.Module) -> list[nn.Module]:
+    """Like blocks among the numbered attributes of `module`."""
     siblings: dict[str, list[nn.Module]] = {}
     for name, child in module.named_children():
         stem = re.fullmatch(r"(.*?)\d+", name)
-        # Numbered lists (a ResNet's layer1 to layer4) are containers: their own blocks are the
+        # Numbered lists (a ResNet's layer1 to layer4) are containers. The blocks in them are the
         # finer choice.
         if stem and _is_callable(child) and not _is_container(child):
             siblings.setdefault(stem[1], []).append(child)
-    return _distinct(block for group in siblings.values() for block in _alike(group))
+    blocks: list[nn.Module] = []
+    for group in siblings.values():
+        blocks += _alike(group)
+    return _distinct(blocks)
 
 
 def _plain_layers(module: nn.Module) -> list[nn.Module]:
     """Children with parameters, of any kind, of a list that has at least two."""
     if not _is_container(module):
         return []
-    blocks = [block for block in _expanded(module, open_sequential=True) if _numel(block)]
+    blocks = _blocks_in(module, open_sequential=True)
     if len(blocks) < 2 or all(isinstance(block, nn.Embedding) for block in blocks):
         return []
     return _distinct(blocks)
 
 
 def _alike(blocks: list[nn.Module]) -> list[nn.Module]:
-    """Those of `blocks` that share their kind or all their shapes with another one and are more
-    than one primitive."""
+    """The blocks that share their kind or all of their shapes with another one, without single
+    primitives."""
     kinds = Counter(map(_kind, blocks))
     shapes = Counter(map(_shapes, blocks))
-    return [
-        block
-        for block in blocks
-        if (kinds[_kind(block)] > 1 or shapes[_shapes(block)] > 1) and not _is_primitive(block)
-    ]
+    alike: list[nn.Module] = []
+    for block in blocks:
+        is_repeated = kinds[_kind(block)] > 1 or shapes[_shapes(block)] > 1
+        if is_repeated and not _is_primitive(block):
+            alike.append(block)
+    return alike
 
 
 def _kind(module: nn.Module) -> tuple[object, ...]:
-    """The class; of a list also what it holds, because every nn.Sequential has the same class."""
+    """The class of a module. For a list also the kinds of its members, because every nn.Sequential
+    has one class."""
     if _is_container(module):
         return (type(module), *map(_kind, module.children()))
     return (type(module),)
@@ -532,15 +608,15 @@ def _shapes(module: nn.Module) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(parameter.shape) for parameter in module.parameters())
 
 
-# --- what modules are -----------------------------------------------------------------------------
+# --- kinds of modules -----------------------------------------------------------------------------
 def _is_callable(module: nn.Module) -> bool:
-    """Whether calling `module` works, so that hooks fire ([Note: callable])."""
+    """True if `module` has a forward, so that hooks fire ([Note: callable])."""
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def _is_container(module: nn.Module) -> bool:
-    """A list of modules: ModuleList, ModuleDict, Sequential, or any other module whose children are
-    all numbered."""
+    """True for a list of modules: ModuleList, ModuleDict, Sequential, or another module whose
+    children are all numbered."""
     names = [name for name, _ in module.named_children()]
     if isinstance(module, nn.Sequential) or (names and not _is_callable(module)):
         return True
@@ -548,14 +624,18 @@ def _is_container(module: nn.Module) -> bool:
 
 
 def _is_primitive(module: nn.Module) -> bool:
-    """A linear map, a convolution, a norm: at most a weight and a bias, and nothing inside."""
+    """True for a linear map, a convolution or a norm: at most a weight and a bias, and no
+    children with parameters."""
     inside = sum(_numel(child) for child in module.children())
     return not inside and len(list(module.parameters(recurse=False))) <= 2
 
 
 def _expanded(module: nn.Module, *, open_sequential: bool) -> Iterator[nn.Module]:
-    """The blocks in `module`, or itself. Lists without a forward are always opened, at any depth;
-    those with one (Sequential) only at the top and only with `open_sequential`."""
+    """The blocks in `module`, or `module` itself.
+
+    Lists without a forward are opened at any depth. Lists with a forward (Sequential) are opened
+    only at the top, with `open_sequential`.
+    """
     if not _is_callable(module) or (open_sequential and _is_container(module)):
         for child in module.children():
             yield from _expanded(child, open_sequential=False)
@@ -563,7 +643,14 @@ def _expanded(module: nn.Module, *, open_sequential: bool) -> Iterator[nn.Module
         yield module
 
 
+def _blocks_in(module: nn.Module, *, open_sequential: bool) -> list[nn.Module]:
+    """The blocks of `_expanded` that have parameters."""
+    blocks = _expanded(module, open_sequential=open_sequential)
+    return [block for block in blocks if _numel(block)]
+
+
 def _numel(module: nn.Module) -> int:
+    """The number of a module's parameters, with those of its children."""
     return sum(math.prod(parameter.shape) for parameter in module.parameters())
 
 
@@ -572,7 +659,7 @@ def _distinct(blocks: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def why_no_blocks(model: nn.Module) -> str:
-    """Why the search found no blocks in `model`, and how the user names them."""
+    """A message: the reason for which the search found no blocks, and how the user names them."""
     largest = sorted(
         ((_numel(child), name) for name, child in model.named_children()), reverse=True
     )[:3]
@@ -587,38 +674,46 @@ def why_no_blocks(model: nn.Module) -> str:
     )
 
 
-# -- where the values of meta parameters come from ------------------------------------------------
+# -- the values of meta parameters ----------------------------------------------------------------
 class WeightSource(Protocol):
-    """Values by parameter: names change when a model is wrapped."""
+    """Values by parameter, not by name: a name changes if the model is wrapped."""
 
     def has(self, parameter: nn.Parameter) -> bool:
-        """Whether it knows the parameter's values."""
+        """True if the source has the parameter's values."""
 
     def read_into(self, parameter: nn.Parameter, target: torch.Tensor) -> None:
-        """Fill contiguous CPU memory of the parameter's shape, cast to the target's dtype."""
+        """Fill `target` with the values, cast to its dtype.
+
+        `target` is contiguous CPU memory of the parameter's shape.
+        """
 
 
 _SOURCES: weakref.WeakKeyDictionary[nn.Module, WeightSource] = weakref.WeakKeyDictionary()
 
 
 def set_source(model: nn.Module, source: WeightSource) -> None:
-    """`stronghold.initialize` will fill the model's meta parameters from `source`."""
+    """Register the source from which `stronghold.initialize` fills the model's meta parameters."""
     _SOURCES[model] = source
 
 
 def source_of(model: nn.Module) -> WeightSource | None:
-    """The source of the model, or of the one that it wraps; None for one that has its values."""
-    return next((_SOURCES[module] for module in model.modules() if module in _SOURCES), None)
+    """The source of the model, or of a model that it wraps; None if the model has its values."""
+    for module in model.modules():
+        if module in _SOURCES:
+            return _SOURCES[module]
+    return None
 
 
 def forget_source(model: nn.Module) -> None:
-    """The model has its values now."""
+    """Remove the model's source: it has its values now."""
     for module in model.modules():
         _SOURCES.pop(module, None)
 
 
 def materialize(parameter: nn.Parameter, values: torch.Tensor) -> None:
-    """Give a meta parameter `values`; it stays the same object. `.data` cannot cross from the meta
-    device: what the object wraps is exchanged instead."""
+    """Give a meta parameter `values`. It stays the same object.
+
+    `.data` cannot cross from the meta device. So torch swaps the tensors inside the objects.
+    """
     real = nn.Parameter(values, requires_grad=parameter.requires_grad)
     torch.utils.swap_tensors(parameter, real)

@@ -1,6 +1,6 @@
-"""Optimizers: one file each, behind one contract.
+"""Optimizers: one file each, behind one contract. This file has the table of all of them.
 
-contract          what the rest of the package asks of an optimizer
+contract          the interface of an optimizer
 adam              Adam and AdamW
 lion              Lion
 sgd               SGD with momentum, and Nesterov's
@@ -23,50 +23,69 @@ from stronghold.optim.sgd import SGD
 
 OPTIMIZERS: tuple[type[Optimizer], ...] = (Adam, Lion, SGD)
 DEFAULT = Adam()
-"""Of plans and checkpoints that name no optimizer."""
+"""The optimizer of plans and checkpoints that name none."""
 
 
 def optimizer_of_type(word: str) -> type[Optimizer] | None:
-    """The optimizer that `optimizer.type` means; None for another word. Case does not count."""
-    return next((cls for cls in OPTIMIZERS if word.lower() in cls.types), None)
+    """The optimizer for a value of `optimizer.type`, in any case; None for an unknown word."""
+    for optimizer in OPTIMIZERS:
+        if word.lower() in optimizer.types:
+            return optimizer
+    return None
 
 
 def optimizer_named(name: str) -> type[Optimizer]:
-    """The optimizer with this name, as checkpoints write it. ConfigError for another name."""
-    for cls in OPTIMIZERS:
-        if cls.name == name:
-            return cls
-    raise ConfigError(f"optimizer: {name!r} is none of {', '.join(o.name for o in OPTIMIZERS)}")
+    """The optimizer with this name, as checkpoints write it. ConfigError for an unknown name."""
+    for optimizer in OPTIMIZERS:
+        if optimizer.name == name:
+            return optimizer
+    known = ", ".join(optimizer.name for optimizer in OPTIMIZERS)
+    raise ConfigError(f"optimizer: {name!r} is none of {known}")
 
 
 def optimizer_of_class(cls: type) -> tuple[type[Optimizer], type] | None:
-    """The optimizer whose step a client's class makes, and the class whose `step` that is: `cls`
-    or a base of it. None where no optimizer here computes the same."""
+    """The optimizer that computes the same as a client's class.
+
+    Returns the optimizer and the class whose `step` it replaces: `cls` or a base of it. None if no
+    optimizer computes the same, or if `cls` overrides that `step`.
+    """
     for base in cls.__mro__:
-        key = base.__module__.partition(".")[0], base.__name__
-        optimizer = next((found for found in OPTIMIZERS if key in found.classes), None)
-        if optimizer is not None:
-            # torch wraps a class's step for its profiler when the first object is made: compare
-            # what is inside.
-            step, inherited = inspect.unwrap(base.step), inspect.unwrap(cls.step)  # type: ignore[attr-defined]
-            return (optimizer, base) if step is inherited else None
+        optimizer = _optimizer_replacing(base)
+        if optimizer is None:
+            continue
+        # torch wraps a class's step for its profiler when the first object is made. So compare the
+        # wrapped functions.
+        step = inspect.unwrap(base.step)  # type: ignore[attr-defined]
+        inherited = inspect.unwrap(cls.step)  # type: ignore[attr-defined]
+        return (optimizer, base) if step is inherited else None
+    return None
+
+
+def _optimizer_replacing(cls: type) -> type[Optimizer] | None:
+    """The optimizer that names this class in `classes`."""
+    package = cls.__module__.partition(".")[0]
+    for optimizer in OPTIMIZERS:
+        if (package, cls.__name__) in optimizer.classes:
+            return optimizer
     return None
 
 
 def optimizer_of_state(names: Iterable[str]) -> type[Optimizer]:
-    """The optimizer whose moments have these names. The default one where there are none.
-    ConfigError for other names."""
-    wanted = set(names)
-    if not wanted:
+    """The optimizer whose moments have these names. The default one if there are no names.
+
+    ConfigError for names of no optimizer.
+    """
+    moments = set(names)
+    if not moments:
         return type(DEFAULT)
-    for cls in OPTIMIZERS:
-        if wanted == {moment.name for moment in cls.possible_moments}:
-            return cls
-    raise ConfigError(f"optimizer state {sorted(wanted)} is of none of the optimizers here")
+    for optimizer in OPTIMIZERS:
+        if moments == {moment.name for moment in optimizer.possible_moments}:
+            return optimizer
+    raise ConfigError(f"optimizer state {sorted(moments)} is of none of the optimizers here")
 
 
 def hyperparameter_names() -> frozenset[str]:
-    """The keys of a group that some optimizer reads."""
+    """The keys of a parameter group that at least one optimizer reads."""
     return frozenset(key for cls in OPTIMIZERS for key in cls.defaults)
 
 
@@ -81,14 +100,25 @@ def known_types() -> tuple[str, ...]:
 
 
 def known_classes() -> list[str]:
-    """The optimizers of other packages that can be passed, as you write them, torch's first."""
+    """Names of the optimizer classes that a user can pass, as the user writes them.
+
+    torch's come first.
+    """
     prefixes = {"torch": "torch.optim.", "stronghold": "stronghold."}
-    classes = sorted({pair for cls in OPTIMIZERS for pair in cls.classes})
-    names = [f"{prefixes.get(package, '')}{name}" for package, name in classes]
-    return sorted(dict.fromkeys(names), key=lambda name: not name.startswith("torch."))
+    classes: set[tuple[str, str]] = set()
+    for optimizer in OPTIMIZERS:
+        classes.update(optimizer.classes)
+    names: dict[str, None] = {}
+    for package, name in sorted(classes):
+        names[f"{prefixes.get(package, '')}{name}"] = None
+    torch_names = [name for name in names if name.startswith("torch.")]
+    other_names = [name for name in names if not name.startswith("torch.")]
+    return torch_names + other_names
 
 
 def listed(words: Iterable[str], last: str = "and") -> str:
     """The words in a sentence: "a, b and c"."""
     *before, end = words
-    return f"{', '.join(before)} {last} {end}" if before else end
+    if not before:
+        return end
+    return f"{', '.join(before)} {last} {end}"

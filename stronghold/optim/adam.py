@@ -16,13 +16,13 @@ from stronghold.optim.contract import (
     BOOLEAN,
     NUMBER,
     Expected,
-    Fixed,
+    FixedKey,
     Group,
     Moment,
     Optimizer,
 )
 from stronghold.optim.cpu_optimizer import CPUOptimizer
-from stronghold.optim.states import EXACT, Kind
+from stronghold.optim.states import EXACT, StateKind
 
 logger = logging.getLogger("stronghold")
 
@@ -33,8 +33,11 @@ MODE_KEYS = ("decoupled_weight_decay", "adamw", "adamw_mode", "adam_w_mode")  # 
 
 @dataclass(frozen=True, slots=True)
 class Adam(Optimizer):
-    """`adamw`: the weight decay is decoupled (AdamW), not added to the gradient (L2).
-    `bias_correction`: both moments are divided by 1 - beta^step."""
+    """Adam or AdamW.
+
+    `adamw`: the weight decay is decoupled (AdamW), not added to the gradient (L2).
+    `bias_correction`: both moments are divided by 1 - beta^step.
+    """
 
     adamw: bool = True
     bias_correction: bool = True
@@ -69,13 +72,15 @@ class Adam(Optimizer):
         "torch_adam": BOOLEAN,
         "bias_correction": BOOLEAN,
     }
-    fixed: ClassVar[Mapping[str, Fixed]] = {
-        "amsgrad": Fixed(False, "the CPU kernel has no AMSGrad; set it to false or remove it"),
-        "maximize": Fixed(False, "the CPU kernel minimizes; set it to false, and negate the loss"),
-        "differentiable": Fixed(
+    fixed: ClassVar[Mapping[str, FixedKey]] = {
+        "amsgrad": FixedKey(False, "the CPU kernel has no AMSGrad; set it to false or remove it"),
+        "maximize": FixedKey(
+            False, "the CPU kernel minimizes; set it to false, and negate the loss"
+        ),
+        "differentiable": FixedKey(
             False, "the update runs outside autograd; set it to false or remove it"
         ),
-        "fp32_optimizer_states": Fixed(
+        "fp32_optimizer_states": FixedKey(
             True,
             "moments are kept in fp32; set it to true or remove it (smaller ones are "
             'stronghold.states: "lean")',
@@ -112,21 +117,23 @@ class Adam(Optimizer):
 
     @classmethod
     def from_params(cls, type_name: str, params: Mapping[str, Any]) -> tuple[Optimizer, Group]:
-        """By DeepSpeed's rules: "Adam" means AdamW unless `adam_w_mode` is false, "AdamW" whatever
-        it is, and `torch_adam` brings torch's default weight decay."""
-        always = type_name == "adamw"
-        mode = params.get("adam_w_mode", True)
-        if always and not mode:
+        """Make the optimizer by DeepSpeed's rules.
+
+        "Adam" means AdamW unless `adam_w_mode` is false. "AdamW" always means AdamW. `torch_adam`
+        sets torch's default weight decay.
+        """
+        is_adamw_type = type_name == "adamw"
+        adam_w_mode = params.get("adam_w_mode", True)
+        if is_adamw_type and not adam_w_mode:
             logger.warning(
                 'optimizer.params.adam_w_mode is without effect: type "AdamW" is always AdamW, as '
                 "in DeepSpeed"
             )
+        is_adamw = is_adamw_type or adam_w_mode
         group = dict(params)
-        if params.get("torch_adam") and (always or mode):
+        if params.get("torch_adam") and is_adamw:
             group.setdefault("weight_decay", TORCH_ADAMW_WEIGHT_DECAY)
-        optimizer = cls(
-            adamw=always or mode, bias_correction=bool(params.get("bias_correction", True))
-        )
+        optimizer = cls(adamw=is_adamw, bias_correction=bool(params.get("bias_correction", True)))
         return optimizer, cls.hyperparameters(group)
 
     @classmethod
@@ -138,7 +145,7 @@ class Adam(Optimizer):
 
 
 def _is_adamw(optimizer: object, base: type, group: Mapping[str, Any]) -> bool:
-    """Whether the group's weight decay is decoupled. Every package has its own key for it."""
+    """True if the group's weight decay is decoupled. Packages have different keys for it."""
     for key in MODE_KEYS:
         if key in group:
             return bool(group[key])
@@ -152,8 +159,8 @@ def _is_adamw(optimizer: object, base: type, group: Mapping[str, Any]) -> bool:
 class CPUAdam(CPUOptimizer):
     """AdamW, or Adam with L2 decay (`adamw_mode=False`), on CPU parameters: see `CPUOptimizer`.
 
-    State of a parameter: `step`, `exp_avg`, `exp_avg_sq`, and `low`. `amsgrad=True` is refused.
-    `load_state_dict` also takes the state of `torch.optim.Adam` and `AdamW`.
+    The state of a parameter has `step`, `exp_avg`, `exp_avg_sq` and `low`. `load_state_dict` also
+    takes the state of `torch.optim.Adam` and `AdamW`. ConfigError for `amsgrad=True`.
     """
 
     def __init__(
@@ -168,7 +175,7 @@ class CPUAdam(CPUOptimizer):
         bias_correction: bool = True,
         amsgrad: bool = False,
         maximize: bool = False,
-        states: Kind = EXACT,
+        states: StateKind = EXACT,
         num_threads: int | None = None,
     ) -> None:
         defaults = {

@@ -1,7 +1,7 @@
-"""The contract of an optimizer: all that the rest of the package asks of one.
+"""The contract of an optimizer: the interface that the rest of the package uses.
 
-Owns no tensor and runs no kernel. An `Optimizer` is plain data, made from the config or from a
-client's parameter group; any thread may read it. `stronghold/optim/__init__.py` lists the
+Owns no tensor and runs no kernel. An `Optimizer` is plain data. It is made from the config or from
+a client's parameter group; any thread may read it. `stronghold/optim/__init__.py` lists the
 optimizers. No file outside `stronghold/optim/` and `kernels/` needs to name one.
 
 [Note: one file] To add an optimizer, write
@@ -21,7 +21,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from stronghold.errors import BOOLEAN, NUMBER, ConfigError, Expected, did_you_mean, is_number, wrong
+from stronghold.errors import (
+    BOOLEAN,
+    NUMBER,
+    ConfigError,
+    Expected,
+    did_you_mean,
+    is_number,
+    value_problem,
+)
 
 Group = dict[str, Any]
 """A live parameter group of a `torch.optim.Optimizer`."""
@@ -41,14 +49,14 @@ def _is_below_one(value: object) -> bool:
 
 BETAS = Expected(_is_pair_of_betas, "two numbers in [0, 1), such as [0.9, 0.999]")
 BELOW_ONE = Expected(_is_below_one, "a number in [0, 1)")
-__all__ = ["BELOW_ONE", "BETAS", "BOOLEAN", "NUMBER", "Expected", "Fixed", "Moment", "Optimizer"]
+__all__ = ["BELOW_ONE", "BETAS", "BOOLEAN", "NUMBER", "Expected", "FixedKey", "Moment", "Optimizer"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """One number per element that an optimizer keeps between two steps. Zero is a fresh one.
+    """One number per element that an optimizer keeps between two steps. It starts at zero.
 
-    `name` is torch's, in `optimizer.state`. `is_root`: the number is never negative, and the step
+    `name` is torch's, in `optimizer.state`. `is_root`: the number is never negative, and the update
     divides by its square root. Lean states keep a code of that root.
     """
 
@@ -57,8 +65,8 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True)
-class Fixed:
-    """A key of which only `value` is accepted, and the `reason` for refusing every other value."""
+class FixedKey:
+    """A key with one accepted `value`, and the `reason` for refusing every other one."""
 
     value: bool
     reason: str
@@ -66,16 +74,22 @@ class Fixed:
 
 @dataclass(frozen=True, slots=True)
 class Optimizer(ABC):
-    """How one parameter group is updated. The hyper-parameters that a schedule may change stay in
-    the live group; a subclass's fields are what stays fixed. Equal objects share a kernel call.
+    """The update of one parameter group, as plain data.
 
-    `name` is written in checkpoints. `possible_moments` are at most `native.MAX_MOMENTS`. `types`
-    are the words of `optimizer.type`, in lower case.
-    `classes` names optimizers of other packages that compute the same: (package, class).
-    `defaults` has the group's hyper-parameters with DeepSpeed's defaults, and `expected` what each
-    must be. `params` are further keys of `optimizer.params`. Keys in `fixed` have one accepted
-    value; keys in `without_effect` change how torch computes, not what. `note` documents the type,
-    `params_note` its keys. `example` is an `optimizer` section to begin with.
+    Hyper-parameters that a schedule may change stay in the live group. A subclass's fields stay
+    fixed. Parameters with equal optimizers share a kernel call.
+
+    name              written in checkpoints
+    possible_moments  at most `native.MAX_MOMENTS`
+    types             values of `optimizer.type`, in lower case
+    classes           optimizers of other packages that compute the same: (package, class)
+    defaults          the group's hyper-parameters, with DeepSpeed's defaults
+    expected          the condition on each hyper-parameter
+    params            further keys of `optimizer.params`
+    fixed             keys with one accepted value
+    without_effect    keys that change how torch computes, not its result
+    note, params_note documentation of the type, and of its keys
+    example           an `optimizer` section of the config
     """
 
     name: ClassVar[str]
@@ -85,21 +99,21 @@ class Optimizer(ABC):
     defaults: ClassVar[Mapping[str, Any]]
     expected: ClassVar[Mapping[str, Expected]]
     params: ClassVar[Mapping[str, Expected]] = {}
-    fixed: ClassVar[Mapping[str, Fixed]] = {}
+    fixed: ClassVar[Mapping[str, FixedKey]] = {}
     without_effect: ClassVar[frozenset[str]] = frozenset()
     note: ClassVar[str]
     params_note: ClassVar[str]
     example: ClassVar[Mapping[str, Any]]
 
-    # -- what it keeps, and its kernel ------------------------------------------------------------
+    # -- moments and kernel -----------------------------------------------------------------------
     @property
     @abstractmethod
     def kernel(self) -> str:
-        """The name of its kernels: `native.optimizers()` lists them."""
+        """The name of the optimizer's kernels: `native.optimizers()` lists the names."""
 
     @property
     def moments(self) -> tuple[Moment, ...]:
-        """The moments that it keeps, in the kernel's order: `possible_moments`, or none."""
+        """The moments that the update keeps, in the kernel's order: `possible_moments`, or none."""
         return self.possible_moments
 
     @property
@@ -109,25 +123,35 @@ class Optimizer(ABC):
 
     @abstractmethod
     def numbers(self, group: Group) -> tuple[float, ...]:
-        """The kernel's numbers, in its order, as the live group has them now. ConfigError where the
-        group asks for what this object cannot do."""
+        """The kernel's numbers, in its order, from the live group.
+
+        ConfigError if the group has a value that this object cannot follow.
+        """
 
     def step_size(self, group: Group) -> float | None:
-        """About how far one step moves a weight; None where that depends on the gradients' size."""
+        """The approximate distance by which one step moves a weight.
+
+        None if it depends on the gradients' size.
+        """
         return None
 
-    # -- where it comes from ----------------------------------------------------------------------
+    # -- construction and checks ------------------------------------------------------------------
     @classmethod
     @abstractmethod
     def from_params(cls, type_name: str, params: Mapping[str, Any]) -> tuple[Optimizer, Group]:
-        """The optimizer and a group's hyper-parameters, from `optimizer.type` (lower case) and the
-        checked `optimizer.params` without null values."""
+        """Make the optimizer and a group's hyper-parameters from the config.
+
+        `type_name` is `optimizer.type` in lower case. `params` are the checked `optimizer.params`
+        without null values.
+        """
 
     @classmethod
     @abstractmethod
     def from_group(cls, optimizer: object, base: type, group: Mapping[str, Any]) -> Optimizer:
-        """The optimizer of one group of a client's object. `base` is the class of `classes` whose
-        `step` the object has."""
+        """Make the optimizer of one group of a client's object.
+
+        `base` is the class of `classes` whose `step` the object has.
+        """
 
     @classmethod
     def hyperparameters(cls, group: Mapping[str, Any]) -> Group:
@@ -136,7 +160,7 @@ class Optimizer(ABC):
 
     @classmethod
     def wrong_param(cls, key: str, value: Any) -> str | None:
-        """The line of an error for one key of `optimizer.params`; None where it is right."""
+        """The line of an error for one key of `optimizer.params`; None if the value is right."""
         dotted = f"optimizer.params.{key}"
         if key == "max_grad_norm":
             return (
@@ -150,7 +174,7 @@ class Optimizer(ABC):
             return f"{dotted}: got {value!r}; {fixed.reason}."
         expected = {**cls.expected, **cls.params}
         if key in expected:
-            return wrong(dotted, value, expected[key])
+            return value_problem(dotted, value, expected[key])
         if key in cls.without_effect:
             return None
         usable = sorted({*expected, *cls.without_effect, *cls.fixed})
@@ -159,22 +183,22 @@ class Optimizer(ABC):
 
     @classmethod
     def problems(cls, group: Mapping[str, Any], where: str) -> list[str]:
-        """The lines of an error for a client's group at `where`; empty where all is right."""
-        lines = [
-            f"{where}: {key} is on; {fixed.reason}."
-            for key, fixed in cls.fixed.items()
-            if not fixed.value and group.get(key)
-        ]
+        """The lines of an error for a client's group at `where`; empty if the group is right."""
+        lines: list[str] = []
+        for key, fixed in cls.fixed.items():
+            is_on = bool(group.get(key))
+            if is_on and not fixed.value:
+                lines.append(f"{where}: {key} is on; {fixed.reason}.")
         hyperparameters = cls.hyperparameters(group)
         for key, expected in cls.expected.items():
-            line = wrong(f"{where}: {key}", hyperparameters[key], expected)
+            line = value_problem(f"{where}: {key}", hyperparameters[key], expected)
             if line is not None:
                 lines.append(line)
         return lines
 
 
 def _plain(value: Any) -> Any:
-    """Numbers as floats: torch keeps some of them in tensors. Switches stay."""
+    """A number as a float, because torch keeps some in tensors. Booleans and None stay."""
     if isinstance(value, bool | None):
         return value
     if isinstance(value, list | tuple):
@@ -183,7 +207,7 @@ def _plain(value: Any) -> Any:
 
 
 def refuse_changed(key: str, value: object, expected: str) -> ConfigError:
-    """The error for a hyper-parameter that may not change after `initialize`."""
+    """The error for a hyper-parameter that has changed after `initialize`, and may not."""
     return ConfigError(
         f"optimizer.param_groups: {key} is {value!r} now, expected {expected} as when "
         "stronghold.initialize was called: pass the final value to initialize"

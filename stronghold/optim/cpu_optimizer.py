@@ -1,13 +1,18 @@
 """`CPUOptimizer`: one of the kernels' optimizers as an ordinary `torch.optim.Optimizer`.
 
-Owns a thread pool and, in `self.state`, the moments and what half-precision parameters lack to
-their exact fp32 masters. It never writes gradients. One thread at a time may call `step`.
+Owns a thread pool and, in `self.state`, the moments and the master remainders. Never writes
+gradients. One thread at a time may call `step`.
 
-State of a parameter, in the order of its elements and contiguous: `step` (int), each moment under
-torch's name (fp32), and `low`: for bf16 the signed 16-bit remainder, with
-bits(master) = (bits(weight) << 16) + low; for fp16 the fp32 master itself; none for fp32.
-With lean states (bf16 only) the arrays are those of `stronghold.optim.states`: `low` and signed
-moments are int8, roots are uint8, and each moment has flat scales, `MOMENT_scale`.
+The state of a parameter, contiguous and in the order of its elements:
+
+    step            int
+    each moment     fp32, under torch's name
+    low             bf16: the signed 16-bit remainder, bits(master) = (bits(weight) << 16) + low
+                    fp16: the fp32 master
+                    fp32: absent
+
+Lean states (bf16 only) have the arrays of `stronghold.optim.states`: `low` and signed moments are
+int8, roots are uint8, and each moment has flat scales, `MOMENT_scale`.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ from typing import Any
 import torch
 
 from stronghold.errors import ConfigError, did_you_mean
-from stronghold.native import MAX_NUMBERS, Pool, Segment, available_cores
+from stronghold.native import MAX_NUMBERS, Pool, UpdateSegment, available_cores
 from stronghold.optim.contract import Optimizer
 from stronghold.optim.states import (
     EXACT,
@@ -27,7 +32,7 @@ from stronghold.optim.states import (
     LEAN,
     LOW_DTYPE,
     SCALE,
-    Kind,
+    StateKind,
     States,
     num_items,
     states_of,
@@ -44,16 +49,20 @@ class CPUOptimizer(torch.optim.Optimizer):
     fp32 on exact fp32 masters; formula and order are in `kernels/include/stronghold.h`. The bits
     depend neither on `num_threads` nor on the instruction set. Every hyper-parameter may differ
     between parameter groups. Parameters without a gradient are skipped. `num_threads` includes the
-    calling thread; by default it is the number of this process's cores.
+    calling thread; None: the number of this process's cores.
 
     `states="lean"` keeps fewer bytes of a bf16 parameter: a master of 24 bits and 8-bit moments.
-    That changes rounding, by what `stronghold.optim.states` promises, and is as deterministic as
-    exact states. `load_state_dict` also takes the state of torch's optimizer of the same name, and
-    of the other kind of states: lean ones are decoded, exact ones encoded.
+    Lean states round otherwise, within the bounds of `stronghold.optim.states`. They are as
+    deterministic as exact states.
 
-    Raises `ConfigError`, before anything is updated, for what it cannot do exactly: sparse
-    gradients, parameters that are not on the CPU, of another dtype, or whose elements overlap in
-    memory, and the hyper-parameters that the optimizer refuses.
+    `load_state_dict` also takes the state of torch's optimizer of the same name. It converts states
+    of the other kind: it decodes lean ones and encodes exact ones.
+
+    `step` raises `ConfigError`, before it updates anything, for
+
+    * sparse gradients;
+    * parameters that are not on the CPU, have another dtype, or overlap themselves in memory;
+    * hyper-parameters that the optimizer refuses.
     """
 
     def __init__(
@@ -62,7 +71,7 @@ class CPUOptimizer(torch.optim.Optimizer):
         defaults: dict[str, Any],
         optimizer_class: type[Optimizer],
         *,
-        states: Kind,
+        states: StateKind,
         num_threads: int | None,
     ) -> None:
         if states not in KINDS:
@@ -70,7 +79,7 @@ class CPUOptimizer(torch.optim.Optimizer):
                 f'states: got {states!r}, expected "exact" or "lean".'
                 f"{did_you_mean(str(states), KINDS)}"
             )
-        self.states: Kind = states
+        self.states: StateKind = states
         self._optimizer_class = optimizer_class
         self._pool = Pool(available_cores() if num_threads is None else num_threads)
         super().__init__(params, defaults)
@@ -86,13 +95,14 @@ class CPUOptimizer(torch.optim.Optimizer):
             raise
 
     def __getstate__(self) -> dict[str, Any]:
-        # Threads are not copied or pickled; the copy starts as many of its own.
-        kept = {
+        # Threads are neither copied nor pickled. The copy starts as many threads.
+        state: dict[str, Any] = super().__getstate__()
+        return {
+            **state,
             "num_threads": self._pool.num_threads,
             "states": self.states,
             "_optimizer_class": self._optimizer_class,
         }
-        return {**super().__getstate__(), **kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         num_threads = state.pop("num_threads", None)
@@ -100,56 +110,57 @@ class CPUOptimizer(torch.optim.Optimizer):
         if num_threads is not None:
             self._pool = Pool(num_threads)
         for group in self.param_groups:
-            # Groups that torch's optimizers saved lack what only we have.
+            # Groups that torch's optimizers saved lack the keys that torch does not have.
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        # torch casts all state to the parameter's dtype, which would round the moments of
-        # half-precision parameters and destroy their remainders: take the saved values as they are.
-        saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
-        live = [(group, param) for group in self.param_groups for param in group["params"]]
-        for saved_id, (group, param) in zip(saved_ids, live, strict=True):
-            if saved_id in state_dict["state"]:
-                saved = state_dict["state"][saved_id]
-                states = self._states(self._optimizer(group), param)
-                self.state[param] = _adopted(param, saved, states)
+        # torch casts all state to the parameter's dtype. That would round the moments of
+        # half-precision parameters and destroy their remainders. So load the saved values again.
+        saved_states = state_dict["state"]
+        for saved_group, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
+            for saved_id, param in zip(saved_group["params"], group["params"], strict=True):
+                if saved_id in saved_states:
+                    states = self._states(self._optimizer(group), param)
+                    self.state[param] = _loaded_state(param, saved_states[saved_id], states)
 
     @torch.no_grad()
     def step(self, closure: _Closure | None = None) -> torch.Tensor | float | None:  # type: ignore[override]
-        """Updates every parameter that has a gradient; returns the closure's value, if any."""
+        """Update every parameter that has a gradient. Returns the closure's value, or None.
+
+        Waits until the kernels are done. ConfigError for the cases of the class's docstring.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        work = [
-            (group, param, param.grad)
-            for group in self.param_groups
-            for param in group["params"]
-            if param.grad is not None
-        ]
+        work: list[tuple[dict[str, Any], torch.Tensor, torch.Tensor]] = []
         for group in self.param_groups:
             self._check_group(group)
+            for param in group["params"]:
+                if param.grad is not None:
+                    work.append((group, param, param.grad))
         for _, param, _ in work:
             self._check_parameter(param)
         # One native call per kernel and pair of dtypes: many small tensors cost as one large one.
-        calls: dict[tuple[str, torch.dtype, torch.dtype], list[Segment]] = defaultdict(list)
-        kept = []  # contiguous copies must live until the native calls are done
+        calls: dict[tuple[str, torch.dtype, torch.dtype], list[UpdateSegment]] = defaultdict(list)
+        weights: list[torch.Tensor] = []
+        grads: list[torch.Tensor] = []  # contiguous copies must live until the calls are done
         for group, param, grad in work:
             weight = param if param.is_contiguous() else param.detach().contiguous()
-            grad = grad if grad.is_contiguous() else grad.contiguous()
-            kept.append((weight, grad))
+            weights.append(weight)
+            grads.append(grad.contiguous())
             optimizer = self._optimizer(group)
-            segment = self._segment(optimizer, group, param, weight, grad)
+            segment = self._segment(optimizer, group, param, weight, grads[-1])
             calls[optimizer.kernel, weight.dtype, grad.dtype].append(segment)
+        is_lean = self.states == LEAN
         for (kernel, weight_dtype, grad_dtype), segments in calls.items():
-            lean = self.states == LEAN
-            self._pool.update(kernel, weight_dtype, grad_dtype, segments, lean=lean)
-        for (_, param, _), (weight, _) in zip(work, kept, strict=True):
+            self._pool.update(kernel, weight_dtype, grad_dtype, segments, lean=is_lean)
+        for (_, param, _), weight in zip(work, weights, strict=True):
             if weight is not param:
                 param.copy_(weight)
-        # The kernels write behind autograd's back: a backward that needs the old values must fail.
+        # Autograd does not see the kernels' writes. A backward that needs the old values must fail.
         torch.autograd.graph.increment_version([param for _, param, _ in work])
         return loss
 
@@ -166,9 +177,14 @@ class CPUOptimizer(torch.optim.Optimizer):
         param: torch.Tensor,
         weight: torch.Tensor,
         grad: torch.Tensor,
-    ) -> Segment:
+    ) -> UpdateSegment:
+        """The next step of one parameter, for the kernel. Makes missing state and counts the step.
+
+        `weight` and `grad` are contiguous, with the parameter's shape.
+        """
         states = self._states(optimizer, param)
-        state, arrays = self.state[param], [array for array in states.dtypes if array != "weights"]
+        state = self.state[param]
+        arrays = [array for array in states.dtypes if array != "weights"]
         if any(name not in state for name in ("step", *arrays)):
             for name, value in _initial_state(weight, states).items():
                 state.setdefault(name, value)
@@ -179,20 +195,18 @@ class CPUOptimizer(torch.optim.Optimizer):
             0 if array is None else addresses[array] for array in states.kernel_arrays
         )
         numbers = optimizer.numbers(group)
-        numbers += (0.0,) * (MAX_NUMBERS - len(numbers))
-        factor = -1.0 if group.get("maximize") else 1.0
-        return Segment._make(
-            (
-                *(weight_address, low, grad.data_ptr(), weight.numel()),
-                *moments,
-                *numbers,
-                *(factor, state["step"], optimizer.flags),
-            )
-        )
+        unused_numbers = (0.0,) * (MAX_NUMBERS - len(numbers))
+        grad_scale = -1.0 if group.get("maximize") else 1.0
+        fields = [weight_address, low, grad.data_ptr(), weight.numel()]
+        fields += moments
+        fields += [*numbers, *unused_numbers]
+        fields += [grad_scale, state["step"], optimizer.flags]
+        return UpdateSegment._make(fields)
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        minimized = {key: value for key, value in group.items() if key != "maximize"}
-        problems = self._optimizer_class.problems(minimized, type(self).__name__)
+        # Here `maximize` is allowed: `_segment` negates the gradient.
+        checked = {key: value for key, value in group.items() if key != "maximize"}
+        problems = self._optimizer_class.problems(checked, type(self).__name__)
         if problems:
             raise ConfigError("\n".join(problems))
 
@@ -221,6 +235,7 @@ class CPUOptimizer(torch.optim.Optimizer):
 
 
 def _initial_state(weight: torch.Tensor, states: States) -> dict[str, Any]:
+    """The state of a parameter before its first step."""
     state: dict[str, Any] = {"step": 0}
     for array, dtype in states.dtypes.items():
         if array.endswith(SCALE):
@@ -232,9 +247,11 @@ def _initial_state(weight: torch.Tensor, states: States) -> dict[str, Any]:
     return state
 
 
-def _adopted(param: torch.Tensor, saved: dict[str, Any], states: States) -> dict[str, Any]:
-    """Saved state as ours: copies, our dtypes and kind of states. The parameter gives what is
-    missing."""
+def _loaded_state(param: torch.Tensor, saved: dict[str, Any], states: States) -> dict[str, Any]:
+    """A copy of the saved state, with the dtypes and the kind of `states`.
+
+    Missing values are the initial ones of the parameter. ConfigError for an array of another shape.
+    """
     state = _initial_state(param.detach().contiguous(), states)
     for name in (*(moment.name for moment in states.moments), "low"):
         value = saved.get(name)
@@ -257,8 +274,8 @@ def _adopted(param: torch.Tensor, saved: dict[str, Any], states: States) -> dict
     return state
 
 
-def _kind_of(saved: Mapping[str, Any]) -> Kind | None:
-    """The kind of a saved state; None where it has nothing that tells the kinds apart."""
+def _kind_of(saved: Mapping[str, Any]) -> StateKind | None:
+    """The kind of a saved state; None if no array of it differs between the kinds."""
     if any(name.endswith(SCALE) for name in saved):
         return LEAN
     low = saved.get("low")
@@ -268,9 +285,13 @@ def _kind_of(saved: Mapping[str, Any]) -> Kind | None:
 
 
 def _converted(saved: dict[str, Any], states: States) -> dict[str, Any]:
-    """States of a bf16 parameter, or torch's, as those of the other kind. The parameter is not
-    known here, and stays: a remainder that would round its weight up stops short of that."""
-    converted, low = {"step": saved.get("step", 0)}, saved.get("low")
+    """Convert the saved states of a bf16 parameter, or torch's, to the kind of `states`.
+
+    The weight is not known and does not change. So a remainder that would round the weight up is
+    clamped below that.
+    """
+    converted = {"step": saved.get("step", 0)}
+    low = saved.get("low")
     if low is not None and states.kind == LEAN:
         converted["low"] = ((low.to(torch.int32) + 0x80) >> 8).clamp_max(127)
     elif low is not None:
@@ -285,5 +306,8 @@ def _converted(saved: dict[str, Any], states: States) -> dict[str, Any]:
 
 
 def _overlaps(param: torch.Tensor) -> bool:
-    shape_and_stride = zip(param.shape, param.stride(), strict=True)
-    return any(stride == 0 and size > 1 for size, stride in shape_and_stride)
+    """True if one element of memory stands at several indices of the parameter."""
+    for size, stride in zip(param.shape, param.stride(), strict=True):
+        if stride == 0 and size > 1:
+            return True
+    return False

@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from stronghold.optim.contract import BETAS, NUMBER, Expected, Fixed, Group, Moment, Optimizer
+from stronghold.optim.contract import BETAS, NUMBER, Expected, FixedKey, Group, Moment, Optimizer
 from stronghold.optim.cpu_optimizer import CPUOptimizer
-from stronghold.optim.states import EXACT, Kind
+from stronghold.optim.states import EXACT, StateKind
 
 
 @dataclass(frozen=True, slots=True)
 class Lion(Optimizer):
-    """A step moves every weight by the learning rate, in the direction of a sign."""
+    """Lion. A step moves every weight by the learning rate, in the direction of a sign."""
 
     name = "Lion"
     possible_moments = (Moment(name="exp_avg"),)
@@ -35,9 +35,11 @@ class Lion(Optimizer):
         "betas": BETAS,
         "weight_decay": NUMBER,
     }
-    fixed: ClassVar[Mapping[str, Fixed]] = {
-        "maximize": Fixed(False, "the CPU kernel minimizes; set it to false, and negate the loss"),
-        "fp32_optimizer_states": Fixed(
+    fixed: ClassVar[Mapping[str, FixedKey]] = {
+        "maximize": FixedKey(
+            False, "the CPU kernel minimizes; set it to false, and negate the loss"
+        ),
+        "fp32_optimizer_states": FixedKey(
             True,
             "the moment is kept in fp32; set it to true or remove it (a smaller one is "
             'stronghold.states: "lean")',
@@ -74,7 +76,7 @@ class Lion(Optimizer):
 class CPULion(CPUOptimizer):
     """Lion on CPU parameters: see `CPUOptimizer`.
 
-    State of a parameter: `step`, `exp_avg`, and `low`.
+    The state of a parameter has `step`, `exp_avg` and `low`.
     """
 
     def __init__(
@@ -85,7 +87,7 @@ class CPULion(CPUOptimizer):
         weight_decay: float = 0.0,
         *,
         maximize: bool = False,
-        states: Kind = EXACT,
+        states: StateKind = EXACT,
         num_threads: int | None = None,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}

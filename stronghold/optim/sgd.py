@@ -16,23 +16,32 @@ from stronghold.optim.contract import (
     BOOLEAN,
     NUMBER,
     Expected,
-    Fixed,
+    FixedKey,
     Group,
     Moment,
     Optimizer,
     refuse_changed,
 )
 from stronghold.optim.cpu_optimizer import CPUOptimizer
-from stronghold.optim.states import EXACT, Kind
+from stronghold.optim.states import EXACT, StateKind
 
 NESTEROV = 1  # the kernel's flag
-NO_DAMPENING = Expected(lambda value: value == 0, "0: the kernel has no dampening")
+
+
+def _is_zero(value: object) -> bool:
+    return value == 0
+
+
+NO_DAMPENING = Expected(_is_zero, "0: the kernel has no dampening")
 
 
 @dataclass(frozen=True, slots=True)
 class SGD(Optimizer):
-    """`has_momentum`: a momentum buffer is kept. Without it a parameter has no moment at all.
-    `nesterov`: the step looks ahead along the momentum."""
+    """SGD, with or without momentum.
+
+    `has_momentum`: a parameter has a momentum buffer. Without it a parameter has no moment.
+    `nesterov`: the step looks ahead along the momentum.
+    """
 
     has_momentum: bool = False
     nesterov: bool = False
@@ -55,9 +64,11 @@ class SGD(Optimizer):
         "dampening": NO_DAMPENING,
         "nesterov": BOOLEAN,
     }
-    fixed: ClassVar[Mapping[str, Fixed]] = {
-        "maximize": Fixed(False, "the CPU kernel minimizes; set it to false, and negate the loss"),
-        "differentiable": Fixed(
+    fixed: ClassVar[Mapping[str, FixedKey]] = {
+        "maximize": FixedKey(
+            False, "the CPU kernel minimizes; set it to false, and negate the loss"
+        ),
+        "differentiable": FixedKey(
             False, "the update runs outside autograd; set it to false or remove it"
         ),
     }
@@ -106,8 +117,8 @@ class SGD(Optimizer):
 class CPUSGD(CPUOptimizer):
     """SGD on CPU parameters: see `CPUOptimizer`.
 
-    State of a parameter: `step`, `momentum_buffer` where its group has momentum, and `low`.
-    `dampening` must be 0.
+    The state of a parameter has `step`, `low`, and `momentum_buffer` if its group has momentum.
+    ConfigError for a `dampening` that is not 0.
     """
 
     def __init__(
@@ -120,7 +131,7 @@ class CPUSGD(CPUOptimizer):
         nesterov: bool = False,
         *,
         maximize: bool = False,
-        states: Kind = EXACT,
+        states: StateKind = EXACT,
         num_threads: int | None = None,
     ) -> None:
         defaults = {

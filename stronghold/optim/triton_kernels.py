@@ -1,20 +1,18 @@
 """The kernels on a GPU: updates, accumulation and norms as launches of Triton programs.
 
-Owns the tables of segments that it keeps on the device. The formulas of the optimizers are in
-`triton_programs`, and `native.constants` gives the numbers of a step: this file names no optimizer.
-Launches go to the calling thread's current stream and return at once. Entered with the device
-current by the training thread, and by autograd's in backward; never by both at once.
+Owns the tables of segments on the device. The formulas of the optimizers are in `triton_programs`,
+and `native.constants` gives the numbers of a step. So this file names no optimizer. Launches go to
+the calling thread's current stream and return at once. The training thread enters this file, and
+autograd's thread in backward, with the device current; never both at once.
 
-The bits are those of `native`. What that needs of a GPU is in [Note: same operations] of
-`triton_programs`; that the compiled code has it, `tests/units/test_device_programs.py` reads off
-the PTX.
+The bits are those of `native`. [Note: same operations] of `triton_programs` has the conditions on a
+GPU. `tests/units/test_device_programs.py` checks them in the compiled PTX.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,24 +20,25 @@ import numpy.typing as npt
 import torch
 
 from stronghold import native
-from stronghold.device.base import Device
+from stronghold.devices.base import Device
 from stronghold.errors import ConfigError
 from stronghold.native import Kernels, Rows, Segments, Targets
 
-# What a launch must ask of the compiler for the host's bits: [Note: same operations].
+# The compiler option of every launch that gives the host's bits: [Note: same operations].
 EXACT = {"enable_fp_fusion": False}
 
-BLOCK = 1024  # elements of a program: 8 per thread, so that bf16 is loaded by 16 bytes
+BLOCK = 1024  # elements of a program: 8 per thread, so that a thread loads 16 bytes of bf16
 NUM_WARPS = 4
-SUM_BLOCK = 65536  # kSumBlock of targets.h: part of the sum's definition
+SUM_BLOCK = 65536  # kSumBlock of targets.h: the definition of the sum has it
 SUM_WARPS = 1  # the sum's 32 lanes are the threads
 VECTOR_BYTES = 16
 
-# 3.5 KiB each. A layer takes a few, and as many again where its gradients change places; more than
-# this, and tables are sent anew.
+# A table takes 3.5 KiB. A layer needs a few tables, and as many again if its gradients change
+# places. Beyond this number the oldest tables are dropped, and sent again when they are needed.
 MAX_TABLES = 1024
 
-# The other half of a master, beside its weight. An fp32 weight has none, and none is read.
+# The dtype of the master remainder beside each weight dtype. An fp32 weight has none; its program
+# reads none.
 _LOW = {torch.float32: torch.float32, torch.bfloat16: torch.int16, torch.float16: torch.float32}
 
 _Rows = npt.NDArray[np.int64]  # [segments, 1 + arrays]: numel, addresses
@@ -48,7 +47,7 @@ _Rows = npt.NDArray[np.int64]  # [segments, 1 + arrays]: numel, addresses
 class _Launch(NamedTuple):
     """The segments of one launch, on the device."""
 
-    table: torch.Tensor
+    table: torch.Tensor  # int64 [1 + columns of rows, ROWS]: [Note: table] of triton_programs
     num_rows: int
     num_blocks: int
     aligned: bool  # every array starts on VECTOR_BYTES
@@ -63,10 +62,10 @@ class _Group(NamedTuple):
 
 
 class TritonKernels(Kernels):
-    """`Kernels` for a CUDA device. ConfigError when Triton is missing.
+    """`Kernels` for a CUDA device. ConfigError if Triton is missing.
 
-    Each first call with new dtypes compiles, for about a second. A call whose segments were seen
-    before copies nothing to the device: only its numbers travel, with the launch.
+    The first call with new dtypes compiles for about a second. A call with segments of an earlier
+    call copies no table to the device: its numbers are arguments of the launch.
     """
 
     def __init__(self, device: Device) -> None:
@@ -82,8 +81,10 @@ class TritonKernels(Kernels):
         self._tables: OrderedDict[bytes, torch.Tensor] = OrderedDict()
 
     def drop_tables(self) -> None:
-        """Drop the tables of earlier launches: later ones send theirs anew. A prepared call that
-        has not launched yet keeps its own."""
+        """Drop the tables of earlier launches; later launches send theirs again.
+
+        A prepared call that has not launched yet keeps its tables.
+        """
         self._tables.clear()
 
     def prepare_update(
@@ -96,8 +97,10 @@ class TritonKernels(Kernels):
         lean: bool = False,
         targets: Targets | None = None,
     ) -> Callable[[float | None], None]:
-        """Sends the tables; its result launches. Segments with equal constants share a launch.
-        ConfigError for lean states, too."""
+        """Send the tables, and return the function that launches.
+
+        Segments with equal constants share a launch. ConfigError also for lean states.
+        """
         if lean:
             raise ConfigError(
                 "lean states are updated on the host: there is no program for a GPU. Set "
@@ -119,18 +122,12 @@ class TritonKernels(Kernels):
             arrays |= {f"the target of {name}": dtype for name, dtype in written.items()}
         rows = np.stack(columns, axis=1)
         _check_arrays(rows, arrays)
-        dtypes, in_place = (weight_dtype, grad_dtype), targets is None
-        launches = [
-            partial(self._launch_update, launch, group, formula, dtypes, in_place)
-            for group in groups
-            for launch in self._launches(rows[group.indices], BLOCK)
-        ]
-
-        def run(scale: float | None) -> None:
-            for launch in launches:
-                launch(scale)
-
-        return run
+        launches: list[tuple[_Group, _Launch]] = []
+        for group in groups:
+            for launch in self._launches(rows[group.indices], BLOCK):
+                launches.append((group, launch))
+        dtypes = weight_dtype, grad_dtype
+        return _PreparedUpdate(self, launches, formula, dtypes, in_place=targets is None)
 
     def _launch_update(
         self,
@@ -143,7 +140,7 @@ class TritonKernels(Kernels):
     ) -> None:
         weight_dtype, grad_dtype = dtypes
         constants = group.constants
-        if scale is not None:  # replaces constant 0, and is rounded as that was
+        if scale is not None:  # it replaces constant 0, and is rounded like that
             constants = (float(np.float32(scale)), *constants[1:])
         self._programs.update[(launch.num_blocks,)](
             launch.table,
@@ -168,8 +165,9 @@ class TritonKernels(Kernels):
         fields = np.array(segments, dtype=np.int64).reshape(-1, 4)
         rows = fields[:, [2, 0, 1]]
         _check_arrays(rows, {"grad": grad_dtype, "acc": torch.float32})
+        adds = fields[:, 3] != 0
         for add in (False, True):
-            for launch in self._launches(rows[(fields[:, 3] != 0) == add], BLOCK):
+            for launch in self._launches(rows[adds == add], BLOCK):
                 self._programs.accumulate[(launch.num_blocks,)](
                     launch.table,
                     launch.num_rows,
@@ -216,42 +214,49 @@ class TritonKernels(Kernels):
         return sums
 
     def _launches(self, rows: _Rows, block: int) -> Iterator[_Launch]:
-        """`rows` in as many launches as they need, in their order."""
+        """Cut `rows` into as many launches as they need, in their order.
+
+        `block` is the number of elements of one program.
+        """
         num_table_rows = self._programs.ROWS.value
         for start in range(0, len(rows), num_table_rows):
-            part = rows[start : start + num_table_rows]
-            blocks = -(-part[:, 0] // block)
+            launch_rows = rows[start : start + num_table_rows]
+            num_rows, num_columns = launch_rows.shape
+            blocks = -(-launch_rows[:, 0] // block)
             ends = np.cumsum(blocks)
-            table = np.zeros((1 + part.shape[1], num_table_rows), dtype=np.int64)
-            table[0, : len(part)] = ends - blocks
-            table[1:, : len(part)] = part.T
+            table = np.zeros((1 + num_columns, num_table_rows), dtype=np.int64)
+            table[0, :num_rows] = ends - blocks
+            table[1:, :num_rows] = launch_rows.T
             yield _Launch(
                 table=self._on_device(table),
-                num_rows=len(part),
+                num_rows=num_rows,
                 num_blocks=int(ends[-1]),
-                aligned=not np.any(part[:, 1:] % VECTOR_BYTES),
+                aligned=not np.any(launch_rows[:, 1:] % VECTOR_BYTES),
             )
 
     def _on_device(self, table: npt.NDArray[np.int64]) -> torch.Tensor:
-        """The table's copy on the device: kept from an earlier call, or sent in stream order."""
+        """The table's copy on the device: that of an earlier call, or a new one, sent in stream
+        order."""
         key = table.tobytes()
-        found = self._tables.pop(key, None)
-        if found is None:
+        copy = self._tables.pop(key, None)
+        if copy is None:
             source = torch.from_numpy(table)
             if self._device.torch_device.type == "cuda":
-                # From pageable memory the copy may wait for the stream. Torch's allocator rounds
+                # A copy from pageable memory may wait for the stream. torch's allocator rounds
                 # these few KiB up by little, and keeps them until the copy is done.
                 source = source.pin_memory()
-            found = source.to(self._device.torch_device, non_blocking=True)
-        self._tables[key] = found
+            copy = source.to(self._device.torch_device, non_blocking=True)
+        self._tables[key] = copy
         if len(self._tables) > MAX_TABLES:
             self._tables.popitem(last=False)
-        # Should it be dropped, its memory waits for this stream, which need not be the first one's.
-        self._device.keep_for_lane(found)
-        return found
+        # If the table is dropped, its memory must wait for this stream too. The first call may have
+        # used another stream.
+        self._device.memory.keep_for_lane(copy)
+        return copy
 
     def _element(self, dtype: torch.dtype) -> Any:
-        """The type that a program reads. bf16 is read as bits: it is fp32 without the lower 16."""
+        """The type that a program reads for a dtype. A program reads bf16 as bits: the upper 16 of
+        an fp32."""
         tl = self._programs.tl
         elements = {
             torch.float32: tl.float32,
@@ -264,38 +269,70 @@ class TritonKernels(Kernels):
         return elements[dtype]
 
 
+class _PreparedUpdate:
+    """The launches of one prepared update. A call performs them on the current stream."""
+
+    def __init__(
+        self,
+        kernels: TritonKernels,
+        launches: Sequence[tuple[_Group, _Launch]],
+        formula: Any,
+        dtypes: tuple[torch.dtype, torch.dtype],
+        *,
+        in_place: bool,
+    ) -> None:
+        self._kernels = kernels
+        self._launches = launches
+        self._formula = formula
+        self._dtypes = dtypes
+        self._in_place = in_place
+
+    def __call__(self, scale: float | None) -> None:
+        """Launch. `scale`: one gradient scale for all segments, or None for each segment's."""
+        for group, launch in self._launches:
+            self._kernels._launch_update(
+                launch, group, self._formula, self._dtypes, self._in_place, scale
+            )
+
+
 def _groups(optimizer: str, fields: npt.NDArray[np.void]) -> list[_Group]:
     """The segments with elements, in groups of equal constants and variants."""
     constants, variants = native.constants(optimizer, fields)
     indices_of: dict[tuple[bytes, int], list[int]] = {}  # by bits: -0.0 is not 0.0
     for i in np.flatnonzero(fields["numel"]).tolist():
-        indices_of.setdefault((constants[i].tobytes(), int(variants[i])), []).append(i)
-    return [
-        _Group(tuple(constants[indices[0]].tolist()), variant, indices)
-        for (_, variant), indices in indices_of.items()
-    ]
+        key = constants[i].tobytes(), int(variants[i])
+        indices_of.setdefault(key, []).append(i)
+    groups: list[_Group] = []
+    for (_, variant), indices in indices_of.items():
+        group_constants = tuple(constants[indices[0]].tolist())
+        groups.append(_Group(group_constants, variant, indices))
+    return groups
 
 
 def _target_columns(
     fields: Rows, targets: Rows, written: dict[str, torch.dtype]
 ) -> list[npt.NDArray[np.int64]]:
-    """Where each of the `written` arrays goes."""
-    if written["weight"] == torch.float32:  # it has no other half, and none is written
+    """The addresses to which the update writes each of the `written` arrays, a column for each."""
+    if written["weight"] == torch.float32:  # it has no remainder, and none is written
         targets["low"] = targets["weight"]
     return [np.where(targets[name] == 0, fields[name], targets[name]) for name in written]
 
 
 def _check_arrays(rows: _Rows, arrays: dict[str, torch.dtype]) -> None:
-    """Sizes, and addresses that a GPU can load from."""
+    """ConfigError for a negative size, or an address from which a GPU cannot load."""
     numel = rows[:, 0]
     _check(numel >= 0, "numel", numel, ">= 0")
     for column, (name, dtype) in enumerate(arrays.items(), start=1):
         address = rows[:, column]
-        good = (address != 0) & (address % dtype.itemsize == 0)
-        _check(good | (numel == 0), name, address, f"an address aligned to {dtype.itemsize} bytes")
+        is_loadable = (address != 0) & (address % dtype.itemsize == 0)
+        is_right = is_loadable | (numel == 0)
+        _check(is_right, name, address, f"an address aligned to {dtype.itemsize} bytes")
 
 
-def _check(good: npt.NDArray[np.bool_], name: str, values: npt.NDArray[Any], expected: str) -> None:
-    if not good.all():
-        i = int(np.argmin(good))
+def _check(
+    is_right: npt.NDArray[np.bool_], name: str, values: npt.NDArray[Any], expected: str
+) -> None:
+    """ConfigError with the first wrong value."""
+    if not is_right.all():
+        i = int(np.argmin(is_right))
         raise ConfigError(f"segment {i}: {name}: got {values[i]}, expected {expected}")

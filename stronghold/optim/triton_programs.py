@@ -1,29 +1,37 @@
 # mypy: ignore-errors
-# Triton compiles these functions from their source; they are no Python that mypy could follow.
+# Triton compiles these functions from their source. mypy cannot follow them.
 """The programs that `triton_kernels` launches: the formulas of `kernels/src/` for a GPU.
 
-Each performs the rounded operations of the C++ kernel in their order. Importing this file needs
-Triton, which torch brings where it is built for CUDA; `TritonKernels` alone imports it.
+Each program performs the rounded operations of the C++ kernel in the same order. Importing this
+file needs Triton, which CUDA builds of torch bring. `TritonKernels` alone imports it.
 
-[Note: formulas] One program, `update`, serves every optimizer. It loads and stores the arrays,
-joins and splits masters, and scales the gradients. An optimizer adds one function, and one row of
-FORMULAS:
+[Note: formulas]
 
-    step(p, g, moments, constants, VARIANT) -> p, moments
+1. One program, `update`, serves every optimizer. It loads and stores the arrays, joins and splits
+   masters, and scales the gradients.
+2. An optimizer adds one function, and one row of FORMULAS:
 
-All values are fp32: p the masters, g the gradients times constant 0, `moments` a tuple. `constants`
-and VARIANT are the optimizer's in `stronghold.h`, whose order of operations is the contract. The
-results are stored as they come, so the function applies `_canonical` to them.
+       step(p, g, moments, constants, VARIANT) -> p, moments
 
-[Note: same operations] A GPU's addition, multiplication, fma, division and square root round to
-nearest and keep denormals if they are asked to: `tl.fma`, `tl.div_rn` and `tl.sqrt_rn` become PTX's
-`fma.rn`, `div.rn` and `sqrt.rn`, where `/` and `tl.sqrt` become approximations. Launched with
-`triton_kernels.EXACT`, `+` and `*` become `add.rn` and `mul.rn`, which ptxas may not fuse. The bits
-of a NaN are the hardware's own, hence `_canonical` before every store.
+3. All values are fp32. p are the masters, g the gradients times constant 0, `moments` a tuple.
+4. `constants` and VARIANT are the optimizer's in `stronghold.h`. The order of operations there is
+   the contract.
+5. `update` stores the results unchanged. So the function applies `_canonical` to them.
 
-[Note: table] One launch serves up to ROWS segments of any sizes. Column by column, int64 [COLUMNS,
-ROWS], the table has of each segment: the number of blocks before it, its numel, its arrays'
-addresses. A segment starts on a block of its own; program i of the launch works on block i.
+[Note: same operations]
+
+1. `tl.fma`, `tl.div_rn` and `tl.sqrt_rn` become PTX's `fma.rn`, `div.rn` and `sqrt.rn`. These round
+   to nearest and keep denormals. `/` and `tl.sqrt` become approximations.
+2. A launch with `triton_kernels.EXACT` turns `+` and `*` into `add.rn` and `mul.rn`. ptxas may not
+   fuse these.
+3. The bits of a NaN depend on the hardware. So `_canonical` comes before every store.
+
+[Note: table]
+
+1. One launch serves up to ROWS segments of any sizes.
+2. The table is int64 [COLUMNS, ROWS]. Its columns are the number of blocks before a segment, the
+   segment's numel, and the addresses of its arrays.
+3. A segment starts on a new block. Program i of the launch works on block i.
 """
 
 from __future__ import annotations
@@ -45,7 +53,7 @@ SUM_UNROLL: tl.constexpr = tl.constexpr(16)
 # -- segments and elements ------------------------------------------------------------------------
 @triton.jit
 def _row_of(table, num_rows, block):
-    """The segment that a block belongs to: the last one with no more blocks before it."""
+    """The segment of a block: the last one that starts at or before it."""
     rows = tl.arange(0, ROWS)
     first = tl.load(table + FIRST * ROWS + rows, mask=rows < num_rows, other=2147483647)
     return tl.sum((first <= block).to(tl.int32), axis=0) - 1
@@ -67,7 +75,7 @@ def _array(table, row, index: tl.constexpr, dtype: tl.constexpr, ALIGNED: tl.con
 
 @triton.jit
 def _canonical(x):
-    """`x`, every NaN as 0x7FC00000. By bits: a compiler may take one NaN for another."""
+    """`x` with every NaN as 0x7FC00000. It compares bits, because a compiler may exchange NaNs."""
     bits = x.to(tl.int32, bitcast=True)
     bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits)
     return bits.to(tl.float32, bitcast=True)
@@ -89,9 +97,9 @@ def _load_master(weight, low, mask):
     if weight.dtype.element_ty == tl.int16:
         high = tl.load(weight, mask=mask).to(tl.int32) << 16
         bits = high + tl.load(low, mask=mask).to(tl.int32)
-        # What would change the sign belongs to a zero that was written by somebody else.
+        # A remainder that would change the sign belongs to a zero that the user wrote.
         return tl.where((bits ^ high) < 0, high, bits).to(tl.float32, bitcast=True)
-    # A weight that is not its master's rounding was written by somebody else, who meant it.
+    # A weight that is not its master's rounding was written by the user. It counts.
     master, seen = _load(low, mask), _load(weight, mask)
     return tl.where(master.to(tl.float16).to(tl.float32) == seen, master, seen)
 
@@ -132,7 +140,7 @@ def adam_step(p, g, moments, constants, VARIANT: tl.constexpr):
 
 @triton.jit
 def _sign(x):
-    """1 or -1; 0 of either zero; NaN of NaN."""
+    """1 or -1; 0 for either zero; NaN for NaN."""
     sign = tl.where(x > 0, 1.0, tl.where(x < 0, -1.0, 0.0))
     return tl.where(x == x, sign, x)
 
@@ -150,7 +158,7 @@ def lion_step(p, g, moments, constants, VARIANT: tl.constexpr):
 
 @triton.jit
 def sgd_momentum_step(p, g, moments, constants, VARIANT: tl.constexpr):
-    """SGD with momentum, which is Nesterov's in variant 1."""
+    """SGD with momentum; Nesterov's in variant 1."""
     (buffer,) = moments
     weight_decay, neg_lr, momentum = constants[1:4]
     g = tl.fma(weight_decay, p, g)
@@ -199,8 +207,10 @@ def _update_block(
     FORMULA: tl.constexpr,
     VARIANT: tl.constexpr,
 ):
-    """One step on a block, from `weight`, `low` and `moments` to those with `to_`. All of them and
-    `grad` are pointers to its elements."""
+    """One step on a block. It reads `weight`, `low` and `moments`, and writes those with `to_`.
+
+    All of them and `grad` are pointers to the block's elements.
+    """
     p = _load_master(weight, low, mask)
     g = _load(grad, mask) * constants[0]
     old = [_load(moment, mask) for moment in moments]
@@ -225,9 +235,11 @@ def update(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One step of an optimizer on BLOCK elements. Arrays: weight, low, grad, then the moments;
-    unless IN_PLACE then the targets of weight, low and moments. Constants: those of
-    `native.constants`, in its order."""
+    """One step of an optimizer on BLOCK elements.
+
+    The arrays are weight, low, grad, then the moments; unless IN_PLACE, then the targets of weight,
+    low and moments. The constants are those of `native.constants`, in its order.
+    """
     block = tl.program_id(0)
     row = _row_of(table, num_rows, block)
     start = (block - _field(table, row, FIRST)) * BLOCK
@@ -248,7 +260,7 @@ def update(
         for k in tl.static_range(NUM_MOMENTS):
             moment = _array(table, row, 5 + NUM_MOMENTS + k, tl.float32, ALIGNED) + start + i
             to_moments = to_moments + (moment,)  # noqa: RUF005
-    if rest >= BLOCK:  # without a mask loads and stores are of 16 bytes
+    if rest >= BLOCK:  # without a mask, loads and stores take 16 bytes
         _update_block(
             weight,
             low,
@@ -311,8 +323,10 @@ def _halve(x):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def sum_squares(table, num_rows, partials, TYPE: tl.constexpr, BLOCK: tl.constexpr):
-    """partials[i] = the sum of squares of block i, in double: element j goes to lane j % 32, then
-    the 32 lanes are halved five times. Arrays: x."""
+    """partials[i] = the sum of squares of block i, in double.
+
+    Element j goes to lane j % 32. Then the 32 lanes are halved five times. The array is x.
+    """
     block = tl.program_id(0)
     row = _row_of(table, num_rows, block)
     start = (block - _field(table, row, FIRST)) * BLOCK
@@ -332,8 +346,10 @@ def sum_squares(table, num_rows, partials, TYPE: tl.constexpr, BLOCK: tl.constex
 
 @triton.jit
 def sum_blocks(table, partials, sums, BLOCK: tl.constexpr):
-    """sums[i], as bits = the sum of segment i's blocks in their order; a NaN is the one that
-    `numeric_limits` gives."""
+    """sums[i], as bits = the sum of segment i's blocks in their order.
+
+    A NaN has the bits of C++'s `numeric_limits`.
+    """
     row = tl.program_id(0)
     first = _field(table, row, FIRST).to(tl.int32)
     end = first + tl.cdiv(_field(table, row, NUMEL), BLOCK).to(tl.int32)

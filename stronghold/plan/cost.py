@@ -1,22 +1,24 @@
-"""What is asked of a step, and what it costs: one table of the bytes that it moves, its seconds,
-and the limits of both.
+"""Cost: the planner's demand, the bytes that a step moves, its seconds, and the limits of both.
 
-Pure data, and arithmetic on sizes, rates and spans; any thread. `Demand` is what the planner is
-asked; `Traffic` serves the plan, its log line, the search's bounds and the physical limit; nobody
-else counts a step's bytes.
+Pure data, and arithmetic on sizes, rates and spans; any thread. `Demand` is the planner's input.
+`Traffic` is the one table of a step's bytes. It serves the plan, its log line, the search's bounds
+and the physical limit. No other file counts a step's bytes.
 
-[Note: formula] For P streamed parameters of e bytes, T tokens in n micro-batches, k = 2 loads of
-the weights and r further forward passes per micro-batch:
+[Note: formula] The physical limit of a step's time:
 
     step >= max((6 + 2 r) P T / F + attention, (k e P n + A) / B, (e P n + A) / B, q P / M, D / S)
 
-less what is still in the window when the direction turns. F are the FLOP/s of products. Attention
-takes the time of its kernels at their measured rates, at F where a profile has none. B are the
-link's bytes/s per direction, M the host memory's, S the disk's, A the bytes of activations that are
-offloaded, D the disk's, q those of host memory that a parameter costs. Beside it stand one layer's
-fetch and drain, which nothing hides but what stays on the device. Norms, activations and other
-operators that only move device memory are no part of the limit, since fused kernels can leave out
-most of what they move. A forecast counts them (`workload_of`).
+1. P streamed parameters have e bytes each. T tokens come in n micro-batches. A micro-batch fetches
+   all weights k = 2 times, and runs r further forward passes.
+2. F is the rate of matrix products, in FLOP/s. Attention takes the time of its kernels at their
+   measured rates; without such rates it runs at F.
+3. B is the link's rate per direction, M the host memory's, S the disk's, in bytes/s.
+4. A is the bytes of offloaded activations, D the disk's bytes, q the bytes of host memory per
+   parameter.
+5. The weights that are still in the window when the direction turns are subtracted.
+6. One layer's fetch and drain are added. Only compute of the layers that stay can hide them.
+7. Norms, activations and other memory-bound operators are no term of the limit, because fused
+   kernels can avoid most of their traffic. A forecast counts them (`workload_of`).
 """
 
 from __future__ import annotations
@@ -25,61 +27,72 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from operator import attrgetter
 from typing import get_args
 
 from stronghold.config.section import Level
 from stronghold.model.costs import LayerCost, ModelCosts
-from stronghold.model.layout import LayerLayout, ModelLayout
+from stronghold.model.layout import LayerLayout, ModelLayout, Range
 from stronghold.optim.states import Formats, States, one_format
 from stronghold.plan.homes import Homes
 from stronghold.plan.machine import MachineProfile, Rates
 from stronghold.telemetry.metrics import BatchSize
 from stronghold.telemetry.trace import Span
 
-# -- what is asked --------------------------------------------------------------------------------
-# What happens to what autograd saves of a block, by name: it stays, or goes to the host and comes
-# back; or it is computed again from the block's inputs, which stay or wait on the host; and with
-# them what attention gave, which is then not computed twice.
+# -- the demand -----------------------------------------------------------------------------------
+# Activation levels: what a block keeps of the tensors that autograd saves.
+# "keep" leaves them on the device. "offload" copies them to the host and back. All further levels
+# recompute them from the block's inputs, which wait on the device or (with "offload" in the name)
+# on the host. The levels with "attention" keep attention's results beside the inputs, so that
+# attention does not run twice.
 LEVELS: tuple[str, ...] = get_args(Level)
-AGAIN = frozenset(LEVELS[2:])  # run twice
-ATTENTION = frozenset(LEVELS[2:4])
+AGAIN = frozenset(LEVELS[2:])  # the block's forward runs again in backward: recompute
+ATTENTION = frozenset(LEVELS[2:4])  # attention's results are kept
 AWAY = frozenset(level for level in LEVELS if level.endswith("offload"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Growth:
-    """How many times as much a larger micro-batch takes: of most things, and of those that grow
-    with the square of a sequence's length. 1 for what is no larger, or not known."""
+    """The growth of a micro-batch's bytes from one batch size to a larger one, as factors.
+
+    `linear` holds for most tensors. `square` holds for tensors that grow with the square of a
+    sequence's length. A factor is 1 if the size does not grow, or is not known.
+    """
 
     linear: float = 1.0
     square: float = 1.0
 
     @classmethod
     def between(cls, known: BatchSize, wanted: BatchSize, margin: float = 1.0) -> Growth:
-        """From a batch that was measured to another one; `margin` times as much."""
-
-        def times(now: int, then: int) -> float:
-            return now / then if now > then > 0 else 1.0
-
-        linear = max(
-            times(wanted.tokens, known.tokens),
-            times(wanted.integers, known.integers),
-            times(wanted.values, known.values),
+        """The growth from a measured batch to a wanted one, times `margin`."""
+        linear = margin * max(
+            _ratio(wanted.tokens, known.tokens),
+            _ratio(wanted.integers, known.integers),
+            _ratio(wanted.values, known.values),
         )
-        longer = times(wanted.length, known.length)
-        return cls(linear=margin * linear, square=margin * linear * longer)
+        return cls(linear=linear, square=linear * _ratio(wanted.length, known.length))
 
     def of(self, nbytes: int, square_bytes: int = 0) -> int:
-        """So many bytes, of which `square_bytes` grow with the square, in the larger batch."""
-        return math.ceil((nbytes - square_bytes) * self.linear + square_bytes * self.square)
+        """The bytes in the larger batch. `square_bytes` of `nbytes` grow with the square."""
+        linear_bytes = nbytes - square_bytes
+        return math.ceil(linear_bytes * self.linear + square_bytes * self.square)
+
+
+def _ratio(wanted: int, known: int) -> float:
+    """`wanted / known`, but at least 1, and 1 if the known size is 0."""
+    return wanted / known if wanted > known > 0 else 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerLoad:
-    """One layer in one micro-batch: seconds of forward, of attention's kernels in it, and of
-    backward (without recomputation); and bytes of what it saves, of its inputs, and of what
-    attention gave. `square_*` are the parts that grow with the square of a sequence's length: what
-    attention without its own kernel saves, and its masks."""
+class LayerWork:
+    """One layer's work in one micro-batch, in seconds and bytes.
+
+    `backward_s` excludes recomputation. `attention_s` are the seconds of attention's kernels, a
+    share of `forward_s`. `saved_bytes` are the tensors that autograd saves, `boundary_bytes` the
+    block's inputs, `attention_bytes` attention's results. `square_*` are the shares of these bytes
+    that grow with the square of a sequence's length: the tensors that attention saves without a
+    fused kernel, and its masks.
+    """
 
     forward_s: float
     backward_s: float
@@ -90,8 +103,8 @@ class LayerLoad:
     square_saved_bytes: int = 0
     square_boundary_bytes: int = 0
 
-    def grown(self, by: Growth) -> LayerLoad:
-        """The bytes of a larger micro-batch, in the same seconds."""
+    def grown(self, by: Growth) -> LayerWork:
+        """The work with the bytes of a larger micro-batch. The seconds are unchanged."""
         return replace(
             self,
             saved_bytes=by.of(self.saved_bytes, self.square_saved_bytes),
@@ -101,37 +114,45 @@ class LayerLoad:
             square_boundary_bytes=by.of(self.square_boundary_bytes, self.square_boundary_bytes),
         )
 
-    def again_s(self, level: str) -> float:
-        """Seconds that backward computes again."""
+    def recompute_s(self, level: str) -> float:
+        """Seconds of forward that backward runs again at this activation level."""
         if level not in AGAIN:
             return 0.0
-        return self.forward_s - (self.attention_s if level in ATTENTION else 0.0)
+        if level in ATTENTION:
+            return self.forward_s - self.attention_s
+        return self.forward_s
 
-    def again_bytes(self, level: str) -> int:
-        """What that makes anew."""
+    def recomputed_bytes(self, level: str) -> int:
+        """Bytes that recomputation allocates in backward."""
         if level not in AGAIN:
             return 0
-        return self.saved_bytes - (self.attention_bytes if level in ATTENTION else 0)
+        if level in ATTENTION:
+            return self.saved_bytes - self.attention_bytes
+        return self.saved_bytes
 
     def waiting_bytes(self, level: str) -> int:
-        """What waits from forward to backward, on the device or the host."""
+        """Bytes that wait from forward to backward, on the device or the host."""
         if level not in AGAIN:
             return self.saved_bytes
-        return self.boundary_bytes + (self.attention_bytes if level in ATTENTION else 0)
+        if level in ATTENTION:
+            return self.boundary_bytes + self.attention_bytes
+        return self.boundary_bytes
 
     def moved_bytes(self, level: str) -> int:
-        """To the host, and back."""
+        """Bytes of activations that are offloaded to the host, and copied back."""
         return self.waiting_bytes(level) if level in AWAY else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What the planner is asked: of which states, budgets in bytes, and what the user pinned (None:
-    derive)."""
+    """The planner's input: states, budgets in bytes, and the user's settings.
 
-    states: States  # of what the config's precision trains
-    accumulate: bool
-    all_formats: Formats = ()  # of the model's ranges; none: one, of `states`
+    A setting is None if the planner chooses it.
+    """
+
+    states: States  # of the parameters in the config's precision
+    accumulate: bool  # gradients are summed in fp32 over micro-batches
+    all_formats: Formats = ()  # of the model's ranges; empty: one format, of `states`
     training: bool = True
     gpu_budget_bytes: int | None = None
     host_budget_bytes: int | None = None
@@ -139,62 +160,69 @@ class Demand:
     prefetch: int | None = None
     resident_layers: int | None = None
     resident_updates: str | None = None  # "gpu" or "host": where resident layers are updated
-    whole: bool | None = None  # None: where every layer stays on the gpu and is updated there
+    # True: the whole model stays on the gpu and is updated there. None: where that is so anyway.
+    whole: bool | None = None
     activations: str | tuple[str, ...] | None = None  # one of LEVELS, or one per layer
     chunk: int | None = None  # sequences that go through a block together; None: all
-    chunks: int = 1  # that a micro-batch has of them, where that is known
-    streams: int = 1  # on which chunks take turns
-    # What each layer keeps for backward; empty: unknown, and the gpu budget is for weights and
-    # gradients alone.
-    kept: tuple[LayerLoad, ...] = ()
-    sequences: int = 0  # of a micro-batch, with `tokens` in all of them; 0: unknown
-    tokens: int = 0
-    reserve_bytes: int = 0  # of the gpu budget that are activations' at least
+    chunks: int = 1  # number of chunks in a micro-batch, if it is known
+    streams: int = 1  # CUDA streams on which chunks take turns
+    # Each layer's work; empty: unknown, and the gpu budget covers weights and gradients alone.
+    kept: tuple[LayerWork, ...] = ()
+    sequences: int = 0  # in a micro-batch; 0: unknown
+    tokens: int = 0  # in a micro-batch, in all its sequences; 0: unknown
+    reserve_bytes: int = 0  # of the gpu budget, for activations at least
     cpu_threads: int | None = None
-    early_layers: int | None = None  # layers that are updated before the norm is known
+    early_layers: int | None = None  # number of layers that are updated before the norm is known
     num_cores: int = 1
-    nvme: bool = False  # whether there is such a tier
+    nvme: bool = False  # arrays may lie in files
     nvme_capacity_bytes: int | None = None
-    spill: str | None = None  # a word of `plan.DEPTHS`: all of it spills; None: what must
-    homes: Homes | None = None  # what lies in files stays there
+    # A word of `host_memory.DEPTHS`: all arrays of these kinds spill. None: as few as necessary.
+    spill: str | None = None
+    homes: Homes | None = None  # arrays that lie in files here stay there
     piece_bytes: int | None = None
     micro_batches: int = 1
-    searched: frozenset[str] = frozenset()  # what a search put in, not the user
-    # Data-parallel ranks, each with its part of the host's arrays; every node has all weights.
-    # `reduces_in_room`: sums over them need a buffer of the largest layer's gradients (on CPU
-    # memory; NCCL adds in place).
+    searched: frozenset[str] = frozenset()  # keys that a search set, not the user
+    # Data-parallel ranks. Each has its shard of the host's arrays. Every node has all weights.
     num_ranks: int = 1
     num_nodes: int = 1
+    # True: a reduce-scatter needs a buffer as large as the largest layer's gradients. That is so in
+    # CPU memory; NCCL adds in place.
     reduces_in_room: bool = False
-    shares_weights: bool = False  # with other processes, in memory: they never spill
+    shares_weights: bool = False  # in memory, with other processes: weights never spill
 
     @property
     def formats(self) -> Formats:
-        """Of the ranges of the model's layers."""
+        """The formats of the ranges of the model's layers."""
         return self.all_formats or one_format(self.states)
 
     def why(self, key: str) -> str:
-        """Where the value of a key comes from, for the plan's reasons."""
-        return "the fastest, by simulation" if key in self.searched else f"stronghold.{key}"
+        """The origin of a key's value, for the plan's reasons."""
+        if key in self.searched:
+            return "the fastest, by simulation"
+        return f"stronghold.{key}"
 
     def pins(self, key: str) -> bool:
-        """True if you set the key, and no search did."""
+        """True if the user set the key, and no search did."""
         return getattr(self, key) is not None and key not in self.searched
 
     def sharers(self, array: str) -> int:
-        """How many ranks divide an array among them: all, or of the weights those of a node."""
-        return self.num_ranks // self.num_nodes if array == "weights" else self.num_ranks
+        """Number of ranks that share an array in shards. The ranks of one node share the weights,
+        all ranks every other array."""
+        if array == "weights":
+            return self.num_ranks // self.num_nodes
+        return self.num_ranks
 
     @property
     def meets_others(self) -> bool:
-        """Whether several ranks update together, each its part of the layers or of the model."""
+        """True if several ranks update together, each its shard of the layers or of the model."""
         return self.num_ranks > 1 or self.shares_weights
 
 
-LOADS = 2  # k: forward and backward
-SUM_BYTES = 4  # of an accumulated gradient
-MANY = 1 << 20  # parameters, whose bytes are whole numbers also where several have one item
-UNCONTENDED_GBPS = 1e6  # of what was measured with its contention
+WEIGHT_FETCHES = 2  # k: forward and backward
+SUM_BYTES = 4  # bytes of an accumulated gradient, which is fp32
+# So many parameters have a whole number of bytes, also where several share an item.
+MANY_PARAMETERS = 1 << 20
+UNCONTENDED_GBPS = 1e6  # a rate that no lane reaches: measured rates contain their contention
 
 COMPUTE = "compute"
 MEMORY = "host memory bandwidth"
@@ -203,19 +231,36 @@ DRAIN = "link device to host"
 DUPLEX = "link, both directions together"
 DISK = "nvme"
 
+# The rate of each lane that moves bytes.
+LANE_RATES = {
+    "fetch": "fetch_gbps",
+    "drain": "drain_gbps",
+    "update": "update_gbps",
+    "load": "load_gbps",
+    "spill": "spill_gbps",
+    "gather": "wire_gbps",
+    "reduce": "reduce_gbps",
+    "exchange": "exchange_gbps",
+}
+COLLECTIVE_RATES = frozenset({"wire_gbps", "reduce_gbps", "exchange_gbps"})
+
 
 # -- bytes ----------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """What one training step moves on one rank, whatever the schedule. Padding does not count, but
-    in files.
+    """Bytes that one training step moves on one rank, for any schedule.
 
-    Bytes of weights: `streamed_bytes` cross the link, but for `window_bytes` of them that are still
-    there when the direction turns; `refreshed_bytes` stay on the device but are updated on the
-    host. `layer_bytes` are the largest streamed layer's. `trained_bytes` are the gradients of what
-    is streamed and trains, `trained_parameters` of them. `step_bytes` are what the optimizer reads
-    and writes on the host, `device_update_bytes` on the device. `offloaded_bytes` of activations
-    leave and return in every micro-batch; `nvme_*` are of a step.
+    Padding counts in files alone.
+
+    streamed_bytes       weights that cross the link
+    window_bytes         those of them that are still in the window when the direction turns
+    refreshed_bytes      weights that stay on the device and are updated on the host
+    layer_bytes          weights of the largest streamed layer
+    trained_bytes        gradients of streamed layers; `trained_parameters` is their number
+    update_bytes         memory that the optimizer reads and writes on the host
+    device_update_bytes  memory that the optimizer reads and writes on the device
+    offloaded_bytes      activations that leave and return in every micro-batch
+    nvme_*               bytes of files, per step
     """
 
     micro_batches: int = 1
@@ -243,53 +288,70 @@ class Traffic:
         layer: int = 0,
         micro_batches: int = 1,
     ) -> Traffic:
-        """Of a model of one format, by numbers of parameters: `trained` of the `streamed` ones have
-        gradients, `refreshed` ones stay."""
-        each, step = states.weight_bytes, states.update_bytes(states.dtype)
+        """The traffic of a model of one format, from numbers of parameters.
+
+        `trained` of the `streamed` parameters have gradients. `refreshed` parameters stay on the
+        device and are updated on the host.
+        """
+        weight_bytes = states.weight_bytes
+        update_bytes = states.update_bytes(states.dtype)
         return cls(
             micro_batches=micro_batches,
-            streamed_bytes=each * streamed,
-            window_bytes=each * window,
-            refreshed_bytes=each * refreshed,
-            layer_bytes=each * layer,
-            trained_bytes=each * trained,
+            streamed_bytes=weight_bytes * streamed,
+            window_bytes=weight_bytes * window,
+            refreshed_bytes=weight_bytes * refreshed,
+            layer_bytes=weight_bytes * layer,
+            trained_bytes=weight_bytes * trained,
             trained_parameters=trained,
-            update_bytes=int(step * (trained + refreshed)),
+            update_bytes=int(update_bytes * (trained + refreshed)),
         )
 
     @property
     def fetch_bytes(self) -> int:
-        """Host to device: weights k n times, without those in the window at each turn between
-        forward and backward but with them after an update, which changed them; once what was
-        updated away from where it stays; and activations that come back."""
-        passes = LOADS * self.micro_batches
+        """Bytes from host to device.
+
+        1. Streamed weights cross k n times. The window's weights do not cross at a turn between
+           forward and backward. They do cross after an update, which changed them.
+        2. Weights that stay on the device and are updated on the host cross once.
+        3. Offloaded activations come back in every micro-batch.
+        """
+        passes = WEIGHT_FETCHES * self.micro_batches
         loaded = passes * self.streamed_bytes - (passes - 1) * self.window_bytes
         return loaded + self.refreshed_bytes + self.micro_batches * self.offloaded_bytes
 
     @property
     def drain_bytes(self) -> int:
-        """Device to host: gradients of streamed layers in every micro-batch (their slots are needed
-        for the next layer), of those that stay at least once; and activations that leave."""
+        """Bytes from device to host.
+
+        1. Gradients of streamed layers cross in every micro-batch, because the next layer needs
+           their slots.
+        2. Gradients of layers that stay cross at least once.
+        3. Offloaded activations leave in every micro-batch.
+        """
         drained = self.micro_batches * self.trained_bytes + self.refreshed_bytes
         return drained + self.micro_batches * self.offloaded_bytes
 
     @property
     def norm_bytes(self) -> int:
-        """What the norms of the gradients read on the host."""
+        """Bytes that the norms of the gradients read on the host."""
         return self.trained_bytes + self.refreshed_bytes
 
     @property
     def sum_bytes(self) -> int:
-        """Sums over micro-batches: the first gradient starts a sum (read e, write 4), each further
-        one is added (read e and 4, write 4), and the last is read by the step beside the sum."""
-        each = self.trained_bytes + 2 * SUM_BYTES * self.trained_parameters
-        return (self.micro_batches - 1) * each
+        """Bytes of host memory that sums over micro-batches read and write.
+
+        Per parameter, the first gradient starts a sum (read e, write 4). Each further gradient is
+        added (read e and 4, write 4). The update reads the last gradient beside the sum.
+        """
+        bytes_per_sum = self.trained_bytes + 2 * SUM_BYTES * self.trained_parameters
+        return (self.micro_batches - 1) * bytes_per_sum
 
     @property
     def memory_bytes(self) -> int:
-        """Host memory: the optimizer, and every transfer's end there, the disk's too."""
-        moved = self.fetch_bytes + self.drain_bytes + self.nvme_read_bytes + self.nvme_written_bytes
-        return self.update_bytes + self.sum_bytes + moved
+        """Bytes of host memory: the optimizer's, and one end of every transfer, the disk's too."""
+        link_bytes = self.fetch_bytes + self.drain_bytes
+        disk_bytes = self.nvme_read_bytes + self.nvme_written_bytes
+        return self.update_bytes + self.sum_bytes + link_bytes + disk_bytes
 
 
 def traffic_of(
@@ -302,59 +364,77 @@ def traffic_of(
     offloaded_bytes: int = 0,
     nvme: tuple[int, int] = (0, 0),
 ) -> Traffic:
-    """What a step moves on one rank when these layers stay (what is no block stays anyway), and
-    those in `on_gpu` are updated there; `nvme` is read and written."""
-    formats, num_ranks = demand.formats, demand.num_ranks
+    """The traffic of a step on one rank.
+
+    Layers in `resident` stay on the device; layers that are no blocks stay anyway. Layers in
+    `on_gpu` are updated there. `window` is the number of slots. `nvme` has the bytes that a step
+    reads from files, and those that it writes.
+    """
+    formats = demand.formats
+    num_ranks = demand.num_ranks
     streamed = [layer for layer in layout.layers if layer.streamed and layer.index not in resident]
-    away = {layer.index for layer in streamed}
-    staying = [layer for layer in layout.layers if layer.index not in away | on_gpu]
+    streamed_indices = {layer.index for layer in streamed}
+    elsewhere = streamed_indices | on_gpu
+    refreshed = [layer for layer in layout.layers if layer.index not in elsewhere]
+    on_device = [layer for layer in layout.layers if layer.index in on_gpu]
     sharers = demand.sharers("weights")
-    largest = sorted(weight_bytes(layer, formats) // sharers for layer in streamed)[::-1]
-    on_host = [*streamed, *staying]
+    largest = sorted((weight_bytes(layer, formats) // sharers for layer in streamed), reverse=True)
+    # The order of this sum decides its last bit.
+    host_update_bytes = sum(step_bytes(layer, formats) for layer in [*streamed, *refreshed])
+    device_update_bytes = sum(step_bytes(layer, formats) for layer in on_device)
+    nvme_read_bytes, nvme_written_bytes = nvme
     return Traffic(
         micro_batches=demand.micro_batches,
         streamed_bytes=sum(largest),
         window_bytes=sum(largest[:window]),
-        refreshed_bytes=sum(trained_bytes(e, formats) for e in staying) // num_ranks,
+        refreshed_bytes=sum(trained_bytes(layer, formats) for layer in refreshed) // num_ranks,
         layer_bytes=next(iter(largest), 0),
-        trained_bytes=sum(trained_bytes(e, formats) for e in streamed) // num_ranks,
-        trained_parameters=sum(e.num_trainable for e in streamed) // num_ranks,
-        update_bytes=int(sum(step_bytes(e, formats) for e in on_host) / num_ranks),
-        device_update_bytes=int(
-            sum(step_bytes(e, formats) for e in layout.layers if e.index in on_gpu)
-        ),
+        trained_bytes=sum(trained_bytes(layer, formats) for layer in streamed) // num_ranks,
+        trained_parameters=sum(layer.num_trainable for layer in streamed) // num_ranks,
+        update_bytes=int(host_update_bytes / num_ranks),
+        device_update_bytes=int(device_update_bytes),
         offloaded_bytes=offloaded_bytes,
-        nvme_read_bytes=nvme[0],
-        nvme_written_bytes=nvme[1],
+        nvme_read_bytes=nvme_read_bytes,
+        nvme_written_bytes=nvme_written_bytes,
     )
 
 
 def weight_bytes(layer: LayerLayout, formats: Formats) -> int:
-    """Of the layer's weights, without padding."""
-    return sum(each.num_parameters * formats[each.format].dtype.itemsize for each in layer.ranges)
+    """Bytes of the layer's weights, without padding."""
+    return _bytes_of(layer.ranges, formats)
 
 
 def trained_bytes(layer: LayerLayout, formats: Formats) -> int:
-    """Of those weights that train, and so of their gradients."""
-    return sum(
-        each.num_parameters * formats[each.format].dtype.itemsize for each in layer.trainable_ranges
-    )
+    """Bytes of the layer's weights that train, and of their gradients, without padding."""
+    return _bytes_of(layer.trainable_ranges, formats)
+
+
+def _bytes_of(ranges: Iterable[Range], formats: Formats) -> int:
+    """Bytes of the weights of these ranges, without padding."""
+    total = 0
+    for layer_range in ranges:
+        total += layer_range.num_parameters * formats[layer_range.format].dtype.itemsize
+    return total
 
 
 def step_bytes(layer: LayerLayout, formats: Formats) -> float:
-    """What a step of the layer reads and writes, with gradients of the weights' dtypes."""
-    return sum(
-        each.num_parameters * made.trained.update_bytes(made.dtype)
-        for each in layer.trainable_ranges
-        for made in (formats[each.format],)
-    )
+    """Bytes that an update of the layer reads and writes, with gradients of the weights' dtypes."""
+    total: float = 0
+    for layer_range in layer.trainable_ranges:
+        storage_format = formats[layer_range.format]
+        states = storage_format.trained
+        total += layer_range.num_parameters * states.update_bytes(storage_format.dtype)
+    return total
 
 
 # -- limits ---------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """`seconds` no step can beat; `bound` is the part that sets them, `parts` the seconds of every
-    resource, `fill_s` what one layer's way in and out adds."""
+    """The physical limit of a step's time.
+
+    No step takes less than `seconds`. `parts` has the seconds of every resource; `bound` names the
+    busiest one. `fill_s` are the seconds that one layer's fetch and drain add.
+    """
 
     seconds: float
     bound: str
@@ -364,8 +444,11 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BreakEven:
-    """Tokens from which compute takes longer than the optimizer (`cpu`, per step) and than the
-    weights' way to the GPU (`link`, per micro-batch), whatever the size of the model."""
+    """Numbers of tokens from which compute takes longest, for a model of any size.
+
+    From `cpu` tokens per step compute takes longer than the optimizer. From `link` tokens per
+    micro-batch it takes longer than the weights' transfer to the GPU.
+    """
 
     cpu: float
     link: float
@@ -380,37 +463,52 @@ def physical_limit(
     recomputed_flops: float = 0.0,
     staying_flops: float = 0.0,
 ) -> Limits:
-    """The lower bound of a step's time ([Note: formula]): the busiest resource if it never waited.
-    FLOPs are of one micro-batch's forward: of the model, of what backward computes again, and of
-    the layers that never leave the device. Backward computes twice what forward does."""
-    rate, link = machine.flops[dtype], traffic.fetch_bytes + traffic.drain_bytes
+    """The lower bound of a step's time ([Note: formula]): the busiest resource if it never waits.
+
+    All FLOPs are those of one micro-batch's forward: `forward_flops` of the model,
+    `recomputed_flops` of the layers that backward recomputes, `staying_flops` of the layers that
+    never leave the device. Backward computes twice as much as forward.
+    """
+    rate = machine.flops[dtype]
+    link_bytes = traffic.fetch_bytes + traffic.drain_bytes
+    memory_gbps = max(machine.memory_gbps.values())
     parts = {
         COMPUTE: traffic.micro_batches * (3.0 * forward_flops + recomputed_flops) / rate,
         FETCH: traffic.fetch_bytes / (machine.fetch_gbps * 1e9),
         DRAIN: traffic.drain_bytes / (machine.drain_gbps * 1e9),
-        DUPLEX: link / (machine.duplex_gbps * 1e9),
-        MEMORY: traffic.memory_bytes / (max(machine.memory_gbps.values()) * 1e9),
+        DUPLEX: link_bytes / (machine.duplex_gbps * 1e9),
+        MEMORY: traffic.memory_bytes / (memory_gbps * 1e9),
         DISK: _disk_s(traffic, machine),
     }
-    layer_bytes = traffic.layer_bytes
-    drained = layer_bytes if traffic.trained_bytes else 0
-    way_s = (layer_bytes / machine.fetch_gbps + drained / machine.drain_gbps) / 1e9
-    fill_s = max(0.0, way_s - 3.0 * staying_flops / rate)
-    bound = max(parts, key=lambda name: parts[name])
+    fetched = traffic.layer_bytes
+    drained = traffic.layer_bytes if traffic.trained_bytes else 0
+    transfer_s = (fetched / machine.fetch_gbps + drained / machine.drain_gbps) / 1e9
+    hidden_s = 3.0 * staying_flops / rate
+    fill_s = max(0.0, transfer_s - hidden_s)
+    bound = max(parts, key=parts.__getitem__)
     return Limits(seconds=parts[bound] + fill_s, bound=bound, parts=parts, fill_s=fill_s)
 
 
 def _disk_s(traffic: Traffic, machine: MachineProfile) -> float:
-    """Reads and writes at their own rates, and both together at the mixed one; infinite where the
-    profile has no disk."""
-    reads, writes = traffic.nvme_read_bytes, traffic.nvme_written_bytes
+    """Seconds of the disk: the most of its reads, its writes, and both at the mixed rate.
+
+    Infinite if the step uses a disk and the profile has none.
+    """
+    reads = traffic.nvme_read_bytes
+    writes = traffic.nvme_written_bytes
     if not reads + writes:
         return 0.0
     if machine.nvme_read_gbps is None or machine.nvme_write_gbps is None:
         return float("inf")
-    apart = max(reads / machine.nvme_read_gbps, writes / machine.nvme_write_gbps)
     mixed = machine.nvme_mixed_gbps
-    return max(apart, (reads + writes) / mixed if mixed else 0.0) / 1e9
+    return (
+        max(
+            reads / machine.nvme_read_gbps,
+            writes / machine.nvme_write_gbps,
+            (reads + writes) / mixed if mixed else 0.0,
+        )
+        / 1e9
+    )
 
 
 def break_even(
@@ -421,51 +519,60 @@ def break_even(
     recompute: bool,
     active_share: float = 1.0,
 ) -> BreakEven:
-    """Tokens at which the terms of [Note: formula] are equal, without attention:
-    q F / ((6 + 2 r) a M) and k e F / ((6 + 2 r) a B).
+    """Numbers of tokens at which the terms of [Note: formula] are equal, without attention.
 
-    a is `active_share`: one token computes with that share of the streamed parameters. It is 1 in a
-    dense model, and small in a model of experts, where all parameters move and few compute.
+    They are q F / ((6 + 2 r) a M) and k e F / ((6 + 2 r) a B). a is `active_share`: one token
+    computes with that share of the streamed parameters. It is 1 in a dense model. It is small in a
+    model of experts, in which all parameters move and few compute.
     """
-    rate = machine.flops[dtype] / ((8.0 if recompute else 6.0) * active_share)
-    memory = max(machine.memory_gbps.values()) * 1e9
+    flops_per_parameter = 8.0 if recompute else 6.0  # of one token
+    tokens_per_s = machine.flops[dtype] / (flops_per_parameter * active_share)
+    memory_rate = max(machine.memory_gbps.values()) * 1e9
+    fetch_rate = machine.fetch_gbps * 1e9
     return BreakEven(
-        cpu=bytes_per_parameter(states) * rate / memory,
-        link=LOADS * states.weight_bytes * rate / (machine.fetch_gbps * 1e9),
+        cpu=bytes_per_parameter(states) * tokens_per_s / memory_rate,
+        link=WEIGHT_FETCHES * states.weight_bytes * tokens_per_s / fetch_rate,
     )
 
 
 def bytes_per_parameter(states: States, micro_batches: int = 1) -> float:
-    """q: bytes of host memory that a step of a trained, streamed parameter reads and writes. With
-    two moments: 32 in bf16, 26 of them the optimizer's, and 18.25 with lean states; 36 in fp16,
-    where weight and whole fp32 master are both read and written."""
-    moved = Traffic.of_parameters(states, streamed=MANY, trained=MANY, micro_batches=micro_batches)
-    return moved.memory_bytes / MANY
+    """q: bytes of host memory that a step reads and writes for a trained, streamed parameter.
+
+    With two moments: 32 in bf16, 26 of them the optimizer's; 18.25 with lean states; 36 in fp16,
+    which reads and writes the weight and its whole fp32 master.
+    """
+    moved = Traffic.of_parameters(
+        states, streamed=MANY_PARAMETERS, trained=MANY_PARAMETERS, micro_batches=micro_batches
+    )
+    return moved.memory_bytes / MANY_PARAMETERS
 
 
 # -- seconds --------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What a step computes: `layers` in the layout's order, for each of `micro_batches`."""
+    """The work of a step: `layers` in the layout's order, for each of `micro_batches`."""
 
-    layers: tuple[LayerLoad, ...]
+    layers: tuple[LayerWork, ...]
     micro_batches: int = 1
 
     @property
     def forward_s(self) -> float:
-        """Of the model, in one micro-batch."""
+        """Seconds of the model's forward in one micro-batch."""
         return sum(layer.forward_s for layer in self.layers)
 
     def together(self) -> Workload:
-        """All micro-batches as one."""
-        count = self.micro_batches
-        loads = ({k: count * v for k, v in asdict(load).items()} for load in self.layers)
-        return Workload(layers=tuple(LayerLoad(**load) for load in loads))
+        """The same work as one micro-batch."""
+        layers: list[LayerWork] = []
+        for layer in self.layers:
+            scaled = {name: self.micro_batches * value for name, value in asdict(layer).items()}
+            layers.append(LayerWork(**scaled))
+        return Workload(layers=tuple(layers))
 
     def backward_s(self, activations: Sequence[str]) -> float:
-        """With what is computed again under these policies."""
+        """Seconds of the model's backward in one micro-batch, with the recomputation that these
+        activation levels need."""
         levels = zip(self.layers, activations, strict=True)
-        return sum(layer.backward_s + layer.again_s(level) for layer, level in levels)
+        return sum(layer.backward_s + layer.recompute_s(level) for layer, level in levels)
 
 
 def attention_s(
@@ -482,33 +589,37 @@ def attention_s(
 
 
 def workload_of(costs: ModelCosts, machine: MachineProfile, *, micro_batches: int = 1) -> Workload:
-    """The seconds that `machine` needs for `costs`: products at its rate of matrix multiplication,
-    fused attention at its rates, other operators at that of device memory, one kernel after the
-    other. Backward computes twice what forward does, and moves twice as much (1.6 to 2.6 times in
-    blocks of eight families of models, of a Llama 2.2). Outside the blocks (norm, head, loss) one
-    layer after the other has most in passing while everything else is kept: the most of them
-    counts, once."""
-    flops, layers = machine.flops[costs.dtype], costs.layers
-    outside = [layer for layer in layers if not layer.boundary_bytes]
-    largest = max(outside, key=lambda layer: layer.passing_bytes, default=None)
-    loads = []
-    for layer in layers:
+    """The seconds that `machine` needs for `costs`, with one kernel after the other.
+
+    1. Matrix products take their FLOPs at the machine's rate of products.
+    2. Fused attention takes its measured rates. Other operators take device memory's rate.
+    3. Backward computes twice as much as forward, and moves twice as many bytes. (Measured in
+       blocks of eight families of models: 1.6 to 2.6 times; of a Llama 2.2.)
+    4. The layers outside the blocks (norm, head, loss) have their transient bytes one after the
+       other, while all saved tensors are kept. So the most of these counts, once.
+    """
+    flops = machine.flops[costs.dtype]
+    outside = [layer for layer in costs.layers if not layer.boundary_bytes]
+    largest = max(outside, key=attrgetter("passing_bytes"), default=None)
+    layers: list[LayerWork] = []
+    for layer in costs.layers:
         attention_forward_s, attention_backward_s = attention_s(layer, costs, machine)
         products_s = (layer.forward_flops - layer.attention_flops) / flops
         operators_s = layer.operator_bytes / (machine.gpu_memory_gbps * 1e9)
-        load = LayerLoad(
+        transient_bytes = layer.passing_bytes if layer is largest else 0
+        work = LayerWork(
             forward_s=products_s + attention_forward_s + operators_s,
             backward_s=2 * products_s + attention_backward_s + 2 * operators_s,
-            saved_bytes=layer.saved_bytes + (layer.passing_bytes if layer is largest else 0),
+            saved_bytes=layer.saved_bytes + transient_bytes,
             boundary_bytes=layer.boundary_bytes,
             attention_s=attention_forward_s,
             attention_bytes=layer.attention_bytes,
         )
-        loads.append(load)
-    return Workload(layers=tuple(loads), micro_batches=micro_batches)
+        layers.append(work)
+    return Workload(layers=tuple(layers), micro_batches=micro_batches)
 
 
-# -- what the first steps showed ------------------------------------------------------------------
+# -- measurements of the first steps --------------------------------------------------------------
 def measured_workload(
     spans: Iterable[Span],
     layout: ModelLayout,
@@ -522,70 +633,90 @@ def measured_workload(
     square_saved_bytes: Sequence[int] = (),
     square_boundary_bytes: Sequence[int] = (),
 ) -> Workload:
-    """Each layer's seconds in the compute spans "forward i" and "backward i" of `num_steps`.
+    """Measure each layer's seconds in the compute spans "forward i" and "backward i".
 
-    `activations` are the policies under which they were recorded: a recomputed layer's backward
-    span contains its forward. What runs between two layers' uses (head, loss and their backward)
-    is in the span of the layer before. Bytes per layer may be empty: nothing is offloaded.
-    `attended`: by layer bytes, FLOPs and tokens of attention's kernels. Their part of a forward is
-    that of its FLOPs, of which each parameter has two a token.
+    spans        of `num_steps` steps. Work between two layers' uses (head, loss and their backward)
+                 lies in the span of the layer before
+    activations  the levels at which the spans were recorded. A recomputed layer's backward span
+                 contains its forward
+    *_bytes      by layer; empty: nothing is offloaded
+    attended     by layer (bytes, FLOPs, tokens) of attention's kernels. Attention's share of a
+                 forward is its share of the FLOPs; each parameter has two FLOPs per token
     """
     seconds: dict[str, float] = defaultdict(float)
     for span in spans:
         if span.lane == "compute":
             seconds[span.name] += span.duration_s / (num_steps * micro_batches)
-    loads = []
-    for layer, policy in zip(layout.layers, activations, strict=True):
-        forward_s = seconds[f"forward {layer.index}"]
-        backward_s = seconds[f"backward {layer.index}"]
-        nbytes, flops, rows = attended[layer.index] if attended else (0, 0.0, 0)
-        part = flops / (flops + 2.0 * layer.num_parameters * rows) if flops else 0.0
-        load = LayerLoad(
+    layers: list[LayerWork] = []
+    for layer, level in zip(layout.layers, activations, strict=True):
+        index = layer.index
+        forward_s = seconds[f"forward {index}"]
+        backward_s = seconds[f"backward {index}"]
+        attention_bytes, flops, tokens = attended[index] if attended else (0, 0.0, 0)
+        product_flops = 2.0 * layer.num_parameters * tokens
+        attention_share = flops / (flops + product_flops) if flops else 0.0
+        work = LayerWork(
             forward_s=forward_s,
             backward_s=backward_s,
-            saved_bytes=saved_bytes[layer.index] if saved_bytes else 0,
-            boundary_bytes=boundary_bytes[layer.index] if boundary_bytes else 0,
-            square_saved_bytes=square_saved_bytes[layer.index] if square_saved_bytes else 0,
-            square_boundary_bytes=square_boundary_bytes[layer.index]
-            if square_boundary_bytes
-            else 0,
-            attention_s=part * forward_s,
-            attention_bytes=nbytes,
+            saved_bytes=_of_layer(saved_bytes, index),
+            boundary_bytes=_of_layer(boundary_bytes, index),
+            square_saved_bytes=_of_layer(square_saved_bytes, index),
+            square_boundary_bytes=_of_layer(square_boundary_bytes, index),
+            attention_s=attention_share * forward_s,
+            attention_bytes=attention_bytes,
         )
-        loads.append(replace(load, backward_s=max(0.0, backward_s - load.again_s(policy))))
-    return Workload(layers=tuple(loads), micro_batches=micro_batches)
+        without_recompute_s = max(0.0, backward_s - work.recompute_s(level))
+        layers.append(replace(work, backward_s=without_recompute_s))
+    return Workload(layers=tuple(layers), micro_batches=micro_batches)
+
+
+def _of_layer(sizes: Sequence[int], index: int) -> int:
+    """The layer's size; 0 if no sizes are known."""
+    return sizes[index] if sizes else 0
 
 
 def measured_rates(spans: Iterable[Span], otherwise: Rates) -> Rates:
-    """The rate of each lane in the spans, of one that moved nothing that of `otherwise`. Contention
-    is in what was measured in place: lanes that share a resource are not charged for it again."""
+    """Measure the rate of each lane in the spans. A lane that moved nothing keeps its rate of
+    `otherwise`.
+
+    Rates that are measured in place contain their contention. So lanes that share a resource are
+    not slowed for it again.
+    """
     nbytes: dict[str, int] = defaultdict(int)
     seconds: dict[str, float] = defaultdict(float)
     for span in spans:
         if "nbytes" in span.args:
             nbytes[span.lane] += span.args["nbytes"]
             seconds[span.lane] += span.duration_s
-    lanes = ("fetch", "drain", "update", "load", "spill", "gather", "reduce", "exchange")
-    fields_of = {lane: f"{'wire' if lane == 'gather' else lane}_gbps" for lane in lanes}
-    found = {
-        fields_of[lane]: nbytes[lane] / seconds[lane] * 1e-9 for lane in lanes if seconds[lane] > 0
-    }
-    known = replace(otherwise, memory_gbps=UNCONTENDED_GBPS, **found)
-    duplex, disk = known.fetch_gbps + known.drain_gbps, known.load_gbps + known.spill_gbps
-    return replace(known, duplex_gbps=duplex, io_gbps=disk)
-
-
-def slowest(found: Sequence[tuple[Rates, Workload]]) -> tuple[Rates, Workload]:
-    """What several ranks showed, as one: each lane's least rate, each layer's most seconds and
-    bytes. Of the lanes that meet other ranks the most, since their spans contain the waiting."""
-    rates, workloads = [rates for rates, _ in found], [workload for _, workload in found]
-    wires = ("wire_gbps", "reduce_gbps", "exchange_gbps")
-    lanes = {
-        field.name: (max if field.name in wires else min)(getattr(r, field.name) for r in rates)
-        for field in fields(Rates)
-    }
-    loads = tuple(
-        LayerLoad(**{f.name: max(getattr(e, f.name) for e in of_layer) for f in fields(LayerLoad)})
-        for of_layer in zip(*(workload.layers for workload in workloads), strict=True)
+    measured: dict[str, float] = {}
+    for lane, rate_name in LANE_RATES.items():
+        if seconds[lane] > 0:
+            measured[rate_name] = nbytes[lane] / seconds[lane] * 1e-9
+    rates = replace(otherwise, memory_gbps=UNCONTENDED_GBPS, **measured)
+    return replace(
+        rates,
+        duplex_gbps=rates.fetch_gbps + rates.drain_gbps,
+        io_gbps=rates.load_gbps + rates.spill_gbps,
     )
-    return Rates(**lanes), replace(workloads[0], layers=loads)
+
+
+def slowest(measured: Sequence[tuple[Rates, Workload]]) -> tuple[Rates, Workload]:
+    """Combine the measurements of several ranks.
+
+    Each layer has its most seconds and bytes. Each lane has its least rate. A lane of a collective
+    (all-gather, reduce-scatter, exchange) has its largest rate, because the spans of the other
+    ranks contain their wait.
+    """
+    rates: dict[str, float] = {}
+    for rate in fields(Rates):
+        values = [getattr(rank_rates, rate.name) for rank_rates, _ in measured]
+        rates[rate.name] = max(values) if rate.name in COLLECTIVE_RATES else min(values)
+    workloads = [workload for _, workload in measured]
+    layers: list[LayerWork] = []
+    for ranks_work in zip(*(workload.layers for workload in workloads), strict=True):
+        most = {
+            size.name: max(getattr(work, size.name) for work in ranks_work)
+            for size in fields(LayerWork)
+        }
+        layers.append(LayerWork(**most))
+    return Rates(**rates), replace(workloads[0], layers=tuple(layers))

@@ -1,7 +1,7 @@
-"""Homes: where each array of each layer lies between two operations.
+"""Homes: the tier in which each array of each layer lies between two operations (its placement).
 
-Pure. A plan chooses them, `memory` has one store for each, and kernels run on the lane of the home
-of a layer's weights.
+Pure data; any thread. A plan chooses the homes. `memory` has one store for each staged home. A
+kernel runs on the lane of the home of a layer's weights.
 """
 
 from __future__ import annotations
@@ -10,14 +10,17 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from stronghold.model.arrays import file_order
-from stronghold.model.layout import ModelLayout, Range
+from stronghold.model.layout import LayerLayout, ModelLayout, Range
 from stronghold.optim.states import Formats
 
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """A place for arrays. `is_staged`: a kernel cannot address it, so that arrays are loaded to
-    the host in pieces, and spilled from there when a piece was changed."""
+    """A tier of memory that can hold arrays.
+
+    `is_staged`: no kernel can address it. The engine loads an array's pieces from there to the
+    host, and spills the pieces that an update changed.
+    """
 
     name: str
     is_staged: bool = False
@@ -31,17 +34,21 @@ HOST = Home("host")
 FILE = Home("file", is_staged=True)
 
 Row = tuple[tuple[str, Home], ...]
-"""Of one layer: the arrays that do not lie on the host, in the order of `model.arrays.file_order`,
-each with its home."""
+"""One layer's arrays that do not lie on the host, each with its home. The order is that of
+`model.arrays.file_order`."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Homes:
-    """`homes[layer, array]` is where the array lies: `HOST`, unless the layer's row has another
-    home. A layer behind the last row has all of its arrays on the host."""
+    """The home of every array: `homes[layer, array]`.
+
+    `rows[layer]` lists the layer's arrays that are not on the host. All other arrays are at `HOST`,
+    and so are all arrays of a layer behind the last row. `on_gpu` holds the indices of the layers
+    whose weights are on the GPU.
+    """
 
     rows: tuple[Row, ...] = ()
-    on_gpu: frozenset[int] = field(init=False, compare=False)  # layers whose weights are there
+    on_gpu: frozenset[int] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         on_gpu = frozenset(i for i, row in enumerate(self.rows) if ("weights", GPU) in row)
@@ -55,25 +62,30 @@ class Homes:
         return HOST
 
     def __repr__(self) -> str:
-        numbers: dict[str, list[int]] = {}
+        layers_of: dict[str, list[int]] = {}
         for index, row in enumerate(self.rows):
             for array, home in row:
-                numbers.setdefault(f"{array} {home}", []).append(index)
-        return f"<homes: {', '.join(f'{what} {layers}' for what, layers in numbers.items())}>"
+                layers_of.setdefault(f"{array} {home}", []).append(index)
+        entries = [f"{placement} {layers}" for placement, layers in layers_of.items()]
+        return f"<homes: {', '.join(entries)}>"
 
     def row(self, layer: int) -> Row:
+        """The layer's row; empty if all of its arrays are on the host."""
         return self.rows[layer] if layer < len(self.rows) else ()
 
     def arrays(self, layer: int, home: Home) -> tuple[str, ...]:
-        """The layer's arrays that lie at `home`, which is not the host."""
-        return tuple(array for array, at in self.row(layer) if at == home)
+        """Names of the layer's arrays at `home`, which is not the host."""
+        return tuple(array for array, placed in self.row(layer) if placed == home)
 
     def named(self, home: Home) -> frozenset[str]:
-        """The names of the arrays that lie at `home` of any layer."""
-        return frozenset(array for row in self.rows for array, at in row if at == home)
+        """Names of the arrays that lie at `home` in any layer."""
+        names: set[str] = set()
+        for layer in range(len(self.rows)):
+            names.update(self.arrays(layer, home))
+        return frozenset(names)
 
     def staged(self, layer: int) -> tuple[str, ...]:
-        """The layer's arrays that pass the host in pieces, always in one order."""
+        """Names of the layer's arrays that pass the host in pieces. Their order never changes."""
         return tuple(array for array, home in self.row(layer) if home.is_staged)
 
     @property
@@ -85,16 +97,22 @@ class Homes:
     def replaced(
         self, old: Home, new: Home, which: Collection[tuple[int, str]] | None = None
     ) -> Homes:
-        """The same, with `new` in the place of `old`: for the (layer, array) in `which`, or for
-        all."""
+        """A copy of these homes with `new` in the place of `old`.
 
-        def replacing(layer: int, row: Row) -> Iterator[tuple[str, Home]]:
+        `which` lists the (layer, array) pairs to move; None: all of them.
+        """
+        rows: list[Row] = []
+        for layer, row in enumerate(self.rows):
+            moved: list[tuple[str, Home]] = []
             for array, home in row:
-                chosen = which is None or (layer, array) in which
-                yield array, new if home == old and chosen else home
+                is_chosen = which is None or (layer, array) in which
+                moved.append((array, new if home == old and is_chosen else home))
+            rows.append(_without_host(moved))
+        return Homes(tuple(rows))
 
-        rows = (replacing(layer, row) for layer, row in enumerate(self.rows))
-        return Homes(tuple(tuple((a, at) for a, at in row if at != HOST) for row in rows))
+
+def _without_host(row: Sequence[tuple[str, Home]]) -> Row:
+    return tuple((array, home) for array, home in row if home != HOST)
 
 
 ALL_ON_HOST = Homes()
@@ -108,20 +126,30 @@ def make_homes(
     staged: Sequence[Collection[str]] = (),
     like: Homes | None = None,
 ) -> Homes:
-    """The homes of a model's arrays. Of the layers `on_gpu` all are on the GPU. Layer i has those
-    that `staged[i]` names at the home that they have in `like`, or in files without it. All others
-    are on the host."""
+    """Choose the home of every array of a model.
+
+    All arrays of the layers in `on_gpu` are on the GPU. `staged[i]` names the arrays of layer i
+    that are staged: each has the home that it has in `like`, or `FILE` without `like`. All other
+    arrays are on the host.
+    """
     orders: dict[tuple[Range, ...], tuple[str, ...]] = {}  # layers with equal ranges are alike
     rows: list[Row] = []
     for layer in layout.layers:
-        index = layer.index
         if layer.ranges not in orders:
             orders[layer.ranges] = file_order(layer, formats)
         order = orders[layer.ranges]
-        if index in on_gpu:
+        if layer.index in on_gpu:
             rows.append(tuple((array, GPU) for array in order))
             continue
-        names = staged[index] if index < len(staged) else ()
+        names = staged[layer.index] if layer.index < len(staged) else ()
         present = (array for array in order if array in names)
-        rows.append(tuple((a, FILE if like is None else like[index, a]) for a in present))
+        rows.append(tuple(_staged_row(layer, present, like)))
     return Homes(tuple(rows))
+
+
+def _staged_row(
+    layer: LayerLayout, arrays: Iterator[str], like: Homes | None
+) -> Iterator[tuple[str, Home]]:
+    """Each of the layer's staged arrays with its home."""
+    for array in arrays:
+        yield array, FILE if like is None else like[layer.index, array]

@@ -1,9 +1,8 @@
-"""The machine: rates and sizes of one, measured by `stronghold doctor` or shipped, and the rates
-that a simulated rank has of it.
+"""The machine profile: a machine's rates and sizes, and the rates of one rank on it.
 
-Pure: no tensors, no threads, no clock. Owns the JSON of a profile and where a machine's own lies;
-never measures anything. Rates are sustained, in 1e9 bytes per second (`*_gbps`) or FLOP per second;
-sizes are bytes.
+`stronghold doctor` measures a profile; others ship with the package. Pure: no tensors, no threads,
+no clock. Owns the JSON of a profile and the path of this machine's file. Never measures anything.
+Rates are sustained, in 1e9 bytes per second (`*_gbps`) or FLOP per second; sizes are bytes.
 """
 
 from __future__ import annotations
@@ -30,32 +29,38 @@ MACHINES = Path(__file__).parent / "machines"
 ENVIRONMENT = "STRONGHOLD_PROFILE"
 EMULATED = "emulated"
 
-NETWORK_GBPS = 25.0  # between nodes, unless it is said: 200 Gb/s for each GPU
-# What Adam with lean states moves in a second, of what the exact one does, where the profile does
-# not say: it computes more for fewer bytes. benchmarks/results/adam_lean_amd-epyc.md has 0.61 for
-# one of two cores, and 0.83 for both, which share their memory as those of large machines do.
+NETWORK_GBPS = 25.0  # default rate between nodes: 200 Gb/s for each GPU
+# The rate of Adam with lean states as a share of the exact one's, if the profile has none. The lean
+# one computes more for fewer bytes. benchmarks/results/adam_lean_amd-epyc.md has 0.61 for one of
+# two cores, and 0.83 for both, which share their memory as the cores of large machines do.
 LEAN_RATE = 0.83
-LEAST_SHARE = 0.05  # a lane keeps this share of its own rate, however busy the others are
-# Seconds of the calling thread for a block's forward, and for its backward: it runs the module's
-# Python, our hooks, and launches the kernels. In a model that is whole on the device there are no
-# hooks. A block that is computed again costs its forward once more, under autograd's hooks.
-# benchmarks/results/host-time_emulated-cpu_2026-11-23.md has them for a layer and step, on one core
-# of an EPYC: 1.50 ms with hooks, 0.89 ms without, 0.89 ms more for computing again.
+LEAST_SHARE = 0.05  # of a lane's rate alone, which it keeps however busy the others are
+# Seconds of the calling thread for a block's forward, and for its backward. The thread runs the
+# module's Python and our hooks, and launches the kernels. A model that is whole on the device has
+# no hooks. A recomputed block runs its forward once more, under autograd's hooks.
+# benchmarks/results/host-time_emulated-cpu_2026-11-23.md has these per layer and step, on one core
+# of an EPYC: 1.50 ms with hooks, 0.89 ms without, 0.89 ms more for recomputation.
 LAUNCH_S = 7.5e-4
 WHOLE_LAUNCH_S = 4.5e-4
-AGAIN_LAUNCH_S = 8.9e-4
+RECOMPUTE_LAUNCH_S = 8.9e-4
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """What the lanes reach, in 1e9 bytes/s, and the seconds that a hand-over costs.
+    """The rates of one rank's lanes, in 1e9 bytes/s, and the seconds of hand-overs and launches.
 
-    `duplex_gbps` is the sum of both directions of the link when both are busy; `update_gbps` the
-    CPU Adam's, `memory_gbps` the host memory's as a whole; `io_gbps` the sum of loads and spills
-    when both are busy; `device_gbps` the device memory's; `wire_gbps` what comes from other ranks
-    of the node, `reduce_gbps` the gradients from all ranks, `exchange_gbps` the weights from other
-    nodes. `handover_s` passes between a submission and its lane's start. `*launch_s` are the
-    calling thread's seconds for a block's forward or backward (`LAUNCH_S`).
+    fetch_gbps, drain_gbps  the link from host to device, and back
+    duplex_gbps    the sum of both directions of the link if both are busy
+    update_gbps    the CPU's Adam
+    memory_gbps    host memory as a whole
+    device_gbps    device memory
+    load_gbps, spill_gbps  files to the host, and back
+    io_gbps        the sum of loads and spills if both are busy
+    wire_gbps      an all-gather: weights from other ranks of the node
+    reduce_gbps    a reduce-scatter: gradients from all ranks
+    exchange_gbps  weights from other nodes
+    handover_s     seconds from a submission to its lane's start
+    *launch_s      seconds of the calling thread for a block's forward or backward (`LAUNCH_S`)
     """
 
     fetch_gbps: float
@@ -73,7 +78,7 @@ class Rates:
     handover_s: float = 3e-5
     launch_s: float = 0.0
     whole_launch_s: float = 0.0
-    again_launch_s: float = 0.0
+    recompute_launch_s: float = 0.0
 
 
 # `states.States.adam_bytes` of bf16 weights and gradients, with exact and with lean states.
@@ -101,19 +106,24 @@ OfAttention = Annotated[dict[Dtype, ByTokensAndWidth], Field(min_length=3)]
     config=ConfigDict(strict=True, extra="forbid", allow_inf_nan=False),
 )
 class MachineProfile:
-    """What a machine can do. ValidationError for a rate that is not a positive, finite number.
+    """The rates and sizes of a machine. ValidationError for a rate that is not positive and finite.
 
-    `measured` is the ISO date, "" for a shipped profile, whose `sources` say where its rates come
-    from. `emulated`: the device is CPU memory. Its compute runs on the calling thread, so that
-    launches add to the time of compute. `fetch_gbps` and `drain_gbps` are pinned host -> device and
-    device -> host, each alone; `duplex_gbps` is the sum when both run. `memory_gbps` is the host
-    memory's by number of threads, with the mix of accesses of Adam; `adam_gbps` the CPU Adam's, in
-    `ADAM_BF16_BYTES` per parameter; `adam_lean_gbps` with lean states, in `ADAM_LEAN_BYTES`.
-    `flops` is a large matrix product's on the device. `gpu_memory_gbps` counts what a copy on the
-    device reads and writes. `attention_flops` is fused attention's forward with a causal mask, by
-    tokens of a sequence and width of a head; `attention_backward_flops` its backward's. Both count
-    all pairs of tokens, also those that a kernel skips, and backward as twice forward. `nvme_*` are
-    transfers past the page cache at the best depth, `nvme_mixed_gbps` the sum of both directions.
+    measured         ISO date; "" for a shipped profile, whose `sources` name the origin of its
+                     rates
+    emulated         the device is CPU memory. Its compute runs on the calling thread, so launches
+                     add to the time of compute
+    fetch_gbps, drain_gbps  pinned host to device and back, each alone
+    duplex_gbps      the sum of both if both run
+    memory_gbps      host memory with Adam's mix of accesses, by number of threads
+    adam_gbps        the CPU's Adam, which moves `ADAM_BF16_BYTES` per parameter, by threads
+    adam_lean_gbps   the same with lean states: `ADAM_LEAN_BYTES` per parameter
+    flops            a large matrix product on the device, by dtype
+    gpu_memory_gbps  bytes that a copy on the device reads and writes
+    attention_flops  fused attention's forward with a causal mask, by dtype, tokens of a sequence
+                     and width of a head. It counts all pairs of tokens, also the skipped ones
+    attention_backward_flops  its backward, counted as twice forward
+    nvme_*           transfers past the page cache at the best depth; `nvme_mixed_gbps` is the sum
+                     of both directions
     """
 
     name: str
@@ -140,15 +150,19 @@ class MachineProfile:
     nvme_path: str = ""
 
     def memory_rate(self, threads: int) -> float:
-        """Host memory bandwidth with so many threads, in 1e9 bytes/s: between two measured numbers
-        of threads on the line between them, outside them the nearest."""
+        """Host memory bandwidth with so many threads, in 1e9 bytes/s.
+
+        Between two measured numbers of threads it is interpolated; outside them it is the nearest.
+        """
         return _interpolate(self.memory_gbps, threads)
 
     def adam_rate(self, threads: int, states: str = "exact") -> float:
-        """The CPU Adam's rate with so many threads, as `memory_rate`."""
-        if states == "lean" and self.adam_lean_gbps is not None:
+        """The rate of the CPU's Adam with so many threads, in 1e9 bytes/s, as `memory_rate`."""
+        if states != "lean":
+            return _interpolate(self.adam_gbps, threads)
+        if self.adam_lean_gbps is not None:
             return _interpolate(self.adam_lean_gbps, threads)
-        return _interpolate(self.adam_gbps, threads) * (LEAN_RATE if states == "lean" else 1.0)
+        return _interpolate(self.adam_gbps, threads) * LEAN_RATE
 
     def attention_s(
         self,
@@ -159,37 +173,32 @@ class MachineProfile:
         causal_flops: float,
         other_flops: float = 0.0,
     ) -> tuple[float, float]:
-        """Seconds of fused attention's forward, and of its backward, over sequences of so many
-        tokens, with heads of this width. The FLOPs are of forward and count all pairs. A kernel
-        skips half of them under a causal mask, so that others take twice as long. A profile in
-        which attention was not measured takes the rate of matrix products for all."""
+        """(seconds of fused attention's forward, seconds of its backward).
+
+        The sequences have so many `tokens`, the heads this `width`. Both FLOPs are those of forward
+        and count all pairs of tokens. Under a causal mask a kernel skips half of the pairs, so a
+        call without a mask takes twice as long. A profile without rates of attention takes the rate
+        of matrix products.
+        """
         if self.attention_flops is None or self.attention_backward_flops is None:
             seconds = (causal_flops + other_flops) / self.flops[dtype]
             return seconds, 2 * seconds
         flops = causal_flops + 2 * other_flops
-        forward, backward = (
-            _interpolate(
-                {
-                    length: _interpolate(by_width, width)
-                    for length, by_width in rates[dtype].items()
-                },
-                tokens,
-            )
-            for rates in (self.attention_flops, self.attention_backward_flops)
-        )
-        return flops / forward, 2 * flops / backward
+        forward_rate = _attention_rate(self.attention_flops[dtype], tokens, width)
+        backward_rate = _attention_rate(self.attention_backward_flops[dtype], tokens, width)
+        return flops / forward_rate, 2 * flops / backward_rate
 
     def share(self, num_ranks: int) -> MachineProfile:
-        """The machine as one of its ranks has it: a GPU and a link, and a part of the bandwidth of
-        memory and disks."""
-        disk = (self.nvme_read_gbps, self.nvme_write_gbps, self.nvme_mixed_gbps)
-        read, write, mixed = (rate and rate / num_ranks for rate in disk)
+        """The machine as one of its ranks has it.
+
+        The rank has a GPU and a link, and 1 / `num_ranks` of the bandwidth of memory and disks.
+        """
         return dataclasses.replace(
             self,
             memory_gbps={count: rate / num_ranks for count, rate in self.memory_gbps.items()},
-            nvme_read_gbps=read,
-            nvme_write_gbps=write,
-            nvme_mixed_gbps=mixed,
+            nvme_read_gbps=_divided(self.nvme_read_gbps, num_ranks),
+            nvme_write_gbps=_divided(self.nvme_write_gbps, num_ranks),
+            nvme_mixed_gbps=_divided(self.nvme_mixed_gbps, num_ranks),
         )
 
     def to_json(self) -> str:
@@ -198,7 +207,8 @@ class MachineProfile:
 
     @classmethod
     def from_json(cls, text: str, where: str) -> MachineProfile:
-        """The profile of `to_json`; ConfigError, naming `where`, for anything else."""
+        """Read the profile that `to_json` wrote. ConfigError, which names `where`, for any other
+        text."""
         try:
             raw = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -218,12 +228,15 @@ class MachineProfile:
             raise ConfigError(f"{where}: {explain(error, 'profile', known)}; {_AGAIN}") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the JSON, whole or not at all, making the directories that are missing."""
+        """Write the JSON, whole or not at all. Missing directories are made."""
         write_whole(path, self.to_json())
 
     @classmethod
     def load(cls, path_or_name: str | os.PathLike[str]) -> MachineProfile:
-        """A shipped profile by name, or any by path; ConfigError where there is none."""
+        """Read a shipped profile by its name, or any profile by its path.
+
+        ConfigError if there is none, or if it cannot be read.
+        """
         name = os.fspath(path_or_name)
         path = Path(name).expanduser()
         if name in machine_names():
@@ -247,25 +260,32 @@ def machine_names() -> list[str]:
 
 
 def default_path(gpu: str | None = None) -> Path:
-    """Where this machine's profile lies: one file per host and kind of GPU (None: the emulated
-    device), or the one that STRONGHOLD_PROFILE names, if that is no shipped one."""
+    """The path of this machine's profile: one file per host and kind of GPU.
+
+    `gpu` is None for the emulated device. STRONGHOLD_PROFILE overrides the path, unless it names a
+    shipped profile.
+    """
     chosen = os.environ.get(ENVIRONMENT)
     if chosen and chosen not in machine_names():
         return Path(chosen).expanduser()
     return _folder() / f"{_slug(platform.node())}-{_slug(gpu or EMULATED)}.json"
 
 
-def find() -> MachineProfile | None:
-    """This machine's own profile, None if it was never measured: the newest of this host's, a GPU's
-    before the emulated device's. STRONGHOLD_PROFILE, a path or a shipped name, overrides that and
-    must exist; a file in the cache that cannot be read counts as absent, with a warning."""
+def find_profile() -> MachineProfile | None:
+    """Read this machine's profile. None if the machine was never measured.
+
+    1. STRONGHOLD_PROFILE, a path or a shipped name, comes first. ConfigError if it is missing.
+    2. Else the newest profile of this host in the cache, a GPU's before the emulated device's.
+    3. A file in the cache that cannot be read counts as absent, with a warning.
+    """
     chosen = os.environ.get(ENVIRONMENT)
     if chosen:
         return MachineProfile.load(chosen)
     emulated = default_path()
-    found = _folder().glob(f"{_slug(platform.node())}-*.json")
-    order = sorted(found, key=lambda path: (path == emulated, -path.stat().st_mtime, path.name))
-    for path in order:
+    order: list[tuple[bool, float, str, Path]] = []
+    for path in _folder().glob(f"{_slug(platform.node())}-*.json"):
+        order.append((path == emulated, -path.stat().st_mtime, path.name, path))
+    for *_, path in sorted(order):
         try:
             return MachineProfile.load(path)
         except ConfigError as error:
@@ -274,8 +294,11 @@ def find() -> MachineProfile | None:
 
 
 def _interpolate(rates: Mapping[int, float], count: int) -> float:
-    """The rate for a count of threads or tokens, or for a width: on the line between two known
-    ones, outside them the nearest."""
+    """The rate for a count of threads or tokens, or for a width.
+
+    Between two known counts it lies on the line between their rates; outside them it is the
+    nearest.
+    """
     known = sorted(rates)
     if count <= known[0]:
         return rates[known[0]]
@@ -286,11 +309,24 @@ def _interpolate(rates: Mapping[int, float], count: int) -> float:
     return rates[known[-1]]
 
 
+def _attention_rate(rates: Mapping[int, Mapping[int, float]], tokens: int, width: int) -> float:
+    """The FLOP/s for sequences of so many tokens and heads of this width."""
+    by_tokens = {count: _interpolate(by_width, width) for count, by_width in rates.items()}
+    return _interpolate(by_tokens, tokens)
+
+
+def _divided(rate: float | None, num_ranks: int) -> float | None:
+    return None if rate is None else rate / num_ranks
+
+
 def _folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stronghold"
+    """The folder of measured profiles."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "stronghold"
 
 
 def _slug(text: str) -> str:
+    """The text as a piece of a file's name."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "unknown"
 
 
@@ -304,19 +340,28 @@ def rates_of(
     network_gbps: float | None = None,
     states: str = "exact",
 ) -> Rates:
-    """The lanes' rates on `machine` with so many threads for the CPU's Adam. `sharing` ranks of
-    each of `num_nodes` nodes have a link each, and divide the bandwidth of host memory and disks;
-    `wire_gbps` is what a rank receives from its node (None: as over its link), `network_gbps` from
-    others."""
+    """The rates of one rank's lanes on `machine`.
+
+    cpu_threads   threads of the rank for the CPU's Adam
+    sharing       ranks of a node. Each has a link; together they divide the bandwidth of host
+                  memory and disks
+    wire_gbps     rate at which a rank receives from its node; None: that of its link
+    network_gbps  rate at which a rank receives from other nodes; None: NETWORK_GBPS
+    """
     share = machine.share(sharing)
-    wire, network = wire_gbps or machine.fetch_gbps, network_gbps or NETWORK_GBPS
-    read, write = share.nvme_read_gbps or 1.0 / sharing, share.nvme_write_gbps or 1.0 / sharing
-    # Of gradients a node's are added on its wire, the sums of its ranks' parts over the network.
-    within, between = (sharing - 1) / sharing, (num_nodes - 1) / (num_nodes * sharing)
+    wire = wire_gbps or machine.fetch_gbps
+    network = network_gbps or NETWORK_GBPS
+    read = share.nvme_read_gbps or 1.0 / sharing
+    write = share.nvme_write_gbps or 1.0 / sharing
+    # A reduce-scatter adds a node's gradients over its wire, then the nodes' sums over the network.
+    within_node = (sharing - 1) / sharing
+    between_nodes = (num_nodes - 1) / (num_nodes * sharing)
     received = 1 - 1 / (sharing * num_nodes)
-    alone, together = (
-        machine.adam_rate(cpu_threads * ranks, states) / ranks for ranks in (1, sharing)
-    )
+    reduce = wire
+    if received:
+        reduce = received / (within_node / wire + between_nodes / network)
+    alone = machine.adam_rate(cpu_threads, states)
+    together = machine.adam_rate(cpu_threads * sharing, states) / sharing
     return Rates(
         fetch_gbps=machine.fetch_gbps,
         drain_gbps=machine.drain_gbps,
@@ -324,7 +369,7 @@ def rates_of(
         update_gbps=min(alone, together),
         memory_gbps=share.memory_rate(max(machine.memory_gbps)),
         wire_gbps=wire,
-        reduce_gbps=received / (within / wire + between / network) if received else wire,
+        reduce_gbps=reduce,
         exchange_gbps=network,
         device_gbps=machine.gpu_memory_gbps,
         load_gbps=read,
@@ -332,5 +377,5 @@ def rates_of(
         io_gbps=share.nvme_mixed_gbps or max(read, write),
         launch_s=LAUNCH_S,
         whole_launch_s=WHOLE_LAUNCH_S,
-        again_launch_s=AGAIN_LAUNCH_S,
+        recompute_launch_s=RECOMPUTE_LAUNCH_S,
     )

@@ -1,15 +1,19 @@
 """The schedule: the ordered list of actions of one pass over the model, as data.
 
-Pure: no tensors, no threads. Made from the order in which layers are used, the number of slots and
-the positions of updates. `runtime.executor` performs the actions before each use, and
-`runtime.optimizer_step` those behind a use. Printed and read as text, compared in tests.
+Pure: no tensors, no threads. `make_schedule` derives the actions from the order of the layers'
+uses, the number of slots and the positions of updates. `runtime.executor` performs the actions
+before each use. `runtime.optimizer_step` performs those behind a use. `str` and `parse_schedule`
+print and read a schedule as text.
 
-A pass is a sequence of uses (forward of layer 0, ..., backward of layer 0) that repeats. Before
-each use its actions say which slots to give back and what to fetch; a slot is given up by the layer
-whose next use lies farthest ahead, which is the choice that fetches least (Belady, 1966). After a
-backward come the offload of the layer's gradients, and its update if that is early. After the last
-backward come the gate, and behind it, in forward order, a commit for each early update, and the
-updates of all other layers. These outdate the slots, which are given back.
+A pass is a sequence of uses (forward of layer 0, ..., backward of layer 0) that repeats. It has:
+
+1. Before each use: the slots to release (reshard, evict), and the layers to fetch (unshard,
+   prefetch). If no slot is free, the layer with the farthest next use is released. This choice
+   fetches least (Belady, 1966).
+2. After a layer's last backward: the offload of its gradients, and its update if that is early.
+3. After the last backward of the pass: the gate, at which the global gradient norm is known.
+4. Behind the gate, in forward order: a commit for each early update, and all other updates.
+5. Last: a release of every slot whose weights an update has outdated.
 """
 
 from __future__ import annotations
@@ -23,10 +27,14 @@ SETTLING_PASSES = 4  # after these the slots begin every pass alike, or never wi
 
 
 class Kind(Enum):
-    """What an action does. FORWARD and BACKWARD wait for the layer's fetch and let compute go on.
-    OFFLOAD copies gradients to the host. GATE waits for the norm of all gradients. UPDATE before
-    the gate writes other memory, and COMMIT makes that memory the layer's. WITHDRAW leaves such
-    an update to the gate: a step may do that, and no schedule has it."""
+    """The verb of an action.
+
+    RELEASE gives a slot back (reshard). FETCH copies weights to a slot (unshard, prefetch).
+    FORWARD and BACKWARD wait for the layer's fetch and let compute go on. OFFLOAD copies gradients
+    to the host. GATE waits for the norm of all gradients. UPDATE before the gate writes other
+    memory, and COMMIT makes that memory the layer's. WITHDRAW leaves an early update to the gate:
+    a step may withdraw, but no schedule contains it.
+    """
 
     RELEASE = "release"
     FETCH = "fetch"
@@ -43,8 +51,11 @@ BEHIND_USES = frozenset({Kind.OFFLOAD, Kind.UPDATE, Kind.GATE, Kind.COMMIT})
 
 
 class Position(Enum):
-    """Where a layer's update stands in a step. EARLY: out of place, when its gradients are on the
-    host, before the norm is known. GATE: in place, when the norm is known, in forward order."""
+    """The position of a layer's update in a step.
+
+    EARLY: out of place, once the layer's gradients are on the host, before the norm is known.
+    GATE: in place, once the norm is known, in forward order.
+    """
 
     EARLY = "before the gate"
     GATE = "behind the gate"
@@ -52,25 +63,33 @@ class Position(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """One entry of the schedule; `str` and `parse` round-trip. The gate has no layer: -1."""
+    """One entry of the schedule: a verb and the index of a layer. The gate has no layer: -1.
+
+    `parse` is the inverse of `str`.
+    """
 
     kind: Kind
     layer: int = -1
 
     def __str__(self) -> str:
-        return self.kind.value if self.kind is Kind.GATE else f"{self.kind.value} {self.layer}"
+        if self.kind is Kind.GATE:
+            return str(self.kind.value)
+        return f"{self.kind.value} {self.layer}"
 
     @staticmethod
     def parse(text: str) -> Action:
-        kind, _, layer = text.strip().partition(" ")
-        return GATE if kind == GATE.kind.value else Action(kind=Kind(kind), layer=int(layer))
+        """Read "fetch 3" or "gate". ValueError for an unknown verb."""
+        verb, _, layer = text.strip().partition(" ")
+        if verb == GATE.kind.value:
+            return GATE
+        return Action(kind=Kind(verb), layer=int(layer))
 
 
 GATE = Action(kind=Kind.GATE)
 
 
 def canonical_uses(layers: Sequence[int], *, backward: bool) -> tuple[Action, ...]:
-    """Each layer once forward, in order, then (with `backward`) once backward in reverse."""
+    """Uses of the common pass: each layer forward in order, then (with `backward`) in reverse."""
     uses = [Action(kind=Kind.FORWARD, layer=layer) for layer in layers]
     if backward:
         uses += [Action(kind=Kind.BACKWARD, layer=layer) for layer in reversed(layers)]
@@ -79,8 +98,11 @@ def canonical_uses(layers: Sequence[int], *, backward: bool) -> tuple[Action, ..
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """`actions` of one pass. `steps[k]` are the actions of the k-th use, the use itself last;
-    `after[k]` what follows it: offloads, updates, the gate and commits."""
+    """The actions of one pass.
+
+    `steps[k]` are the actions before the k-th use, and the use itself as the last one. `after[k]`
+    are the actions that follow it: offloads, updates, the gate and commits.
+    """
 
     uses: tuple[Action, ...]
     steps: tuple[tuple[Action, ...], ...]
@@ -88,42 +110,52 @@ class Schedule:
 
     @property
     def actions(self) -> tuple[Action, ...]:
-        pairs = zip(self.steps, self.after, strict=True)
-        return tuple(action for step, after in pairs for action in (*step, *after))
+        """All actions of the pass in order."""
+        actions: list[Action] = []
+        for step, after in zip(self.steps, self.after, strict=True):
+            actions += [*step, *after]
+        return tuple(actions)
 
     @property
     def early(self) -> tuple[int, ...]:
         """The layers whose updates stand before the gate, in the order of these updates."""
-        return tuple(a.layer for a in self._around_gate[0] if a.kind is Kind.UPDATE)
+        before_gate, _ = self._around_gate
+        return tuple(action.layer for action in before_gate if action.kind is Kind.UPDATE)
 
     @property
     def behind_gate(self) -> tuple[Action, ...]:
         """Commits, updates and releases behind the gate, in order."""
-        return self._around_gate[1]
+        _, behind_gate = self._around_gate
+        return behind_gate
 
     @property
     def offloads(self) -> tuple[int, ...]:
         """The layers whose gradients are offloaded, in order."""
-        return tuple(a.layer for a in self._around_gate[0] if a.kind is Kind.OFFLOAD)
+        before_gate, _ = self._around_gate
+        return tuple(action.layer for action in before_gate if action.kind is Kind.OFFLOAD)
 
     @property
     def _around_gate(self) -> tuple[tuple[Action, ...], tuple[Action, ...]]:
-        behind_uses = [action for after in self.after for action in after]
+        """Actions behind uses: those before the gate, and those behind it."""
+        behind_uses: list[Action] = []
+        for after in self.after:
+            behind_uses += after
         if GATE not in behind_uses:
             return tuple(behind_uses), ()
-        at = behind_uses.index(GATE)
-        return tuple(behind_uses[:at]), tuple(behind_uses[at + 1 :])
+        gate_index = behind_uses.index(GATE)
+        return tuple(behind_uses[:gate_index]), tuple(behind_uses[gate_index + 1 :])
 
     def __str__(self) -> str:
         return "\n".join(str(action) for action in self.actions)
 
 
 def parse_schedule(text: str) -> Schedule:
-    """Inverse of `str(schedule)`."""
+    """Read a schedule from its text: the inverse of `str(schedule)`."""
     steps: list[list[Action]] = []
     after: list[list[Action]] = []
     for action in map(Action.parse, text.splitlines()):
-        if action.kind in BEHIND_USES or (after and GATE in after[-1]):
+        is_behind_gate = bool(after) and GATE in after[-1]
+        if action.kind in BEHIND_USES or is_behind_gate:
             after[-1].append(action)
             continue
         if len(steps) == len(after):
@@ -148,15 +180,18 @@ def make_schedule(
     updates: Mapping[int, Position] | None = None,
     offloads: Sequence[int] | None = None,
 ) -> Schedule:
-    """The actions for `uses`, repeated for ever, with `num_slots` slots.
+    """The steady state of a pass of `uses` that repeats for ever, with `num_slots` slots.
 
-    `prefetch`: how many layers behind the one that computes are fetched ahead (at most
-    num_slots - 1). Layers in `resident` need no slot; they are fetched once a pass, after their
-    update, when they come within reach. Those of them that are updated `on_gpu` are never fetched.
-    The steady state is returned: the pass that begins with
-    what the previous one left in the slots, and has not updated. `updates`: of each layer that
-    trains, where its update stands; None where nothing trains. `offloads`: the layers whose
-    gradients came in an earlier pass, in order; None: every layer's will come.
+    The pass begins with the layers that the previous pass left in the slots and did not update.
+
+    prefetch   number of layers that are fetched ahead of the one that computes, at most
+               num_slots - 1
+    resident   layers that need no slot. They are fetched once a pass, after their update, when
+               they come within reach
+    on_gpu     resident layers whose update runs on the GPU. They are never fetched
+    updates    the position of each trained layer's update; None: no layer trains
+    offloads   the layers whose gradients came in an earlier pass, in order; None: every trained
+               layer's gradients will come
     """
     uses, updates = tuple(uses), updates or {}
     if not uses:
@@ -172,17 +207,19 @@ def make_schedule(
         updated=frozenset(expected),
         on_gpu=on_gpu,
     )
-    start, end = frozenset[int](), planner.run(frozenset())[1]
+    start = frozenset[int]()
+    _, end = planner.run(start)
     for _ in range(SETTLING_PASSES):  # the first pass starts with empty slots
         if start == end:
             break
-        start, end = end, planner.run(end)[1]
-    takes_turns = start != end  # no choice of one pass is its own successor
+        start = end
+        _, end = planner.run(start)
+    alternates = start != end  # no choice of one pass is its own successor
     while not start <= end:
         start &= end
-        end = planner.run(start, keep=True)[1]
-    steps, end = planner.run(start, keep=takes_turns)
-    steps[0] = _after(end - start, steps[0])
+        _, end = planner.run(start, keep=True)
+    steps, end = planner.run(start, keep=alternates)
+    steps[0] = _first_step(end - start, steps[0])
     after = _after_uses(uses, updates, expected)
     after[-1] += [Action(kind=Kind.RELEASE, layer=layer) for layer in sorted(planner.outdated)]
     return Schedule(uses=uses, steps=tuple(steps), after=tuple(map(tuple, after)))
@@ -198,36 +235,49 @@ def update_order(updates: Mapping[int, Position]) -> list[int]:
 def _after_uses(
     uses: tuple[Action, ...], updates: Mapping[int, Position], expected: Sequence[int]
 ) -> list[list[Action]]:
-    """What follows each use. A layer's gradients are complete after its last backward. A layer that
-    has none (embedding, head) comes with the layers around it in `expected`."""
+    """The actions that follow each use.
+
+    A layer's gradients are complete after its last backward. A layer without a backward (embedding,
+    head) comes with the layers around it in `expected`.
+    """
     after: list[list[Action]] = [[] for _ in uses]
-    last = {use.layer: k for k, use in enumerate(uses) if use.kind is Kind.BACKWARD}
-    at = max(0, min(last.values(), default=len(uses)) - 1)
+    last_backward = {use.layer: k for k, use in enumerate(uses) if use.kind is Kind.BACKWARD}
+    first_end = min(last_backward.values(), default=len(uses))
+    use_index = max(0, first_end - 1)
     for layer in expected:
-        at = max(at, last.get(layer, at))
-        after[at].append(Action(kind=Kind.OFFLOAD, layer=layer))
+        use_index = max(use_index, last_backward.get(layer, use_index))
+        after[use_index].append(Action(kind=Kind.OFFLOAD, layer=layer))
         if updates[layer] is Position.EARLY:
-            after[at].append(Action(kind=Kind.UPDATE, layer=layer))
-    after[-1] += [GATE] if updates else []
+            after[use_index].append(Action(kind=Kind.UPDATE, layer=layer))
+    if updates:
+        after[-1].append(GATE)
     for layer in sorted(expected):
         kind = Kind.COMMIT if updates[layer] is Position.EARLY else Kind.UPDATE
         after[-1].append(Action(kind=kind, layer=layer))
     return after
 
 
-def _after(left: frozenset[int], step: tuple[Action, ...]) -> tuple[Action, ...]:
-    """The pass's first step when its predecessor left these layers too: give back what the step
-    does not need, and do not fetch the rest."""
-    fetched = {action.layer for action in step if action.kind is Kind.FETCH}
-    releases = [Action(kind=Kind.RELEASE, layer=layer) for layer in sorted(left - fetched)]
-    releases += [action for action in step if action.kind is Kind.RELEASE]
-    fetches = [a for a in step if a.kind is Kind.FETCH and a.layer not in left]
-    return (*releases, *fetches, step[-1])
+def _first_step(leftover: frozenset[int], step: tuple[Action, ...]) -> tuple[Action, ...]:
+    """The first step of a pass whose predecessor left `leftover` in slots, too.
+
+    It releases those of them that the step does not fetch, and fetches none of the others.
+    """
+    releases = [action for action in step if action.kind is Kind.RELEASE]
+    fetches = [action for action in step if action.kind is Kind.FETCH]
+    unneeded = leftover - {fetch.layer for fetch in fetches}
+    return (
+        *(Action(kind=Kind.RELEASE, layer=layer) for layer in sorted(unneeded)),
+        *releases,
+        *(fetch for fetch in fetches if fetch.layer not in leftover),
+        step[-1],
+    )
 
 
 class _Pass:
-    """Chooses the actions of one pass, from what is in the slots when it begins. `outdated`: what
-    the last pass left in slots, and has `updated`."""
+    """Chooses the actions of one pass, from the layers in the slots when it begins.
+
+    `outdated`: layers that the last pass left in slots, and whose weights it has `updated`.
+    """
 
     def __init__(
         self,
@@ -240,12 +290,14 @@ class _Pass:
         on_gpu: frozenset[int],
     ) -> None:
         self.outdated = frozenset[int]()
-        # Residents whose weights do not change stay as they are; in an evaluation nothing is known
-        # of what was updated before.
-        self._steady = on_gpu | (resident - updated if updated else frozenset())
-        self._uses, self._updated = uses, updated
+        # Resident layers whose weights do not change stay as they are. An evaluation has no
+        # updates, and knows nothing about those before it.
+        unchanged = resident - updated if updated else frozenset[int]()
+        self._steady = on_gpu | unchanged
+        self._uses = uses
+        self._updated = updated
         self._num_slots = num_slots
-        self._reach = 1 + max(0, min(prefetch, num_slots - 1))
+        self._reach = 1 + max(0, min(prefetch, num_slots - 1))  # layers from the one that computes
         self._resident = resident
         self._kept: frozenset[int] = frozenset()
         self._positions: dict[int, list[int]] = {}
@@ -255,58 +307,71 @@ class _Pass:
     def run(
         self, start: frozenset[int], *, keep: bool = False
     ) -> tuple[list[tuple[Action, ...]], frozenset[int]]:
-        """The actions of every use, and the streamed layers that are in slots at the end and have
-        their newest weights.
+        """Plan one pass that begins with the layers of `start` in slots.
 
-        With `keep` the layers of `start` are the last to go of those that the pass is done with, so
-        that it ends as it began. Resident layers that train are old when a pass begins: they were
-        updated.
+        Returns the actions of every use, and the streamed layers that are in slots at the end with
+        their newest weights. With `keep` the layers of `start` leave last among those that the pass
+        no longer needs, so that it ends as it began. Resident layers that train are outdated when a
+        pass begins, because they were updated.
         """
-        held = {*start, *self._steady}
+        present = {*start, *self._steady}
         self._kept = start if keep else frozenset(self._positions)
-        steps = [self._actions(position, held) for position in range(len(self._uses))]
-        left = frozenset(held - self._resident)
-        self.outdated = left & self._updated
-        return steps, left - self._updated
+        steps = [self._actions(position, present) for position in range(len(self._uses))]
+        in_slots = frozenset(present - self._resident)
+        self.outdated = in_slots & self._updated
+        return steps, in_slots - self._updated
 
-    def _actions(self, position: int, held: set[int]) -> tuple[Action, ...]:
+    def _actions(self, position: int, present: set[int]) -> tuple[Action, ...]:
+        """The actions before the use at `position`, and the use. Changes `present`, the layers
+        whose newest weights are on the device."""
         ahead = _next_layers(self._uses, position, self._reach, self._resident)
         actions: list[Action] = []
         for layer in ahead:
-            if layer in held:
+            if layer in present:
                 continue
-            if layer not in self._resident and len(held - self._resident) >= self._num_slots:
-                spare = [other for other in held - self._resident if other not in ahead]
-                victim = max(spare, key=lambda other: (self._distance(position, other), other))
-                held.remove(victim)
+            in_slots = present - self._resident
+            if layer not in self._resident and len(in_slots) >= self._num_slots:
+                victim = self._victim(position, in_slots.difference(ahead))
+                present.remove(victim)
                 actions.append(Action(kind=Kind.RELEASE, layer=victim))
-            held.add(layer)
+            present.add(layer)
             actions.append(Action(kind=Kind.FETCH, layer=layer))
         return (*actions, self._uses[position])
 
+    def _victim(self, position: int, candidates: Iterable[int]) -> int:
+        """The layer whose next use lies farthest ahead; of equals the last one."""
+        _, victim = max((self._distance(position, layer), layer) for layer in candidates)
+        return victim
+
     def _distance(self, position: int, layer: int) -> int:
-        """Uses until `layer` is needed again, from `position` on: cyclically, if it is kept."""
+        """Number of uses from `position` until `layer` is needed again: cyclically, if it is
+        kept."""
         positions = self._positions[layer]
         following = bisect_right(positions, position)
         if following < len(positions):
             return positions[following] - position
-        turns = 1 if layer in self._kept else 2
-        return positions[0] + turns * len(self._uses) - position
+        num_passes = 1 if layer in self._kept else 2
+        return positions[0] + num_passes * len(self._uses) - position
 
 
 def _next_layers(
     uses: tuple[Action, ...], position: int, count: int, resident: frozenset[int]
 ) -> list[int]:
-    """The first `count` distinct streamed layers used from `position` on, cyclically, in order of
-    need, and the resident ones that are used forward between them."""
+    """The next `count` distinct streamed layers, used from `position` on, cyclically.
+
+    The list is in order of need. It includes the resident layers with a forward between them.
+    """
     layers: dict[int, None] = {}
     num_streamed = 0
     for k in range(position - len(uses), position):
         use = uses[k]
-        if use.layer in layers or (use.layer in resident and use.kind is not Kind.FORWARD):
+        is_resident = use.layer in resident
+        needs_no_fetch = is_resident and use.kind is not Kind.FORWARD
+        if use.layer in layers or needs_no_fetch:
             continue
         layers[use.layer] = None
-        num_streamed += use.layer not in resident
+        if not is_resident:
+            num_streamed += 1
         if num_streamed == count:
             break
     return list(layers)

@@ -1,8 +1,8 @@
-"""Predicts a step: the real executor on virtual clocks.
+"""Prediction of a step: the real executor on virtual clocks.
 
-Owns the model of compute (how long each layer's forward and backward take, what they keep) and the
-imitation of what a training step calls: hooks, backward, gate. Moves no byte and computes nothing.
-The calling thread alone enters; a simulation takes milliseconds.
+Owns the model of compute: seconds of each layer's forward and backward, and the bytes that they
+keep. Owns the imitation of a training step's calls: hooks, backward, gate. Moves no byte and
+computes no number. The calling thread alone enters. A simulation takes milliseconds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from stronghold.device.base import Fence
+from stronghold.devices.base import Fence
 from stronghold.distributed.node_weights import SimulatedWeights
 from stronghold.distributed.process_groups import simulated_ranks
 from stronghold.errors import StateError
@@ -28,6 +28,7 @@ from stronghold.model.layout import ModelLayout, Shards, condensed
 from stronghold.native import ALIGNMENT
 from stronghold.optim import DEFAULT
 from stronghold.optim.contract import Group
+from stronghold.optim.states import Formats
 from stronghold.plan.cost import AGAIN, Demand, Workload
 from stronghold.plan.homes import Home
 from stronghold.plan.machine import Rates
@@ -39,18 +40,25 @@ from stronghold.runtime.parts import assemble
 from stronghold.runtime.runtime import Runtime
 from stronghold.telemetry.metrics import Metrics
 
-STEPS = 4  # from the third on a step begins as it ends
-SIMULATED_PIECES = 8  # of a layer in files, at most
-MEASURED = 2  # of the last ones: two alternate where the window holds an odd share
-# Of every parameter: the numbers do not matter.
+NUM_STEPS = 4  # simulated; from the third on a step begins as it ends
+NUM_MEASURED = 2  # of the last steps: two alternate if the window holds an odd share of the layers
+MAX_PIECES = 8  # of a layer in files
+# Hyper-parameters of every parameter: their values do not matter.
 GROUP: Group = DEFAULT.hyperparameters({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """One step in the steady state: each lane's share of it, and seconds of it on the critical
-    path; `bound` has the most of these. Peaks are of slots and slabs, activations excepted.
-    `operations` are the last step's, with times of the simulation."""
+    """One step in the steady state.
+
+    step_s          seconds of the step
+    busy            by lane: its busy share of the step
+    critical        by lane: seconds of the step on the critical path
+    bound           the lane with the most of these
+    gpu_peak_bytes  peak of the slots, without activations
+    host_peak_bytes peak of the slabs, without activations
+    operations      of the last step, in times of the simulation
+    """
 
     step_s: float
     busy: dict[str, float]
@@ -63,8 +71,11 @@ class Prediction:
 
 @contextlib.contextmanager
 def _without_collection() -> Iterator[None]:
-    """The cycle collector rests: a simulation makes hundreds of thousands of objects that live as
-    long as it does, and looking through them again and again took a fifth of its time."""
+    """Turn Python's cycle collector off.
+
+    A simulation makes hundreds of thousands of objects, which live as long as it does. To search
+    through them again and again took a fifth of its time.
+    """
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -83,32 +94,52 @@ def simulate(
     *,
     asynchronous: bool = True,
 ) -> Prediction:
-    """What a step of `plan` takes. `asynchronous`: the device is a GPU, not the emulated one."""
+    """Predict a step of `plan`.
+
+    workload      seconds and bytes of each layer
+    rates         rates of the lanes
+    asynchronous  the device is a GPU, not the emulated one
+
+    Raises StateError if the workload has another number of layers.
+    """
     if len(workload.layers) != len(layout.layers):
         raise StateError(f"simulate: {len(workload.layers)} loads for {len(layout.layers)} layers")
     run = _Run(condensed(layout), plan, workload, rates, asynchronous)
     ends = []
-    for _ in range(STEPS):
-        begun = len(run.device.operations)
+    for _ in range(NUM_STEPS):
+        first_operation = len(run.device.operations)
         run.step()
         ends.append(run.device.compute_s)
-    step_s = (ends[-1] - ends[-1 - MEASURED]) / MEASURED
+    end_s = ends[-1]
+    since_s = ends[-1 - NUM_MEASURED]
+    step_s = (end_s - since_s) / NUM_MEASURED
     operations = run.device.operations
-    critical = _critical(operations, ends[-1], ends[-1 - MEASURED])
-    critical = {lane: seconds / MEASURED for lane, seconds in critical.items()}
-    busy: dict[str, float] = defaultdict(float)
-    for operation in operations:
-        inside = min(operation.end_s, ends[-1]) - max(operation.start_s, ends[-1 - MEASURED])
-        busy[operation.lane] += max(0.0, inside) / (MEASURED * step_s) if step_s > 0.0 else 0.0
+    critical = _critical_seconds(operations, end_s, since_s)
+    critical = {lane: seconds / NUM_MEASURED for lane, seconds in critical.items()}
     return Prediction(
         step_s=step_s,
-        busy=dict(busy),
+        busy=_busy_shares(operations, end_s, since_s),
         critical=critical,
-        bound=max(critical, key=lambda lane: critical[lane], default="compute"),
+        bound=max(critical, key=critical.__getitem__, default="compute"),
         gpu_peak_bytes=run.gpu_peak_bytes,
         host_peak_bytes=run.host.peak_bytes,
-        operations=tuple(operations[begun:]),
+        operations=tuple(operations[first_operation:]),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Predictor:
+    """Predicts plans of one workload."""
+
+    layout: ModelLayout
+    workload: Workload
+    rates: Rates
+    asynchronous: bool
+
+    def predict(self, plan: Plan) -> Prediction:
+        return simulate(
+            self.layout, plan, self.workload, self.rates, asynchronous=self.asynchronous
+        )
 
 
 def fastest_plan(
@@ -121,16 +152,14 @@ def fastest_plan(
     ladders: Sequence[Ladder] = LADDERS,
     near: Sequence[tuple[int, int]] = (),
 ) -> Choice:
-    """The fastest plan for `demand`, by simulation: `Search.run`."""
-
-    def predict(plan: Plan) -> Prediction:
-        return simulate(layout, plan, workload, rates, asynchronous=asynchronous)
-
-    return Search(layout, demand, workload, rates, predict, ladders).run(near)
+    """Find the fastest plan for `demand` by simulation. `Search.run` has `ladders` and `near`."""
+    predictor = _Predictor(layout=layout, workload=workload, rates=rates, asynchronous=asynchronous)
+    search = Search(layout, demand, workload, rates, predictor.predict, ladders)
+    return search.run(near)
 
 
 class _Run:
-    """The parts of one engine on a simulated device, and what calls them in a step."""
+    """The parts of one engine on a simulated device, and the calls of a step."""
 
     def __init__(
         self,
@@ -141,36 +170,28 @@ class _Run:
         asynchronous: bool,
     ) -> None:
         self._plan = plan
-        self._work = workload
+        self._workload = workload
         self._layout = layout
-        formats = plan.demand.formats
-        self.device = device = SimulatedDevice(rates, asynchronous=asynchronous)
-        self._parameters = [
-            [
-                nn.Parameter(
-                    torch.empty(part.shape, dtype=formats[part.format].dtype, device="meta"),
-                    requires_grad=part.trainable,
-                )
-                for part in layer.slices
-            ]
-            for layer in layout.layers
+        self.device = SimulatedDevice(rates, asynchronous=asynchronous)
+        self._parameters = _meta_parameters(layout, plan.demand.formats)
+        trainable = [
+            parameter
+            for parameters in self._parameters
+            for parameter in parameters
+            if parameter.requires_grad
         ]
         weights = shards = None
         if plan.demand.num_ranks > 1:
             ranks = simulated_ranks(plan.demand.num_ranks, plan.demand.num_nodes)
-            weights, shards = SimulatedWeights(layout, formats, ranks), ranks.shards
+            weights = SimulatedWeights(layout, plan.demand.formats, ranks)
+            shards = ranks.shards
         parts = assemble(
             layout=layout,
-            device=device,
+            device=self.device,
             plan=plan,
             parameters=self._parameters,
-            groups={
-                p: (GROUP, DEFAULT)
-                for of_layer in self._parameters
-                for p in of_layer
-                if p.requires_grad
-            },
-            kernels=device.kernels,
+            groups=dict.fromkeys(trainable, (GROUP, DEFAULT)),
+            kernels=self.device.kernels,
             metrics=Metrics(num_parameters=layout.num_parameters),
             tiers=_tiers(layout, plan, shards),
             undo=contextlib.ExitStack(),
@@ -183,14 +204,15 @@ class _Run:
             parts.adopt(index)
             self._runtime.executor.rest(index)
         self._runtime.settle()
-        self._stored: dict[int, Fence] = {}
-        self._coming: dict[int, Fence] = {}
+        # By layer: fences of the offload of activations, and of their way back.
+        self._offloaded: dict[int, Fence] = {}
+        self._returning: dict[int, Fence] = {}
 
     def step(self) -> None:
-        """One optimizer step, as `engine` and `runtime.hooks` drive it."""
-        for micro_batch in range(self._work.micro_batches):
+        """Run one optimizer step with the calls of `engine` and `runtime.hooks`."""
+        for micro_batch in range(self._workload.micro_batches):
             self._forward()
-            boundary = micro_batch == self._work.micro_batches - 1
+            boundary = micro_batch == self._workload.micro_batches - 1
             self._runtime.begin_backward(boundary=boundary)
             self._backward()
             self._runtime.end_backward()
@@ -198,7 +220,8 @@ class _Run:
 
     @property
     def gpu_peak_bytes(self) -> int:
-        return self.device.peak_bytes + self._runtime.kept_gradient_bytes
+        """Peak of the device's buffers, and of gradients that stay on the GPU."""
+        return self.device.memory.peak_bytes + self._runtime.kept_gradient_bytes
 
     def _forward(self) -> None:
         executor = self._runtime.executor
@@ -206,41 +229,45 @@ class _Run:
         for layer in self._layout.layers:
             index = layer.index
             executor.begin_use(index, Kind.FORWARD)
-            seconds = self._work.layers[index].forward_s
+            seconds = self._workload.layers[index].forward_s
             self.device.run_compute(f"forward {index}", seconds, self._launch_s)
-            if self._moved(index):
-                self._stored[index] = self.device.drain.submit(
-                    f"offload {index}",
-                    _nothing,
-                    (self.device.record_compute("activations"),),
-                    nbytes=self._moved(index),
-                )
+            if self._offloaded_bytes(index):
+                self._offload(index)
             executor.end_forward(index)
         executor.end_forward_pass()
 
     def _backward(self) -> None:
         executor = self._runtime.executor
         for layer in reversed(self._layout.layers):
-            index, load = layer.index, self._work.layers[layer.index]
+            index = layer.index
             if layer.streamed:
                 executor.begin_use(index, Kind.BACKWARD)
-                self._bring_back(index)
+                self._onload(index)
                 following = executor.next_backward()
                 if following is not None:
-                    self._bring_back(following)
-                if index in self._coming:
-                    self.device.compute_wait(self._coming.pop(index))
-            level, launch_s = self._level(index), self._launch_s
-            if level in AGAIN:
-                launch_s += self.device.rates.again_launch_s
-            seconds = load.backward_s + load.again_s(level)
-            self.device.run_compute(f"backward {index}", seconds, launch_s)
+                    self._onload(following)
+                if index in self._returning:
+                    self.device.compute.wait(self._returning.pop(index))
+            self._compute_backward(index)
             for position, part in enumerate(layer.slices):
                 if part.trainable:
-                    parameter = self._parameters[index][position]
-                    parameter.grad = torch.empty_like(parameter)
-                    if not self._plan.whole:
-                        executor.gradient_arrived(self.host.layers[index], position, parameter)
+                    self._give_gradient(index, position)
+
+    def _compute_backward(self, index: int) -> None:
+        load = self._workload.layers[index]
+        level = self._level(index)
+        launch_s = self._launch_s
+        if level in AGAIN:
+            launch_s += self.device.rates.recompute_launch_s
+        seconds = load.backward_s + load.recompute_s(level)
+        self.device.run_compute(f"backward {index}", seconds, launch_s)
+
+    def _give_gradient(self, index: int, position: int) -> None:
+        parameter = self._parameters[index][position]
+        parameter.grad = torch.empty_like(parameter)
+        if not self._plan.whole:
+            state = self.host.layers[index]
+            self._runtime.executor.gradient_arrived(state, position, parameter)
 
     @property
     def _launch_s(self) -> float:
@@ -248,18 +275,48 @@ class _Run:
         return rates.whole_launch_s if self._plan.whole else rates.launch_s
 
     def _level(self, index: int) -> str:
-        return self._plan.activations[index] if self._layout.layers[index].streamed else "keep"
+        """The activation level of the layer."""
+        is_streamed = self._layout.layers[index].streamed
+        return self._plan.activations[index] if is_streamed else "keep"
 
-    def _moved(self, index: int) -> int:
-        return self._work.layers[index].moved_bytes(self._level(index))
+    def _offloaded_bytes(self, index: int) -> int:
+        """Bytes of the layer's activations that go to the host and come back."""
+        return self._workload.layers[index].moved_bytes(self._level(index))
 
-    def _bring_back(self, index: int) -> None:
-        stored = self._stored.pop(index, None)
-        if stored is not None:
-            after = (stored, self.device.record_compute("room for activations"))
-            self._coming[index] = self.device.fetch.submit(
-                f"onload {index}", _nothing, after, nbytes=self._moved(index)
-            )
+    def _offload(self, index: int) -> None:
+        computed = self.device.compute.record("activations")
+        self._offloaded[index] = self.device.drain.submit(
+            f"offload {index}",
+            _nothing,
+            (computed,),
+            nbytes=self._offloaded_bytes(index),
+        )
+
+    def _onload(self, index: int) -> None:
+        """Bring the layer's activations back, if they are on the host."""
+        offloaded = self._offloaded.pop(index, None)
+        if offloaded is None:
+            return
+        has_room = self.device.compute.record("room for activations")
+        self._returning[index] = self.device.fetch.submit(
+            f"onload {index}",
+            _nothing,
+            (offloaded, has_room),
+            nbytes=self._offloaded_bytes(index),
+        )
+
+
+def _meta_parameters(layout: ModelLayout, formats: Formats) -> list[list[nn.Parameter]]:
+    """By layer and position: parameters on torch's meta device."""
+    parameters = []
+    for layer in layout.layers:
+        of_layer = []
+        for part in layer.slices:
+            dtype = formats[part.format].dtype
+            values = torch.empty(part.shape, dtype=dtype, device="meta")
+            of_layer.append(nn.Parameter(values, requires_grad=part.trainable))
+        parameters.append(of_layer)
+    return parameters
 
 
 def _nothing() -> None:
@@ -267,8 +324,11 @@ def _nothing() -> None:
 
 
 def _tiers(layout: ModelLayout, plan: Plan, shards: Shards | None) -> Tiers:
-    """Tiers without bytes. Where a layer takes many pieces they are simulated as few: the pipeline
-    is the same, its ends a little coarser, and a simulation takes milliseconds again."""
+    """Tiers without bytes.
+
+    A layer of many pieces is simulated in few larger ones. The pipeline is the same, and its ends
+    are a little coarser. A simulation then takes milliseconds.
+    """
     formats, homes, staging = plan.demand.formats, plan.homes, plan.staging
     by_layer: Counter[int] = Counter()
     stores: dict[Home, NullStore] = {}
@@ -277,7 +337,7 @@ def _tiers(layout: ModelLayout, plan: Plan, shards: Shards | None) -> Tiers:
         stores[home] = NullStore(extents)
         for extent in extents:
             by_layer[extent.layer] += extent.nbytes
-    coarse = max(by_layer.values(), default=0) // SIMULATED_PIECES // ALIGNMENT * ALIGNMENT
+    coarse = max(by_layer.values(), default=0) // MAX_PIECES // ALIGNMENT * ALIGNMENT
     piece_bytes = max(staging.piece_bytes, coarse)
     ring = StagingRing(
         memory=meta_slab(staging.entries * piece_bytes, torch.uint8),
@@ -288,17 +348,37 @@ def _tiers(layout: ModelLayout, plan: Plan, shards: Shards | None) -> Tiers:
     return Tiers(layout, formats, homes, stores, ring, shards=shards)
 
 
-def _critical(operations: Sequence[Operation], end_s: float, since_s: float) -> dict[str, float]:
-    """Seconds of each lane on the path of causes that ends with compute at `end_s`."""
+def _busy_shares(operations: Sequence[Operation], end_s: float, since_s: float) -> dict[str, float]:
+    """By lane: the share of the time from `since_s` to `end_s` in which it is busy."""
+    shares: dict[str, float] = defaultdict(float)
+    period_s = end_s - since_s
+    for operation in operations:
+        inside_s = min(operation.end_s, end_s) - max(operation.start_s, since_s)
+        shares[operation.lane] += max(0.0, inside_s) / period_s if period_s > 0.0 else 0.0
+    return dict(shares)
+
+
+def _critical_seconds(
+    operations: Sequence[Operation], end_s: float, since_s: float
+) -> dict[str, float]:
+    """Seconds of each lane on the path of causes that ends with compute at `end_s`.
+
+    The path is followed back to `since_s`.
+    """
     seconds: dict[str, float] = defaultdict(float)
-    index, until_s = len(operations) - 1, end_s
-    while index >= 0 and (operations[index].lane != "compute" or operations[index].end_s > end_s):
+    index = len(operations) - 1
+    while index >= 0:
+        last = operations[index]
+        if last.lane == "compute" and last.end_s <= end_s:
+            break
         index -= 1
+    until_s = end_s
     while index >= 0:
         operation = operations[index]
         begin_s = max(operation.start_s, since_s)
         seconds[operation.lane] += max(0.0, min(operation.end_s, until_s) - begin_s)
         if operation.start_s <= since_s:
             break
-        index, until_s = operation.cause, operation.start_s
+        index = operation.cause
+        until_s = operation.start_s
     return dict(seconds)

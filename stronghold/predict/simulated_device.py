@@ -30,20 +30,24 @@ from typing import NamedTuple, cast
 
 import torch
 
-from stronghold.device.base import STREAM_LANES, Device, Fence, Lane, Work
+from stronghold.devices.base import ComputeLane, Device, Fence, Lane, Work
+from stronghold.devices.lane_name import STREAM_LANES, LaneName
+from stronghold.devices.memory import DeviceMemory
 from stronghold.native import Kernels
 from stronghold.plan.machine import LEAST_SHARE, Rates
 
 SHARING_MEMORY = 16  # operations of another lane that may still overlap a new one
-BESIDE_UPDATES = ("fetch", "drain", "gradients")  # lanes that delay updates before them
-MEMORY_LANES = (*BESIDE_UPDATES, "load", "stage", "spill")  # whose bytes pass host memory
+# Lanes that delay updates before them.
+BESIDE_UPDATES = (LaneName.FETCH, LaneName.DRAIN, LaneName.GRADIENTS)
+# Lanes whose bytes pass host memory.
+MEMORY_LANES = (*BESIDE_UPDATES, LaneName.LOAD, LaneName.STAGE, LaneName.SPILL)
 
 
 @dataclass(slots=True, kw_only=True)
 class Moving:
     """An operation that moves `nbytes` between two times; `fence` says when it ends."""
 
-    lane: str
+    lane: LaneName
     begin_s: float
     end_s: float
     nbytes: int
@@ -70,13 +74,15 @@ class Contention:
     def __init__(self, rates: Rates) -> None:
         self._rates = rates
         self._alone_and_beside = _alone_and_beside(rates)
-        self._recent: dict[str, deque[Moving]] = defaultdict(lambda: deque(maxlen=SHARING_MEMORY))
+        self._recent: dict[LaneName, deque[Moving]] = defaultdict(
+            lambda: deque(maxlen=SHARING_MEMORY)
+        )
         self._updates: deque[Moving] = deque()
         self._delayed: list[Moving] = []
 
-    def end_of(self, lane: str, start_s: float, nbytes: int) -> float:
+    def end_of(self, lane: LaneName, start_s: float, nbytes: int) -> float:
         """When an operation of `nbytes` that starts on the lane now ends."""
-        if lane == "update":
+        if lane == LaneName.UPDATE:
             own, beside = self._rates.update_gbps * 1e9, self._beside_transfers(start_s)
         else:
             own, shared = self._alone_and_beside.get(lane, (0.0, {}))
@@ -85,7 +91,7 @@ class Contention:
 
     def add(self, moving: Moving) -> None:
         """It was submitted, and ends when `end_of` said."""
-        if moving.lane == "update":
+        if moving.lane == LaneName.UPDATE:
             self._updates.append(moving)
         else:
             self._recent[moving.lane].append(moving)
@@ -154,7 +160,7 @@ class Contention:
                 found.append(_Left(at_s, until_s, left))
         return found
 
-    def _overlaps(self, shared: dict[str, float], from_s: float) -> list[_Left]:
+    def _overlaps(self, shared: dict[LaneName, float], from_s: float) -> list[_Left]:
         """Disjoint intervals after `from_s` in which others run, and the rate that is left."""
         found = sorted(
             (other.begin_s, other.end_s, rate)
@@ -171,19 +177,22 @@ class Contention:
         return disjoint
 
 
-def _alone_and_beside(rates: Rates) -> dict[str, tuple[float, dict[str, float]]]:
+def _alone_and_beside(rates: Rates) -> dict[LaneName, tuple[float, dict[LaneName, float]]]:
     """Bytes/s of each lane alone, and beside each lane that shares its resource."""
     beside_loads, beside_spills = rates.io_gbps - rates.load_gbps, rates.io_gbps - rates.spill_gbps
-    found: dict[str, tuple[float, dict[str, float]]] = {
-        "fetch": (rates.fetch_gbps, {"drain": rates.duplex_gbps - rates.drain_gbps}),
-        "drain": (rates.drain_gbps, {"fetch": rates.duplex_gbps - rates.fetch_gbps}),
-        "gather": (rates.wire_gbps, {}),
-        "reduce": (rates.reduce_gbps, {}),
-        "gradients": (rates.update_gbps, {}),
-        "exchange": (rates.exchange_gbps, {"reduce": rates.exchange_gbps / 2}),
-        "spill": (rates.spill_gbps, {"load": beside_loads, "stage": beside_loads}),
-        "load": (rates.load_gbps, {"spill": beside_spills, "stage": 0.0}),
-        "stage": (rates.load_gbps, {"spill": beside_spills, "load": 0.0}),
+    found: dict[LaneName, tuple[float, dict[LaneName, float]]] = {
+        LaneName.FETCH: (rates.fetch_gbps, {LaneName.DRAIN: rates.duplex_gbps - rates.drain_gbps}),
+        LaneName.DRAIN: (rates.drain_gbps, {LaneName.FETCH: rates.duplex_gbps - rates.fetch_gbps}),
+        LaneName.GATHER: (rates.wire_gbps, {}),
+        LaneName.REDUCE: (rates.reduce_gbps, {}),
+        LaneName.GRADIENTS: (rates.update_gbps, {}),
+        LaneName.EXCHANGE: (rates.exchange_gbps, {LaneName.REDUCE: rates.exchange_gbps / 2}),
+        LaneName.SPILL: (
+            rates.spill_gbps,
+            {LaneName.LOAD: beside_loads, LaneName.STAGE: beside_loads},
+        ),
+        LaneName.LOAD: (rates.load_gbps, {LaneName.SPILL: beside_spills, LaneName.STAGE: 0.0}),
+        LaneName.STAGE: (rates.load_gbps, {LaneName.SPILL: beside_spills, LaneName.LOAD: 0.0}),
     }
     return {
         lane: (
@@ -216,7 +225,7 @@ class Operation(NamedTuple):
     """What a lane did. `cause`: the operation whose end let this one start; -1: the calling
     thread's own pace."""
 
-    lane: str
+    lane: LaneName
     name: str
     start_s: float
     end_s: float
@@ -231,7 +240,7 @@ class SimulatedFence(Fence):
     def __init__(
         self,
         device: SimulatedDevice,
-        lane: str,
+        lane: LaneName,
         operation: str,
         *,
         issued_s: float,
@@ -264,7 +273,7 @@ class SimulatedFence(Fence):
 class SimulatedLane(Lane):
     """A clock. `streams`: its thread only enqueues copies, as on a GPU's stream."""
 
-    def __init__(self, name: str, device: SimulatedDevice, *, streams: bool) -> None:
+    def __init__(self, name: LaneName, device: SimulatedDevice, *, streams: bool) -> None:
         super().__init__(name)
         self._device = device
         self._streams = streams
@@ -330,6 +339,50 @@ class SimulatedLane(Lane):
         return len(withdrawn)
 
 
+class SimulatedCompute(ComputeLane):
+    """Compute on the simulated device's clocks."""
+
+    _device: SimulatedDevice
+
+    def charge(self, nbytes: int) -> None:
+        """This lane moves `nbytes` of device memory."""
+        rates = self._device.rates
+        self._device.run_compute(
+            "device memory", nbytes / (rates.device_gbps * 1e9), rates.launch_s
+        )
+
+    def read_later(self, tensor: torch.Tensor) -> Callable[[], list[float]]:
+        """The thread that reads stands still until compute has come so far."""
+        computed, values = self.record("read"), super().read_later(tensor)
+
+        def read() -> list[float]:
+            computed.wait()
+            return values()
+
+        return read
+
+    def record(self, operation: str, stream: object = None) -> Fence:
+        device = self._device
+        return SimulatedFence(
+            device,
+            LaneName.COMPUTE,
+            operation,
+            issued_s=device.caller_s,
+            done_s=max(device.compute_s, device.caller_s),
+            index=device.compute_cause,
+        )
+
+    def wait(self, fence: Fence) -> float:
+        if not isinstance(fence, SimulatedFence):
+            return 0.0
+        device = self._device
+        before_s = max(device.compute_s, device.caller_s)
+        device.hold_caller(fence.issued_s if device.asynchronous else fence.done_s, fence.index)
+        if fence.done_s > device.compute_s:
+            device.compute_s, device.compute_cause = fence.done_s, fence.index
+        return max(0.0, fence.done_s - before_s)
+
+
 class NullKernels(Kernels):
     """Kernels that compute nothing: sums are zero."""
 
@@ -347,6 +400,13 @@ class NullKernels(Kernels):
         return [0.0] * len(segments)
 
 
+class SimulatedMemory(DeviceMemory):
+    """Buffers without bytes."""
+
+    def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype, device="meta")
+
+
 class SimulatedDevice(Device):
     """Virtual lanes at `rates`. `asynchronous`: compute runs behind the calling thread, as on a
     GPU."""
@@ -355,49 +415,45 @@ class SimulatedDevice(Device):
     kernels = NullKernels()
 
     def __init__(self, rates: Rates, *, asynchronous: bool) -> None:
-        super().__init__("simulated", None, None)
+        super().__init__("simulated", SimulatedMemory("simulated", None), None)
+        self.compute = SimulatedCompute(self)
         self.rates = rates
         self.contention = Contention(rates)
         self.asynchronous = asynchronous
         self.caller_s = 0.0  # the calling thread's clock
         self.caller_cause = -1
         self.compute_s = 0.0
-        self._compute_cause = -1
+        self.compute_cause = -1
         self._operations: list[Operation] = []
         self._open_lanes()
 
-    def _make_lane(self, name: str) -> Lane:
+    def _make_lane(self, name: LaneName) -> Lane:
         return SimulatedLane(name, self, streams=self.asynchronous and name in STREAM_LANES)
 
     # -- time -------------------------------------------------------------------------------------
-    def is_stream(self, lane: str) -> bool:
+    def is_stream(self, lane: LaneName) -> bool:
         """Whether a stream can wait for this lane's fences by itself."""
-        return self.asynchronous and lane in ("compute", *STREAM_LANES)
+        return self.asynchronous and lane in (LaneName.COMPUTE, *STREAM_LANES)
 
     def hold_caller(self, until_s: float, cause: int) -> None:
         """The calling thread stands still; so does compute where it is the same thread."""
         if until_s > self.caller_s:
             self.caller_s, self.caller_cause = until_s, cause
             if not self.asynchronous:
-                self.compute_s, self._compute_cause = until_s, cause
+                self.compute_s, self.compute_cause = until_s, cause
 
     def run_compute(self, name: str, seconds: float, launch_s: float = 0.0) -> None:
         """The calling thread takes `launch_s` to launch `seconds` of compute."""
         self.caller_s += launch_s
-        start_s, cause = self.compute_s, self._compute_cause
+        start_s, cause = self.compute_s, self.compute_cause
         if self.caller_s > start_s:
             start_s, cause = self.caller_s, self.caller_cause
         self.compute_s = start_s + seconds
-        self._compute_cause = self.note("compute", name, start_s, self.compute_s, cause)
+        self.compute_cause = self.note(LaneName.COMPUTE, name, start_s, self.compute_s, cause)
         if not self.asynchronous:
-            self.caller_s, self.caller_cause = self.compute_s, self._compute_cause
+            self.caller_s, self.caller_cause = self.compute_s, self.compute_cause
 
-    def charge_compute(self, nbytes: int) -> None:
-        """The compute lane moves `nbytes` of device memory."""
-        seconds = nbytes / (self.rates.device_gbps * 1e9)
-        self.run_compute("device memory", seconds, self.rates.launch_s)
-
-    def note(self, lane: str, name: str, start_s: float, end_s: float, cause: int) -> int:
+    def note(self, lane: LaneName, name: str, start_s: float, end_s: float, cause: int) -> int:
         """Remember an operation; returns its index."""
         self._operations.append(Operation(lane, name, start_s, end_s, cause))
         return len(self._operations) - 1
@@ -419,41 +475,8 @@ class SimulatedDevice(Device):
         return self._operations
 
     # -- buffers ----------------------------------------------------------------------------------
-    def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(numel, dtype=dtype, device="meta")
-
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """There are no bytes: the lane's clock moved."""
 
     def copy_now(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Between steps, which are not simulated."""
-
-    def read_later(self, tensor: torch.Tensor) -> Callable[[], list[float]]:
-        """Who reads stands still until compute has come so far."""
-        computed = self.record_compute("read")
-
-        def read() -> list[float]:
-            computed.wait()
-            return super(SimulatedDevice, self).read_later(tensor)()
-
-        return read
-
-    # -- the compute lane -------------------------------------------------------------------------
-    def record_compute(self, operation: str, stream: object = None) -> Fence:
-        return SimulatedFence(
-            self,
-            "compute",
-            operation,
-            issued_s=self.caller_s,
-            done_s=max(self.compute_s, self.caller_s),
-            index=self._compute_cause,
-        )
-
-    def compute_wait(self, fence: Fence) -> float:
-        if not isinstance(fence, SimulatedFence):
-            return 0.0
-        before_s = max(self.compute_s, self.caller_s)
-        self.hold_caller(fence.issued_s if self.asynchronous else fence.done_s, fence.index)
-        if fence.done_s > self.compute_s:
-            self.compute_s, self._compute_cause = fence.done_s, fence.index
-        return max(0.0, fence.done_s - before_s)

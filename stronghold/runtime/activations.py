@@ -52,24 +52,31 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
 
-from stronghold.device.base import Fence, Record, completed
+from stronghold.devices.base import Fence, Record, completed
+from stronghold.devices.lane_name import LaneName
 from stronghold.errors import ConfigError, LaneError
 from stronghold.memory.slab import PinnedPool
-from stronghold.model.gpu_operators import Attended, in_all
+from stronghold.model.gpu_operators import AttentionCost, total_attention
 from stronghold.plan.cost import AGAIN, ATTENTION, AWAY
 from stronghold.plan.plan import Plan
 from stronghold.runtime.attention import (
     AttentionCalls,
-    Through,
-    running,
     say_not_kept,
     watched,
 )
 from stronghold.runtime.executor import Executor
 from stronghold.runtime.parts import Parts
+from stronghold.runtime.patches.attention import Through, running
+from stronghold.runtime.patches.autograd import (
+    Hooks,
+    pop_saved_tensor_hooks,
+    push_saved_tensor_hooks,
+    saved_tensor_hooks,
+)
+from stronghold.runtime.patches.tensors import sparse_parts, tree_leaves, version_of
 from stronghold.runtime.recompute import Recomputation, SavedTensor, without_cache
+from stronghold.telemetry.metrics import WaitCause
 
 
 class ActivationSizes:
@@ -86,14 +93,14 @@ class ActivationSizes:
         self.length = 0
         self.square_saved = [0] * num_layers
         self.square_boundary = [0] * num_layers
-        self.attended = [in_all(())] * num_layers
+        self.attended = [total_attention(())] * num_layers
         self.least_chunks = 1  # that a divided call had
         self._num_chunks = 0  # that the running call has, if it is divided
         self._layer: int | None = None  # whose forward runs, unless it is a recomputation
         # Held while the forward runs: an address that was freed would be given to another.
         self._seen: dict[int, torch.UntypedStorage] = {}
         self._bytes = self._square_bytes = 0
-        self._attended: list[Attended] = []  # calls of the forward that runs
+        self._attended: list[AttentionCost] = []  # calls of the forward that runs
 
     def divide(self, layer: int, inputs: Any, num_chunks: int) -> None:
         """A call of the layer begins whose chunks enter one after the other."""
@@ -136,12 +143,12 @@ class ActivationSizes:
         if not chunk:
             self._num_chunks = 0
 
-    def saw_attention(self, layer: int, call: Attended) -> None:
+    def saw_attention(self, layer: int, call: AttentionCost) -> None:
         """Attention's kernels computed a call."""
         if layer != self._layer:
             return
         self._attended.append(call)
-        self.attended[layer] = max(self.attended[layer], in_all(self._attended))
+        self.attended[layer] = max(self.attended[layer], total_attention(self._attended))
 
     def saw(self, layer: int, tensor: torch.Tensor) -> None:
         """Autograd saves the tensor, which is in no slot."""
@@ -173,7 +180,7 @@ def _strided(tensor: torch.Tensor) -> list[torch.Tensor]:
         return [tensor]
     tensor = tensor.detach()
     if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
+        return sparse_parts(tensor)
     names = _COMPRESSED.get(tensor.layout)
     if names is None:
         return []
@@ -182,8 +189,6 @@ def _strided(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 MIN_OFFLOAD_BYTES = 16 << 10  # below this a copy costs more than the room it frees
 MAX_STORAGE_WASTE = 4  # a view of a storage this many times larger stays on the device
-
-Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
 class SavedWeight(NamedTuple):
@@ -276,23 +281,17 @@ class _Scope:
     again: Recomputation | None = None  # of a first run
 
 
-def _active_hooks() -> Hooks | None:
-    """The innermost pair of saved-tensor hooks of this thread."""
-    hooks: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks
-
-
 def _refuse_written(packed: SavedTensor) -> NoReturn:
     raise RuntimeError(
         "a tensor needed for backward was modified in place after it was saved: "
         f"{packed.tensor.dtype} {list(packed.tensor.shape)} is at version "
-        f"{packed.tensor._version}, expected version {packed.version}; write out of "
+        f"{version_of(packed.tensor)}, expected version {packed.version}; write out of "
         "place (y = y + x, not y += x)"
     )
 
 
 def _unwritten(kept: SavedTensor) -> torch.Tensor:
-    written = kept.tensor._version != kept.version
+    written = version_of(kept.tensor) != kept.version
     return _refuse_written(kept) if written else kept.tensor.detach()
 
 
@@ -317,7 +316,7 @@ class Activations:
         self._in_scope: dict[int, SavedStorage] = {}
         self._leaving: deque[list[SavedStorage]] = deque()  # by forward of a layer, oldest first
         self._coming: set[_Back] = set()  # compute has not been made to wait for them
-        self._stored: Fence = completed("drain", "nothing offloaded")  # the newest copy
+        self._stored: Fence = completed(LaneName.DRAIN, "nothing offloaded")  # the newest copy
         self._pool = PinnedPool(self._device, host_room_bytes, expected_bytes=plan.offloaded_bytes)
         self._host.vacate = self._vacate
         # By layer what lies in its gradients' room, and where it ends, one behind the other.
@@ -344,7 +343,7 @@ class Activations:
         """The layer's forward begins, with these arguments: those that it was given, without
         caches if it will run again (`run`, if it is not the module). Every `enter` has its `leave`,
         also when it raises."""
-        foreign = _active_hooks()
+        foreign = saved_tensor_hooks()
         if not self._open:
             self._outside = foreign
         scope = _Scope(layer, outside=running.through)
@@ -422,7 +421,7 @@ class Activations:
     ) -> Callable[[], torch.Tensor]:
         if away and self._worth_offloading(tensor):
             return partial(self._give_back, self._offloaded(layer, tensor))
-        return partial(_unwritten, SavedTensor(tensor.detach(), tensor._version))
+        return partial(_unwritten, SavedTensor(tensor.detach(), version_of(tensor)))
 
     def _give_back(self, kept: SavedActivation) -> torch.Tensor:
         back = self._load(kept.storage)
@@ -430,7 +429,7 @@ class Activations:
 
     def will_recompute(self, layer: int, *, recomputing: bool) -> bool:
         """Whether a forward of the layer that begins now will run again."""
-        first = not recomputing and self._again is None and _active_hooks() is None
+        first = not recomputing and self._again is None and saved_tensor_hooks() is None
         return first and self.recomputes(layer)
 
     def recomputes(self, layer: int) -> bool:
@@ -460,7 +459,7 @@ class Activations:
         self._open.remove(scope)
         # What comes after the last layer that offloads keeps its own: no room is left for two.
         # Of chunks as many are on their way as run at once.
-        newest = max(1, len(self._device.side_streams)) if chunk else int(not last)
+        newest = max(1, len(self._device.side_streams.streams)) if chunk else int(not last)
         self._drop_left(newest=newest)
 
     @property
@@ -474,10 +473,10 @@ class Activations:
         before. Whether any forward was open."""
         left_open = bool(self._open)
         if left_open and not in_backward:
-            while (active := _active_hooks()) is not None and active != self._outside:
-                torch._C._autograd._pop_saved_tensors_default_hooks()
+            while (active := saved_tensor_hooks()) is not None and active != self._outside:
+                pop_saved_tensor_hooks()
             if active is None and self._outside is not None:
-                torch._C._autograd._push_saved_tensors_default_hooks(*self._outside)
+                push_saved_tensor_hooks(self._outside)
         if left_open:
             running.through = self._open[0].outside
         self._open.clear()
@@ -516,12 +515,12 @@ class Activations:
             if sizes.counting:
                 sizes.saw(layer, tensor)
             if address in staying:
-                return SavedResident(tensor.detach(), tensor._version)  # [Note: pack]
+                return SavedResident(tensor.detach(), version_of(tensor))  # [Note: pack]
             if outer is not None:
                 return outer(tensor)
             if offload and self._worth_offloading(tensor):
                 return self._offloaded(layer, tensor)
-            return new(SavedTensor, (tensor.detach(), tensor._version))
+            return new(SavedTensor, (tensor.detach(), version_of(tensor)))
 
         def unpack(packed: Any) -> torch.Tensor:
             if type(packed) is int:
@@ -529,7 +528,7 @@ class Activations:
                 packed = again.take(packed, run_again)
             if type(packed) is SavedTensor:
                 tensor, version = packed
-                return tensor if tensor._version == version else _refuse_written(packed)
+                return tensor if version_of(tensor) == version else _refuse_written(packed)
             if type(packed) is SavedWeight:
                 held, epoch, dtype, offset, shape, stride = packed
                 if layers[held].views.epoch != epoch:
@@ -563,7 +562,7 @@ class Activations:
             return SavedSparse(tuple(map(pack, parts)), tensor.layout, tensor.shape, coalesced)
         if self.sizes.counting:
             self.sizes.saw(layer, tensor)
-        return outer(tensor) if outer else SavedTensor(tensor.detach(), tensor._version)
+        return outer(tensor) if outer else SavedTensor(tensor.detach(), version_of(tensor))
 
     def _unpack_sparse(
         self, packed: SavedSparse, layer: int, foreign: Hooks | None, again: Recomputation | None
@@ -573,7 +572,8 @@ class Activations:
 
     def _unpack(self, packed: Any, foreign: Hooks | None) -> torch.Tensor:
         if isinstance(packed, SavedResident):
-            if packed.tensor._version != packed.version:  # torch does not look: it has our handle
+            # Torch does not look: it has our handle.
+            if version_of(packed.tensor) != packed.version:
                 raise ConfigError(
                     "backward needs weights as they were before an update on the gpu: the graph is "
                     "older than the step. Run the forward again after engine.step, or set "
@@ -634,13 +634,13 @@ class Activations:
         kept, nbytes = tensor.detach(), source.numel()  # [Note: pack]
         saved = self._borrow(layer, kept, nbytes) if input else None
         if saved is None:
-            saved = SavedStorage(kept, kept._version, self._pool.take(nbytes))
+            saved = SavedStorage(kept, version_of(kept), self._pool.take(nbytes))
             self._return_later(layer, saved)
         target, device = saved.host, self._device
         saved.stored = device.drain.submit(
             f"offload {layer}",
             lambda: device.copy(target, source),
-            after=(device.record_compute(f"activation {layer}"),),
+            after=(device.compute.record(f"activation {layer}"),),
             writes=saved.lent,
             nbytes=nbytes,
         )
@@ -665,7 +665,7 @@ class Activations:
         if entry is None or begin + nbytes > entry.memory.nbytes:
             return None
         room = entry.memory.view(torch.uint8)[begin : begin + nbytes]
-        saved = SavedStorage(tensor, tensor._version, room, (entry.record,))
+        saved = SavedStorage(tensor, version_of(tensor), room, (entry.record,))
         reference = weakref.ref(saved)
         here.append((reference, begin + nbytes))
         self._saved[layer].append(reference)
@@ -690,15 +690,15 @@ class Activations:
             left = self._leaving.popleft()
             if left:  # the lane copies in order: the last copy is done after the others
                 assert left[-1].stored is not None
-                waited = self._device.compute_wait_everywhere(left[-1].stored)
-                self._metrics.waited("drain", waited)
+                waited = self._device.compute.wait_everywhere(left[-1].stored)
+                self._metrics.waited(WaitCause.DRAIN, waited)
             for saved in left:
                 assert saved.source is not None
                 source, saved.source = saved.source, None
-                if source._version != saved.version:
+                if version_of(source) != saved.version:
                     raise RuntimeError(
                         "a tensor that backward needs was written in place while it was offloaded "
-                        f"({source.dtype} {list(source.shape)} is at version {source._version}, "
+                        f"({source.dtype} {list(source.shape)} is at version {version_of(source)}, "
                         f"expected version {saved.version}); write out of place (y = y + x, not "
                         'y += x), or set stronghold.activations to "keep"'
                     )
@@ -723,7 +723,7 @@ class Activations:
             f"onload {layer}",
             lambda: device.copy(memory, host),
             # After compute: the allocator may have taken the memory from work still queued there.
-            after=(saved.stored, device.record_compute(f"room for activation {layer}")),
+            after=(saved.stored, device.compute.record(f"room for activation {layer}")),
             reads=saved.lent,
             nbytes=saved.host.numel(),
         )
@@ -733,7 +733,7 @@ class Activations:
 
     def _load(self, saved: SavedStorage) -> torch.Tensor:
         back = self._bring_back(saved, -1)
-        self._metrics.waited("fetch", self._device.compute_wait(back.ready))
+        self._metrics.waited(WaitCause.FETCH, self._device.compute.wait(back.ready))
         self._coming.discard(back)
         return back.memory
 
@@ -741,7 +741,7 @@ class Activations:
         """Drop what was brought back for a graph that was dropped unused, in stream order after its
         copy. Whatever autograd used was dropped by autograd."""
         for back in [back for back in self._coming if back.owner() is None]:
-            self._device.compute_wait_everywhere(back.ready)
+            self._device.compute.wait_everywhere(back.ready)
             self._coming.discard(back)
 
     def close(self) -> None:

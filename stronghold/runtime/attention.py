@@ -1,15 +1,10 @@
 """What attention's forward gave, kept for the second run of a block.
 
-Owns what stands for `torch.nn.functional.scaled_dot_product_attention` while an engine lives, and
-what its kernels returned in a block's forward: the output and the logarithms of the rows' sums. In
-the second run they are returned again, and nothing is multiplied; autograd, which stands above,
+Owns the results of the kernels of `torch.nn.functional.scaled_dot_product_attention` in a block's
+forward: the output and the logarithms of the rows' sums. `patches.attention` replaces the function.
+In the second run they are returned again, and nothing is multiplied; autograd, which stands above,
 records the same node over the same bits. Entered by the training thread in forward and by
 autograd's in backward.
-
-[Note: where it stands] Torch's modes would do it for every operator of a block, at 3 to 5 us for
-each of a hundred. So one Python function is exchanged, and a mode is on inside of it alone. A
-block that reaches its attention otherwise (its own import of the function, a compiled part, another
-package's kernel, products written out) is computed again whole, and that is said once.
 
 [Note: dropout] A kernel that drops draws from the device's generator, and where it does not run,
 what comes after it in the block must draw as if it had: the generator's state is kept as well.
@@ -19,41 +14,18 @@ from __future__ import annotations
 
 import functools
 import logging
-import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from stronghold.device.base import Device
-from stronghold.model.gpu_operators import ATTENTION_KERNELS, Attended, attended
+from stronghold.devices.base import Device
+from stronghold.devices.random_numbers import random_state, set_random_state
+from stronghold.model.gpu_operators import ATTENTION_KERNELS, AttentionCost, attention_cost
+from stronghold.runtime.patches.attention import Plain, Through
+from stronghold.runtime.patches.autograd import TorchDispatchMode
 
 logger = logging.getLogger("stronghold")
-
-Plain = Callable[..., torch.Tensor]
-Through = Callable[[Plain, tuple[Any, ...], dict[str, Any]], torch.Tensor]
-
-
-class _Running(threading.local):
-    through: Through | None = None  # of the block that this thread runs
-
-
-running = _Running()
-
-
-def intercepted(plain: Plain) -> Plain:
-    """What stands for torch's function while an engine lives."""
-
-    def attention(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if torch.compiler.is_compiling() or running.through is None:
-            return plain(*args, **kwargs)
-        return running.through(plain, args, kwargs)
-
-    attention.__module__, attention.__doc__ = F.__name__, plain.__doc__  # found by these names,
-    attention.__name__ = attention.__qualname__ = "scaled_dot_product_attention"  # when pickled
-    return attention
 
 
 class _Call(NamedTuple):
@@ -97,7 +69,7 @@ class _Answer(TorchDispatchMode):
         if call is None or call.kernel is not func:
             return func(*args, **(kwargs or {}))
         if call.generator is not None:
-            self._device.set_random_state(call.generator)
+            set_random_state(self._device.torch_device, call.generator)
         return tuple(part() if callable(part) else part for part in call.kept)
 
 
@@ -123,7 +95,7 @@ class AttentionCalls:
         with _Watch() as watch:
             output = plain(*args, **kwargs)
         drops = watch.found and (args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)) > 0.0
-        generator = self._device.random_state() if drops else None
+        generator = random_state(self._device.torch_device) if drops else None
         self._calls.append(
             [
                 _Call(kernel, tuple(map(self._kept, results)), generator)
@@ -149,14 +121,14 @@ class AttentionCalls:
             return plain(*args, **kwargs)
 
 
-def watched(tell: Callable[[Attended], None]) -> Through:
+def watched(tell: Callable[[AttentionCost], None]) -> Through:
     """Calls as they are; `tell` is called for each that a kernel computed."""
 
     def through(plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         with _Watch() as watch:
             output = plain(*args, **kwargs)
         for _, given, results in watch.found:
-            tell(attended(given, results))
+            tell(attention_cost(given, results))
         return output
 
     return through

@@ -1,9 +1,8 @@
 """Where each layer's parameters point: at a slot, at a slab, or for good at the device.
 
-Owns the views, and what is known of those who look at them: whether the parameters are hidden until
-their newest values are there (`guards`), how often they were written in place, and whether somebody
-outside keeps an alias; all of it stands in the layer. Never copies a byte. Entered by the training
-thread, and by autograd's in backward.
+Owns the views, and for each layer: whether its parameters are hidden until their newest values are
+there (`patches.parameters`), how often they were written in place, and whether a program keeps an
+alias of them. Never copies a byte. Entered by the training thread, and by autograd's in backward.
 
 [Note: other memory] `model.to(...)`, `model.half()`, `p.data = values` and cuDNN's flattening of
 recurrent weights point a parameter elsewhere, and what is written there would be neither trained
@@ -30,15 +29,20 @@ import gc
 import time
 from collections.abc import Callable, Container, Sequence
 from functools import partial
-from operator import attrgetter
 
 import torch
 from torch import nn
-from torch.utils.dlpack import from_dlpack
 
 from stronghold.errors import ConfigError
-from stronghold.memory.layer import LayerState, Place
-from stronghold.runtime.guards import hide, point, show
+from stronghold.memory.layer import LayerState, ParameterPlace
+from stronghold.runtime.patches.autograd import without_torch_function
+from stronghold.runtime.patches.parameters import hide, point, show
+from stronghold.runtime.patches.tensors import (
+    num_references,
+    storage_address,
+    version_of,
+    with_own_storage,
+)
 
 # What may hold a view, and lets go of it: a lane, just after it has said that it is done; and what
 # hangs in a cycle, young or old, and is read by nobody.
@@ -58,11 +62,11 @@ def refuse_aliases(state: LayerState, slot: torch.Tensor, ours: Sequence[torch.T
         return
     storage = slot.untyped_storage()
     expected = len(ours) + 2  # the slot, and the storage that is asked
-    if _num_references(storage._cdata) <= expected:
+    if num_references(storage_address(storage)) <= expected:
         return
     for wait in _WAITS:
         wait()
-        if _num_references(storage._cdata) <= expected:
+        if num_references(storage_address(storage)) <= expected:
             return
     raise ConfigError(_message(state, _views(storage, {id(slot), *map(id, ours)})))
 
@@ -95,8 +99,7 @@ def _message(state: LayerState, views: list[torch.Tensor]) -> str:
     )
 
 
-_version = attrgetter("_version")
-_unasked = torch._C.DisableTorchFunctionSubclass  # those that are hidden do not wait for us
+_unasked = without_torch_function  # those that are hidden do not wait for us
 _address = torch.Tensor.data_ptr
 
 
@@ -127,20 +130,20 @@ class Bindings:
                 point(parameter, values)
         state.views.place = place
 
-    def _make_place(self, state: LayerState, flat: torch.Tensor) -> Place:
+    def _make_place(self, state: LayerState, flat: torch.Tensor) -> ParameterPlace:
         slices, weights, address = state.layout.slices, state.maps["weights"], flat.data_ptr()
-        storage, num_references = None, 0
+        storage, references = None, 0
         if state.index not in self._resident and address != state.weights.data_ptr():
             views = [weights.parameter(flat, part) for part in slices]
             self._views_at.setdefault(address, []).extend(views)
         else:
             if not flat.is_meta:  # of a simulated device: there is nothing to see
-                flat = from_dlpack(torch._C._to_dlpack(flat))  # [Note: a storage of their own]
+                flat = with_own_storage(flat)  # [Note: a storage of their own]
             views = [weights.parameter(flat, part) for part in slices]
-            storage = flat.untyped_storage()._cdata
+            storage = storage_address(flat.untyped_storage())
             del flat
-            num_references = _num_references(storage)
-        return Place(views, tuple(map(_address, views)), storage, num_references)
+            references = num_references(storage)
+        return ParameterPlace(views, tuple(map(_address, views)), storage, references)
 
     def point(self, layer: int, flat: torch.Tensor) -> None:
         """As `bind`, wherever the parameters point: an interrupt may have left them anywhere."""
@@ -206,7 +209,7 @@ class Bindings:
         state = self._layers[layer]
         if state.views.hidden:  # else it would have been shown
             return False
-        version_sum = sum(map(_version, state.parameters))
+        version_sum = sum(map(version_of, state.parameters))
         is_changed: bool = version_sum != state.views.version_sum
         state.views.version_sum = version_sum
         state.views.epoch += is_changed
@@ -215,7 +218,7 @@ class Bindings:
     def version_sum(self, layer: int) -> int:
         """Of the versions of the layer's parameters, as torch counts writes in place."""
         with _unasked():
-            return sum(map(_version, self._layers[layer].parameters))
+            return sum(map(version_of, self._layers[layer].parameters))
 
     def is_seen(self, layer: int) -> bool:
         """True if a program keeps an alias of the layer's weights, where it rests or in a slot of
@@ -253,12 +256,8 @@ def _take_back(name: str, parameter: nn.Parameter, own: torch.Tensor) -> None:
         )
 
 
-def _has_others(state: LayerState, place: Place | None) -> bool:
+def _has_others(state: LayerState, place: ParameterPlace | None) -> bool:
     if place is None or place.storage is None:
         return False
     num_bound = len(state.parameters) if place is state.views.place else 0
-    return _num_references(place.storage) > place.num_references + num_bound
-
-
-def _num_references(storage: int) -> int:
-    return int(torch._C._storage_Use_Count(storage))
+    return num_references(place.storage) > place.num_references + num_bound

@@ -57,15 +57,23 @@ from typing import Any
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
-from stronghold.device.base import Device
+from stronghold.devices.base import Device
+from stronghold.devices.random_numbers import random_state, set_random_state
 from stronghold.errors import ConfigError
 from stronghold.model.logits import Forward
 from stronghold.model.partition import Layer
 from stronghold.process import run_and_restore
 from stronghold.runtime.executor import Executor
+from stronghold.runtime.patches.autograd import TorchDispatchMode
+from stronghold.runtime.patches.modules import (
+    hooks_after_gradient,
+    hooks_on_gradient,
+    is_batch_norm,
+    is_call_compiled,
+    parameter_table,
+)
+from stronghold.runtime.patches.tensors import arguments_of, tree_leaves, tree_map_only, version_of
 from stronghold.runtime.recompute import is_cache
 
 logger = logging.getLogger("stronghold")
@@ -226,13 +234,13 @@ class Chunks:
         """Divide the calls of the layer's modules. ConfigError for what cannot be."""
         for module in layer.modules:
             name = layer.name or type(module).__name__
-            if getattr(module, "_compiled_call_impl", None) is not None:
+            if is_call_compiled(module):
                 raise ConfigError(
                     f"{KEY}: {name} is compiled, and a compiled forward cannot be divided: compile "
                     "parts inside of the block, or leave the key out"
                 )
             for part_name, part in module.named_modules():
-                if isinstance(part, nn.modules.batchnorm._BatchNorm):
+                if is_batch_norm(part):
                     raise ConfigError(
                         f"{KEY}: {name}.{part_name} is a {type(part).__name__}, whose statistics "
                         "are the whole batch's: leave the key out"
@@ -289,12 +297,12 @@ class Chunks:
             outputs: list[Any] = []
             to_come: set[int] = set()
             device = self._device
-            several = len(device.side_streams) > 1 and not self._in_turn.get(module, False)
+            several = len(device.side_streams.streams) > 1 and not self._in_turn.get(module, False)
             seen = Carried() if several and module not in self._in_turn else None
             whole = set(map(id, _tensors((args, kwargs)) if several else ()))
             parameters = list(module.parameters())
             with contextlib.ExitStack() as forks:
-                main = forks.enter_context(device.forked())
+                main = forks.enter_context(device.side_streams.forked())
                 for k, given in enumerate(zip(each_args, each_kwargs, strict=True)):
                     if several and _holds_tensors(module):
                         several, seen = False, None  # [Note: streams]
@@ -304,7 +312,7 @@ class Chunks:
                     inputs = [t for t in parts if t.requires_grad and id(t) not in whole]
                     read = [*parameters, *(t for t in parts if id(t) in whole)] if several else []
                     versions, contents = _versions(read), _contents(given)
-                    beside = device.beside(k, f"chunk {k} of {layer.index}")
+                    beside = device.side_streams.beside(k, f"chunk {k} of {layer.index}")
                     entered = self._entered(layer, places, given, inputs, main, k, to_come)
                     with (
                         beside if several and seen is None else contextlib.nullcontext(),
@@ -373,7 +381,7 @@ class Chunks:
             if owned:
                 to_come.discard(number)
                 self._executor.chunk_gathered(layer.index, found, not to_come)
-            self._device.follow(main)
+            self._device.side_streams.follow(main)
 
         views = _enter(take, len(owned), *(parameter for _, parameter in owned), *inputs)
         of = {k: view for (k, _), view in zip(owned, views[: len(owned)], strict=True)}
@@ -402,8 +410,8 @@ class Chunks:
     def _refuse_hooks(self, layer: Layer) -> None:
         for named in layer.parameters:
             # The engine's own is one that comes after accumulation.
-            after = getattr(named.parameter, "_post_accumulate_grad_hooks", None) or ()
-            if named.parameter._backward_hooks or len(after) > 1:
+            after = hooks_after_gradient(named.parameter)
+            if hooks_on_gradient(named.parameter) or len(after) > 1:
                 raise ConfigError(
                     f"{KEY}: {named.name} has a hook on its gradient, which comes in chunks and "
                     "never to the parameter: remove the hook, or leave the key out"
@@ -536,7 +544,7 @@ class _Trial:
     def _outputs(self, calls: Iterable[Any]) -> list[Any]:
         """The block's output for these arguments, without dropout. Generators stay."""
         modes = [(part, part.training) for part in self._module.modules()]
-        chance = self._device.random_state()
+        chance = random_state(self._device.torch_device)
 
         def work() -> list[Any]:
             for part, _ in modes:
@@ -548,7 +556,7 @@ class _Trial:
             for part, mode in modes:
                 part.training = mode
             if chance is not None:
-                self._device.set_random_state(chance)
+                set_random_state(self._device.torch_device, chance)
 
         return run_and_restore(work, restore)
 
@@ -606,7 +614,7 @@ class Carried(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        for position, argument in enumerate(func._schema.arguments):
+        for position, argument in enumerate(arguments_of(func)):
             given = args[position] if position < len(args) else kwargs.get(argument.name)
             writes = argument.alias_info is not None and argument.alias_info.is_write
             for tensor in _tensors(given):
@@ -667,15 +675,15 @@ def _refuse_change(name: str, contents: Contents) -> None:
 
 
 def _versions(tensors: Iterable[torch.Tensor]) -> list[int]:
-    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+    return [0 if tensor.is_inference() else version_of(tensor) for tensor in tensors]
 
 
 def _holds_tensors(module: nn.Module) -> bool:
     """Whether the block's parts hold tensors besides parameters, also in lists and tables."""
     return any(
-        name != "_parameters" and _has_tensor(value)
+        value is not parameter_table(part) and _has_tensor(value)
         for part in module.modules()
-        for name, value in vars(part).items()
+        for value in vars(part).values()
     )
 
 
@@ -696,8 +704,8 @@ def _places(layer: Layer, module: nn.Module) -> list[tuple[dict[str, Any], str, 
     """Where the block's modules have parameters: the table, the name, the position in the layer."""
     position = {id(named.parameter): k for k, named in enumerate(layer.parameters)}
     return [
-        (part._parameters, name, position[id(parameter)])
+        (parameter_table(part), name, position[id(parameter)])
         for part in module.modules()
-        for name, parameter in part._parameters.items()
+        for name, parameter in parameter_table(part).items()
         if parameter is not None and id(parameter) in position
     ]

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from stronghold.device.base import Device, Fence
+from stronghold.devices.base import Device, Fence
 
 
 class ComputeSpan:
-    """One span for each use of a layer, at most one open.
+    """Records one span for each use of a layer. At most one span is open.
 
-    A wait inside of it ends it, and what follows is a further span of the same name: the row shows
-    compute alone. Entered by the thread that calls hooks.
+    A wait inside a span ends it, and begins a further span of the same name after the wait. So the
+    row shows compute alone. The thread that calls hooks enters.
     """
 
     def __init__(self, device: Device) -> None:
@@ -20,14 +20,15 @@ class ComputeSpan:
         self._open: tuple[str, object] | None = None
 
     def begin(self, name: object) -> None:
+        """Open a span, if a trace is recorded."""
         if self._device.trace.recording:
-            self._open = (str(name), self._device.begin_compute_span())
+            self._open = (str(name), self._device.compute.begin_span())
 
     def end(self) -> None:
         """Close the open span, if there is one."""
         if self._open is not None:
             name, begun = self._open
-            self._device.end_compute_span(name, begun)
+            self._device.compute.end_span(name, begun)
             self._open = None
 
     def drop(self) -> None:
@@ -36,7 +37,7 @@ class ComputeSpan:
 
     @contextmanager
     def waiting(self, fence: Fence) -> Iterator[None]:
-        """Around the compute lane's wait for `fence`."""
+        """Context manager around the compute lane's wait for `fence`."""
         name = self._open[0] if self._open is not None and not fence.done else None
         if name is not None:
             self.end()

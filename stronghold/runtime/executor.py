@@ -39,6 +39,7 @@ from stronghold.runtime.compute_span import ComputeSpan
 from stronghold.runtime.gradients import GradientOffload
 from stronghold.runtime.optimizer_step import Ledger, OptimizerStep
 from stronghold.runtime.parts import Parts
+from stronghold.runtime.patches.autograd import backward_number
 from stronghold.runtime.weights import LayerWeights
 
 # A pass longer than this (token-by-token generation) keeps the schedule that it has.
@@ -275,11 +276,13 @@ class Executor:
                 self.forget_calls()
             expected = self.layers[layer].gradients.expected
             if not torch.is_grad_enabled():
-                expected.calls += self.phase is Phase.FORWARD and self._current is self._training
+                expected.num_pending_backwards += (
+                    self.phase is Phase.FORWARD and self._current is self._training
+                )
             elif layer in self._plan.resident:
                 expected.resident_calls += 1
             else:
-                expected.calls += 1
+                expected.num_pending_backwards += 1
             self._advance(use)
         elif not self._current.recorded or self._current.recorded[-1] != use:
             self._advance(use)
@@ -425,9 +428,11 @@ class Executor:
                 "its layer on the device (stronghold.resident_layers)"
             )
         expected = state.gradients.expected
-        if expected.resident_calls > 1 and torch._C._current_graph_task_id() != self._task:
+        if expected.resident_calls > 1 and backward_number() != self._task:
             # A backward inside the backward: each of the calls gives its gradients by itself.
-            expected.calls = max(expected.calls, expected.resident_calls)
+            expected.num_pending_backwards = max(
+                expected.num_pending_backwards, expected.resident_calls
+            )
         self.gradients.arrived(state.index, position, self.outside.scaled(gradient))
 
     def reached(self, *, gradient: bool) -> bool:
@@ -436,7 +441,7 @@ class Executor:
         if self.phase is Phase.IDLE:
             self.outside.reached(gradient)
         if self._task is None:
-            self._task = torch._C._current_graph_task_id()
+            self._task = backward_number()
         return self.phase is Phase.BACKWARD
 
     def _check_reached(self, name: str) -> None:
@@ -451,7 +456,7 @@ class Executor:
         expected = self.layers[layer].gradients.expected
         expected.chunks += 1
         if first and layer in self._plan.resident:  # each call's gradients come by themselves
-            expected.calls += 1
+            expected.num_pending_backwards += 1
 
     def undivided_begun(self, layer: int) -> None:
         """A call is computed in one, where others are in chunks: the gradients of all such calls of
@@ -459,7 +464,7 @@ class Executor:
         expected = self.layers[layer].gradients.expected
         if layer in self._plan.resident and not expected.is_undivided:
             expected.is_undivided = True
-            expected.calls += 1
+            expected.num_pending_backwards += 1
 
     def chunk_gathered(
         self, layer: int, gradients: Sequence[tuple[int, torch.Tensor]], last: bool
@@ -528,7 +533,9 @@ class Executor:
     def given_out(self, layers: Sequence[int]) -> None:
         """Code outside has these layers' parameters between two passes, and may write into them:
         what was fetched ahead of them is fetched again. Not between a forward and its backward."""
-        waiting = not self._counted and any(state.gradients.expected.calls for state in self.layers)
+        waiting = not self._counted and any(
+            state.gradients.expected.num_pending_backwards for state in self.layers
+        )
         if self.phase is Phase.IDLE and not waiting:
             for layer in set(layers).intersection(self._window.held_layers()):
                 self._slots.leave()

@@ -1,8 +1,7 @@
-"""Which format each parameter of a model has: the dtype in which it is trained, its arrays, and the
-kernel that updates it.
+"""Decides each parameter's format: its dtype in training, its arrays, and its update kernel.
 
-Reads dtypes and groups, never values. The training thread calls it once, before anything is
-allocated.
+This file reads dtypes and groups, never values. The training thread calls it once, before anything
+is allocated.
 
     parameter               dtype, `dtypes` "cast"      `dtypes` "own"
     trained                 the config's precision      its own: fp32, bf16 or fp16
@@ -29,7 +28,7 @@ from stronghold.optim.states import (
     PAGE_BYTES,
     Format,
     Formats,
-    Kind,
+    StateKind,
     page_numel,
     states_of,
 )
@@ -41,13 +40,13 @@ COMPUTED = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float6
 
 @dataclass(frozen=True, slots=True)
 class ModelFormats:
-    """`numbers` has the place in `formats` of each parameter's format."""
+    """Formats of a model, and the index in `formats` of each parameter's format (`numbers`)."""
 
     formats: Formats
     numbers: Mapping[nn.Parameter, int]
 
     def of(self, parameter: nn.Parameter) -> int:
-        """The number of the parameter's format."""
+        """Index of the parameter's format."""
         return self.numbers[parameter]
 
 
@@ -55,51 +54,58 @@ def model_formats(
     named: Iterable[tuple[str, nn.Parameter]],
     *,
     dtype: torch.dtype,
-    kind: Kind,
+    kind: StateKind,
     rule: str,
     optimizers: Mapping[nn.Parameter, Optimizer],
     default: Optimizer | None,
 ) -> ModelFormats:
-    """`dtype` is the config's precision, `rule` "cast" or "own". `optimizers` has how each trained
-    parameter is updated; what trains without one has the arrays of `default`, or of None: no
-    moments. ConfigError for a trained parameter that cannot be trained in its own dtype."""
+    """Choose the format of each parameter.
+
+    `dtype`: the config's precision. `rule`: "cast" or "own". `optimizers`: the optimizer of each
+    trained parameter. A trained parameter without one has the arrays of `default`; without a
+    default it has no moments. Raises ConfigError for a trained parameter that cannot be trained in
+    its own dtype.
+    """
     formats: list[Format] = []
     numbers: dict[nn.Parameter, int] = {}
     parameters = list(named)
-    # Trained ones first: a frozen one may share the format of those with its dtype.
+    # Trained parameters first: a frozen one may share the format of a trained one with its dtype.
     for name, parameter in sorted(parameters, key=lambda pair: not pair[1].requires_grad):
-        own = rule == OWN or parameter.dtype not in COMPUTED
-        lies_in = parameter.dtype if own else dtype
+        keeps_dtype = rule == OWN or parameter.dtype not in COMPUTED
+        weight_dtype = parameter.dtype if keeps_dtype else dtype
         if not parameter.requires_grad:
-            numbers[parameter] = _number_of_dtype(formats, lies_in)
+            numbers[parameter] = _number_of_dtype(formats, weight_dtype)
             continue
-        if lies_in not in LOW_DTYPE:
-            way = f", or leave {KEY} out, which trains it in {dtype}" if lies_in in COMPUTED else ""
+        if weight_dtype not in LOW_DTYPE:
+            can_cast = weight_dtype in COMPUTED
+            way = f", or leave {KEY} out, which trains it in {dtype}" if can_cast else ""
             raise ConfigError(
-                f"{name} is {lies_in} and trains: expected float32, bfloat16 or float16. Convert "
-                f"it before stronghold.initialize, freeze it (requires_grad_(False)){way}"
+                f"{name} is {weight_dtype} and trains: expected float32, bfloat16 or float16. "
+                f"Convert it before stronghold.initialize, freeze it (requires_grad_(False)){way}"
             )
         optimizer = optimizers.get(parameter, default)
         moments: tuple[Moment, ...] = () if optimizer is None else optimizer.moments
-        states = states_of(lies_in, kind if lies_in is torch.bfloat16 else EXACT, moments)
-        made = Format(lies_in, states, "" if optimizer is None else optimizer.kernel)
-        if made not in formats:
-            formats.append(made)
-        numbers[parameter] = formats.index(made)
+        states_kind = kind if weight_dtype is torch.bfloat16 else EXACT
+        states = states_of(weight_dtype, states_kind, moments)
+        kernel = "" if optimizer is None else optimizer.kernel
+        parameter_format = Format(weight_dtype, states, kernel)
+        if parameter_format not in formats:
+            formats.append(parameter_format)
+        numbers[parameter] = formats.index(parameter_format)
     return ModelFormats(tuple(formats), numbers)
 
 
 def _number_of_dtype(formats: list[Format], dtype: torch.dtype) -> int:
-    """The first format of this dtype, made where there is none."""
-    for number, made in enumerate(formats):
-        if made.dtype is dtype:
+    """Return the index of the first format of this dtype. Add a format if there is none."""
+    for number, known_format in enumerate(formats):
+        if known_format.dtype is dtype:
             return number
     formats.append(Format(dtype))
     return len(formats) - 1
 
 
 def page_items(formats: Formats, *, in_files: bool) -> int:
-    """Elements of which every array of these formats has whole pages."""
-    kinds = {made.states.kind for made in formats if made.states is not None} or {EXACT}
-    smallest = min(made.dtype.itemsize for made in formats) if formats else 2
+    """Return a number of elements that fills whole pages in every array of these formats."""
+    kinds = {f.states.kind for f in formats if f.states is not None} or {EXACT}
+    smallest = min((f.dtype.itemsize for f in formats), default=2)
     return max(PAGE_BYTES // smallest, *(page_numel(kind, in_files=in_files) for kind in kinds))

@@ -23,8 +23,8 @@ from stronghold.errors import ConfigError
 from stronghold.memory.layer import LayerState
 from stronghold.optim.contract import Moment
 from stronghold.optim.states import States
-from stronghold.runtime.guards import Access
 from stronghold.runtime.optimizer_step import OptimizerStep
+from stronghold.runtime.patches.parameters import Access
 
 if TYPE_CHECKING:
     from stronghold.runtime.stack import Stack

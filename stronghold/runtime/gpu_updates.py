@@ -1,14 +1,15 @@
-"""Sums, norms and optimizer steps of the layers that are updated on the GPU.
+"""Sums, norms and optimizer steps of layers that are updated on the GPU.
 
-Everything runs on the compute lane, in one launch for all layers of a batch. Nothing crosses the
-link but the sums of squares, which the gate reads. The training thread submits, and autograd's in
-backward.
+Everything runs on the compute lane, in one launch for all layers of a batch. Only the sums of
+squares cross the link: the gate reads them. The training thread submits, and autograd's thread does
+in backward.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -18,17 +19,30 @@ from stronghold.memory.gradient_slots import gradient_view
 from stronghold.memory.layer import LayerState
 from stronghold.memory.window import Window
 from stronghold.optim.states import Format
+from stronghold.plan.cost import SUM_BYTES
+from stronghold.runtime.layer_operation import Verb
 from stronghold.runtime.parts import Parts
 from stronghold.runtime.pieces import (
-    Flat,
-    Gradients,
-    Loose,
+    InBuffer,
+    LayerGradients,
+    PerParameter,
     Piece,
     gradient_bytes,
     pieces_in_memory,
     set_or_add,
     step_bytes,
 )
+from stronghold.telemetry.metrics import WaitCause
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class _PreparedUpdate:
+    """An update that waits for the factor of its gradients. Each launch takes that factor.
+    `nbytes`: bytes that the update moves."""
+
+    batch: Sequence[LayerGradients]
+    launches: tuple[Callable[[float], None], ...]
+    nbytes: int
 
 
 class GpuUpdates:
@@ -37,14 +51,15 @@ class GpuUpdates:
     def __init__(self, parts: Parts, window: Window) -> None:
         self._device, self._steps, self._metrics = parts.device, parts.steps, parts.metrics
         self._window = window
-        # What updates the layers once the factor of their gradients is known.
-        self._prepared: tuple[Sequence[Gradients], Callable[[float], None]] | None = None
+        self._prepared: _PreparedUpdate | None = None
 
     # -- gradients --------------------------------------------------------------------------------
-    def set_or_add(self, batch: Sequence[Gradients], array: str, *, norms: bool) -> None:
-        """Bring gradients to an array of their layers: add to what it has of a parameter, else set
-        it. Norms are taken at the gate, in one launch for all layers."""
-        del norms
+    def set_or_add(self, batch: Sequence[LayerGradients], array: str, *, norms: bool) -> None:
+        """Bring gradients to an array of their layers, "gradients" or "accumulated".
+
+        A parameter's gradient is added if the array has one already, else it is set. `norms` is not
+        used: norms are taken at the gate, in one launch for all layers.
+        """
         added = []
         for gradients in batch:
             positions = gradients.state.gradients.positions(array)
@@ -53,29 +68,29 @@ class GpuUpdates:
         if array == "accumulated":
             self._accumulate(batch, added)
             return
-        for gradients, of_layer in zip(batch, added, strict=True):
+        for gradients, added_positions in zip(batch, added, strict=True):
             if gradients.state.on_gpu.own_gradient_slot is None:
-                self._keep_loose(gradients, of_layer)
+                self._keep_per_parameter(gradients, added_positions)
             else:
-                self._merge(gradients, of_layer)
+                self._merge(gradients, added_positions)
 
-    def _keep_loose(self, gradients: Gradients, added: frozenset[int]) -> None:
-        """Keep one tensor for each parameter. What is in a slot is cloned, since the slot is
-        another layer's next."""
-        loose = gradients.state.gradients.loose
+    def _keep_per_parameter(self, gradients: LayerGradients, added: frozenset[int]) -> None:
+        """Keep one tensor for each parameter. A gradient in a slot is cloned: another layer takes
+        the slot next."""
+        per_parameter = gradients.state.gradients.per_parameter
+        is_in_slot = isinstance(gradients.source, InBuffer)
         for k, gradient in _tensors(gradients):
             if k in added:
-                loose[k].add_(gradient)
+                per_parameter[k].add_(gradient)
             else:
-                is_in_slot = isinstance(gradients.source, Flat)
-                loose[k] = gradient.clone() if is_in_slot else gradient
+                per_parameter[k] = gradient.clone() if is_in_slot else gradient
 
-    def _merge(self, gradients: Gradients, added: frozenset[int]) -> None:
-        """Bring gradients to the layer's own slot. They may be there already."""
+    def _merge(self, gradients: LayerGradients, added: frozenset[int]) -> None:
+        """Bring gradients to the layer's own slot. Nothing is queued if they lie there already."""
         state, source = gradients.state, gradients.source
         own_slot = state.on_gpu.own_gradient_slot
         assert own_slot is not None
-        if isinstance(source, Flat) and source.memory is own_slot.gradients:
+        if isinstance(source, InBuffer) and source.memory is own_slot.gradients:
             return
 
         def work() -> None:
@@ -83,78 +98,95 @@ class GpuUpdates:
                 set_or_add(gradient_view(own_slot, state, k), gradient, add=k in added)
 
         self._device.compute.submit(
-            f"merge {state.index}", work, reads=(gradients.record,), writes=(own_slot.record,)
+            f"{Verb.MERGE.value} {state.index}",
+            work,
+            reads=(gradients.record,),
+            writes=(own_slot.record,),
         )
 
-    def _accumulate(self, batch: Sequence[Gradients], added: Sequence[frozenset[int]]) -> None:
-        """Add gradients to their layers' fp32 sums; those that are not `added` begin one."""
-        added_to = {g.state.index: of_layer for g, of_layer in zip(batch, added, strict=True)}
+    def _accumulate(self, batch: Sequence[LayerGradients], added: Sequence[frozenset[int]]) -> None:
+        """Add gradients to their layers' fp32 sums. Gradients that are not `added` begin a sum."""
+        added_of_layer: dict[int, frozenset[int]] = {}
+        moved = 0
+        for gradients, positions in zip(batch, added, strict=True):
+            state = gradients.state
+            added_of_layer[state.index] = positions
+            for k in gradients.positions:
+                sum_bytes = 2 * SUM_BYTES if k in positions else SUM_BYTES
+                gradient_itemsize = state.sections[k].dtype.itemsize
+                moved += state.layout.slices[k].numel * (gradient_itemsize + sum_bytes)
+        work = partial(self._add_to_sums, added_of_layer)
+        self._submit(Verb.ACCUMULATE, batch, ("accumulated",), work, moved)
 
-        def work(pieces: Sequence[Piece]) -> None:
-            segments: dict[torch.dtype, list[tuple[int, int, int, bool]]] = defaultdict(list)
-            for piece in pieces:
-                sums, of_layer = piece.views["accumulated"], added_to[piece.gradients.state.index]
-                for k, at, numel in piece.parameters():
-                    place = sums.data_ptr() + (at - piece.begin) * 4
-                    segment = piece.address(k, at), place, numel, k in of_layer
-                    segments[piece.format.dtype].append(segment)
-            for dtype, of_dtype in segments.items():
-                self._device.kernels.accumulate(dtype, of_dtype)
-
-        moved = sum(
-            state.layout.slices[k].numel * (state.sections[k].dtype.itemsize + more)
-            for gradients in batch
-            for state in (gradients.state,)
-            for k in gradients.positions
-            for more in (8 if k in added_to[state.index] else 4,)
-        )
-        self._submit("accumulate", batch, ("accumulated",), work, moved)
+    def _add_to_sums(
+        self, added_of_layer: Mapping[int, frozenset[int]], pieces: Sequence[Piece]
+    ) -> None:
+        """Work of the compute lane: one launch for each dtype of gradients."""
+        segments: dict[torch.dtype, list[tuple[int, int, int, bool]]] = defaultdict(list)
+        for piece in pieces:
+            sums = piece.views["accumulated"]
+            added = added_of_layer[piece.gradients.state.index]
+            for k, first, numel in piece.parameters():
+                target = sums.data_ptr() + (first - piece.begin) * SUM_BYTES
+                segment = (piece.address(k, first), target, numel, k in added)
+                segments[piece.format.dtype].append(segment)
+        for dtype, dtype_segments in segments.items():
+            self._device.kernels.accumulate(dtype, dtype_segments)
 
     # -- the gate ---------------------------------------------------------------------------------
-    def close(self, pending: Sequence[Gradients]) -> Callable[[], list[float]] | None:
-        """The gate closes with these gradients pending. Prepares their updates, and returns what
-        waits for the sums of squares of all gradients of the step; None where there are none."""
+    def close(self, pending: Sequence[LayerGradients]) -> Callable[[], list[float]] | None:
+        """The gate closes with these gradients pending: prepare their updates.
+
+        Returns a function that waits for the sums of squares of all these gradients; None if there
+        are none.
+        """
         if not pending:
             return None
         sums = self._sum_squares(pending)
-        self._prepared = pending, self._prepare(pending)
-        return self._device.read_later(sums)
+        self._prepared = self._prepare(pending)
+        return self._device.compute.read_later(sums)
 
     def update_prepared(self, scale: float) -> None:
-        """Update the layers of `close`."""
+        """Update the layers that `close` got. `scale` multiplies their gradients."""
         prepared, self._prepared = self._prepared, None
-        if prepared is not None:
-            batch, update = prepared
-            for gradients in batch:
-                self._steps.count(gradients.state, gradients.positions)
-            update(scale)
+        if prepared is None:
+            return
+        batch = prepared.batch
+        for gradients in batch:
+            self._steps.count(gradients.state, gradients.positions)
+        changed = dict.fromkeys(array for g in batch for array in g.state.changed)
+        work = partial(self._update, prepared, scale)
+        self._submit(Verb.UPDATE, batch, tuple(changed), work, prepared.nbytes)
 
     def forget(self) -> None:
-        """The step has ended, or is void: what was prepared is not done."""
+        """The step has ended, or is void: drop the prepared update."""
         self._prepared = None
 
     # -- launches ---------------------------------------------------------------------------------
-    def _sum_squares(self, batch: Sequence[Gradients]) -> torch.Tensor:
-        """The sum of squares of each gradient, fp64, on the device: valid for later compute."""
+    def _sum_squares(self, batch: Sequence[LayerGradients]) -> torch.Tensor:
+        """Return the sum of squares of each gradient, fp64, on the device. Later work of the
+        compute lane may read it."""
         sums: list[torch.Tensor] = []
-
-        def work(pieces: Sequence[Piece]) -> None:
-            segments: dict[torch.dtype, list[tuple[int, int]]] = defaultdict(list)
-            for piece in pieces:
-                for k, at, numel in piece.parameters():
-                    segments[piece.grad_dtype].append((piece.address(k, at), numel))
-            kernels = self._device.kernels
-            made = [kernels.sum_squares_async(dtype, each) for dtype, each in segments.items()]
-            sums.append(made[0] if len(made) == 1 else torch.cat(made))
-
         moved = sum(gradients.moved_bytes(gradient_bytes) for gradients in batch)
-        self._submit("norm", batch, (), work, int(moved))
+        self._submit(Verb.NORM, batch, (), partial(self._launch_norms, sums), int(moved))
         return sums[0]
 
-    def _prepare(self, batch: Sequence[Gradients]) -> Callable[[float], None]:
-        """The host's share of an update, done while the device is still busy with backward: all but
-        the gradients' scale, with this moment's hyper-parameters. The result does the rest."""
-        calls: dict[tuple[Format, torch.dtype], list[native.Segment]] = defaultdict(list)
+    def _launch_norms(self, sums: list[torch.Tensor], pieces: Sequence[Piece]) -> None:
+        """Work of the compute lane: put one tensor with all sums into `sums`."""
+        segments: dict[torch.dtype, list[tuple[int, int]]] = defaultdict(list)
+        for piece in pieces:
+            for k, first, numel in piece.parameters():
+                segments[piece.grad_dtype].append((piece.address(k, first), numel))
+        kernels = self._device.kernels
+        launched = [kernels.sum_squares_async(dtype, rows) for dtype, rows in segments.items()]
+        sums.append(launched[0] if len(launched) == 1 else torch.cat(launched))
+
+    def _prepare(self, batch: Sequence[LayerGradients]) -> _PreparedUpdate:
+        """Do the host's share of an update while the device is busy with backward.
+
+        It takes the present hyper-parameters. The factor of the gradients is not known yet.
+        """
+        calls: dict[tuple[Format, torch.dtype], list[native.UpdateSegment]] = defaultdict(list)
         moved = 0.0
         for gradients in batch:
             state = gradients.state
@@ -164,30 +196,32 @@ class GpuUpdates:
                 calls[piece.format, piece.grad_dtype] += piece.segments(steps)
             summed = gradients.array == "accumulated"
             moved += gradients.moved_bytes(partial(step_bytes, summed=summed))
-        updates = [
-            self._device.kernels.prepare_update(
-                made.kernel, made.dtype, dtype, segments, lean=made.trained.is_lean
+        kernels = self._device.kernels
+        launches = []
+        for (range_format, gradient_dtype), segments in calls.items():
+            launch = kernels.prepare_update(
+                range_format.kernel,
+                range_format.dtype,
+                gradient_dtype,
+                segments,
+                lean=range_format.trained.is_lean,
             )
-            for (made, dtype), segments in calls.items()
-        ]
+            launches.append(launch)
+        return _PreparedUpdate(batch=batch, launches=tuple(launches), nbytes=int(moved))
 
-        def work(scale: float, _: Sequence[Piece]) -> None:
-            for update in updates:
-                update(scale)
-            # A graph that was kept may need the weights of before: autograd refuses it then.
-            torch.autograd.graph.increment_version(
-                [g.state.parameters[k] for g in batch for k in g.positions]
-            )
-
-        changed = tuple(dict.fromkeys(a for gradients in batch for a in gradients.state.changed))
-        return lambda scale: self._submit(
-            "update", batch, changed, partial(work, scale), int(moved)
-        )
+    @staticmethod
+    def _update(prepared: _PreparedUpdate, scale: float, _: Sequence[Piece]) -> None:
+        """Work of the compute lane."""
+        for launch in prepared.launches:
+            launch(scale)
+        # A graph that the user keeps may need the weights of before: autograd refuses it then.
+        updated = [g.state.parameters[k] for g in prepared.batch for k in g.positions]
+        torch.autograd.graph.increment_version(updated)
 
     def _submit(
         self,
-        verb: str,
-        batch: Sequence[Gradients],
+        verb: Verb,
+        batch: Sequence[LayerGradients],
         changed: Sequence[str],
         work: Callable[[Sequence[Piece]], None],
         nbytes: int,
@@ -203,35 +237,35 @@ class GpuUpdates:
         first = batch[0].state.index
         more = f" and {len(batch) - 1} more layers" if len(batch) > 1 else ""
         self._device.compute.submit(
-            f"{verb} {first}{more}",
+            f"{verb.value} {first}{more}",
             lambda: work(pieces),
             reads=[gradients.record for gradients in batch],
             writes=records,
             nbytes=nbytes,
         )
         for seconds in self._device.compute.take_waits():
-            self._metrics.waited("update", seconds)
+            self._metrics.waited(WaitCause.UPDATE, seconds)
 
     @staticmethod
-    def _pieces(gradients: Gradients, changed: Sequence[str]) -> list[Piece]:
+    def _pieces(gradients: LayerGradients, changed: Sequence[str]) -> list[Piece]:
         present = (a for a in changed if gradients.state.array(a) is not None)
         return pieces_in_memory(gradients, (*present, *gradients.arrays))
 
 
-def pending_on_gpu(state: LayerState) -> Flat | Loose:
-    """Where the pending gradients of a layer that is updated on the GPU are."""
+def pending_on_gpu(state: LayerState) -> InBuffer | PerParameter:
+    """Return the memory of the pending gradients of a layer that is updated on the GPU."""
     own_slot = state.on_gpu.own_gradient_slot
     if own_slot is not None:
-        return Flat(own_slot.gradients, own_slot.record)
-    return Loose(dict(state.gradients.loose))
+        return InBuffer(own_slot.gradients, own_slot.record)
+    return PerParameter(dict(state.gradients.per_parameter))
 
 
-def _tensors(gradients: Gradients) -> Iterator[tuple[int, torch.Tensor]]:
-    """Each gradient by itself, in the shape of its parameter, by position."""
+def _tensors(gradients: LayerGradients) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield (position, gradient in the shape of its parameter)."""
     state, source = gradients.state, gradients.source
     for k in sorted(gradients.positions):
-        if isinstance(source, Loose):
+        if isinstance(source, PerParameter):
             yield k, source.tensors[k]
         else:
-            assert isinstance(source, Flat)
+            assert isinstance(source, InBuffer)
             yield k, state.maps["weights"].parameter(source.memory, state.layout.slices[k])

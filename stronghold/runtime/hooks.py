@@ -1,17 +1,19 @@
-"""Turns module and autograd events into executor triggers.
+"""Hooks on the user's modules and parameters: they call the executor at module and autograd events.
 
-Owns the hooks on the user's modules and parameters, and removes them. Never moves a byte. Three
-mechanisms only: module forward hooks, tensor hooks on a layer's outputs, and post-accumulate hooks
-on parameters. They hang on the modules, not on the engine, so that evaluation and generation with
-the raw model stream too. Entered by the training thread, and by autograd's in backward; the two
-never run at once.
+This file owns the hooks and removes them. It never moves a byte. It uses three mechanisms: module
+forward hooks, tensor hooks on a layer's outputs, and post-accumulate-grad hooks on parameters. The
+hooks sit on modules, not on the engine: evaluation and generation with the raw model stream, too.
+The training thread enters, and autograd's thread in backward. The two never run at once.
 
-[Note: read without a call] A resident layer's weights are waited for when its module is called, so
-that the forward begins while the last layers are still updated. A model may read a weight without
-that call (`F.linear(x, embedding.weight)`), in training alone perhaps, as fused losses do: a
-gradient that comes without a call tells. So a layer is waited for at its call once a training pass
-has called it, and never again once it was read without; the others, and all of them in evaluation
-or where a part of the model is called by itself, are waited for in advance.
+[Note: read without a call]
+1. A forward may begin while resident layers are still updated. So it waits for a resident layer's
+   weights when the layer's module is called.
+2. Hazard: a model may read a weight without that call (`F.linear(x, embedding.weight)`), perhaps in
+   training alone, as fused losses do. Then the layer's gradient comes without a call.
+3. So a forward waits at the call only for layers that an earlier training pass has called, and that
+   were never read without a call.
+4. It waits for all other resident layers in advance. Evaluation waits for all in advance, and so
+   does a call of a part of the model.
 """
 
 from __future__ import annotations
@@ -24,10 +26,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from stronghold.device.base import Device
+from stronghold.devices.base import Device
 from stronghold.errors import ConfigError
 from stronghold.memory.layer import LayerState
 from stronghold.model.partition import Partition
@@ -36,28 +37,32 @@ from stronghold.runtime.activations import Activations
 from stronghold.runtime.chunks import Chunks
 from stronghold.runtime.executor import Executor, Phase
 from stronghold.runtime.guards import COMPILED_WHOLE, NO_TRANSFORMS, OwnHook
+from stronghold.runtime.patches.autograd import is_transformed, without_torch_function
+from stronghold.runtime.patches.modules import hooks_after_gradient
+from stronghold.runtime.patches.tensors import tree_leaves
 from stronghold.runtime.recompute import without_cache
 
 
 class ResidentCalls:
-    """The resident layers of one model, by index."""
+    """Decides which resident layers a forward waits for at their call ([Note: read without a
+    call])."""
 
     def __init__(self, layers: Iterable[int]) -> None:
         self.all = tuple(layers)
         self._seen: set[int] = set()  # called by a training pass
         self._read: set[int] = set()  # got a gradient without a call
-        self._expected: set[int] = set()  # of the running pass: waited for at the call
-        self._called: set[int] = set()  # in the running pass
+        self._expected: set[int] = set()  # the running pass waits for these at their call
+        self._called: set[int] = set()  # called in the running pass
         self._reached: set[int] = set()  # called since the last backward
-        self._missed: set[int] = set()  # expected since the last backward, not called, and old
+        self._missed: set[int] = set()  # outdated, expected since the last backward, not called
 
     @property
     def known(self) -> frozenset[int]:
-        """Those that need not be waited for before their call."""
+        """Layers for which a training pass need not wait before their call."""
         return frozenset(self._seen - self._read)
 
     def in_advance(self, *, training: bool) -> list[int]:
-        """A pass of the whole model begins: the layers to wait for before it does."""
+        """A pass of the whole model begins: return the layers to wait for in advance."""
         self._called.clear()
         self._expected = set(self.known) if training else set()
         return [layer for layer in self.all if layer not in self._expected]
@@ -68,14 +73,14 @@ class ResidentCalls:
         self._reached.add(layer)
 
     def end_pass(self, *, training: bool, stale: Iterable[int]) -> None:
-        """The model has returned. `stale`: layers whose newest weights compute has not waited
-        for."""
+        """The model has returned. `stale`: resident layers whose newest weights compute has not
+        waited for."""
         self._missed |= (self._expected - self._called).intersection(stale)
         if training:
             self._seen |= self._called
 
     def got_gradient(self, state: LayerState, position: int) -> None:
-        """A gradient of the layer's has come. ConfigError when its weights were old."""
+        """A gradient of the layer has come. Raises ConfigError if forward used outdated weights."""
         if state.index not in self._reached:
             self._read.add(state.index)
         if state.index in self._missed:
@@ -105,7 +110,7 @@ class Hooks:
         self._executor = executor
         self._activations = activations
         self._handles: list[RemovableHandle] = []
-        self._on_gradients: list[tuple[nn.Parameter, int]] = []  # and the number of its hook
+        self._gradient_hooks: list[tuple[nn.Parameter, int]] = []  # parameter, the hook's number
         self._depth = 0
         self._running: list[tuple[int, nn.Module]] = []  # blocks, the outermost first
         self._training = False  # whether the running pass of the model wants gradients
@@ -131,7 +136,7 @@ class Hooks:
                     arrived = partial(self._arrived, state, position)
                     handle = parameter.register_post_accumulate_grad_hook(arrived)
                     self._handles.append(handle)
-                    self._on_gradients.append((parameter, handle.id))
+                    self._gradient_hooks.append((parameter, handle.id))
         # Attached last, it is the first to run: the root may hold parameters of its own.
         before = OwnHook(self._before_model, self._before_compiled)
         self._attach(partition.model, before, OwnHook(self._after_model))
@@ -168,7 +173,8 @@ class Hooks:
             self._executor.end_forward_pass()
 
     def _called_by_itself(self) -> None:
-        """A part of the model is called, and not by the model: nothing tells what it will read."""
+        """A part of the model is called, and not by the model. It may read any resident layer, so
+        compute waits for all of them."""
         self._check()
         if self._depth == 0 and self._executor.phase is Phase.IDLE:
             for index in self._residents.all:
@@ -176,7 +182,7 @@ class Hooks:
 
     def _check(self) -> None:
         self._executor.outside.check()
-        if torch._C._functorch.maybe_current_level() is not None:
+        if is_transformed():
             raise ConfigError(NO_TRANSFORMS)
 
     # -- layers -----------------------------------------------------------------------------------
@@ -204,7 +210,8 @@ class Hooks:
     def _around_chunk(
         self, index: int, module: nn.Module, args: Any, kwargs: Any
     ) -> Iterator[None]:
-        """A chunk that is to be computed again in backward is so by itself."""
+        """Context manager around one chunk's forward. If the block is recomputed, each chunk is
+        recomputed by itself."""
         if not self._activations.will_recompute(index, recomputing=False):
             yield
             return
@@ -266,11 +273,14 @@ class Hooks:
         self._executor.gradient_arrived(state, position, parameter)
 
     def begin_backward(self) -> None:
-        """Backward is about to run. A parameter's hooks are called in the order in which they were
-        registered: ours is the last, which takes away what the user's have left."""
-        with torch._C.DisableTorchFunctionSubclass():  # hidden parameters need not be shown
-            for parameter, number in self._on_gradients:
-                hooks: Any = parameter._post_accumulate_grad_hooks
+        """Backward is about to run: make ours the last hook of each parameter.
+
+        torch calls hooks in the order of their registration. Ours takes the gradient away, after
+        the user's hooks have seen it.
+        """
+        with without_torch_function():  # hidden parameters need not be shown
+            for parameter, number in self._gradient_hooks:
+                hooks = hooks_after_gradient(parameter)
                 if next(reversed(hooks)) != number:
                     hooks[number] = hooks.pop(number)
 
@@ -283,8 +293,11 @@ class Hooks:
         self._residents.end_backward()
 
     def abandon_forward(self) -> bool:
-        """Close what a forward has left open: torch calls the hooks above after an Exception, and
-        not after a KeyboardInterrupt. No forward is running. Whether anything was open."""
+        """Close uses that a forward has left open. No forward is running.
+
+        torch calls the hooks above after an Exception, and not after a KeyboardInterrupt. Returns
+        True if anything was open.
+        """
         left_open = self._depth > 0 or bool(self._running)
         self._depth = 0
         self._running.clear()

@@ -1,7 +1,7 @@
-"""Sums, norms and optimizer steps of the layers that are updated on the host.
+"""Sums, norms and optimizer steps of layers that are updated on the host.
 
-`layer_operation` has the path that they all take, in memory or through files. The training thread
-submits, and autograd's in backward; lanes compute.
+`layer_operation` has the path that all of them take, in memory or through files. The training
+thread submits, and autograd's thread does in backward. Lanes compute.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from functools import partial
 import torch
 
 from stronghold import native
-from stronghold.device.base import Fence
+from stronghold.devices.base import Fence
 from stronghold.memory.layer import LayerState
 from stronghold.model.layout import ParameterSlice
 from stronghold.plan.cost import SUM_BYTES
 from stronghold.runtime.layer_operation import LayerOperations, Verb
 from stronghold.runtime.parts import Parts
 from stronghold.runtime.pieces import (
-    Gradients,
+    LayerGradients,
     Piece,
     PieceNorms,
     gradient_bytes,
@@ -43,9 +43,12 @@ class HostUpdates:
         self._operations = LayerOperations(parts.device, parts.host.tiers)
 
     # -- the three operations ---------------------------------------------------------------------
-    def set_or_add(self, batch: Sequence[Gradients], array: str, *, norms: bool) -> None:
-        """Bring gradients to an array of their layers, "gradients" or "accumulated": add to what
-        it has of a parameter, else set it. `norms`: take sums of squares of the result."""
+    def set_or_add(self, batch: Sequence[LayerGradients], array: str, *, norms: bool) -> None:
+        """Bring gradients to an array of their layers, "gradients" or "accumulated".
+
+        A parameter's gradient is added if the array has one already, else it is set. `norms`: take
+        sums of squares of the result.
+        """
         for gradients in batch:
             state = gradients.state
             positions = state.gradients.positions(array)
@@ -68,7 +71,7 @@ class HostUpdates:
     def _set_or_add(
         self, array: str, added: frozenset[int], norms: PieceNorms | None, piece: Piece
     ) -> None:
-        """Work of a lane: one piece's gradients; those of parameters in `added` are added."""
+        """Work of a lane: set the gradients of one piece, or add those of parameters in `added`."""
         target = piece.views[array]
         if array == "accumulated":
             segments = [
@@ -84,33 +87,33 @@ class HostUpdates:
                 self._kernels.accumulate(piece.format.dtype, segments)
         elif target.data_ptr() != piece.flat.data_ptr():  # the offload has written them elsewhere
             for k, at, numel in piece.parameters():
-                place = slice(at - piece.begin, at - piece.begin + numel)
-                set_or_add(target[place], piece.flat[place], add=k in added)
+                elements = slice(at - piece.begin, at - piece.begin + numel)
+                set_or_add(target[elements], piece.flat[elements], add=k in added)
         if norms is not None:
             norms.add(piece, array)
 
-    def update_in_place(self, gradients: Gradients, steps: Sequence[ParameterStep]) -> None:
-        """One optimizer step of a layer, in place. `steps`: of the parameters that have gradients,
-        in the order of their positions."""
+    def update_in_place(self, gradients: LayerGradients, steps: Sequence[ParameterStep]) -> None:
+        """Queue one optimizer step of a layer, in place. `steps` has one entry for each parameter
+        with a gradient, in the order of positions."""
         numbers = dict(zip(sorted(gradients.positions), steps, strict=True))
-
-        def work(piece: Piece) -> None:
-            self._step(piece, numbers, targets=None)
-
+        work = partial(self._step, numbers=numbers, targets=None)
         changed = gradients.state.changed
         bytes_each = partial(step_bytes, summed=gradients.array == "accumulated")
         publish = partial(self._team.publishing, gradients.state)
         self._operations.queue(Verb.UPDATE, gradients, changed, work, bytes_each, last=publish)
         self._team.exchange(gradients.state)
 
-    def update_early(self, gradients: Gradients, steps: Sequence[ParameterStep]) -> Fence:
-        """The same step, out of place: it reads the layer's arrays and writes its second ones. All
-        of these are written, also where a parameter has no step. The layer lies in memory."""
+    def update_early(self, gradients: LayerGradients, steps: Sequence[ParameterStep]) -> Fence:
+        """Queue the same step out of place: it reads the layer's arrays and writes its second ones.
+
+        It writes every element of the second arrays: parameters without a step are copied. The
+        layer lies in memory. Returns the update's fence.
+        """
         state, second = gradients.state, gradients.state.second
         assert second is not None
         numbers = dict(zip(sorted(gradients.positions), steps, strict=True))
-        # All addresses are taken now: when the lane runs this, the gate may have committed it, and
-        # the layer's arrays are the second ones then.
+        # Hazard: when the lane runs, the gate may have exchanged the arrays. So all addresses are
+        # taken now.
         pieces = pieces_in_memory(gradients, (*state.changed, *gradients.arrays))
         targets = [piece.targets() for piece in pieces]
         others = sorted(frozenset(range(len(state.parameters))) - gradients.positions)
@@ -137,20 +140,23 @@ class HostUpdates:
         numbers: Mapping[int, ParameterStep],
         targets: list[native.Target] | None,
     ) -> None:
-        made = piece.format
+        """Work of a lane: run the update kernel over one piece."""
         self._kernels.update(
-            made.kernel,
-            made.dtype,
+            piece.format.kernel,
+            piece.format.dtype,
             piece.grad_dtype,
             piece.segments(numbers),
-            lean=made.trained.is_lean,
+            lean=piece.format.trained.is_lean,
             targets=targets,
         )
 
     # -- square sums ------------------------------------------------------------------------------
     def square_sums(self, state: LayerState) -> list[float]:
-        """The sums of squares of the layer's gradients, whose operations have ended. A parameter
-        that was summed before, and got no gradient in the last micro-batch, has none yet."""
+        """Return the sums of squares of the layer's gradients. Their operations have ended.
+
+        A parameter that was summed before, and got no gradient in the last micro-batch, has no sum
+        of squares yet. It is computed here.
+        """
         gradients = state.gradients
         arrived = gradients.arrived
         for k in sorted(arrived - gradients.square_sums.keys()):
@@ -161,17 +167,18 @@ class HostUpdates:
         ((_, begin, end),) = state.elements((k,))
         norms = PieceNorms(self._kernels, state.gradients.square_sums)
         state.gradients.square_sums[k] = 0.0
-        part, array = state.layout.slices[k], state.gradients.array
+        parameter, array = state.layout.slices[k], state.gradients.array
         state.records[array].wait()
-        at, stop = part.offset, part.offset + part.numel
-        for piece, views in self._host.access.pieces(state.index, (array,), at, stop):
-            norms.add_part(views[array], at + piece.start, at + piece.stop, k, begin, end - begin)
+        first, stop = parameter.offset, parameter.offset + parameter.numel
+        for elements, views in self._host.access.pieces(state.index, (array,), first, stop):
+            piece_begin, piece_end = first + elements.start, first + elements.stop
+            norms.add_part(views[array], piece_begin, piece_end, k, begin, end - begin)
 
 
 def _without_step(
     state: LayerState, part: ParameterSlice
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """What a parameter has in the second arrays, and in the layer's own."""
+    """Yield (view in a second array, view in the array) of a parameter, for each changed array."""
     begin, end = part.offset, part.offset + part.numel
     for array in state.changed:
         source, target = state.view(array, begin, end), state.second_view(array, begin, end)

@@ -11,18 +11,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
 from functools import partial
 
-from stronghold.device.base import Device, Record
+from stronghold.devices.base import Device, Record
 from stronghold.memory.layer import LayerState
 from stronghold.memory.tiers import Tiers
 from stronghold.optim.states import Format
-from stronghold.runtime.pieces import Gradients, Piece, pieces_in_memory, views_in_memory
+from stronghold.runtime.pieces import LayerGradients, Piece, pieces_in_memory, views_in_memory
 
 Work = Callable[[], None]
 
 
 class Verb(Enum):
-    """The work of an operation, and its name in traces, before the layer's number. UPDATE runs on
-    the lane of updates, all others on the lane of gradients. NORM may also merge gradients."""
+    """The work of an operation, and its name in traces, before the layer's number. On the host
+    UPDATE runs on the lane of updates, all others on the lane of gradients, and NORM may also merge
+    gradients. On the GPU all run on the compute lane."""
 
     UPDATE = "update"
     NORM = "norm"
@@ -49,7 +50,7 @@ class LayerOperations:
     def queue(
         self,
         verb: Verb,
-        gradients: Gradients,
+        gradients: LayerGradients,
         changed: Sequence[str],
         work: Callable[[Piece], None],
         bytes_each: Callable[[Format], float],
@@ -87,7 +88,7 @@ class LayerOperations:
     def _queue_staged(
         self,
         verb: Verb,
-        gradients: Gradients,
+        gradients: LayerGradients,
         changed: Sequence[str],
         filed: tuple[str, ...],
         work: Callable[[Piece], None],
@@ -132,14 +133,14 @@ class LayerOperations:
             record.write(spilled[0])
 
     def _cuts(
-        self, gradients: Gradients, filed: tuple[str, ...]
+        self, gradients: LayerGradients, filed: tuple[str, ...]
     ) -> Iterator[tuple[int, int, tuple[str, ...]]]:
         """The pieces that have a gradient: begin, end, and those of the arrays `filed` that have
         the elements. In memory a piece is this rank's share of a range."""
         state = gradients.state
         for share in state.shares:
             arrays = tuple(a for a in filed if state.maps[a].has(*share))
-            cuts = self._tiers.cuts(state.index, arrays, *share) if arrays else iter([share])
+            cuts = self._tiers.piece_spans(state.index, arrays, *share) if arrays else iter([share])
             for begin, end in cuts:
                 if gradients.has_any(begin, end):
                     yield begin, end, arrays
@@ -149,7 +150,9 @@ class LayerOperations:
         state, begin, end = piece.gradients.state, piece.begin, piece.end
         piece.entry = self._tiers.updates.next()
         if is_first:
-            piece.views = self._tiers.views(piece.entry.memory, state.index, filed, begin, end)
+            piece.views = self._tiers.piece_views(
+                piece.entry.memory, state.index, filed, begin, end
+            )
             return
         piece.views = self._tiers.queue_load(
             self._device, state, begin, end, filed, piece.entry, what=WHAT[verb]

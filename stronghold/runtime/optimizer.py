@@ -1,9 +1,9 @@
-"""The optimizer that the user sees, and the loss scale of fp16: no arithmetic on tensors.
+"""The optimizer object that the user sees, and the loss scale of fp16.
 
-Owns the parameter groups, how each of them is updated, which of DeepSpeed's scalers a config asks
-for, and when the scale moves. Never touches a weight, a loss or a gradient: `step` is the engine's,
-which multiplies the loss; the optimizer kernels divide the gradients. The training thread alone
-enters.
+This file owns the parameter groups, the optimizer of each group, the choice of DeepSpeed's scaler,
+and the moments at which the scale moves. It never touches a weight, a loss or a gradient: the
+engine multiplies the loss, and the optimizer kernels divide the gradients. The training thread
+alone enters.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from torch import nn
 
 from stronghold.errors import ConfigError
 from stronghold.optim.contract import Optimizer
+from stronghold.runtime.patches.modules import mark_stepped
 from stronghold.runtime.steps import Groups
-from stronghold.telemetry.metrics import Reading, value
+from stronghold.telemetry.metrics import LazyNumber, read_number
 
-# What a dynamic scaler remembers between two steps; the rest of it is config, which a ZeRO
-# checkpoint holds, too, in the order of DeepSpeed's arguments.
+# State of a dynamic scaler between two steps. CONFIG has its settings, in the order of DeepSpeed's
+# arguments. A ZeRO checkpoint holds both.
 STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 CONFIG = (
     "scale_window",
@@ -36,19 +37,20 @@ CONFIG = (
 
 
 class StepScaler(DynamicLossScaler):  # type: ignore[misc]
-    """DeepSpeed's dynamic scaler, in a process that has no process group as well.
+    """DeepSpeed's dynamic scaler, without a process group.
 
-    Same attributes and the same scale after every sequence of overflows; only DeepSpeed's log
-    lines, which ask for the rank, are left out: the engine logs a skipped step itself.
+    It has DeepSpeed's attributes, and the same scale after every sequence of overflows. DeepSpeed's
+    log lines ask for the rank, so they are left out. The engine logs a skipped step itself.
     """
 
     cur_scale: float
 
     def update_scale(self, overflow: bool) -> None:
-        """Halve the scale, or spend hysteresis, on overflow; double it after `scale_window` steps
-        without one.
+        """Halve the scale, or spend hysteresis, on overflow. Double it after `scale_window` steps
+        without overflow.
 
-        ConfigError when it would go below `min_scale` and the scaler is told to raise then.
+        Raises ConfigError if the scale would go below `min_scale`, and `raise_error_at_min_scale`
+        is set.
         """
         if overflow:
             self._shrink()
@@ -76,10 +78,10 @@ class StepScaler(DynamicLossScaler):  # type: ignore[misc]
 
 
 def make_scaler(fp16: DeepSpeedFP16Config, zero_stage: int) -> LossScalerBase:
-    """The scaler for an fp16 section: fixed when `loss_scale` is above 0, else dynamic.
+    """Make the scaler for an fp16 section: fixed if `loss_scale` is above 0, else dynamic.
 
-    As in DeepSpeed, hysteresis and the error at the smallest scale belong to ZeRO; at stage 0 the
-    scale halves at every overflow and stays at its minimum.
+    As in DeepSpeed, hysteresis and the error at the smallest scale belong to ZeRO. At stage 0 the
+    scale halves at every overflow, and stays at its minimum.
     """
     if fp16.loss_scale > 0:
         return LossScaler(fp16.loss_scale)
@@ -90,13 +92,14 @@ def make_scaler(fp16: DeepSpeedFP16Config, zero_stage: int) -> LossScalerBase:
 
 
 def scaler_state(scaler: LossScalerBase) -> dict[str, Any]:
-    """What a checkpoint keeps of a scaler."""
+    """Return the state that a checkpoint keeps of a scaler."""
     names = STATE + CONFIG
     return {name: getattr(scaler, name) for name in names if hasattr(scaler, name)}
 
 
 def deepspeeds_scaler(state: dict[str, Any]) -> LossScalerBase | None:
-    """DeepSpeed's own object of what `scaler_state` gave; None where an older one lacks parts."""
+    """Make DeepSpeed's scaler from the result of `scaler_state`. None if an older state lacks
+    values."""
     if state.keys() == {"cur_scale"}:
         return LossScaler(state["cur_scale"])
     if not state.keys() >= {*STATE, *CONFIG}:
@@ -107,9 +110,9 @@ def deepspeeds_scaler(state: dict[str, Any]) -> LossScalerBase | None:
 
 
 def restore_scaler(scaler: LossScalerBase, state: dict[str, Any]) -> None:
-    """Take over what `scaler_state` gave, from one dynamic scaler to another.
+    """Copy the result of `scaler_state` to a dynamic scaler.
 
-    A fixed scale stays what the config says, and one that starts after a run without fp16 is new.
+    A fixed scale keeps the config's value. A scaler that starts after a run without fp16 is new.
     """
     if scaler.dynamic and state.keys() >= set(STATE):
         for name in STATE:
@@ -117,10 +120,10 @@ def restore_scaler(scaler: LossScalerBase, state: dict[str, Any]) -> None:
 
 
 class EngineOptimizer(torch.optim.Optimizer):
-    """Stands for the engine's optimizer, wherever a `torch.optim.Optimizer` is expected.
+    """Represents the engine's optimizer wherever a `torch.optim.Optimizer` is expected.
 
-    `optimizers` has how each group is updated, or one for all groups. `param_groups` are read when
-    an update is submitted: schedulers may write "lr" and the others at any time between steps. With
+    `optimizers`: one for each group, or one for all groups. The engine reads `param_groups` when it
+    queues an update: schedulers may write "lr" and other values at any time between steps. With
     `client`, the groups are the client's own dicts, so that a scheduler made for it keeps working.
     """
 
@@ -133,7 +136,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     ) -> None:
         self.overflow = False
         self.loss_scaler: LossScalerBase = LossScaler(1)  # the engine's, when it trains in fp16
-        self.grad_norm: Reading = None  # of the last step
+        self.grad_norm: LazyNumber = None  # of the last step
         self._engine_methods: dict[str, weakref.WeakMethod[Callable[..., None]]] = {}
         self._client = client
         super().__init__(params, defaults)
@@ -146,35 +149,36 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     @property
     def _global_grad_norm(self) -> float | None:
-        """DeepSpeed's name of the last step's norm; waits for it where the step did not."""
-        self.grad_norm = value(self.grad_norm)
+        """Gradient norm of the last step, under DeepSpeed's name. Waits for it if need be."""
+        self.grad_norm = read_number(self.grad_norm)
         return self.grad_norm
 
     @property
     def loss_scale(self) -> float:
-        """What the next loss is multiplied with; 1 unless fp16 is on."""
+        """Factor of the next loss; 1 unless fp16 is on."""
         return float(self.loss_scaler.cur_scale)
 
     cur_scale = loss_scale
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss times its scale, in fp32: a product of fp16 numbers would overflow."""
+        """Return the loss times its scale, in fp32: a product of fp16 numbers would overflow."""
         scale = self.loss_scale
         return loss if scale == 1.0 else loss.float() * scale
 
     @property
     def dynamic_loss_scale(self) -> bool:
-        """Whether the scale follows the overflows."""
+        """True if the scale follows the overflows."""
         return bool(self.loss_scaler.dynamic)
 
     def needs_scaler(self) -> bool:
-        """Whether `loss.backward()` of the user's needs `engine.scale(loss)`."""
+        """True if the user's `loss.backward()` needs `engine.scale(loss)`."""
         return self.dynamic_loss_scale
 
     @property
     def parameter_offload(self) -> Any:
-        """Of stage 3, whose hooks DeepSpeed's and TRL's `unwrap_model_for_generation` take away and
-        put back: here are none, and generation streams."""
+        """Stand in for stage 3's hooks, which DeepSpeed's and TRL's
+        `unwrap_model_for_generation` remove and restore. This engine has none: generation
+        streams."""
         none: dict[str, Any] = {"forward_hooks": [], "backward_hooks": [], "module": nn.Module()}
         return SimpleNamespace(_register_deepspeed_module=lambda module: None, **none)
 
@@ -183,12 +187,12 @@ class EngineOptimizer(torch.optim.Optimizer):
         self.loss_scaler = LossScaler(loss_scale)
 
     def connect(self, *methods: Callable[..., None]) -> None:
-        """The optimizer's methods will call the engine's of the same names: `step`, `zero_grad`,
-        `offload_states` and `reload_states`. They keep no engine alive."""
+        """Make the optimizer's methods call the engine's methods of the same names: `step`,
+        `zero_grad`, `offload_states` and `reload_states`. They keep no engine alive."""
         self._engine_methods = {method.__name__: weakref.WeakMethod(method) for method in methods}
 
     def _engine_method(self, name: str) -> Callable[..., None] | None:
-        """The engine's method; None without an engine, or when the engine is gone."""
+        """Return the engine's method. None without an engine, or after its end."""
         reference = self._engine_methods.get(name)
         return None if reference is None else reference()
 
@@ -199,18 +203,19 @@ class EngineOptimizer(torch.optim.Optimizer):
         return method
 
     def count_step(self) -> None:
-        """The engine has taken a step: torch's schedules warn when no optimizer did before them."""
-        for shown in (self, self._client):
-            if shown is not None:
-                shown._opt_called = True  # type: ignore[attr-defined]
+        """Note that the engine has taken a step. torch's schedules warn if no optimizer did before
+        them."""
+        for optimizer in (self, self._client):
+            if optimizer is not None:
+                mark_stepped(optimizer)
 
     @property
     def default(self) -> Optimizer:
-        """Of a parameter that trains and is in no group."""
+        """Optimizer of a trained parameter that is in no group."""
         return self.optimizers[0]
 
     def group_of(self) -> Groups:
-        """Of the parameters that are trained: frozen ones get no gradient."""
+        """Group and optimizer of each trained parameter. Frozen parameters get no gradient."""
         return {
             parameter: (group, optimizer)
             for group, optimizer in zip(self.param_groups, self.optimizers, strict=True)
@@ -222,7 +227,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         return [[id(parameter) for parameter in group["params"]] for group in self.param_groups]
 
     def check_groups(self) -> None:
-        """ConfigError where a group, the client's too, has other parameters than it began with."""
+        """Raise ConfigError if the parameters of a group, also of the client's, have changed."""
         if self._of_groups() != self._members:
             raise ConfigError(
                 "optimizer.param_groups: other parameters than stronghold.initialize got, where "
@@ -231,7 +236,7 @@ class EngineOptimizer(torch.optim.Optimizer):
             )
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """The engine's step. A closure is refused: the engine's backward has its own place."""
+        """Call the engine's step. A closure is refused: call `engine.backward` before."""
         if closure is not None:
             raise ConfigError(
                 "optimizer.step(closure): call engine.backward(loss) and engine.step() instead"
@@ -239,7 +244,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._needed_engine_method("step")()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """The engine's: gradients that wait for the step are thrown away."""
+        """Call the engine's `zero_grad`: gradients of the step so far are dropped."""
         zero_grad = self._engine_method("zero_grad")
         if zero_grad is not None:
             zero_grad()
@@ -251,16 +256,16 @@ class EngineOptimizer(torch.optim.Optimizer):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """The engine's `offload_states`: programs for DeepSpeed's ZeRO call the optimizer's."""
+        """Call the engine's `offload_states`. Programs for ZeRO call the optimizer's."""
         offload = self._needed_engine_method("offload_states")
         offload(include=include, device=device, pin_memory=pin_memory, non_blocking=non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """The engine's `reload_states`."""
+        """Call the engine's `reload_states`."""
         self._needed_engine_method("reload_states")(non_blocking=non_blocking)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Groups are fixed when the engine is made: layers, masters and moments follow."""
+        """Refuse new groups once the engine is made: layers, masters and moments follow groups."""
         if self._engine_methods:
             raise ConfigError(
                 "add_param_group after stronghold.initialize: pass every group to initialize"
@@ -268,7 +273,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the hyper-parameters of `state_dict`, in the groups that are live.
+        """Copy the hyper-parameters of `state_dict` into the live groups.
 
         Moments are refused: they belong to checkpoints, not to this object.
         """
@@ -279,9 +284,11 @@ class EngineOptimizer(torch.optim.Optimizer):
             )
         loaded = state_dict["param_groups"]
         sizes = [len(group["params"]) for group in loaded]
-        if sizes != (own := [len(group["params"]) for group in self.param_groups]):
+        expected_sizes = [len(group["params"]) for group in self.param_groups]
+        if sizes != expected_sizes:
             raise ConfigError(
-                f"optimizer.load_state_dict: got groups of {sizes} parameters, expected {own}"
+                f"optimizer.load_state_dict: got groups of {sizes} parameters, "
+                f"expected {expected_sizes}"
             )
         for group, new in zip(self.param_groups, loaded, strict=True):
             group.update({key: value for key, value in new.items() if key != "params"})

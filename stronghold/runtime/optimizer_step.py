@@ -1,20 +1,25 @@
-"""The optimizer's step: what becomes of gradients, the gate, and the account of the step.
+"""The optimizer's step: the global gradient norm, clipping, and the place of each update.
 
-`OptimizerStep` takes the gradients that have left their slots. They are pending as they came, or
-are added to fp32 sums over micro-batches. `Ledger` is the account: whether the running micro-batch
-ends the step, and whether the arrays are of one step. The work itself is in `host_updates` and
-`gpu_updates`, by the home of the layer; `early_updates` has the updates before the gate. The
-training thread enters, and autograd's in backward. Lanes write norms, which the training thread
-reads behind their access record.
+`OptimizerStep` takes gradients that have left their slots. They are pending as they came, or are
+added to fp32 sums over micro-batches. At the gate it computes the gradient norm and the clip
+coefficient, and queues the updates. `Ledger` knows whether the running micro-batch ends the step,
+and whether all arrays belong to one step. `host_updates` and `gpu_updates` do the work, by the home
+of the layer. `early_updates` has the updates before the gate. The training thread enters, and
+autograd's thread in backward. Lanes write norms. The training thread reads a norm after it has
+waited for the norm's access record.
 
-[Note: where it stands in the step] The schedule has the place of each update. Layers behind the
-gate are updated in forward order. So the next forward starts at once, and waits layer by layer.
+[Note: where it stands in the step]
+1. The schedule has the place of each update.
+2. Layers behind the gate are updated in forward order.
+3. The next forward starts at once. It waits for one layer at a time.
 
-[Note: a gradient that comes twice] A parameter that is used in two autograd leaves (two forward
-calls before one backward on a GPU, reentrant checkpoints) has several gradients in one backward.
-They are added in the compute dtype, as autograd itself adds them, and so are those of a further
-backward that gradient_accumulation_steps does not count. Sums over micro-batches are fp32. So the
-gradients of one backward are pending until its end, and are then added to such sums.
+[Note: a gradient that comes twice]
+1. A parameter may be used in two autograd leaves: two forward calls before one backward on a GPU,
+   or reentrant checkpoints. It then has several gradients in one backward.
+2. Autograd adds them in the compute dtype. So does this file. It does the same with gradients of a
+   further backward that gradient_accumulation_steps does not count.
+3. Sums over micro-batches are fp32. So the gradients of one backward are pending until its end.
+   Then they are added to these sums.
 """
 
 from __future__ import annotations
@@ -39,7 +44,7 @@ from stronghold.runtime.early_updates import EarlyUpdates
 from stronghold.runtime.gpu_updates import GpuUpdates, pending_on_gpu
 from stronghold.runtime.host_updates import HostUpdates
 from stronghold.runtime.parts import Parts
-from stronghold.runtime.pieces import Flat, Gradients, InArray, Loose
+from stronghold.runtime.pieces import InArray, InBuffer, LayerGradients, PerParameter
 
 logger = logging.getLogger("stronghold")
 
@@ -48,9 +53,12 @@ CLIPPING_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateResult:
-    """`grad_norm`: global L2 norm before clipping, loss scale removed, or what waits for it where
-    nothing depended on it. `overflow`: the norm is not finite, and nothing was applied; `grad_norm`
-    is infinity then, as DeepSpeed's, also where a gradient is NaN."""
+    """Result of a step.
+
+    `grad_norm`: global L2 norm before clipping, without the loss scale. If nothing depended on the
+    norm, it is a function that waits for it. `overflow`: the norm is not finite, and no update was
+    made. `grad_norm` is infinity then, as DeepSpeed's, also if a gradient is NaN.
+    """
 
     grad_norm: float | Callable[[], float]
     overflow: bool
@@ -59,11 +67,12 @@ class GateResult:
 def norm_and_scale(
     square_sums: Sequence[float], *, clipping: float, loss_scale: float
 ) -> tuple[float, float]:
-    """The global L2 norm without the loss scale, and the factor of the gradients: min(1, clipping /
-    (norm + 1e-6)), as in torch.nn.utils.clip_grad_norm_ (also of a norm that is not finite), over
-    the loss scale. `clipping`: largest global norm, 0 for none.
+    """Compute the global L2 norm without the loss scale, and the factor of the gradients.
 
-    Divided, not multiplied by 1 / loss_scale, which rounds once more unless it is a power of two.
+    The factor is min(1, clipping / (norm + 1e-6)) / loss_scale. The clip coefficient is that of
+    torch.nn.utils.clip_grad_norm_, also for a norm that is not finite. `clipping`: largest global
+    norm, 0 for none. The norm is divided by the loss scale: a product with 1 / loss_scale would
+    round once more, unless the scale is a power of two.
     """
     # fsum rounds once: neither the order nor the grouping of parameters into layers can matter.
     norm = math.sqrt(math.fsum(square_sums)) / loss_scale
@@ -72,16 +81,16 @@ def norm_and_scale(
 
 
 class Ledger:
-    """The account of one engine's layers."""
+    """Knows where in a step one engine is, and whether its arrays belong to one step."""
 
     def __init__(self, layers: Sequence[LayerState]) -> None:
         self._layers = layers
         self.boundary = True  # whether the running micro-batch ends the step
-        self._torn: str | None = None  # why the arrays are of two steps, or of two checkpoints
+        self._torn: str | None = None  # why arrays belong to two steps or two checkpoints
 
     @property
     def is_in_step(self) -> bool:
-        """Whether gradients of a step that has not ended are there."""
+        """True if a layer has gradients of a step that has not ended."""
         return any(not state.gradients.is_empty for state in self._layers)
 
     def begin_backward(self, *, boundary: bool) -> None:
@@ -90,14 +99,14 @@ class Ledger:
         self.boundary = boundary
 
     def check(self) -> None:
-        """ConfigError while the arrays are of two steps, or of two checkpoints."""
+        """Raise ConfigError while the arrays belong to two steps, or to two checkpoints."""
         if self._torn is not None:
             raise ConfigError(self._torn)
 
     @contextmanager
     def changing(self, what: str) -> Iterator[None]:
-        """Around a change of many layers, which `what` makes: where it does not end, nothing goes
-        on before one that does."""
+        """Context manager around a change of many layers, named `what`. If the change does not end,
+        `check` refuses everything until a later change ends."""
         self._torn = (
             f"{what} did not end: some layers have new values and others have not. Nothing can go "
             "on from that: load a checkpoint (engine.load_checkpoint)"
@@ -111,14 +120,16 @@ class Ledger:
             logger.warning("backward failed: the gradients of this step so far are dropped")
 
     def forget(self) -> None:
-        """Drop the gradients of the step that has ended or is abandoned."""
+        """Drop the gradients of a step that has ended, or is abandoned."""
         for state in self._layers:
             state.gradients.clear()
 
 
 class OptimizerStep:
-    """Takes gradients, and updates layers where the schedule has their updates. `window` has the
-    gradient slots on the GPU."""
+    """Takes gradients, closes the gate, and updates layers in the schedule's places.
+
+    `window` has the gradient slots on the GPU.
+    """
 
     def __init__(
         self,
@@ -150,15 +161,21 @@ class OptimizerStep:
         self._early.begin_backward()
 
     def array_for(self, *, more_may_come: bool) -> str:
-        """The array for gradients that have left their slot: "gradients", where they are pending,
-        or "accumulated", their sums over micro-batches. If more may come in this backward, they are
-        pending until its end."""
+        """Return the array for gradients that have left their slot.
+
+        It is "gradients" for pending ones, or "accumulated" for sums over micro-batches. If more
+        gradients may come in this backward, they are pending until its end.
+        """
         return "gradients" if more_may_come or not self._plan.accumulates else "accumulated"
 
-    def take(self, batch: Sequence[Gradients], array: str, *, is_complete: bool = False) -> None:
-        """Queue the sum of these gradients and those in `array`: on the GPU in one launch for all
-        layers of `batch`, which have one home. `is_complete`: no more gradients of these layers are
-        expected in this backward."""
+    def take(
+        self, batch: Sequence[LayerGradients], array: str, *, is_complete: bool = False
+    ) -> None:
+        """Queue the sum of these gradients and those in `array`.
+
+        The layers of `batch` have one home; on the GPU one launch adds all of them. `is_complete`:
+        no more gradients of these layers are expected in this backward.
+        """
         if not batch:
             return
         self._early.cancel(gradients.state.index for gradients in batch)
@@ -170,20 +187,20 @@ class OptimizerStep:
                 self._early.complete(gradients.state)
 
     def cancel_early(self, layers: Iterable[int]) -> None:
-        """Weights of these layers may be read or written from outside: leave their updates to the
-        gate."""
+        """Leave the updates of these layers to the gate. Code outside the engine may read or write
+        their weights."""
         self._early.cancel(layers)
 
     def end_backward(self) -> None:
-        """Backward has ended: no more gradients will come. Those that are pending are added to the
-        sums, if there are any."""
+        """Backward has ended: add pending gradients to the sums over micro-batches, if the plan has
+        such sums. No more gradients will come."""
         for state in self._layers if self._plan.accumulates else ():
             if state.gradients.pending:
                 gradients = self._waiting(state, "gradients")
                 state.gradients.pending.clear()
                 self.take([gradients], "accumulated")
-                state.gradients.loose.clear()
-                self._window.drop_held(state.index)
+                state.gradients.per_parameter.clear()
+                self._window.drop_held_gradients(state.index)
 
     def abandon_backward(self) -> None:
         """Backward raised: the step's gradients are void."""
@@ -219,7 +236,7 @@ class OptimizerStep:
         """Commit early updates, and queue all others. Returns the layers on the host that have
         gradients."""
         changed = []
-        # Layers that the schedule does not have come last.
+        # The schedule's layers come first, all others behind them.
         order = dict.fromkeys([*self._gate_order, *range(len(self._layers))])
         for state in map(self._layers.__getitem__, order):
             if state.gradients.is_empty:
@@ -255,10 +272,13 @@ class OptimizerStep:
         return GateResult(grad_norm=read_norm, overflow=False), 1.0 / loss_scale
 
     def _square_sums(self) -> tuple[list[float], Callable[[], list[float]] | None]:
-        """The sums of squares of the step's gradients, in any order: of those on the host, and what
-        reads those on the GPU, whose share of the update is prepared meanwhile."""
+        """Return the sums of squares of the step's gradients, in any order.
+
+        First those on the host, then a function that waits for those on the GPU, or None. The GPU's
+        share of the update is prepared meanwhile.
+        """
         on_host: list[float] = []
-        on_gpu: list[Gradients] = []
+        on_gpu: list[LayerGradients] = []
         for state in self._layers:
             if state.home is not GPU:
                 on_host += self._on_host.square_sums(state)
@@ -266,53 +286,57 @@ class OptimizerStep:
                 on_gpu.append(self._pending(state))
         return on_host, self._on_gpu.close(on_gpu)
 
-    def _pending(self, state: LayerState) -> Gradients:
-        """The layer's gradients that wait for the gate."""
+    def _pending(self, state: LayerState) -> LayerGradients:
+        """The layer's gradients that the gate will use: pending ones, or sums."""
         return self._waiting(state, state.gradients.array)
 
-    def _waiting(self, state: LayerState, array: str) -> Gradients:
+    def _waiting(self, state: LayerState, array: str) -> LayerGradients:
         """The layer's gradients in `array`."""
-        source: Flat | Loose | InArray = InArray(array)
+        source: InBuffer | PerParameter | InArray = InArray(array)
         if array == "gradients" and state.home is GPU:
             source = pending_on_gpu(state)
-        return Gradients(state, frozenset(state.gradients.positions(array)), source)
+        return LayerGradients(state, frozenset(state.gradients.positions(array)), source)
 
     def gradient_pieces(
         self, state: LayerState, k: int, *, mode: Mode = "read"
     ) -> Iterator[tuple[slice, torch.Tensor]]:
-        """The gradient of parameter `k` that waits for the step, as `ArrayAccess.pieces`: which of
-        the parameter's elements, and a flat tensor of them, of this rank's. No operation of the
-        layer's is under way meanwhile."""
+        """Yield this rank's pieces of the gradient of parameter `k` that the step will use.
+
+        Each is (elements of the parameter, a flat tensor of them), as `ArrayAccess.pieces`. The
+        caller queues no operation of the layer meanwhile.
+        """
         gradients = self._pending(state)
         state.records["norms"].writer.wait()
         gradients.record.wait()
-        part, source = state.layout.slices[k], gradients.source
-        at, end = part.offset, part.offset + part.numel
+        parameter, source = state.layout.slices[k], gradients.source
+        begin, end = parameter.offset, parameter.offset + parameter.numel
         if isinstance(source, InArray):
-            for piece, views in self._host.access.pieces(
-                state.index, gradients.arrays, at, end, mode=mode
+            for elements, views in self._host.access.pieces(
+                state.index, gradients.arrays, begin, end, mode=mode
             ):
-                yield piece, views[source.array]
-        elif isinstance(source, Loose):
-            yield slice(0, part.numel), source.tensors[k].view(-1)
+                yield elements, views[source.array]
+        elif isinstance(source, PerParameter):
+            yield slice(0, parameter.numel), source.tensors[k].view(-1)
         else:
             ((_, first, last),) = state.elements((k,))
             flat = state.maps["gradients"].view(source.memory, first, last)
-            yield slice(first - at, last - at), flat
+            yield slice(first - begin, last - begin), flat
 
     def forget(self) -> None:
-        """Drop the gradients of the step that has ended or is abandoned."""
+        """Drop the gradients of a step that has ended, or is abandoned, and its early updates."""
         self._team.forget()
         self._early.forget()
         self._on_gpu.forget()
         for state in self._layers:
-            self._window.drop_held(state.index)
+            self._window.drop_held_gradients(state.index)
         self._ledger.forget()
 
     def restart(self, *, keep_gradients: bool = False) -> None:
-        """The arrays are about to be written anew, or moved: finish what is queued, and drop the
-        gradients of a step that has not ended, unless they are kept: sums of whole backwards are
-        arrays like others."""
+        """Finish queued operations, before the arrays are written anew, or moved.
+
+        Gradients of a step that has not ended are dropped, unless `keep_gradients`. Sums of whole
+        backwards may be kept: they are arrays like others.
+        """
         if not keep_gradients:
             self.forget()
         for state in self._layers:

@@ -1,8 +1,8 @@
-"""What everything that trains one model has in common: made once, whatever the plan, by one
-assembly for the engine and the simulator.
+"""The parts that train one model. `assemble` makes them for the engine and for the simulator.
 
-Owns the order in which the parts are made; what differs is the device, whose kernels and host
-memory are given. The training thread assembles them; any thread may read `Parts`.
+This file owns the order in which the parts are made. Engine and simulator differ in the device:
+they pass its kernels and its host memory. The training thread assembles; any thread may read
+`Parts`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from stronghold.device.base import Device
+from stronghold.devices.base import Device
 from stronghold.distributed.node_weights import NodeWeights
 from stronghold.distributed.sharding import RankTeam, Team
 from stronghold.memory.host import DeviceStore, HostStore
@@ -34,22 +34,25 @@ Written = Mapping[int, Collection[int]]
 """Parameters by layer and their positions in it."""
 
 
-def _nobody(gradient: bool = False) -> None:
-    """Nobody wants to know."""
+def _ignore(gradient: bool = False) -> None:
+    """Callback of an engine that never runs autograd by itself."""
 
 
 @dataclass(slots=True)
-class Outside:
-    """Who is told that autograd runs through the model though no backward was begun: `reached`, at
-    an output of a layer or (`gradient`) a parameter, may begin one; `check` ends one that raised.
-    `divisor`: of its gradients as they arrive."""
+class UnannouncedBackward:
+    """Callbacks for `loss.backward()`: autograd runs, and `engine.backward` was not called.
 
-    reached: Callable[[bool], None] = _nobody
-    check: Callable[[], None] = _nobody
+    Hooks call `reached(gradient)` at an output of a layer, or (`gradient` true) at a parameter. It
+    may begin a backward pass. They call `check` before other work. It ends a backward that raised.
+    Gradients are divided by `divisor` when they arrive.
+    """
+
+    reached: Callable[[bool], None] = _ignore
+    check: Callable[[], None] = _ignore
     divisor: int = 1
 
     def scaled(self, gradient: torch.Tensor) -> torch.Tensor:
-        """A gradient that has arrived."""
+        """Divide a gradient that has arrived."""
         return gradient if self.divisor == 1 else gradient / self.divisor
 
 
@@ -57,28 +60,34 @@ MAX_ACTIONS = 1 << 16  # of one step: a run without steps (evaluation) must not 
 
 
 class Performed:
-    """The operations that a step performed, in order: `engine.inspect()` shows them beside the
-    schedule. `last` has those of the step that ended last. The thread that calls hooks enters."""
+    """Operations that a step performed, in order.
+
+    `engine.inspect()` shows them beside the schedule.
+    `last` has the operations of the step that ended last. The thread that calls hooks enters.
+    """
 
     def __init__(self) -> None:
         self.last: tuple[Action, ...] = ()
         self._now: list[Action] = []
 
     def add(self, kind: Kind, layer: int = -1) -> None:
-        """An operation was queued; of a use, compute is about to begin it."""
+        """Note that an operation was queued, or that compute is about to begin a use."""
         if len(self._now) < MAX_ACTIONS:
             self._now.append(Action(kind=kind, layer=layer))
 
     def end_step(self) -> None:
-        """A step has ended. Later operations belong to the next one."""
+        """A step has ended: later operations belong to the next one."""
         self.last = tuple(self._now)
         self._now = []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """`host` has every layer, and the arrays of those that `store` has not: these are updated on
-    the device. `kernels` run on the update lane."""
+    """Everything that trains one model.
+
+    `host` has every layer, and the arrays of layers that are updated on the host. `store` has the
+    arrays of layers that are updated on the device. `kernels` run on the update lane.
+    """
 
     device: Device
     host: HostStore
@@ -87,7 +96,7 @@ class Parts:
     kernels: Kernels
     metrics: Metrics
     team: Team
-    outside: Outside = field(default_factory=Outside)
+    outside: UnannouncedBackward = field(default_factory=UnannouncedBackward)
     performed: Performed = field(default_factory=Performed)
 
     @property
@@ -95,7 +104,7 @@ class Parts:
         return self.host.layers
 
     def adopt(self, index: int, source: WeightSource | None = None) -> None:
-        """Copy the layer's parameters into its arrays; those on the meta device are read from
+        """Copy the layer's parameters into its arrays. Parameters on the meta device are read from
         `source`."""
         stores: dict[Home, HostStore | DeviceStore] = {GPU: self.store, HOST: self.host}
         stores[self.layers[index].home].adopt(index, source)
@@ -115,8 +124,11 @@ def assemble(
     weights: NodeWeights | None = None,
     allocate: Callable[[int, torch.dtype], torch.Tensor] = map_slab,
 ) -> Parts:
-    """`parameters[i]` are layer i's parameters in the layout's order; `allocate` makes host memory.
-    Of several ranks `weights` are those of the node. What is made is closed by `undo`."""
+    """Make the parts for `plan`, and register their closing with `undo`.
+
+    `parameters[i]`: layer i's parameters, in the layout's order. `allocate(numel, dtype)` makes
+    host memory. `weights`: the node's weights, if several ranks share them.
+    """
     host = HostStore(
         layout,
         device,

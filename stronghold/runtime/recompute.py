@@ -52,11 +52,18 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointError
 
 from stronghold.config.source import warn_once
-from stronghold.device.base import Device
+from stronghold.devices.base import Device
+from stronghold.devices.random_numbers import random_state, set_random_state
 from stronghold.errors import ConfigError
 from stronghold.process import run_and_restore
 from stronghold.runtime.attention import AttentionCalls
 from stronghold.runtime.guards import OwnHook, serves
+from stronghold.runtime.patches.autograd import (
+    backward_group,
+    backward_number,
+    num_function_modes,
+)
+from stronghold.runtime.patches.tensors import version_of
 
 
 # -- a forward and its second run ------------------------------------------------------------------
@@ -110,7 +117,7 @@ class Recomputation:
         self._kept = KeptModule(module, (args, kwargs), device)
         device_types = {"cpu", device.torch_device.type} - {"meta"}
         self._autocast = [_autocast_of(device_type) for device_type in device_types]
-        modes = torch._C._len_torch_function_stack()
+        modes = num_function_modes()
         self._default_device = torch.get_default_device() if modes else None
         self.attention: AttentionCalls | None = None  # whose results are kept
         self._saved: list[Kind] = []  # what autograd saved in the first run
@@ -129,7 +136,7 @@ class Recomputation:
                 return stands
             kept = tensor.detach().requires_grad_()
         if not tensor.is_inference():
-            self._tensors.append(SavedTensor(kept, kept._version))
+            self._tensors.append(SavedTensor(kept, version_of(kept)))
         return kept
 
     def _back(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -146,7 +153,7 @@ class Recomputation:
         index, self._num_found = self._num_found, self._num_found + 1
         if index >= len(self._saved):  # the module went on after the error that was to end it
             raise _AllFoundError
-        found = self._found[index] = SavedTensor(tensor.detach(), tensor._version)
+        found = self._found[index] = SavedTensor(tensor.detach(), version_of(tensor))
         was, now = self._saved[index], _kind(tensor)
         if was != now:
             self._different.append(f"tensor {index}: got {_words(now)}, expected {_words(was)}")
@@ -170,11 +177,11 @@ class Recomputation:
         """Run the forward again. CheckpointError where it does not find what the first one did."""
         self._check()
         for tensor, version in self._tensors:
-            if tensor._version != version:
+            if version_of(tensor) != version:
                 raise RuntimeError(
                     f"{self._name}: its forward cannot be run again, since a tensor among its "
                     f"arguments was written in place meanwhile ({tensor.dtype} "
-                    f"{list(tensor.shape)} is at version {tensor._version}, expected version "
+                    f"{list(tensor.shape)} is at version {version_of(tensor)}, expected version "
                     f"{version}); write out of place (y = y + x, not y += x), or set "
                     'stronghold.activations to "keep" or "offload"'
                 )
@@ -213,10 +220,9 @@ def _words(kind: Kind) -> str:
 
 def _task() -> object:
     """The backward that runs, or what torch takes several for; -1 outside of any."""
-    return _group() or torch._C._current_graph_task_id()
+    return backward_group() or backward_number()
 
 
-_group: Callable[[], Any] = getattr(torch._C, "_get_graph_exec_group", lambda: None)
 _Autocast = tuple[str, torch.dtype, bool, bool]  # the arguments of torch.autocast
 
 
@@ -337,7 +343,7 @@ class KeptModule:
                     self._trained.append(weakref.ref(parameter))
             for name in own.tensors:
                 if not (value := here[name]).is_inference():
-                    saved = SavedTensor(_detached(value), value._version)
+                    saved = SavedTensor(_detached(value), version_of(value))
                     self._versions.append((f"{own_class.__name__}.{name}", saved))
                 inner.append((k, name, value))
             for name in own.objects:
@@ -369,14 +375,14 @@ class KeptModule:
         self._objects[id(value)] = vars(value), held
         for key, found in held.items():
             if isinstance(found, torch.Tensor) and not found.is_inference():
-                saved = SavedTensor(_detached(found), found._version)
+                saved = SavedTensor(_detached(found), version_of(found))
                 self._versions.append((f"{owner}.{name}.{key}", saved))
 
     def run(self, work: Callable[[], object]) -> None:
         """Call `work` while all is as it was. Afterwards all is as it is now, untouched.
         ConfigError, before anything is changed, for a tensor that cannot be had as it was."""
         for place, (tensor, version) in self._versions:
-            if tensor._version != version:
+            if version_of(tensor) != version:
                 raise ConfigError(
                     f"{place}: a tensor that is no buffer was written "
                     "in place since its block's forward began, and cannot be had as it was for the "
@@ -565,7 +571,8 @@ def _access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], None]]:
     if isinstance(generator, random.Random):
         return generator.getstate, generator.setstate
     if isinstance(generator, Device):
-        return generator.random_state, generator.set_random_state
+        device = generator.torch_device
+        return functools.partial(random_state, device), functools.partial(set_random_state, device)
     if hasattr(generator, "bit_generator"):  # of NumPy
         bits = generator.bit_generator
         return lambda: bits.state, functools.partial(setattr, bits, "state")

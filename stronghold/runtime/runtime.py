@@ -1,28 +1,26 @@
-"""What trains one model by one plan: what an engine asks for, and its checkpoints.
+"""Trains one model by one plan: passes, steps, and changes of weights from outside.
 
-Owns window, executor, updates, activations and hooks, the account of the step, and the order in
-which an event of the step reaches them. Each part's own file says what it does. The training thread
-alone calls.
+This file owns the window, executor, updates, activations and hooks, and the order in which an event
+of the step reaches them. The training thread alone calls.
 
-A model that is whole on the device is a plan in which nothing moves. There are no hooks and no
-slots, so that nothing stands on its path: autograd accumulates as in a plain loop, and when a
-backward has ended its gradients are taken out of `.grad`, and wait for the step where they are.
-Since nobody is called when a gradient comes, one of outputs that the engine did not make is found,
-and refused, at the next backward or `engine.step`.
+A model that fits on the device has a plan in which nothing moves: no hooks and no slots. Autograd
+accumulates as in a plain loop. When backward has ended, the gradients are taken out of `.grad`, and
+wait for the step where they lie. No hook sees such a gradient arrive. So a gradient of outputs that
+the engine did not make is refused later, at the next backward or `engine.step`.
 
-[Note: interrupts] Ctrl-C, or an exception in a user's hook, may end any of this at any bytecode.
-What it may leave:
-  * a layer in two states at once: claimed and not fetched, released in the window and still bound,
-    some of its parameters in a slot and others at rest
-  * an operation that a lane performs and whose fence nobody has
-  * gradients: in `.grad`, in slots that gather, on their way, counted as arrived or not
-  * a pass that nobody ended: its phase, its blocks, its saved-tensor hooks, its place among uses
-  * steps of the optimizer that were counted, with or without their update
-None of it is repaired one by one. The lanes end what is queued, and then nothing is anywhere: no
-layer in a slot, no gradient, no pass, every parameter at rest. The arrays are whole, for the lanes
-alone write them; whether they are of one step is what the ledger knows, which is told before the
-first of them changes, and after the last. Arrays of two steps, and counts, are what a load writes.
-Of several ranks one that raises ends them all.
+[Note: interrupts] Ctrl-C, or an exception in a user's hook, may end a step at any bytecode.
+1. It may leave a layer in two states at once: claimed and not fetched, released in the window and
+   still bound, some parameters in a slot and others at rest.
+2. It may leave an operation on a lane whose fence was lost.
+3. It may leave gradients: in `.grad`, in slots, on their way to the host.
+4. It may leave a pass open: its phase, its blocks, its saved-tensor hooks, its position among uses.
+5. It may leave steps that were counted, with or without their update.
+6. Nothing of this is repaired one by one. The lanes end all queued operations. Then every slot is
+   empty, every gradient is dropped, every parameter is at rest, and no pass is open.
+7. The arrays are whole, for lanes alone write them. The ledger knows whether they belong to one
+   step: it notes the begin of a change, and its end. If they do not, a load writes arrays and
+   counts anew.
+8. With several ranks, one rank that raises ends all of them.
 """
 
 from __future__ import annotations
@@ -47,17 +45,25 @@ from stronghold.runtime.executor import Executor, Phase
 from stronghold.runtime.hooks import Hooks
 from stronghold.runtime.optimizer_step import GateResult, Ledger, OptimizerStep
 from stronghold.runtime.parts import Parts, Written
-from stronghold.runtime.pieces import Gradients, Loose
+from stronghold.runtime.patches.autograd import (
+    NO_BACKWARD,
+    backward_number,
+    without_torch_function,
+)
+from stronghold.runtime.patches.tensors import version_of
+from stronghold.runtime.pieces import LayerGradients, PerParameter
 
 logger = logging.getLogger("stronghold")
 
 
 class Runtime:
-    """One model's passes and updates by `plan`. Between steps every parameter of the model holds
-    its newest value once `settle` has returned. Offloaded activations take `host_room_bytes` of the
-    host at most (None: what it has)."""
+    """Passes and updates of one model by `plan`.
 
-    # The most bytes of gradients that were ever left in torch's own memory on the device.
+    Between steps every parameter holds its newest value once `settle` has returned.
+    `host_room_bytes`: the most host memory for offloaded activations; None: all that is free.
+    """
+
+    # Peak bytes of gradients in torch's own memory on the device.
     kept_gradient_bytes = 0
 
     def __init__(self, parts: Parts, plan: Plan, *, host_room_bytes: int | None = None) -> None:
@@ -79,21 +85,21 @@ class Runtime:
         self.ledger = Ledger(parts.layers)
         self.step = OptimizerStep(parts, self.ledger, plan, self.window, bindings)
         self._hooks: Hooks | None = None
-        # Updated on the host, where writes to what is on the device, or to what has a master of
-        # its own, do not show; and the versions of their parameters that did.
+        # Layers on whose arrays a program's write to a parameter does not show: they are updated on
+        # the host, and the parameter lies on the device, or has a master of its own (fp16).
         in_fp16 = any(made.dtype is torch.float16 and made.states for made in host.formats)
         everything = range(len(parts.layers)) if in_fp16 else plan.resident
         self._unseen = [layer for layer in everything if layer not in plan.updated_on_gpu]
         for state in parts.layers:
             state.views.saved_versions = None
-        self._has_aliases = False  # said once
-        device.open_streams(plan.demand.streams)
+        self._has_warned_of_aliases = False
+        device.side_streams.open(plan.demand.streams)
         self.executor = Executor(parts, self.window, self.step, self.ledger, plan, bindings)
         self.activations = Activations(parts, plan, self.executor, host_room_bytes)
 
     # -- life -------------------------------------------------------------------------------------
     def start(self, partition: Partition) -> None:
-        """Every layer is adopted: the model may be called."""
+        """Attach the hooks. Every layer is adopted, so the model may be called now."""
         if self._plan.whole:
             return
         chunk = self._plan.demand.chunk
@@ -101,7 +107,7 @@ class Runtime:
         self.settle()
 
     def detach(self) -> None:
-        """The model is about to be given back: take everything off its modules."""
+        """Remove every hook from the model's modules, before the model is given back."""
         if self._hooks is not None:
             self._abandon_forward()
             self._hooks.close()
@@ -109,8 +115,10 @@ class Runtime:
             self.adopt_edited()
 
     def give_back(self, *, keep_gradients: bool = False) -> None:
-        """The lanes have ended: point every parameter at its layer's own arrays. Gradients that
-        wait on the device for the step are dropped, unless they are kept."""
+        """Point every parameter at its layer's arrays on the host. The lanes have ended.
+
+        Gradients that wait on the device are dropped, unless `keep_gradients`.
+        """
         if self._plan.whole and not keep_gradients:
             self._drop_grad()
             self.step.forget()
@@ -124,10 +132,11 @@ class Runtime:
     # -- the step ---------------------------------------------------------------------------------
     @contextmanager
     def forward_pass(self) -> Iterator[None]:
-        """Around a call of the model; what leaves it in whatever way leaves nothing open."""
+        """Context manager for one call of the model. It ends open uses on return and on any
+        exception."""
         self._device.check()  # what failed before explains what is refused now
         self.ledger.check()
-        self._abandon_forward()  # of a call of the module itself, which nobody saw end
+        self._abandon_forward()  # a call of the raw module may have been interrupted
         try:
             yield
         except BaseException as error:
@@ -140,20 +149,20 @@ class Runtime:
             self._start_again()
 
     def _start_again(self) -> None:
-        """Nothing is anywhere ([Note: interrupts])."""
+        """Empty all slots, drop all gradients, rest all parameters ([Note: interrupts])."""
         self._device.finish()
         self.executor.start_again()
 
     def begin_backward(self, *, boundary: bool) -> None:
-        """Autograd is about to run on a micro-batch that ends the step (`boundary`) or not.
-        ConfigError when no further gradients can be taken."""
+        """Autograd is about to run. `boundary`: this micro-batch ends the step. Raises ConfigError
+        if no further gradients can be taken."""
         self._device.check()
         self._abandon_forward()
         self._steps.refuse_unfrozen()
-        # The graph keeps aliases, too (W.t() of a head): `close_gate` asks for them.
+        # The graph keeps aliases, too (W.t() of a head). `close_gate` looks for them.
         self.adopt_edited(through_aliases=False)
-        # Else what is there is of this very backward.
-        if self._plan.whole or torch._C._current_graph_task_id() == -1:
+        # Inside a running backward, `.grad` has gradients of this very backward.
+        if self._plan.whole or backward_number() == NO_BACKWARD:
             self._refuse_strays()
         self.ledger.begin_backward(boundary=boundary)
         self._store.prepare_training()
@@ -162,7 +171,7 @@ class Runtime:
         self.executor.begin_backward_pass()
 
     def end_backward(self) -> None:
-        """Autograd has returned: every gradient is taken over, and no parameter has one."""
+        """Autograd has returned: take every gradient over. No parameter keeps one."""
         if self._plan.whole:
             self._take_grad()
         self.executor.end_backward_pass()
@@ -170,8 +179,8 @@ class Runtime:
             self._hooks.end_backward()
 
     def abandon_backward(self) -> None:
-        """Autograd, or a step before it changed anything, raised: the step's gradients so far are
-        void, and no parameter has one."""
+        """Drop the step's gradients so far. Autograd raised, or a step raised before it changed
+        anything."""
         if self._hooks is not None:
             self._hooks.end_backward()
         if self.executor.phase is Phase.BACKWARD:  # else no layer was reduced
@@ -182,7 +191,7 @@ class Runtime:
         self._drop_grad()
 
     def drop_gradients(self) -> None:
-        """The user throws the step's gradients so far away."""
+        """Drop the step's gradients so far, as the user asked."""
         self._drop_grad()
         self.step.forget()
         self._team.dropped()
@@ -208,8 +217,8 @@ class Runtime:
         return gate
 
     def _wait_for_aliased(self, layers: Sequence[int]) -> None:
-        if not self._has_aliases:
-            self._has_aliases = True
+        if not self._has_warned_of_aliases:
+            self._has_warned_of_aliases = True
             logger.warning(
                 "something keeps aliases of weights (p.data, p.detach(), a view, a state dict), of "
                 "%s first: engine.step() waits for the updates of these layers, so that they show "
@@ -218,9 +227,9 @@ class Runtime:
             )
         self.settle(layers)
 
-    # -- what lies in .grad -----------------------------------------------------------------------
+    # -- gradients in .grad -----------------------------------------------------------------------
     def _with_gradient(self) -> list[tuple[LayerState, int, nn.Parameter]]:
-        with torch._C.DisableTorchFunctionSubclass():  # hidden parameters need not be shown
+        with without_torch_function():  # hidden parameters need not be shown
             return [
                 (state, k, parameter)
                 for state in self._host.layers
@@ -229,7 +238,8 @@ class Runtime:
             ]
 
     def _refuse_strays(self) -> None:
-        """ConfigError for gradients that nobody has taken over; they are dropped."""
+        """Raise ConfigError if a parameter has a gradient that no backward of the engine made. The
+        gradient is dropped."""
         strays = []
         for state, k, parameter in self._with_gradient():
             parameter.grad = None
@@ -243,15 +253,15 @@ class Runtime:
             )
 
     def _drop_grad(self) -> None:
-        """What autograd left in parameters, whose hooks did not come to take it away."""
+        """Drop gradients that autograd left in parameters, because no hook ran."""
         for _, _, parameter in self._with_gradient():
             parameter.grad = None
 
     def _take_grad(self) -> None:
-        """Of a model that is whole on the device."""
+        """Take the gradients of a model that fits on the device out of `.grad`."""
         taken: dict[int, dict[int, torch.Tensor]] = {}
         nbytes = sum(
-            g.nbytes for state in self._host.layers for g in state.gradients.loose.values()
+            g.nbytes for state in self._host.layers for g in state.gradients.per_parameter.values()
         )
         for state, k, parameter in self._with_gradient():
             gradient = parameter.grad
@@ -259,32 +269,33 @@ class Runtime:
             parameter.grad = None
             nbytes += gradient.nbytes
             if k in state.optimizer.trained:
-                # Sparse, or laid out as nobody asked: the kernels take neither.
+                # The kernels take neither sparse gradients nor other strides.
                 dense = gradient.to_dense() if gradient.is_sparse else gradient
                 dense = self._outside.scaled(dense)
                 taken.setdefault(state.index, {})[k] = dense.contiguous()
         self.kept_gradient_bytes = max(self.kept_gradient_bytes, nbytes)
         batch = [
-            Gradients(self._host.layers[layer], frozenset(tensors), Loose(tensors))
+            LayerGradients(self._host.layers[layer], frozenset(tensors), PerParameter(tensors))
             for layer, tensors in taken.items()
         ]
         self.step.take(batch, self.step.array_for(more_may_come=False))
 
     # -- between steps ----------------------------------------------------------------------------
     def settle(self, layers: Sequence[int] | None = None) -> None:
-        """Wait until the newest weights of these layers, or of all, are where their parameters
-        point."""
-        asked = range(len(self._host.layers)) if layers is None else layers
-        self.step.cancel_early(asked)
-        self.executor.settle(asked)
-        self.executor.given_out(asked)
+        """Wait until the parameters of these layers, or of all (None), have their newest values."""
+        chosen = range(len(self._host.layers)) if layers is None else layers
+        self.step.cancel_early(chosen)
+        self.executor.settle(chosen)
+        self.executor.given_out(chosen)
         if self.executor.phase is Phase.IDLE and self._team.writable:
             self.adopt_edited()
 
     def restart(self, *, keep_gradients: bool = False) -> None:
-        """The arrays are about to be written anew, or moved: finish what is queued, drop whatever
-        an exception left half done, and the gradients of a step that has not ended, unless they are
-        kept."""
+        """Finish queued operations, before the arrays are written anew, or moved.
+
+        Drops the remains of an exception, and gradients of a step that has not ended, unless
+        `keep_gradients`.
+        """
         self._device.check()
         if self._hooks is not None:
             self._hooks.abandon_forward()
@@ -298,28 +309,34 @@ class Runtime:
 
     @property
     def is_between_passes(self) -> bool:
-        """True if layers may move now, and nothing of the step is lost: no pass is running, and
-        what earlier micro-batches gave is nothing, or sums, which are arrays of their layers."""
+        """True if layers may move now, and no gradient of the step is lost.
+
+        No pass is running. Earlier micro-batches have left nothing, or sums, which are arrays of
+        their layers.
+        """
         idle = self.executor.phase is Phase.IDLE
         return idle and (self._plan.accumulates or not self.ledger.is_in_step)
 
     def loaded(self, layers: Sequence[int] | None = None) -> None:
-        """New values were written to the arrays of these layers, or of all: after `settle` the
-        parameters show them, and a graph that needs what they were is refused by autograd."""
+        """New values were written to the arrays of these layers, or of all (None).
+
+        The parameters have them after `settle`. Autograd refuses a graph that needs older values.
+        """
         self._team.spread("after a load")
         chosen = range(len(self._host.layers)) if layers is None else layers
         for layer in chosen:
-            self._host.layers[layer].views.saved_versions = None  # what was written before is gone
+            self._host.layers[layer].views.saved_versions = None  # earlier writes are gone
             if layer in self._plan.updated_on_gpu:
                 torch.autograd.graph.increment_version(self._host.layers[layer].parameters)
         self.executor.weights_changed(chosen)
 
     def adopt_edited(self, *, through_aliases: bool = True) -> None:
-        """What was written in place, from outside, where an update on the host would not see it:
-        take it over before that, or refuse it among several ranks. A parameter's version tells.
-        Masters keep what is below them, so that weights that come back to what they were are the
-        same masters."""
-        # Through an alias anything may have been written.
+        """Bring values that a program wrote in place into the arrays, before an update on the host.
+
+        A changed version of a parameter shows the write. Several ranks refuse it. Masters keep
+        their lower bits, so that weights which return to earlier values have the earlier masters.
+        """
+        # A write through an alias changes no version of the parameter.
         silent = self._plan.resident if through_aliases and self._team.writable else ()
         for layer in self._unseen:
             versions = self.versions_of(layer)
@@ -335,13 +352,13 @@ class Runtime:
                 self._save(layer)
 
     def versions_of(self, layer: int) -> list[int]:
-        """How often each parameter was written in place."""
-        with torch._C.DisableTorchFunctionSubclass():  # else those that are hidden take long
-            return [parameter._version for parameter in self._host.layers[layer].parameters]
+        """Version of each parameter: torch counts writes in place."""
+        with without_torch_function():  # else hidden parameters take long
+            return [version_of(parameter) for parameter in self._host.layers[layer].parameters]
 
     def adopt_weights(self, written: Written | None = None) -> None:
-        """New values were written where these parameters, or all, point: make them the arrays'
-        values and their masters."""
+        """Make new values of these parameters, or of all (None), the arrays' values and masters.
+        They were written to the memory that the parameters point to."""
         layers = list(range(len(self._host.layers)) if written is None else written)
         for index in layers:
             self._save(index)
@@ -349,12 +366,12 @@ class Runtime:
         for index in layers:
             self._host.access.restart_master(index, written and written[index])
             self._host.layers[index].views.saved_versions = self.versions_of(index)
-            self.executor.bindings.written(index)  # what was written is theirs
+            self.executor.bindings.written(index)
         self._team.barrier("after new weights")
         self.executor.weights_changed([i for i in layers if i not in self._plan.resident])
 
     def _save(self, layer: int) -> None:
-        """Bring what was written where the layer's parameters point to its arrays."""
+        """Copy values from the memory that the layer's parameters point to into its arrays."""
         self.step.cancel_early((layer,))
         device, state = self._device, self._host.layers[layer]
         slot = state.on_gpu.slot  # None where the model is away, too: then they point at the arrays
@@ -364,7 +381,7 @@ class Runtime:
             device.drain.submit(
                 f"save {layer}",
                 save,
-                (device.record_compute(f"weights {layer} written"),),
+                (device.compute.record(f"weights {layer} written"),),
                 reads=(slot.record,),
                 writes=(state.records["weights"],),
                 nbytes=nbytes,

@@ -21,10 +21,11 @@ from tqdm import tqdm
 
 from stronghold import native
 from stronghold.config import Settings, StrongholdConfig
-from stronghold.device import cuda
-from stronghold.device.base import Device
-from stronghold.device.cuda import CudaDevice
-from stronghold.device.emulated import EmulatedDevice
+from stronghold.devices import cuda
+from stronghold.devices.base import Device
+from stronghold.devices.cuda import CudaDevice
+from stronghold.devices.emulated import EmulatedDevice
+from stronghold.devices.lane_name import LaneName
 from stronghold.distributed.node_weights import shared_weights
 from stronghold.distributed.process_groups import Ranks
 from stronghold.distributed.sharding import check_alike
@@ -50,12 +51,15 @@ from stronghold.model.partition import (
 from stronghold.optim.states import LEAN, States, states_of
 from stronghold.plan.cost import Demand
 from stronghold.plan.homes import FILE, GPU, Home
-from stronghold.plan.plan import Plan, levels_of, make_plan
+from stronghold.plan.places import levels_of
+from stronghold.plan.plan import Plan, make_plan
 from stronghold.process import check_not_forked, forked_from
 from stronghold.runtime.formats import CAST, COMPUTED, model_formats, page_items
-from stronghold.runtime.guards import COMPILED_WHOLE, is_compiled
+from stronghold.runtime.guards import COMPILED_WHOLE
 from stronghold.runtime.optimizer import EngineOptimizer
 from stronghold.runtime.parts import Written, assemble
+from stronghold.runtime.patches.modules import is_compiled
+from stronghold.runtime.patches.versions import report_untried
 from stronghold.runtime.recompute import forbid_caches
 from stronghold.runtime.runtime import Runtime
 from stronghold.telemetry.metrics import Metrics
@@ -139,8 +143,10 @@ class Stack:
         self._trace_path = section.trace and open_path(section.trace, rank)
         self.plan: Plan = make_plan(self.layout, self.demand)
         check_alike(self.ranks, self.layout, self.plan, settings.precision)
-        if not self.partition.streamed and rank == 0:
-            _say_no_blocks(model, section)
+        if rank == 0:
+            report_untried()
+            if not self.partition.streamed:
+                _say_no_blocks(model, section)
         if not self.plan.whole and is_compiled(model):
             raise ConfigError(f"model: {COMPILED_WHOLE}")
         self.trace = Trace(rank, recording=section.trace is not None)
@@ -388,7 +394,7 @@ class Stack:
         try:
             return self._change_to(plan, keep_gradients=keep_gradients)
         except BaseException as error:  # Ctrl-C: parts of two plans cannot be put together again
-            self.device.report(LaneError("compute", "change of the plan", error))
+            self.device.report(LaneError(LaneName.COMPUTE, "change of the plan", error))
             raise
 
     def _change_to(self, plan: Plan, *, keep_gradients: bool) -> bool:
@@ -397,20 +403,20 @@ class Stack:
         self.runtime.detach()
         self.runtime.give_back(keep_gradients=keep_gradients)
         self.runtime.close()
-        self.device.restart_peak(self.runtime.kept_gradient_bytes)
+        self.device.memory.restart_peak(self.runtime.kept_gradient_bytes)
         for layer in sorted(before.updated_on_gpu - plan.updated_on_gpu):
-            self.store.give(layer)
+            self.store.move_to_host(layer)
         fits = True
         if plan.gpu_total_bytes > before.gpu_total_bytes:  # else it takes what the other one had
-            more = plan.gpu_total_bytes - self.device.allocated_bytes
-            fits = self.device.has_room(more, plan.activation_bytes)
+            more = plan.gpu_total_bytes - self.device.memory.allocated_bytes
+            fits = self.device.memory.has_room(more, plan.activation_bytes)
             fits = self.ranks.least(fits) == 1
         if not fits:
             plan = before
         for layer in sorted(plan.updated_on_gpu):
             if self.host.layers[layer].home is not GPU:
-                self.store.take(layer)
-        self.host.hold(plan.pending, plan.ring_entries, plan.early)
+                self.store.move_to_device(layer)
+        self.host.apply_plan(plan.pending, plan.ring_entries, plan.early)
         self.plan = plan
         self.metrics.recomputed = plan.recomputed
         self._start(plan)
@@ -451,7 +457,7 @@ class Stack:
         self.runtime.settle()
         self.runtime.detach()
         self.device.finish()
-        self.store.leave()
+        self.store.offload_arrays()
         self.runtime.give_back()
         self.runtime.close()
         _move_buffers(self.partition.model, torch.device("cpu"))
@@ -464,15 +470,15 @@ class Stack:
             return
         self.check_process("engine.reload_states")
         plan, device = self.plan, self.device
-        need = plan.gpu_total_bytes - device.allocated_bytes
-        if self.ranks.least(device.has_room(need, plan.activation_bytes)) != 1:
+        need = plan.gpu_total_bytes - device.memory.allocated_bytes
+        if self.ranks.least(device.memory.has_room(need, plan.activation_bytes)) != 1:
             raise ConfigError(
                 f"engine.reload_states: the plan needs {format_size(need)} on {device.name} and "
                 f"{format_size(plan.activation_bytes)} for activations, and other programs have "
                 "taken that memory: free it, "
                 "or lower stronghold.gpu_memory and make the engine again from a checkpoint"
             )
-        self.store.come_back()
+        self.store.reload_arrays()
         _move_buffers(self.partition.model, device.torch_device)
         self._away = False
         self._start(plan)
@@ -493,13 +499,13 @@ class Stack:
         """Bytes so far; masters, moments and gradient slots are made at the first backward."""
         return MemoryReport(
             gpu_planned=self._planned[0],
-            gpu_peak=self.device.peak_with(self.runtime.kept_gradient_bytes),
+            gpu_peak=self.device.memory.peak_with(self.runtime.kept_gradient_bytes),
             host_planned=self._planned[1],
             host_peak=self.host.peak_bytes,
             host_activations=self.runtime.activations.host_bytes,
             nvme_planned=self.plan.nvme_total_bytes,
             nvme_peak=self.host.tiers.stored_bytes,
-            gpu_process_peak=self.device.process_peak_bytes(),
+            gpu_process_peak=self.device.memory.process_peak_bytes(),
         )
 
     def write_trace(self) -> None:
@@ -531,9 +537,9 @@ class Stack:
         with self._parts:  # the lanes and the pool end whatever happens below
             self.runtime.detach()
             self.device.close()
-            self.store.give_back()
+            self.store.return_weights()
             try:
-                self.host.bring_back(available_host_bytes())
+                self.host.unspill_weights(available_host_bytes())
             finally:  # of a layer that cannot be read every parameter is NaN, and the error says so
                 self.runtime.give_back()
                 _move_buffers(self.partition.model, torch.device("cpu"))
@@ -578,7 +584,7 @@ def reserved_bytes(but: Stack | None = None) -> tuple[int, int]:
         plan = stack.plan
         if not stack._away:
             need = plan.gpu_total_bytes + plan.activation_bytes
-            on_device += max(0, need - stack.device.allocated_bytes)
+            on_device += max(0, need - stack.device.memory.allocated_bytes)
         need = plan.host_total_bytes + plan.offloaded_bytes
         on_host += max(0, need - stack.host.allocated_bytes)
     return on_device, on_host

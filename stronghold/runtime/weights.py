@@ -1,9 +1,13 @@
-"""The weights of layers on the GPU: the only issuer of fetches and releases.
+"""Fetches (unshard, prefetch) and releases (reshard, evict) the weights of layers on the GPU.
 
-`executor` decides when, and this file has how. A fetch reads a layer's weights at home and writes a
-slot. Compute waits for the slot's writer before the layer is READY, and is the slot's reader when
-it is released; nothing is copied back. Entered by the training thread and, on a GPU, by autograd's
-thread during backward. The two never run at once.
+No other file does. `executor` decides when a layer is fetched. The training thread enters, and on a
+GPU autograd's thread in backward. The two never run at once.
+
+[Note: a slot is reused]
+1. A fetch reads a layer's weights at home, and writes a slot.
+2. Compute waits for the slot's writer. Then the layer is READY.
+3. A release makes compute a reader of the slot. Nothing is copied back.
+4. The next fetch into the slot waits for that reader.
 """
 
 from __future__ import annotations
@@ -13,7 +17,8 @@ from functools import partial
 
 import torch
 
-from stronghold.device.base import timed
+from stronghold.devices.base import timed
+from stronghold.devices.lane_name import LaneName
 from stronghold.errors import ConfigError
 from stronghold.memory.buffers import Slot
 from stronghold.memory.layer import Residency
@@ -21,6 +26,7 @@ from stronghold.memory.window import Window
 from stronghold.plan.plan import Plan
 from stronghold.runtime.binding import Bindings, refuse_aliases
 from stronghold.runtime.parts import Parts
+from stronghold.telemetry.metrics import WaitCause
 
 
 class LayerWeights:
@@ -30,15 +36,15 @@ class LayerWeights:
         self._device, self._layers = parts.device, parts.layers
         self._tiers, self._team, self._metrics = parts.host.tiers, parts.team, parts.metrics
         self._window, self._plan, self._bindings = window, plan, bindings
-        # Resident layers whose weights come from the host; the others' are never outdated.
+        # Resident layers that are updated on the host. Other residents are never outdated.
         self.refreshed = plan.resident - plan.updated_on_gpu
         staying = [parts.layers[layer].weights for layer in plan.updated_on_gpu]
         for layer in self.refreshed:
             slot = parts.layers[layer].on_gpu.slot
             assert slot is not None
             staying.append(slot.weights)
-        # Storages of weights that stay on the device: saved, they need no copy. They are where
-        # the weights begin, since parameters are bound to a storage of their own.
+        # Addresses of weights that stay on the device: a saved tensor there needs no copy.
+        # Parameters are bound to a storage of their own, which begins where the weights begin.
         self.staying = {weights.data_ptr() for weights in staying}
         # Storage of a slot -> the streamed layer that is in it, for saved tensors.
         self.layer_at: dict[int, int] = {}
@@ -47,15 +53,15 @@ class LayerWeights:
 
     # -- questions --------------------------------------------------------------------------------
     def needs_fetch(self, layer: int) -> bool:
-        """Whether no slot has, or will have, the layer's newest weights."""
+        """True if no slot has, or will have, the layer's newest weights."""
         return layer not in self._plan.updated_on_gpu and not self._layers[layer].is_fetched
 
     def has_room(self, layer: int) -> bool:
-        """Whether the layer can be fetched without a release."""
+        """True if the layer can be fetched without a release."""
         return layer in self._plan.resident or self._window.free_slot() is not None
 
     def outdated_residents(self) -> list[int]:
-        """Resident layers whose newest weights compute has not waited for."""
+        """Resident layers whose newest weights compute has not waited for yet."""
         states = (self._layers[layer] for layer in self.refreshed)
         return [
             state.index
@@ -64,30 +70,32 @@ class LayerWeights:
         ]
 
     def slot_of(self, layer: int) -> Slot:
-        """The slot that has the layer."""
+        """The slot that the layer lies in."""
         slot = self._layers[layer].on_gpu.slot
         assert slot is not None
         return slot
 
     # -- actions ----------------------------------------------------------------------------------
     def make_ready(self, layer: int) -> None:
-        """Make compute wait for the layer's fetch, which is queued, and bind its parameters to the
-        slot."""
+        """Make compute wait for the layer's queued fetch, and bind its parameters to the slot."""
         state, slot = self._layers[layer], self.slot_of(layer)
         if state.on_gpu.residency is Residency.FETCHING:
             updated = state.records["weights"].writer
             if not updated.done:
-                self._metrics.waited("update", timed(updated.wait))
-            fetched = self._device.compute_wait_everywhere(slot.record.writer)
-            self._metrics.waited("fetch", fetched)
+                self._metrics.waited(WaitCause.UPDATE, timed(updated.wait))
+            fetched = self._device.compute.wait_everywhere(slot.record.writer)
+            self._metrics.waited(WaitCause.FETCH, fetched)
             self._window.make_ready(layer)
         self._bindings.bind(layer, slot.weights)
         self._bindings.show(layer)
 
     def fetch(self, layer: int, *, keep: Collection[int], together: bool) -> None:
-        """Queue a fetch of the layer. Without a free slot the layer whose slot was taken first is
-        released, but none of `keep`. `together`: all ranks fetch the layer now. ConfigError where
-        all slots are kept."""
+        """Queue a fetch of the layer.
+
+        If no slot is free, the layer whose slot was taken first is released. Layers in `keep` are
+        never released. `together`: all ranks fetch the layer now. Raises ConfigError if every slot
+        is kept.
+        """
         window = self._window
         state, resident = self._layers[layer], layer in self._plan.resident
         slot = state.on_gpu.slot if resident else window.free_slot()
@@ -103,7 +111,7 @@ class LayerWeights:
             slot = window.free_slot()
             assert slot is not None
         if resident:
-            slot.record.read(self._device.record_compute(f"before fetch {layer}"))
+            slot.record.read(self._device.compute.record(f"before fetch {layer}"))
         window.claim(slot, layer)
         nbytes = self._fill(slot, layer, together=together)
         if not resident:
@@ -112,8 +120,8 @@ class LayerWeights:
         self.fetched_bytes += nbytes
 
     def _fill(self, slot: Slot, layer: int, *, together: bool) -> int:
-        """Queue the copy of the layer's newest weights to its slot, piece by piece where they lie
-        in a file. Returns its bytes."""
+        """Queue the copy of the layer's newest weights to its slot. Weights in a file are copied
+        piece by piece. Returns the bytes."""
         device, tiers, state = self._device, self._tiers, self._layers[layer]
         source, copy, bytes_of = state.weights, device.copy, state.maps["weights"].bytes_of
         target, weights = slot.weights, state.records["weights"]
@@ -130,9 +138,11 @@ class LayerWeights:
             )
             self._team.gather(state, slot, together=together)
             return nbytes
-        for begin, end in tiers.cuts(layer, ("weights",)):
+        for begin, end in tiers.piece_spans(layer, ("weights",)):
             entry = tiers.fetches.next()
-            views = tiers.queue_load(device, state, begin, end, ("weights",), entry, verb="stage")
+            views = tiers.queue_load(
+                device, state, begin, end, ("weights",), entry, lane=LaneName.STAGE
+            )
             loaded: torch.Tensor = views["weights"].view(torch.uint8)
             device.fetch.submit(
                 f"fetch {layer}",
@@ -144,20 +154,19 @@ class LayerWeights:
         return state.maps["weights"].nbytes
 
     def release(self, layer: int) -> None:
-        """Give the slot of a streamed layer back; nothing is copied. ConfigError where something
-        outside keeps a view of it."""
+        """Release the slot of a streamed layer. Nothing is copied. Raises ConfigError if code
+        outside the engine keeps a view of the slot."""
         state, slot = self._layers[layer], self.slot_of(layer)
         self.layer_at.pop(slot.weights.untyped_storage().data_ptr(), None)
         self._bindings.rest(layer)
         used = state.on_gpu.residency is Residency.READY
-        self._window.release(layer, self._device.record_compute(f"release {layer}"))
+        self._window.release(layer, self._device.compute.record(f"release {layer}"))
         if used:
             views = self._bindings.views_at(slot.weights.data_ptr())
             refuse_aliases(state, slot.weights, views)
 
     def start_again(self) -> None:
-        """An exception may have ended anything: no layer is in a slot from now on, and every
-        parameter is at rest."""
+        """Empty every slot and put every parameter at rest, after an exception at any place."""
         self.layer_at.clear()
         self._window.start_again()
         for state in self._layers:

@@ -1,4 +1,4 @@
-"""What a run tells: its log (here), figures of steps, spans of lanes, and pictures of them."""
+"""The log of a run (here), figures of steps and spans of lanes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ logger = logging.getLogger("stronghold")
 
 
 def show_log() -> None:
-    """Lines of the step go to the screen, as DeepSpeed's do, unless the program set logging up
-    itself."""
+    """Show the lines of the log on the screen, as DeepSpeed does.
+
+    Does nothing if the program has set up logging. Ranks above 0 show warnings alone.
+    """
     if not logger.hasHandlers():
-        others = int(os.environ.get("RANK", 0)) > 0
+        is_first_rank = int(os.environ.get("RANK", 0)) <= 0
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("[stronghold] %(message)s"))
         logger.addHandler(handler)
-        logger.setLevel(logging.WARNING if others else logging.INFO)
+        logger.setLevel(logging.INFO if is_first_rank else logging.WARNING)

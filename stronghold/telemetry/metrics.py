@@ -1,9 +1,9 @@
-"""Counters of one step, and the line that reports them.
+"""Counters of one step, and the log line that reports them.
 
-Owns the clock of the step, its tokens and the seconds for which compute waited. Never reads a
+Owns the clock of the step, its tokens, and the seconds for which compute waited. Never reads a
 tensor's value before a line is formatted: a loss on the GPU stays there. The training thread
-enters, and autograd's in backward. A step lasts from the end of the step before it (the first from
-its first tokens), so that an asynchronous device cannot hide work between two steps.
+enters, and autograd's thread in backward. A step lasts from the end of the step before it, and the
+first one from its first tokens. So an asynchronous device cannot hide work between two steps.
 """
 
 from __future__ import annotations
@@ -13,23 +13,41 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from enum import Enum
+from typing import Any, NamedTuple
 
 import torch
 
 from stronghold.telemetry.trace import STEP_LANE, Trace
 
-WaitCause = Literal["fetch", "drain", "update"]
-EarlyEnd = Literal["committed", "left", "dropped"]
-# A number, or where it can be read when someone asks; None: there is none.
-Reading = float | torch.Tensor | Callable[[], float] | None
+# A number, or a tensor or function from which `read_number` gets it later. None: there is none.
+LazyNumber = float | torch.Tensor | Callable[[], float] | None
+
+
+class WaitCause(Enum):
+    """What compute waited for: weights, a free gradient slot, or an update."""
+
+    FETCH = "fetch"
+    DRAIN = "drain"
+    UPDATE = "update"
+
+
+class EarlyOutcome(Enum):
+    """How a layer's early update ended, as `EarlyCounts` counts."""
+
+    COMMITTED = "committed"
+    LEFT = "left"
+    DROPPED = "dropped"
 
 
 @dataclass(frozen=True, slots=True)
 class EarlyCounts:
-    """Early updates of one step. `committed`: their results are the layers'. `left`: layers that
-    could have one, and that the gate updated alone. `dropped`: they had begun, and were for
-    nothing."""
+    """Early updates of one step, in layers.
+
+    committed  the result became the layer's weights
+    left       the layer could have an early update, and the gate updated it
+    dropped    the update had begun, and its result was not used
+    """
 
     committed: int = 0
     left: int = 0
@@ -45,26 +63,36 @@ class EarlyCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """What one optimizer step did; `value` reads what is still on the device. Waits on a device
-    that compute does not wait for on the host are known when they are traced."""
+    """Counters of one optimizer step. `read_number` reads those that are still on the device.
+
+    loss           mean over the step's micro-batches
+    grad_norm      global L2 norm before clipping
+    wait_*_s       seconds for which compute waited. On a GPU a trace must be on: else None
+    skipped        the gradients were not finite, and no weight changed
+    """
 
     step: int
-    loss: Reading
-    grad_norm: Reading
+    loss: LazyNumber
+    grad_norm: LazyNumber
     learning_rate: float
     tokens_per_s: float
     tflops: float
     step_s: float
-    wait_fetch_s: Reading
-    wait_drain_s: Reading
-    wait_update_s: Reading
+    wait_fetch_s: LazyNumber
+    wait_drain_s: LazyNumber
+    wait_update_s: LazyNumber
     skipped: bool
     early: EarlyCounts = EarlyCounts()
 
 
 class Metrics:
-    """Counts between two `end_step` calls. `recomputed` is the share of the model's
-    `num_parameters` whose forward runs again in backward."""
+    """Counts between two calls of `end_step`.
+
+    num_parameters  of the model
+    recomputed      share of them whose forward runs again in backward
+    trace           gets a span for each step
+    clock           seconds
+    """
 
     def __init__(
         self,
@@ -75,31 +103,33 @@ class Metrics:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._num_parameters = num_parameters
-        self.recomputed = recomputed  # of the steps to come
+        self.recomputed = recomputed  # may change between two steps
         self._trace = trace or Trace(recording=False)
         self._clock = clock
         self._start_s: float | None = None
         self._num_tokens = 0
-        self._waits: dict[WaitCause, list[Reading]] = {"fetch": [], "drain": [], "update": []}
-        self._early: Counter[EarlyEnd] = Counter()
+        self._waits = _no_waits()
+        self._early: Counter[EarlyOutcome] = Counter()
 
-    def waited(self, cause: WaitCause, seconds: Reading) -> None:
-        """Compute stood still for `seconds`, for weights, a free slot or an update; None: for a
-        time that nobody measured."""
+    def waited(self, cause: WaitCause, seconds: LazyNumber) -> None:
+        """Count `seconds` for which compute waited: for weights, a free slot or an update.
+
+        None: the time was not measured.
+        """
         self._waits[cause].append(seconds)
 
-    def count_early(self, end: EarlyEnd) -> None:
-        """A layer's early update ended so."""
+    def count_early(self, end: EarlyOutcome) -> None:
+        """Count one layer whose early update ended like this."""
         self._early[end] += 1
 
     def add_tokens(self, num_tokens: int) -> None:
-        """A training forward pass of `num_tokens` begins."""
+        """Count the tokens of a training forward pass that begins."""
         if self._start_s is None:
             self._start_s = self._clock()
         self._num_tokens += num_tokens
 
     def restart_clock(self) -> None:
-        """What ran since the last step was no training: the next tokens start the clock."""
+        """Leave the time since the last step out, unless tokens have come: it was no training."""
         if self._num_tokens == 0:
             self._start_s = None
 
@@ -107,12 +137,15 @@ class Metrics:
         self,
         *,
         step: int,
-        loss: Reading,
-        grad_norm: Reading,
+        loss: LazyNumber,
+        grad_norm: LazyNumber,
         learning_rate: float,
         skipped: bool = False,
     ) -> StepRecord:
-        """Close the step and start the next one's clock. `loss`: the micro-batches' mean."""
+        """Return the counters of the step that ends, and start the next one's clock.
+
+        `loss`: the mean over the micro-batches.
+        """
         now_s = self._clock()
         start_s = now_s if self._start_s is None else self._start_s
         step_s = now_s - start_s
@@ -124,126 +157,163 @@ class Metrics:
             tokens_per_s=self._num_tokens / step_s if step_s > 0.0 else 0.0,
             tflops=tflops(self._num_parameters, self._num_tokens, step_s, self.recomputed),
             step_s=step_s,
-            wait_fetch_s=_sum(self._waits["fetch"]),
-            wait_drain_s=_sum(self._waits["drain"]),
-            wait_update_s=_sum(self._waits["update"]),
+            wait_fetch_s=_sum(self._waits[WaitCause.FETCH]),
+            wait_drain_s=_sum(self._waits[WaitCause.DRAIN]),
+            wait_update_s=_sum(self._waits[WaitCause.UPDATE]),
             skipped=skipped,
             early=EarlyCounts(
-                committed=self._early["committed"],
-                left=self._early["left"],
-                dropped=self._early["dropped"],
+                committed=self._early[EarlyOutcome.COMMITTED],
+                left=self._early[EarlyOutcome.LEFT],
+                dropped=self._early[EarlyOutcome.DROPPED],
             ),
         )
         self._trace.record(STEP_LANE, f"step {step}", start_s, now_s)
         self._start_s = now_s
         self._num_tokens = 0
-        self._waits = {"fetch": [], "drain": [], "update": []}
+        self._waits = _no_waits()
         self._early.clear()
         return record
 
     @staticmethod
     def format(record: StepRecord) -> str:
-        """One line for the log; reads the loss and the norm, so it waits for the step's compute."""
-        loss, grad_norm = value(record.loss), value(record.grad_norm)
-        parts = [
+        """Format one line of the log. It reads the loss and the norm, so it waits for compute."""
+        loss = read_number(record.loss)
+        grad_norm = read_number(record.grad_norm)
+        tflops_digits = 2 if record.tflops >= 1 else 3
+        waits = [
+            f"fetch {_milliseconds(record.wait_fetch_s)}",
+            f"drain {_milliseconds(record.wait_drain_s)}",
+            f"update {_milliseconds(record.wait_update_s)}",
+        ]
+        columns = [
             f"step {record.step}",
             "loss -" if loss is None else f"loss {loss:.4f}",
             "grad norm -" if grad_norm is None else f"grad norm {grad_norm:.3f}",
             f"lr {record.learning_rate:.2e}",
             f"{record.tokens_per_s:,.0f} tokens/s",
-            f"{record.tflops:.2f} TFLOPS" if record.tflops >= 1 else f"{record.tflops:.3f} TFLOPS",
+            f"{record.tflops:.{tflops_digits}f} TFLOPS",
             f"{record.step_s * 1e3:,.0f} ms",
-            f"waited ms: fetch {_milliseconds(record.wait_fetch_s)}, "
-            f"drain {_milliseconds(record.wait_drain_s)}, "
-            f"update {_milliseconds(record.wait_update_s)}",
+            f"waited ms: {', '.join(waits)}",
         ]
         if record.early:
-            parts.append(f"early {record.early}")
+            columns.append(f"early {record.early}")
         if record.skipped:
-            parts.append("skipped: the gradients are not finite")
-        return " | ".join(parts)
+            columns.append("skipped: the gradients are not finite")
+        return " | ".join(columns)
 
 
-def tflops(num_parameters: int, num_tokens: int, seconds: float, recomputed: float) -> float:
-    """Useful TFLOP/s of a dense model, attention not counted: 2 k P T / seconds with k = 3 passes
-    over the weights (forward 1, backward 2) and the `recomputed` share of one more, as in the
-    Megatron and DeepSpeed papers."""
+def _no_waits() -> dict[WaitCause, list[LazyNumber]]:
+    return {cause: [] for cause in WaitCause}
+
+
+def tflops(
+    num_parameters: int,
+    num_tokens: int,
+    seconds: float,
+    recomputed: float,
+) -> float:
+    """Useful TFLOP/s of a dense model, without attention: 2 * passes * parameters * tokens / time.
+
+    As in the Megatron and DeepSpeed papers, there are 3 passes over the weights: forward 1,
+    backward 2. `recomputed`: share of one more forward.
+    """
     if seconds <= 0.0:
         return 0.0
     passes = 3 + recomputed
     return num_parameters / 1e9 * passes * 2 * num_tokens / (seconds * 1e3)
 
 
-def value(reading: Reading) -> float | None:
-    """The number itself; waits for the device when it is a tensor there."""
+def read_number(reading: LazyNumber) -> float | None:
+    """Read the number. Waits for the device if it is a tensor there."""
     if reading is None or isinstance(reading, float | int):
         return reading
-    return float(reading.item() if isinstance(reading, torch.Tensor) else reading())
+    if isinstance(reading, torch.Tensor):
+        return float(reading.item())
+    return float(reading())
 
 
-def _sum(readings: Sequence[Reading]) -> Reading:
+@dataclass(frozen=True, slots=True)
+class _LazySum:
+    """The sum of numbers, read when it is called."""
+
+    readings: tuple[LazyNumber, ...]
+
+    def __call__(self) -> float:
+        return math.fsum(read_number(reading) or 0.0 for reading in self.readings)
+
+
+def _sum(readings: Sequence[LazyNumber]) -> LazyNumber:
     if any(reading is None for reading in readings):
         return None
-    if all(isinstance(reading, float | int) for reading in readings):
-        return math.fsum(value(reading) or 0.0 for reading in readings)
-    return lambda: math.fsum(value(reading) or 0.0 for reading in readings)
+    total = _LazySum(tuple(readings))
+    is_known = all(isinstance(reading, float | int) for reading in readings)
+    return total() if is_known else total
 
 
-def _milliseconds(seconds: Reading) -> str:
-    found = value(seconds)
-    return "-" if found is None else f"{found * 1e3:.1f}"
+def _milliseconds(seconds: LazyNumber) -> str:
+    number = read_number(seconds)
+    return "-" if number is None else f"{number * 1e3:.1f}"
 
 
 class BatchSize(NamedTuple):
-    """How large a batch is: its tokens, those of one sequence (0 where it is unknown), and the
-    elements of its integer tensors of two or more dimensions and of its floating-point tensors."""
+    """The size of a batch.
+
+    tokens    its tokens
+    length    tokens of one sequence, or 0 if unknown
+    integers  elements of its integer tensors of two or more dimensions
+    values    elements of its floating-point tensors
+    """
 
     tokens: int = 0
     length: int = 0
     integers: int = 0
     values: int = 0
 
-    def most(self, other: BatchSize) -> BatchSize:
-        """The larger of both, in each respect."""
+    def maximum(self, other: BatchSize) -> BatchSize:
+        """The larger of both numbers, in each field."""
         return BatchSize(*map(max, self, other))
 
     def is_within(self, other: BatchSize) -> bool:
-        """True if it is no larger, in any respect."""
-        return self.most(other) == other
+        """True if no field is larger than the other's."""
+        return self.maximum(other) == other
 
 
 def batch_size(args: Sequence[Any], kwargs: Mapping[str, Any]) -> BatchSize:
-    """The size of a forward call's batch. Tokens: the size of `input_ids`, wherever it is nested;
-    else of the first integer tensor of two or more dimensions; else the first tensor's first
-    dimension; else 0."""
-    named = [*tensors(kwargs), *tensors(args)]
+    """The size of the batch in a forward call's arguments.
+
+    Its tokens are the elements of `input_ids`, at any depth. Else of the first integer tensor of
+    two or more dimensions. Else the first dimension of the first tensor. Else 0.
+    """
+    named = [*named_tensors(kwargs), *named_tensors(args)]
     values = sum(tensor.numel() for _, tensor in named if tensor.is_floating_point())
-    tables = [tensor for _, tensor in named if tensor.dim() >= 2 and _counts(tensor)]
+    tables = [tensor for _, tensor in named if tensor.dim() >= 2 and _is_integer(tensor)]
     integers = sum(tensor.numel() for tensor in tables)
-    ids = [tensor for name, tensor in named if name == "input_ids"] + tables
+    named_ids = [tensor for name, tensor in named if name == "input_ids"]
+    ids = named_ids + tables
     if ids:
         length = ids[0].size(-1) if ids[0].dim() else 0
         return BatchSize(ids[0].numel(), length, integers, values)
-    rows = next((tensor.size(0) for _, tensor in named if tensor.dim() >= 1), 0)
-    return BatchSize(rows, 0, integers, values)
+    rows = [tensor.size(0) for _, tensor in named if tensor.dim() >= 1]
+    num_rows = rows[0] if rows else 0
+    return BatchSize(num_rows, 0, integers, values)
 
 
-def _counts(tensor: torch.Tensor) -> bool:
+def _is_integer(tensor: torch.Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.dtype == torch.bool)
 
 
-def tensors(nested: object, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor in nested mappings and sequences, with the key that leads to it."""
+def named_tensors(nested: object, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every tensor in nested mappings and sequences, after the key that leads to it."""
     if isinstance(nested, torch.Tensor):
         yield name, nested
     elif isinstance(nested, Mapping):
         for key, item in nested.items():
-            yield from tensors(item, str(key))
+            yield from named_tensors(item, str(key))
     elif isinstance(nested, tuple | list):
         for item in nested:
-            yield from tensors(item, name)
+            yield from named_tensors(item, name)
 
 
-def _detached(reading: Reading) -> Reading:
-    """Hold the value without the graph that made it."""
+def _detached(reading: LazyNumber) -> LazyNumber:
+    """The number without the graph that made it."""
     return reading.detach() if isinstance(reading, torch.Tensor) else reading

@@ -1,9 +1,9 @@
 """Spans of work on lanes, written as Chrome trace JSON (chrome://tracing, ui.perfetto.dev).
 
-Owns the recorded spans and their file. Never decides what is recorded, never synchronises a device:
-a lane that learns its times late records late. Every lane's thread and the training thread enter;
-an entry is one list append, which the interpreter makes atomic. Memory is bounded: the newest spans
-stay. Times are `time.perf_counter()` seconds.
+Owns the recorded spans and their file. Never decides which spans are recorded. Never synchronises a
+device: a lane that learns its times late records late. Every lane's thread and the training thread
+enter. To record is one list append, which the interpreter makes atomic. Memory is bounded: the
+newest spans stay. Times are `time.perf_counter()` seconds.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +32,14 @@ LANES = (
     "update",
     "io",
 )  # rows from top to bottom
-LATEST_US = 1e15  # of a trace that is read: thirty years after its first operation
-# So many at least are kept, and twice as many at most: 200 MB, some hundred steps of 32 blocks.
+LATEST_US = 1e15  # latest time in a trace that is read: thirty years after its first operation
+# At least so many spans are kept, at most twice as many: 200 MB, some hundred steps of 32 blocks.
 NEWEST_SPANS = 250_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """One operation on a lane: `name` is a verb and a layer or step."""
+    """One operation on a lane. `name`: a verb and a layer or step, such as "fetch 3"."""
 
     lane: str
     name: str
@@ -57,10 +58,11 @@ class Span:
 
 
 class Trace:
-    """Records spans in memory until `write`, the newest alone; `rank` becomes the process of the
-    trace's rows.
+    """Records spans in memory until `write`.
 
-    `recording` may be switched off and on: what is made while it is off costs a test.
+    rank       the process of the trace's rows
+    newest     number of spans that are kept at least. Older ones are dropped
+    recording  may be switched off and on. While it is off, `record` costs one test
     """
 
     def __init__(
@@ -75,26 +77,26 @@ class Trace:
         self._dropping = threading.Lock()
 
     def record(self, lane: str, name: str, start_s: float, end_s: float, **args: Any) -> None:
-        """Add an operation that took from `start_s` to `end_s` (`time.perf_counter()` seconds)."""
+        """Record an operation from `start_s` to `end_s` (`time.perf_counter()` seconds)."""
         if self.recording:
             self._spans.append((lane, name, start_s, end_s, args))
             if len(self._spans) > 2 * self._newest:
                 self._drop_oldest()
 
     def _drop_oldest(self) -> None:
-        with self._dropping:  # of two threads that come here the second finds nothing to drop
+        with self._dropping:  # of two threads at once, the second has nothing to drop
             surplus = len(self._spans) - self._newest
             if surplus > self._newest:
                 del self._spans[:surplus]
                 self._num_dropped += surplus
 
     def mark(self) -> int:
-        """Where the recording is now, for `spans`."""
+        """The present position of the recording, for `spans`."""
         with self._dropping:
             return self._num_dropped + len(self._spans)
 
     def spans(self, since: int = 0) -> list[Span]:
-        """What was recorded since a mark, in the order of recording, as far as it is kept."""
+        """Spans that were recorded since a mark and are kept, in the order of recording."""
         with self._dropping:
             kept = self._spans[max(0, since - self._num_dropped) :]
         return [
@@ -103,30 +105,37 @@ class Trace:
         ]
 
     def clear(self) -> None:
-        """Forget what was recorded so far."""
+        """Forget all recorded spans."""
         with self._dropping:
             self._num_dropped += len(self._spans)
             self._spans.clear()
 
     def write(self, path: str | Path) -> None:
-        """Write the spans that are kept; a reader sees the old file or the new one."""
+        """Write the kept spans. A reader of `path` sees the old file or the new one."""
         spans = self.spans()
-        rows = {lane: row for row, lane in enumerate(lane_order(span.lane for span in spans))}
-        events = [*_row_names(rows, self._rank)]
-        events += [_event(span, rows[span.lane], self._rank, self._origin_s) for span in spans]
+        lanes = lane_order(span.lane for span in spans)
+        rows = {lane: row for row, lane in enumerate(lanes)}
+        events = list(_row_names(rows, self._rank))
+        for span in spans:
+            events.append(_event(span, rows[span.lane], self._rank, self._origin_s))
         document = {"displayTimeUnit": "ms", "traceEvents": events}
         write_whole(path, json.dumps(document, separators=(",", ":")))
 
 
 def file_of_rank(path: str | Path, rank: int) -> Path:
-    """Where a rank writes its trace: the first to `path`, another to a name beside it."""
+    """The trace file of a rank: `path` for the first, a name beside it for another."""
     target = Path(path)
-    return target.with_name(f"{target.stem}.rank{rank}{target.suffix}") if rank else target
+    if rank == 0:
+        return target
+    return target.with_name(f"{target.stem}.rank{rank}{target.suffix}")
 
 
 def open_path(path: str | Path, rank: int) -> Path:
-    """Where a rank writes its trace, absolute: the program may change its directory. ConfigError
-    where it could not be written: before the training, not after it."""
+    """The trace file of a rank, as an absolute path: the program may change its directory.
+
+    Tries to write it, so that a wrong path fails before training and not after it. Raises
+    ConfigError then.
+    """
     target = file_of_rank(path, rank).absolute()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -136,15 +145,18 @@ def open_path(path: str | Path, rank: int) -> Path:
         partial_of(target).unlink()
     except OSError as error:
         raise ConfigError(
-            f"stronghold.trace: {path} cannot be written ({error.strerror or error}); name a file "
-            "in a directory that can be, or remove the key"
+            f"stronghold.trace: {path} cannot be written ({error.strerror or error}). Name a file "
+            "in a directory that can be written, or remove the key"
         ) from error
     return target
 
 
 def read(path: str | Path) -> list[Span]:
-    """The spans of a file that `Trace.write` made, by start, in seconds from the trace's creation.
-    ConfigError when the file is missing or is not a trace."""
+    """Read the spans of a file that `Trace.write` made, sorted by start.
+
+    Times are seconds since the trace was created. Raises ConfigError if the file is missing or is
+    not a trace.
+    """
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
         events = document["traceEvents"]
@@ -161,12 +173,13 @@ def read(path: str | Path) -> list[Span]:
             f"trace {path}: not a trace that stronghold wrote ({type(error).__name__}: {error}); "
             'set "trace" in the "stronghold" section to make one'
         ) from error
-    return sorted(spans, key=lambda span: span.start_s)
+    return sorted(spans, key=attrgetter("start_s"))
 
 
 def _span(event: Mapping[str, Any], rows: Mapping[tuple[Any, Any], str]) -> Span:
-    """ValueError, LookupError or TypeError for an event that `_event` did not make."""
-    lane, name, args = rows[event["pid"], event["tid"]], event["name"], event["args"]
+    """The span of an event. Raises ValueError, LookupError or TypeError for a foreign event."""
+    lane = rows[event["pid"], event["tid"]]
+    name, args = event["name"], event["args"]
     begin, length = event["ts"], event["dur"]
     if not isinstance(name, str) or not isinstance(args, dict):
         raise TypeError(f"an event's name is {name!r} and its args are {args!r}")
@@ -176,17 +189,18 @@ def _span(event: Mapping[str, Any], rows: Mapping[tuple[Any, Any], str]) -> Span
         raise ValueError(f"{name}: ts is {begin!r:.50} and dur is {length!r:.50}")
     if lane == STEP_LANE:
         int(name.split()[-1])
-    return Span(lane=lane, name=name, start_s=begin / 1e6, end_s=(begin + length) / 1e6, args=args)
+    end = begin + length
+    return Span(lane=lane, name=name, start_s=begin / 1e6, end_s=end / 1e6, args=args)
 
 
 def lane_order(lanes: Iterable[str]) -> list[str]:
-    """The lanes that occur, from top to bottom: those of `LANES` first, others by name."""
+    """The distinct lanes from top to bottom: those of `LANES` first, others by name."""
     present = set(lanes)
     return [lane for lane in LANES if lane in present] + sorted(present - set(LANES))
 
 
 def _row_names(rows: Mapping[str, int], rank: int) -> Iterator[dict[str, Any]]:
-    """Metadata events: names of the process and its rows, and the order in which they are shown."""
+    """Yield metadata events: names of the process and its rows, and the order of the rows."""
     process = {"name": f"stronghold rank {rank}"}
     yield {"ph": "M", "pid": rank, "name": "process_name", "args": process}
     for lane, row in rows.items():
@@ -195,8 +209,13 @@ def _row_names(rows: Mapping[str, int], rank: int) -> Iterator[dict[str, Any]]:
         yield {**event, "name": "thread_sort_index", "args": {"sort_index": row}}
 
 
-def _event(span: Span, row: int, rank: int, origin_s: float) -> dict[str, Any]:
-    """A complete event; its times are microseconds with the clock's nanoseconds kept."""
+def _event(
+    span: Span,
+    row: int,
+    rank: int,
+    origin_s: float,
+) -> dict[str, Any]:
+    """A complete event. Times are microseconds, with the clock's nanoseconds kept."""
     return {
         "ph": "X",
         "pid": rank,

@@ -359,8 +359,8 @@ def test_accelerates_own_check_of_a_machine_passes(num_processes: int, tmp_path:
     launched = ["accelerate.commands.launch", "--config_file", "machine.yaml"]
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "stronghold.cli", "launch", "--"),
-            *(sys.executable, "-m", *launched, accelerate_program.__file__, str(tmp_path)),
+            *(sys.executable, "-m", *launched, "--module", "stronghold.run"),
+            *(accelerate_program.__file__, str(tmp_path)),
         ],
         cwd=tmp_path,
         env={

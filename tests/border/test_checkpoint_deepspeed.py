@@ -15,8 +15,8 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.utils import zero_to_fp32
 from safetensors.torch import load_file, save_model
 
-from stronghold.cli import main
 from stronghold.optim.states import join_master
+from stronghold.tools.cli import main
 from tests.support import stock
 from tests.support.checkpoints import (
     command,

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stronghold.cli import main
+from stronghold.tools.cli import main
 from tests.support.checkpoints import (
     imported_session,
     make_batch,

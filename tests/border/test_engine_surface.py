@@ -19,6 +19,7 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
 import stronghold
@@ -28,7 +29,7 @@ from stronghold.engine.engine import REFUSED
 from stronghold.errors import ConfigError
 from stronghold.plan.plan import make_plan
 from stronghold.runtime import stack
-from stronghold.runtime.guards import FRAGMENT
+from stronghold.runtime.patches.parameters import FRAGMENT
 from tests.conftest import lane_threads
 from tests.models import MODELS, loss_of
 from tests.support.insides import hooks_of, num_hooks
@@ -121,6 +122,17 @@ def test_every_public_name_of_deepspeeds_engine_has_its_place() -> None:
 def test_the_tables_name_nothing_that_deepspeed_does_not_have() -> None:
     assert set(PUBLIC) >= INHERITED
     assert set(REFUSED) <= set(PUBLIC)
+
+
+def test_a_step_of_several_micro_batches_is_absent_as_in_deepspeeds_plain_engine() -> None:
+    """DeepSpeed's pipeline engine alone takes an iterator."""
+    engine, _ = make()
+    for name in ("train_batch", "eval_batch"):
+        assert not hasattr(deepspeed.DeepSpeedEngine, name)
+        assert hasattr(PipelineEngine, name)
+        with pytest.raises(AttributeError, match=name):
+            getattr(engine, name)
+    engine.destroy()
 
 
 @pytest.mark.parametrize("training", [True, False])

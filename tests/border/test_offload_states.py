@@ -40,10 +40,10 @@ def test_a_model_that_was_away_trains_on_with_the_same_bits(
     with twin(precision=precision, section=section, accumulation=accumulation) as both:
         both.train(*range(accumulation))
         device = both.engine.inspect().device
-        assert device.allocated_bytes > 0
+        assert device.memory.allocated_bytes > 0
         both.engine.offload_states(include=[OffloadStateTypeEnum.optim_states])
         both.engine.offload_states(device=OffloadDeviceEnum.cpu, pin_memory=False)
-        assert device.allocated_bytes == 0
+        assert device.memory.allocated_bytes == 0
         both.check()
         with torch.no_grad():
             assert torch.equal(both.on(5)(both.model), both.on(5)(both.plain))
@@ -102,7 +102,7 @@ def test_a_model_that_is_away_is_given_back_and_another_engine_takes_it(
     both.engine.destroy()
     both.check()
     device = both.engine.inspect().device
-    assert device.allocated_bytes == 0
+    assert device.memory.allocated_bytes == 0
     both.restart_plain()
     both.engine = initialized(both.model, both.settings)
     both.train(1)
@@ -118,10 +118,10 @@ def test_gradients_that_wait_and_room_that_is_gone_are_refused() -> None:
         both.step()
         both.engine.offload_states()
         device = both.engine.inspect().device
-        device.budget_bytes = 1
+        device.memory.budget_bytes = 1
         with pytest.raises(ConfigError, match=r"needs .* bytes .* programs have taken"):
             both.engine.reload_states()
-        device.budget_bytes = None
+        device.memory.budget_bytes = None
         both.engine.reload_states()
         both.train(1)
         with pytest.raises(ConfigError, match='expected "cpu"'):
@@ -140,11 +140,11 @@ def test_the_optimizer_takes_the_model_away_as_deepspeeds_does(section: dict[str
             pin_memory=True,
             non_blocking=False,
         )
-        assert device.allocated_bytes == 0
+        assert device.memory.allocated_bytes == 0
         with pytest.raises(ConfigError, match=r"engine\.reload_states"):
             both.engine(**both.make_batch(1))
         optimizer.reload_states(non_blocking=True)
-        assert device.allocated_bytes > 0
+        assert device.memory.allocated_bytes > 0
         both.train(1)
 
 

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 import stronghold
-from stronghold.device import base
+from stronghold.devices import base
+from stronghold.devices.memory import DeviceMemory
 from stronghold.errors import BudgetError, ConfigError
 from stronghold.memory import host
 from tests.conftest import HAS_CUDA, lane_threads
@@ -42,7 +43,7 @@ def allocations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     count(host, "map_slab")
     count(base.Lane, "__init__")
-    count(base.Device, "allocate")
+    count(DeviceMemory, "allocate")
     return made
 
 
@@ -164,7 +165,7 @@ def test_a_machine_that_lacks_memory_is_refused_without_a_budget_in_the_config(
     refused(allocations, model, config(), BudgetError, "add RAM to at least")
 
 
-class Flat(nn.Module):
+class InBuffer(nn.Module):
     """Nothing repeats."""
 
     def __init__(self) -> None:
@@ -179,7 +180,7 @@ def test_a_gpu_budget_below_a_model_in_which_nothing_repeats(allocations: list[s
     def settings(budget: int | str) -> dict[str, Any]:
         return config(section={"gpu_memory": budget})
 
-    model, advice = Flat(), (r"stronghold\.layers", "no repeated blocks", "got 100 bytes")
+    model, advice = InBuffer(), (r"stronghold\.layers", "no repeated blocks", "got 100 bytes")
     error = refused(allocations, model, settings(100), BudgetError, *advice)
     report = trains(model, lambda seed: {"x": torch.ones(2, 3)}, settings(least(error)))
     assert report.gpu_peak == report.gpu_planned
@@ -254,7 +255,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "prefetch beyond the window": (
         {"stronghold": {"device": "emulated", "window": 2, "prefetch": 2}},
-        (r"stronghold\.prefetch: got 2", "Lower prefetch or raise window"),
+        (r"stronghold\.prefetch: got 2", "Lower prefetch, or raise window"),
     ),
     "log level": ({"log_level": 1}, ("log_level: got 1", '"warning"')),
     "a number without end": (

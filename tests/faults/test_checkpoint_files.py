@@ -32,8 +32,8 @@ from stronghold.checkpoint.tensorfile import (
     write_durably,
     write_tensors,
 )
-from stronghold.cli import main
 from stronghold.errors import CheckpointError, ConfigError
+from stronghold.tools.cli import main
 from tests.support.checkpoints import (
     assert_same,
     command,

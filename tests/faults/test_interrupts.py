@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stronghold.device.emulated import EmulatedDevice
+from stronghold.devices.emulated import EmulatedDevice
 from stronghold.runtime.recompute import KeptModule
 from tests.models import HIDDEN
 from tests.support import children

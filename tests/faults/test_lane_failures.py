@@ -15,7 +15,7 @@ import torch
 
 import stronghold
 from stronghold import native
-from stronghold.device.base import ThreadLane
+from stronghold.devices.base import ThreadLane
 from tests.conftest import lane_threads
 from tests.models import MODELS, loss_of
 from tests.support.training import config, initialized

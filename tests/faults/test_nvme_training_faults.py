@@ -30,7 +30,7 @@ DEVICES = {"write": ("/dev/full", errno.ENOSPC), "read": ("/proc/self/mem", errn
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stronghold.plan.plan.PIECE_BYTES", PAGE_NUMEL * 24)
+    monkeypatch.setattr("stronghold.plan.host_memory.PIECE_BYTES", PAGE_NUMEL * 24)
 
 
 def make_engine(path: Path, spill: str, clipping: float = 0.5, accumulation: int = 1) -> Any:

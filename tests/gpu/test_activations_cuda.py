@@ -73,7 +73,7 @@ def test_offload_bounds_memory_while_compute_is_layers_behind_the_host() -> None
     try:
         x = x.cuda()
         device = engine.inspect().device
-        before = active_bytes("current") - device.allocated_bytes
+        before = active_bytes("current") - device.memory.allocated_bytes
         for _ in range(3):
             peaks = []
             for half in ("forward", "backward"):
@@ -83,7 +83,7 @@ def test_offload_bounds_memory_while_compute_is_layers_behind_the_host() -> None
                     loss = engine(x)
                 else:
                     engine.backward(loss)
-                peaks.append(active_bytes("peak") - device.allocated_bytes - before)
+                peaks.append(active_bytes("peak") - device.memory.allocated_bytes - before)
             engine.step()
             # Two layers' are kept. Beside them, what a block computes with: in forward what it is
             # about to save, in backward that and the gradients of it.

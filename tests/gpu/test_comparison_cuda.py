@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stronghold.device import cuda
+from stronghold.devices import cuda
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 

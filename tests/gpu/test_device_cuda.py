@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from stronghold.device.cuda import CudaDevice
+from stronghold.devices.cuda import CudaDevice
 from stronghold.errors import ConfigError, StateError
 from stronghold.memory.slab import map_slab
 from stronghold.telemetry.trace import Trace
@@ -42,11 +42,11 @@ def device() -> Iterator[CudaDevice]:
 def slab(device: CudaDevice) -> Iterator[torch.Tensor]:
     slab = map_slab(NUMEL, torch.float32)
     slab.fill_(3.0)
-    device.pin(slab)
+    device.pinning.pin(slab)
     yield slab
     device.drain.submit("last", lambda: None).wait()
     torch.cuda.synchronize()
-    device.unpin(slab)
+    device.pinning.unpin(slab)
 
 
 def sleep_on_device() -> None:
@@ -69,21 +69,21 @@ def test_a_registered_slab_is_pinned_until_it_is_unregistered(
 ) -> None:
     slab = map_slab(numel, torch.bfloat16)
     assert not slab.is_pinned()
-    device.pin(slab)
+    device.pinning.pin(slab)
     assert slab.is_pinned()
     assert slab[numel // 2 :].is_pinned()
-    device.unpin(slab)
+    device.pinning.unpin(slab)
     assert not slab.is_pinned()
 
 
 def test_registering_twice_or_unregistering_nothing_is_an_error(device: CudaDevice) -> None:
     slab = map_slab(4097, torch.float32)
     with pytest.raises(StateError, match="cudaHostUnregister"):
-        device.unpin(slab)
-    device.pin(slab)
+        device.pinning.unpin(slab)
+    device.pinning.pin(slab)
     with pytest.raises(StateError, match="cudaHostRegister of 16388 bytes"):
-        device.pin(slab)
-    device.unpin(slab)
+        device.pinning.pin(slab)
+    device.pinning.unpin(slab)
     # The next kernel does not report these errors as its own.
     assert torch.ones(3, device=device.torch_device).sum().item() == 3.0
 
@@ -97,22 +97,22 @@ def test_a_copy_may_span_registered_and_other_memory(
     slab = map_slab(4 * page + 8, torch.uint8)
     slab.copy_(torch.arange(slab.numel()) % 251)
     mine = slab[begin * page : end * page]
-    device.pin(mine)
-    buffer = device.allocate(slab.numel(), torch.uint8, "slot")
+    device.pinning.pin(mine)
+    buffer = device.memory.allocate(slab.numel(), torch.uint8, "slot")
     fetched = device.fetch.submit("fetch", lambda: device.copy(buffer, slab))
     fetched.wait()
     assert torch.equal(buffer.cpu(), slab)
     buffer.mul_(3)
-    produced = device.record_compute("produced")
+    produced = device.compute.record("produced")
     device.drain.submit("drain", lambda: device.copy(slab, buffer), (produced,)).wait()
     assert torch.equal(buffer.cpu(), slab)
-    device.unpin(mine)
+    device.pinning.unpin(mine)
 
 
 def test_transfers_use_no_pinned_memory_of_torchs(device: CudaDevice, slab: torch.Tensor) -> None:
     """Torch's allocator rounds up to powers of two: a staging buffer there would be our failure."""
     before = taken_by_torch()
-    buffer = device.allocate(NUMEL, torch.float32, "slot")
+    buffer = device.memory.allocate(NUMEL, torch.float32, "slot")
     for _ in range(3):
         there = device.fetch.submit("fetch", lambda: device.copy(buffer, slab))
         device.drain.submit("drain", lambda: device.copy(slab, buffer), (there,)).wait()
@@ -120,7 +120,7 @@ def test_transfers_use_no_pinned_memory_of_torchs(device: CudaDevice, slab: torc
 
 
 def test_transfers_allocate_nothing_on_the_device(device: CudaDevice, slab: torch.Tensor) -> None:
-    buffer = device.allocate(NUMEL, torch.float32, "slot")
+    buffer = device.memory.allocate(NUMEL, torch.float32, "slot")
     device.fetch.submit("first", lambda: device.copy(buffer, slab)).wait()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     for _ in range(20):
@@ -133,46 +133,46 @@ def test_fetches_and_drains_finish_while_compute_is_busy(
     device: CudaDevice, slab: torch.Tensor
 ) -> None:
     back = map_slab(NUMEL, torch.float32)
-    device.pin(back)
-    buffer = device.allocate(NUMEL, torch.float32, "slot")
+    device.pinning.pin(back)
+    buffer = device.memory.allocate(NUMEL, torch.float32, "slot")
     sleep_on_device()
-    busy = device.record_compute("busy")
+    busy = device.compute.record("busy")
     fetched = device.fetch.submit("fetch", lambda: device.copy(buffer, slab))
     drained = device.drain.submit("drain", lambda: device.copy(back, buffer), (fetched,))
     drained.wait()
     assert not busy.done, "the copies waited for compute"
     assert torch.equal(back, slab)
     busy.wait()
-    device.unpin(back)
+    device.pinning.unpin(back)
 
 
 def test_a_drain_does_not_wait_for_a_fetch(device: CudaDevice, slab: torch.Tensor) -> None:
     """Each lane has a stream: a fetch held back by compute holds no drain back."""
     back = map_slab(NUMEL, torch.float32)
-    device.pin(back)
-    slot = device.allocate(NUMEL, torch.float32, "slot")
-    gradients = device.allocate(NUMEL, torch.float32, "gradients")
+    device.pinning.pin(back)
+    slot = device.memory.allocate(NUMEL, torch.float32, "slot")
+    gradients = device.memory.allocate(NUMEL, torch.float32, "gradients")
     gradients.fill_(5.0)
-    produced = device.record_compute("gradients")
+    produced = device.compute.record("gradients")
     sleep_on_device()
-    used = device.record_compute("release")
+    used = device.compute.record("release")
     fetched = device.fetch.submit("fetch", lambda: device.copy(slot, slab), (used,))
     device.drain.submit("drain", lambda: device.copy(back, gradients), (produced,)).wait()
     assert not fetched.done
     assert torch.equal(back, torch.full((NUMEL,), 5.0))
     fetched.wait()
     assert used.done, "the fetch overtook the compute that it waits for"
-    device.unpin(back)
+    device.pinning.unpin(back)
 
 
 def test_a_fence_is_issued_before_it_is_done(device: CudaDevice, slab: torch.Tensor) -> None:
     """Nothing on the host waits for the device: submission, issue and compute's wait all return."""
-    buffer = device.allocate(NUMEL, torch.float32, "slot")
+    buffer = device.memory.allocate(NUMEL, torch.float32, "slot")
     sleep_on_device()
-    busy = device.record_compute("busy")
+    busy = device.compute.record("busy")
     fence = device.fetch.submit("fetch", lambda: device.copy(buffer, slab), (busy,))
     assert fence.wait_issued() is not None
-    device.compute_wait(fence)
+    device.compute.wait(fence)
     total = buffer.sum()
     assert not busy.done
     assert not fence.done
@@ -184,9 +184,9 @@ def test_a_fence_is_issued_before_it_is_done(device: CudaDevice, slab: torch.Ten
 
 def test_what_a_lane_has_finished_is_there(device: CudaDevice, slab: torch.Tensor) -> None:
     """Its buffers may be dropped, or taken by others, then."""
-    buffer = device.allocate(NUMEL, torch.float32, "slot")
+    buffer = device.memory.allocate(NUMEL, torch.float32, "slot")
     sleep_on_device()
-    busy = device.record_compute("busy")
+    busy = device.compute.record("busy")
     fetched = device.fetch.submit("fetch", lambda: device.copy(buffer, slab), (busy,))
     device.finish()
     assert fetched.done
@@ -195,7 +195,7 @@ def test_what_a_lane_has_finished_is_there(device: CudaDevice, slab: torch.Tenso
 def test_a_thread_that_waits_for_the_device_does_not_spin(device: CudaDevice) -> None:
     """Its core belongs to Adam: the wait takes half a second of time and next to none of a core."""
     sleep_on_device()
-    busy = device.record_compute("busy")
+    busy = device.compute.record("busy")
     spent: list[float] = []
 
     def wait() -> None:
@@ -215,11 +215,11 @@ def test_a_thread_that_waits_for_the_device_does_not_spin(device: CudaDevice) ->
 def test_a_drain_after_a_long_kernel_reads_its_result(
     device: CudaDevice, slab: torch.Tensor
 ) -> None:
-    gradients = device.allocate(NUMEL, torch.float32, "gradients")
+    gradients = device.memory.allocate(NUMEL, torch.float32, "gradients")
     gradients.zero_()
     sleep_on_device()
     gradients.fill_(7.0)
-    produced = device.record_compute("gradients")
+    produced = device.compute.record("gradients")
     device.drain.submit("drain", lambda: device.copy(slab, gradients), (produced,)).wait()
     assert torch.equal(slab, torch.full((NUMEL,), 7.0))
 
@@ -228,13 +228,13 @@ def test_compute_on_the_users_own_stream_is_ordered_too(
     device: CudaDevice, slab: torch.Tensor
 ) -> None:
     """Compute is whatever stream is current in the calling thread."""
-    gradients = device.allocate(NUMEL, torch.float32, "gradients")
+    gradients = device.memory.allocate(NUMEL, torch.float32, "gradients")
     with torch.cuda.stream(torch.cuda.Stream()):
         sleep_on_device()
         gradients.fill_(9.0)
-        produced = device.record_compute("gradients")
+        produced = device.compute.record("gradients")
         drained = device.drain.submit("drain", lambda: device.copy(slab, gradients), (produced,))
-        device.compute_wait(drained)
+        device.compute.wait(drained)
         gradients.zero_()
     drained.wait()
     assert torch.equal(slab, torch.full((NUMEL,), 9.0))
@@ -250,7 +250,7 @@ def test_a_buffer_is_not_the_memory_of_kernels_that_still_run(
     sleep_on_device()
     dying.fill_(1.0)
     del dying
-    buffer = device.allocate(NUMEL, torch.float32, "slot")
+    buffer = device.memory.allocate(NUMEL, torch.float32, "slot")
     assert buffer.data_ptr() == address, "the allocator chose other memory: the test shows nothing"
     device.fetch.submit("fetch", lambda: device.copy(buffer, slab)).wait()
     torch.cuda.synchronize()
@@ -277,12 +277,12 @@ def test_waits_are_the_streams_and_not_the_hosts() -> None:
     slow = device.fetch.submit("fetch 3", sleep_on_device)
     slow.wait_issued()
     begun_s = time.perf_counter()
-    waited = device.compute_wait(slow)
+    waited = device.compute.wait(slow)
     assert time.perf_counter() - begun_s < 0.1, "the host waited"
     assert callable(waited)
     assert waited() > 0.1
     device.record_spans(False)
-    assert device.compute_wait(slow) is None, "nobody measured it"
+    assert device.compute.wait(slow) is None, "nobody measured it"
     device.record_spans(True)
     device.close()
     assert [span.name for span in device.trace.spans() if span.lane == "wait"] == ["fetch 3"]
@@ -291,11 +291,11 @@ def test_waits_are_the_streams_and_not_the_hosts() -> None:
 def test_spans_are_device_times_on_the_hosts_clock(slab: torch.Tensor) -> None:
     trace = Trace()
     device = CudaDevice(trace=trace)
-    buffer = device.allocate(NUMEL, torch.float32, "slot")
+    buffer = device.memory.allocate(NUMEL, torch.float32, "slot")
     before = time.perf_counter()
-    begun = device.begin_compute_span()
+    begun = device.compute.begin_span()
     sleep_on_device()
-    device.end_compute_span("forward 0", begun)
+    device.compute.end_span("forward 0", begun)
     for k in range(30):
         device.fetch.submit(f"fetch {k}", lambda: device.copy(buffer, slab))
         device.settle()  # while the lane appends: no span may be lost
@@ -315,7 +315,7 @@ def test_spans_are_device_times_on_the_hosts_clock(slab: torch.Tensor) -> None:
 def test_copies_outside_of_lanes_share_a_stream(
     device: CudaDevice, slab: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    buffer = device.allocate(NUMEL, torch.float32, "slot")
+    buffer = device.memory.allocate(NUMEL, torch.float32, "slot")
     made: list[object] = []
     stream = torch.cuda.Stream
     monkeypatch.setattr(torch.cuda, "Stream", lambda *place: made.append(0) or stream(*place))

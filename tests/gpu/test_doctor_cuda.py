@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from stronghold import doctor
-from stronghold.device import cuda
+from stronghold.devices import cuda
+from stronghold.tools.doctor.measure import examine, gpu_name
+from stronghold.tools.doctor.rules import problems_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]  # they measure
 
@@ -17,12 +18,12 @@ NVIDIA = "0x10de"  # the vendor's number on the bus
 
 
 def test_a_gpu_is_measured_as_what_it_is(tmp_path: Path) -> None:
-    findings = doctor.examine("cuda", tmp_path, quick=True)
+    findings = examine("cuda", tmp_path, quick=True)
     machine = findings.profile
     properties = torch.cuda.get_device_properties(0)
     assert not findings.emulated
     assert machine.name.startswith(properties.name)
-    assert doctor.gpu_name() == properties.name
+    assert gpu_name() == properties.name
     assert machine.gpu_memory_bytes == properties.total_memory
     assert machine.num_gpus == torch.cuda.device_count()
     assert findings.pin_error == ""
@@ -56,5 +57,5 @@ def test_a_gpu_that_has_the_hosts_memory_is_named(
             return getattr(properties(0), name)
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: Properties())
-    problems = doctor.examine("cuda", quick=True).problems
+    problems = problems_of(examine("cuda", quick=True))
     assert ("CPU and GPU share one memory" in [each.what for each in problems]) == integrated

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stronghold import native
-from stronghold.device.cuda import CudaDevice
+from stronghold.devices.cuda import CudaDevice
 from stronghold.native import Pool
 from stronghold.optim.triton_kernels import TritonKernels
 from tests.support.device_kernels import (

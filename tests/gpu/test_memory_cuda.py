@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import nn
 
-from stronghold.device import cuda
-from stronghold.device.cuda import CudaDevice
-from stronghold.refine import TRACED_STEPS, UNTOLD_STEPS
+from stronghold.devices import cuda
+from stronghold.devices.cuda import CudaDevice
+from stronghold.refine import TRACED_STEPS, WARM_UP_STEPS
 from tests.models import MODELS, loss_of, token_batch
 from tests.support.training import Run, assert_identical, config, initialized, on
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 MIB = 1 << 20
-REFINED = UNTOLD_STEPS + TRACED_STEPS  # steps
+REFINED = WARM_UP_STEPS + TRACED_STEPS  # steps
 SHORT, LONG = 64, 1024  # tokens of a sequence, of which a batch has two
 SLOWEST: dict[str, Any] = {  # and smallest
     "device": "cuda",
@@ -61,23 +61,23 @@ class Capped:
 def test_a_trial_that_finds_no_room_leaves_none_of_its_parts(device: CudaDevice) -> None:
     before = settled()
     with Capped(300 * MIB):
-        assert not device.has_room(400 * MIB, 200 * MIB)
+        assert not device.memory.has_room(400 * MIB, 200 * MIB)
         assert torch.cuda.memory_reserved() == before
-        assert device.has_room(100 * MIB, 100 * MIB)
+        assert device.memory.has_room(100 * MIB, 100 * MIB)
         assert torch.cuda.memory_reserved() == before
 
 
 def test_what_the_allocator_cannot_use_is_counted(device: CudaDevice) -> None:
     settled()
-    device.restart_activation_peak()
+    device.memory.restart_activation_peak()
     first, second = (torch.empty(64 * MIB, dtype=torch.uint8, device="cuda") for _ in range(2))
-    assert device.fragment_bytes() < 16 * MIB
+    assert device.memory.fragment_bytes() < 16 * MIB
     del first
     third = torch.empty(96 * MIB, dtype=torch.uint8, device="cuda")  # 64 are free, and too few
-    assert 64 * MIB <= device.fragment_bytes() < 80 * MIB
+    assert 64 * MIB <= device.memory.fragment_bytes() < 80 * MIB
     del second, third
-    device.restart_activation_peak()
-    assert device.fragment_bytes() < 16 * MIB
+    device.memory.restart_activation_peak()
+    assert device.memory.fragment_bytes() < 16 * MIB
 
 
 def steps(engine: Any, lengths: list[int]) -> Run:

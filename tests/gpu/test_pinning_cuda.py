@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from stronghold import doctor
-from stronghold.device import cuda
-from stronghold.device.cuda import CudaDevice
+from stronghold.devices import cuda
+from stronghold.devices.cuda import CudaDevice
 from stronghold.errors import StateError
 from stronghold.memory.slab import map_slab
+from stronghold.tools.doctor.measure import examine
+from stronghold.tools.doctor.rules import problems_of
 from tests.gpu.test_training_cuda import STEPS, plain
 from tests.models.families import odd_llama as llama
 from tests.support.sleeping import sleep_on_stream
@@ -66,11 +67,11 @@ def test_what_is_not_pinned_comes_and_goes_through_a_ring(
     refuse_beyond(min(room, nbytes - 1) if room < 6 * RING else room)
     slabs = [map_slab(max(nbytes, room + 1), torch.uint8) for _ in range(2)]
     for slab in slabs:
-        device.pin(slab)
+        device.pinning.pin(slab)
         assert not slab.is_pinned()
     here, back = (slab[:nbytes] for slab in slabs)
     here.copy_(torch.arange(nbytes) % 251)
-    there = device.allocate(nbytes, torch.uint8, "slot")
+    there = device.memory.allocate(nbytes, torch.uint8, "slot")
     fetched = device.fetch.submit("fetch", lambda: device.copy(there, here))
     device.drain.submit("drain", lambda: device.copy(back, there), (fetched,)).wait()
     assert torch.equal(back, here)
@@ -78,9 +79,9 @@ def test_what_is_not_pinned_comes_and_goes_through_a_ring(
     device.copy_now(back, there)
     assert torch.equal(back, here)
     for slab in slabs:
-        device.unpin(slab)
+        device.pinning.unpin(slab)
     with pytest.raises(StateError, match="never pinned"):
-        device.unpin(slabs[0])
+        device.pinning.unpin(slabs[0])
 
 
 def test_a_fetch_through_the_ring_waits_for_the_drain_that_writes_its_source(
@@ -90,17 +91,17 @@ def test_a_fetch_through_the_ring_waits_for_the_drain_that_writes_its_source(
     refuse_beyond(6 * RING)
     nbytes = 7 * RING
     slab = map_slab(nbytes, torch.uint8)
-    device.pin(slab)
-    source, target = (device.allocate(nbytes, torch.uint8, "slot") for _ in range(2))
+    device.pinning.pin(slab)
+    source, target = (device.memory.allocate(nbytes, torch.uint8, "slot") for _ in range(2))
     source.fill_(7)
     target.zero_()
     sleep_on_stream(500_000_000)
-    produced = device.record_compute("activation")
+    produced = device.compute.record("activation")
     stored = device.drain.submit("offload", lambda: device.copy(slab, source), (produced,))
-    room = device.record_compute("room")
+    room = device.compute.record("room")
     device.fetch.submit("onload", lambda: device.copy(target, slab), (stored, room)).wait()
     assert target.cpu().eq(7).all()
-    device.unpin(slab)
+    device.pinning.unpin(slab)
 
 
 def test_the_user_is_told_once(
@@ -108,17 +109,17 @@ def test_the_user_is_told_once(
 ) -> None:
     first = map_slab(1 << 20, torch.uint8)
     refuse_beyond(first.nbytes + 300_000)
-    device.pin(first)
+    device.pinning.pin(first)
     others = [map_slab(1 << 20, torch.uint8) for _ in range(3)]
     with caplog.at_level(logging.WARNING, "stronghold"):
         for slab in others:
-            device.pin(slab)
+            device.pinning.pin(slab)
     (line,) = [record.getMessage() for record in caplog.records]
     assert "pin 1048576 bytes of host memory, and refuses 1048576 more" in line
     assert "ulimit -l unlimited" in line
-    assert first.nbytes < device.pinned_bytes <= first.nbytes + 300_000
+    assert first.nbytes < device.pinning.pinned_bytes <= first.nbytes + 300_000
     for slab in (first, *others):
-        device.unpin(slab)
+        device.pinning.unpin(slab)
 
 
 @pytest.mark.parametrize("policy", ["keep", "offload", "recompute"])
@@ -136,7 +137,7 @@ def test_a_host_that_refuses_to_pin_trains_with_the_same_bits(
     refuse_beyond(limit)
 
     def inspect(engine: Any) -> None:
-        seen.append(engine.inspect().device.pinned_bytes)
+        seen.append(engine.inspect().device.pinning.pinned_bytes)
         report = engine.memory_report()
         assert report.host_peak == report.host_planned
 
@@ -154,8 +155,8 @@ def test_a_host_that_refuses_to_pin_trains_with_the_same_bits(
 
 def test_doctor_says_how_much_could_be_pinned(refuse_beyond: Callable[[int], None]) -> None:
     refuse_beyond(192 << 20)
-    findings = doctor.examine("cuda", quick=True)
-    (problem,) = [each for each in findings.problems if "pin" in each.what]
+    findings = examine("cuda", quick=True)
+    (problem,) = [each for each in problems_of(findings) if "pin" in each.what]
     assert "0.19 GiB of host memory could be pinned" in problem.got
 
 
@@ -180,8 +181,8 @@ def test_a_large_slab_is_committed_before_it_is_registered(
     try:
         with monkeypatch.context() as patched:
             patched.setattr(torch.cuda, "cudart", lambda: Watched)
-            device.pin(slab)
-        device.unpin(slab)
+            device.pinning.pin(slab)
+        device.pinning.unpin(slab)
     finally:
         device.close()
     assert seen[0] >= MANY_THREADS_BYTES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stronghold.doctor import selftest
+from stronghold.tools.doctor import selftest
 
 pytestmark = pytest.mark.gpu
 

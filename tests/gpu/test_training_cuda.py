@@ -25,9 +25,9 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import stronghold
-from stronghold.device import cuda
+from stronghold.devices import cuda
 from stronghold.errors import ConfigError
-from stronghold.optim.states import Kind
+from stronghold.optim.states import StateKind
 from stronghold.runtime import attention
 from stronghold.runtime.stack import GPU_SHARE
 from tests.laws import test_chunks as chunks
@@ -84,7 +84,7 @@ def train_plain_on_gpu(
             mirrors[parameter] = nn.Parameter(parameter.detach().cpu())
     for buffer in model.buffers():
         buffer.data = buffer.data.cuda()
-    kind: Kind = "lean" if precision == "lean" else "exact"
+    kind: StateKind = "lean" if precision == "lean" else "exact"
     optimizer = KernelOptimizer(torch.optim.AdamW(list(mirrors.values()), **ADAM), kind)
     run = Run()
     sums: dict[nn.Parameter, torch.Tensor] = {}
@@ -472,7 +472,7 @@ def test_a_plan_is_made_anew_from_what_is_free_then(monkeypatch: pytest.MonkeyPa
             monkeypatch.setattr(
                 torch.cuda, "mem_get_info", lambda index=None, left=left: (left, total)
             )
-            found = engine.inspect().device.reachable_bytes()
+            found = engine.inspect().device.memory.reachable_bytes()
             seen.append(found)
 
     settings = config(section={"device": "cuda", **STREAMED})

@@ -16,8 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from stronghold.model.gpu_operators import MORE_FLOPS
-from stronghold.process import Replacements
 from stronghold.runtime import attention
+from stronghold.runtime.patches.attention import intercepted
+from stronghold.runtime.patches.replacements import Replacements
 from tests.models import loss_of
 from tests.support.training import (
     Run,
@@ -120,8 +121,8 @@ def test_a_function_that_stands_before_ours_stays(monkeypatch: pytest.MonkeyPatc
     plain = F.scaled_dot_product_attention
     monkeypatch.setattr(F, "scaled_dot_product_attention", plain)
     ours, name = Replacements(), "scaled_dot_product_attention"
-    ours.put(F, name, attention.intercepted)
-    ours.put(F, name, attention.intercepted)  # of another engine
+    ours.put(F, name, intercepted)
+    ours.put(F, name, intercepted)  # of another engine
     inner = F.scaled_dot_product_attention
 
     def theirs(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -130,7 +131,7 @@ def test_a_function_that_stands_before_ours_stays(monkeypatch: pytest.MonkeyPatc
     F.scaled_dot_product_attention = theirs
     ours.undo()
     assert F.scaled_dot_product_attention is theirs
-    ours.put(F, name, attention.intercepted)  # must not call itself through theirs
+    ours.put(F, name, intercepted)  # must not call itself through theirs
     query = torch.randn(1, 1, 4, 8)
     assert torch.equal(F.scaled_dot_product_attention(*[query] * 3), plain(*[query] * 3))
     F.scaled_dot_product_attention = inner

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 import stronghold
-from stronghold.cli import main
 from stronghold.errors import CheckpointError, ConfigError
+from stronghold.tools.cli import main
 from tests.support.checkpoints import (
     command,
     make_batch,

@@ -32,7 +32,7 @@ def measure(work: Path, hidden: int, intermediate: int, num_layers: int) -> dict
     from transformers import LlamaConfig
 
     import stronghold
-    from stronghold.cli import main
+    from stronghold.tools.cli import main
 
     torch.set_num_threads(1)
     heads = hidden // 64

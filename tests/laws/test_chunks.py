@@ -18,7 +18,7 @@ from torch import nn
 from transformers import BloomConfig, BloomForCausalLM, FalconConfig, FalconForCausalLM
 
 import stronghold
-from stronghold.device.base import ThreadLane
+from stronghold.devices.base import ThreadLane
 from stronghold.errors import ConfigError
 from stronghold.memory.slab import PinnedPool
 from stronghold.model.partition import partition

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from stronghold.forecast.question import from_sizes
 from stronghold.model.arrays import array_bytes
 from stronghold.model.layout import LayerLayout, ModelLayout, layer_layout
 from stronghold.optim import DEFAULT
@@ -20,6 +19,7 @@ from stronghold.plan.machine import MachineProfile, rates_of
 from stronghold.plan.plan import make_plan
 from stronghold.predict.simulate import simulate
 from stronghold.runtime.formats import page_items
+from stronghold.tools.estimate.model import from_sizes
 from tests.laws.test_ranks import interleaved
 from tests.models import loss_of, without_caches
 from tests.support import rank_dtypes

@@ -86,7 +86,7 @@ def state_of(engine: Any) -> dict[str, torch.Tensor]:
 def test_a_training_that_moves_on_at_each_step_is_the_one_that_goes_straight_on(
     name: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stronghold.plan.plan.PIECE_BYTES", 2048 * 24)
+    monkeypatch.setattr("stronghold.plan.host_memory.PIECE_BYTES", 2048 * 24)
     with session(name, tmp_path, precision=precision) as engine:
         losses = train(engine, len(PLACES))
         expected = state_of(engine)

@@ -21,10 +21,10 @@ from deepspeed.utils import safe_set_full_grad
 from torch import nn
 
 from stronghold.errors import ConfigError, LaneError
-from stronghold.plan.cost import LayerLoad, Workload
+from stronghold.plan.cost import LayerWork, Workload
 from stronghold.plan.schedule import Action, Kind
 from stronghold.predict.simulate import simulate
-from stronghold.refine import TRACED_STEPS, UNTOLD_STEPS
+from stronghold.refine import TRACED_STEPS, WARM_UP_STEPS
 from stronghold.runtime.early_updates import FREE_MISSES
 from stronghold.runtime.optimizer import make_scaler
 from tests.faults.test_lane_failures import WITHIN_S, fail_backward, fail_in, run_steps
@@ -59,7 +59,7 @@ SLOW: dict[str, Any] = {"emulated": {"update_gbps": 0.002}}  # updates outlast a
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """And every input is offloaded, as a large one is."""
-    monkeypatch.setattr("stronghold.plan.plan.PIECE_BYTES", FEW_BYTES)
+    monkeypatch.setattr("stronghold.plan.host_memory.PIECE_BYTES", FEW_BYTES)
     monkeypatch.setattr("stronghold.runtime.activations.MIN_OFFLOAD_BYTES", 1)
 
 
@@ -453,7 +453,7 @@ def test_peaks_equal_the_plan_and_the_simulator(precision: str, name: str, count
     assert plan.host_bytes[SECOND] == second
     assert report.host_peak == report.host_planned == plan.host_total_bytes
     assert report.gpu_peak == report.gpu_planned
-    loads = (LayerLoad(forward_s=1e-3, backward_s=2e-3),) * len(now.layout.layers)
+    loads = (LayerWork(forward_s=1e-3, backward_s=2e-3),) * len(now.layout.layers)
     work, machine = Workload(layers=loads), rates(1.0, memory_gbps=4.0)
     found = simulate(now.layout, plan, work, machine, asynchronous=False)
     assert (found.gpu_peak_bytes, found.host_peak_bytes) == (report.gpu_peak, report.host_peak)
@@ -479,7 +479,7 @@ def test_a_refined_plan_updates_early_without_a_change_of_bits() -> None:
         section["host_memory"] = 1 << 30
         engine = engine_of(SleepingModel([(1 << 16, 0.002, 0.004)] * 6), section)
         x, losses = torch.ones(64), []
-        for _ in range(UNTOLD_STEPS + TRACED_STEPS + 3):
+        for _ in range(WARM_UP_STEPS + TRACED_STEPS + 3):
             loss = engine(x)
             engine.backward(loss)
             engine.step()

@@ -71,7 +71,7 @@ def compress(monkeypatch: pytest.MonkeyPatch, chosen: Chosen) -> None:
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stronghold.plan.plan.PIECE_BYTES", SMALLEST_PIECE)
+    monkeypatch.setattr("stronghold.plan.host_memory.PIECE_BYTES", SMALLEST_PIECE)
 
 
 def section_of(path: Path, spill: str, more: dict[str, Any]) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def test_frozen_bytes_train_what_is_beside_them_as_in_a_plain_loop(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("stronghold.plan.plan.PIECE_BYTES", 4096 * 24)
+    monkeypatch.setattr("stronghold.plan.host_memory.PIECE_BYTES", 4096 * 24)
     monkeypatch.setattr("stronghold.runtime.activations.MIN_OFFLOAD_BYTES", 1)
     # Every second case accumulates, or has lean states.
     odd = (list(PLACES).index(place) + BYTES.index(stored)) % 2

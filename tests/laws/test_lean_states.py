@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 import stronghold
-from stronghold.checkpoint.zero import export_zero
 from stronghold.errors import BudgetError, ConfigError
 from stronghold.optim.states import (
     decode_root,
@@ -25,6 +24,7 @@ from stronghold.optim.states import (
     page_numel,
     split_lean_master,
 )
+from stronghold.tools.zero import export_zero
 from tests.support.states import MOMENTS
 from tests.support.training import ADAM, config, initialized
 
@@ -119,7 +119,7 @@ def test_pieces_change_no_bit_of_the_plain_loops(
 ) -> None:
     """From two steps on the other half runs in memory, from a checkpoint."""
     page_bytes = page_numel("lean") * (2 + 1 + 2) + 2 * 4096
-    monkeypatch.setattr("stronghold.plan.plan.PIECE_BYTES", pages * page_bytes)
+    monkeypatch.setattr("stronghold.plan.host_memory.PIECE_BYTES", pages * page_bytes)
     engine = engine_of({"nvme": {"path": str(tmp_path), "spill": home}})
     try:
         train(engine, range(2))
@@ -245,7 +245,7 @@ def test_deepspeeds_words_for_small_states_are_met_and_the_log_says_by_what(
         engine_of(
             {"states": kind}, bf16={"enabled": True, **keys}, zero_optimization={"stage": 2}
         ).destroy()
-    said = [r.getMessage() for r in caplog.records if "met by" in r.getMessage()]
+    said = [r.getMessage() for r in caplog.records if "replaced by" in r.getMessage()]
     assert len(said) == 2
     assert all(f'stronghold.states "{kind}"' in line for line in said)
 

@@ -37,7 +37,7 @@ SMALLEST_PIECE = PAGE_NUMEL * 24
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stronghold.plan.plan.PIECE_BYTES", SMALLEST_PIECE)
+    monkeypatch.setattr("stronghold.plan.host_memory.PIECE_BYTES", SMALLEST_PIECE)
 
 
 def trained(name: str, section: dict[str, Any], **settings: Any) -> Run:
@@ -230,7 +230,7 @@ def test_a_plan_whose_layers_all_stay_on_the_gpu_is_refined(tmp_path: Path) -> N
     """Files were asked for, and hold nothing: what is left open is which updates are early."""
     section = {"resident_layers": "all", "resident_updates": "gpu", "activations": "recompute"}
     section |= {"early_layers": None, "host_memory": 1 << 30}
-    steps = refine.UNTOLD_STEPS + refine.TRACED_STEPS + 1
+    steps = refine.WARM_UP_STEPS + refine.TRACED_STEPS + 1
     settings = config(section=section | spilling(tmp_path, "moments"), clipping=0.0)
     run = train_windowed(MODELS["gpt"], steps=steps, settings=settings)
     assert_identical(run, train_plain(MODELS["gpt"], steps=steps, clipping=0.0))

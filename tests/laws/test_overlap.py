@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from stronghold.refine import TRACED_STEPS, UNTOLD_STEPS
+from stronghold.refine import TRACED_STEPS, WARM_UP_STEPS
 from stronghold.telemetry.trace import read
 from tests.support.quiet import law_of_time, on_time
 from tests.support.sleeping import Measured, SleepingModel, timed_steps
@@ -23,7 +23,7 @@ from tests.support.training import config, initialized
 
 LINKED_LAYERS, UPDATED_LAYERS, LAYER_NUMEL = 18, 28, 1 << 19  # 2 MiB in fp32
 ON_DISK_LAYERS, ON_DISK_NUMEL = 12, 1 << 17
-WARM_UP, MEASURED = UNTOLD_STEPS + TRACED_STEPS + 1, 3  # the plan is refined before that
+WARM_UP, MEASURED = WARM_UP_STEPS + TRACED_STEPS + 1, 3  # the plan is refined before that
 SLACK = 1.15  # what is promised: fill and drain of one layer, and the hand-over between threads
 LANES = ("compute", "fetch", "drain", "update", "load", "spill")
 UPDATED = 28 / 32  # of the bytes that pass memory: the norm reads the rest

@@ -12,7 +12,7 @@ import torch
 
 from stronghold.plan.plan import make_plan
 from stronghold.predict.simulate import fastest_plan
-from stronghold.refine import TRACED_STEPS, UNTOLD_STEPS
+from stronghold.refine import TRACED_STEPS, WARM_UP_STEPS
 from tests.models import MODELS, loss_of, token_batch
 from tests.support.quiet import law_of_time, on_time
 from tests.support.sleeping import SleepingModel
@@ -27,7 +27,7 @@ from tests.support.training import (
 )
 
 SHARE = 0.8  # the model does not fit whole
-REFINED = UNTOLD_STEPS + TRACED_STEPS  # steps
+REFINED = WARM_UP_STEPS + TRACED_STEPS  # steps
 SLOW = {"link_gbps": 0.003, "update_gbps": 0.015}  # so that whatever stays on the device pays
 
 
@@ -87,7 +87,7 @@ def test_a_plan_that_finds_no_room_is_not_changed_to(taken: bool) -> None:
         now = engine.inspect()
         demand = replace(now.demand, window=None, resident_layers=None, resident_updates="gpu")
         if taken:
-            now.device.budget_bytes = now.device.allocated_bytes
+            now.device.memory.budget_bytes = now.device.memory.allocated_bytes
         seen.append(engine.replan(make_plan(now.layout, demand)))
 
     run = train_windowed(factory, steps=REFINED + 3, settings=config(section=section), after=change)
@@ -111,7 +111,7 @@ def test_a_refined_plan_is_faster_and_the_trace_is_gone() -> None:
     engine.destroy()
     assert not spans
     on_time(after != before, "the plan stayed as it was")
-    on_time(min(seconds[REFINED:]) < 0.8 * min(seconds[UNTOLD_STEPS:REFINED]), seconds)
+    on_time(min(seconds[REFINED:]) < 0.8 * min(seconds[WARM_UP_STEPS:REFINED]), seconds)
 
 
 def test_a_pinned_plan_stays(tmp_path: Any) -> None:

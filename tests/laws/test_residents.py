@@ -13,13 +13,13 @@ from torch.nn import functional as F
 
 import stronghold
 from stronghold import native
-from stronghold.device.emulated import EmulatedDevice
+from stronghold.devices.emulated import EmulatedCompute
 from stronghold.errors import ConfigError
 from stronghold.memory import window
 from stronghold.model.layout import layout
 from stronghold.model.partition import partition
 from stronghold.native import Pool
-from stronghold.plan.cost import Demand, LayerLoad, Workload
+from stronghold.plan.cost import Demand, LayerWork, Workload
 from stronghold.plan.homes import GPU
 from stronghold.plan.plan import make_plan
 from stronghold.predict import simulate
@@ -143,7 +143,7 @@ def test_closing_gives_the_model_back_in_memory_of_its_own(place: str) -> None:
 def test_a_simulated_step_takes_what_the_plan_says(mode: dict[str, bool]) -> None:
     """The same parts, without memory: nothing of them reads a value on its way."""
     found = layout(partition(MODELS["gpt"](num_layers=4)[0]))
-    load = LayerLoad(forward_s=1e-3, backward_s=2e-3, saved_bytes=0)
+    load = LayerWork(forward_s=1e-3, backward_s=2e-3, saved_bytes=0)
     workload = Workload(
         layers=(load,) * len(found.layers), micro_batches=1 + ("accumulate" in mode)
     )
@@ -261,7 +261,7 @@ def test_all_but_the_scale_is_prepared_before_it_is_waited_for(
 
     for owner, name, after in (
         (Pool, "prepare_update", "updated"),
-        (EmulatedDevice, "read_later", "read"),
+        (EmulatedCompute, "read_later", "read"),
     ):
         monkeypatch.setattr(owner, name, noting(name, getattr(owner, name), after))
     engine, make_batch = engine_of(place)

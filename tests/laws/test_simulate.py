@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from stronghold.plan.cost import LayerLoad, Workload
+from stronghold.plan.cost import LayerWork, Workload
 from stronghold.predict.simulate import Prediction, simulate
 from tests.support.quiet import law_of_time, on_time
 from tests.support.sleeping import SleepingModel, rates, timed_steps
@@ -92,7 +92,7 @@ def run(case: Case) -> tuple[float, Prediction, tuple[int, int]]:
     machine = rates(case.link_gbps, *disk, update_gbps=case.update_gbps, handover_s=5e-5)
     workload = Workload(
         layers=tuple(
-            LayerLoad(forward_s=forward_s, backward_s=backward_s, saved_bytes=4 * INPUT_NUMEL)
+            LayerWork(forward_s=forward_s, backward_s=backward_s, saved_bytes=4 * INPUT_NUMEL)
             for _, forward_s, backward_s in case.layers
         ),
         micro_batches=case.accumulation,

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from stronghold.cli import main
 from stronghold.errors import BudgetError, ConfigError
-from stronghold.forecast.question import from_sizes
 from stronghold.model.layout import for_ranks
 from stronghold.plan.cost import Demand, workload_of
 from stronghold.plan.machine import MachineProfile, rates_of
 from stronghold.plan.plan import Plan, make_plan
 from stronghold.predict.simulate import Prediction, simulate
+from stronghold.tools.cli import main
+from stronghold.tools.estimate.model import from_sizes
 from tests.support.states import adam_states
 
 SUBJECT = from_sizes(12, 2048, 16, 32000, 1024)

@@ -1,9 +1,10 @@
-"""Makes `torch.cuda` of a build without CUDA work on the pretended device.
+"""Makes `torch.cuda` and `torch.accelerator` of a build without CUDA work on the pretended device.
 
 Owns the Python names: streams, events, the counts of memory, what a GPU says of itself. It replaces
-attributes of `torch.cuda` and `torch._C` for the life of the process; some are private ones of
-torch 2.13, and another version is refused. Has to run before anybody imports torch, which asks for
-CUDA's hooks once. Cannot show what a GPU does with these names: it answers from `device.cpp`.
+attributes of `torch.cuda`, `torch.accelerator` and `torch._C` for the life of the process. Some are
+private ones of torch 2.13, and another version is refused. Has to run before anybody imports torch,
+which asks for CUDA's hooks once. Cannot show what a GPU does with these names: it answers from
+`device.cpp`.
 """
 
 from __future__ import annotations
@@ -239,6 +240,14 @@ def _memory(torch: Any, extension: Any) -> None:
     cuda.empty_cache = cuda.ipc_collect = extension.empty_cache
     torch._C._cuda_clearCublasWorkspaces = extension.clear_workspaces
 
+    of_all_kinds = torch.accelerator
+    of_all_kinds.get_memory_info = of_the_device
+    for name in ("memory_stats", "empty_cache", "reset_peak_memory_stats"):
+        setattr(of_all_kinds, name, getattr(cuda, name))
+    for name in ("allocated", "reserved"):
+        for most in ("memory_", "max_memory_"):
+            setattr(of_all_kinds, most + name, getattr(cuda, most + name))
+
     def leave_to_this_process(part: float, device: Any = None) -> None:
         fraction[0] = part
         extension.limit(int(part * TOTAL_BYTES))
@@ -278,6 +287,8 @@ def _identity(torch: Any, extension: Any) -> None:
             raise RuntimeError("CUDA error: invalid device ordinal")
         extension.set_device()
 
+    torch.accelerator.set_device_index = set_device
+    torch.accelerator.device_count = lambda: 1
     cuda = torch.cuda
     cuda.is_available = cuda.is_initialized = cuda._is_compiled = lambda: True
     cuda.is_bf16_supported = lambda including_emulation=True: True

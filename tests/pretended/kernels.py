@@ -19,8 +19,8 @@ import numpy.typing as npt
 import torch
 
 from stronghold import native
-from stronghold.device import cuda
-from stronghold.device.base import Device
+from stronghold.devices import cuda
+from stronghold.devices.base import Device
 from stronghold.native import Rows, Segments, Targets
 from stronghold.optim import triton_kernels
 

@@ -13,7 +13,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import stronghold
-from stronghold.cli import main
+from stronghold.tools.cli import main
 from tests.support.training import config, moments_of, on
 
 VOCABULARY = 61

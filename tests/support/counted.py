@@ -11,21 +11,21 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stronghold.device.emulated import EmulatedDevice
+from stronghold.devices.emulated import EmulatedDevice, EmulatedMemory
 
 
 class _Counting(TorchDispatchMode):
     """Counts the storages that operators of this thread make while they live. Lanes are other
     threads: what they touch is host memory, or a buffer that `allocate` has counted."""
 
-    def __init__(self, device: CountedDevice) -> None:
+    def __init__(self, memory: CountedMemory) -> None:
         super().__init__()
-        self._device = device
+        self._memory = memory
         self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        if self._device.allocates:
+        if self._memory.allocates:
             return found
         given = {id(storage) for storage in _storages((args, kwargs))}
         for storage in _storages(found):
@@ -35,11 +35,11 @@ class _Counting(TorchDispatchMode):
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key, nbytes = id(storage), storage.nbytes()
-        self._device.take(nbytes)
+        self._memory.take(nbytes)
 
         def gone(_: object) -> None:
             del self._alive[key]
-            self._device.used_bytes -= nbytes
+            self._memory.used_bytes -= nbytes
 
         self._alive[key] = weakref.ref(storage, gone), nbytes
 
@@ -54,22 +54,15 @@ def _storages(nested: Any) -> list[torch.UntypedStorage]:
     return [storage for part in nested for storage in _storages(part)]
 
 
-class CountedDevice(EmulatedDevice):
+class CountedMemory(EmulatedMemory):
     """`total_bytes` are all that there is. `used_bytes` are those of tensors that `counted` has
     seen and that live; buffers come beside them."""
 
-    total_bytes: ClassVar[int]
-
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, total_bytes: int, budget_bytes: int | None, *, poison: bool) -> None:
+        super().__init__(budget_bytes, poison=poison)
+        self.total_bytes = total_bytes
         self.used_bytes = self._peak = self._failures = 0
         self.allocates = False  # a buffer, which is not counted as a tensor
-        super().__init__(**settings)
-
-    @contextlib.contextmanager
-    def counted(self) -> Iterator[None]:
-        """Inside, tensors of the calling thread are the device's."""
-        with _Counting(self):
-            yield
 
     def take(self, nbytes: int) -> None:
         if self.allocated_bytes + self.used_bytes + nbytes > self.total_bytes:
@@ -110,6 +103,22 @@ class CountedDevice(EmulatedDevice):
 
     def num_failures(self) -> int:
         return self._failures
+
+
+class CountedDevice(EmulatedDevice):
+    """A device with so many bytes."""
+
+    total_bytes: ClassVar[int]
+
+    def __init__(self, *, poison: bool = True, **settings: Any) -> None:
+        super().__init__(poison=poison, **settings)
+        self.memory = CountedMemory(self.total_bytes, self.memory.budget_bytes, poison=poison)
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """Inside, tensors of the calling thread are the device's."""
+        with _Counting(self.memory):
+            yield
 
 
 def of_bytes(total_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,10 +94,10 @@ class Arrays:
             placed(part, device, skip) for part in parts
         )
 
-    def segment(self, step: int, **changes: Any) -> native.Segment:
+    def segment(self, step: int, **changes: Any) -> native.UpdateSegment:
         moments = [self.moment0.data_ptr(), self.moment1.data_ptr()]
         num_moments = OPTIMIZERS[self.optimizer].num_moments
-        return native.Segment(
+        return native.UpdateSegment(
             weight=self.weight.data_ptr(),
             low=0 if self.weight.dtype == F32 else self.low.data_ptr(),
             grad=self.grads[step % 3].data_ptr(),

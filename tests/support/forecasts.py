@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
-from stronghold import cli
-from stronghold.forecast.question import Question, understand
+from stronghold.tools import cli
+from stronghold.tools.estimate.advice import with_advice
+from stronghold.tools.estimate.estimate import Estimate, estimate
+from stronghold.tools.estimate.question import Question, question_from_options
 
 SIZES = ["--layers", "6", "--hidden", "128", "--heads", "4", "--vocab", "500", "--seq", "64"]
 SMALL = {"layers": 6, "hidden": 128, "heads": 4, "vocab": 500, "seq": 64, "machine": "rtx4090"}
@@ -33,5 +35,10 @@ def run(*arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, 
     return status, captured.out, captured.err
 
 
+def full_estimate(question: Question) -> Estimate:
+    """The estimate that the command shows, with notes and gains."""
+    return with_advice(estimate(question))
+
+
 def asked(**changes: Any) -> Question:
-    return understand(**SMALL | changes)
+    return question_from_options(**SMALL | changes)

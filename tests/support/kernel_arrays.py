@@ -61,10 +61,10 @@ class Arrays:
             arrays[f"moment{k}"] = torch.zeros_like(master)
         self.parts = {name: misaligned(array, skip) for name, array in arrays.items()}
 
-    def segment(self, step: int = 1, **changes: float) -> native.Segment:
+    def segment(self, step: int = 1, **changes: float) -> native.UpdateSegment:
         addresses = {name: part.data_ptr() for name, part in self.parts.items()}
         fields = hyper_fields(self.optimizer, **changes)
-        return native.Segment(**{**addresses, "numel": self.numel, "step": step, **fields})
+        return native.UpdateSegment(**{**addresses, "numel": self.numel, "step": step, **fields})
 
     def run(self, pool: native.Pool, steps: Sequence[int] = (1, 2, 3), **changes: float) -> None:
         for step in steps:
@@ -86,7 +86,7 @@ class Arrays:
         return torch.from_numpy(join_bf16(upper.numpy(), low.numpy()))
 
 
-def target_of(segment: native.Segment) -> native.Target:
+def target_of(segment: native.UpdateSegment) -> native.Target:
     """A target with the addresses of the arrays that a step of the segment writes."""
     return native.Target(*(getattr(segment, name) for name in native.Target._fields))
 

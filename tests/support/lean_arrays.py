@@ -57,10 +57,10 @@ class LeanArrays:
                 out.append(states.decode_signed(self.get(f"moment{k}", torch.int8), scales))
         return out
 
-    def segment(self, step: int = 1, **changes: float) -> native.Segment:
+    def segment(self, step: int = 1, **changes: float) -> native.UpdateSegment:
         addresses = {name: part.data_ptr() for name, part in self.parts.items()}
         fields = hyper_fields(self.optimizer, **changes)
-        return native.Segment(**{**addresses, "numel": self.numel, "step": step, **fields})
+        return native.UpdateSegment(**{**addresses, "numel": self.numel, "step": step, **fields})
 
     def run(self, pool: native.Pool, step: int = 1, **changes: float) -> None:
         segments = [self.segment(step, **changes)]
@@ -71,7 +71,7 @@ class LeanArrays:
         master, *moments = self.read()
         grad = self.get("grad", self.grad_dtype)
         # The group's missing elements are zeros, and reach no other: nothing is padded here.
-        segment = native.Segment(
+        segment = native.UpdateSegment(
             weight=master.data_ptr(),
             low=0,
             grad=grad.data_ptr(),

@@ -46,7 +46,7 @@ def in_parts(section: dict[str, Any] | None = None) -> Run:
     with pytest.MonkeyPatch.context() as patch:
         for change in (arrived, flush):
             patch.setattr(GradientOffload, change.__name__, change)
-        patch.setattr(refine, "UNTOLD_STEPS", 99)  # a simulation has no halves
+        patch.setattr(refine, "WARM_UP_STEPS", 99)  # a simulation has no halves
         return train("gpt", config(clipping=0.0, section=section))
 
 
@@ -132,7 +132,7 @@ def on_files(
     spilled: set[str] = set()
     section = files(spill, window=2, emulated={"jitter_s": 3e-4})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("stronghold.plan.plan.PIECE_BYTES", 1)  # so as few as hold a page
+        patch.setattr("stronghold.plan.host_memory.PIECE_BYTES", 1)  # so as few as hold a page
         settings["stronghold"] |= section
         if spill is None:
             settings["stronghold"]["host_memory"] = least_memory(name, settings, **more)
@@ -234,7 +234,7 @@ def assert_trained_as_one(found: list[Any]) -> None:
 
 def refined() -> dict[str, Any]:
     """The plan changes while ranks train, each of which has measured something else."""
-    worth, refine.WORTH = refine.WORTH, 1e9  # whatever is predicted
+    worth, refine.CHANGE_SHARE = refine.CHANGE_SHARE, 1e9  # whatever is predicted
     plans: list[Any] = []
 
     def each_step(engine: Any, _: int) -> None:
@@ -244,7 +244,7 @@ def refined() -> dict[str, Any]:
         section = {"gpu_memory": 400 << 10}
         run = train("gpt", config(clipping=0.0, section=section), steps=6, each_step=each_step)
     finally:
-        refine.WORTH = worth
+        refine.CHANGE_SHARE = worth
     first, last = plans[0], plans[-1]
     return {
         "run": run,

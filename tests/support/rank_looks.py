@@ -16,6 +16,7 @@ import torch
 from deepspeed import utils
 from torch import nn
 
+from stronghold.devices.lane_name import LaneName
 from stronghold.errors import ConfigError, RankError
 from stronghold.telemetry.trace import file_of_rank, read
 from tests.conftest import lane_threads
@@ -79,7 +80,7 @@ def traffic() -> dict[str, int]:
             before = engine.inspect().ranks.received_bytes
             engine.backward(loss_of(engine(**make_batch(2 * step + rank()))))
             engine.step()
-            engine.inspect().device.lane("gather").submit("wait", lambda: None).wait()
+            engine.inspect().device.lane(LaneName.GATHER).submit("wait", lambda: None).wait()
         now = engine.inspect()
         received, layers = now.ranks.received_bytes - before, now.layout.layers
         twice = sum(layer.numel for layer in layers if layer.streamed)

@@ -191,16 +191,6 @@ class Plain(Side):
         for p in self.model.parameters():
             p.grad = None
 
-    def train_batch(self, seeds: list[int]) -> torch.Tensor:
-        self.model.train()
-        losses = []
-        for seed in seeds:
-            loss = self.loss(seed)
-            self.backward(loss)
-            self.step()
-            losses.append(loss.detach())
-        return sum(losses[1:], losses[0]) / len(losses)
-
     # -- weights and states -----------------------------------------------------------------------
     def weights(self) -> dict[str, torch.Tensor]:
         return self.model.state_dict()
@@ -355,9 +345,6 @@ class ByEngine(Side):
 
     def zero(self, by_optimizer: bool = False) -> None:
         (self.optimizer if by_optimizer else self.engine).zero_grad()
-
-    def train_batch(self, seeds: list[int]) -> Any:
-        return self.engine.train_batch(iter([self.batch(seed) for seed in seeds]))
 
     def boundary(self, ends: bool | None) -> None:
         self.engine.set_gradient_accumulation_boundary(ends)  # None: as the config has it

@@ -7,17 +7,17 @@ import torch
 from stronghold.memory.layer import LayerState
 from stronghold.model.layout import ParameterSlice
 from stronghold.optim import DEFAULT
-from stronghold.optim.states import EXACT, Formats, Kind, States, one_format, states_of
+from stronghold.optim.states import EXACT, Formats, StateKind, States, one_format, states_of
 
 MOMENTS = tuple(moment.name for moment in DEFAULT.moments)
 
 
-def adam_states(dtype: torch.dtype, kind: Kind = EXACT) -> States:
+def adam_states(dtype: torch.dtype, kind: StateKind = EXACT) -> States:
     """The arrays of weights of `dtype` that Adam trains."""
     return states_of(dtype, kind, DEFAULT.moments)
 
 
-def adam_formats(dtype: torch.dtype, kind: Kind = EXACT) -> Formats:
+def adam_formats(dtype: torch.dtype, kind: StateKind = EXACT) -> Formats:
     """Of a model that Adam trains in one dtype."""
     return one_format(adam_states(dtype, kind), DEFAULT.kernel)
 

@@ -18,7 +18,7 @@ from stronghold.optim.adam import Adam
 from stronghold.optim.contract import Optimizer
 from stronghold.optim.lion import Lion
 from stronghold.optim.sgd import SGD
-from stronghold.optim.states import EXACT, Kind, States, num_items, states_of
+from stronghold.optim.states import EXACT, StateKind, States, num_items, states_of
 from stronghold.runtime.formats import CAST, COMPUTED
 from stronghold.runtime.optimizer_step import norm_and_scale
 from tests.models import loss_of, without_caches
@@ -301,7 +301,7 @@ class KernelOptimizer:
     def __init__(
         self,
         groups_of: torch.optim.Optimizer,
-        kind: Kind = "exact",
+        kind: StateKind = "exact",
         optimizer: Optimizer | Sequence[Optimizer] = ADAMW,
     ) -> None:
         groups = groups_of.param_groups
@@ -381,7 +381,7 @@ class KernelOptimizer:
         address, low, *moments = (places.get(str(array), 0) for array in states.kernel_arrays)
         optimizer = self._optimizers[parameter]
         numbers = optimizer.numbers(group)
-        segment = native.Segment(
+        segment = native.UpdateSegment(
             address,
             low,
             gradient.data_ptr(),

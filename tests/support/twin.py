@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import stronghold
-from stronghold.optim.states import Kind
+from stronghold.optim.states import StateKind
 from tests.models import MODELS, loss_of, without_caches
 from tests.support.training import ADAM, KernelOptimizer, config
 
@@ -42,7 +42,7 @@ class Twin:
         self.model = self.model if of is None else of
         self.plain = without_caches(MODELS[name]()[0])
         self.accumulation, self.clipping = accumulation, clipping
-        self.kind: Kind = "lean" if precision == "lean" else "exact"
+        self.kind: StateKind = "lean" if precision == "lean" else "exact"
         self.settings = config(
             accumulation=accumulation,
             clipping=clipping,

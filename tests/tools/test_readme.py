@@ -1,4 +1,4 @@
-"""What the README says is true: its commands run, its code runs, its file tree is the tree."""
+"""Checks README.md and docs/: commands run, code runs, links and figures are right."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from stronghold import cli
 from stronghold.telemetry import trace
+from stronghold.tools import cli
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 TIMEOUT_S = 300
 SEARCH_PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 
-# Each command of the README, and how it is run here: what takes minutes is run for less.
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+# Each command of these pages, and a shorter run of it; None: another test runs it.
 QUICK = ["--tiny", "--steps", "3", "--compare-steps", "2", "--no-timing"]
 PLAN = (
     "stronghold plan --layers 32 --hidden 4096 --heads 32 --vocab 50304 --machine rtx4090 --batch 8"
@@ -33,8 +35,10 @@ FAST_VARIANTS = {
     "scripts/quickstart": ["scripts/quickstart", "--text", "README.md", *QUICK],
     "scripts/quickstart --tiny --steps 20": None,  # the same
     "scripts/quickstart --text corpus.txt --steps 1000": None,
-    "scripts/test": ["env", "STRONGHOLD_CHECKED=1", "scripts/test", "--version"],
-    # Run in test_finetune, which makes a model for it.
+    "pip install .": None,  # test_wheel
+    "stronghold test": None,  # test_selftest
+    "deepspeed --module stronghold.run train.py --deepspeed ds_config.json": None,  # test_plugin
+    # test_finetune makes a model for it.
     "scripts/finetune --model DIR --data FILE --config 8b_24gb_ram --output OUT": None,
     "stronghold trace trace.json -o timeline.png": None,  # run where the trace is made
     "stronghold doctor": None,  # a minute; run in test_doctor, for less
@@ -43,14 +47,21 @@ FAST_VARIANTS = {
 
 
 def blocks(language: str) -> list[str]:
-    """The README's fenced blocks in a language."""
-    fences = re.findall(r"^```(\w*)\n(.*?)^```\n", README, flags=re.MULTILINE | re.DOTALL)
+    """Fenced blocks of the README in a language."""
+    return fenced(README, language)
+
+
+def fenced(page: str, language: str) -> list[str]:
+    """Fenced blocks of a page in a language."""
+    fences = re.findall(r"^```(\w*)\n(.*?)^```\n", page, flags=re.MULTILINE | re.DOTALL)
     return [body for name, body in fences if name == language]
 
 
-def commands() -> list[str]:
-    lines = "".join(blocks("bash")).splitlines()
-    return [line.split(" #")[0].strip() for line in lines if line.strip()]
+def commands() -> set[str]:
+    """Commands in `bash` blocks of the README and of docs/."""
+    texts = [path.read_text(encoding="utf-8") for path in PAGES]
+    lines = "".join(block for text in texts for block in fenced(text, "bash")).splitlines()
+    return {line.split(" #")[0].strip() for line in lines if line.strip()}
 
 
 def run(command: list[str], folder: Path = ROOT) -> str:
@@ -69,8 +80,12 @@ needs_set_up = pytest.mark.skipif(
 )
 
 
-def test_every_command_of_the_readme_is_known_here() -> None:
+def test_every_command_of_the_pages_is_known_here() -> None:
     assert sorted(commands()) == sorted(FAST_VARIANTS)
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 120
 
 
 @needs_set_up
@@ -100,7 +115,7 @@ def test_the_quickstart_learns_compares_and_leaves_its_pictures(tmp_path: Path) 
 
 @needs_set_up
 def test_the_test_command_hands_its_arguments_to_pytest() -> None:
-    command = FAST_VARIANTS["scripts/test"]
+    command = ["env", "STRONGHOLD_CHECKED=1", "scripts/test", "--version"]
     assert f"pytest {pytest.__version__}" in run(command)
 
 
@@ -137,44 +152,16 @@ def test_the_packages_page_is_the_readme_without_links_that_lead_nowhere() -> No
     page = made["readme"]["text"]
     assert re.findall(r"\]\((?!https?://)", README), "there is something to leave out"
     assert not re.findall(r"\]\((?!https?://)", page)
-    assert "share the state of a model among the GPUs (several GPUs)" in page
+    assert "need one line, `import stronghold`" in page
     assert page.splitlines()[0] == README.splitlines()[0]
 
 
-def test_the_file_tree_of_the_readme_is_the_tree() -> None:
-    (tree,) = [block for block in blocks("") if block.startswith("stronghold/")]
-    listed, folder = set(), ""
-    for line in tree.splitlines():
-        name = line.split()[0]
-        if not line.startswith(" "):
-            folder = name if name == "stronghold/" else ""
-            listed.add(name)
-        else:
-            listed.add(folder + name)
-    missing = [name for name in listed if not (ROOT / name).exists()]
-    assert missing == []
-    package = ROOT / "stronghold"
-    rooms = {f"stronghold/{p.name}" for p in package.glob("*.py") if p.name != "__init__.py"}
-    rooms |= {f"stronghold/{p.parent.name}/" for p in package.glob("*/__init__.py")}
-    assert rooms <= listed, "rooms that the README does not list"
-
-
-def test_the_figures_of_the_readme_are_those_of_the_results() -> None:
-    results = json.loads((ROOT / "benchmarks" / "results" / "quickstart.json").read_text())
-    mib, memory, num_parameters = 1 << 20, results["memory"], results["num_parameters"]
-    weights, step_s = results["weight_bytes"], results["step_s"]
-    rows = [
-        f"first {len(results['plain_losses'])} steps | equal, bit for bit",
-        f"| {memory['gpu_peak'] / mib:.1f} MiB, as planned | {2 * weights / mib:.1f} MiB, "
-        f"and {12 * num_parameters / mib:.1f} MiB for AdamW |",
-        f"| {memory['host_peak'] / num_parameters:.1f} bytes per parameter, as planned |",
-        f"| {step_s['window'] * 1e3:.0f} ms | {step_s['plain'] * 1e3:.0f} ms |",
-        f"after {len(results['losses'])} steps | {results['held_out'][-1][1]:.2f} nats per byte",
-    ]
+def test_the_predictions_of_the_readme_are_those_of_the_results() -> None:
+    (link,) = re.findall(r"\]\((benchmarks/results/what-fits[^)]*)\)", README)
+    page = (ROOT / link).read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (?:RTX|H100).*$", page, flags=re.MULTILINE)
+    assert len(rows) > 5
     assert [row for row in rows if row not in README] == []
-    assert results["losses_equal"] is True
-    assert memory["gpu_peak"] == memory["gpu_planned"]
-    assert memory["host_peak"] == memory["host_planned"]
 
 
 def test_the_plan_of_the_readme_is_made(capsys: pytest.CaptureFixture[str]) -> None:
@@ -183,10 +170,30 @@ def test_the_plan_of_the_readme_is_made(capsys: pytest.CaptureFixture[str]) -> N
     assert "\nFITS\n" in capsys.readouterr().out
 
 
-def test_the_links_of_the_readme_lead_somewhere() -> None:
-    targets = re.findall(r"\]\(([^)]+)\)", README)
-    assert targets
-    assert [target for target in targets if not (ROOT / target).exists()] == []
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_links_lead_somewhere(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    missing = []
+    for target in re.findall(r"\]\((?!https?://)([^)]+)\)", text):
+        name, _, anchor = target.partition("#")
+        linked = path.parent / name if name else path
+        if not linked.exists() or (anchor and anchor not in anchors(linked)):
+            missing.append(target)
+    assert missing == []
+
+
+def anchors(path: Path) -> set[str]:
+    """Anchors of a page's headings, as the site makes them."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    plain = (re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in headings)
+    return {re.sub(r"[-\s]+", "-", heading) for heading in plain}
+
+
+@needs_set_up
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    run([sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path)])
+    for name in ("index.html", "benchmarks/adam.html", "api.html"):
+        assert (tmp_path / name).stat().st_size > 0
 
 
 def test_the_files_that_the_architecture_names_exist() -> None:

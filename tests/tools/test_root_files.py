@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 import stronghold
-from stronghold import cli
+from stronghold.tools import cli
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))

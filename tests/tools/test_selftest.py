@@ -10,9 +10,9 @@ import time
 import pytest
 import torch
 
-from stronghold import cli
-from stronghold.doctor import selftest
 from stronghold.runtime.stack import MemoryReport
+from stronghold.tools import cli
+from stronghold.tools.doctor import selftest
 from tests.support.quiet import law_of_time, on_time
 
 CPU = torch.device("cpu")
@@ -22,7 +22,7 @@ WORDS = ["bits:   ok, ", "memory: ok, ", "link:   ok, ", "To report a problem, "
 def test_three_checks_and_what_to_send() -> None:
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     result = subprocess.run(
-        [sys.executable, "-m", "stronghold.cli", "test"],
+        [sys.executable, "-m", "stronghold.tools.cli", "test"],
         env=environment,
         capture_output=True,
         text=True,
@@ -40,7 +40,7 @@ def test_three_checks_and_what_to_send() -> None:
 @law_of_time
 def test_the_first_word_comes_within_two_seconds() -> None:
     begun_s = time.perf_counter()
-    command = [sys.executable, "-m", "stronghold.cli", "test"]
+    command = [sys.executable, "-m", "stronghold.tools.cli", "test"]
     with subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     ) as process:

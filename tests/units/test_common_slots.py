@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from stronghold.device.base import completed
-from stronghold.device.emulated import EmulatedDevice
+from stronghold.devices.base import completed
+from stronghold.devices.emulated import EmulatedDevice
 from stronghold.distributed.common_slots import CommonSlots, Slots
 from stronghold.memory.layer import LayerState
 from stronghold.memory.window import Window

@@ -161,7 +161,7 @@ def test_a_path_must_come_from_somewhere() -> None:
         ({"queue_depth": 0}, "aio.queue_depth: got 0, expected an integer from 1 to 4096."),
         ({"block_size": 1000}, "aio.block_size: got 1000, expected bytes in multiples of 4096"),
         (3, "aio: got 3, expected an object"),
-        ({"queue_depth": "auto"}, 'aio.queue_depth: got "auto", which nothing filled in'),
+        ({"queue_depth": "auto"}, 'aio.queue_depth: got "auto", which no framework filled in'),
     ],
 )
 def test_a_wrong_value_of_aio_has_its_own_name(aio: Any, line: str) -> None:

@@ -30,7 +30,7 @@ def test_defaults_are_deepspeeds() -> None:
     training = load()
     theirs = deepspeed_config.DeepSpeedConfig(dict(BASE))
     assert training.gradient_clipping == theirs.gradient_clipping == 1.0
-    assert (training.precision, training.skip_on_overflow) == ("fp32", False)
+    assert (training.precision, training.skip_on_overflow) == ("fp32", True)
     assert (training.optimizer, training.scheduler, training.steps_per_print) == (None, None, None)
 
 
@@ -95,7 +95,7 @@ def test_a_batch_size_is_a_positive_integer(key: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("sections", "precision", "checked"),
     [
-        ({}, "fp32", False),
+        ({}, "fp32", True),
         ({"bf16": {"enabled": True}}, "bf16", True),
         ({"bfloat16": {"enabled": True}}, "bf16", True),
         ({"bf16": {"enabled": True, "check_grad_overflow": False}}, "bf16", False),

@@ -1,4 +1,4 @@
-"""Laws of a GPT's costs from its sizes alone: the formulas are the costs of an equal model."""
+"""Laws of a GPT that is named by its sizes: its parameters, its layout and its costs."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from stronghold.errors import ConfigError
-from stronghold.forecast.question import from_sizes
 from stronghold.model.costs import trace_costs
 from stronghold.model.layout import layout
 from stronghold.model.partition import partition
+from stronghold.tools.estimate.model import from_sizes
 from tests.units.test_costs import without_passing
-
-# -- a GPT from its sizes -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -38,7 +36,7 @@ def test_the_layout_is_that_of_gpt2() -> None:
 
 
 class ShapedBlock(nn.Module):
-    """The block that the formulas describe."""
+    """The block of a GPT with fused attention, one operator for GELU and no dropout."""
 
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
@@ -81,22 +79,40 @@ class ShapedModel(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-def test_the_formulas_are_the_costs_of_an_equal_model(dtype: str) -> None:
+def test_the_costs_are_those_of_an_equal_model(dtype: str) -> None:
+    """Of blocks and the last norm to the byte. The head keeps the shifted labels beside its own."""
+    tokens = 2 * 33
     gpt = from_sizes(3, 64, 4, 101, 40)
     with torch.device("meta"):
         blocks = [ShapedBlock(64, 4) for _ in range(3)]
         model = ShapedModel(3, 64, 101, 40, blocks)
     layers = partition(model)
-    found = layout(layers)
-    assert [layer.numel for layer in gpt.layout.layers] == [layer.numel for layer in found.layers]
-    assert gpt.layout.num_parameters == found.num_parameters
-    expected = trace_costs(model, layers, batch=2, seq=33, dtype=dtype)
-    assert without_passing(gpt.costs_of(2, 33, dtype)) == without_passing(expected)
+    shape = layout(layers)
+    assert [layer.numel for layer in gpt.layout.layers] == [layer.numel for layer in shape.layers]
+    assert gpt.layout.num_parameters == shape.num_parameters
+    costs = without_passing(gpt.costs_of(2, 33, dtype))
+    expected = without_passing(trace_costs(model, layers, batch=2, seq=33, dtype=dtype))
+    assert costs.layers[2:] == expected.layers[2:]
+    head, expected_head = costs.layers[0], expected.layers[0]
+    assert head.forward_flops == expected_head.forward_flops
+    assert head.saved_bytes == expected_head.saved_bytes + 8 * tokens
+    assert head.operator_bytes == pytest.approx(expected_head.operator_bytes, rel=0.05)
+    positions, expected_positions = costs.layers[1], expected.layers[1]
+    assert positions.saved_bytes == expected_positions.saved_bytes
+    assert positions.operator_bytes == pytest.approx(expected_positions.operator_bytes, rel=0.15)
+
+
+def test_wide_logits_are_counted_in_parts() -> None:
+    """As the engine computes them by default: they are never whole."""
+    tokens, vocab = 8 * 1024, 50304
+    head = from_sizes(1, 64, 4, vocab, 1024).costs_of(8, 1024, "bf16").layers[0]
+    assert head.saved_bytes < 2 * tokens * vocab / 10
+    assert head.passing_bytes < 4 * tokens * vocab
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_the_head_has_twice_its_fp32_logits_in_passing(dtype: str) -> None:
-    """Where the vocabulary is much wider than the model; both counted and by the formula."""
+    """Where the vocabulary is much wider than the model."""
     costs_of = from_sizes(2, 64, 4, 8000, 64).costs_of
     with torch.device("meta"):
         blocks = [ShapedBlock(64, 4) for _ in range(2)]

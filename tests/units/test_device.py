@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from stronghold.device.base import THREAD_PREFIX, Device, Fence, Lane, completed
-from stronghold.device.cuda import CudaDevice, EventClock, cuts
-from stronghold.device.emulated import COPY_PIECE_BYTES, EmulatedDevice
+from stronghold.devices.base import THREAD_PREFIX, Device, Fence, Lane, completed
+from stronghold.devices.cuda import CudaDevice, EventClock
+from stronghold.devices.emulated import COPY_PIECE_BYTES, EmulatedDevice
+from stronghold.devices.lane_name import LaneName
+from stronghold.devices.pinned import cuts
 from stronghold.errors import BudgetError, ConfigError, LaneError, StateError
 from stronghold.memory.slab import map_slab
-from stronghold.telemetry.metrics import value
+from stronghold.telemetry.metrics import read_number
 from stronghold.telemetry.trace import Trace
 
 WEIRD = (1, 2, 15, 17, 4097)
@@ -109,7 +111,7 @@ def test_lanes_work_at_the_same_time(device: Device) -> None:
 
 
 def test_a_fence_of_finished_work_is_done() -> None:
-    fence = completed("update", "nothing")
+    fence = completed(LaneName.UPDATE, "nothing")
     assert fence.done
     fence.wait()
     assert fence.wait_issued() is None
@@ -120,14 +122,14 @@ def test_compute_waits_for_a_fence_and_says_how_long(make_device: Callable[..., 
     device = make_device(trace=Trace())  # a stream's waits are known when they are traced
 
     def waited(fence: Fence) -> float:
-        return value(device.compute_wait(fence)) or 0.0
+        return read_number(device.compute.wait(fence)) or 0.0
 
     if device.torch_device.type == "cpu":  # a stream goes on once the operation is issued
         assert waited(device.fetch.submit("slow", lambda: time.sleep(0.05))) > 0.02
     fence = device.fetch.submit("quick", lambda: None)
     fence.wait()
     assert waited(fence) < 0.02
-    recorded = device.record_compute("all so far")
+    recorded = device.compute.record("all so far")
     assert (recorded.lane, recorded.operation) == ("compute", "all so far")
     recorded.wait()
     assert recorded.done
@@ -142,41 +144,41 @@ def test_bytes_go_to_the_device_and_back_unchanged(
     """Random bytes, NaN patterns among them: compared as bytes, with a guard element behind."""
     source, back = map_slab(numel, dtype), map_slab(numel + 1, dtype)
     for slab in (source, back):
-        device.pin(slab)
+        device.pinning.pin(slab)
     generator = torch.Generator().manual_seed(numel)
     size = numel * dtype.itemsize
     source.view(torch.uint8).copy_(
         torch.randint(0, 256, (size,), generator=generator, dtype=torch.uint8)
     )
-    buffer = device.allocate(numel, dtype, "test")
+    buffer = device.memory.allocate(numel, dtype, "test")
     there = device.fetch.submit("there", lambda: device.copy(buffer, source))
     device.drain.submit("back", lambda: device.copy(back[:numel], buffer), (there,)).wait()
     assert torch.equal(back[:numel].view(torch.uint8), source.view(torch.uint8))
     assert not back[numel:].view(torch.uint8).any()
     for slab in (source, back):
-        device.unpin(slab)
+        device.pinning.unpin(slab)
 
 
 def test_a_drain_behind_compute_reads_the_result(device: Device) -> None:
     """A long matrix product, then its drain: the bytes are the product, not what was there."""
     size = 512
     weights = torch.full((size, size), 1.0 / size, device=device.torch_device)
-    values = device.allocate(size * size, torch.float32, "result").view(size, size)
+    values = device.memory.allocate(size * size, torch.float32, "result").view(size, size)
     result = map_slab(size * size, torch.float32)
-    device.pin(result)
+    device.pinning.pin(result)
     values.zero_()
     product = torch.ones(size, size, device=device.torch_device)
     for _ in range(20):
         product = product @ weights
     values.copy_(product + 1.0)
-    produced = device.record_compute("product")
+    produced = device.compute.record("product")
     drained = device.drain.submit(
         "drain", lambda: device.copy(result, values.view(-1)), (produced,)
     )
     drained.wait()
     # Powers of two: every sum is exact.
     assert torch.equal(result, torch.full((size * size,), 2.0))
-    device.unpin(result)
+    device.pinning.unpin(result)
 
 
 def test_a_fetch_behind_compute_leaves_what_compute_reads(device: Device) -> None:
@@ -186,34 +188,34 @@ def test_a_fetch_behind_compute_leaves_what_compute_reads(device: Device) -> Non
     ones.fill_(1.0)
     twos.fill_(2.0)
     for slab in (ones, twos):
-        device.pin(slab)
-    slot = device.allocate(numel, torch.float32, "slot")
-    device.compute_wait(device.fetch.submit("fetch 1", lambda: device.copy(slot, ones)))
+        device.pinning.pin(slab)
+    slot = device.memory.allocate(numel, torch.float32, "slot")
+    device.compute.wait(device.fetch.submit("fetch 1", lambda: device.copy(slot, ones)))
     total = torch.zeros(numel, device=device.torch_device)
     for _ in range(50):
         total = total + slot
-    used = device.record_compute("release 1")
-    device.compute_wait(device.fetch.submit("fetch 2", lambda: device.copy(slot, twos), (used,)))
+    used = device.compute.record("release 1")
+    device.compute.wait(device.fetch.submit("fetch 2", lambda: device.copy(slot, twos), (used,)))
     total = total + slot
     assert torch.equal(total.cpu(), torch.full((numel,), 52.0))
     for slab in (ones, twos):
-        device.unpin(slab)
+        device.pinning.unpin(slab)
 
 
 # -- budget ------------------------------------------------------------------------------------
 def test_the_budget_is_kept_to_the_byte(make_device: Callable[..., Device]) -> None:
     device = make_device(budget_bytes=100)
-    first = device.allocate(50, torch.uint8, "first")
-    second = device.allocate(25, torch.bfloat16, "second")
-    assert device.allocated_bytes == device.peak_bytes == 100
+    first = device.memory.allocate(50, torch.uint8, "first")
+    second = device.memory.allocate(25, torch.bfloat16, "second")
+    assert device.memory.allocated_bytes == device.memory.peak_bytes == 100
     with pytest.raises(BudgetError, match=r"third: 1 bytes .* 100 bytes .*stronghold\.gpu_memory"):
-        device.allocate(1, torch.uint8, "third")
-    device.allocate(0, torch.float32, "nothing")
-    assert device.allocated_bytes == 100
-    device.release(second)
-    assert (device.allocated_bytes, device.peak_bytes) == (50, 100)
-    device.release(first)
-    assert (device.allocated_bytes, device.peak_bytes) == (0, 100)
+        device.memory.allocate(1, torch.uint8, "third")
+    device.memory.allocate(0, torch.float32, "nothing")
+    assert device.memory.allocated_bytes == 100
+    device.memory.release(second)
+    assert (device.memory.allocated_bytes, device.memory.peak_bytes) == (50, 100)
+    device.memory.release(first)
+    assert (device.memory.allocated_bytes, device.memory.peak_bytes) == (0, 100)
 
 
 # -- failure -----------------------------------------------------------------------------------
@@ -229,7 +231,7 @@ def test_an_exception_reaches_every_waiter_under_its_first_name(device: Device) 
         assert info.value.__cause__ is cause
         with pytest.raises(LaneError):
             fence.wait_issued()
-    for wait in (device.check, lambda: device.compute_wait(last)):
+    for wait in (device.check, lambda: device.compute.wait(last)):
         with pytest.raises(LaneError, match="fetch 7"):
             wait()
 
@@ -330,10 +332,10 @@ def test_a_lane_keeps_nothing_alive_after_an_operation(device: Device) -> None:
 def test_spans_are_recorded_per_lane(make_device: Callable[..., Device]) -> None:
     trace = Trace()
     device = make_device(trace=trace)
-    begun = device.begin_compute_span()
+    begun = device.compute.begin_span()
     device.fetch.submit("fetch 3", lambda: time.sleep(0.01)).wait()
     device.update.submit("update 3", lambda: None).wait()
-    device.end_compute_span("forward 3", begun)
+    device.compute.end_span("forward 3", begun)
     device.close()
     spans = {(span.lane, span.name): span for span in trace.spans()}
     assert set(spans) == {("fetch", "fetch 3"), ("update", "update 3"), ("compute", "forward 3")}

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from stronghold import native
-from stronghold.device import emulated as emulated_module
-from stronghold.device.base import THREAD_PREFIX
-from stronghold.device.emulated import EmulatedDevice
+from stronghold.devices import emulated as emulated_module
+from stronghold.devices.base import THREAD_PREFIX
+from stronghold.devices.emulated import EmulatedDevice
 from stronghold.errors import StateError
 from tests.support.pages import in_child
 from tests.support.quiet import law_of_time, on_time
@@ -89,14 +89,14 @@ def test_poison_is_nan_in_every_element(
     emulated: Callable[..., EmulatedDevice], numel: int, dtype: torch.dtype
 ) -> None:
     device = emulated()
-    fresh = device.allocate(numel, dtype, "slot")
+    fresh = device.memory.allocate(numel, dtype, "slot")
     assert fresh.isnan().all()
     whole = torch.zeros(numel + 2, dtype=dtype)
-    device.poison(whole[1:-1])
+    device.memory.poison(whole[1:-1])
     assert whole[1:-1].isnan().all()
     assert whole[0] == whole[-1] == 0.0
     kept = torch.zeros(numel, dtype=dtype)
-    emulated(poison=False).poison(kept)
+    emulated(poison=False).memory.poison(kept)
     assert not kept.isnan().any()
 
 

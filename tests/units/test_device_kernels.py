@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from stronghold import native
-from stronghold.device.emulated import EmulatedDevice
+from stronghold.devices.emulated import EmulatedDevice
 from stronghold.errors import ConfigError
 from stronghold.native import Pool
 from stronghold.optim import triton_kernels
@@ -100,7 +100,9 @@ def one_element(host: Pool, p: float, m: float, v: float, g: float, **changes: A
     arrays = [torch.tensor([x]) for x in (p, m, v, g)]
     weight, moment0, moment1, grad = (x.data_ptr() for x in arrays)
     fields = hyper_fields("adam", **{"grad_scale": 1.0, **changes})
-    host.update("adam", F32, F32, [native.Segment(weight, 0, grad, 1, moment0, moment1, **fields)])
+    host.update(
+        "adam", F32, F32, [native.UpdateSegment(weight, 0, grad, 1, moment0, moment1, **fields)]
+    )
     return [x.item() for x in arrays[:3]]
 
 
@@ -128,7 +130,7 @@ def test_a_steps_numbers_are_the_natives(
         "step": step,
         "bias_correction": bias_correction,
     }
-    segment = native.Segment(8, 8, 8, 1, **hyper_fields("adam", grad_scale=1 / 3, **hyper))
+    segment = native.UpdateSegment(8, 8, 8, 1, **hyper_fields("adam", grad_scale=1 / 3, **hyper))
     [group] = triton_kernels._groups("adam", native.rows([segment]))
     assert group.variant == 1
     assert group.indices == [0]
@@ -155,7 +157,7 @@ def test_segments_share_a_launch_when_their_numbers_are_equal():
     sizes = (5, 0, 5, 5, 5)
     steps, decays = (1, 1, 1, 2, 1), (0.0, 0.0, 0.1, 0.1, 0.0)
     segments = [
-        native.Segment(
+        native.UpdateSegment(
             *(8, 8, 8, numel),
             **hyper_fields("adam", step=step, weight_decay=decay, adamw=k == 0),
         )

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from stronghold import native
-from stronghold.device.emulated import EmulatedDevice
+from stronghold.devices.emulated import EmulatedDevice
 from stronghold.optim.triton_kernels import TritonKernels
 from tests.support.device_kernels import (
     BF16,
@@ -119,7 +119,7 @@ OPERATIONS = {
 
 def variant_of(optimizer: str, flags: dict[str, Any]) -> int:
     """The variant of the optimizer's formula that these flags choose."""
-    segment = native.Segment(8, 8, 8, 1, **hyper_fields(optimizer, **flags))
+    segment = native.UpdateSegment(8, 8, 8, 1, **hyper_fields(optimizer, **flags))
     return int(native.constants(optimizer, [segment])[1][0])
 
 

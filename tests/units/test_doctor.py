@@ -18,18 +18,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils import cpp_extension
-from torch.utils.file_baton import FileBaton
 
-from stronghold import cli, doctor, limits
-from stronghold.device.emulated import EmulatedDevice
-from stronghold.doctor import measure
-from stronghold.doctor.findings import DiskRates, Findings
-from stronghold.doctor.measure import Effort
+from stronghold import limits
+from stronghold.devices.emulated import EmulatedDevice
+from stronghold.devices.pinned import HostPinning
 from stronghold.errors import ConfigError
 from stronghold.native import IoQueue
 from stronghold.plan import machine as profile
 from stronghold.plan.machine import ADAM_BF16_BYTES, ADAM_LEAN_BYTES, MachineProfile
+from stronghold.tools import cli
+from stronghold.tools.doctor import measure
+from stronghold.tools.doctor.findings import DiskRates, Findings
+from stronghold.tools.doctor.measure import Effort, examine
 from tests.support.quiet import law_of_time, on_time
 
 MIB = 1 << 20
@@ -58,7 +58,7 @@ def examined(tmp_path_factory: pytest.TempPathFactory) -> tuple[Findings, Path, 
     folder = tmp_path_factory.mktemp("disk")
     shares: list[float] = []
     begun = time.perf_counter()
-    findings = doctor.examine(
+    findings = examine(
         "emulated", folder, quick=True, progress=lambda _, share: shares.append(share)
     )
     return findings, folder, time.perf_counter() - begun, shares
@@ -137,7 +137,7 @@ def test_a_paced_link_is_measured_at_its_pace() -> None:
     device = EmulatedDevice(link_gbps=0.4, poison=False)
     try:
         rates, _, pin_error = measure.link_rates(device, SMALL, lambda _: None)
-        assert device.allocated_bytes == 0
+        assert device.memory.allocated_bytes == 0
     finally:
         device.close()
     for rate in (rates["fetch_gbps"], rates["drain_gbps"]):
@@ -196,7 +196,7 @@ def test_rates_count_the_bytes_and_operations(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_an_unpinnable_host_is_measured_as_it_is() -> None:
-    class Unpinnable(EmulatedDevice):
+    class Unpinnable(HostPinning):
         pinned = 0
 
         def pin(self, tensor: torch.Tensor) -> None:
@@ -207,7 +207,8 @@ def test_an_unpinnable_host_is_measured_as_it_is() -> None:
         def unpin(self, tensor: torch.Tensor) -> None:
             self.pinned -= 1
 
-    device = Unpinnable(poison=False)
+    device = EmulatedDevice(poison=False)
+    device.pinning = pinning = Unpinnable()
     try:
         rates, pinnable_bytes, pin_error = measure.link_rates(device, SMALL, lambda _: None)
     finally:
@@ -215,7 +216,7 @@ def test_an_unpinnable_host_is_measured_as_it_is() -> None:
     assert pin_error == "no more locked memory"
     assert pinnable_bytes == 32 * MIB
     assert rates["fetch_gbps"] > 0
-    assert device.pinned == 0
+    assert pinning.pinned == 0
 
 
 @pytest.mark.parametrize(
@@ -246,7 +247,7 @@ def test_a_callers_device_is_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "effort", lambda *_: SMALL)
     device = EmulatedDevice(budget_bytes=40 * MIB, poison=False)
     try:
-        found = doctor.examine(device)
+        found = examine(device)
         assert found.profile.gpu_memory_bytes == 40 * MIB
         assert found.disk is None
         assert device.fetch.submit("still there", lambda: None).wait() is None
@@ -291,22 +292,6 @@ def test_a_slow_disk_ends_the_measurement_early(
     assert min(*rates.read_gbps.values(), rates.mixed_gbps) > 0
 
 
-@pytest.mark.parametrize("variable", ["XDG_CACHE_HOME", "TORCH_EXTENSIONS_DIR"])
-def test_a_lock_that_a_killed_build_left_is_found_and_a_running_builds_is_not(
-    variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
-    monkeypatch.setenv(variable, str(tmp_path))
-    old, now = (
-        Path(cpp_extension._get_build_directory(name, verbose=False), "lock")
-        for name in ("adam", "sums")
-    )
-    for lock in (old, now):
-        FileBaton(str(lock)).try_acquire()
-    os.utime(old, (time.time() - 2 * measure.BUILD_S,) * 2)
-    assert measure.dead_builds() == (str(old),)
-
-
 def test_the_best_depth_is_the_least_that_is_fast() -> None:
     rates = {1: 1.0, 4: 3.0, 16: 3.1, 32: 3.0}
     assert DiskRates(path="", read_gbps=rates, write_gbps=rates).best_depth == 4
@@ -314,12 +299,12 @@ def test_the_best_depth_is_the_least_that_is_fast() -> None:
 
 def test_a_directory_that_is_not_there_is_refused_before_anything_is_measured() -> None:
     with pytest.raises(ConfigError, match="/nowhere"):
-        doctor.examine("emulated", "/nowhere", progress=lambda *_: pytest.fail("measured"))
+        examine("emulated", "/nowhere", progress=lambda *_: pytest.fail("measured"))
 
 
 def test_an_unknown_device_is_refused() -> None:
     with pytest.raises(ConfigError, match="got 'tpu', expected cuda or emulated"):
-        doctor.examine("tpu")
+        examine("tpu")
 
 
 # -- the command ----------------------------------------------------------------------------------
@@ -338,7 +323,7 @@ def test_the_command_prints_the_table_and_writes_the_machines_profile(
     monkeypatch.chdir(tmp_path / "here")
     assert cli.main(["doctor", "--quick", "--device", "emulated"]) == 0
     output = capsys.readouterr().out
-    saved = profile.find()
+    saved = profile.find_profile()
     assert saved.name in output
     assert output.rstrip().endswith(str(profile.default_path()))
     for words in ("host to device", "Adam (", "matrix products, bf16", "file reads", "problem"):
@@ -356,7 +341,7 @@ def test_the_command_writes_where_it_is_told(
     assert cli.main(["doctor", "--quick", *arguments]) == 0
     assert str(target) in capsys.readouterr().out
     assert MachineProfile.load(target).name.startswith("emulated on ")
-    assert profile.find() is None
+    assert profile.find_profile() is None
 
 
 @pytest.mark.usefixtures("small")
@@ -383,7 +368,7 @@ def test_something_is_on_the_screen_within_two_seconds(tmp_path: Path) -> None:
     """Before torch is loaded, which alone takes longer on a cold machine."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
-    command = [sys.executable, "-m", "stronghold.cli", "doctor", "--device", "emulated"]
+    command = [sys.executable, "-m", "stronghold.tools.cli", "doctor", "--device", "emulated"]
     begun = time.perf_counter()
     process = subprocess.Popen(
         [*command, "--json", str(tmp_path / "box.json")],

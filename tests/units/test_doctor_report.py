@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from stronghold import cli
-from stronghold.doctor.report import Scrubber
 from stronghold.plan import machine
+from stronghold.tools import cli
+from stronghold.tools.doctor.report import Scrubber
 
 TOKEN = "hf_abcDEF123abcDEF123"
 HOME, USER, HOST = "/home/jane.doe", "jane.doe", "gpu-box-17"

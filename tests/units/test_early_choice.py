@@ -12,7 +12,7 @@ import torch
 
 from stronghold.model.layout import ModelLayout, layout
 from stronghold.model.partition import partition
-from stronghold.plan.cost import Demand, LayerLoad, Workload
+from stronghold.plan.cost import Demand, LayerWork, Workload
 from stronghold.plan.homes import FILE
 from stronghold.plan.plan import Plan, make_plan
 from stronghold.predict.simulate import fastest_plan
@@ -51,7 +51,7 @@ def forecast(load: float, count: int | None, room: int | None = None) -> tuple[f
         bare = make_plan(sizes(), replace(demand, early_layers=0)).host_total_bytes
         demand = replace(demand, host_budget_bytes=bare + room * SECOND_BYTES)
     machine = rates(1e2, update_gbps=32 * per_byte, memory_gbps=1e4, handover_s=5e-5)
-    loads = (LayerLoad(forward_s=FORWARD_S, backward_s=BACKWARD_S),) * NUM_LAYERS
+    loads = (LayerWork(forward_s=FORWARD_S, backward_s=BACKWARD_S),) * NUM_LAYERS
     choice = fastest_plan(sizes(), demand, Workload(layers=loads), machine, asynchronous=False)
     return choice.forecast.step_s, least_s(UPDATED * load * COMPUTE_S), len(choice.plan.early)
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from stronghold.device.base import MANY, Fence, Record, completed, dependences, submitted
+from stronghold.devices.base import MANY, Fence, Record, completed, dependences, submitted
+from stronghold.devices.lane_name import LaneName
 from stronghold.errors import LaneError
 
 
-def pending(lane: str, operation: str = "work") -> Fence:
+def pending(lane: LaneName, operation: str = "work") -> Fence:
     """The fence of an operation that is not done."""
     return Fence(lane, operation)
 
@@ -20,7 +21,12 @@ def test_nothing_is_waited_for_where_nothing_was_written() -> None:
 
 
 def test_a_reader_waits_for_the_newest_writer_alone() -> None:
-    record, old, new, reader = Record(), pending("update"), pending("drain"), pending("fetch")
+    record, old, new, reader = (
+        Record(),
+        pending(LaneName.UPDATE),
+        pending(LaneName.DRAIN),
+        pending(LaneName.FETCH),
+    )
     submitted(old, (), (record,))
     submitted(new, (), (record,))
     submitted(reader, (record,), ())
@@ -29,8 +35,8 @@ def test_a_reader_waits_for_the_newest_writer_alone() -> None:
 
 
 def test_a_writer_waits_for_the_newest_writer_and_for_every_reader_since() -> None:
-    record, before, writer = Record(), pending("io"), pending("update")
-    fetch, save = pending("fetch"), pending("io")
+    record, before, writer = Record(), pending(LaneName.IO), pending(LaneName.UPDATE)
+    fetch, save = pending(LaneName.FETCH), pending(LaneName.IO)
     submitted(before, (record,), ())
     submitted(writer, (), (record,))  # waited for the reader before it: so does who waits for it
     submitted(fetch, (record,), ())
@@ -39,7 +45,12 @@ def test_a_writer_waits_for_the_newest_writer_and_for_every_reader_since() -> No
 
 
 def test_who_reads_and_writes_waits_as_a_writer_and_is_the_newest_one() -> None:
-    record, writer, reader, both = Record(), pending("drain"), pending("fetch"), pending("update")
+    record, writer, reader, both = (
+        Record(),
+        pending(LaneName.DRAIN),
+        pending(LaneName.FETCH),
+        pending(LaneName.UPDATE),
+    )
     submitted(writer, (), (record,))
     submitted(reader, (record,), ())
     assert dependences((), (record,), (record,)) == (writer, reader)
@@ -48,14 +59,19 @@ def test_who_reads_and_writes_waits_as_a_writer_and_is_the_newest_one() -> None:
 
 
 def test_what_is_given_beside_records_is_waited_for_and_nothing_twice() -> None:
-    one, two, writer, given = Record(), Record(), pending("update"), pending("compute")
+    one, two, writer, given = (
+        Record(),
+        Record(),
+        pending(LaneName.UPDATE),
+        pending(LaneName.COMPUTE),
+    )
     submitted(writer, (), (one, two))
     assert dependences((given, writer), (one,), (two,)) == (given, writer)
 
 
 def test_the_newest_reader_of_a_lane_stands_for_those_before() -> None:
-    record, other = Record(), pending("io")
-    fetches = [pending("fetch", f"fetch {k}") for k in range(3)]
+    record, other = Record(), pending(LaneName.IO)
+    fetches = [pending(LaneName.FETCH, f"fetch {k}") for k in range(3)]
     for fence in (fetches[0], other, *fetches[1:]):
         record.read(fence)
     assert record.users[1:] == (other, fetches[-1])
@@ -63,18 +79,18 @@ def test_the_newest_reader_of_a_lane_stands_for_those_before() -> None:
 
 def test_a_reader_on_compute_stands_for_no_other_one() -> None:
     """Compute may run on several streams, which are not in order."""
-    record, streams = Record(), [pending("compute", f"stream {k}") for k in range(3)]
+    record, streams = Record(), [pending(LaneName.COMPUTE, f"stream {k}") for k in range(3)]
     for fence in streams:
         record.read(fence)
     assert record.users[1:] == tuple(streams)
 
 
 def test_of_many_readers_those_that_have_ended_are_forgotten_and_no_others() -> None:
-    record, running = Record(), [pending("compute", f"stream {k}") for k in range(3)]
+    record, running = Record(), [pending(LaneName.COMPUTE, f"stream {k}") for k in range(3)]
     for fence in running:
         record.read(fence)
     for k in range(20 * MANY):
-        record.read(completed("compute", f"ended {k}"))
+        record.read(completed(LaneName.COMPUTE, f"ended {k}"))
     assert record.users[1:4] == tuple(running)
     assert len(record.users) <= 2 + MANY
 
@@ -82,14 +98,14 @@ def test_of_many_readers_those_that_have_ended_are_forgotten_and_no_others() -> 
 def test_a_failed_reader_is_told_to_the_writer_that_waits_for_it() -> None:
     record, writer, reader, later = (
         Record(),
-        completed("update", "update 3"),
-        pending("io", "save 3"),
-        pending("fetch", "fetch 3"),
+        completed(LaneName.UPDATE, "update 3"),
+        pending(LaneName.IO, "save 3"),
+        pending(LaneName.FETCH, "fetch 3"),
     )
     submitted(writer, (), (record,))
     submitted(reader, (record,), ())
     submitted(later, (record,), ())
-    reader.fail(LaneError("io", "save 3", OSError("disk full")))
+    reader.fail(LaneError(LaneName.IO, "save 3", OSError("disk full")))
     later.issue(None)
     assert reader in dependences((), (), (record,))
     assert dependences((), (record,), ()) == (writer,)  # other readers have nothing to do with it
@@ -98,9 +114,9 @@ def test_a_failed_reader_is_told_to_the_writer_that_waits_for_it() -> None:
 
 
 def test_a_wait_for_a_record_is_one_for_its_writer_too() -> None:
-    record, writer = Record(), pending("update", "update 3")
+    record, writer = Record(), pending(LaneName.UPDATE, "update 3")
     submitted(writer, (), (record,))
-    submitted(completed("fetch", "fetch 3"), (record,), ())
-    writer.fail(LaneError("update", "update 3", ValueError("no")))
+    submitted(completed(LaneName.FETCH, "fetch 3"), (record,), ())
+    writer.fail(LaneError(LaneName.UPDATE, "update 3", ValueError("no")))
     with pytest.raises(LaneError, match="update 3"):
         record.wait()

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from stronghold.errors import ConfigError
-from stronghold.runtime.early_updates import Worth
+from stronghold.runtime.early_updates import EarlyUpdateRule
 from stronghold.runtime.optimizer_step import Ledger, norm_and_scale
 
 
@@ -35,7 +35,7 @@ def test_after_a_change_that_did_not_end_no_backward_begins() -> None:
 # -- whether the next step's early updates are worth their bytes -----------------------------------
 def likely(norms: list[float], clipping: float = 1.0) -> str:
     """Before each step, and after the last: "x" where early updates are likely to be committed."""
-    worth, said = Worth(), ""
+    worth, said = EarlyUpdateRule(), ""
     for norm in norms:
         said += "x" if worth.is_likely else "."
         worth.end_step(norm=norm, clipping=clipping)

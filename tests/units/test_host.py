@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from stronghold.device.emulated import EmulatedDevice
+from stronghold.devices.emulated import EmulatedDevice
+from stronghold.devices.pinned import HostPinning
 from stronghold.memory.host import HostStore
 from stronghold.memory.slab import HUGE_PAGE_BYTES, map_slab
 from stronghold.memory.tiers import Tiers
@@ -22,11 +23,10 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PAGE = mmap.PAGESIZE
 
 
-class PinningDevice(EmulatedDevice):
+class Remembering(HostPinning):
     """Remembers what is registered, and fails on what a real driver refuses."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.pinned: dict[int, int] = {}
 
     def pin(self, tensor: torch.Tensor) -> None:
@@ -36,6 +36,20 @@ class PinningDevice(EmulatedDevice):
 
     def unpin(self, tensor: torch.Tensor) -> None:
         del self.pinned[tensor.data_ptr()]
+
+
+class PinningDevice(EmulatedDevice):
+    """A device that remembers what is registered."""
+
+    pinning: Remembering
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pinning = Remembering()
+
+    @property
+    def pinned(self) -> dict[int, int]:
+        return self.pinning.pinned
 
 
 def layer(index: int, *shapes: tuple[int, ...], frozen: int = 0) -> LayerLayout:

@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stronghold.telemetry.metrics import EarlyCounts, Metrics, batch_size, tflops, value
+from stronghold.telemetry.metrics import (
+    EarlyCounts,
+    EarlyOutcome,
+    Metrics,
+    WaitCause,
+    batch_size,
+    read_number,
+    tflops,
+)
 from stronghold.telemetry.trace import Span, Trace
 
 
@@ -33,9 +41,9 @@ def test_counters_cover_exactly_one_step(clock: Clock) -> None:
     metrics = Metrics(num_parameters=10**9, clock=clock)
     metrics.add_tokens(100)
     metrics.add_tokens(300)
-    metrics.waited("fetch", 0.25)
-    metrics.waited("fetch", 0.25)
-    metrics.waited("update", 1.0)
+    metrics.waited(WaitCause.FETCH, 0.25)
+    metrics.waited(WaitCause.FETCH, 0.25)
+    metrics.waited(WaitCause.UPDATE, 1.0)
     clock.now_s += 2.0
     first = end(metrics)
     assert (first.step_s, first.tokens_per_s) == (2.0, 200.0)
@@ -53,13 +61,13 @@ def test_early_updates_are_counted_for_one_step() -> None:
     metrics = Metrics(num_parameters=1)
     assert "early" not in metrics.format(end(metrics))
     for _ in range(12):
-        metrics.count_early("committed")
+        metrics.count_early(EarlyOutcome.COMMITTED)
     for _ in range(3):
-        metrics.count_early("left")
+        metrics.count_early(EarlyOutcome.LEFT)
     record = end(metrics)
     assert record.early == EarlyCounts(committed=12, left=3)
     assert "| early 12 committed, 3 left to the gate" in metrics.format(record)
-    metrics.count_early("dropped")
+    metrics.count_early(EarlyOutcome.DROPPED)
     line = metrics.format(end(metrics))
     assert "early 0 committed, 0 left to the gate, 1 dropped" in line
     assert not end(metrics).early
@@ -119,10 +127,10 @@ def test_waits_of_a_stream_are_read_like_a_loss_and_unknown_ones_are_no_number(
         passed.append("read")
         return 0.25
 
-    metrics.waited("fetch", later)
-    metrics.waited("fetch", 0.5)
-    metrics.waited("drain", None)
-    metrics.waited("drain", 0.5)
+    metrics.waited(WaitCause.FETCH, later)
+    metrics.waited(WaitCause.FETCH, 0.5)
+    metrics.waited(WaitCause.DRAIN, None)
+    metrics.waited(WaitCause.DRAIN, 0.5)
     record = end(metrics)
     assert passed == []
     assert "waited ms: fetch 750.0, drain -, update 0.0" in metrics.format(record)
@@ -134,8 +142,8 @@ def test_a_record_holds_no_graph() -> None:
     record = end(Metrics(num_parameters=1), loss=weight.sum())
     assert isinstance(record.loss, torch.Tensor)
     assert record.loss.grad_fn is None
-    assert value(record.loss) == 3.0
-    assert value(None) is None
+    assert read_number(record.loss) == 3.0
+    assert read_number(None) is None
 
 
 def test_a_skipped_step_says_so() -> None:

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from stronghold.device.emulated import EmulatedDevice
+from stronghold.devices.emulated import EmulatedDevice
+from stronghold.devices.pinned import HostPinning
 from stronghold.errors import StateError
 from stronghold.memory import nvme
 from stronghold.memory.staging import open_ring
@@ -164,8 +165,9 @@ def test_the_kernel_knows_the_ring(folders: list[Path], engine: str) -> None:
 
 
 def test_a_device_pins_the_ring_until_it_is_closed() -> None:
-    class Pinning(EmulatedDevice):
-        pinned: dict[int, int]
+    class Pinning(HostPinning):
+        def __init__(self) -> None:
+            self.pinned: dict[int, int] = {}
 
         def pin(self, tensor: torch.Tensor) -> None:
             self.pinned[tensor.data_ptr()] = tensor.nbytes
@@ -173,12 +175,12 @@ def test_a_device_pins_the_ring_until_it_is_closed() -> None:
         def unpin(self, tensor: torch.Tensor) -> None:
             del self.pinned[tensor.data_ptr()]
 
-    device = Pinning()
-    device.pinned = {}
+    device = EmulatedDevice()
+    device.pinning = pinning = Pinning()
     with ExitStack() as undo:
         ring = open_ring(2, PAGE, undo, device=device)
-        assert device.pinned == {ring.memory.data_ptr(): 2 * PAGE}
-    assert device.pinned == {}
+        assert pinning.pinned == {ring.memory.data_ptr(): 2 * PAGE}
+    assert pinning.pinned == {}
     device.close()
 
 

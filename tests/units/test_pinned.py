@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from stronghold.device.emulated import EmulatedDevice
+from stronghold.devices.emulated import EmulatedDevice
+from stronghold.devices.pinned import HostPinning
 from stronghold.errors import BudgetError
 from stronghold.memory.slab import GROWTH, PAGE_BYTES, PIECE_BYTES, PinnedPool
-from stronghold.plan.cost import LayerLoad
+from stronghold.plan.cost import LayerWork
 from stronghold.plan.plan import make_plan
 from tests.support.saved import saved_bytes
 from tests.support.training import config, initialized
@@ -67,11 +68,10 @@ def test_more_than_the_room_is_refused(device: EmulatedDevice) -> None:
     pool.close()
 
 
-class Counting(EmulatedDevice):
+class Counting(HostPinning):
     """Notes the bytes of every registration."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.registered: list[int] = []
 
     def pin(self, tensor: torch.Tensor) -> None:
@@ -80,12 +80,13 @@ class Counting(EmulatedDevice):
 
 
 def test_what_is_expected_is_pinned_in_one_call() -> None:
-    device = Counting()
+    device = EmulatedDevice()
+    device.pinning = counting = Counting()
     pool = PinnedPool(device, ROOM, expected_bytes=40 * PAGE_BYTES - 1)
     pieces = [pool.take(PAGE_BYTES) for _ in range(40)]
-    assert device.registered == [40 * PAGE_BYTES]
+    assert counting.registered == [40 * PAGE_BYTES]
     pieces.append(pool.take(1))  # more than was expected
-    assert device.registered == [40 * PAGE_BYTES, 5 * PAGE_BYTES]
+    assert counting.registered == [40 * PAGE_BYTES, 5 * PAGE_BYTES]
     pool.close()
     device.close()
 
@@ -148,18 +149,18 @@ def test_a_plan_that_knows_what_is_offloaded_pins_it_in_one_call(
 ) -> None:
     """What the first steps have shown: a refined plan has it."""
     x = torch.randn(512, 32)
-    load = LayerLoad(
+    load = LayerWork(
         forward_s=1.0, backward_s=2.0, saved_bytes=saved_bytes(Block(), x), boundary_bytes=x.nbytes
     )
     engine = engine_of(resident_layers=0)
     now, pinned = engine.inspect(), list[int]()
-    pin = now.device.pin
+    pin = now.device.pinning.pin
 
     def noting(slab: torch.Tensor) -> None:
         pinned.append(slab.nbytes)
         pin(slab)
 
-    monkeypatch.setattr(now.device, "pin", noting)
+    monkeypatch.setattr(now.device.pinning, "pin", noting)
     try:
         num_calls = []
         for _ in range(2):

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from stronghold import forecast
-from stronghold.forecast.answer import Forecast, outlook, sweep
-from stronghold.forecast.question import understand
-from tests.support.forecasts import LLAMA_70B, SIZES, asked, run
+from stronghold.tools.estimate.estimate import Estimate, estimate
+from stronghold.tools.estimate.question import question_from_options
+from stronghold.tools.estimate.sweep import draw, sweep, table
+from tests.support.forecasts import LLAMA_70B, SIZES, asked, full_estimate, run
 
 LIMITS = {"gpu": "20MB", "host": "30MB"}
 
 
 @functools.cache
-def swept(axis: str) -> list[tuple[int, Forecast]]:
+def swept(axis: str) -> list[tuple[int, Estimate]]:
     return sweep(asked(**LIMITS), axis)
 
 
@@ -50,15 +50,15 @@ def test_a_sweep_ends_with_the_largest_that_fits_and_the_next_that_does_not(
     assert all(found.fits for _, found in points[:-1])
     assert not points[-1][1].fits
     assert values[-1] == values[-2] + 1
-    assert f"{values[-1]:,}" in forecast.table(points, axis).splitlines()[-1]
-    forecast.draw(points, axis, tmp_path / "sweep.png")
-    assert outlook(asked(**LIMITS, **{axis: values[-2]})).fits
-    assert not outlook(asked(**LIMITS, **{axis: values[-1]})).fits
+    assert f"{values[-1]:,}" in table(points, axis).splitlines()[-1]
+    draw(points, axis, tmp_path / "sweep.png")
+    assert estimate(asked(**LIMITS, **{axis: values[-2]})).fits
+    assert not estimate(asked(**LIMITS, **{axis: values[-1]})).fits
 
 
 def test_a_swept_point_is_the_forecast_of_that_question() -> None:
     points = dict(swept("batch"))
-    found = outlook(asked(**LIMITS, batch=4))
+    found = estimate(asked(**LIMITS, batch=4))
     assert (points[4].step_s, points[4].shares) == (found.step_s, found.shares)
     assert points[4].question.tokens == 4 * 64
 
@@ -69,9 +69,11 @@ def test_a_swept_point_is_the_forecast_of_that_question() -> None:
 def test_a_70b_model_of_80_layers_is_planned_in_seconds(tmp_path: Path) -> None:
     llama = tmp_path / "llama"
     LLAMA_70B.save_pretrained(llama)
-    understand(model=llama, machine="h100-80gb")  # imports
+    question_from_options(model=llama, machine="h100-80gb")  # imports
     begin = time.process_time()  # of this process: others may be at work here
-    found = forecast.answer(understand(model=llama, machine="h100-80gb", host="1200GiB", batch=8))
+    found = full_estimate(
+        question_from_options(model=llama, machine="h100-80gb", host="1200GiB", batch=8)
+    )
     took_s = time.process_time() - begin
     assert found.fits
     assert found.question.model.num_blocks == 80

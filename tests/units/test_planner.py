@@ -11,15 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from stronghold.device.emulated import EmulatedDevice
+from stronghold.devices.emulated import EmulatedDevice
 from stronghold.errors import BudgetError, ConfigError
 from stronghold.memory.host import DeviceStore, HostStore
 from stronghold.memory.tiers import Tiers
 from stronghold.memory.window import Window
 from stronghold.model.layout import ModelLayout, ParameterShape, layer_layout
 from stronghold.optim.states import LOW_DTYPE
-from stronghold.plan.cost import Demand, LayerLoad
-from stronghold.plan.plan import RING_ENTRIES, Plan, levels_of, make_plan, spread
+from stronghold.plan.cost import Demand, LayerWork
+from stronghold.plan.host_memory import RING_ENTRIES, spread
+from stronghold.plan.places import levels_of
+from stronghold.plan.plan import Plan, make_plan
 from tests.support.sizes import named_size
 from tests.support.spread import middles
 from tests.support.states import adam_states
@@ -109,7 +111,7 @@ def taken(layout: ModelLayout, plan: Plan, dtype: torch.dtype, *, training: bool
             there.prepare_training()
         # Autograd makes and keeps the gradients of a model that is whole, without padding.
         kept = plan.whole and training and sum(layer.num_trainable for layer in layout.layers)
-        return [device.peak_bytes + kept * dtype.itemsize, store.allocated_bytes]
+        return [device.memory.peak_bytes + kept * dtype.itemsize, store.allocated_bytes]
     finally:
         device.close()
 
@@ -487,7 +489,7 @@ def test_activations_by_level_are_what_waits_and_what_passes() -> None:
     blocks = layout.streamed
     outside = len(layout.layers) - len(blocks)
     saved, inputs, attended, chunks = 1000, 100, 30, 4
-    block = LayerLoad(
+    block = LayerWork(
         forward_s=0.0,
         backward_s=0.0,
         saved_bytes=saved,

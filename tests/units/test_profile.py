@@ -262,7 +262,7 @@ def test_a_gpus_profile_is_found_before_the_emulated_devices() -> None:
     of(name="gpu").save(profile.default_path("NVIDIA H200"))
     of(name="emulated").save(profile.default_path())
     os.utime(profile.default_path("NVIDIA H200"), (0, 0))
-    assert profile.find() == of(name="gpu")
+    assert profile.find_profile() == of(name="gpu")
 
 
 def test_the_environment_names_another_file(
@@ -272,11 +272,11 @@ def test_the_environment_names_another_file(
     monkeypatch.setenv(profile.ENVIRONMENT, str(tmp_path / "mine.json"))
     assert profile.default_path("NVIDIA H200") == tmp_path / "mine.json"
     with pytest.raises(ConfigError, match=r"mine\.json"):
-        profile.find()
+        profile.find_profile()
     of(name="mine").save(profile.default_path())
-    assert profile.find() == of(name="mine")
+    assert profile.find_profile() == of(name="mine")
     monkeypatch.setenv(profile.ENVIRONMENT, "h200")
-    assert profile.find() == MachineProfile.load("h200")
+    assert profile.find_profile() == MachineProfile.load("h200")
     assert profile.default_path().parent == tmp_path / "cache" / "stronghold"
 
 
@@ -284,7 +284,7 @@ def test_a_damaged_cache_is_as_good_as_none_and_says_so(caplog: pytest.LogCaptur
     path = profile.default_path()
     path.parent.mkdir(parents=True)
     path.write_text('{"version": 0}')
-    assert profile.find() is None
+    assert profile.find_profile() is None
     assert str(path) in caplog.text
 
 

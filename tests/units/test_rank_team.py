@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from stronghold.device.emulated import EmulatedDevice
+from stronghold.devices.emulated import EmulatedDevice
+from stronghold.devices.lane_name import LaneName
 from stronghold.distributed.node_weights import NodeWeights, SimulatedWeights
 from stronghold.distributed.process_groups import Ranks, SilentGroup, mean_of, simulated_ranks
 from stronghold.distributed.sharding import PARTS, RankTeam
@@ -195,7 +196,7 @@ def test_a_part_that_this_rank_reads_alone_is_read_before_it_changes(
     part = case.team.fetched(state, together=True)[0]
     assert part.stop - part.start == nbytes // 2
     assert case.team.fetched(state, together=False) == (slice(0, nbytes),)
-    hold = device.lane("io").submit("hold", lambda: time.sleep(0.2))
+    hold = device.lane(LaneName.IO).submit("hold", lambda: time.sleep(0.2))
     device.fetch.submit(
         "fetch 0", lambda: done.append(1), (hold,), reads=(state.records["weights"],)
     )

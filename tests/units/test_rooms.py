@@ -1,5 +1,5 @@
-"""The borders between the rooms, as the source shows them: imports, threads, CUDA, prints, and the
-private names that tests read."""
+"""The borders between the rooms, as the source shows them: imports, threads, CUDA, prints, and
+private names: those of other packages, and those that tests read."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+import torch
+
+from stronghold.runtime.patches.table import PATCHES, Patch
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "stronghold"
@@ -147,7 +150,7 @@ def test_cuda_is_named_in_one_file() -> None:
     strangers = [
         f"{room_of(path)}:{line}: {name}"
         for path in SOURCES
-        if room_of(path) != "device/cuda.py"
+        if room_of(path) != "devices/kinds.py"
         for line, name in names_used(path)
         if name == "torch.cuda" or name.startswith("torch.cuda.")
     ]
@@ -169,7 +172,7 @@ def test_only_the_command_prints() -> None:
     strangers = [
         f"{room_of(path)}:{line}"
         for path in SOURCES
-        if room_of(path) != "cli.py"
+        if room_of(path) != "tools/cli.py"
         for line, name in names_used(path)
         if name in ("print", "sys.stdout", "sys.stderr")
     ]
@@ -177,7 +180,7 @@ def test_only_the_command_prints() -> None:
 
 
 # Private by an underscore, and documented for everybody.
-DOCUMENTED = {"_exit", "_replace", "_fields", "_asdict", "_make"}
+DOCUMENTED = {"_exit", "_replace", "_fields", "_asdict", "_make", "_current_frames"}
 BY_NAME = {"getattr", "setattr", "delattr", "hasattr", "object", "patch"}  # take a name as a string
 
 
@@ -221,6 +224,127 @@ def chain_of(node: ast.expr) -> list[str]:
     return names[1:] if own else names
 
 
+# -- private names of other packages ---------------------------------------------------------------
+PATCHES_ROOM = "runtime/patches/"
+# Strings that look like private names and are none: the built kernels' folder, a prefix of names.
+ONLY_TEXT = {"_native", "_forward_"}
+
+
+def words_of(patch: Patch) -> set[str]:
+    """The private words in the dotted names of a row."""
+    return {word for name in patch.names for word in name.split(".") if is_private(word)}
+
+
+def names_of_theirs() -> set[str]:
+    """Private names that rows have, and those of torch's own objects, whatever ours are called."""
+    objects = [torch.ones(1), torch.nn.Linear(1, 1), torch.ones(1).untyped_storage()]
+    return {name for thing in objects for name in dir(thing) if is_private(name)}.union(
+        *map(words_of, PATCHES)
+    )
+
+
+def names_of_ours() -> set[str]:
+    """Private names that the package gives to its functions, classes, attributes and variables."""
+    names = set(ONLY_TEXT)
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                names.add(node.name)
+            elif isinstance(node, ast.arg):
+                names.add(node.arg)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                names.update([node.attr] if dotted(node.value) in ("self", "cls") else [])
+    return names
+
+
+def private_words(path: Path) -> Iterator[tuple[str, bool]]:
+    """Each private name in a file, and whether it is an attribute of `self` or `cls`: attributes,
+    imports, and strings that are a name (`getattr(x, "_name")`, `vars(x)["_name"]`)."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    texts = {
+        id(part)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.JoinedStr)
+        for part in node.values
+    }
+    for node in ast.walk(tree):
+        words: list[str] = []
+        if isinstance(node, ast.Attribute):
+            words = [node.attr]
+        elif isinstance(node, ast.ImportFrom) and node.module != "__future__":
+            words = [
+                word for alias in node.names for word in f"{node.module}.{alias.name}".split(".")
+            ]
+        elif isinstance(node, ast.Import):
+            words = [word for alias in node.names for word in alias.name.split(".")]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            words = [node.value] if id(node) not in texts and node.value.isidentifier() else []
+        is_own = isinstance(node, ast.Attribute) and dotted(node.value) in ("self", "cls")
+        yield from ((word, is_own) for word in words if is_private(word))
+
+
+def foreign_words(path: Path, ours: set[str], theirs: set[str]) -> set[str]:
+    """The private names of other packages that a file uses."""
+    return {
+        word
+        for word, is_own in private_words(path)
+        if word not in ours or (word in theirs and not is_own)
+    }
+
+
+def test_private_names_of_other_packages_stand_in_patches_alone() -> None:
+    """`docs/patches.md` lists them; rows name the lower rooms that cannot import `patches`."""
+    ours, theirs = names_of_ours(), names_of_theirs()
+    used = {
+        (room_of(path), word)
+        for path in SOURCES
+        if not room_of(path).startswith(PATCHES_ROOM)
+        for word in foreign_words(path, ours, theirs)
+    }
+    allowed = {
+        (file, word) for patch in PATCHES for file in patch.beside for word in words_of(patch)
+    }
+    assert used - allowed == set(), "use or add a function of stronghold/runtime/patches"
+    unused = {
+        (patch.key, file)
+        for patch in PATCHES
+        if words_of(patch)
+        for file in patch.beside
+        if not any((file, word) in used for word in words_of(patch))
+    }
+    assert unused == set(), "take the file out of the row in patches/table.py"
+
+
+def test_patches_use_no_private_name_without_a_row() -> None:
+    ours, theirs = names_of_ours(), names_of_theirs()
+    in_rows = set().union(*map(words_of, PATCHES))
+    used = {
+        word
+        for path in SOURCES
+        if room_of(path).startswith(PATCHES_ROOM) and path.stem != "table"
+        for word in foreign_words(path, ours, theirs)
+    }
+    assert used - in_rows == set()
+    files = {room_of(path) for path in SOURCES}
+    assert {file for patch in PATCHES for file in (patch.file, *patch.beside)} <= files
+
+
+def test_private_names_of_other_packages_are_seen_wherever_they_stand(tmp_path: Path) -> None:
+    source = tmp_path / "sample.py"
+    source.write_text(
+        "import torch._dynamo\nfrom a._b import c\nfrom stronghold.model import _mine\n"
+        "class A:\n    def f(self, other):\n        self._parameters = other._parameters\n"
+        "        self._of_the_base\ntorch._C._name(x)[0]._ours\n"
+        'getattr(a, "_name_of_theirs")\nvars(a)["_other"]\nf"{a}_text"\nsys._current_frames()\n'
+    )
+    assert foreign_words(source, {"_mine", "_ours", "_parameters"}, names_of_theirs()) == {
+        "_dynamo", "_b", "_parameters", "_of_the_base", "_C", "_name", "_name_of_theirs", "_other",
+    }  # fmt: skip
+
+
+# -- private names in tests ------------------------------------------------------------------------
 # By file and name: in how many places, and why. Torch's, DeepSpeed's and others' names stand here
 # where these have no public one. No new one of ours: tests look inside through engine.inspect().
 PRIVATE_NAMES: dict[str, tuple[int, str]] = {
@@ -245,7 +369,6 @@ PRIVATE_NAMES: dict[str, tuple[int, str]] = {
     "support/insides.py _backward_hooks": (1, "torch shows no list of hooks"),
     "support/insides.py _post_accumulate_grad_hooks": (1, "torch shows no list of hooks"),
     "support/sleeping.py _sleep": (1, "nothing else holds a stream up"),
-    "units/test_doctor.py _get_build_directory": (1, "where torch puts a build"),
     # The pretended device stands for torch's own.
     "pretended/install.py _sleep": (1, "replaced"),
     "pretended/install.py _C._cuda_getCurrentRawStream": (1, "replaced"),

@@ -11,14 +11,15 @@ import pytest
 import torch
 
 from stronghold.errors import BudgetError
-from stronghold.forecast.question import from_sizes
 from stronghold.model.costs import ModelCosts
 from stronghold.model.layout import ModelLayout
 from stronghold.plan.cost import LEVELS, Demand, workload_of
 from stronghold.plan.machine import MachineProfile, rates_of
-from stronghold.plan.plan import Plan, levels_of, make_plan
+from stronghold.plan.places import levels_of
+from stronghold.plan.plan import Plan, make_plan
 from stronghold.plan.search import largest_micro_batch, lower_bound
 from stronghold.predict.simulate import fastest_plan, simulate
+from stronghold.tools.estimate.model import from_sizes
 from tests.support.sizes import named_size
 from tests.support.states import adam_states
 
@@ -214,7 +215,7 @@ def test_launching_a_block_again_is_the_hosts_time() -> None:
     keep, again = step_s(activations="keep"), step_s(activations="recompute")
     blocks, all_layers = len(layout.streamed), len(layout.layers)
     assert keep == pytest.approx(2 * all_layers * rates.launch_s, rel=0.01)
-    assert again - keep == pytest.approx(blocks * rates.again_launch_s, rel=0.01)
+    assert again - keep == pytest.approx(blocks * rates.recompute_launch_s, rel=0.01)
     whole = step_s(resident_layers=blocks, resident_updates="gpu", activations="keep")
     # The norm is one launch for all layers, and so is the update.
     expected = 2 * all_layers * rates.whole_launch_s + 2 * rates.launch_s

@@ -34,12 +34,12 @@ def test_elements_beside_a_written_range_stay(
         store = undo.enter_context(store_of(folders[:1], pages(count, "exp_avg")))
         tiers = Tiers(layout, formats, homes, {FILE: store}, ring)
         expected = torch.arange(layer.numel, dtype=torch.float32)
-        for first, last, found in tiers.staged(0, ("exp_avg",), 0, layer.numel, "replace"):
+        for first, last, found in tiers.staged_pieces(0, ("exp_avg",), 0, layer.numel, "replace"):
             found["exp_avg"].copy_(expected[first:last])
-        for first, last, found in tiers.staged(0, ("exp_avg",), begin, end, mode):  # type: ignore[arg-type]
+        for first, last, found in tiers.staged_pieces(0, ("exp_avg",), begin, end, mode):  # type: ignore[arg-type]
             if mode == "edit":
                 assert torch.equal(found["exp_avg"], expected[first:last])
             found["exp_avg"].copy_(-expected[first:last])
         expected[begin:end] *= -1
-        for first, last, found in tiers.staged(0, ("exp_avg",), 0, layer.numel, "read"):
+        for first, last, found in tiers.staged_pieces(0, ("exp_avg",), 0, layer.numel, "read"):
             assert torch.equal(found["exp_avg"], expected[first:last])

@@ -13,8 +13,9 @@ import pytest
 from matplotlib.figure import Figure
 
 from stronghold.errors import ConfigError
-from stronghold.telemetry import plot, trace
+from stronghold.telemetry import trace
 from stronghold.telemetry.trace import Span, Trace
+from stronghold.tools import plot
 from tests.support.mutations import mutated
 
 ROOT = Path(__file__).resolve().parents[2]

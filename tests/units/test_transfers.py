@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from stronghold.device.base import Record
-from stronghold.device.emulated import EmulatedDevice
+from stronghold.devices.base import Record
+from stronghold.devices.emulated import EmulatedDevice
+from stronghold.devices.lane_name import LaneName
 from stronghold.errors import LaneError
 from stronghold.memory.tiers import Transfers
 
@@ -39,10 +40,10 @@ def wait_until(disk: Disk, *seen: str) -> None:
 
 def test_the_next_transfer_begins_before_the_first_one_ends(device: EmulatedDevice) -> None:
     disk, transfers, hold = Disk(), Transfers(), threading.Event()
-    device.lane("load").submit("hold", lambda: hold.wait(10) and None)
+    device.lane(LaneName.LOAD).submit("hold", lambda: hold.wait(10) and None)
     for name in ("a", "b", "c"):
         fence = transfers.submit(
-            device.lane("load"), name, lambda name=name: disk.begin(name), nbytes=1
+            device.lane(LaneName.LOAD), name, lambda name=name: disk.begin(name), nbytes=1
         )
     hold.set()
     wait_until(disk, "begin a", "begin b")
@@ -64,14 +65,14 @@ def test_no_transfer_begins_before_or_behind_what_it_may_not(
             raise ValueError("no")
         work.wait(10)
 
-    device.lane("load").submit("hold", lambda: hold.wait(10) and None)
+    device.lane(LaneName.LOAD).submit("hold", lambda: hold.wait(10) and None)
     updated = device.update.submit("update 3", update, writes=(record,))
     if failing:
         with pytest.raises(LaneError, match="update 3"):
             updated.wait()
-    first = transfers.submit(device.lane("load"), "a", lambda: disk.begin("a"), nbytes=1)
+    first = transfers.submit(device.lane(LaneName.LOAD), "a", lambda: disk.begin("a"), nbytes=1)
     second = transfers.submit(
-        device.lane("load"), "b", lambda: disk.begin("b"), reads=(record,), nbytes=1
+        device.lane(LaneName.LOAD), "b", lambda: disk.begin("b"), reads=(record,), nbytes=1
     )
     hold.set()
     disk.going.set()

@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from stronghold.device.base import Fence, completed
-from stronghold.device.emulated import EmulatedDevice
+from stronghold.devices.base import Fence, completed
+from stronghold.devices.emulated import EmulatedDevice
+from stronghold.devices.lane_name import LaneName
 from stronghold.errors import StateError
 from stronghold.memory.gradient_slots import gradient_view, round_sums, sum_view
 from stronghold.memory.layer import TRANSITIONS, LayerState, Residency
@@ -70,14 +71,14 @@ def make_window(device: EmulatedDevice, layers: Layers) -> Make:
 
 
 def fence(name: str) -> Fence:
-    return completed("compute", name)
+    return completed(LaneName.COMPUTE, name)
 
 
 def take(window: Window, state: LayerState, *, resident: bool = True) -> None:
     """Fetch the layer into the slot that is next."""
     slot = window.free_slot()
     window.claim(slot, state.index)
-    slot.record.write(completed("fetch", f"fetch {state.index}"))
+    slot.record.write(completed(LaneName.FETCH, f"fetch {state.index}"))
     if resident:
         state.move(Residency.READY)
 
@@ -116,12 +117,12 @@ def test_a_window_takes_its_slots_and_not_a_byte_more(
 ) -> None:
     window = make_window(num_slots=3, num_gradient_slots=2)
     slots = 3 * max(NUMEL[1:]) + NUMEL[EMBEDDING]
-    assert device.allocated_bytes == 2 * slots
+    assert device.memory.allocated_bytes == 2 * slots
     window.prepare_training()
     gradients = 2 * max(TRAINABLE[1:]) + TRAINABLE[EMBEDDING]
-    assert device.allocated_bytes == device.peak_bytes == 2 * (slots + gradients)
+    assert device.memory.allocated_bytes == device.memory.peak_bytes == 2 * (slots + gradients)
     window.prepare_training()
-    assert device.allocated_bytes == 2 * (slots + gradients)
+    assert device.memory.allocated_bytes == 2 * (slots + gradients)
 
 
 def test_without_streamed_layers_there_are_no_slots(make_window: Make) -> None:
@@ -262,7 +263,7 @@ def test_close_drops_every_buffer(make_window: Make, layers: Layers) -> None:
     assert layers[EMBEDDING].on_gpu.slot is None
     assert window.free_slot() is None
     assert window.free_gradient_slot(1) is None
-    assert window.held_layers() == window.gathering() == []
+    assert window.held_layers() == window.gathering_layers() == []
 
 
 def test_sums_of_a_layer_that_was_abandoned_are_not_the_next_ones(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from stronghold.model.costs import LayerCost, ModelCosts
-from stronghold.plan.cost import LayerLoad, workload_of
+from stronghold.plan.cost import LayerWork, workload_of
 from stronghold.plan.machine import MachineProfile
 from tests.units.test_profile import ATTENTION, SLOW_ATTENTION
 from tests.units.test_profile import of as machine_of
@@ -18,7 +18,7 @@ MACHINE = machine_of(flops={"bf16": 100e12, "fp16": 100e12, "fp32": 20e12}, gpu_
 
 def load_of(
     dtype: str = "bf16", machine: MachineProfile = MACHINE, seq: int = 1000, **cost: Any
-) -> LayerLoad:
+) -> LayerWork:
     block = LayerCost(**{"forward_flops": 0.0, "saved_bytes": 0, "boundary_bytes": 8} | cost)
     return workload_of(ModelCosts(layers=(block,), dtype=dtype, seq=seq), machine).layers[0]
 
@@ -41,8 +41,8 @@ def test_one_kernel_runs_after_the_other() -> None:
 
 def test_what_is_computed_again_without_attention_moves_its_bytes_again() -> None:
     load = load_of(forward_flops=300e12, attention_flops=100e12, operator_bytes=500e9)
-    assert load.again_s("recompute") == 3.5
-    assert load.again_s("attention") == 2.5
+    assert load.recompute_s("recompute") == 3.5
+    assert load.recompute_s("attention") == 2.5
 
 
 def test_attention_takes_its_flops_at_its_measured_rates() -> None:

@@ -1,0 +1,115 @@
+"""The kinds of GPUs: one row for each, with what differs between them.
+
+Owns the table alone. Where torch has one interface for all kinds (`torch.accelerator`), the device
+uses that. `DeviceKind.module` is torch's module of a kind (`torch.cuda`, `torch.xpu`): it has the
+streams, and events on which a thread can sleep, which `torch.Event` does not offer. Rows of ROCm
+and XPU follow torch's documentation; no run on such hardware stands behind them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+_PORTABLE = 1  # the flag cudaHostRegisterPortable
+NO_OPTIONS: Mapping[str, bool] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostRegistration:
+    """The calls that register host memory for direct transfers, with their names for errors. Both
+    return a status, 0 for success. `already_registered` is the status of a slab of which a part is
+    registered."""
+
+    register_name: str
+    unregister_name: str
+    register: Callable[[int, int], int]
+    unregister: Callable[[int], int]
+    already_registered: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceKind:
+    """One kind of GPU.
+
+    `torch_name` is the type of its devices in torch: a ROCm build calls them "cuda", too.
+    `registration` is None where host memory cannot be registered. `fence_options` make an event on
+    which a waiting thread sleeps. `raw_stream(index)` is the address of the current stream.
+    """
+
+    name: str
+    torch_name: str
+    registration: HostRegistration | None
+    fence_options: Mapping[str, bool]
+    raw_stream: Callable[[int], int]
+
+    @property
+    def module(self) -> Any:
+        """Torch's module of this kind."""
+        return torch.get_device_module(self.torch_name)
+
+    def recorded(self, stream: Any) -> Any:
+        """An event for a fence, recorded on `stream`. A host lane that waits for it sleeps: its
+        core is for updates."""
+        event = self.module.Event(**self.fence_options)
+        event.record(stream)
+        return event
+
+    def timed_event(self) -> Any:
+        """An event that has a time."""
+        return self.module.Event(enable_timing=True)
+
+
+def _register_by_cuda(address: int, nbytes: int) -> int:
+    return int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
+
+
+def _unregister_by_cuda(address: int) -> int:
+    return int(torch.cuda.cudart().cudaHostUnregister(address))
+
+
+def _raw_stream_of_cuda(index: int) -> int:
+    return int(torch._C._cuda_getCurrentRawStream(index))
+
+
+def _raw_stream_of_xpu(index: int) -> int:
+    return int(torch._C._xpu_getCurrentRawStream(index))
+
+
+CUDA = DeviceKind(
+    name="CUDA",
+    torch_name="cuda",
+    registration=HostRegistration(
+        register_name="cudaHostRegister",
+        unregister_name="cudaHostUnregister",
+        register=_register_by_cuda,
+        unregister=_unregister_by_cuda,
+        already_registered=712,
+    ),
+    fence_options=MappingProxyType({"blocking": True}),
+    raw_stream=_raw_stream_of_cuda,
+)
+# A ROCm build of torch has HIP's calls, and HIP's status, under CUDA's names.
+ROCM = replace(CUDA, name="ROCm")
+XPU = DeviceKind(
+    name="XPU",
+    torch_name="xpu",
+    registration=None,
+    fence_options=NO_OPTIONS,
+    raw_stream=_raw_stream_of_xpu,
+)
+KINDS = (CUDA, ROCM, XPU)
+
+
+def kind_here() -> DeviceKind | None:
+    """The kind of the GPUs that this build of torch drives and finds; None without any."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return None
+    if accelerator.type == "cuda" and torch.version.hip is not None:
+        return ROCM
+    return next((kind for kind in KINDS if kind.torch_name == accelerator.type), None)

@@ -1,0 +1,322 @@
+"""The GPU's memory: bytes of its buffers and activations, and how many slots fit.
+
+Pure: no tensors, no threads. The bytes are the formula that `memory` must meet exactly (a test
+compares them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from stronghold.errors import BudgetError, ConfigError, format_size
+from stronghold.model.arrays import array_bytes, moment_arrays
+from stronghold.model.layout import LayerLayout, ModelLayout, Range
+from stronghold.optim.states import Formats
+from stronghold.plan.cost import Demand
+from stronghold.plan.places import MIB, Places
+
+DEFAULT_WINDOW = 4  # without a budget: one computes, one is still in use, two are on their way
+MAX_GRADIENT_SLOTS = 2  # one gathers while the other drains
+
+
+# -- activations ----------------------------------------------------------------------------------
+def activation_bytes(layout: ModelLayout, activations: Sequence[str], demand: Demand) -> int:
+    """Bytes of activations on the gpu when forward has ended and backward begins: the sum of
+    `activation_parts`."""
+    return sum(activation_parts(layout, activations, demand).values())
+
+
+def activation_parts(
+    layout: ModelLayout, activations: Sequence[str], demand: Demand
+) -> dict[str, int]:
+    """The parts of `activation_bytes`, in bytes, by what you would call each of them.
+
+    What blocks keep, or the inputs of those that are computed again, waits for backward. Beside it
+    is the larger of two: what the layers outside the blocks keep (the head's logits go first), and
+    what one block makes when it is computed again, in the chunks that run at once, with what two
+    offloaded layers on their way have. With several streams it is the sum of the two, because
+    torch's allocator keeps each stream's memory for itself.
+    """
+    if not demand.kept:
+        return {}
+    outside, passing, kept = sum(demand.kept[index].saved_bytes for index in layout.resident), 0, 0
+    at_once = min(demand.streams, demand.chunks)
+    for index in layout.streamed:
+        load, level = demand.kept[index], activations[index]
+        moved = load.moved_bytes(level)
+        again = -(-load.recomputed_bytes(level) * at_once // demand.chunks)
+        kept += load.waiting_bytes(level) - moved
+        passing = max(passing, again + 2 * moved)
+    if demand.streams == 1:  # one of the two at a time
+        outside, passing = (outside, 0) if outside > passing else (0, passing)
+    return {
+        "activations that wait for backward": kept,
+        "activations of one block": passing,
+        "activations outside the blocks": outside,
+    }
+
+
+# -- buffers --------------------------------------------------------------------------------------
+def gpu_bytes(places: Places, window: int, gradient_slots: int) -> dict[str, int]:
+    """Bytes of each part of the GPU's peak, without activations, with so many slots."""
+    demand = places.demand
+    training, formats = demand.training, demand.formats
+    trained = places.on_gpu if training else ()
+    own_gradients = places.own_slots if training else ()
+    gradient_slot = max((_bytes([e], formats, "gradients") for e in places.shared_slots), default=0)
+    by_torch = _unpadded_bytes(trained, formats) if places.whole else 0
+    reduced = _largest_range_bytes(places.on_host, formats) if demand.reduces_in_room else 0
+    accumulated = _bytes(trained, formats, "accumulated") if demand.accumulate else 0
+    return {
+        "weight slots": window * weight_slot_bytes(places),
+        "gradient slots": gradient_slots * gradient_slot,
+        "fp32 sums of chunks": _chunk_sums_bytes(places, gradient_slots),
+        "resident blocks": _bytes(places.kept, formats, "weights"),
+        "outside the blocks": _bytes(places.outside, formats, "weights"),
+        "gradients of resident layers": _bytes(own_gradients, formats, "gradients"),
+        "rest of the masters": _bytes(trained, formats, "low"),
+        "moments": _bytes(trained, formats, *moment_arrays(formats)),
+        "accumulated gradients": accumulated,
+        "gradients (kept by torch)": by_torch,
+        "gradients of other ranks": reduced if training else 0,
+    }
+
+
+def gpu_total_bytes(places: Places, window: int, gradient_slots: int) -> int:
+    """Bytes of the GPU's peak with so many slots. Activations count, or the room reserved for
+    them."""
+    demand = places.demand
+    activations = activation_bytes(places.layout, places.activations, demand)
+    buffers = sum(gpu_bytes(places, window, gradient_slots).values())
+    return max(activations, demand.reserve_bytes) + buffers
+
+
+def weight_slot_bytes(places: Places) -> int:
+    """Bytes of one slot of the window: the weights of the largest streamed layer."""
+    formats = places.demand.formats
+    return max((_bytes([layer], formats, "weights") for layer in places.streamed), default=0)
+
+
+def sum_numel(layer: LayerLayout, formats: Formats) -> int:
+    """Items of a layer's fp32 sums of chunks: none where all its gradients are fp32."""
+    dtypes = {formats[each.format].dtype for each in layer.trainable_ranges}
+    return 0 if dtypes <= {torch.float32} else layer.trainable_numel
+
+
+def _bytes(layers: Iterable[LayerLayout], formats: Formats, *arrays: str) -> int:
+    """Bytes of these arrays of these layers."""
+    return sum(array_bytes(layer, formats, array) for layer in layers for array in arrays)
+
+
+def _range_bytes(part: Range, numel: int, formats: Formats) -> int:
+    return numel * formats[part.format].dtype.itemsize
+
+
+def _unpadded_bytes(layers: Iterable[LayerLayout], formats: Formats) -> int:
+    """Bytes of the layers' gradients without padding, as torch keeps them."""
+    return sum(
+        _range_bytes(part, part.num_parameters, formats)
+        for layer in layers
+        for part in layer.trainable_ranges
+    )
+
+
+def _largest_range_bytes(layers: Iterable[LayerLayout], formats: Formats) -> int:
+    """Bytes of the gradients of the largest range of the layers."""
+    sizes = (
+        _range_bytes(part, part.end - part.begin, formats)
+        for layer in layers
+        for part in layer.trainable_ranges
+    )
+    return max(sizes, default=0)
+
+
+def _chunk_sums_bytes(places: Places, gradient_slots: int) -> int:
+    """Bytes of the fp32 sums beside the gradient slots of blocks, where chunks add to them."""
+    demand = places.demand
+    if not demand.training or demand.chunk is None:
+        return 0
+    formats = demand.formats
+    largest = max((sum_numel(layer, formats) for layer in places.shared_slots), default=0)
+    own = sum(sum_numel(layer, formats) for layer in places.own_slots if layer.streamed)
+    return 4 * (gradient_slots * largest + own)
+
+
+# -- slots ----------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slots:
+    """How many slots for weights and for gradients there are, and how many layers are fetched
+    ahead."""
+
+    window: int
+    gradient_slots: int
+    prefetch: int
+    reason: str
+
+
+def choose_slots(places: Places) -> Slots:
+    """The slots that the budget holds, or that the config asks for. BudgetError if they do not fit,
+    ConfigError for a prefetch that the window cannot hold."""
+    if places.demand.gpu_budget_bytes is None:
+        return _slots_without_budget(places)
+    if places.demand.window is not None:
+        return _slots_for_window(places, places.demand.window, places.demand.gpu_budget_bytes)
+    return _slots_within(places, places.demand.gpu_budget_bytes)
+
+
+def most_gradient_slots(places: Places) -> int:
+    """How many shared slots are of use: none when no block that shares them trains."""
+    trainable = [layer.index for layer in places.shared_slots if layer.trainable_numel]
+    if not places.demand.training or not trainable:
+        return 0
+    # Gradients that are used on the gpu never drain: there is nothing to overlap.
+    return 1 if places.updated_on_gpu >= set(trainable) else MAX_GRADIENT_SLOTS
+
+
+def _slots_without_budget(places: Places) -> Slots:
+    demand = places.demand
+    wanted = demand.window or max(DEFAULT_WINDOW, 1 + (demand.prefetch or 0))
+    window = min(wanted, len(places.streamed))
+    why = demand.why("window") if demand.window else "no gpu budget"
+    return Slots(
+        window=window,
+        gradient_slots=most_gradient_slots(places),
+        prefetch=_prefetch(places, window),
+        reason=f"window: {window} slots ({why})",
+    )
+
+
+def _slots_for_window(places: Places, wanted: int, budget: int) -> Slots:
+    """The config's window, and the most gradient slots that fit beside it."""
+    window = min(wanted, len(places.streamed))
+    gradient_slots = most_gradient_slots(places)
+    while gradient_slots > 1 and gpu_total_bytes(places, window, gradient_slots) > budget:
+        gradient_slots -= 1
+    need = gpu_total_bytes(places, window, gradient_slots)
+    if need > budget:
+        raise _gpu_refusal(places, need, window, gradient_slots)
+    return Slots(
+        window=window,
+        gradient_slots=gradient_slots,
+        prefetch=_prefetch(places, window),
+        reason=f"window: {window} slots ({places.demand.why('window')})",
+    )
+
+
+def _slots_within(places: Places, budget: int) -> Slots:
+    """The most slots that fit."""
+    num_streamed = len(places.streamed)
+    most_gradients = most_gradient_slots(places)
+    gradient_slots = min(1, most_gradients)
+    smallest = smallest_bytes(places)
+    if smallest > budget:
+        raise _gpu_refusal(places, smallest, min(1, num_streamed), gradient_slots)
+    # A second gradient slot lets a drain overlap the next backward: worth more than a third
+    # weight slot.
+    if gpu_total_bytes(places, min(2, num_streamed), most_gradients) <= budget:
+        gradient_slots = most_gradients
+    slot_bytes = weight_slot_bytes(places)
+    room = budget - gpu_total_bytes(places, 0, gradient_slots)
+    window = min(num_streamed, room // slot_bytes) if slot_bytes else num_streamed
+    why = f"the most that {budget / MIB:.2f} MiB hold (stronghold.gpu_memory)"
+    return Slots(
+        window=window,
+        gradient_slots=gradient_slots,
+        prefetch=_prefetch(places, window),
+        reason=f"window: {window} slots, {why}",
+    )
+
+
+def smallest_bytes(places: Places) -> int:
+    """Bytes on the GPU with one weight slot and one gradient slot, or none where none is of use."""
+    gradient_slots = min(1, most_gradient_slots(places))
+    return gpu_total_bytes(places, min(1, len(places.streamed)), gradient_slots)
+
+
+def _prefetch(places: Places, window: int) -> int:
+    """How many layers are fetched ahead; one slot of the window holds the layer that computes."""
+    demand, num_streamed = places.demand, len(places.streamed)
+    most = max(0, window - 1)
+    wanted = most if demand.prefetch is None else demand.prefetch
+    if wanted <= most or window == num_streamed:  # there are no more layers to fetch ahead
+        return min(wanted, most)
+    if demand.window is not None:
+        remedy = f"stronghold.window to {wanted + 1}"
+    else:
+        slots = min(wanted + 1, num_streamed)
+        need = gpu_total_bytes(places, slots, most_gradient_slots(places))
+        remedy = f"stronghold.gpu_memory to {format_size(need, round_up=True)}"
+    raise ConfigError(
+        f"stronghold.prefetch: got {wanted}, expected less than the window of {window} slots, one "
+        f"of which holds the layer that computes; lower prefetch to {most} or raise {remedy}"
+    )
+
+
+# -- refusal --------------------------------------------------------------------------------------
+def _gpu_refusal(places: Places, need: int, window: int, gradient_slots: int) -> BudgetError:
+    """Why a plan of `need` bytes does not fit the GPU: what takes them, and the ways out."""
+    demand = places.demand
+    budget = demand.gpu_budget_bytes or 0
+    kept = activation_parts(places.layout, places.activations, demand)
+    parts = gpu_bytes(places, window, gradient_slots) | kept
+    reserved = demand.reserve_bytes - sum(kept.values())
+    if reserved > 0:
+        parts["reserved for activations"] = reserved
+    named = ", ".join(
+        f"{name} {format_size(size)}"
+        for name, size in sorted(parts.items(), key=lambda part: -part[1])
+        if size
+    )
+    if not places.num_blocks:
+        which = "the model has no repeated blocks, so that all of it stays on the gpu, and"
+    elif demand.pins("window"):
+        which = f"stronghold.window of {window} slots"
+    else:
+        which = "the smallest plan"
+    tokens = f" with {demand.tokens:,} tokens in a micro-batch" if demand.tokens else ""
+    at_least = format_size(need, round_up=True)
+    ways = [f"raise gpu_memory to at least {at_least}, if the gpu has it"]
+    ways += _ways_with_fewer_buffers(places, need)
+    if sum(kept.values()) > need // 2:
+        ways += _ways_with_fewer_activations(demand, kept)
+    return BudgetError(
+        f"stronghold.gpu_memory: got {format_size(budget)}, but {which}{tokens} needs {at_least}: "
+        f"{named}. You can {'; or '.join(ways)}",
+        need_bytes=need,
+    )
+
+
+def _ways_with_fewer_buffers(places: Places, need: int) -> list[str]:
+    """What the user can change so that weights, gradients and states take fewer bytes."""
+    demand, ways = places.demand, []
+    smallest = smallest_bytes(places)
+    if places.num_blocks and demand.pins("window") and smallest < need:
+        fewer = format_size(smallest, round_up=True)
+        ways.append(f"leave window out, with which {fewer} suffice")
+    if demand.resident_layers and demand.pins("resident_layers"):
+        ways.append("lower stronghold.resident_layers")
+    if demand.resident_updates == "gpu" and demand.pins("resident_updates"):
+        ways.append('set stronghold.resident_updates to "host"')
+    if not places.num_blocks:
+        ways.append("name blocks in stronghold.layers, which are streamed then")
+        if demand.training:
+            ways.append("train fewer parameters")
+            if demand.states.weight_bytes == 4:
+                ways.append("train in bf16")
+    return ways
+
+
+def _ways_with_fewer_activations(demand: Demand, kept: dict[str, int]) -> list[str]:
+    """What the user can change where the batch decides. `kept`: bytes of activations by kind."""
+    ways = []
+    if demand.pins("activations"):
+        ways.append("leave stronghold.activations out")
+    if demand.sequences > 1:
+        ways.append("lower the micro-batch")
+        if demand.chunk is None and kept["activations of one block"]:
+            ways.append("set stronghold.chunk to 1 (blocks then take one sequence at a time)")
+    ways.append("shorten the sequences")
+    return ways

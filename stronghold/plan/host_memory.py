@@ -1,0 +1,549 @@
+"""The host's memory and files: what lies where, which layers are early, and the rings.
+
+Pure: no tensors, no threads. The bytes are the formula that `memory` must meet exactly (a test
+compares them). Of several ranks they are one rank's share.
+
+[Note: what spills first] Kinds in the order of how seldom their bytes are needed: moments (read and
+written once a step), the rest of the masters, then gradients that wait for the step's end, last the
+weights, which every pass reads. Within a kind the last layers spill first, because updates wait for
+the gate: they come in forward order, so at the turn from one step to the next nothing is read, and
+the disk is a few layers ahead when the first spilled one is needed.
+
+[Note: early updates] A layer that is updated before the norm is known has its arrays twice on the
+host: an early update reads one set and writes the other. A layer can have a second set if it lies
+in memory as a whole, all of its parameters train, and no other rank has part of it.
+
+The early layers are spread evenly over the depth. Gradients come in the order L..1 in a backward of
+B seconds, and the next forward needs weights in the order 1..L within F seconds. If all updates
+take D seconds, those of a share e of the layers can run in backward, and the others behind the
+gate. A step takes about
+
+    max(B, e D) + max(F, (1 - e) D)
+
+which is max(F + B, D), the least there can be, for e = B / D. Layer i can be updated from B i / L
+before the end of backward to F i / L after it. These spans lie in each other. So backward takes its
+share of the layers above any depth, and forward the rest: the lane of updates never waits.
+
+[Note: the staging ring] Pieces of one size. An update's piece holds a range of all spilled arrays
+of a layer: one is read, one is updated, one is written, one more is read ahead. A fetch's piece
+holds a range of weights: one is read, one waits for its slot, one is copied. The two have entries
+of their own, for an update must not wait for a slot. One further entry serves checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from stronghold.errors import BudgetError, ConfigError, format_size
+from stronghold.model.arrays import array_bytes, moment_arrays
+from stronghold.model.layout import LayerLayout, Range
+from stronghold.optim.states import EXACT, LEAN, PAGE_BYTES, Formats, group_size, states_of
+from stronghold.plan.cost import Demand
+from stronghold.plan.places import MIB, Places
+
+RING_ENTRIES = 3  # one drains, one waits for its update, one is updated
+UPDATE_ENTRIES, FETCH_ENTRIES, OTHER_ENTRIES = 4, 3, 1  # [Note: the staging ring]
+# Beside milliseconds of a disk the tenths that a hand-over between lanes takes do not count.
+PIECE_BYTES = 32 << 20
+SECOND_ARRAYS = "second arrays of early updates"
+# How many of `kinds_of` spill, for each word of stronghold.nvme.spill.
+DEPTHS = {"moments": 1, "masters": 2, "weights": 5}
+
+Spilled = tuple[frozenset[str], ...]  # by layer, its arrays that are to lie in files
+Ranges = tuple[Range, ...]  # of one layer
+
+
+def kinds_of(formats: Formats) -> dict[str, tuple[str, ...]]:
+    """The arrays of each kind, in the order of [Note: what spills first]."""
+    return {
+        "moments": moment_arrays(formats),
+        "rest of the masters": ("low",),
+        "held gradients": ("gradients",),
+        "accumulated gradients": ("accumulated",),
+        "weights": ("weights",),
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staging:
+    """The ring: entries for updates and for fetches, and the bytes of each."""
+
+    update_entries: int = 0
+    fetch_entries: int = 0
+    piece_bytes: int = PAGE_BYTES
+
+    @property
+    def entries(self) -> int:
+        """All of them, with that of checkpoints."""
+        needed = self.update_entries + self.fetch_entries
+        return needed + OTHER_ENTRIES if needed else 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.entries * self.piece_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostMemory:
+    """What lies on the host and in files. `spilled` has the arrays of each layer that lie in files,
+    `early` the layers that are updated before the gate. `host_bytes` and `nvme_bytes` name the
+    parts of each tier. A step reads `read_bytes` from files and writes `written_bytes` to them."""
+
+    spilled: Spilled
+    early: frozenset[int]
+    staging: Staging
+    ring_entries: int
+    host_bytes: dict[str, int]
+    nvme_bytes: dict[str, int]
+    offloaded_bytes: int
+    read_bytes: int
+    written_bytes: int
+    reasons: tuple[str, ...]
+
+
+def plan_host(places: Places) -> HostMemory:
+    """What lies on the host and in files, of the layers that are updated on the host. BudgetError,
+    before anything is allocated, where it cannot fit; ConfigError for what cannot be asked."""
+    _check_keys(places)
+    sizes = _host_sizes(places)
+    spilled = _choose_spilled(sizes)
+    read_bytes, written_bytes = _file_traffic(sizes, spilled)
+    nvme_bytes = _nvme_bytes(sizes, spilled)
+    host = HostMemory(
+        spilled=spilled,
+        early=_early_layers(sizes, spilled),
+        staging=_staging(sizes, spilled),
+        ring_entries=_ring_entries(sizes, spilled),
+        host_bytes=_host_bytes(sizes, spilled),
+        nvme_bytes=nvme_bytes,
+        offloaded_bytes=_offloaded_bytes(sizes, spilled),
+        read_bytes=read_bytes,
+        written_bytes=written_bytes,
+        reasons=_spill_reasons(places.demand, nvme_bytes),
+    )
+    _check_files(places.demand, host)
+    _check_memory(places.demand, host)
+    return host
+
+
+def _check_keys(places: Places) -> None:
+    demand, num_layers = places.demand, len(places.layout.layers)
+    if demand.meets_others and demand.nvme and demand.spill == "weights":
+        raise ConfigError(
+            'stronghold.nvme.spill: got "weights" (or DeepSpeed\'s offload_param on nvme), but '
+            "several ranks have the weights once for all of them, in memory; set it to "
+            '"masters", or leave it out'
+        )
+    if (demand.early_layers or 0) > num_layers:
+        raise ConfigError(
+            f"stronghold.early_layers: got {demand.early_layers}, but the model has "
+            f"{num_layers} layers"
+        )
+
+
+# -- sizes ----------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RangeSizes:
+    """Bytes of one layer on this rank. `trained[array]` covers the parameters that train; its
+    "trained weights" are part of the weights, and as many bytes as the gradients. `weights` covers
+    all parameters."""
+
+    trained: Mapping[str, int]
+    weights: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _HostSizes:
+    """Bytes of the layers that are updated on the host. Layers with equal ranges have equal bytes:
+    `ranges` has those of each layer, `of_ranges` the bytes."""
+
+    places: Places
+    kinds: Mapping[str, tuple[str, ...]]
+    ranges: Mapping[int, Ranges]
+    of_ranges: Mapping[Ranges, _RangeSizes]
+
+    @property
+    def demand(self) -> Demand:
+        return self.places.demand
+
+    @property
+    def largest_gradients(self) -> int:
+        """Bytes of the gradients of the largest layer."""
+        return max((e.trained["trained weights"] for e in self.of_ranges.values()), default=0)
+
+    def of_layer(self, index: int) -> _RangeSizes:
+        return self.of_ranges[self.ranges[index]]
+
+
+def _host_sizes(places: Places) -> _HostSizes:
+    demand = places.demand
+    kinds = kinds_of(demand.formats)
+    of_ranges: dict[Ranges, _RangeSizes] = {}
+    for layer in places.on_host:
+        if layer.ranges not in of_ranges:
+            of_ranges[layer.ranges] = _RangeSizes(
+                trained=_trained_bytes(layer, demand, kinds["moments"]),
+                weights=array_bytes(layer, demand.formats, "weights", demand.sharers("weights")),
+            )
+    return _HostSizes(
+        places=places,
+        kinds=kinds,
+        ranges={layer.index: layer.ranges for layer in places.on_host},
+        of_ranges=of_ranges,
+    )
+
+
+def _trained_bytes(layer: LayerLayout, demand: Demand, moments: Sequence[str]) -> dict[str, int]:
+    """Bytes on this rank of each array of what trains of a layer, if it has any."""
+    arrays = ["trained weights"]
+    if demand.training:
+        arrays += ["low", *moments]
+        arrays.append("accumulated" if demand.accumulate else "gradients")
+    sizes = {a: array_bytes(layer, demand.formats, a, demand.num_ranks) for a in arrays}
+    return {a: nbytes for a, nbytes in sizes.items() if nbytes or a == "trained weights"}
+
+
+def _equal_layers(
+    sizes: _HostSizes, spilled: Spilled
+) -> Iterator[tuple[Ranges, frozenset[str], int]]:
+    """Groups of layers that have equal ranges and the same arrays in files: the ranges, these
+    arrays, and the number of layers."""
+    rows = Counter((ranges, spilled[index]) for index, ranges in sizes.ranges.items())
+    for (ranges, arrays), count in rows.items():
+        yield ranges, arrays, count
+
+
+def _array_sums(sizes: _HostSizes, spilled: Spilled, *, in_files: bool) -> Counter[str]:
+    """Bytes of each array, of all layers, that lie in files or in memory."""
+    sums: Counter[str] = Counter()
+    for ranges, arrays, count in _equal_layers(sizes, spilled):
+        layer = sizes.of_ranges[ranges]
+        for array, nbytes in {**layer.trained, "weights": layer.weights}.items():
+            if array != "trained weights" and (array in arrays) == in_files:
+                sums[array] += count * nbytes
+    return sums
+
+
+def _host_bytes(sizes: _HostSizes, spilled: Spilled) -> dict[str, int]:
+    """Bytes of each part of the host's peak."""
+    sums = _array_sums(sizes, spilled, in_files=False)
+    staging = _staging(sizes, spilled)
+    ring_bytes = _ring_entries(sizes, spilled) * sizes.largest_gradients
+    early = _early_layers(sizes, spilled)
+    return {
+        "weights": sums["weights"],
+        "rest of the masters": sums["low"],
+        "moments": sum(sums[array] for array in sizes.kinds["moments"]),
+        "held gradients": sums["gradients"],
+        "accumulated gradients": sums["accumulated"],
+        SECOND_ARRAYS: sum(_second_bytes(sizes, index) for index in early),
+        f"gradient ring ({RING_ENTRIES} entries)": ring_bytes,
+        f"staging ring ({staging.entries} pieces)": staging.nbytes,
+    }
+
+
+def _nvme_bytes(sizes: _HostSizes, spilled: Spilled) -> dict[str, int]:
+    """Bytes of each kind of arrays in files; empty if nothing spills."""
+    if not any(spilled):
+        return {}
+    sums = _array_sums(sizes, spilled, in_files=True)
+    return {kind: sum(sums[array] for array in arrays) for kind, arrays in sizes.kinds.items()}
+
+
+def _offloaded_bytes(sizes: _HostSizes, spilled: Spilled) -> int:
+    """Bytes of activations that wait on the host, without inputs that lie where the layer's
+    gradients will ([Note: lent] of `memory.host`)."""
+    total = 0
+    for index, activations in sizes.places.offloaded.items():
+        total += activations.nbytes
+        if index not in sizes.ranges or "gradients" in spilled[index]:
+            continue
+        trained = sizes.of_layer(index).trained
+        chunk = -(-activations.inputs_bytes // sizes.demand.chunks)
+        if trained["trained weights"] and chunk:
+            room = trained.get("gradients", 0)
+            total -= min(activations.inputs_bytes, room // chunk * chunk)
+    return total
+
+
+# -- what spills ----------------------------------------------------------------------------------
+def _choose_spilled(sizes: _HostSizes) -> Spilled:
+    """The arrays that lie in files: none without NVMe; where they lie already; the kinds that the
+    config names; or as few as possible."""
+    demand = sizes.demand
+    if not demand.nvme:
+        return _arrays_of_kinds(sizes, 0)
+    if demand.homes is not None:
+        layers = range(len(demand.homes.rows))
+        return tuple(frozenset(demand.homes.staged(layer)) for layer in layers)
+    if demand.spill is not None:
+        return _arrays_of_kinds(sizes, DEPTHS[demand.spill])
+    return _fewest_that_fit(sizes)
+
+
+def _arrays_of_kinds(sizes: _HostSizes, num_kinds: int) -> Spilled:
+    """All arrays of the first `num_kinds` kinds, at their layers' indices."""
+    kinds = list(sizes.kinds.values())[:num_kinds]
+    arrays = [array for kind in kinds for array in kind]
+    rows: list[frozenset[str]] = []
+    for index in range(max(sizes.ranges, default=-1) + 1):
+        if index in sizes.ranges:
+            layer = sizes.of_layer(index)
+            nbytes = {**layer.trained, "weights": layer.weights}
+            rows.append(frozenset(array for array in arrays if nbytes.get(array)))
+        else:
+            rows.append(frozenset())
+    return tuple(rows)
+
+
+def _fewest_that_fit(sizes: _HostSizes) -> Spilled:
+    """As few arrays as must spill so that the others fit, in the order of [Note: what spills
+    first]; all that may spill if that is not enough."""
+    num_kinds = len(sizes.kinds) - sizes.demand.meets_others  # all but weights
+    spilled = _arrays_of_kinds(sizes, 0)
+    if _fits(sizes, spilled):
+        return spilled
+    most = _arrays_of_kinds(sizes, num_kinds)
+    for kind in list(sizes.kinds.values())[:num_kinds]:
+        before = spilled
+        rows = zip(before, most, strict=True)
+        spilled = tuple(fewer | (more & frozenset(kind)) for fewer, more in rows)
+        if _fits(sizes, spilled):
+            return _bring_back(sizes, before, spilled)
+    return most
+
+
+def _bring_back(sizes: _HostSizes, before: Spilled, after: Spilled) -> Spilled:
+    """`before` for as many of the first layers as fit, `after` for the others. `after` fits."""
+    least, most = 0, len(after)  # so many layers can be as before: `least` fit
+    while least < most:
+        count = least + 1 + (most - least) // 2
+        if _fits(sizes, (*before[:count], *after[count:])):
+            least = count
+        else:
+            most = count - 1
+    return (*before[:least], *after[least:])
+
+
+def _fits(sizes: _HostSizes, spilled: Spilled) -> bool:
+    budget = sizes.demand.host_budget_bytes
+    if budget is None:
+        return True
+    return _offloaded_bytes(sizes, spilled) + sum(_host_bytes(sizes, spilled).values()) <= budget
+
+
+def _spill_reasons(demand: Demand, nvme_bytes: Mapping[str, int]) -> tuple[str, ...]:
+    if not demand.nvme:
+        return ()
+    if demand.spill is None:
+        kinds = [kind for kind, nbytes in nvme_bytes.items() if nbytes]
+        what = f"{', '.join(kinds)} spill, the last layers first" if kinds else "nothing spills"
+        return (f"nvme: {what}; host memory holds the rest",)
+    if demand.homes is None:
+        return (f"nvme: {demand.spill} spill, and all that goes first (stronghold.nvme)",)
+    return ()
+
+
+# -- early updates --------------------------------------------------------------------------------
+def _early_layers(sizes: _HostSizes, spilled: Spilled) -> frozenset[int]:
+    """The layers that are updated before the gate ([Note: early updates])."""
+    demand = sizes.demand
+    if not demand.early_layers or not demand.training or demand.meets_others:
+        return frozenset()
+    able = [
+        layer
+        for layer in sizes.places.on_host
+        if layer.trainable_numel == layer.numel > 0 and not spilled[layer.index]
+    ]
+    return spread(able, demand.early_layers)
+
+
+def spread(layers: Sequence[LayerLayout], count: int) -> frozenset[int]:
+    """The indices of `count` of `layers` (all where there are fewer), evenly over their bytes."""
+    count = min(count, len(layers))
+    total = sum(layer.trainable_numel for layer in layers)
+    chosen: list[int] = []
+    below = 0
+    for position, layer in enumerate(layers):
+        below += layer.trainable_numel
+        # The middle of each of `count` equal parts; as many as are left, where layers are uneven.
+        is_due = count * below >= (len(chosen) + 0.5) * total
+        if len(chosen) < count and (is_due or len(layers) - position == count - len(chosen)):
+            chosen.append(layer.index)
+    return frozenset(chosen)
+
+
+def _second_bytes(sizes: _HostSizes, index: int) -> int:
+    """Bytes of a layer's second set of arrays."""
+    layer = sizes.of_layer(index)
+    arrays = ("low", *sizes.kinds["moments"])
+    return layer.weights + sum(layer.trained.get(array, 0) for array in arrays)
+
+
+def early_reasons(places: Places, host: HostMemory) -> tuple[str, ...]:
+    """How many layers are early, or why none is; empty if the config asks for none."""
+    demand = places.demand
+    if not (demand.early_layers and demand.training):
+        return ()
+    why = demand.why("early_layers")
+    if host.early:
+        second = host.host_bytes[SECOND_ARRAYS] / MIB
+        return (
+            f"{len(host.early)} layers are updated before the norm is known, into a second set of "
+            f"arrays: {second:.2f} MiB ({why})",
+        )
+    start = f"no layer is updated before the norm is known ({why}): "
+    return tuple(start + reason for reason in _why_none_is_early(places, host))
+
+
+def _why_none_is_early(places: Places, host: HostMemory) -> Iterator[str]:
+    """Each kind of layers that cannot be early, where all layers are of such a kind."""
+    if places.demand.meets_others:
+        yield "several ranks share the layers, and agree first on which parameters have gradients"
+        return
+    layers = [layer for layer in places.on_host if layer.numel]
+    frozen = sum(layer.trainable_numel < layer.numel for layer in layers)
+    in_files = sum(
+        layer.trainable_numel == layer.numel and bool(host.spilled[layer.index]) for layer in layers
+    )
+    if places.on_gpu:
+        yield f"{len(places.on_gpu)} layers are updated on the gpu"
+    if frozen:
+        yield f"{frozen} layers have frozen parameters"
+    if in_files:
+        yield f"{in_files} layers have arrays in files"
+
+
+# -- rings ----------------------------------------------------------------------------------------
+def _ring_entries(sizes: _HostSizes, spilled: Spilled) -> int:
+    """Entries of the ring that gradients pass. Those that are held in host memory need none."""
+    demand = sizes.demand
+    passing = demand.accumulate or any("gradients" in arrays for arrays in spilled)
+    return RING_ENTRIES if passing and sizes.largest_gradients and demand.training else 0
+
+
+def _staging(sizes: _HostSizes, spilled: Spilled) -> Staging:
+    """The ring that `spilled` needs ([Note: the staging ring])."""
+    if not any(spilled):
+        return Staging()
+    demand = sizes.demand
+    groups = [(ranges, arrays) for ranges, arrays, _ in _equal_layers(sizes, spilled)]
+    fetches = [ranges for ranges, arrays in groups if "weights" in arrays]
+    updates = [(e, arrays) for e, arrays in groups if arrays and _is_trained(sizes, e)]
+    # A page of every array at least; no more than the largest layer has.
+    smallest: list[float] = [demand.states.weight_bytes]
+    smallest += [_item_bytes(demand, part, "weights") for ranges in fetches for part in ranges]
+    smallest += [
+        sum(_item_bytes(demand, part, array) for array in arrays)
+        for ranges, arrays in updates
+        for part in ranges
+        if part.trainable
+    ]
+    largest = [sizes.of_ranges[ranges].weights for ranges in fetches]
+    largest += [_update_bytes(sizes.of_ranges[ranges], arrays) for ranges, arrays in updates]
+    wanted = min(demand.piece_bytes or PIECE_BYTES, max(largest, default=0))
+    piece_bytes = max(int(sizes.places.layout.page_numel * max(smallest)), wanted)
+    return Staging(
+        update_entries=UPDATE_ENTRIES if updates else 0,
+        fetch_entries=FETCH_ENTRIES if fetches else 0,
+        piece_bytes=-(-piece_bytes // PAGE_BYTES) * PAGE_BYTES,
+    )
+
+
+def _is_trained(sizes: _HostSizes, ranges: Ranges) -> bool:
+    return sizes.demand.training and sizes.of_ranges[ranges].trained["trained weights"] > 0
+
+
+def _update_bytes(layer: _RangeSizes, arrays: frozenset[str]) -> int:
+    """Bytes of the arrays, of which an update passes the weights that train alone."""
+    names = ("trained weights" if array == "weights" else array for array in arrays)
+    return sum(layer.trained.get(name, 0) for name in names)
+
+
+def _item_bytes(demand: Demand, part: Range, array: str) -> float:
+    """Bytes of an array for one element of a range."""
+    made = demand.formats[part.format]
+    if array in ("weights", "gradients"):
+        return made.dtype.itemsize
+    dtype = torch.float32 if array == "accumulated" else made.trained.dtypes.get(array)
+    return 0 if dtype is None else dtype.itemsize / group_size(array)
+
+
+def _file_traffic(sizes: _HostSizes, spilled: Spilled) -> tuple[int, int]:
+    """Bytes that a step reads from files, and bytes that it writes.
+
+    An update reads what is spilled and writes it back. Gradients are written as they come. Sums
+    over micro-batches are read by every micro-batch but the first, and by the update, and written
+    by each. Fetches read weights twice per micro-batch at most.
+    """
+    read = written = 0
+    micro_batches = sizes.demand.micro_batches
+    for ranges, arrays, count in _equal_layers(sizes, spilled):
+        layer = sizes.of_ranges[ranges]
+        for array in arrays:
+            nbytes = layer.trained.get("trained weights" if array == "weights" else array, 0)
+            nbytes *= micro_batches if array == "accumulated" else 1
+            read += count * nbytes
+            written += count * nbytes
+            if array == "weights":
+                read += count * 2 * micro_batches * layer.weights
+    return read, written
+
+
+# -- budgets --------------------------------------------------------------------------------------
+def _check_files(demand: Demand, host: HostMemory) -> None:
+    on_disk, capacity = sum(host.nvme_bytes.values()), demand.nvme_capacity_bytes
+    if capacity is not None and on_disk > capacity:
+        on_ranks = f" on each of {demand.num_ranks} ranks" if demand.num_ranks > 1 else ""
+        raise BudgetError(
+            "stronghold.nvme.capacity: what spills needs "
+            f"{format_size(on_disk, round_up=True)}{on_ranks}, {format_size(capacity)} are "
+            "allowed; raise it, or give more to stronghold.host_memory so that less spills",
+            need_bytes=on_disk,
+        )
+
+
+def _check_memory(demand: Demand, host: HostMemory) -> None:
+    wanted = host.host_bytes | {"offloaded activations": host.offloaded_bytes}
+    need, budget = sum(wanted.values()), demand.host_budget_bytes
+    if budget is None or need <= budget:
+        return
+    parts = ", ".join(f"{name} {format_size(size)}" for name, size in wanted.items() if size)
+    at_least = format_size(need, round_up=True)
+    advice = (
+        f"raise stronghold.host_memory or add RAM to at least {at_least}, or train fewer parameters"
+    )
+    second = host.host_bytes[SECOND_ARRAYS]
+    if second and demand.pins("early_layers"):
+        advice += f"; or lower stronghold.early_layers, which takes {format_size(second)}"
+    saved = _saved_by_lean_states(demand, host)
+    if saved:
+        advice += (
+            '; or set stronghold.states to "lean", which rounds otherwise (24-bit masters, '
+            f"8-bit moments) and saves about {format_size(saved)}"
+        )
+    if not demand.nvme:
+        advice += "; or name a directory on an NVMe disk in stronghold.nvme.path: "
+        advice += f"{format_size(need - budget)} and more can lie there"
+    elif demand.spill not in (None, "weights"):
+        advice += f'; or leave stronghold.nvme.spill ("{demand.spill}") out: more can spill'
+    raise BudgetError(
+        f"host memory: the plan needs {at_least} ({parts}), {format_size(budget)} are "
+        f"available; {advice}",
+        need_bytes=need,
+    )
+
+
+def _saved_by_lean_states(demand: Demand, host: HostMemory) -> int:
+    """Bytes of host memory that lean states would save; 0 where they are no choice."""
+    exact = demand.states
+    if exact.kind != EXACT or exact.low_bytes != 2:  # of bf16 weights
+        return 0
+    moments, lows = host.host_bytes["moments"], host.host_bytes["rest of the masters"]
+    lean = states_of(exact.dtype, LEAN, exact.moments)
+    kept = moments * lean.moment_bytes / exact.moment_bytes if exact.moments else 0
+    return lows // 2 + moments - int(kept)

@@ -1,0 +1,55 @@
+"""Facts about tensors and operators that torch keeps under private names.
+
+Owns nothing: each function reads one private name of torch. The table of reasons, versions and
+tests is in `table`. Any thread may enter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map_only as tree_map_only
+from torch.utils._pytree import tree_unflatten as tree_unflatten
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
+
+# How often a tensor, or an alias of it, was written in place. RuntimeError for one of
+# torch.inference_mode.
+version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
+# DeepSpeed's engine has these two as attributes.
+flatten_dense_tensors: Any = torch._utils._flatten_dense_tensors
+unflatten_dense_tensors: Any = torch._utils._unflatten_dense_tensors
+
+
+def storage_address(storage: torch.UntypedStorage) -> int:
+    """The address of torch's own object of a storage, which `num_references` takes. It keeps
+    nothing alive."""
+    return int(storage._cdata)
+
+
+def num_references(address: int) -> int:
+    """The number of tensors and storages that refer to the storage at `address`: an alias more is
+    a reference more."""
+    return int(torch._C._storage_Use_Count(address))
+
+
+def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same memory, in a new storage of exactly its bytes. `tensor` is contiguous
+    and needs no gradient; its storage stays alive as long as the result's."""
+    view: torch.Tensor = from_dlpack(to_dlpack(tensor))
+    return view
+
+
+def sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The indices and values of a COO tensor that may hold an index twice."""
+    return [tensor._indices(), tensor._values()]
+
+
+def arguments_of(operator: Any) -> Sequence[Any]:
+    """The arguments that an operator declares, each with its `name` and `alias_info`."""
+    arguments: Sequence[Any] = operator._schema.arguments
+    return arguments

@@ -1,0 +1,286 @@
+"""The `stronghold` command: its arguments, and all that reaches the terminal.
+
+It parses a call, runs one command and prints the answer. A command's module loads torch, which
+takes seconds, so it is imported when the command runs: help and a wrong call load none. A mistake
+of the user ends with one line and status 2, without a traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+from stronghold.errors import StrongholdError
+from stronghold.tools.answer import Answer
+
+
+class LateCommand:
+    """A command whose module is imported when it runs.
+
+    Arguments:
+        target: "module:function"; the function takes the arguments and a function for progress.
+        loads: the packages that take so long to load that the user is shown their names first.
+    """
+
+    def __init__(self, target: str, loads: str = "") -> None:
+        self._target = target
+        self._loads = loads
+
+    def __call__(self, arguments: argparse.Namespace) -> Answer:
+        report = _Progress(arguments.command_name)
+        if self._loads:
+            report(f"loading {self._loads}")
+        answer: Answer = resolve_name(self._target)(arguments, report)
+        return answer
+
+
+class _Progress:
+    """Writes lines to stderr, each behind the command's name."""
+
+    def __init__(self, command: str) -> None:
+        self._command = command
+
+    def __call__(self, text: str) -> None:
+        print(f"stronghold {self._command}: {text}", file=sys.stderr, flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Returns the status of the process: 0; 1 if the answer is that nothing fits or that a check
+    failed; 2 for a mistake in the call, or a file that cannot be read or written.
+    """
+    arguments = _parser().parse_args(argv)
+    try:
+        # DeepSpeed logs on stdout when it is imported. Only the answer belongs there.
+        with contextlib.redirect_stdout(sys.stderr):
+            answer: Answer = arguments.run(arguments)
+    except (StrongholdError, OSError) as error:
+        print(f"stronghold: {error}", file=sys.stderr)
+        return 2
+    print(answer.text)
+    return answer.status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="stronghold", description="Train models that do not fit the GPU."
+    )
+    parser.add_argument("--version", action="version", version=_version_text())
+    commands = parser.add_subparsers(
+        title="commands", metavar="COMMAND", required=True, dest="command_name"
+    )
+
+    commands.add_parser("version", help="print the version").set_defaults(run=_version)
+
+    trace = commands.add_parser(
+        "trace",
+        help="draw a trace as a PNG timeline",
+        description='Draw a trace that the key "trace" of the "stronghold" section wrote: the last '
+        "step by default. The file itself opens in ui.perfetto.dev.",
+    )
+    trace.add_argument("file", type=Path, help="the trace, JSON")
+    trace.add_argument("-o", "--output", type=Path, help="the picture (default: FILE.png)")
+    extent = trace.add_argument_group("extent")
+    extent.add_argument("--step", type=int, help="draw this step")
+    for option, what in (("from", "start"), ("to", "end")):
+        words = f"{what} at this second of the trace"
+        dest = f"{option}_s"
+        extent.add_argument(f"--{option}", type=float, dest=dest, metavar="S", help=words)
+    trace.set_defaults(run=LateCommand("stronghold.tools.trace:run"))
+    commands.add_parser(
+        "test",
+        help="check in ten seconds that training on this machine is exact",
+        description="Train a small model with the window and in a plain PyTorch loop, on the GPU "
+        "or, without one, on the emulated device. Print three lines: whether all bits are equal, "
+        "whether the peak bytes are those of the plan, and the rate of the link to the GPU. Exit "
+        "with 1 if a check fails.",
+    ).set_defaults(
+        run=LateCommand("stronghold.tools.doctor.selftest:command", "torch and DeepSpeed")
+    )
+    _add_doctor(commands)
+    _add_plan(commands)
+    _add_export(commands)
+    _add_import(commands)
+    return parser
+
+
+def _add_doctor(commands: Any) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="measure this machine and say what is wrong with it",
+        description="Measure the link to the GPU, memory, updates on the CPU, matrix products and "
+        "a disk, in less than a minute. Print what each bounds, and write the profile from which "
+        "plans are made. Without a GPU the emulated device is measured, which is CPU memory.",
+    )
+    doctor.add_argument("--json", type=Path, metavar="PATH", help="write the profile there")
+    doctor.add_argument(
+        "--path",
+        type=Path,
+        default=Path(),
+        metavar="DIR",
+        help="measure this directory's disk with a temporary file (default: the current one's)",
+    )
+    doctor.add_argument("--device", choices=["cuda", "emulated"], help="default: a GPU if any")
+    doctor.add_argument("--quick", action="store_true", help="rougher, in a few seconds")
+    report = doctor.add_argument_group("report")
+    report.add_argument(
+        "--report",
+        action="store_true",
+        help="measure nothing; print versions, the machine, its profile and a config for a bug "
+        "report, without paths, secrets and names",
+    )
+    report.add_argument("--config", type=Path, metavar="FILE", help="the DeepSpeed config")
+    report.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the report there")
+    doctor.set_defaults(run=LateCommand("stronghold.tools.doctor.command:run", "torch"))
+
+
+def _add_plan(commands: Any) -> None:
+    plan = commands.add_parser(
+        "plan",
+        help="say what fits, how fast it will train, and what bounds it",
+        description="Plan a model on a machine without running it: memory on every tier, the "
+        "predicted step, what bounds it, the physical limit, what more would buy, and a config "
+        "that runs. Needs neither a GPU nor the model's weights. Exits with 1 if nothing fits.",
+    )
+    model = plan.add_argument_group("model")
+    model.add_argument("--model", type=Path, metavar="DIR", help="a Hugging Face model's, or file")
+    for name in ("layers", "hidden", "heads", "vocab"):
+        model.add_argument(f"--{name}", type=int, metavar="N", help="a GPT's, without --model")
+    machine = plan.add_argument_group("machine")
+    machine.add_argument(
+        "--machine", metavar="PROFILE", help="a name or a file (default: what doctor wrote here)"
+    )
+    machine.add_argument("--gpu", metavar="SIZE", help="GPU memory, such as 24GiB")
+    machine.add_argument("--gpus", type=int, default=1, metavar="N", help="ranks on each node")
+    machine.add_argument("--nodes", type=int, default=1, metavar="N", help="of such GPUs and hosts")
+    machine.add_argument("--wire", type=float, metavar="GBPS", help="1e9 bytes/s in a node")
+    machine.add_argument("--network", type=float, metavar="GBPS", help="and between nodes, per GPU")
+    machine.add_argument("--host", metavar="SIZE", help="host memory")
+    machine.add_argument("--nvme", metavar="SIZE", help="files on NVMe (default: none)")
+    machine.add_argument("--nvme-path", type=Path, metavar="DIR", help="where they lie")
+    training = plan.add_argument_group("training")
+    training.add_argument(
+        "--batch",
+        type=_batch,
+        default=1,
+        metavar="N",
+        help="sequences of a micro-batch; max: the most that fit",
+    )
+    training.add_argument("--seq", type=int, metavar="N", help="tokens of a sequence")
+    training.add_argument("--accumulation", type=int, default=1, metavar="N", help="micro-batches")
+    training.add_argument(
+        "--chunk",
+        type=_chunk,
+        metavar="N",
+        help="sequences that go through a block together; auto: the fastest",
+    )
+    training.add_argument(
+        "--streams",
+        type=int,
+        default=1,
+        metavar="K",
+        help="of the GPU, on which chunks take turns: counted in memory, not in seconds",
+    )
+    training.add_argument("--precision", choices=["bf16", "fp16", "fp32"], default="bf16")
+    training.add_argument(
+        "--optimizer",
+        default="AdamW",
+        metavar="TYPE",
+        help="AdamW, Lion or SGD (with momentum): its moments decide a parameter's bytes",
+    )
+    training.add_argument(
+        "--states",
+        choices=["exact", "lean"],
+        default="exact",
+        help="lean: bf16 with 8-bit moments, with two of them 5.1 bytes per parameter instead of "
+        "12; rounds otherwise",
+    )
+    training.add_argument("--clipping", type=float, default=1.0, metavar="NORM", help="0: none")
+    training.add_argument(
+        "--no-overflow-check",
+        action="store_true",
+        help="bf16: apply a step whose gradients are NaN or infinite (check_grad_overflow: false)",
+    )
+    training.add_argument(
+        "--early",
+        type=int,
+        metavar="N",
+        help="layers that are updated before the norm is known; 0: none (default: the fastest)",
+    )
+    output = plan.add_argument_group("output")
+    output.add_argument("--write", type=Path, metavar="FILE", help="write the config there")
+    output.add_argument("--json", action="store_true", help="print the figures as JSON")
+    output.add_argument("--sweep", choices=["window", "batch", "seq", "layers"], help="draw a plot")
+    output.add_argument("-o", "--output", type=Path, metavar="FILE", help="the plot (sweep.png)")
+    plan.set_defaults(run=LateCommand("stronghold.tools.estimate.command:run"))
+
+
+def _batch(text: str) -> int | None:
+    """A number of sequences; None for the most that fit."""
+    try:
+        return None if text == "max" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f'got {text!r}, expected a number or "max"') from None
+
+
+def _chunk(text: str) -> int:
+    """A number of sequences; 0 for the fastest."""
+    if text == "auto":
+        return 0
+    if not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f'got {text!r}, expected a number above 0 or "auto"')
+    return int(text)
+
+
+def _add_export(commands: Any) -> None:
+    export = commands.add_parser(
+        "export",
+        help="turn a checkpoint into what other tools open",
+        description="Write a checkpoint's weights as a model directory for from_pretrained (hf), "
+        "or masters and moments too as DeepSpeed's ZeRO stage 2 does (zero-stage2), which "
+        "zero_to_fp32.py, the universal-checkpoint converter and DeepSpeed itself read.",
+    )
+    export.add_argument("checkpoint", type=Path, help="what save_checkpoint was given, or a tag")
+    export.add_argument("out", type=Path, help="a new directory")
+    export.add_argument("--tag", help="the tag (default: the one that the file latest names)")
+    export.add_argument("--to", choices=["hf", "zero-stage2"], default="hf")
+    export.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="hf: of one file")
+    export.add_argument(
+        "--model-dir",
+        type=Path,
+        metavar="DIR",
+        help="hf: take configuration and tokenizer from here (default: the checkpoint's config)",
+    )
+    export.set_defaults(run=LateCommand("stronghold.tools.convert:run_export"))
+
+
+def _add_import(commands: Any) -> None:
+    parser = commands.add_parser(
+        "import",
+        help="turn a checkpoint of DeepSpeed's into one of stronghold's",
+        description="Convert a checkpoint that DeepSpeed saved (ZeRO stage 0 to 3), fp32 masters "
+        "and moments included. Such files are pickles: import only what you trust.",
+    )
+    parser.add_argument("checkpoint", type=Path, help="DeepSpeed's save_dir, or a tag in it")
+    parser.add_argument("out", type=Path, help="the directory for load_checkpoint")
+    parser.add_argument("--tag", help="the tag (default: the one that the file latest names)")
+    parser.set_defaults(run=LateCommand("stronghold.tools.convert:run_import"))
+
+
+def _version(_: argparse.Namespace) -> Answer:
+    return Answer(text=_version_text())
+
+
+def _version_text() -> str:
+    return f"stronghold {version('stronghold')}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

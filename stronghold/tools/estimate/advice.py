@@ -1,0 +1,168 @@
+"""Advice beside an estimate: warnings, and the gain of more memory or more tokens.
+
+Owns the changes that are tried, and the words of the warnings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from operator import attrgetter
+from typing import Any
+
+from stronghold.errors import ConfigError, format_size
+from stronghold.model.costs import DTYPES
+from stronghold.optim.states import EXACT, LEAN
+from stronghold.plan import search
+from stronghold.plan.host_memory import SECOND_ARRAYS
+from stronghold.plan.machine import NETWORK_GBPS
+from stronghold.plan.plan import make_plan
+from stronghold.plan.search import Choice, updates_s
+from stronghold.predict.simulate import simulate
+from stronghold.tools.estimate.estimate import RESOURCES, Estimate, estimate, seconds
+from stronghold.tools.estimate.question import Question
+
+GIB = 1 << 30
+WAITS = 0.05  # the least share of a step for a warning that the step waits
+
+
+def with_advice(given: Estimate) -> Estimate:
+    """The estimate with its notes and gains."""
+    notes = (*_notes(given.question), *_gate(given), *_early(given))
+    return replace(given, notes=notes, gains=tuple(_gains(given)))
+
+
+# -- notes ----------------------------------------------------------------------------------------
+def _notes(question: Question) -> Iterator[str]:
+    if not question.model.num_blocks:
+        without = "" if question.chunk is None else "; --chunk has no effect"
+        yield f"the model has no repeated blocks: all of it stays on the gpu{without}"
+    if question.ranks > 1:
+        yield _wires(question)
+    positions = question.model.positions
+    if positions is not None and question.seq > positions:
+        yield f"--seq {question.seq} is longer than the {positions} positions that the model knows"
+
+
+def _wires(question: Question) -> str:
+    where = f"on {question.nodes} nodes" if question.nodes > 1 else "on one node"
+    received = []
+    if question.gpus > 1:
+        wire = question.wire_gbps or question.machine.fetch_gbps
+        assumed = "" if question.wire_gbps else ", assumed: as over its link"
+        others = "its node" if question.nodes > 1 else "the others"
+        received.append(f"{wire:g} GB/s from {others} (--wire{assumed})")
+    if question.nodes > 1:
+        network = question.network_gbps or NETWORK_GBPS
+        assumed = "" if question.network_gbps else ", assumed"
+        received.append(f"{network:g} GB/s from other nodes (--network{assumed})")
+    return (
+        f"{question.ranks} ranks {where}: bytes are of each, tokens of all; each receives "
+        f"{' and '.join(received)}"
+    )
+
+
+def _early(given: Estimate) -> Iterator[str]:
+    """A note on early updates: their memory, their gain, and the cost of a clipped step."""
+    question, choice = given.question, given.choice
+    if choice is None or not choice.plan.early:
+        return
+    without = make_plan(question.layout, replace(choice.plan.demand, early_layers=0))
+    behind_gate = simulate(
+        question.layout,
+        without,
+        question.work,
+        question.rates,
+        asynchronous=not question.machine.emulated,
+    )
+    second_bytes = choice.plan.host_bytes[SECOND_ARRAYS]
+    yield (
+        f"{len(choice.plan.early)} layers are updated early, which takes "
+        f"{format_size(second_bytes)} of host memory: without them, and in a step that is "
+        f"clipped, a step takes {seconds(behind_gate.step_s)} instead of "
+        f"{seconds(choice.step_s)}"
+    )
+
+
+def _gate(given: Estimate) -> Iterator[str]:
+    """A note on updates that wait for the end of backward, if the step waits for them."""
+    question, plan = given.question, given.plan
+    if plan is None or plan.early:  # `_early` has what these cost
+        return
+    waits = sum(given.shares.get(RESOURCES[lane], 0.0) for lane in ("update", "load"))
+    work = question.work
+    forward, updates = work.forward_s, max(updates_s(plan, question.rates))
+    if waits < WAITS or updates <= forward:
+        return
+    if question.clipping or question.overflow_check:
+        rule = "clipping" if question.clipping else "the overflow check"
+        why = f"{rule} decides over every gradient"
+    elif question.accumulation > 1:
+        why = "gradients are summed over micro-batches"
+    elif question.ranks > 1:
+        why = "several ranks make them together"
+    else:
+        why = "no more layers are updated early (stronghold.early_layers)"
+    others = "the other micro-batches, " if question.accumulation > 1 else ""
+    backward = seconds(work.backward_s(plan.activations))
+    yield (
+        f"updates wait for the end of backward, since {why}, and the step waits for them: it takes "
+        f"{others}backward ({backward}) and then the longer of "
+        f"forward ({seconds(forward)}) and updates ({seconds(updates)})"
+    )
+
+
+# -- gains ----------------------------------------------------------------------------------------
+def _gains(given: Estimate) -> Iterator[tuple[str, Estimate | None]]:
+    """The estimate after each change; if no plan fits, only changes after which one does."""
+    question = given.question
+    changes: dict[str, dict[str, Any]] = {
+        "1 GiB more on the gpu": {"gpu_bytes": question.gpu_bytes + GIB},
+        "1 GiB more of host memory": {"host_bytes": question.host_bytes + GIB},
+        "1 GiB more of nvme": {"nvme_bytes": question.nvme_bytes + GIB},
+        f"twice the tokens: batch {2 * question.batch}": {"batch": 2 * question.batch},
+    }
+    # Lean states round otherwise, so no plan has them unasked.
+    full = given.plan is None or any(given.plan.nvme_bytes.values())
+    if full and (question.states, question.dtype) == (EXACT, "bf16"):
+        changes["states: lean (they round otherwise)"] = {"states": LEAN}
+    for change, values in changes.items():
+        if "nvme_bytes" in values and not question.nvme_bytes:
+            continue
+        asked = replace(question, **values)
+        if given.choice is None:
+            gained: Estimate | None = estimate(asked)
+            if gained is None or not gained.fits:
+                continue
+        else:
+            gained = _near(asked, given.choice)
+            alike = (asked.tokens, asked.states) == (question.tokens, question.states)
+            if gained is not None and alike:
+                # More memory takes nothing away: the plan without it still fits.
+                gained = min(gained, given, key=attrgetter("step_s"))
+        yield change, gained
+
+
+def _near(question: Question, choice: Choice) -> Estimate | None:
+    """The fastest of the plans near that of `choice`, which was made for another question.
+
+    They have its window and its number of resident blocks, or as many more of either as a GiB
+    holds, with the activations that then fit. None if no plan fits at all.
+    """
+    layout, plan = question.layout, choice.plan
+    blocks = set(layout.streamed)
+    kept, window = len(plan.resident & blocks), plan.window
+    largest = max((layout.layers[index].numel for index in blocks), default=0)
+    held = max(1, GIB // max(1, largest * DTYPES[question.dtype].itemsize))
+    near = [(kept, window), (kept + held, window), (kept, window + held), (kept - 1, window)]
+    if question.resident_layers is not None:
+        near = near[::2]
+    bounded = [(min(count, len(blocks)), slots) for count, slots in near if count >= 0]
+    ladders = [choice.ladder] if choice.ladder else search.LADDERS
+    with contextlib.suppress(ConfigError):
+        nearby = estimate(question, ladders, bounded)
+        if nearby.fits:
+            return nearby
+    whole = estimate(question)
+    return whole if whole.fits else None

@@ -1,0 +1,268 @@
+"""Estimates: the fastest plan of a question, simulated, beside the physical limit.
+
+Owns the order of these steps; `plan.search` and `predict.simulate` own how each works. It allocates
+nothing of the model's size. One thread enters.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from math import inf
+from operator import itemgetter
+from typing import Any
+
+from stronghold.errors import BudgetError
+from stronghold.plan import search
+from stronghold.plan.cost import (
+    AGAIN,
+    ATTENTION,
+    DISK,
+    BreakEven,
+    Limits,
+    attention_s,
+    break_even,
+    physical_limit,
+    traffic_of,
+)
+from stronghold.plan.plan import Plan
+from stronghold.plan.search import Choice
+from stronghold.predict.simulate import fastest_plan
+from stronghold.tools.estimate.config import config_of
+from stronghold.tools.estimate.question import Question
+
+# A lane of the simulator by the resource that it waits for.
+RESOURCES = {
+    "compute": "compute",
+    "fetch": "link host to device",
+    "drain": "link device to host",
+    "update": "host memory bandwidth",
+    "load": "nvme",
+    "stage": "nvme",
+    "spill": "nvme",
+    "io": "nvme",
+    "gather": "wire between ranks",
+    "reduce": "wire between ranks",
+    "exchange": "network between nodes",
+}
+# Fields of a question in the JSON.
+ASKED = ("dtype", "states", "batch", "seq", "accumulation", "chunk", "streams", "clipping")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """The step of the fastest plan, and its bounds.
+
+    `choice` is None if no plan fits; `refusal` is then the reason, and a step never ends. `notes`
+    are warnings. `gains` has the estimate after each change of memory or batch, None for a change
+    after which no plan fits.
+    """
+
+    question: Question
+    limits: Limits
+    refusal: str | None = None
+    choice: Choice | None = None
+    notes: tuple[str, ...] = ()
+    gains: tuple[tuple[str, Estimate | None], ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        return self.choice is not None
+
+    @property
+    def plan(self) -> Plan | None:
+        return None if self.choice is None else self.choice.plan
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        return () if self.plan is None else self.plan.reasons
+
+    @property
+    def step_s(self) -> float:
+        # Loads and spills that overlap share a disk in the simulator by a rule that is a few per
+        # cent generous: no step is faster than the disk.
+        return inf if self.choice is None else max(self.choice.step_s, self.limits.parts[DISK])
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.question.tokens / self.step_s
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The share of each resource in the step's critical path, the largest first."""
+        shares: defaultdict[str, float] = defaultdict(float)
+        if self.choice is not None:
+            for lane, critical_s in self.choice.forecast.critical.items():
+                shares[RESOURCES.get(lane, lane)] += critical_s / self.choice.step_s
+        return dict(sorted(shares.items(), key=itemgetter(1), reverse=True))
+
+    @property
+    def busy(self) -> dict[str, float]:
+        """The share of the step in which each lane is busy."""
+        return {} if self.choice is None else dict(self.choice.forecast.busy)
+
+    @property
+    def bound(self) -> str:
+        """The resource that sets most of the step."""
+        return next(iter(self.shares), "nothing")
+
+    @property
+    def break_even(self) -> BreakEven:
+        recompute = self.plan is None or self.plan.recomputed > 0.5
+        asked = self.question
+        return break_even(
+            asked.machine,
+            asked.dtype,
+            asked.arrays,
+            recompute=recompute,
+            active_share=asked.active_share,
+        )
+
+    @property
+    def tiers(self) -> dict[str, tuple[int, dict[str, int]]]:
+        """The budget of each tier in bytes, and the parts of its peak."""
+        question, plan = self.question, self.plan
+        if plan is None:
+            return {}
+        waiting = {"activations": plan.offloaded_bytes}
+        tiers = {
+            "gpu": (question.gpu_bytes, plan.gpu_bytes | {"activations": plan.activation_bytes}),
+            "host": (question.host_bytes // question.gpus, plan.host_bytes | waiting),
+        }
+        if question.nvme_bytes:
+            tiers["nvme"] = (question.nvme_bytes // question.gpus, plan.nvme_bytes)
+        return tiers
+
+    @property
+    def config(self) -> dict[str, Any] | None:
+        """The DeepSpeed config of the plan, or None if no plan fits."""
+        return None if self.plan is None else config_of(self.question, self.plan)
+
+    def as_json(self) -> dict[str, Any]:
+        """Every figure, in the units of its name."""
+        question = self.question
+        timed = ("step_s", "tokens_per_s", "shares", "busy", "bound")
+        return {
+            "fits": self.fits,
+            "tokens": question.tokens,
+            "asked": {
+                "model": question.model.name,
+                "num_parameters": question.model.layout.num_parameters,
+                "num_blocks": question.model.num_blocks,
+                "machine": question.machine.name,
+                **{name: getattr(question, name) for name in ASKED},
+                "gpus": question.gpus,
+                "nodes": question.nodes,
+            },
+            "refusal": self.refusal,
+            "notes": self.notes,
+            "tiers": [
+                {"name": name, "budget_bytes": budget, "parts": parts}
+                for name, (budget, parts) in self.tiers.items()
+            ],
+            "reasons": self.reasons,
+            "timing": {name: getattr(self, name) for name in timed} if self.fits else None,
+            "limits": asdict(self.limits),
+            "break_even": asdict(self.break_even),
+            "gains": [
+                {"change": change}
+                | {name: gained and getattr(gained, name) for name in ("step_s", "tokens_per_s")}
+                for change, gained in self.gains
+            ],
+            "config": self.config,
+        }
+
+
+def estimate(
+    question: Question,
+    ladders: Sequence[search.Ladder] = search.LADDERS,
+    near: Sequence[tuple[int, int]] = (),
+) -> Estimate:
+    """The estimate of the fastest plan, or of the reason why none fits; without notes and gains.
+
+    Arguments `ladders` and `near` are those of `Search.run`.
+    """
+    try:
+        choice = fastest_plan(
+            question.layout,
+            question.demand,
+            question.work,
+            question.rates,
+            asynchronous=not question.machine.emulated,
+            ladders=ladders,
+            near=near,
+        )
+    except BudgetError as error:
+        return Estimate(question=question, refusal=str(error), limits=_limits(question, None))
+    return Estimate(question=question, choice=choice, limits=_limits(question, choice.plan))
+
+
+def fits(question: Question) -> bool:
+    """True if any plan fits."""
+    return search.fits(question.layout, question.demand)
+
+
+def with_largest_batch(question: Question) -> Question:
+    """The question with the largest micro-batch that fits; with one of 1 if none fits."""
+    largest = search.largest_micro_batch(lambda batch: fits(replace(question, batch=batch)))
+    return replace(question, batch=max(1, largest))
+
+
+def with_fastest_chunk(question: Question) -> Question:
+    """The question with the chunk of the fastest step, among halves of the micro-batch.
+
+    Of equals it takes the largest, and no chunk where a whole micro-batch is as fast.
+    """
+    chunks: list[int | None] = [None]
+    size = question.batch
+    while size > 1:
+        size = -(-size // 2)
+        chunks.append(size)
+    steps = [estimate(replace(question, chunk=chunk)).step_s for chunk in chunks]
+    _, best = min((round(step_s, 4), index) for index, step_s in enumerate(steps))
+    streams = question.streams if best else 1
+    return replace(question, chunk=chunks[best], streams=streams)
+
+
+def _limits(question: Question, plan: Plan | None) -> Limits:
+    """The physical limit of `plan`, from the bytes and FLOPs of one rank.
+
+    Without a plan it is the limit of the one that needs the least memory: it streams and
+    recomputes every block.
+    """
+    layout, machine, costs = question.model.layout, question.machine, question.costs
+    rate, forward, passes = machine.flops[question.dtype], [], []
+    for layer in costs.layers:
+        # Attention has rates of its own. It counts as products that take as long.
+        forward_s, backward_s = attention_s(layer, costs, machine)
+        products = layer.forward_flops - layer.attention_flops
+        forward.append((products, rate * forward_s))
+        passes.append(products + rate * (forward_s + backward_s) / 3)
+    if plan is None:
+        traffic, levels, stay = traffic_of(layout, question.demand), None, layout.resident
+    else:
+        traffic, levels, stay = plan.traffic, plan.activations, tuple(sorted(plan.resident))
+    again = 0.0
+    for index in layout.streamed:
+        level = "recompute" if levels is None else levels[index]
+        products, attention = forward[index]
+        if level in AGAIN:
+            again += products + (0.0 if level in ATTENTION else attention)
+    return physical_limit(
+        traffic,
+        machine.share(question.gpus),
+        question.dtype,
+        forward_flops=sum(passes),
+        recomputed_flops=again,
+        staying_flops=sum(passes[index] for index in stay),
+    )
+
+
+def seconds(value: float) -> str:
+    """A duration with its unit."""
+    if value == float("inf"):
+        return "never"
+    if value < 1:
+        return f"{value * 1e3:.3g} ms"
+    return f"{value:.3g} s" if value < 100 else f"{value:,.0f} s"

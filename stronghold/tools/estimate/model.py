@@ -1,0 +1,231 @@
+"""Models to plan for: transformers builds them on the meta device, without memory for weights.
+
+Owns the way from a Hugging Face configuration, or from the sizes of a GPT, to layers and their
+costs. It reads one JSON file. It never reads weights and never runs a model's custom code. One
+thread enters.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stronghold.errors import ConfigError
+from stronghold.model.costs import ModelCosts, trace_costs
+from stronghold.model.layout import ModelLayout, layout
+from stronghold.model.partition import partition
+from stronghold.runtime.patches.modules import build_from_config
+
+CONFIG = "config.json"
+MOST_LAYERS = 1000  # eight times what the deepest models have
+
+
+class MetaModel:
+    """A model on the meta device: its layers, and the costs of a step by batch, length and dtype.
+
+    Arguments:
+        config: the configuration of transformers.
+        source: the file or directory of `config`. None: `config` has the sizes that a caller named.
+    """
+
+    def __init__(self, config: Any, source: Path | None) -> None:
+        self._config = config
+        self._source = source
+        self._module = _build(config, source)
+        if source is None:
+            # GPT2LMHeadModel has this loss, and no name of it. Without one, logits are kept whole.
+            self._module.loss_type = "ForCausalLM"
+        self._layers = partition(self._module)
+        self._costs: dict[tuple[int, int, str], ModelCosts] = {}
+        self.layout: ModelLayout = layout(self._layers)
+
+    @property
+    def name(self) -> str:
+        if self._source is not None:
+            return f"{type(self._module).__name__} of {self._source}"
+        return (
+            f"GPT-2, hidden {self._config.hidden_size}, {self._config.num_attention_heads} heads, "
+            f"vocabulary {self._config.vocab_size}"
+        )
+
+    @property
+    def num_blocks(self) -> int:
+        """Layers that can be streamed."""
+        return len(self.layout.streamed)
+
+    @property
+    def positions(self) -> int | None:
+        """The longest sequence that the model has positions for, or None without a limit."""
+        if self._source is None:
+            return None
+        return getattr(self._config, "max_position_embeddings", None)
+
+    def costs_of(self, batch: int, seq: int, dtype: str) -> ModelCosts:
+        """The costs of `batch` sequences of `seq` tokens in `dtype` ("bf16", "fp16", "fp32").
+
+        Raises ConfigError if the model's forward depends on values.
+        """
+        key = (batch, seq, dtype)
+        if key not in self._costs:
+            with _without_advice():
+                self._costs[key] = trace_costs(
+                    self._module, self._layers, batch=batch, seq=seq, dtype=dtype
+                )
+        return self._costs[key]
+
+    def with_layers(self, count: int) -> MetaModel:
+        """Change the number of blocks. A pattern of kinds of blocks goes on."""
+        changed = copy.deepcopy(self._config)
+        changed.num_hidden_layers = count
+        kinds = getattr(self._config, "layer_types", None)
+        if kinds:
+            changed.layer_types = [kinds[index % len(kinds)] for index in range(count)]
+        return MetaModel(changed, self._source)
+
+    def with_positions(self, longest: int) -> MetaModel:
+        """Make room for `longest` tokens. A model that was read keeps its table of positions."""
+        if self._source is not None:
+            return self
+        changed = copy.deepcopy(self._config)
+        changed.max_position_embeddings = longest
+        return MetaModel(changed, None)
+
+
+def from_config(path: Path) -> MetaModel:
+    """The model of a directory with a config.json, or of such a file. Weights are not needed.
+
+    Raises ConfigError if the file is missing or wrong, if transformers is not installed, or if it
+    does not know the model.
+    """
+    file = path / CONFIG if path.is_dir() else path
+    if not file.is_file():
+        problem = f"has no {CONFIG}" if path.is_dir() else "is neither a directory nor a file"
+        raise ConfigError(
+            f"--model {path}: {problem}; expected a local directory of a Hugging Face model, or "
+            f"its {CONFIG} (weights are not needed), or --layers, --hidden, --heads and --vocab"
+        )
+    config = _read(file)
+    num_layers = getattr(config, "num_hidden_layers", None)
+    _check_depth(f"--model {file}: num_hidden_layers", num_layers)
+    return MetaModel(config, path)
+
+
+def from_sizes(layers: int, hidden: int, heads: int, vocab: int, positions: int) -> MetaModel:
+    """GPT-2 of these sizes; `positions` is the length of its table of positions.
+
+    It trains without dropout, and GELU is one operator. It has l (12 h^2 + 13 h) + v h + s h + 2 h
+    parameters, the count that Megatron-LM quotes.
+
+    Raises ConfigError, with the option's name, if the sizes do not fit together.
+    """
+    sizes = {"--layers": layers, "--hidden": hidden, "--heads": heads, "--vocab": vocab}
+    for option, size in sizes.items():
+        if size < 1:
+            raise ConfigError(f"{option}: got {size}, expected at least 1")
+    if hidden % heads:
+        raise ConfigError(
+            f"--heads: got {heads}, expected a divisor of --hidden ({hidden}): every head has the "
+            "same width"
+        )
+    _check_depth("--layers", layers)
+    config = _transformers("--layers").GPT2Config(
+        n_layer=layers,
+        n_embd=hidden,
+        n_head=heads,
+        vocab_size=vocab,
+        n_positions=positions,
+        activation_function="gelu",
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=None,
+        eos_token_id=None,
+        architectures=["GPT2LMHeadModel"],
+    )
+    return MetaModel(config, None)
+
+
+def _check_depth(option: str, layers: object) -> None:
+    """Raises ConfigError for more layers than can be planned: plans are tried layer by layer."""
+    if isinstance(layers, int) and layers > MOST_LAYERS:
+        raise ConfigError(
+            f"{option}: got {layers}, expected at most {MOST_LAYERS}: a plan is found by "
+            "simulating steps layer by layer, which would take hours. Ask for fewer layers"
+        )
+
+
+def _read(file: Path) -> Any:
+    """The file as a configuration of transformers."""
+    transformers = _transformers("--model")
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"--model {file}: cannot be read as JSON: {error}") from error
+    kind = raw.pop("model_type", None) if isinstance(raw, dict) else None
+    known = transformers.models.auto.configuration_auto.CONFIG_MAPPING
+    if not isinstance(kind, str) or kind not in known:
+        raise ConfigError(
+            f"--model {file}: model_type: got {kind!r}, which transformers "
+            f"{transformers.__version__} does not know; expected the {CONFIG} of one of its models"
+            + (" (custom code is not run)" if isinstance(raw, dict) and "auto_map" in raw else "")
+        )
+    try:
+        return transformers.AutoConfig.for_model(kind, **raw)
+    except Exception as error:
+        raise ConfigError(
+            f"--model {file}: transformers refuses it: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _transformers(option: str) -> Any:
+    """The package, which only estimates need. Raises ConfigError if it is not installed."""
+    try:
+        return importlib.import_module("transformers")
+    except ImportError as error:
+        raise ConfigError(
+            f"{option}: needs transformers to build the model: pip install transformers"
+        ) from error
+
+
+def _build(config: Any, source: Path | None) -> Any:
+    """The module on the meta device, in training mode, with fused attention where it has that.
+
+    Its class is the first that the configuration names, else a causal language model.
+    """
+    option = "--layers" if source is None else f"--model {source}"
+    transformers = _transformers(option)
+    named = [getattr(transformers, name, None) for name in config.architectures or ()]
+    makers = [build_from_config(kind) for kind in named[:1] if kind is not None]
+    make = makers[0] if makers else transformers.AutoModelForCausalLM.from_config
+    with torch.device("meta"), _without_advice():
+        try:
+            try:
+                module = make(copy.deepcopy(config), attn_implementation="sdpa")
+            except ValueError:  # the model writes its attention out
+                module = make(copy.deepcopy(config), attn_implementation="eager")
+        except Exception as error:
+            raise ConfigError(
+                f"{option}: transformers cannot build it: "
+                f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            ) from error
+    return module.train()
+
+
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """Context manager that hides the advice of transformers, which is about runs."""
+    logger = logging.getLogger("transformers")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

@@ -1,0 +1,198 @@
+"""Pictures: the timeline of a trace, and the look of all plots.
+
+It reads no file. One thread enters. It draws with Agg, so it needs no display.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from stronghold.errors import ConfigError
+from stronghold.telemetry.trace import STEP_LANE, Span, lane_order
+
+COLOURS = {
+    "forward": "#4e79a7",
+    "backward": "#e15759",
+    "recompute": "#9c755f",
+    "fetch": "#59a14f",
+    "drain": "#f28e2b",
+    "reduce": "#ff9da7",
+    "update": "#b07aa1",
+    "norm": "#d4a6c8",
+    "accumulate": "#86bcb6",
+    "load": "#76b7b2",
+    "spill": "#d4a514",
+    "wait": "#d9d9d9",
+}
+OTHER_COLOUR = "#79706e"
+INK, FAINT = "#22262b", "#8a9099"
+WIDTH_INCHES, ROW_INCHES, DPI = 15.0, 0.46, 140
+ROW_HEIGHT = 0.74  # of a lane's boxes, in rows
+LIMIT_LINE: dict[str, Any] = {"color": FAINT, "linewidth": 1.2, "linestyle": "--"}
+LETTERS = 160  # of labels, that one beside the other fill the width
+
+
+def draw_timeline(
+    spans: Sequence[Span],
+    png: str | Path,
+    *,
+    step: int | None = None,
+    from_s: float | None = None,
+    to_s: float | None = None,
+) -> None:
+    """Draw one row per lane to `png`.
+
+    It shows the seconds `from_s` to `to_s` if given, else `step`, else the last step, else all.
+
+    Raises ConfigError if there is nothing to draw, or if the step is not in the trace.
+    """
+    begin_s, end_s, title = _extent(spans, step, from_s, to_s)
+    visible = [
+        span
+        for span in spans
+        if span.lane != STEP_LANE and span.end_s > begin_s and span.start_s < end_s
+    ]
+    if not visible:
+        raise ConfigError(
+            f"timeline: no operation between {begin_s:.3f} s and {end_s:.3f} s of the trace"
+        )
+    lanes = lane_order(span.lane for span in visible)
+    figure = new_figure(WIDTH_INCHES, ROW_INCHES * len(lanes) + 1.3, title)
+    axes = figure.add_subplot()
+    for row, lane in enumerate(lanes):
+        _draw_lane(axes, row, [span for span in visible if span.lane == lane], begin_s, end_s)
+    for span in spans:
+        if span.lane == STEP_LANE and begin_s < span.end_s < end_s:
+            end_ms = (span.end_s - begin_s) * 1e3
+            axes.axvline(end_ms, **LIMIT_LINE)
+            axes.text(end_ms, -0.5, f"end of {span.name}", ha="right", va="bottom", fontsize=8)
+    axes.set_xlim(0.0, (end_s - begin_s) * 1e3)
+    axes.set_ylim(len(lanes) - 0.5, -0.5)
+    busy = [f"{lane}\n{_busy(visible, lane, begin_s, end_s):.0%} busy" for lane in lanes]
+    axes.set_yticks(range(len(lanes)), busy)
+    style(axes, "ms", "")
+    kinds = {span.kind for span in visible}
+    entries = [Patch(color=COLOURS[kind], label=kind) for kind in COLOURS if kind in kinds]
+    if kinds - set(COLOURS):
+        entries.append(Patch(color=OTHER_COLOUR, label="other"))
+    add_legend(figure, entries)
+    save(figure, png)
+
+
+def new_figure(width: float, height: float, title: str) -> Figure:
+    """An empty figure of this size in inches."""
+    figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
+    figure.suptitle(title, x=0.01, ha="left", color=INK, weight="bold")
+    return figure
+
+
+def style(axes: Axes, x: str, y: str) -> None:
+    """Give the axes their names, a pale grid and no frame."""
+    axes.set_xlabel(x, color=FAINT)
+    axes.set_ylabel(y, color=FAINT)
+    axes.grid(color="#eceef1")
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=FAINT, length=0)
+    axes.spines[:].set_visible(False)
+
+
+def add_legend(figure: Figure, entries: Sequence[Any]) -> None:
+    """Put the legend in one row below the axes."""
+    place = "outside lower center"
+    figure.legend(handles=entries, loc=place, ncols=len(entries), frameon=False, labelcolor=INK)
+
+
+def _extent(
+    spans: Sequence[Span], step: int | None, from_s: float | None, to_s: float | None
+) -> tuple[float, float, str]:
+    """The first and the last second to show, and the title."""
+    if not spans:
+        raise ConfigError("timeline: the trace has no operations")
+    if step is not None and (from_s is not None or to_s is not None):
+        raise ConfigError("timeline: got a step and seconds; give one of them")
+    steps = {
+        int(span.name.split()[-1]): (span.start_s, span.end_s)
+        for span in spans
+        if span.lane == STEP_LANE
+    }
+    begin_s, end_s = min(s.start_s for s in spans), max(s.end_s for s in spans)
+    title = "all steps"
+    if step is not None and step not in steps:
+        known = f"steps {min(steps)} to {max(steps)}" if steps else "no steps"
+        raise ConfigError(f"timeline: step {step} is not in the trace, which has {known}")
+    if steps and from_s is None and to_s is None:
+        shown = max(steps) if step is None else step
+        begin_s, end_s = steps[shown]
+        title = f"step {shown}, {(end_s - begin_s) * 1e3:,.1f} ms"
+    else:
+        begin_s = begin_s if from_s is None else from_s
+        end_s = end_s if to_s is None else to_s
+        if from_s is not None or to_s is not None:
+            title = f"{begin_s:.3f} s to {end_s:.3f} s"
+    if end_s <= begin_s:
+        raise ConfigError(
+            f"timeline: the end, {end_s:.3f} s, is not after the start, {begin_s:.3f} s"
+        )
+    return begin_s, end_s, title
+
+
+def _draw_lane(axes: Axes, row: int, spans: Sequence[Span], begin_s: float, end_s: float) -> None:
+    """Draw the boxes of one lane, the enclosing before the enclosed.
+
+    Boxes of a kind have labels, names or else layers, if all but the narrowest have room. A label
+    on every third box would look special.
+    """
+    kinds: defaultdict[str, list[Span]] = defaultdict(list)
+    for span in sorted(spans, key=_outer_first):
+        kinds[span.kind].append(span)
+    for kind, members in kinds.items():
+        clipped = [(max(span.start_s, begin_s), min(span.end_s, end_s)) for span in members]
+        boxes = [((left - begin_s) * 1e3, (right - left) * 1e3) for left, right in clipped]
+        place = (row - ROW_HEIGHT / 2, ROW_HEIGHT)
+        colour = COLOURS.get(kind, OTHER_COLOUR)
+        axes.broken_barh(boxes, place, facecolor=colour, edgecolor="white", linewidth=0.2)
+        narrow_s = sorted(span.duration_s for span in members)[len(members) // 5]
+        room = LETTERS * narrow_s / (end_s - begin_s)
+        layers = [span.name.partition(" ")[2] for span in members]
+        for labels in ([span.name for span in members], layers):
+            if max(map(len, labels)) < room:
+                for label, (left, width) in zip(labels, boxes, strict=True):
+                    axes.text(left + width / 2, row, label, ha="center", va="center", clip_on=True)
+                break
+
+
+def _outer_first(span: Span) -> tuple[float, float]:
+    return span.start_s, -span.end_s
+
+
+def _busy(spans: Sequence[Span], lane: str, begin_s: float, end_s: float) -> float:
+    """The share of the shown time in which the lane had an operation. Overlaps count once."""
+    busy_s, covered_s = 0.0, begin_s
+    for span in sorted(spans, key=attrgetter("start_s")):
+        if span.lane != lane or span.kind == "wait":
+            continue
+        left, right = max(span.start_s, covered_s), min(span.end_s, end_s)
+        busy_s += max(0.0, right - left)
+        covered_s = max(covered_s, right)
+    return busy_s / (end_s - begin_s)
+
+
+def save(figure: Figure, png: str | Path) -> None:
+    """Write the picture, and its directory if that is missing. Raises ConfigError."""
+    FigureCanvasAgg(figure)
+    try:
+        Path(png).parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(png, format="png")
+    except OSError as error:
+        raise ConfigError(
+            f"{png}: the picture cannot be written ({error.strerror or error}); name another file"
+        ) from error
