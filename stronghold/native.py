@@ -495,6 +495,7 @@ def available_cores() -> int:
 
 
 def _dtype_code(dtype: torch.dtype) -> int:
+    """The C ABI's number of a dtype. ConfigError for a dtype that the kernels do not take."""
     code = _DTYPES.get(dtype)
     if code is None:
         raise ConfigError(f"the kernels take float32, bfloat16 and float16, got {dtype}")
@@ -502,6 +503,7 @@ def _dtype_code(dtype: torch.dtype) -> int:
 
 
 def _weight_code(dtype: torch.dtype, lean: bool) -> int:
+    """The C ABI's number of a weight dtype. ConfigError for lean states without bf16 weights."""
     if not lean:
         return _dtype_code(dtype)
     if dtype != torch.bfloat16:
@@ -692,6 +694,10 @@ class IoQueue(Closeable):
             library().sh_io_destroy(handle)
 
     def _submit(self, function: str, file: IoFile, commit: bool, *arguments: int) -> int:
+        """Call a function of the C ABI that submits an operation. Returns the ticket.
+
+        ConfigError for a file of another queue.
+        """
         if file.queue is not self:
             raise ConfigError(f"the file was opened by another queue: {file.path}")
         ticket = ctypes.c_int64()

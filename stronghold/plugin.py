@@ -38,7 +38,7 @@ class _Choice:
 
     def initialize(self, *args: Any, **kwargs: Any) -> Any:
         """`stronghold.initialize`."""
-        # Not before: `stronghold launch` enables the plugin where deepspeed is imported, which
+        # Not before: `import stronghold` enables the plugin where deepspeed is imported, which
         # may be halfway through stronghold's own modules.
         from stronghold.engine import dispatch
 

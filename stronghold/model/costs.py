@@ -416,6 +416,7 @@ class _Tracer:
         return key
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Record a tensor that autograd saves."""
         if self._forward_is_over:
             return tensor
         key = self._key(tensor)
@@ -424,6 +425,7 @@ class _Tracer:
         return tensor
 
     def _enter(self, layer: int, tensor: torch.Tensor) -> None:
+        """Record an input of a block."""
         key = self._key(tensor)
         if key not in self._weights:
             self._entered.setdefault(key, set()).add(layer)
@@ -455,6 +457,7 @@ class _Tracer:
         return _Counts(flops, self._causal, float(self._moved.total))
 
     def _charge(self, layer: int, counts: _Counts) -> None:
+        """Add the counts to the layer's costs."""
         self._flops[layer] += counts.flops
         self._causal_flops[layer] += counts.causal
         self._operator_bytes[layer] += counts.nbytes
@@ -669,6 +672,7 @@ class TransientBytes(TorchDispatchMode):
         return number
 
     def _freed(self, key: int, number: int, nbytes: int, _: Any) -> None:
+        """Record that a storage is freed."""
         del self._alive[key]
         self._events.append((number, -nbytes, -1))
 

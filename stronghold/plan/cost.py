@@ -561,7 +561,7 @@ class Workload:
         return sum(layer.forward_s for layer in self.layers)
 
     def together(self) -> Workload:
-        """The same work as one micro-batch."""
+        """All micro-batches merged into one."""
         layers: list[LayerWork] = []
         for layer in self.layers:
             scaled = {name: self.micro_batches * value for name, value in asdict(layer).items()}

@@ -141,8 +141,8 @@ def _chunk_sums_bytes(places: Places, gradient_slots: int) -> int:
         return 0
     formats = demand.formats
     largest = max((sum_numel(layer, formats) for layer in places.shared_slots), default=0)
-    own = sum(sum_numel(layer, formats) for layer in places.own_slots if layer.streamed)
-    return 4 * (gradient_slots * largest + own)
+    unshared = sum(sum_numel(layer, formats) for layer in places.own_slots if layer.streamed)
+    return 4 * (gradient_slots * largest + unshared)
 
 
 # -- slots ----------------------------------------------------------------------------------------
@@ -290,7 +290,7 @@ def _gpu_refusal(places: Places, need: int, window: int, gradient_slots: int) ->
 
 
 def _ways_with_fewer_buffers(places: Places, need: int) -> list[str]:
-    """What the user can change so that weights, gradients and states take fewer bytes."""
+    """Changes of the config with which weights, gradients and states take fewer bytes."""
     demand, ways = places.demand, []
     smallest = smallest_bytes(places)
     if places.num_blocks and demand.pins("window") and smallest < need:
@@ -310,7 +310,10 @@ def _ways_with_fewer_buffers(places: Places, need: int) -> list[str]:
 
 
 def _ways_with_fewer_activations(demand: Demand, kept: dict[str, int]) -> list[str]:
-    """What the user can change where the batch decides. `kept`: bytes of activations by kind."""
+    """Changes of the config with which activations take fewer bytes, if the batch decides.
+
+    `kept`: bytes of activations by kind.
+    """
     ways = []
     if demand.pins("activations"):
         ways.append("leave stronghold.activations out")

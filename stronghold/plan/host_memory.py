@@ -89,9 +89,12 @@ class Staging:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostMemory:
-    """What lies on the host and in files. `spilled` has the arrays of each layer that lie in files,
-    `early` the layers that are updated before the gate. `host_bytes` and `nvme_bytes` name the
-    parts of each tier. A step reads `read_bytes` from files and writes `written_bytes` to them."""
+    """The arrays and buffers on the host and in files.
+
+    `spilled` has the arrays of each layer that lie in files, `early` the layers that are updated
+    before the gate. `host_bytes` and `nvme_bytes` name the items of each tier. A step reads
+    `read_bytes` from files and writes `written_bytes` to them.
+    """
 
     spilled: Spilled
     early: frozenset[int]
@@ -106,8 +109,11 @@ class HostMemory:
 
 
 def plan_host(places: Places) -> HostMemory:
-    """What lies on the host and in files, of the layers that are updated on the host. BudgetError,
-    before anything is allocated, where it cannot fit; ConfigError for what cannot be asked."""
+    """Plan the host's memory and the files, for the layers that are updated on the host.
+
+    BudgetError, before anything is allocated, if they cannot fit. ConfigError for settings that
+    cannot hold together.
+    """
     _check_keys(places)
     sizes = _host_sizes(places)
     spilled = _choose_spilled(sizes)
@@ -301,8 +307,8 @@ def _arrays_of_kinds(sizes: _HostSizes, num_kinds: int) -> Spilled:
 
 
 def _fewest_that_fit(sizes: _HostSizes) -> Spilled:
-    """As few arrays as must spill so that the others fit, in the order of [Note: what spills
-    first]; all that may spill if that is not enough."""
+    """The fewest arrays that must spill so that the others fit, in the order of [Note: what spills
+    first]. All that may spill if that is not enough."""
     num_kinds = len(sizes.kinds) - sizes.demand.meets_others  # all but weights
     spilled = _arrays_of_kinds(sizes, 0)
     if _fits(sizes, spilled):

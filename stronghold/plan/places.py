@@ -1,4 +1,4 @@
-"""Where each layer is: on the GPU or streamed, and where its optimizer runs.
+"""Places: the layers that stay on the GPU or are streamed, and the device of their updates.
 
 Pure: no tensors, no threads. The first step of a plan. `gpu_memory` and `host_memory` count bytes
 of its result.
@@ -66,7 +66,7 @@ class Places:
 
 
 def place_layers(layout: ModelLayout, demand: Demand) -> Places:
-    """Where each layer of the model is. ConfigError for what the model does not have."""
+    """Choose the place of each layer. ConfigError for settings that the model does not have."""
     activations = _activations(layout, demand)
     streamed, kept = _streamed_and_kept(layout, demand)
     outside = tuple(layer for layer in layout.layers if not layer.streamed)
@@ -131,7 +131,7 @@ def _streamed_and_kept(layout: ModelLayout, demand: Demand) -> tuple[Layers, Lay
 
 
 def _is_whole(demand: Demand, activations: tuple[str, ...], on_host: Layers) -> bool:
-    """Whether nothing of the model moves. ConfigError if the config asks for that, and it is not
+    """True if no layer of the model moves. ConfigError if the config asks for that, and it is not
     possible."""
     possible = not on_host and {"keep"} >= set(activations)
     possible = possible and demand.chunk is None  # blocks are called chunk by chunk

@@ -212,7 +212,7 @@ def _make_plan(layout: ModelLayout, demand: Demand) -> Plan:
 
 
 def _positions(layout: ModelLayout, early: frozenset[int]) -> dict[int, Position]:
-    """Where in the step the update of each layer that trains stands."""
+    """The position of each trained layer's update in the step."""
     trained = [layer.index for layer in layout.layers if layer.trainable_numel]
     return {i: Position.EARLY if i in early else Position.GATE for i in trained}
 

@@ -24,7 +24,6 @@ caller's `predict` gives a candidate's step time: it runs the real executor on v
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, product
@@ -76,6 +75,7 @@ class Choice:
 
     @property
     def step_s(self) -> float:
+        """Predicted seconds of a step."""
         return float(self.forecast.step_s)
 
 
@@ -385,6 +385,7 @@ class Search:
 
 
 def _gpu_peak(plan: Plan) -> int:
+    """Bytes of the plan's peak on the gpu, with activations."""
     return plan.gpu_total_bytes + plan.activation_bytes
 
 
@@ -437,6 +438,7 @@ def _with_levels(layout: ModelLayout, demand: Demand, counts: Mapping[str, int])
 
 
 def _fits(layout: ModelLayout, demand: Demand) -> bool:
+    """True if the demand's plan is within the budgets."""
     try:
         make_plan(layout, demand)
     except BudgetError:
@@ -568,4 +570,10 @@ def largest_micro_batch(fits: Callable[[int], bool], limit: int = 1 << 20) -> in
 def last_that(fits: Callable[[int], bool], low: int, high: int) -> int:
     """The largest number up to `high` for which `fits`, once false always false, holds; for `low`
     it does."""
-    return low + bisect_left(range(low + 1, high + 1), True, key=lambda count: not fits(count))
+    while low < high:
+        middle = (low + high) // 2 + 1
+        if fits(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low

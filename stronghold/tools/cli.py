@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns the status of the process: 0; 1 if the answer is that nothing fits or that a check
     failed; 2 for a mistake in the call, or a file that cannot be read or written.
     """
-    arguments = _parser().parse_args(argv)
+    arguments = command_parser().parse_args(argv)
     try:
         # DeepSpeed logs on stdout when it is imported. Only the answer belongs there.
         with contextlib.redirect_stdout(sys.stderr):
@@ -68,7 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return answer.status
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_parser() -> argparse.ArgumentParser:
+    """The arguments of all commands. The documentation is made from it, too."""
     parser = argparse.ArgumentParser(
         prog="stronghold", description="Train models that do not fit the GPU."
     )

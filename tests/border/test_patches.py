@@ -785,8 +785,7 @@ def test_flatten() -> None:
 
 @pytest.mark.gpu
 def test_raw_stream() -> None:
-    (name,) = ROWS["raw_stream"].names
-    address = named(name)
+    address = named(ROWS["raw_stream"].names[0])
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         assert address(torch.cuda.current_device()) == stream.cuda_stream

@@ -535,8 +535,8 @@ _USED = (
         key="raw_stream",
         package=TORCH,
         manner=Manner.USED,
-        names=("torch._C._cuda_getCurrentRawStream",),
-        reason="The address of the current CUDA stream, asked several times for each "
+        names=("torch._C._cuda_getCurrentRawStream", "torch._C._xpu_getCurrentRawStream"),
+        reason="The address of the current stream, asked several times for each "
         "gradient: `torch.cuda.current_stream` makes a new object each time.",
         file="devices/cuda.py",
         beside=("devices/cuda.py",),
