@@ -35,7 +35,7 @@ from plain import PlainLoop
 from quickstart import VOCABULARY, Size
 
 import stronghold
-from stronghold.refine import TRACED_STEPS, WARM_UP_STEPS
+from stronghold.predict.refine import TRACED_STEPS, WARM_UP_STEPS
 from stronghold.telemetry.trace import read
 from tests.support.chunked import Sums, chunk_blocks
 from tests.support.sleeping import SleepingModel, timed_steps

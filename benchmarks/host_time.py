@@ -45,8 +45,8 @@ import stronghold
 from stronghold.plan.cost import measured_rates, measured_workload
 from stronghold.plan.machine import MachineProfile
 from stronghold.plan.plan import make_plan
+from stronghold.predict.refine import EMULATED_RATES
 from stronghold.predict.simulate import simulate
-from stronghold.refine import EMULATED_RATES
 from stronghold.tools.doctor.measure import examine
 from stronghold.tools.estimate.question import question_from_options
 

@@ -22,7 +22,7 @@ from unittest import mock
 
 from harness import describe, leave, provenance
 
-from stronghold.runtime import early_updates
+from stronghold.streaming import early_updates
 
 GAIN, COST = 0.5, 0.03  # of a step: half of it is saved; one layer of 32 is updated twice
 CORRELATIONS = (0.0, 0.5, 0.9)

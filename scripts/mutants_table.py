@@ -111,7 +111,7 @@ RECORDS = [
 UPDATES = [
     Mutant(
         "the clip coefficient is forgotten",
-        "runtime/optimizer_step.py",
+        "streaming/optimizer_step.py",
         "self._steps.next(state, gradients.positions, scale)",
         "self._steps.next(state, gradients.positions, 1.0)",
         BITS,
@@ -119,7 +119,7 @@ UPDATES = [
     ),
     Mutant(
         "the clip coefficient is forgotten on the device",
-        "runtime/optimizer_step.py",
+        "streaming/optimizer_step.py",
         "self._on_gpu.update_prepared(scale)",
         "self._on_gpu.update_prepared(1.0)",
         BITS,
@@ -127,7 +127,7 @@ UPDATES = [
     ),
     Mutant(
         "the second part of a gradient takes the first one's place",
-        "runtime/host_updates.py",
+        "streaming/host_updates.py",
         "set_or_add(target[elements], piece.flat[elements], add=k in added)",
         "set_or_add(target[elements], piece.flat[elements], add=False)",
         ENGINE,
@@ -135,7 +135,7 @@ UPDATES = [
     ),
     Mutant(
         "sums are begun as if there were some",
-        "runtime/host_updates.py",
+        "streaming/host_updates.py",
         "                    k in added,\n",
         "                    True,\n",
         BITS,
@@ -143,7 +143,7 @@ UPDATES = [
     ),
     Mutant(
         "the norm is the last micro-batch's",
-        "runtime/host_updates.py",
+        "streaming/host_updates.py",
         "            norms.add(piece, array)\n",
         "            norms.add(piece)\n",
         BITS,
@@ -151,7 +151,7 @@ UPDATES = [
     ),
     Mutant(
         "a step that overflows is applied",
-        "runtime/optimizer_step.py",
+        "streaming/optimizer_step.py",
         "[] if gate.overflow else self._update(scale)",
         "self._update(scale)",
         FP16,
@@ -159,7 +159,7 @@ UPDATES = [
     ),
     Mutant(
         "an update does not wait for the drain",
-        "runtime/layer_operation.py",
+        "streaming/layer_operation.py",
         "            reads=(gradients.record,),\n            writes=writes,\n",
         "            writes=writes,\n",
         BITS,
@@ -167,14 +167,14 @@ UPDATES = [
     ),
     Mutant(
         "nobody waits for an update",
-        "runtime/layer_operation.py",
+        "streaming/layer_operation.py",
         "            reads=(gradients.record,),\n            writes=writes,\n",
         "            reads=(gradients.record,),\n",
         BITS,
     ),
     Mutant(
         "a spill does not wait for its piece's update",
-        "runtime/layer_operation.py",
+        "streaming/layer_operation.py",
         "writes=writes if entry is None else (entry.record, *writes),",
         "writes=writes,",
         BITS,
@@ -182,7 +182,7 @@ UPDATES = [
     ),
     Mutant(
         "masters and moments of all parameters are the first one's",
-        "runtime/pieces.py",
+        "streaming/pieces.py",
         "return self.begin + element // self.elements_per_item * self.item_bytes",
         "return self.begin",
         BITS,
@@ -190,7 +190,7 @@ UPDATES = [
     ),
     Mutant(
         "autograd is not told of an update on the device",
-        "runtime/gpu_updates.py",
+        "streaming/gpu_updates.py",
         "torch.autograd.graph.increment_version(",
         "list(",
         RESIDENTS,
@@ -206,14 +206,14 @@ UPDATES = [
     ),
     Mutant(
         "clipping enlarges small gradients",
-        "runtime/optimizer_step.py",
+        "streaming/optimizer_step.py",
         "(1.0 if clipped > 1.0 else clipped)",
         "clipped",
         ("tests/units/test_gate.py",),
     ),
     Mutant(
         "a gradient that comes twice is not noticed",
-        "runtime/host_updates.py",
+        "streaming/host_updates.py",
         "added = gradients.positions & positions",
         "added = frozenset[int]()",
         ENGINE,
@@ -221,7 +221,7 @@ UPDATES = [
     ),
     Mutant(
         "weights of two steps are trained on",
-        "runtime/optimizer_step.py",
+        "streaming/optimizer_step.py",
         "            raise ConfigError(self._torn)\n",
         "            pass\n",
         ("tests/units/test_gate.py",),
@@ -232,7 +232,7 @@ UPDATES = [
 EARLY_UPDATES = [
     Mutant(
         "an early update is committed with other numbers than the gate has",
-        "runtime/early_updates.py",
+        "streaming/early_updates.py",
         "return is_same and early.steps == self._steps.next(state, early.positions, scale)",
         "return is_same",
         EARLY,
@@ -240,7 +240,7 @@ EARLY_UPDATES = [
     ),
     Mutant(
         "an early update is committed although an alias shows the old values",
-        "runtime/early_updates.py",
+        "streaming/early_updates.py",
         "        if self._bindings.is_seen(state.index):\n            return False\n"
         "        is_same",
         "        is_same",
@@ -249,7 +249,7 @@ EARLY_UPDATES = [
     ),
     Mutant(
         "an early update is committed although its weights were written",
-        "runtime/early_updates.py",
+        "streaming/early_updates.py",
         "and early.version_sum == self._bindings.version_sum(state.index)",
         "",
         EARLY,
@@ -257,7 +257,7 @@ EARLY_UPDATES = [
     ),
     Mutant(
         "a late gradient is in no update",
-        "runtime/optimizer_step.py",
+        "streaming/optimizer_step.py",
         "        self._early.cancel(gradients.state.index for gradients in batch)\n",
         "",
         PARTS,
@@ -265,7 +265,7 @@ EARLY_UPDATES = [
     ),
     Mutant(
         "parameters without a step have in the second arrays what was there",
-        "runtime/host_updates.py",
+        "streaming/host_updates.py",
         "            for target, source in copies:\n",
         "            for target, source in ():\n",
         EARLY,
@@ -281,7 +281,7 @@ EARLY_UPDATES = [
     ),
     Mutant(
         "the update of a layer that was committed runs again",
-        "runtime/optimizer_step.py",
+        "streaming/optimizer_step.py",
         "            if not self._early.commit(state, scale):\n",
         "            self._early.commit(state, scale)\n            if True:\n",
         EARLY,
@@ -289,7 +289,7 @@ EARLY_UPDATES = [
     ),
     Mutant(
         "a commit counts no step",
-        "runtime/early_updates.py",
+        "streaming/early_updates.py",
         "        self._steps.count(state, early.positions)\n",
         "",
         EARLY,
@@ -305,7 +305,7 @@ EARLY_UPDATES = [
     ),
     Mutant(
         "the gate withdraws nothing",
-        "runtime/optimizer_step.py",
+        "streaming/optimizer_step.py",
         "            self._early.withdraw()\n",
         "            pass\n",
         EARLY,
@@ -316,7 +316,7 @@ EARLY_UPDATES = [
 PASSES = [
     Mutant(
         "calls of the step before count",
-        "runtime/executor.py",
+        "streaming/executor.py",
         "state.gradients.expected = ExpectedGradients()",
         "state.gradients.expected = ExpectedGradients("
         "state.gradients.expected.num_pending_backwards)",
@@ -325,7 +325,7 @@ PASSES = [
     ),
     Mutant(
         "a fetch does not wait for what is read from its file",
-        "runtime/weights.py",
+        "streaming/weights.py",
         "                reads=(entry.record,),\n",
         "                reads=(),\n",
         BITS,
@@ -333,7 +333,7 @@ PASSES = [
     ),
     Mutant(
         "a resident layer keeps the weights of before",
-        "runtime/executor.py",
+        "streaming/executor.py",
         "            self._window.outdate(layer)\n",
         "            pass\n",
         BITS,
@@ -341,7 +341,7 @@ PASSES = [
     ),
     Mutant(
         "what is pending at the end of backward is in no sum",
-        "runtime/executor.py",
+        "streaming/executor.py",
         "            self._step.end_backward()\n",
         "            pass\n",
         PARTS,
@@ -349,7 +349,7 @@ PASSES = [
     ),
     Mutant(
         "who reads a parameter does not wait for its update",
-        "runtime/executor.py",
+        "streaming/executor.py",
         "            self.layers[layer].wait()\n",
         "            pass\n",
         READS,
@@ -357,7 +357,7 @@ PASSES = [
     ),
     Mutant(
         "a truncated file is read on",
-        "runtime/executor.py",
+        "streaming/executor.py",
         "        self._host.tiers.check()\n",
         "        pass\n",
         ("tests/faults/test_nvme_training_faults.py",),
@@ -365,7 +365,7 @@ PASSES = [
     ),
     Mutant(
         "the second part of a gradient in one backward is the gradient",
-        "runtime/gradients.py",
+        "streaming/gradients.py",
         "                total.add_(gradient)\n",
         "                total.copy_(gradient)\n",
         CHUNKS,
@@ -373,7 +373,7 @@ PASSES = [
     ),
     Mutant(
         "a layer is drained before its last chunk",
-        "runtime/gradients.py",
+        "streaming/gradients.py",
         "if last and state.on_gpu.gradient_slot is not None:",
         "if state.on_gpu.gradient_slot is not None:",
         CHUNKS,
@@ -381,7 +381,7 @@ PASSES = [
     ),
     Mutant(
         "sums of chunks are not rounded to the gradients",
-        "runtime/gradients.py",
+        "streaming/gradients.py",
         "            round_sums(slot, state)\n",
         "            slot.summing.clear()\n",
         CHUNKS,
@@ -389,7 +389,7 @@ PASSES = [
     ),
     Mutant(
         "a part of gradients is summed up before the others have come",
-        "runtime/optimizer_step.py",
+        "streaming/optimizer_step.py",
         '"gradients" if more_may_come or not self._plan.accumulates',
         '"gradients" if not self._plan.accumulates',
         CHUNKS,
@@ -397,7 +397,7 @@ PASSES = [
     ),
     Mutant(
         "chunks of several calls are rounded together",
-        "runtime/chunks.py",
+        "streaming/activations/chunks.py",
         "self._executor.chunk_gathered(layer.index, found, not to_come)",
         "self._executor.chunk_gathered(layer.index, found, False)",
         CHUNKS,
@@ -405,7 +405,7 @@ PASSES = [
     ),
     Mutant(
         "the drains' boundaries are the layer's, and not the rank's",
-        "runtime/gradients.py",
+        "streaming/gradients.py",
         "first, last = shares[number]",
         "first, last = state.layout.ranges[number].span",
         ("tests/laws/test_ranks.py::test_ranks_have_the_bits_of_one_that_accumulates",),
@@ -416,7 +416,7 @@ PASSES = [
 HOOKS = [
     Mutant(
         "a pass counts the calls of the one before",
-        "runtime/hooks.py",
+        "streaming/hooks.py",
         "        self._called.clear()\n",
         "        pass\n",
         WEIGHTS_READ,
@@ -424,7 +424,7 @@ HOOKS = [
     ),
     Mutant(
         "what was refused once is refused for good",
-        "runtime/hooks.py",
+        "streaming/hooks.py",
         "        self._missed.clear()\n",
         "        pass\n",
         WEIGHTS_READ,
@@ -432,7 +432,7 @@ HOOKS = [
     ),
     Mutant(
         "gradients of what is not trained go to the optimizer",
-        "runtime/hooks.py",
+        "streaming/hooks.py",
         "        if position not in state.optimizer.trained:\n",
         "        if False:\n",
         ("tests/laws/test_optimizer.py",),
@@ -440,7 +440,7 @@ HOOKS = [
     ),
     Mutant(
         "a forward that raises leaves its layer open",
-        "runtime/hooks.py",
+        "streaming/hooks.py",
         "module.register_forward_hook(after, always_call=True)",
         "module.register_forward_hook(after, always_call=False)",
         ENGINE,
@@ -448,7 +448,7 @@ HOOKS = [
     ),
     Mutant(
         "a graph takes weights that were updated on the device since",
-        "runtime/activations.py",
+        "streaming/activations/policies.py",
         "if version_of(packed.tensor) != packed.version:",
         "if False:",
         RESIDENTS,
@@ -456,7 +456,7 @@ HOOKS = [
     ),
     Mutant(
         "a graph of the gradients keeps a slot for a weight",
-        "runtime/activations.py",
+        "streaming/activations/policies.py",
         "return weight.clone() if torch.is_grad_enabled() else weight",
         "return weight",
         ODD,
@@ -464,8 +464,8 @@ HOOKS = [
     ),
     Mutant(
         "generators go on from the recomputation",
-        "runtime/recompute.py",
-        "        _set_states(self.states)\n",
+        "streaming/activations/recompute.py",
+        "        set_states(self._states)\n",
         "        pass\n",
         RECOMPUTE,
         "generators_go_on",
@@ -479,32 +479,56 @@ HOOKS = [
         "comes_after_others",
     ),
     Mutant(
-        "a block's attributes are those of the forward before",
-        "runtime/recompute.py",
-        "            here.update(part.scalars)\n",
-        "            pass\n",
+        "a block runs again with the attributes that it has now",
+        "streaming/activations/block_state.py",
+        "                    table.fill(table.items, keep_code=True)\n",
+        "                    pass\n",
         RECOMPUTE,
-        "change_once",
+        "before_backward or in_its_own",
     ),
     Mutant(
         "a block runs to its end when it runs again",
-        "runtime/recompute.py",
-        "if index + 1 == len(self._saved):",
-        "if index == len(self._saved):",
+        "streaming/activations/recompute.py",
+        "if index + 1 == len(self._expected):",
+        "if index == len(self._expected):",
         RECOMPUTE,
         "as_far_as",
     ),
     Mutant(
         "a recomputation leaves the block as it was before",
-        "runtime/recompute.py",
-        "for table, held in reversed(self.tables):",
-        "for table, held in ():",
+        "streaming/activations/block_state.py",
+        "                table.fill(items)\n",
+        "                pass\n",
         RECOMPUTE,
-        "change_once or generators_go_on",
+        "ends_early or before_backward",
+    ),
+    Mutant(
+        "a forward that has changed its block runs again",
+        "streaming/activations/recompute.py",
+        "        return self._state.difference()\n",
+        "        return None\n",
+        RECOMPUTE,
+        "any_call or change_once",
+    ),
+    Mutant(
+        "a forward that has changed its arguments runs again",
+        "streaming/activations/recompute.py",
+        "if self._given is not None and (name := self._given.difference()) is not None:",
+        "if False:",
+        RECOMPUTE,
+        "into_its_arguments",
+    ),
+    Mutant(
+        "the values of a second run are not compared",
+        "streaming/activations/recompute.py",
+        "        if self._values:\n",
+        "        if False:\n",
+        RECOMPUTE,
+        "global_name",
     ),
     Mutant(
         "a block runs again outside of its autocast",
-        "runtime/recompute.py",
+        "streaming/activations/recompute.py",
         "if arguments != _autocast_of(arguments[0]):",
         "if False:",
         RECOMPUTE,
@@ -512,7 +536,7 @@ HOOKS = [
     ),
     Mutant(
         "an argument that was written since is taken",
-        "runtime/recompute.py",
+        "streaming/activations/recompute.py",
         "            if version_of(tensor) != version:\n                raise RuntimeError(",
         "            if False:\n                raise RuntimeError(",
         RECOMPUTE,
@@ -520,7 +544,7 @@ HOOKS = [
     ),
     Mutant(
         "the trial of a block leaves it in evaluation",
-        "runtime/chunks.py",
+        "streaming/activations/chunks.py",
         "part.training = mode",
         "pass",
         CHUNKS,
@@ -528,7 +552,7 @@ HOOKS = [
     ),
     Mutant(
         "a block that mixes its batch is divided",
-        "runtime/chunks.py",
+        "streaming/activations/chunks.py",
         "if not all(_alike(one, other) for one, other in pairs):",
         "if False:",
         CHUNKS,
@@ -536,7 +560,7 @@ HOOKS = [
     ),
     Mutant(
         "a block keeps the views of its last chunk",
-        "runtime/chunks.py",
+        "streaming/activations/chunks.py",
         "        table[name] = parameter\n",
         "        pass\n",
         CHUNKS,
@@ -656,16 +680,16 @@ CHECKPOINTS = [
     Mutant(
         "Adam's step is not saved",
         "checkpoint/save.py",
-        "step=state.optimizer.counts[k],",
-        "step=0,",
+        '"step": state.optimizer.counts[k],',
+        '"step": 0,',
         RESUME,
         "go_back",
     ),
     Mutant(
         "a save that failed leaves its files",
         "checkpoint/save.py",
-        "                directory.remove(self._hidden)\n",
-        "                pass\n",
+        "        with self._cleanup:\n",
+        "        if True:\n",
         RESUME,
         "as_they_were",
     ),
@@ -696,8 +720,8 @@ CHECKPOINTS = [
     Mutant(
         "second moments are not loaded",
         "checkpoint/load.py",
-        "for array in states.moment_dtypes:",
-        "for array in list(states.moment_dtypes)[:1]:",
+        "for array in states.moment_dtypes:\n                    self._fill",
+        "for array in list(states.moment_dtypes)[:1]:\n                    self._fill",
         RESUME,
         "go_back",
     ),
@@ -724,6 +748,22 @@ CHECKPOINTS = [
         "pass",
         BITS,
         "buffers and resumed",
+    ),
+    Mutant(
+        "a save removes the files of one that runs",
+        "checkpoint/directory.py",
+        "        if is_free:\n",
+        "        if is_free is not None:\n",
+        ("tests/faults/test_checkpoint_crash.py",),
+        "living_process",
+    ),
+    Mutant(
+        "a rank reads from the beginning of another's piece",
+        "checkpoint/tag.py",
+        "read_into(name, first - piece.begin, part)",
+        "read_into(name, 0, part)",
+        ("tests/faults/test_checkpoint_files.py",),
+        "across_the_pieces",
     ),
     Mutant(
         "a checkpoint of another model is loaded",
@@ -854,28 +894,28 @@ RANKS = [
 ODDITIES = [
     Mutant(
         "what was written in place is in no copy that was fetched",
-        "runtime/executor.py",
+        "streaming/executor.py",
         "if ahead and (written or self.bindings.aliased(layer)):",
         "if ahead and self.bindings.aliased(layer):",
         ("tests/laws/test_weights_written.py", "tests/laws/test_aliases.py"),
     ),
     Mutant(
         "a second call counts as the first",
-        "runtime/executor.py",
+        "streaming/executor.py",
         "                expected.num_pending_backwards += 1\n",
         "                expected.num_pending_backwards = 1\n",
         PARTS,
     ),
     Mutant(
         "a head that is read without its call is not noticed",
-        "runtime/hooks.py",
+        "streaming/hooks.py",
         "self._missed |= (self._expected - self._called).intersection(stale)",
         "pass",
         (*RESIDENTS, *WEIGHTS_READ),
     ),
     Mutant(
         "a part that is called by itself has old weights around it",
-        "runtime/hooks.py",
+        "streaming/hooks.py",
         "if self._depth == 0 and self._executor.phase is Phase.IDLE:",
         "if False:",
         WEIGHTS_READ,
@@ -894,14 +934,14 @@ STEP = [
     ),
     Mutant(
         "gradients stay pending after they were summed",
-        "runtime/optimizer_step.py",
+        "streaming/optimizer_step.py",
         "                state.gradients.pending.clear()\n",
         "                pass\n",
         PARTS,
     ),
     Mutant(
         "a pending gradient is a view of a slot that another layer takes",
-        "runtime/gpu_updates.py",
+        "streaming/gpu_updates.py",
         "per_parameter[k] = gradient.clone() if is_in_slot else gradient",
         "per_parameter[k] = gradient",
         CHUNKS,
@@ -916,7 +956,7 @@ STEP = [
     ),
     Mutant(
         "what an array in a file has is not loaded before gradients are added",
-        "runtime/host_updates.py",
+        "streaming/host_updates.py",
         "            is_first = not positions\n",
         "            is_first = True\n",
         BITS,

@@ -20,16 +20,16 @@ from stronghold.errors import (
     StateError,
     StrongholdError,
 )
-from stronghold.runtime.patches.imports import call_when_imported
+from stronghold.streaming.patches.imports import call_when_imported
 
 if TYPE_CHECKING:
+    from stronghold.checkpoint.pretrained import from_pretrained
     from stronghold.devices.base import OutOfMemoryError
     from stronghold.engine import StrongholdEngine
     from stronghold.engine.dispatch import initialize
     from stronghold.optim.adam import CPUAdam
     from stronghold.optim.lion import CPULion
     from stronghold.optim.sgd import CPUSGD
-    from stronghold.pretrained import from_pretrained
 
 __version__ = "0.1.0"
 
@@ -56,7 +56,7 @@ _HOME = {
     "CPUSGD": "stronghold.optim.sgd",
     "OutOfMemoryError": "stronghold.devices.base",
     "StrongholdEngine": "stronghold.engine",
-    "from_pretrained": "stronghold.pretrained",
+    "from_pretrained": "stronghold.checkpoint.pretrained",
     "initialize": "stronghold.engine.dispatch",
 }
 

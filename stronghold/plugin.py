@@ -17,7 +17,7 @@ from typing import Any
 
 from stronghold import config as configs
 from stronghold.errors import ConfigError
-from stronghold.runtime.patches.frameworks import FrameworkCalls
+from stronghold.streaming.patches.frameworks import FrameworkCalls
 
 _active = False
 

@@ -1,16 +1,13 @@
-"""Processes: which one something belongs to, and whether that one still runs.
+"""Processes: which one an object belongs to, and whether that one still runs.
 
-Owns the identity of a process, in words that a file or a file's name can hold. Whoever removes what
-another process left, or waits for one, asks here. Any thread may enter. And the contract of those
-of one node that work on one model (`Neighbours`), how one writes a file that others read, and how a
-change for a while ends when Ctrl-C comes.
+Owns the identity of a process, which those that wait for another one ask for. Owns the contract of
+the processes of one node that work on one model (`Neighbours`), how a process writes a file that
+others read, and how a temporary change ends when Ctrl-C comes. Any thread may enter.
 
 [Note: identity] The kernel gives a process's number to later processes again, so its start belongs
 to it. Both mean something in one PID name space of one boot alone: two containers on one kernel
-have equal numbers, and may have equal host names; so may two machines that share a folder. Of a
-process in another name space, or on another machine, nothing can be known: it may run. After a
-reboot nothing of the earlier boot runs; that it was the same machine is believed of the same
-machine id together with the same host name, and never of a host name alone.
+have equal numbers. Of a process in another name space, or on another machine, nothing can be known:
+it may run.
 
 [Note: forked children] A forked child inherits an engine's objects without its threads, and without
 the memory of its layers: what it waited for would never come, and what it read would end it. So
@@ -21,10 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import hashlib
 import os
-import re
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,9 +29,6 @@ from stronghold.errors import ConfigError
 Result = TypeVar("Result")
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-MACHINE_ID = Path("/etc/machine-id")
-DIGITS = 12  # of what is shortened: 48 random bits
-TOKEN = rf"[0-9a-f]{{0,{DIGITS}}}-[0-9a-f]{{0,{DIGITS}}}-\d{{1,10}}-\d{{1,10}}-\d{{1,20}}"
 
 
 class Neighbours:
@@ -84,10 +75,9 @@ class Life(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Process:
-    """One process of all machines and times; `parse` reads its `str` again. What the system does
-    not say is "" or 0. `started`: clock ticks since boot; `namespace`: its PID name space."""
+    """One process of all machines. A field that the system does not give is "" or 0. `started`:
+    clock ticks since boot; `namespace`: its PID name space."""
 
-    machine: str
     boot: str
     namespace: int
     pid: int
@@ -97,35 +87,17 @@ class Process:
     def this(cls) -> Process:
         pid = os.getpid()
         return cls(
-            machine=_machine(),
-            boot=boot_id().replace("-", "")[:DIGITS],
+            boot=boot_id(),
             namespace=pid_namespace(),
             pid=pid,
             started=start_of(pid) or 0,
         )
 
-    @classmethod
-    def parse(cls, word: str) -> Process | None:
-        """None for what `str` never gives."""
-        if re.fullmatch(TOKEN, word, re.ASCII) is None:
-            return None
-        machine, boot, *numbers = word.split("-")
-        namespace, pid, started = map(int, numbers)
-        return cls(machine=machine, boot=boot, namespace=namespace, pid=pid, started=started)
-
-    def __str__(self) -> str:
-        return f"{self.machine}-{self.boot}-{self.namespace}-{self.pid}-{self.started}"
-
     @property
     def life(self) -> Life:
         """Whether it runs, as far as this process can tell ([Note: identity])."""
-        here = Process.this()
-        if not self.boot or not here.boot:
-            return Life.UNSEEN
-        if self.boot != here.boot:
-            same_machine = self.machine and self.machine == here.machine
-            return Life.ENDED if same_machine else Life.UNSEEN
-        if self.namespace != here.namespace:
+        this = Process.this()
+        if not self.boot or (self.boot, self.namespace) != (this.boot, this.namespace):
             return Life.UNSEEN
         return Life.RUNS if state_of(self.pid, self.started) is not None else Life.ENDED
 
@@ -219,15 +191,6 @@ def write_whole(path: str | os.PathLike[str], text: str) -> None:
         os.replace(partial, target)
     finally:
         partial.unlink(missing_ok=True)
-
-
-def _machine() -> str:
-    with contextlib.suppress(OSError):
-        named = MACHINE_ID.read_text().strip()
-        if re.fullmatch("[0-9a-f]{32}", named):  # images have an empty one, or "uninitialized"
-            words = f"{socket.gethostname()}\n{named}"
-            return hashlib.sha256(words.encode()).hexdigest()[:DIGITS]
-    return ""
 
 
 def _stat(pid: int) -> list[str] | None:

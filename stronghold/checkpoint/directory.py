@@ -1,19 +1,23 @@
 """Directories of checkpoints: tags, `latest`, and how a new tag appears all at once.
 
-Owns the names in a save directory and the order in which they become durable; and what the ranks
-that save and load together say to each other meanwhile: what fails on one fails on all, and all
-look into one folder. Never opens a file of tensors.
+Owns the names in a save directory and the order in which they become durable. Owns also how the
+ranks that save and load together agree: an error of one is an error of all, and all see one folder.
+Never opens a file of tensors.
 
-[Note: publication] A tag is written into a hidden directory, every file and the directory itself
-are fsynced, and one rename makes it visible; then `latest` is replaced in the same way. A tag that
-exists is exchanged with the new one in one system call where the file system can (Linux, most
-local file systems). Elsewhere the old one first steps aside under a name from which `resolve`
-brings it back. So at every instant the newest tag that `latest` names is complete.
+[Note: publication]
 
-[Note: leftovers] The hidden name says which process wrote it, and each is used once: no two saves
-share one, and nobody can have planted a link there. The next save into the directory removes those
-of processes that have ended, if they are this user's; those of other machines and containers, which
-may be alive, it names in a warning.
+1. A save makes a hidden directory of a name that no other save has, and locks it.
+2. The ranks write their files into it. Each file is fsynced, then the directory.
+3. One rename makes it visible as the tag. A tag that exists is exchanged with it in one system call
+   where the file system can (Linux, most local file systems). Elsewhere the old tag is renamed to
+   a hidden name first; `resolve` brings it back when step 3 was cut off in between.
+4. `latest` is replaced in the same way. Then the old tag is removed.
+
+So at every instant `latest` names a complete tag: the old one or the new one.
+
+[Note: leftovers] The system drops a lock when the process that holds it ends. The next save into
+the save directory removes each hidden directory that it can lock, if this user owns it. A file
+system without locks keeps them; a warning names them.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import logging
 import os
 import re
@@ -32,11 +37,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+from stronghold.checkpoint.files import HeldFile, MissingError, write_durably
 from stronghold.checkpoint.manifest import MANIFEST, Slices
-from stronghold.checkpoint.tensorfile import HeldFile, MissingError
 from stronghold.distributed.process_groups import Ranks
 from stronghold.errors import CheckpointError, ConfigError, did_you_mean
-from stronghold.process import TOKEN, Life, Process
 
 logger = logging.getLogger("stronghold")
 
@@ -44,11 +48,10 @@ LATEST = "latest"
 LONGEST_TAG = 4096  # bytes of `latest`
 RENAME_EXCHANGE = 2  # linux/fs.h
 AT_FDCWD = -100  # fcntl.h
-THERE_IS_ONE = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
+NAME_IS_TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 CANNOT_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM)
-HIDDEN = re.compile(
-    rf"\.(?P<tag>.+)\.(?P<kind>tmp|old)-(?P<process>{TOKEN})-[0-9a-f]{{8}}", re.ASCII
-)
+# Releases that wrote version 1 had more words before the last eight digits.
+HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<kind>tmp|old)-[0-9a-f-]*[0-9a-f]{8}", re.ASCII)
 WAIT_S = 10.0  # network file systems show what another machine has made after some seconds
 ADVICE = "save and load in a folder that every node sees under one path (NFS, Lustre, ...)"
 Result = TypeVar("Result")
@@ -66,71 +69,14 @@ def check_tag(tag: object) -> str:
     return name
 
 
-def hidden_name(tag: str) -> str:
-    """Where this process writes `tag` before it is complete: another name at every call."""
-    return f".{tag}.tmp-{Process.this()}-{uuid.uuid4().hex[:8]}"
-
-
-def aside_of(save_dir: Path, tag: str) -> Path:
-    """Where an old tag waits while the new one takes its name, without an exchange. Nobody else
-    gives a directory such a name: what a user has put aside as .TAG.old is the user's."""
-    return save_dir / f".{tag}.old-{hidden_name(tag).removeprefix(f'.{tag}.tmp-')}"
-
-
-def begin(save_dir: Path, tag: str) -> Path:
-    """An empty hidden directory for `tag`; leftovers of processes that have ended are removed."""
-    save_dir.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(save_dir)
-    restore_aside(save_dir, tag)
-    hidden = save_dir / hidden_name(tag)
-    hidden.mkdir()
-    return hidden
-
-
-@contextlib.contextmanager
-def appearing(final: Path) -> Iterator[Path]:
-    """A hidden directory to write into, which becomes `final` when the block ends, or vanishes."""
-    hidden = begin(final.parent, final.name)
-    try:
-        yield hidden
-        publish(hidden, final)
-    except BaseException:
-        remove(hidden)
-        raise
-
-
 def check_new(out: Path) -> None:
     """ConfigError when `out` holds something already."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out}: exists and is not empty; name a new directory")
 
 
-def remove_leftovers(save_dir: Path) -> None:
-    """Remove what saves of this user that have ended left half-written ([Note: leftovers])."""
-    for path in sorted(save_dir.iterdir()):
-        match = HIDDEN.fullmatch(path.name)
-        process = Process.parse(match["process"]) if match and match["kind"] == "tmp" else None
-        if process is None:
-            continue
-        try:
-            mine = path.lstat().st_uid == os.geteuid()
-        except FileNotFoundError:  # its save has ended since
-            continue
-        life = process.life
-        if mine and life is Life.ENDED:
-            logger.info("removing %s, which a save that was killed left", path)
-            remove(path)
-        elif mine and life is Life.UNSEEN:
-            logger.warning(
-                "%s is of a save by process %d of another machine or container, and is left "
-                "alone; remove it if that process has ended",
-                path,
-                process.pid,
-            )
-
-
 def remove(path: Path) -> None:
-    """Remove a file or a tree that nobody needs; what is not there is fine."""
+    """Remove a file or a tree; it may be missing."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -146,27 +92,124 @@ def sync_directory(path: Path) -> None:
         os.close(handle)
 
 
+# -- hidden directories ---------------------------------------------------------------------------
+def hidden_name(name: str, kind: str = "tmp") -> str:
+    """A hidden name for what becomes `name` ("tmp") or was it ("old"): another one at every call.
+    No link can have been planted there, and a directory that a user named .TAG.old is the user's.
+    """
+    return f".{name}.{kind}-{uuid.uuid4().hex[:8]}"
+
+
+@contextlib.contextmanager
+def hidden_directory(parent: Path, name: str) -> Iterator[Path]:
+    """Context manager for a new hidden directory beside `name`, locked by this process. Its exit
+    removes what then has the hidden name. Leftovers in `parent` are removed first."""
+    parent.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(parent)
+    path, lock = _make_locked(parent, name)
+    try:
+        yield path
+    finally:
+        remove(path)
+        os.close(lock)
+
+
+@contextlib.contextmanager
+def appearing(final: Path) -> Iterator[Path]:
+    """Context manager for a hidden directory to write into. It becomes `final` at the end of the
+    block, and is removed after an exception."""
+    with hidden_directory(final.parent, final.name) as hidden:
+        yield hidden
+        publish(hidden, final)
+
+
+def _make_locked(parent: Path, name: str) -> tuple[Path, int]:
+    """A new hidden directory, and the descriptor that holds its lock. Another save may lock and
+    remove the directory before it is locked here: then the next name is tried."""
+    while True:
+        path = parent / hidden_name(name)
+        path.mkdir()
+        with contextlib.suppress(FileNotFoundError):
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            is_free = lock_directory(lock) is not False
+            if is_free and path.is_dir():
+                return path, lock
+            os.close(lock)
+
+
+def lock_directory(descriptor: int) -> bool | None:
+    """Lock an open directory: False when another process has the lock, None when the file system
+    has no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def remove_leftovers(parent: Path) -> None:
+    """Remove what saves of this user that have ended left in `parent` ([Note: leftovers])."""
+    for path in sorted(parent.iterdir()):
+        match = HIDDEN.fullmatch(path.name)
+        if match is None:
+            continue
+        if match["kind"] == "tmp":
+            _remove_unlocked(path)
+        elif _exists_or_returns(parent / match["name"], path):
+            remove(path)
+
+
+def _remove_unlocked(path: Path) -> None:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:  # it has gone, or is no directory of a save
+        return
+    try:
+        if os.fstat(descriptor).st_uid != os.geteuid():
+            return
+        is_free = lock_directory(descriptor)
+        if is_free:
+            logger.info("removing %s, which a save that did not end has left", path)
+            remove(path)
+        elif is_free is None:
+            logger.warning(
+                "%s may be of a save that did not end, and is left: this file system has no "
+                "locks. Remove it if no program saves into it",
+                path,
+            )
+    finally:
+        os.close(descriptor)
+
+
+# -- publication ----------------------------------------------------------------------------------
 def publish(hidden: Path, final: Path) -> None:
-    """Make a complete hidden directory visible as `final` ([Note: publication])."""
+    """Make a complete hidden directory visible as `final` ([Note: publication]). An old one has the
+    hidden name afterwards, or is removed."""
     sync_directory(hidden)
+    olds = []
+    while not _rename(hidden, final) and not exchange_names(hidden, final):
+        olds.append(final.parent / hidden_name(final.name, "old"))
+        with contextlib.suppress(FileNotFoundError):  # another save was faster
+            final.rename(olds[-1])
+    sync_directory(final.parent)
+    for old in olds:
+        remove(old)
+
+
+def _rename(hidden: Path, final: Path) -> bool:
+    """False when `final` exists."""
     try:
         hidden.rename(final)
     except OSError as error:
-        if error.errno not in THERE_IS_ONE:
+        if error.errno not in NAME_IS_TAKEN:
             raise
-    else:
-        sync_directory(final.parent)
-        return
-    if not _exchange(hidden, final):
-        aside = aside_of(final.parent, final.name)
-        final.rename(aside)
-        hidden.rename(final)
-        hidden = aside
-    sync_directory(final.parent)
-    remove(hidden)  # now the old one
+        return False
+    return True
 
 
-def _exchange(one: Path, two: Path) -> bool:
+def exchange_names(one: Path, two: Path) -> bool:
     """Swap two names at once; False where the system cannot."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "renameat2"):
@@ -180,29 +223,19 @@ def _exchange(one: Path, two: Path) -> bool:
     raise OSError(code, os.strerror(code), str(two))
 
 
-def restore_aside(save_dir: Path, tag: str) -> None:
-    """Bring back a tag whose replacement never took its name."""
-    for aside in save_dir.glob(".*.old-*"):
-        match = HIDDEN.fullmatch(aside.name)
-        if match is None or (match["tag"], match["kind"]) != (tag, "old"):
-            continue
-        if (save_dir / tag).exists():
-            remove(aside)
-        else:
-            aside.rename(save_dir / tag)
+def _exists_or_returns(final: Path, old: Path) -> bool:
+    """Whether there is a tag `final`. When its replacement never took its name, `old` takes it."""
+    if not final.exists():
+        with contextlib.suppress(OSError):  # another process was faster
+            old.rename(final)
+    return final.exists()
 
 
 def write_latest(save_dir: Path, tag: str) -> None:
     """Make `latest` name `tag`, at once."""
-    hidden = save_dir / hidden_name(LATEST)
-    # "x": never into a link that was planted, nor over a file.
-    with open(hidden, "x", encoding="utf-8") as file, contextlib.ExitStack() as undo:
-        undo.callback(remove, hidden)
-        file.write(tag)
-        file.flush()
-        os.fsync(file.fileno())
-        hidden.replace(save_dir / LATEST)
-        undo.pop_all()
+    with hidden_directory(save_dir, LATEST) as hidden:
+        write_durably(hidden / LATEST, tag.encode())
+        (hidden / LATEST).replace(save_dir / LATEST)
     sync_directory(save_dir)
 
 
@@ -222,14 +255,17 @@ def read_latest(save_dir: Path) -> str | None:
 
 
 def resolve(load_dir: Path, tag: str) -> Path:
-    """The directory of `tag`. CheckpointError, with the tags that are there, when it is not."""
-    restore_aside(load_dir, tag)
+    """The directory of `tag`. CheckpointError, with the tags that are there, when it is missing."""
     path = load_dir / tag
+    for old in sorted(load_dir.glob(".*.old-*")):
+        match = HIDDEN.fullmatch(old.name)
+        if match is not None and match["name"] == tag:
+            _exists_or_returns(path, old)
     if path.is_dir():
         return path
     tags = [f.name for f in sorted(load_dir.glob("*")) if f.is_dir() and f.name[0] != "."]
-    there = f"the tags there are {', '.join(tags)}" if tags else "there is no tag in it"
-    raise CheckpointError(f"{path}: no such checkpoint; {there}.{did_you_mean(tag, tags)}")
+    listed = f"the tags there are {', '.join(tags)}" if tags else "there is no tag in it"
+    raise CheckpointError(f"{path}: no such checkpoint; {listed}.{did_you_mean(tag, tags)}")
 
 
 # -- one directory for all ranks ------------------------------------------------------------------
@@ -250,9 +286,9 @@ class Team:
         """Every rank's object, of all slices."""
         return self._group.objects(mine, what)
 
-    def of_slices(self, found: list[Any]) -> list[Any]:
+    def of_slices(self, objects: list[Any]) -> list[Any]:
         """Of what `exchange` gave: that of the ranks that share our slices, by rank."""
-        return [found[self._numbers.index(number)] for number in self._sharing]
+        return [objects[self._numbers.index(number)] for number in self._sharing]
 
     def all_or_raise(self, work: Callable[[], Result]) -> Result:
         """What `work` returns here. When it raises on one rank, all raise: that one its own error,

@@ -1,40 +1,54 @@
-"""Loading: from a checkpoint's files into the host slabs, parameter by parameter.
+"""Loading: from a checkpoint's files into the host arrays, parameter by parameter.
 
 Owns the match between a checkpoint's names and a model's, and every check that comes before memory
-changes. Never holds more than a piece of a tensor outside the slabs. The training thread alone
+changes. Never holds more than a piece of a tensor outside the arrays. The training thread alone
 enters.
 
-[Note: verified first] `Load` reads the manifest, matches names and shapes, checks the size and the
-checksum of every file that is needed, and unpacks the small state. Whatever is wrong is raised
-there, before `into_slabs` writes a byte.
+[Note: verified first]
+
+1. `Load` reads the manifest and matches names and shapes.
+2. It checks the size and the checksum of every file that is needed. Ranks divide the files.
+3. It unpacks the state file. Every error so far leaves memory as it was.
+4. `into_slabs` writes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from stronghold.checkpoint.directory import Team
-from stronghold.checkpoint.manifest import OpenTag, TensorRecord, unpack_state
+from stronghold.checkpoint.manifest import LOW, WEIGHTS, TensorRecord
 from stronghold.checkpoint.save import named_groups, persistent_buffers
+from stronghold.checkpoint.state import unpack_state
+from stronghold.checkpoint.tag import OpenTag
 from stronghold.errors import CheckpointError, ConfigError, did_you_mean
 from stronghold.model.layout import ParameterSlice
 from stronghold.optim.states import LOW_DTYPE, items, join_master
-from stronghold.runtime.optimizer import EngineOptimizer
-from stronghold.runtime.stack import Stack
+from stronghold.streaming.optimizer import EngineOptimizer
+from stronghold.streaming.stack import Stack
 
-PIECE_NUMEL = 1 << 20  # of moments that are decoded at once: a multiple of a group
-SHOWN = 5  # names in an error; the rest is counted
+PIECE_NUMEL = 1 << 20  # of elements that are converted at once: a multiple of a group
+SHOWN = 5  # names in an error; the others are counted
+
+
+class Match(NamedTuple):
+    """Parameter `k` of a layer of the model, and its record in the checkpoint."""
+
+    layer: int
+    k: int
+    part: ParameterSlice
+    record: TensorRecord
 
 
 class Load:
-    """One verified checkpoint, ready to be written into `stack` ([Note: verified first]); a
-    context, in which the files are held open. `optimizer` is None for a load of weights alone.
+    """One verified checkpoint, ready to be written into `stack` ([Note: verified first]). It holds
+    the files open until `close`. `optimizer` is None for a load of weights alone.
     `names_must_match` is DeepSpeed's strictness; shapes always must. `trusted`: as for
-    `unpack_state`. `mark` tells the tag that was opened from one that takes its place."""
+    `unpack_state`. `mark` differs from that of a tag that takes this one's place."""
 
     def __init__(
         self,
@@ -54,13 +68,13 @@ class Load:
         try:
             self.manifest = self._tag.manifest
             self._records = {a: record for record in self.manifest.tensors for a in record.aliases}
-            self._found = self._match(names_must_match)
+            self._matches = self._match(names_must_match)
             if optimizer is not None:
                 self._check_optimizer(optimizer)
             # The ranks divide the files among them: none goes on when one has failed.
             needed = sorted({team.slices.state} | self._needed())
             self._tag.check(needed[team.rank :: team.num_ranks])
-            records = [record for _, _, _, record in self._found]
+            records = [match.record for match in self._matches]
             self._tag.check_headers(records, state=optimizer is not None)
             self.state = unpack_state(self._tag.file(team.slices.state), trusted=trusted)
         except BaseException:
@@ -72,10 +86,10 @@ class Load:
         self._tag.close()
 
     # -- checks ---------------------------------------------------------------------------------
-    def _match(self, strict: bool) -> list[tuple[int, int, ParameterSlice, TensorRecord]]:
-        """(layer, position, slice, record) of every parameter that both have."""
+    def _match(self, strict: bool) -> list[Match]:
+        """Every parameter that model and checkpoint both have."""
         known: set[str] = set()
-        found, missing = [], []
+        matches, missing = [], []
         for index, layer in enumerate(self._stack.partition.layers):
             parts = self._stack.layout.layers[index].slices
             for k, (named, part) in enumerate(zip(layer.parameters, parts, strict=True)):
@@ -88,7 +102,7 @@ class Load:
                             f"and {list(part.shape)} in this model"
                         )
                     self._check_dtype(part, record)
-                    found.append((index, k, part, record))
+                    matches.append(Match(index, k, part, record))
                 elif not (part.name in self.manifest.excluded and not part.trainable):
                     missing.append(part.name)
         buffers = {name for name, _ in persistent_buffers(self._stack.partition.model)}
@@ -104,10 +118,10 @@ class Load:
                     f"{self._path}: the buffer {name} has the shape {list(shape)} there, and "
                     f"{list(buffer.shape)} in this model"
                 )
-        return found
+        return matches
 
     def _check_dtype(self, part: ParameterSlice, record: TensorRecord) -> None:
-        """ConfigError where the values of one dtype say nothing in the other."""
+        """ConfigError where the values of one dtype mean nothing in the other."""
         made = self._stack.host.formats[part.format]
         if record.dtype is not made.dtype and not {record.dtype, made.dtype} <= LOW_DTYPE.keys():
             raise ConfigError(
@@ -116,7 +130,7 @@ class Load:
             )
 
     def _mismatch(self, missing: list[str], extra: list[str]) -> str:
-        there = [*self._records, *self.manifest.buffers]
+        num_saved = len(self._records) + len(self.manifest.buffers)
         lines = [f"{self._path} is not of this model:"]
         if missing:
             hint = did_you_mean(missing[0], extra) if extra else ""
@@ -124,7 +138,7 @@ class Load:
         if extra:
             lines.append(f"this model has no {_listed(extra)}.")
         lines.append(
-            f"{len(there)} names are there; with load_module_strict=False those that match are "
+            f"{num_saved} names are there; with load_module_strict=False those that match are "
             "loaded"
         )
         return " ".join(lines)
@@ -137,18 +151,18 @@ class Load:
             raise ConfigError(f"{self._path} was saved by an engine without an optimizer; {advice}")
         self._check_moments(advice)
         canonical = {a: record.name for a, record in self._records.items()}
-        there = [set(group["params"]) for group in saved]
-        here = [{canonical.get(name, name) for name in group["params"]} for group in live]
-        if there != here:
-            sizes = [len(group) for group in there], [len(group) for group in here]
-            names = sorted(set.symmetric_difference(set().union(*there), set().union(*here)))
+        saved_names = [set(group["params"]) for group in saved]
+        live_names = [{canonical.get(name, name) for name in group["params"]} for group in live]
+        if saved_names != live_names:
+            sizes = [len(group) for group in saved_names], [len(group) for group in live_names]
+            names = sorted(set().union(*saved_names) ^ set().union(*live_names))
             differ = f"; only one of them has {_listed(names)}" if names else ""
             raise ConfigError(
                 f"{self._path}: its parameter groups hold {sizes[0]} parameters and this "
                 f"optimizer's {sizes[1]}{differ}, or in another order; {advice}"
             )
-        for index, (group, there_) in enumerate(zip(optimizer.param_groups, saved, strict=True)):
-            for key, value in there_.items():
+        for index, (group, stored) in enumerate(zip(optimizer.param_groups, saved, strict=True)):
+            for key, value in stored.items():
                 if key in group and key != "params" and not _is_like(group[key], value):
                     raise CheckpointError(
                         f"{self._path}: groups.{index}.{key}: got {value!r:.80}, expected what can "
@@ -158,9 +172,9 @@ class Load:
     def _check_moments(self, advice: str) -> None:
         """ConfigError where saved moments are of another optimizer than the parameter's here."""
         stack = self._stack
-        for index, k, part, record in self._found:
+        for index, k, part, record in self._matches:
             optimizer = stack.steps.optimizers_of(stack.host.layers[index]).get(k)
-            if record.moments is None or optimizer is None:
+            if not record.has_moments or optimizer is None:
                 continue
             if record.optimizer != optimizer.name:
                 raise ConfigError(
@@ -175,11 +189,8 @@ class Load:
 
     def _needed(self) -> set[str]:
         names = {self._tag.buffers} if self.manifest.buffers else set()
-        for _, _, _, record in self._found:
-            names.add(record.weights)
-            if self._optimizer is not None:
-                names.update(filter(None, (record.low, record.moments)))
-        return names
+        arrays = {WEIGHTS} if self._optimizer is None else None
+        return names.union(*(match.record.files(arrays) for match in self._matches))
 
     # -- writing --------------------------------------------------------------------------------
     def into_slabs(self, custom: Callable[..., Any] | None = None) -> None:
@@ -190,7 +201,7 @@ class Load:
         stack = self._stack
         stack.runtime.restart()
         exact = self._optimizer is not None and custom is None
-        has_state = any(record.moments or record.low for _, _, _, record in self._found)
+        has_state = any(len(match.record.pieces) > 1 for match in self._matches)
         if self._optimizer is not None and has_state:
             stack.prepare_training()
         if custom is None:
@@ -209,91 +220,100 @@ class Load:
 
     def _weights(self, exact: bool) -> None:
         host, model = self._stack.host, self._stack.partition.model
-        for index, _, part, record in self._found:
+        for match in self._matches:
+            part, record = match.part, match.record
             with_master = exact and part.trainable
             made = host.formats[part.format]
             states = made.trained if part.trainable else None
             saved_kind = record.states(self.manifest.states).kind
             if record.dtype is made.dtype and (states is None or states.kind == saved_kind):
-                self._fill(index, "weights", part, record.weights, record.name)
+                self._fill(match, WEIGHTS)
                 is_whole = states is not None and states.low is torch.float32
-                if with_master and record.low is None and is_whole:
-                    self._copy_weights_to_low(index, part)
+                if with_master and not record.has_low and is_whole:
+                    self._copy_weights_to_low(match)
                 elif with_master:
-                    self._fill(index, "low", part, record.low, record.name)
-                continue
-            begin = 0
-            for master in masters(self._tag, record, exact=with_master):
-                if with_master and host.training:
-                    host.access.write_master(index, part, begin, master)
-                else:
-                    at = part.offset + begin
-                    for own, found in host.access.pieces(
-                        index, ("weights",), at, at + master.numel(), mode="replace"
-                    ):
-                        found["weights"].copy_(master[own])
-                begin += master.numel()
+                    self._fill(match, LOW)
+            else:
+                self._convert_weights(match, with_master)
         if not exact:
             loaded: dict[int, set[int]] = {}
-            for index, k, _, _ in self._found:
-                loaded.setdefault(index, set()).add(k)
+            for match in self._matches:
+                loaded.setdefault(match.layer, set()).add(match.k)
             for index, positions in loaded.items():
                 host.access.restart_master(index, positions)
         for name, buffer in persistent_buffers(model):
             if name in self.manifest.buffers:
                 buffer.data.copy_(self._tag.tensors(self._tag.buffers).read(name))
 
-    def _fill(
-        self, index: int, array: str, part: ParameterSlice, file: str | None, name: str
-    ) -> None:
-        """Read a tensor of a file, or zeros without one, into a parameter's part of an array,
-        wherever that lies; one that the layer does not have is left out."""
-        host, at, end = self._stack.host, part.offset, part.offset + part.numel
-        maps = host.layers[index].maps
-        if not host.access.has(index, array) or not maps[array].has_range(part):
-            return
-        for own, found in host.access.pieces(index, (array,), at, end, mode="replace"):
-            if file is None:
-                found[array].zero_()
+    def _convert_weights(self, match: Match, with_master: bool) -> None:
+        """Weights of another dtype or kind of states, from the values of the masters."""
+        host, part, begin = self._stack.host, match.part, 0
+        for master in masters(self._tag, match.record, exact=with_master):
+            end = begin + master.numel()
+            if with_master and host.training:
+                host.access.write_master(match.layer, part, begin, master)
             else:
-                begin = items(array, own.start, own.stop).start
-                self._tag.tensors(file).read_part(name, begin, found[array])
+                for span, views in host.access.pieces(
+                    match.layer, (WEIGHTS,), part.offset + begin, part.offset + end, mode="replace"
+                ):
+                    views[WEIGHTS].copy_(master[span])
+            begin = end
 
-    def _copy_weights_to_low(self, index: int, part: ParameterSlice) -> None:
-        host, at, end = self._stack.host, part.offset, part.offset + part.numel
-        if host.access.has(index, "low"):
-            for _, found in host.access.pieces(index, ("weights", "low"), at, end, mode="edit"):
-                found["low"].copy_(found["weights"])
+    def _fill(self, match: Match, array: str) -> None:
+        """Read an array of a parameter to where it lies, or zeros when the checkpoint does not have
+        it. An array that the layer does not have is left out."""
+        host, part, record = self._stack.host, match.part, match.record
+        maps = host.layers[match.layer].maps
+        if not host.access.has(match.layer, array) or not maps[array].has_range(part):
+            return
+        for span, views in host.access.pieces(
+            match.layer, (array,), part.offset, part.offset + part.numel, mode="replace"
+        ):
+            if array in record.pieces:
+                begin = items(array, span.start, span.stop).start
+                self._tag.read_into(record, array, begin, views[array])
+            else:
+                views[array].zero_()
+
+    def _copy_weights_to_low(self, match: Match) -> None:
+        host, begin, end = self._stack.host, match.part.offset, match.part.offset + match.part.numel
+        if host.access.has(match.layer, LOW):
+            for _, views in host.access.pieces(
+                match.layer, (WEIGHTS, LOW), begin, end, mode="edit"
+            ):
+                views[LOW].copy_(views[WEIGHTS])
 
     def _moments(self) -> None:
         host = self._stack.host
-        for index, k, part, record in self._found:
+        for match in self._matches:
+            index, k, part, record = match
             if part.trainable:
                 states = host.formats[part.format].trained
                 host.layers[index].optimizer.counts[k] = record.step
                 saved_kind = record.states(self.manifest.states).kind
-                if record.moments is not None and saved_kind != states.kind:
-                    self._convert_moments(index, part, record)
+                if record.has_moments and saved_kind != states.kind:
+                    self._convert_moments(match)
                     continue
                 for array in states.moment_dtypes:
-                    self._fill(index, array, part, record.moments, f"{array}.{record.name}")
+                    self._fill(match, array)
 
-    def _convert_moments(self, index: int, part: ParameterSlice, record: TensorRecord) -> None:
+    def _convert_moments(self, match: Match) -> None:
         """Moments of another kind of states: the decoded values, encoded."""
-        host, at, end = self._stack.host, part.offset, part.offset + part.numel
+        host, part = self._stack.host, match.part
         states = host.formats[part.format].trained
         arrays = tuple(states.moment_dtypes)
-        if not all(host.access.has(index, array) for array in arrays):
+        if not all(host.access.has(match.layer, array) for array in arrays):
             return
-        for own, found in host.access.pieces(index, arrays, at, end, mode="replace"):
-            for begin in range(own.start, own.stop, PIECE_NUMEL):
-                stop = min(begin + PIECE_NUMEL, own.stop)
-                decoded = moments_of(self._tag, record, begin, stop)
+        for span, views in host.access.pieces(
+            match.layer, arrays, part.offset, part.offset + part.numel, mode="replace"
+        ):
+            for begin in range(span.start, span.stop, PIECE_NUMEL):
+                end = min(begin + PIECE_NUMEL, span.stop)
+                decoded = moments_of(self._tag, match.record, begin, end)
                 for moment in states.moments:
                     for array, values in states.encode(moment, decoded[moment.name]).items():
-                        found[array][items(array, begin - own.start, stop - own.start)].copy_(
-                            values
-                        )
+                        target = items(array, begin - span.start, end - span.start)
+                        views[array][target].copy_(values)
 
     def _hyper_parameters(self, optimizer: EngineOptimizer) -> None:
         for group, saved in zip(optimizer.param_groups, self.manifest.groups or (), strict=True):
@@ -307,37 +327,37 @@ class Load:
                     group[key] = tuple(value) if isinstance(live, tuple) else value
 
     def _state_dict(self) -> dict[str, torch.Tensor]:
-        found = {
-            alias: self._tag.tensors(record.weights).read(record.name)
-            for _, _, _, record in self._found
-            for alias in record.aliases
+        tensors = {
+            alias: self._tag.read(match.record, WEIGHTS, 0, match.record.numel).view(
+                match.record.shape
+            )
+            for match in self._matches
+            for alias in match.record.aliases
         }
         for name in self.manifest.buffers:
-            found[name] = self._tag.tensors(self._tag.buffers).read(name)
-        return found
+            tensors[name] = self._tag.tensors(self._tag.buffers).read(name)
+        return tensors
 
 
 def masters(tag: OpenTag, record: TensorRecord, *, exact: bool) -> Iterator[torch.Tensor]:
     """A parameter in fp32, flat, in pieces: its exact master, or (not `exact`) its weights."""
-    weights = tag.tensors(record.weights).pieces(record.name)
-    if not exact or record.low is None:
-        yield from (join_master(weight, None) for weight in weights)
-    else:
-        lows = tag.tensors(record.low).pieces(record.name)
-        yield from (join_master(w, low) for w, low in zip(weights, lows, strict=True))
+    for begin in range(0, record.numel, PIECE_NUMEL):
+        end = min(begin + PIECE_NUMEL, record.numel)
+        weights = tag.read(record, WEIGHTS, begin, end)
+        low = tag.read(record, LOW, begin, end) if exact and record.has_low else None
+        yield join_master(weights, low)
 
 
 def moments_of(tag: OpenTag, record: TensorRecord, begin: int, end: int) -> dict[str, torch.Tensor]:
     """The moments of a parameter's elements [begin, end) by name, flat, in fp32. `begin` is a
     multiple of a group. Empty where the record has none."""
-    if record.moments is None:
+    if not record.has_moments:
         return {}
-    arrays = {}
     states = record.states(tag.manifest.states)
-    for array, dtype in states.moment_dtypes.items():
-        at = items(array, begin, end)
-        arrays[array] = torch.empty(at.stop - at.start, dtype=dtype)
-        tag.tensors(record.moments).read_part(f"{array}.{record.name}", at.start, arrays[array])
+    arrays = {}
+    for array in states.moment_dtypes:
+        span = items(array, begin, end)
+        arrays[array] = tag.read(record, array, span.start, span.stop)
     return {moment.name: states.decode(moment, arrays) for moment in states.moments}
 
 

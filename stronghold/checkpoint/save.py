@@ -1,66 +1,70 @@
-"""Saving: every layer's host slabs to files, while they are not written.
+"""Saving: each layer's arrays to files, while they are not written.
 
-Owns what goes into which file and in which order. Copies no slab: bytes go from where they lie to
-the file, through a piece of host memory where they lie on the device or in a file. The training
+Owns the contents of each file and the order of the files. Copies no array: bytes go from where they
+lie to the file, through a piece of host memory where they lie on the GPU or in a file. The training
 thread collects; the jobs run on it or on the io lane.
 
-[Note: snapshot] A job reads a layer after its newest update, and the layer's next update waits for
-the job. So a save that runs beside the next steps writes exactly what a save that stops them
-writes. Everything small (buffers, counters, schedules) is copied when the save is asked for. A
-program that writes weights in place meanwhile waits for nobody: such a save fails.
+[Note: snapshot]
 
-[Note: one tag] All ranks of the team write at once, each its own elements of the same files. The
-leader makes the hidden directory, which all must see, and publishes it; of the ranks that share
-slices of the model the first writes what is small. A failure on any rank is raised on all, and
-leaves no trace.
+1. A job reads a layer after its newest update, and the layer's next update waits for the job.
+2. So a save beside the next steps writes exactly the bytes that a save that stops them writes.
+3. Buffers, counters and schedules are copied when the save is asked for.
+4. A program that writes weights in place meanwhile waits for nothing: such a save fails.
+
+[Note: one tag]
+
+1. The leader makes the hidden directory, which all ranks must see.
+2. Every rank writes its share of each layer into files of its own.
+3. The ranks exchange where each item lies. The first rank of those that share slices of the model
+   writes the small files and the manifest.
+4. The leader publishes the directory. An error on any rank is raised on all, and leaves no trace.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from stronghold.checkpoint import directory
 from stronghold.checkpoint.directory import Team
+from stronghold.checkpoint.files import (
+    NAMES,
+    Entry,
+    FileRecord,
+    entry_of,
+    write_durably,
+    write_tensors,
+)
 from stronghold.checkpoint.manifest import (
     BUFFERS,
     CONFIG,
-    ClientState,
+    LOW,
+    WEIGHTS,
     Manifest,
+    Piece,
     TensorRecord,
-    pack_state,
-    shape_of,
+    stored_as,
 )
-from stronghold.checkpoint.tensorfile import (
-    NAMES,
-    Entry,
-    Part,
-    cut,
-    entry_of,
-    raw_bytes,
-    record_of,
-    write_durably,
-    write_parts,
-    write_tensors,
-)
+from stronghold.checkpoint.state import ClientState, pack_state
 from stronghold.devices.base import Fence, surfacing
 from stronghold.devices.lane_name import LaneName
 from stronghold.errors import CheckpointError, ConfigError, LaneError
 from stronghold.model.arrays import array_dtype, moment_arrays
 from stronghold.model.layout import ParameterSlice
 from stronghold.optim import DEFAULT
-from stronghold.optim.states import group_size
+from stronghold.optim.states import items
 from stronghold.plan.homes import GPU
 from stronghold.plan.schedule import update_order
-from stronghold.runtime.optimizer import EngineOptimizer
-from stronghold.runtime.patches.modules import transient_buffers
-from stronghold.runtime.stack import Stack
+from stronghold.streaming.optimizer import EngineOptimizer
+from stronghold.streaming.patches.modules import transient_buffers
+from stronghold.streaming.stack import Stack
 
 PACKAGES = ("stronghold", "deepspeed", "torch")
 
@@ -68,6 +72,31 @@ PACKAGES = ("stronghold", "deepspeed", "torch")
 def versions() -> dict[str, str]:
     """Of the packages that made a checkpoint."""
     return {name: importlib.metadata.version(name) for name in PACKAGES}
+
+
+class WrittenPiece(NamedTuple):
+    """Items [begin, end) of one array of the parameter `name`, which one rank has written."""
+
+    name: str
+    array: str
+    begin: int
+    end: int
+    file: str
+
+
+class Written(NamedTuple):
+    """The files of tensors that one rank has written."""
+
+    files: dict[str, FileRecord]
+    pieces: list[WrittenPiece]
+
+
+class SavedParameter(NamedTuple):
+    """One parameter of a save: its arrays, and the fields of its record without `pieces`."""
+
+    part: ParameterSlice
+    arrays: tuple[str, ...]
+    described: dict[str, Any]
 
 
 class Save:
@@ -94,7 +123,7 @@ class Save:
         self._counters = counters
         self._exclude_frozen = exclude_frozen
         self._versions = versions()
-        self._parts: dict[str, list[Part]] = {}  # of each file of tensors, what this rank wrote
+        self._written = Written({}, [])
         model = stack.partition.model
         self._buffers = {
             name: buffer.detach().to("cpu", copy=True).contiguous()
@@ -104,42 +133,46 @@ class Save:
         self._state = pack_state(client, counters, self._versions, model_parallel_size=slices)
         self._config = model_config(model)
         self._groups = named_groups(stack, optimizer)
-        self._records = [self._layer_records(index) for index in range(len(stack.host.layers))]
-        self._hidden = self._begin()
+        self._saved = [self._saved_parameters(i) for i in range(len(stack.host.layers))]
+        self._cleanup = contextlib.ExitStack()  # removes the hidden directory, of the leader
+        self._hidden = self._make_hidden()
         self._failure: BaseException | None = None
         self._jobs: list[Fence] = []
         self._published: Fence | None = None
         # As the next updates will come, so that they wait least.
         order = update_order(stack.plan.updates)
-        self.order = [*order, *(i for i in range(len(self._records)) if i not in order)]
+        self.order = [*order, *(i for i in range(len(self._saved)) if i not in order)]
 
-    def _begin(self) -> Path:
+    def _make_hidden(self) -> Path:
         """The hidden directory, which every rank sees."""
         team, existed = self._team, self._save_dir.exists()
-
-        def make() -> str:
-            return directory.begin(self._save_dir, self._tag).name if team.leader else ""
-
-        path: Path = self._save_dir / team.exchange(team.all_or_raise(make), "directory")[0]
+        name = team.exchange(team.all_or_raise(self._lead), "directory")[0]
+        path: Path = self._save_dir / name
         try:
             team.check_seen(path)
         except CheckpointError:
-            if team.leader:
-                directory.remove(path)
-                if not existed:
-                    path.parent.rmdir()
+            self._cleanup.close()
+            if team.leader and not existed:
+                self._save_dir.rmdir()
             raise
         return path
+
+    def _lead(self) -> str:
+        """The name of the hidden directory that the leader makes; "" on other ranks."""
+        if not self._team.leader:
+            return ""
+        hidden = directory.hidden_directory(self._save_dir, self._tag)
+        return self._cleanup.enter_context(hidden).name
 
     def run(self) -> None:
         """Save on the calling thread, each layer after its pending update. Raises OSError, and then
         leaves no trace on disk."""
         for layer in self.order:
-            self._write_guarded(layer, self._stack.host.layers[layer].wait)
+            self._write_guarded(layer, after=self._stack.host.layers[layer].wait)
         self._finish()
 
     def start(self) -> None:
-        """Save on the io lane: `wait` says how it ended. Training may go on at once:
+        """Save on the io lane; `wait` raises its errors. Training may go on at once:
         [Note: snapshot]."""
         stack, lane = self._stack, self._stack.device.lane(LaneName.IO)
         try:
@@ -150,9 +183,9 @@ class Save:
                 work = partial(self._write_guarded, layer, before=before)
                 # The layer's next update waits for it: a snapshot without a copy.
                 self._jobs.append(lane.submit(name, work, reads=state.records_of(state.changed)))
-        except BaseException as error:  # what is queued writes nothing more
+        except BaseException as error:  # queued jobs write nothing more
             self._failure = error
-            lane.submit(f"drop {self._tag}", partial(directory.remove, self._hidden))
+            lane.submit(f"drop {self._tag}", self._cleanup.close)
             raise
         self._published = lane.submit(f"publish {self._tag}", self._finish_guarded)
 
@@ -162,7 +195,7 @@ class Save:
         return self._published is not None and self._published.done
 
     def wait(self) -> None:
-        """Block until what was started has ended. LaneError with the save's own as its cause."""
+        """Block until a started save has ended. LaneError whose cause is the save's error."""
         if self._published is not None:
             self._published.wait()
         if isinstance(self._failure, LaneError):  # an update's: the layers are of no one step
@@ -189,7 +222,7 @@ class Save:
     def _check_unwritten(self, layer: int, before: list[int] | None) -> None:
         stack, state = self._stack, self._stack.host.layers[layer]
         if before is None or (layer in stack.plan.resident and state.home is not GPU):
-            return  # written in a slot, from which they come when nobody reads the arrays
+            return  # programs write such weights in their slot, and the arrays are not read there
         for part, old, new in zip(
             state.layout.slices, before, stack.runtime.versions_of(layer), strict=True
         ):
@@ -209,107 +242,109 @@ class Save:
             self._failure = error
 
     def _finish(self) -> None:
-        """Publish what every rank has written, if none has failed ([Note: one tag])."""
+        """Publish the files of every rank, if no rank has failed ([Note: one tag])."""
         team = self._team
-        try:
-            of_all = team.exchange(team.all_or_raise(self._written), "parts of files")
-            parts = team.of_slices(of_all)
-            team.all_or_raise(lambda: self._describe(parts) if team.rank == 0 else None)
+        with self._cleanup:
+            of_all = team.exchange(team.all_or_raise(self._end_of_jobs), "files and pieces")
+            of_slices = team.of_slices(of_all)
+            team.all_or_raise(lambda: self._describe(of_slices) if team.rank == 0 else None)
             team.all_or_raise(lambda: self._publish() if team.leader else None)
-        except BaseException:
-            if team.leader:
-                directory.remove(self._hidden)
-            raise
 
-    def _written(self) -> dict[str, list[Part]]:
-        for job in self._jobs:  # one whose update failed never ran: only its fence tells
+    def _end_of_jobs(self) -> Written:
+        for job in self._jobs:  # a job whose update failed never ran: its fence raises
             job.wait()
         if self._failure is not None:
             raise self._failure
-        return self._parts
+        return self._written
 
     # -- one layer --------------------------------------------------------------------------------
-    def _layer_records(self, index: int) -> list[TensorRecord]:
-        stack, layer = self._stack, self._stack.layout.layers[index]
+    def _saved_parameters(self, index: int) -> list[SavedParameter]:
+        stack, state = self._stack, self._stack.host.layers[index]
         named = stack.partition.layers[index].parameters
-        host, state = stack.host, stack.host.layers[index]
         optimizers = stack.steps.optimizers_of(state)
-
-        def has(part: ParameterSlice, arrays: Iterable[str]) -> bool:
-            dtypes = host.formats[part.format].trained.dtypes if part.trainable else {}
-            return any(array in dtypes and host.access.has(index, array) for array in arrays)
-
-        moments = moment_arrays(host.formats)
-        kept = [k for k, p in enumerate(layer.slices) if p.trainable or not self._exclude_frozen]
-        for k in kept:
-            if state.sections[k].dtype not in NAMES:
+        saved = []
+        for k, part in enumerate(stack.layout.layers[index].slices):
+            if self._exclude_frozen and not part.trainable:
+                continue
+            dtype = state.sections[k].dtype
+            if dtype not in NAMES:
                 raise ConfigError(
-                    f"{layer.slices[k].name} is {state.sections[k].dtype}, which a checkpoint's "
+                    f"{part.name} is {dtype}, which a checkpoint's "
                     f"files cannot hold: expected one of {', '.join(map(str, NAMES))}. Show its "
                     "bytes as torch.uint8 in the module, or save without what is frozen "
                     "(exclude_frozen_parameters=True)"
                 )
-        return [
-            TensorRecord(
-                name=part.name,
-                aliases=named[k].aliases,
-                shape=part.shape,
-                dtype=state.sections[k].dtype,
-                trainable=part.trainable,
-                step=state.optimizer.counts[k],
-                weights=self._file("weights", index),
-                low=self._file("masters", index) if has(part, ["low"]) else None,
-                moments=self._file("moments", index) if has(part, moments) else None,
-                optimizer=optimizers.get(k, DEFAULT).name,
-            )
-            for k, part in ((k, layer.slices[k]) for k in kept)
-        ]
+            described = {
+                "name": part.name,
+                "aliases": named[k].aliases,
+                "shape": part.shape,
+                "dtype": dtype,
+                "trainable": part.trainable,
+                "step": state.optimizer.counts[k],
+                "optimizer": optimizers.get(k, DEFAULT).name,
+            }
+            arrays = tuple(self._arrays_of(index, part))
+            saved.append(SavedParameter(part=part, arrays=arrays, described=described))
+        return saved
 
-    def _file(self, kind: str, index: int) -> str:
-        return self._team.slices.name(f"{kind}-{index:05d}.safetensors")
+    def _arrays_of(self, index: int, part: ParameterSlice) -> Iterator[str]:
+        """The arrays that the parameter has now."""
+        host = self._stack.host
+        yield WEIGHTS
+        if part.trainable:
+            for array in host.formats[part.format].trained.dtypes:
+                if array != WEIGHTS and host.access.has(index, array):
+                    yield array
 
     def _write_layer(self, index: int) -> None:
-        parts = {part.name: part for part in self._stack.layout.layers[index].slices}
-        maps = self._stack.host.layers[index].maps
-        moments = moment_arrays(self._stack.host.formats)
-        kinds = {"weights": ["weights"], "masters": ["low"], "moments": moments}
+        kinds = {
+            "weights": (WEIGHTS,),
+            "masters": (LOW,),
+            "moments": moment_arrays(self._stack.host.formats),
+        }
+        rank = f"-{self._team.rank:05d}" if self._team.num_ranks > 1 else ""
         for kind, arrays in kinds.items():
-            name = self._file(kind, index)
-            entries = [
-                self._entry(index, array, parts[r.name], f"{array}.{r.name}")
-                if kind == "moments"
-                else self._entry(index, array, parts[r.name], r.name)
-                for r in self._records[index]
-                if name in (r.weights, r.low, r.moments)
-                for array in arrays
-                if array in maps and maps[array].has_range(parts[r.name])
-            ]
+            file = self._team.slices.name(f"{kind}-{index:05d}{rank}.safetensors")
+            entries = []
+            for saved in self._saved[index]:
+                for array in (array for array in arrays if array in saved.arrays):
+                    for begin, end in self._shares(index, saved.part):
+                        entries.append(self._entry(index, array, saved.part, begin, end))
+                        span = items(array, begin, end)
+                        piece = WrittenPiece(saved.part.name, array, span.start, span.stop, file)
+                        self._written.pieces.append(piece)
             if entries:
-                first = self._team.rank == 0
-                self._parts[name] = write_parts(self._hidden / name, entries, first=first)
+                self._written.files[file] = write_tensors(self._hidden / file, entries)
 
-    def _entry(self, index: int, array: str, part: ParameterSlice, name: str) -> Entry:
-        """A parameter's part of one array, from where it lies: a slab, or piece by piece from a
-        file or the device. Of several ranks each writes its own elements."""
-        host, begin, end = self._stack.host, part.offset, part.offset + part.numel
-        shape = shape_of(array, part.shape)
+    def _shares(self, index: int, part: ParameterSlice) -> Iterator[tuple[int, int]]:
+        """This rank's elements of a parameter, counted from its first: none, or one span."""
+        state = self._stack.host.layers[index]
+        if part.numel == 0 and self._team.rank == 0:
+            yield 0, 0
+        for low, high in state.shards.within(state.layout, part.offset, part.offset + part.numel):
+            yield low - part.offset, high - part.offset
+
+    def _entry(self, index: int, array: str, part: ParameterSlice, begin: int, end: int) -> Entry:
+        """Elements [begin, end) of a parameter's array, from where they lie: host memory, or piece
+        by piece from a file or the GPU."""
+        host = self._stack.host
+        span = items(array, begin, end)
+        name, shape = stored_as(array, part.name, part.shape, span.start, span.stop)
         dtype = array_dtype(host.formats[part.format], array)
-
-        def pieces() -> Iterator[tuple[int, memoryview]]:
-            for own, found in host.access.pieces(index, (array,), begin, end):
-                at = own.start // group_size(array) * dtype.itemsize
-                yield from cut(raw_bytes(found[array]), at)
-
-        return Entry(name=name, dtype=dtype, shape=shape, pieces=pieces)
+        first, last = part.offset + begin, part.offset + end
+        pieces = partial(host.access.pieces, index, (array,), first, last)
+        return Entry(
+            name=name,
+            dtype=dtype,
+            shape=shape,
+            pieces=lambda: (views[array] for _, views in pieces()),
+        )
 
     # -- the end ----------------------------------------------------------------------------------
-    def _describe(self, of_ranks: list[dict[str, list[Part]]]) -> None:
-        """Write what is small, and the manifest."""
+    def _describe(self, of_ranks: list[Written]) -> None:
+        """Write the small files and the manifest."""
         stack, slices = self._stack, self._team.slices
-        files = {
-            name: record_of(name, [part for parts in of_ranks for part in parts[name]])
-            for name in self._parts
-        }
+        files = {name: record for one in of_ranks for name, record in one.files.items()}
         if self._buffers:
             name = slices.name(BUFFERS)
             entries = [entry_of(*item) for item in self._buffers.items()]
@@ -317,7 +352,16 @@ class Save:
         for name, data in {slices.state: self._state, slices.name(CONFIG): self._config}.items():
             if data is not None:
                 files[name] = write_durably(self._hidden / name, data)
-        records = [record for of_layer in self._records for record in of_layer]
+        pieces: dict[str, dict[str, tuple[Piece, ...]]] = {}
+        for name, array, begin, end, file in sorted(p for one in of_ranks for p in one.pieces):
+            arrays = pieces.setdefault(name, {})
+            piece = Piece(file=file, begin=begin, end=end)
+            arrays[array] = (*arrays.get(array, ()), piece)
+        records = [
+            TensorRecord(**saved.described, pieces=pieces[saved.part.name])
+            for of_layer in self._saved
+            for saved in of_layer
+        ]
         kept = {record.name for record in records}
         parameters = [part for layer in stack.layout.layers for part in layer.slices]
         Manifest(

@@ -1,8 +1,8 @@
-"""The weights alone, for those who read no checkpoint of ours.
+"""The weights alone, for programs that read no checkpoint of ours.
 
-Owns the view of the host slabs that other savers take for an ordinary state dict, and the directory
-that `from_pretrained` opens, with its shards and their index. Copies nothing but buffers and what
-is on the device; from file to file bytes go a piece of one tensor at a time. Entered by the
+Owns the view of the host arrays that other savers take for an ordinary state dict. Owns also the
+directory that `from_pretrained` opens, with its shards and their index. Copies nothing but buffers
+and what lies on the GPU; from file to file bytes go a piece of one tensor at a time. Entered by the
 training thread, and by `stronghold export`, which needs no engine and no model.
 """
 
@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,9 +19,7 @@ import torch
 from torch import nn
 
 from stronghold.checkpoint import directory
-from stronghold.checkpoint.load import masters
-from stronghold.checkpoint.manifest import BUFFERS, CONFIG, LARGEST, MANIFEST, OpenTag
-from stronghold.checkpoint.tensorfile import (
+from stronghold.checkpoint.files import (
     Entry,
     HeldFile,
     entry_of,
@@ -28,9 +27,20 @@ from stronghold.checkpoint.tensorfile import (
     write_durably,
     write_tensors,
 )
+from stronghold.checkpoint.load import PIECE_NUMEL, masters
+from stronghold.checkpoint.manifest import (
+    BUFFERS,
+    CONFIG,
+    LARGEST,
+    LOW,
+    MANIFEST,
+    WEIGHTS,
+    TensorRecord,
+)
+from stronghold.checkpoint.tag import OpenTag
 from stronghold.errors import CheckpointError, ConfigError
 from stronghold.plan.homes import GPU
-from stronghold.runtime.stack import Stack
+from stronghold.streaming.stack import Stack
 
 INDEX = "model.safetensors.index.json"
 Item = TypeVar("Item")
@@ -39,50 +49,44 @@ SMALL_FILES = (".json", ".txt", ".model", ".jinja")  # configuration and tokeniz
 
 # -- of a live engine -----------------------------------------------------------------------------
 def live_weights(stack: Stack, *, exclude_frozen: bool = False) -> dict[str, torch.Tensor]:
-    """The model's state dict, whose updates the caller has waited for: parameters as CPU tensors
-    over the slabs, each with a storage of its own size, so that a saver neither copies the rest of
-    a slab nor takes neighbours for tied. What lies on the device is copied. Tied names share a
-    tensor."""
+    """The model's state dict, whose updates the caller has waited for. Parameters are CPU tensors
+    over the host arrays. Each has a storage of its size, so that a saver neither copies the whole
+    array nor takes neighbours for tied. What lies on the GPU is copied. Tied names share a tensor.
+    """
     tensors: dict[nn.Parameter, torch.Tensor] = {}
-    for slabs, layer in zip(stack.host.layers, stack.partition.layers, strict=True):
-        for part, named in zip(slabs.layout.slices, layer.parameters, strict=True):
+    for state, layer in zip(stack.host.layers, stack.partition.layers, strict=True):
+        for part, named in zip(state.layout.slices, layer.parameters, strict=True):
             if part.trainable or not exclude_frozen:
-                values = slabs.maps["weights"].parameter(slabs.weights, part)
-                if slabs.home is GPU or not values.numel():
+                values = state.maps["weights"].parameter(state.weights, part)
+                if state.home is GPU or not values.numel():
                     values = values.to("cpu", copy=True)
                 else:
-                    own = torch.frombuffer(raw_bytes(values), dtype=values.dtype)
-                    values = own.view(values.shape)
+                    flat = torch.frombuffer(raw_bytes(values), dtype=values.dtype)
+                    values = flat.view(values.shape)
                 tensors[named.parameter] = values
-    found: dict[str, torch.Tensor] = {}
+    weights: dict[str, torch.Tensor] = {}
     for name, value in stack.partition.model.state_dict(keep_vars=True).items():
         if isinstance(value, nn.Parameter):
             if value in tensors:
-                found[name] = tensors[value]
+                weights[name] = tensors[value]
         else:
             is_tensor = isinstance(value, torch.Tensor)
-            found[name] = value.detach().cpu().contiguous() if is_tensor else value
-    return found
+            weights[name] = value.detach().cpu().contiguous() if is_tensor else value
+    return weights
 
 
 def write_weights(weights: dict[str, torch.Tensor], save_dir: Path, filename: str) -> None:
     """Write a state dict to one file, which appears complete or not at all. Of tied names the first
     is written to safetensors, which knows no ties; torch's format keeps them."""
-    save_dir.mkdir(parents=True, exist_ok=True)
-    directory.remove_leftovers(save_dir)
-    hidden = save_dir / directory.hidden_name(filename)
-    try:
+    with directory.hidden_directory(save_dir, filename) as hidden:
         if filename.endswith(".safetensors"):
             entries = {
                 id(value): entry_of(name, value) for name, value in reversed(weights.items())
             }
-            write_tensors(hidden, list(reversed(entries.values())))
+            write_tensors(hidden / filename, list(reversed(entries.values())))
         else:
-            torch.save(weights, hidden)
-        hidden.replace(save_dir / filename)
-    except BaseException:
-        directory.remove(hidden)
-        raise
+            torch.save(weights, hidden / filename)
+        (hidden / filename).replace(save_dir / filename)
 
 
 # -- of a checkpoint ------------------------------------------------------------------------------
@@ -114,10 +118,11 @@ def export_hf(
             )
         small = {CONFIG} & manifest.files.keys()
         buffers = {BUFFERS} if manifest.buffers else set()
-        tag.check({record.weights for record in manifest.tensors} | small | buffers)
+        tag.check(small.union(buffers, *(r.files({WEIGHTS}) for r in manifest.tensors)))
         tag.check_headers(manifest.tensors, state=False)
-        entries = [tag.tensors(r.weights).entry(r.name) for r in manifest.tensors]
-        entries += [tag.tensors(BUFFERS).entry(name) for name in manifest.buffers]
+        entries = [_entry(tag, record) for record in manifest.tensors]
+        stored = tag.tensors(BUFFERS) if manifest.buffers else None
+        entries += [entry_of(name, stored.mapped(name)) for name in manifest.buffers if stored]
         described = _read_config(tag.file(CONFIG)) if small and model_dir is None else None
         with directory.appearing(out) as hidden:
             _write_shards(hidden, shards(entries, max_shard_bytes, lambda e: e.num_bytes))
@@ -134,13 +139,25 @@ def fp32_state(source: Path, *, exclude_frozen: bool = False) -> dict[str, torch
         manifest = tag.manifest
         wanted = [r for r in manifest.tensors if r.trainable or not exclude_frozen]
         files = {BUFFERS} if manifest.buffers else set()
-        tag.check(files.union(*({r.weights, r.low or r.weights} for r in wanted)))
+        tag.check(files.union(*(r.files({WEIGHTS, LOW}) for r in wanted)))
         tag.check_headers(wanted, state=True)
-        found = {name: tag.tensors(BUFFERS).read(name) for name in manifest.buffers}
+        tensors = {name: tag.tensors(BUFFERS).read(name) for name in manifest.buffers}
         for record in wanted:
-            value = torch.cat(list(masters(tag, record, exact=True))).view(record.shape)
-            found |= dict.fromkeys(record.aliases, value)
-    return found
+            pieces = masters(tag, record, exact=True)
+            value = torch.cat([torch.empty(0), *pieces]).view(record.shape)
+            tensors |= dict.fromkeys(record.aliases, value)
+    return tensors
+
+
+def _entry(tag: OpenTag, record: TensorRecord) -> Entry:
+    """An entry that copies a parameter's weights from the tag to another file."""
+    pieces = partial(_pieces, tag, record)
+    return Entry(name=record.name, dtype=record.dtype, shape=record.shape, pieces=pieces)
+
+
+def _pieces(tag: OpenTag, record: TensorRecord) -> Iterator[torch.Tensor]:
+    for begin in range(0, record.numel, PIECE_NUMEL):
+        yield tag.read(record, WEIGHTS, begin, min(begin + PIECE_NUMEL, record.numel))
 
 
 def shards(items: Sequence[Item], most: int, size: Callable[[Item], int]) -> list[list[Item]]:

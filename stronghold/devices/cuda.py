@@ -23,7 +23,7 @@ stream follows each chunk's last one. What could go wrong between the two, and w
   waits    before memory is dropped that a lane still reads, and before a slot is read that a lane
            has written, all streams wait (`ComputeLane.wait_everywhere`)
   sums     gradients are added to a slot on the chunk's stream, after all that the others have
-           added (`runtime.gradients`): in the chunks' order. What comes after the last of them,
+           added (`streaming.gradients`): in the chunks' order. What comes after the last of them,
            rounding, drains, updates on the device, is done on the main stream, after all chunks
 Autograd records gradients that change streams on both, so that they are free again when the host
 has seen their events: it is kept from running more than two layers ahead of the device in backward.

@@ -29,9 +29,9 @@ from typing import Any, cast
 import torch
 
 from stronghold.errors import ConfigError
-from stronghold.runtime.optimizer import EngineOptimizer
-from stronghold.runtime.parts import UnannouncedBackward
-from stronghold.runtime.patches.autograd import (
+from stronghold.streaming.optimizer import EngineOptimizer
+from stronghold.streaming.parts import UnannouncedBackward
+from stronghold.streaming.patches.autograd import (
     NO_BACKWARD,
     at_end_of_backward,
     backward_number,

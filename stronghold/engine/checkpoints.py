@@ -18,18 +18,13 @@ import torch
 from stronghold.checkpoint import directory
 from stronghold.checkpoint.directory import Team
 from stronghold.checkpoint.load import Load
-from stronghold.checkpoint.manifest import (
-    COUNTERS,
-    GAS,
-    ClientState,
-    random_states,
-    restore_random_states,
-)
+from stronghold.checkpoint.manifest import COUNTERS, GAS
 from stronghold.checkpoint.save import Save
+from stronghold.checkpoint.state import ClientState, random_states, restore_random_states
 from stronghold.checkpoint.weights import live_weights, write_weights
 from stronghold.errors import ConfigError
-from stronghold.runtime.optimizer import EngineOptimizer, restore_scaler, scaler_state
-from stronghold.runtime.stack import Stack
+from stronghold.streaming.optimizer import EngineOptimizer, restore_scaler, scaler_state
+from stronghold.streaming.stack import Stack
 
 logger = logging.getLogger("stronghold")
 
@@ -73,7 +68,7 @@ class Checkpoints:
         self._stack.runtime.adopt_edited()
         optimizer, random = self._optimizer, random_states(self._stack.device)
         of_ranks = self._team.of_slices(self._team.exchange(random, "random states"))
-        found = ClientState(
+        state = ClientState(
             scheduler=_state_of(engine.lr_scheduler),
             loader=_state_of(engine.training_dataloader),
             client=client,
@@ -86,7 +81,7 @@ class Checkpoints:
             optimizer,
             Path(save_dir).absolute(),  # of now: the program may go elsewhere meanwhile
             directory.check_tag(tag),
-            client=found,
+            client=state,
             counters=counters,
             exclude_frozen=exclude_frozen,
             team=self._team,
@@ -155,15 +150,15 @@ class Checkpoints:
         )
         with contextlib.closing(load):
             team.check_opened(path, load.mark)
-            found = load.state
-            if found is not None and schedule and not weights_only:
-                scheduler, saved = engine.lr_scheduler, found.scheduler
+            state = load.state
+            if state is not None and schedule and not weights_only:
+                scheduler, saved = engine.lr_scheduler, state.scheduler
                 team.all_or_raise(lambda: _restore_scheduler(scheduler, saved, path))
             with stack.runtime.ledger.changing(f"load_checkpoint({str(path)!r})"):
                 load.into_slabs(custom)
-                if found is not None and not weights_only:
-                    self._restore(engine, found, load.manifest.counters)
-        return str(path / team.slices.state), None if found is None else found.client
+                if state is not None and not weights_only:
+                    self._restore(engine, state, load.manifest.counters)
+        return str(path / team.slices.state), None if state is None else state.client
 
     def _restore(self, engine: Any, saved: ClientState, counters: dict[str, int]) -> None:
         for name in COUNTERS:
@@ -175,15 +170,15 @@ class Checkpoints:
             engine.training_dataloader.load_state_dict(saved.loader)
         if self._optimizer is not None and saved.loss_scale is not None:
             restore_scaler(self._optimizer.loss_scaler, saved.loss_scale)
-        # Of as many ranks each its own again; of another number the first goes on with the first's,
-        # and the others with what they have.
-        team, own = self._team, saved.random
-        of_ranks = saved.random_of_ranks or [own]
-        if own is not None and len(of_ranks) == team.num_ranks:
-            own = of_ranks[team.rank]
+        # As many ranks as saved each take their states again. Of another number the first takes the
+        # first's, and the others keep theirs.
+        team, random = self._team, saved.random
+        of_ranks = saved.random_of_ranks or [random]
+        if random is not None and len(of_ranks) == team.num_ranks:
+            random = of_ranks[team.rank]
         elif team.rank > 0:
-            own = None
-        restore_random_states(own, self._stack.device)
+            random = None
+        restore_random_states(random, self._stack.device)
 
     # -- weights alone ----------------------------------------------------------------------------
     def save_weights(self, save_dir: str | Path, filename: str, *, exclude_frozen: bool) -> None:

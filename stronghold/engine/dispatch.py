@@ -29,7 +29,7 @@ from stronghold.distributed.process_groups import (
 from stronghold.engine import StrongholdEngine
 from stronghold.errors import ConfigError
 from stronghold.optim.cpu_optimizer import CPUOptimizer
-from stronghold.runtime.optimizer import EngineOptimizer
+from stronghold.streaming.optimizer import EngineOptimizer
 from stronghold.telemetry import show_log
 
 logger = logging.getLogger("stronghold")

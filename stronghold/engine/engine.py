@@ -1,8 +1,8 @@
 """The DeepSpeed-compatible engine.
 
 Owns the counters of micro-batches and steps, the accumulation boundary, and the border with
-DeepSpeed: what a user, an LR schedule or a monitor sees. Never moves a byte: `runtime.stack` does.
-The training thread alone enters.
+DeepSpeed: what a user, an LR schedule or a monitor sees. Never moves a byte: `streaming.stack`
+does. The training thread alone enters.
 
 It is a `deepspeed.DeepSpeedEngine` by name, so that frameworks recognise it, but runs none of that
 class's core: its `__init__` is not called, the one-line accessors read the `DeepSpeedConfig` that
@@ -42,14 +42,14 @@ from stronghold.engine.inspection import Inspection, inspect
 from stronghold.engine.instruments import Instruments
 from stronghold.errors import ConfigError
 from stronghold.plan.plan import Plan
+from stronghold.predict.refine import Refinement
 from stronghold.process import forked_from
-from stronghold.refine import Refinement
-from stronghold.runtime.fragments import fragments
-from stronghold.runtime.guards import NO_TRANSFORMS, StateHooks, check_free
-from stronghold.runtime.optimizer import EngineOptimizer, make_scaler
-from stronghold.runtime.patches.parameters import ParameterReads
-from stronghold.runtime.stack import MemoryReport, Stack
-from stronghold.runtime.steps import StalledWeights
+from stronghold.streaming.fragments import fragments
+from stronghold.streaming.guards import NO_TRANSFORMS, StateHooks, check_free
+from stronghold.streaming.optimizer import EngineOptimizer, make_scaler
+from stronghold.streaming.patches.parameters import ParameterReads
+from stronghold.streaming.stack import MemoryReport, Stack
+from stronghold.streaming.steps import StalledWeights
 from stronghold.telemetry.metrics import StepRecord, batch_size
 
 logger = logging.getLogger("stronghold")

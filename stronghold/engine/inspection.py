@@ -23,7 +23,7 @@ from stronghold.plan.cost import Demand
 from stronghold.plan.homes import Home
 from stronghold.plan.plan import Plan
 from stronghold.plan.schedule import Action
-from stronghold.runtime.stack import MemoryReport, Stack
+from stronghold.streaming.stack import MemoryReport, Stack
 from stronghold.telemetry.trace import Span
 
 

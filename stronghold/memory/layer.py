@@ -3,9 +3,9 @@
 | record | what it has | written by |
 |---|---|---|
 | `on_gpu` | its slots, and how far the fetch (unshard) is | `memory.window` |
-| `views` | what its parameters point to | `runtime.binding`, `runtime.runtime` (versions) |
-| `gradients` | which gradients come, and where they are | `runtime`: executor, the updates' files |
-| `optimizer` | which parameters are trained, and update counts | `runtime.steps`, a load |
+| `views` | what its parameters point to | `streaming.parameter_views`, `streaming.trainer` |
+| `gradients` | gradients that are expected, and where they lie | `streaming`: executor, updates |
+| `optimizer` | which parameters are trained, and update counts | `streaming.steps`, a load |
 
 `memory.host` makes the arrays. `repr(layer)` prints all four records. The training thread enters,
 and autograd's thread in backward. The two never run at once. Lanes use the arrays' addresses alone.

@@ -2,7 +2,7 @@
 
 A staged home (`plan.homes`) keeps arrays where kernels cannot address them. Its store moves the
 bytes of one array of one layer between the home and host memory (swap in, swap out). `memory.tiers`
-calls the stores. `memory.nvme` is the store of files. `runtime.stack` has the table of stores.
+calls the stores. `memory.nvme` is the store of files. `streaming.stack` has the table of stores.
 """
 
 from __future__ import annotations

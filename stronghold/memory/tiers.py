@@ -4,7 +4,7 @@ A staged home (`plan.homes`) is a place that kernels cannot address, such as a f
 store. Load (swap in) copies a piece from a store to host memory. Spill (swap out) copies it back.
 
 Owns the use of the staging ring's entries, and the lock of the entry that serves checkpoints. Never
-decides where an array lies (the plan does), nor when a piece moves (`runtime` does). The training
+decides where an array lies (the plan does), nor when a piece moves (`streaming` does). The training
 thread constructs it. Lanes call `begin`. The training thread and the io lane call `staged_pieces`.
 
 [Note: a piece] One entry holds elements [begin, end) of several arrays of one range of a layer, one

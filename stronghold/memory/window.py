@@ -1,7 +1,7 @@
 """The window: device buffers (slots) for the weights and gradients of layers.
 
-Owns the slots, and decides which layer may take which slot. Never issues a copy: `runtime.weights`
-fetches (prefetch, unshard), `runtime.gradients` offloads, and both report to the window. Release
+Owns the slots, and decides which layer may take which slot. It issues no copy: `streaming.weights`
+fetches (prefetch, unshard), `streaming.gradients` offloads, and both report to the window. Release
 (evict, reshard) copies nothing. The training thread enters, and autograd's thread during a backward
 on a GPU. The two never run at once.
 """

@@ -1,8 +1,8 @@
 """The schedule: the ordered list of actions of one pass over the model, as data.
 
 Pure: no tensors, no threads. `make_schedule` derives the actions from the order of the layers'
-uses, the number of slots and the positions of updates. `runtime.executor` performs the actions
-before each use. `runtime.optimizer_step` performs those behind a use. `str` and `parse_schedule`
+uses, the number of slots and the positions of updates. `streaming.executor` performs the actions
+before each use. `streaming.optimizer_step` performs those behind a use. `str` and `parse_schedule`
 print and read a schedule as text.
 
 A pass is a sequence of uses (forward of layer 0, ..., backward of layer 0) that repeats. It has:

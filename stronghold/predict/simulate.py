@@ -36,8 +36,8 @@ from stronghold.plan.plan import Plan
 from stronghold.plan.schedule import Kind
 from stronghold.plan.search import LADDERS, Choice, Ladder, Search
 from stronghold.predict.simulated_device import Operation, SimulatedDevice
-from stronghold.runtime.parts import assemble
-from stronghold.runtime.runtime import Runtime
+from stronghold.streaming.parts import assemble
+from stronghold.streaming.trainer import Runtime
 from stronghold.telemetry.metrics import Metrics
 
 NUM_STEPS = 4  # simulated; from the third on a step begins as it ends
@@ -209,7 +209,7 @@ class _Run:
         self._returning: dict[int, Fence] = {}
 
     def step(self) -> None:
-        """Run one optimizer step with the calls of `engine` and `runtime.hooks`."""
+        """Run one optimizer step with the calls of `engine` and `streaming.hooks`."""
         for micro_batch in range(self._workload.micro_batches):
             self._forward()
             boundary = micro_batch == self._workload.micro_batches - 1

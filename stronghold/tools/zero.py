@@ -21,35 +21,34 @@ from typing import Any, NamedTuple
 import torch
 
 from stronghold.checkpoint import directory
-from stronghold.checkpoint.load import PIECE_NUMEL, masters, moments_of
-from stronghold.checkpoint.manifest import (
-    BUFFERS,
-    GAS,
-    STATE,
-    ClientState,
-    Manifest,
-    OpenTag,
-    TensorRecord,
-    pack_state,
-    unpack_state,
-    unsafe_reason,
-)
-from stronghold.checkpoint.save import plain_group, versions
-from stronghold.checkpoint.tensorfile import (
+from stronghold.checkpoint.files import (
     PIECE_BYTES,
     Entry,
     FileRecord,
     entry_of,
-    in_order,
     write_durably,
     write_tensors,
 )
+from stronghold.checkpoint.load import PIECE_NUMEL, masters, moments_of
+from stronghold.checkpoint.manifest import (
+    BUFFERS,
+    GAS,
+    LOW,
+    STATE,
+    WEIGHTS,
+    Manifest,
+    Piece,
+    TensorRecord,
+)
+from stronghold.checkpoint.save import plain_group, versions
+from stronghold.checkpoint.state import ClientState, pack_state, unpack_state, unsafe_reason
+from stronghold.checkpoint.tag import OpenTag
 from stronghold.checkpoint.weights import shards
 from stronghold.errors import CheckpointError, ConfigError
 from stronghold.optim import hyperparameter_names, optimizer_named, optimizer_of_state
 from stronghold.optim.contract import Optimizer
 from stronghold.optim.states import LOW_DTYPE, split_master
-from stronghold.runtime.optimizer import deepspeeds_scaler, scaler_state
+from stronghold.streaming.optimizer import deepspeeds_scaler, scaler_state
 
 logger = logging.getLogger("stronghold")
 
@@ -126,7 +125,10 @@ def _write_imported(zero: ZeroCheckpoint, out: Path, dtype: torch.dtype) -> None
             if entries:
                 files[names[kind]] = write_tensors(out / names[kind], entries)
         for p in batch:
-            has_state = p.trainable and trained
+            arrays = {WEIGHTS: "weights"}
+            if p.trainable and trained:
+                arrays |= {LOW: "masters"} if LOW_DTYPE[dtype] else {}
+                arrays |= {moment.name: "moments" for moment in optimizer.possible_moments}
             records.append(
                 TensorRecord(
                     name=p.name,
@@ -135,10 +137,11 @@ def _write_imported(zero: ZeroCheckpoint, out: Path, dtype: torch.dtype) -> None
                     dtype=dtype,
                     trainable=p.trainable,
                     step=p.step,
-                    weights=names["weights"],
-                    low=names["masters"] if has_state and LOW_DTYPE[dtype] else None,
-                    moments=names["moments"] if has_state else None,
                     optimizer=optimizer.name,
+                    pieces={
+                        array: (Piece(file=names[kind], begin=0, end=p.numel),)
+                        for array, kind in arrays.items()
+                    },
                 )
             )
     buffers = _buffers(zero.model)
@@ -186,7 +189,7 @@ def _entries(
                 for piece in view.split(PIECE_BYTES // 4):
                     yield convert(piece).contiguous()
 
-        return Entry(name=name, dtype=to, shape=parameter.shape, pieces=lambda: in_order(pieces()))
+        return Entry(name=name, dtype=to, shape=parameter.shape, pieces=pieces)
 
     def half(which: int) -> Callable[[torch.Tensor], Any]:
         return lambda master: split_master(master.float(), dtype)[which]
@@ -457,7 +460,7 @@ def export_zero(source: Path, out: Path) -> list[Path]:
     directory.check_new(out)
     with OpenTag(source) as opened:
         manifest = opened.manifest
-        if manifest.groups is None or not any(record.moments for record in manifest.tensors):
+        if manifest.groups is None or not any(record.has_moments for record in manifest.tensors):
             raise ConfigError(
                 f"{source}: has no masters and moments, which ZeRO's layout is made of; it was "
                 "saved before the first backward or without an optimizer. Export it with --to hf"
@@ -507,7 +510,7 @@ def _write_zero(opened: OpenTag, client: ClientState | None, out: Path, scratch:
         out / f"{prefix}zero_pp_rank_0_{STATE.replace('model_states', 'optim_states')}",
     )
     frozen = [record for record in manifest.tensors if not record.trainable]
-    weights = {r.name: opened.tensors(r.weights).mapped(r.name) for r in manifest.tensors}
+    weights = {record.name: opened.weights(record) for record in manifest.tensors}
     module = {alias: weights[r.name] for r in manifest.tensors for alias in r.aliases}
     buffers = {name: opened.tensors(BUFFERS).mapped(name) for name in manifest.buffers}
     model_state: dict[str, Any] = {
@@ -547,7 +550,7 @@ def _optimizer_state(
         padded = -(-numel // ALIGNMENT) * ALIGNMENT
         paddings.append(padded - numel)
         fp32 = _scratch(scratch / f"fp32-{index}", numel)
-        optimizers = {record.optimizer for record in group if record.moments is not None}
+        optimizers = {record.optimizer for record in group if record.has_moments}
         names = [m.name for o in sorted(optimizers) for m in optimizer_named(o).possible_moments]
         moments = {name: _scratch(scratch / f"{name}-{index}", padded) for name in names}
         mapping, begin = OrderedDict(), 0
@@ -557,7 +560,7 @@ def _optimizer_state(
             for piece in masters(opened, record, exact=True):
                 fp32[at : at + piece.numel()] = piece
                 at += piece.numel()
-            if record.moments is not None:
+            if record.has_moments:
                 for at in range(0, record.numel, PIECE_NUMEL):
                     end = min(at + PIECE_NUMEL, record.numel)
                     values = moments_of(opened, record, at, end)

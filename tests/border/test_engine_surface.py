@@ -28,8 +28,8 @@ from stronghold.engine.attributes import REMOVED_SWITCHES
 from stronghold.engine.engine import REFUSED
 from stronghold.errors import ConfigError
 from stronghold.plan.plan import make_plan
-from stronghold.runtime import stack
-from stronghold.runtime.patches.parameters import FRAGMENT
+from stronghold.streaming import stack
+from stronghold.streaming.patches.parameters import FRAGMENT
 from tests.conftest import lane_threads
 from tests.models import MODELS, loss_of
 from tests.support.insides import hooks_of, num_hooks

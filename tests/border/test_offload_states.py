@@ -16,7 +16,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from stronghold.engine import StrongholdEngine
 from stronghold.errors import ConfigError
-from stronghold.runtime.optimizer import EngineOptimizer
+from stronghold.streaming.optimizer import EngineOptimizer
 from tests.support.training import initialized
 from tests.support.twin import Twin, twin
 

@@ -40,9 +40,9 @@ from transformers import (
 from transformers.core_model_loading import WeightRenaming
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from stronghold.runtime.patches import autograd, modules, tensors
-from stronghold.runtime.patches.table import PATCHES, Manner, Package, Span
-from stronghold.runtime.patches.versions import report_untried, untried_versions
+from stronghold.streaming.patches import autograd, modules, tensors
+from stronghold.streaming.patches.table import PATCHES, Manner, Package, Span
+from stronghold.streaming.patches.versions import report_untried, untried_versions
 from tests.support.frameworks import fresh_accelerate
 
 __all__ = ["fresh_accelerate"]
@@ -141,7 +141,7 @@ def test_an_untried_version_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     packages = [Package(name="torch", tried=("1.0",)), Package(name="not_imported", tried=("1",))]
-    monkeypatch.setattr("stronghold.runtime.patches.versions.PACKAGES", packages)
+    monkeypatch.setattr("stronghold.streaming.patches.versions.PACKAGES", packages)
     report_untried.cache_clear()
     report_untried()
     report_untried()

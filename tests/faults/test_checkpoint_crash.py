@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import itertools
 import logging
 import os
 import random
@@ -12,7 +14,7 @@ import subprocess
 import sys
 import time
 import traceback
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,8 @@ import pytest
 import torch
 
 from stronghold.checkpoint import directory
+from stronghold.checkpoint.files import write_durably
 from stronghold.checkpoint.weights import write_weights
-from stronghold.process import Process
 from tests.support.checkpoints import make_model, session, train, without_exchange
 from tests.support.children import Child
 
@@ -110,54 +112,96 @@ def test_kill_9_fifty_times(tmp_path: Path) -> None:
     assert cut >= 10, f"only {cut} of 50 kills hit a save: the test shows little"
 
 
-def leftover(save_dir: Path, tag: str = "old", **changes: Any) -> Path:
-    """A hidden directory as a process that differs from this one in that would have left it."""
-    here = Process.this()
-    name = directory.hidden_name(tag).replace(str(here), str(replace(here, **changes)))
-    (save_dir / name).mkdir()
-    (save_dir / name / "file").touch()
-    return save_dir / name
+def leftover(save_dir: Path, tag: str = "old") -> Path:
+    """A hidden directory as a save that was killed leaves it: no process has its lock."""
+    left = save_dir / directory.hidden_name(tag)
+    left.mkdir()
+    (left / "file").touch()
+    return left
+
+
+def save_begins(save_dir: Path, tag: str = "tag") -> None:
+    """The next save into the directory begins, and fails."""
+    with directory.hidden_directory(save_dir, tag):
+        pass
 
 
 def test_leftovers_of_a_living_process_are_kept(tmp_path: Path) -> None:
-    mine = directory.begin(tmp_path, "one")
-    directory.begin(tmp_path, "two")
-    assert mine.is_dir()
-    dead = leftover(tmp_path, started=1)  # the same number, started at another time
-    directory.begin(tmp_path, "three")
-    assert mine.is_dir()
-    assert not dead.exists()
+    with directory.hidden_directory(tmp_path, "one") as first:
+        save_begins(tmp_path, "two")
+        assert first.is_dir()
+        dead = leftover(tmp_path)
+        save_begins(tmp_path, "three")
+        assert first.is_dir()
+        assert not dead.exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_leftovers_of_releases_that_named_the_process_are_removed(tmp_path: Path) -> None:
+    (tmp_path / ".tag.tmp-1f2e3d4c5b6a-0123456789ab-4026531836-77-123456-deadbeef").mkdir()
+    save_begins(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_leftovers_of_another_user_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    left = leftover(tmp_path, started=1)
+    left = leftover(tmp_path)
     if os.geteuid() == 0:
         os.chown(left, 12345, -1)
     else:
         monkeypatch.setattr(directory.os, "geteuid", lambda: os.getuid() + 1)
-    directory.begin(tmp_path, "tag")
+    save_begins(tmp_path)
     assert left.exists()
 
 
-@pytest.mark.parametrize("changes", [{"namespace": 7}, {"machine": "", "boot": "ffffffffffff"}])
-def test_leftovers_of_another_container_or_machine_are_kept_and_named(
-    changes: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_link_in_the_place_of_a_leftover_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / directory.hidden_name("tag")).symlink_to(tmp_path / "theirs")
+    save_begins(tmp_path)
+    assert (tmp_path / "theirs").is_dir()
+
+
+def test_leftovers_on_a_file_system_without_locks_are_kept_and_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    left = leftover(tmp_path, pid=2, started=1, **changes)
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(directory.fcntl, "flock", refuse)
+    left = leftover(tmp_path)
     with caplog.at_level(logging.WARNING, "stronghold"):
-        directory.begin(tmp_path, "tag")
+        save_begins(tmp_path)
     assert left.exists()
     assert str(left) in caplog.records[0].message
+
+
+def test_a_hidden_directory_that_another_save_takes_for_a_leftover_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between its making and its lock."""
+    lock, stolen = directory.lock_directory, []
+
+    def late(descriptor: int) -> bool | None:
+        if not stolen:
+            (path,) = tmp_path.iterdir()
+            stolen.append(path)
+            directory.remove(path)
+        return lock(descriptor)
+
+    monkeypatch.setattr(directory, "lock_directory", late)
+    with directory.hidden_directory(tmp_path, "tag") as hidden:
+        assert hidden.is_dir()
+        assert hidden != stolen[0]
 
 
 IN_A_CONTAINER = """
 import sys
 from pathlib import Path
 from stronghold.checkpoint import directory
-print(directory.begin(Path(sys.argv[1]), "tag"), flush=True)
-sys.stdin.read()
+with directory.hidden_directory(Path(sys.argv[1]), "tag") as hidden:
+    print(hidden, flush=True)
+    sys.stdin.read()
 """
 
 
@@ -171,10 +215,11 @@ def test_a_save_in_a_container_of_the_same_host_name_is_left_alone(tmp_path: Pat
     ) as process:
         theirs = Path(process.stdout.readline().strip())
         assert theirs.is_dir()
-        mine = directory.begin(tmp_path, "tag")
-        assert theirs.is_dir()
-        assert mine != theirs
+        with directory.hidden_directory(tmp_path, "tag") as hidden:
+            assert theirs.is_dir()
+            assert hidden != theirs
         process.communicate("")
+    assert not theirs.exists()
 
 
 KILLED = """
@@ -225,10 +270,74 @@ def test_a_link_in_the_place_of_the_hidden_latest_is_not_followed(
     directory.write_latest(tmp_path, "tag")
     assert directory.read_latest(tmp_path) == "tag"
     assert (tmp_path / planted).is_symlink(), "another name is used every time"
-    monkeypatch.setattr(directory, "hidden_name", lambda _: planted)
+    monkeypatch.setattr(directory, "hidden_name", lambda *_: planted)
     with pytest.raises(FileExistsError):
         directory.write_latest(tmp_path, "tag")
     assert victim.read_text() == "theirs"
+
+
+def save_and_die(save_dir: Path, content: str, number: int) -> None:
+    """The body of a child: save, and be killed before the call of this number, from 0 on, of those
+    that change the disk. Ends with status 0 when there is no such call."""
+    countdown = [number]
+
+    def counting(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            if countdown[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            countdown[0] -= 1
+            return original(*arguments, **options)
+
+        return call
+
+    for owner, names in (
+        (os, ("open", "write", "fsync", "unlink", "rmdir", "rename", "replace", "mkdir")),
+        (directory, ("exchange_names", "remove")),
+    ):
+        for name in names:
+            setattr(owner, name, counting(getattr(owner, name)))
+    with directory.appearing(save_dir / "tag") as hidden:
+        for name in ("one", "two"):
+            write_durably(hidden / name, content.encode())
+    directory.write_latest(save_dir, "tag")
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_a_crash_before_any_call_leaves_the_old_tag_or_the_new_one(
+    exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not exchange:
+        without_exchange(monkeypatch)
+    seen = []
+    for number in itertools.count():
+        save_dir = tmp_path / str(number)
+        with directory.appearing(save_dir / "tag") as hidden:
+            for name in ("one", "two"):
+                (hidden / name).write_text("old")
+        directory.write_latest(save_dir, "tag")
+        child = os.fork()
+        if child == 0:
+            gc.freeze()
+            try:
+                save_and_die(save_dir, "new", number)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        status = os.waitpid(child, 0)[1]
+        assert directory.read_latest(save_dir) == "tag"
+        tag = directory.resolve(save_dir, "tag")
+        contents = [path.read_text() for path in sorted(tag.iterdir())]
+        assert contents in (["old"] * 2, ["new"] * 2)
+        seen.append(contents[0])
+        save_begins(save_dir, "another")
+        assert sorted(path.name for path in save_dir.iterdir()) == ["latest", "tag"]
+        assert [path.read_text() for path in sorted(tag.iterdir())] == contents
+        if status == 0:
+            break
+        assert os.WIFSIGNALED(status), number
+    assert seen == sorted(seen, reverse=True), "the new tag stays, once it is there"
+    assert len(seen) > 20
 
 
 @pytest.mark.parametrize("exchange", [True, False])
@@ -238,9 +347,8 @@ def test_a_tag_is_replaced_without_a_moment_without_one(
     if not exchange:
         without_exchange(monkeypatch)
     for content in ("old", "new"):
-        hidden = directory.begin(tmp_path, "tag")
-        (hidden / "file").write_text(content)
-        directory.publish(hidden, tmp_path / "tag")
+        with directory.appearing(tmp_path / "tag") as hidden:
+            (hidden / "file").write_text(content)
         assert (tmp_path / "tag" / "file").read_text() == content
     assert [path.name for path in tmp_path.iterdir()] == ["tag"]
 
@@ -254,10 +362,10 @@ def test_a_tag_that_stepped_aside_comes_back(
         train(engine, 1)
         engine.save_checkpoint(tmp_path)
         tag = tmp_path / "global_step1"
-        tag.rename(directory.aside_of(tmp_path, tag.name))
+        tag.rename(tmp_path / directory.hidden_name(tag.name, "old"))
         engine.load_checkpoint(tmp_path)
         assert tag.is_dir()
-        tag.rename(directory.aside_of(tmp_path, tag.name))
+        tag.rename(tmp_path / directory.hidden_name(tag.name, "old"))
         engine.save_checkpoint(tmp_path)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step1", "latest"]
         engine.load_checkpoint(tmp_path)
@@ -298,11 +406,10 @@ def test_a_file_system_that_refuses_to_exchange_names_has_two_renames(
             return -1
 
     for content in ("old", "new"):
-        hidden = directory.begin(tmp_path, "tag")
-        (hidden / "file").write_text(content)
         with monkeypatch.context() as patched:
             patched.setattr(directory.ctypes, "CDLL", Library)
-            directory.publish(hidden, tmp_path / "tag")
+            with directory.appearing(tmp_path / "tag") as hidden:
+                (hidden / "file").write_text(content)
     assert refused == ["renameat2"]
     assert (tmp_path / "tag" / "file").read_text() == "new"
     assert [path.name for path in tmp_path.iterdir()] == ["tag"]

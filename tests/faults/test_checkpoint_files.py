@@ -4,6 +4,7 @@ where another hand has changed it, before a load or while it runs.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -22,16 +23,26 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from stronghold.checkpoint import directory, tensorfile
-from stronghold.checkpoint.load import Load
-from stronghold.checkpoint.manifest import MANIFEST, STATE, Manifest
-from stronghold.checkpoint.tensorfile import (
+from stronghold.checkpoint import directory, files
+from stronghold.checkpoint.files import (
     HeldFile,
     TensorFile,
     entry_of,
     write_durably,
     write_tensors,
 )
+from stronghold.checkpoint.load import Load
+from stronghold.checkpoint.manifest import (
+    COUNTERS,
+    GAS,
+    MANIFEST,
+    STATE,
+    Manifest,
+    Piece,
+    TensorRecord,
+    stored_as,
+)
+from stronghold.checkpoint.tag import OpenTag
 from stronghold.errors import CheckpointError, ConfigError
 from stronghold.tools.cli import main
 from tests.support.checkpoints import (
@@ -162,7 +173,7 @@ def test_the_undamaged_copy_loads(engine: Any, copy: Path) -> None:
 
 def test_another_version_is_refused(engine: Any, copy: Path) -> None:
     rewrite(copy / TAG, lambda body: body.update(version=7))
-    refused(engine, copy, CheckpointError, "version 7, expected stronghold checkpoint version 1")
+    refused(engine, copy, CheckpointError, "version 7, expected stronghold checkpoint version 2")
 
 
 def test_a_file_that_says_other_than_the_manifest_is_refused(engine: Any, copy: Path) -> None:
@@ -234,7 +245,7 @@ def test_a_checkpoint_without_an_optimizer_says_so(saved: Path, copy: Path, engi
 SHAPES = [(), (1,), (15,), (17, 3), (0, 4), (4097,), (3, 700_001)]
 
 
-@pytest.mark.parametrize("dtype", list(tensorfile.DTYPES.values()), ids=str)
+@pytest.mark.parametrize("dtype", list(files.DTYPES.values()), ids=str)
 def test_the_library_reads_what_is_written_and_we_read_what_it_writes(
     dtype: torch.dtype, tmp_path: Path
 ) -> None:
@@ -250,8 +261,10 @@ def test_the_library_reads_what_is_written_and_we_read_what_it_writes(
         assert torch.equal(read[name], tensor)
         assert torch.equal(file.read(name), tensor)
         assert torch.equal(file.mapped(name), tensor)
-        pieces = [piece.clone() for piece in file.pieces(name)]
-        assert torch.equal(torch.cat([torch.empty(0, dtype=dtype), *pieces]), tensor.view(-1))
+        middle = tensor.view(-1)[tensor.numel() // 3 : tensor.numel() // 2]
+        for target in (torch.empty_like(middle), torch.empty(middle.shape, dtype=torch.complex64)):
+            file.read_into(name, tensor.numel() // 3, target)
+            assert torch.equal(target, middle.to(target.dtype))
 
 
 @pytest.mark.parametrize(
@@ -271,6 +284,46 @@ def test_what_is_no_safetensors_file_is_refused(data: bytes, tmp_path: Path) -> 
     (tmp_path / "file").write_bytes(data)
     with pytest.raises(CheckpointError, match=str(tmp_path / "file")):
         TensorFile(tmp_path / "file")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_range_is_read_across_the_pieces_of_ranks(seed: int, tmp_path: Path) -> None:
+    chosen, tag = random.Random(seed), tmp_path
+    numel = chosen.randint(1, 300)
+    cuts = [chosen.randint(0, numel) for _ in range(seed % 5)]
+    values = torch.arange(numel, dtype=torch.float32)
+    pieces, records = [], {}
+    for rank, (begin, end) in enumerate(itertools.pairwise([0, *sorted(cuts), numel])):
+        name, shape = stored_as("weights", "a.b", (numel,), begin, end)
+        entry = entry_of(name, values[begin:end].view(shape))
+        records[f"weights-{rank}"] = write_tensors(tag / f"weights-{rank}", [entry])
+        pieces.append(Piece(file=f"weights-{rank}", begin=begin, end=end))
+    record = TensorRecord(
+        name="a.b",
+        aliases=("a.b",),
+        shape=(numel,),
+        dtype=torch.float32,
+        trainable=False,
+        step=0,
+        pieces={"weights": tuple(pieces)},
+    )
+    Manifest(
+        versions={},
+        dtype=torch.float32,
+        counters=dict.fromkeys((*COUNTERS, GAS), 1),
+        groups=None,
+        buffers={},
+        tensors=(record,),
+        files=records,
+    ).write(tag)
+    with OpenTag(tag) as opened:
+        opened.check(opened.manifest.files)
+        opened.check_headers(opened.manifest.tensors, state=True)
+        assert torch.equal(opened.weights(record), values)
+        for _ in range(50):
+            begin = chosen.randint(0, numel)
+            end = chosen.randint(begin, numel)
+            assert torch.equal(opened.read(record, "weights", begin, end), values[begin:end])
 
 
 def test_the_manifest_is_what_was_written(saved: Path) -> None:
@@ -303,9 +356,8 @@ def state_of(engine: Any, where: Path, tag: str) -> dict[str, torch.Tensor]:
 
 def replace(save_dir: Path, tag: str, source: Path) -> None:
     """As a save does: a hidden directory takes the tag's name, and the old one is removed."""
-    hidden = directory.begin(save_dir, tag)
-    shutil.copytree(source, hidden, dirs_exist_ok=True)
-    directory.publish(hidden, save_dir / tag)
+    with directory.appearing(save_dir / tag) as hidden:
+        shutil.copytree(source, hidden, dirs_exist_ok=True)
 
 
 def before_read(
@@ -313,7 +365,7 @@ def before_read(
 ) -> None:
     """`work` is done once, before a load reads the tensor of this number, from 1 on, whose name
     begins with `prefix`."""
-    read, num_seen = TensorFile.read_part, 0
+    read, num_seen = TensorFile.read_into, 0
 
     def working(file: TensorFile, name: str, begin: int, target: torch.Tensor) -> None:
         nonlocal num_seen
@@ -322,7 +374,7 @@ def before_read(
             work()
         read(file, name, begin, target)
 
-    monkeypatch.setattr(TensorFile, "read_part", working)
+    monkeypatch.setattr(TensorFile, "read_into", working)
 
 
 @pytest.mark.parametrize("exchange", [True, False])
@@ -436,6 +488,10 @@ def tensor(key: str, value: Any) -> Callable[[dict[str, Any]], Any]:
     return lambda body: body["tensors"][3].update({key: value})
 
 
+def piece(array: str, **change: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda body: body["tensors"][3]["pieces"][array][0].update(change)
+
+
 CRAFTED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "step is a word": tensor("step", "x"),
     "step is negative": tensor("step", -1),
@@ -447,8 +503,21 @@ CRAFTED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "no name at all": tensor("aliases", []),
     "sizes are negative": tensor("shape", [-1, -24]),
     "a type that no layer has": tensor("dtype", "I64"),
-    "a file elsewhere": tensor("weights", "../../weights.safetensors"),
-    "a file that is not listed": tensor("moments", "moments-99999.safetensors"),
+    "a file elsewhere": piece("weights", file="../../weights.safetensors"),
+    "a file that is not listed": piece("exp_avg", file="moments-99999.safetensors"),
+    "a gap before a piece": piece("exp_avg", begin=1),
+    "a piece that ends before the last item": piece("weights", end=5),
+    "a piece beyond the last item": piece("low", end=10**9),
+    "a piece that ends before it begins": piece("low", end=-1),
+    "no piece of an array": lambda body: body["tensors"][3]["pieces"].update(low=[]),
+    "a piece twice": lambda body: body["tensors"][3]["pieces"]["low"].append(
+        body["tensors"][3]["pieces"]["low"][0]
+    ),
+    "no weights": lambda body: body["tensors"][3]["pieces"].pop("weights"),
+    "a moment less": lambda body: body["tensors"][3]["pieces"].pop("exp_avg"),
+    "an array that the optimizer does not have": lambda body: body["tensors"][3]["pieces"].update(
+        momentum=body["tensors"][3]["pieces"]["exp_avg"]
+    ),
     "an unknown key": tensor("strange", 1),
     "a tensor twice": lambda body: body["tensors"].append(body["tensors"][0]),
     "tensors are an object": lambda body: body.update(tensors={}),

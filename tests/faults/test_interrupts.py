@@ -5,15 +5,18 @@ interrupted. Ctrl-C while a block runs again in backward: the block is the user'
 from __future__ import annotations
 
 import copy
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from stronghold.devices.emulated import EmulatedDevice
-from stronghold.runtime.recompute import KeptModule
+from stronghold.streaming.activations.recompute import Recomputation, RecomputedModule
 from tests.models import HIDDEN
 from tests.support import children
 from tests.support.checkpoints import assert_same, session, snapshot
@@ -52,24 +55,20 @@ def test_two_hundred_interrupts_leave_nothing(first: int, tmp_path: Path) -> Non
     interrupt(tmp_path, first, 20)
 
 
-class Growing(nn.Module):
-    """Its forward writes a number, a list, a buffer, and gets a buffer and an attribute more."""
+class Reading(nn.Module):
+    """Its forward reads a number, a list, a buffer and its mode, and draws."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(HIDDEN, HIDDEN)
-        self.calls, self.history = 0, list[int]()
-        self.register_buffer("total", torch.zeros(HIDDEN))
+        self.weight = nn.Parameter(torch.randn(HIDDEN, HIDDEN))
+        self.bias = nn.Parameter(torch.randn(HIDDEN))
+        self.scale, self.history = 0.5, [1.0, 2.0]
+        self.register_buffer("total", torch.ones(HIDDEN))
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        self.history.append(self.calls)
-        y = nn.functional.dropout(self.linear(x + self.total))
-        self.total.add_(y.detach().mean((0, 1)))
-        if self.calls == 1:
-            self.register_buffer("late", torch.ones(HIDDEN))
-            self.scale = 0.5
-        return self.scale * y + self.late
+        y = nn.functional.linear(x + self.total, self.weight, self.bias)
+        y = nn.functional.dropout(y, training=self.training)
+        return (y * self.scale * sum(self.history)).sin()
 
 
 def attributes_of(module: nn.Module) -> list[Any]:
@@ -96,17 +95,34 @@ def test_an_interrupt_while_a_block_runs_again_leaves_it_as_it_was() -> None:
     """At each bytecode of what gives the block its old state, and takes it away."""
     torch.manual_seed(0)
     x, device, hooks = torch.randn(2, 3, HIDDEN), EmulatedDevice(), nn.modules.module
-    block = Growing()
+    block = Reading()
     gone = [
-        block.linear.register_forward_hook(lambda *_: None),
+        block.register_forward_hook(lambda *_: None),
         hooks.register_module_forward_hook(lambda *_: None),
     ]
-    kept = KeptModule(block, ((x,), {}), device)
+
+    def again(*args: Tensor) -> None:
+        with saved_tensors_hooks(kept.save_again, lambda saved: saved.tensor):
+            block(*args)
+
+    recomputed = RecomputedModule(block, list(block.parameters()))
+    options: Any = {"name": "block", "device": device, "check": lambda: None, "run": again}
+    kept = Recomputation(recomputed, (x,), {}, **options)
+    with saved_tensors_hooks(kept.save, lambda place: place.kept.tensor):
+        block(x)
+    assert kept.end() is None
     for handle in gone:
         handle.remove()
     new = hooks.register_module_forward_pre_hook(lambda *_: None)
-    block(x)
-    block.linear.bias.requires_grad_(False)
+    block.bias.requires_grad_(False)
+    block.scale = 2.0
+    block.history.append(3.0)
+    block.register_buffer("late", torch.ones(HIDDEN))
+    block.eval()
+    torch.rand(3)
+    random.random()
+    np.random.rand()
+    kept.run()  # it compares values once
     plain = copy.deepcopy(block)
 
     def state() -> list[Any]:
@@ -115,15 +131,16 @@ def test_an_interrupt_while_a_block_runs_again_leaves_it_as_it_was() -> None:
         return [attributes_of(block), chance, modes, hooks_of(hooks)]
 
     before = state()
-    work = lambda: kept.run(lambda: block(x))  # noqa: E731
-    within = "/stronghold/runtime/recompute.py"
-    count = at_bytecode(work, 0, within=within)
-    assert state() == before
+    names = ("recompute", "block_state", "random_states")
+    rooms = [f"streaming/activations/{name}.py" for name in names]
     try:
-        for number in range(1, count + 1):
-            with pytest.raises(Stopped):
-                at_bytecode(work, number, within=within)
-            assert state() == before, f"bytecode {number} of {count}"
+        for within in rooms:
+            count = at_bytecode(kept.run, 0, within=within)
+            assert state() == before
+            for number in range(1, count + 1):
+                with pytest.raises(Stopped):
+                    at_bytecode(kept.run, number, within=within)
+                assert state() == before, f"bytecode {number} of {count} in {within}"
         assert all(map(torch.equal, train(block, x), train(plain, x)))
     finally:
         new.remove()
@@ -135,7 +152,7 @@ def test_an_interrupt_while_a_chunk_runs_leaves_the_block_its_parameters() -> No
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)))
     engine = initialized(model, config(section={"chunk": 1, "window": 1, "layers": ["0", "1"]}))
-    x, within = torch.randn(2, 4), "/stronghold/runtime/chunks.py"
+    x, within = torch.randn(2, 4), "/stronghold/streaming/activations/chunks.py"
     work = lambda: engine(x)  # noqa: E731
     expected = work()
     count = at_bytecode(work, 0, within=within)
@@ -170,7 +187,7 @@ def test_an_interrupt_between_early_update_and_commit_leaves_one_step_or_says_so
         before = snapshot(engine)
         expected = train_steps(engine, 1)
         engine.load_checkpoint(tmp_path)
-        within = "/stronghold/runtime/early_updates.py"
+        within = "/stronghold/streaming/early_updates.py"
         work = lambda: train_steps(engine, 1)  # noqa: E731
         count = at_bytecode(work, 0, within=within)
         assert len(first) == 2

@@ -106,7 +106,7 @@ def test_a_failing_operation_names_itself_within_one_step(
 def test_a_failing_activation_transfer_names_itself(
     verb: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from stronghold.runtime import activations
+    from stronghold.streaming.activations import policies as activations
 
     monkeypatch.setattr(activations, "MIN_OFFLOAD_BYTES", 1)
     engine, make_batch = make_engine(activations="offload")

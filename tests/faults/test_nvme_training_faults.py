@@ -190,7 +190,7 @@ def test_weights_that_do_not_fit_stay_in_the_files(
     engine, make_batch = make_engine(tmp_path, "weights")
     run_steps(engine, make_batch, range(2))
     expected = {name: value.clone() for name, value in engine.module_state_dict().items()}
-    monkeypatch.setattr("stronghold.runtime.stack.available_host_bytes", lambda: 0)
+    monkeypatch.setattr("stronghold.streaming.stack.available_host_bytes", lambda: 0)
     engine.destroy()
     assert "save a checkpoint" in caplog.text
     assert list(tmp_path.iterdir()) == []

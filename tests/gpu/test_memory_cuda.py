@@ -13,7 +13,7 @@ from torch import nn
 
 from stronghold.devices import cuda
 from stronghold.devices.cuda import CudaDevice
-from stronghold.refine import TRACED_STEPS, WARM_UP_STEPS
+from stronghold.predict.refine import TRACED_STEPS, WARM_UP_STEPS
 from tests.models import MODELS, loss_of, token_batch
 from tests.support.training import Run, assert_identical, config, initialized, on
 

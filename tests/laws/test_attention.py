@@ -16,9 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from stronghold.model.gpu_operators import MORE_FLOPS
-from stronghold.runtime import attention
-from stronghold.runtime.patches.attention import intercepted
-from stronghold.runtime.patches.replacements import Replacements
+from stronghold.streaming.activations import attention
+from stronghold.streaming.patches.attention import intercepted
+from stronghold.streaming.patches.replacements import Replacements
 from tests.models import loss_of
 from tests.support.training import (
     Run,
@@ -59,7 +59,7 @@ def gpt2(attention_dropout: float = 0.0) -> tuple[nn.Module, Callable[[int], dic
 
 @pytest.fixture(autouse=True)
 def everything_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stronghold.runtime.activations.MIN_OFFLOAD_BYTES", 1)
+    monkeypatch.setattr("stronghold.streaming.activations.policies.MIN_OFFLOAD_BYTES", 1)
 
 
 def trained(section: dict[str, Any], precision: str = "fp32") -> Run:

@@ -110,7 +110,7 @@ def write_model(shape: Any, out: Path) -> None:
     """A model directory of small random weights, a parameter at a time."""
     from transformers import LlamaForCausalLM
 
-    from stronghold.checkpoint.tensorfile import Entry, raw_bytes, write_tensors
+    from stronghold.checkpoint.files import Entry, write_tensors
 
     with torch.device("meta"):
         model = LlamaForCausalLM(shape)
@@ -118,7 +118,7 @@ def write_model(shape: Any, out: Path) -> None:
     def entry(name: str, parameter: torch.Tensor) -> Entry:
         def pieces() -> Any:
             flat = torch.randn(parameter.numel()) * 0.02
-            yield 0, raw_bytes(flat.to(torch.bfloat16))
+            yield flat.to(torch.bfloat16)
 
         return Entry(name=name, dtype=torch.bfloat16, shape=tuple(parameter.shape), pieces=pieces)
 

@@ -15,7 +15,7 @@ import torch
 
 import stronghold
 from stronghold.checkpoint import directory, save
-from stronghold.checkpoint.tensorfile import TensorFile
+from stronghold.checkpoint.files import TensorFile
 from stronghold.errors import ConfigError, LaneError
 from tests.faults.test_lane_failures import fail_in
 from tests.support.checkpoints import (
@@ -168,13 +168,13 @@ def test_masters_are_the_same_numbers_in_every_precision(
 
 def slow_saves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let each file of a layer take a hundredth of a second longer."""
-    write = save.write_parts
+    write = save.write_tensors
 
     def slow(*file: Any, **options: Any) -> Any:
         time.sleep(0.01)
         return write(*file, **options)
 
-    monkeypatch.setattr(save, "write_parts", slow)
+    monkeypatch.setattr(save, "write_tensors", slow)
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_a_save_beside_training_equals_one_that_stops_it(
 def test_after_a_failed_save_beside_training_is_told_of_once_everything_goes_on(
     told_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = save.write_parts
+    write = save.write_tensors
     errors = [OSError(28, "No space left on device")]
 
     def full_once(*file: Any, **options: Any) -> Any:
@@ -229,7 +229,7 @@ def test_after_a_failed_save_beside_training_is_told_of_once_everything_goes_on(
         engine.save_checkpoint(tmp_path, tag="good")
         engine.wait_for_checkpoint()
         with monkeypatch.context() as patched:
-            patched.setattr(save, "write_parts", full_once)
+            patched.setattr(save, "write_tensors", full_once)
             engine.save_checkpoint(tmp_path, tag="bad")
             engine.inspect().device.finish()
             call = {
@@ -257,7 +257,7 @@ def test_after_a_load_that_failed_halfway_nothing_goes_on_before_one_that_succee
     whole = {"resident_layers": "all", "resident_updates": "gpu"}
     section = whole if place == "whole" else {"window": 1}
     # Every read of the second pass fails once; those of the first, of checksums, change nothing.
-    read, countdown = TensorFile.read_part, [0]
+    read, countdown = TensorFile.read_into, [0]
 
     def failing(self: Any, name: str, begin: int, into: torch.Tensor) -> None:
         countdown[0] -= 1
@@ -265,20 +265,11 @@ def test_after_a_load_that_failed_halfway_nothing_goes_on_before_one_that_succee
             raise OSError(5, "Input/output error", name)
         read(self, name, begin, into)
 
-    pieces = TensorFile.pieces
-
-    def failing_pieces(self: Any, name: str) -> Any:
-        countdown[0] -= 1
-        if countdown[0] == 0:
-            raise OSError(5, "Input/output error", name)
-        return pieces(self, name)
-
     with session(section=section, precision="bf16") as engine:
         train(engine, 2)
         engine.save_checkpoint(tmp_path)
         expected = train(engine, 2)
-        monkeypatch.setattr(TensorFile, "read_part", failing)
-        monkeypatch.setattr(TensorFile, "pieces", failing_pieces)
+        monkeypatch.setattr(TensorFile, "read_into", failing)
         for number in (1, 2, 11, 29):
             countdown[0] = number
             with pytest.raises(OSError, match="Input/output error"):
@@ -317,13 +308,13 @@ def test_weights_that_are_loaded_beside_a_save_are_not_in_it(
 def test_a_save_beside_writes_in_place_fails_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, written = save.write_parts, threading.Event()
+    write, written = save.write_tensors, threading.Event()
 
     def late(*file: Any, **options: Any) -> Any:
         written.wait()
         return write(*file, **options)
 
-    monkeypatch.setattr(save, "write_parts", late)
+    monkeypatch.setattr(save, "write_tensors", late)
     with session(section={"async_checkpoint": True}) as engine:
         train(engine, 1)
         engine.save_checkpoint(tmp_path)

@@ -18,7 +18,7 @@ from stronghold.plan.cost import Demand, workload_of
 from stronghold.plan.machine import MachineProfile, rates_of
 from stronghold.plan.plan import make_plan
 from stronghold.predict.simulate import simulate
-from stronghold.runtime.formats import page_items
+from stronghold.streaming.formats import page_items
 from stronghold.tools.estimate.model import from_sizes
 from tests.laws.test_ranks import interleaved
 from tests.models import loss_of, without_caches

@@ -23,10 +23,10 @@ from torch import nn
 from stronghold.errors import ConfigError, LaneError
 from stronghold.plan.cost import LayerWork, Workload
 from stronghold.plan.schedule import Action, Kind
+from stronghold.predict.refine import TRACED_STEPS, WARM_UP_STEPS
 from stronghold.predict.simulate import simulate
-from stronghold.refine import TRACED_STEPS, WARM_UP_STEPS
-from stronghold.runtime.early_updates import FREE_MISSES
-from stronghold.runtime.optimizer import make_scaler
+from stronghold.streaming.early_updates import FREE_MISSES
+from stronghold.streaming.optimizer import make_scaler
 from tests.faults.test_lane_failures import WITHIN_S, fail_backward, fail_in, run_steps
 from tests.models import MODELS, loss_of
 from tests.support.checkpoints import assert_same, session, snapshot, train
@@ -60,7 +60,7 @@ SLOW: dict[str, Any] = {"emulated": {"update_gbps": 0.002}}  # updates outlast a
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """And every input is offloaded, as a large one is."""
     monkeypatch.setattr("stronghold.plan.host_memory.PIECE_BYTES", FEW_BYTES)
-    monkeypatch.setattr("stronghold.runtime.activations.MIN_OFFLOAD_BYTES", 1)
+    monkeypatch.setattr("stronghold.streaming.activations.policies.MIN_OFFLOAD_BYTES", 1)
 
 
 def engine_of(

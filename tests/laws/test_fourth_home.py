@@ -17,7 +17,7 @@ from stronghold.model.layout import ModelLayout
 from stronghold.plan.cost import Demand
 from stronghold.plan.homes import FILE, Homes
 from stronghold.plan.plan import Plan, make_plan
-from stronghold.runtime import stack
+from stronghold.streaming import stack
 from tests.models import MODELS, loss_of
 from tests.support.compressed import COMPRESSED, CompressedStore
 from tests.support.pairs import pairs

@@ -12,7 +12,7 @@ from deepspeed.runtime.precision_config import DeepSpeedFP16Config
 
 import stronghold
 from stronghold.errors import ConfigError
-from stronghold.runtime.optimizer import make_scaler, restore_scaler, scaler_state
+from stronghold.streaming.optimizer import make_scaler, restore_scaler, scaler_state
 from tests.models import MODELS
 from tests.support.training import (
     assert_identical,

@@ -15,7 +15,7 @@ from accelerate.utils.memory import should_reduce_batch_size
 from torch import nn
 
 import stronghold
-from stronghold.refine import GPU_SHARE, TRACED_STEPS, WARM_UP_STEPS
+from stronghold.predict.refine import GPU_SHARE, TRACED_STEPS, WARM_UP_STEPS
 from tests.models import MODELS, loss_of, token_batch
 from tests.support.counted import of_bytes
 from tests.support.quiet import law_of_time, on_time
@@ -193,7 +193,7 @@ def logged(
 ) -> str:
     """What the log says of the refined plan after steps of these lengths."""
     of_bytes(50_000_000, monkeypatch)
-    monkeypatch.setattr("stronghold.refine.CHANGE_SHARE", 1e9)  # whatever is predicted
+    monkeypatch.setattr("stronghold.predict.refine.CHANGE_SHARE", 1e9)  # whatever is predicted
     made, _ = MODELS["llama"](**model)
     engine = initialized(made, config(section=section_of(50_000_000)))
     with caplog.at_level("INFO", logger="stronghold"), engine.inspect().device.counted():
@@ -294,7 +294,7 @@ def test_while_a_graph_waits_a_larger_batch_keeps_nothing(monkeypatch: pytest.Mo
 def test_aliases_of_weights_never_stay_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """They show the newest values: so the plan stays, whatever the batch takes."""
     of_bytes(SMALL_BYTES, monkeypatch)
-    monkeypatch.setattr("stronghold.refine.CHANGE_SHARE", 1e9)  # whatever is predicted
+    monkeypatch.setattr("stronghold.predict.refine.CHANGE_SHARE", 1e9)  # whatever is predicted
     model, _ = MODELS["llama"]()
     engine = initialized(model, config(section=section_of(SMALL_BYTES)))
     with engine.inspect().device.counted():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import filecmp
 import os
 import pickle
 import subprocess
@@ -21,6 +20,7 @@ from tests.conftest import free_port
 from tests.laws import test_ranks
 from tests.laws.test_ranks import interleaved
 from tests.support import node_programs, rank_cases, rank_checkpoints, rank_programs
+from tests.support.checkpoints import assert_same, stored_tensors
 from tests.support.children import ROOT
 from tests.support.ranks import Launch, ranks_once, run_ranks
 from tests.support.training import Run, assert_identical
@@ -100,14 +100,10 @@ def test_one_rank_loads_what_two_nodes_saved_and_saves_the_same(
     found = rank_checkpoints.session(tmp_path / "again", source, steps=0)
     for name, weight in two[0]["checkpoint"]["first"]["weights"].items():
         assert torch.equal(found["weights"][name], weight), name
-    same_files(source / "global_step2", tmp_path / "again" / "global_step2")
-    same_files(source / "global_step2", Path(two[0]["checkpoint"]["beside"]) / "global_step2")
-
-
-def same_files(one: Path, two: Path) -> None:
-    names = sorted(path.name for path in one.glob("*.safetensors"))
-    assert names
-    assert filecmp.cmpfiles(one, two, names, shallow=False)[0] == names
+    tensors = stored_tensors(source / "global_step2")
+    assert_same(stored_tensors(tmp_path / "again" / "global_step2"), tensors)
+    beside = Path(two[0]["checkpoint"]["beside"]) / "global_step2"
+    assert_same(stored_tensors(beside), tensors)
 
 
 def test_a_folder_that_the_nodes_do_not_share_is_refused_before_it_is_written(
@@ -189,7 +185,8 @@ def test_two_nodes_of_two_ranks(two: list[Any], tmp_path: Path) -> None:
         assert traffic["received"] == (traffic["trained"] + 2 * traffic["trained"]) * 4 // 4
         for name, weight in two[0]["checkpoint"]["first"]["weights"].items():
             assert torch.equal(found["elsewhere"]["weights"][name], weight), name
-    same_files(source / "global_step2", tmp_path / "again" / "global_step2")
+    again = tmp_path / "again" / "global_step2"
+    assert_same(stored_tensors(source / "global_step2"), stored_tensors(again))
 
 
 # -- machines of their own -------------------------------------------------------------------------

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import stronghold
-from stronghold import refine
-from stronghold.checkpoint.tensorfile import TensorFile
+from stronghold.checkpoint.files import TensorFile
 from stronghold.plan.homes import FILE
+from stronghold.predict import refine
 from tests.models import MODELS, loss_of
 from tests.support.pages import ENGINES, mounted
 from tests.support.training import (

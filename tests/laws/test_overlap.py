@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from stronghold.refine import TRACED_STEPS, WARM_UP_STEPS
+from stronghold.predict.refine import TRACED_STEPS, WARM_UP_STEPS
 from stronghold.telemetry.trace import read
 from tests.support.quiet import law_of_time, on_time
 from tests.support.sleeping import Measured, SleepingModel, timed_steps

@@ -13,6 +13,7 @@ import torch
 
 from tests.models import MODELS, loss_of
 from tests.support import rank_cases, rank_checkpoints, rank_models, rank_programs
+from tests.support.checkpoints import assert_same, stored_tensors
 from tests.support.ranks import Launch, ranks_once, run_ranks
 from tests.support.scheduler import hostile_scheduler
 from tests.support.training import DTYPES, Run, assert_identical, config
@@ -262,7 +263,7 @@ def test_a_save_beside_training_writes_the_same_files(two: list[Any]) -> None:
 
 
 def test_one_rank_loads_what_two_saved(two: list[Any], tmp_path: Path) -> None:
-    """And saves the same files: a checkpoint says nothing of ranks, but for their random states."""
+    """And saves the same tensors."""
     source = Path(two[0]["checkpoint"]["saved"])
     found = rank_checkpoints.session(tmp_path / "again", source, steps=0)
     assert_same_save(found, two[0]["checkpoint"]["first"], source, tmp_path / "again", steps=2)
@@ -271,12 +272,23 @@ def test_one_rank_loads_what_two_saved(two: list[Any], tmp_path: Path) -> None:
 def assert_same_save(
     found: dict[str, Any], expected: dict[str, Any], source: Path, again: Path, *, steps: int
 ) -> None:
-    """Loaded from `source` and saved in `again`: the weights, and the bytes of the tensor files."""
+    """Loaded from `source` and saved in `again`: the weights, and every array in the files."""
     for name, weight in expected["weights"].items():
         assert torch.equal(found["weights"][name], weight), name
     tag = f"global_step{steps}"
-    tensors = sorted(path.name for path in (source / tag).glob("*.safetensors"))
-    assert filecmp.cmpfiles(source / tag, again / tag, tensors, shallow=False)[0] == tensors
+    assert_same(stored_tensors(source / tag), stored_tensors(again / tag))
+
+
+def test_each_rank_writes_its_share(two: list[Any]) -> None:
+    """A rank has no file of a layer that is smaller than one share."""
+    tag = Path(two[0]["checkpoint"]["saved"]) / "global_step2"
+    for kind in ("weights", "masters", "moments"):
+        layers = [
+            {path.name.split("-")[1] for path in tag.glob(f"{kind}-*-0000{rank}.safetensors")}
+            for rank in range(2)
+        ]
+        assert layers[1]
+        assert layers[0] > layers[1]
 
 
 def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_nothing(two: list[Any]) -> None:
@@ -367,11 +379,8 @@ def test_four_ranks_load_what_one_saved_and_what_two_saved(two: list[Any], tmp_p
             for name, weight in expected["weights"].items():
                 assert torch.equal(found["weights"][name], weight), name
             assert found["trained"]["steps"] == 3
-        tensors = sorted(path.name for path in (source / "global_step2").glob("*.safetensors"))
         again = folder / "again" / "global_step2"
-        assert (
-            filecmp.cmpfiles(source / "global_step2", again, tensors, shallow=False)[0] == tensors
-        )
+        assert_same(stored_tensors(source / "global_step2"), stored_tensors(again))
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ into what it was given or keeps by itself, and whichever generators it draws fro
 from __future__ import annotations
 
 import gc
+import logging
 import random
 import types
 import weakref
@@ -17,9 +18,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError
 
 from stronghold.errors import ConfigError
-from tests.models import HIDDEN, Block, Decoder, loss_of, token_batch
+from stronghold.streaming.activations import policies as activations
+from tests.models import HIDDEN, MODELS, Block, Decoder, loss_of, token_batch
 from tests.support.training import (
     Run,
     assert_identical,
@@ -213,9 +216,23 @@ class Totals(Decoder):
         return x
 
 
-def test_a_tensor_among_the_arguments_that_is_written_in_place_is_refused() -> None:
+def test_a_tensor_among_the_arguments_that_the_block_writes_is_written_once() -> None:
+    check(lambda: (Totals([InPlace() for _ in range(3)]), token_batch))
+
+
+class WritesAfter(Decoder):
+    def run(self, x: Tensor, input_ids: Tensor) -> Tensor:
+        for block in self.blocks:
+            given = x * 1.0
+            x = block(given)
+            with torch.no_grad():
+                given.mul_(0.5)
+        return x
+
+
+def test_a_tensor_among_the_arguments_that_is_written_afterwards_is_refused() -> None:
     def factory() -> Any:
-        return Totals([InPlace() for _ in range(3)]), token_batch
+        return WritesAfter([Block() for _ in range(3)]), token_batch
 
     with pytest.raises(RuntimeError, match=r"blocks\.\d.*stronghold\.activations"):
         train_windowed(factory, steps=1, settings=config(section=SECTION))
@@ -304,22 +321,28 @@ class Summing(Block):
         return y
 
 
-def test_a_tensor_of_the_block_that_is_written_in_place_is_a_buffer_or_refused() -> None:
-    check(lambda: (Decoder([Summing(buffer=True) for _ in range(3)]), token_batch))
-    settings = config(section=SECTION)
-    with pytest.raises(ConfigError, match=r"Summing\.total: .*register it as a buffer"):
-        train_windowed(
-            lambda: (Decoder([Summing(buffer=False) for _ in range(3)]), token_batch),
-            steps=1,
-            settings=settings,
-        )
+@pytest.mark.parametrize("buffer", [True, False], ids=["buffer", "attribute"])
+def test_a_tensor_of_the_block_that_is_written_in_place_is_written_once(buffer: bool) -> None:
+    check(lambda: (Decoder([Summing(buffer=buffer) for _ in range(3)]), token_batch))
+
+
+def test_a_tensor_of_the_block_that_the_program_writes_before_backward_is_refused() -> None:
+    model = Decoder([Summing(buffer=True) for _ in range(2)])
+    for block in model.blocks:
+        block.forward = types.MethodType(Block.forward, block)  # it writes nothing itself
+    engine = engine_of(model)
+    loss = loss_of(engine(**token_batch(0)))
+    model.blocks[1].total.add_(1.0)
+    with pytest.raises(ConfigError, match=r"Summing\.total was written in place"):
+        engine.backward(loss)
+    engine.destroy()
 
 
 def test_a_model_in_another_mode_in_backward_is_recomputed_in_its_own() -> None:
     losses = []
-    for activations in ("keep", "recompute"):
+    for policy in ("keep", "recompute"):
         model = decoder()
-        engine = engine_of(model, {"window": 2, "activations": activations})
+        engine = engine_of(model, {"window": 2, "activations": policy})
         torch.manual_seed(1)
         losses.append([])
         for step in range(3):
@@ -395,7 +418,6 @@ def seeded() -> Iterator[None]:
         "python",
         "python pairs",
         "numpy",
-        "global",
     ],
 )
 def test_generators_go_on_from_where_the_forward_left_them(how: str) -> None:
@@ -409,7 +431,189 @@ def test_generators_go_on_from_where_the_forward_left_them(how: str) -> None:
         assert_identical(run, train_plain(factory, steps=3))
 
 
-CALLS: list[int] = []  # no state of a block's, which would be put back
+def test_a_generator_behind_a_global_name_is_refused_with_the_way() -> None:
+    with (
+        seeded(),
+        pytest.raises(CheckpointError, match=r"blocks\.2: .*a generator behind a global"),
+    ):
+        train_windowed(
+            lambda: (Handing([Drawing("global") for _ in range(3)]), token_batch),
+            steps=1,
+            settings=config(section=SECTION),
+        )
+
+
+class Late(Block):
+    """`history` gets an item in the calls of `when`, and changes what is computed."""
+
+    def __init__(self, when: tuple[int, ...]) -> None:
+        super().__init__()
+        self.when, self.history, self.step = when, [1.0], 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x * sum(self.history))
+        if self.step in self.when:
+            self.history.append(0.5)
+        return y
+
+
+class Stepping(Decoder):
+    """It says in which call each block is, before it calls the block."""
+
+    def run(self, x: Tensor, input_ids: Tensor) -> Tensor:
+        for block in self.blocks:
+            block.step += 1
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("when", [(1,), (3,), (2, 4)])
+def test_a_change_in_any_call_is_kept_in_that_call(when: tuple[int, ...], caplog: Any) -> None:
+    models = []
+
+    def factory() -> Any:
+        models.append(Stepping([Late(when) for _ in range(3)]))
+        return models[-1], token_batch
+
+    with logged(caplog) as lines:
+        check(factory, steps=5)
+    assert [len(block.history) for model in models for block in model.blocks] == [1 + len(when)] * 6
+    assert len(lines) == 1
+    assert lines[0].startswith("Late: its forward changes Late.history")
+    assert "17792 bytes on the device in this call" in lines[0]
+
+
+@contextmanager
+def logged(caplog: Any) -> Iterator[list[str]]:
+    """The lines on blocks that cannot run again."""
+    activations.logged.clear()
+    caplog.clear()
+    logger, lines = logging.getLogger("stronghold"), list[str]()
+    propagates, logger.propagate = logger.propagate, True
+    try:
+        yield lines
+    finally:
+        logger.propagate = propagates
+        lines += [line for line in caplog.messages if "cannot run again" in line]
+
+
+def test_what_cannot_be_recomputed_goes_to_the_host_where_that_has_room(
+    monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    monkeypatch.setattr(activations, "MIN_OFFLOAD_BYTES", 1)
+
+    def factory() -> Any:
+        return Decoder([Counting() for _ in range(3)]), token_batch
+
+    with logged(caplog) as lines:
+        check(factory)
+    assert "17792 bytes on the host and 0 bytes on the device" in lines[0]
+    engine = engine_of(factory()[0])
+    full = {**SECTION, "host_memory": engine.plan.host_total_bytes}
+    engine.destroy()
+    with logged(caplog) as lines:
+        run = train_windowed(factory, steps=3, settings=config(section=full))
+    assert_identical(run, train_plain(factory, steps=3))
+    assert "0 bytes on the host and 17792 bytes on the device" in lines[-1]
+
+
+def test_ordinary_blocks_are_recomputed(caplog: Any) -> None:
+    with logged(caplog) as lines:
+        for name in ("gpt", "gpt_dropout", "llama", "torch_transformer"):
+            train_windowed(MODELS[name], steps=2, settings=config(section=SECTION))
+    assert not lines
+
+
+class Flagged(Block):
+    """A flag is up while it runs; an end before its time leaves the flag up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_running = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x if self.is_running else x * 0.5
+        self.is_running = True
+        y = super().forward(y)
+        self.is_running = False
+        return y
+
+
+def test_a_second_run_that_ends_early_leaves_no_attribute_changed(caplog: Any) -> None:
+    with logged(caplog) as lines:
+        check(lambda: (Decoder([Flagged() for _ in range(3)]), token_batch))
+    assert not lines
+
+
+def test_an_attribute_that_changes_before_backward_is_for_the_next_forward() -> None:
+    losses = []
+    for section in ({"window": 2, "activations": "keep"}, SECTION):
+        torch.manual_seed(0)
+        model = Decoder([Late(()) for _ in range(3)])
+        engine = engine_of(model, section)
+        losses.append([])
+        for step in range(3):
+            loss = loss_of(engine(**token_batch(step)))
+            for block in model.blocks:
+                block.history.append(-0.25)
+                block.step = step
+            engine.backward(loss)
+            assert [(len(block.history), block.step) for block in model.blocks] == [
+                (step + 2, step)
+            ] * 3
+            engine.step()
+            losses[-1].append(loss.item())
+        engine.destroy()
+    assert losses[0] == losses[1]
+
+
+class Held:
+    def __init__(self, scale: Tensor) -> None:
+        self.scale = scale
+
+
+class Scaling(Block):
+    def forward(self, x: Tensor, held: Held) -> Tensor:  # type: ignore[override]
+        return super().forward(x * held.scale)
+
+
+class Holding(Decoder):
+    def run(self, x: Tensor, input_ids: Tensor) -> Tensor:
+        held = Held(x.mean(-1, keepdim=True))
+        for block in self.blocks:
+            x = block(x, held)
+        return x
+
+
+def test_an_object_that_holds_tensors_of_a_graph_is_kept(caplog: Any) -> None:
+    with logged(caplog) as lines:
+        check(lambda: (Holding([Scaling() for _ in range(3)]), token_batch))
+    assert len(lines) == 1
+
+
+CALLS: list[int] = []  # no state of a block's: a snapshot does not see it
+COUNTS: list[int] = []
+
+
+class CountingInAGlobal(Block):
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.first = first
+
+    def forward(self, x: Tensor) -> Tensor:
+        COUNTS.append(0)
+        return super().forward(x * (len(COUNTS) if len(COUNTS) > self.first else 1))
+
+
+@pytest.mark.parametrize("first", [0, 6])
+def test_a_counter_behind_a_global_name_is_refused(first: int) -> None:
+    COUNTS.clear()
+
+    def factory() -> Any:
+        return Decoder([CountingInAGlobal(first) for _ in range(3)]), token_batch
+
+    with pytest.raises(CheckpointError, match="computes other values when it runs again"):
+        train_windowed(factory, steps=4, settings=config(section=SECTION))
 
 
 class Otherwise(Block):
@@ -439,7 +643,7 @@ def test_a_second_run_that_saves_other_tensors_is_refused(how: str, match: str) 
     CALLS.clear()
     model = Decoder([Otherwise(how, place) for place in range(2)])
     engine = engine_of(model)
-    with pytest.raises(torch.utils.checkpoint.CheckpointError, match=match):
+    with pytest.raises(CheckpointError, match=match):
         engine.backward(loss_of(engine(**token_batch(0))))
     engine.destroy()
 

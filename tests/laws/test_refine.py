@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from stronghold.plan.plan import make_plan
+from stronghold.predict.refine import TRACED_STEPS, WARM_UP_STEPS
 from stronghold.predict.simulate import fastest_plan
-from stronghold.refine import TRACED_STEPS, WARM_UP_STEPS
 from tests.models import MODELS, loss_of, token_batch
 from tests.support.quiet import law_of_time, on_time
 from tests.support.sleeping import SleepingModel
@@ -57,7 +57,7 @@ def test_a_refined_plan_goes_on_with_the_same_bits(
         seen["plan"], seen["report"] = engine.plan, engine.memory_report()
 
     search = Mock(wraps=fastest_plan)
-    monkeypatch.setattr("stronghold.refine.fastest_plan", search)
+    monkeypatch.setattr("stronghold.predict.refine.fastest_plan", search)
     run = train_windowed(factory, steps=REFINED + 2, settings=settings, inspect=inspect)
     search.assert_called_once()
     assert seen["report"].gpu_peak <= section["gpu_memory"]

@@ -95,7 +95,7 @@ def test_a_changed_schedule_changes_what_is_performed_and_no_bit(
     def make(*args: Any, **options: Any) -> Schedule:
         return changed_schedule(make_schedule(*args, **options), change)
 
-    monkeypatch.setattr("stronghold.runtime.executor.make_schedule", make)
+    monkeypatch.setattr("stronghold.streaming.executor.make_schedule", make)
     result, other_schedule, other_performed = run("gpt")
     assert other_schedule != schedule
     assert_as_scheduled(other_performed, other_schedule)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import stronghold
@@ -116,6 +118,27 @@ def assert_same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> N
     assert one.keys() == two.keys()
     for name, value in one.items():
         assert torch.equal(value, two[name]), f"{name} differs"
+
+
+def stored_tensors(tag: Path) -> dict[str, torch.Tensor]:
+    """Every array of a checkpoint by its name, flat, and every buffer, as the library reads them:
+    whichever ranks have written them. The files hold nothing else."""
+    manifest = json.loads((tag / "manifest.json").read_text())["manifest"]
+    files = {path.name: load_file(path) for path in sorted(tag.glob("*.safetensors"))}
+    assert files.keys() <= manifest["files"].keys()
+    tensors = dict(files.pop("buffers.safetensors", {}))
+    for record in manifest["tensors"]:
+        for array, pieces in record["pieces"].items():
+            name = record["name"] if array in ("weights", "low") else f"{array}.{record['name']}"
+            parts = []
+            for piece in pieces:
+                file, span = files[piece["file"]], f"[{piece['begin']}:{piece['end']}]"
+                part = file.pop(name + span) if name + span in file else file.pop(name)
+                assert part.numel() == piece["end"] - piece["begin"]
+                parts.append(part.flatten())
+            tensors[f"{array} {name}"] = torch.cat(parts)
+    assert not any(files.values()), "tensors that the manifest does not list"
+    return tensors
 
 
 def masters_of(engine: Any) -> dict[str, torch.Tensor]:

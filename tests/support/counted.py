@@ -124,4 +124,4 @@ class CountedDevice(EmulatedDevice):
 def of_bytes(total_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Emulated devices of engines that are made from now on are counted, and have so many bytes."""
     device = type("Counted", (CountedDevice,), {"total_bytes": total_bytes})
-    monkeypatch.setattr("stronghold.runtime.stack.EmulatedDevice", device)
+    monkeypatch.setattr("stronghold.streaming.stack.EmulatedDevice", device)

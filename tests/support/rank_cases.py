@@ -11,10 +11,10 @@ import pytest
 import torch
 from deepspeed import utils
 
-from stronghold import refine
 from stronghold.errors import BudgetError
 from stronghold.plan.homes import FILE
-from stronghold.runtime.gradients import GradientOffload
+from stronghold.predict import refine
+from stronghold.streaming.gradients import GradientOffload
 from tests.models import MODELS, TOYS
 from tests.support.rank_models import num_ranks, train
 from tests.support.training import Run, assert_identical, config

@@ -67,20 +67,20 @@ def full_disk(folder: Path) -> dict[str, Any]:
     model, _ = MODELS["gpt"]()
     engine = engine_of(model, config())
     target, found = folder / "full", {}
-    write = save.write_parts
+    write = save.write_tensors
 
-    def fails(path: Path, entries: Any, *, first: bool) -> Any:
-        if rank() == 1 and path.name == "weights-00003.safetensors":
+    def fails(path: Path, entries: Any) -> Any:
+        if path.name == "weights-00003-00001.safetensors":
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
-        return write(path, entries, first=first)
+        return write(path, entries)
 
     try:
-        save.write_parts = fails
+        save.write_tensors = fails
         engine.save_checkpoint(target, tag="one")
     except OSError as error:
         found["error"] = f"{type(error).__name__}: {error}"
     finally:
-        save.write_parts = write
+        save.write_tensors = write
     torch.distributed.barrier()
     found["left"] = sorted(path.name for path in target.iterdir())
     torch.distributed.barrier()

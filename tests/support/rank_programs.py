@@ -83,7 +83,7 @@ def larger(_: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"losses": [], "plans": [], "lengths": lengths}
     with pytest.MonkeyPatch.context() as patch:
         of_bytes(total_bytes, patch)
-        patch.setattr("stronghold.refine.CHANGE_SHARE", 1e9)  # whatever is predicted
+        patch.setattr("stronghold.predict.refine.CHANGE_SHARE", 1e9)  # whatever is predicted
         section = {"gpu_memory": total_bytes, "cpu_threads": 1}
         torch.manual_seed(0)
         model, _ = MODELS["llama"]()

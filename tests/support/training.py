@@ -19,8 +19,8 @@ from stronghold.optim.contract import Optimizer
 from stronghold.optim.lion import Lion
 from stronghold.optim.sgd import SGD
 from stronghold.optim.states import EXACT, StateKind, States, num_items, states_of
-from stronghold.runtime.formats import CAST, COMPUTED
-from stronghold.runtime.optimizer_step import norm_and_scale
+from stronghold.streaming.formats import CAST, COMPUTED
+from stronghold.streaming.optimizer_step import norm_and_scale
 from tests.models import loss_of, without_caches
 from tests.support.chunked import chunk_blocks
 

@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from stronghold.runtime.stack import MemoryReport
+from stronghold.streaming.stack import MemoryReport
 from stronghold.tools import cli
 from stronghold.tools.doctor import selftest
 from tests.support.quiet import law_of_time, on_time

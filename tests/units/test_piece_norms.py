@@ -13,7 +13,7 @@ from stronghold.devices.base import Record
 from stronghold.memory.layer import LayerState
 from stronghold.model.layout import PAGE_NUMEL, ParameterShape, Shards, layer_layout
 from stronghold.native import Pool
-from stronghold.runtime.pieces import SUM_BLOCK_NUMEL, InBuffer, LayerGradients, Piece, PieceNorms
+from stronghold.streaming.pieces import SUM_BLOCK_NUMEL, InBuffer, LayerGradients, Piece, PieceNorms
 from tests.support.states import adam_formats
 
 NUMELS = (1, 17, 3 * SUM_BLOCK_NUMEL + 4097, SUM_BLOCK_NUMEL, 0, PAGE_NUMEL, 2 * SUM_BLOCK_NUMEL)

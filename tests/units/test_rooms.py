@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stronghold.runtime.patches.table import PATCHES, Patch
+from stronghold.streaming.patches.table import PATCHES, Patch
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "stronghold"
@@ -225,7 +225,7 @@ def chain_of(node: ast.expr) -> list[str]:
 
 
 # -- private names of other packages ---------------------------------------------------------------
-PATCHES_ROOM = "runtime/patches/"
+PATCHES_ROOM = "streaming/patches/"
 # Strings that look like private names and are none: the built kernels' folder, a prefix of names.
 ONLY_TEXT = {"_native", "_forward_"}
 
@@ -306,7 +306,7 @@ def test_private_names_of_other_packages_stand_in_patches_alone() -> None:
     allowed = {
         (file, word) for patch in PATCHES for file in patch.beside for word in words_of(patch)
     }
-    assert used - allowed == set(), "use or add a function of stronghold/runtime/patches"
+    assert used - allowed == set(), "use or add a function of stronghold/streaming/patches"
     unused = {
         (patch.key, file)
         for patch in PATCHES

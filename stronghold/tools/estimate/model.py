@@ -22,7 +22,7 @@ from stronghold.errors import ConfigError
 from stronghold.model.costs import ModelCosts, trace_costs
 from stronghold.model.layout import ModelLayout, layout
 from stronghold.model.partition import partition
-from stronghold.runtime.patches.modules import build_from_config
+from stronghold.streaming.patches.modules import build_from_config
 
 CONFIG = "config.json"
 MOST_LAYERS = 1000  # eight times what the deepest models have

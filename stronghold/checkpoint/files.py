@@ -1,0 +1,354 @@
+"""Files of a checkpoint: tensors in the safetensors format, and small files.
+
+Owns how one file is written, made durable, held open, verified and read. It never knows what a
+checkpoint consists of. The training thread and the io lane enter, each with its own files.
+
+The safetensors library reads and checks the headers. Two things are done here, because the library
+cannot do them:
+
+1. Writing piece by piece. `safetensors.serialize_file` needs all tensors of a file in memory at
+   once. Arrays on NVMe or on the GPU, and the shards of an export, pass host memory in pieces.
+2. Reading a range of elements into memory that exists. The library's slices follow the dimensions
+   of a tensor, and come from a mapping: there a disk's error ends the process by SIGBUS.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import math
+import os
+import resource
+import stat
+import weakref
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from stronghold.errors import CheckpointError, StateError
+
+# Pieces that are written, hashed and converted at once. They are small against any layer, and their
+# bytes are still in the cache when the checksum reads them.
+PIECE_BYTES = 4 << 20
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "BOOL": torch.bool,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+METADATA = "__metadata__"  # the format's one key that is no tensor
+
+
+class MissingError(CheckpointError):
+    """There is no file of that name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileRecord:
+    """Size of a finished file, and the CRC-32 of all its bytes."""
+
+    num_bytes: int
+    crc32: int
+
+
+# -- writing --------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One tensor to be written. `pieces` yields its elements in order, as contiguous CPU tensors of
+    `dtype`; the writer is done with a piece before it asks for the next."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: Callable[[], Iterable[torch.Tensor]]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def entry_of(name: str, tensor: torch.Tensor) -> Entry:
+    """An entry that writes `tensor` (contiguous, on the CPU) from where it lies."""
+    if not tensor.is_contiguous() or tensor.device.type != "cpu":
+        raise StateError(f"{name}: expected contiguous CPU memory to write from")
+    shape = tuple(tensor.shape)
+    return Entry(name=name, dtype=tensor.dtype, shape=shape, pieces=lambda: [tensor])
+
+
+def raw_bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor. It is writable, and shared with the tensor."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+def write_durably(path: Path, data: bytes) -> FileRecord:
+    """Write a new file, and fsync it. Raises OSError, with the file's name."""
+    return _write(path, [memoryview(data)])
+
+
+def write_tensors(path: Path, entries: Sequence[Entry]) -> FileRecord:
+    """Write a new safetensors file piece by piece, and fsync it. Raises OSError, with the file's
+    name; StateError when the pieces of an entry do not fill its shape."""
+    return _write(path, _file_bytes(entries))
+
+
+def _file_bytes(entries: Sequence[Entry]) -> Iterator[memoryview]:
+    """The file in order: the length of the header, the header, the tensors."""
+    yield memoryview(_header(entries))
+    for entry in entries:
+        num_bytes = 0
+        for tensor in entry.pieces():
+            data = raw_bytes(tensor)
+            for begin in range(0, len(data), PIECE_BYTES):
+                yield data[begin : begin + PIECE_BYTES]
+            num_bytes += len(data)
+        if num_bytes != entry.num_bytes:
+            raise StateError(f"{entry.name}: {num_bytes} bytes of {entry.num_bytes} were given")
+
+
+def _header(entries: Sequence[Entry]) -> bytes:
+    """https://github.com/huggingface/safetensors#format"""
+    header: dict[str, Any] = {METADATA: {"format": "pt"}}
+    end = 0
+    for entry in entries:
+        if entry.dtype not in NAMES:
+            raise CheckpointError(f"{entry.name}: safetensors has no type for {entry.dtype}")
+        if entry.name == METADATA:
+            raise CheckpointError(
+                f"{entry.name}: safetensors keeps this name for itself; rename the tensor"
+            )
+        begin, end = end, end + entry.num_bytes
+        header[entry.name] = {
+            "dtype": NAMES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # data starts aligned
+    return len(text).to_bytes(8, "little") + text
+
+
+def _write(path: Path, pieces: Iterable[memoryview]) -> FileRecord:
+    num_bytes = crc32 = 0
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o666)
+    try:
+        for data in pieces:
+            crc32 = zlib.crc32(data, crc32)
+            num_bytes += len(data)
+            with _named(path):
+                while data:  # a write may be short
+                    data = data[os.write(descriptor, data) :]
+        with _named(path):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return FileRecord(num_bytes=num_bytes, crc32=crc32)
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Adds the file's name to an error of the system, such as "No space left on device"."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+# -- reading --------------------------------------------------------------------------------------
+class HeldFile:
+    """A file from its verification to its last read. Another file may take its name meanwhile; all
+    reads are of the one that was opened. `within`: the descriptor of the directory that has it, or
+    None to open `path`. CheckpointError when it is no regular file: a pipe would never end."""
+
+    def __init__(self, path: Path, within: int | None = None) -> None:
+        self.path = path
+        try:
+            self._descriptor = _open(path if within is None else Path(path.name), within)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise MissingError(f"{path}: the file is missing") from error
+        except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+            raise CheckpointError(f"{path}: cannot be read: {error}") from error
+        self._close = weakref.finalize(self, os.close, self._descriptor)
+        status = os.fstat(self._descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            self.close()
+            raise CheckpointError(f"{path}: cannot be read: it is no regular file")
+        self.num_bytes = status.st_size
+        self._opened = status.st_size, status.st_mtime_ns
+
+    def close(self) -> None:
+        """Let go of the file; nothing can be read any more."""
+        self._descriptor = -1
+        self._close()
+
+    @property
+    def system_path(self) -> str:
+        """A path of this very file, whatever has its name now."""
+        return f"/proc/self/fd/{self._descriptor}"
+
+    def check(self, expected: FileRecord) -> None:
+        """CheckpointError unless size and checksum are the expected ones."""
+        if self.num_bytes != expected.num_bytes:
+            raise CheckpointError(
+                f"{self.path}: {self.num_bytes} bytes, expected {expected.num_bytes}"
+            )
+        crc32, room = 0, memoryview(bytearray(PIECE_BYTES))
+        for begin in range(0, self.num_bytes, PIECE_BYTES):
+            piece = room[: self.num_bytes - begin]
+            self.read_into(piece, begin, "the file")
+            crc32 = zlib.crc32(piece, crc32)
+        if crc32 != expected.crc32:
+            raise CheckpointError(
+                f"{self.path}: checksum {crc32:08x}, expected {expected.crc32:08x}: its contents "
+                "changed after it was written"
+            )
+
+    def check_unchanged(self) -> None:
+        """CheckpointError when this very file was written to since it was opened."""
+        status = os.fstat(self._descriptor)
+        if (status.st_size, status.st_mtime_ns) != self._opened:
+            raise CheckpointError(
+                f"{self.path}: was written to while it was read; what was read of it may be of two "
+                "states. Load it again when no program writes to it"
+            )
+
+    def read_into(self, view: memoryview, begin: int, what: str) -> None:
+        """Fill `view` with the bytes from `begin` on. `what` is named when the file ends before."""
+        while view:
+            with _named(self.path):
+                count = os.preadv(self._descriptor, [view], begin)
+            if not count:
+                raise CheckpointError(f"{self.path}: cut off inside {what}")
+            view, begin = view[count:], begin + count
+
+    def read(self, largest: int) -> bytes:
+        """All of it. CheckpointError for a file of more than `largest` bytes."""
+        if self.num_bytes > largest:
+            raise CheckpointError(
+                f"{self.path}: {self.num_bytes} bytes, expected at most {largest}"
+            )
+        data = bytearray(self.num_bytes)
+        self.read_into(memoryview(data), 0, "the file")
+        return bytes(data)
+
+    def reader(self) -> BinaryIO:
+        """A stream over it, from its beginning."""
+        return open(self.system_path, "rb")
+
+
+def _open(path: Path, within: int | None) -> int:
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # or a pipe without a writer would hang
+    try:
+        return os.open(path, flags, dir_fd=within)
+    except OSError as error:
+        # A load holds three files of every layer, and 1024 descriptors are the usual soft limit.
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if error.errno != errno.EMFILE or soft == hard:
+            raise
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        return os.open(path, flags, dir_fd=within)
+
+
+class TensorInfo(NamedTuple):
+    """Dtype and shape of one tensor, and the byte of the file at which it begins."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+class TensorFile:
+    """Reads tensors of one safetensors file, which it holds open. Of the contents it keeps the
+    header alone. CheckpointError when the file is damaged or is no safetensors file."""
+
+    def __init__(self, file: HeldFile | Path) -> None:
+        self._file = file if isinstance(file, HeldFile) else HeldFile(file)
+        self.path = self._file.path
+        self.tensors: dict[str, TensorInfo] = {}
+        length = bytearray(8)
+        with self._opened() as opened:
+            self._file.read_into(memoryview(length), 0, "the header")
+            begin = 8 + int.from_bytes(length, "little")
+            for name in opened.offset_keys():  # the library has checked that they leave no gap
+                stored = opened.get_slice(name)
+                dtype, shape = DTYPES[stored.get_dtype()], tuple(stored.get_shape())
+                self.tensors[name] = TensorInfo(dtype, shape, begin)
+                begin += self.tensors[name].num_bytes
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[Any]:
+        """The file as the library opens it."""
+        try:
+            with safe_open(self._file.system_path, "pt") as opened:
+                yield opened
+        except (SafetensorError, KeyError, OverflowError) as error:
+            raise CheckpointError(
+                f"{self.path}: cut off, or not a safetensors file: {error}"
+            ) from error
+
+    def info(self, name: str) -> TensorInfo:
+        """CheckpointError for a tensor that the file does not have."""
+        if name not in self.tensors:
+            raise CheckpointError(f"{self.path}: has no tensor {name}")
+        return self.tensors[name]
+
+    def read_into(self, name: str, begin: int, target: torch.Tensor) -> None:
+        """Fill a contiguous tensor, of any dtype and on any device, with the elements from `begin`
+        on. Memory of another dtype or device is filled piece by piece."""
+        info, flat = self.info(name), target.view(-1)
+        if begin + flat.numel() > info.numel:
+            raise StateError(f"{name}: {info.shape} does not fill the target from {begin} on")
+        is_direct = target.dtype is info.dtype and target.device.type == "cpu"
+        size = flat.numel() if is_direct else PIECE_BYTES // 4
+        room = flat if is_direct else torch.empty(min(size, flat.numel()), dtype=info.dtype)
+        for first in range(0, flat.numel(), max(size, 1)):
+            piece = room[: flat.numel() - first]
+            at = info.begin + (begin + first) * info.dtype.itemsize
+            self._file.read_into(raw_bytes(piece), at, name)
+            if not is_direct:
+                flat[first : first + piece.numel()].copy_(piece)  # waits: `room` is filled again
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor, in fresh memory."""
+        info = self.info(name)
+        tensor = torch.empty(info.shape, dtype=info.dtype)
+        self.read_into(name, 0, tensor)
+        return tensor
+
+    def mapped(self, name: str) -> torch.Tensor:
+        """The tensor over the file's pages, which a write would copy. Its storage has its size, as
+        savers of whole state dicts expect."""
+        self.info(name)
+        with self._opened() as opened:
+            tensor: torch.Tensor = opened.get_tensor(name)
+        return tensor

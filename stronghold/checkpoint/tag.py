@@ -1,0 +1,179 @@
+"""A tag that is open for reading.
+
+Owns the descriptors of a tag's files from before they are verified until the last of them is read.
+Never writes. The training thread alone enters.
+
+[Note: one save] A tag may be replaced while it is read, and often is while training goes on:
+
+1. The reader opens the directory, and through its descriptor the manifest and every file.
+2. A saver exchanges the directory with a new one and removes the old one's names.
+3. The reader verifies and reads by descriptor: all that it reads is of the directory of step 1.
+4. When step 2 came between two opens of step 1, a file is missing, and the reader starts again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from stronghold.checkpoint.files import HeldFile, MissingError, TensorFile
+from stronghold.checkpoint.manifest import (
+    BUFFERS,
+    LARGEST,
+    MANIFEST,
+    WEIGHTS,
+    Manifest,
+    Slices,
+    TensorRecord,
+    stored_as,
+)
+from stronghold.errors import CheckpointError
+from stronghold.native import Closeable
+
+ATTEMPTS = 100  # each fails only when the tag was replaced within the milliseconds of one
+
+
+class OpenTag(Closeable):
+    """`manifest`, and every file that it lists, of the directory `path`: [Note: one save]. Raises
+    as `Manifest.read`. `mark` is equal on ranks that have opened the same save."""
+
+    def __init__(self, path: Path, slices: Slices | None = None) -> None:
+        self.path = path
+        self._held: dict[str, HeldFile] = {}
+        self._tensors: dict[str, TensorFile] = {}
+        for _ in range(ATTEMPTS):
+            if self._open(slices or Slices()):
+                return
+            self.close()
+            time.sleep(0.01)
+        raise CheckpointError(f"{path}: is replaced again and again; nothing of it can be read")
+
+    def close(self) -> None:
+        """Let go of every file."""
+        for file in self._held.values():
+            file.close()
+        self._held.clear()
+        self._tensors.clear()
+
+    def _open(self, slices: Slices) -> bool:
+        """False when the tag was replaced before everything was open."""
+        try:
+            within = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            self.manifest = Manifest.read(self.path, slices, within)
+            first = HeldFile(self.path / Slices(size=slices.size).name(MANIFEST), within)
+            self.mark = zlib.crc32(first.read(LARGEST))
+            first.close()
+            for name in self.manifest.files:
+                # A file that is missing for another reason may not be needed: `check` will tell.
+                with contextlib.suppress(MissingError):
+                    self._held[name] = HeldFile(self.path / name, within)
+            is_complete = len(self._held) == len(self.manifest.files)
+            return is_complete or self._is_at_path(within)
+        except MissingError:  # the manifest
+            if self._is_at_path(within):
+                raise
+            return False
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            os.close(within)
+
+    def _is_at_path(self, within: int) -> bool:
+        try:
+            return os.path.samestat(os.stat(self.path), os.fstat(within))
+        except FileNotFoundError:
+            return False
+
+    # -- checks -----------------------------------------------------------------------------------
+    def check(self, names: Iterable[str]) -> None:
+        """CheckpointError unless the files are there, whole and as they were written."""
+        for name in sorted(names):
+            self.file(name).check(self.manifest.files[name])
+
+    def check_headers(self, records: Iterable[TensorRecord], *, state: bool) -> None:
+        """CheckpointError unless the files have the weights, the buffers and, with `state`, the
+        masters and moments in the dtypes and shapes that the manifest names."""
+        for record in records:
+            states = record.states(self.manifest.states) if record.trainable else None
+            for array, pieces in record.pieces.items():
+                if array != WEIGHTS and not state:
+                    continue
+                dtype = record.dtype if states is None else states.dtypes[array]
+                for piece in pieces:
+                    stored = stored_as(array, record.name, record.shape, piece.begin, piece.end)
+                    self._check_header(piece.file, *stored, dtype)
+        for name, shape in self.manifest.buffers.items():
+            self._check_header(self.buffers, name, shape, None)
+
+    def _check_header(
+        self, file: str, name: str, shape: tuple[int, ...], dtype: torch.dtype | None
+    ) -> None:
+        info = self.tensors(file).info(name)
+        if info.dtype is not (dtype or info.dtype) or info.shape != shape:
+            raise CheckpointError(
+                f"{self.path / file}: {name} is {info.dtype} {list(info.shape)}, and the manifest "
+                f"says {dtype or info.dtype} {list(shape)}"
+            )
+
+    def check_unchanged(self) -> None:
+        """CheckpointError when the files themselves were written to since they were opened."""
+        for file in self._held.values():
+            file.check_unchanged()
+
+    # -- files and arrays -------------------------------------------------------------------------
+    @property
+    def buffers(self) -> str:
+        """The file of the buffers."""
+        return self.manifest.model_parallel.name(BUFFERS)
+
+    def file(self, name: str) -> HeldFile:
+        """CheckpointError when the manifest does not list it, or it is not there."""
+        if name not in self.manifest.files:
+            raise CheckpointError(f"{self.path}: the manifest does not list {name}")
+        if name not in self._held:
+            raise MissingError(f"{self.path / name}: the file is missing")
+        return self._held[name]
+
+    def tensors(self, name: str) -> TensorFile:
+        """The file as one of tensors."""
+        if name not in self._tensors:
+            self._tensors[name] = TensorFile(self.file(name))
+        return self._tensors[name]
+
+    def read_into(self, record: TensorRecord, array: str, begin: int, target: torch.Tensor) -> None:
+        """Fill `target` (flat, contiguous) with the items of a parameter's array from `begin` on,
+        whichever ranks have written them."""
+        end = begin + target.numel()
+        for piece in record.pieces[array]:
+            first, last = max(begin, piece.begin), min(end, piece.end)
+            if first < last:
+                name, _ = stored_as(array, record.name, record.shape, piece.begin, piece.end)
+                part = target[first - begin : last - begin]
+                self.tensors(piece.file).read_into(name, first - piece.begin, part)
+
+    def read(self, record: TensorRecord, array: str, begin: int, end: int) -> torch.Tensor:
+        """Items [begin, end) of a parameter's array in fresh memory, flat."""
+        dtype = record.dtype
+        if array != WEIGHTS:
+            dtype = record.states(self.manifest.states).dtypes[array]
+        target = torch.empty(end - begin, dtype=dtype)
+        self.read_into(record, array, begin, target)
+        return target
+
+    def weights(self, record: TensorRecord) -> torch.Tensor:
+        """A parameter's weights in its shape: over the pages of the file that has all of them, or
+        else in fresh memory."""
+        if len(record.pieces[WEIGHTS]) == 1:
+            file = record.pieces[WEIGHTS][0].file
+            return self.tensors(file).mapped(record.name)
+        return self.read(record, WEIGHTS, 0, record.numel).view(record.shape)

@@ -1,0 +1,198 @@
+"""Hooks on the user's modules for everything but training: state dicts, copies, pickles.
+
+Owns the hooks for state dicts, and the class of every hook that the engine hangs on a module, so
+that copies of the model have none that work. A state dict that is saved has the newest values; one
+that is loaded becomes the masters. `patches.parameters` has what the engine replaces around
+parameters. The training thread enters.
+
+[Note: copies] `copy.deepcopy(model)` and `torch.save(model)` take a module's hooks along: those of
+a live engine would move its layers when the copy is called, and hold locks that cannot be pickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from stronghold.errors import ConfigError
+from stronghold.streaming.parts import Written
+from stronghold.streaming.patches.modules import (
+    hooks_before_state_dict,
+    parameter_table,
+    register_state_dict_hook,
+)
+from stronghold.streaming.patches.parameters import point
+from stronghold.streaming.patches.tensors import version_of, with_own_storage
+
+
+class OwnHook:
+    """A hook of ours on the user's module. Of one that is copied or pickled the copy has one that
+    does nothing ([Note: copies]). `compiled` is called instead where the module's call is compiled,
+    and its hooks with it; never what either calls."""
+
+    __slots__ = ("_call", "_compiled")
+
+    def __init__(
+        self, call: Callable[..., Any], compiled: Callable[..., Any] | None = None
+    ) -> None:
+        self._call = call
+        self._compiled = compiled or call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(self._compiled)(*args, **kwargs)
+        return self._call(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> OwnHook:
+        return without_effect()
+
+    def __reduce__(self) -> Any:
+        return without_effect, ()
+
+
+NO_TRANSFORMS = (
+    "torch.func's grad, vjp, jacrev, hessian and vmap cannot go through a streamed block, whose "
+    "weights come and go and whose saved tensors are handed over: use torch.autograd.grad (with "
+    "create_graph=True where its result is trained through), or let all weights stay on the gpu: "
+    'stronghold.resident_layers: "all"'
+)
+COMPILED_WHOLE = (
+    "torch.compile of a whole model that streams: got one graph, expected one per block, since "
+    "layers come and go between them. Leave torch.compile(model) or model.compile() out and call "
+    "engine.compile() after initialize, or block.compile() of each block"
+)
+
+
+def without_effect() -> OwnHook:
+    """What stands in a copy for a hook of the original's engine."""
+    return OwnHook(_nothing)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+def serves(hook: Any) -> bool:
+    """Whether `hook` is one of ours whose engine has it, not a copy's."""
+    return isinstance(hook, OwnHook) and hook._call is not _nothing
+
+
+Layers = Sequence[int]
+
+
+def _own_storages(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """What a state dict gives out shows the parameter's memory, as ever, through a storage that is
+    no larger than that: who saves it saves no more. Its version is the parameter's still."""
+    for name, parameter in parameter_table(module).items():
+        value = state.get(prefix + name)
+        if isinstance(value, torch.Tensor) and value is not parameter and not value.is_meta:
+            whole = value.untyped_storage().nbytes()
+            if value.is_contiguous() and value.nbytes < whole and value.nbytes:
+                point(value, with_own_storage(value.detach()))
+
+
+class StateHooks:
+    """`wait` returns when every parameter of these layers holds its newest value, `read` when
+    nobody reads the slabs any more; `loaded` takes over new values of these parameters, and of no
+    others: what a partial load leaves keeps its masters.
+    `parameters[i]` are those of layer i."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Sequence[Sequence[nn.Parameter]],
+        *,
+        wait: Callable[[Layers], None],
+        read: Callable[[], None],
+        loaded: Callable[[Written], None],
+    ) -> None:
+        self._wait = wait
+        self._read = read
+        self._loaded = loaded
+        self._place_of = {
+            parameter: (layer, k)
+            for layer, of_layer in enumerate(parameters)
+            for k, parameter in enumerate(of_layer)
+        }
+        # The outermost of our modules that is being loaded, and the prefix of its names.
+        self._loading: tuple[nn.Module, str] | None = None
+        # Of its parameters: the versions before it, and those that the state dict has a value for.
+        # A module with a loader of its own may know either way alone.
+        self._versions: dict[nn.Parameter, int] = {}
+        self._named: set[nn.Parameter] = set()
+        self._handles = []
+        for module in model.modules():
+            # A part's state dict is made of its modules', each of which waits for its own.
+            own = self._layers_of(module, recurse=module is model)
+            if own or module is model:
+                waiting = OwnHook(partial(self._before_save, own))
+                self._handles.append(module.register_state_dict_pre_hook(waiting))
+            if own:
+                hook = register_state_dict_hook(module, OwnHook(_own_storages))
+                self._handles.append(hook)
+            self._handles += (
+                module.register_load_state_dict_pre_hook(OwnHook(self._before_load)),
+                module.register_load_state_dict_post_hook(OwnHook(self._after_load)),
+            )
+
+    def _layers_of(self, module: nn.Module, *, recurse: bool) -> list[int]:
+        return sorted({self._place_of[p][0] for p in self._held(module, recurse=recurse)})
+
+    def _held(self, module: nn.Module, *, recurse: bool) -> set[nn.Parameter]:
+        modules = module.modules() if recurse else (module,)
+        held = {p for each in modules for p in parameter_table(each).values() if p is not None}
+        return held & self._place_of.keys()
+
+    def _before_save(self, layers: Layers, *_: Any) -> None:
+        self._wait(layers)
+
+    def _before_load(self, module: Any, state: Any, prefix: Any, metadata: Any, *_: Any) -> None:
+        if self._loading is not None and len(prefix) > len(self._loading[1]):
+            self._note(module, state, prefix)
+            return  # inside the load of a larger part
+        if metadata.get("assign_to_params_buffers", False):
+            raise ConfigError(
+                "load_state_dict(assign=True) would replace the parameters that the engine trains: "
+                "leave assign out"
+            )
+        self._loading = module, prefix
+        self._wait(self._layers_of(module, recurse=True))
+        self._read()
+        self._versions = {p: version_of(p) for p in self._held(module, recurse=True)}
+        self._named.clear()
+        self._note(module, state, prefix)
+
+    def _note(self, module: nn.Module, state: Any, prefix: str) -> None:
+        for name, parameter in parameter_table(module).items():
+            value = state.get(prefix + name)
+            if parameter in self._versions and getattr(value, "shape", None) == parameter.shape:
+                self._named.add(parameter)
+
+    def _after_load(self, module: nn.Module, *_: Any) -> None:
+        if self._loading is not None and module is self._loading[0]:
+            self._loading = None
+            written: dict[int, set[int]] = {}
+            for parameter, version in self._versions.items():
+                if parameter in self._named or version_of(parameter) != version:
+                    layer, k = self._place_of[parameter]
+                    written.setdefault(layer, set()).add(k)
+            self._versions.clear()
+            self._loaded(written)
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def check_free(model: nn.Module) -> None:
+    """ConfigError when a live engine streams the model or a part of it."""
+    for name, module in model.named_modules():
+        if any(map(serves, hooks_before_state_dict(module))):
+            raise ConfigError(
+                f"model: an engine streams {name or 'it'} already; call its destroy() first"
+            )

@@ -1,0 +1,155 @@
+"""The parts that train one model. `assemble` makes them for the engine and for the simulator.
+
+This file owns the order in which the parts are made. Engine and simulator differ in the device:
+they pass its kernels and its host memory. The training thread assembles; any thread may read
+`Parts`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from stronghold.devices.base import Device
+from stronghold.distributed.node_weights import NodeWeights
+from stronghold.distributed.sharding import RankTeam, Team
+from stronghold.memory.host import DeviceStore, HostStore
+from stronghold.memory.layer import LayerState
+from stronghold.memory.slab import map_slab
+from stronghold.memory.tiers import Tiers
+from stronghold.model.layout import ModelLayout
+from stronghold.model.partition import WeightSource
+from stronghold.native import Kernels
+from stronghold.plan.homes import GPU, HOST, Home
+from stronghold.plan.plan import Plan
+from stronghold.plan.schedule import Action, Kind
+from stronghold.streaming.steps import Groups, OptimizerSteps
+from stronghold.telemetry.metrics import Metrics
+
+Written = Mapping[int, Collection[int]]
+"""Parameters by layer and their positions in it."""
+
+
+def _ignore(gradient: bool = False) -> None:
+    """Callback of an engine that never runs autograd by itself."""
+
+
+@dataclass(slots=True)
+class UnannouncedBackward:
+    """Callbacks for `loss.backward()`: autograd runs, and `engine.backward` was not called.
+
+    Hooks call `reached(gradient)` at an output of a layer, or (`gradient` true) at a parameter. It
+    may begin a backward pass. They call `check` before other work. It ends a backward that raised.
+    Gradients are divided by `divisor` when they arrive.
+    """
+
+    reached: Callable[[bool], None] = _ignore
+    check: Callable[[], None] = _ignore
+    divisor: int = 1
+
+    def scaled(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Divide a gradient that has arrived."""
+        return gradient if self.divisor == 1 else gradient / self.divisor
+
+
+MAX_ACTIONS = 1 << 16  # of one step: a run without steps (evaluation) must not fill memory
+
+
+class Performed:
+    """Operations that a step performed, in order.
+
+    `engine.inspect()` shows them beside the schedule.
+    `last` has the operations of the step that ended last. The thread that calls hooks enters.
+    """
+
+    def __init__(self) -> None:
+        self.last: tuple[Action, ...] = ()
+        self._now: list[Action] = []
+
+    def add(self, kind: Kind, layer: int = -1) -> None:
+        """Note that an operation was queued, or that compute is about to begin a use."""
+        if len(self._now) < MAX_ACTIONS:
+            self._now.append(Action(kind=kind, layer=layer))
+
+    def end_step(self) -> None:
+        """A step has ended: later operations belong to the next one."""
+        self.last = tuple(self._now)
+        self._now = []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """Everything that trains one model.
+
+    `host` has every layer, and the arrays of layers that are updated on the host. `store` has the
+    arrays of layers that are updated on the device. `kernels` run on the update lane.
+    """
+
+    device: Device
+    host: HostStore
+    store: DeviceStore
+    steps: OptimizerSteps
+    kernels: Kernels
+    metrics: Metrics
+    team: Team
+    outside: UnannouncedBackward = field(default_factory=UnannouncedBackward)
+    performed: Performed = field(default_factory=Performed)
+
+    @property
+    def layers(self) -> Sequence[LayerState]:
+        return self.host.layers
+
+    def adopt(self, index: int, source: WeightSource | None = None) -> None:
+        """Copy the layer's parameters into its arrays. Parameters on the meta device are read from
+        `source`."""
+        stores: dict[Home, HostStore | DeviceStore] = {GPU: self.store, HOST: self.host}
+        stores[self.layers[index].home].adopt(index, source)
+
+
+def assemble(
+    *,
+    layout: ModelLayout,
+    device: Device,
+    plan: Plan,
+    parameters: Sequence[Sequence[nn.Parameter]],
+    groups: Groups,
+    kernels: Kernels,
+    metrics: Metrics,
+    tiers: Tiers,
+    undo: contextlib.ExitStack,
+    weights: NodeWeights | None = None,
+    allocate: Callable[[int, torch.dtype], torch.Tensor] = map_slab,
+) -> Parts:
+    """Make the parts for `plan`, and register their closing with `undo`.
+
+    `parameters[i]`: layer i's parameters, in the layout's order. `allocate(numel, dtype)` makes
+    host memory. `weights`: the node's weights, if several ranks share them.
+    """
+    host = HostStore(
+        layout,
+        device,
+        held=plan.pending,
+        early=plan.early,
+        accumulate=plan.accumulates,
+        ring_entries=plan.ring_entries,
+        allocate=allocate,
+        tiers=tiers,
+        shared=weights.room if weights is not None else None,
+        fills=weights is None or weights.fills,
+    )
+    undo.callback(host.close)
+    for state, of_layer in zip(host.layers, parameters, strict=True):
+        state.parameters = of_layer
+    return Parts(
+        device=device,
+        host=host,
+        store=DeviceStore(host, device),
+        steps=OptimizerSteps(groups, host.layers),
+        kernels=kernels,
+        metrics=metrics,
+        team=Team() if weights is None else RankTeam(device, host.layers, weights),
+    )

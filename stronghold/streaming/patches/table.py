@@ -1,0 +1,678 @@
+"""The table of everything that stronghold replaces in other packages, or uses of them in private.
+
+Owns the reasons and the versions. `docs/patches.md` is generated from it. Each row has one test in
+`tests/border/test_patches.py`, which fails when a release changes what the row relies on. Another
+test fails when stronghold uses a private name of another package that no row has. Imports the
+standard library alone, and never changes anything. Any thread may enter.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Package:
+    """A package whose names are replaced or used. `tried`: its versions with which the rows' tests
+    have passed, from the oldest to the newest."""
+
+    name: str
+    tried: tuple[str, ...]
+
+
+class Manner(enum.Enum):
+    """How a row touches the other package; the value is a heading of the page."""
+
+    REPLACED = "Names that are replaced in this process"
+    WRITTEN = "Attributes that are written on modules, parameters and optimizers"
+    USED = "Names that are used, though they are private"
+
+
+class Span(enum.Enum):
+    """How long a row's change lasts; the value completes the sentence "It is there ..."."""
+
+    PLUGIN = "while the plugin is enabled"
+    CONFIG = "from the first config with a section until the plugin is disabled"
+    IMPORT = "from the import of stronghold on"
+    ENGINE = "while an engine lives"
+    HIDDEN = "while a parameter's newest values are on their way"
+    CALL = "during one call"
+    STAYS = "for good"
+    NOTHING = "never: nothing is changed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patch:
+    """One row.
+
+    `key`: names the row; `test_KEY` is its test.
+    `names`: dotted names of the package.
+    `reason`: why stronghold needs it, and what it relies on.
+    `file`: the file of stronghold that does it, below `stronghold/`.
+    `beside`: files in lower rooms, which cannot import `patches`, that use the same names directly.
+    """
+
+    key: str
+    package: Package
+    manner: Manner
+    span: Span = Span.NOTHING
+    names: tuple[str, ...]
+    reason: str
+    file: str
+    beside: tuple[str, ...] = ()
+
+
+TORCH = Package(name="torch", tried=("2.13.0",))
+DEEPSPEED = Package(name="deepspeed", tried=("0.19.0", "0.19.8"))
+TRANSFORMERS = Package(name="transformers", tried=("5.20.2", "5.23.0", "5.24.0"))
+ACCELERATE = Package(name="accelerate", tried=("1.14.0", "1.15.0"))
+NUMPY = Package(name="numpy", tried=("2.4.6",))
+PYTHON = Package(name="python", tried=("3.11",))
+PACKAGES = (TORCH, DEEPSPEED, TRANSFORMERS, ACCELERATE, NUMPY)
+
+_FRAMEWORKS = "streaming/patches/frameworks.py"
+_PARAMETERS = "streaming/patches/parameters.py"
+_AUTOGRAD = "streaming/patches/autograd.py"
+_TENSORS = "streaming/patches/tensors.py"
+_MODULES = "streaming/patches/modules.py"
+_ATTENTION = "streaming/patches/attention.py"
+_IMPORTS = "streaming/patches/imports.py"
+_LOGITS = "model/logits.py"
+_OPERATORS = "model/gpu_operators.py"
+
+_REPLACED = (
+    # -- DeepSpeed and Accelerate ------------------------------------------------------------------
+    Patch(
+        key="initialize",
+        package=DEEPSPEED,
+        manner=Manner.REPLACED,
+        span=Span.PLUGIN,
+        names=("deepspeed.initialize",),
+        reason="Frameworks call it themselves. A config with the section gets this engine. "
+        "The parameters `args`, `config` and `config_params` are read by name.",
+        file=_FRAMEWORKS,
+    ),
+    Patch(
+        key="zero_init",
+        package=DEEPSPEED,
+        manner=Manner.REPLACED,
+        span=Span.PLUGIN,
+        names=("deepspeed.zero.Init.__init__",),
+        reason="It would partition a model of such a config before the engine sees it. It "
+        "leaves the context early where its attribute `enabled` is false.",
+        file=_FRAMEWORKS,
+    ),
+    Patch(
+        key="zero_to_fp32",
+        package=DEEPSPEED,
+        manner=Manner.REPLACED,
+        span=Span.PLUGIN,
+        names=("deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint",),
+        reason="It reads this engine's checkpoints too. The function beside it that loads a "
+        "model calls it by its global name.",
+        file=_FRAMEWORKS,
+    ),
+    Patch(
+        key="accelerate_config",
+        package=ACCELERATE,
+        manner=Manner.REPLACED,
+        span=Span.PLUGIN,
+        names=("accelerate.utils.deepspeed.HfDeepSpeedConfig.set_stage_and_offload",),
+        reason="Accelerate decides there whether a model is partitioned. In its copy of such"
+        " a config stage 3 becomes 2, so that Transformers, PEFT and TRL gather "
+        "nothing.",
+        file=_FRAMEWORKS,
+    ),
+    Patch(
+        key="accelerate_state",
+        package=ACCELERATE,
+        manner=Manner.REPLACED,
+        span=Span.CONFIG,
+        names=("accelerate.state.PartialState.__init__",),
+        reason="On CPUs Accelerate takes each of several ranks for a run of its own, unless "
+        "it is given the backend gloo.",
+        file=_FRAMEWORKS,
+    ),
+    Patch(
+        key="imports",
+        package=PYTHON,
+        manner=Manner.REPLACED,
+        span=Span.IMPORT,
+        names=("sys.meta_path", "importlib.machinery.SourceFileLoader.exec_module"),
+        reason="The plugin is enabled when DeepSpeed is imported, and not before: that "
+        "import takes seconds. A finder replaces `exec_module` of one loader, which "
+        "is an ordinary object.",
+        file=_IMPORTS,
+    ),
+    # -- parameters --------------------------------------------------------------------------------
+    Patch(
+        key="data",
+        package=TORCH,
+        manner=Manner.REPLACED,
+        span=Span.ENGINE,
+        names=("torch.nn.Parameter.data",),
+        reason="Torch does not count writes through `.data` in a parameter's version. An "
+        "alias made by `detach` is counted, so that the engine sees the write and "
+        "trains from it.",
+        file=_PARAMETERS,
+    ),
+    Patch(
+        key="copies",
+        package=TORCH,
+        manner=Manner.REPLACED,
+        span=Span.ENGINE,
+        names=("torch.nn.Parameter.__deepcopy__", "torch.nn.Parameter.__reduce_ex__"),
+        reason="Pickle takes a parameter's attributes along, and a copy may. Those that "
+        "DeepSpeed's functions look for belong to the engine, so they are taken out "
+        "during the call.",
+        file=_PARAMETERS,
+    ),
+    Patch(
+        key="set",
+        package=TORCH,
+        manner=Manner.REPLACED,
+        span=Span.ENGINE,
+        names=("torch.nn.Parameter.set_",),
+        reason="`torch.nn.utils.parametrize` calls `p.set_(p)` in each forward of some PEFT "
+        "adapters. That changes no value and raises the version, like a write.",
+        file=_PARAMETERS,
+    ),
+    Patch(
+        key="zero_grad",
+        package=TORCH,
+        manner=Manner.REPLACED,
+        span=Span.ENGINE,
+        names=("torch.nn.Module.zero_grad", "torch.optim.Optimizer.zero_grad"),
+        reason="Gradients wait for the step on the host. A program that throws gradients "
+        "away means these too.",
+        file=_PARAMETERS,
+    ),
+    Patch(
+        key="clipping",
+        package=TORCH,
+        manner=Manner.REPLACED,
+        span=Span.ENGINE,
+        names=("torch.nn.utils.clip_grad._clip_grads_with_norm_",),
+        reason="`clip_grad_norm_` calls it with the norm. No parameter has a gradient then, "
+        "so clipping by hand would do nothing: it is refused, or warned about.",
+        file=_PARAMETERS,
+    ),
+    Patch(
+        key="local_functions",
+        package=DEEPSPEED,
+        manner=Manner.REPLACED,
+        span=Span.ENGINE,
+        names=tuple(
+            f"deepspeed.utils.safe_{verb}_local_{array}"
+            for verb in ("get", "set")
+            for array in ("fp32_param", "grad", "optimizer_state")
+        ),
+        reason="They ask a parameter for ZeRO-3's attributes, which make other code take it "
+        "for a partitioned one. For a trained parameter the engine answers.",
+        file=_PARAMETERS,
+    ),
+    # -- attention ---------------------------------------------------------------------------------
+    Patch(
+        key="attention",
+        package=TORCH,
+        manner=Manner.REPLACED,
+        span=Span.ENGINE,
+        names=("torch.nn.functional.scaled_dot_product_attention",),
+        reason="Results of attention are kept for a block's second run. Models read the "
+        "function from the module at each call. A dispatch mode for all of a block "
+        "takes too long.",
+        file=_ATTENTION,
+    ),
+    Patch(
+        key="attention_inside",
+        package=TORCH,
+        manner=Manner.REPLACED,
+        span=Span.CALL,
+        names=("torch.nn.functional.multi_head_attention_forward",),
+        reason="It reads `scaled_dot_product_attention` from `torch.nn.functional`. On "
+        "tensors without memory that one name is replaced during the call, so that a "
+        "GPU's kernel is counted.",
+        file=_OPERATORS,
+    ),
+)
+
+_WRITTEN = (
+    Patch(
+        key="hidden_class",
+        package=TORCH,
+        manner=Manner.WRITTEN,
+        span=Span.HIDDEN,
+        names=("torch.nn.Parameter.__class__",),
+        reason="A parameter becomes an instance of a subclass with `__torch_function__`, so "
+        "that the first operation that needs its values waits for them.",
+        file=_PARAMETERS,
+    ),
+    Patch(
+        key="full_functions",
+        package=DEEPSPEED,
+        manner=Manner.WRITTEN,
+        span=Span.ENGINE,
+        names=(
+            "torch.nn.Parameter._hp_mapping",
+            "torch.nn.Parameter.get_full_hp_param",
+            "torch.nn.Parameter.set_full_hp_param",
+            "torch.nn.Parameter.get_full_hp_grad",
+            "torch.nn.Parameter.set_full_hp_grad",
+        ),
+        reason="`safe_get_full_fp32_param` and the functions beside it look for these "
+        "attributes, and return None where there are none.",
+        file=_PARAMETERS,
+    ),
+    Patch(
+        key="zero_attributes",
+        package=DEEPSPEED,
+        manner=Manner.WRITTEN,
+        span=Span.STAYS,
+        names=("torch.nn.Parameter.ds_id", "torch.nn.Parameter.ds_tensor"),
+        reason="A model that `deepspeed.zero.Init` made on one rank is taken over whole: the"
+        " values of `ds_tensor` become the parameter's, and its `ds_` attributes are "
+        "deleted.",
+        file="engine/dispatch.py",
+    ),
+    Patch(
+        key="forward",
+        package=TORCH,
+        manner=Manner.WRITTEN,
+        span=Span.ENGINE,
+        names=("torch.nn.Module.forward",),
+        reason="A block's own call is divided into chunks, or compiled; the head's is lazy. "
+        "An entry of the instance comes before the class's method, and hooks stay "
+        "around it.",
+        file="streaming/activations/chunks.py",
+        beside=("streaming/stack.py", _LOGITS, "model/costs.py"),
+    ),
+    Patch(
+        key="loss_function",
+        package=TRANSFORMERS,
+        manner=Manner.WRITTEN,
+        span=Span.ENGINE,
+        names=(
+            "transformers.PreTrainedModel._loss_function",
+            "transformers.PreTrainedModel.loss_function",
+            "transformers.loss.loss_utils.ForCausalLMLoss",
+            "transformers.loss.loss_utils.LOSS_MAPPING",
+        ),
+        reason="Head and loss are computed in parts of the tokens. The property "
+        "`loss_function` returns `_loss_function` where an instance has one.",
+        file=_LOGITS,
+        beside=(_LOGITS,),
+    ),
+    Patch(
+        key="parameter_table",
+        package=TORCH,
+        manner=Manner.WRITTEN,
+        span=Span.CALL,
+        names=("torch.nn.Module._parameters", "torch.nn.Module._buffers"),
+        reason="Each chunk sees the weights through views of its own. `module.weight` reads "
+        "this table, and takes a tensor that is no parameter.",
+        file=_MODULES,
+        beside=("model/costs.py", _LOGITS, "streaming/activations/recompute.py"),
+    ),
+    Patch(
+        key="opt_called",
+        package=TORCH,
+        manner=Manner.WRITTEN,
+        span=Span.STAYS,
+        names=("torch.optim.Optimizer._opt_called",),
+        reason="Schedules of `torch.optim.lr_scheduler` warn where no optimizer has stepped "
+        "before them; the engine steps.",
+        file=_MODULES,
+    ),
+    Patch(
+        key="weight_conversions",
+        package=TRANSFORMERS,
+        manner=Manner.WRITTEN,
+        span=Span.STAYS,
+        names=("transformers.PreTrainedModel._weight_conversions",),
+        reason="`save_pretrained` writes the names that `from_pretrained` read. It takes the"
+        " rules between the two from this attribute.",
+        file=_MODULES,
+    ),
+)
+
+_USED = (
+    # -- autograd ----------------------------------------------------------------------------------
+    Patch(
+        key="backward_number",
+        package=TORCH,
+        manner=Manner.USED,
+        names=("torch._C._current_graph_task_id",),
+        reason="Distinguishes one backward from the next, and from none (-1): the user's own"
+        " backward, one inside another, and one that raised are noticed by it.",
+        file=_AUTOGRAD,
+    ),
+    Patch(
+        key="backward_group",
+        package=TORCH,
+        manner=Manner.USED,
+        names=("torch._C._get_graph_exec_group",),
+        reason="Several backwards that torch runs as one group share a second run of a "
+        "block. A torch without the name has no groups.",
+        file=_AUTOGRAD,
+    ),
+    Patch(
+        key="running_node",
+        package=TORCH,
+        manner=Manner.USED,
+        names=("torch._C._current_autograd_node", "torch._C._will_engine_execute_node"),
+        reason="Whether a backward trains a parameter: the nodes behind the running one are "
+        "asked whether they will be executed. `torch.autograd.grad` executes no "
+        "parameter's node.",
+        file=_AUTOGRAD,
+    ),
+    Patch(
+        key="end_of_backward",
+        package=TORCH,
+        manner=Manner.USED,
+        names=("torch.autograd.Variable._execution_engine.queue_callback",),
+        reason="The engine has no call at the end of a backward that the user started. Torch"
+        " has this callback, which FSDP and DDP use too.",
+        file=_AUTOGRAD,
+    ),
+    Patch(
+        key="saved_tensor_hooks",
+        package=TORCH,
+        manner=Manner.USED,
+        names=(
+            "torch._C._autograd._top_saved_tensors_default_hooks",
+            "torch._C._autograd._push_saved_tensors_default_hooks",
+            "torch._C._autograd._pop_saved_tensors_default_hooks",
+        ),
+        reason="The user's hooks for saved tensors are called inside ours. After Ctrl-C, "
+        "which can skip an exit, the hooks from before are made the active ones.",
+        file=_AUTOGRAD,
+    ),
+    Patch(
+        key="transforms",
+        package=TORCH,
+        manner=Manner.USED,
+        names=("torch._C._functorch.maybe_current_level",),
+        reason="`torch.func` refuses hooks for saved tensors in the middle of a block. The "
+        "engine asks before, and also knows torch's own error by its words.",
+        file=_AUTOGRAD,
+    ),
+    Patch(
+        key="function_modes",
+        package=TORCH,
+        manner=Manner.USED,
+        names=("torch._C._len_torch_function_stack", "torch._C.DisableTorchFunctionSubclass"),
+        reason="Whether a default device may be set, without its cost per block; and reads "
+        "of hidden parameters that need no values.",
+        file=_AUTOGRAD,
+    ),
+    Patch(
+        key="dispatch_mode",
+        package=TORCH,
+        manner=Manner.USED,
+        names=("torch.utils._python_dispatch.TorchDispatchMode",),
+        reason="Sees every operator below autograd. The documentation of torch names this "
+        "path; there is no public one.",
+        file=_AUTOGRAD,
+        beside=("model/costs.py", "model/operator_bytes.py"),
+    ),
+    # -- tensors -----------------------------------------------------------------------------------
+    Patch(
+        key="trees",
+        package=TORCH,
+        manner=Manner.USED,
+        names=(
+            "torch.utils._pytree.tree_flatten",
+            "torch.utils._pytree.tree_leaves",
+            "torch.utils._pytree.tree_map_only",
+            "torch.utils._pytree.tree_unflatten",
+            "torch.utils._pytree.TreeSpec",
+        ),
+        reason="Tensors in nested arguments and outputs, also in the outputs of "
+        "Transformers, which register themselves there alone.",
+        file=_TENSORS,
+        beside=("model/costs.py", _LOGITS, "model/operator_bytes.py"),
+    ),
+    Patch(
+        key="version",
+        package=TORCH,
+        manner=Manner.USED,
+        names=("torch.Tensor._version",),
+        reason="A write in place by the user's code is trained, or refused where a saved "
+        "tensor is needed as it was. All aliases share the count.",
+        file=_TENSORS,
+        beside=(_LOGITS,),
+    ),
+    Patch(
+        key="aliases",
+        package=TORCH,
+        manner=Manner.USED,
+        names=("torch._C._storage_Use_Count", "torch.UntypedStorage._cdata"),
+        reason="An alias that a program keeps of a weight is one reference more to its "
+        "storage. Nothing public counts references.",
+        file=_TENSORS,
+    ),
+    Patch(
+        key="own_storage",
+        package=TORCH,
+        manner=Manner.USED,
+        names=("torch.utils.dlpack.to_dlpack", "torch.utils.dlpack.from_dlpack"),
+        reason="A second storage of the same memory, of exactly a tensor's bytes: so its "
+        "references are counted apart, and `torch.save` saves no more.",
+        file=_TENSORS,
+    ),
+    Patch(
+        key="one_storage_object",
+        package=TORCH,
+        manner=Manner.USED,
+        names=("torch.Tensor.untyped_storage",),
+        reason="Two tensors of one memory give the same Python object, which lives as long "
+        "as the memory does. So its `id` names the memory, and a weak reference "
+        "notices its end.",
+        file="model/costs.py",
+    ),
+    Patch(
+        key="sparse_parts",
+        package=TORCH,
+        manner=Manner.USED,
+        names=("torch.Tensor._indices", "torch.Tensor._values"),
+        reason="The public methods refuse a sparse tensor that may hold an index twice, "
+        "which is what autograd saves.",
+        file=_TENSORS,
+    ),
+    Patch(
+        key="schema",
+        package=TORCH,
+        manner=Manner.USED,
+        names=("torch._ops.OpOverload._schema",),
+        reason="Which arguments an operator writes, and whether its result is a view.",
+        file=_TENSORS,
+        beside=(_OPERATORS, "model/operator_bytes.py"),
+    ),
+    Patch(
+        key="attention_kernels",
+        package=TORCH,
+        manner=Manner.USED,
+        names=(
+            "torch._C._nn.scaled_dot_product_attention",
+            "torch.ops.aten._scaled_dot_product_flash_attention",
+            "torch.ops.aten._scaled_dot_product_efficient_attention",
+            "torch.ops.aten._scaled_dot_product_cudnn_attention",
+            "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",
+            "torch.ops.aten._scaled_dot_product_fused_attention_overrideable",
+            "torch.ops.aten._scaled_dot_product_flash_attention_backward",
+            "torch.ops.aten._scaled_dot_product_efficient_attention_backward",
+            "torch.ops.aten._grouped_mm",
+            "torch.ops.aten._unsafe_view",
+        ),
+        reason="Operators whose FLOPs and bytes are counted, and whose results are kept for "
+        "a second run. The first one is what a function mode sees of attention.",
+        file=_OPERATORS,
+        beside=(_OPERATORS, "model/operator_bytes.py"),
+    ),
+    Patch(
+        key="lazy_logits",
+        package=TORCH,
+        manner=Manner.USED,
+        names=("torch._C._disabled_torch_function_impl", "torch.Tensor._make_wrapper_subclass"),
+        reason="Logits that have a shape and no memory: a subclass whose operators come to "
+        "`__torch_dispatch__`, below autograd.",
+        file=_LOGITS,
+        beside=(_LOGITS,),
+    ),
+    Patch(
+        key="flatten",
+        package=TORCH,
+        manner=Manner.USED,
+        names=(
+            "torch._utils._flatten_dense_tensors",
+            "torch._utils._unflatten_dense_tensors",
+        ),
+        reason="Two attributes of DeepSpeed's engine, which programs may call.",
+        file=_TENSORS,
+    ),
+    Patch(
+        key="raw_stream",
+        package=TORCH,
+        manner=Manner.USED,
+        names=("torch._C._cuda_getCurrentRawStream", "torch._C._xpu_getCurrentRawStream"),
+        reason="The address of the current stream, asked several times for each "
+        "gradient: `torch.cuda.current_stream` makes a new object each time.",
+        file="devices/kinds.py",
+        beside=("devices/kinds.py",),
+    ),
+    # -- modules and parameters --------------------------------------------------------------------
+    Patch(
+        key="compiled",
+        package=TORCH,
+        manner=Manner.USED,
+        names=("torch.nn.Module._compiled_call_impl", "torch._dynamo.OptimizedModule._orig_mod"),
+        reason="A whole model that is compiled is one graph, and layers come and go inside "
+        "of it: it is refused. So is a compiled block that is to be divided.",
+        file=_MODULES,
+        beside=(_LOGITS,),
+    ),
+    Patch(
+        key="batch_norm",
+        package=TORCH,
+        manner=Manner.USED,
+        names=("torch.nn.modules.batchnorm._BatchNorm",),
+        reason="The base of every batch norm, whose statistics are the whole batch's: no "
+        "block with one is divided into chunks.",
+        file=_MODULES,
+    ),
+    Patch(
+        key="transient_buffers",
+        package=TORCH,
+        manner=Manner.USED,
+        names=("torch.nn.Module._non_persistent_buffers_set",),
+        reason="A checkpoint holds the buffers that a state dict holds.",
+        file=_MODULES,
+    ),
+    Patch(
+        key="state_dict_hooks",
+        package=TORCH,
+        manner=Manner.USED,
+        names=(
+            "torch.nn.Module._register_state_dict_hook",
+            "torch.nn.Module._state_dict_pre_hooks",
+        ),
+        reason="The values of a state dict get storages of their own size. A model whose "
+        "hooks are another engine's is refused.",
+        file=_MODULES,
+    ),
+    Patch(
+        key="gradient_hooks",
+        package=TORCH,
+        manner=Manner.USED,
+        names=("torch.Tensor._backward_hooks", "torch.Tensor._post_accumulate_grad_hooks"),
+        reason="The engine's hook runs after the user's, in whatever order they were "
+        "registered. Chunks refuse the user's.",
+        file=_MODULES,
+    ),
+    Patch(
+        key="module_backward_hooks",
+        package=TORCH,
+        manner=Manner.USED,
+        names=(
+            "torch.nn.Module._backward_hooks",
+            "torch.nn.Module._backward_pre_hooks",
+            "torch.nn.modules.module._global_backward_hooks",
+            "torch.nn.modules.module._global_backward_pre_hooks",
+        ),
+        reason="A head with hooks on its gradient gives real logits: the gradient of lazy "
+        "ones never passes there.",
+        file=_LOGITS,
+        beside=(_LOGITS,),
+    ),
+    Patch(
+        key="forward_hooks",
+        package=TORCH,
+        manner=Manner.USED,
+        names=(
+            "torch.nn.Module._forward_hooks",
+            "torch.nn.Module._forward_pre_hooks",
+            "torch.nn.Module._forward_hooks_with_kwargs",
+            "torch.nn.modules.module._global_forward_hooks",
+            "torch.nn.modules.module._global_forward_pre_hooks",
+        ),
+        reason="A block's second run calls the hooks of the first, and no others.",
+        file="streaming/activations/recompute.py",
+        beside=("streaming/activations/recompute.py",),
+    ),
+    # -- generators --------------------------------------------------------------------------------
+    Patch(
+        key="python_generator",
+        package=PYTHON,
+        manner=Manner.USED,
+        names=("random._inst",),
+        reason="The generator behind `random.random()`, whose state a block's second run restores.",
+        file="streaming/activations/recompute.py",
+        beside=("streaming/activations/recompute.py",),
+    ),
+    Patch(
+        key="numpy_generator",
+        package=NUMPY,
+        manner=Manner.USED,
+        names=("numpy.random.mtrand._rand",),
+        reason="The generator behind `numpy.random.rand()`, whose state a block's second run"
+        " restores.",
+        file="streaming/activations/recompute.py",
+        beside=("streaming/activations/recompute.py",),
+    ),
+    Patch(
+        key="numpy_pickles",
+        package=NUMPY,
+        manner=Manner.USED,
+        names=("numpy._core.multiarray._reconstruct",),
+        reason="Generator states in checkpoints are NumPy arrays, which a safe reader of "
+        "pickles must be allowed to build, by the name that NumPy has written.",
+        file="checkpoint/manifest.py",
+        beside=("checkpoint/manifest.py",),
+    ),
+    # -- Transformers ------------------------------------------------------------------------------
+    Patch(
+        key="from_config",
+        package=TRANSFORMERS,
+        manner=Manner.USED,
+        names=("transformers.PreTrainedModel._from_config",),
+        reason="A model class builds a model of a configuration, with the dtype and the "
+        "attention that it asks for.",
+        file=_MODULES,
+    ),
+    Patch(
+        key="known_classes",
+        package=TRANSFORMERS,
+        manner=Manner.USED,
+        names=(
+            "transformers.PreTrainedModel",
+            "transformers.Cache",
+            "transformers.cache_utils.CacheLayerMixin",
+        ),
+        reason="Models and key-value caches are known by these names of classes, since "
+        "Transformers need not be installed. `use_cache=False` makes no cache.",
+        file="streaming/activations/recompute.py",
+    ),
+)
+
+PATCHES = (*_REPLACED, *_WRITTEN, *_USED)
