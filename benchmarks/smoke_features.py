@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -317,11 +318,13 @@ def cap(machine: str) -> str:
 def nccl(machine: str) -> str:
     import torch
 
-    from stronghold.team.group import Group
+    from stronghold.distributed.connections import Connections
+    from stronghold.distributed.process_groups import Group, new_group
 
     torch.cuda.set_device(0)
     torch.distributed.init_process_group("cpu:gloo,cuda:nccl")
-    group = Group.open([0], [[0]], "nccl", 0)
+    handle, connections = new_group([0], "nccl", timedelta(minutes=1)), Connections([0], None)
+    group = Group([0], 0, handle=handle, backend="nccl", connections=connections)
     for dtype in (torch.bfloat16, torch.float32):
         whole = torch.full((4096,), 3.0, dtype=dtype, device="cuda")
         group.mean(whole, None, "mean")

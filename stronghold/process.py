@@ -20,7 +20,7 @@ import contextlib
 import enum
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -29,14 +29,13 @@ from stronghold.errors import ConfigError
 Result = TypeVar("Result")
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-LAUNCH = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what a launcher tells all of its ranks
 
 
 class Neighbours:
     """The processes of one node that work on one model, this one `index` of `count`: how they do
     one after the other what would disturb them at once, and how all learn of it when one fails.
     Every process of every node makes the same calls, on its training thread. This class is of a
-    process that is alone; `team.group` has that of several."""
+    process that is alone; `distributed.process_groups` has that of several."""
 
     index = 0
     count = 1
@@ -144,25 +143,6 @@ def start_of(pid: int) -> int | None:
     """When a process of this name space started; None where there is none, or nobody says."""
     fields = _stat(pid)
     return None if fields is None else int(fields[19])
-
-
-def launched_as(rank: int) -> Process | None:
-    """The process of this name space that a launcher started as `rank` of this process's launch:
-    the first of those whose environment, as it was at their start, says so. None where there is
-    none, or where nobody says."""
-    wanted = {f"{name}={os.environ.get(name)}".encode() for name in LAUNCH}
-    wanted.add(f"RANK={rank}".encode())
-    started = {}
-    for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
-        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
-            if wanted <= set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")):
-                started[pid] = start_of(pid)
-    started.pop(os.getpid(), None)
-    living = [(begun, pid) for pid, begun in started.items() if begun is not None]
-    if not living:
-        return None
-    begun, pid = min(living)
-    return replace(Process.this(), pid=pid, started=begun)
 
 
 def boot_id() -> str:

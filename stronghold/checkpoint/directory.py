@@ -39,8 +39,8 @@ from typing import Any, TypeVar
 
 from stronghold.checkpoint.files import HeldFile, MissingError, write_durably
 from stronghold.checkpoint.manifest import MANIFEST, Slices
+from stronghold.distributed.process_groups import Ranks
 from stronghold.errors import CheckpointError, ConfigError, did_you_mean
-from stronghold.team.group import Ranks
 
 logger = logging.getLogger("stronghold")
 

@@ -308,12 +308,11 @@ class StrongholdConfig(_Section):
         "The next save, load or destroy waits for them.",
         default=False,
     )
-    rank_timeout_s: float = key(
-        "Of several ranks: how long one may give no sign of life before the others end with its "
-        "name, in seconds. Also how long the others wait in initialize for one that has not come "
-        "and whose process they do not see.",
-        default=60.0,
-        gt=0,
+    rank_timeout_s: Annotated[float, Field(gt=0)] | None = key(
+        "Of several ranks: how long a rank waits for the others in initialize and in each "
+        "collective before it ends, in seconds: the time-out of torch's process groups. A rank "
+        "that ends is noticed at once. Left out: DeepSpeed's time-out, 600, or the environment "
+        "variable DEEPSPEED_TIMEOUT in minutes."
     )
     emulated: EmulatedConfig = Field(
         default_factory=EmulatedConfig,

@@ -38,8 +38,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from types import CodeType
-from typing import Any, Protocol, TypeVar
+from typing import Protocol
 
 import torch
 
@@ -53,14 +52,6 @@ from stronghold.process import check_not_forked, forked_from
 from stronghold.telemetry.trace import Trace
 
 THREAD_PREFIX = "stronghold:"
-WAITING: set[CodeType] = set()  # whoever is inside of these can do nothing by itself
-Waits = TypeVar("Waits", bound=Callable[..., Any])
-
-
-def only_waits(function: Waits) -> Waits:
-    """The function, entered in `WAITING`."""
-    WAITING.add(function.__code__)
-    return function
 
 
 def surfacing(error: LaneError) -> LaneError:
@@ -123,7 +114,6 @@ class Fence:
         while self._waiting:
             self._waiting.pop().release()
 
-    @only_waits
     def wait_issued(self) -> DeviceEvent | None:
         """Block the calling thread until issued; raise the operation's error if it failed."""
         if not self.issued:

@@ -13,8 +13,8 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import EngineTimers
 from torch import nn
 
+from stronghold.distributed.process_groups import Ranks
 from stronghold.streaming.patches.tensors import flatten_dense_tensors, unflatten_dense_tensors
-from stronghold.team.group import Ranks
 
 # Methods that tell whether a feature is on. DeepSpeed had them up to 0.19.6, and has neither the
 # features nor the methods now. Every answer is False: the config refuses the features' keys.

@@ -10,23 +10,26 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable
-from functools import partial
+from datetime import timedelta
 from typing import Any
 
 import deepspeed
 import torch
 from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
-from torch.distributed import distributed_c10d
 
 from stronghold import config as configs
 from stronghold.devices import cuda
+from stronghold.distributed.process_groups import (
+    data_parallel_size,
+    join,
+    joining,
+    local_rank_of,
+)
 from stronghold.engine import StrongholdEngine
 from stronghold.errors import ConfigError
 from stronghold.optim.cpu_optimizer import CPUOptimizer
 from stronghold.streaming.optimizer import EngineOptimizer
-from stronghold.team import meeting
-from stronghold.team.group import data_parallel_size, join, local_rank_of
 from stronghold.telemetry import show_log
 
 logger = logging.getLogger("stronghold")
@@ -72,10 +75,12 @@ def initialize(
     shown = make_optimizer(model, optimizer, model_parameters, settings)
     section = settings.stronghold
     on_gpu = (section.device or "cuda") == "cuda" and cuda.available()
-    attendance = meeting.Attendance(section.rank_timeout_s)
-    _init_distributed(settings, attendance, distributed_port, dist_init_required, on_gpu=on_gpu)
+    timeout = deepspeed.constants.default_pg_timeout
+    if section.rank_timeout_s is not None:
+        timeout = timedelta(seconds=section.rank_timeout_s)
+    _init_distributed(settings, timeout, distributed_port, dist_init_required, on_gpu=on_gpu)
     device = cuda.device_of(local_rank_of(args)) if on_gpu else None
-    ranks = join(mpu, device=device, attendance=attendance)
+    ranks = join(mpu, device=device, timeout=timeout)
     try:
         engine = StrongholdEngine(
             args=args,
@@ -233,7 +238,7 @@ def _check_owned(model: nn.Module, groups: Iterable[dict[str, Any]], what: str) 
 
 def _init_distributed(
     settings: configs.Settings,
-    attendance: meeting.Attendance,
+    timeout: timedelta,
     port: int,
     required: bool | None,
     *,
@@ -249,15 +254,11 @@ def _init_distributed(
     monitors = settings.deepspeed.monitor_config.enabled
     begun = torch.distributed.is_initialized()
     if "RANK" in os.environ and required is not False:
-        init: Any = partial(torch.distributed.init_process_group, "gloo")
-        usual = distributed_c10d.default_pg_timeout
-        if monitors or on_gpu:
-            init = partial(deepspeed.init_distributed, distributed_port=port)
-            usual = deepspeed.constants.default_pg_timeout
-        if not begun:
-            meeting.begin(lambda timeout: init(timeout=timeout), attendance, usual)
-        elif monitors:
-            init()
+        with joining("stronghold.initialize"):
+            if monitors or (on_gpu and not begun):
+                deepspeed.init_distributed(distributed_port=port, timeout=timeout)
+            elif not begun:
+                torch.distributed.init_process_group("gloo", timeout=timeout)
     elif not begun and _accelerate_gathers():
         torch.distributed.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",

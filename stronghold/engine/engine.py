@@ -34,6 +34,7 @@ from torch import nn
 
 from stronghold.config import Settings
 from stronghold.devices.base import off_lanes
+from stronghold.distributed.process_groups import Ranks, local_rank_of
 from stronghold.engine.attributes import REMOVED_SWITCHES, unused_attributes
 from stronghold.engine.backward import UserBackward
 from stronghold.engine.checkpoints import Checkpoints
@@ -49,7 +50,6 @@ from stronghold.streaming.optimizer import EngineOptimizer, make_scaler
 from stronghold.streaming.patches.parameters import ParameterReads
 from stronghold.streaming.stack import MemoryReport, Stack
 from stronghold.streaming.steps import StalledWeights
-from stronghold.team.group import Ranks, local_rank_of
 from stronghold.telemetry.metrics import StepRecord, batch_size
 
 logger = logging.getLogger("stronghold")

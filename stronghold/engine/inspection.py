@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from stronghold.devices.base import Device, Fence
+from stronghold.distributed.process_groups import Ranks
 from stronghold.errors import ConfigError
 from stronghold.memory.host import HostStore
 from stronghold.memory.layer import LayerState, Residency
@@ -23,7 +24,6 @@ from stronghold.plan.homes import Home
 from stronghold.plan.plan import Plan
 from stronghold.plan.schedule import Action
 from stronghold.streaming.stack import MemoryReport, Stack
-from stronghold.team.group import Ranks
 from stronghold.telemetry.trace import Span
 
 

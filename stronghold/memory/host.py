@@ -29,8 +29,8 @@ the layer. It holds the block's inputs meanwhile (offloaded activations, for rec
 The entry's access record orders all four.
 
 [Note: ranks] Of several ranks each holds its shares of a layer's trainable ranges in all but the
-first and in its entries. Weights are the node's (`team.ranks`): they have all elements,
-of which this rank updates its own and counts those that it fetches.
+first and in its entries. Weights are the node's (`distributed.node_weights`): they have all
+elements, of which this rank updates its own and counts those that it fetches.
 
 [Note: staged homes] An array with a staged home has no slab. `tiers` brings it to the host piece by
 piece. `access` reads and writes any array, wherever it lies. Weights in files are mapped: at rest a

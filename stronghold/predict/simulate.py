@@ -17,6 +17,8 @@ import torch
 from torch import nn
 
 from stronghold.devices.base import Fence
+from stronghold.distributed.node_weights import SimulatedWeights
+from stronghold.distributed.process_groups import simulated_ranks
 from stronghold.errors import StateError
 from stronghold.memory.slab import meta_slab
 from stronghold.memory.staging import StagingRing
@@ -36,8 +38,6 @@ from stronghold.plan.search import LADDERS, Choice, Ladder, Search
 from stronghold.predict.simulated_device import Operation, SimulatedDevice
 from stronghold.streaming.parts import assemble
 from stronghold.streaming.trainer import Runtime
-from stronghold.team.group import simulated_ranks
-from stronghold.team.ranks import SimulatedWeights
 from stronghold.telemetry.metrics import Metrics
 
 NUM_STEPS = 4  # simulated; from the third on a step begins as it ends

@@ -101,9 +101,7 @@ class Executor:
         self._training = Track(self._schedule(both, updates=plan.updates))
         self._evaluation = Track(self._schedule(forward))
         self._current = self._training
-        # Resident layers that are fetched at their call, not before, as all ranks agree; None where
-        # a rank is alone.
-        self.called_residents: frozenset[int] | None = None
+        self._slots = parts.team.slots(window, self.weights.refreshed)
         self._step.follow(self.schedule)
         expected = self.schedule.offloads
         self.gradients = GradientOffload(parts, window, step, expected, span=self._span)
@@ -146,6 +144,18 @@ class Executor:
             track.cursor = 0
             track.recorded.clear()
         self._current = track
+        if track is self._evaluation:
+            self._slots.leave()
+        else:
+            self._rejoin()
+
+    def _rejoin(self) -> None:
+        """Bring back what the slots held before this rank fetched for itself."""
+        for layer in self._slots.extra():
+            self.weights.release(layer)
+        for layer in self._slots.missing():
+            self._fetch(layer, keep=layer)
+        self._slots.rejoin()
 
     def end_forward_pass(self) -> None:
         """The model returned or raised."""
@@ -163,11 +173,11 @@ class Executor:
         self._host.prepare_training()
         self._team.prepare_training()
         self._step.begin_backward()
+        self._turn_to(self._training)
         self.phase = Phase.BACKWARD
 
-    def end_backward_pass(self, called: frozenset[int]) -> None:
-        """Autograd has returned or raised: drain what is left, put every parameter at rest.
-        `called`: resident layers that a pass may wait for at their call."""
+    def end_backward_pass(self) -> None:
+        """Autograd has returned or raised: drain what is left, put every parameter at rest."""
         self._span.end()
         try:
             self.gradients.flush()
@@ -183,7 +193,7 @@ class Executor:
             for state in self.layers:
                 if state.gradients.early is not None:
                     self.bindings.hide(state.index)
-        self._learn(self._training, called)
+        self._learn(self._training)
 
     def start_again(self) -> None:
         """An exception may have ended anything anywhere: no pass is running, no layer is in a slot,
@@ -191,6 +201,8 @@ class Executor:
         self.phase = Phase.IDLE
         self._inside.clear()
         self._span.drop()
+        if self._current is self._training:
+            self._slots.forget()
         self._current = self._training
         for track in (self._training, self._evaluation):
             track.cursor = 0
@@ -198,31 +210,14 @@ class Executor:
         self._device.compute.finish()
         self.weights.start_again()
 
-    def abandon_forward(self) -> None:
-        """An interrupt ended the forwards that were running."""
-        for layer in reversed(list(self._inside)):
-            self.end_forward(layer)
-        self.end_forward_pass()
-
     def forget_calls(self) -> None:
         """No graph is waiting for its backward."""
         self._task, self._counted = None, False
         for state in self.layers:
             state.gradients.expected = ExpectedGradients()
 
-    def abandon_backward_pass(self) -> None:
-        """Autograd raised: the micro-batch's gradients are void, parameters go to rest."""
-        self._span.drop()
-        self.phase = Phase.IDLE
-        self.forget_calls()
-        self.gradients.abandon()
-        self._step.abandon_backward()
-        for layer in self._window.held_layers():
-            self.bindings.rest(layer)
-
-    def _learn(self, track: Track, called: frozenset[int] = frozenset()) -> None:
+    def _learn(self, track: Track) -> None:
         """Adopt the order of uses that this pass showed when the schedule predicted another."""
-        del called
         seen = tuple(track.recorded)
         track.recorded.clear()
         offloads = self.gradients.take_order() if track is self._training else None
@@ -254,6 +249,10 @@ class Executor:
         """Compute is about to touch the layer: do what the schedule says, then wait for its weights
         and bind them."""
         self._device.check()
+        if self.phase is Phase.IDLE:
+            self._slots.leave()  # a part of the model is called by itself
+        elif self._current is self._training:
+            self._rejoin()
         streamed = self.layers[layer].layout.streamed
         if self._inside and not streamed:
             # A module shared with the block that is running, which must not be moved away.
@@ -287,7 +286,7 @@ class Executor:
             self._advance(use)
         elif not self._current.recorded or self._current.recorded[-1] != use:
             self._advance(use)
-        self.make_ready(layer, together=True)
+        self.make_ready(layer)
         self._span.begin(use)
 
     def _take_writes(self, layer: int) -> None:
@@ -303,7 +302,10 @@ class Executor:
             self._host.access.flush(layer)
         ahead = slot is not None and self.phase is not Phase.BACKWARD
         if ahead and (written or self.bindings.aliased(layer)):
+            self._slots.leave()
             self.weights.release(layer)
+            if self.phase is not Phase.IDLE and self._current is self._training:
+                self._rejoin()
 
     def refuse_writes(self, layer: int, *, again: bool) -> None:
         """ConfigError when the layer's forward, which has ended, wrote into its parameters: what it
@@ -351,6 +353,8 @@ class Executor:
         position = next((at for at in positions if uses[at] == use), None)
         if position is not None:
             self._perform_before(track, position)
+        if use.kind is Kind.BACKWARD:
+            self.gradients.reached(use.layer)
 
     def _record(self, use: Action) -> None:
         if len(self._current.recorded) <= MAX_RECORDED_USES:
@@ -362,8 +366,6 @@ class Executor:
         for action in track.schedule.steps[position][:-1]:
             self._perform(action, keep=use.layer)
         self._note(use.kind, use.layer)
-        if use.kind is Kind.BACKWARD:
-            self.gradients.reached(use.layer)
 
     def _perform(self, action: Action, keep: int) -> None:
         if action.kind is Kind.RELEASE:
@@ -373,14 +375,14 @@ class Executor:
         elif self.weights.needs_fetch(action.layer) and self.weights.has_room(action.layer):
             self._fetch(action.layer, keep=keep)
 
-    def make_ready(self, layer: int, *, together: bool = False) -> None:
+    def make_ready(self, layer: int) -> None:
         """Fetch the layer unless a slot has it, make compute wait for it, and bind its parameters
-        to the slot. A layer that is updated on the GPU is there, written in order with compute.
-        `together`: other ranks fetch it, too."""
+        to the slot. A layer that is updated on the GPU is there, written in order with compute."""
         if layer in self._plan.updated_on_gpu:
             return
-        del together
         if self.weights.needs_fetch(layer):
+            if self.phase is Phase.IDLE:
+                self._slots.leave()
             self._fetch(layer, keep=layer)
         self.weights.make_ready(layer)
 
@@ -389,7 +391,7 @@ class Executor:
         to the layer."""
         self._note(Kind.FETCH, layer)
         keeps = (keep, *self._inside)
-        self.weights.fetch(layer, keep=keeps, together=self._is_in_order())
+        self.weights.fetch(layer, keep=keeps, together=self._slots.are_common)
 
     def _release(self, layer: int) -> None:
         self._note(Kind.RELEASE, layer)
@@ -399,10 +401,6 @@ class Executor:
         """An operation of a training pass is about to be performed."""
         if self._current is self._training:
             self.performed.add(kind, layer)
-
-    def _is_in_order(self) -> bool:
-        """Whether all ranks do what this one does now, in one order."""
-        return True
 
     def weights_of(self, layer: int, user: int) -> torch.Tensor:
         """The slot that holds the layer now, after fetching it if it left: what a saved tensor's
@@ -487,12 +485,15 @@ class Executor:
 
     def outdate(self, layers: Sequence[int]) -> None:
         """The host weights of `layers` are or will be new: what the device holds of them is old."""
+        self._rejoin()
         for layer in layers:
             if layer in self._plan.updated_on_gpu:
                 continue
             if layer in self._plan.resident:
                 if self.layers[layer].on_gpu.residency is Residency.FETCHING:
-                    self.make_ready(layer)  # fetched ahead and not used: changed twice in a row
+                    self.weights.make_ready(
+                        layer
+                    )  # fetched ahead and not used: changed twice in a row
             elif self.layers[layer].on_gpu.slot is not None:
                 self._release(layer)
             self._window.outdate(layer)
@@ -517,6 +518,8 @@ class Executor:
             self.layers[layer].wait()
         self._host.tiers.check()
         for layer in sorted(self.weights.refreshed.intersection(layers)):
+            if self.weights.needs_fetch(layer):
+                self._slots.leave()
             self.make_ready(layer)
         for layer in layers:
             self.bindings.show(layer)
@@ -535,7 +538,12 @@ class Executor:
         )
         if self.phase is Phase.IDLE and not waiting:
             for layer in set(layers).intersection(self._window.held_layers()):
+                self._slots.leave()
                 self.weights.release(layer)
+
+    def begin_training(self) -> None:
+        """All ranks go on together, and nothing is to be fetched again."""
+        self._current = self._training
 
     def rest(self, layer: int) -> None:
         """Point the layer's parameters at its own arrays."""

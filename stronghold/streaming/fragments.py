@@ -29,8 +29,6 @@ from stronghold.streaming.patches.parameters import Access
 if TYPE_CHECKING:
     from stronghold.streaming.stack import Stack
 
-SHARED_NUMEL = 1 << 22  # elements that ranks give each other at once
-
 
 def fragments(stack: Stack) -> dict[nn.Parameter, Fragment]:
     """One for each parameter that the optimizer of `stack` owns."""
@@ -58,12 +56,7 @@ class Fragment(Access):
         return self._state.formats[self._part.format].trained
 
     def local(self) -> Fragment:
-        if self._stack.ranks.num_ranks > 1:
-            raise ConfigError(
-                f"{self._part.name}: safe_get_local_* and safe_set_local_* on several ranks: their "
-                "partitions are not DeepSpeed's; call safe_get_full_* or safe_set_full_* on every "
-                "rank"
-            )
+        self._stack.ranks.refuse_local(self._part.name)
         return self
 
     # -- masters and moments ----------------------------------------------------------------------
@@ -163,9 +156,6 @@ class Fragment(Access):
     def _whole(self, flat: torch.Tensor) -> torch.Tensor:
         """The parameter's values from those that this rank has, and zeros."""
         stack, part = self._stack, self._part
-        if stack.ranks.num_ranks > 1:
-            for some in flat.view(torch.int32).split(SHARED_NUMEL):  # of bits: others have zeros
-                rows = stack.ranks.control.numbers(some.clone(), f"reading {part.name}")
-                some.copy_(rows.sum(dim=0, dtype=torch.int32))
+        stack.ranks.complete(flat, f"reading {part.name}")
         device = self._state.parameters[self._position].device
         return flat.view(part.shape).to(device)

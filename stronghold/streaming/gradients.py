@@ -138,7 +138,7 @@ class GradientOffload:
             round_sums(slot, state)
 
     def reached(self, layer: int) -> None:
-        """Backward has come to the layer, or would have: this rank may not use it."""
+        """Backward has come to the layer."""
         self._offload_all(self._order.reached(layer))
 
     def _claim(self, layer: int) -> GradientSlot:
@@ -195,16 +195,6 @@ class GradientOffload:
             self._offload_all(layers)
         self._order.begin_again()
         self._last = None  # else the slot would outlive a change of plan
-
-    def abandon(self) -> None:
-        """Backward has failed: release the slots. Their gradients are void."""
-        for layer in self._window.gathering_layers():
-            slot = self._layers[layer].on_gpu.gradient_slot
-            if slot is not None:
-                self._join(layer, slot)
-                slot.record.write(self._device.compute.record(f"abandon gradients {layer}"))
-                self._window.release_gradients(slot)
-        self._order.begin_again()
 
     def _offload_all(self, layers: Iterable[int]) -> None:
         for layer in layers:

@@ -61,14 +61,10 @@ class ResidentCalls:
         """Layers for which a training pass need not wait before their call."""
         return frozenset(self._seen - self._read)
 
-    def in_advance(self, *, training: bool, agreed: frozenset[int] | None) -> list[int]:
-        """A pass of the whole model begins: return the layers to wait for in advance.
-
-        `agreed`: the value of `known` that all ranks agree on; None with one rank.
-        """
+    def in_advance(self, *, training: bool) -> list[int]:
+        """A pass of the whole model begins: return the layers to wait for in advance."""
         self._called.clear()
-        known = self.known if agreed is None else agreed
-        self._expected = set(known) if training else set()
+        self._expected = set(self.known) if training else set()
         return [layer for layer in self.all if layer not in self._expected]
 
     def called(self, layer: int) -> None:
@@ -159,9 +155,8 @@ class Hooks:
             return
         self._training = torch.is_grad_enabled()
         self._executor.begin_forward_pass(training=self._training)
-        agreed = self._executor.called_residents
-        for index in self._residents.in_advance(training=self._training, agreed=agreed):
-            self._executor.make_ready(index, together=True)
+        for index in self._residents.in_advance(training=self._training):
+            self._executor.make_ready(index)
 
     def _before_compiled(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.is_grad_enabled():
@@ -288,11 +283,6 @@ class Hooks:
                 hooks = hooks_after_gradient(parameter)
                 if next(reversed(hooks)) != number:
                     hooks[number] = hooks.pop(number)
-
-    @property
-    def called(self) -> frozenset[int]:
-        """Resident layers for which a training pass may wait at their call."""
-        return self._residents.known
 
     def end_backward(self) -> None:
         """Backward has ended, or was abandoned."""

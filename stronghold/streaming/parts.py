@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 from stronghold.devices.base import Device
+from stronghold.distributed.node_weights import NodeWeights
+from stronghold.distributed.sharding import RankTeam, Team
 from stronghold.memory.host import DeviceStore, HostStore
 from stronghold.memory.layer import LayerState
 from stronghold.memory.slab import map_slab
@@ -26,7 +28,6 @@ from stronghold.plan.homes import GPU, HOST, Home
 from stronghold.plan.plan import Plan
 from stronghold.plan.schedule import Action, Kind
 from stronghold.streaming.steps import Groups, OptimizerSteps
-from stronghold.team.ranks import NodeWeights, RankTeam, Team
 from stronghold.telemetry.metrics import Metrics
 
 Written = Mapping[int, Collection[int]]

@@ -26,6 +26,9 @@ from stronghold.devices.base import Device
 from stronghold.devices.cuda import CudaDevice
 from stronghold.devices.emulated import EmulatedDevice
 from stronghold.devices.lane_name import LaneName
+from stronghold.distributed.node_weights import shared_weights
+from stronghold.distributed.process_groups import Ranks
+from stronghold.distributed.sharding import check_alike
 from stronghold.errors import ConfigError, LaneError, StateError, format_size
 from stronghold.limits import available_host_bytes, update_cores
 from stronghold.memory.nvme import BLOCK_BYTES, NvmeStore
@@ -59,8 +62,6 @@ from stronghold.streaming.parts import Written, assemble
 from stronghold.streaming.patches.modules import is_compiled
 from stronghold.streaming.patches.versions import report_untried
 from stronghold.streaming.trainer import Runtime
-from stronghold.team.group import Ranks
-from stronghold.team.ranks import NodeWeights, check_alike
 from stronghold.telemetry.metrics import Metrics
 from stronghold.telemetry.trace import Trace, open_path
 
@@ -276,9 +277,7 @@ class Stack:
         parameters = [
             [named.parameter for named in layer.parameters] for layer in self.partition.layers
         ]
-        shared = None
-        if self.ranks.several:
-            shared = NodeWeights(self.layout, self.formats, self.ranks)
+        shared = shared_weights(self.layout, self.formats, self.ranks)
         self._made = made = assemble(
             layout=self.layout,
             device=self.device,

@@ -42,7 +42,6 @@ from stronghold.plan.plan import Plan
 from stronghold.streaming.activations.policies import Activations
 from stronghold.streaming.executor import Executor, Phase
 from stronghold.streaming.hooks import Hooks
-from stronghold.streaming.lockstep import LockstepExecutor
 from stronghold.streaming.optimizer_step import GateResult, Ledger, OptimizerStep
 from stronghold.streaming.parameter_views import Bindings
 from stronghold.streaming.parts import Parts, Written
@@ -95,8 +94,7 @@ class Runtime:
             state.views.saved_versions = None
         self._has_warned_of_aliases = False
         device.side_streams.open(plan.demand.streams)
-        executor = LockstepExecutor if parts.team.lockstep else Executor
-        self.executor = executor(parts, self.window, self.step, self.ledger, plan, bindings)
+        self.executor = Executor(parts, self.window, self.step, self.ledger, plan, bindings)
         self.activations = Activations(parts, plan, self.executor, host_room_bytes)
 
     # -- life -------------------------------------------------------------------------------------
@@ -151,19 +149,14 @@ class Runtime:
             self._start_again()
 
     def _start_again(self) -> None:
-        """Empty all slots, drop all gradients, rest all parameters ([Note: interrupts]). Slots keep
-        their layers if other ranks count on that."""
-        if self._team.lockstep:
-            self.executor.abandon_forward()
-        else:
-            self._device.finish()
-            self.executor.start_again()
+        """Empty all slots, drop all gradients, rest all parameters ([Note: interrupts])."""
+        self._device.finish()
+        self.executor.start_again()
 
     def begin_backward(self, *, boundary: bool) -> None:
         """Autograd is about to run. `boundary`: this micro-batch ends the step. Raises ConfigError
         if no further gradients can be taken."""
         self._device.check()
-        self._team.check()
         self._abandon_forward()
         self._steps.refuse_unfrozen()
         # The graph keeps aliases, too (W.t() of a head). `close_gate` looks for them.
@@ -181,23 +174,19 @@ class Runtime:
         """Autograd has returned: take every gradient over. No parameter keeps one."""
         if self._plan.whole:
             self._take_grad()
-        hooks = self._hooks
-        self.executor.end_backward_pass(frozenset() if hooks is None else hooks.called)
-        if hooks is not None:
-            hooks.end_backward()
+        self.executor.end_backward_pass()
+        if self._hooks is not None:
+            self._hooks.end_backward()
 
     def abandon_backward(self) -> None:
         """Drop the step's gradients so far. Autograd raised, or a step raised before it changed
         anything."""
         if self._hooks is not None:
             self._hooks.end_backward()
-        if self._team.lockstep:
-            if self.executor.phase is Phase.BACKWARD:  # else all ranks have raised
-                self._team.fail("engine.backward raised")
-            self.executor.abandon_backward_pass()
-        else:
-            self.step.abandon_backward()
-            self._start_again()
+        if self.executor.phase is Phase.BACKWARD:  # else no layer was reduced
+            self._team.fail("engine.backward raised")
+        self.step.abandon_backward()
+        self._start_again()
         self.executor.forget_calls()
         self._drop_grad()
 
@@ -298,7 +287,7 @@ class Runtime:
         self.step.cancel_early(chosen)
         self.executor.settle(chosen)
         self.executor.given_out(chosen)
-        if self.executor.phase is Phase.IDLE and not self._team.lockstep:
+        if self.executor.phase is Phase.IDLE and self._team.writable:
             self.adopt_edited()
 
     def restart(self, *, keep_gradients: bool = False) -> None:
@@ -314,6 +303,7 @@ class Runtime:
         self._drop_grad()
         self.step.restart(keep_gradients=keep_gradients)
         self.executor.forget_calls()
+        self.executor.begin_training()
         self._start_again()
         self._team.barrier("before a load")
 
@@ -347,7 +337,7 @@ class Runtime:
         their lower bits, so that weights which return to earlier values have the earlier masters.
         """
         # A write through an alias changes no version of the parameter.
-        silent = self._plan.resident if through_aliases and not self._team.lockstep else ()
+        silent = self._plan.resident if through_aliases and self._team.writable else ()
         for layer in self._unseen:
             versions = self.versions_of(layer)
             state = self._host.layers[layer]

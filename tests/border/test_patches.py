@@ -16,8 +16,7 @@ import random
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
-from datetime import timedelta
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from stronghold.streaming.patches import autograd, modules, tensors
 from stronghold.streaming.patches.table import PATCHES, Manner, Package, Span
 from stronghold.streaming.patches.versions import report_untried, untried_versions
-from tests.support import stock
 from tests.support.frameworks import fresh_accelerate
 
 __all__ = ["fresh_accelerate"]
@@ -101,12 +99,6 @@ MAKERS: dict[Any, Callable[[], Any]] = {
     torch.UntypedStorage: lambda: torch.ones(1).untyped_storage(),
     type(torch.ops.aten.add.Tensor): lambda: torch.ops.aten.add.Tensor,
 }
-
-
-@pytest.fixture
-def one_rank(tmp_path: Path) -> Iterator[None]:
-    with stock.one_rank(tmp_path):
-        yield
 
 
 # -- the table -------------------------------------------------------------------------------------
@@ -928,18 +920,6 @@ def test_numpy_pickles() -> None:
     words = pickle.dumps(np.ones(3, np.uint32), protocol=2)
     assert name.rpartition(".")[0].encode() in words
     assert np.ones(1).__reduce__()[0] is named(name)
-
-
-# -- process groups --------------------------------------------------------------------------------
-@pytest.mark.usefixtures("one_rank")
-def test_default_store() -> None:
-    get_store, set_timeout = map(named, ROWS["default_store"].names)
-    store = get_store()
-    store.set("stronghold.test", "1")
-    assert store.get("stronghold.test") == b"1"
-    assert isinstance(store.timeout, timedelta)
-    assert parameters_of(set_timeout) == ["timeout", "group"]
-    set_timeout(timedelta(seconds=99), None)
 
 
 # -- Transformers ----------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import filecmp
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -207,18 +208,29 @@ def test_gathers_and_reductions_hide_behind_compute(tmp_path: Path) -> None:
 
 
 def test_ranks_that_go_different_ways_are_named_before_a_weight_changes(two: list[Any]) -> None:
+    """Where collectives have no names (over NCCL) the gate compares checksums."""
     for said in (said for found in two for said in found["astray"]):
         assert "gathered or reduced different layers in this step: [0] against [1]" in said
 
 
+@pytest.mark.parametrize("way", rank_programs.WAYS)
+def test_a_rank_that_diverges_is_named_with_its_layer(way: str, two: list[Any]) -> None:
+    """On both ranks, before a weight changes: what each came for, or waited for."""
+    for found in two:
+        text = found["diverged"][way]
+        expected = r"rank 0 (for|in) [a-z ]+\d* ?.*, rank 1 (for|in) gather \d+ \(blocks\.\d\)"
+        assert re.search(expected, text), text
+        if way != "backward":  # there rank 0 has come to the gate, where rank 1 never comes
+            assert "the ranks have come for different operations: rank 0 for gather" in text
+
+
 def test_a_backward_that_fails_on_one_rank_ends_all(two: list[Any]) -> None:
-    """And neither goes on: each says so again."""
-    for here, there in zip(two[0]["broken"], two[1]["broken"], strict=True):
-        for said in here.split(" | "):
-            assert "rank 1 (process" in said
-            assert "failed: engine.backward raised" in said
-        assert there.startswith("division by zero | ")
-        assert "this rank cannot go on (engine.backward raised)" in there
+    """And neither goes on."""
+    for other, failed in zip(two[0]["broken"], two[1]["broken"], strict=True):
+        for text in other.split(" | "):
+            assert "connection closed by rank 1" in text
+        assert failed.startswith("division by zero | ")
+        assert "this rank cannot go on: engine.backward raised" in failed
 
 
 # -- checkpoints -----------------------------------------------------------------------------------
@@ -394,11 +406,10 @@ def test_nothing_depends_on_which_thread_comes_first(seed: int, tmp_path: Path) 
 
 # -- failures --------------------------------------------------------------------------------------
 FAILURES = {
-    "kill": "rank 1 (process {}) has ended without a word",
-    "raise": "rank 1 (process {}) failed: ArithmeticError: a batch of nonsense",
-    "stop": "rank 1 (process {}) was silent for",
-    "disk": "rank 1 (process {}) failed: LaneError: spill",
-    "uneven": "rank 1 (process {}) in ",
+    "kill": "connection closed by rank 1",
+    "raise": "connection closed by rank 1",
+    "stop": "1 failed to pass monitoredBarrier",
+    "disk": "connection closed by rank 1",
 }
 
 
@@ -406,7 +417,6 @@ FAILURES = {
     "how",
     [
         "kill",
-        "uneven",
         *(pytest.param(how, marks=pytest.mark.slow) for how in ("raise", "stop", "disk")),
     ],
 )
@@ -416,25 +426,10 @@ def test_a_rank_that_is_lost_is_named_and_the_others_end(how: str, tmp_path: Pat
     with Launch(run=run, num_ranks=2, folder=tmp_path, environment=environment) as launch:
         status = launch.processes[0].wait(timeout=120)
         seconds = time.time() - float((tmp_path / "failing").read_text())
-        words = FAILURES[how].format(launch.processes[1].pid)
-        assert words in launch.output(0)
+        assert FAILURES[how] in launch.output(0)
         assert "Load the last checkpoint" in launch.output(0)
-        if how == "uneven":
-            assert launch.processes[1].wait(timeout=30) != 0
-            for said in map(launch.output, range(2)):
-                assert (
-                    "the ranks wait for each other, each in what another does not come to" in said
-                )
-        if how == "stop":
-            assert "is stopped" in launch.output(0)
         if how == "disk":
-            assert "No space left on device" in launch.output(0)
+            assert "No space left on device" in launch.output(1)
     assert status != 0
     assert not list((tmp_path / "disk").iterdir())
-    assert seconds < 30  # silence counts as loss after 3 s in this program, 60 s by default
-
-
-@pytest.mark.slow
-def test_a_slow_rank_is_named_and_waited_for(tmp_path: Path) -> None:
-    run_ranks(f"{PROGRAMS}:fail", 2, tmp_path, HOW="slow")
-    assert "waits for rank 1 (process" in (tmp_path / "log-0").read_text()
+    assert seconds < 30  # the time-out of collectives is 8 s in this program

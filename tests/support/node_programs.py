@@ -16,7 +16,7 @@ from stronghold.checkpoint import directory
 from stronghold.errors import CheckpointError
 from tests.conftest import choose_kernels
 from tests.models import MODELS, loss_of
-from tests.support import rank_cases, rank_checkpoints, rank_looks
+from tests.support import rank_cases, rank_checkpoints, rank_looks, rank_programs
 from tests.support.rank_cases import CASES
 from tests.support.rank_models import Wide, engine_of, num_ranks, rank, train
 from tests.support.training import config
@@ -45,8 +45,8 @@ def four_ranks(folder: Path) -> dict[str, Any]:
     """Two nodes of two ranks."""
     return {
         "bits": {
-            name: train(name, config(clipping=0.0), steps=2, batches_per_step=4)
-            for name in ("gpt", "experts", "choosy")
+            name: train(name, config(clipping=0.0), steps=2, batches_per_step=4, options=options)
+            for name, options in rank_programs.FOUR.items()
         },
         "memory": memory(),
         "traffic": traffic(),

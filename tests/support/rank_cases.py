@@ -66,7 +66,8 @@ def written() -> Run:
 
 
 def failed_and_alone() -> Run:
-    """Between steps a forward fails on every rank, and rank 0 evaluates."""
+    """Between steps a forward fails on every rank, and an evaluation on rank 0, which evaluates
+    again."""
 
     def fail(*_: Any) -> None:
         raise ArithmeticError
@@ -76,12 +77,15 @@ def failed_and_alone() -> Run:
         hook = engine.module.blocks[0].register_forward_hook(fail)
         with pytest.raises(ArithmeticError):
             engine(**batch)
-        hook.remove()
         if engine.global_rank == 0:
             engine.eval()
             with torch.no_grad():
+                with pytest.raises(ArithmeticError):
+                    engine(**batch)
+                hook.remove()
                 engine(**batch)
             engine.train()
+        hook.remove()
 
     section = {"window": 2, "prefetch": 0, "activations": "keep"}
     return train("gpt", config(clipping=0.0, section=section), each_step=each_step)

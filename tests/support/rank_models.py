@@ -24,10 +24,12 @@ def num_ranks() -> int:
 
 
 class Choosy(nn.Module):
-    """What a batch's number decides: which blocks run, and whether a parameter is used."""
+    """A batch's number decides which parameters are used, and which blocks run: the same ones for
+    `alike` batches, so on all ranks."""
 
-    def __init__(self, width: int = 24, num_layers: int = 5) -> None:
+    def __init__(self, width: int = 24, num_layers: int = 5, *, alike: int = 2) -> None:
         super().__init__()
+        self.alike = alike
         self.first = nn.Linear(width, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(num_layers))
         self.sometimes = nn.Parameter(torch.ones(width))
@@ -37,7 +39,7 @@ class Choosy(nn.Module):
         x = x.to(self.first.weight.dtype)
         y = self.first(x)
         for index, block in enumerate(self.blocks):
-            if (number + index) % 3:
+            if (number // self.alike + index) % 3:
                 y = block(y, number)
         if number % 2:
             y = y * self.sometimes
@@ -45,11 +47,11 @@ class Choosy(nn.Module):
 
 
 class Straying(Choosy):
-    """Ranks stop at different blocks, skip some or take them in another order and some twice, call
-    a layer outside of them unequally often, in `ways`; nothing tells that a tensor was returned."""
+    """Steps stop at different blocks, skip some or take them in another order and some twice, call
+    a layer outside of them, in `ways`; a held tensor is returned inside another object."""
 
-    def __init__(self, *ways: str, width: int = 24) -> None:
-        super().__init__(width)
+    def __init__(self, *ways: str, width: int = 24, alike: int = 2) -> None:
+        super().__init__(width, alike=alike)
         self.ways = ways
         for block in self.blocks:
             block.held = "held" in ways
@@ -57,12 +59,12 @@ class Straying(Choosy):
     def forward(self, x: torch.Tensor, number: int) -> torch.Tensor:
         y = first = self.first(x)
         loss = y.new_zeros(())
-        blocks = [*self.blocks]
+        blocks, step = [*self.blocks], number // self.alike
         if "exit" in self.ways:
-            blocks = blocks[: (1, 1, 4, 2, 5, 3, 2, 2)[number % 8]]
+            blocks = blocks[: (1, 4, 2, 5, 3)[step % 5]]
         if "skips" in self.ways:
-            blocks = [b for k, b in enumerate(blocks) if number < 2 or (number + k) % 3]
-        if "order" in self.ways and number % 2:
+            blocks = [b for k, b in enumerate(blocks) if step < 1 or (step + k) % 3]
+        if "order" in self.ways and step % 2:
             blocks = blocks[::-1] + blocks[:2]
         for block in blocks:
             y = block(y, number)
@@ -95,10 +97,15 @@ class Block(nn.Module):
         return Held(y) if self.held else y
 
 
-def choosy(width: int = 24, *, ways: str = "") -> tuple[nn.Module, Callable[[int], dict[str, Any]]]:
+def choosy(
+    width: int = 24, *, ways: str = "", alike: int = 2
+) -> tuple[nn.Module, Callable[[int], dict[str, Any]]]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = Straying(*ways.split(), width=width) if ways else Choosy(width)
+        if ways:
+            model: nn.Module = Straying(*ways.split(), width=width, alike=alike)
+        else:
+            model = Choosy(width, alike=alike)
 
     def make_batch(seed: int) -> dict[str, Any]:
         random = torch.Generator().manual_seed(seed)

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from stronghold.distributed.sharding import RankTeam
 from stronghold.errors import LaneError, RankError
-from stronghold.team.ranks import RankTeam
 from tests.models import MODELS, loss_of, token_batch
 from tests.support.counted import of_bytes
 from tests.support.rank_cases import CASES, CLOSE, FILES, files, refined
@@ -59,6 +59,7 @@ def two_ranks(folder: Path) -> dict[str, Any]:
         "model parallel on files": model_parallel(**files("masters")),
         "refined": refined(),
         "astray": [astray("gather", clipping=1.0), astray("reduce", clipping=0.0)],
+        "diverged": {way: diverged(way) for way in WAYS},
         "broken": [broken(0), broken(-1)],
         "full disk": full_disk(folder),
         "replaced": replaced(folder),
@@ -123,11 +124,15 @@ def communicators(_: Path) -> dict[str, Any]:
     return found
 
 
+FOUR: dict[str, dict[str, Any]] = {"gpt": {}, "experts": {}, "choosy": {"alike": 4}}
+
+
 def four_ranks(folder: Path) -> dict[str, Run]:
     """Cases that are exact with four ranks too."""
-    names = ("gpt", "experts", "choosy")
-    cases = {name: partial(train, name, config(clipping=0.0), steps=2) for name in names}
-    return {name: case(batches_per_step=4) for name, case in cases.items()}
+    return {
+        name: train(name, config(clipping=0.0), steps=2, batches_per_step=4, options=options)
+        for name, options in FOUR.items()
+    }
 
 
 def submit_or_fail(submit: Any, verb: str, *what: Any) -> Any:
@@ -135,15 +140,14 @@ def submit_or_fail(submit: Any, verb: str, *what: Any) -> Any:
 
 
 def fail(folder: Path) -> None:
-    """The last rank ends, in the way that HOW names, in its third step. A slow one comes back."""
-    from stronghold.team import group
-
-    group.SAY_EVERY_S = 1.0
+    """The last rank ends, in the way that HOW names, in its third step."""
     how = os.environ["HOW"]
     model, make_batch = MODELS["gpt"]()
     disk = folder / "disk"
     disk.mkdir(exist_ok=True)
-    section = {"rank_timeout_s": 3.0, "nvme": {"path": str(disk), "spill": "masters"}}
+    torch.distributed.init_process_group("gloo")
+    torch.distributed.barrier()  # on a busy machine processes start seconds apart
+    section = {"rank_timeout_s": 8.0, "nvme": {"path": str(disk), "spill": "masters"}}
     engine = engine_of(model, config(clipping=0.0, section=section))
     for step in range(5):
         loss = loss_of(engine(**make_batch(step)))
@@ -154,10 +158,6 @@ def fail(folder: Path) -> None:
             if how == "disk":
                 store = engine.inspect().files
                 store.submit = partial(submit_or_fail, store.submit)
-            elif how == "slow":  # longer than ranks that wait for each other may
-                time.sleep(5)
-            elif how == "uneven":
-                engine.backward(loss_of(engine(**make_batch(step))))
             else:
                 os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
         engine.backward(loss)
@@ -190,6 +190,41 @@ def astray(lane: str, *, clipping: float) -> str:
         engine.destroy()
     assert all(map(torch.equal, before, model.parameters())), "weights have changed"
     return said
+
+
+WAYS = ("skips", "order", "forward", "backward")
+
+
+def diverged(way: str) -> str:
+    """Rank 1 skips a block, takes three in another order, or calls a pass once more. What the error
+    says; weights are those before."""
+    model, make_batch = MODELS["gpt"](num_layers=4)
+    section = {"window": 2, "rank_timeout_s": 15.0}
+    engine = engine_of(model, config(clipping=0.0, section=section))
+    parameters = list(model.parameters())
+    before = [p.detach().clone() for p in parameters]
+    error_text = "nothing was raised"
+    first, *others = model.blocks
+    if rank() == 1 and way == "skips":
+        model.blocks = torch.nn.ModuleList([first, *others[1:]])
+    if rank() == 1 and way == "order":
+        model.blocks = torch.nn.ModuleList([first, *others[::-1]])
+    more = {way} if rank() == 1 else set()
+    try:
+        loss = loss_of(engine(**make_batch(rank())))
+        if "forward" in more:
+            loss = loss + loss_of(engine(**make_batch(rank())))
+        engine.backward(loss)
+        if "backward" in more:
+            engine.backward(loss_of(engine(**make_batch(rank()))))
+        engine.step()
+    except (RankError, LaneError) as error:
+        error_text = str(error)
+    torch.distributed.barrier()
+    with contextlib.suppress(LaneError, RankError):
+        engine.destroy()
+    assert all(map(torch.equal, before, parameters)), "weights have changed"
+    return error_text
 
 
 def broken(parameter: int) -> str:

@@ -18,11 +18,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from stronghold.distributed.process_groups import NodeRanks, SilentGroup
 from stronghold.errors import BudgetError, ConfigError, format_size
 from stronghold.memory import nvme
 from stronghold.memory.nvme import NvmeStore, SpillFile
 from stronghold.memory.stores import Extent
-from stronghold.team.group import NodeRanks, SilentGroup
 from tests.support.pages import ENGINES, PAGE, in_child, mounted, refuse_io_uring
 from tests.support.stores import descriptors, memory, pages, redirect, store_of
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from stronghold.team.group import SilentGroup
-from stronghold.team.ranks import OneOrder, Order
+from stronghold.distributed.order import OneOrder, Order
+from stronghold.distributed.process_groups import SilentGroup
 
 
 def order(num_slots: int = 2, trained: tuple[int, ...] = (4, 3, 2, 1, 0)) -> OneOrder:
@@ -39,6 +39,14 @@ def test_who_comes_to_a_layer_has_closed_those_whose_slots_it_could_need() -> No
     assert ours.reached(1) == [3]
     assert order(num_slots=1).reached(2) == [4, 3]
     assert ours.reached(7) == []  # not trained
+
+
+def test_an_order_that_was_not_expected_closes_all_but_the_last_two() -> None:
+    """Whatever slot another rank waits for, its layer came before the last one."""
+    ours = order(num_slots=4)
+    assert ours.reached(1) == []  # a place behind those that were skipped
+    assert ours.reached(2) == []
+    assert ours.reached(3) == [4, 3, 2, 1]
 
 
 def test_a_slot_is_had_by_closing_all_before_the_first_that_gathers() -> None:

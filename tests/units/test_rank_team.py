@@ -15,13 +15,14 @@ from torch import nn
 
 from stronghold.devices.emulated import EmulatedDevice
 from stronghold.devices.lane_name import LaneName
+from stronghold.distributed.node_weights import NodeWeights, SimulatedWeights
+from stronghold.distributed.process_groups import Ranks, SilentGroup, mean_of, simulated_ranks
+from stronghold.distributed.sharding import PARTS, RankTeam
 from stronghold.errors import RankError
 from stronghold.memory.buffers import GradientSlot
 from stronghold.memory.layer import LayerState, OptimizerRecord
 from stronghold.model.layout import ModelLayout, ParameterShape, Shards, layer_layout
 from stronghold.process import Neighbours, Result
-from stronghold.team.group import Ranks, SilentGroup, mean_of, simulated_ranks
-from stronghold.team.ranks import PARTS, NodeWeights, RankTeam, SimulatedWeights
 from tests.support.states import adam_formats
 
 
@@ -171,16 +172,18 @@ def test_a_parameter_that_model_parallel_ranks_have_whole_counts_once(make: Make
     assert all(value != value for value in case.meet())
 
 
-def test_an_order_of_uses_is_adopted_when_every_rank_has_seen_it(make: Make) -> None:
-    def other_uses(row: torch.Tensor) -> None:
+def test_an_order_of_reductions_is_adopted_when_every_rank_has_seen_it(make: Make) -> None:
+    def other_order(row: torch.Tensor) -> None:
         row[3] += 1
 
-    for change, times in ((nothing, 1), (other_uses, 0)):
-        case, adopted = make(change), []
-        case.team.propose(["F0", "B0"], lambda adopted=adopted: adopted.append(1))
-        assert not adopted
+    for change, adopted in ((nothing, True), (other_order, False)):
+        case = make(change)
+        order = case.team.order([1, 0], 2)
+        for layer in (0, 1):
+            order.complete(layer)
+        order.begin_again()
         case.meet()
-        assert len(adopted) == times
+        assert (order.complete(0) == [0]) is adopted
 
 
 def test_a_part_that_this_rank_reads_alone_is_read_before_it_changes(
@@ -237,10 +240,10 @@ def test_a_layer_is_new_when_every_ranks_part_is() -> None:
 
     with ThreadPoolExecutor(2) as processes:
         one, other = processes.map(weights_of, range(2))
-    one.waiting(0)()
+    one.wait(0, one.submitted(0))
     one.expect(0)
     one.publish(0)  # this rank's part
-    waiter = threading.Thread(target=one.waiting(0))
+    waiter = threading.Thread(target=one.wait, args=(0, one.submitted(0)))
     waiter.start()
     waiter.join(0.1)
     assert waiter.is_alive()

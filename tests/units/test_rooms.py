@@ -161,8 +161,7 @@ def test_threads_are_made_by_devices() -> None:
     strangers = [
         f"{room_of(path)}:{line}: {name}"
         for path in SOURCES
-        # What says that this rank lives must not be a lane, which may wait for the others.
-        if not room_of(path).startswith(("device/", "team/watch.py"))
+        if not room_of(path).startswith("device/")
         for line, name in names_used(path)
         if name.split(".")[-1] in THREAD_MAKERS
     ]

@@ -650,20 +650,6 @@ _USED = (
         file="checkpoint/manifest.py",
         beside=("checkpoint/manifest.py",),
     ),
-    # -- process groups ----------------------------------------------------------------------------
-    Patch(
-        key="default_store",
-        package=TORCH,
-        manner=Manner.USED,
-        names=(
-            "torch.distributed.distributed_c10d._get_default_store",
-            "torch.distributed.distributed_c10d._set_pg_timeout",
-        ),
-        reason="Ranks meet over the store of the launch. A group connects within a short "
-        "time-out, and then has torch's own.",
-        file="team/meeting.py",
-        beside=("team/group.py", "team/meeting.py", "team/watch.py"),
-    ),
     # -- Transformers ------------------------------------------------------------------------------
     Patch(
         key="from_config",

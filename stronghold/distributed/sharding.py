@@ -1,187 +1,86 @@
-"""What several ranks add to a step: links in its chains, and agreement.
+"""Sharding of a step over several ranks: links in its chains, and agreement at the gate.
 
-A fetch is host -> [gather] -> slot, a drain is slot -> [reduce] -> host, an update is kernel ->
-[exchange]. Owns the links in brackets, the order in which ranks make them, and what they decide
-together. `Team` is a process that trains alone and agrees with itself, `RankTeam` one of several
-ranks; `NodeWeights` are the weights that a node's ranks share, with versions that say since when
-another rank's part is new. Entered by the training thread, and by autograd's in backward.
+A fetch is host -> [all-gather] -> slot, an offload is slot -> [reduce-scatter] -> host, an update
+is kernel -> [exchange between nodes]. Owns the links in brackets. `Team` is a process that trains
+alone, whose links do nothing, and `RankTeam` one of several ranks. Entered by the training thread,
+and by autograd's in backward.
 
-What the records of this process (`devices.base`) cannot tell, for it is about other processes:
-  * whether another rank's part of the node's weights is new   -> `NodeWeights.waiting`
-  * whether others have read this rank's part before it changes -> they have, before they take part
-                                                                  in the gate (`_read_apart`)
-  * whether all ranks gather and reduce the same layers        -> `issued`, which the gate compares
+The access records of this process (`devices.base`) do not know of other processes:
+  * whether another rank's part of the node's weights is new     -> `NodeWeights.wait`
+  * whether others have read this rank's part before it changes  -> they have, before they take part
+                                                                    in the gate (`_read_apart`)
+  * whether all ranks gather and reduce the same layers          -> the name of each collective
+                                                                    (`process_groups`), and the
+                                                                    checksums `issued` at the gate
 
-[Note: lockstep] The fetches of a training pass are gathers, in which every rank takes part; their
-order must depend on nothing that may differ between ranks:
-  * a layer that this rank does not use  -> the schedule is followed as if it did
-  * a pass that this rank makes alone,   -> its fetches meet nobody, and the slots hold afterwards
-    or a use that is not next               what they held before
-  * another order of uses than predicted -> adopted when every rank has seen it (`propose`), with
-                                            the layers that were skipped
-A fetch that meets nobody copies the whole layer from the node's weights over this rank's own link.
+[Note: one order of uses]
+1. A fetch of a training pass is an all-gather. Whether a layer is fetched, and when, follows from
+   the schedule, from the uses before, and from what slots hold.
+2. Every rank makes the same training passes, with the same layers in the same order. So all queue
+   the same gathers in one order, as long as their slots hold the same layers.
+3. An evaluation, or a read of weights, may be of one rank alone. Its fetches copy whole layers from
+   the node's memory, over this rank's link, and are no collective.
+4. Before the first such fetch a rank notes what its slots hold (`CommonSlots.leave`). Before the
+   next use in training it copies the same layers back, by itself (`rejoin`). So step 2 holds again.
+5. A rank that skips a layer, takes another order, or calls a pass more often comes for a collective
+   that the others do not come for. All end with RankError, before a weight changes.
 
-[Note: one order] Every backward reduces every trained layer once, in one order, with zeros where
-nothing came. A layer is closed when all of its gradients have come, when a slot is needed for
-another, or when backward ends; closed layers are reduced as soon as those before them are. What
-comes later gathers in memory of torch's, and is reduced in rounds that are agreed on when backward
-ends.
-
-[Note: no wait in a circle] One rank waits for a gradient slot, so for other ranks' reductions of
-the layer that was there; another waits for a gather, so for the first to come further. But a rank
-that has come as far as a layer has closed all layers whose slots this one could need, whether it
-used them or not; and the first rank has issued every gather up to there.
-
-[Note: exchange] On several nodes a rank's part of the node's weights has its own range, which it
-updates, and those of its peers, which the exchange lane writes ([Note: nodes] of `model.layout`).
-It is submitted with the layer's update, in the order of layers that the gate agreed on, for each
-exchange meets the peers: two orders would be a deadlock. A checkpoint reads own ranges, which an
-exchange sends and never writes.
+[Note: exchange]
+1. On several nodes a rank's part of the node's weights has its own range, which it updates, and
+   those of its peers ([Note: nodes] of `model.layout`), which the exchange lane writes.
+2. The exchange is submitted with the layer's update, in the order of layers at the gate, which is
+   one on all ranks.
+3. A checkpoint reads own ranges. An exchange sends these and never writes them.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import mmap
-import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from stronghold.devices.base import Device, Fence, only_waits
+from stronghold.devices.base import Device, Fence
 from stronghold.devices.lane_name import LaneName
+from stronghold.distributed.common_slots import CommonSlots, Slots
+from stronghold.distributed.node_weights import NodeWeights
+from stronghold.distributed.order import OneOrder, Order
+from stronghold.distributed.process_groups import Ranks
 from stronghold.errors import ConfigError, RankError
 from stronghold.memory.buffers import GradientSlot, Slot
 from stronghold.memory.layer import LayerState
-from stronghold.memory.slab import NodeMemory, meta_slab
-from stronghold.model.arrays import weight_map
+from stronghold.memory.window import Window
 from stronghold.model.layout import ModelLayout
-from stronghold.optim.states import Formats
 from stronghold.plan.plan import Plan
-from stronghold.team.group import Group, Ranks
 
 logger = logging.getLogger("stronghold")
 
-PARTS = 5  # of the gate's numbers, before the parameters' flags: a sum, four checksums
-
-
-class Order:
-    """The order in which layers' gradients leave their slots. Every method but `passed` returns the
-    layers that are due now. Alone: each when it is complete."""
-
-    def complete(self, layer: int) -> list[int]:
-        """All gradients of the layer have come."""
-        return [layer]
-
-    def reached(self, layer: int) -> list[int]:
-        """Backward has come to the layer, or would have: this rank may not use it."""
-        return []
-
-    def making_room(self, gathering: Sequence[int]) -> Sequence[int]:
-        """A slot is needed, and these layers gather in all that there are."""
-        return gathering[:1]
-
-    def rest(self) -> list[int]:
-        """Backward has ended."""
-        return []
-
-    def further(self, gathering: Sequence[int]) -> list[int]:
-        """These layers still have gradients; to be asked until none is due."""
-        return list(gathering)
-
-    def passed(self, layer: int) -> bool:
-        """Whether the layer was due in this backward: what comes now waits for `further`."""
-        return False
-
-    def begin_again(self) -> None:
-        """The next backward begins."""
-
-
-class OneOrder(Order):
-    """That of several ranks ([Note: one order]): `trained` layers, as they are expected to be
-    complete. Blocks take turns in `num_slots` gradient slots."""
-
-    def __init__(self, control: Group, trained: Sequence[int], num_slots: int) -> None:
-        self._control = control
-        self._layers = list(trained)
-        self._num_slots = max(1, num_slots)
-        self._next = 0
-        self._closed: set[int] = set()
-        self._complete: list[int] = []  # as they came in this backward
-        self._seen = list(trained)  # in the last one
-
-    def complete(self, layer: int) -> list[int]:
-        if self.passed(layer):
-            return []
-        self._complete.append(layer)
-        return self._close([layer])
-
-    def reached(self, layer: int) -> list[int]:
-        """Close the layers whose slots it could need ([Note: no wait in a circle])."""
-        if layer not in self._layers:
-            return []
-        return self._close(self._layers[: max(0, self._layers.index(layer) + 1 - self._num_slots)])
-
-    def making_room(self, gathering: Sequence[int]) -> Sequence[int]:
-        return self._close(self._layers[: min(map(self._layers.index, gathering)) + 1])
-
-    def rest(self) -> list[int]:
-        return self._close(self._layers)
-
-    def further(self, gathering: Sequence[int]) -> list[int]:
-        if not self._layers:
-            return []
-        mine = torch.tensor([layer in gathering for layer in self._layers], dtype=torch.uint8)
-        wanted = self._control.numbers(mine, "further gradients").any(dim=0).tolist()
-        return [layer for layer, found in zip(self._layers, wanted, strict=True) if found]
-
-    def passed(self, layer: int) -> bool:
-        return layer in self._layers[: self._next]
-
-    def begin_again(self) -> None:
-        complete = dict.fromkeys(self._complete)
-        self._seen = [*complete, *(layer for layer in self._layers if layer not in complete)]
-        self._next = 0
-        self._closed.clear()
-        self._complete.clear()
-
-    def _close(self, layers: Iterable[int]) -> list[int]:
-        self._closed.update(layers)
-        begin = self._next
-        while self._next < len(self._layers) and self._layers[self._next] in self._closed:
-            self._next += 1
-        return self._layers[begin : self._next]
-
-    # -- agreed on at the gate --------------------------------------------------------------------
-    @property
-    def seen(self) -> str:
-        """In what order this rank's layers were complete in the last backward."""
-        return str(self._seen)
-
-    def adopt(self) -> None:
-        """Every rank saw the same order: expect it from now on."""
-        self._layers = list(self._seen)
+PARTS = 4  # of the gate's numbers, before the parameters' flags: a sum, three checksums
 
 
 class Team:
-    """A process that trains alone. `lockstep`: what one rank does alone must not change the order
-    of its fetches ([Note: lockstep])."""
+    """A process that trains alone. `writable`: whether a program may write weights in place."""
 
-    lockstep = False
+    writable = True
 
     # -- links ------------------------------------------------------------------------------------
     def fetched(self, state: LayerState, *, together: bool) -> Sequence[slice]:
-        """What this rank copies to a slot over its own link, in bytes of the layer's weights;
-        `gather` brings the others. `together`: all ranks fetch the layer now."""
+        """Bytes of the layer's weights that this rank copies to a slot over its own link; `gather`
+        brings the others. `together`: all ranks fetch the layer now."""
         return (slice(0, state.maps["weights"].nbytes),)
 
     def gather(self, state: LayerState, slot: Slot, *, together: bool) -> None:
         """Queue, behind the fetch, what fills the slot from other ranks."""
+
+    def slots(self, window: Window, refreshed: Iterable[int]) -> Slots:
+        """The layers that all ranks have in the slots of `window`. Of resident layers those in
+        `refreshed` are fetched after an update."""
+        return Slots()
 
     def order(self, expected: Sequence[int], num_slots: int) -> Order:
         """The order of the drains with so many gradient slots, `expected` by the schedule."""
@@ -205,10 +104,6 @@ class Team:
     def prepare_training(self) -> None:
         """The first backward begins."""
 
-    def propose(self, uses: Sequence[object], adopt: Callable[[], None]) -> None:
-        """A training pass has used layers in this order: `adopt` it, if every rank has."""
-        adopt()
-
     def meet(self, layers: Sequence[LayerState], square_sums: list[float]) -> list[float]:
         """The sums of squares of every rank's gradients of the step, those here being
         `square_sums`; each layer then has the gradients that came on any rank. RankError when the
@@ -228,10 +123,7 @@ class Team:
         """ConfigError where weights cannot be written in place on one rank."""
 
     def fail(self, reason: str) -> None:
-        """This rank cannot go on: the others shall not wait for it."""
-
-    def check(self) -> None:
-        """RankError once this rank has failed."""
+        """This rank cannot go on: the others must not wait for it."""
 
     def barrier(self, operation: str) -> None:
         """Wait until every rank is here; what each wrote before, all see after."""
@@ -249,7 +141,7 @@ class Team:
 class RankTeam(Team):
     """One of several ranks."""
 
-    lockstep = True
+    writable = False
 
     def __init__(self, device: Device, layers: Sequence[LayerState], weights: NodeWeights) -> None:
         ranks = weights.ranks
@@ -258,15 +150,13 @@ class RankTeam(Team):
         self._layers = layers
         self._weights = weights
         self._ranks = ranks
-        self._exchange = ranks.exchange if ranks.num_nodes > 1 else None
-        # A checksum of what each lane was given to do with the other ranks: each lane has an order
-        # of its own, and how the two mix differs where ranks skip layers.
+        self._exchanges = ranks.num_nodes > 1
+        # A checksum of the collectives that each lane was given. Each lane has an order of its own.
         self.issued = {"gather": 0, "reduce": 0}
         self._read_apart: set[int] = set()  # layers of which this rank reads others' parts
         self._touched: set[tuple[int, int]] = set()  # gradients that came here in this step
         self._room: torch.Tensor | None = None
         self._order = OneOrder(ranks.control, (), 1)
-        self._uses: tuple[Sequence[object], Callable[[], None]] = (), lambda: None
 
     # -- links ------------------------------------------------------------------------------------
     def fetched(self, state: LayerState, *, together: bool) -> Sequence[slice]:
@@ -275,7 +165,8 @@ class RankTeam(Team):
             return [bytes_of(*block) for _, block in shards.fetched(state.layout)]
         self._read_apart.add(state.index)
         # The fetch lane's next operation is the copy.
-        self._device.fetch.submit(f"await {state.index}", self._weights.waiting(state.index))
+        layer, count = state.index, self._weights.submitted(state.index)
+        self._device.fetch.submit(f"await {layer}", partial(self._weights.wait, layer, count))
         return super().fetched(state, together=together)
 
     def gather(self, state: LayerState, slot: Slot, *, together: bool) -> None:
@@ -283,7 +174,6 @@ class RankTeam(Team):
             return
         self.note("gather", state.index)
         group, name = self._ranks.gather, f"gather {state.index}"
-        said = f"{name} ({state.name})"
         if group.num_ranks == 1:  # the only one of its node
             return
         bytes_of = state.maps["weights"].bytes_of
@@ -294,13 +184,16 @@ class RankTeam(Team):
 
         def gather() -> None:
             for whole, block in parts:
-                group.gather(slot.weights[whole], slot.weights[block], said)
+                group.gather(slot.weights[whole], slot.weights[block], f"{name} ({state.name})")
 
         had = sum(block.stop - block.start for _, block in parts)
         nbytes = state.maps["weights"].nbytes - had
         self._device.lane(LaneName.GATHER).submit(
             name, gather, writes=(slot.record,), nbytes=nbytes
         )
+
+    def slots(self, window: Window, refreshed: Iterable[int]) -> Slots:
+        return CommonSlots(window, self._layers, sorted(refreshed))
 
     def order(self, expected: Sequence[int], num_slots: int) -> Order:
         trained = [layer for layer in expected if self._layers[layer].optimizer.trained]
@@ -332,7 +225,7 @@ class RankTeam(Team):
     def publishing(self, state: LayerState, work: Callable[[], None]) -> Callable[[], None]:
         weights, layer = self._weights, state.index
         weights.expect(layer)
-        if self._exchange is not None:
+        if self._exchanges:
             return work
 
         def run() -> None:
@@ -342,7 +235,7 @@ class RankTeam(Team):
         return run
 
     def exchange(self, state: LayerState) -> None:
-        if self._exchange is None:
+        if not self._exchanges:
             return
         name = f"exchange {state.index}"
         shards, bytes_of = self._ranks.shards, state.maps["weights"].bytes_of
@@ -365,11 +258,10 @@ class RankTeam(Team):
     def _exchange_parts(
         self, state: LayerState, operation: str, *, trained_alone: bool = False
     ) -> None:
-        assert self._exchange is not None
         bytes_of = state.maps["weights"].bytes_of
         for each, block, own in self._ranks.shards.exchanged(state.layout):
             if each.trainable or not trained_alone:
-                self._exchange.gather(
+                self._ranks.exchange.gather(
                     state.weights[bytes_of(*block)],
                     state.weights[bytes_of(*own)],
                     f"{operation}: layer {state.index}",
@@ -391,9 +283,6 @@ class RankTeam(Team):
         if self._room is None and self._device.torch_device.type == "cpu" and largest:
             self._room = self._device.memory.allocate(largest, torch.uint8, "reduced gradients")
 
-    def propose(self, uses: Sequence[object], adopt: Callable[[], None]) -> None:
-        self._uses = uses, adopt
-
     def meet(self, layers: Sequence[LayerState], square_sums: list[float]) -> list[float]:
         for layer in self._read_apart:
             self._layers[layer].records["weights"].wait()
@@ -406,8 +295,7 @@ class RankTeam(Team):
             for k, value in state.gradients.square_sums.items()
             if whole or _is_split(state.parameters[k]) or not math.isfinite(value)
         ]
-        uses, adopt_uses = self._uses
-        marks = [*self.issued.values(), _checksum(str(uses)), _checksum(self._order.seen)]
+        marks = [*self.issued.values(), _checksum(self._order.seen)]
         sizes = [len(state.layout.slices) for state in layers]
         flags = [
             float((state.index, k) in self._touched)
@@ -417,17 +305,16 @@ class RankTeam(Team):
         mine = torch.tensor([_sum(sums), *map(float, marks), *flags], dtype=torch.float64)
         rows = self._ranks.control.numbers(mine, "gate")
         self._check_same(rows[:, 1:3].tolist())
-        for column, adopt in ((3, adopt_uses), (4, self._order.adopt)):
-            if len(set(rows[:, column].tolist())) == 1:
-                adopt()
+        if len(set(rows[:, 3].tolist())) == 1:
+            self._order.adopt()
         came = (rows[:, PARTS:] > 0).any(dim=0).split(sizes)
         for state, of_layer in zip(layers, came, strict=True):
             state.gradients.restrict(set(of_layer.nonzero().flatten().tolist()))
-        found: list[float] = rows[:, 0].tolist()
+        of_ranks: list[float] = rows[:, 0].tolist()
         if self._ranks.norms is not None:
-            mine = torch.tensor([_sum(found)], dtype=torch.float64)
-            found = self._ranks.norms.numbers(mine, "norm").flatten().tolist()
-        return found
+            mine = torch.tensor([_sum(of_ranks)], dtype=torch.float64)
+            of_ranks = self._ranks.norms.numbers(mine, "norm").flatten().tolist()
+        return of_ranks
 
     def _check_same(self, marks: list[list[float]]) -> None:
         """RankError when the ranks' checksums differ."""
@@ -438,7 +325,8 @@ class RankTeam(Team):
             raise RankError(
                 "the ranks gathered or reduced different layers in this step: "
                 f"{' against '.join(map(str, groups.values()))}. Every rank must call forward and "
-                "backward equally often, and use the layers in one order (skipping some is fine)"
+                "backward equally often, and use the same layers in one order. Load the last "
+                "checkpoint"
             )
 
     def forget(self) -> None:
@@ -449,7 +337,7 @@ class RankTeam(Team):
 
     def settle(self, layers: Iterable[int]) -> None:
         for layer in layers:
-            self._weights.waiting(layer)()
+            self._weights.wait(layer, self._weights.submitted(layer))
 
     def refuse_write(self, state: LayerState) -> None:
         raise ConfigError(
@@ -461,10 +349,6 @@ class RankTeam(Team):
     def fail(self, reason: str) -> None:
         self._ranks.fail(reason)
 
-    def check(self) -> None:
-        if self._ranks.watch is not None:
-            self._ranks.watch.check_self()
-
     def barrier(self, operation: str) -> None:
         self._ranks.control.barrier(operation)
 
@@ -473,21 +357,20 @@ class RankTeam(Team):
             for state in self._layers:
                 self._exchange_parts(state, operation)
 
-        if self._exchange is not None:
+        if self._exchanges:
             self._device.lane(LaneName.EXCHANGE).submit("exchange all", work).wait()
         self.barrier(operation)
 
     def agree(self, operation: str) -> None:
         self.barrier(operation)
-        if self._exchange is not None:
+        if self._exchanges:
             self._device.lane(LaneName.EXCHANGE).submit(
                 "compare nodes", lambda: self._copy_first(operation)
             ).wait()
         self.barrier(operation)
 
     def _copy_first(self, operation: str) -> None:
-        group = self._exchange
-        assert group is not None
+        group = self._ranks.exchange
         parts = [
             state.weights[state.maps["weights"].bytes_of(*block)]
             for state in self._layers
@@ -539,87 +422,6 @@ def _sum(values: Sequence[float]) -> float:
 
 
 def _is_split(parameter: nn.Parameter) -> bool:
-    """Whether a model-parallel rank has a part of the parameter that no other has."""
+    """True if a model-parallel rank has a part of the parameter that no other has."""
     names = ("model_parallel", "tensor_model_parallel")
     return any(bool(getattr(parameter, name, False)) for name in names)
-
-
-POLL_S = 1e-4
-CHECK_EVERY_S = 1.0
-
-
-class NodeWeights:
-    """Every layer's weights: all ranks of the node see them whole, each writes its own part, and on
-    several nodes what its peers have written of theirs. The ranks make it together, and `fills`
-    says who writes the model's values. `versions[layer, index]` counts updates of the part that
-    process `index` of the node fetches: whoever reads another's waits for them."""
-
-    def __init__(self, layout: ModelLayout, formats: Formats, ranks: Ranks) -> None:
-        self.ranks = ranks
-        self._layers = layout.layers
-        self._maps = [weight_map(layer, formats) for layer in layout.layers]
-        self._expected = [0] * len(layout.layers)  # updates of each layer that were submitted
-        self.fills = ranks.on_node.index == 0
-        counts = len(layout.layers) * ranks.on_node.count
-        end = -(-counts * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._begins = []
-        for of_layer in self._maps:
-            self._begins.append(end)
-            end += of_layer.nbytes
-        self._make(max(end, 1), counts)
-
-    def _make(self, nbytes: int, counts: int) -> None:
-        neighbours = self.ranks.on_node
-        self._memory = NodeMemory("weights", nbytes, neighbours)
-        versions = self._memory.part(0, counts, torch.int64).view(-1, neighbours.count)
-        self._versions: Any = versions.numpy()
-        for layer in self._layers:  # a page lies near the process that touches it first
-            for _, block in self.ranks.shards.fetched(layer):
-                self.room(layer.index)[self._maps[layer.index].bytes_of(*block)].zero_()
-        neighbours.barrier()  # before the values of all ranks are written by one
-
-    def room(self, index: int) -> torch.Tensor:
-        """The layer's whole weight array, as bytes."""
-        return self._memory.part(self._begins[index], self._maps[index].nbytes, torch.uint8)
-
-    def close(self) -> None:
-        """The model is given back: what each process does to it from now on is its own affair."""
-        self._memory.make_private()
-        self._memory.close()
-
-    # -- versions ---------------------------------------------------------------------------------
-    def expect(self, layer: int) -> None:
-        """An update of the layer is submitted, on every rank."""
-        self._expected[layer] += 1
-
-    def publish(self, layer: int) -> None:
-        """This rank's part of the layer is new."""
-        self._versions[layer, self.ranks.on_node.index] += 1
-
-    def waiting(self, layer: int) -> Callable[[], None]:
-        """What waits until the layer is as new as every rank's last submitted update."""
-        expected, versions, ranks = self._expected[layer], self._versions[layer], self.ranks
-
-        @only_waits
-        def wait() -> None:
-            looked_s = time.monotonic()
-            while int(versions.min()) < expected:
-                time.sleep(POLL_S)
-                if ranks.watch is not None and time.monotonic() - looked_s > CHECK_EVERY_S:
-                    looked_s = time.monotonic()
-                    ranks.watch.check(f"updates of layer {layer}", ranks.control.members)
-
-        return wait
-
-
-class SimulatedWeights(NodeWeights):
-    """The node's weights without bytes; of the others' parts nothing is awaited."""
-
-    def _make(self, nbytes: int, counts: int) -> None:
-        self._versions = np.zeros((len(self._layers), 1), dtype=np.int64)
-
-    def room(self, index: int) -> torch.Tensor:
-        return meta_slab(self._maps[index].nbytes, torch.uint8)
-
-    def close(self) -> None:
-        """There are no bytes."""
