@@ -42,13 +42,13 @@ from typing import Protocol
 
 import torch
 
+from stronghold.devices.forks import check_not_forked, forked_from
 from stronghold.devices.lane_name import LaneName
 from stronghold.devices.memory import DeviceMemory
 from stronghold.devices.pinned import HostPinning
 from stronghold.devices.side_streams import SideStreams
 from stronghold.errors import LaneError, StateError, StrongholdError
 from stronghold.native import Kernels, naming_threads
-from stronghold.process import check_not_forked, forked_from
 from stronghold.telemetry.trace import Trace
 
 THREAD_PREFIX = "stronghold:"

@@ -53,14 +53,14 @@ from stronghold.devices.base import (
     Work,
     moved,
 )
+from stronghold.devices.forks import forked_from
 from stronghold.devices.kinds import DeviceKind, kind_here
 from stronghold.devices.lane_name import STREAM_LANES, LaneName
 from stronghold.devices.memory import DeviceMemory
 from stronghold.devices.pinned import GpuPinning
 from stronghold.devices.side_streams import SideStreams
+from stronghold.devices.triton_kernels import TritonKernels
 from stronghold.errors import ConfigError, StateError
-from stronghold.optim.triton_kernels import TritonKernels
-from stronghold.process import forked_from
 from stronghold.telemetry.trace import Trace
 
 TRIAL_BYTES = 64 << 20

@@ -65,9 +65,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from stronghold.devices import cuda
 from stronghold.distributed.connections import ADVICE, Connections
+from stronghold.distributed.node_identity import boot_id, pid_namespace
 from stronghold.errors import BudgetError, ConfigError, RankError
+from stronghold.memory.neighbours import ALONE, Neighbours
 from stronghold.model.layout import Shards
-from stronghold.process import ALONE, Neighbours, boot_id, pid_namespace
 
 logger = logging.getLogger("stronghold")
 

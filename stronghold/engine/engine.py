@@ -34,6 +34,7 @@ from torch import nn
 
 from stronghold.config import Settings
 from stronghold.devices.base import off_lanes
+from stronghold.devices.forks import forked_from
 from stronghold.distributed.process_groups import Ranks, local_rank_of
 from stronghold.engine.attributes import REMOVED_SWITCHES, unused_attributes
 from stronghold.engine.backward import UserBackward
@@ -43,7 +44,6 @@ from stronghold.engine.instruments import Instruments
 from stronghold.errors import ConfigError
 from stronghold.plan.plan import Plan
 from stronghold.predict.refine import Refinement
-from stronghold.process import forked_from
 from stronghold.streaming.fragments import fragments
 from stronghold.streaming.guards import NO_TRANSFORMS, StateHooks, check_free
 from stronghold.streaming.optimizer import EngineOptimizer, make_scaler

@@ -47,10 +47,10 @@ from pathlib import Path
 import torch
 
 from stronghold.errors import BudgetError, ConfigError, StateError, format_size
+from stronghold.memory.neighbours import ALONE, Neighbours
 from stronghold.memory.slab import map_files, map_slab
 from stronghold.memory.stores import Extent, Verb
 from stronghold.native import ALIGNMENT, Closeable, IoFile, IoQueue
-from stronghold.process import ALONE, Neighbours
 
 PATH_KEY = "stronghold.nvme.path"
 ENGINE_KEY = "stronghold.nvme.engine"

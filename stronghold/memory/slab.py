@@ -49,7 +49,7 @@ import torch
 from stronghold.devices.base import Device
 from stronghold.errors import BudgetError, ConfigError, format_size
 from stronghold.limits import available_host_bytes
-from stronghold.process import Neighbours
+from stronghold.memory.neighbours import Neighbours
 
 PAGE_BYTES = 4096
 HUGE_PAGE_BYTES = 2 << 20

@@ -22,7 +22,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from stronghold.errors import ConfigError, did_you_mean, explain
-from stronghold.process import write_whole
+from stronghold.telemetry.files import write_whole
 
 VERSION = 1
 MACHINES = Path(__file__).parent / "machines"

@@ -25,6 +25,7 @@ from stronghold.devices import cuda
 from stronghold.devices.base import Device
 from stronghold.devices.cuda import CudaDevice
 from stronghold.devices.emulated import EmulatedDevice
+from stronghold.devices.forks import check_not_forked, forked_from
 from stronghold.devices.lane_name import LaneName
 from stronghold.distributed.node_weights import shared_weights
 from stronghold.distributed.process_groups import Ranks
@@ -53,7 +54,6 @@ from stronghold.plan.cost import Demand
 from stronghold.plan.homes import FILE, GPU, Home
 from stronghold.plan.places import levels_of
 from stronghold.plan.plan import Plan, make_plan
-from stronghold.process import check_not_forked, forked_from
 from stronghold.streaming.activations.key_value_caches import forbid_caches
 from stronghold.streaming.formats import CAST, COMPUTED, model_formats, page_items
 from stronghold.streaming.guards import COMPILED_WHOLE

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from stronghold.errors import ConfigError
-from stronghold.process import partial_of, write_whole
+from stronghold.telemetry.files import partial_of, write_whole
 
 STEP_LANE = "step"
 LANES = (

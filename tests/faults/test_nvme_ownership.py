@@ -1,4 +1,4 @@
-"""Laws of ownership: files on NVMe end with their processes; which process has ended is known."""
+"""Laws of ownership: files on NVMe end with their processes."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ import gc
 import logging
 import os
 import signal
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import pytest
 import torch
@@ -20,7 +18,6 @@ import torch
 from stronghold.memory.nvme import NvmeStore
 from stronghold.memory.slab import map_slab
 from stronghold.memory.stores import Extent
-from stronghold.process import Life, Process, start_of
 from tests.support.children import Child
 from tests.support.pages import PAGE
 
@@ -145,48 +142,3 @@ def test_a_forked_child_takes_nothing_from_its_parent(end: str, tmp_path: Path) 
     store.submit("read", extent, 0, page).wait()
     assert bool((page == 7).all())
     store.close()
-
-
-# ---- Processes ----------------------------------------------------------------------------------
-
-
-def process_of(**changes: Any) -> Process:
-    """This process, or one that differs in that."""
-    return replace(Process.this(), **changes)
-
-
-def a_dead_pid() -> int:
-    with subprocess.Popen(["true"]) as process:
-        process.wait()
-    return process.pid
-
-
-def test_a_process_that_has_ended_is_known() -> None:
-    assert process_of().life is Life.RUNS
-    assert process_of(started=1).life is Life.ENDED, "another one of its number"
-    assert process_of(pid=a_dead_pid()).life is Life.ENDED
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"boot": "ffffffffffff"},
-        {"namespace": 7},
-        {"boot": ""},
-    ],
-    ids=["another machine", "another container", "unknown"],
-)
-def test_a_process_that_cannot_be_seen_may_run(changes: dict[str, Any]) -> None:
-    """Whatever its host name: containers and machines may have equal ones."""
-    assert process_of(pid=a_dead_pid(), **changes).life is Life.UNSEEN
-
-
-def test_a_zombie_has_ended() -> None:
-    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
-        started = start_of(process.pid)
-        assert started
-        zombie = process_of(pid=process.pid, started=started)
-        assert zombie.life is Life.RUNS
-        process.kill()
-        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        assert zombie.life is Life.ENDED

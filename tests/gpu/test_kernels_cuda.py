@@ -9,8 +9,8 @@ import torch
 
 from stronghold import native
 from stronghold.devices.cuda import CudaDevice
+from stronghold.devices.triton_kernels import TritonKernels
 from stronghold.native import Pool
-from stronghold.optim.triton_kernels import TritonKernels
 from tests.support.device_kernels import (
     BF16,
     DTYPES,

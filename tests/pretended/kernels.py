@@ -19,10 +19,9 @@ import numpy.typing as npt
 import torch
 
 from stronghold import native
-from stronghold.devices import cuda
+from stronghold.devices import cuda, triton_kernels
 from stronghold.devices.base import Device
 from stronghold.native import Rows, Segments, Targets
-from stronghold.optim import triton_kernels
 
 # As in triton_programs, which needs Triton.
 ROWS = 64  # of a table

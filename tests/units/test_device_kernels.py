@@ -21,11 +21,11 @@ import pytest
 import torch
 
 from stronghold import native
+from stronghold.devices import triton_kernels
 from stronghold.devices.emulated import EmulatedDevice
+from stronghold.devices.triton_kernels import TritonKernels
 from stronghold.errors import ConfigError
 from stronghold.native import Pool
-from stronghold.optim import triton_kernels
-from stronghold.optim.triton_kernels import TritonKernels
 from tests.support.device_kernels import (
     BF16,
     DTYPES,

@@ -18,7 +18,7 @@ import torch
 
 from stronghold import native
 from stronghold.devices.emulated import EmulatedDevice
-from stronghold.optim.triton_kernels import TritonKernels
+from stronghold.devices.triton_kernels import TritonKernels
 from tests.support.device_kernels import (
     BF16,
     DTYPES,

@@ -21,8 +21,8 @@ from stronghold.distributed.sharding import PARTS, RankTeam
 from stronghold.errors import RankError
 from stronghold.memory.buffers import GradientSlot
 from stronghold.memory.layer import LayerState, OptimizerRecord
+from stronghold.memory.neighbours import Neighbours, Result
 from stronghold.model.layout import ModelLayout, ParameterShape, Shards, layer_layout
-from stronghold.process import Neighbours, Result
 from tests.support.states import adam_formats
 
 

@@ -129,6 +129,20 @@ def test_imports_have_no_cycle() -> None:
     assert find_cycle(graph) == ""
 
 
+def test_rooms_import_each_other_without_a_cycle() -> None:
+    graph: dict[str, set[str]] = {}
+    for module, path in MODULES.items():
+        room = room_of_module(module)
+        used = {room_of_module(name) for name in imports(path)}
+        graph.setdefault(room, set()).update(used - {room})
+    assert find_cycle(graph) == ""
+
+
+def test_few_rooms_on_few_levels() -> None:
+    assert len(LEVELS) <= 24
+    assert max(LEVELS.values()) + 1 <= 11
+
+
 @pytest.mark.parametrize("folder", ["benchmarks", "scripts"])
 def test_scripts_import_each_other_without_a_cycle(folder: str) -> None:
     """These folders are no packages: a script imports its neighbour by the file's name."""

@@ -31,8 +31,8 @@ import torch
 from torch import nn
 
 from stronghold.errors import ConfigError
-from stronghold.process import run_and_restore
 from stronghold.streaming.guards import serves
+from stronghold.streaming.interrupts import run_and_restore
 from stronghold.streaming.patches.tensors import version_of
 
 MAX_DEPTH = 5  # containers and objects inside one another, from an attribute on

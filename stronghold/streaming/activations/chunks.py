@@ -63,9 +63,9 @@ from stronghold.devices.random_numbers import random_state, set_random_state
 from stronghold.errors import ConfigError
 from stronghold.model.logits import Forward
 from stronghold.model.partition import Layer
-from stronghold.process import run_and_restore
 from stronghold.streaming.activations.key_value_caches import is_cache
 from stronghold.streaming.executor import Executor
+from stronghold.streaming.interrupts import run_and_restore
 from stronghold.streaming.patches.autograd import TorchDispatchMode
 from stronghold.streaming.patches.modules import (
     hooks_after_gradient,

@@ -57,11 +57,11 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointError
 
 from stronghold.devices.base import Device
-from stronghold.process import run_and_restore
 from stronghold.streaming.activations.attention import AttentionCalls
 from stronghold.streaming.activations.block_state import BEFORE, GLOBAL_HOOKS, BlockState
 from stronghold.streaming.activations.random_states import RandomStates, set_states
 from stronghold.streaming.guards import serves
+from stronghold.streaming.interrupts import run_and_restore
 from stronghold.streaming.patches.autograd import (
     backward_group,
     backward_number,
