@@ -175,7 +175,7 @@ def test_threads_are_made_by_devices() -> None:
     strangers = [
         f"{room_of(path)}:{line}: {name}"
         for path in SOURCES
-        if not room_of(path).startswith("device/")
+        if not room_of(path).startswith("devices/")
         for line, name in names_used(path)
         if name.split(".")[-1] in THREAD_MAKERS
     ]
