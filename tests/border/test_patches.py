@@ -12,7 +12,6 @@ import importlib.machinery
 import inspect
 import json
 import pickle
-import random
 import sys
 import warnings
 import weakref
@@ -897,24 +896,7 @@ def test_forward_hooks() -> None:
     assert list(vars(layer)[with_kwargs]) == [handle.id]
 
 
-# -- generators ------------------------------------------------------------------------------------
-def test_python_generator() -> None:
-    (name,) = ROWS["python_generator"].names
-    assert named(name).getstate() == random.getstate()
-    assert isinstance(named(name), random.Random)
-
-
-def test_numpy_generator() -> None:
-    (name,) = ROWS["numpy_generator"].names
-    generator = named(name)
-    assert isinstance(generator, np.random.RandomState)
-    before = generator.get_state()[1].copy()
-    kept = np.random.get_state()
-    np.random.rand(1000)
-    assert not np.array_equal(generator.get_state()[1], before)
-    np.random.set_state(kept)
-
-
+# -- NumPy -----------------------------------------------------------------------------------------
 def test_numpy_pickles() -> None:
     (name,) = ROWS["numpy_pickles"].names
     words = pickle.dumps(np.ones(3, np.uint32), protocol=2)

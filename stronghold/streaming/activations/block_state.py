@@ -41,7 +41,8 @@ MAX_ARRAY_BYTES = 4096  # of a larger NumPy array the identity alone is compared
 
 _SCALARS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.Size})
 _CODE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial, type)
-_NO_STATE = (*_CODE, nn.Module, enum.Enum, types.ModuleType, logging.Logger, threading.Thread)
+_THREAD = type(threading.main_thread()).__mro__[1]  # threading.Thread: devices/ alone makes them
+_NO_STATE = (*_CODE, nn.Module, enum.Enum, types.ModuleType, logging.Logger, _THREAD)
 _ABSENT = object()
 BEFORE = "_forward_pre_hooks"
 _HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith("_forward_"))

@@ -312,7 +312,7 @@ _WRITTEN = (
         reason="Each chunk sees the weights through views of its own. `module.weight` reads "
         "this table, and takes a tensor that is no parameter.",
         file=_MODULES,
-        beside=("model/costs.py", _LOGITS, "streaming/activations/recompute.py"),
+        beside=("model/costs.py", _LOGITS, "streaming/activations/block_state.py"),
     ),
     Patch(
         key="opt_called",
@@ -616,30 +616,12 @@ _USED = (
             "torch.nn.modules.module._global_forward_hooks",
             "torch.nn.modules.module._global_forward_pre_hooks",
         ),
-        reason="A block's second run calls the hooks of the first, and no others.",
-        file="streaming/activations/recompute.py",
-        beside=("streaming/activations/recompute.py",),
+        reason="A forward that changes its hooks is kept. A block's second run calls the hooks of the "
+        "first, and no others.",
+        file="streaming/activations/block_state.py",
+        beside=("streaming/activations/block_state.py",),
     ),
     # -- generators --------------------------------------------------------------------------------
-    Patch(
-        key="python_generator",
-        package=PYTHON,
-        manner=Manner.USED,
-        names=("random._inst",),
-        reason="The generator behind `random.random()`, whose state a block's second run restores.",
-        file="streaming/activations/recompute.py",
-        beside=("streaming/activations/recompute.py",),
-    ),
-    Patch(
-        key="numpy_generator",
-        package=NUMPY,
-        manner=Manner.USED,
-        names=("numpy.random.mtrand._rand",),
-        reason="The generator behind `numpy.random.rand()`, whose state a block's second run"
-        " restores.",
-        file="streaming/activations/recompute.py",
-        beside=("streaming/activations/recompute.py",),
-    ),
     Patch(
         key="numpy_pickles",
         package=NUMPY,
@@ -647,8 +629,8 @@ _USED = (
         names=("numpy._core.multiarray._reconstruct",),
         reason="Generator states in checkpoints are NumPy arrays, which a safe reader of "
         "pickles must be allowed to build, by the name that NumPy has written.",
-        file="checkpoint/manifest.py",
-        beside=("checkpoint/manifest.py",),
+        file="checkpoint/state.py",
+        beside=("checkpoint/state.py",),
     ),
     # -- Transformers ------------------------------------------------------------------------------
     Patch(
@@ -671,7 +653,7 @@ _USED = (
         ),
         reason="Models and key-value caches are known by these names of classes, since "
         "Transformers need not be installed. `use_cache=False` makes no cache.",
-        file="streaming/activations/recompute.py",
+        file="streaming/activations/key_value_caches.py",
     ),
 )
 
