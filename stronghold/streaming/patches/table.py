@@ -308,9 +308,14 @@ _WRITTEN = (
         package=TORCH,
         manner=Manner.WRITTEN,
         span=Span.CALL,
-        names=("torch.nn.Module._parameters", "torch.nn.Module._buffers"),
+        names=(
+            "torch.nn.Module._parameters",
+            "torch.nn.Module._buffers",
+            "torch.nn.Module._modules",
+        ),
         reason="Each chunk sees the weights through views of its own. `module.weight` reads "
-        "this table, and takes a tensor that is no parameter.",
+        "this table, and takes a tensor that is no parameter. Recomputation compares buffers and "
+        "submodules before and after a forward.",
         file=_MODULES,
         beside=("model/costs.py", _LOGITS, "streaming/activations/block_state.py"),
     ),
@@ -616,8 +621,8 @@ _USED = (
             "torch.nn.modules.module._global_forward_hooks",
             "torch.nn.modules.module._global_forward_pre_hooks",
         ),
-        reason="A forward that changes its hooks is kept. A block's second run calls the hooks of the "
-        "first, and no others.",
+        reason="A forward that changes its hooks is kept. A block's second run calls the hooks of "
+        "the first, and no others.",
         file="streaming/activations/block_state.py",
         beside=("streaming/activations/block_state.py",),
     ),
