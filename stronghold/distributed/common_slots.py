@@ -1,7 +1,8 @@
 """The layers that the slots of every rank hold ([Note: one order of uses] of `sharding`).
 
-Owns the list of them while one rank fetches for itself. Never fetches: `runtime.executor` does. The
-training thread enters, and autograd's in backward.
+Owns the list of them while one rank fetches for itself. It never fetches: `streaming.executor`
+does.
+The training thread enters, and autograd's thread in backward.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from stronghold.memory.layer import LayerState
 from stronghold.memory.window import Window
 
 
-class Slots:
-    """The slots of a process that trains alone: nothing depends on what they hold. `are_common`:
-    they hold the same layers on every rank, so that a fetch is of all ranks."""
+class SlotAgreement:
+    """Slots of one process: no other rank depends on their contents.
+
+    `are_common`: the slots hold the same layers on every rank, so that a fetch is a collective.
+    """
 
     are_common = True
 
@@ -26,7 +29,7 @@ class Slots:
         return []
 
     def missing(self) -> list[int]:
-        """Layers that the common slots hold, and this rank's do not. Ask when no layer is extra."""
+        """Layers that the common slots hold, and this rank's do not. Call it when no layer is extra."""
         return []
 
     def rejoin(self) -> None:
@@ -36,9 +39,11 @@ class Slots:
         """The slots are empty on every rank."""
 
 
-class CommonSlots(Slots):
-    """The slots of `window` on one of several ranks. Of resident layers those in `refreshed` are
-    fetched after an update."""
+class CommonSlots(SlotAgreement):
+    """Slots of `window` on one of several ranks.
+
+    `refreshed`: resident layers that are fetched after an update.
+    """
 
     def __init__(
         self, window: Window, layers: Sequence[LayerState], refreshed: Sequence[int]

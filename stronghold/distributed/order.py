@@ -1,7 +1,7 @@
-"""The order in which layers' gradients leave their slots.
+"""The order in which layers' gradients leave their slots (reduce-scatter).
 
-`Order` is of a process that trains alone, `OneOrder` of several ranks. The thread that runs
-autograd's hooks enters, and the training thread at the gate.
+`Order` serves one process, `OneOrder` several ranks. The thread that runs autograd's hooks enters,
+and the training thread at the gate.
 
 [Note: one order]
 1. Every backward reduces every trained layer once, in one order on all ranks. Where a rank has no
@@ -32,8 +32,10 @@ from stronghold.distributed.process_groups import Group
 
 
 class Order:
-    """The order in which layers' gradients leave their slots. Every method but `passed` returns the
-    layers that are due now. Alone: each when it is complete."""
+    """The order of one process: each layer is due when it is complete.
+
+    Every method but `passed` returns the layers whose gradients are due now.
+    """
 
     def complete(self, layer: int) -> list[int]:
         """All gradients of the layer have come."""
@@ -44,7 +46,7 @@ class Order:
         return []
 
     def making_room(self, gathering: Sequence[int]) -> Sequence[int]:
-        """A slot is needed, and these layers gather in all that there are."""
+        """A gradient slot is needed. These layers have all slots."""
         return gathering[:1]
 
     def rest(self) -> list[int]:
@@ -52,11 +54,11 @@ class Order:
         return []
 
     def further(self, gathering: Sequence[int]) -> list[int]:
-        """These layers still have gradients; to be asked until none is due."""
+        """These layers still have gradients. Call it until no layer is due."""
         return list(gathering)
 
     def passed(self, layer: int) -> bool:
-        """True if the layer was due in this backward: what comes now waits for `further`."""
+        """True if the layer was due in this backward. A later gradient of it waits for `further`."""
         return False
 
     def begin_again(self) -> None:
@@ -64,8 +66,11 @@ class Order:
 
 
 class OneOrder(Order):
-    """The order of several ranks ([Note: one order]): `trained` layers, as they are expected to
-    be complete. Blocks take turns in `num_slots` gradient slots."""
+    """The order of several ranks ([Note: one order]).
+
+    `trained`: layers in the order in which they are expected to be complete. Blocks take turns in
+    `num_slots` gradient slots.
+    """
 
     def __init__(self, control: Group, trained: Sequence[int], num_slots: int) -> None:
         self._control = control
@@ -73,9 +78,9 @@ class OneOrder(Order):
         self._num_slots = max(1, num_slots)
         self._next = 0
         self._closed: set[int] = set()
-        self._reached: list[int] = []  # places of layers, as backward came to them
-        self._complete: list[int] = []  # as they came in this backward
-        self._seen = list(trained)  # in the last one
+        self._reached: list[int] = []  # places in `_layers`, in the order of this backward
+        self._complete: list[int] = []  # layers, in the order of this backward
+        self._seen = list(trained)  # layers, in the order of the last backward
 
     def complete(self, layer: int) -> list[int]:
         if self.passed(layer):
@@ -127,9 +132,9 @@ class OneOrder(Order):
     # -- agreed on at the gate --------------------------------------------------------------------
     @property
     def seen(self) -> str:
-        """In what order this rank's layers were complete in the last backward."""
+        """Text of the order in which this rank's layers were complete in the last backward."""
         return str(self._seen)
 
     def adopt(self) -> None:
-        """Every rank saw the same order: expect it from now on."""
+        """Expect the last order from now on. Every rank saw the same one."""
         self._layers = list(self._seen)

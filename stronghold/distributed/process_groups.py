@@ -91,9 +91,12 @@ _reduce_scatter: Callable[..., Any] = getattr(
 
 
 class Group:
-    """The ranks `members` (global numbers, this one at place `rank`) on `backend`, in the order
-    given; `handle` is torch's group of them. `order`: the members' places in the order in which the
-    mean adds them. `num_far` of them are on other nodes. `connections` explain a failure."""
+    """Collectives of the ranks `members` on `backend`.
+
+    `members` are global rank numbers. This rank is at place `rank` of them. `handle`: torch's group
+    of them. `order`: the members' places in the order in which the mean adds them. `num_far`
+    members are on other nodes. `connections` explain a failure.
+    """
 
     def __init__(
         self,
@@ -115,28 +118,33 @@ class Group:
         self.received_bytes = self.far_bytes = 0
 
     # -- of layers --------------------------------------------------------------------------------
-    def gather(self, whole: torch.Tensor, own: torch.Tensor, operation: str) -> None:
-        """Fill `whole` with every rank's equal part in order; `own` is this rank's view of it."""
-        self._run(operation, _all_gather, whole.view(torch.uint8), own.view(torch.uint8))
+    def gather(self, whole: torch.Tensor, shard: torch.Tensor, operation: str) -> None:
+        """All-gather: fill `whole` with every rank's equal part, in order. `shard`: this rank's view
+        of it."""
+        self._run(operation, _all_gather, whole.view(torch.uint8), shard.view(torch.uint8))
         self._count(whole)
 
     def mean(self, whole: torch.Tensor, room: torch.Tensor | None, operation: str) -> None:
-        """Put the mean over the ranks of `whole` into this rank's equal part of it; the other parts
-        are then undefined. `room` has as many elements as `whole`; NCCL needs none."""
+        """Reduce-scatter: put the mean over the ranks into this rank's equal part of `whole`.
+
+        The other parts are undefined then. `room` has as many elements as `whole`; NCCL needs none.
+        """
         share = whole.numel() // self.num_ranks
-        own = whole[self.rank * share : (self.rank + 1) * share]
+        shard = whole[self.rank * share : (self.rank + 1) * share]
         if self._backend == "nccl":
-            self._run(operation, partial(_reduce_scatter, op=distributed.ReduceOp.AVG), own, whole)
+            self._run(
+                operation, partial(_reduce_scatter, op=distributed.ReduceOp.AVG), shard, whole
+            )
         else:
             assert room is not None
             pieces = room[: whole.numel()]
             source = whole.view(torch.uint8)
             self._run(operation, distributed.all_to_all_single, pieces.view(torch.uint8), source)
-            mean_of(pieces.view(self.num_ranks, share), own, self._order)
+            mean_of(pieces.view(self.num_ranks, share), shard, self._order)
         self._count(whole)
 
     def send(self, whole: torch.Tensor, operation: str) -> None:
-        """Give the first rank's `whole` to all others (gloo alone)."""
+        """Broadcast the first rank's `whole` to all others. gloo alone."""
         self._run(operation, partial(distributed.broadcast, group_src=0), whole.view(torch.uint8))
 
     def _count(self, whole: torch.Tensor) -> None:
@@ -145,16 +153,16 @@ class Group:
         self.far_bytes += share * self._num_far
 
     # -- of numbers and objects -------------------------------------------------------------------
-    def numbers(self, mine: torch.Tensor, operation: str) -> torch.Tensor:
-        """Every rank's flat CPU tensor of one length: (ranks, elements)."""
-        rows = mine.new_empty(self.num_ranks, mine.numel())
-        self._run(operation, _all_gather, rows.view(-1), mine)
+    def numbers(self, values: torch.Tensor, operation: str) -> torch.Tensor:
+        """All-gather flat CPU tensors of one length. Returns (ranks, elements)."""
+        rows = values.new_empty(self.num_ranks, values.numel())
+        self._run(operation, _all_gather, rows.view(-1), values)
         return rows
 
-    def objects(self, mine: object, operation: str = "exchange") -> list[object]:
-        """Every rank's object, by rank."""
+    def objects(self, value: object, operation: str = "exchange") -> list[object]:
+        """All-gather objects. Returns them by rank."""
         objects: list[object] = [None] * self.num_ranks
-        self._run(operation, distributed.all_gather_object, objects, mine)
+        self._run(operation, distributed.all_gather_object, objects, value)
         return objects
 
     def all_or_raise(
@@ -163,8 +171,11 @@ class Group:
         elsewhere: Callable[[int, str, str], Exception],
         operation: str = "exchange",
     ) -> Result:
-        """Return the result of `work`. When it raises on one rank, all raise: that rank its own
-        error, the others the result of `elsewhere(rank, class of the error, its text)`."""
+        """Call `work` on every rank and return this rank's result.
+
+        If it raises on one rank, all ranks raise: that rank its own error, the others the result of
+        `elsewhere(rank, class of the error, its text)`.
+        """
         results: list[Result] = []
         failure: BaseException | None = None
         try:
@@ -186,8 +197,11 @@ class Group:
 
     # -- waiting ----------------------------------------------------------------------------------
     def _run(self, operation: str, collective: Callable[..., Any], *arguments: Any) -> None:
-        """Run a collective of torch's. RankError when another rank has gone, does not come within
-        the group's time-out, or has come for another operation."""
+        """Run a collective of torch.
+
+        Raises RankError if another rank has gone, does not come within the group's time-out, or has
+        come for another operation.
+        """
         assert self._connections is not None
         if self._connections.failure is not None:
             raise self._connections.failure
@@ -202,7 +216,7 @@ class Group:
             raise self._connections.explain(operation, error) from error
 
     def _check_same(self, operation: str) -> None:
-        """RankError on every rank unless all have come for `operation` ([Note: one order of
+        """Raise RankError on every rank unless all have come for `operation` ([Note: one order of
         collectives])."""
         label = torch.zeros(LABEL_BYTES, dtype=torch.uint8)
         text = operation.encode()[:LABEL_BYTES]
@@ -228,27 +242,30 @@ class Group:
 
 
 class SilentGroup(Group):
-    """A group without communication, of a process that trains alone or of a simulation: every other
-    rank would send what this one sends."""
+    """A group without communication, for one process or a simulation.
 
-    def __init__(self, num_ranks: int) -> None:
+    Every other rank would send the same values as this one.
+    """
+
+    def __init__(self, num_ranks: int = 1) -> None:
         super().__init__(range(num_ranks), 0)
 
-    def gather(self, whole: torch.Tensor, own: torch.Tensor, operation: str) -> None:
+    def gather(self, whole: torch.Tensor, shard: torch.Tensor, operation: str) -> None:
         self._count(whole)
 
     def mean(self, whole: torch.Tensor, room: torch.Tensor | None, operation: str) -> None:
         self._count(whole)
 
-    def numbers(self, mine: torch.Tensor, operation: str) -> torch.Tensor:
-        return mine.expand(self.num_ranks, mine.numel())
+    def numbers(self, values: torch.Tensor, operation: str) -> torch.Tensor:
+        return values.expand(self.num_ranks, values.numel())
 
-    def objects(self, mine: object, operation: str = "exchange") -> list[object]:
-        return [mine] * self.num_ranks
+    def objects(self, value: object, operation: str = "exchange") -> list[object]:
+        return [value] * self.num_ranks
 
 
 def mean_of(pieces: torch.Tensor, target: torch.Tensor, order: Sequence[int]) -> None:
-    """The mean of the rows of `pieces`, added in `order` ([Note: the mean])."""
+    """Write the mean of the rows of `pieces` (ranks, elements) to `target`. Rows are added in
+    `order` ([Note: the mean])."""
     for begin in range(0, target.numel(), PIECE_NUMEL):
         part = pieces[:, begin : begin + PIECE_NUMEL]
         total = part[order[0]].float()
@@ -267,9 +284,11 @@ def this_node() -> tuple[object, ...]:
 
 
 def mesh_of(data_parallel: Sequence[Sequence[int]], node_of: Sequence[object]) -> torch.Tensor:
-    """The global ranks of each data-parallel group: (groups, nodes, ranks of a node). Nodes are in
-    the order of their first ranks. `node_of[rank]` is its `this_node`. ConfigError when some nodes
-    have more ranks than others."""
+    """Return the global ranks of each data-parallel group: (groups, nodes, ranks of a node).
+
+    Nodes are in the order of their first ranks. `node_of[rank]`: the rank's `this_node`. Raises
+    ConfigError if some nodes have more ranks than others.
+    """
     groups = []
     for members in data_parallel:
         nodes: dict[object, list[int]] = {}
@@ -294,18 +313,21 @@ def mesh_of(data_parallel: Sequence[Sequence[int]], node_of: Sequence[object]) -
 
 
 def share_of_cores(allowed: Sequence[object], index: int) -> tuple[int, ...]:
-    """The cores of the node's rank `index` of those that each may use: its own where the launcher
-    has bound them apart, else an equal part of the common ones. Neighbours in number are neighbours
-    in memory: Linux numbers a NUMA node's cores one after the other, hyper-threads later."""
+    """Return the cores of the node's rank `index`. `allowed[k]`: cores that rank k may use.
+
+    They are the rank's cores if the launcher has bound ranks apart, else an equal part of the
+    common ones. Neighbours in number are neighbours in memory: Linux numbers a NUMA node's cores
+    one after the other, hyper-threads later.
+    """
     sets = [set(cores) for cores in allowed if isinstance(cores, list)]
-    mine = sets[index]
-    sharing = [i for i, other in enumerate(sets) if other & mine]
+    usable = sets[index]
+    sharing = [i for i, other in enumerate(sets) if other & usable]
     if len(sharing) == 1:
-        return tuple(sorted(mine))
-    cores = sorted(mine)
-    place, count = sharing.index(index), len(sharing)
-    begin, end = place * len(cores) // count, (place + 1) * len(cores) // count
-    return tuple(cores[begin:end]) or (cores[place % len(cores)],)
+        return tuple(sorted(usable))
+    cores = sorted(usable)
+    position, count = sharing.index(index), len(sharing)
+    begin, end = position * len(cores) // count, (position + 1) * len(cores) // count
+    return tuple(cores[begin:end]) or (cores[position % len(cores)],)
 
 
 # -- who they are ----------------------------------------------------------------------------------
@@ -335,7 +357,7 @@ def data_parallel_size(mpu: Any) -> int:
 
 
 def model_parallel_place(mpu: Any) -> tuple[int, int]:
-    """This rank among those that have a part of the model each, and how many they are."""
+    """Return this rank's place among the model-parallel ranks, and their number."""
     if mpu is None or world_size() == 1:
         return 0, 1
     return (
@@ -352,12 +374,12 @@ class NodeRanks(Neighbours):
         self._local = local
         self.index, self.count = local.index(group.rank), len(local)
 
-    def of_node(self, mine: Result) -> list[Result]:
-        of_all = self._group.objects(mine)
-        return [cast(Result, of_all[place]) for place in self._local]
+    def of_node(self, value: Result) -> list[Result]:
+        values = self._group.objects(value)
+        return [cast(Result, values[place]) for place in self._local]
 
-    def of_all(self, mine: Result) -> list[Result]:
-        return cast(list[Result], self._group.objects(mine))
+    def of_all(self, value: Result) -> list[Result]:
+        return cast(list[Result], self._group.objects(value))
 
     def barrier(self) -> None:
         self._group.barrier()
@@ -374,20 +396,27 @@ def _failed_elsewhere(rank: int, kind: str, words: str) -> Exception:
 
 @dataclass(slots=True, kw_only=True)
 class Ranks:
-    """The data-parallel ranks of this process, which are those of `control`; it has range
-    `shards.rank` of every layer. `mesh` has dimensions `replicate` and `shard`, over the groups
-    `exchange` and `gather`. `norms` are the model-parallel ranks, over which norms are summed, or
-    None; `files` are the ranks of all parts of the model, which save together. `on_node` are those
-    of `control` that share this rank's memory, `on_disks` those of `files` that share its disks.
-    `cores` are this rank's, where ranks divide the node's. `communicator_bytes` of its GPU are
-    NCCL's. `timeout`: of every wait for other ranks. Without arguments: a process that is alone."""
+    """The data-parallel ranks that train one model, and this rank's place among them.
+
+    * `control`: all of them. This rank has range `shards.rank` of every layer.
+    * `mesh`: dimensions `replicate` and `shard`, over the groups `exchange` and `gather` (HSDP).
+    * `norms`: the model-parallel ranks, over which norms are summed, or None.
+    * `files`: the ranks of all parts of the model, which save together.
+    * `on_node`: ranks of `control` that share this rank's memory.
+    * `on_disks`: ranks of `files` that share its disks.
+    * `cores`: this rank's cores, if ranks divide the node's.
+    * `communicator_bytes`: GPU memory of NCCL's communicators.
+    * `timeout`: time-out of every wait for other ranks.
+
+    Without arguments it describes one process.
+    """
 
     shards: Shards = field(default_factory=Shards)
-    control: Group = field(default_factory=lambda: SilentGroup(1))
-    gather: Group = field(default_factory=lambda: SilentGroup(1))
-    reduce: Group = field(default_factory=lambda: SilentGroup(1))
-    exchange: Group = field(default_factory=lambda: SilentGroup(1))
-    files: Group = field(default_factory=lambda: SilentGroup(1))
+    control: Group = field(default_factory=SilentGroup)
+    gather: Group = field(default_factory=SilentGroup)
+    reduce: Group = field(default_factory=SilentGroup)
+    exchange: Group = field(default_factory=SilentGroup)
+    files: Group = field(default_factory=SilentGroup)
     norms: Group | None = None
     mesh: DeviceMesh | None = None
     global_rank: int = 0
@@ -432,18 +461,18 @@ class Ranks:
         return sum(group.far_bytes for group in self.groups)
 
     def least(self, number: int) -> int:
-        """The least of every rank's number."""
+        """Return the least of every rank's number."""
         return int(self.control.numbers(torch.tensor([number]), "least").min())
 
     def complete(self, flat: torch.Tensor, operation: str) -> None:
-        """Fill in the fp32 elements that other ranks have: each rank has zeros for those."""
+        """Fill in the fp32 elements that other ranks own. Each rank has zeros for those before."""
         if self.num_ranks > 1:
             for bits in flat.view(torch.int32).split(SHARED_NUMEL):
                 rows = self.control.numbers(bits.clone(), operation)
                 bits.copy_(rows.sum(dim=0, dtype=torch.int32))
 
     def refuse_local(self, name: str) -> None:
-        """ConfigError where a rank has a part of the parameter that is not DeepSpeed's."""
+        """Raise ConfigError on several ranks: their partitions are not DeepSpeed's."""
         if self.num_ranks > 1:
             raise ConfigError(
                 f"{name}: safe_get_local_* and safe_set_local_* on several ranks: their partitions "
@@ -451,23 +480,24 @@ class Ranks:
             )
 
     def check_same(self, described: dict[str, str]) -> None:
-        """ConfigError, on every rank, when one describes a thing differently."""
-        of_all = self.control.objects(described)
-        for what, mine in described.items():
-            words = [other[what] for other in of_all if isinstance(other, dict)]
-            if len(set(words)) > 1:
+        """Raise ConfigError on every rank if one rank's description differs."""
+        descriptions = self.control.objects(described)
+        for what, description in described.items():
+            texts = [other[what] for other in descriptions if isinstance(other, dict)]
+            if len(set(texts)) > 1:
+                verb = "differ" if what.endswith("s") else "differs"
                 raise ConfigError(
-                    f"{what} differ{'' if what.endswith('s') else 's'} between the ranks: here "
-                    f"{_around(mine, words)}. Build one model and read one config on every rank"
+                    f"{what} {verb} between the ranks: here {_around(description, texts)}. Build "
+                    "one model and read one config on every rank"
                 )
 
     def check(self, operation: str) -> None:
-        """RankError when a rank has gone."""
+        """Raise RankError if a rank has gone."""
         if self.connections is not None:
             self.connections.check(operation)
 
     def fail(self, reason: str) -> None:
-        """This rank cannot go on. Its groups end: neither it nor another rank waits in them."""
+        """End this rank's groups, because it cannot go on. No rank waits in them afterwards."""
         if self.connections is not None:
             self.connections.end(RankError(f"this rank cannot go on: {reason}. {ADVICE}"))
 
@@ -483,9 +513,12 @@ class Ranks:
 
 
 def join(mpu: Any, *, device: torch.device | None, timeout: timedelta) -> Ranks:
-    """The ranks of this process's engine, which trains on the GPU `device` (None: on CPU memory).
-    Every rank calls it, with the process group initialised. RankError when one has gone, or does
-    not come within `timeout`. ConfigError on every rank when they cannot train together."""
+    """Make the groups of this process's engine. Every rank calls it.
+
+    `device`: the GPU; None: CPU memory. torch's process group is initialised. Raises RankError if a
+    rank has gone, or does not come within `timeout`. Raises ConfigError on every rank if they
+    cannot train together.
+    """
     if world_size() == 1:
         return Ranks()
     if not distributed.is_initialized():
@@ -503,7 +536,7 @@ def join(mpu: Any, *, device: torch.device | None, timeout: timedelta) -> Ranks:
 
 @contextlib.contextmanager
 def joining(operation: str) -> Iterator[None]:
-    """Context manager for calls of torch's in which ranks meet first. They raise RankError."""
+    """Context manager for the first collectives of torch. Their errors become RankError."""
     try:
         yield
     except RankError:
@@ -518,7 +551,7 @@ def joining(operation: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Maker:
-    """Makes groups, of which each process makes all and is in one. `undo` leaves them."""
+    """Makes groups. Each process makes all of them, and is in one. `undo` leaves them."""
 
     rank: int
     timeout: timedelta
@@ -526,8 +559,8 @@ class _Maker:
     undo: contextlib.ExitStack
 
     def make(self, backend: str, every: Iterable[Sequence[int]], **more: Any) -> Group:
-        """This process's group of `every`."""
-        # Not with local synchronisation: torch uses the names of such groups again, and the second
+        """Make the groups `every`, and return the one that has this process."""
+        # Hazard of local synchronisation: torch uses the names of such groups again. The second
         # engine of a program would look for the addresses of the first.
         made: dict[tuple[int, ...], Any] = {}
         for members in sorted({tuple(members) for members in every}):
@@ -551,7 +584,7 @@ class _Maker:
 
 
 def new_group(members: Sequence[int], backend: str, timeout: timedelta) -> Any:
-    """A group of torch's with its ranks in the order of `members`. Every process calls it."""
+    """Make a group of torch with its ranks in the order of `members`. Every process calls it."""
     options: dict[str, Any] = {"backend": backend, "timeout": timeout}
     if list(members) != sorted(members):
         if "sort_ranks" not in inspect.signature(distributed.new_group).parameters:
@@ -568,8 +601,8 @@ def _join(mpu: Any, backend: str, timeout: timedelta, undo: contextlib.ExitStack
     memberships: list[Any] = [None for _ in world]
     with joining("stronghold.initialize"):
         handle = new_group(world, "gloo", timeout)
-        mine = (*_parallel_ranks(mpu, list(world)), this_node())
-        distributed.all_gather_object(memberships, mine, group=handle)
+        membership = (*_parallel_ranks(mpu, list(world)), this_node())
+        distributed.all_gather_object(memberships, membership, group=handle)
     connections = Connections(world, handle)
     undo.callback(connections.close)
     data_parallel = [members for members, _, _ in memberships]
@@ -577,8 +610,8 @@ def _join(mpu: Any, backend: str, timeout: timedelta, undo: contextlib.ExitStack
     node_of = [node for _, _, node in memberships]
     mesh = mesh_of(sorted(map(list, set(map(tuple, data_parallel)))), node_of)
     by_index = mesh.transpose(1, 2)  # the ranks of each index, by node
-    here = (mesh == rank).nonzero()[0].tolist()
-    of_group, node, index = here
+    position = (mesh == rank).nonzero()[0].tolist()
+    of_group, node, index = position
     num_nodes, num_local = mesh.shape[1:]
     members, by_range = data_parallel[rank], by_index[of_group].flatten().tolist()
     all_ranks = list(world) if len(model_parallel[rank]) > 1 else members
@@ -638,7 +671,7 @@ def _connect(ranks: Ranks, device: torch.device) -> None:
 
 
 def simulated_ranks(num_ranks: int, num_nodes: int) -> Ranks:
-    """The first of so many, on virtual clocks: it stands for all of them."""
+    """Return the first of `num_ranks` ranks on virtual clocks. It represents all of them."""
     everyone = SilentGroup(num_ranks)
     return Ranks(
         shards=Shards(num_ranks=num_ranks, num_nodes=num_nodes),
@@ -652,7 +685,7 @@ def simulated_ranks(num_ranks: int, num_nodes: int) -> Ranks:
 
 
 def _parallel_ranks(mpu: Any, world: list[int]) -> tuple[list[int], list[int]]:
-    """The data-parallel and the model-parallel ranks of this process."""
+    """Return the data-parallel and the model-parallel ranks of this process."""
     data_parallel = world if mpu is None else _members(mpu.get_data_parallel_group())
     if model_parallel_place(mpu)[1] == 1:
         return data_parallel, [distributed.get_rank()]
@@ -663,9 +696,9 @@ def _members(group: Any) -> list[int]:
     return [int(rank) for rank in distributed.get_process_group_ranks(group)]
 
 
-def _around(mine: str, words: list[str]) -> str:
-    """The place where the first other text departs from this one."""
-    other = next((word for word in words if word != mine), "")
-    at = next((k for k, (a, b) in enumerate(zip(mine, other, strict=False)) if a != b), -1)
-    begin = max(0, at - 40)
-    return f"...{mine[begin : begin + 80]!r}, elsewhere ...{other[begin : begin + 80]!r}"
+def _around(text: str, texts: list[str]) -> str:
+    """Quote this text and the first other one, around the place where they differ."""
+    other = next((candidate for candidate in texts if candidate != text), "")
+    place = next((k for k, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), -1)
+    begin = max(0, place - 40)
+    return f"...{text[begin : begin + 80]!r}, elsewhere ...{other[begin : begin + 80]!r}"

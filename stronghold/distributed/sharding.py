@@ -47,7 +47,7 @@ from torch import nn
 
 from stronghold.devices.base import Device, Fence
 from stronghold.devices.lane_name import LaneName
-from stronghold.distributed.common_slots import CommonSlots, Slots
+from stronghold.distributed.common_slots import CommonSlots, SlotAgreement
 from stronghold.distributed.node_weights import NodeWeights
 from stronghold.distributed.order import OneOrder, Order
 from stronghold.distributed.process_groups import Ranks
@@ -64,82 +64,92 @@ PARTS = 4  # of the gate's numbers, before the parameters' flags: a sum, three c
 
 
 class Team:
-    """A process that trains alone. `writable`: whether a program may write weights in place."""
+    """The links of one process: they do nothing.
+
+    `writable`: a program may write weights in place.
+    """
 
     writable = True
 
     # -- links ------------------------------------------------------------------------------------
     def fetched(self, state: LayerState, *, together: bool) -> Sequence[slice]:
-        """Bytes of the layer's weights that this rank copies to a slot over its own link; `gather`
-        brings the others. `together`: all ranks fetch the layer now."""
+        """Return the bytes of the layer's weights that this rank copies to a slot over its own link.
+
+        `gather` brings the others. `together`: all ranks fetch the layer now.
+        """
         return (slice(0, state.maps["weights"].nbytes),)
 
     def gather(self, state: LayerState, slot: Slot, *, together: bool) -> None:
-        """Queue, behind the fetch, what fills the slot from other ranks."""
+        """Queue the all-gather that fills the slot from other ranks, behind the fetch."""
 
-    def slots(self, window: Window, refreshed: Iterable[int]) -> Slots:
-        """The layers that all ranks have in the slots of `window`. Of resident layers those in
-        `refreshed` are fetched after an update."""
-        return Slots()
+    def slots(self, window: Window, refreshed: Iterable[int]) -> SlotAgreement:
+        """Return the record of layers that all ranks have in the slots of `window`.
+
+        `refreshed`: resident layers that are fetched after an update.
+        """
+        return SlotAgreement()
 
     def order(self, expected: Sequence[int], num_slots: int) -> Order:
-        """The order of the drains with so many gradient slots, `expected` by the schedule."""
+        """Return the order of offloads with `num_slots` gradient slots. `expected`: the schedule's."""
         return Order()
 
     def absent(self, state: LayerState, slot: GradientSlot) -> frozenset[int]:
-        """The parameters that must be zeros in the slot, since no gradient came here."""
+        """Return the parameters that must be zeros in the slot: this rank got no gradient of them."""
         return frozenset()
 
     def reduce(self, state: LayerState, slot: GradientSlot, after: Sequence[Fence]) -> None:
-        """Queue what makes this rank's range of the slot the mean over the ranks."""
+        """Queue the reduce-scatter that makes this rank's range of the slot the mean over the
+        ranks."""
 
     def publishing(self, state: LayerState, work: Callable[[], None]) -> Callable[[], None]:
-        """`work`, the end of an update of the layer, after which other ranks may read it."""
+        """Wrap `work`, the end of an update of the layer. Other ranks may read the layer after it."""
         return work
 
     def exchange(self, state: LayerState) -> None:
-        """An update was submitted: queue what brings other nodes' ranges of the layer."""
+        """An update was submitted: queue the exchange that brings other nodes' ranges of the layer."""
 
     # -- agreement --------------------------------------------------------------------------------
     def prepare_training(self) -> None:
-        """The first backward begins."""
+        """Allocate before the first backward."""
 
     def meet(self, layers: Sequence[LayerState], square_sums: list[float]) -> list[float]:
-        """The sums of squares of every rank's gradients of the step, those here being
-        `square_sums`; each layer then has the gradients that came on any rank. RankError when the
-        ranks did not do the same."""
+        """Meet the other ranks at the gate.
+
+        `square_sums`: of this rank's gradients. Returns those of every rank. Each layer then has
+        the gradients that came on any rank. Raises RankError if the ranks did not do the same.
+        """
         return square_sums
 
     def forget(self) -> None:
-        """The step's gradients were used, or are void."""
+        """Forget the step's gradients: they were used, or are void."""
 
     def dropped(self) -> None:
-        """The user threw the step's gradients away."""
+        """Note that the user dropped the step's gradients."""
 
     def settle(self, layers: Iterable[int]) -> None:
-        """Wait until other ranks' parts of these layers' weights are new, too."""
+        """Wait until the other ranks have updated their parts of these layers' weights."""
 
     def refuse_write(self, state: LayerState) -> None:
-        """ConfigError where weights cannot be written in place on one rank."""
+        """Raise ConfigError if one rank cannot write weights in place."""
 
     def fail(self, reason: str) -> None:
-        """This rank cannot go on: the others must not wait for it."""
+        """End the other ranks' waits, because this rank cannot go on."""
 
     def barrier(self, operation: str) -> None:
-        """Wait until every rank is here; what each wrote before, all see after."""
+        """Wait until every rank is here. Each sees the writes of all others afterwards."""
 
     def spread(self, operation: str) -> None:
-        """Every rank has written its own ranges: when this returns, every node has all of them."""
+        """Give every node the ranges that each rank has written."""
 
     def agree(self, operation: str) -> None:
-        """Every node's weights were written: when this returns, all have those of the first."""
+        """Give every node the weights of the first. Every node's weights were written."""
 
     def close(self) -> None:
-        """The lanes have ended."""
+        """Release what the links hold. The lanes have ended."""
 
 
 class RankTeam(Team):
-    """One of several ranks."""
+    """The links of one of several ranks."""
 
     writable = False
 
@@ -192,7 +202,7 @@ class RankTeam(Team):
             name, gather, writes=(slot.record,), nbytes=nbytes
         )
 
-    def slots(self, window: Window, refreshed: Iterable[int]) -> Slots:
+    def slots(self, window: Window, refreshed: Iterable[int]) -> SlotAgreement:
         return CommonSlots(window, self._layers, sorted(refreshed))
 
     def order(self, expected: Sequence[int], num_slots: int) -> Order:
@@ -214,8 +224,8 @@ class RankTeam(Team):
 
         def reduce() -> None:
             for flat in gradients:
-                there = None if room is None else room[: flat.nbytes].view(flat.dtype)
-                group.mean(flat, there, f"{name} ({state.name})")
+                memory = None if room is None else room[: flat.nbytes].view(flat.dtype)
+                group.mean(flat, memory, f"{name} ({state.name})")
 
         received = sum(flat.nbytes for flat in gradients) - state.maps["gradients"].nbytes
         self._device.lane(LaneName.REDUCE).submit(
@@ -259,21 +269,21 @@ class RankTeam(Team):
         self, state: LayerState, operation: str, *, trained_alone: bool = False
     ) -> None:
         bytes_of = state.maps["weights"].bytes_of
-        for each, block, own in self._ranks.shards.exchanged(state.layout):
-            if each.trainable or not trained_alone:
+        for layer_range, block, shard in self._ranks.shards.exchanged(state.layout):
+            if layer_range.trainable or not trained_alone:
                 self._ranks.exchange.gather(
                     state.weights[bytes_of(*block)],
-                    state.weights[bytes_of(*own)],
+                    state.weights[bytes_of(*shard)],
                     f"{operation}: layer {state.index}",
                 )
 
     def note(self, lane: str, layer: int) -> None:
-        """The layer is on its way to a lane that meets the other ranks."""
+        """Add the layer to the checksum of a lane's collectives."""
         self.issued[lane] = zlib.crc32(layer.to_bytes(4, "little"), self.issued[lane])
 
     # -- agreement --------------------------------------------------------------------------------
     def prepare_training(self) -> None:
-        """Make room for other ranks' gradients, once."""
+        """Allocate memory for other ranks' gradients, once."""
         ranges = (
             state.maps["weights"].bytes_of(*each.span)
             for state in self._layers
@@ -287,7 +297,7 @@ class RankTeam(Team):
         for layer in self._read_apart:
             self._layers[layer].records["weights"].wait()
         self._read_apart.clear()
-        # As DeepSpeed does: of parameters that every model-parallel rank has whole, one counts.
+        # As DeepSpeed does: if every model-parallel rank has a whole parameter, one copy counts.
         whole = self._ranks.model_parallel_rank == 0
         sums = [
             value
@@ -302,22 +312,22 @@ class RankTeam(Team):
             for state in layers
             for k in range(len(state.layout.slices))
         ]
-        mine = torch.tensor([_sum(sums), *map(float, marks), *flags], dtype=torch.float64)
-        rows = self._ranks.control.numbers(mine, "gate")
+        numbers = torch.tensor([_sum(sums), *map(float, marks), *flags], dtype=torch.float64)
+        rows = self._ranks.control.numbers(numbers, "gate")
         self._check_same(rows[:, 1:3].tolist())
         if len(set(rows[:, 3].tolist())) == 1:
             self._order.adopt()
-        came = (rows[:, PARTS:] > 0).any(dim=0).split(sizes)
-        for state, of_layer in zip(layers, came, strict=True):
-            state.gradients.restrict(set(of_layer.nonzero().flatten().tolist()))
-        of_ranks: list[float] = rows[:, 0].tolist()
+        has_gradient = (rows[:, PARTS:] > 0).any(dim=0).split(sizes)
+        for state, layer_flags in zip(layers, has_gradient, strict=True):
+            state.gradients.restrict(set(layer_flags.nonzero().flatten().tolist()))
+        rank_sums: list[float] = rows[:, 0].tolist()
         if self._ranks.norms is not None:
-            mine = torch.tensor([_sum(of_ranks)], dtype=torch.float64)
-            of_ranks = self._ranks.norms.numbers(mine, "norm").flatten().tolist()
-        return of_ranks
+            numbers = torch.tensor([_sum(rank_sums)], dtype=torch.float64)
+            rank_sums = self._ranks.norms.numbers(numbers, "norm").flatten().tolist()
+        return rank_sums
 
     def _check_same(self, marks: list[list[float]]) -> None:
-        """RankError when the ranks' checksums differ."""
+        """Raise RankError if the ranks' checksums differ."""
         groups: dict[tuple[float, ...], list[int]] = {}
         for rank, of_rank in zip(self._ranks.control.members, marks, strict=True):
             groups.setdefault(tuple(of_rank), []).append(rank)
@@ -396,7 +406,7 @@ class RankTeam(Team):
 
 
 def check_alike(ranks: Ranks, layout: ModelLayout, plan: Plan, precision: str) -> None:
-    """ConfigError, on every rank, when they were given different models or configs."""
+    """Raise ConfigError on every rank if they got different models or configs."""
     parameters = [
         f"{part.name} {part.shape} {part.trainable}"
         for layer in layout.layers

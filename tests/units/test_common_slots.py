@@ -6,7 +6,7 @@ import torch
 
 from stronghold.devices.base import completed
 from stronghold.devices.emulated import EmulatedDevice
-from stronghold.distributed.common_slots import CommonSlots, Slots
+from stronghold.distributed.common_slots import CommonSlots
 from stronghold.memory.layer import LayerState
 from stronghold.memory.window import Window
 from stronghold.model.layout import ParameterShape, Shards, layer_layout
@@ -58,7 +58,7 @@ class Case:
 
 
 def test_one_rank_depends_on_nothing() -> None:
-    slots = Slots()
+    slots = SlotAgreement()
     slots.leave()
     assert slots.are_common
     assert slots.extra() == slots.missing() == []
