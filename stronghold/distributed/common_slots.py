@@ -1,8 +1,7 @@
 """The layers that the slots of every rank hold ([Note: one order of uses] of `sharding`).
 
 Owns the list of them while one rank fetches for itself. It never fetches: `streaming.executor`
-does.
-The training thread enters, and autograd's thread in backward.
+does. The training thread enters, and autograd's thread in backward.
 """
 
 from __future__ import annotations
@@ -29,7 +28,8 @@ class SlotAgreement:
         return []
 
     def missing(self) -> list[int]:
-        """Layers that the common slots hold, and this rank's do not. Call it when no layer is extra."""
+        """Layers that the common slots hold, and this rank's do not. Call it when no layer is
+        extra."""
         return []
 
     def rejoin(self) -> None:

@@ -58,7 +58,8 @@ class Order:
         return list(gathering)
 
     def passed(self, layer: int) -> bool:
-        """True if the layer was due in this backward. A later gradient of it waits for `further`."""
+        """True if the layer was due in this backward. A later gradient of it waits for
+        `further`."""
         return False
 
     def begin_again(self) -> None:

@@ -119,8 +119,8 @@ class Group:
 
     # -- of layers --------------------------------------------------------------------------------
     def gather(self, whole: torch.Tensor, shard: torch.Tensor, operation: str) -> None:
-        """All-gather: fill `whole` with every rank's equal part, in order. `shard`: this rank's view
-        of it."""
+        """All-gather: fill `whole` with every rank's equal part, in order. `shard`: this rank's
+        view of it."""
         self._run(operation, _all_gather, whole.view(torch.uint8), shard.view(torch.uint8))
         self._count(whole)
 

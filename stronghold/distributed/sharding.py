@@ -73,7 +73,8 @@ class Team:
 
     # -- links ------------------------------------------------------------------------------------
     def fetched(self, state: LayerState, *, together: bool) -> Sequence[slice]:
-        """Return the bytes of the layer's weights that this rank copies to a slot over its own link.
+        """Return the bytes of the layer's weights that this rank copies to a slot over its own
+        link.
 
         `gather` brings the others. `together`: all ranks fetch the layer now.
         """
@@ -90,11 +91,13 @@ class Team:
         return SlotAgreement()
 
     def order(self, expected: Sequence[int], num_slots: int) -> Order:
-        """Return the order of offloads with `num_slots` gradient slots. `expected`: the schedule's."""
+        """Return the order of offloads with `num_slots` gradient slots. `expected`: the
+        schedule's."""
         return Order()
 
     def absent(self, state: LayerState, slot: GradientSlot) -> frozenset[int]:
-        """Return the parameters that must be zeros in the slot: this rank got no gradient of them."""
+        """Return the parameters that must be zeros in the slot: this rank got no gradient of
+        them."""
         return frozenset()
 
     def reduce(self, state: LayerState, slot: GradientSlot, after: Sequence[Fence]) -> None:
@@ -102,11 +105,13 @@ class Team:
         ranks."""
 
     def publishing(self, state: LayerState, work: Callable[[], None]) -> Callable[[], None]:
-        """Wrap `work`, the end of an update of the layer. Other ranks may read the layer after it."""
+        """Wrap `work`, the end of an update of the layer. Other ranks may read the layer after
+        it."""
         return work
 
     def exchange(self, state: LayerState) -> None:
-        """An update was submitted: queue the exchange that brings other nodes' ranges of the layer."""
+        """An update was submitted: queue the exchange that brings other nodes' ranges of the
+        layer."""
 
     # -- agreement --------------------------------------------------------------------------------
     def prepare_training(self) -> None:

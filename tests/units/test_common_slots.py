@@ -6,7 +6,7 @@ import torch
 
 from stronghold.devices.base import completed
 from stronghold.devices.emulated import EmulatedDevice
-from stronghold.distributed.common_slots import CommonSlots
+from stronghold.distributed.common_slots import CommonSlots, SlotAgreement
 from stronghold.memory.layer import LayerState
 from stronghold.memory.window import Window
 from stronghold.model.layout import ParameterShape, Shards, layer_layout
