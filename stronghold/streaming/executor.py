@@ -1,14 +1,16 @@
-"""The step: the executor performs the schedule as the model is called and autograd runs.
+"""Performs the schedule of a step as the model is called and autograd runs.
 
-States of a step. IDLE -> FORWARD at the model's call, -> IDLE at its return; IDLE -> BACKWARD
-around autograd's run. Forward hooks that fire in BACKWARD are recomputation.
+States of a step: IDLE -> FORWARD at the model's call, FORWARD -> IDLE at its return, IDLE ->
+BACKWARD while autograd runs. A forward hook that fires in BACKWARD belongs to recomputation.
 
-[Note: when a layer is fetched] There are three cases, and `weights` has how it is done.
-1. Ahead: before each use the schedule has releases and fetches (`_perform_before`).
-2. Ahead of the next step: once weights have changed, the fetches before its first use are queued,
-   each after its update (`weights_changed`).
-3. On demand: a layer is used, and no slot has its newest weights (`make_ready`). That is so in the
-   first step, in an order of uses that was not predicted, and for saved weights whose layer left.
+[Note: when a layer is fetched] `weights` does the fetch (prefetch, unshard). There are three cases.
+1. Ahead: the schedule has releases and fetches before each use (`_perform_before`).
+2. Ahead of the next step: weights have changed. The fetches before the next step's first use are
+   queued, each after its layer's update (`weights_changed`).
+3. On demand: a layer is used, and no slot has its newest weights (`make_ready`). This happens in
+the
+   first step, in an order of uses that was not predicted, and for saved weights of a released
+   layer.
 
 The executor learns another order of uses when a pass shows one. Entered by the training thread and,
 on a GPU, by autograd's thread during backward. The two never run at once.
@@ -58,9 +60,11 @@ class Phase(Enum):
 
 @dataclass(slots=True)
 class Track:
-    """A kind of pass, in training or in evaluation. `offloads`: the order in which gradients came
-    in a pass with these uses, learnt `num_orders` times. `cursor`: the position in the schedule's
-    uses. `recorded`: the uses of the running pass."""
+    """Schedule of one kind of pass, and the position of the running pass in it.
+
+    `offloads`: the order of offloads in a pass with these uses, learnt `num_orders` times.
+    `cursor`: position in the schedule's uses. `recorded`: uses of the running pass.
+    """
 
     schedule: Schedule
     offloads: tuple[int, ...] = ()
@@ -70,7 +74,7 @@ class Track:
 
 
 class Executor:
-    """Moves layers as their uses come."""
+    """Fetches, releases and binds layers as their uses come, and counts expected gradients."""
 
     def __init__(
         self,
@@ -127,12 +131,12 @@ class Executor:
 
     @property
     def schedule(self) -> Schedule:
-        """The training pass as it is predicted now."""
+        """Predicted schedule of the training pass."""
         return self._training.schedule
 
     # -- passes ---------------------------------------------------------------------------------
     def begin_forward_pass(self, *, training: bool) -> None:
-        """The model was called; `training` says that gradients will be wanted."""
+        """The model was called. `training`: gradients will be wanted."""
         self._device.check()
         self._ledger.check()
         self._turn_to(self._training if training else self._evaluation)
@@ -150,7 +154,7 @@ class Executor:
             self._rejoin()
 
     def _rejoin(self) -> None:
-        """Bring back what the slots held before this rank fetched for itself."""
+        """Give the slots the layers that they had before this rank fetched for itself."""
         for layer in self._slots.extra():
             self.weights.release(layer)
         for layer in self._slots.missing():
@@ -177,7 +181,7 @@ class Executor:
         self.phase = Phase.BACKWARD
 
     def end_backward_pass(self) -> None:
-        """Autograd has returned or raised: drain what is left, put every parameter at rest."""
+        """Autograd has returned or raised: offload the last gradients, rest every parameter."""
         self._span.end()
         try:
             self.gradients.flush()
@@ -189,15 +193,15 @@ class Executor:
                 state.gradients.expected.chunks = 0
             for layer in self._window.held_layers():
                 self.bindings.rest(layer)
-            # Code that reads a layer may write it: it must cancel the early update first.
+            # Hazard: code that reads a layer may write it. It must cancel the early update first.
             for state in self.layers:
                 if state.gradients.early is not None:
                     self.bindings.hide(state.index)
         self._learn(self._training)
 
     def start_again(self) -> None:
-        """An exception may have ended anything anywhere: no pass is running, no layer is in a slot,
-        every parameter is at rest. The lanes have done what was queued."""
+        """Reset after an exception at any place: no pass runs, every slot is empty, every parameter
+        rests. The lanes have done all queued operations."""
         self.phase = Phase.IDLE
         self._inside.clear()
         self._span.drop()
@@ -211,17 +215,17 @@ class Executor:
         self.weights.start_again()
 
     def forget_calls(self) -> None:
-        """No graph is waiting for its backward."""
+        """Forget expected gradients: no graph waits for its backward."""
         self._task, self._counted = None, False
         for state in self.layers:
             state.gradients.expected = ExpectedGradients()
 
     def _learn(self, track: Track) -> None:
-        """Adopt the order of uses that this pass showed when the schedule predicted another."""
-        seen = tuple(track.recorded)
+        """Adopt the order of uses of this pass, if the schedule predicted another."""
+        recorded_uses = tuple(track.recorded)
         track.recorded.clear()
         offloads = self.gradients.take_order() if track is self._training else None
-        self._adopt(track, seen, offloads)
+        self._adopt(track, recorded_uses, offloads)
         if track.cursor >= len(track.schedule.uses):
             track.cursor = 0
 
@@ -246,21 +250,21 @@ class Executor:
 
     # -- uses -----------------------------------------------------------------------------------
     def begin_use(self, layer: int, kind: Kind) -> None:
-        """Compute is about to touch the layer: do what the schedule says, then wait for its weights
-        and bind them."""
+        """Compute is about to use the layer: perform the schedule's operations before this use,
+        wait for the layer's weights, and bind them."""
         self._device.check()
         if self.phase is Phase.IDLE:
-            self._slots.leave()  # a part of the model is called by itself
+            self._slots.leave()  # the program calls a part of the model
         elif self._current is self._training:
             self._rejoin()
         streamed = self.layers[layer].layout.streamed
         if self._inside and not streamed:
-            # A module shared with the block that is running, which must not be moved away.
+            # The running block shares this module. The running block must keep its slot.
             self.make_ready(layer)
             return
         if self.phase is not Phase.BACKWARD:
             self._step.cancel_early((layer,))
-        self._span.end()  # what follows may wait, which is not the compute of the layer before
+        self._span.end()  # the following waits are not compute of the layer before
         if layer not in self._inside:
             self._take_writes(layer)
         if kind is Kind.FORWARD and streamed:
@@ -269,9 +273,9 @@ class Executor:
             kind = Kind.BACKWARD  # recomputation
         use = Action(kind=kind, layer=layer)
         if kind is Kind.FORWARD:
-            # A resident layer's parameters never change device, so that autograd keeps one leaf for
-            # all of its calls, and hands its gradient over once. A call without gradients may be a
-            # reentrant checkpoint's.
+            # A resident layer's parameters never change device. So autograd keeps one leaf for all
+            # of its calls, and delivers one gradient. A call without gradients may be that of a
+            # reentrant checkpoint.
             if self._counted:
                 self.forget_calls()
             expected = self.layers[layer].gradients.expected
@@ -290,26 +294,31 @@ class Executor:
         self._span.begin(use)
 
     def _take_writes(self, layer: int) -> None:
-        """What was written into the layer's parameters at rest counts from its next use on: a copy
-        that was fetched before is old. A parameter's version tells, and of an alias, through which
-        anything may have been written, that there is one."""
-        written, slot = self.bindings.written(layer), self.layers[layer].on_gpu.slot
+        """Take over values that the program wrote into the layer's parameters at rest.
+
+        A copy that was fetched before is outdated. A changed version shows a write. If an alias
+        exists, the program may have written through it.
+        """
+        written = self.bindings.written(layer)
+        slot = self.layers[layer].on_gpu.slot
         if written:
             self._team.refuse_write(self.layers[layer])
         if layer in self._plan.resident:
             return
         if written:
             self._host.access.flush(layer)
-        ahead = slot is not None and self.phase is not Phase.BACKWARD
-        if ahead and (written or self.bindings.aliased(layer)):
+        is_fetched_ahead = slot is not None and self.phase is not Phase.BACKWARD
+        if is_fetched_ahead and (written or self.bindings.aliased(layer)):
             self._slots.leave()
             self.weights.release(layer)
             if self.phase is not Phase.IDLE and self._current is self._training:
                 self._rejoin()
 
     def refuse_writes(self, layer: int, *, again: bool) -> None:
-        """ConfigError when the layer's forward, which has ended, wrote into its parameters: what it
-        wrote into a slot is lost, and what it writes when it runs `again` is written twice."""
+        """Raise ConfigError if the layer's forward, which has ended, wrote into its parameters.
+
+        A write into a slot is lost. A forward that runs `again` writes twice.
+        """
         if layer in self._plan.resident and not again:
             return
         if self.phase is not Phase.BACKWARD and self.bindings.written(layer):
@@ -333,26 +342,27 @@ class Executor:
         return next((use.layer for use in uses if use.kind is Kind.BACKWARD), None)
 
     def end_forward(self, layer: int) -> None:
-        """The layer's forward returned or raised: the parameters go to rest, the slot stays until
-        the schedule says so."""
+        """The layer's forward returned or raised: rest its parameters. The schedule releases the
+        slot later."""
         if layer in self._inside:
             self._inside.remove(layer)
         if self.phase is Phase.BACKWARD:
             return
         self._span.end()
-        # Else it ran inside of itself: for a gradient that its own forward takes, say.
+        # A layer may run inside itself, for instance for a gradient that its forward takes.
         if layer not in self._inside and layer not in self._plan.resident:
             self.bindings.rest(layer)
 
     def _advance(self, use: Action) -> None:
-        """A use begins: do what the schedule has before it, if it has this use."""
+        """A use begins: perform the schedule's operations before it, if the schedule has it."""
         track = self._current
         self._record(use)
         uses = track.schedule.uses
-        positions = ((track.cursor + k) % len(uses) for k in range(len(uses)))
-        position = next((at for at in positions if uses[at] == use), None)
-        if position is not None:
-            self._perform_before(track, position)
+        for step in range(len(uses)):
+            position = (track.cursor + step) % len(uses)
+            if uses[position] == use:
+                self._perform_before(track, position)
+                break
         if use.kind is Kind.BACKWARD:
             self.gradients.reached(use.layer)
 
@@ -361,23 +371,26 @@ class Executor:
             self._current.recorded.append(use)
 
     def _perform_before(self, track: Track, position: int) -> None:
-        """Do what the schedule has before the use at `position`."""
-        use, track.cursor = track.schedule.uses[position], position + 1
+        """Perform the schedule's operations before the use at `position`."""
+        use = track.schedule.uses[position]
+        track.cursor = position + 1
         for action in track.schedule.steps[position][:-1]:
             self._perform(action, keep=use.layer)
         self._note(use.kind, use.layer)
 
     def _perform(self, action: Action, keep: int) -> None:
         if action.kind is Kind.RELEASE:
-            busy = action.layer == keep or action.layer in self._inside
-            if not busy and action.layer in self._window.held_layers():
+            is_in_use = action.layer == keep or action.layer in self._inside
+            if not is_in_use and action.layer in self._window.held_layers():
                 self._release(action.layer)
         elif self.weights.needs_fetch(action.layer) and self.weights.has_room(action.layer):
             self._fetch(action.layer, keep=keep)
 
     def make_ready(self, layer: int) -> None:
-        """Fetch the layer unless a slot has it, make compute wait for it, and bind its parameters
-        to the slot. A layer that is updated on the GPU is there, written in order with compute."""
+        """Fetch the layer unless a slot has it, make compute wait for it, and bind its parameters.
+
+        A layer that is updated on the GPU is there already: compute writes it in order.
+        """
         if layer in self._plan.updated_on_gpu:
             return
         if self.weights.needs_fetch(layer):
@@ -387,40 +400,42 @@ class Executor:
         self.weights.make_ready(layer)
 
     def _fetch(self, layer: int, keep: int) -> None:
-        """Queue a fetch. The slots of `keep`, and of the blocks that are running, are not given
-        to the layer."""
+        """Queue a fetch. Layer `keep` and the running blocks keep their slots."""
         self._note(Kind.FETCH, layer)
-        keeps = (keep, *self._inside)
-        self.weights.fetch(layer, keep=keeps, together=self._slots.are_common)
+        kept_layers = (keep, *self._inside)
+        self.weights.fetch(layer, keep=kept_layers, together=self._slots.are_common)
 
     def _release(self, layer: int) -> None:
         self._note(Kind.RELEASE, layer)
         self.weights.release(layer)
 
     def _note(self, kind: Kind, layer: int) -> None:
-        """An operation of a training pass is about to be performed."""
+        """Note an operation of a training pass for `engine.inspect()`."""
         if self._current is self._training:
             self.performed.add(kind, layer)
 
     def weights_of(self, layer: int, user: int) -> torch.Tensor:
-        """The slot that holds the layer now, after fetching it if it left: what a saved tensor's
-        handle resolves to. `user`: the layer whose forward saved it."""
+        """Return the memory of the slot that holds the layer: a saved tensor's handle resolves to
+        it.
+
+        Fetches the layer if it was released. `user`: the layer whose forward saved the tensor.
+        """
         if self.layers[layer].on_gpu.residency is not Residency.READY:
             use = Action(kind=Kind.BACKWARD, layer=user)
             if self.phase is Phase.BACKWARD and self._current.recorded[-1:] != [use]:
-                self.begin_use(user, Kind.BACKWARD)  # no output that hooks know told of it
+                self.begin_use(user, Kind.BACKWARD)  # no hooked output announced this use
             self.make_ready(layer)
         return self.weights.slot_of(layer).weights
 
     # -- gradients --------------------------------------------------------------------------------
     def gradient_arrived(self, state: LayerState, position: int, parameter: torch.Tensor) -> None:
-        """Autograd has accumulated into `parameter.grad`: bring it to the layer's slot."""
+        """Autograd has accumulated into `parameter.grad`: add it to the layer's gradient slot."""
         gradient, parameter.grad = parameter.grad, None  # its data may be elsewhere by now
         assert gradient is not None
         name = state.layout.slices[position].name
         self._check_reached(name)
         if self._on_gpu and gradient.is_cpu:
-            # Of a thread of its own: which of the two comes first is not the program's order.
+            # Race: autograd's CPU thread delivers it, beside the GPU's thread, in any order.
             raise ConfigError(
                 f"a gradient of {name} came on the CPU: the loss reads it outside of its "
                 "layer, where it rests, beside the model on the device. Compute what needs it in a "
@@ -429,15 +444,17 @@ class Executor:
             )
         expected = state.gradients.expected
         if expected.resident_calls > 1 and backward_number() != self._task:
-            # A backward inside the backward: each of the calls gives its gradients by itself.
+            # A backward inside the backward: each call delivers its own gradients.
             expected.num_pending_backwards = max(
                 expected.num_pending_backwards, expected.resident_calls
             )
         self.gradients.arrived(state.index, position, self.outside.scaled(gradient))
 
     def reached(self, *, gradient: bool) -> bool:
-        """Autograd has come to an output of a layer, or to a parameter (`gradient`). Whether a
-        backward is running: the user's own begins here."""
+        """Autograd has come to an output of a layer, or to a parameter (`gradient`).
+
+        A backward that the user started begins here. Returns True if a backward runs.
+        """
         if self.phase is Phase.IDLE:
             self.outside.reached(gradient)
         if self._task is None:
@@ -452,15 +469,15 @@ class Executor:
             )
 
     def chunk_begun(self, layer: int, first: bool) -> None:
-        """A chunk of the layer is computed whose gradients will come, its call's `first` or not."""
+        """A chunk of the layer is computed, and its gradients will come. `first`: of its call."""
         expected = self.layers[layer].gradients.expected
         expected.chunks += 1
         if first and layer in self._plan.resident:  # each call's gradients come by themselves
             expected.num_pending_backwards += 1
 
     def undivided_begun(self, layer: int) -> None:
-        """A call is computed in one, where others are in chunks: the gradients of all such calls of
-        a resident come once."""
+        """A call is computed whole, while other calls are in chunks. All whole calls of a resident
+        layer deliver one gradient."""
         expected = self.layers[layer].gradients.expected
         if layer in self._plan.resident and not expected.is_undivided:
             expected.is_undivided = True
@@ -469,36 +486,37 @@ class Executor:
     def chunk_gathered(
         self, layer: int, gradients: Sequence[tuple[int, torch.Tensor]], last: bool
     ) -> None:
-        """Autograd has come through a chunk: its gradients, (position, gradient). `last`: of its
-        call none is to come."""
+        """Autograd has come through a chunk: add its gradients, (position, gradient).
+
+        `last`: no chunk of the call is left.
+        """
         self._check_reached(self.layers[layer].name)
-        scaled = self.outside.scaled
-        found = [(k, scaled(gradient)) for k, gradient in gradients]
-        self.gradients.chunk_arrived(layer, found, last=last)
+        scaled = [(k, self.outside.scaled(gradient)) for k, gradient in gradients]
+        self.gradients.chunk_arrived(layer, scaled, last=last)
 
     # -- between steps --------------------------------------------------------------------------
     def weights_changed(self, layers: Sequence[int]) -> None:
-        """The host weights of `layers` are or will be new. Give back the slots that have old ones,
-        and fetch ahead what the next forward needs first."""
+        """The host weights of `layers` have changed, or will: release slots with outdated weights,
+        and fetch the layers that the next forward needs first."""
         self.outdate(layers)
         self.fetch_ahead()
 
     def outdate(self, layers: Sequence[int]) -> None:
-        """The host weights of `layers` are or will be new: what the device holds of them is old."""
+        """Mark the device's copies of `layers` outdated: their host weights have changed, or
+        will."""
         self._rejoin()
         for layer in layers:
             if layer in self._plan.updated_on_gpu:
                 continue
             if layer in self._plan.resident:
+                # Fetched ahead and not used: the weights change twice in a row.
                 if self.layers[layer].on_gpu.residency is Residency.FETCHING:
-                    self.weights.make_ready(
-                        layer
-                    )  # fetched ahead and not used: changed twice in a row
+                    self.weights.make_ready(layer)
             elif self.layers[layer].on_gpu.slot is not None:
                 self._release(layer)
             self._window.outdate(layer)
             self.bindings.hide(layer)
-        for layer in self._plan.updated_on_gpu:  # written in order with compute
+        for layer in self._plan.updated_on_gpu:  # compute writes them in order
             self.bindings.show(layer)
 
     def fetch_ahead(self) -> None:
@@ -510,8 +528,10 @@ class Executor:
                 self._perform(action, keep=schedule.uses[0].layer)
 
     def settle(self, layers: Sequence[int]) -> None:
-        """Wait until the layers' newest weights are where their parameters point, and all of their
-        arrays where they lie between steps. Within a pass parameters stay where the pass has them.
+        """Wait until the layers' parameters have their newest weights, and their arrays are at
+        home.
+
+        Within a pass, parameters stay in the slots.
         """
         self._device.check()
         for layer in layers:
@@ -526,23 +546,26 @@ class Executor:
         self._team.settle(layers)
 
     def aliased(self, layers: Iterable[int]) -> list[int]:
-        """Those of which somebody outside keeps an alias ([Note: a storage of their own]
-        of `binding`)."""
+        """Return the layers of which code outside keeps an alias ([Note: a storage of their own]
+        of `parameter_views`)."""
         return [layer for layer in layers if self.bindings.aliased(layer)]
 
     def given_out(self, layers: Sequence[int]) -> None:
-        """Code outside has these layers' parameters between two passes, and may write into them:
-        what was fetched ahead of them is fetched again. Not between a forward and its backward."""
-        waiting = not self._counted and any(
+        """Release copies of layers that were fetched ahead: code outside may write their
+        parameters.
+
+        Between a forward and its backward nothing is released.
+        """
+        waits_for_backward = not self._counted and any(
             state.gradients.expected.num_pending_backwards for state in self.layers
         )
-        if self.phase is Phase.IDLE and not waiting:
+        if self.phase is Phase.IDLE and not waits_for_backward:
             for layer in set(layers).intersection(self._window.held_layers()):
                 self._slots.leave()
                 self.weights.release(layer)
 
     def begin_training(self) -> None:
-        """All ranks go on together, and nothing is to be fetched again."""
+        """Begin with a training pass, which all ranks make together."""
         self._current = self._training
 
     def rest(self, layer: int) -> None:
