@@ -895,8 +895,8 @@ ODDITIES = [
     Mutant(
         "what was written in place is in no copy that was fetched",
         "streaming/executor.py",
-        "if ahead and (written or self.bindings.aliased(layer)):",
-        "if ahead and self.bindings.aliased(layer):",
+        "if is_fetched_ahead and (written or self.bindings.aliased(layer)):",
+        "if is_fetched_ahead and self.bindings.aliased(layer):",
         ("tests/laws/test_weights_written.py", "tests/laws/test_aliases.py"),
     ),
     Mutant(
