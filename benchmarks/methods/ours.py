@@ -73,13 +73,13 @@ class Stronghold(Method):
         if self.task.machine == "cuda":
             return
         device, memory = self._engine.inspect().device, self.device_memory
-        allocate = device._allocate
+        allocate = device.memory._allocate
 
         def uncounted(numel: int, dtype: torch.dtype) -> torch.Tensor:
             with memory.host():
                 return allocate(numel, dtype)
 
-        device._allocate = uncounted
+        device.memory._allocate = uncounted
         memory.add_source(lambda: device.memory.allocated_bytes)
 
 

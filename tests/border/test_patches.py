@@ -43,6 +43,7 @@ from stronghold.streaming.patches import autograd, modules, tensors
 from stronghold.streaming.patches.table import PATCHES, Manner, Package, Span
 from stronghold.streaming.patches.versions import report_untried, untried_versions
 from tests.support.frameworks import fresh_accelerate
+from tests.support.stock import one_rank
 
 __all__ = ["fresh_accelerate"]
 
@@ -404,9 +405,9 @@ def test_full_functions() -> None:
     assert all(any(argument is value for argument in call) for call in calls[3:])
 
 
-@pytest.mark.usefixtures("fresh_accelerate", "one_rank")
-def test_zero_attributes() -> None:
-    with deepspeed.zero.Init(dtype=torch.bfloat16):
+@pytest.mark.usefixtures("fresh_accelerate")
+def test_zero_attributes(tmp_path: Path) -> None:
+    with one_rank(tmp_path), deepspeed.zero.Init(dtype=torch.bfloat16):
         layer: Any = nn.Linear(2, 3)
     weight = layer.weight
     assert weight.numel() == 0

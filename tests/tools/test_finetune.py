@@ -115,9 +115,9 @@ def test_arguments_are_refused_at_once(
     assert re.search(message, capsys.readouterr().err)
 
 
-def test_the_command_of_the_readme_is_complete() -> None:
-    readme = (SCRIPTS.parent / "README.md").read_text()
-    (line,) = re.findall(r"^scripts/finetune (.*)$", readme, flags=re.MULTILINE)
+def test_the_command_of_the_pages_is_complete() -> None:
+    page = (SCRIPTS.parent / "docs" / "your_model.md").read_text()
+    (line,) = re.findall(r"^scripts/finetune (.*)$", page, flags=re.MULTILINE)
     args = program.parse_arguments(line.split())
     assert args.config.samefile(SCRIPTS.parent / "configs" / "8b_24gb_ram.json")
     assert (args.epochs, args.max_steps, args.packing, args.resume) == (1.0, None, True, False)
