@@ -1,8 +1,8 @@
 """The saves and loads of one engine.
 
-Owns the save that is running, and the order in which a load changes things. The counters, the
-schedule and the data loader are the engine's: it comes with each call, and is not kept. The
-training thread alone enters.
+Owns the save that is running, and the order in which a load changes state. It keeps no reference to
+the engine, which owns counters, schedule and data loader: the engine is an argument of each call.
+The training thread alone enters.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ logger = logging.getLogger("stronghold")
 
 
 class Checkpoints:
-    """Checkpoints of what `stack` trains. `asynchronous`: saves run beside the next steps."""
+    """Saves and loads the model of `stack`, with the state of `optimizer`.
+
+    `asynchronous`: saves run on the io lane while the next steps compute.
+    """
 
     def __init__(
         self, stack: Stack, optimizer: EngineOptimizer | None, *, asynchronous: bool
@@ -52,7 +55,16 @@ class Checkpoints:
         exclude_frozen: bool,
         latest: bool,
     ) -> None:
-        """Save everything as `save_dir/tag`. ConfigError between the micro-batches of one step."""
+        """Save everything as `save_dir/tag`.
+
+        client          state of the program
+        exclude_frozen  leave frozen parameters out
+        latest          make the file `latest` name the tag
+
+        Waits for the running save, and (unless asynchronous) for pending updates and the disk.
+        Raises ConfigError between the micro-batches of one step, OSError of the disk, and
+        LaneError, once, if an asynchronous save has failed.
+        """
         counters = {name: getattr(engine, name) for name in COUNTERS}
         counters[GAS] = int(engine.gradient_accumulation_steps())
         if not save_dir:
@@ -79,7 +91,7 @@ class Checkpoints:
         save = Save(
             self._stack,
             optimizer,
-            Path(save_dir).absolute(),  # of now: the program may go elsewhere meanwhile
+            Path(save_dir).absolute(),  # the program may change its working directory meanwhile
             directory.check_tag(tag),
             client=state,
             counters=counters,
@@ -94,8 +106,7 @@ class Checkpoints:
             save.run()
 
     def wait(self) -> None:
-        """Wait until a save that runs beside training is complete; raise its error if it failed,
-        once."""
+        """Wait until an asynchronous save is complete. Raises LaneError, once, if it failed."""
         self._stack.check_process("a checkpoint")
         if self._running is not None:
             try:
@@ -106,7 +117,8 @@ class Checkpoints:
             self._running = None
 
     def raise_failure(self) -> None:
-        """Raise the error of a save beside training that has failed meanwhile, once."""
+        """Raise the error of an asynchronous save that has failed meanwhile, once. Waits for
+        nothing."""
         if self._running is not None and self._running.ended:
             self.wait()
 
@@ -123,9 +135,18 @@ class Checkpoints:
         weights_only: bool,
         custom: Callable[..., Any] | None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """The path of the state file of `load_dir/tag`, loaded, and the client state; (None, None)
-        when there is neither a `tag` nor a file `latest`. `states`: masters and moments too,
-        `schedule`: that of learning rates; neither where `weights_only`."""
+        """Load `load_dir/tag`, or without a tag the one that `latest` names.
+
+        strict        raise ConfigError if names of model and checkpoint differ
+        states        load masters and moments too
+        schedule      load the schedule of learning rates too
+        weights_only  load the weights alone, whatever `states` and `schedule` are
+        custom        called as `custom(src=state_dict, dst=module)` to place the weights
+
+        Returns the path of the state file and the client state. Returns (None, None) without a tag
+        and without a file `latest`. Waits for the running save. Raises CheckpointError for damaged
+        files and ConfigError for a checkpoint of another model, before memory changes.
+        """
         self._stack.check_here("load_checkpoint")
         self.wait()
         root, team, stack = Path(load_dir), self._team, self._stack
@@ -161,10 +182,11 @@ class Checkpoints:
         return str(path / team.slices.state), None if state is None else state.client
 
     def _restore(self, engine: Any, saved: ClientState, counters: dict[str, int]) -> None:
+        """Restore counters, data loader, loss scale and random states."""
         for name in COUNTERS:
             setattr(engine, name, counters[name])
         gas = int(engine.gradient_accumulation_steps())
-        if counters[GAS] != gas:  # saves are at boundaries: this one is the next step's
+        if counters[GAS] != gas:  # a save is at a boundary: the next micro-batch begins a step
             engine.micro_steps = engine.global_steps * gas
         if saved.loader is not None and hasattr(engine.training_dataloader, "load_state_dict"):
             engine.training_dataloader.load_state_dict(saved.loader)
@@ -182,7 +204,11 @@ class Checkpoints:
 
     # -- weights alone ----------------------------------------------------------------------------
     def save_weights(self, save_dir: str | Path, filename: str, *, exclude_frozen: bool) -> None:
-        """Write the state dict in the compute dtype to one file; the first rank does."""
+        """Write the state dict in the compute dtype to one file, on the first rank.
+
+        Waits for pending updates and for the running save. Raises OSError of the disk, and
+        ConfigError if the model is split over model-parallel ranks.
+        """
         self._stack.runtime.ledger.check()
         self._stack.settle()
         if self._team.slices.size > 1:
@@ -201,13 +227,19 @@ class Checkpoints:
         self._team.all_or_raise(write)
 
     def weights(self, *, exclude_frozen: bool) -> dict[str, torch.Tensor]:
-        """The state dict on the CPU without a copy: values change with the next step."""
+        """Return the state dict on the CPU without a copy: values change with the next step.
+
+        Waits for pending updates.
+        """
         self._stack.settle()
         return live_weights(self._stack, exclude_frozen=exclude_frozen)
 
 
 def _restore_scheduler(scheduler: Any, saved: dict[str, Any] | None, path: Path) -> None:
-    """Code that is not ours: it may refuse, before anything of ours changes."""
+    """Load a schedule of learning rates. It comes first: if its code raises, nothing has changed.
+
+    Raises ConfigError, with the old schedule restored.
+    """
     if scheduler is None or saved is None:
         return
     before = scheduler.state_dict()
@@ -222,5 +254,6 @@ def _restore_scheduler(scheduler: Any, saved: dict[str, Any] | None, path: Path)
         ) from error
 
 
-def _state_of(part: Any) -> dict[str, Any] | None:
-    return part.state_dict() if hasattr(part, "state_dict") else None
+def _state_of(stateful: Any) -> dict[str, Any] | None:
+    """The state dict of a schedule or a data loader, or None if it has none."""
+    return stateful.state_dict() if hasattr(stateful, "state_dict") else None
