@@ -48,7 +48,7 @@ from stronghold.checkpoint.manifest import (
     LOW,
     WEIGHTS,
     Manifest,
-    Piece,
+    StoredPiece,
     TensorRecord,
     stored_as,
 )
@@ -352,10 +352,10 @@ class Save:
         for name, data in {slices.state: self._state, slices.name(CONFIG): self._config}.items():
             if data is not None:
                 files[name] = write_durably(self._hidden / name, data)
-        pieces: dict[str, dict[str, tuple[Piece, ...]]] = {}
+        pieces: dict[str, dict[str, tuple[StoredPiece, ...]]] = {}
         for name, array, begin, end, file in sorted(p for one in of_ranks for p in one.pieces):
             arrays = pieces.setdefault(name, {})
-            piece = Piece(file=file, begin=begin, end=end)
+            piece = StoredPiece(file=file, begin=begin, end=end)
             arrays[array] = (*arrays.get(array, ()), piece)
         records = [
             TensorRecord(**saved.described, pieces=pieces[saved.part.name])

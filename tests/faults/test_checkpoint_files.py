@@ -38,7 +38,7 @@ from stronghold.checkpoint.manifest import (
     MANIFEST,
     STATE,
     Manifest,
-    Piece,
+    StoredPiece,
     TensorRecord,
     stored_as,
 )
@@ -297,7 +297,7 @@ def test_any_range_is_read_across_the_pieces_of_ranks(seed: int, tmp_path: Path)
         name, shape = stored_as("weights", "a.b", (numel,), begin, end)
         entry = entry_of(name, values[begin:end].view(shape))
         records[f"weights-{rank}"] = write_tensors(tag / f"weights-{rank}", [entry])
-        pieces.append(Piece(file=f"weights-{rank}", begin=begin, end=end))
+        pieces.append(StoredPiece(file=f"weights-{rank}", begin=begin, end=end))
     record = TensorRecord(
         name="a.b",
         aliases=("a.b",),
