@@ -193,7 +193,7 @@ def _write(path: Path, pieces: Iterable[memoryview]) -> FileRecord:
 
 @contextlib.contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Context manager that adds the file's name to an OSError, such as "No space left on device"."""
+    """Context manager that adds the file's name to an OSError ("No space left on device")."""
     try:
         yield
     except OSError as error:

@@ -146,7 +146,7 @@ class StoredPiece(BaseModel):
 
 
 def shape_of(array: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of a parameter's array. It is flat if an item stands for several elements."""
+    """Return the shape of a parameter's array. It is flat if it has one item per group."""
     return shape if group_size(array) == 1 else (num_items(array, math.prod(shape)),)
 
 

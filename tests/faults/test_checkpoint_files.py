@@ -184,7 +184,7 @@ def test_a_file_that_says_other_than_the_manifest_is_refused(engine: Any, copy: 
     data = (copy / TAG / FILES[0]).read_bytes()
     record = {"num_bytes": len(data), "crc32": zlib.crc32(data)}
     rewrite(copy / TAG, lambda body: body["files"].update({FILES[0]: record}))
-    refused(engine, copy, CheckpointError, f"{FILES[0]}: {name} is .* and the manifest says")
+    refused(engine, copy, CheckpointError, f"{FILES[0]}: {name} is .* and the manifest has")
 
 
 def test_a_missing_tag_is_answered_with_those_that_are_there(engine: Any, copy: Path) -> None:
