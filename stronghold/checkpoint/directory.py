@@ -29,6 +29,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import functools
 import logging
 import os
 import re
@@ -38,7 +39,7 @@ import uuid
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from stronghold.checkpoint.files import HeldFile, MissingError, write_durably
 from stronghold.checkpoint.manifest import MANIFEST, Slices
@@ -58,6 +59,7 @@ HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<kind>tmp|old)-[0-9a-f-]*[0-9a-f]{8}", 
 WAIT_S = 10.0  # a network file system shows another machine's files after some seconds
 ADVICE = "save and load in a folder that every node sees under one path (NFS, Lustre, ...)"
 Result = TypeVar("Result")
+P = ParamSpec("P")
 
 
 def check_tag(tag: object) -> str:
@@ -299,74 +301,96 @@ def resolve(load_dir: Path, tag: str) -> Path:
 
 
 # -- one directory for all ranks ------------------------------------------------------------------
-class Team:
-    """`rank` of `num_ranks` that share the `slices` of a model; of those of all slices one is the
-    `leader`, which names tags and publishes them."""
+class CheckpointRanks:
+    """The ranks that save and load one checkpoint together.
+
+    rank, num_ranks  this rank, and the number of ranks that share the `slices` of the model
+    slices           slices of the model that this rank has
+    several          true with more than one rank
+    leader           true on one rank of all slices, which names tags and publishes them
+    """
 
     def __init__(self, ranks: Ranks) -> None:
         self.rank, self.num_ranks = ranks.control.rank, ranks.num_ranks
         self.several = ranks.several
         self.slices = Slices(rank=ranks.model_parallel_rank, size=ranks.model_parallel_size)
         self._group, self._node_name = ranks.files, ranks.node_name
-        # Of the ranks of all slices, and of those of ours.
-        self._numbers, self._sharing = ranks.files.members, ranks.control.members
+        self._numbers = ranks.files.members  # the ranks of all slices
+        self._sharing = ranks.control.members  # the ranks that share this rank's slices
         self.leader = ranks.files.rank == 0
 
-    def exchange(self, mine: Any, what: str) -> list[Any]:
-        """Every rank's object, of all slices."""
-        return self._group.objects(mine, what)
+    def exchange(self, value: Any, operation: str) -> list[Any]:
+        """Return the value of every rank of all slices (all-gather).
 
-    def of_slices(self, objects: list[Any]) -> list[Any]:
-        """Of what `exchange` gave: that of the ranks that share our slices, by rank."""
-        return [objects[self._numbers.index(number)] for number in self._sharing]
+        Waits for the other ranks. `operation` names the exchange in errors.
+        """
+        return self._group.objects(value, operation)
 
-    def all_or_raise(self, work: Callable[[], Result]) -> Result:
-        """What `work` returns here. When it raises on one rank, all raise: that one its own error,
-        the others CheckpointError with its words."""
-        said = "the checkpoint failed on rank {}: {}: {}"
-        return self._group.all_or_raise(
-            work, lambda *failure: CheckpointError(said.format(*failure)), "checkpoint"
-        )
+    def of_slices(self, values: list[Any]) -> list[Any]:
+        """Select, from the result of `exchange`, the values of the ranks that share our slices."""
+        return [values[self._numbers.index(number)] for number in self._sharing]
+
+    def all_or_raise(self, work: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Result:
+        """Return the result of `work(*args, **kwargs)`. Waits for the other ranks.
+
+        If it raises on one rank, all ranks raise. That rank raises its own error. The others raise
+        CheckpointError with the error's text.
+        """
+        bound = functools.partial(work, *args, **kwargs)
+        return self._group.all_or_raise(bound, _failed_elsewhere, "checkpoint")
 
     # -- one folder for all -----------------------------------------------------------------------
     def check_seen(self, path: Path) -> None:
-        """CheckpointError, on every rank, unless all see the directory that the leader made."""
+        """Raise CheckpointError, on every rank, unless all see the directory that the leader made.
+
+        Waits up to `WAIT_S` seconds for the directory to appear.
+        """
         deadline = time.monotonic() + WAIT_S
         while not path.is_dir() and time.monotonic() < deadline:
             with contextlib.suppress(OSError):
                 os.listdir(path.parent)  # makes a network file system look again
             time.sleep(0.05)
-        found = self.exchange((path.is_dir(), self._node_name), "folder")
-        for number, (sees, node) in zip(self._numbers, found, strict=True):
-            if not sees:
+        answers = self.exchange((path.is_dir(), self._node_name), "folder")
+        for number, (is_seen, node) in zip(self._numbers, answers, strict=True):
+            if not is_seen:
                 raise CheckpointError(
                     f"rank {number} on {node} does not see {path}, which rank {self._numbers[0]} "
                     f"made: {path.parent} is not the same folder on every node. {ADVICE}"
                 )
 
     def check_same(self, tag: Path) -> None:
-        """CheckpointError, on every rank, when some find another manifest in the tag than the
-        leader; a tag that the leader does not find is the caller's to refuse."""
+        """Raise CheckpointError, on every rank, if a rank's manifest differs from the leader's.
+
+        It passes if the leader has no manifest: the caller raises for that tag.
+        """
         path = tag / Slices(size=self.slices.size).name(MANIFEST)
         mark = None
         with contextlib.suppress(OSError):
             mark = zlib.crc32(path.read_bytes()) if self.several else None
-        found = self.exchange((mark, self._node_name), "manifest")
-        for number, (mark, node) in zip(self._numbers, found, strict=True):
-            if found[0][0] not in (None, mark):
-                what = "finds no" if mark is None else "finds another"
+        answers = self.exchange((mark, self._node_name), "manifest")
+        leaders_mark = answers[0][0]
+        for number, (mark, node) in zip(self._numbers, answers, strict=True):
+            if leaders_mark not in (None, mark):
+                finds = "finds no" if mark is None else "finds another"
                 raise CheckpointError(
-                    f"rank {number} on {node} {what} {path} than rank {self._numbers[0]}: "
+                    f"rank {number} on {node} {finds} {path} than rank {self._numbers[0]}: "
                     f"{tag.parent} is not the same folder on every node. {ADVICE}"
                 )
 
     def check_opened(self, tag: Path, mark: int) -> None:
-        """CheckpointError, on every rank, unless all have opened the same save: the tag may have
-        been replaced between one rank's opening and another's."""
+        """Raise CheckpointError, on every rank, unless all have opened the same save.
+
+        A race: a saver may replace the tag between one rank's opening and another's.
+        """
         marks = self.exchange(mark, "open tags")
-        for number, found in zip(self._numbers, marks, strict=True):
-            if found != marks[0]:
+        for number, other_mark in zip(self._numbers, marks, strict=True):
+            if other_mark != marks[0]:
                 raise CheckpointError(
                     f"{tag}: was replaced while it was loaded: rank {number} has opened another "
                     f"save of it than rank {self._numbers[0]}. Load it again"
                 )
+
+
+def _failed_elsewhere(rank: int, kind: str, text: str) -> Exception:
+    """The error of ranks that have not failed. `kind` is the class of the failed rank's error."""
+    return CheckpointError(f"the checkpoint failed on rank {rank}: {kind}: {text}")

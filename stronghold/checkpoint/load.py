@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from stronghold.checkpoint.directory import Team
+from stronghold.checkpoint.directory import CheckpointRanks
 from stronghold.checkpoint.manifest import LOW, WEIGHTS, TensorRecord
 from stronghold.checkpoint.save import named_groups, persistent_buffers
 from stronghold.checkpoint.state import unpack_state
@@ -63,7 +63,7 @@ class Load:
         stack: Stack,
         optimizer: EngineOptimizer | None,
         *,
-        team: Team,
+        team: CheckpointRanks,
         names_must_match: bool,
         trusted: bool,
     ) -> None:

@@ -33,7 +33,7 @@ import torch
 from torch import nn
 
 from stronghold.checkpoint import directory
-from stronghold.checkpoint.directory import Team
+from stronghold.checkpoint.directory import CheckpointRanks
 from stronghold.checkpoint.files import (
     NAMES,
     Entry,
@@ -149,7 +149,7 @@ class Save:
         client: ClientState,
         counters: dict[str, int],
         exclude_frozen: bool,
-        team: Team,
+        team: CheckpointRanks,
         latest: bool,
     ) -> None:
         self._stack = stack
@@ -296,8 +296,8 @@ class Save:
         with self._cleanup:
             of_all = team.exchange(team.all_or_raise(self._end_of_jobs), "files and pieces")
             of_slices = team.of_slices(of_all)
-            team.all_or_raise(lambda: self._describe(of_slices) if team.rank == 0 else None)
-            team.all_or_raise(lambda: self._publish() if team.leader else None)
+            team.all_or_raise(self._describe, of_slices)
+            team.all_or_raise(self._publish)
 
     def _end_of_jobs(self) -> Written:
         """Wait for this rank's jobs. Returns its files, or raises the first error."""
@@ -399,7 +399,9 @@ class Save:
 
     # -- the end ----------------------------------------------------------------------------------
     def _describe(self, of_ranks: list[Written]) -> None:
-        """Write the small files and the manifest."""
+        """Write the small files and the manifest, on the first rank of those that share slices."""
+        if self._team.rank != 0:
+            return
         stack, slices = self._stack, self._team.slices
         files: dict[str, FileRecord] = {}
         for written in of_ranks:
@@ -439,6 +441,9 @@ class Save:
         return files
 
     def _publish(self) -> None:
+        """Make the tag visible, on the leader, and then `latest`."""
+        if not self._team.leader:
+            return
         directory.publish(self._hidden, self._save_dir / self._tag)
         if self._latest:
             directory.write_latest(self._save_dir, self._tag)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from stronghold.checkpoint import directory
-from stronghold.checkpoint.directory import Team
+from stronghold.checkpoint.directory import CheckpointRanks
 from stronghold.checkpoint.load import Load
 from stronghold.checkpoint.manifest import COUNTERS, GAS
 from stronghold.checkpoint.save import Save
@@ -41,7 +41,7 @@ class Checkpoints:
         self._stack = stack
         self._optimizer = optimizer
         self._asynchronous = asynchronous
-        self._team = Team(stack.ranks)
+        self._team = CheckpointRanks(stack.ranks)
         self._running: Save | None = None
 
     # -- saving -----------------------------------------------------------------------------------
@@ -78,7 +78,8 @@ class Checkpoints:
                 f"after the engine.step that ends the step ({GAS} is {counters[GAS]})"
             )
         self._stack.runtime.adopt_edited()
-        optimizer, random = self._optimizer, random_states(self._stack.device)
+        optimizer = self._optimizer
+        random = random_states(self._stack.device)
         of_ranks = self._team.of_slices(self._team.exchange(random, "random states"))
         state = ClientState(
             scheduler=_state_of(engine.lr_scheduler),
@@ -151,30 +152,29 @@ class Checkpoints:
         self.wait()
         root, team, stack = Path(load_dir), self._team, self._stack
         if tag is None:
-            latest = team.all_or_raise(lambda: directory.read_latest(root))
+            latest = team.all_or_raise(directory.read_latest, root)
             tag = team.exchange(latest, "latest")[0]
         if tag is None:
             logger.warning("load_checkpoint: no file named latest in %s; nothing is loaded", root)
             return None, None
         name = directory.check_tag(tag)
         team.check_same(root / name)
-        path = team.all_or_raise(lambda: directory.resolve(root, name))
+        path = team.all_or_raise(directory.resolve, root, name)
         load = team.all_or_raise(
-            lambda: Load(
-                path,
-                stack,
-                self._optimizer if states and not weights_only else None,
-                team=team,
-                names_must_match=strict,
-                trusted=not weights_only,
-            )
+            Load,
+            path,
+            stack,
+            self._optimizer if states and not weights_only else None,
+            team=team,
+            names_must_match=strict,
+            trusted=not weights_only,
         )
         with contextlib.closing(load):
             team.check_opened(path, load.mark)
             state = load.state
             if state is not None and schedule and not weights_only:
                 scheduler, saved = engine.lr_scheduler, state.scheduler
-                team.all_or_raise(lambda: _restore_scheduler(scheduler, saved, path))
+                team.all_or_raise(_restore_scheduler, scheduler, saved, path)
             with stack.runtime.ledger.changing(f"load_checkpoint({str(path)!r})"):
                 load.into_slabs(custom)
                 if state is not None and not weights_only:
@@ -192,8 +192,8 @@ class Checkpoints:
             engine.training_dataloader.load_state_dict(saved.loader)
         if self._optimizer is not None and saved.loss_scale is not None:
             restore_scaler(self._optimizer.loss_scaler, saved.loss_scale)
-        # As many ranks as saved each take their states again. Of another number the first takes the
-        # first's, and the others keep theirs.
+        # If as many ranks load as saved, each takes its random states again. Otherwise the first
+        # rank takes those of the first rank that saved, and the others keep theirs.
         team, random = self._team, saved.random
         of_ranks = saved.random_of_ranks or [random]
         if random is not None and len(of_ranks) == team.num_ranks:
@@ -218,13 +218,12 @@ class Checkpoints:
                 "parts together from every rank's state_dict, or use save_checkpoint"
             )
         self.wait()
+        self._team.all_or_raise(self._write_weights, Path(save_dir), filename, exclude_frozen)
 
-        def write() -> None:
-            if self._team.leader:
-                weights = live_weights(self._stack, exclude_frozen=exclude_frozen)
-                write_weights(weights, Path(save_dir), filename)
-
-        self._team.all_or_raise(write)
+    def _write_weights(self, save_dir: Path, filename: str, exclude_frozen: bool) -> None:
+        if self._team.leader:
+            weights = live_weights(self._stack, exclude_frozen=exclude_frozen)
+            write_weights(weights, save_dir, filename)
 
     def weights(self, *, exclude_frozen: bool) -> dict[str, torch.Tensor]:
         """Return the state dict on the CPU without a copy: values change with the next step.
