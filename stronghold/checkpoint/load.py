@@ -26,6 +26,7 @@ from stronghold.checkpoint.save import named_groups, persistent_buffers
 from stronghold.checkpoint.state import unpack_state
 from stronghold.checkpoint.tag import OpenTag
 from stronghold.errors import CheckpointError, ConfigError, did_you_mean
+from stronghold.memory.tiers import Mode, Views
 from stronghold.model.layout import ParameterSlice
 from stronghold.optim.states import LOW_DTYPE, items, join_master
 from stronghold.streaming.optimizer import EngineOptimizer
@@ -179,16 +180,19 @@ class Load:
         if saved is None:
             raise ConfigError(f"{self._path} was saved by an engine without an optimizer; {advice}")
         self._check_moments(advice)
-        canonical = {a: record.name for a, record in self._records.items()}
+        first_name = {alias: record.name for alias, record in self._records.items()}
         saved_names = [set(group["params"]) for group in saved]
-        live_names = [{canonical.get(name, name) for name in group["params"]} for group in live]
+        live_names = []
+        for group in live:
+            live_names.append({first_name.get(name, name) for name in group["params"]})
         if saved_names != live_names:
-            sizes = [len(group) for group in saved_names], [len(group) for group in live_names]
-            names = sorted(set().union(*saved_names) ^ set().union(*live_names))
-            differ = f"; only one of them has {_listed(names)}" if names else ""
+            saved_sizes = [len(names) for names in saved_names]
+            live_sizes = [len(names) for names in live_names]
+            different = sorted(set().union(*saved_names) ^ set().union(*live_names))
+            hint = f"; only one of them has {_listed(different)}" if different else ""
             raise ConfigError(
-                f"{self._path}: its parameter groups hold {sizes[0]} parameters and this "
-                f"optimizer's {sizes[1]}{differ}, or in another order; {advice}"
+                f"{self._path}: its parameter groups hold {saved_sizes} parameters and this "
+                f"optimizer's {live_sizes}{hint}, or in another order; {advice}"
             )
         self._check_hyper_parameters(optimizer, saved, advice)
 
@@ -259,44 +263,63 @@ class Load:
 
     def _weights(self, exact: bool) -> None:
         """Write weights and buffers. `exact`: masters too; else masters become the weights."""
-        host, model = self._stack.host, self._stack.partition.model
         for match in self._matches:
-            part, record = match.part, match.record
-            with_master = exact and part.trainable
-            live = host.formats[part.format]
-            states = live.trained if part.trainable else None
-            saved_kind = record.states(self.manifest.states).kind
-            if record.dtype is live.dtype and (states is None or states.kind == saved_kind):
-                self._fill(match, WEIGHTS)
-                is_whole = states is not None and states.low is torch.float32
-                if with_master and not record.has_low and is_whole:
-                    self._copy_weights_to_low(match)
-                elif with_master:
-                    self._fill(match, LOW)
-            else:
-                self._convert_weights(match, with_master)
+            self._parameter(match, with_master=exact and match.part.trainable)
         if not exact:
-            loaded: dict[int, set[int]] = {}
-            for match in self._matches:
-                loaded.setdefault(match.layer, set()).add(match.k)
-            for index, positions in loaded.items():
-                host.access.restart_master(index, positions)
-        for name, buffer in persistent_buffers(model):
+            self._restart_masters()
+        for name, buffer in persistent_buffers(self._stack.partition.model):
             if name in self.manifest.buffers:
                 buffer.data.copy_(self._tag.tensors(self._tag.buffers).read(name))
 
+    def _parameter(self, match: Match, *, with_master: bool) -> None:
+        """Write one parameter's weights and, `with_master`, its master."""
+        part, record = match.part, match.record
+        live = self._stack.host.formats[part.format]
+        states = live.trained if part.trainable else None
+        saved_kind = record.states(self.manifest.states).kind
+        has_kind = states is None or states.kind == saved_kind
+        if record.dtype is not live.dtype or not has_kind:
+            self._convert_weights(match, with_master)
+            return
+        self._fill(match, WEIGHTS)
+        if not with_master:
+            return
+        is_whole = states is not None and states.low is torch.float32
+        if is_whole and not record.has_low:
+            self._copy_weights_to_low(match)
+        else:
+            self._fill(match, LOW)
+
+    def _restart_masters(self) -> None:
+        """Make the masters of loaded parameters equal to their weights."""
+        host = self._stack.host
+        loaded: dict[int, set[int]] = {}
+        for match in self._matches:
+            loaded.setdefault(match.layer, set()).add(match.k)
+        for index, positions in loaded.items():
+            host.access.restart_master(index, positions)
+
+    def _views(
+        self, match: Match, arrays: tuple[str, ...], *, mode: Mode
+    ) -> Iterator[tuple[slice, Views]]:
+        """Yield a parameter's elements of these arrays, in pieces, as `ArrayAccess.pieces`."""
+        begin = match.part.offset
+        end = begin + match.part.numel
+        return self._stack.host.access.pieces(match.layer, arrays, begin, end, mode=mode)
+
     def _convert_weights(self, match: Match, with_master: bool) -> None:
         """Write weights of another dtype or kind of states, from the values of the masters."""
-        host, part, begin = self._stack.host, match.part, 0
+        host, part = self._stack.host, match.part
+        begin = 0
         for master in masters(self._tag, match.record, exact=with_master):
             end = begin + master.numel()
             if with_master and host.training:
                 host.access.write_master(match.layer, part, begin, master)
             else:
-                for span, views in host.access.pieces(
-                    match.layer, (WEIGHTS,), part.offset + begin, part.offset + end, mode="replace"
-                ):
-                    views[WEIGHTS].copy_(master[span])
+                first, last = part.offset + begin, part.offset + end
+                pieces = host.access.pieces(match.layer, (WEIGHTS,), first, last, mode="replace")
+                for elements, views in pieces:
+                    views[WEIGHTS].copy_(master[elements])
             begin = end
 
     def _fill(self, match: Match, array: str) -> None:
@@ -309,22 +332,17 @@ class Load:
         maps = host.layers[match.layer].maps
         if not host.access.has(match.layer, array) or not maps[array].has_range(part):
             return
-        for span, views in host.access.pieces(
-            match.layer, (array,), part.offset, part.offset + part.numel, mode="replace"
-        ):
+        for elements, views in self._views(match, (array,), mode="replace"):
             if array in record.pieces:
-                begin = items(array, span.start, span.stop).start
+                begin = items(array, elements.start, elements.stop).start
                 self._tag.read_into(record, array, begin, views[array])
             else:
                 views[array].zero_()
 
     def _copy_weights_to_low(self, match: Match) -> None:
         """Copy fp32 weights to their masters."""
-        host, begin, end = self._stack.host, match.part.offset, match.part.offset + match.part.numel
-        if host.access.has(match.layer, LOW):
-            for _, views in host.access.pieces(
-                match.layer, (WEIGHTS, LOW), begin, end, mode="edit"
-            ):
+        if self._stack.host.access.has(match.layer, LOW):
+            for _, views in self._views(match, (WEIGHTS, LOW), mode="edit"):
                 views[LOW].copy_(views[WEIGHTS])
 
     def _moments(self) -> None:
@@ -344,20 +362,19 @@ class Load:
 
     def _convert_moments(self, match: Match) -> None:
         """Write moments of another kind of states: decode the saved ones, and encode them again."""
-        host, part = self._stack.host, match.part
-        states = host.formats[part.format].trained
+        host = self._stack.host
+        states = host.formats[match.part.format].trained
         arrays = tuple(states.moment_dtypes)
         if not all(host.access.has(match.layer, array) for array in arrays):
             return
-        for span, views in host.access.pieces(
-            match.layer, arrays, part.offset, part.offset + part.numel, mode="replace"
-        ):
-            for begin in range(span.start, span.stop, PIECE_NUMEL):
-                end = min(begin + PIECE_NUMEL, span.stop)
+        for elements, views in self._views(match, arrays, mode="replace"):
+            for begin in range(elements.start, elements.stop, PIECE_NUMEL):
+                end = min(begin + PIECE_NUMEL, elements.stop)
                 decoded = moments_of(self._tag, match.record, begin, end)
                 for moment in states.moments:
-                    for array, values in states.encode(moment, decoded[moment.name]).items():
-                        target = items(array, begin - span.start, end - span.start)
+                    encoded = states.encode(moment, decoded[moment.name])
+                    for array, values in encoded.items():
+                        target = items(array, begin - elements.start, end - elements.start)
                         views[array][target].copy_(values)
 
     def _hyper_parameters(self, optimizer: EngineOptimizer) -> None:

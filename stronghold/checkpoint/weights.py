@@ -39,6 +39,8 @@ from stronghold.checkpoint.manifest import (
 )
 from stronghold.checkpoint.tag import OpenTag
 from stronghold.errors import CheckpointError, ConfigError
+from stronghold.memory.layer import LayerState
+from stronghold.model.layout import ParameterSlice
 from stronghold.plan.homes import GPU
 from stronghold.streaming.stack import Stack
 
@@ -59,13 +61,7 @@ def live_weights(stack: Stack, *, exclude_frozen: bool = False) -> dict[str, tor
     for state, layer in zip(stack.host.layers, stack.partition.layers, strict=True):
         for part, named in zip(state.layout.slices, layer.parameters, strict=True):
             if part.trainable or not exclude_frozen:
-                values = state.maps["weights"].parameter(state.weights, part)
-                if state.home is GPU or not values.numel():
-                    values = values.to("cpu", copy=True)
-                else:
-                    flat = torch.frombuffer(raw_bytes(values), dtype=values.dtype)
-                    values = flat.view(values.shape)
-                tensors[named.parameter] = values
+                tensors[named.parameter] = _live_parameter(state, part)
     weights: dict[str, torch.Tensor] = {}
     for name, value in stack.partition.model.state_dict(keep_vars=True).items():
         if isinstance(value, nn.Parameter):
@@ -77,6 +73,15 @@ def live_weights(stack: Stack, *, exclude_frozen: bool = False) -> dict[str, tor
     return weights
 
 
+def _live_parameter(state: LayerState, part: ParameterSlice) -> torch.Tensor:
+    """One parameter's weights on the CPU, in a storage of their own size."""
+    values = state.maps["weights"].parameter(state.weights, part)
+    if state.home is GPU or not values.numel():
+        return values.to("cpu", copy=True)
+    flat = torch.frombuffer(raw_bytes(values), dtype=values.dtype)
+    return flat.view(values.shape)
+
+
 def write_weights(weights: dict[str, torch.Tensor], save_dir: Path, filename: str) -> None:
     """Write a state dict to one file, which appears complete or not at all. Waits for the disk.
 
@@ -84,9 +89,9 @@ def write_weights(weights: dict[str, torch.Tensor], save_dir: Path, filename: st
     """
     with directory.hidden_directory(save_dir, filename) as hidden:
         if filename.endswith(".safetensors"):
-            entries = {
-                id(value): entry_of(name, value) for name, value in reversed(weights.items())
-            }
+            entries: dict[int, Entry] = {}  # by tensor: the first of tied names is the last here
+            for name, value in reversed(weights.items()):
+                entries[id(value)] = entry_of(name, value)
             write_tensors(hidden / filename, list(reversed(entries.values())))
         else:
             torch.save(weights, hidden / filename)
@@ -129,14 +134,20 @@ def export_hf(
                 f"{source}: was saved without its {len(manifest.excluded)} frozen parameters "
                 f"({manifest.excluded[0]}, ...): there is no whole model to export"
             )
-        small = {CONFIG} & manifest.files.keys()
-        buffers = {BUFFERS} if manifest.buffers else set()
-        tag.check(small.union(buffers, *(r.files({WEIGHTS}) for r in manifest.tensors)))
+        has_config = CONFIG in manifest.files
+        needed = {CONFIG} if has_config else set()
+        if manifest.buffers:
+            needed.add(BUFFERS)
+        for record in manifest.tensors:
+            needed |= record.files({WEIGHTS})
+        tag.check(needed)
         tag.check_headers(manifest.tensors, state=False)
         entries = [_entry(tag, record) for record in manifest.tensors]
-        stored = tag.tensors(BUFFERS) if manifest.buffers else None
-        entries += [entry_of(name, stored.mapped(name)) for name in manifest.buffers if stored]
-        described = _read_config(tag.file(CONFIG)) if small and model_dir is None else None
+        for name in manifest.buffers:
+            entries.append(entry_of(name, tag.tensors(BUFFERS).mapped(name)))
+        described = None
+        if has_config and model_dir is None:
+            described = _read_config(tag.file(CONFIG))
         with directory.appearing(out) as hidden:
             _write_shards(hidden, shards(entries, max_shard_bytes, _num_bytes))
             tag.check_unchanged()
@@ -154,9 +165,11 @@ def fp32_state(source: Path, *, exclude_frozen: bool = False) -> dict[str, torch
     """
     with OpenTag(source) as tag:
         manifest = tag.manifest
-        wanted = [r for r in manifest.tensors if r.trainable or not exclude_frozen]
-        files = {BUFFERS} if manifest.buffers else set()
-        tag.check(files.union(*(r.files({WEIGHTS, LOW}) for r in wanted)))
+        wanted = [record for record in manifest.tensors if record.trainable or not exclude_frozen]
+        needed = {BUFFERS} if manifest.buffers else set()
+        for record in wanted:
+            needed |= record.files({WEIGHTS, LOW})
+        tag.check(needed)
         tag.check_headers(wanted, state=True)
         tensors = {name: tag.tensors(BUFFERS).read(name) for name in manifest.buffers}
         for record in wanted:
