@@ -1,10 +1,9 @@
-"""Trains models that do not fit the GPU, exactly, at nearly the speed of one that holds them.
+"""Trains models that do not fit the GPU, exactly, at nearly the speed of a GPU that holds them.
 
 `initialize` is `deepspeed.initialize` with one more choice: a "stronghold" section in the config
 selects `StrongholdEngine`. From this import on `deepspeed.initialize` obeys the section too
-(`plugin`): nobody who asks for this engine gets another one, without a word, for calling it by
-DeepSpeed's name. `CPUAdam`, `CPULion` and `CPUSGD` have the engine's kernels as
-ordinary optimizers.
+(`plugin`), so a program that calls DeepSpeed's name gets this engine as well. `CPUAdam`, `CPULion`
+and `CPUSGD` have the engine's kernels as ordinary optimizers.
 """
 
 from __future__ import annotations
@@ -49,8 +48,9 @@ __all__ = [
     "initialize",
 ]
 
-# Importing DeepSpeed takes seconds: a command that only draws a trace should not wait for it.
-_HOME = {
+# Module of each name whose import takes seconds, because it imports DeepSpeed. The first use of the
+# name imports it: a command that only draws a trace should not wait for it.
+_MODULE_OF_NAME = {
     "CPUAdam": "stronghold.optim.adam",
     "CPULion": "stronghold.optim.lion",
     "CPUSGD": "stronghold.optim.sgd",
@@ -62,22 +62,25 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
+    if name in _MODULE_OF_NAME:
         import importlib
 
-        return getattr(importlib.import_module(_HOME[name]), name)
+        return getattr(importlib.import_module(_MODULE_OF_NAME[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _enable() -> None:
+    """Enable the plugin, as soon as DeepSpeed is imported."""
     from stronghold import plugin
 
     plugin.enable()
 
 
 def _is_enabled() -> bool:
-    """Whether the plugin is imported, or about to be: it imports this package, and then enables
-    itself."""
+    """Return True if the plugin is imported or is being imported.
+
+    The plugin's import imports this package first, and enables the plugin at its end.
+    """
     return "stronghold.plugin" in sys.modules
 
 

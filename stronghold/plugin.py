@@ -1,12 +1,13 @@
-"""Import this module, and `deepspeed.initialize` obeys a "stronghold" section in the config.
+"""Makes `deepspeed.initialize` obey a "stronghold" section in the config, from its import on.
 
-Owns whether that is so in this process, and which config asks for the engine. Five names of
-DeepSpeed and Accelerate are replaced (`patches.frameworks`), in memory alone.
+Owns whether the plugin is enabled in this process, and the choice of the configs that ask for the
+engine. It replaces five names of DeepSpeed and Accelerate (`patches.frameworks`), in memory alone.
+The training thread alone enters.
 
-For programs whose framework calls `deepspeed.initialize` itself (Transformers' Trainer, Accelerate,
-Lightning, TRL). Such a config with ZeRO stage 3 partitions nothing: the model that the engine gets
-is whole. A config without the section reaches DeepSpeed as if this module were not there.
-Importing it twice is importing it once; `disable` undoes it. The training thread alone enters.
+It serves programs whose framework calls `deepspeed.initialize` itself (Transformers' Trainer,
+Accelerate, Lightning, TRL). A config with the section and ZeRO stage 3 partitions nothing: the
+engine gets a whole model. A config without the section reaches DeepSpeed unchanged. A second import
+has no effect, and `disable` undoes the first.
 """
 
 from __future__ import annotations
@@ -26,31 +27,35 @@ class _Choice:
     """The decisions of `patches.frameworks.Choice`, while the plugin is enabled."""
 
     def asks_for_us(self, source: Any, args: Any = None) -> bool:
-        """Whether a config asks for this engine, and the plugin is enabled. False for a config that
-        cannot be read: DeepSpeed's own error is about that."""
+        """Return True if a config asks for this engine, and the plugin is enabled.
+
+        False for a config that cannot be read: DeepSpeed raises its own error for it.
+        """
         if not _active:
             return False
         try:
-            read = configs.read_config(source, args)
+            config = configs.read_config(source, args)
         except (TypeError, ConfigError):
             return False
-        return configs.section_enabled(read)
+        return configs.section_enabled(config)
 
     def initialize(self, *args: Any, **kwargs: Any) -> Any:
-        """`stronghold.initialize`."""
-        # Not before: `import stronghold` enables the plugin where deepspeed is imported, which
-        # may be halfway through stronghold's own modules.
+        """Call `stronghold.initialize`."""
+        # Not imported before: `import stronghold` enables the plugin as soon as deepspeed is
+        # imported. Then stronghold's own modules may be imported by half.
         from stronghold.engine import dispatch
 
         return dispatch.initialize(*args, **kwargs)
 
     def fp32_state(self, path: Path, tag: Any, *, exclude_frozen: bool) -> dict[str, Any] | None:
-        """The weights of a checkpoint in fp32; None if this engine did not write it, or if the
-        plugin is disabled."""
+        """Return the weights of a checkpoint in fp32.
+
+        None if this engine did not write the checkpoint, or if the plugin is disabled.
+        """
         from stronghold.checkpoint.manifest import MANIFEST
         from stronghold.checkpoint.weights import fp32_state, locate
 
-        with contextlib.suppress(ValueError, OSError):  # DeepSpeed's own error is about that
+        with contextlib.suppress(ValueError, OSError):  # DeepSpeed raises its own error for it
             path = locate(path, tag)
         if not (_active and (path / MANIFEST).exists()):
             return None
@@ -61,7 +66,7 @@ _calls = FrameworkCalls(_Choice())
 
 
 def enable() -> None:
-    """Replace `deepspeed.initialize`; without effect while it is replaced already."""
+    """Replace `deepspeed.initialize`. Without effect while it is replaced."""
     global _active
     if _active:
         return
@@ -70,14 +75,14 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Give `deepspeed.initialize` back; engines that exist go on."""
+    """Give `deepspeed.initialize` back. Engines that exist go on."""
     global _active
     _active = False
     _calls.disable()
 
 
 def enabled() -> bool:
-    """Whether a config with a "stronghold" section gets stronghold's engine now."""
+    """Return True if a config with a "stronghold" section gets stronghold's engine now."""
     return _active
 
 

@@ -1,10 +1,14 @@
 """Starts a script or a module under `stronghold.plugin`, in this process.
 
-`python -m stronghold.run script.py ARGS`, and the same behind a launcher: `deepspeed --module
-stronghold.run script.py ARGS`, `accelerate launch --module stronghold.run script.py ARGS`,
-`torchrun -m stronghold.run script.py ARGS`. `-m package.module` in place of the script runs a
-module: of a program that owns its command line, the one that its command starts. Owns argv of what
-it starts.
+Owns argv of the program that it starts. Use it alone or behind a launcher:
+
+    python -m stronghold.run script.py ARGS
+    deepspeed --module stronghold.run script.py ARGS
+    accelerate launch --module stronghold.run script.py ARGS
+    torchrun -m stronghold.run script.py ARGS
+
+`-m package.module` in place of the script runs a module. A program with a command of its own has a
+module that its command starts: name that one.
 """
 
 from __future__ import annotations
@@ -24,13 +28,14 @@ RANK = re.compile(r"--local[-_]rank(=.*)?")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the script or module that `argv` names as `__main__`, with the rest of `argv` as its own
-    arguments.
+    """Run a script or module as `__main__`, and pass the rest of `argv` to it.
 
-    A `--local_rank` in front of it becomes its first argument, which is where it stands without us.
+    `argv` defaults to this process's arguments. A `--local_rank` in front of the script becomes the
+    script's first argument, as without this module. Raises SystemExit, with the usage, if `argv`
+    names no script or module that exists.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    rank = []
+    rank: list[str] = []
     while words and RANK.fullmatch(words[0]):
         rank.append(words.pop(0))
         if "=" not in rank[-1] and words:

@@ -1,23 +1,26 @@
-"""Directories of checkpoints: tags, `latest`, and how a new tag appears all at once.
+"""Directories of checkpoints: tags, `latest`, and the atomic publication of a new tag.
 
-Owns the names in a save directory and the order in which they become durable. Owns also how the
-ranks that save and load together agree: an error of one is an error of all, and all see one folder.
-Never opens a file of tensors.
+Owns the names in a save directory, and the order in which they become durable. Owns also the
+agreement of ranks that save and load together: an error of one is an error of all, and all see one
+folder. It never opens a file of tensors. The training thread and the io lane enter.
 
 [Note: publication]
 
-1. A save makes a hidden directory of a name that no other save has, and locks it.
+1. A save makes a hidden directory, whose name no other save has, and locks it.
 2. The ranks write their files into it. Each file is fsynced, then the directory.
-3. One rename makes it visible as the tag. A tag that exists is exchanged with it in one system call
-   where the file system can (Linux, most local file systems). Elsewhere the old tag is renamed to
-   a hidden name first; `resolve` brings it back when step 3 was cut off in between.
-4. `latest` is replaced in the same way. Then the old tag is removed.
+3. One rename makes it visible as the tag. One system call exchanges it with a tag that exists, if
+   the file system can (Linux, most local file systems). Elsewhere a rename hides the old tag first.
+   If the process ends between both renames, `resolve` brings the old tag back.
+4. The save replaces `latest` in the same way. Then it removes the old tag.
 
 So at every instant `latest` names a complete tag: the old one or the new one.
 
-[Note: leftovers] The system drops a lock when the process that holds it ends. The next save into
-the save directory removes each hidden directory that it can lock, if this user owns it. A file
-system without locks keeps them; a warning names them.
+[Note: leftovers]
+
+1. A process ends within a save. The system drops the process's lock on the hidden directory.
+2. The next save into the save directory removes each hidden directory that it can lock, if this
+   user owns it.
+3. On a file system without locks the directories stay. A warning names them.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import functools
 import logging
 import os
 import re
@@ -35,7 +39,7 @@ import uuid
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from stronghold.checkpoint.files import HeldFile, MissingError, write_durably
 from stronghold.checkpoint.manifest import MANIFEST, Slices
@@ -52,13 +56,14 @@ NAME_IS_TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 CANNOT_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM)
 # Releases that wrote version 1 had more words before the last eight digits.
 HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<kind>tmp|old)-[0-9a-f-]*[0-9a-f]{8}", re.ASCII)
-WAIT_S = 10.0  # network file systems show what another machine has made after some seconds
+WAIT_S = 10.0  # a network file system shows another machine's files after some seconds
 ADVICE = "save and load in a folder that every node sees under one path (NFS, Lustre, ...)"
 Result = TypeVar("Result")
+P = ParamSpec("P")
 
 
 def check_tag(tag: object) -> str:
-    """The tag as a string that is one directory's name."""
+    """Return the tag as a string. Raises ConfigError unless it is the name of one directory."""
     name = str(tag)
     unusual = not name.isprintable() or name != name.strip()  # `latest` is read without its ends
     if not name or unusual or name.startswith(".") or "/" in name or name == LATEST:
@@ -70,13 +75,13 @@ def check_tag(tag: object) -> str:
 
 
 def check_new(out: Path) -> None:
-    """ConfigError when `out` holds something already."""
+    """Raise ConfigError if `out` exists and is not an empty directory."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out}: exists and is not empty; name a new directory")
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a tree; it may be missing."""
+    """Remove a file or a tree. It may be missing."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -84,7 +89,7 @@ def remove(path: Path) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable."""
+    """Make the names in a directory durable. Waits for the disk."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
@@ -94,16 +99,21 @@ def sync_directory(path: Path) -> None:
 
 # -- hidden directories ---------------------------------------------------------------------------
 def hidden_name(name: str, kind: str = "tmp") -> str:
-    """A hidden name for what becomes `name` ("tmp") or was it ("old"): another one at every call.
-    No link can have been planted there, and a directory that a user named .TAG.old is the user's.
+    """Return a new hidden name for a directory that becomes `name` ("tmp") or was it ("old").
+
+    It differs at every call. So no one can plant a link with that name, and a directory that a user
+    named .TAG.old stays.
     """
     return f".{name}.{kind}-{uuid.uuid4().hex[:8]}"
 
 
 @contextlib.contextmanager
 def hidden_directory(parent: Path, name: str) -> Iterator[Path]:
-    """Context manager for a new hidden directory beside `name`, locked by this process. Its exit
-    removes what then has the hidden name. Leftovers in `parent` are removed first."""
+    """Context manager for a new hidden directory beside `name`, locked by this process.
+
+    It removes leftovers in `parent` first. Its exit removes the file or directory that then has the
+    hidden name.
+    """
     parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(parent)
     path, lock = _make_locked(parent, name)
@@ -116,16 +126,21 @@ def hidden_directory(parent: Path, name: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def appearing(final: Path) -> Iterator[Path]:
-    """Context manager for a hidden directory to write into. It becomes `final` at the end of the
-    block, and is removed after an exception."""
+    """Context manager for a hidden directory to write into.
+
+    The directory becomes `final` at the end of the block. After an exception it is removed.
+    """
     with hidden_directory(final.parent, final.name) as hidden:
         yield hidden
         publish(hidden, final)
 
 
 def _make_locked(parent: Path, name: str) -> tuple[Path, int]:
-    """A new hidden directory, and the descriptor that holds its lock. Another save may lock and
-    remove the directory before it is locked here: then the next name is tried."""
+    """Make a hidden directory and lock it. Returns its path and the descriptor that has the lock.
+
+    A race: another save may lock and remove the directory before this one locks it. Then the next
+    name is tried.
+    """
     while True:
         path = parent / hidden_name(name)
         path.mkdir()
@@ -138,8 +153,10 @@ def _make_locked(parent: Path, name: str) -> tuple[Path, int]:
 
 
 def lock_directory(descriptor: int) -> bool | None:
-    """Lock an open directory: False when another process has the lock, None when the file system
-    has no locks."""
+    """Lock an open directory, without waiting. Returns True if this process has the lock now.
+
+    False: another process has it. None: the file system has no locks.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -150,7 +167,7 @@ def lock_directory(descriptor: int) -> bool | None:
 
 
 def remove_leftovers(parent: Path) -> None:
-    """Remove what saves of this user that have ended left in `parent` ([Note: leftovers])."""
+    """Remove hidden directories of this user's ended saves from `parent` ([Note: leftovers])."""
     for path in sorted(parent.iterdir()):
         match = HIDDEN.fullmatch(path.name)
         if match is None:
@@ -162,9 +179,10 @@ def remove_leftovers(parent: Path) -> None:
 
 
 def _remove_unlocked(path: Path) -> None:
+    """Remove a hidden directory of this user, if no process has it locked."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:  # it has gone, or is no directory of a save
+    except OSError:  # another process has removed it, or it is no directory of a save
         return
     try:
         if os.fstat(descriptor).st_uid != os.geteuid():
@@ -185,8 +203,10 @@ def _remove_unlocked(path: Path) -> None:
 
 # -- publication ----------------------------------------------------------------------------------
 def publish(hidden: Path, final: Path) -> None:
-    """Make a complete hidden directory visible as `final` ([Note: publication]). An old one has the
-    hidden name afterwards, or is removed."""
+    """Make a complete hidden directory visible as `final` ([Note: publication]).
+
+    Afterwards an old `final` has the hidden name, or is removed. Waits for the disk.
+    """
     sync_directory(hidden)
     olds = []
     while not _rename(hidden, final) and not exchange_names(hidden, final):
@@ -199,7 +219,7 @@ def publish(hidden: Path, final: Path) -> None:
 
 
 def _rename(hidden: Path, final: Path) -> bool:
-    """False when `final` exists."""
+    """Rename a directory. False if `final` exists."""
     try:
         hidden.rename(final)
     except OSError as error:
@@ -210,7 +230,7 @@ def _rename(hidden: Path, final: Path) -> bool:
 
 
 def exchange_names(one: Path, two: Path) -> bool:
-    """Swap two names at once; False where the system cannot."""
+    """Exchange two names in one system call. False if the system cannot. Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "renameat2"):
         return False
@@ -224,7 +244,10 @@ def exchange_names(one: Path, two: Path) -> bool:
 
 
 def _exists_or_returns(final: Path, old: Path) -> bool:
-    """Whether there is a tag `final`. When its replacement never took its name, `old` takes it."""
+    """Return True if the tag `final` exists. If it is missing, `old` takes its name first.
+
+    It is missing if a save ended before the replacement took the name.
+    """
     if not final.exists():
         with contextlib.suppress(OSError):  # another process was faster
             old.rename(final)
@@ -232,7 +255,7 @@ def _exists_or_returns(final: Path, old: Path) -> bool:
 
 
 def write_latest(save_dir: Path, tag: str) -> None:
-    """Make `latest` name `tag`, at once."""
+    """Make `latest` name `tag`, in one rename. Waits for the disk."""
     with hidden_directory(save_dir, LATEST) as hidden:
         write_durably(hidden / LATEST, tag.encode())
         (hidden / LATEST).replace(save_dir / LATEST)
@@ -240,7 +263,10 @@ def write_latest(save_dir: Path, tag: str) -> None:
 
 
 def read_latest(save_dir: Path) -> str | None:
-    """The tag that `latest` names, or None without the file. CheckpointError when it names none."""
+    """Return the tag that `latest` names, or None without the file.
+
+    Raises CheckpointError if the file does not name a tag.
+    """
     path = save_dir / LATEST
     try:
         file = HeldFile(path)
@@ -255,7 +281,10 @@ def read_latest(save_dir: Path) -> str | None:
 
 
 def resolve(load_dir: Path, tag: str) -> Path:
-    """The directory of `tag`. CheckpointError, with the tags that are there, when it is missing."""
+    """Return the directory of `tag`.
+
+    Raises CheckpointError, with the names of the tags that exist, if it is missing.
+    """
     path = load_dir / tag
     for old in sorted(load_dir.glob(".*.old-*")):
         match = HIDDEN.fullmatch(old.name)
@@ -263,80 +292,105 @@ def resolve(load_dir: Path, tag: str) -> Path:
             _exists_or_returns(path, old)
     if path.is_dir():
         return path
-    tags = [f.name for f in sorted(load_dir.glob("*")) if f.is_dir() and f.name[0] != "."]
+    tags: list[str] = []
+    for folder in sorted(load_dir.glob("*")):
+        if folder.is_dir() and not folder.name.startswith("."):
+            tags.append(folder.name)
     listed = f"the tags there are {', '.join(tags)}" if tags else "there is no tag in it"
     raise CheckpointError(f"{path}: no such checkpoint; {listed}.{did_you_mean(tag, tags)}")
 
 
 # -- one directory for all ranks ------------------------------------------------------------------
-class Team:
-    """`rank` of `num_ranks` that share the `slices` of a model; of those of all slices one is the
-    `leader`, which names tags and publishes them."""
+class CheckpointRanks:
+    """The ranks that save and load one checkpoint together.
+
+    rank, num_ranks  this rank, and the number of ranks that share the `slices` of the model
+    slices           slices of the model that this rank has
+    several          true with more than one rank
+    leader           true on one rank of all slices, which names tags and publishes them
+    """
 
     def __init__(self, ranks: Ranks) -> None:
         self.rank, self.num_ranks = ranks.control.rank, ranks.num_ranks
         self.several = ranks.several
         self.slices = Slices(rank=ranks.model_parallel_rank, size=ranks.model_parallel_size)
         self._group, self._node_name = ranks.files, ranks.node_name
-        # Of the ranks of all slices, and of those of ours.
-        self._numbers, self._sharing = ranks.files.members, ranks.control.members
+        self._numbers = ranks.files.members  # the ranks of all slices
+        self._sharing = ranks.control.members  # the ranks that share this rank's slices
         self.leader = ranks.files.rank == 0
 
-    def exchange(self, mine: Any, what: str) -> list[Any]:
-        """Every rank's object, of all slices."""
-        return self._group.objects(mine, what)
+    def exchange(self, value: Any, operation: str) -> list[Any]:
+        """Return the value of every rank of all slices (all-gather).
 
-    def of_slices(self, objects: list[Any]) -> list[Any]:
-        """Of what `exchange` gave: that of the ranks that share our slices, by rank."""
-        return [objects[self._numbers.index(number)] for number in self._sharing]
+        Waits for the other ranks. `operation` names the exchange in errors.
+        """
+        return self._group.objects(value, operation)
 
-    def all_or_raise(self, work: Callable[[], Result]) -> Result:
-        """What `work` returns here. When it raises on one rank, all raise: that one its own error,
-        the others CheckpointError with its words."""
-        said = "the checkpoint failed on rank {}: {}: {}"
-        return self._group.all_or_raise(
-            work, lambda *failure: CheckpointError(said.format(*failure)), "checkpoint"
-        )
+    def of_slices(self, values: list[Any]) -> list[Any]:
+        """Select, from the result of `exchange`, the values of the ranks that share our slices."""
+        return [values[self._numbers.index(number)] for number in self._sharing]
+
+    def all_or_raise(self, work: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Result:
+        """Return the result of `work(*args, **kwargs)`. Waits for the other ranks.
+
+        If it raises on one rank, all ranks raise. That rank raises its own error. The others raise
+        CheckpointError with the error's text.
+        """
+        bound = functools.partial(work, *args, **kwargs)
+        return self._group.all_or_raise(bound, _failed_elsewhere, "checkpoint")
 
     # -- one folder for all -----------------------------------------------------------------------
     def check_seen(self, path: Path) -> None:
-        """CheckpointError, on every rank, unless all see the directory that the leader made."""
+        """Raise CheckpointError, on every rank, unless all see the directory that the leader made.
+
+        Waits up to `WAIT_S` seconds for the directory to appear.
+        """
         deadline = time.monotonic() + WAIT_S
         while not path.is_dir() and time.monotonic() < deadline:
             with contextlib.suppress(OSError):
                 os.listdir(path.parent)  # makes a network file system look again
             time.sleep(0.05)
-        found = self.exchange((path.is_dir(), self._node_name), "folder")
-        for number, (sees, node) in zip(self._numbers, found, strict=True):
-            if not sees:
+        answers = self.exchange((path.is_dir(), self._node_name), "folder")
+        for number, (is_seen, node) in zip(self._numbers, answers, strict=True):
+            if not is_seen:
                 raise CheckpointError(
                     f"rank {number} on {node} does not see {path}, which rank {self._numbers[0]} "
                     f"made: {path.parent} is not the same folder on every node. {ADVICE}"
                 )
 
     def check_same(self, tag: Path) -> None:
-        """CheckpointError, on every rank, when some find another manifest in the tag than the
-        leader; a tag that the leader does not find is the caller's to refuse."""
+        """Raise CheckpointError, on every rank, if a rank's manifest differs from the leader's.
+
+        It passes if the leader has no manifest: the caller raises for that tag.
+        """
         path = tag / Slices(size=self.slices.size).name(MANIFEST)
         mark = None
         with contextlib.suppress(OSError):
             mark = zlib.crc32(path.read_bytes()) if self.several else None
-        found = self.exchange((mark, self._node_name), "manifest")
-        for number, (mark, node) in zip(self._numbers, found, strict=True):
-            if found[0][0] not in (None, mark):
-                what = "finds no" if mark is None else "finds another"
+        answers = self.exchange((mark, self._node_name), "manifest")
+        leaders_mark = answers[0][0]
+        for number, (mark, node) in zip(self._numbers, answers, strict=True):
+            if leaders_mark not in (None, mark):
+                finds = "finds no" if mark is None else "finds another"
                 raise CheckpointError(
-                    f"rank {number} on {node} {what} {path} than rank {self._numbers[0]}: "
+                    f"rank {number} on {node} {finds} {path} than rank {self._numbers[0]}: "
                     f"{tag.parent} is not the same folder on every node. {ADVICE}"
                 )
 
     def check_opened(self, tag: Path, mark: int) -> None:
-        """CheckpointError, on every rank, unless all have opened the same save: the tag may have
-        been replaced between one rank's opening and another's."""
+        """Raise CheckpointError, on every rank, unless all have opened the same save.
+
+        A race: a saver may replace the tag between one rank's opening and another's.
+        """
         marks = self.exchange(mark, "open tags")
-        for number, found in zip(self._numbers, marks, strict=True):
-            if found != marks[0]:
+        for number, other_mark in zip(self._numbers, marks, strict=True):
+            if other_mark != marks[0]:
                 raise CheckpointError(
                     f"{tag}: was replaced while it was loaded: rank {number} has opened another "
                     f"save of it than rank {self._numbers[0]}. Load it again"
                 )
+
+
+def _failed_elsewhere(rank: int, kind: str, text: str) -> Exception:
+    """The error of ranks that have not failed. `kind` is the class of the failed rank's error."""
+    return CheckpointError(f"the checkpoint failed on rank {rank}: {kind}: {text}")

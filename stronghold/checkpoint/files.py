@@ -1,7 +1,7 @@
 """Files of a checkpoint: tensors in the safetensors format, and small files.
 
-Owns how one file is written, made durable, held open, verified and read. It never knows what a
-checkpoint consists of. The training thread and the io lane enter, each with its own files.
+Owns how one file is written, made durable, held open, verified and read. It never reads a manifest,
+and knows no tag. The training thread and the io lane enter, each with its own files.
 
 The safetensors library reads and checks the headers. Two things are done here, because the library
 cannot do them:
@@ -62,7 +62,7 @@ METADATA = "__metadata__"  # the format's one key that is no tensor
 
 
 class MissingError(CheckpointError):
-    """There is no file of that name."""
+    """Raised when a file of a checkpoint does not exist."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +76,11 @@ class FileRecord:
 # -- writing --------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One tensor to be written. `pieces` yields its elements in order, as contiguous CPU tensors of
-    `dtype`; the writer is done with a piece before it asks for the next."""
+    """One tensor to be written.
+
+    `pieces` yields its elements in order, as contiguous CPU tensors of `dtype`. The writer has read
+    a piece before it asks for the next.
+    """
 
     name: str
     dtype: torch.dtype
@@ -89,32 +92,52 @@ class Entry:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _WholeTensor:
+    """`Entry.pieces` of a tensor in CPU memory: the tensor itself, as one piece."""
+
+    tensor: torch.Tensor
+
+    def __call__(self) -> list[torch.Tensor]:
+        return [self.tensor]
+
+
 def entry_of(name: str, tensor: torch.Tensor) -> Entry:
-    """An entry that writes `tensor` (contiguous, on the CPU) from where it lies."""
+    """Return an entry that writes `tensor` without a copy.
+
+    Raises StateError unless the tensor is contiguous and on the CPU.
+    """
     if not tensor.is_contiguous() or tensor.device.type != "cpu":
         raise StateError(f"{name}: expected contiguous CPU memory to write from")
     shape = tuple(tensor.shape)
-    return Entry(name=name, dtype=tensor.dtype, shape=shape, pieces=lambda: [tensor])
+    pieces = _WholeTensor(tensor=tensor)
+    return Entry(name=name, dtype=tensor.dtype, shape=shape, pieces=pieces)
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor. It is writable, and shared with the tensor."""
+    """Return the memory of a contiguous CPU tensor. It is writable, and shared with the tensor."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def write_durably(path: Path, data: bytes) -> FileRecord:
-    """Write a new file, and fsync it. Raises OSError, with the file's name."""
+    """Write a new file, and fsync it. Waits for the disk.
+
+    Returns its size and checksum. Raises OSError, with the file's name.
+    """
     return _write(path, [memoryview(data)])
 
 
 def write_tensors(path: Path, entries: Sequence[Entry]) -> FileRecord:
-    """Write a new safetensors file piece by piece, and fsync it. Raises OSError, with the file's
-    name; StateError when the pieces of an entry do not fill its shape."""
+    """Write a new safetensors file piece by piece, and fsync it. Waits for the disk.
+
+    Returns its size and checksum. Raises OSError, with the file's name. Raises StateError if the
+    pieces of an entry do not fill its shape.
+    """
     return _write(path, _file_bytes(entries))
 
 
 def _file_bytes(entries: Sequence[Entry]) -> Iterator[memoryview]:
-    """The file in order: the length of the header, the header, the tensors."""
+    """The bytes of a safetensors file in order: length of the header, header, tensors."""
     yield memoryview(_header(entries))
     for entry in entries:
         num_bytes = 0
@@ -128,7 +151,7 @@ def _file_bytes(entries: Sequence[Entry]) -> Iterator[memoryview]:
 
 
 def _header(entries: Sequence[Entry]) -> bytes:
-    """https://github.com/huggingface/safetensors#format"""
+    """Length and header of a file: https://github.com/huggingface/safetensors#format"""
     header: dict[str, Any] = {METADATA: {"format": "pt"}}
     end = 0
     for entry in entries:
@@ -150,6 +173,7 @@ def _header(entries: Sequence[Entry]) -> bytes:
 
 
 def _write(path: Path, pieces: Iterable[memoryview]) -> FileRecord:
+    """Write pieces to a new file, and fsync it. An existing file is an OSError."""
     num_bytes = crc32 = 0
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(path, flags, 0o666)
@@ -169,7 +193,7 @@ def _write(path: Path, pieces: Iterable[memoryview]) -> FileRecord:
 
 @contextlib.contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Adds the file's name to an error of the system, such as "No space left on device"."""
+    """Context manager that adds the file's name to an OSError ("No space left on device")."""
     try:
         yield
     except OSError as error:
@@ -178,9 +202,12 @@ def _named(path: Path) -> Iterator[None]:
 
 # -- reading --------------------------------------------------------------------------------------
 class HeldFile:
-    """A file from its verification to its last read. Another file may take its name meanwhile; all
-    reads are of the one that was opened. `within`: the descriptor of the directory that has it, or
-    None to open `path`. CheckpointError when it is no regular file: a pipe would never end."""
+    """Holds one file open, from its verification to its last read.
+
+    Another file may take its name meanwhile. All reads are of the file that was opened. `within` is
+    the descriptor of its directory, or None to open `path`. Raises MissingError without the file.
+    Raises CheckpointError if it is no regular file: a pipe would never end.
+    """
 
     def __init__(self, path: Path, within: int | None = None) -> None:
         self.path = path
@@ -199,24 +226,28 @@ class HeldFile:
         self._opened = status.st_size, status.st_mtime_ns
 
     def close(self) -> None:
-        """Let go of the file; nothing can be read any more."""
+        """Close the file. Nothing can be read any more."""
         self._descriptor = -1
         self._close()
 
     @property
     def system_path(self) -> str:
-        """A path of this very file, whatever has its name now."""
+        """A path of this very file, even if another file has its name now."""
         return f"/proc/self/fd/{self._descriptor}"
 
     def check(self, expected: FileRecord) -> None:
-        """CheckpointError unless size and checksum are the expected ones."""
+        """Raise CheckpointError unless size and checksum are the expected ones.
+
+        Reads the whole file.
+        """
         if self.num_bytes != expected.num_bytes:
             raise CheckpointError(
                 f"{self.path}: {self.num_bytes} bytes, expected {expected.num_bytes}"
             )
-        crc32, room = 0, memoryview(bytearray(PIECE_BYTES))
+        crc32 = 0
+        buffer = memoryview(bytearray(PIECE_BYTES))
         for begin in range(0, self.num_bytes, PIECE_BYTES):
-            piece = room[: self.num_bytes - begin]
+            piece = buffer[: self.num_bytes - begin]
             self.read_into(piece, begin, "the file")
             crc32 = zlib.crc32(piece, crc32)
         if crc32 != expected.crc32:
@@ -226,7 +257,7 @@ class HeldFile:
             )
 
     def check_unchanged(self) -> None:
-        """CheckpointError when this very file was written to since it was opened."""
+        """Raise CheckpointError if this very file was written to since it was opened."""
         status = os.fstat(self._descriptor)
         if (status.st_size, status.st_mtime_ns) != self._opened:
             raise CheckpointError(
@@ -234,17 +265,20 @@ class HeldFile:
                 "states. Load it again when no program writes to it"
             )
 
-    def read_into(self, view: memoryview, begin: int, what: str) -> None:
-        """Fill `view` with the bytes from `begin` on. `what` is named when the file ends before."""
+    def read_into(self, view: memoryview, begin: int, content: str) -> None:
+        """Fill `view` with the bytes from `begin` on.
+
+        Raises CheckpointError, with the name `content`, if the file ends before.
+        """
         while view:
             with _named(self.path):
                 count = os.preadv(self._descriptor, [view], begin)
             if not count:
-                raise CheckpointError(f"{self.path}: cut off inside {what}")
+                raise CheckpointError(f"{self.path}: cut off inside {content}")
             view, begin = view[count:], begin + count
 
     def read(self, largest: int) -> bytes:
-        """All of it. CheckpointError for a file of more than `largest` bytes."""
+        """Return all bytes. Raises CheckpointError for a file of more than `largest` bytes."""
         if self.num_bytes > largest:
             raise CheckpointError(
                 f"{self.path}: {self.num_bytes} bytes, expected at most {largest}"
@@ -254,11 +288,12 @@ class HeldFile:
         return bytes(data)
 
     def reader(self) -> BinaryIO:
-        """A stream over it, from its beginning."""
+        """Open a stream over the file, from its beginning."""
         return open(self.system_path, "rb")
 
 
 def _open(path: Path, within: int | None) -> int:
+    """The descriptor of a file. It raises the soft limit of descriptors if that is reached."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # or a pipe without a writer would hang
     try:
         return os.open(path, flags, dir_fd=within)
@@ -288,8 +323,11 @@ class TensorInfo(NamedTuple):
 
 
 class TensorFile:
-    """Reads tensors of one safetensors file, which it holds open. Of the contents it keeps the
-    header alone. CheckpointError when the file is damaged or is no safetensors file."""
+    """Reads tensors of one safetensors file, which it holds open.
+
+    It keeps the header in memory, and nothing else of the contents. Raises CheckpointError if the
+    file is damaged or is no safetensors file.
+    """
 
     def __init__(self, file: HeldFile | Path) -> None:
         self._file = file if isinstance(file, HeldFile) else HeldFile(file)
@@ -307,7 +345,7 @@ class TensorFile:
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[Any]:
-        """The file as the library opens it."""
+        """Context manager for the file as the library opens it."""
         try:
             with safe_open(self._file.system_path, "pt") as opened:
                 yield opened
@@ -317,37 +355,44 @@ class TensorFile:
             ) from error
 
     def info(self, name: str) -> TensorInfo:
-        """CheckpointError for a tensor that the file does not have."""
+        """Return dtype, shape and place of a tensor. Raises CheckpointError if it is missing."""
         if name not in self.tensors:
             raise CheckpointError(f"{self.path}: has no tensor {name}")
         return self.tensors[name]
 
     def read_into(self, name: str, begin: int, target: torch.Tensor) -> None:
-        """Fill a contiguous tensor, of any dtype and on any device, with the elements from `begin`
-        on. Memory of another dtype or device is filled piece by piece."""
-        info, flat = self.info(name), target.view(-1)
+        """Fill `target` with the elements of a tensor from `begin` on.
+
+        `target` is contiguous, of any dtype and on any device. Another dtype or device than the
+        file's and the CPU is filled piece by piece. Waits for the disk and for the copies. Raises
+        StateError if the tensor has too few elements.
+        """
+        info = self.info(name)
+        flat = target.view(-1)
         if begin + flat.numel() > info.numel:
             raise StateError(f"{name}: {info.shape} does not fill the target from {begin} on")
         is_direct = target.dtype is info.dtype and target.device.type == "cpu"
         size = flat.numel() if is_direct else PIECE_BYTES // 4
-        room = flat if is_direct else torch.empty(min(size, flat.numel()), dtype=info.dtype)
+        buffer = flat if is_direct else torch.empty(min(size, flat.numel()), dtype=info.dtype)
         for first in range(0, flat.numel(), max(size, 1)):
-            piece = room[: flat.numel() - first]
-            at = info.begin + (begin + first) * info.dtype.itemsize
-            self._file.read_into(raw_bytes(piece), at, name)
+            piece = buffer[: flat.numel() - first]
+            position = info.begin + (begin + first) * info.dtype.itemsize
+            self._file.read_into(raw_bytes(piece), position, name)
             if not is_direct:
-                flat[first : first + piece.numel()].copy_(piece)  # waits: `room` is filled again
+                flat[first : first + piece.numel()].copy_(piece)  # waits: `buffer` is used again
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor, in fresh memory."""
+        """Return a tensor in fresh memory."""
         info = self.info(name)
         tensor = torch.empty(info.shape, dtype=info.dtype)
         self.read_into(name, 0, tensor)
         return tensor
 
     def mapped(self, name: str) -> torch.Tensor:
-        """The tensor over the file's pages, which a write would copy. Its storage has its size, as
-        savers of whole state dicts expect."""
+        """Return a tensor over the file's pages. A write copies the page first.
+
+        The tensor's storage has the tensor's size, as savers of whole state dicts expect.
+        """
         self.info(name)
         with self._opened() as opened:
             tensor: torch.Tensor = opened.get_tensor(name)

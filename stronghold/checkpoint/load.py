@@ -1,7 +1,7 @@
 """Loading: from a checkpoint's files into the host arrays, parameter by parameter.
 
 Owns the match between a checkpoint's names and a model's, and every check that comes before memory
-changes. Never holds more than a piece of a tensor outside the arrays. The training thread alone
+changes. It never holds more than a piece of a tensor outside the arrays. The training thread alone
 enters.
 
 [Note: verified first]
@@ -14,24 +14,25 @@ enters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from stronghold.checkpoint.directory import Team
+from stronghold.checkpoint.directory import CheckpointRanks
 from stronghold.checkpoint.manifest import LOW, WEIGHTS, TensorRecord
 from stronghold.checkpoint.save import named_groups, persistent_buffers
 from stronghold.checkpoint.state import unpack_state
 from stronghold.checkpoint.tag import OpenTag
 from stronghold.errors import CheckpointError, ConfigError, did_you_mean
+from stronghold.memory.tiers import Mode, Views
 from stronghold.model.layout import ParameterSlice
 from stronghold.optim.states import LOW_DTYPE, items, join_master
 from stronghold.streaming.optimizer import EngineOptimizer
 from stronghold.streaming.stack import Stack
 
-PIECE_NUMEL = 1 << 20  # of elements that are converted at once: a multiple of a group
+PIECE_NUMEL = 1 << 20  # elements that are converted at once: a multiple of a group
 SHOWN = 5  # names in an error; the others are counted
 
 
@@ -45,10 +46,17 @@ class Match(NamedTuple):
 
 
 class Load:
-    """One verified checkpoint, ready to be written into `stack` ([Note: verified first]). It holds
-    the files open until `close`. `optimizer` is None for a load of weights alone.
-    `names_must_match` is DeepSpeed's strictness; shapes always must. `trusted`: as for
-    `unpack_state`. `mark` differs from that of a tag that takes this one's place."""
+    """One verified checkpoint, ready to be written into `stack` ([Note: verified first]).
+
+    It holds the files open until `close`.
+
+    optimizer         None: a load of weights alone
+    names_must_match  DeepSpeed's strictness; shapes always must match
+    trusted           as for `unpack_state`
+    mark              another number for a tag that takes this one's place
+
+    Raises CheckpointError for damaged files, and ConfigError for a checkpoint of another model.
+    """
 
     def __init__(
         self,
@@ -56,7 +64,7 @@ class Load:
         stack: Stack,
         optimizer: EngineOptimizer | None,
         *,
-        team: Team,
+        team: CheckpointRanks,
         names_must_match: bool,
         trusted: bool,
     ) -> None:
@@ -67,7 +75,9 @@ class Load:
         self.mark = self._tag.mark
         try:
             self.manifest = self._tag.manifest
-            self._records = {a: record for record in self.manifest.tensors for a in record.aliases}
+            self._records: dict[str, TensorRecord] = {}  # by each of a parameter's names
+            for record in self.manifest.tensors:
+                self._records |= dict.fromkeys(record.aliases, record)
             self._matches = self._match(names_must_match)
             if optimizer is not None:
                 self._check_optimizer(optimizer)
@@ -82,25 +92,24 @@ class Load:
             raise
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         self._tag.close()
 
     # -- checks ---------------------------------------------------------------------------------
     def _match(self, strict: bool) -> list[Match]:
-        """Every parameter that model and checkpoint both have."""
+        """Every parameter that model and checkpoint both have.
+
+        Raises ConfigError for another shape or dtype and, if `strict`, for names that differ.
+        """
         known: set[str] = set()
         matches, missing = [], []
         for index, layer in enumerate(self._stack.partition.layers):
             parts = self._stack.layout.layers[index].slices
             for k, (named, part) in enumerate(zip(layer.parameters, parts, strict=True)):
                 known.update(named.aliases)
-                record = next((self._records[a] for a in named.aliases if a in self._records), None)
+                record = self._record_of(named.aliases)
                 if record is not None:
-                    if record.shape != part.shape:
-                        raise ConfigError(
-                            f"{self._path}: {part.name} has the shape {list(record.shape)} there, "
-                            f"and {list(part.shape)} in this model"
-                        )
+                    self._check_shape(part, record)
                     self._check_dtype(part, record)
                     matches.append(Match(index, k, part, record))
                 elif not (part.name in self.manifest.excluded and not part.trainable):
@@ -111,6 +120,18 @@ class Load:
         extra += sorted(self.manifest.buffers.keys() - buffers)
         if strict and (missing or extra):
             raise ConfigError(self._mismatch(missing, extra))
+        self._check_buffers()
+        return matches
+
+    def _record_of(self, aliases: Sequence[str]) -> TensorRecord | None:
+        """The record of a parameter with these names, or None."""
+        for alias in aliases:
+            if alias in self._records:
+                return self._records[alias]
+        return None
+
+    def _check_buffers(self) -> None:
+        """Raise ConfigError for a buffer of another shape."""
         for name, buffer in persistent_buffers(self._stack.partition.model):
             shape = self.manifest.buffers.get(name, tuple(buffer.shape))
             if shape != tuple(buffer.shape):
@@ -118,18 +139,26 @@ class Load:
                     f"{self._path}: the buffer {name} has the shape {list(shape)} there, and "
                     f"{list(buffer.shape)} in this model"
                 )
-        return matches
+
+    def _check_shape(self, part: ParameterSlice, record: TensorRecord) -> None:
+        """Raise ConfigError for a parameter of another shape."""
+        if record.shape != part.shape:
+            raise ConfigError(
+                f"{self._path}: {part.name} has the shape {list(record.shape)} there, and "
+                f"{list(part.shape)} in this model"
+            )
 
     def _check_dtype(self, part: ParameterSlice, record: TensorRecord) -> None:
-        """ConfigError where the values of one dtype mean nothing in the other."""
-        made = self._stack.host.formats[part.format]
-        if record.dtype is not made.dtype and not {record.dtype, made.dtype} <= LOW_DTYPE.keys():
+        """Raise ConfigError if the values of one dtype mean nothing in the other."""
+        dtype = self._stack.host.formats[part.format].dtype
+        if record.dtype is not dtype and not {record.dtype, dtype} <= LOW_DTYPE.keys():
             raise ConfigError(
-                f"{self._path}: {part.name} is {record.dtype} there, and {made.dtype} in this "
+                f"{self._path}: {part.name} is {record.dtype} there, and {dtype} in this "
                 "model: quantise the model as it was when it was saved"
             )
 
     def _mismatch(self, missing: list[str], extra: list[str]) -> str:
+        """The error's message for names that only one of model and checkpoint has."""
         num_saved = len(self._records) + len(self.manifest.buffers)
         lines = [f"{self._path} is not of this model:"]
         if missing:
@@ -144,23 +173,33 @@ class Load:
         return " ".join(lines)
 
     def _check_optimizer(self, optimizer: EngineOptimizer) -> None:
+        """Raise an error unless saved groups, moments and hyper-parameters fit the optimizer."""
         advice = "pass load_optimizer_states=False to load the weights and start the optimizer anew"
         saved = self.manifest.groups
         live = named_groups(self._stack, optimizer) or ()
         if saved is None:
             raise ConfigError(f"{self._path} was saved by an engine without an optimizer; {advice}")
         self._check_moments(advice)
-        canonical = {a: record.name for a, record in self._records.items()}
+        first_name = {alias: record.name for alias, record in self._records.items()}
         saved_names = [set(group["params"]) for group in saved]
-        live_names = [{canonical.get(name, name) for name in group["params"]} for group in live]
+        live_names = []
+        for group in live:
+            live_names.append({first_name.get(name, name) for name in group["params"]})
         if saved_names != live_names:
-            sizes = [len(group) for group in saved_names], [len(group) for group in live_names]
-            names = sorted(set().union(*saved_names) ^ set().union(*live_names))
-            differ = f"; only one of them has {_listed(names)}" if names else ""
+            saved_sizes = [len(names) for names in saved_names]
+            live_sizes = [len(names) for names in live_names]
+            different = sorted(set().union(*saved_names) ^ set().union(*live_names))
+            hint = f"; only one of them has {_listed(different)}" if different else ""
             raise ConfigError(
-                f"{self._path}: its parameter groups hold {sizes[0]} parameters and this "
-                f"optimizer's {sizes[1]}{differ}, or in another order; {advice}"
+                f"{self._path}: its parameter groups hold {saved_sizes} parameters and this "
+                f"optimizer's {live_sizes}{hint}, or in another order; {advice}"
             )
+        self._check_hyper_parameters(optimizer, saved, advice)
+
+    def _check_hyper_parameters(
+        self, optimizer: EngineOptimizer, saved: tuple[dict[str, Any], ...], advice: str
+    ) -> None:
+        """Raise CheckpointError for a saved value that cannot take a live value's place."""
         for index, (group, stored) in enumerate(zip(optimizer.param_groups, saved, strict=True)):
             for key, value in stored.items():
                 if key in group and key != "params" and not _is_like(group[key], value):
@@ -170,7 +209,7 @@ class Load:
                     )
 
     def _check_moments(self, advice: str) -> None:
-        """ConfigError where saved moments are of another optimizer than the parameter's here."""
+        """Raise ConfigError if saved moments belong to another optimizer than the parameter's."""
         stack = self._stack
         for index, k, part, record in self._matches:
             optimizer = stack.steps.optimizers_of(stack.host.layers[index]).get(k)
@@ -188,16 +227,20 @@ class Load:
                 )
 
     def _needed(self) -> set[str]:
+        """Names of the files that have arrays to be loaded."""
         names = {self._tag.buffers} if self.manifest.buffers else set()
         arrays = {WEIGHTS} if self._optimizer is None else None
         return names.union(*(match.record.files(arrays) for match in self._matches))
 
     # -- writing --------------------------------------------------------------------------------
     def into_slabs(self, custom: Callable[..., Any] | None = None) -> None:
-        """Write weights, buffers and, unless the load is of weights alone, masters, moments, step
-        counts and hyper-parameters. Gradients of an unfinished step are dropped.
-        `custom(src=state_dict, dst=model)` places the weights itself, as in DeepSpeed; masters
-        become these weights."""
+        """Write the checkpoint into memory, and drop gradients of an unfinished step.
+
+        It writes weights and buffers. With an optimizer it writes masters, moments, step counts and
+        hyper-parameters too. `custom(src=state_dict, dst=model)` places the weights in its place,
+        as in DeepSpeed: masters then become these weights. Waits for pending work and the disk.
+        Raises CheckpointError if a file changed while it was read.
+        """
         stack = self._stack
         stack.runtime.restart()
         exact = self._optimizer is not None and custom is None
@@ -219,71 +262,91 @@ class Load:
         stack.runtime.settle()
 
     def _weights(self, exact: bool) -> None:
-        host, model = self._stack.host, self._stack.partition.model
+        """Write weights and buffers. `exact`: masters too; else masters become the weights."""
         for match in self._matches:
-            part, record = match.part, match.record
-            with_master = exact and part.trainable
-            made = host.formats[part.format]
-            states = made.trained if part.trainable else None
-            saved_kind = record.states(self.manifest.states).kind
-            if record.dtype is made.dtype and (states is None or states.kind == saved_kind):
-                self._fill(match, WEIGHTS)
-                is_whole = states is not None and states.low is torch.float32
-                if with_master and not record.has_low and is_whole:
-                    self._copy_weights_to_low(match)
-                elif with_master:
-                    self._fill(match, LOW)
-            else:
-                self._convert_weights(match, with_master)
+            self._parameter(match, with_master=exact and match.part.trainable)
         if not exact:
-            loaded: dict[int, set[int]] = {}
-            for match in self._matches:
-                loaded.setdefault(match.layer, set()).add(match.k)
-            for index, positions in loaded.items():
-                host.access.restart_master(index, positions)
-        for name, buffer in persistent_buffers(model):
+            self._restart_masters()
+        for name, buffer in persistent_buffers(self._stack.partition.model):
             if name in self.manifest.buffers:
                 buffer.data.copy_(self._tag.tensors(self._tag.buffers).read(name))
 
+    def _parameter(self, match: Match, *, with_master: bool) -> None:
+        """Write one parameter's weights and, `with_master`, its master."""
+        part, record = match.part, match.record
+        live = self._stack.host.formats[part.format]
+        states = live.trained if part.trainable else None
+        saved_kind = record.states(self.manifest.states).kind
+        has_kind = states is None or states.kind == saved_kind
+        if record.dtype is not live.dtype or not has_kind:
+            self._convert_weights(match, with_master)
+            return
+        self._fill(match, WEIGHTS)
+        if not with_master:
+            return
+        is_whole = states is not None and states.low is torch.float32
+        if is_whole and not record.has_low:
+            self._copy_weights_to_low(match)
+        else:
+            self._fill(match, LOW)
+
+    def _restart_masters(self) -> None:
+        """Make the masters of loaded parameters equal to their weights."""
+        host = self._stack.host
+        loaded: dict[int, set[int]] = {}
+        for match in self._matches:
+            loaded.setdefault(match.layer, set()).add(match.k)
+        for index, positions in loaded.items():
+            host.access.restart_master(index, positions)
+
+    def _views(
+        self, match: Match, arrays: tuple[str, ...], *, mode: Mode
+    ) -> Iterator[tuple[slice, Views]]:
+        """Yield a parameter's elements of these arrays, in pieces, as `ArrayAccess.pieces`."""
+        begin = match.part.offset
+        end = begin + match.part.numel
+        return self._stack.host.access.pieces(match.layer, arrays, begin, end, mode=mode)
+
     def _convert_weights(self, match: Match, with_master: bool) -> None:
-        """Weights of another dtype or kind of states, from the values of the masters."""
-        host, part, begin = self._stack.host, match.part, 0
+        """Write weights of another dtype or kind of states, from the values of the masters."""
+        host, part = self._stack.host, match.part
+        begin = 0
         for master in masters(self._tag, match.record, exact=with_master):
             end = begin + master.numel()
             if with_master and host.training:
                 host.access.write_master(match.layer, part, begin, master)
             else:
-                for span, views in host.access.pieces(
-                    match.layer, (WEIGHTS,), part.offset + begin, part.offset + end, mode="replace"
-                ):
-                    views[WEIGHTS].copy_(master[span])
+                first, last = part.offset + begin, part.offset + end
+                pieces = host.access.pieces(match.layer, (WEIGHTS,), first, last, mode="replace")
+                for elements, views in pieces:
+                    views[WEIGHTS].copy_(master[elements])
             begin = end
 
     def _fill(self, match: Match, array: str) -> None:
-        """Read an array of a parameter to where it lies, or zeros when the checkpoint does not have
-        it. An array that the layer does not have is left out."""
+        """Read an array of a parameter into its place, wherever that is.
+
+        An array that the checkpoint does not have becomes zeros. An array that the layer does not
+        have is left out.
+        """
         host, part, record = self._stack.host, match.part, match.record
         maps = host.layers[match.layer].maps
         if not host.access.has(match.layer, array) or not maps[array].has_range(part):
             return
-        for span, views in host.access.pieces(
-            match.layer, (array,), part.offset, part.offset + part.numel, mode="replace"
-        ):
+        for elements, views in self._views(match, (array,), mode="replace"):
             if array in record.pieces:
-                begin = items(array, span.start, span.stop).start
+                begin = items(array, elements.start, elements.stop).start
                 self._tag.read_into(record, array, begin, views[array])
             else:
                 views[array].zero_()
 
     def _copy_weights_to_low(self, match: Match) -> None:
-        host, begin, end = self._stack.host, match.part.offset, match.part.offset + match.part.numel
-        if host.access.has(match.layer, LOW):
-            for _, views in host.access.pieces(
-                match.layer, (WEIGHTS, LOW), begin, end, mode="edit"
-            ):
+        """Copy fp32 weights to their masters."""
+        if self._stack.host.access.has(match.layer, LOW):
+            for _, views in self._views(match, (WEIGHTS, LOW), mode="edit"):
                 views[LOW].copy_(views[WEIGHTS])
 
     def _moments(self) -> None:
+        """Write moments and step counts."""
         host = self._stack.host
         for match in self._matches:
             index, k, part, record = match
@@ -298,24 +361,24 @@ class Load:
                     self._fill(match, array)
 
     def _convert_moments(self, match: Match) -> None:
-        """Moments of another kind of states: the decoded values, encoded."""
-        host, part = self._stack.host, match.part
-        states = host.formats[part.format].trained
+        """Write moments of another kind of states: decode the saved ones, and encode them again."""
+        host = self._stack.host
+        states = host.formats[match.part.format].trained
         arrays = tuple(states.moment_dtypes)
         if not all(host.access.has(match.layer, array) for array in arrays):
             return
-        for span, views in host.access.pieces(
-            match.layer, arrays, part.offset, part.offset + part.numel, mode="replace"
-        ):
-            for begin in range(span.start, span.stop, PIECE_NUMEL):
-                end = min(begin + PIECE_NUMEL, span.stop)
+        for elements, views in self._views(match, arrays, mode="replace"):
+            for begin in range(elements.start, elements.stop, PIECE_NUMEL):
+                end = min(begin + PIECE_NUMEL, elements.stop)
                 decoded = moments_of(self._tag, match.record, begin, end)
                 for moment in states.moments:
-                    for array, values in states.encode(moment, decoded[moment.name]).items():
-                        target = items(array, begin - span.start, end - span.start)
+                    encoded = states.encode(moment, decoded[moment.name])
+                    for array, values in encoded.items():
+                        target = items(array, begin - elements.start, end - elements.start)
                         views[array][target].copy_(values)
 
     def _hyper_parameters(self, optimizer: EngineOptimizer) -> None:
+        """Write saved hyper-parameters into the live groups. A tensor keeps its identity."""
         for group, saved in zip(optimizer.param_groups, self.manifest.groups or (), strict=True):
             for key, value in saved.items():
                 live = group.get(key)
@@ -327,20 +390,23 @@ class Load:
                     group[key] = tuple(value) if isinstance(live, tuple) else value
 
     def _state_dict(self) -> dict[str, torch.Tensor]:
-        tensors = {
-            alias: self._tag.read(match.record, WEIGHTS, 0, match.record.numel).view(
-                match.record.shape
-            )
-            for match in self._matches
-            for alias in match.record.aliases
-        }
+        """The saved weights and buffers in fresh memory, by every name."""
+        tensors: dict[str, torch.Tensor] = {}
+        for match in self._matches:
+            record = match.record
+            for alias in record.aliases:
+                flat = self._tag.read(record, WEIGHTS, 0, record.numel)
+                tensors[alias] = flat.view(record.shape)
         for name in self.manifest.buffers:
             tensors[name] = self._tag.tensors(self._tag.buffers).read(name)
         return tensors
 
 
 def masters(tag: OpenTag, record: TensorRecord, *, exact: bool) -> Iterator[torch.Tensor]:
-    """A parameter in fp32, flat, in pieces: its exact master, or (not `exact`) its weights."""
+    """Yield a parameter in fp32, flat, in pieces.
+
+    `exact`: the values are the exact master's, else the weights'.
+    """
     for begin in range(0, record.numel, PIECE_NUMEL):
         end = min(begin + PIECE_NUMEL, record.numel)
         weights = tag.read(record, WEIGHTS, begin, end)
@@ -349,8 +415,10 @@ def masters(tag: OpenTag, record: TensorRecord, *, exact: bool) -> Iterator[torc
 
 
 def moments_of(tag: OpenTag, record: TensorRecord, begin: int, end: int) -> dict[str, torch.Tensor]:
-    """The moments of a parameter's elements [begin, end) by name, flat, in fp32. `begin` is a
-    multiple of a group. Empty where the record has none."""
+    """Return the moments of a parameter's elements [begin, end), by name, flat, in fp32.
+
+    `begin` is a multiple of a group. Empty if the record has no moments.
+    """
     if not record.has_moments:
         return {}
     states = record.states(tag.manifest.states)
@@ -362,7 +430,7 @@ def moments_of(tag: OpenTag, record: TensorRecord, begin: int, end: int) -> dict
 
 
 def _is_like(live: Any, saved: Any) -> bool:
-    """Whether a hyper-parameter of a file can be this live one's next value."""
+    """True if a saved hyper-parameter can take the place of this live one."""
     if isinstance(live, tuple | list):
         return (
             isinstance(saved, tuple | list)
@@ -372,11 +440,12 @@ def _is_like(live: Any, saved: Any) -> bool:
     if isinstance(live, bool | str):
         return type(saved) is type(live)
     if isinstance(live, int | float | torch.Tensor):
-        # Numbers that a double has; larger than that only infinity is (a huge integer raises).
+        # Numbers that a double can hold. A larger integer would raise.
         return type(saved) is float or (type(saved) is int and abs(saved) < 2**63)
     return True
 
 
 def _listed(names: list[str]) -> str:
+    """The first names, and the number of the others."""
     shown = ", ".join(names[:SHOWN])
     return shown if len(names) <= SHOWN else f"{shown} and {len(names) - SHOWN} more"

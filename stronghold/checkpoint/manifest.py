@@ -1,11 +1,11 @@
 """The manifest of a tag: every tensor, where its elements lie, and every file.
 
-Owns `manifest.json` and its checks, in versions 1 and 2. Never opens another file. The training
+Owns `manifest.json` and its checks, in versions 1 and 2. It never opens another file. The training
 thread alone enters.
 
 A checkpoint knows nothing of windows, homes, policies or the partition into layers. A tensor has
 the model's name and its whole shape. Its arrays lie in one file or, when several ranks have saved,
-in one file for each rank: `Piece`. The arrays are
+in one file for each rank: `StoredPiece`. The arrays are
 
     weights        the parameter in the compute dtype
     low            what makes an fp32 master of it: bf16's 16-bit remainder, with lean states an
@@ -15,7 +15,7 @@ in one file for each rank: `Piece`. The arrays are
 
 Files of a tag, beside the manifest: `weights-N`, `masters-N` and `moments-N.safetensors` (N is the
 layer that wrote them, then the rank if there are several); `buffers.safetensors`; `config.json` of
-a Hugging Face model; and `mp_rank_00_model_states.pt`, DeepSpeed's name, for what is no tensor.
+a Hugging Face model; and `mp_rank_00_model_states.pt`, DeepSpeed's name, for all other state.
 When a model is split over model-parallel ranks, each has these files for its slices: `Slices`.
 """
 
@@ -79,14 +79,16 @@ WEIGHTS, LOW = "weights", "low"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slices:
-    """The slices of a model that model-parallel rank `rank` of `size` has; the model when `size`
-    is 1."""
+    """The slices of a model that model-parallel rank `rank` of `size` has.
+
+    With `size` 1 they are the whole model.
+    """
 
     rank: int = 0
     size: int = 1
 
     def name(self, file: str) -> str:
-        """The file's name in a tag that all model-parallel ranks share."""
+        """Return the file's name in a tag that all model-parallel ranks share."""
         return f"mp_rank_{self.rank:02d}_{file}" if self.size > 1 else file
 
     @property
@@ -133,7 +135,7 @@ TrainedDtype = Annotated[
 ]
 
 
-class Piece(BaseModel):
+class StoredPiece(BaseModel):
     """Items [begin, end) of one array of one parameter, in `file`."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -144,20 +146,22 @@ class Piece(BaseModel):
 
 
 def shape_of(array: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a parameter's array: flat when it has one item for a group of elements."""
+    """Return the shape of a parameter's array. It is flat if it has one item per group."""
     return shape if group_size(array) == 1 else (num_items(array, math.prod(shape)),)
 
 
 def stored_name(array: str, name: str) -> str:
-    """The name that an array of the parameter `name` has in files."""
+    """Return the name that an array of the parameter `name` has in files."""
     return name if array in (WEIGHTS, LOW) else f"{array}.{name}"
 
 
 def stored_as(
     array: str, name: str, shape: tuple[int, ...], begin: int, end: int
 ) -> tuple[str, tuple[int, ...]]:
-    """Name and shape of items [begin, end) of an array in a file: the array's, or flat with the
-    items in the name when these are not all."""
+    """Return name and shape of items [begin, end) of an array in a file.
+
+    All items have the array's name and shape. Some of them are flat, with the range in the name.
+    """
     stored, whole = stored_name(array, name), shape_of(array, shape)
     if (begin, end) == (0, math.prod(whole)):
         return stored, whole
@@ -170,8 +174,12 @@ def _states_of(dtype: torch.dtype, kind: StateKind, optimizer: str) -> States:
 
 
 class TensorRecord(BaseModel):
-    """One parameter. `aliases`: all its names, `name` first. `step`: number of its updates, by
-    `optimizer`. `pieces`: by array, in order, which together have every item."""
+    """One parameter.
+
+    aliases  all its names, `name` first
+    step     number of its updates by `optimizer`
+    pieces   by array, in order; together they have every item
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -182,10 +190,10 @@ class TensorRecord(BaseModel):
     trainable: bool
     step: Count
     optimizer: OptimizerName = DEFAULT.name
-    pieces: dict[str, tuple[Piece, ...]]
+    pieces: dict[str, tuple[StoredPiece, ...]]
 
     def states(self, kind: StateKind) -> States:
-        """The arrays that hold its training state, with states of `kind`."""
+        """Return the arrays that hold its training state, with states of `kind`."""
         return _states_of(self.dtype, kind, self.optimizer)
 
     @property
@@ -201,13 +209,12 @@ class TensorRecord(BaseModel):
         return not self.pieces.keys() <= {WEIGHTS, LOW}
 
     def files(self, arrays: set[str] | None = None) -> set[str]:
-        """The files that hold these arrays, or all."""
-        return {
-            piece.file
-            for array, pieces in self.pieces.items()
-            if arrays is None or array in arrays
-            for piece in pieces
-        }
+        """Return the files that hold these arrays. None: all arrays."""
+        files: set[str] = set()
+        for array, pieces in self.pieces.items():
+            if arrays is None or array in arrays:
+                files.update(piece.file for piece in pieces)
+        return files
 
     @model_validator(mode="after")
     def _consistent(self) -> TensorRecord:
@@ -223,23 +230,30 @@ class TensorRecord(BaseModel):
         if self.has_low and LOW_DTYPE[self.dtype] is None:
             raise ValueError(f"expected no masters beside {NAMES[self.dtype]}")
         for array, pieces in self.pieces.items():
-            end = 0
-            for piece in pieces:
-                if piece.begin != end or piece.end < end:
-                    raise ValueError(
-                        f"pieces.{array}: expected a piece that begins at {end}, got "
-                        f"[{piece.begin}, {piece.end})"
-                    )
-                end = piece.end
-            if not pieces or end != math.prod(shape_of(array, self.shape)):
-                raise ValueError(f"pieces.{array}: the last item is in no file")
+            self._check_pieces(array, pieces)
         return self
+
+    def _check_pieces(self, array: str, pieces: tuple[StoredPiece, ...]) -> None:
+        """Raise ValueError unless the pieces have every item once, in order."""
+        end = 0
+        for piece in pieces:
+            if piece.begin != end or piece.end < end:
+                raise ValueError(
+                    f"pieces.{array}: expected a piece that begins at {end}, got "
+                    f"[{piece.begin}, {piece.end})"
+                )
+            end = piece.end
+        if not pieces or end != math.prod(shape_of(array, self.shape)):
+            raise ValueError(f"pieces.{array}: the last item is in no file")
 
 
 class Manifest(BaseModel):
-    """`states`: the kind of masters and moments. `groups`: the optimizer's parameter groups, in
-    which "params" are names and the other keys are hyper-parameters. `excluded`: frozen parameters
-    that were left out on request."""
+    """Contents of `manifest.json`.
+
+    states    kind of masters and moments
+    groups    the optimizer's parameter groups: "params" are names, other keys hyper-parameters
+    excluded  frozen parameters that were left out on request
+    """
 
     model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
 
@@ -262,6 +276,13 @@ class Manifest(BaseModel):
             raise ValueError(f"counters.{GAS}: got {self.counters[GAS]}, expected at least 1")
         if self.states == LEAN and self.dtype is not torch.bfloat16:
             raise ValueError("states: expected exact ones of weights that are not bf16")
+        self._check_groups()
+        for tensor in self.tensors:
+            self._check_tensor(tensor)
+        return self
+
+    def _check_groups(self) -> None:
+        """Raise ValueError for a repeated name, and for a group with a name of no tensor."""
         names = [alias for tensor in self.tensors for alias in tensor.aliases]
         if repeated := [name for name, count in Counter(names).items() if count > 1]:
             raise ValueError(f"tensors: {repeated[0]} is there more than once")
@@ -272,19 +293,20 @@ class Manifest(BaseModel):
                 raise ValueError(f"groups.{index}.params: expected a list of names")
             if unknown := set(listed) - known:
                 raise ValueError(f"groups: {min(unknown)} is none of the tensors")
-        for tensor in self.tensors:
-            moments = tensor.states(self.states).moment_dtypes.keys() if tensor.trainable else ()
-            if tensor.has_moments and tensor.pieces.keys() - {WEIGHTS, LOW} != set(moments):
-                raise ValueError(
-                    f"tensors: {tensor.name} has the arrays {', '.join(tensor.pieces)}, and its "
-                    f"moments are {', '.join(moments)}"
-                )
-            if unlisted := tensor.files() - self.files.keys():
-                raise ValueError(f"files: {min(unlisted)} is missing, which holds {tensor.name}")
-        return self
+
+    def _check_tensor(self, tensor: TensorRecord) -> None:
+        """Raise ValueError for arrays that are not its optimizer's, and for files not listed."""
+        moments = tensor.states(self.states).moment_dtypes.keys() if tensor.trainable else ()
+        if tensor.has_moments and tensor.pieces.keys() - {WEIGHTS, LOW} != set(moments):
+            raise ValueError(
+                f"tensors: {tensor.name} has the arrays {', '.join(tensor.pieces)}, and its "
+                f"moments are {', '.join(moments)}"
+            )
+        if unlisted := tensor.files() - self.files.keys():
+            raise ValueError(f"files: {min(unlisted)} is missing, which holds {tensor.name}")
 
     def write(self, directory: Path) -> None:
-        """Write the manifest into a directory that has all its files."""
+        """Write the manifest into a directory that has all its files. Waits for the disk."""
         body = {"format": FORMAT, "version": VERSION, **self.model_dump(mode="json")}
         body["files"] = dict(sorted(body["files"].items()))
         crc32 = zlib.crc32(json.dumps(body, sort_keys=True).encode())
@@ -293,9 +315,14 @@ class Manifest(BaseModel):
 
     @staticmethod
     def read(directory: Path, slices: Slices | None = None, within: int | None = None) -> Manifest:
-        """The manifest of `slices`, by default of a model that is not split, in `directory`.
-        `within`: its descriptor, when another directory may have its name by now. CheckpointError
-        when there is none, or it is damaged; ConfigError when the model was split otherwise."""
+        """Read the manifest of `slices` in `directory`.
+
+        slices  None: a model that is not split
+        within  the directory's descriptor, if another directory may have its name by now
+
+        Raises CheckpointError if the manifest is missing or damaged. Raises ConfigError if the
+        model was split otherwise.
+        """
         slices = slices or Slices()
         path = directory / slices.name(MANIFEST)
         _check_split(directory, slices, os.listdir(directory if within is None else within))
@@ -332,23 +359,26 @@ class Manifest(BaseModel):
 
 
 def _from_version_1(body: dict[str, Any]) -> dict[str, Any]:
-    """The body in version 2. Version 1 names the file of a parameter's weights, of its `low` and of
-    its moments; each has the array whole. ValueError, KeyError, TypeError or AttributeError for a
-    body that no release wrote."""
+    """The body in version 2.
+
+    Version 1 names the file of a parameter's weights, of its `low` and of its moments. Each file
+    has the whole array. Raises ValueError, KeyError, TypeError or AttributeError for a body that no
+    release wrote.
+    """
     tensors = []
     for tensor in body["tensors"]:
         kept = {k: v for k, v in tensor.items() if k not in (WEIGHTS, LOW, "moments")}
-        pieces = {
-            array: [{"file": file, "begin": 0, "end": math.prod(shape_of(array, kept["shape"]))}]
-            for array, file in _files_of_version_1(tensor, body.get("states", EXACT))
-            if file is not None
-        }
+        pieces = {}
+        for array, file in _files_of_version_1(tensor, body.get("states", EXACT)):
+            if file is not None:
+                end = math.prod(shape_of(array, kept["shape"]))
+                pieces[array] = [{"file": file, "begin": 0, "end": end}]
         tensors.append({**kept, "pieces": pieces})
     return {**body, "tensors": tensors}
 
 
 def _files_of_version_1(tensor: dict[str, Any], kind: StateKind) -> Iterator[tuple[str, Any]]:
-    """(array, file) of a tensor; the file is None where the parameter has no such state."""
+    """(array, file) of a tensor. The file is None if the parameter has no such state."""
     yield WEIGHTS, tensor[WEIGHTS]
     yield LOW, tensor[LOW]
     optimizer = _optimizer_name(tensor.get("optimizer", DEFAULT.name))
@@ -357,7 +387,7 @@ def _files_of_version_1(tensor: dict[str, Any], kind: StateKind) -> Iterator[tup
 
 
 def _check_split(directory: Path, slices: Slices, names: list[str]) -> None:
-    """ConfigError unless the tag has slices of as many model-parallel ranks."""
+    """Raise ConfigError unless the tag has slices of as many model-parallel ranks."""
     num_sliced = len([name for name in names if fnmatch(name, f"mp_rank_*_{MANIFEST}")])
     num_saved = 1 if MANIFEST in names else num_sliced
     if num_saved not in (0, slices.size):
@@ -371,7 +401,7 @@ def _check_split(directory: Path, slices: Slices, names: list[str]) -> None:
 
 
 def _foreign(directory: Path) -> str:
-    """The message for a directory without a manifest."""
+    """The error's message for a directory without a manifest, by the files that it has."""
     if any(directory.glob("*_optim_states.pt")) or (directory / STATE).exists():
         return (
             f"{directory}: a checkpoint of DeepSpeed's, without {MANIFEST}; convert it with "

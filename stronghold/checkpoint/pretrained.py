@@ -1,9 +1,9 @@
 """`from_pretrained`: a Hugging Face model that takes no memory until `initialize` streams it in.
 
-Owns the match between a directory's tensors and a model's parameter names. Reads safetensors alone,
-a piece at a time, straight into the slabs. Tensors that transformers converts while it loads (the
-experts of one layer, a fused projection) take host memory twice meanwhile. No others do. The
-training thread enters.
+Owns the match between a directory's tensors and a model's parameter names. It reads safetensors
+alone, a piece at a time, straight into the slabs. Only tensors that transformers converts while it
+loads (the experts of one layer, a fused projection) take host memory twice meanwhile. The training
+thread alone enters.
 """
 
 from __future__ import annotations
@@ -42,13 +42,15 @@ def from_pretrained(
     `stronghold.initialize` streams their values into host memory, layer by layer. The model is in
     evaluation mode, as transformers' own `from_pretrained` leaves it.
 
-    directory       has `config.json`, and safetensors in one file or in shards
-    auto_class      auto class or model class. None: AutoModelForCausalLM
-    dtype           of the parameters. None: the configuration's
-    config_changes  changes of the configuration
+    * `directory`: has `config.json`, and safetensors in one file or in shards.
+    * `auto_class`: transformers' auto class or model class. None: `AutoModelForCausalLM`.
+    * `dtype`: dtype of the parameters. None: the configuration's.
+    * `config_changes`: changes of the configuration.
 
-    Raises ConfigError for a directory that cannot be opened, before the model is built if possible.
-    The error names missing tensors.
+    Returns the model. It reads the buffers' values, and waits for the disk only for those.
+
+    Raises ConfigError for a directory that cannot be opened, if possible before the model is built.
+    The error names missing tensors. Raises CheckpointError for a damaged file.
     """
     import transformers
 

@@ -1,22 +1,22 @@
-"""Saving: each layer's arrays to files, while they are not written.
+"""Saving: writes each layer's arrays to files, between two updates of the layer.
 
-Owns the contents of each file and the order of the files. Copies no array: bytes go from where they
-lie to the file, through a piece of host memory where they lie on the GPU or in a file. The training
-thread collects; the jobs run on it or on the io lane.
+Owns the contents of each file and the order of the files. It copies no array in host memory. Bytes
+on the GPU or in a file pass a piece of host memory. The training thread collects. Jobs run on that
+thread or on the io lane.
 
-[Note: snapshot]
+[Note: snapshot] The hazard: a layer's next update writes arrays that a save reads.
 
-1. A job reads a layer after its newest update, and the layer's next update waits for the job.
-2. So a save beside the next steps writes exactly the bytes that a save that stops them writes.
-3. Buffers, counters and schedules are copied when the save is asked for.
-4. A program that writes weights in place meanwhile waits for nothing: such a save fails.
+1. The constructor copies buffers, counters and schedules.
+2. A job reads a layer after the layer's newest update. The next update waits for the job.
+3. So an asynchronous save writes the same bytes as a save that stops training.
+4. A program that writes weights in place waits for no job. A save fails if its versions differ.
 
 [Note: one tag]
 
 1. The leader makes the hidden directory, which all ranks must see.
 2. Every rank writes its share of each layer into files of its own.
-3. The ranks exchange where each item lies. The first rank of those that share slices of the model
-   writes the small files and the manifest.
+3. The ranks exchange the file of each item (all-gather). Of the ranks that share slices of the
+   model, the first writes the small files and the manifest.
 4. The leader publishes the directory. An error on any rank is raised on all, and leaves no trace.
 """
 
@@ -25,7 +25,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 from collections.abc import Callable, Iterator
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +33,7 @@ import torch
 from torch import nn
 
 from stronghold.checkpoint import directory
-from stronghold.checkpoint.directory import Team
+from stronghold.checkpoint.directory import CheckpointRanks
 from stronghold.checkpoint.files import (
     NAMES,
     Entry,
@@ -48,7 +48,7 @@ from stronghold.checkpoint.manifest import (
     LOW,
     WEIGHTS,
     Manifest,
-    Piece,
+    StoredPiece,
     TensorRecord,
     stored_as,
 )
@@ -56,6 +56,7 @@ from stronghold.checkpoint.state import ClientState, pack_state
 from stronghold.devices.base import Fence, surfacing
 from stronghold.devices.lane_name import LaneName
 from stronghold.errors import CheckpointError, ConfigError, LaneError
+from stronghold.memory.access import ArrayAccess
 from stronghold.model.arrays import array_dtype, moment_arrays
 from stronghold.model.layout import ParameterSlice
 from stronghold.optim import DEFAULT
@@ -70,12 +71,12 @@ PACKAGES = ("stronghold", "deepspeed", "torch")
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that made a checkpoint."""
+    """Return the versions of the packages that make a checkpoint."""
     return {name: importlib.metadata.version(name) for name in PACKAGES}
 
 
 class WrittenPiece(NamedTuple):
-    """Items [begin, end) of one array of the parameter `name`, which one rank has written."""
+    """Items [begin, end) of one array of the parameter `name`, in the file of one rank."""
 
     name: str
     array: str
@@ -99,8 +100,44 @@ class SavedParameter(NamedTuple):
     described: dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _HeldItems:
+    """`Entry.pieces` of one array of a layer: elements [begin, end), wherever the array lies."""
+
+    access: ArrayAccess
+    layer: int
+    array: str
+    begin: int
+    end: int
+
+    def __call__(self) -> Iterator[torch.Tensor]:
+        for _, views in self.access.pieces(self.layer, (self.array,), self.begin, self.end):
+            yield views[self.array]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LayerJob:
+    """Job of the io lane that writes one layer. `versions` are those of its parameters."""
+
+    save: Save
+    layer: int
+    versions: list[int]
+
+    def __call__(self) -> None:
+        self.save.write_guarded(self.layer, versions=self.versions)
+
+
 class Save:
-    """One checkpoint on its way to disk: `run`, or `start` beside training and then `wait`."""
+    """One checkpoint on its way to disk.
+
+    Call `run`, or `start` and later `wait`.
+
+    client          state without tensors
+    counters        the engine's counters, by name
+    exclude_frozen  leave frozen parameters out
+    team            the ranks that save together
+    latest          make the file `latest` name the tag
+    """
 
     def __init__(
         self,
@@ -112,7 +149,7 @@ class Save:
         client: ClientState,
         counters: dict[str, int],
         exclude_frozen: bool,
-        team: Team,
+        team: CheckpointRanks,
         latest: bool,
     ) -> None:
         self._stack = stack
@@ -133,15 +170,17 @@ class Save:
         self._state = pack_state(client, counters, self._versions, model_parallel_size=slices)
         self._config = model_config(model)
         self._groups = named_groups(stack, optimizer)
-        self._saved = [self._saved_parameters(i) for i in range(len(stack.host.layers))]
+        num_layers = len(stack.host.layers)
+        self._saved = [self._saved_parameters(layer) for layer in range(num_layers)]
         self._cleanup = contextlib.ExitStack()  # removes the hidden directory, of the leader
         self._hidden = self._make_hidden()
         self._failure: BaseException | None = None
         self._jobs: list[Fence] = []
         self._published: Fence | None = None
-        # As the next updates will come, so that they wait least.
-        order = update_order(stack.plan.updates)
-        self.order = [*order, *(i for i in range(len(self._saved)) if i not in order)]
+        # The order of the next updates, so that they wait least. Then layers without an update.
+        updated = update_order(stack.plan.updates)
+        others = [layer for layer in range(num_layers) if layer not in updated]
+        self.order = [*updated, *others]
 
     def _make_hidden(self) -> Path:
         """The hidden directory, which every rank sees."""
@@ -165,23 +204,28 @@ class Save:
         return self._cleanup.enter_context(hidden).name
 
     def run(self) -> None:
-        """Save on the calling thread, each layer after its pending update. Raises OSError, and then
-        leaves no trace on disk."""
+        """Save on the calling thread. Waits for each layer's pending update, and for the disk.
+
+        Raises OSError, and then leaves no trace on disk.
+        """
         for layer in self.order:
-            self._write_guarded(layer, after=self._stack.host.layers[layer].wait)
+            self.write_guarded(layer)
         self._finish()
 
     def start(self) -> None:
-        """Save on the io lane; `wait` raises its errors. Training may go on at once:
-        [Note: snapshot]."""
-        stack, lane = self._stack, self._stack.device.lane(LaneName.IO)
+        """Queue the save on the io lane. Training may go on at once ([Note: snapshot]).
+
+        `wait` raises the save's errors.
+        """
+        stack = self._stack
+        lane = stack.device.lane(LaneName.IO)
         try:
             for layer in self.order:
                 state = stack.host.layers[layer]
                 name = f"save {state.layout.name or 'root'}"
-                before = stack.runtime.versions_of(layer)
-                work = partial(self._write_guarded, layer, before=before)
-                # The layer's next update waits for it: a snapshot without a copy.
+                versions = stack.runtime.versions_of(layer)
+                work = _LayerJob(save=self, layer=layer, versions=versions)
+                # The layer's next update waits for this reader: a snapshot without a copy.
                 self._jobs.append(lane.submit(name, work, reads=state.records_of(state.changed)))
         except BaseException as error:  # queued jobs write nothing more
             self._failure = error
@@ -191,42 +235,47 @@ class Save:
 
     @property
     def ended(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
+        """True if a started save has ended, so that `wait` returns or raises at once."""
         return self._published is not None and self._published.done
 
     def wait(self) -> None:
-        """Block until a started save has ended. LaneError whose cause is the save's error."""
+        """Block until a started save has ended.
+
+        Raises LaneError, whose cause is the save's error.
+        """
         if self._published is not None:
             self._published.wait()
-        if isinstance(self._failure, LaneError):  # an update's: the layers are of no one step
+        if isinstance(self._failure, LaneError):  # an update failed: layers of different steps
             raise surfacing(self._failure)
         if self._failure is not None:
             raise LaneError(LaneName.IO, f"publish {self._tag}", self._failure) from self._failure
 
-    def _write_guarded(
-        self,
-        layer: int,
-        after: Callable[[], None] = lambda: None,
-        before: list[int] | None = None,
-    ) -> None:
-        """Write a layer; an error is kept for the end, so that no update fails with it and every
-        rank comes to the end. `before`: the versions of its parameters that are saved."""
-        if self._failure is None:
-            try:
-                after()
-                self._write_layer(layer)
-                self._check_unwritten(layer, before)
-            except BaseException as error:
-                self._failure = error
+    def write_guarded(self, layer: int, *, versions: list[int] | None = None) -> None:
+        """Write a layer, and keep its error for `_finish`.
 
-    def _check_unwritten(self, layer: int, before: list[int] | None) -> None:
-        stack, state = self._stack, self._stack.host.layers[layer]
-        if before is None or (layer in stack.plan.resident and state.home is not GPU):
-            return  # programs write such weights in their slot, and the arrays are not read there
-        for part, old, new in zip(
-            state.layout.slices, before, stack.runtime.versions_of(layer), strict=True
-        ):
-            if old != new:
+        So no update fails with the save, and every rank comes to the end. `versions` are those of
+        the layer's parameters at `start`. None: wait for the layer's pending update first.
+        """
+        if self._failure is not None:
+            return
+        try:
+            if versions is None:
+                self._stack.host.layers[layer].wait()
+            self._write_layer(layer)
+            if versions is not None:
+                self._check_unwritten(layer, versions)
+        except BaseException as error:
+            self._failure = error
+
+    def _check_unwritten(self, layer: int, versions: list[int]) -> None:
+        """Raise ConfigError if the program has written a parameter since `start`."""
+        stack = self._stack
+        state = stack.host.layers[layer]
+        if layer in stack.plan.resident and state.home is not GPU:
+            return  # a program writes such weights in their slot, and the save reads host arrays
+        present = stack.runtime.versions_of(layer)
+        for part, before, now in zip(state.layout.slices, versions, present, strict=True):
+            if before != now:
                 raise ConfigError(
                     f"{part.name} was written in place while a checkpoint was saved beside "
                     "training, which would have values of two states: call "
@@ -235,7 +284,7 @@ class Save:
                 )
 
     def _finish_guarded(self) -> None:
-        """The disk's errors are the save's alone: a lane that failed could not go on."""
+        """Finish, and keep the error. An error of the disk must not end the lane."""
         try:
             self._finish()
         except BaseException as error:
@@ -247,10 +296,11 @@ class Save:
         with self._cleanup:
             of_all = team.exchange(team.all_or_raise(self._end_of_jobs), "files and pieces")
             of_slices = team.of_slices(of_all)
-            team.all_or_raise(lambda: self._describe(of_slices) if team.rank == 0 else None)
-            team.all_or_raise(lambda: self._publish() if team.leader else None)
+            team.all_or_raise(self._describe, of_slices)
+            team.all_or_raise(self._publish)
 
     def _end_of_jobs(self) -> Written:
+        """Wait for this rank's jobs. Returns its files, or raises the first error."""
         for job in self._jobs:  # a job whose update failed never ran: its fence raises
             job.wait()
         if self._failure is not None:
@@ -259,7 +309,9 @@ class Save:
 
     # -- one layer --------------------------------------------------------------------------------
     def _saved_parameters(self, index: int) -> list[SavedParameter]:
-        stack, state = self._stack, self._stack.host.layers[index]
+        """The parameters of a layer that are saved. ConfigError for a dtype that no file has."""
+        stack = self._stack
+        state = stack.host.layers[index]
         named = stack.partition.layers[index].parameters
         optimizers = stack.steps.optimizers_of(state)
         saved = []
@@ -288,7 +340,7 @@ class Save:
         return saved
 
     def _arrays_of(self, index: int, part: ParameterSlice) -> Iterator[str]:
-        """The arrays that the parameter has now."""
+        """Names of the arrays that the parameter has now."""
         host = self._stack.host
         yield WEIGHTS
         if part.trainable:
@@ -297,6 +349,7 @@ class Save:
                     yield array
 
     def _write_layer(self, index: int) -> None:
+        """Write this rank's share of a layer, in a file for each kind of arrays."""
         kinds = {
             "weights": (WEIGHTS,),
             "masters": (LOW,),
@@ -307,7 +360,9 @@ class Save:
             file = self._team.slices.name(f"{kind}-{index:05d}{rank}.safetensors")
             entries = []
             for saved in self._saved[index]:
-                for array in (array for array in arrays if array in saved.arrays):
+                for array in arrays:
+                    if array not in saved.arrays:
+                        continue
                     for begin, end in self._shares(index, saved.part):
                         entries.append(self._entry(index, array, saved.part, begin, end))
                         span = items(array, begin, end)
@@ -325,43 +380,38 @@ class Save:
             yield low - part.offset, high - part.offset
 
     def _entry(self, index: int, array: str, part: ParameterSlice, begin: int, end: int) -> Entry:
-        """Elements [begin, end) of a parameter's array, from where they lie: host memory, or piece
-        by piece from a file or the GPU."""
+        """Entry of a parameter's elements [begin, end) of an array.
+
+        Its pieces are views of host memory, or copies from a file or the GPU.
+        """
         host = self._stack.host
         span = items(array, begin, end)
         name, shape = stored_as(array, part.name, part.shape, span.start, span.stop)
         dtype = array_dtype(host.formats[part.format], array)
-        first, last = part.offset + begin, part.offset + end
-        pieces = partial(host.access.pieces, index, (array,), first, last)
-        return Entry(
-            name=name,
-            dtype=dtype,
-            shape=shape,
-            pieces=lambda: (views[array] for _, views in pieces()),
+        pieces = _HeldItems(
+            access=host.access,
+            layer=index,
+            array=array,
+            begin=part.offset + begin,
+            end=part.offset + end,
         )
+        return Entry(name=name, dtype=dtype, shape=shape, pieces=pieces)
 
     # -- the end ----------------------------------------------------------------------------------
     def _describe(self, of_ranks: list[Written]) -> None:
-        """Write the small files and the manifest."""
+        """Write the small files and the manifest, on the first rank of those that share slices."""
+        if self._team.rank != 0:
+            return
         stack, slices = self._stack, self._team.slices
-        files = {name: record for one in of_ranks for name, record in one.files.items()}
-        if self._buffers:
-            name = slices.name(BUFFERS)
-            entries = [entry_of(*item) for item in self._buffers.items()]
-            files[name] = write_tensors(self._hidden / name, entries)
-        for name, data in {slices.state: self._state, slices.name(CONFIG): self._config}.items():
-            if data is not None:
-                files[name] = write_durably(self._hidden / name, data)
-        pieces: dict[str, dict[str, tuple[Piece, ...]]] = {}
-        for name, array, begin, end, file in sorted(p for one in of_ranks for p in one.pieces):
-            arrays = pieces.setdefault(name, {})
-            piece = Piece(file=file, begin=begin, end=end)
-            arrays[array] = (*arrays.get(array, ()), piece)
-        records = [
-            TensorRecord(**saved.described, pieces=pieces[saved.part.name])
-            for of_layer in self._saved
-            for saved in of_layer
-        ]
+        files: dict[str, FileRecord] = {}
+        for written in of_ranks:
+            files.update(written.files)
+        files.update(self._write_small_files())
+        pieces = _pieces_by_name(of_ranks)
+        records = []
+        for layer in self._saved:
+            for saved in layer:
+                records.append(TensorRecord(**saved.described, pieces=pieces[saved.part.name]))
         kept = {record.name for record in records}
         parameters = [part for layer in stack.layout.layers for part in layer.slices]
         Manifest(
@@ -377,25 +427,57 @@ class Save:
             model_parallel=slices,
         ).write(self._hidden)
 
+    def _write_small_files(self) -> dict[str, FileRecord]:
+        """Write buffers, state and configuration. Returns their records by name."""
+        slices = self._team.slices
+        files: dict[str, FileRecord] = {}
+        if self._buffers:
+            name = slices.name(BUFFERS)
+            entries = [entry_of(*item) for item in self._buffers.items()]
+            files[name] = write_tensors(self._hidden / name, entries)
+        for name, data in {slices.state: self._state, slices.name(CONFIG): self._config}.items():
+            if data is not None:
+                files[name] = write_durably(self._hidden / name, data)
+        return files
+
     def _publish(self) -> None:
+        """Make the tag visible, on the leader, and then `latest`."""
+        if not self._team.leader:
+            return
         directory.publish(self._hidden, self._save_dir / self._tag)
         if self._latest:
             directory.write_latest(self._save_dir, self._tag)
 
 
+def _pieces_by_name(of_ranks: list[Written]) -> dict[str, dict[str, tuple[StoredPiece, ...]]]:
+    """The pieces of all ranks by parameter and array, in the order of their items."""
+    written_pieces: list[WrittenPiece] = []
+    for written in of_ranks:
+        written_pieces += written.pieces
+    pieces: dict[str, dict[str, tuple[StoredPiece, ...]]] = {}
+    for name, array, begin, end, file in sorted(written_pieces):
+        arrays = pieces.setdefault(name, {})
+        piece = StoredPiece(file=file, begin=begin, end=end)
+        arrays[array] = (*arrays.get(array, ()), piece)
+    return pieces
+
+
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The buffers that a state dict has, each once, by name."""
-    transient = {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, module in model.named_modules()
-        for name in transient_buffers(module)
-    }
-    yield from ((n, b) for n, b in model.named_buffers() if n not in transient)
+    """Yield (name, buffer) for each buffer that a state dict has, once."""
+    transient: set[str] = set()
+    for prefix, module in model.named_modules():
+        for name in transient_buffers(module):
+            transient.add(f"{prefix}.{name}" if prefix else name)
+    for name, buffer in model.named_buffers():
+        if name not in transient:
+            yield name, buffer
 
 
 def model_config(model: nn.Module) -> bytes | None:
-    """The JSON of a Hugging Face model's configuration, from which an export needs no other
-    directory; None for another model."""
+    """Return the JSON of a Hugging Face model's configuration, for exports of the checkpoint.
+
+    None for another model.
+    """
     config: Any = getattr(model, "config", None)
     to_json: Callable[..., str] | None = getattr(config, "to_json_string", None)
     return None if to_json is None else to_json(use_diff=False).encode()
@@ -404,18 +486,22 @@ def model_config(model: nn.Module) -> bytes | None:
 def named_groups(
     stack: Stack, optimizer: EngineOptimizer | None
 ) -> tuple[dict[str, Any], ...] | None:
-    """The optimizer's live groups, with parameters by name and numbers that JSON knows."""
+    """Return the optimizer's live groups, with parameters by name and values as JSON has them."""
     if optimizer is None:
         return None
-    names = {n.parameter: n.name for layer in stack.partition.layers for n in layer.parameters}
-    return tuple(
-        plain_group(group, [names[p] for p in group["params"] if p in names])
-        for group in optimizer.param_groups
-    )
+    names: dict[nn.Parameter, str] = {}
+    for layer in stack.partition.layers:
+        for named in layer.parameters:
+            names[named.parameter] = named.name
+    groups = []
+    for group in optimizer.param_groups:
+        listed = [names[parameter] for parameter in group["params"] if parameter in names]
+        groups.append(plain_group(group, listed))
+    return tuple(groups)
 
 
 def plain_group(group: dict[str, Any], names: list[str]) -> dict[str, Any]:
-    """A parameter group of a manifest: hyper-parameters as JSON has them."""
+    """Return a parameter group for a manifest: names, and hyper-parameters as JSON has them."""
     kept = {key: _plain(value) for key, value in group.items() if key != "params"}
     return {**kept, "params": names}
 

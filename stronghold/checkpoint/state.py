@@ -1,8 +1,8 @@
 """The state file of a tag: everything that is no tensor.
 
-Owns the pickle `mp_rank_00_model_states.pt`: schedules, random states, the loss scale, what the
-caller gave. No code of a file runs where torch's safe reader suffices. The training thread alone
-enters.
+Owns the pickle `mp_rank_00_model_states.pt`: schedules, random states, the loss scale, and the
+caller's state. It runs no code of a file that torch's safe reader can read. The training thread
+alone enters.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from stronghold.errors import CheckpointError
 logger = logging.getLogger("stronghold")
 
 NOTE = "the weights are in the .safetensors files beside this one: see `stronghold export`"
-# Of each key in the file, which older ones may lack: the field, and the types that can be taken.
+# For each key of the file: the field, and the types of its values. Older files may lack keys.
 STORED: dict[str, tuple[str, tuple[type, ...]]] = {
     "lr_scheduler": ("scheduler", (dict, type(None))),
     "data_sampler": ("loader", (object,)),
@@ -38,9 +38,14 @@ STORED: dict[str, tuple[str, tuple[type, ...]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientState:
-    """Everything of a tag that is no tensor. `scheduler`, `loader`: state dicts, or None. `client`:
-    the caller's. `loss_scale`: of the optimizer's scaler, or None. `random`: random states of the
-    first rank, or None in an imported checkpoint; `random_of_ranks`: those of every rank."""
+    """Everything of a tag that is no tensor.
+
+    scheduler, loader  state dicts of the schedule and of the data loader, or None
+    client             the caller's state
+    loss_scale         state of the optimizer's loss scaler, or None
+    random             random states of the first rank; None in an imported checkpoint
+    random_of_ranks    random states of every rank, or None
+    """
 
     scheduler: dict[str, Any] | None = None
     loader: dict[str, Any] | None = None
@@ -51,7 +56,7 @@ class ClientState:
 
 
 def random_states(device: Device) -> dict[str, Any]:
-    """Python's, NumPy's, torch's and the device's generators."""
+    """Return the states of Python's, NumPy's, torch's and the device's random generators."""
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
@@ -61,7 +66,7 @@ def random_states(device: Device) -> dict[str, Any]:
 
 
 def restore_random_states(states: dict[str, Any] | None, device: Device) -> None:
-    """Set every generator; one that the checkpoint does not have is left."""
+    """Set every random generator. A generator without a saved state is left."""
     if states is None:
         return
     random.setstate(states["python"])
@@ -78,12 +83,13 @@ def pack_state(
     *,
     model_parallel_size: int = 1,
 ) -> bytes:
-    """The file's contents, made now: later changes of live state dicts do not reach it."""
+    """Return the file's bytes. Later changes of live state dicts do not reach them."""
+    fields = {key: getattr(state, name) for key, (name, _) in STORED.items()}
     stored = {
         **counters,
         "module": None,
         "note": NOTE,
-        **{key: getattr(state, name) for key, (name, _) in STORED.items()},
+        **fields,
         "dp_world_size": 1,
         "mp_world_size": model_parallel_size,
         "ds_version": versions["deepspeed"],
@@ -94,10 +100,14 @@ def pack_state(
 
 
 def unpack_state(file: HeldFile, *, trusted: bool) -> ClientState | None:
-    """Read the file back. Torch's safe reader (`weights_only`) runs no code of the file. It refuses
-    objects of classes of the program's in a client state, a schedule or a data loader. Such a file
-    is unpickled as DeepSpeed's are when it is `trusted`; else the result is None, with a warning.
-    CheckpointError when the file is damaged, or holds other things than `pack_state` put there."""
+    """Read the file back.
+
+    Torch's safe reader (`weights_only`) runs no code of the file. It refuses objects of the
+    program's classes in a client state, a schedule or a data loader. A `trusted` file with such
+    objects is unpickled, as DeepSpeed's are. For another one the result is None, with a warning.
+
+    Raises CheckpointError if the file is damaged, or has values that `pack_state` does not write.
+    """
     try:
         return _checked(_load(file, weights_only=True))
     except Exception as error:  # torch's own unpickler has no one type of error
@@ -113,12 +123,12 @@ def unpack_state(file: HeldFile, *, trusted: bool) -> ClientState | None:
         return _checked(_load(file, weights_only=False))
     except CheckpointError:
         raise
-    except Exception as error:  # code of the file's raises what it likes
+    except Exception as error:  # code of the file may raise any exception
         raise CheckpointError(f"{file.path}: {error!r}") from error
 
 
 def unsafe_reason(error: Exception) -> str:
-    """The type that torch's safe reader refuses, or the first line of its message."""
+    """Return the type that torch's safe reader refuses, or the first line of its message."""
     named = re.search(r"GLOBAL (\S+)", str(error))
     return named[1] if named else next(iter(str(error).splitlines()), repr(error))
 
@@ -134,11 +144,12 @@ def _load(file: HeldFile, *, weights_only: bool) -> Any:
 
 
 def _checked(stored: Any) -> ClientState:
-    """ValueError, KeyError or TypeError for what no save writes."""
+    """The state. Raises ValueError, KeyError or TypeError for values that no save writes."""
     for key, (_, types) in STORED.items():
         if not isinstance(stored.get(key), types):
             raise ValueError(f"{key}: got {type(stored.get(key)).__name__}")
-    state = ClientState(**{name: stored.get(key) for key, (name, _) in STORED.items()})
+    fields = {name: stored.get(key) for key, (name, _) in STORED.items()}
+    state = ClientState(**fields)
     for key, number in (state.loss_scale or {}).items():
         if not isinstance(number, int | float):
             raise ValueError(f"loss_scaler.{key}: got {number!r}, expected a number")

@@ -1,14 +1,15 @@
 """A tag that is open for reading.
 
-Owns the descriptors of a tag's files from before they are verified until the last of them is read.
-Never writes. The training thread alone enters.
+Owns the descriptors of a tag's files, from before they are verified until the last of them is read.
+It never writes. The training thread alone enters.
 
-[Note: one save] A tag may be replaced while it is read, and often is while training goes on:
+[Note: one save] A race between a reader and a saver that replaces the tag, as saves beside training
+often do:
 
 1. The reader opens the directory, and through its descriptor the manifest and every file.
 2. A saver exchanges the directory with a new one and removes the old one's names.
-3. The reader verifies and reads by descriptor: all that it reads is of the directory of step 1.
-4. When step 2 came between two opens of step 1, a file is missing, and the reader starts again.
+3. The reader verifies and reads by descriptor. So all its bytes are from the directory of step 1.
+4. If step 2 came between two opens of step 1, a file is missing. The reader starts again.
 """
 
 from __future__ import annotations
@@ -36,12 +37,15 @@ from stronghold.checkpoint.manifest import (
 from stronghold.errors import CheckpointError
 from stronghold.native import Closeable
 
-ATTEMPTS = 100  # each fails only when the tag was replaced within the milliseconds of one
+ATTEMPTS = 100  # an attempt takes milliseconds, and fails only if the tag is replaced meanwhile
 
 
 class OpenTag(Closeable):
-    """`manifest`, and every file that it lists, of the directory `path`: [Note: one save]. Raises
-    as `Manifest.read`. `mark` is equal on ranks that have opened the same save."""
+    """Holds every file of the tag `path` open ([Note: one save]).
+
+    `manifest` lists the files. `mark` is equal on ranks that have opened the same save. Raises the
+    errors of `Manifest.read`.
+    """
 
     def __init__(self, path: Path, slices: Slices | None = None) -> None:
         self.path = path
@@ -55,14 +59,14 @@ class OpenTag(Closeable):
         raise CheckpointError(f"{path}: is replaced again and again; nothing of it can be read")
 
     def close(self) -> None:
-        """Let go of every file."""
+        """Close every file."""
         for file in self._held.values():
             file.close()
         self._held.clear()
         self._tensors.clear()
 
     def _open(self, slices: Slices) -> bool:
-        """False when the tag was replaced before everything was open."""
+        """Open all files. False if the tag was replaced before everything was open."""
         try:
             within = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -73,7 +77,7 @@ class OpenTag(Closeable):
             self.mark = zlib.crc32(first.read(LARGEST))
             first.close()
             for name in self.manifest.files:
-                # A file that is missing for another reason may not be needed: `check` will tell.
+                # A file may be missing for another reason. `check` raises if it is needed.
                 with contextlib.suppress(MissingError):
                     self._held[name] = HeldFile(self.path / name, within)
             is_complete = len(self._held) == len(self.manifest.files)
@@ -89,6 +93,7 @@ class OpenTag(Closeable):
             os.close(within)
 
     def _is_at_path(self, within: int) -> bool:
+        """True if the open directory still has the tag's name."""
         try:
             return os.path.samestat(os.stat(self.path), os.fstat(within))
         except FileNotFoundError:
@@ -96,13 +101,18 @@ class OpenTag(Closeable):
 
     # -- checks -----------------------------------------------------------------------------------
     def check(self, names: Iterable[str]) -> None:
-        """CheckpointError unless the files are there, whole and as they were written."""
+        """Raise CheckpointError unless the files exist, whole and as they were written.
+
+        Reads them for their checksums.
+        """
         for name in sorted(names):
             self.file(name).check(self.manifest.files[name])
 
     def check_headers(self, records: Iterable[TensorRecord], *, state: bool) -> None:
-        """CheckpointError unless the files have the weights, the buffers and, with `state`, the
-        masters and moments in the dtypes and shapes that the manifest names."""
+        """Raise CheckpointError unless headers and manifest agree on dtypes and shapes.
+
+        It checks weights and buffers and, with `state`, masters and moments.
+        """
         for record in records:
             states = record.states(self.manifest.states) if record.trainable else None
             for array, pieces in record.pieces.items():
@@ -118,26 +128,28 @@ class OpenTag(Closeable):
     def _check_header(
         self, file: str, name: str, shape: tuple[int, ...], dtype: torch.dtype | None
     ) -> None:
+        """Raise CheckpointError unless a tensor has this dtype (None: any) and shape."""
         info = self.tensors(file).info(name)
-        if info.dtype is not (dtype or info.dtype) or info.shape != shape:
+        expected = dtype or info.dtype
+        if info.dtype is not expected or info.shape != shape:
             raise CheckpointError(
                 f"{self.path / file}: {name} is {info.dtype} {list(info.shape)}, and the manifest "
-                f"says {dtype or info.dtype} {list(shape)}"
+                f"has {expected} {list(shape)}"
             )
 
     def check_unchanged(self) -> None:
-        """CheckpointError when the files themselves were written to since they were opened."""
+        """Raise CheckpointError if a file itself was written to since it was opened."""
         for file in self._held.values():
             file.check_unchanged()
 
     # -- files and arrays -------------------------------------------------------------------------
     @property
     def buffers(self) -> str:
-        """The file of the buffers."""
+        """Name of the file of the buffers."""
         return self.manifest.model_parallel.name(BUFFERS)
 
     def file(self, name: str) -> HeldFile:
-        """CheckpointError when the manifest does not list it, or it is not there."""
+        """Return a file. Raises CheckpointError if it is missing or the manifest omits it."""
         if name not in self.manifest.files:
             raise CheckpointError(f"{self.path}: the manifest does not list {name}")
         if name not in self._held:
@@ -145,14 +157,16 @@ class OpenTag(Closeable):
         return self._held[name]
 
     def tensors(self, name: str) -> TensorFile:
-        """The file as one of tensors."""
+        """Return a file of tensors, with its header read."""
         if name not in self._tensors:
             self._tensors[name] = TensorFile(self.file(name))
         return self._tensors[name]
 
     def read_into(self, record: TensorRecord, array: str, begin: int, target: torch.Tensor) -> None:
-        """Fill `target` (flat, contiguous) with the items of a parameter's array from `begin` on,
-        whichever ranks have written them."""
+        """Fill `target` with the items of a parameter's array from `begin` on.
+
+        `target` is flat and contiguous. The items come from the files of all ranks that wrote them.
+        """
         end = begin + target.numel()
         for piece in record.pieces[array]:
             first, last = max(begin, piece.begin), min(end, piece.end)
@@ -162,7 +176,7 @@ class OpenTag(Closeable):
                 self.tensors(piece.file).read_into(name, first - piece.begin, part)
 
     def read(self, record: TensorRecord, array: str, begin: int, end: int) -> torch.Tensor:
-        """Items [begin, end) of a parameter's array in fresh memory, flat."""
+        """Return items [begin, end) of a parameter's array in fresh memory, flat."""
         dtype = record.dtype
         if array != WEIGHTS:
             dtype = record.states(self.manifest.states).dtypes[array]
@@ -171,8 +185,10 @@ class OpenTag(Closeable):
         return target
 
     def weights(self, record: TensorRecord) -> torch.Tensor:
-        """A parameter's weights in its shape: over the pages of the file that has all of them, or
-        else in fresh memory."""
+        """Return a parameter's weights in its shape.
+
+        They lie over the file's pages if one file has all of them, else in fresh memory.
+        """
         if len(record.pieces[WEIGHTS]) == 1:
             file = record.pieces[WEIGHTS][0].file
             return self.tensors(file).mapped(record.name)

@@ -1,9 +1,9 @@
 """The weights alone, for programs that read no checkpoint of ours.
 
 Owns the view of the host arrays that other savers take for an ordinary state dict. Owns also the
-directory that `from_pretrained` opens, with its shards and their index. Copies nothing but buffers
-and what lies on the GPU; from file to file bytes go a piece of one tensor at a time. Entered by the
-training thread, and by `stronghold export`, which needs no engine and no model.
+directory that `from_pretrained` opens, with its shards and their index. It copies only buffers and
+arrays on the GPU. An export copies from file to file, a piece of one tensor at a time. The training
+thread enters, and `stronghold export`, which needs no engine and no model.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,6 +39,8 @@ from stronghold.checkpoint.manifest import (
 )
 from stronghold.checkpoint.tag import OpenTag
 from stronghold.errors import CheckpointError, ConfigError
+from stronghold.memory.layer import LayerState
+from stronghold.model.layout import ParameterSlice
 from stronghold.plan.homes import GPU
 from stronghold.streaming.stack import Stack
 
@@ -49,21 +51,17 @@ SMALL_FILES = (".json", ".txt", ".model", ".jinja")  # configuration and tokeniz
 
 # -- of a live engine -----------------------------------------------------------------------------
 def live_weights(stack: Stack, *, exclude_frozen: bool = False) -> dict[str, torch.Tensor]:
-    """The model's state dict, whose updates the caller has waited for. Parameters are CPU tensors
-    over the host arrays. Each has a storage of its size, so that a saver neither copies the whole
-    array nor takes neighbours for tied. What lies on the GPU is copied. Tied names share a tensor.
+    """Return the model's state dict. The caller has waited for pending updates.
+
+    Parameters are CPU tensors over the host arrays, without a copy. Each has a storage of its own
+    size. So a saver neither copies the whole array nor takes neighbours for tied weights. Arrays on
+    the GPU are copied. Tied names share a tensor.
     """
     tensors: dict[nn.Parameter, torch.Tensor] = {}
     for state, layer in zip(stack.host.layers, stack.partition.layers, strict=True):
         for part, named in zip(state.layout.slices, layer.parameters, strict=True):
             if part.trainable or not exclude_frozen:
-                values = state.maps["weights"].parameter(state.weights, part)
-                if state.home is GPU or not values.numel():
-                    values = values.to("cpu", copy=True)
-                else:
-                    flat = torch.frombuffer(raw_bytes(values), dtype=values.dtype)
-                    values = flat.view(values.shape)
-                tensors[named.parameter] = values
+                tensors[named.parameter] = _live_parameter(state, part)
     weights: dict[str, torch.Tensor] = {}
     for name, value in stack.partition.model.state_dict(keep_vars=True).items():
         if isinstance(value, nn.Parameter):
@@ -75,14 +73,25 @@ def live_weights(stack: Stack, *, exclude_frozen: bool = False) -> dict[str, tor
     return weights
 
 
+def _live_parameter(state: LayerState, part: ParameterSlice) -> torch.Tensor:
+    """One parameter's weights on the CPU, in a storage of their own size."""
+    values = state.maps["weights"].parameter(state.weights, part)
+    if state.home is GPU or not values.numel():
+        return values.to("cpu", copy=True)
+    flat = torch.frombuffer(raw_bytes(values), dtype=values.dtype)
+    return flat.view(values.shape)
+
+
 def write_weights(weights: dict[str, torch.Tensor], save_dir: Path, filename: str) -> None:
-    """Write a state dict to one file, which appears complete or not at all. Of tied names the first
-    is written to safetensors, which knows no ties; torch's format keeps them."""
+    """Write a state dict to one file, which appears complete or not at all. Waits for the disk.
+
+    safetensors knows no ties: it gets the first of tied names. torch's format keeps ties.
+    """
     with directory.hidden_directory(save_dir, filename) as hidden:
         if filename.endswith(".safetensors"):
-            entries = {
-                id(value): entry_of(name, value) for name, value in reversed(weights.items())
-            }
+            entries: dict[int, Entry] = {}  # by tensor: the first of tied names is the last here
+            for name, value in reversed(weights.items()):
+                entries[id(value)] = entry_of(name, value)
             write_tensors(hidden / filename, list(reversed(entries.values())))
         else:
             torch.save(weights, hidden / filename)
@@ -91,8 +100,11 @@ def write_weights(weights: dict[str, torch.Tensor], save_dir: Path, filename: st
 
 # -- of a checkpoint ------------------------------------------------------------------------------
 def locate(path: Path, tag: str | None) -> Path:
-    """The tag's directory: `path` itself when it is one, else `tag` in it, else what `latest`
-    names."""
+    """Return the tag's directory.
+
+    It is `path` itself if `path` is a checkpoint, else `tag` in it, else the tag that `latest`
+    names. Raises CheckpointError if there is none.
+    """
     if tag is None and ((path / MANIFEST).exists() or any(path.glob("*_optim_states.pt"))):
         return path
     tag = tag or directory.read_latest(path)
@@ -104,10 +116,16 @@ def locate(path: Path, tag: str | None) -> Path:
 def export_hf(
     source: Path, out: Path, *, max_shard_bytes: int, model_dir: Path | None = None
 ) -> list[Path]:
-    """Write the weights of the checkpoint directory `source` as sharded safetensors with their
-    index into the new directory `out`, which appears complete or not at all; returns its files. Of
-    tied names the first is written, as transformers does. `config.json` is the checkpoint's own, or
-    comes with the tokenizer from `model_dir`."""
+    """Write the weights of a checkpoint as sharded safetensors with their index.
+
+    source           directory of the checkpoint
+    out              new directory, which appears complete or not at all
+    max_shard_bytes  largest size of a shard
+    model_dir        source of `config.json` and of the tokenizer; None: the checkpoint's config
+
+    The first of tied names is written, as transformers does. Returns the files. Raises
+    CheckpointError for a damaged checkpoint, and ConfigError for one without its frozen parameters.
+    """
     directory.check_new(out)
     with OpenTag(source) as tag:
         manifest = tag.manifest
@@ -116,16 +134,22 @@ def export_hf(
                 f"{source}: was saved without its {len(manifest.excluded)} frozen parameters "
                 f"({manifest.excluded[0]}, ...): there is no whole model to export"
             )
-        small = {CONFIG} & manifest.files.keys()
-        buffers = {BUFFERS} if manifest.buffers else set()
-        tag.check(small.union(buffers, *(r.files({WEIGHTS}) for r in manifest.tensors)))
+        has_config = CONFIG in manifest.files
+        needed = {CONFIG} if has_config else set()
+        if manifest.buffers:
+            needed.add(BUFFERS)
+        for record in manifest.tensors:
+            needed |= record.files({WEIGHTS})
+        tag.check(needed)
         tag.check_headers(manifest.tensors, state=False)
         entries = [_entry(tag, record) for record in manifest.tensors]
-        stored = tag.tensors(BUFFERS) if manifest.buffers else None
-        entries += [entry_of(name, stored.mapped(name)) for name in manifest.buffers if stored]
-        described = _read_config(tag.file(CONFIG)) if small and model_dir is None else None
+        for name in manifest.buffers:
+            entries.append(entry_of(name, tag.tensors(BUFFERS).mapped(name)))
+        described = None
+        if has_config and model_dir is None:
+            described = _read_config(tag.file(CONFIG))
         with directory.appearing(out) as hidden:
-            _write_shards(hidden, shards(entries, max_shard_bytes, lambda e: e.num_bytes))
+            _write_shards(hidden, shards(entries, max_shard_bytes, _num_bytes))
             tag.check_unchanged()
             dtype = str(manifest.dtype).removeprefix("torch.")
             _write_small_files(hidden, described, model_dir, dtype)
@@ -133,13 +157,19 @@ def export_hf(
 
 
 def fp32_state(source: Path, *, exclude_frozen: bool = False) -> dict[str, torch.Tensor]:
-    """The state dict of the checkpoint directory `source`: parameters in fp32, exact masters where
-    they are trained, each under all its names; buffers in their own dtypes."""
+    """Return the state dict of the checkpoint directory `source`, in fp32.
+
+    Trained parameters are the exact masters. Each parameter has all its names. Buffers keep their
+    dtypes. `exclude_frozen` leaves frozen parameters out. Raises CheckpointError for a damaged
+    checkpoint.
+    """
     with OpenTag(source) as tag:
         manifest = tag.manifest
-        wanted = [r for r in manifest.tensors if r.trainable or not exclude_frozen]
-        files = {BUFFERS} if manifest.buffers else set()
-        tag.check(files.union(*(r.files({WEIGHTS, LOW}) for r in wanted)))
+        wanted = [record for record in manifest.tensors if record.trainable or not exclude_frozen]
+        needed = {BUFFERS} if manifest.buffers else set()
+        for record in wanted:
+            needed |= record.files({WEIGHTS, LOW})
+        tag.check(needed)
         tag.check_headers(wanted, state=True)
         tensors = {name: tag.tensors(BUFFERS).read(name) for name in manifest.buffers}
         for record in wanted:
@@ -149,19 +179,35 @@ def fp32_state(source: Path, *, exclude_frozen: bool = False) -> dict[str, torch
     return tensors
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StoredWeights:
+    """`Entry.pieces` of a parameter's weights in a tag."""
+
+    tag: OpenTag
+    record: TensorRecord
+
+    def __call__(self) -> Iterator[torch.Tensor]:
+        numel = self.record.numel
+        for begin in range(0, numel, PIECE_NUMEL):
+            end = min(begin + PIECE_NUMEL, numel)
+            yield self.tag.read(self.record, WEIGHTS, begin, end)
+
+
 def _entry(tag: OpenTag, record: TensorRecord) -> Entry:
     """An entry that copies a parameter's weights from the tag to another file."""
-    pieces = partial(_pieces, tag, record)
+    pieces = _StoredWeights(tag=tag, record=record)
     return Entry(name=record.name, dtype=record.dtype, shape=record.shape, pieces=pieces)
 
 
-def _pieces(tag: OpenTag, record: TensorRecord) -> Iterator[torch.Tensor]:
-    for begin in range(0, record.numel, PIECE_NUMEL):
-        yield tag.read(record, WEIGHTS, begin, min(begin + PIECE_NUMEL, record.numel))
+def _num_bytes(entry: Entry) -> int:
+    return entry.num_bytes
 
 
 def shards(items: Sequence[Item], most: int, size: Callable[[Item], int]) -> list[list[Item]]:
-    """Items in order, filled into shards of at most so much; a larger one has its own."""
+    """Divide items, in order, into shards whose sizes add up to at most `most`.
+
+    An item that is larger has a shard of its own.
+    """
     filled: list[list[Item]] = []
     room = 0
     for item in items:
@@ -174,6 +220,7 @@ def shards(items: Sequence[Item], most: int, size: Callable[[Item], int]) -> lis
 
 
 def _write_shards(out: Path, filled: list[list[Entry]]) -> None:
+    """Write one file, or several with their index, by transformers' names."""
     if len(filled) == 1:
         write_tensors(out / "model.safetensors", filled[0])
         return
@@ -190,6 +237,7 @@ def _write_shards(out: Path, filled: list[list[Entry]]) -> None:
 def _write_small_files(
     out: Path, described: dict[str, Any] | None, model_dir: Path | None, dtype: str
 ) -> None:
+    """Write `config.json` with the weights' dtype. Copy the tokenizer's files of `model_dir`."""
     if model_dir is not None:
         for path in sorted(model_dir.iterdir()):
             if path.suffix in SMALL_FILES and not path.name.endswith(".index.json"):
@@ -198,7 +246,7 @@ def _write_small_files(
             raise ConfigError(f"{model_dir}: has no {CONFIG}")
         described = _read_config(HeldFile(model_dir / CONFIG))
     if described is None:
-        return  # no model of Hugging Face's: the weights are all there is
+        return  # not a Hugging Face model: it has weights alone
     described["dtype"] = dtype
     described.pop("torch_dtype", None)
     (out / CONFIG).unlink(missing_ok=True)
@@ -206,6 +254,7 @@ def _write_small_files(
 
 
 def _read_config(file: HeldFile) -> dict[str, Any]:
+    """The JSON object in a file. Raises CheckpointError for another content."""
     try:
         described = json.loads(file.read(LARGEST))
     except (ValueError, RecursionError) as error:

@@ -1,11 +1,13 @@
 """Attributes of DeepSpeed's engine that programs may read, and that this engine never reads.
 
-Owns their names, and their values: DeepSpeed's for what is not enabled. The attributes that this
-engine works with are in `engine.engine`. The training thread alone enters.
+Owns their names and their values. A value is the one that DeepSpeed gives while the feature is not
+enabled. `engine.engine` has the attributes that this engine works with. The training thread alone
+enters.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator
@@ -16,8 +18,8 @@ from torch import nn
 from stronghold.distributed.process_groups import Ranks
 from stronghold.streaming.patches.tensors import flatten_dense_tensors, unflatten_dense_tensors
 
-# Methods that tell whether a feature is on. DeepSpeed had them up to 0.19.6, and has neither the
-# features nor the methods now. Every answer is False: the config refuses the features' keys.
+# Methods that return whether a feature is on. DeepSpeed had them up to 0.19.6, and has neither the
+# features nor the methods now.
 REMOVED_SWITCHES = (
     "amp_enabled",
     "curriculum_enabled_legacy",
@@ -29,11 +31,24 @@ REMOVED_SWITCHES = (
 )
 
 
+def _removed_switch(engine: Any) -> bool:
+    """Return False: DeepSpeed has removed the feature, and the config refuses its key."""
+    return False
+
+
+def removed_switches() -> dict[str, Callable[[Any], bool]]:
+    """Return a method that answers False for each name of `REMOVED_SWITCHES`."""
+    return dict.fromkeys(REMOVED_SWITCHES, _removed_switch)
+
+
 def unused_attributes(
     *, module: nn.Module, config: DeepSpeedConfig, ranks: Ranks, training_data: Any
 ) -> dict[str, Any]:
-    """The values of DeepSpeed's attributes, by name, where ranks are data-parallel alone and none
-    of the features is enabled to which they belong."""
+    """Return the values of DeepSpeed's attributes, by name.
+
+    They are the values for ranks that are data-parallel alone, with every feature disabled.
+    `module` is the user's model, and `training_data` the argument of `initialize`.
+    """
     breakdown = bool(config.wall_clock_breakdown)
     profiles = bool(config.flops_profiler_config.enabled)
     return {

@@ -1,27 +1,35 @@
 """Backwards that the user's code starts: `loss.backward()` instead of `engine.backward(loss)`.
 
-Owns the one that is running. It begins when autograd comes to the first output or parameter of the
-model, and ends with autograd's own callback at the end of that backward; one that raised is found,
-and its step begun again, at the next call of the engine or the model. Entered by the training
-thread, and by autograd's in backward; the two never run at once.
+Owns the one that is running. The training thread enters, and autograd's thread in backward; the two
+never run at once.
 
-[Note: accumulation] As in DeepSpeed, a backward that `engine.backward` does not run divides by the
-accumulation steps where the model was called through the engine. DeepSpeed divides the gradient of
-each output, and so twice where one output was computed from another (a loss and its logits); here
-gradients of parameters are divided, once, as they arrive: the bits of `engine.backward` where the
-number of steps is a power of two.
+[Note: the life of a backward]
+1. Autograd comes to the first output or parameter of the model. The backward begins.
+2. Autograd calls `_end` at the end of that backward.
+3. If a backward raised, `_end` never runs. The next call of the engine or of the model notices the
+   open backward, drops it, and begins the step again.
 
-[Note: one loss, several engines] Each engine that a backward reaches divides its gradients by its
-own loss scale, whichever of them has multiplied the loss: scales that differ are refused.
+[Note: accumulation]
+1. A backward that `engine.backward` does not run divides by the accumulation steps if the model was
+   called through the engine. DeepSpeed does so too.
+2. DeepSpeed divides the gradient of each output. It divides twice where one output was computed
+   from another (a loss and its logits).
+3. This engine divides gradients of parameters, once, as they arrive.
+4. Where the number of steps is a power of two, the bits are those of `engine.backward`.
 
-[Note: autograd.grad] What asks for gradients of inputs is no backward of ours. In torch.autograd.
-grad no parameter's node is executed, and that is what tells.
+[Note: one loss, several engines]
+1. One engine multiplies the loss by its loss scale.
+2. Each engine that the backward reaches divides its gradients by its own loss scale.
+3. So scales that differ are refused.
+
+[Note: autograd.grad]
+1. A program asks `torch.autograd.grad` for gradients of inputs. That is no backward of a step.
+2. Autograd then executes no parameter's node. `_trains` asks autograd which nodes it will execute.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Iterator
 from typing import Any, cast
@@ -40,102 +48,122 @@ from stronghold.streaming.patches.autograd import (
 )
 from stronghold.telemetry.metrics import named_tensors
 
-# Of a checkpoint that runs backward in backward: no parameter shows behind it, and torch.autograd.
-# grad it refuses.
+# Node of a checkpoint that runs backward in backward. No parameter shows behind it. It refuses
+# torch.autograd.grad.
 _REENTRANT = "CheckpointFunctionBackward"
-_running: list[float] = []  # loss scales of each `engine.backward`, of any engine, that runs
-_scaled: list[float] = []  # of the `engine.scale` whose loss the running backward came through
+_announced_scales: list[float] = []  # loss scale of each running `engine.backward`, of any engine
+_scaled_by: list[float] = []  # scale of `engine.scale`, if the running backward came through it
 
 
-class _Graph:
-    """One call's graph. The hooks on the call's outputs own it, and autograd owns those."""
+class _CallGraph:
+    """Autograd graph of one call of the engine, and the hook on the call's outputs.
 
-    def __init__(self) -> None:
-        self.used = False  # a backward has come through it
+    Autograd alone owns it. So it dies with the graph.
+    """
+
+    def __init__(self, backward: UserBackward) -> None:
+        self._backward = backward
+        self.is_used = False  # a backward has come through it
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        self._backward.reached_output(self)
+
+
+class _ScaleNote:
+    """Hook on a scaled loss: notes the scale while a backward comes through it."""
+
+    def __init__(self, scale: float) -> None:
+        self._scale = scale
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        _scaled_by[:] = [self._scale]
+        at_end_of_backward(_scaled_by.clear)
 
 
 class UserBackward:
-    """Of one engine, to which it keeps no reference that counts. `outside` calls it."""
+    """Notices backwards of one engine that `engine.backward` does not run.
+
+    It keeps a weak reference to the engine. Hooks on layers call it through `outside`.
+    """
 
     def __init__(self, engine: Any, outside: UnannouncedBackward) -> None:
         self._engine = weakref.ref(engine)
         self._outside = outside
         self._task: int | None = None  # torch's number of the backward that is open
-        # The number of the backward that was asked about, and whether it trains.
-        self._asked: tuple[int, bool] = (NO_BACKWARD, False)
-        self._own = self._keeps = False
-        self._graphs: weakref.WeakSet[_Graph] = weakref.WeakSet()  # that are alive
+        # Number of the backward for which `_trains` was computed last, and its answer.
+        self._last_answer: tuple[int, bool] = (NO_BACKWARD, False)
+        self._is_announced = False
+        self._keeps_graph = False
+        self._live_graphs: weakref.WeakSet[_CallGraph] = weakref.WeakSet()
         self._timing = contextlib.ExitStack()
-        outside.reached, outside.check = self._reached, self.check
+        outside.reached = self._reached
+        outside.check = self.check
 
     @contextlib.contextmanager
-    def none(self, *, keeps: bool = False) -> Iterator[None]:
-        """Around autograd's run in `engine.backward`: what it reaches begins nothing here. `keeps`:
-        the graph is used again."""
+    def announced(self, *, keeps_graph: bool = False) -> Iterator[None]:
+        """Context manager for autograd's run in `engine.backward`: no backward begins here.
+
+        `keeps_graph`: another backward uses the graph again.
+        """
         engine: Any = self._engine()
-        _running.append(engine.optimizer.loss_scale)
-        self._own, self._keeps = True, keeps
+        _announced_scales.append(engine.optimizer.loss_scale)
+        self._is_announced = True
+        self._keeps_graph = keeps_graph
         try:
             yield
         finally:
-            _running.pop()
-            self._own = self._keeps = False
+            _announced_scales.pop()
+            self._is_announced = False
+            self._keeps_graph = False
 
     @property
     def waits(self) -> bool:
-        """True while the graph of a call of the engine is alive and its backward has not come."""
-        return any(not graph.used for graph in self._graphs)
+        """True while a graph of the engine is alive that no backward has used yet."""
+        return any(not graph.is_used for graph in self._live_graphs)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss times the loss scale, for a `backward` of its own."""
+        """Return the loss times the loss scale, for a `backward` of the program's own."""
         optimizer: EngineOptimizer = cast(Any, self._engine()).optimizer
         scaled = optimizer.scaled(loss)
         if optimizer.loss_scale != 1.0:
-            note: Any = scaled.register_hook
-            note(functools.partial(_note_scale, optimizer.loss_scale))
+            register: Any = scaled.register_hook
+            register(_ScaleNote(optimizer.loss_scale))
         return scaled
 
     def watch(self, output: Any) -> None:
-        """Hang on the tensors of an output of the model: in sequences and mappings."""
-        graph = _Graph()
-        self._graphs.add(graph)
+        """Register a hook on the tensors of the model's output, in sequences and mappings too."""
+        graph = _CallGraph(self)
+        self._live_graphs.add(graph)
         for _, tensor in named_tensors(output):
             if tensor.grad_fn is not None:
-                hang: Any = torch.Tensor.register_hook  # lazy logits' own refuses the user's
-                hang(tensor, functools.partial(self._at_output, graph))
+                register: Any = torch.Tensor.register_hook  # lazy logits refuse the user's hooks
+                register(tensor, graph)
 
-    def _at_output(self, graph: _Graph, _: torch.Tensor) -> None:
+    def reached_output(self, graph: _CallGraph) -> None:
+        """Begin a backward at an output of the model, if none is open."""
         if self._task not in (None, backward_number()):
             self._abandon()  # it raised, and the same graph is tried again
         self._reached(gradient=False)
-        if (self._own or self._task is not None) and not self._keeps:
-            graph.used = True
+        is_open = self._task is not None
+        if (self._is_announced or is_open) and not self._keeps_graph:
+            graph.is_used = True
         engine = self._engine()
-        if engine is not None and self._task is not None and not _running:
+        if engine is not None and self._task is not None and not _announced_scales:
             self._outside.divisor = engine.gradient_accumulation_steps()
 
-    # -- its life ---------------------------------------------------------------------------------
+    # -- one backward ([Note: the life of a backward]) --------------------------------------------
     def _reached(self, gradient: bool) -> None:
-        engine, task = self._engine(), backward_number()
+        """Begin a backward at an output of a layer, or (`gradient` true) at a parameter."""
+        engine = self._engine()
+        task = backward_number()
         if engine is None or engine._destroyed or engine.optimizer is None or task == NO_BACKWARD:
             return
-        if self._own or self._task is not None:
+        if self._is_announced or self._task is not None:
             return
         if not (gradient or self._trains(engine, task)):
             return
-        optimizer, runtime = engine.optimizer, engine._stack.runtime
-        by, own = (_running or _scaled or [1.0])[-1], optimizer.loss_scale
-        if not (_running or _scaled) and own != 1.0:
-            raise ConfigError(
-                "loss.backward() of a loss that was not scaled, in fp16: call "
-                "engine.scale(loss).backward() or engine.backward(loss)"
-            )
-        if by != own:
-            raise ConfigError(
-                f"backward of a loss that another engine scaled by {by}, where this one's loss "
-                f"scale is {own}: give both the same precision and fp16.loss_scale, or each a loss "
-                "and a backward of its own"
-            )
+        _check_scale(engine.optimizer.loss_scale)
+        runtime = engine._stack.runtime
         if not runtime.ledger.is_in_step:
             engine._loss_sum = None
         runtime.begin_backward(boundary=engine.is_gradient_accumulation_boundary())
@@ -144,20 +172,10 @@ class UserBackward:
         at_end_of_backward(self._end)
 
     def _trains(self, engine: Any, task: int) -> bool:
-        """Whether a gradient of a parameter will come of this backward ([Note: autograd.grad])."""
-        if self._asked[0] != task:
-            self._asked = (
-                task,
-                any(
-                    node.name() == _REENTRANT
-                    or (
-                        engine._stack.steps.trains(getattr(node, "variable", None))
-                        and _will_execute(node)
-                    )
-                    for node in _behind(running_node())
-                ),
-            )
-        return self._asked[1]
+        """True if this backward computes a parameter's gradient ([Note: autograd.grad])."""
+        if self._last_answer[0] != task:
+            self._last_answer = (task, _reaches_parameter(engine))
+        return self._last_answer[1]
 
     def _end(self) -> None:
         engine = self._engine()
@@ -172,9 +190,9 @@ class UserBackward:
         self._close()
 
     def check(self) -> None:
-        """Abandon the step of a backward that raised: none is running here."""
+        """Abandon the step of a backward that raised. Without effect inside a backward."""
         if backward_number() == NO_BACKWARD:
-            _scaled.clear()
+            _scaled_by.clear()
             if self._task is not None:
                 self._abandon()
 
@@ -185,29 +203,53 @@ class UserBackward:
             engine._abandon_step()
 
     def _close(self) -> None:
-        self._task, self._outside.divisor = None, 1
-        _scaled.clear()
+        self._task = None
+        self._outside.divisor = 1
+        _scaled_by.clear()
         self._timing.close()
 
 
-def _note_scale(scale: float, _: torch.Tensor) -> None:
-    _scaled[:] = [scale]
-    at_end_of_backward(_scaled.clear)
+def _check_scale(expected: float) -> None:
+    """Raise ConfigError unless the running backward's loss was multiplied by `expected`."""
+    scales = _announced_scales or _scaled_by
+    if not scales and expected != 1.0:
+        raise ConfigError(
+            "loss.backward() of a loss that was not scaled, in fp16: call "
+            "engine.scale(loss).backward() or engine.backward(loss)"
+        )
+    scale = scales[-1] if scales else 1.0
+    if scale != expected:
+        raise ConfigError(
+            f"backward of a loss that another engine scaled by {scale}, where this one's loss "
+            f"scale is {expected}: give both the same precision and fp16.loss_scale, or each a "
+            "loss and a backward of its own"
+        )
 
 
-def _behind(node: Any) -> Iterator[Any]:
-    """The node of a graph and all that its backward leads to."""
+def _reaches_parameter(engine: Any) -> bool:
+    """True if autograd will execute the node of a trained parameter behind the running node."""
+    for node in _nodes_behind(running_node()):
+        if node.name() == _REENTRANT:
+            return True
+        variable = getattr(node, "variable", None)
+        if engine._stack.steps.trains(variable) and _will_execute(node):
+            return True
+    return False
+
+
+def _nodes_behind(node: Any) -> Iterator[Any]:
+    """The node of a graph, and every node to which its backward leads."""
     seen, waiting = {None}, [node]
     while waiting:
-        found = waiting.pop()
-        if found not in seen:
-            seen.add(found)
-            yield found
-            waiting += [behind for behind, _ in found.next_functions]
+        next_node = waiting.pop()
+        if next_node not in seen:
+            seen.add(next_node)
+            yield next_node
+            waiting += [function for function, _ in next_node.next_functions]
 
 
 def _will_execute(leaf: Any) -> bool:
     try:
         return will_execute(leaf)
-    except RuntimeError:  # of torch.autograd.grad, which asked for this very parameter
+    except RuntimeError:  # torch.autograd.grad asked for this very parameter
         return False

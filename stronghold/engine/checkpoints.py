@@ -1,8 +1,8 @@
 """The saves and loads of one engine.
 
-Owns the save that is running, and the order in which a load changes things. The counters, the
-schedule and the data loader are the engine's: it comes with each call, and is not kept. The
-training thread alone enters.
+Owns the save that is running, and the order in which a load changes state. It keeps no reference to
+the engine, which owns counters, schedule and data loader: the engine is an argument of each call.
+The training thread alone enters.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from stronghold.checkpoint import directory
-from stronghold.checkpoint.directory import Team
+from stronghold.checkpoint.directory import CheckpointRanks
 from stronghold.checkpoint.load import Load
 from stronghold.checkpoint.manifest import COUNTERS, GAS
 from stronghold.checkpoint.save import Save
@@ -30,7 +30,10 @@ logger = logging.getLogger("stronghold")
 
 
 class Checkpoints:
-    """Checkpoints of what `stack` trains. `asynchronous`: saves run beside the next steps."""
+    """Saves and loads the model of `stack`, with the state of `optimizer`.
+
+    `asynchronous`: saves run on the io lane while the next steps compute.
+    """
 
     def __init__(
         self, stack: Stack, optimizer: EngineOptimizer | None, *, asynchronous: bool
@@ -38,7 +41,7 @@ class Checkpoints:
         self._stack = stack
         self._optimizer = optimizer
         self._asynchronous = asynchronous
-        self._team = Team(stack.ranks)
+        self._team = CheckpointRanks(stack.ranks)
         self._running: Save | None = None
 
     # -- saving -----------------------------------------------------------------------------------
@@ -52,7 +55,16 @@ class Checkpoints:
         exclude_frozen: bool,
         latest: bool,
     ) -> None:
-        """Save everything as `save_dir/tag`. ConfigError between the micro-batches of one step."""
+        """Save everything as `save_dir/tag`.
+
+        client          state of the program
+        exclude_frozen  leave frozen parameters out
+        latest          make the file `latest` name the tag
+
+        Waits for the running save, and (unless asynchronous) for pending updates and the disk.
+        Raises ConfigError between the micro-batches of one step, OSError of the disk, and
+        LaneError, once, if an asynchronous save has failed.
+        """
         counters = {name: getattr(engine, name) for name in COUNTERS}
         counters[GAS] = int(engine.gradient_accumulation_steps())
         if not save_dir:
@@ -66,7 +78,8 @@ class Checkpoints:
                 f"after the engine.step that ends the step ({GAS} is {counters[GAS]})"
             )
         self._stack.runtime.adopt_edited()
-        optimizer, random = self._optimizer, random_states(self._stack.device)
+        optimizer = self._optimizer
+        random = random_states(self._stack.device)
         of_ranks = self._team.of_slices(self._team.exchange(random, "random states"))
         state = ClientState(
             scheduler=_state_of(engine.lr_scheduler),
@@ -79,7 +92,7 @@ class Checkpoints:
         save = Save(
             self._stack,
             optimizer,
-            Path(save_dir).absolute(),  # of now: the program may go elsewhere meanwhile
+            Path(save_dir).absolute(),  # the program may change its working directory meanwhile
             directory.check_tag(tag),
             client=state,
             counters=counters,
@@ -94,8 +107,7 @@ class Checkpoints:
             save.run()
 
     def wait(self) -> None:
-        """Wait until a save that runs beside training is complete; raise its error if it failed,
-        once."""
+        """Wait until an asynchronous save is complete. Raises LaneError, once, if it failed."""
         self._stack.check_process("a checkpoint")
         if self._running is not None:
             try:
@@ -106,7 +118,8 @@ class Checkpoints:
             self._running = None
 
     def raise_failure(self) -> None:
-        """Raise the error of a save beside training that has failed meanwhile, once."""
+        """Raise the error of an asynchronous save that has failed meanwhile, once. Waits for
+        nothing."""
         if self._running is not None and self._running.ended:
             self.wait()
 
@@ -123,37 +136,45 @@ class Checkpoints:
         weights_only: bool,
         custom: Callable[..., Any] | None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """The path of the state file of `load_dir/tag`, loaded, and the client state; (None, None)
-        when there is neither a `tag` nor a file `latest`. `states`: masters and moments too,
-        `schedule`: that of learning rates; neither where `weights_only`."""
+        """Load `load_dir/tag`, or without a tag the one that `latest` names.
+
+        strict        raise ConfigError if names of model and checkpoint differ
+        states        load masters and moments too
+        schedule      load the schedule of learning rates too
+        weights_only  load the weights alone, whatever `states` and `schedule` are
+        custom        called as `custom(src=state_dict, dst=module)` to place the weights
+
+        Returns the path of the state file and the client state. Returns (None, None) without a tag
+        and without a file `latest`. Waits for the running save. Raises CheckpointError for damaged
+        files and ConfigError for a checkpoint of another model, before memory changes.
+        """
         self._stack.check_here("load_checkpoint")
         self.wait()
         root, team, stack = Path(load_dir), self._team, self._stack
         if tag is None:
-            latest = team.all_or_raise(lambda: directory.read_latest(root))
+            latest = team.all_or_raise(directory.read_latest, root)
             tag = team.exchange(latest, "latest")[0]
         if tag is None:
             logger.warning("load_checkpoint: no file named latest in %s; nothing is loaded", root)
             return None, None
         name = directory.check_tag(tag)
         team.check_same(root / name)
-        path = team.all_or_raise(lambda: directory.resolve(root, name))
+        path = team.all_or_raise(directory.resolve, root, name)
         load = team.all_or_raise(
-            lambda: Load(
-                path,
-                stack,
-                self._optimizer if states and not weights_only else None,
-                team=team,
-                names_must_match=strict,
-                trusted=not weights_only,
-            )
+            Load,
+            path,
+            stack,
+            self._optimizer if states and not weights_only else None,
+            team=team,
+            names_must_match=strict,
+            trusted=not weights_only,
         )
         with contextlib.closing(load):
             team.check_opened(path, load.mark)
             state = load.state
             if state is not None and schedule and not weights_only:
                 scheduler, saved = engine.lr_scheduler, state.scheduler
-                team.all_or_raise(lambda: _restore_scheduler(scheduler, saved, path))
+                team.all_or_raise(_restore_scheduler, scheduler, saved, path)
             with stack.runtime.ledger.changing(f"load_checkpoint({str(path)!r})"):
                 load.into_slabs(custom)
                 if state is not None and not weights_only:
@@ -161,17 +182,18 @@ class Checkpoints:
         return str(path / team.slices.state), None if state is None else state.client
 
     def _restore(self, engine: Any, saved: ClientState, counters: dict[str, int]) -> None:
+        """Restore counters, data loader, loss scale and random states."""
         for name in COUNTERS:
             setattr(engine, name, counters[name])
         gas = int(engine.gradient_accumulation_steps())
-        if counters[GAS] != gas:  # saves are at boundaries: this one is the next step's
+        if counters[GAS] != gas:  # a save is at a boundary: the next micro-batch begins a step
             engine.micro_steps = engine.global_steps * gas
         if saved.loader is not None and hasattr(engine.training_dataloader, "load_state_dict"):
             engine.training_dataloader.load_state_dict(saved.loader)
         if self._optimizer is not None and saved.loss_scale is not None:
             restore_scaler(self._optimizer.loss_scaler, saved.loss_scale)
-        # As many ranks as saved each take their states again. Of another number the first takes the
-        # first's, and the others keep theirs.
+        # If as many ranks load as saved, each takes its random states again. Otherwise the first
+        # rank takes those of the first rank that saved, and the others keep theirs.
         team, random = self._team, saved.random
         of_ranks = saved.random_of_ranks or [random]
         if random is not None and len(of_ranks) == team.num_ranks:
@@ -182,7 +204,11 @@ class Checkpoints:
 
     # -- weights alone ----------------------------------------------------------------------------
     def save_weights(self, save_dir: str | Path, filename: str, *, exclude_frozen: bool) -> None:
-        """Write the state dict in the compute dtype to one file; the first rank does."""
+        """Write the state dict in the compute dtype to one file, on the first rank.
+
+        Waits for pending updates and for the running save. Raises OSError of the disk, and
+        ConfigError if the model is split over model-parallel ranks.
+        """
         self._stack.runtime.ledger.check()
         self._stack.settle()
         if self._team.slices.size > 1:
@@ -192,22 +218,27 @@ class Checkpoints:
                 "parts together from every rank's state_dict, or use save_checkpoint"
             )
         self.wait()
+        self._team.all_or_raise(self._write_weights, Path(save_dir), filename, exclude_frozen)
 
-        def write() -> None:
-            if self._team.leader:
-                weights = live_weights(self._stack, exclude_frozen=exclude_frozen)
-                write_weights(weights, Path(save_dir), filename)
-
-        self._team.all_or_raise(write)
+    def _write_weights(self, save_dir: Path, filename: str, exclude_frozen: bool) -> None:
+        if self._team.leader:
+            weights = live_weights(self._stack, exclude_frozen=exclude_frozen)
+            write_weights(weights, save_dir, filename)
 
     def weights(self, *, exclude_frozen: bool) -> dict[str, torch.Tensor]:
-        """The state dict on the CPU without a copy: values change with the next step."""
+        """Return the state dict on the CPU without a copy: values change with the next step.
+
+        Waits for pending updates.
+        """
         self._stack.settle()
         return live_weights(self._stack, exclude_frozen=exclude_frozen)
 
 
 def _restore_scheduler(scheduler: Any, saved: dict[str, Any] | None, path: Path) -> None:
-    """Code that is not ours: it may refuse, before anything of ours changes."""
+    """Load a schedule of learning rates. It comes first: if its code raises, nothing has changed.
+
+    Raises ConfigError, with the old schedule restored.
+    """
     if scheduler is None or saved is None:
         return
     before = scheduler.state_dict()
@@ -222,5 +253,6 @@ def _restore_scheduler(scheduler: Any, saved: dict[str, Any] | None, path: Path)
         ) from error
 
 
-def _state_of(part: Any) -> dict[str, Any] | None:
-    return part.state_dict() if hasattr(part, "state_dict") else None
+def _state_of(stateful: Any) -> dict[str, Any] | None:
+    """The state dict of a schedule or a data loader, or None if it has none."""
+    return stateful.state_dict() if hasattr(stateful, "state_dict") else None

@@ -1,7 +1,7 @@
-"""`initialize`: which engine a config asks for, and what it is made of.
+"""`initialize`: makes the engine that a config asks for.
 
-Owns the choice between DeepSpeed's engine and ours, and the optimizer that ours shows. The training
-thread alone enters.
+Owns the choice between DeepSpeed's engine and stronghold's. Makes the optimizer and the schedule
+that stronghold's engine shows. The training thread alone enters.
 """
 
 from __future__ import annotations
@@ -52,20 +52,39 @@ def initialize(
     mesh_param: Any = None,
     config_params: Any = None,
 ) -> tuple[Any, Any, Any, Any]:
-    """`deepspeed.initialize` with the choice of stronghold's engine.
+    """Make the engine: `deepspeed.initialize`, with the choice of stronghold's engine.
 
-    Same arguments, same tuple (engine, optimizer, data loader, LR scheduler). Without a
-    "stronghold" section, or with "enabled": false, DeepSpeed itself runs. Without an optimizer,
-    here or in the config, the engine only runs forward, and so does that of a model of which
-    nothing trains where no model_parameters are given. Raises ConfigError or BudgetError, saying
-    what to change, before anything is allocated.
+    Arguments are DeepSpeed's:
+
+    * `args`: the program's namespace. `args.deepspeed_config` may name the config.
+    * `model`: a plain `torch.nn.Module`, whole.
+    * `optimizer`: a torch optimizer that has taken no step, or a callable that makes one from
+      parameters. None: the config's optimizer.
+    * `model_parameters`: parameters or parameter groups for the config's optimizer. None: all of
+      the model's.
+    * `training_data`: a dataset for `deepspeed_io`.
+    * `lr_scheduler`: a schedule, or a callable that makes one from the optimizer. None: the
+      config's schedule.
+    * `distributed_port`, `dist_init_required`: for DeepSpeed's process group.
+    * `mpu`: model-parallel ranks. Each trains its slices of the model.
+    * `collate_fn`: of the data loader.
+    * `config`, `config_params`: a dict or the path of a JSON file.
+    * `mesh_param`: passed to DeepSpeed's engine alone.
+
+    Returns (engine, optimizer, data loader, LR scheduler), as DeepSpeed does. Without a
+    "stronghold" section, or with "enabled": false, DeepSpeed's own engine is returned. Without an
+    optimizer, here or in the config, the engine only runs forward. It also only runs forward if
+    nothing in the model trains and `model_parameters` is None.
+
+    With several ranks it waits until all of them have met. Raises ConfigError or BudgetError, with
+    the change to make, before anything is allocated. Raises RankError if a rank is lost.
     """
-    given = dict(locals())
+    arguments = dict(locals())
     source = config if config is not None else config_params
     if not configs.section_enabled(configs.read_config(source, args)):
         show_log()
         logger.info('the config has no enabled "stronghold" section: DeepSpeed\'s own engine')
-        return deepspeed.initialize(**given)  # type: ignore[no-any-return]
+        return deepspeed.initialize(**arguments)  # type: ignore[no-any-return]
     if model is None:
         raise ConfigError("stronghold.initialize: model is missing")
     _check_model(model)
@@ -111,34 +130,46 @@ def _check_model(model: nn.Module) -> None:
             "model: wrapped in DistributedDataParallel, which sums up gradients that leave before "
             "it finds them: pass the plain module, the engine is data-parallel itself"
         )
-    of_zero_init: list[tuple[str, Any, torch.Tensor | None]] = [
-        (name, parameter, _partition_of(parameter))
-        for name, parameter in model.named_parameters()
-        if hasattr(parameter, "ds_id")
-    ]
-    for name, _, values in of_zero_init:
+    _undo_zero_init(model)
+
+
+def _undo_zero_init(model: nn.Module) -> None:
+    """Make parameters of a model that `deepspeed.zero.Init` made on one rank ordinary ones.
+
+    Their values become views of their partitions, not copies. Raises ConfigError, before anything
+    changes, if a parameter is partitioned among ranks or to NVMe.
+    """
+    whole_values: list[tuple[Any, torch.Tensor]] = []
+    for name, parameter in model.named_parameters():
+        if not hasattr(parameter, "ds_id"):
+            continue
+        values = _partition_of(parameter)
         if values is None:
             raise ConfigError(
                 f"{name} was partitioned by deepspeed.zero.Init among several ranks, or to NVMe: "
                 "import stronghold before the model is built, and pass this config to "
                 "deepspeed.zero.Init (Transformers does), which then leaves the model whole"
             )
-    for _, parameter, values in of_zero_init:  # a view of its partition, not a copy
-        for name in [n for n in vars(parameter) if n.startswith("ds_") or n in _OF_ZERO_INIT]:
-            delattr(parameter, name)
+        whole_values.append((parameter, values))
+    for parameter, values in whole_values:
+        for attribute in list(vars(parameter)):
+            if attribute.startswith("ds_") or attribute in _ZERO_INIT_ATTRIBUTES:
+                delattr(parameter, attribute)
         parameter.data = values
 
 
-# What deepspeed.zero.Init sets on a parameter, beside names that begin with ds_.
+# Attributes that deepspeed.zero.Init sets on a parameter, beside names that begin with ds_.
 _GATHERS = "all_gather all_gather_coalesced partition partition_gradients"
 _SIZES = "aligned_size padding_size partition_numel convert_to_zero_parameters"
 _OTHERS = "is_external_param item nvme_swapper reduce_gradients_at_owner"
-_OF_ZERO_INIT = frozenset(f"{_GATHERS} {_SIZES} {_OTHERS}".split())
+_ZERO_INIT_ATTRIBUTES = frozenset(f"{_GATHERS} {_SIZES} {_OTHERS}".split())
 
 
 def _partition_of(parameter: Any) -> torch.Tensor | None:
-    """The values of a parameter that deepspeed.zero.Init has made: its partition, where one rank
-    has all of it in memory."""
+    """The values of a parameter that deepspeed.zero.Init has made, in the parameter's shape.
+
+    None if one rank does not have all of its partition in memory.
+    """
     if parameter.numel() == parameter.ds_numel and parameter.shape == parameter.ds_shape:
         gathered: torch.Tensor = parameter.detach()
         return gathered
@@ -152,53 +183,72 @@ def _partition_of(parameter: Any) -> torch.Tensor | None:
 def make_optimizer(
     model: nn.Module, optimizer: ClientOptimizer, model_parameters: Any, settings: configs.Settings
 ) -> EngineOptimizer | None:
-    """The optimizer that the engine shows: the client's, or the config's of `model_parameters`."""
+    """Make the optimizer that the engine shows.
+
+    It follows `optimizer` (an optimizer, or a callable that makes one), else the config's optimizer
+    over `model_parameters`. Returns None for an engine that only runs forward. Raises ConfigError
+    for an optimizer that has taken steps, and for parameters that are not the model's.
+    """
     if optimizer is not None:
-        groups = _groups(model, model_parameters)
-        client = optimizer
-        if not isinstance(client, torch.optim.Optimizer):
-            client = client(groups if len(groups) > 1 else list(groups[0]["params"]))
-        found = configs.settings_from_client_optimizer(client)
-        if client.state:
-            raise ConfigError(
-                "optimizer: it has taken steps already, and its moments cannot be taken over: pass "
-                "a new one"
-            )
-        kept = settings.stronghold.states
-        if isinstance(client, CPUOptimizer) and client.states != kept == "exact":
-            raise ConfigError(
-                f'optimizer: a {type(client).__name__} with states="lean", but the engine keeps '
-                'the states, and stronghold.states is "exact": set that to "lean"'
-            )
-        _check_owned(model, client.param_groups, "optimizer")
-        optimizers = [of_group.optimizer for of_group in found]
-        copies = [{"params": list(group["params"])} for group in client.param_groups]
-        return EngineOptimizer(copies, dict(client.defaults), optimizers, client=client)
-    configured = settings.optimizer
-    frozen = not any(parameter.requires_grad for parameter in model.parameters())
-    if configured is None or (model_parameters is None and frozen):
+        return _from_client(model, optimizer, model_parameters, settings)
+    is_frozen = not any(parameter.requires_grad for parameter in model.parameters())
+    if settings.optimizer is None or (model_parameters is None and is_frozen):
         return None  # a reference model, which gets the config of the model that trains
+    return _from_config(model, settings.optimizer, model_parameters)
+
+
+def _from_client(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer],
+    model_parameters: Any,
+    settings: configs.Settings,
+) -> EngineOptimizer:
+    """The engine's optimizer in place of the client's, with copies of the client's groups."""
+    groups = _groups(model, model_parameters)
+    client = optimizer
+    if not isinstance(client, torch.optim.Optimizer):
+        client = client(groups if len(groups) > 1 else list(groups[0]["params"]))
+    group_settings = configs.settings_from_client_optimizer(client)
+    if client.state:
+        raise ConfigError(
+            "optimizer: it has taken steps already, and its moments cannot be taken over: pass a "
+            "new one"
+        )
+    kept_states = settings.stronghold.states
+    if isinstance(client, CPUOptimizer) and client.states != kept_states == "exact":
+        raise ConfigError(
+            f'optimizer: a {type(client).__name__} with states="lean", but the engine keeps the '
+            'states, and stronghold.states is "exact": set that to "lean"'
+        )
+    _check_owned(model, client.param_groups, "optimizer")
+    optimizers = [one_group.optimizer for one_group in group_settings]
+    copies = [{"params": list(group["params"])} for group in client.param_groups]
+    return EngineOptimizer(copies, dict(client.defaults), optimizers, client=client)
+
+
+def _from_config(
+    model: nn.Module, configured: configs.OptimizerSettings, model_parameters: Any
+) -> EngineOptimizer:
+    """The engine's optimizer by the config. A group's hyper-parameters replace the config's."""
     groups = _groups(model, model_parameters)
     _check_owned(model, groups, "model_parameters")
-    of_groups = [
-        configs.settings_of_group(group, configured, f"model_parameters[{index}]")
-        for index, group in enumerate(groups)
-    ]
-    filled = [
-        {**settings.hyperparameters, **{k: v for k, v in group.items() if k != "optimizer"}}
-        for group, settings in zip(groups, of_groups, strict=True)
-    ]
-    optimizers = [settings.optimizer for settings in of_groups]
+    filled, optimizers = [], []
+    for index, group in enumerate(groups):
+        where = f"model_parameters[{index}]"
+        group_settings = configs.settings_of_group(group, configured, where)
+        present = {key: value for key, value in group.items() if key != "optimizer"}
+        filled.append({**group_settings.hyperparameters, **present})
+        optimizers.append(group_settings.optimizer)
     return EngineOptimizer(filled, dict(configured.hyperparameters), optimizers)
 
 
 def make_scheduler(
     client: Any, optimizer: EngineOptimizer | None, settings: configs.Settings
 ) -> Any:
-    """The learning rate's schedule: the client's, what its callable makes, or the config's."""
+    """Return the schedule of learning rates: the client's, its callable's, or the config's."""
     if client is not None:
-        is_scheduler = hasattr(client, "step")
-        return client if is_scheduler or not callable(client) else client(optimizer)
+        is_scheduler = hasattr(client, "step") or not callable(client)
+        return client if is_scheduler else client(optimizer)
     configured = settings.scheduler
     return configured.build(optimizer) if configured and optimizer is not None else None
 
@@ -208,10 +258,10 @@ def _groups(model: nn.Module, model_parameters: Any) -> list[dict[str, Any]]:
     listed: list[Any] = list(model.parameters() if model_parameters is None else model_parameters)
     if not listed or not isinstance(listed[0], dict):
         listed = [{"params": listed}]
-    groups = [
-        {**group, "params": [p for p in _parameters(group["params"]) if p.requires_grad]}
-        for group in listed
-    ]
+    groups = []
+    for group in listed:
+        trained = [p for p in _parameters(group["params"]) if p.requires_grad]
+        groups.append({**group, "params": trained})
     if not any(group["params"] for group in groups):
         raise ConfigError(
             "model_parameters: no parameter has requires_grad; nothing would be trained"
@@ -219,20 +269,22 @@ def _groups(model: nn.Module, model_parameters: Any) -> list[dict[str, Any]]:
     return groups
 
 
-def _parameters(given: Any) -> list[Any]:
-    """In the forms that torch's optimizers take: one tensor, tensors, or (name, tensor) pairs."""
-    if isinstance(given, torch.Tensor):
-        return [given]
-    return [one[1] if isinstance(one, tuple) else one for one in given]
+def _parameters(params: Any) -> list[Any]:
+    """Parameters from each form that torch's optimizers take: one tensor, tensors, or (name,
+    tensor) pairs."""
+    if isinstance(params, torch.Tensor):
+        return [params]
+    return [item[1] if isinstance(item, tuple) else item for item in params]
 
 
-def _check_owned(model: nn.Module, groups: Iterable[dict[str, Any]], what: str) -> None:
-    own = set(model.parameters())
-    foreign = sum(parameter not in own for group in groups for parameter in group["params"])
-    if foreign:
+def _check_owned(model: nn.Module, groups: Iterable[dict[str, Any]], argument: str) -> None:
+    """Raise ConfigError if a group has parameters that are not the model's."""
+    owned = set(model.parameters())
+    num_foreign = sum(parameter not in owned for group in groups for parameter in group["params"])
+    if num_foreign:
         raise ConfigError(
-            f"{what}: {foreign} of its parameters are not the model's, and would never be updated: "
-            "pass model.parameters() of the very model that initialize gets"
+            f"{argument}: {num_foreign} of its parameters are not the model's, and would never be "
+            "updated: pass model.parameters() of the very model that initialize gets"
         )
 
 
@@ -274,10 +326,13 @@ def _init_distributed(
 
 
 def _accelerate_gathers() -> bool:
-    """Whether Accelerate, and with it the Trainer, takes this process for one of DeepSpeed's, whose
-    losses and metrics it gathers over a process group, launcher or not."""
+    """True if Accelerate takes this process for one of DeepSpeed's. The Trainer then does so too.
+
+    Accelerate gathers losses and metrics of such a process over a process group (all-gather), with
+    a launcher or without.
+    """
     accelerate: Any = sys.modules.get("accelerate.state")
     if accelerate is None or not accelerate.is_initialized():
         return False
-    found = accelerate.AcceleratorState().distributed_type
-    return bool(found == accelerate.DistributedType.DEEPSPEED)
+    distributed_type = accelerate.AcceleratorState().distributed_type
+    return bool(distributed_type == accelerate.DistributedType.DEEPSPEED)

@@ -1,30 +1,28 @@
 """The DeepSpeed-compatible engine.
 
 Owns the counters of micro-batches and steps, the accumulation boundary, and the border with
-DeepSpeed: what a user, an LR schedule or a monitor sees. Never moves a byte: `streaming.stack`
-does. The training thread alone enters.
+DeepSpeed: everything that a user, an LR schedule or a monitor reads. It never moves a byte:
+`streaming.stack` does. The training thread alone enters.
 
-It is a `deepspeed.DeepSpeedEngine` by name, so that frameworks recognise it, but runs none of that
-class's core: its `__init__` is not called, the one-line accessors read the `DeepSpeedConfig` that
-is kept here, and what cannot apply is refused with its reason (`REFUSED`). A test walks the
-installed class: every public name must be implemented here, refused, or known to the test as an
-accessor that answers. Another reads what that class assigns to itself: every public attribute must
-be here, and those that are of no use here come from `engine.attributes`.
+[Note: DeepSpeed's class] The engine is a `deepspeed.DeepSpeedEngine` by name:
+
+1. Frameworks recognise it by that class.
+2. It runs none of that class's core, and never calls its `__init__`.
+3. Inherited one-line accessors read the `DeepSpeedConfig` that this engine keeps.
+4. `engine.refusals` lists the methods that cannot apply. Each raises its reason.
+5. `engine.attributes` lists the public attributes that this engine never reads.
+6. Tests walk the installed class. They fail for a public name that has none of these places.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import gc
 import logging
-import math
 import os
 import sys
-import warnings
-import weakref
 from collections.abc import Callable, Iterator
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +34,13 @@ from stronghold.config import Settings
 from stronghold.devices.base import off_lanes
 from stronghold.devices.forks import forked_from
 from stronghold.distributed.process_groups import Ranks, local_rank_of
-from stronghold.engine.attributes import REMOVED_SWITCHES, unused_attributes
+from stronghold.engine import live_engines
+from stronghold.engine.attributes import removed_switches, unused_attributes
 from stronghold.engine.backward import UserBackward
 from stronghold.engine.checkpoints import Checkpoints
 from stronghold.engine.inspection import Inspection, inspect
 from stronghold.engine.instruments import Instruments
+from stronghold.engine.refusals import ManualClipping, check_loss, refused_methods
 from stronghold.errors import ConfigError
 from stronghold.plan.plan import Plan
 from stronghold.predict.refine import Refinement
@@ -54,103 +54,29 @@ from stronghold.telemetry.metrics import StepRecord, batch_size
 
 logger = logging.getLogger("stronghold")
 
-_PARALLEL = "stronghold runs data-parallel ranks only: shard the model with DeepSpeed itself"
-_REDUCE = "gradients leave for the host layer by layer during backward: nothing is left to reduce"
-_DATA = "build the data loader yourself and pass batches to the engine"
-_COMPILE = "DeepCompile rewrites the graph of the whole model: engine.compile() compiles each block"
-_ALIEN = "stronghold's optimizer runs: set its type in the config, or pass a torch optimizer"
-
-# Names that would run DeepSpeed's own core on state that this engine does not have: by reason, then
-# one by one.
-_BY_REASON = {
-    _REDUCE: """allreduce_and_copy allreduce_bucket allreduce_gradients allreduce_no_retain
-        buffered_allreduce_fallback coalesce_grad_reduction sparse_allreduce
-        sparse_allreduce_bucket sparse_allreduce_no_retain""",
-    _PARALLEL: "all_gather_scalar load_moe_state_dict sparse_all_gather",
-    _COMPILE: """get_autosp_backend get_autotp_backend get_compile_time
-        get_deepcompile_backend get_deepspeed_compile_backend register_compile_pass
-        compile_zero_optimization_stage""",
-    _DATA: "set_custom_curriculum_learning_schedule set_data_post_process_func",
-    _ALIEN: "get_optimizer_configuration",
-}
-REFUSED: dict[str, str] = {
-    **{name: reason for reason, names in _BY_REASON.items() for name in names.split()},
-    "clip_fp32_gradients": "engine.step clips by the global norm: set gradient_clipping",
-    "print_forward_breakdown": "set stronghold.trace to a file for a timeline of the step",
-    "random_ltd_initialize": "random layer-token drop changes the model's layers while they stream",
-    "swap_tensor_config": "set stronghold.nvme: it says where state spills, and how",
-}
+WEAR_STEP = 3  # the first step that starts as it ends: its seconds give the wear per hour
 
 
-def _refusal(name: str, reason: str) -> Any:
-    def refused(self: Any, *args: Any, **kwargs: Any) -> None:
-        raise ConfigError(f"engine.{name} does not apply to stronghold: {reason}")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCompiler:
+    """Compiles the forward of one block. `options` are arguments of `torch.compile`."""
 
-    refused.__name__ = name
-    refused.__doc__ = f"Refused: {reason}."
-    return refused
+    options: dict[str, Any]
 
-
-def _take_over(model: nn.Module, trains: bool) -> None:
-    """An engine that streams this very model ends where the next one may take over: it has trained
-    nothing, as where a reference's log-probabilities are computed before training; or the next one
-    trains, too, and no gradient waits for a step, as under DeepSpeed."""
-    for engine in list(_living):
-        if engine._destroyed or engine.module is not model:
-            continue
-        if engine.micro_steps == 0 and (
-            engine.optimizer is None or not engine._stack.host.training
-        ):
-            engine.destroy()
-        elif trains and engine.micro_steps and not engine._stack.runtime.ledger.is_in_step:
-            logger.warning(
-                "the engine that has trained this model for %d steps ends, since another one is "
-                "made of it: that begins with new moments, from the weights in their own dtype",
-                engine.global_steps,
-            )
-            engine.destroy()
-
-
-def _check_loss(name: str, loss: Any) -> None:
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.grad_fn is None:
-        raise ConfigError(
-            f"engine.{name}: expected a scalar loss with a graph (a tensor of one element); for "
-            "another tensor, output.backward(gradient)"
-        )
-
-
-def _check_clipping(configured: float, max_norm: float) -> None:
-    """`clip_grad_norm_` by hand finds no gradient: Accelerate calls step before it, in backward."""
-    if math.isfinite(max_norm) and max_norm != configured:
-        raise ConfigError(
-            f"clip_grad_norm_ by hand to {max_norm}: gradients have left the model, and the engine "
-            f"clips them in step, to the config's gradient_clipping: got {configured}. Set "
-            f'"gradient_clipping": {max_norm}, and leave the call out'
-        )
-    warnings.warn(
-        "clip_grad_norm_ by hand finds no gradient, and returns 0: the engine clips in step; "
-        "engine.get_global_grad_norm() is the norm afterwards",
-        stacklevel=5,
-    )
-
-
-WEAR_STEP = 3  # the first step that starts as it ends: its seconds tell the wear per hour
-_living: weakref.WeakSet[StrongholdEngine] = weakref.WeakSet()
-
-
-@atexit.register
-def finish_engines() -> None:
-    """Programs whose framework made the engine never destroy it: their last checkpoint and their
-    trace are finished before the interpreter takes modules down."""
-    for engine in list(_living):
-        try:
-            engine.finish()
-        except Exception:
-            logger.exception("the process ends with work unfinished")
+    def compile(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the compiled forward."""
+        compiled: Callable[..., Any] = torch.compile(forward, **self.options)
+        return compiled
 
 
 class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
-    """Trains `model` through a window of layers. Made by `stronghold.initialize`.
+    """Trains a model whose layers stream through a window on the GPU.
+
+    `stronghold.initialize` makes it. A training loop calls it as DeepSpeed's engine:
+
+        loss = engine(batch)
+        engine.backward(loss)
+        engine.step()
 
     `optimizer` is None for a forward-only engine, which holds the weights alone.
     """
@@ -180,26 +106,36 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         self.global_rank, self.world_size = ranks.global_rank, ranks.world_size
         self.dp_world_size, self.mp_world_size = ranks.num_ranks, ranks.model_parallel_size
         self.mpu = mpu
-        self.__dict__.update(
-            unused_attributes(
-                module=model, config=self._config, ranks=ranks, training_data=training_data
-            )
+        unused = unused_attributes(
+            module=model, config=self._config, ranks=ranks, training_data=training_data
         )
+        self.__dict__.update(unused)
         self.collate_fn = collate_fn
-        self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
-        self.optimizer = self.basic_optimizer = optimizer
-        self.client_optimizer = self.client_lr_scheduler = self.seq_parallel_group = None
+        self.global_steps = 0
+        self.global_samples = 0
+        self.micro_steps = 0
+        self.skipped_steps = 0
+        self.optimizer = optimizer
+        self.basic_optimizer = optimizer
+        self.client_optimizer = None
+        self.client_lr_scheduler = None
+        self.seq_parallel_group = None
         self.enable_backward_allreduce = False
-        self.inside_no_sync_ctxt = self.has_moe_layers = False
+        self.inside_no_sync_ctxt = False
+        self.has_moe_layers = False
         self.sparse_tensor_module_names: set[str] = set()
-        self.loaded_checkpoint_mp_world_size = self.loaded_checkpoint_dp_world_size = None
+        self.loaded_checkpoint_mp_world_size = None
+        self.loaded_checkpoint_dp_world_size = None
         self._boundary_override: bool | None = None
-        self._num_backwards = 0  # since the last step, where the program's step() ends each
+        # Backwards since the last step. Samples are counted by them if every `step` ends a step.
+        self._num_backwards = 0
         self._step_applied = False
         self._loss_sum: torch.Tensor | None = None
         self.last_record: StepRecord | None = None
-        self._destroyed = self._is_compiled = self._has_run = False
-        _take_over(model, optimizer is not None)
+        self._destroyed = False
+        self._is_compiled = False
+        self._has_run = False
+        live_engines.end_previous_engines(model, trains=optimizer is not None)
         check_free(model)
         if optimizer is not None:
             optimizer.connect(self.step, self.zero_grad, self.offload_states, self.reload_states)
@@ -224,25 +160,24 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
             read=stack.wait_for_readers,
             loaded=stack.adopt_weights,
         )
-        owned = {
-            parameter: (layer.index, part.name)
-            for of_layer, layer in zip(stack.parameters, stack.layout.layers, strict=True)
-            for parameter, part in zip(of_layer, layer.slices, strict=True)
-        }
+        clipping = ManualClipping(configured=settings.gradient_clipping)
         self._reads = ParameterReads(
-            owned,
+            _places_of_parameters(stack),
             settle=stack.settle,
             drop=stack.drop_gradients,
-            clipped=partial(_check_clipping, settings.gradient_clipping),
+            clipped=clipping.check,
             fragments=fragments(stack),
         )
-        _living.add(self)
+        live_engines.register(self)
         try:
-            self._instruments = parts = Instruments(self._config, self, model)
-            self.timers, self.tput_timer = parts.timers, parts.throughput
-            self.monitor, self.flops_profiler = parts.monitor, parts.profiler
-            wanted = training_data is not None
-            self.training_dataloader = self.deepspeed_io(training_data) if wanted else None
+            self._instruments = Instruments(self._config, self, model)
+            self.timers = self._instruments.timers
+            self.tput_timer = self._instruments.throughput
+            self.monitor = self._instruments.monitor
+            self.flops_profiler = self._instruments.profiler
+            self.training_dataloader = None
+            if training_data is not None:
+                self.training_dataloader = self.deepspeed_io(training_data)
         except BaseException:
             self.destroy()
             raise
@@ -250,115 +185,159 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
 
     # -- the step ---------------------------------------------------------------------------------
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Call the user's module, as it is at this moment, and return its output unchanged.
+        """Run the user's module, with its present `forward`, and return the output unchanged.
 
-        LaneError, once, for an asynchronous save that has failed meanwhile: the next call goes on.
+        * `inputs`, `kwargs`: arguments of the module.
+
+        Each layer waits until its weights have arrived on the device (unshard, swap in). After
+        `destroy` the module runs alone.
+
+        Raises LaneError, once, if an asynchronous save has failed since the last call. Raises
+        `OutOfMemoryError` if the device has no room for the activations. Raises ConfigError after
+        `offload_states`, and for transforms of `torch.func`.
         """
         if self._destroyed:  # the model is the user's again, or another engine's
             return self.module(*inputs, **kwargs)
         self._stack.check_here("engine.forward")
         self._checkpoints.raise_failure()
         self._user_backward.check()
-        if not self._has_run:  # not before: a framework that sets up warns of its own matters first
+        if not self._has_run:  # not before: a framework that sets up logs its own warnings first
             self._has_run = True
             self.settings.warn_of_ignored()
-        size, with_graph = batch_size(inputs, kwargs), torch.is_grad_enabled()
+        size = batch_size(inputs, kwargs)
+        with_graph = torch.is_grad_enabled()
         self._refinement.begin_forward(size, trains=with_graph, waits=self._user_backward.waits)
         if self.module.training and with_graph:
             self._stack.metrics.add_tokens(size.tokens)
         with self._instruments.forward(self.global_steps), self._stack.runtime.forward_pass():
-            try:
-                output = self.module(*inputs, **kwargs)
-            except torch.OutOfMemoryError as error:
-                raise self._refinement.out_of_memory("engine.forward", error) from error
-            except RuntimeError as error:
-                if str(error) == NO_TRANSFORMS:
-                    raise ConfigError(NO_TRANSFORMS) from error
-                raise
+            output = self._call_module(inputs, kwargs)
         if self.optimizer is not None and torch.is_grad_enabled():
             self._user_backward.watch(output)
         return output
 
+    def _call_module(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the user's module. Its errors of memory and of transforms become the engine's."""
+        try:
+            return self.module(*inputs, **kwargs)
+        except torch.OutOfMemoryError as error:
+            raise self._refinement.out_of_memory("engine.forward", error) from error
+        except RuntimeError as error:
+            if str(error) == NO_TRANSFORMS:
+                raise ConfigError(NO_TRANSFORMS) from error
+            raise
+
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss times the loss scale, for `engine.scale(loss).backward()`, which is what fp16
-        needs; elsewhere `loss.backward()` is the same. The engine divides by the accumulation
-        steps itself."""
+        """Return the loss times the loss scale, for `engine.scale(loss).backward()`.
+
+        * `loss`: a tensor of one element with a graph.
+
+        fp16 needs this call before a `loss.backward()` of the program's own. Without fp16 the
+        result is the loss. The engine divides by the accumulation steps itself.
+
+        Raises ConfigError for another kind of loss, and for an engine without an optimizer.
+        """
         self._needed_optimizer("scale")
-        _check_loss("scale", loss)
+        check_loss("scale", loss)
         return self._user_backward.scale(loss)
 
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> torch.Tensor:
-        """Run autograd on a scalar loss, divided by the accumulation steps if `scale_wrt_gas`;
-        returns that quotient. Parameters have no gradients afterwards. When autograd raises, the
-        step starts again: its earlier micro-batches are dropped too."""
+        """Run autograd on a scalar loss. Gradients leave for the host layer by layer meanwhile.
+
+        * `loss`: a tensor of one element with a graph.
+        * `retain_graph`: keep the graph for another backward, as in torch.
+        * `scale_wrt_gas`: divide the loss by the accumulation steps first.
+
+        Returns the loss after that division. Afterwards no parameter has a `grad`.
+
+        Each layer waits until its weights have arrived on the device again. If autograd raises, the
+        step starts again: gradients of its earlier micro-batches are dropped.
+
+        Raises ConfigError for another kind of loss, and for an engine without an optimizer. Raises
+        `OutOfMemoryError` if the device has no room.
+        """
         optimizer = self._needed_optimizer("backward")
-        _check_loss("backward", loss)
+        check_loss("backward", loss)
         self._user_backward.check()
-        steps = self.gradient_accumulation_steps()
-        scaled: torch.Tensor = loss / steps if scale_wrt_gas and steps > 1 else loss
-        runtime, begun = self._stack.runtime, False
-        if not runtime.ledger.is_in_step:  # the step's first, or the first that is not thrown away
+        num_accumulated = self.gradient_accumulation_steps()
+        is_divided = scale_wrt_gas and num_accumulated > 1
+        divided: torch.Tensor = loss / num_accumulated if is_divided else loss
+        runtime = self._stack.runtime
+        if not runtime.ledger.is_in_step:  # the step's first backward, or all before were dropped
             self._loss_sum = None
+        has_begun = False
         try:
             runtime.begin_backward(boundary=self.is_gradient_accumulation_boundary())
-            begun = True
-            waiting = self._user_backward.none(keeps=retain_graph)
-            with self._instruments.time("backward"), waiting:
-                optimizer.scaled(scaled).backward(retain_graph=retain_graph)
+            has_begun = True
+            announced = self._user_backward.announced(keeps_graph=retain_graph)
+            with self._instruments.time("backward"), announced:
+                optimizer.scaled(divided).backward(retain_graph=retain_graph)
             runtime.end_backward()
             self._num_backwards += 1
         except BaseException as error:
-            if begun or not isinstance(error, Exception):  # else it is refused, and changes nothing
+            is_refusal = not has_begun and isinstance(error, Exception)
+            if not is_refusal:  # a refusal has changed nothing
                 self._abandon_step()
             if isinstance(error, torch.OutOfMemoryError):
                 raise self._refinement.out_of_memory("engine.backward", error) from error
             raise
-        value = scaled.detach()
+        value = divided.detach()
         self._loss_sum = value if self._loss_sum is None else self._loss_sum + value
-        return scaled
+        return divided
 
     def _abandon_step(self) -> None:
-        """The step's gradients so far are void: the next micro-batch is its first."""
+        """Drop the step's gradients so far: the next micro-batch is its first."""
         self._stack.runtime.abandon_backward()
         if self.managed_gradient_accumulation():
             self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
-        self._loss_sum, self._num_backwards = None, 0
+        self._loss_sum = None
+        self._num_backwards = 0
         self._refinement.note_failures()
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """End the micro-batch; at an accumulation boundary clip, queue the updates and advance the
-        schedule. Waits for the gradients' norm, except where a model that is whole on the device
-        clips and checks nothing; never for the updates, for which the next forward waits layer by
-        layer. When Ctrl-C ends it before a weight has changed, the step starts again; later it asks
-        for a checkpoint."""
+        """End the micro-batch. At an accumulation boundary: clip, queue the updates, and advance
+        the schedule of learning rates.
+
+        * `lr_kwargs`: keyword arguments of the schedule's `step`.
+
+        Waits for the norm of all gradients. A model that is whole on the device, without clipping
+        and without a check for overflow, waits for nothing. No call waits for the updates here: the
+        next forward waits for them layer by layer.
+
+        If Ctrl-C ends it before a weight has changed, the step starts again. If Ctrl-C ends it
+        later, the next call raises ConfigError until a checkpoint is loaded.
+
+        Raises ConfigError for an engine without an optimizer, and for parameter groups that have
+        changed. Raises LaneError if an operation on a lane has failed.
+        """
         optimizer = self._needed_optimizer("step")
         self._user_backward.check()
         self._step_applied = False
-        step, managed = self.global_steps, self.managed_gradient_accumulation()
-        boundary = not managed or self.is_gradient_accumulation_boundary()
+        step = self.global_steps
+        is_managed = self.managed_gradient_accumulation()
+        boundary = not is_managed or self.is_gradient_accumulation_boundary()
         try:
             with self._instruments.time("step"):
                 if boundary:
                     self._take_step(optimizer, lr_kwargs or {})
         except BaseException as error:
-            if not isinstance(error, Exception):  # Ctrl-C: its gradients are no further step's
+            if not isinstance(error, Exception):  # Ctrl-C: no further step may use its gradients
                 self._abandon_step()
             raise
         self._instruments.end_micro_batch(step=step, samples=self.global_samples, boundary=boundary)
         self.micro_steps += 1
 
     def _take_step(self, optimizer: EngineOptimizer, lr_kwargs: dict[str, Any]) -> None:
+        """Close the gate, then advance schedule, counters and loss scale."""
         stack = self._stack
         stack.device.check()
         optimizer.check_groups()
         learning_rate = float(optimizer.param_groups[0]["lr"])
         if not stack.runtime.ledger.is_in_step:
             self._loss_sum = None
-        clipping = float(self.gradient_clipping() or 0.0)
         gate = stack.runtime.close_gate(
-            clipping=clipping,
+            clipping=float(self.gradient_clipping() or 0.0),
             loss_scale=optimizer.loss_scale,
             skip_on_overflow=self.settings.skip_on_overflow,
         )
@@ -381,13 +360,20 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
             self._stalled_weights.end_step()
 
     def _samples_of_step(self) -> int:
+        """Samples of the step on all ranks. It sets the count of backwards to 0."""
         if self.managed_gradient_accumulation():
             return int(self.train_batch_size())
-        count, self._num_backwards = self._num_backwards, 0
-        return int(self.train_batch_size()) // int(self.gradient_accumulation_steps()) * count
+        num_backwards = self._num_backwards
+        self._num_backwards = 0
+        samples_of_backward = int(self.train_batch_size()) // int(
+            self.gradient_accumulation_steps()
+        )
+        return samples_of_backward * num_backwards
 
     def _report(self, optimizer: EngineOptimizer, learning_rate: float) -> None:
-        stack, loss = self._stack, self._loss_sum
+        """Record the step, log it when it is due, and send it to the monitors."""
+        stack = self._stack
+        loss = self._loss_sum
         self._loss_sum = None
         stack.device.settle()
         record = stack.metrics.end_step(
@@ -400,50 +386,72 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         self.last_record = record
         if self.plan.nvme_bytes and self.global_steps == WEAR_STEP:
             logger.info("%s", self.plan.wear(record.step_s))
-        every = self.settings.steps_per_print
-        if every and self.global_steps % every == 0:
+        steps_per_print = self.settings.steps_per_print
+        if steps_per_print and self.global_steps % steps_per_print == 0:
             logger.info("%s", stack.metrics.format(record))
         scale = optimizer.loss_scale if self.fp16_enabled() else None
         self._instruments.end_step(record, samples=self.global_samples, loss_scale=scale)
 
+    def was_step_applied(self) -> bool:
+        """Return True if the last `step` changed weights. Waits for nothing.
+
+        It is False between accumulation boundaries, and for a step that was skipped because its
+        gradients were not finite.
+        """
+        return self._step_applied
+
     def get_wall_clock_timers(self) -> dict[str, float]:
-        """Milliseconds of the last micro-batch, and of the step so far, by DeepSpeed's names."""
+        """Milliseconds of the last micro-batch, and of the step so far, by DeepSpeed's names.
+
+        Empty unless the config has `wall_clock_breakdown`.
+        """
         return self._instruments.last_times_ms
 
     @property
     def engine_timers_cache(self) -> dict[str, float]:
-        """DeepSpeed's name of what `get_wall_clock_timers` returns."""
+        """DeepSpeed's name of the times that `get_wall_clock_timers` returns."""
         return self._instruments.last_times_ms
 
     def get_pld_theta(self) -> None:
-        """None: no layer is dropped."""
+        """Return None: no layer is dropped."""
 
-    def _check_alive(self, what: str) -> None:
+    def _check_alive(self, method: str) -> None:
         if self._destroyed:
-            raise ConfigError(f"engine.{what}: this engine was destroyed; initialize a new one")
+            raise ConfigError(f"engine.{method}: this engine was destroyed; initialize a new one")
 
-    def _needed_optimizer(self, what: str) -> EngineOptimizer:
-        self._check_alive(what)
-        self._stack.check_here(f"engine.{what}")
+    def _needed_optimizer(self, method: str) -> EngineOptimizer:
+        """The optimizer. ConfigError without one, after `destroy`, and after `offload_states`."""
+        self._check_alive(method)
+        self._stack.check_here(f"engine.{method}")
         if self.optimizer is None:
             raise ConfigError(
-                f'engine.{what}: this engine has no optimizer; add an "optimizer" section to the '
+                f'engine.{method}: this engine has no optimizer; add an "optimizer" section to the '
                 "config, or pass optimizer= to stronghold.initialize"
             )
         return self.optimizer
 
     # -- accumulation -----------------------------------------------------------------------------
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the current micro-batch ends a step. With managed_gradient_accumulation false
-        that is never known in backward: each `step` is the end of one."""
+        """Return True if the current micro-batch ends a step.
+
+        It is always False if `managed_gradient_accumulation` is false: then each `step` ends one,
+        and backward cannot know which backward is the last.
+        """
         if not self.managed_gradient_accumulation():
             return False
         if self._boundary_override is not None:
             return self._boundary_override
-        return bool((self.micro_steps + 1) % self.gradient_accumulation_steps() == 0)
+        num_micro_batches = self.micro_steps + 1
+        return bool(num_micro_batches % self.gradient_accumulation_steps() == 0)
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Override the boundary from now on; set it before the micro-batch's forward."""
+        """Override the boundary from now on.
+
+        * `is_boundary`: answer of `is_gradient_accumulation_boundary`. Set it before the
+          micro-batch's forward.
+
+        Raises ConfigError if `managed_gradient_accumulation` is false.
+        """
         if not self.managed_gradient_accumulation():
             raise ConfigError(
                 "set_gradient_accumulation_boundary: managed_gradient_accumulation is false, so "
@@ -452,50 +460,68 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         self._boundary_override = is_boundary
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the accumulation steps; from one to several is refused: nothing holds the sums."""
-        before = self.gradient_accumulation_steps()
+        """Change the number of accumulation steps.
+
+        * `train_batch_size`: samples of one step on all ranks.
+
+        Raises ConfigError for a change from one accumulation step to several, because no memory
+        holds the sums. The batch size then stays.
+        """
+        num_before = self.gradient_accumulation_steps()
         super().set_train_batch_size(train_batch_size)
-        after = self.gradient_accumulation_steps()
-        if before == 1 and after > 1:
-            self._config.gradient_accumulation_steps = before
-            each = self.train_micro_batch_size_per_gpu() * before
-            self._config.train_batch_size = each * self.dp_world_size
+        num_after = self.gradient_accumulation_steps()
+        if num_before == 1 and num_after > 1:
+            self._config.gradient_accumulation_steps = num_before
+            samples_of_rank = self.train_micro_batch_size_per_gpu() * num_before
+            self._config.train_batch_size = samples_of_rank * self.dp_world_size
             raise ConfigError(
-                f"set_train_batch_size({train_batch_size}) needs {after} accumulation steps, but "
-                "the plan has no fp32 accumulators: start with gradient_accumulation_steps above 1"
+                f"set_train_batch_size({train_batch_size}) needs {num_after} accumulation steps, "
+                "but the plan has no fp32 accumulators: start with gradient_accumulation_steps "
+                "above 1"
             )
 
     def _backward_prologue(self) -> None:
-        """Nothing: a backward is seen by itself. Programs with several engines and one loss call
-        DeepSpeed's by hand."""
+        """Do nothing: hooks notice every backward. Programs with several engines and one loss call
+        DeepSpeed's method by hand."""
 
     _backward_epilogue = _backward_prologue
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A null context: gradients of every micro-batch leave for the host at once."""
+        """Context manager without effect: gradients of every micro-batch leave for the host at
+        once."""
         yield
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Throw away the gradients of every micro-batch since the last step, as in a plain loop;
-        without effect where none is waiting."""
+        """Throw away the gradients of every micro-batch since the last step.
+
+        * `set_to_none`: without effect, since no parameter has a `grad`.
+
+        Without effect if no gradient waits for a step, and after `destroy`. Early updates of the
+        step are dropped with its gradients.
+        """
         if not self._destroyed:
             self._user_backward.check()
             self._stack.drop_gradients()
 
-    # -- what is read -----------------------------------------------------------------------------
+    # -- values that a program reads --------------------------------------------------------------
     def get_global_grad_norm(self) -> float | None:
-        """Global L2 norm of the last step's gradients before clipping; None before the first. Waits
-        for backward on the device where the step did not."""
+        """Return the global L2 norm of the last step's gradients, before clipping.
+
+        None before the first step, and without an optimizer. Waits for backward on the device if
+        the step did not wait for it.
+        """
         return None if self.optimizer is None else self.optimizer._global_grad_norm
 
     def loss_scale(self) -> float:
-        """`fp16.loss_scale` of the config in fp16, where 0 means that the scale is dynamic and
-        `optimizer.loss_scale` has its newest value; 1 elsewhere, where no loss is scaled."""
+        """Return `fp16.loss_scale` of the config in fp16, and 1 in other precisions.
+
+        0 means a dynamic scale. `optimizer.loss_scale` has its newest value.
+        """
         return float(super().loss_scale()) if self.fp16_enabled() else 1.0
 
     def dynamic_loss_scale(self) -> bool:
-        """True in fp16 with a scale that follows the overflows."""
+        """Return True in fp16 with a scale that follows the overflows."""
         return bool(self.fp16_enabled() and super().dynamic_loss_scale())
 
     def offload_states(
@@ -505,39 +531,55 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Between two steps: take everything off the device, for a generator, say, until
-        `reload_states`. Meanwhile the parameters show their newest values on the CPU, the module is
-        a plain one there, and the engine neither trains nor runs forward.
+        """Take everything off the device until `reload_states`, for example for a generator.
 
-        `include` chooses nothing: slots belong to all layers, so that all of it leaves together.
-        Host memory is pinned where training's is; it has returned when all is done.
+        * `include`: without effect. Slots belong to all layers, so everything leaves together.
+        * `device`: "cpu". With "none" nothing moves, and the log has a warning.
+        * `pin_memory`: without effect. Host memory is pinned where training pins it.
+        * `non_blocking`: without effect.
+
+        Call it between two steps. Until `reload_states` the parameters show their newest values on
+        the CPU, and the module is a plain one. The engine then runs neither forward nor steps.
+        Waits for all work on the device.
+
+        Raises ConfigError for another device, after `destroy`, and while gradients wait for a step.
         """
         self._check_alive("offload_states")
-        if str(getattr(device, "value", device)) == "none":
+        device_name = str(getattr(device, "value", device))
+        if device_name == "none":
             logger.warning("engine.offload_states: device none: nothing is moved")
             return
-        if str(getattr(device, "value", device)) != "cpu":
+        if device_name != "cpu":
             raise ConfigError(f'engine.offload_states: device: got {device!r}, expected "cpu"')
         self._stack.leave_device()
         self.empty_partition_cache()
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """What `offload_states` took away is on the device again, and training goes on with the
-        same bits. ConfigError where others have taken the room."""
+        """Bring everything that `offload_states` took away back to the device.
+
+        * `non_blocking`: without effect.
+
+        Training goes on with the same bits. Raises ConfigError after `destroy`, and if other
+        programs have taken the memory meanwhile. Then nothing changes.
+        """
         self._check_alive("reload_states")
         self._stack.return_to_device()
         self._refinement.restart()
 
     def empty_partition_cache(self) -> None:
-        """Give other processes the device memory that torch keeps of tensors that are gone; no
-        partition of the weights is cached."""
+        """Give device memory of freed tensors, which torch caches, to other processes.
+
+        No partition of the weights is cached.
+        """
         gc.collect()
         self._stack.device.memory.trim()
 
     @property
     def data_parallel_group(self) -> Any:
-        """torch's group of the ranks that share the model's state, for collectives of your own;
-        None in a process without a process group."""
+        """torch's group of the ranks that share the model's state, for a program's own collectives.
+
+        None in a process without a process group.
+        """
         if not torch.distributed.is_initialized():
             return None
         world = torch.distributed.group.WORLD
@@ -562,9 +604,18 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         schedule: Any = None,
         compiled_autograd_enabled: bool = False,
     ) -> None:
-        """Compile each block's forward with torch.compile: layers come and go between blocks. What
-        is around them stays as it is. Twice is harmless. ConfigError for what rewrites the graph of
-        the whole model (`schedule`, compiled autograd)."""
+        """Compile the forward of each block with `torch.compile`.
+
+        * `backend`: torch.compile's backend.
+        * `compile_kwargs`: further arguments of torch.compile.
+        * `schedule`, `compiled_autograd_enabled`: None and False alone, since both rewrite the
+          graph of the whole model.
+
+        Layers are fetched and evicted between blocks, so code around the blocks stays as it is. A
+        second call has no effect. Waits for pending updates. torch compiles at the next forward.
+
+        Raises ConfigError for other values, after `offload_states`, and within a step.
+        """
         if schedule is not None or compiled_autograd_enabled:
             raise ConfigError(
                 f"engine.compile: got schedule={schedule!r}, compiled_autograd_enabled="
@@ -572,30 +623,40 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
                 "whole model; leave them out"
             )
         if not self._is_compiled:
-            options = {**(compile_kwargs or {}), "backend": backend}
-            self._stack.compile_blocks(lambda forward: torch.compile(forward, **options))
+            compiler = BlockCompiler(options={**(compile_kwargs or {}), "backend": backend})
+            self._stack.compile_blocks(compiler.compile)
             self._is_compiled = True
 
     @property
     def plan(self) -> Plan:
-        """Where every byte is, and why."""
+        """The plan: the home of every array, and the reasons. `print(engine.plan)` explains it."""
         return self._stack.plan
 
     def memory_report(self) -> MemoryReport:
-        """Peak bytes per tier, planned and measured."""
+        """Return peak bytes per tier (GPU, host, NVMe), planned and measured. Waits for nothing.
+
+        Masters, moments and gradient slots get memory at the first backward.
+        """
         return self._stack.memory_report()
 
     def inspect(self) -> Inspection:
-        """A read-only view: layers, plan, schedule, recorded operations, bytes. Waits for nothing.
-        Put `print(engine.inspect())` into a bug report."""
+        """Return a read-only view: layers, plan, schedule, recorded operations, bytes.
+
+        Waits for nothing. Put `print(engine.inspect())` into a bug report.
+        """
         return inspect(self._stack)
 
     def replan(self, plan: Plan) -> bool:
-        """Go on with another plan of this model, between two steps: no bit changes. True where it
-        took over, False where the device has no room for it. Every rank calls it, with one plan.
+        """Go on with another plan of this model, between two steps. No bit changes.
 
-        ConfigError while gradients wait for their step: a change would drop them. StateError for a
-        plan that gathers gradients in another way, or that moves layers from the device to files.
+        * `plan`: equal on all ranks, which all call this method.
+
+        Returns True if the plan took over, and False if the device has no room for it. Waits for
+        all work of the old plan.
+
+        Raises ConfigError while gradients wait for their step, since a change would drop them, and
+        after `destroy` or `offload_states`. Raises StateError for a plan that gathers gradients in
+        another way, and for one that moves layers from the device to files.
         """
         self._check_alive("replan")
         self._stack.check_here("engine.replan")
@@ -608,13 +669,21 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         return self._stack.replan(plan)
 
     def synchronize(self) -> None:
-        """Wait until every parameter holds its newest value. Code that reads or writes parameters
-        in Python waits by itself, one by one; extensions in C++, and other threads, do not."""
+        """Wait until every parameter holds its newest value.
+
+        Python code that reads or writes a parameter waits by itself, for that parameter. Extensions
+        in C++ and other threads do not wait: call this first. Without effect after `destroy`.
+
+        Raises LaneError if an update has failed.
+        """
         if not self._destroyed:
             self._stack.settle()
 
     def module_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The user module's state dict, after pending updates."""
+        """Return the user module's state dict. Waits for pending updates.
+
+        Arguments are those of DeepSpeed's method.
+        """
         self.synchronize()
         state: dict[str, Any] = super().module_state_dict(*args, **kwargs)
         return state
@@ -622,10 +691,14 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
     def load_module_state_dict(
         self, checkpoint: Any, strict: bool = True, custom_load_fn: Any = None, **zero3: Any
     ) -> None:
-        """Load weights into the user's module; masters become these weights, moments stay.
+        """Load weights into the user's module. Masters become these weights, and moments stay.
 
-        `checkpoint` holds them under "module", as in DeepSpeed, or is the state dict itself. What
-        DeepSpeed takes for ZeRO-3 and for expert parallelism has nothing to act on.
+        * `checkpoint`: a state dict, or a dict that holds it under "module", as in DeepSpeed.
+        * `strict`: as in `torch.nn.Module.load_state_dict`.
+        * `custom_load_fn`: called as `custom_load_fn(src=state, dst=module)` in its place.
+        * `zero3`: DeepSpeed's arguments for ZeRO-3 and expert parallelism, without effect.
+
+        Waits for pending updates, and for operations that read the weights.
         """
         nested = checkpoint.get("module")
         state = nested if isinstance(nested, dict) else checkpoint
@@ -646,14 +719,22 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save everything that the next step depends on as `save_dir/tag` (`global_step{N}` without
-        one); True.
+        """Save everything that the next step depends on as `save_dir/tag`. Returns True.
 
-        The tag appears complete or not at all, then `latest` names it. With
-        stronghold.async_checkpoint the files are written while the next steps compute, and a
-        failure is raised once, as LaneError, by the next forward, save, load or
-        wait_for_checkpoint; else OSError is raised here. Either way training can go on.
-        ConfigError between the micro-batches of one step.
+        * `save_dir`: every rank sees it under this path.
+        * `tag`: name of one directory. None: `global_step{N}`.
+        * `client_state`: values of the program, which `load_checkpoint` returns.
+        * `save_latest`: make the file `latest` name this tag.
+        * `exclude_frozen_parameters`: leave frozen parameters out.
+
+        The tag appears complete or not at all. Then `latest` names it. Every rank calls the method.
+        It waits for an earlier save, for pending updates, and for the disk.
+
+        With `stronghold.async_checkpoint` the files are written while the next steps compute. Then
+        a failure is raised once, as LaneError, by the next forward, save, load or
+        `wait_for_checkpoint`. Otherwise OSError is raised here. In both cases training can go on.
+
+        Raises ConfigError between the micro-batches of one step.
         """
         self._checkpoints.save(
             self,
@@ -666,7 +747,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         return True
 
     def wait_for_checkpoint(self) -> None:
-        """Wait until a save that runs beside training is complete; raise its error if it failed."""
+        """Wait until an asynchronous save is complete. Raises LaneError, once, if it failed."""
         self._checkpoints.wait()
 
     def load_checkpoint(
@@ -679,15 +760,26 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Load `load_dir/tag` (the tag that `latest` names, without one) and return the path of
-        its state file, as DeepSpeed does, and the client state that was saved; (None, None) when
-        there is no `latest`.
+        """Load the checkpoint `load_dir/tag`.
 
-        Everything is verified before anything in memory changes: CheckpointError for files that are
-        missing, cut off, changed or foreign, ConfigError for a checkpoint of another model.
-        `load_module_only` loads the weights alone: masters become these weights, moments, counters
-        and random states stay. No code of the checkpoint's runs for them: where the client state
-        has objects that need it, it is None.
+        * `load_dir`: every rank sees it under this path.
+        * `tag`: name of one directory. None: the tag that `latest` names.
+        * `load_module_strict`: raise ConfigError if model and checkpoint differ in their names.
+        * `load_optimizer_states`: load masters, moments and hyper-parameters too.
+        * `load_lr_scheduler_states`: load the schedule of learning rates too.
+        * `load_module_only`: load the weights alone. Masters become these weights. Moments,
+          counters and random states stay. No code of the checkpoint runs. The client state is None
+          if reading it would run code.
+        * `custom_load_fn`: called as `custom_load_fn(src=state_dict, dst=module)` to place the
+          weights.
+
+        Returns the path of the state file, as DeepSpeed does, and the client state. Returns
+        (None, None) without `tag` and without a file `latest`. Waits for a running save and for the
+        disk. Every rank calls the method.
+
+        Every file is verified before anything in memory changes. Raises CheckpointError for files
+        that are missing, cut off, changed or foreign. Raises ConfigError for a checkpoint of
+        another model.
         """
         return self._checkpoints.load(
             self,
@@ -706,8 +798,18 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write the model's state dict in the compute dtype to one file: safetensors by its suffix,
-        else torch's own format. True. Tied parameters are stored once."""
+        """Write the model's state dict in the compute dtype to one file. Returns True.
+
+        * `save_dir`: directory of the file, made if it is missing.
+        * `save_filename`: the suffix `.safetensors` selects that format, any other torch's own.
+        * `exclude_frozen_parameters`: leave frozen parameters out.
+
+        Tied parameters are stored once. The first rank writes, and every rank calls the method.
+        Waits for pending updates, a running save, and the disk.
+
+        Raises OSError of the disk. Raises ConfigError if the model is split over model-parallel
+        ranks.
+        """
         self._checkpoints.save_weights(
             save_dir, save_filename, exclude_frozen=exclude_frozen_parameters
         )
@@ -725,7 +827,11 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
 
     # -- modes and life ---------------------------------------------------------------------------
     def train(self, mode: bool = True) -> StrongholdEngine:
-        """Training mode of the module. An evaluation does not count as a step's time."""
+        """Set the module to training mode, or (`mode` false) to evaluation mode. Returns the
+        engine.
+
+        Time in evaluation mode does not count as a step's time.
+        """
         if mode and not self.training:
             self._stack.metrics.restart_clock()
         self.module.train(mode)
@@ -733,12 +839,11 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         return self
 
     def eval(self) -> StrongholdEngine:
-        """Evaluation mode of the module."""
+        """Set the module to evaluation mode. Returns the engine."""
         return self.train(False)
 
     def _apply(self, fn: Any, recurse: bool = True) -> StrongholdEngine:
-        """`to`, `cuda`, `half` and their kin: without effect, since where weights are and in which
-        dtype is the plan's."""
+        """Do nothing for `to`, `cuda`, `half` and their kin: the plan decides places and dtypes."""
         logger.warning(
             "engine.to, cuda, half and the like are without effect: weights are where the plan "
             "puts them, in the dtype that the config asks for"
@@ -746,14 +851,18 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         return self
 
     def deepspeed_io(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        """DeepSpeed's own data loader over `dataset`."""
+        """Return DeepSpeed's own data loader over `dataset`. Other arguments are DeepSpeed's."""
         kwargs.setdefault("pin_memory", self.device.type == "cuda")
         return super().deepspeed_io(dataset, *args, **kwargs)
 
     def destroy(self) -> None:
-        """Finish pending work, end the lanes and give the model back whole, on the CPU. Safe to
-        call twice. LaneError after that, if an update failed and nothing has told so yet. In a
-        forked child it does nothing."""
+        """Finish pending work, end the lanes, and give the model back whole, on the CPU.
+
+        Waits for a running save and for pending updates. A second call has no effect. In a forked
+        child it does nothing.
+
+        Raises LaneError, after all of that, if an update failed and no call has raised it yet.
+        """
         if not self._destroyed and not forked_from(self._process):
             self._destroyed = True
             self._state_hooks.close()
@@ -766,7 +875,11 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
     close = destroy
 
     def finish(self) -> None:
-        """Write the rest of a checkpoint, and the trace: at the latest when the process ends."""
+        """Write the rest of a checkpoint, and the trace. The end of the process calls it too.
+
+        Waits for a running save and for queued work. Raises LaneError if one of them failed.
+        Without effect after `destroy`, and in a forked child.
+        """
         if not self._destroyed and not forked_from(self._process):
             self._stack.finish(self._checkpoints.wait)
 
@@ -778,19 +891,17 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
 
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
         if not ending():  # else modules are gone
-            off_lanes(self.destroy)  # also of one that is half-built
+            off_lanes(self.destroy)  # also of an engine that is half-built
 
 
-def _switch_that_is_off(name: str) -> Any:
-    def is_off(self: Any) -> bool:
-        return False
+def _places_of_parameters(stack: Stack) -> dict[nn.Parameter, tuple[int, str]]:
+    """Number of the layer, and name, of each parameter that the layers hold."""
+    places: dict[nn.Parameter, tuple[int, str]] = {}
+    for parameters, layer in zip(stack.parameters, stack.layout.layers, strict=True):
+        for parameter, parameter_slice in zip(parameters, layer.slices, strict=True):
+            places[parameter] = (layer.index, parameter_slice.name)
+    return places
 
-    is_off.__name__ = name
-    is_off.__doc__ = "False: DeepSpeed has removed the feature, and the config refuses its key."
-    return is_off
 
-
-for _name in REMOVED_SWITCHES:
-    setattr(StrongholdEngine, _name, _switch_that_is_off(_name))
-for _name, _reason in REFUSED.items():
-    setattr(StrongholdEngine, _name, _refusal(_name, _reason))
+for _name, _method in {**removed_switches(), **refused_methods()}.items():
+    setattr(StrongholdEngine, _name, _method)

@@ -1,7 +1,7 @@
 """A view of an engine at one moment: `engine.inspect()`, for tests and for bug reports.
 
-Owns the view, and nothing that it shows. A bug report should hold `print(engine.inspect())`.
-The training thread alone enters, between two calls of the engine.
+Owns the view, and none of the objects that it shows. A bug report should hold
+`print(engine.inspect())`. The training thread alone enters, between two calls of the engine.
 """
 
 from __future__ import annotations
@@ -31,12 +31,16 @@ from stronghold.telemetry.trace import Span
 class LayerView:
     """One layer at the moment of the call.
 
-    `home` is where it is updated, and `homes` names the arrays that do not lie on the host, with
-    their homes. `arrays` are its arrays in memory, by name, as bytes: the engine's own, not copies.
-    `writers` has, by array, the fence of the newest operation that
-    writes it. `counts` has each parameter's number of updates, in the layout's order, and `trained`
-    holds the positions of those that the optimizer owns. `is_updated_early`: the running step has
-    queued an update of the layer before its gate. `text` is all of it in one line.
+    layout            its parameters, ranges and offsets
+    home              where it is updated
+    homes             the home of each array that does not lie on the host
+    residency         whether its weights are on the device (unsharded) or not
+    arrays            its arrays in memory, by name, as bytes: the engine's, not copies
+    writers           by array, the fence of the newest operation that writes it
+    counts            number of updates of each parameter, in the layout's order
+    trained           positions of the parameters that the optimizer owns
+    is_updated_early  true if the running step has queued an update before its gate
+    text              all of it in one line
     """
 
     layout: LayerLayout
@@ -58,31 +62,41 @@ class LayerView:
 
     @property
     def weights(self) -> torch.Tensor:
-        """The whole layer's weights: bytes, of which each range has its dtype."""
+        """The whole layer's weights, flat, as bytes. Each range of them has its own dtype."""
         return self.arrays["weights"]
 
     def wait(self) -> None:
-        """Block until every operation that writes the layer's arrays has ended. LaneError where one
-        of them failed."""
+        """Block until every operation that writes the layer's arrays has ended.
+
+        Raises LaneError if one of them failed.
+        """
         self._state.wait()
 
     def read(self, array: str, part: ParameterSlice) -> torch.Tensor:
-        """A flat copy of one parameter's items of `array`, from memory or from files. Of several
-        ranks, the items that this one has: maybe none."""
+        """Return a flat copy of one parameter's items of `array`, from memory or from files.
+
+        With several ranks it has the items of this rank. It may be empty.
+        """
         begin, end = part.offset, part.offset + part.numel
         pieces = self._host.access.pieces(self.index, (array,), begin, end)
-        items = [found[array].to("cpu", copy=True) for _, found in pieces]
+        items = [views[array].to("cpu", copy=True) for _, views in pieces]
         return torch.cat(items) if items else torch.empty(0)
 
     def master(self, part: ParameterSlice) -> torch.Tensor:
-        """A parameter's exact fp32 master, in its shape, as a copy on the CPU."""
+        """Return a parameter's exact fp32 master, in its shape, as a copy on the CPU."""
         return self._host.access.master(self.index, part)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferCounts:
-    """Counts since the plan began: fetches of layers, bytes of weights to the
-    device and of gradients from it, and bytes read from files and written to them."""
+    """Counts since the plan began.
+
+    num_fetches      fetches of layers (swap in)
+    fetched_bytes    bytes of weights, to the device
+    offloaded_bytes  bytes of gradients, from the device
+    read_bytes       bytes read from files
+    written_bytes    bytes written to files
+    """
 
     num_fetches: int
     fetched_bytes: int
@@ -95,10 +109,12 @@ class TransferCounts:
 class RanksView:
     """This rank and the others, at the moment of the call.
 
-    This is rank `rank` of `num_ranks`, on node `node` of `num_nodes`. `num_cores` is the number of
-    cores that it has for itself; 0 where it shares all of them. `received_bytes` are bytes of
-    weights and gradients that came from other ranks, `received_from_nodes_bytes` those of them that
-    came from other nodes. NCCL's communicators take `communicator_bytes` of its GPU.
+    rank, num_ranks            number of this rank, and of all ranks
+    node, num_nodes            number of this rank's node, and of all nodes
+    num_cores                  cores of this rank alone; 0 if it shares all of them
+    received_bytes             bytes of weights and gradients from other ranks
+    received_from_nodes_bytes  bytes of them from other nodes
+    communicator_bytes         bytes of the GPU that NCCL's communicators take
     """
 
     rank: int
@@ -115,15 +131,23 @@ class RanksView:
 class Inspection:
     """An engine at the moment of the call.
 
-    `schedule` is the training step that the executor predicts, and `performed` what the last step
-    did. `operations` are the recorded spans,
-    oldest first: none, unless `stronghold.trace` is set or the device records. `bytes` are peaks
-    per tier, planned and measured; `host_bytes` is host memory that is held now. `is_in_step`:
-    gradients wait for their step. `has_trained`: masters and moments exist; `states` names the
-    arrays of the config's precision, and `formats` has those of every range by its number. `torn`
-    is the reason why only a load helps: the arrays are of two steps, or of two checkpoints. It is
-    None where they are of one. `device` and `files` are the live objects, with their lanes and
-    their files.
+    layers, layout  the layers, and how the model is cut into them
+    demand, plan    the input of the plan, and the plan
+    schedule        actions of the training step that the executor predicts
+    performed       actions of the last step
+    operations      recorded spans, oldest first; empty unless `stronghold.trace` is set or the
+                    device records
+    bytes           peak bytes per tier, planned and measured
+    traffic         fetches, and bytes moved
+    is_in_step      true while gradients wait for their step
+    has_trained     true if masters and moments exist
+    states          the arrays of the config's precision
+    formats         the arrays of every range, by the range's number
+    host_bytes      bytes of host memory that are held now
+    torn            None, or the reason why only a load helps: the arrays belong to two steps or to
+                    two checkpoints
+    ranks           this rank and the others
+    device, files   the live objects, with their lanes and their files
     """
 
     layers: tuple[LayerView, ...]
@@ -146,26 +170,23 @@ class Inspection:
     files: Store
 
     def __str__(self) -> str:
-        return "\n".join(
-            [
-                str(self.plan),
-                "layers",
-                *(f"  {layer.text}" for layer in self.layers),
-                "schedule",
-                *(f"  {action}" for action in self.schedule),
-                str(self.bytes),
-                str(self.traffic),
-                str(self.ranks),
-                *([f"torn: {self.torn}"] if self.torn is not None else []),
-            ]
-        )
+        lines = [str(self.plan), "layers"]
+        lines += [f"  {layer.text}" for layer in self.layers]
+        lines.append("schedule")
+        lines += [f"  {action}" for action in self.schedule]
+        lines += [str(self.bytes), str(self.traffic), str(self.ranks)]
+        if self.torn is not None:
+            lines.append(f"torn: {self.torn}")
+        return "\n".join(lines)
 
 
 def inspect(stack: Stack) -> Inspection:
-    """The view of the engine whose parts `stack` has."""
-    host, executor, tiers = stack.host, stack.runtime.executor, stack.host.tiers
+    """Return the view of the engine whose parts `stack` has. Waits for nothing."""
+    host = stack.host
+    tiers = host.tiers
+    executor = stack.runtime.executor
     return Inspection(
-        layers=tuple(_layer(host, state) for state in host.layers),
+        layers=tuple(_layer_view(host, state) for state in host.layers),
         layout=stack.layout,
         demand=stack.demand,
         plan=stack.plan,
@@ -185,14 +206,15 @@ def inspect(stack: Stack) -> Inspection:
         states=stack.states,
         formats=stack.formats,
         host_bytes=host.allocated_bytes,
-        torn=_torn(stack),
-        ranks=_ranks(stack.ranks),
+        torn=_reason_of_torn(stack),
+        ranks=_ranks_view(stack.ranks),
         device=stack.device,
         files=tiers.store,
     )
 
 
-def _torn(stack: Stack) -> str | None:
+def _reason_of_torn(stack: Stack) -> str | None:
+    """The reason why the arrays belong to two steps or two checkpoints. None if they do not."""
     try:
         stack.runtime.ledger.check()
     except ConfigError as error:
@@ -200,7 +222,7 @@ def _torn(stack: Stack) -> str | None:
     return None
 
 
-def _ranks(ranks: Ranks) -> RanksView:
+def _ranks_view(ranks: Ranks) -> RanksView:
     shards = ranks.shards
     return RanksView(
         rank=shards.rank,
@@ -214,7 +236,7 @@ def _ranks(ranks: Ranks) -> RanksView:
     )
 
 
-def _layer(host: HostStore, state: LayerState) -> LayerView:
+def _layer_view(host: HostStore, state: LayerState) -> LayerView:
     return LayerView(
         layout=state.layout,
         home=state.home,

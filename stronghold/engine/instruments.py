@@ -1,10 +1,10 @@
 """DeepSpeed's instruments around a step: monitors, wall-clock timers, the FLOPS profiler.
 
-Owns when they start and stop, and what they are told. Never changes a step: with every one of them
-off it costs two empty context managers. The training thread alone enters.
+Owns when they start and stop, and the values that they get. It never changes a step. With all of
+them off it costs two empty context managers. The training thread alone enters.
 
-A timer spans what the training thread does: "bwd_inner" is all of "bwd", since gradients leave
-during backward, and updates that run while the next forward computes are in none of them.
+A timer spans work of the training thread. "bwd_inner" is all of "bwd", since gradients leave during
+backward. No timer spans updates that run while the next forward computes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
 from deepspeed.monitor.monitor import MonitorMaster
@@ -36,19 +35,34 @@ TIMERS: dict[Phase, tuple[str, ...]] = {
 
 
 def timers_of(kind: Literal["MICRO", "GLOBAL"], *phases: Phase) -> dict[str, str]:
-    """Of the timers of these phases, or of all: the names that events have, and DeepSpeed's."""
+    """Return DeepSpeed's name of each timer, by the name that events have.
+
+    `phases` selects the timers of these phases. Without `phases` all are returned.
+    """
     words = [word for phase in phases or TIMERS for word in TIMERS[phase]]
     return {word.lower(): getattr(deepspeed_timer, f"{word}_{kind}_TIMER") for word in words}
 
 
+class NoMonitor:
+    """Takes the place of DeepSpeed's monitors while none is enabled."""
+
+    enabled = False
+
+    def write_events(self, event_list: Any) -> None:
+        """Drop the events."""
+
+
 class Instruments:
-    """What `config` asks for, around `engine`, whose module is `module`. Raises ImportError, as
-    DeepSpeed does, where a writer's package is not installed."""
+    """The instruments that `config` enables, around `engine` with the user's `module`.
+
+    Raises ImportError, as DeepSpeed does, if the package of a monitor's writer is not installed.
+    """
 
     def __init__(self, config: DeepSpeedConfig, engine: Any, module: nn.Module) -> None:
         self._config = config
         self._breakdown = bool(config.wall_clock_breakdown)
-        options, self.profiler = config.flops_profiler_config, None
+        self.profiler: Any = None
+        options = config.flops_profiler_config
         if options.enabled:
             # A proxy: the profiler reads sizes and timers, and must not keep the engine alive.
             proxy = weakref.proxy(engine)
@@ -58,8 +72,7 @@ class Instruments:
             config.timers_config, batch_size=config.train_batch_size, steps_per_output=None
         )
         monitors = config.monitor_config
-        nobody = SimpleNamespace(enabled=False, write_events=lambda event_list: None)
-        self.monitor = MonitorMaster(monitors) if monitors.enabled else nobody
+        self.monitor: Any = MonitorMaster(monitors) if monitors.enabled else NoMonitor()
         self.last_times_ms: dict[str, float] = {}
         if config.log_level is not None:
             set_log_level_from_string(config.log_level)
@@ -72,9 +85,12 @@ class Instruments:
 
     @contextlib.contextmanager
     def time(self, phase: Phase) -> Iterator[None]:
-        """Time what runs inside, under DeepSpeed's names of the phase."""
-        names = [*timers_of("MICRO", phase).values()] if self._breakdown else []
-        names += timers_of("GLOBAL", phase).values() if self._times_steps else ()
+        """Context manager that times its block, under DeepSpeed's names of the phase."""
+        names: list[str] = []
+        if self._breakdown:
+            names += timers_of("MICRO", phase).values()
+        if self._times_steps:
+            names += timers_of("GLOBAL", phase).values()
         timers = [self.timers(name) for name in names]
         for timer in timers:
             if timer.started_:  # an interrupt kept it from being stopped
@@ -88,7 +104,10 @@ class Instruments:
 
     @contextlib.contextmanager
     def forward(self, step: int) -> Iterator[None]:
-        """Time a forward; `step`, counted from 0, is profiled when it is the one asked for."""
+        """Context manager that times a forward, and profiles it if the config names its step.
+
+        `step` counts from 0.
+        """
         profiler = self._profiler_at(step)
         if profiler is not None:
             profiler.start_profile(ignore_list=None)
@@ -100,40 +119,68 @@ class Instruments:
                 profiler.stop_profile()
 
     def _profiler_at(self, step: int) -> Any:
-        due = step == self._config.flops_profiler_config.profile_step
-        return self.profiler if due else None
+        """The profiler if the config names this step, else None."""
+        is_due = step == self._config.flops_profiler_config.profile_step
+        return self.profiler if is_due else None
 
     def end_step(self, record: StepRecord, *, samples: int, loss_scale: float | None) -> None:
-        """Tell the monitors of a step; reads the loss, so it waits for the step's compute."""
+        """Send a step's values to the monitors. Reads the loss, so it waits for compute.
+
+        `samples` counts the samples of all steps so far. `loss_scale` is None except in fp16.
+        """
         if not self.monitor.enabled:
             return
-        found = {"train_loss": read_number(record.loss), "lr": record.learning_rate}
-        found["loss_scale"] = loss_scale
+        values: dict[str, Any] = {
+            "train_loss": read_number(record.loss),
+            "lr": record.learning_rate,
+            "loss_scale": loss_scale,
+        }
         if record.early:
-            early = record.early
-            found["early_committed"], found["early_left"] = early.committed, early.left
-            found["early_dropped"] = early.dropped
-        self.monitor.write_events(
-            [(f"Train/Samples/{k}", v, samples) for k, v in found.items() if v is not None]
-        )
+            values["early_committed"] = record.early.committed
+            values["early_left"] = record.early.left
+            values["early_dropped"] = record.early.dropped
+        events = []
+        for name, value in values.items():
+            if value is not None:
+                events.append((f"Train/Samples/{name}", value, samples))
+        self.monitor.write_events(events)
 
     def end_micro_batch(self, *, step: int, samples: int, boundary: bool) -> None:
-        """Print what was measured; `step`, from 0, is the one that the micro-batch belongs to."""
-        profiler = self._profiler_at(step)
-        if profiler is not None and profiler.started:
-            options = self._config.flops_profiler_config
-            shown = ("module_depth", "top_modules", "detailed", "output_file")
-            values = {name: getattr(options, name) for name in shown}
-            profiler.print_model_profile(profile_step=step, **values)
-            profiler.end_profile()
+        """Print the measurements of a micro-batch.
+
+        `step` is the number of its step, from 0. `samples` counts the samples of all steps so far.
+        `boundary` is true if the micro-batch ended the step.
+        """
+        self._end_profile(step)
         micro, whole = timers_of("MICRO"), timers_of("GLOBAL")
         if self._breakdown:
             names = [*micro.values(), *whole.values()]
-            self.last_times_ms = {n: self.timers(n).elapsed(reset=False) for n in names}
+            self.last_times_ms = {name: self._elapsed_ms(name) for name in names}
             breakdown = self._config.memory_breakdown
             self.timers.log(list(micro.values()), memory_breakdown=breakdown)
         if boundary and self._times_steps:
-            times = {word: self.timers(n).elapsed(reset=False) for word, n in whole.items()}
-            prefix = "Train/Samples/elapsed_time_ms"
-            self.monitor.write_events([(f"{prefix}_{w}", t, samples) for w, t in times.items()])
+            events = []
+            for word, name in whole.items():
+                event = f"Train/Samples/elapsed_time_ms_{word}"
+                events.append((event, self._elapsed_ms(name), samples))
+            self.monitor.write_events(events)
             self.timers.log(list(whole.values()))
+
+    def _elapsed_ms(self, name: str) -> float:
+        elapsed: float = self.timers(name).elapsed(reset=False)
+        return elapsed
+
+    def _end_profile(self, step: int) -> None:
+        """Print the profile of a step, if one was started."""
+        profiler = self._profiler_at(step)
+        if profiler is None or not profiler.started:
+            return
+        options = self._config.flops_profiler_config
+        profiler.print_model_profile(
+            profile_step=step,
+            module_depth=options.module_depth,
+            top_modules=options.top_modules,
+            detailed=options.detailed,
+            output_file=options.output_file,
+        )
+        profiler.end_profile()

@@ -37,7 +37,7 @@ from stronghold.checkpoint.manifest import (
     STATE,
     WEIGHTS,
     Manifest,
-    Piece,
+    StoredPiece,
     TensorRecord,
 )
 from stronghold.checkpoint.save import plain_group, versions
@@ -139,7 +139,7 @@ def _write_imported(zero: ZeroCheckpoint, out: Path, dtype: torch.dtype) -> None
                     step=p.step,
                     optimizer=optimizer.name,
                     pieces={
-                        array: (Piece(file=names[kind], begin=0, end=p.numel),)
+                        array: (StoredPiece(file=names[kind], begin=0, end=p.numel),)
                         for array, kind in arrays.items()
                     },
                 )

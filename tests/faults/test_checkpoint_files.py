@@ -38,7 +38,7 @@ from stronghold.checkpoint.manifest import (
     MANIFEST,
     STATE,
     Manifest,
-    Piece,
+    StoredPiece,
     TensorRecord,
     stored_as,
 )
@@ -184,7 +184,7 @@ def test_a_file_that_says_other_than_the_manifest_is_refused(engine: Any, copy: 
     data = (copy / TAG / FILES[0]).read_bytes()
     record = {"num_bytes": len(data), "crc32": zlib.crc32(data)}
     rewrite(copy / TAG, lambda body: body["files"].update({FILES[0]: record}))
-    refused(engine, copy, CheckpointError, f"{FILES[0]}: {name} is .* and the manifest says")
+    refused(engine, copy, CheckpointError, f"{FILES[0]}: {name} is .* and the manifest has")
 
 
 def test_a_missing_tag_is_answered_with_those_that_are_there(engine: Any, copy: Path) -> None:
@@ -297,7 +297,7 @@ def test_any_range_is_read_across_the_pieces_of_ranks(seed: int, tmp_path: Path)
         name, shape = stored_as("weights", "a.b", (numel,), begin, end)
         entry = entry_of(name, values[begin:end].view(shape))
         records[f"weights-{rank}"] = write_tensors(tag / f"weights-{rank}", [entry])
-        pieces.append(Piece(file=f"weights-{rank}", begin=begin, end=end))
+        pieces.append(StoredPiece(file=f"weights-{rank}", begin=begin, end=end))
     record = TensorRecord(
         name="a.b",
         aliases=("a.b",),

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from stronghold.engine import engine as engine_module
+from stronghold.engine import live_engines
 from tests.support.checkpoints import make_batch, session, train
 from tests.support.children import run
 from tests.support.training import on
@@ -109,7 +109,7 @@ def drop(engines: list[Any]) -> None:
 ENDS: dict[str, Callable[[list[Any]], object]] = {
     "destroy": lambda engines: engines[0].destroy(),
     "finish": lambda engines: engines[0].finish(),
-    "exit": lambda engines: engine_module.finish_engines(),
+    "exit": lambda engines: live_engines.finish_engines(),
     "drop": drop,
 }
 
