@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stronghold.devices.base import MANY, Fence, Record, completed, dependences, submitted
+from stronghold.devices.base import MANY_READERS, Fence, Record, completed, dependences, submitted
 from stronghold.devices.lane_name import LaneName
 from stronghold.errors import LaneError
 
@@ -89,10 +89,10 @@ def test_of_many_readers_those_that_have_ended_are_forgotten_and_no_others() -> 
     record, running = Record(), [pending(LaneName.COMPUTE, f"stream {k}") for k in range(3)]
     for fence in running:
         record.read(fence)
-    for k in range(20 * MANY):
+    for k in range(20 * MANY_READERS):
         record.read(completed(LaneName.COMPUTE, f"ended {k}"))
     assert record.users[1:4] == tuple(running)
-    assert len(record.users) <= 2 + MANY
+    assert len(record.users) <= 2 + MANY_READERS
 
 
 def test_a_failed_reader_is_told_to_the_writer_that_waits_for_it() -> None:
