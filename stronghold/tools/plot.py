@@ -38,7 +38,7 @@ INK, FAINT = "#22262b", "#8a9099"
 WIDTH_INCHES, ROW_INCHES, DPI = 15.0, 0.46, 140
 ROW_HEIGHT = 0.74  # of a lane's boxes, in rows
 LIMIT_LINE: dict[str, Any] = {"color": FAINT, "linewidth": 1.2, "linestyle": "--"}
-LETTERS = 160  # of labels, that one beside the other fill the width
+LETTERS = 160  # letters of labels, side by side, fill the width
 
 
 def draw_timeline(

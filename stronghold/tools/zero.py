@@ -216,7 +216,7 @@ class _Pieces:
                 yield self._convert(piece).contiguous()
 
 
-class _Conversion:
+class _MasterConversion:
     """The conversions from a master or a weight to `dtype`, and to the remainder of a master."""
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -246,7 +246,7 @@ def _entries(
     With an `optimizer` these include masters and moments.
     """
     name, shape, master = parameter.name, parameter.shape, parameter.master
-    conversion = _Conversion(dtype)
+    conversion = _MasterConversion(dtype)
     convert = conversion.round if parameter.trainable else conversion.cast
     pieces = _Pieces(master, convert)
     yield "weights", Entry(name=name, dtype=dtype, shape=shape, pieces=pieces)
@@ -332,7 +332,7 @@ def _load(file: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _OptimizerState:
-    """What the optimizer's files hold of one parameter: `master` and `moments` are flat views."""
+    """One parameter in the optimizer's files. `master` and `moments` are flat views."""
 
     name: str
     shape: tuple[int, ...]

@@ -41,7 +41,7 @@ from stronghold.plan.machine import ADAM_BF16_BYTES, ADAM_LEAN_BYTES, MachinePro
 from stronghold.tools.doctor.findings import DiskRates, Findings, PcieLink, threads_in_words
 
 MIB = 1 << 20
-# What the arrays of Adam occupy, per parameter: exact, and what lean states do not share with them.
+# Bytes of Adam's arrays per parameter: exact states, and the lean states' additional arrays.
 ADAM_RESIDENT_BYTES = (2 + 2 + 4 + 4 + 2) + (1 + 1 + 1 + 0.125)
 _L3 = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 _COPIES = 4  # in a row, so that the hand-over to a lane's thread does not count
@@ -124,9 +124,11 @@ def _examine(
 ) -> Findings:
     memory, adam, lean_adam = host_rates(size, limits.num_cores, step)
     rates, pinnable_bytes, pin_error = link_rates(device, size, step)
-    host, emulated = platform.node() or "this host", not isinstance(device, CudaDevice)
+    host = platform.node() or "this host"
+    emulated = not isinstance(device, CudaDevice)
     if emulated:  # its memory is its budget, or the host's
-        name, link = f"emulated on {cpu_name()}, {host}", None
+        name = f"emulated on {cpu_name()}, {host}"
+        link = None
         gpu_memory_bytes = device.memory.budget_bytes or limits.usable_bytes
     else:
         gpu, gpu_memory_bytes, address = cuda.identity(device.torch_device.index)
@@ -372,13 +374,14 @@ def link_rates(device: Device, size: Effort, step: Step) -> tuple[dict[str, floa
 def _pinnable(device: Device, size: Effort) -> tuple[int, str]:
     """The bytes that can be pinned, and the reason for no more; "" if time or memory ended."""
     taken: list[torch.Tensor] = []
-    begun, error = time.perf_counter(), ""
+    begun_s = time.perf_counter()
+    error = ""
     try:
         while (len(taken) + 1) * _PIN_BYTES <= size.pin_bytes:
             slab = map_slab(_PIN_BYTES, torch.uint8)
             device.pinning.register(slab)
             taken.append(slab)
-            if time.perf_counter() - begun > size.pin_s:
+            if time.perf_counter() - begun_s > size.pin_s:
                 break
     except OSError as refused:
         error = str(refused)
