@@ -648,8 +648,8 @@ MEMORY = [
     Mutant(
         "a master has its remainder on the wrong side",
         "optim/states.py",
-        "rest = low.to(torch.int32)",
-        "rest = -low.to(torch.int32)",
+        "remainder = low.to(torch.int32)",
+        "remainder = -low.to(torch.int32)",
         HOST,
     ),
     Mutant(

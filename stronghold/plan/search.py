@@ -169,8 +169,8 @@ class Search:
     tried: list[Choice] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        searched = frozenset(key for key in SEARCHED_KEYS if getattr(self.demand, key) is None)
-        self.demand = replace(self.demand, searched=searched)
+        searched = [key for key in SEARCHED_KEYS if getattr(self.demand, key) is None]
+        self.demand = replace(self.demand, searched=frozenset(searched))
 
     def run(self, near: Sequence[tuple[int, int]]) -> Choice:
         """Find the fastest plan.
@@ -515,8 +515,10 @@ def roomiest_plan(layout: ModelLayout, demand: Demand) -> Plan:
 def fits(layout: ModelLayout, demand: Demand) -> bool:
     """True if any plan is within the budgets."""
     num_resident = demand.resident_layers or len(layout.streamed)
+    if any(_fits(layout, smallest) for smallest in _least(layout, demand)):
+        return True
     whole = _smallest(demand, num_resident, "gpu", "keep")  # needs no slots
-    return any(_fits(layout, smallest) for smallest in (*_least(layout, demand), whole))
+    return _fits(layout, whole)
 
 
 def _refusal(layout: ModelLayout, demand: Demand) -> BudgetError:

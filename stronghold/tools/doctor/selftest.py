@@ -190,4 +190,6 @@ def _train_windowed(device: torch.device) -> tuple[Tensors, MemoryReport]:
 
 def _tensors(losses: list[torch.Tensor], model: SmallModel) -> Tensors:
     tensors = {f"loss {step}": loss.cpu() for step, loss in enumerate(losses, 1)}
-    return tensors | {name: weight.cpu() for name, weight in model.state_dict().items()}
+    for name, weight in model.state_dict().items():
+        tensors[name] = weight.cpu()
+    return tensors
