@@ -302,10 +302,12 @@ class GpuMemory(DeviceMemory):
 
     def fragment_bytes(self) -> int:
         used = int(torch.accelerator.max_memory_allocated(self._device))
-        return max(0, int(torch.accelerator.max_memory_reserved(self._device)) - used)
+        reserved = int(torch.accelerator.max_memory_reserved(self._device))
+        return max(0, reserved - used)
 
     def process_peak_bytes(self) -> int:
-        return max(self._earlier_peak, int(torch.accelerator.max_memory_allocated(self._device)))
+        peak = int(torch.accelerator.max_memory_allocated(self._device))
+        return max(self._earlier_peak, peak)
 
     def num_failures(self) -> int:
         return int(torch.accelerator.memory_stats(self._device).get("num_ooms", 0))

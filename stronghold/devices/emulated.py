@@ -158,7 +158,8 @@ class EmulatedMemory(DeviceMemory):
 
     def poison(self, buffer: torch.Tensor) -> None:
         if self._poison:
-            ctypes.memset(buffer.data_ptr(), NAN_BYTE, buffer.numel() * buffer.element_size())
+            nbytes = buffer.numel() * buffer.element_size()
+            ctypes.memset(buffer.data_ptr(), NAN_BYTE, nbytes)
 
 
 class EmulatedCompute(ComputeLane):
@@ -175,7 +176,8 @@ class EmulatedCompute(ComputeLane):
 
     def end_span(self, name: str, begun: object) -> None:
         assert isinstance(begun, float)
-        self._device.trace.record(LaneName.COMPUTE, name, begun, time.perf_counter())
+        ended_s = time.perf_counter()
+        self._device.trace.record(LaneName.COMPUTE, name, begun, ended_s)
 
 
 class EmulatedDevice(Device):

@@ -147,7 +147,8 @@ class _Ring:
         """Yield the entry's number, and the target's and the source's bytes, of each turn."""
         size = self.entries[0].numel()
         for turn, begin in enumerate(range(0, target.numel(), size)):
-            yield turn % 2, target[begin : begin + size], source[begin : begin + size]
+            end = begin + size
+            yield turn % 2, target[begin:end], source[begin:end]
 
 
 class GpuPinning(HostPinning):
