@@ -88,7 +88,7 @@ def device_of(local_rank: int) -> torch.device:
     kind = present_kind()
     if kind is None:
         raise ConfigError(
-            'stronghold.devices: got "cuda", but torch finds no CUDA device; install a CUDA '
+            'stronghold.device: got "cuda", but torch finds no CUDA device; install a CUDA '
             'build of torch and a driver, or set "device": "emulated" to run on CPU memory'
         )
     if local_rank >= num_devices():
