@@ -256,7 +256,7 @@ def dependences(
     return tuple(fences)
 
 
-def submitted(fence: Fence, reads: Iterable[Record], writes: Iterable[Record]) -> Fence:
+def record_accesses(fence: Fence, reads: Iterable[Record], writes: Iterable[Record]) -> Fence:
     """Enter the accesses of the operation of `fence` in the records, and return the fence."""
     for record in reads:
         record.read(fence)
@@ -322,7 +322,7 @@ class Lane(ABC):
         Returns the fence of the operation. Raises StateError after `close`.
         """
         fence = self._enqueue(operation, work, dependences(after, reads, writes), nbytes)
-        return submitted(fence, reads, writes)
+        return record_accesses(fence, reads, writes)
 
     @abstractmethod
     def _enqueue(self, operation: str, work: Work, after: tuple[Fence, ...], nbytes: int) -> Fence:
@@ -659,9 +659,8 @@ class Device(ABC):
         self.alone = True  # no operation waits for another process
         self._failure: LaneError | None = None
         self._process = os.getpid()
-        self._lanes: dict[
-            LaneName, Lane
-        ] = {}  # as they were made: a lane that waits for others is later
+        # In the order in which they were made: a lane that waits for others comes later.
+        self._lanes: dict[LaneName, Lane] = {}
 
     def _open_lanes(self) -> None:
         """Make the lanes that every device has. Make none if the system refuses a thread."""
