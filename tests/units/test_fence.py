@@ -45,9 +45,8 @@ def test_a_writer_waits_for_the_newest_writer_and_for_every_reader_since() -> No
     record, before, writer = Record(), pending(LaneName.IO), pending(LaneName.UPDATE)
     fetch, save = pending(LaneName.FETCH), pending(LaneName.IO)
     record_accesses(before, (record,), ())
-    record_accesses(
-        writer, (), (record,)
-    )  # waited for the reader before it: so does who waits for it
+    # The writer has waited for the reader before it. So an operation that waits for the writer has.
+    record_accesses(writer, (), (record,))
     record_accesses(fetch, (record,), ())
     record_accesses(save, (record,), ())
     assert dependences((), (), (record,)) == (writer, fetch, save)
