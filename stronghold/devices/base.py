@@ -1,31 +1,46 @@
-"""Lanes, fences, records and raw buffers: the contract that every device fulfils.
+"""Lanes, fences, access records and raw buffers: the contract that every device fulfils.
 
-Owns the lane threads, the fences that they yield, and the rule by which operations are ordered:
-every array and every buffer carries a `Record`, and nobody else keeps a fence for later. A reader
-waits for the newest writer, a writer for the newest writer and for every reader since. Never knows
-what a layer is. The training thread submits operations and waits; each lane's own thread runs them
-in order, and issues or fails their fences. Records are entered by the training thread, and by
-autograd's in backward, never by both at once, and by no lane's.
+Owns the lane threads, the fences that they issue, and the rule that orders operations. Never knows
+what a layer is.
 
-Two things are not derived, and are written down where they stand: memory that other processes
-write, and user code that reads a parameter.
+A lane is an ordered queue of work: a stream, or a worker thread. Two operations on the same memory,
+of which at least one writes, are a hazard. A hazard without an order is a race. Every array and
+every buffer carries an access record (`Record`), from which `dependences` derives the order:
 
-[Note: no deadlock] An operation may only wait for fences that exist when it is submitted, and every
-fence belongs to an operation that was submitted before. The order of submission is therefore a
-topological order of all waits, and since a lane is first in, first out, some lane can always go on.
+1. A reader waits for the newest writer (read after write).
+2. A writer waits for the newest writer (write after write).
+3. A writer waits for every reader since that writer (write after read).
 
-[Note: issued and done] A GPU cannot wait for a host event. A fence is first *issued* (the lane's
-thread has enqueued the work, after its host-side fences) and then *done* (the work has happened).
-Host lanes do both at once. Work on a stream waits for another stream's fence by `event`, which
+Nothing else keeps a fence for later. Two hazards cannot be derived, and are written down where they
+occur: memory that other processes write, and user code that reads a parameter.
+
+Threads: the training thread submits operations and waits for fences. Each lane's thread runs its
+operations in order, and issues or fails their fences. The training thread enters accesses in
+records. In backward autograd's thread does it instead. A lane's thread never does.
+
+[Note: no deadlock]
+1. The caller submits an operation. It waits only for fences that exist at this moment.
+2. Every fence belongs to an operation that was submitted before. So the order of submission is a
+   topological order of all waits.
+3. A lane is first in, first out. So the lane with the oldest unfinished operation can always go on.
+
+[Note: issued and done] A GPU cannot wait for a host event. So a fence ends in two steps:
+1. The lane's thread waits for the host-side fences and enqueues the work. The fence is *issued*.
+2. The device performs the work. The fence is *done*.
+A host lane takes both steps at once. A stream waits for another stream's fence by `event`, which
 exists from the moment of issue.
 
-[Note: surfaced] An error goes from fence to fence, for a lane passes on what it waited for. It has
-surfaced when it is raised in a thread that is no lane's. One that never did is raised when the
-engine closes, for after that nobody waits any more.
+[Note: surfaced]
+1. An operation fails. Its lane fails the operation's fence.
+2. A lane that waits for this fence fails its operation's fence with the same error.
+3. A thread of the program waits for one of these fences and raises the error. It has surfaced.
+4. The closing engine raises an error that has not surfaced: no later wait would raise it.
 
-[Note: interrupts] Ctrl-C may end a wait at any bytecode. `threading.Event` holds a lock meanwhile,
-which it may then leave held, and the lane that wants to tell of the operation's end hangs for good.
-So each wait brings a lock of its own, which nobody else ever waits for.
+[Note: interrupts]
+1. Ctrl-C can end a wait at any bytecode of the waiting thread.
+2. `threading.Event` holds a lock during a wait. The interrupted thread can leave this lock held.
+3. The lane that sets the event would then hang for good.
+So each wait makes a new lock, for which no other thread ever waits.
 """
 
 from __future__ import annotations
@@ -55,44 +70,52 @@ THREAD_PREFIX = "stronghold:"
 
 
 def surfacing(error: LaneError) -> LaneError:
-    """`error`, which the calling thread is about to raise ([Note: surfaced])."""
+    """Return `error`, which the calling thread is about to raise ([Note: surfaced])."""
     if not threading.current_thread().name.startswith(THREAD_PREFIX):
         error.surfaced = True
-        if error.first is not None:  # whoever is told of one failure knows
+        if error.first is not None:  # a caller that got one failure needs no second one
             error.first.surfaced = True
     return error
 
 
 class OutOfMemoryError(StrongholdError, torch.OutOfMemoryError):
-    """The device had no memory left in a forward or backward. Nothing of the model is lost, and the
-    next forward has more room, where any plan leaves more. Whatever catches
-    torch's own error catches this one."""
+    """The device had no memory left in a forward or backward.
+
+    The model is unchanged. The next forward has more room, if any plan leaves more. A handler of
+    torch's `OutOfMemoryError` catches this error, too.
+    """
 
 
 class DeviceEvent(Protocol):
-    """What a stream records: `torch.cuda.Event` has this shape."""
+    """An event that a stream records. `torch.cuda.Event` is one."""
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        """Block the calling thread until the event has passed."""
+        ...
 
-    def query(self) -> bool: ...
+    def query(self) -> bool:
+        """Return whether the event has passed."""
+        ...
 
 
 class Fence:
-    """Marks the end of one operation. Made by `Lane.submit` and `ComputeLane.record` alone."""
+    """Marks the end of one operation. `Lane.submit` and `ComputeLane.record` alone make fences."""
 
     __slots__ = ("_error", "_event", "_turn", "_waiting", "issued", "lane", "operation")
 
     def __init__(self, lane: LaneName, operation: str) -> None:
         self.lane = lane
         self.operation = operation
-        self._turn = [None]  # the first to empty it wins: the lane begins, or a caller withdraws
-        self.issued = False  # whether `wait_issued` would not block
-        self._waiting: list[threading.Lock] = []  # held, each until the fence is issued
+        # The thread that empties it first owns the operation: a lane performs it, or a caller
+        # withdraws it.
+        self._turn = [None]
+        self.issued = False  # once it is true, `wait_issued` does not block
+        self._waiting: list[threading.Lock] = []  # one held lock per waiting thread
         self._event: DeviceEvent | None = None
         self._error: LaneError | None = None
 
     def take_turn(self) -> bool:
-        """True for the first caller alone, on any thread: the operation is that caller's."""
+        """Return True for the first caller alone, on any thread. The operation is that caller's."""
         try:
             self._turn.pop()
         except IndexError:
@@ -100,16 +123,18 @@ class Fence:
         return True
 
     def issue(self, event: DeviceEvent | None) -> None:
-        """The work is enqueued (`event` fires when it is done) or, without an event, done."""
+        """Mark the work as enqueued, with the event that passes at its end, or as done (None)."""
         self._event = event
         self._wake()
 
     def fail(self, error: LaneError) -> None:
+        """Mark the operation as failed. Every wait for it raises `error`."""
         self._error = error
         self._wake()
 
     def _wake(self) -> None:
-        # In this order, and the reverse in `wait_issued`: who is not woken here finds it issued.
+        # The race with `wait_issued`: that thread first appends its lock, then reads `issued`. This
+        # one first sets `issued`, then empties the list. So a thread that is not woken reads True.
         self.issued = True
         while self._waiting:
             self._waiting.pop().release()
@@ -117,11 +142,11 @@ class Fence:
     def wait_issued(self) -> DeviceEvent | None:
         """Block the calling thread until issued; raise the operation's error if it failed."""
         if not self.issued:
-            mine = threading.Lock()  # [Note: interrupts]
-            mine.acquire()
-            self._waiting.append(mine)
+            waiter = threading.Lock()  # [Note: interrupts]
+            waiter.acquire()
+            self._waiting.append(waiter)
             if not self.issued:
-                mine.acquire()
+                waiter.acquire()
         if self._error is not None:
             raise surfacing(self._error)
         return self._event
@@ -134,28 +159,32 @@ class Fence:
 
     @property
     def done(self) -> bool:
+        """True once the work has happened, well or badly."""
         return self.issued and (self._event is None or self._event.query())
 
     @property
     def failed(self) -> bool:
-        """Whether `wait` would raise; False as long as that is not known."""
+        """True once the operation has failed: `wait` would raise."""
         return self._error is not None
 
 
 def completed(lane: LaneName, operation: str) -> Fence:
-    """A fence of work that is already done."""
+    """Return a fence of work that is already done."""
     fence = Fence(lane, operation)
     fence.issue(None)
     return fence
 
 
-MANY = 8  # readers, of which most have ended
+MANY_READERS = 8  # beyond this number a record drops readers that have ended
 _NOTHING = completed(LaneName.COMPUTE, "nothing was written yet")
 
 
 class Record:
-    """Who wrote some memory last, and who has read it since. `writer`: the newest writer's fence,
-    what a reader waits for."""
+    """The access record of some memory: its newest writer, and the readers since.
+
+    It tracks the hazards of this memory (see the module). `writer` is the newest writer's fence,
+    for which a reader waits.
+    """
 
     __slots__ = ("_readers", "writer")
 
@@ -165,27 +194,34 @@ class Record:
 
     @property
     def users(self) -> tuple[Fence, ...]:
-        """The newest writer's fence and those of its readers: what a writer waits for."""
+        """The fences for which a writer waits: the newest writer's, and those of its readers."""
         return (self.writer, *self._readers)
 
     def read(self, fence: Fence) -> None:
-        """An operation that reads was submitted. A lane is first in, first out, so that its newest
-        reader stands for those before; compute may run on several streams."""
-        readers = self._readers
+        """Enter an operation that reads.
+
+        A lane is first in, first out, so its newest reader stands for its earlier ones. Compute may
+        run on several streams, so all its readers stay.
+        """
         self._readers = [
-            one for one in readers if one.lane is LaneName.COMPUTE or one.lane is not fence.lane
+            reader
+            for reader in self._readers
+            if reader.lane is LaneName.COMPUTE or reader.lane is not fence.lane
         ]
-        if len(self._readers) > MANY:
-            self._readers = [one for one in self._readers if not one.done]
+        if len(self._readers) > MANY_READERS:
+            self._readers = [reader for reader in self._readers if not reader.done]
         self._readers.append(fence)
 
     def write(self, fence: Fence) -> None:
-        """An operation that writes was submitted."""
+        """Enter an operation that writes."""
         self.writer = fence
         self._readers = []
 
     def wait(self) -> None:
-        """Block until what was submitted has written and read; raises what failed."""
+        """Block the calling thread until the writer and all readers are done.
+
+        Raises the error of an operation that failed.
+        """
         for fence in self.users:
             fence.wait()
 
@@ -193,18 +229,25 @@ class Record:
 def dependences(
     after: Iterable[Fence], reads: Iterable[Record], writes: Iterable[Record]
 ) -> tuple[Fence, ...]:
-    """What an operation waits for that reads and writes these, and `after` beside that."""
-    found = dict.fromkeys(after)
+    """Return the fences for which an operation waits.
+
+    Arguments:
+        after: fences for which it waits in any case.
+        reads: records of the memory that it reads: it waits for the newest writers.
+        writes: records of the memory that it writes: it waits for the newest writers and for the
+            readers since.
+    """
+    fences = dict.fromkeys(after)
     for record in reads:
-        found[record.writer] = None
+        fences[record.writer] = None
     for record in writes:
-        found.update(dict.fromkeys(record.users))
-    found.pop(_NOTHING, None)
-    return tuple(found)
+        fences.update(dict.fromkeys(record.users))
+    fences.pop(_NOTHING, None)
+    return tuple(fences)
 
 
-def submitted(fence: Fence, reads: Iterable[Record], writes: Iterable[Record]) -> Fence:
-    """The operation of `fence` reads and writes these: write that down."""
+def record_accesses(fence: Fence, reads: Iterable[Record], writes: Iterable[Record]) -> Fence:
+    """Enter the accesses of the operation of `fence` in the records, and return the fence."""
     for record in reads:
         record.read(fence)
     for record in writes:
@@ -213,27 +256,31 @@ def submitted(fence: Fence, reads: Iterable[Record], writes: Iterable[Record]) -
 
 
 def off_lanes(work: Callable[[], object]) -> None:
-    """Run `work`: now, or from a thread of this package on a new one, which the end of the process
-    waits for. Nobody hears what it raises."""
+    """Run `work` on a thread that is no lane's, and drop its exceptions.
 
-    def run() -> None:
-        with contextlib.suppress(Exception):
-            work()
-
+    The calling thread runs it, unless it belongs to this package. Then a new thread runs it, and
+    the end of the process waits for that thread.
+    """
     if threading.current_thread().name.startswith(THREAD_PREFIX):
-        threading.Thread(target=run, name=THREAD_PREFIX + "handover").start()
+        threading.Thread(target=_run_quietly, args=(work,), name=THREAD_PREFIX + "handover").start()
     else:
-        run()
+        _run_quietly(work)
+
+
+def _run_quietly(work: Callable[[], object]) -> None:
+    with contextlib.suppress(Exception):
+        work()
 
 
 Work = Callable[[], None]
 Seconds = float | Callable[[], float] | None
-"""A time, or where it can be read once it has passed; None: nobody measured it."""
+"""A time in seconds, a function that returns it once it has passed, or None without a clock."""
 _Item = tuple[str, Work, tuple[Fence, ...], int, Fence]
+"""An operation's name, its work, the fences before it, its bytes, and its fence."""
 
 
 class Lane(ABC):
-    """An ordered queue of work."""
+    """An ordered queue of work: a stream, or a worker thread."""
 
     def __init__(self, name: LaneName) -> None:
         self.name = name
@@ -248,45 +295,53 @@ class Lane(ABC):
         writes: Sequence[Record] = (),
         nbytes: int = 0,
     ) -> Fence:
-        """Queue `work` behind the lane's earlier operations, and behind what it must wait for to
-        read and write what it says (`after` beside that); never blocks.
+        """Queue `work` behind the lane's earlier operations. Never blocks.
 
-        `operation` is a verb and what it is done to ("fetch 3"). `nbytes` are the bytes that it
-        moves over what bounds its lane: the link, host memory, the disk; a paced or simulated
-        device makes seconds of them. On a stream `work` only enqueues: the tensors that it names
-        must live until the fence is done. StateError after `close`, since nothing would ever yield
-        the fence.
+        The operation waits for `after`, and for the fences that follow from the records that it
+        reads and writes (`dependences`). On a stream `work` only enqueues, so the tensors that it
+        names must live until the fence is done.
+
+        Arguments:
+            operation: a verb and its object, such as "fetch 3".
+            work: the function to run.
+            after: fences to wait for, beside those of the records.
+            reads, writes: the records of the memory that `work` reads and writes.
+            nbytes: the bytes that it moves over the resource that bounds its lane: the link, host
+                memory or the disk. A paced or simulated device turns them into seconds.
+
+        Returns the fence of the operation. Raises StateError after `close`.
         """
         fence = self._enqueue(operation, work, dependences(after, reads, writes), nbytes)
-        return submitted(fence, reads, writes)
+        return record_accesses(fence, reads, writes)
 
     @abstractmethod
-    def _enqueue(
-        self, operation: str, work: Work, after: tuple[Fence, ...], nbytes: int
-    ) -> Fence: ...
+    def _enqueue(self, operation: str, work: Work, after: tuple[Fence, ...], nbytes: int) -> Fence:
+        """Queue an operation that waits for `after`, and return its fence."""
 
     def withdraw(self, fences: Sequence[Fence]) -> int:
-        """Take back operations of this lane, the newest first, up to the first one that has begun.
-        Returns how many: their work will never run.
+        """Take back operations of this lane, the newest first, up to the first that has begun.
 
-        A fence keeps its place: it is done in its turn, after all that its operation waits for.
-        Records that name the fence, as a reader or as a writer, still stand for those before it.
+        A withdrawn operation never does its work. Its fence keeps its place: it is done in its
+        turn, after all fences that the operation waits for. So records that name this fence still
+        cover the hazards with earlier operations.
+
+        Returns the number of withdrawn operations.
         """
         return 0
 
     def finish(self) -> None:  # noqa: B027 - a lane without a thread has nothing queued
-        """Wait until what is queued is done, well or badly."""
+        """Wait until all queued operations are done, well or badly."""
 
     def close(self) -> None:  # noqa: B027
-        """Finish what is queued. Safe to call twice."""
+        """Finish the queued operations. Safe to call twice."""
 
 
 class _Turns:
-    """How soon Python's threads take turns while lanes have threads.
+    """Sets the interpreter's switch interval while lanes have threads.
 
-    A lane's thread that wakes beside a thread of pure Python (tokenising, collating) waits for the
-    interpreter's switch interval, 5 ms unless it is set: ten kernels' time on a GPU. The program's
-    own interval comes back when the last lane has ended, unless it was changed meanwhile.
+    A lane's thread may wake while another thread runs pure Python (tokenising, collating). It then
+    waits for the switch interval, by default 5 ms: ten kernels' time on a GPU. The end of the last
+    lane restores the program's interval, unless the program has changed it meanwhile.
     """
 
     INTERVAL_S = 5e-4
@@ -294,37 +349,37 @@ class _Turns:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._num_lanes = 0
-        self._before_s = 0.0
-        self._set_s = 0.0
+        self._interval_before_s = 0.0
+        self._interval_set_s = 0.0
 
     def begin(self) -> None:
         with self._lock:
             self._num_lanes += 1
             if self._num_lanes == 1:
-                self._before_s = sys.getswitchinterval()
-                sys.setswitchinterval(min(self._before_s, self.INTERVAL_S))
-                self._set_s = sys.getswitchinterval()
+                self._interval_before_s = sys.getswitchinterval()
+                sys.setswitchinterval(min(self._interval_before_s, self.INTERVAL_S))
+                self._interval_set_s = sys.getswitchinterval()
 
     def end(self) -> None:
         with self._lock:
             self._num_lanes -= 1
-            if self._num_lanes == 0 and sys.getswitchinterval() == self._set_s:
-                sys.setswitchinterval(self._before_s)
+            if self._num_lanes == 0 and sys.getswitchinterval() == self._interval_set_s:
+                sys.setswitchinterval(self._interval_before_s)
 
 
 _turns = _Turns()
 
 
 def _nothing() -> None:
-    """The work of an operation that was withdrawn."""
+    """Do nothing: the work of a withdrawn operation."""
 
 
 class ThreadLane(Lane):
-    """A lane with a thread of its own.
+    """A lane with a thread.
 
-    To wake it, and to have the interpreter's lock back from it, takes longer than many an operation
-    takes. So whoever submits performs an operation that would begin at once and not block
-    (`_is_short`) while the thread has nothing to do: nothing is ordered otherwise by that.
+    To wake the thread and to get the interpreter's lock back takes longer than a short operation.
+    So the submitting thread performs an operation if the lane is idle and the operation would begin
+    at once and not block (`_is_short`). The order of operations stays the same.
     """
 
     def __init__(self, name: LaneName, device: Device) -> None:
@@ -344,8 +399,8 @@ class ThreadLane(Lane):
         if self._closed:
             raise StateError(f"{operation} was submitted to the {self.name} lane after its close")
         fence = Fence(self.name, operation)
-        before, self._newest = self._newest, fence
-        if before.issued and self._is_short(after, nbytes):
+        previous, self._newest = self._newest, fence
+        if previous.issued and self._is_short(after, nbytes):
             fence.take_turn()
             self._perform(operation, work, after, nbytes, fence, handed_over=False)
         else:
@@ -353,8 +408,11 @@ class ThreadLane(Lane):
         return fence
 
     def _is_short(self, after: tuple[Fence, ...], nbytes: int) -> bool:
-        """Whether the calling thread may perform the operation, which moves `nbytes`: nothing that
-        it waits for holds it up, or has failed, and it takes less time than to hand it over."""
+        """Return whether the calling thread may perform an operation that moves `nbytes`.
+
+        That holds if no fence of `after` blocks or has failed, and if the operation takes less time
+        than its hand-over to the thread.
+        """
         return False
 
     def withdraw(self, fences: Sequence[Fence]) -> int:
@@ -364,14 +422,17 @@ class ThreadLane(Lane):
         return len(fences)
 
     def finish(self) -> None:
-        """Wait until the thread has nothing to do. Errors stay with their fences."""
+        """Wait until the lane's thread has run all queued operations.
+
+        Errors stay with their fences.
+        """
         if not self._closed and not forked_from(self._process):
-            reached = Fence(self.name, "finish")
-            self._queue.put(reached)
-            reached.wait()
+            end_of_queue = Fence(self.name, "finish")
+            self._queue.put(end_of_queue)
+            end_of_queue.wait()
 
     def close(self) -> None:
-        """Finish what is queued and end the thread. Safe to call twice."""
+        """Finish the queued operations and end the thread. Safe to call twice."""
         if forked_from(self._process):
             return  # the thread is the parent's
         if not self._closed:
@@ -391,7 +452,7 @@ class ThreadLane(Lane):
             else:  # it was withdrawn
                 self._perform(operation, _nothing, after, 0, fence, handed_over=True)
             del operation, work, after, nbytes, fence
-            # Closures hold tensors: keep none alive while the queue is empty.
+            # A closure holds tensors. It must not keep them alive while the queue is empty.
             del item
 
     def _perform(
@@ -408,11 +469,11 @@ class ThreadLane(Lane):
             if handed_over:
                 self._device.enter_operation()
             fence.issue(self._run(operation, work, after, nbytes))
-        except LaneError as error:  # an operation that this one waited for: keep its name
+        except LaneError as error:  # an operation before this one failed: keep its name
             self._fail(fence, error)
         except BaseException as cause:
             if not handed_over and not isinstance(cause, Exception):
-                fence.issue(None)  # Ctrl-C is the caller's, who drops what was under way
+                fence.issue(None)  # Ctrl-C in the caller's thread: the caller drops this step
                 raise
             failure = LaneError(self.name, operation, cause)
             failure.__cause__ = cause
@@ -427,28 +488,30 @@ class ThreadLane(Lane):
     def _run(
         self, operation: str, work: Work, after: tuple[Fence, ...], nbytes: int
     ) -> DeviceEvent | None:
-        """Wait for `after`, run `work`, return the event that marks its end (None: it is done)."""
+        """Wait for `after` and run `work`.
+
+        Returns the event that passes at the end of the work, or None if it is done.
+        """
 
 
 class HostLane(ThreadLane):
     """A lane whose work happens on the host: `work` returns when it is done."""
 
     def _run(self, operation: str, work: Work, after: tuple[Fence, ...], nbytes: int) -> None:
-        for fence in after:
+        for fence in after:  # the lane's thread waits for operations of other lanes
             fence.wait()
         begun_s = time.perf_counter()
         try:
             work()
         finally:
             ended_s = time.perf_counter()
-            self._device.trace.record(self.name, operation, begun_s, ended_s, **moved(nbytes))
+            self._device.trace.record(self.name, operation, begun_s, ended_s, **bytes_moved(nbytes))
 
 
 class ComputeLane(Lane):
-    """Work that the calling thread enqueues itself, in order with forward and backward.
+    """The lane of forward and backward: the calling thread enqueues the work itself, in order.
 
-    What fails is a lane's failure, with the operation's name. `take_waits`: the times for which
-    compute stood still since it was last asked.
+    An exception of the work becomes a LaneError with the operation's name.
     """
 
     def __init__(self, device: Device) -> None:
@@ -457,8 +520,10 @@ class ComputeLane(Lane):
         self._waits: list[Seconds] = []
 
     def _enqueue(self, operation: str, work: Work, after: tuple[Fence, ...], nbytes: int) -> Fence:
-        for fence in after:  # compute's own are in order with it
-            if fence.lane is not LaneName.COMPUTE and (fence.failed or not fence.done):
+        for fence in after:
+            if fence.lane is LaneName.COMPUTE:
+                continue  # earlier compute is in order with this work
+            if fence.failed or not fence.done:
                 self._waits.append(self.wait(fence))
         begun = self.begin_span()
         try:
@@ -472,68 +537,101 @@ class ComputeLane(Lane):
         return self.record(operation)
 
     def take_waits(self) -> list[Seconds]:
-        found, self._waits = self._waits, []
-        return found
+        """Return the times for which compute stood still since the last call of this method."""
+        waits, self._waits = self._waits, []
+        return waits
 
     def finish(self) -> None:
-        """Wait until the device has done what was enqueued."""
+        """Block the calling thread until the device has done all enqueued work."""
         for stream in (None, *self._device.side_streams.streams):
             self.record("finish", stream).wait()
 
     @abstractmethod
     def record(self, operation: str, stream: object = None) -> Fence:
-        """The fence of everything that was enqueued on this lane: on `stream`, or on the one that
-        the calling thread is on."""
+        """Return the fence of all work that was enqueued on this lane so far.
+
+        The work is that on `stream`, or on the calling thread's stream (None).
+        """
 
     @abstractmethod
     def wait(self, fence: Fence) -> Seconds:
-        """Later compute runs after `fence`; returns the seconds for which compute stood still: on a
-        stream they are known when it is traced, and later."""
+        """Let later compute, on the calling thread's stream, run after `fence`.
+
+        Returns the seconds for which compute stood still. A stream's are known later, and only if
+        the trace records.
+        """
 
     def wait_everywhere(self, fence: Fence) -> Seconds:
-        """`wait` for every stream of this lane: memory that any of them may take is about to be
-        dropped, or a slot that any of them reads was written."""
+        """Let later compute on every stream of this lane run after `fence`.
+
+        A caller needs that before it drops memory that any stream may then take, and before any
+        stream reads a slot that the operation of `fence` has written.
+        """
         return self.wait(fence)
 
     def stream(self) -> object:
-        """The stream that the calling thread is on: blocks may use several."""
+        """Return the calling thread's stream. Blocks may use several."""
         return None
 
     def charge(self, nbytes: int) -> None:
-        """What was just called on this lane moves `nbytes` of device memory: a simulated device
-        makes seconds of them."""
+        """Account for `nbytes` of device memory that the last call on this lane moves.
+
+        A simulated device turns them into seconds.
+        """
 
     def read_later(self, tensor: torch.Tensor) -> Callable[[], list[float]]:
-        """The values of a small tensor on the device at this point of the lane. A call of the
-        result waits for that point, and for nothing that was enqueued after it."""
-        values: list[float] = tensor.tolist()
-        return lambda: values
+        """Copy a small tensor of the device, as it is at this point of the lane.
+
+        Returns a function that waits for this point, and for no later work, and returns the values.
+        """
+        return DelayedRead(tensor.clone(), completed(LaneName.COMPUTE, "read"))
 
     def begin_span(self) -> object:
-        """A mark of this lane's clock, for `end_span`."""
+        """Return a mark of this lane's clock, for `end_span`."""
         return None
 
     def end_span(self, name: str, begun: object) -> None:
-        """Record what compute has done since `begun`; nothing where a clock has recorded it."""
+        """Enter the time since `begun` in the trace, unless the device's clock has entered it."""
+
+
+class DelayedRead:
+    """Values of a small tensor, which are copied to the host. A call waits and returns them."""
+
+    def __init__(self, values: torch.Tensor, copied: Fence) -> None:
+        """`values` is the copy in host memory. It is complete when `copied` is done."""
+        self._values = values
+        self._copied = copied
+
+    def __call__(self) -> list[float]:
+        self._copied.wait()
+        values: list[float] = self._values.tolist()
+        return values
 
 
 EVERY_DEVICE = (LaneName.FETCH, LaneName.DRAIN, LaneName.GRADIENTS, LaneName.UPDATE)
 
 
 class Device(ABC):
-    """Lanes `fetch`, `drain`, `gradients` and `update`, the compute lane of the training thread,
-    others by name, and copies. It owns its `memory`, the `pinning` of host slabs and the
-    `side_streams` of compute.
+    """One device: its lanes, its copies, its `memory`, and the `pinning` of host slabs.
 
-    `gradients` merges and sums gradients on the host and takes their norms; `update` has the
-    optimizer's steps. They are two lanes because the gate waits for norms, and must not wait behind
-    updates that began before it.
+    Every device has these lanes:
+        fetch: weights, host to device (prefetch).
+        drain: gradients, device to host.
+        gradients: merges, sums and norms of gradients on the host.
+        update: optimizer steps on the host. It is apart from `gradients`, because the gate waits
+            for norms and must not wait behind updates that began before it.
+        compute: forward and backward, on the training thread, with `side_streams`.
 
-    Those of files are made by the training thread or by autograd's in backward: `load` reads ahead
-    of updates, `stage` ahead of fetches, `spill` writes, `io` is for checkpoints. Those between
-    ranks by the training thread alone: `gather` of weights, `reduce` of gradients, `exchange` of
-    weights between nodes, from host memory to host memory, where updates left them. Each has a
-    thread of its own, so that none of them waits behind another.
+    `lane` makes others when they are first used. Each has a thread, so that none of them waits
+    behind another. The training thread makes the lanes of files, or autograd's thread in backward:
+        load: files to host, ahead of updates (swap in).
+        stage: files to host, ahead of fetches (swap in).
+        spill: host to files (swap out).
+        io: checkpoints.
+    The training thread alone makes the lanes between ranks:
+        gather: all-gather of weights.
+        reduce: reduce-scatter of gradients.
+        exchange: updated weights between nodes, from host memory to host memory.
     """
 
     fetch: Lane
@@ -551,10 +649,11 @@ class Device(ABC):
         self.alone = True  # no operation waits for another process
         self._failure: LaneError | None = None
         self._process = os.getpid()
-        self._lanes: dict[LaneName, Lane] = {}  # those that wait for others last
+        # In the order in which they were made: a lane that waits for others comes later.
+        self._lanes: dict[LaneName, Lane] = {}
 
     def _open_lanes(self) -> None:
-        """Make the lanes that every device has, or none where the system refuses a thread."""
+        """Make the lanes that every device has. Make none if the system refuses a thread."""
         with contextlib.ExitStack() as undo:
             for name in EVERY_DEVICE:
                 undo.callback(self.lane(name).close)
@@ -562,7 +661,7 @@ class Device(ABC):
         self.fetch, self.drain, self.gradients, self.update = map(self.lane, EVERY_DEVICE)
 
     def lane(self, name: LaneName) -> Lane:
-        """The lane, made when it is first asked for."""
+        """Return the lane. The first call makes it."""
         if name not in self._lanes:
             self._lanes[name] = self._make_lane(name)
         return self._lanes[name]
@@ -572,74 +671,83 @@ class Device(ABC):
 
     # -- errors ---------------------------------------------------------------------------------
     def report(self, error: LaneError) -> None:
-        """Remember the first failure of any lane (called by lane threads)."""
+        """Keep the first failure of any lane. Lane threads call it."""
         if self._failure is None:
             self._failure = error
         elif error is not self._failure:
             error.first = self._failure
 
     def check(self) -> None:
-        """Raise the first failure of any lane; the training thread calls it at every trigger.
-        ConfigError in a forked child, which has no lanes."""
+        """Raise the first failure of any lane, if there is one.
+
+        The training thread calls it at every use of the model. Raises ConfigError in a forked
+        child, which has no lanes.
+        """
         check_not_forked(self._process, "a use of the model")
         if self._failure is not None:
             raise surfacing(self._failure)
 
-    def check_unheard(self) -> None:
-        """Raise the first failure of any lane, if no thread of the program was told of it."""
+    def check_unsurfaced(self) -> None:
+        """Raise the first failure of any lane, if it has not surfaced ([Note: surfaced])."""
         if self._failure is not None and not self._failure.surfaced:
             raise surfacing(self._failure)
 
     # -- bytes ----------------------------------------------------------------------------------
     @property
     @abstractmethod
-    def torch_device(self) -> torch.device: ...
+    def torch_device(self) -> torch.device:
+        """The device as torch names it."""
 
     @abstractmethod
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy contiguous bytes between host and device; called from a lane's work alone."""
+        """Copy contiguous bytes between host and device. Only a lane's work may call it."""
 
     @abstractmethod
     def copy_now(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy contiguous bytes between host and device, outside of every lane, and return when
-        they are there: for what is rare (adoption, checkpoints, the end). Any thread; the caller
-        has waited for what writes `source` and for what uses `target`."""
+        """Copy contiguous bytes between host and device outside of every lane, and wait for them.
+
+        It is for rare copies: adoption, checkpoints, the end. Any thread may call it. No record
+        tracks its hazards: the caller has waited for the writers of `source` and for all users of
+        `target`.
+        """
 
     @property
     @abstractmethod
     def kernels(self) -> Kernels:
-        """The update's arithmetic on this device's memory, in order with compute. Made when it is
-        first asked for; entered by whoever calls hooks."""
+        """The optimizer's kernels on this device's memory, in order with compute.
+
+        The first use makes them. The thread that runs hooks enters them.
+        """
 
     # -- life ------------------------------------------------------------------------------------
     def enter_operation(self) -> None:  # noqa: B027 - only a real device has threads to prepare
-        """Called by a lane's thread before an operation waits for its fences."""
+        """Prepare the calling lane thread, before its operation waits for fences."""
 
     def record_spans(self, recording: bool) -> None:
         """Switch the trace on or off, between two steps."""
         self.trace.recording = recording
 
     def settle(self) -> None:  # noqa: B027
-        """Resolve spans that are still on the device; called between steps when tracing."""
+        """Enter spans whose times the device still holds. Called between steps of a trace."""
 
     def finish(self) -> None:
-        """Wait until the lanes have done what is queued, well or badly; they go on living."""
+        """Wait until the lanes have done all queued operations, well or badly. They stay open."""
         for lane in list(self._lanes.values()):
             lane.finish()
 
     def close(self) -> None:
-        """Finish the lanes' work and end their threads. Safe to call twice."""
+        """Finish all queued operations and end the lanes' threads. Safe to call twice."""
         for lane in list(self._lanes.values()):
             lane.close()
 
 
-def moved(nbytes: int) -> dict[str, int]:
-    """What a span tells beside its times: the bytes that its operation moved, if it did."""
+def bytes_moved(nbytes: int) -> dict[str, int]:
+    """Return the span's argument for the bytes that its operation moved; none for 0."""
     return {"nbytes": nbytes} if nbytes else {}
 
 
 def timed(wait: Callable[[], object]) -> float:
-    """Seconds that `wait` took."""
-    start = time.perf_counter()
+    """Call `wait` and return the seconds that it took."""
+    start_s = time.perf_counter()
     wait()
-    return time.perf_counter() - start
+    return time.perf_counter() - start_s

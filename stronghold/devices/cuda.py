@@ -1,33 +1,42 @@
-"""A GPU: its streams, events and memory, by `torch.accelerator` and torch's module of its kind.
+"""A GPU: its streams, events and memory, through `torch.accelerator` and its kind's torch module.
 
-Owns the transfer streams. `kinds` has what differs between kinds of GPUs. Compute is the stream
-that is current in the calling thread: the user's. What overlaps what:
-  fetch stream  weights host -> device, beside compute
-  drain stream  gradients device -> host, beside compute and, the link being full duplex, fetches
-  gather and reduce streams, of several ranks: collectives, beside all of these
-  update lane   host threads only; it waits for the drain stream's events
+Owns the transfer streams. `kinds` holds the differences between kinds of GPUs. Compute is the
+current stream of the calling thread: the user's. Overlaps:
+  fetch stream   prefetches weights, host -> device, beside compute
+  drain stream   gradients, device -> host, beside compute and, on a full-duplex link, fetches
+  gather stream  all-gather of weights between ranks, beside all streams above
+  reduce stream  reduce-scatter of gradients between ranks, beside all streams above
+  update lane    host threads only; it waits for the drain stream's events
 
-Each transfer lane has a host thread, because a GPU cannot wait for a host event: the thread waits
+Each transfer lane has a host thread, because a GPU cannot wait for a host event. The thread waits
 for the host-side fences, enqueues the copy and records the event (see [Note: issued and done] in
-`base`). What waits for no host event is enqueued by the thread that submits it.
+`base`). The submitting thread enqueues a copy that waits for no host event.
 
-[Note: side streams] Chunks of a layer take turns on side streams, so that kernels of several run at
-once. In forward a layer's call forks and joins. In backward autograd runs a chunk's nodes on its
-stream again; the first of them waits for the main stream, by autograd's own events, and the main
-stream follows each chunk's last one. What could go wrong between the two, and why it does not:
-  memory   torch's allocator gives what is freed to the stream that took it, at once. Between fork
-           and join the main stream takes nothing, but for sums of autograd's, which wait for the
-           chunk at hand and come after the chunks before; and side streams only run between them.
-           So what a side stream reads of the main one's is overwritten after the join, and what
-           the main one reads of theirs after the next fork: no tensor needs `record_stream`
-  waits    before memory is dropped that a lane still reads, and before a slot is read that a lane
-           has written, all streams wait (`ComputeLane.wait_everywhere`)
-  sums     gradients are added to a slot on the chunk's stream, after all that the others have
-           added (`streaming.gradients`): in the chunks' order. What comes after the last of them,
-           rounding, drains, updates on the device, is done on the main stream, after all chunks
-Autograd records gradients that change streams on both, so that they are free again when the host
-has seen their events: it is kept from running more than two layers ahead of the device in backward.
-cuBLAS has its own workspace on each stream, which torch gives it: the same kernels, the same bits.
+[Note: side streams] Chunks of a layer take turns on side streams, so that kernels of several chunks
+run at once. One layer, in forward:
+1. The side streams wait for the main stream (fork).
+2. Each chunk runs on its side stream.
+3. The main stream waits for the side streams (join).
+One layer, in backward:
+1. Autograd runs a chunk's nodes on the chunk's stream again. The first node waits for the main
+   stream, by autograd's events.
+2. The main stream waits for each chunk's last node (`follow`).
+There are three hazards between the main stream and the side streams. None is a race:
+  memory  Torch's allocator gives freed memory to the stream that took it, at once. Between fork and
+          join only side streams run, and the main stream takes no memory. The exception are
+          autograd's sums: they wait for their chunk and come after the earlier chunks. So memory
+          that a side stream reads of the main stream is overwritten after the join. Memory that the
+          main stream reads of a side stream is overwritten after the next fork. No tensor needs
+          `record_stream`.
+  waits   All streams wait (`ComputeLane.wait_everywhere`) for a lane that still reads memory,
+          before that memory is dropped. They wait for a lane that has written a slot, before any
+          stream reads the slot.
+  sums    A chunk's stream adds the chunk's gradients to a slot after the earlier chunks' additions
+          (`streaming.gradients`), in the order of chunks. The main stream does the work after the
+          last addition, after all chunks: rounding, drains, updates on the device.
+Autograd records gradients that change streams on both streams. Their memory is free once the host
+has seen these events. So in backward the host runs at most two layers ahead of the device. Torch
+gives cuBLAS one workspace per stream: the same kernels, the same bits.
 """
 
 from __future__ import annotations
@@ -43,6 +52,7 @@ import torch
 
 from stronghold.devices.base import (
     ComputeLane,
+    DelayedRead,
     Device,
     DeviceEvent,
     Fence,
@@ -51,10 +61,10 @@ from stronghold.devices.base import (
     Seconds,
     ThreadLane,
     Work,
-    moved,
+    bytes_moved,
 )
 from stronghold.devices.forks import forked_from
-from stronghold.devices.kinds import DeviceKind, kind_here
+from stronghold.devices.kinds import DeviceKind, present_kind
 from stronghold.devices.lane_name import STREAM_LANES, LaneName
 from stronghold.devices.memory import DeviceMemory
 from stronghold.devices.pinned import GpuPinning
@@ -69,13 +79,13 @@ _LAYERS_AHEAD = 2  # [Note: side streams]
 
 
 def available() -> bool:
-    """Whether this process can use a GPU."""
-    return kind_here() is not None
+    """Return whether this process can use a GPU."""
+    return present_kind() is not None
 
 
 def device_of(local_rank: int) -> torch.device:
-    """The GPU of a rank. ConfigError where there is none."""
-    kind = kind_here()
+    """Return the GPU of a rank. Raises ConfigError if the rank has none."""
+    kind = present_kind()
     if kind is None:
         raise ConfigError(
             'stronghold.device: got "cuda", but torch finds no CUDA device; install a CUDA '
@@ -89,72 +99,92 @@ def device_of(local_rank: int) -> torch.device:
 
 
 def _kind() -> DeviceKind:
-    kind = kind_here()
+    kind = present_kind()
     if kind is None:
         raise StateError("a GPU was asked for, and torch finds none")
     return kind
 
 
 def wait_for_queued(index: int, look: Callable[[], None]) -> None:
-    """Wait until the GPU has done what this thread's stream was given. `look` is called meanwhile,
-    and may raise."""
-    done = _kind().module.current_stream(index).record_event()
-    while not done.query():
+    """Block the calling thread until the GPU has done the work of this thread's stream.
+
+    `look` is called repeatedly during the wait, and may raise.
+    """
+    end_of_work = _kind().module.current_stream(index).record_event()
+    while not end_of_work.query():
         look()
         time.sleep(_QUERY_EVERY_S)
 
 
 def free_bytes(index: int) -> int:
-    """Bytes that this process can take now: what the device has free, and what torch's allocator
-    keeps of tensors that are gone."""
+    """Return the bytes that this process can take now.
+
+    These are the device's free bytes, and those that torch's allocator keeps of dropped tensors.
+    """
     return reachable_bytes(index) - torch.accelerator.memory_allocated(index)
 
 
 def reachable_bytes(index: int) -> int:
-    """Bytes that this process's tensors can have in all: those that they have, and the free; no
-    more than `set_per_process_memory_fraction` leaves it."""
+    """Return the bytes that this process's tensors can have together: the present and free ones.
+
+    `set_per_process_memory_fraction` limits them.
+    """
     _, total = torch.accelerator.get_memory_info(index)
     limit = int(_kind().module.get_per_process_memory_fraction(index) * total)
     return min(physical_bytes(index), limit)
 
 
 def physical_bytes(index: int) -> int:
-    """Bytes that the device has free, and those that torch's allocator has: what is missing of the
-    whole belongs to libraries and to other processes."""
+    """Return the device's free bytes, and those of torch's allocator, together.
+
+    The other bytes of the device belong to libraries and to other processes.
+    """
     free, _ = torch.accelerator.get_memory_info(index)
     return int(free) + torch.accelerator.memory_reserved(index)
 
 
 def identity(index: int) -> tuple[str, int, str]:
-    """The device's name, its bytes of memory, and its address on the PCI bus as sysfs names it."""
-    found: Any = _kind().module.get_device_properties(index)
-    address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
-    return str(found.name), int(found.total_memory), address
+    """Return the device's name, its bytes of memory, and its PCI address as sysfs names it."""
+    device: Any = _kind().module.get_device_properties(index)
+    address = f"{device.pci_domain_id:04x}:{device.pci_bus_id:02x}:{device.pci_device_id:02x}.0"
+    return str(device.name), int(device.total_memory), address
 
 
 def shares_memory(index: int) -> bool:
-    """Whether the device's memory is the host's, as of a Jetson or a GB10."""
-    found: Any = _kind().module.get_device_properties(index)
-    return bool(found.is_integrated)
+    """Return whether the device's memory is the host's (Jetson, GB10)."""
+    device: Any = _kind().module.get_device_properties(index)
+    return bool(device.is_integrated)
 
 
 def num_devices() -> int:
-    """The GPUs that this process sees."""
+    """Return the number of GPUs that this process sees."""
     return torch.accelerator.device_count()
 
 
 def _seconds_between(begun: Any, end: Any) -> float:
-    """Seconds between two timed events, of which the second has been recorded."""
+    """Return the seconds between two timed events, and wait until the second has passed."""
     end.synchronize()
     return float(begun.elapsed_time(end)) * 1e-3
 
 
-class EventClock:
-    """The host's time of events.
+class ElapsedTime:
+    """The seconds between two timed events on streams. A call waits for the second event."""
 
-    Event times are relative, in milliseconds as fp32: some microseconds in a minute, a hundred in a
-    thousand seconds. So the event that they count from is replaced now and then by a later one,
-    whose time is known by then; spans that began before it count from the one before.
+    def __init__(self, begun: Any, end: Any) -> None:
+        self._begun = begun
+        self._end = end
+
+    def __call__(self) -> float:
+        return _seconds_between(self._begun, self._end)
+
+
+class EventClock:
+    """Converts timed events to the host's time.
+
+    Event times are relative, in milliseconds as fp32. Their error is some microseconds after a
+    minute, and a hundred microseconds after a thousand seconds. So a later event, whose time is
+    known by then, replaces the origin after `KEEP_S` seconds. Spans that began before the new
+    origin count from the origin before.
     """
 
     KEEP_S = 30.0
@@ -163,8 +193,10 @@ class EventClock:
         self._earlier = self._origin = (event, at_s)
 
     def at(self, event: Any) -> float:
-        """`time.perf_counter()` when the event, which has passed, did; events come in order, but
-        for those of the last seconds."""
+        """Return the time (`time.perf_counter()`) at which an event passed.
+
+        The event has passed. Events come in order, except for those of the last seconds.
+        """
         origin, at_s = self._earlier
         seconds = at_s + _seconds_between(origin, event)
         if seconds >= self._origin[1]:
@@ -176,8 +208,10 @@ class EventClock:
 
 
 class StreamLane(ThreadLane):
-    """A lane whose work enqueues copies on a stream of its own: at once, and by whoever submits it,
-    where nothing is waited for on the host."""
+    """A lane whose work enqueues copies on the lane's stream.
+
+    The submitting thread enqueues a copy at once if the copy waits for nothing on the host.
+    """
 
     def __init__(self, name: LaneName, device: CudaDevice) -> None:
         self._gpu = device
@@ -185,22 +219,23 @@ class StreamLane(ThreadLane):
         super().__init__(name, device)
 
     def finish(self) -> None:
-        super().finish()  # all is enqueued
+        super().finish()  # now all copies are enqueued
         if not forked_from(self._process):
             self.stream.synchronize()
 
     def _is_short(self, after: tuple[Fence, ...], nbytes: int) -> bool:
-        copies = nbytes > 0 and self._gpu.only_enqueues
-        return copies and all(fence.issued and not fence.failed for fence in after)
+        if nbytes == 0 or not self._gpu.only_enqueues:
+            return False
+        return all(fence.issued and not fence.failed for fence in after)
 
     def _run(
         self, operation: str, work: Work, after: tuple[Fence, ...], nbytes: int
     ) -> DeviceEvent:
         gpu = self._gpu
         for fence in after:
-            event = fence.wait_issued()
+            event = fence.wait_issued()  # the lane's thread waits for the other lane's issue
             if event is not None:
-                self.stream.wait_event(event)
+                self.stream.wait_event(event)  # the lane's stream waits for the other stream
         with gpu.kind.module.stream(self.stream):
             begun = gpu.spans.mark(self.stream)
             work()
@@ -210,18 +245,21 @@ class StreamLane(ThreadLane):
 
 
 class GpuMemory(DeviceMemory):
-    """The GPU's memory. `budget_bytes` limits slots alone; activations come from torch's allocator,
-    whose counts these are."""
+    """The GPU's memory.
+
+    `budget_bytes` limits slots alone. Activations come from torch's allocator, which counts them.
+    """
 
     def __init__(self, owner: CudaDevice, device: torch.device, budget_bytes: int | None) -> None:
         super().__init__(str(device), budget_bytes)
-        self._owner, self._device = owner, device
-        self._earlier_peak = 0  # of tensors, before torch's count of it was restarted
+        self._owner = owner
+        self._device = device
+        self._earlier_peak = 0  # bytes of tensors, before the last restart of torch's count
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        # Allocated once and never freed before close, so that it need not be recorded on the
-        # streams of the lanes. But the allocator may hand out memory that was freed while kernels
-        # of the caller's stream still use it; the fetch stream must not write before they end.
+        # A buffer is never freed before close, so it need not be recorded on the lanes' streams.
+        # But the allocator may return memory that kernels of the caller's stream still use. The
+        # host waits for these kernels, so that the fetch stream cannot race with them.
         buffer = torch.empty(numel, dtype=dtype, device=self._device)
         self._owner.current_stream().synchronize()
         return buffer
@@ -235,16 +273,18 @@ class GpuMemory(DeviceMemory):
     def has_room(self, nbytes: int, beside_bytes: int) -> bool:
         if not super().has_room(nbytes, beside_bytes):
             return False
-        parts: list[torch.Tensor] = []
-        try:  # in parts, for the plan's buffers need not be neighbours either
+        # The trial takes separate tensors, for the plan's buffers need not be neighbours either.
+        trials: list[torch.Tensor] = []
+        try:
             for begin in range(0, nbytes + beside_bytes, TRIAL_BYTES):
                 size = min(TRIAL_BYTES, nbytes + beside_bytes - begin)
-                parts.append(torch.empty(size, dtype=torch.uint8, device=self._device))
+                trials.append(torch.empty(size, dtype=torch.uint8, device=self._device))
         except torch.OutOfMemoryError:
             return False
         finally:
-            # Else larger buffers, of either plan, find these parts in their way in mid-step.
-            parts.clear()
+            # The allocator would keep these tensors' memory in fragments, and larger buffers of
+            # either plan would not fit in mid-step.
+            trials.clear()
             self.trim()
         return True
 
@@ -254,7 +294,7 @@ class GpuMemory(DeviceMemory):
 
     def restart_activation_peak(self) -> None:
         self._earlier_peak = self.process_peak_bytes()
-        self.trim()  # what the allocator keeps of before is no fragment of the steps to come
+        self.trim()  # memory that the allocator keeps from before is no fragment of later steps
         torch.accelerator.reset_peak_memory_stats(self._device)
 
     def activation_peak_bytes(self) -> int:
@@ -262,27 +302,31 @@ class GpuMemory(DeviceMemory):
 
     def fragment_bytes(self) -> int:
         used = int(torch.accelerator.max_memory_allocated(self._device))
-        return max(0, int(torch.accelerator.max_memory_reserved(self._device)) - used)
+        reserved = int(torch.accelerator.max_memory_reserved(self._device))
+        return max(0, reserved - used)
 
     def process_peak_bytes(self) -> int:
-        return max(self._earlier_peak, int(torch.accelerator.max_memory_allocated(self._device)))
+        peak = int(torch.accelerator.max_memory_allocated(self._device))
+        return max(self._earlier_peak, peak)
 
     def num_failures(self) -> int:
         return int(torch.accelerator.memory_stats(self._device).get("num_ooms", 0))
 
 
 class GpuSpans:
-    """Timed events around work on streams, and the spans that they become."""
+    """Timed events around work on streams, and the spans of the trace that they become."""
 
     def __init__(self, kind: DeviceKind, device: torch.device, trace: Trace) -> None:
-        self._kind, self._device, self._trace = kind, device, trace
-        # A deque: lanes append while the training thread takes from the other end.
+        self._kind = kind
+        self._device = device
+        self._trace = trace
+        # A deque, which is safe to enter: lanes append while the training thread pops on the left.
         self._open: deque[tuple[str, str, Any, Any, int]] = deque()
         self._clock = self._make_clock() if trace.recording else None
 
     @property
     def num_open(self) -> int:
-        """Spans whose events were not read yet."""
+        """The number of spans whose events were not read yet."""
         return len(self._open)
 
     def record(self, recording: bool) -> None:
@@ -292,7 +336,7 @@ class GpuSpans:
         self._trace.recording = recording
 
     def mark(self, stream: Any) -> Any:
-        """A timed event on `stream`, or None when nothing is traced."""
+        """Record a timed event on `stream` and return it. None while the trace is off."""
         if not self._trace.recording:
             return None
         event = self._kind.timed_event()
@@ -300,8 +344,10 @@ class GpuSpans:
         return event
 
     def end(self, lane: str, name: str, begun: Any, stream: Any, nbytes: int = 0) -> Any:
-        """Close the span that `begun` opened, and return its last event; the times are read in
-        `settle`. None when nothing is traced."""
+        """Close the span that `begun` opened, and return its last event.
+
+        `settle` reads the times. Returns None while the trace is off.
+        """
         end = self.mark(stream)
         if begun is None or end is None:
             return None
@@ -309,7 +355,7 @@ class GpuSpans:
         return end
 
     def settle(self) -> None:
-        """Read the spans whose events have passed."""
+        """Enter the spans whose events have passed in the trace."""
         if self._clock is None:
             return
         for _ in range(len(self._open)):
@@ -319,10 +365,10 @@ class GpuSpans:
                 continue
             start_s = self._clock.at(begun)
             end_s = start_s + _seconds_between(begun, end)
-            self._trace.record(lane, name, start_s, end_s, **moved(nbytes))
+            self._trace.record(lane, name, start_s, end_s, **bytes_moved(nbytes))
 
     def _make_clock(self) -> EventClock:
-        """From an event before every span, and the host's time of it."""
+        """Make a clock from an event before every span, and the host's time of this event."""
         event = self._kind.timed_event()
         event.record(self._kind.module.current_stream(self._device))
         event.synchronize()
@@ -330,7 +376,7 @@ class GpuSpans:
 
 
 class GpuCompute(ComputeLane):
-    """The stream that is current in the calling thread."""
+    """The compute lane: the current stream of the calling thread."""
 
     def __init__(self, device: CudaDevice) -> None:
         super().__init__(device)
@@ -341,11 +387,11 @@ class GpuCompute(ComputeLane):
         return self._gpu.current_stream()
 
     def new_stream(self) -> Any:
-        """A stream beside that of the program."""
+        """Make a stream beside the program's."""
         return self._gpu.kind.module.Stream(self._gpu.torch_device)
 
     def on(self, stream: Any) -> AbstractContextManager[None]:
-        """Inside, the calling thread is on `stream`."""
+        """Context manager: the calling thread is on `stream`."""
         context: AbstractContextManager[None] = self._gpu.kind.module.stream(stream)
         return context
 
@@ -356,32 +402,27 @@ class GpuCompute(ComputeLane):
         return fence
 
     def read_later(self, tensor: torch.Tensor) -> Callable[[], list[float]]:
-        # Torch's pinned allocator: some bytes, which it keeps until the copy is done.
+        # Torch's pinned allocator keeps the bytes of `values` until the copy is done.
         values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         values.copy_(tensor, non_blocking=True)
-        copied = self.record("read")
-
-        def read() -> list[float]:
-            copied.wait()
-            found: list[float] = values.tolist()
-            return found
-
-        return read
+        return DelayedRead(values, self.record("read"))
 
     def wait(self, fence: Fence) -> Seconds:
-        # The host returns at once; how long the stream stands still its own clock tells.
         stream, spans = self.stream(), self._gpu.spans
         begun = spans.mark(stream)
-        event = fence.wait_issued()
+        event = fence.wait_issued()  # the calling thread waits for the lane's issue
         if event is not None:
-            stream.wait_event(event)
+            stream.wait_event(event)  # the calling thread's stream waits for the lane's stream
         end = spans.end("wait", fence.operation, begun, stream)
-        return None if end is None else lambda: _seconds_between(begun, end)
+        # The host goes on at once. The stream's clock has the time for which the stream waited.
+        return None if end is None else ElapsedTime(begun, end)
 
     def wait_everywhere(self, fence: Fence) -> Seconds:
-        seconds, event = self.wait(fence), fence.wait_issued()
-        for stream in self.sides.all_streams if event is not None else ():
-            stream.wait_event(event)
+        seconds = self.wait(fence)
+        event = fence.wait_issued()
+        if event is not None:
+            for stream in self.sides.all_streams:
+                stream.wait_event(event)  # the main and side streams wait for the lane's stream
         return seconds
 
     def begin_span(self) -> object:
@@ -390,13 +431,15 @@ class GpuCompute(ComputeLane):
 
     def end_span(self, name: str, begun: object) -> None:
         assert isinstance(begun, tuple)
-        stream, event = begun  # in backward the next chunk's stream may be the current one
+        stream, event = begun  # the current stream may be the next chunk's, in backward
         self._gpu.spans.end(self._row(stream), name, event, stream)
 
     def _row(self, stream: Any) -> str:
-        """Of the trace."""
-        sides = self.sides.streams
-        return f"compute {sides.index(stream) + 1}" if stream in sides else "compute"
+        """Return the trace's row of a stream."""
+        side_streams = self.sides.streams
+        if stream in side_streams:
+            return f"compute {side_streams.index(stream) + 1}"
+        return "compute"
 
 
 class GpuSideStreams(SideStreams):
@@ -406,7 +449,7 @@ class GpuSideStreams(SideStreams):
         super().__init__()
         self._compute = compute
         self._main: Any = None  # the stream that forked last
-        self._behind: deque[Fence] = deque()  # the ends of the newest layers' backwards
+        self._backward_ends: deque[Fence] = deque()  # of the newest layers
 
     @property
     def all_streams(self) -> tuple[Any, ...]:
@@ -414,7 +457,8 @@ class GpuSideStreams(SideStreams):
         return () if self._main is None else (self._main, *self.streams)
 
     def open(self, count: int) -> None:
-        self.streams = [self._compute.new_stream() for _ in range(count if count > 1 else 0)]
+        num_streams = count if count > 1 else 0
+        self.streams = [self._compute.new_stream() for _ in range(num_streams)]
         self._main = None
 
     @contextmanager
@@ -423,12 +467,12 @@ class GpuSideStreams(SideStreams):
         if self.streams:
             self._main = main
         for stream in self.streams:
-            stream.wait_stream(main)
+            stream.wait_stream(main)  # fork: a side stream waits for the main stream
         try:
             yield main
         finally:
             for stream in self.streams:
-                main.wait_stream(stream)
+                main.wait_stream(stream)  # join: the main stream waits for a side stream
 
     @contextmanager
     def beside(self, number: int, name: str) -> Iterator[None]:
@@ -443,7 +487,7 @@ class GpuSideStreams(SideStreams):
 
     def follow(self, main: Any) -> None:
         if self.streams:
-            main.wait_stream(self._compute.stream())
+            main.wait_stream(self._compute.stream())  # the main stream waits for the chunk's
 
     @contextmanager
     def joined(self) -> Iterator[None]:
@@ -452,15 +496,24 @@ class GpuSideStreams(SideStreams):
             return
         with self._compute.on(self._main):
             for stream in self.streams:
-                self._main.wait_stream(stream)
+                self._main.wait_stream(stream)  # the main stream waits for a side stream
             yield
-            self._behind.append(self._compute.record("joined"))
-        if len(self._behind) > _LAYERS_AHEAD:
-            self._behind.popleft().wait()
+            self._backward_ends.append(self._compute.record("joined"))
+        if len(self._backward_ends) > _LAYERS_AHEAD:
+            # The host waits for the device to end an earlier layer's backward.
+            self._backward_ends.popleft().wait()
 
 
 class CudaDevice(Device):
-    """One GPU. `budget_bytes` limits slots alone; activations come from torch's allocator."""
+    """One GPU.
+
+    Arguments:
+        index: the GPU's number in this process.
+        budget_bytes: the most bytes of slots; None: no limit. Activations do not count.
+        trace: gets the spans of lanes; None records none.
+
+    Raises ConfigError if there is no such GPU.
+    """
 
     pinning: GpuPinning
 
@@ -477,15 +530,17 @@ class CudaDevice(Device):
         self._device = device
         torch.accelerator.set_device_index(index)
         self.spans = GpuSpans(self.kind, device, self.trace)
-        self._streams: dict[int, Any] = {}  # that were current, by address
+        self._streams: dict[int, Any] = {}  # streams that were current, by address
         self._kernels: TritonKernels | None = None
-        self._beside: Any = self.kind.module.Stream(device)  # of `copy_now`
-        self._copying_beside = threading.Lock()
-        self.compute = compute = GpuCompute(self)
+        self._copy_stream: Any = self.kind.module.Stream(device)  # for `copy_now`
+        self._copy_lock = threading.Lock()  # held by the thread that uses this stream
+        compute = GpuCompute(self)
+        self.compute = compute
         self.side_streams = compute.sides
         self._open_lanes()
-        lanes = (lane.stream for lane in (self.fetch, self.drain) if isinstance(lane, StreamLane))
-        self.pinning = GpuPinning(self.kind, device, [*lanes, self._beside])
+        transfers = (self.fetch, self.drain)
+        streams = [lane.stream for lane in transfers if isinstance(lane, StreamLane)]
+        self.pinning = GpuPinning(self.kind, device, [*streams, self._copy_stream])
 
     @property
     def torch_device(self) -> torch.device:
@@ -495,8 +550,8 @@ class CudaDevice(Device):
         return StreamLane(name, self) if name in STREAM_LANES else HostLane(name, self)
 
     def current_stream(self) -> Any:
-        """The stream that the calling thread is on."""
-        # Asked several times for each gradient: torch makes a new object each time.
+        """Return the calling thread's stream."""
+        # Torch makes a new object at each call, and each gradient takes several calls.
         address = self.kind.raw_stream(self._device.index)
         stream = self._streams.get(address)
         if stream is None:
@@ -505,18 +560,19 @@ class CudaDevice(Device):
 
     @property
     def only_enqueues(self) -> bool:
-        """Whether copies on streams never hold their caller up."""
-        return self.alone and not self.pinning.refuses
+        """True if a copy on a stream never blocks its caller."""
+        return self.alone and not self.pinning.has_refused_slabs
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self.pinning.copy(target, source, self.current_stream())
 
     def copy_now(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        # A stream beside the lanes': any thread may call, and the caller has waited for the others.
+        # No race with the lanes' streams: the caller has waited for their operations. Threads take
+        # turns with this stream.
         self.enter_operation()
-        with self._copying_beside, self.kind.module.stream(self._beside):
+        with self._copy_lock, self.kind.module.stream(self._copy_stream):
             self.copy(target, source)
-            self._beside.synchronize()
+            self._copy_stream.synchronize()
 
     @property
     def kernels(self) -> TritonKernels:
@@ -525,7 +581,7 @@ class CudaDevice(Device):
         return self._kernels
 
     def drop_tables(self) -> None:
-        """Drop what kernels keep on the device of earlier launches."""
+        """Drop the tables that kernels keep on the device after earlier launches."""
         if self._kernels is not None:
             self._kernels.drop_tables()
 
@@ -545,8 +601,8 @@ class CudaDevice(Device):
         self.spans.settle()
 
     def enter_operation(self) -> None:
-        # A new thread's current device is 0: waiting for an event there would make a context on a
-        # GPU that belongs to another rank.
+        # A new thread's current device is 0. To wait for an event with it would make a context on
+        # a GPU of another rank.
         torch.accelerator.set_device_index(self._device.index)
 
     def close(self) -> None:

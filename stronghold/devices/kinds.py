@@ -1,9 +1,9 @@
 """The kinds of GPUs: one row for each, with what differs between them.
 
-Owns the table alone. Where torch has one interface for all kinds (`torch.accelerator`), the device
-uses that. `DeviceKind.module` is torch's module of a kind (`torch.cuda`, `torch.xpu`): it has the
-streams, and events on which a thread can sleep, which `torch.Event` does not offer. Rows of ROCm
-and XPU follow torch's documentation; no run on such hardware stands behind them.
+Owns the table alone. The device uses `torch.accelerator`, torch's interface for all kinds, where it
+can. `DeviceKind.module` is torch's module of a kind (`torch.cuda`, `torch.xpu`). It has streams,
+and events on which a thread can sleep. `torch.Event` does not offer these. The rows of ROCm and XPU
+follow torch's documentation; they never ran on such hardware.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ NO_OPTIONS: Mapping[str, bool] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostRegistration:
-    """The calls that register host memory for direct transfers, with their names for errors. Both
-    return a status, 0 for success. `already_registered` is the status of a slab of which a part is
-    registered."""
+    """The calls that register host memory for direct transfers, with their names for errors.
+
+    `register(address, nbytes)` and `unregister(address)` return a status, 0 for success.
+    `already_registered` is the status if some bytes of the slab are registered.
+    """
 
     register_name: str
     unregister_name: str
@@ -36,9 +38,10 @@ class HostRegistration:
 class DeviceKind:
     """One kind of GPU.
 
-    `torch_name` is the type of its devices in torch: a ROCm build calls them "cuda", too.
-    `registration` is None where host memory cannot be registered. `fence_options` make an event on
-    which a waiting thread sleeps. `raw_stream(index)` is the address of the current stream.
+    `torch_name` is the type of its devices in torch; a ROCm build calls them "cuda", too.
+    `registration` is None if host memory cannot be registered. `fence_options` are an event's
+    options that let a waiting thread sleep. `raw_stream(index)` returns the address of the current
+    stream of a device.
     """
 
     name: str
@@ -53,14 +56,16 @@ class DeviceKind:
         return torch.get_device_module(self.torch_name)
 
     def recorded(self, stream: Any) -> Any:
-        """An event for a fence, recorded on `stream`. A host lane that waits for it sleeps: its
-        core is for updates."""
+        """Record an event for a fence on `stream`, and return it.
+
+        A host lane that waits for the event sleeps, and leaves its core to updates.
+        """
         event = self.module.Event(**self.fence_options)
         event.record(stream)
         return event
 
     def timed_event(self) -> Any:
-        """An event that has a time."""
+        """Return a new event that has a time."""
         return self.module.Event(enable_timing=True)
 
 
@@ -105,8 +110,8 @@ XPU = DeviceKind(
 KINDS = (CUDA, ROCM, XPU)
 
 
-def kind_here() -> DeviceKind | None:
-    """The kind of the GPUs that this build of torch drives and finds; None without any."""
+def present_kind() -> DeviceKind | None:
+    """Return the kind of the GPUs that this build of torch finds, or None if it finds none."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return None

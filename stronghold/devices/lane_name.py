@@ -6,16 +6,16 @@ from enum import Enum
 
 
 class LaneName(str, Enum):
-    """Which lane of a device. Traces, errors and threads have its value as the lane's name."""
+    """The lane of a device. Traces, errors and names of threads have its value."""
 
     COMPUTE = "compute"  # forward, backward, and updates on the device
-    FETCH = "fetch"  # weights, host to device
+    FETCH = "fetch"  # weights, host to device (prefetch, unshard)
     DRAIN = "drain"  # gradients, device to host
     GRADIENTS = "gradients"  # sums, merges and norms of gradients on the host
     UPDATE = "update"  # optimizer steps on the host
-    LOAD = "load"  # files to host, ahead of updates
-    STAGE = "stage"  # files to host, ahead of fetches
-    SPILL = "spill"  # host to files
+    LOAD = "load"  # files to host, ahead of updates (swap in)
+    STAGE = "stage"  # files to host, ahead of fetches (swap in)
+    SPILL = "spill"  # host to files (swap out)
     IO = "io"  # checkpoints
     GATHER = "gather"  # all-gather of weights between ranks
     REDUCE = "reduce"  # reduce-scatter of gradients between ranks
@@ -25,5 +25,5 @@ class LaneName(str, Enum):
         return self.value
 
 
-# Lanes for which a GPU has a stream.
+# The lanes for which a GPU has a stream.
 STREAM_LANES = (LaneName.FETCH, LaneName.DRAIN, LaneName.GATHER, LaneName.REDUCE)

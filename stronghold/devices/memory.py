@@ -1,7 +1,7 @@
 """A device's memory: buffers under a budget, and what the device counts of other tensors.
 
-Owns the count of the bytes of buffers. Whoever allocates a buffer releases it. The training thread
-enters, and autograd's in backward.
+Owns the count of the bytes of buffers. The object that allocates a buffer releases it. The training
+thread enters, and autograd's thread in backward.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from stronghold.errors import BudgetError, format_size
 class DeviceMemory(ABC):
     """The memory of one device.
 
-    `budget_bytes` limits the sum of live `allocate` calls; None leaves it to the device. A device
-    that does not count tensors returns None, or 0, for what it would have to count.
+    `budget_bytes` limits the bytes of live buffers; None: the device's memory is the limit. A
+    device that does not count tensors returns None or 0 from the methods that count them.
     """
 
     def __init__(self, name: str, budget_bytes: int | None) -> None:
@@ -29,7 +29,10 @@ class DeviceMemory(ABC):
 
     # -- buffers ----------------------------------------------------------------------------------
     def allocate(self, numel: int, dtype: torch.dtype, purpose: str) -> torch.Tensor:
-        """A flat buffer on the device, contents undefined; BudgetError past the budget."""
+        """Return a flat buffer of `numel` elements on the device, with undefined contents.
+
+        `purpose` names the buffer in errors. Raises BudgetError if it would pass the budget.
+        """
         nbytes = numel * dtype.itemsize
         if self.budget_bytes is not None and self.allocated_bytes + nbytes > self.budget_bytes:
             raise BudgetError(
@@ -43,63 +46,73 @@ class DeviceMemory(ABC):
         return buffer
 
     @abstractmethod
-    def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor: ...
+    def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a flat tensor on the device, with undefined contents."""
 
     def release(self, *buffers: torch.Tensor) -> None:
-        """These buffers of `allocate` are about to be dropped by their owner."""
+        """Take buffers of `allocate` out of the count. Their owner is about to drop them."""
         self.allocated_bytes -= sum(buffer.numel() * buffer.element_size() for buffer in buffers)
 
     def peak_with(self, beside_bytes: int) -> int:
-        """The peak with `beside_bytes` of torch's memory beside it, or an earlier one."""
+        """Return the peak of buffers and `beside_bytes` of torch's tensors together.
+
+        An earlier plan's peak counts if it was larger.
+        """
         return max(self._earlier_peak_bytes, self.peak_bytes + beside_bytes)
 
     def restart_peak(self, beside_bytes: int) -> None:
-        """Another plan begins: what was allocated for the one before does not count with it."""
+        """Begin a new peak for a new plan. The previous plan's buffers do not count with it."""
         self._earlier_peak_bytes = self.peak_with(beside_bytes)
         self.peak_bytes = self.allocated_bytes
 
     def has_room(self, nbytes: int, beside_bytes: int) -> bool:
-        """Whether buffers of `nbytes` can be had now, and `beside_bytes` of other memory beside
-        them. A real device tries it, since others may have taken what was free."""
+        """Return whether `nbytes` of buffers and `beside_bytes` of other memory are free now.
+
+        A GPU tries to allocate them, since other processes may have taken its memory.
+        """
         budget = self.budget_bytes
         return budget is None or self.allocated_bytes + nbytes <= budget
 
     def poison(self, buffer: torch.Tensor) -> None:  # noqa: B027 - a real one has no time for it
-        """Make any later read of a freed buffer visible where the device can afford it."""
+        """Overwrite a freed buffer, so that a later read shows, if the device can afford it."""
 
     def keep_for_lane(self, tensor: torch.Tensor) -> None:  # noqa: B027 - CPU memory is not reused
-        """Called from a lane's work: the allocator may not give the tensor's memory to others
-        before the lane is done with it, even if everybody drops the tensor."""
+        """Keep the tensor's memory from other uses until the calling lane is done with it.
+
+        The lane's work calls it. Without it there is a race: the last owner drops the tensor, the
+        allocator gives its memory to another operation, and the lane still reads it.
+        """
 
     # -- tensors ----------------------------------------------------------------------------------
     def reachable_bytes(self) -> int | None:
-        """Bytes that all tensors of this process can have together as things are now."""
+        """Return the bytes that all tensors of this process can have together now."""
         return None
 
     def trim(self) -> None:  # noqa: B027 - CPU memory goes back by itself
-        """Give the system back what the allocator keeps of tensors that are gone, and what kernels
-        keep of earlier launches."""
+        """Return memory of dropped tensors, and of earlier launches of kernels, to the system."""
 
     def restart_activation_peak(self) -> None:  # noqa: B027
-        """Count `activation_peak_bytes` and `fragment_bytes` from now on. Torch keeps one peak for
-        the whole program, so that this restarts the program's too: `process_peak_bytes` knows the
-        earlier one."""
+        """Begin new peaks of `activation_peak_bytes` and `fragment_bytes`.
+
+        Torch keeps one peak for the whole program, which begins again, too. `process_peak_bytes`
+        still counts the earlier peak.
+        """
 
     def activation_peak_bytes(self) -> int | None:
-        """The most bytes that were in use beside `allocate`d buffers, since
-        `restart_activation_peak`."""
+        """Return the peak bytes of tensors beside buffers, since `restart_activation_peak`."""
         return None
 
     def fragment_bytes(self) -> int:
-        """The most that the allocator held since `restart_activation_peak`, beyond what tensors
-        needed at most: fragments that are of no use to them."""
+        """Return the bytes of fragments since `restart_activation_peak`.
+
+        These are the allocator's peak bytes minus the peak bytes of tensors.
+        """
         return 0
 
     def process_peak_bytes(self) -> int:
-        """The most bytes that this process's tensors had at once, also before
-        `restart_activation_peak`."""
+        """Return the peak bytes of this process's tensors, over all restarts of the peak."""
         return 0
 
     def num_failures(self) -> int:
-        """How often this process asked the device for memory and got none."""
+        """Return how often the device refused memory to this process."""
         return 0

@@ -1,5 +1,7 @@
-"""Streams beside compute's own, on which parts of a layer take turns: none, where compute is one
-stream. `cuda` has those of a GPU ([Note: side streams])."""
+"""Side streams: streams beside compute's main stream, on which chunks of a layer take turns.
+
+This class has none. `cuda` has a GPU's, and why they do not race ([Note: side streams]).
+"""
 
 from __future__ import annotations
 
@@ -9,27 +11,32 @@ from typing import Any
 
 
 class SideStreams:
-    """The side streams of a device whose compute is one stream: none, and nothing happens."""
+    """The side streams of a device whose compute is one stream: there are none."""
 
     def __init__(self) -> None:
         self.streams: Sequence[Any] = ()
 
     def open(self, count: int) -> None:
-        """Make `count` side streams, none for 1."""
+        """Make `count` side streams; none for 1."""
 
     def forked(self) -> AbstractContextManager[object]:
-        """The side streams go on after the calling thread's stream, which is given, and it goes on
-        after them at the end."""
+        """Context manager: the side streams run beside the calling thread's stream.
+
+        At entry the side streams wait for this stream. At exit it waits for them. The manager
+        returns this stream.
+        """
         return nullcontext()
 
     def beside(self, number: int, name: str) -> AbstractContextManager[None]:
-        """Inside, the calling thread is on a side stream, `number` modulo their count."""
+        """Context manager: the calling thread is on side stream `number` modulo their count."""
         return nullcontext()
 
     def follow(self, main: object) -> None:
-        """`main`, of `forked`, goes on after the calling thread's stream."""
+        """Let `main`, the stream of `forked`, wait for the calling thread's stream."""
 
     def joined(self) -> AbstractContextManager[None]:
-        """Inside, the calling thread is on the stream that forked last, which goes on after all
-        side streams: for what comes after all parts of a layer."""
+        """Context manager: the calling thread is on the stream that forked last.
+
+        At entry this stream waits for all side streams, so it runs after all chunks of a layer.
+        """
         return nullcontext()

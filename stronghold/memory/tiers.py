@@ -23,7 +23,7 @@ from typing import Literal
 
 import torch
 
-from stronghold.devices.base import Device, Fence, Lane, Record, dependences, submitted
+from stronghold.devices.base import Device, Fence, Lane, Record, dependences, record_accesses
 from stronghold.devices.lane_name import LaneName
 from stronghold.memory.buffers import EntryRing, HostEntry
 from stronghold.memory.layer import LayerState
@@ -112,7 +112,7 @@ class Transfers:
         if self._last is not None:
             self._last.following = transfer
         self._last = transfer
-        return submitted(fence, reads, writes)
+        return record_accesses(fence, reads, writes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,8 +28,9 @@ def _grouped_mm_flops(
 ) -> int:
     """FLOPs of one product per expert: (m, k) by (experts, k, n) and the like. The rows are divided
     among the experts."""
-    groups = left[0] if len(left) == len(right) == 3 else 1
-    return int(2 * groups * left[-2] * left[-1] * right[-1])
+    are_batched = len(left) == 3 and len(right) == 3
+    num_products = left[0] if are_batched else 1
+    return int(2 * num_products * left[-2] * left[-1] * right[-1])
 
 
 # Fused attention, of every kind of device, whose forward gives all that its backward needs beside

@@ -1,22 +1,26 @@
-"""Logits that are never whole: head and loss of a causal language model in parts of the tokens.
+"""Logits that are never whole: head and loss of a causal language model in chunks of the tokens.
 
-Owns what stands in a Transformers model for its head's forward and its loss function. The head
-returns `Logits`, a tensor that has a shape and no memory; the model's loss takes the hidden states
-from it, and computes logits, losses and gradients of some tokens at a time. Whatever else is done
-with it is done with logits that are computed then, as if they had been there. Changes no module but
-for these two attributes, which `close` takes back. The training thread enters, and autograd's.
+Owns the replacements of a Transformers model's head forward and loss function. The head returns
+`Logits`, a tensor with a shape and without memory. The model's loss takes the hidden states from
+it, and computes logits, losses and gradients of some tokens at a time. Any other use of `Logits`
+computes the whole logits first, and then does what it would do with them. Only these two attributes
+of modules change, and `close` restores them. The training thread enters, and autograd's thread.
 
-[Note: four products] Of a part of the tokens forward has all logits: the softmax, so the gradient
-of the hidden states, is one product away, and is kept in place of the logits. The head's own
-gradient is a sum over all tokens: backward computes the logits again, of all tokens and part of the
-vocabulary, so that every row of the gradient is one product, rounded once, in the memory where it
-is to be. That is four products where plain training has three. Added up part by part the gradient
-would need a sum in fp32 as large as the head, 2 GiB for 128k words of 4096 numbers, and its memory
-traffic costs as much as the fourth product.
+[Note: four products] One chunk of the tokens takes these steps:
+1. Forward computes the chunk's logits and their softmax.
+2. Forward multiplies this with the weight: the gradient of the hidden states. It keeps this
+   gradient, and drops the logits.
+3. Backward computes logits again, of all tokens and some of the vocabulary.
+4. Backward multiplies them with the hidden states: rows of the head's gradient. Each row is one
+   product, which is rounded once, in its final memory.
+That is four products; plain training has three. To add the head's gradient up chunk by chunk would
+need a sum in fp32 as large as the head: 2 GiB for 128k words of 4096 numbers. The traffic of this
+sum costs as much as the fourth product.
 
-[Note: known] The loss must be Transformers' own for causal language models, given what the head
-returned: what a model does to its logits in between (soft capping, a scale) makes them real.
-Liger's fused loss takes the head's weight itself, and neither its forward nor the loss is called.
+[Note: known] The loss must be Transformers' for causal language models, with the head's result as
+its argument. If the model changes its logits before the loss (soft capping, a scale), they become
+real. Liger's fused loss takes the head's weight itself, and calls neither the head's forward nor
+the loss.
 """
 
 from __future__ import annotations
@@ -37,13 +41,13 @@ from stronghold.errors import ConfigError
 logger = logging.getLogger("stronghold")
 
 KEY = "stronghold.loss_chunk"
-# Without the key smaller logits are computed whole, so that every bit is the plain model's.
-LARGE_BYTES = 1 << 30  # of all logits in fp32
-TOKENS = 1024  # of a part, without the key
+# Without the key, logits below this size are whole, so that every bit is the plain model's.
+LARGE_BYTES = 1 << 30  # bytes of all logits in fp32
+TOKENS = 1024  # tokens of a chunk, without the key
 
 
 def part_of(tokens: int, vocab: int, loss_chunk: int | None) -> int:
-    """How many tokens' logits there are at once; 0 for all, in the plain way."""
+    """Return the number of tokens whose logits exist at once; 0: all, in the plain way."""
     if loss_chunk is not None:
         return loss_chunk
     return TOKENS if tokens * vocab * 4 >= LARGE_BYTES else 0
@@ -51,7 +55,7 @@ def part_of(tokens: int, vocab: int, loss_chunk: int | None) -> int:
 
 # -- a tensor without memory -----------------------------------------------------------------------
 class Logits(torch.Tensor):
-    """What a head gives for hidden states, computed when it is asked for."""
+    """The logits of a head: (..., vocabulary), computed when their values are used."""
 
     _hidden: torch.Tensor
     _weight: torch.Tensor
@@ -60,7 +64,7 @@ class Logits(torch.Tensor):
     _age_in_forward: Any
     _computed: torch.Tensor | None
 
-    # Autograd sees every function; only what it calls underneath is given real logits.
+    # Autograd sees every function. The functions that it calls get real logits.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -84,10 +88,10 @@ class Logits(torch.Tensor):
         return self._computed
 
     def _whole(self) -> torch.Tensor:
-        """Real logits with the same graph."""
+        """Return real logits with the same autograd graph."""
         return torch.Tensor.view_as(self, self)
 
-    # What is asked of the memory, or of the object, comes to no dispatcher.
+    # These methods use the memory or the object, and pass no dispatcher.
     def numpy(self, *, force: bool = False) -> Any:
         return self._whole().numpy(force=force)
 
@@ -126,31 +130,30 @@ class Logits(torch.Tensor):
 
 
 class _Head(torch.autograd.Function):
-    """The head, for all that asks for logits."""
+    """The head as a function of autograd, which returns `Logits`."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         ctx.save_for_backward(hidden, weight)
-        made: torch.Tensor = torch.Tensor._make_wrapper_subclass(
-            Logits,
-            (*hidden.shape[:-1], weight.size(0)),
-            dtype=hidden.dtype,
-            device=hidden.device,
+        shape = (*hidden.shape[:-1], weight.size(0))
+        logits: torch.Tensor = torch.Tensor._make_wrapper_subclass(
+            Logits, shape, dtype=hidden.dtype, device=hidden.device
         )
-        return made
+        return logits
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         hidden, weight = ctx.saved_tensors
         rows = gradient.reshape(-1, gradient.size(-1))
-        of_hidden, of_weight, of_bias = ctx.needs_input_grad
-        return (
-            gradient @ weight if of_hidden else None,
-            rows.t() @ hidden.reshape(-1, hidden.size(-1)) if of_weight else None,
-            rows.sum(0) if of_bias else None,
-        )
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad
+        hidden_gradient = gradient @ weight if needs_hidden else None
+        weight_gradient = None
+        if needs_weight:
+            weight_gradient = rows.t() @ hidden.reshape(-1, hidden.size(-1))
+        bias_gradient = rows.sum(0) if needs_bias else None
+        return hidden_gradient, weight_gradient, bias_gradient
 
 
 def _lazy(
@@ -159,17 +162,27 @@ def _lazy(
     bias: torch.Tensor | None,
     age: Callable[[], Any],
 ) -> torch.Tensor:
-    """`age` is another one when the weight has other values."""
+    """Return `Logits` of the hidden states.
+
+    `age` returns another value once the weight has other values.
+    """
     logits: Logits = _apply_head(hidden, weight, bias)
-    logits._hidden, logits._weight, logits._bias = hidden, weight, bias
-    logits._age, logits._age_in_forward = age, age()
+    logits._hidden = hidden
+    logits._weight = weight
+    logits._bias = bias
+    logits._age = age
+    logits._age_in_forward = age()
     logits._computed = None
     return logits
 
 
 # -- the loss --------------------------------------------------------------------------------------
 class _Losses(torch.autograd.Function):
-    """Cross-entropy in fp32 of each token (`hidden`: tokens x size); 0 where `ignored`."""
+    """The cross-entropy of each token, in fp32; 0 for `ignored` tokens.
+
+    Shapes: `hidden` (tokens, size), `weight` (vocabulary, size), `labels` and `ignored` (tokens,).
+    `part` is the number of tokens of a chunk.
+    """
 
     @staticmethod
     def forward(
@@ -181,54 +194,54 @@ class _Losses(torch.autograd.Function):
         ignored: torch.Tensor,
         part: int,
     ) -> torch.Tensor:
-        of_hidden = ctx.needs_input_grad[0]
-        tokens = hidden.size(0)
-        losses: torch.Tensor = hidden.new_empty(tokens, dtype=torch.float32)
-        highest, logs = torch.empty_like(losses), torch.empty_like(losses)
-        gradient = hidden.new_empty(hidden.shape) if of_hidden else None
-        for begin in range(0, tokens, part):
-            of = slice(begin, begin + part)
-            label = labels[of, None]
-            logits = F.linear(hidden[of], weight, bias)
+        num_tokens = hidden.size(0)
+        losses: torch.Tensor = hidden.new_empty(num_tokens, dtype=torch.float32)
+        highest = torch.empty_like(losses)  # of each token's logits
+        logs = torch.empty_like(losses)  # of each token's sum of exponentials
+        needs_hidden = ctx.needs_input_grad[0]
+        gradient = hidden.new_empty(hidden.shape) if needs_hidden else None
+        for begin in range(0, num_tokens, part):
+            chunk = slice(begin, begin + part)
+            label = labels[chunk, None]
+            logits = F.linear(hidden[chunk], weight, bias)
             logits = logits.float()
-            highest[of] = logits.amax(-1)
-            logits.sub_(highest[of, None])
-            own = logits.gather(1, label)[:, 0]
+            highest[chunk] = logits.amax(-1)
+            logits.sub_(highest[chunk, None])
+            label_logits = logits.gather(1, label)[:, 0]
             logits.exp_()
             sums = logits.sum(-1)
-            logs[of] = sums.log()
-            torch.sub(logs[of], own, out=losses[of])
+            logs[chunk] = sums.log()
+            torch.sub(logs[chunk], label_logits, out=losses[chunk])
             if gradient is not None:
                 logits.div_(sums[:, None])
                 logits.scatter_add_(1, label, logits.new_full((), -1.0).expand(label.shape))
-                torch.mm(logits.to(hidden.dtype), weight, out=gradient[of])
+                torch.mm(logits.to(hidden.dtype), weight, out=gradient[chunk])
             del logits
         losses.masked_fill_(ignored, 0.0)
         ctx.part = part
-        needed = any(ctx.needs_input_grad[1:3])
-        ctx.save_for_backward(
-            gradient,
-            ignored,
-            *((hidden, weight, bias, labels, highest, logs) if needed else ()),
-        )
+        needs_head = any(ctx.needs_input_grad[1:3])
+        inputs = (hidden, weight, bias, labels, highest, logs) if needs_head else ()
+        ctx.save_for_backward(gradient, ignored, *inputs)
         return losses
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, outer: torch.Tensor) -> Any:
-        gradient, ignored, *rest = ctx.saved_tensors
+        gradient, ignored, *inputs = ctx.saved_tensors
         outer = outer.masked_fill(ignored, 0.0)
-        of_hidden = None
+        hidden_gradient = None
         if gradient is not None:
-            of_hidden = (gradient * outer[:, None]).to(gradient.dtype)
+            hidden_gradient = (gradient * outer[:, None]).to(gradient.dtype)
         del gradient
-        if not rest:
-            return (of_hidden,) + (None,) * 5
-        found = _of_weight(*rest, outer=outer, part=ctx.part, of_bias=ctx.needs_input_grad[2])
-        return (of_hidden, *found, None, None, None)
+        if not inputs:
+            return hidden_gradient, None, None, None, None, None
+        weight_gradient, bias_gradient = _head_gradients(
+            *inputs, outer=outer, part=ctx.part, needs_bias=ctx.needs_input_grad[2]
+        )
+        return hidden_gradient, weight_gradient, bias_gradient, None, None, None
 
 
-def _of_weight(
+def _head_gradients(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -238,37 +251,43 @@ def _of_weight(
     *,
     outer: torch.Tensor,
     part: int,
-    of_bias: bool,
+    needs_bias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The gradients of the head's weight and bias, some words after the others."""
-    tokens, vocab = hidden.size(0), weight.size(0)
-    words = max(1, min(vocab, part * vocab // max(tokens, 1)))  # as many logits as in forward
-    found = torch.empty_like(weight)
-    found_bias = torch.empty_like(bias) if bias is not None and of_bias else None
-    for begin in range(0, vocab, words):
-        of = slice(begin, min(begin + words, vocab))
-        logits = F.linear(hidden, weight[of], None if bias is None else bias[of])
+    """Return the gradients of the head's weight and bias, computed some words at a time.
+
+    `highest` and `logs` are those of forward; `outer` is the gradient of the losses. All three have
+    the shape (tokens,).
+    """
+    num_tokens, vocab = hidden.size(0), weight.size(0)
+    # As many logits exist at once as in forward.
+    num_words = max(1, min(vocab, part * vocab // max(num_tokens, 1)))
+    weight_gradient = torch.empty_like(weight)
+    bias_gradient = torch.empty_like(bias) if bias is not None and needs_bias else None
+    for begin in range(0, vocab, num_words):
+        end = min(begin + num_words, vocab)
+        words = slice(begin, end)
+        logits = F.linear(hidden, weight[words], None if bias is None else bias[words])
         logits = logits.float()
         logits.sub_(highest[:, None]).sub_(logs[:, None]).exp_()
-        here = (labels >= of.start) & (labels < of.stop)
-        column = (labels - of.start).clamp_(0, of.stop - of.start - 1)
-        logits.scatter_add_(1, column[:, None], -here.float()[:, None])
+        has_label = (labels >= begin) & (labels < end)  # the token's label is one of these words
+        column = (labels - begin).clamp_(0, end - begin - 1)
+        logits.scatter_add_(1, column[:, None], -has_label.float()[:, None])
         logits.mul_(outer[:, None])
-        if found_bias is not None:
-            found_bias[of] = logits.sum(0)
+        if bias_gradient is not None:
+            bias_gradient[words] = logits.sum(0)
         logits = logits.to(hidden.dtype)
-        torch.mm(logits.t(), hidden, out=found[of])
+        torch.mm(logits.t(), hidden, out=weight_gradient[words])
         del logits
-    return found, found_bias
+    return weight_gradient, bias_gradient
 
 
 _apply_head: Any = _Head.apply
 _apply_losses: Any = _Losses.apply
 
 
-# -- what stands in the model ----------------------------------------------------------------------
+# -- replacements in the model ---------------------------------------------------------------------
 class Forward:
-    """Stands for a module's `forward` while an engine lives; a copy of the module has its own."""
+    """Replaces a module's `forward` while an engine lives. A copy of the module is without it."""
 
     def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
         self._module = module
@@ -283,12 +302,12 @@ class Forward:
 
 
 class _Loss:
-    """Stands for a model's `loss_function`, which is `plain`; a copy of the model has that."""
+    """Replaces a model's `loss_function`, which is `plain`. A copy of the model has `plain`."""
 
     def __init__(self, plain: Callable[..., torch.Tensor], loss_chunk: int | None) -> None:
         self._plain = plain
         self._loss_chunk = loss_chunk
-        self.num_divided = 0  # calls that were computed in parts
+        self.num_divided = 0  # calls that computed the loss in chunks
 
     def __reduce__(self) -> Any:
         return functools.partial, (self._plain,)
@@ -303,14 +322,8 @@ class _Loss:
         shift_labels: torch.Tensor | None = None,
         **more: Any,
     ) -> torch.Tensor:
-        given = labels if shift_labels is None else shift_labels
-        if (
-            not isinstance(logits, Logits)
-            or logits._computed is not None  # somebody has read, and may have written them
-            or vocab_size != logits.size(-1)
-            or given is None
-            or given.numel() * vocab_size != logits.numel()
-        ):
+        targets = labels if shift_labels is None else shift_labels
+        if not isinstance(logits, Logits) or not self._divides(logits, targets, vocab_size):
             return self._plain(
                 logits._whole() if isinstance(logits, Logits) else logits,
                 labels,
@@ -320,8 +333,9 @@ class _Loss:
                 shift_labels=shift_labels,
                 **more,
             )
+        assert targets is not None
         if shift_labels is None:
-            shift_labels = F.pad(given, (0, 1), value=ignore_index)[..., 1:]
+            shift_labels = F.pad(targets, (0, 1), value=ignore_index)[..., 1:]
         target = shift_labels.reshape(-1).to(logits.device)
         hidden = logits._hidden.reshape(-1, logits._hidden.size(-1))
         ignored = target == ignore_index
@@ -339,105 +353,139 @@ class _Loss:
             count = count.to(losses.device)
         return losses.sum() / count  # type: ignore[no-any-return]
 
+    @staticmethod
+    def _divides(logits: Logits, targets: torch.Tensor | None, vocab_size: int) -> bool:
+        """Return whether the loss can be computed in chunks."""
+        if logits._computed is not None:  # a caller has read them, and may have written to them
+            return False
+        if targets is None or vocab_size != logits.size(-1):
+            return False
+        return targets.numel() * vocab_size == logits.numel()
+
+
+def _never_updated(weight: torch.Tensor) -> int:
+    return 0
+
+
+class _WeightAge:
+    """Changes with the values of a weight: its version, and the number of its updates."""
+
+    def __init__(self, weight: torch.Tensor, updates: Callable[[torch.Tensor], int | None]) -> None:
+        self._weight = weight
+        self._updates = updates
+
+    def __call__(self) -> tuple[int, int | None]:
+        return self._weight._version, self._updates(self._weight)
+
 
 class LogitsInParts:
-    """Of one model, until `close`: its causal language models, where the head and the loss are
-    known. `loss_chunk` as in the config. `updates`: how often a head's weight was updated, None for
-    one whose head is left alone."""
+    """Computes the losses of a model in chunks of the tokens, until `close`.
+
+    That holds for the causal language models in it whose head and loss are known ([Note: known]).
+
+    Arguments:
+        model: the user's model.
+        loss_chunk: as in the config: tokens of a chunk; 0: never; None: if the logits are large.
+        updates: returns how often a head's weight was updated; None: this head stays as it is.
+    """
 
     def __init__(
         self,
         model: nn.Module,
         loss_chunk: int | None,
-        updates: Callable[[torch.Tensor], int | None] = lambda _: 0,
+        updates: Callable[[torch.Tensor], int | None] = _never_updated,
     ) -> None:
         self._loss_chunk = loss_chunk
         self._updates = updates
         self._heads: dict[nn.Module, Forward] = {}
         self._losses: list[tuple[nn.Module, _Loss]] = []
-        for part in model.modules() if loss_chunk != 0 else ():
-            plain = _known_loss(part)
-            head = _known_head(part) if plain is not None else None
-            if plain is None or head is None or updates(head.weight) is None:
-                continue
-            if head not in self._heads:  # else: of a model inside this one, too
-                if not _is_product(head):
-                    continue
-                self._heads[head] = Forward(head, functools.partial(self._forward, head))
-                vars(head)["forward"] = self._heads[head]
-            if str(getattr(part.forward, "__module__", "")).startswith("liger_kernel"):
-                logger.info(
-                    "%s: liger_kernel computes head and loss in training; %s counts in evaluation",
-                    type(part).__name__,
-                    KEY,
-                )
-            loss = _Loss(plain, loss_chunk)
-            vars(part)["_loss_function"] = loss
-            self._losses.append((part, loss))
+        if loss_chunk != 0:
+            for module in model.modules():
+                self._replace(module)
+
+    def _replace(self, module: nn.Module) -> None:
+        """Replace the loss and the head of `module`, if it is a causal language model with both."""
+        plain = _known_loss(module)
+        head = _known_head(module) if plain is not None else None
+        if plain is None or head is None or self._updates(head.weight) is None:
+            return
+        if head not in self._heads:  # a model inside this one may have the same head
+            if not _is_product(head):
+                return
+            self._heads[head] = Forward(head, functools.partial(self._forward, head))
+            vars(head)["forward"] = self._heads[head]
+        if str(getattr(module.forward, "__module__", "")).startswith("liger_kernel"):
+            logger.info(
+                "%s: liger_kernel computes head and loss in training; %s counts in evaluation",
+                type(module).__name__,
+                KEY,
+            )
+        loss = _Loss(plain, self._loss_chunk)
+        vars(module)["_loss_function"] = loss
+        self._losses.append((module, loss))
 
     @property
     def num_divided(self) -> int:
-        """How many losses were computed in parts."""
+        """The number of losses that were computed in chunks."""
         return sum(loss.num_divided for _, loss in self._losses)
 
     def close(self) -> None:
-        """Give the modules back what they had. Safe to call twice."""
+        """Restore the modules' forward and loss function. Safe to call twice."""
         for head, forward in self._heads.items():
             if vars(head).get("forward") is forward:
                 del vars(head)["forward"]
-        for part, loss in self._losses:
-            if vars(part).get("_loss_function") is loss:
-                del vars(part)["_loss_function"]
+        for module, loss in self._losses:
+            if vars(module).get("_loss_function") is loss:
+                del vars(module)["_loss_function"]
         self._heads.clear()
         self._losses.clear()
 
     def _forward(self, head: nn.Linear, input: torch.Tensor) -> torch.Tensor:
         if self._divides(head, input):
-            weight, updates = head.weight, self._updates
-            return _lazy(input, weight, head.bias, lambda: (weight._version, updates(weight)))
+            age = _WeightAge(head.weight, self._updates)
+            return _lazy(input, head.weight, head.bias, age)
         return F.linear(input, head.weight, head.bias)
 
     def _divides(self, head: nn.Linear, hidden: torch.Tensor) -> bool:
+        """Return whether the head's logits of these hidden states are never whole."""
+        if torch.compiler.is_compiling():
+            return False
         device = hidden.device.type
-        if torch.compiler.is_compiling() or (
-            device != "meta" and torch.is_autocast_enabled(device)
-        ):
+        if device != "meta" and torch.is_autocast_enabled(device):
             return False
         if hidden.dim() < 2 or hidden.dtype is not head.weight.dtype:
             return False
-        every = nn.modules.module
-        if (
-            head._backward_hooks
-            or head._backward_pre_hooks
-            or every._global_backward_hooks
-            or every._global_backward_pre_hooks
-        ):
+        if head._backward_hooks or head._backward_pre_hooks:
+            return False
+        every_module = nn.modules.module
+        if every_module._global_backward_hooks or every_module._global_backward_pre_hooks:
             return False
         tokens = hidden.numel() // hidden.size(-1)
         return part_of(tokens, head.weight.size(0), self._loss_chunk) > 0
 
 
-def _known_loss(part: nn.Module) -> Callable[..., torch.Tensor] | None:
-    """Transformers' own for causal language models, where the model has it by its class."""
-    by_class = isinstance(getattr(type(part), "loss_function", None), property)
-    if not by_class or "_loss_function" in vars(part) or vars(part).get("loss_type") is None:
+def _known_loss(module: nn.Module) -> Callable[..., torch.Tensor] | None:
+    """Return Transformers' loss for causal language models, if the model's class has this loss."""
+    is_of_class = isinstance(getattr(type(module), "loss_function", None), property)
+    attributes = vars(module)
+    if not is_of_class or "_loss_function" in attributes or attributes.get("loss_type") is None:
         return None
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
-    of_type = LOSS_MAPPING.get(vars(part)["loss_type"])
-    return ForCausalLMLoss if of_type is ForCausalLMLoss else None
+    loss = LOSS_MAPPING.get(attributes["loss_type"])
+    return ForCausalLMLoss if loss is ForCausalLMLoss else None
 
 
-def _known_head(part: nn.Module) -> nn.Linear | None:
+def _known_head(module: nn.Module) -> nn.Linear | None:
     try:
-        head = part.get_output_embeddings()  # type: ignore[operator]
-    except (NotImplementedError, AttributeError):  # has none
+        head = module.get_output_embeddings()  # type: ignore[operator]
+    except (NotImplementedError, AttributeError):  # the module has no head
         return None
     return head if isinstance(head, nn.Linear) else None
 
 
 def _is_product(head: nn.Module) -> bool:
-    """Whether its forward is a product with its weight, and nothing else."""
+    """Return whether the head's forward is a product with its weight, and nothing else."""
     return (
         type(head).forward is nn.Linear.forward
         and "forward" not in vars(head)

@@ -219,9 +219,9 @@ def _check_lasting(model: nn.Module, names: dict[nn.Parameter, list[str]]) -> No
 
     The model would not compute with the parameter that moves.
     """
-    again = dict(model.named_parameters(remove_duplicate=False))
+    second_listing = dict(model.named_parameters(remove_duplicate=False))
     for parameter, (name, *_) in names.items():
-        if again.get(name) is not parameter:
+        if second_listing.get(name) is not parameter:
             raise ConfigError(
                 f'parameter "{name}" is another nn.Parameter each time the model lists its '
                 "parameters, expected one that stays: a module makes it anew, as PEFT's LoRA on "
@@ -626,8 +626,10 @@ def _is_container(module: nn.Module) -> bool:
 def _is_primitive(module: nn.Module) -> bool:
     """True for a linear map, a convolution or a norm: at most a weight and a bias, and no
     children with parameters."""
-    inside = sum(_numel(child) for child in module.children())
-    return not inside and len(list(module.parameters(recurse=False))) <= 2
+    if any(_numel(child) for child in module.children()):
+        return False
+    parameters = list(module.parameters(recurse=False))
+    return len(parameters) <= 2
 
 
 def _expanded(module: nn.Module, *, open_sequential: bool) -> Iterator[nn.Module]:

@@ -283,8 +283,10 @@ def join_master(weights: torch.Tensor, low: torch.Tensor | None) -> torch.Tensor
     if low.dtype is torch.float32:
         return torch.where(low.to(weights.dtype) == weights, low, weights.float())
     upper = weights.contiguous().view(torch.int16).to(torch.int32) << 16
-    rest = low.to(torch.int32)
-    bits = upper + (rest << 8 if low.dtype is torch.int8 else rest)
+    remainder = low.to(torch.int32)
+    if low.dtype is torch.int8:
+        remainder = remainder << 8
+    bits = upper + remainder
     # A remainder that would change the sign belongs to a zero that the user wrote.
     return torch.where((bits ^ upper) < 0, upper, bits).view(torch.float32)
 
@@ -298,23 +300,28 @@ def split_lean_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     kept = (bits + 0x80) >> 8
     upper = (kept + 0x80) >> 8
     weights = upper.to(torch.int16).view(torch.bfloat16)
-    return weights, (kept - (upper << 8)).to(torch.int8)
+    low = (kept - (upper << 8)).to(torch.int8)
+    return weights, low
 
 
 def compress(x: torch.Tensor) -> torch.Tensor:
     """The piecewise linear square root of x >= 0: [Note: companding]."""
-    return ((x.contiguous().view(torch.int32) >> 1) + (_ONE >> 1)).view(torch.float32)
+    bits = x.contiguous().view(torch.int32)
+    root_bits = (bits >> 1) + (_ONE >> 1)
+    return root_bits.view(torch.float32)
 
 
 def expand(codes: torch.Tensor) -> torch.Tensor:
     """The x >= 0 with compress(x) == codes, for integers from 0. expand(0) is 0."""
     bits = codes.to(torch.float32).view(torch.int32)
-    return ((bits << 1) - _ONE).view(torch.float32).masked_fill(codes == 0, 0.0)
+    values = ((bits << 1) - _ONE).view(torch.float32)
+    return values.masked_fill(codes == 0, 0.0)
 
 
 def decode_signed(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """sign(code) * expand(|code|) * scale."""
-    values = expand(codes.to(torch.int16).abs()) * _of_elements(scales, codes)
+    magnitudes = expand(codes.to(torch.int16).abs())
+    values = magnitudes * _element_scales(scales, codes)
     return torch.where(codes < 0, -values, values)
 
 
@@ -329,12 +336,14 @@ def encode_signed(exp_avg: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     If A is not finite, the scale is NaN and the codes are 0.
     """
     roots, scales = _compressed(exp_avg.abs(), SIGNED_TOP)
-    return torch.where(exp_avg < 0, -roots, roots).to(torch.int8), scales
+    codes = torch.where(exp_avg < 0, -roots, roots)
+    return codes.to(torch.int8), scales
 
 
 def decode_root(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """(expand(code) * scale)^2."""
-    return (expand(codes.to(torch.int16)) * _of_elements(scales, codes)).square()
+    roots = expand(codes.to(torch.int16)) * _element_scales(scales, codes)
+    return roots.square()
 
 
 def encode_root(exp_avg_sq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -345,27 +354,35 @@ def encode_root(exp_avg_sq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     # NumPy's root is the IEEE one. torch's, from a vector library, may be a unit off.
     with np.errstate(invalid="ignore"):
-        roots = torch.from_numpy(np.sqrt(np.atleast_1d(exp_avg_sq.numpy())))
-    codes, scales = _compressed(roots.view(exp_avg_sq.shape), ROOT_TOP)
-    lowest = _of_elements(scales, codes).isfinite().to(codes.dtype)
+        root_values = np.sqrt(np.atleast_1d(exp_avg_sq.numpy()))
+    roots = torch.from_numpy(root_values).view(exp_avg_sq.shape)
+    codes, scales = _compressed(roots, ROOT_TOP)
+    is_finite = _element_scales(scales, codes).isfinite()
+    lowest = is_finite.to(codes.dtype)
     return codes.maximum(lowest).to(torch.uint8), scales
 
 
 def _compressed(magnitudes: torch.Tensor, top: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """(codes as fp32, with the magnitudes' shape; one fp32 scale per group). `top` is the largest
-    code's value."""
+    """Return codes as fp32, with the magnitudes' shape, and one fp32 scale per group.
+
+    `top` is the largest code's value.
+    """
     flat = magnitudes.reshape(-1)
-    padded = flat.new_zeros(-(-flat.numel() // GROUP), GROUP)
-    padded.view(-1)[: flat.numel()] = flat
-    largest = padded.amax(1)  # NaN, if there is one
-    finite = largest.isfinite()
+    numel = flat.numel()
+    num_groups = -(-numel // GROUP)
+    padded = flat.new_zeros(num_groups, GROUP)
+    padded.view(-1)[:numel] = flat
+    largest = padded.amax(1)  # NaN for a group with a NaN
+    is_finite = largest.isfinite()
     scales = (largest * torch.tensor(1.0 / top)).clamp_min(SMALLEST_SCALE)
-    scales = scales.masked_fill(~finite, torch.nan)
-    roots = compress(padded * scales.reciprocal()[:, None]).round()
-    roots = roots.masked_fill(~finite[:, None], 0.0)
-    return roots.view(-1)[: flat.numel()].view(magnitudes.shape), scales
+    scales = scales.masked_fill(~is_finite, torch.nan)
+    scaled = padded * scales.reciprocal()[:, None]
+    codes = compress(scaled).round()
+    codes = codes.masked_fill(~is_finite[:, None], 0.0)
+    return codes.view(-1)[:numel].view(magnitudes.shape), scales
 
 
-def _of_elements(scales: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    """The scale of each element, with the codes' shape."""
-    return scales.repeat_interleave(GROUP)[: codes.numel()].view(codes.shape)
+def _element_scales(scales: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """Return the scale of each element, with the codes' shape."""
+    of_elements = scales.repeat_interleave(GROUP)[: codes.numel()]
+    return of_elements.view(codes.shape)

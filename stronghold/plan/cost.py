@@ -571,8 +571,11 @@ class Workload:
     def backward_s(self, activations: Sequence[str]) -> float:
         """Seconds of the model's backward in one micro-batch, with the recomputation that these
         activation levels need."""
-        levels = zip(self.layers, activations, strict=True)
-        return sum(layer.backward_s + layer.recompute_s(level) for layer, level in levels)
+        seconds = [
+            layer.backward_s + layer.recompute_s(level)
+            for layer, level in zip(self.layers, activations, strict=True)
+        ]
+        return sum(seconds)
 
 
 def attention_s(

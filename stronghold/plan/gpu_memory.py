@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 import torch
 
@@ -34,26 +35,34 @@ def activation_parts(
 ) -> dict[str, int]:
     """The parts of `activation_bytes`, in bytes, by what you would call each of them.
 
-    What blocks keep, or the inputs of those that are computed again, waits for backward. Beside it
-    is the larger of two: what the layers outside the blocks keep (the head's logits go first), and
-    what one block makes when it is computed again, in the chunks that run at once, with what two
-    offloaded layers on their way have. With several streams it is the sum of the two, because
-    torch's allocator keeps each stream's memory for itself.
+    1. Saved tensors of blocks, or the inputs of recomputed blocks, wait for backward.
+    2. Layers outside the blocks save tensors. The head's logits go first.
+    3. One block makes tensors when it is recomputed, in the chunks that run at once. Two offloaded
+       layers are on their way beside it.
+    With one stream the larger of 2 and 3 counts. With several streams their sum counts, because
+    torch's allocator keeps each stream's memory for this stream.
     """
     if not demand.kept:
         return {}
-    outside, passing, kept = sum(demand.kept[index].saved_bytes for index in layout.resident), 0, 0
-    at_once = min(demand.streams, demand.chunks)
+    outside = sum(demand.kept[index].saved_bytes for index in layout.resident)
+    passing = 0  # of one block that is computed again, and of two offloaded layers on their way
+    waiting = 0  # of what blocks keep until backward
+    num_chunks_at_once = min(demand.streams, demand.chunks)
     for index in layout.streamed:
-        load, level = demand.kept[index], activations[index]
-        moved = load.moved_bytes(level)
-        again = -(-load.recomputed_bytes(level) * at_once // demand.chunks)
-        kept += load.waiting_bytes(level) - moved
-        passing = max(passing, again + 2 * moved)
+        work = demand.kept[index]
+        level = activations[index]
+        moved = work.moved_bytes(level)
+        recomputed = work.recomputed_bytes(level) * num_chunks_at_once
+        recomputed = -(-recomputed // demand.chunks)
+        waiting += work.waiting_bytes(level) - moved
+        passing = max(passing, recomputed + 2 * moved)
     if demand.streams == 1:  # one of the two at a time
-        outside, passing = (outside, 0) if outside > passing else (0, passing)
+        if outside > passing:
+            passing = 0
+        else:
+            outside = 0
     return {
-        "activations that wait for backward": kept,
+        "activations that wait for backward": waiting,
         "activations of one block": passing,
         "activations outside the blocks": outside,
     }
@@ -97,13 +106,16 @@ def gpu_total_bytes(places: Places, window: int, gradient_slots: int) -> int:
 def weight_slot_bytes(places: Places) -> int:
     """Bytes of one slot of the window: the weights of the largest streamed layer."""
     formats = places.demand.formats
-    return max((_bytes([layer], formats, "weights") for layer in places.streamed), default=0)
+    sizes = [_bytes([layer], formats, "weights") for layer in places.streamed]
+    return max(sizes, default=0)
 
 
 def sum_numel(layer: LayerLayout, formats: Formats) -> int:
     """Items of a layer's fp32 sums of chunks: none where all its gradients are fp32."""
-    dtypes = {formats[each.format].dtype for each in layer.trainable_ranges}
-    return 0 if dtypes <= {torch.float32} else layer.trainable_numel
+    dtypes = {formats[layer_range.format].dtype for layer_range in layer.trainable_ranges}
+    if dtypes <= {torch.float32}:
+        return 0
+    return layer.trainable_numel
 
 
 def _bytes(layers: Iterable[LayerLayout], formats: Formats, *arrays: str) -> int:
@@ -111,25 +123,25 @@ def _bytes(layers: Iterable[LayerLayout], formats: Formats, *arrays: str) -> int
     return sum(array_bytes(layer, formats, array) for layer in layers for array in arrays)
 
 
-def _range_bytes(part: Range, numel: int, formats: Formats) -> int:
-    return numel * formats[part.format].dtype.itemsize
+def _range_bytes(layer_range: Range, numel: int, formats: Formats) -> int:
+    return numel * formats[layer_range.format].dtype.itemsize
 
 
 def _unpadded_bytes(layers: Iterable[LayerLayout], formats: Formats) -> int:
     """Bytes of the layers' gradients without padding, as torch keeps them."""
     return sum(
-        _range_bytes(part, part.num_parameters, formats)
+        _range_bytes(layer_range, layer_range.num_parameters, formats)
         for layer in layers
-        for part in layer.trainable_ranges
+        for layer_range in layer.trainable_ranges
     )
 
 
 def _largest_range_bytes(layers: Iterable[LayerLayout], formats: Formats) -> int:
     """Bytes of the gradients of the largest range of the layers."""
     sizes = (
-        _range_bytes(part, part.end - part.begin, formats)
+        _range_bytes(layer_range, layer_range.end - layer_range.begin, formats)
         for layer in layers
-        for part in layer.trainable_ranges
+        for layer_range in layer.trainable_ranges
     )
     return max(sizes, default=0)
 
@@ -232,8 +244,9 @@ def _slots_within(places: Places, budget: int) -> Slots:
 
 def smallest_bytes(places: Places) -> int:
     """Bytes on the GPU with one weight slot and one gradient slot, or none where none is of use."""
+    window = min(1, len(places.streamed))
     gradient_slots = min(1, most_gradient_slots(places))
-    return gpu_total_bytes(places, min(1, len(places.streamed)), gradient_slots)
+    return gpu_total_bytes(places, window, gradient_slots)
 
 
 def _prefetch(places: Places, window: int) -> int:
@@ -265,11 +278,8 @@ def _gpu_refusal(places: Places, need: int, window: int, gradient_slots: int) ->
     reserved = demand.reserve_bytes - sum(kept.values())
     if reserved > 0:
         parts["reserved for activations"] = reserved
-    named = ", ".join(
-        f"{name} {format_size(size)}"
-        for name, size in sorted(parts.items(), key=lambda part: -part[1])
-        if size
-    )
+    descending = sorted(parts.items(), key=itemgetter(1), reverse=True)
+    named = ", ".join(f"{name} {format_size(size)}" for name, size in descending if size)
     if not places.num_blocks:
         which = "the model has no repeated blocks, so that all of it stays on the gpu, and"
     elif demand.pins("window"):

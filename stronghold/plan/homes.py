@@ -51,8 +51,8 @@ class Homes:
     on_gpu: frozenset[int] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        on_gpu = frozenset(i for i, row in enumerate(self.rows) if ("weights", GPU) in row)
-        object.__setattr__(self, "on_gpu", on_gpu)
+        on_gpu = [layer for layer, row in enumerate(self.rows) if ("weights", GPU) in row]
+        object.__setattr__(self, "on_gpu", frozenset(on_gpu))
 
     def __getitem__(self, key: tuple[int, str]) -> Home:
         layer, array = key
@@ -91,8 +91,10 @@ class Homes:
     @property
     def staged_homes(self) -> tuple[Home, ...]:
         """The homes that need a store beside the host's memory and the GPU's."""
-        homes = (home for row in self.rows for _, home in row if home.is_staged)
-        return tuple(dict.fromkeys(homes))
+        homes: dict[Home, None] = {}
+        for row in self.rows:
+            homes.update(dict.fromkeys(home for _, home in row if home.is_staged))
+        return tuple(homes)
 
     def replaced(
         self, old: Home, new: Home, which: Collection[tuple[int, str]] | None = None

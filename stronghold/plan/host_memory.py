@@ -209,8 +209,12 @@ def _trained_bytes(layer: LayerLayout, demand: Demand, moments: Sequence[str]) -
     if demand.training:
         arrays += ["low", *moments]
         arrays.append("accumulated" if demand.accumulate else "gradients")
-    sizes = {a: array_bytes(layer, demand.formats, a, demand.num_ranks) for a in arrays}
-    return {a: nbytes for a, nbytes in sizes.items() if nbytes or a == "trained weights"}
+    sizes: dict[str, int] = {}
+    for array in arrays:
+        nbytes = array_bytes(layer, demand.formats, array, demand.num_ranks)
+        if nbytes or array == "trained weights":
+            sizes[array] = nbytes
+    return sizes
 
 
 def _equal_layers(
@@ -386,8 +390,9 @@ def spread(layers: Sequence[LayerLayout], count: int) -> frozenset[int]:
 def _second_bytes(sizes: _HostSizes, index: int) -> int:
     """Bytes of a layer's second set of arrays."""
     layer = sizes.of_layer(index)
-    arrays = ("low", *sizes.kinds["moments"])
-    return layer.weights + sum(layer.trained.get(array, 0) for array in arrays)
+    states = ("low", *sizes.kinds["moments"])
+    state_bytes = sum(layer.trained.get(array, 0) for array in states)
+    return layer.weights + state_bytes
 
 
 def early_reasons(places: Places, host: HostMemory) -> tuple[str, ...]:
@@ -426,10 +431,12 @@ def _why_none_is_early(places: Places, host: HostMemory) -> Iterator[str]:
 
 # -- rings ----------------------------------------------------------------------------------------
 def _ring_entries(sizes: _HostSizes, spilled: Spilled) -> int:
-    """Entries of the ring that gradients pass. Those that are held in host memory need none."""
+    """Entries of the ring that gradients pass. Gradients that stay in host memory need none."""
     demand = sizes.demand
-    passing = demand.accumulate or any("gradients" in arrays for arrays in spilled)
-    return RING_ENTRIES if passing and sizes.largest_gradients and demand.training else 0
+    if not demand.training or not sizes.largest_gradients:
+        return 0
+    pass_ring = demand.accumulate or any("gradients" in arrays for arrays in spilled)
+    return RING_ENTRIES if pass_ring else 0
 
 
 def _staging(sizes: _HostSizes, spilled: Spilled) -> Staging:
@@ -437,25 +444,30 @@ def _staging(sizes: _HostSizes, spilled: Spilled) -> Staging:
     if not any(spilled):
         return Staging()
     demand = sizes.demand
-    groups = [(ranges, arrays) for ranges, arrays, _ in _equal_layers(sizes, spilled)]
-    fetches = [ranges for ranges, arrays in groups if "weights" in arrays]
-    updates = [(e, arrays) for e, arrays in groups if arrays and _is_trained(sizes, e)]
-    # A page of every array at least; no more than the largest layer has.
-    smallest: list[float] = [demand.states.weight_bytes]
-    smallest += [_item_bytes(demand, part, "weights") for ranges in fetches for part in ranges]
-    smallest += [
-        sum(_item_bytes(demand, part, array) for array in arrays)
-        for ranges, arrays in updates
-        for part in ranges
-        if part.trainable
-    ]
-    largest = [sizes.of_ranges[ranges].weights for ranges in fetches]
-    largest += [_update_bytes(sizes.of_ranges[ranges], arrays) for ranges, arrays in updates]
-    wanted = min(demand.piece_bytes or PIECE_BYTES, max(largest, default=0))
-    piece_bytes = max(int(sizes.places.layout.page_numel * max(smallest)), wanted)
+    has_fetches = False
+    has_updates = False
+    element_bytes: list[float] = [demand.states.weight_bytes]  # of the arrays that pass together
+    layer_bytes: list[int] = []
+    for ranges, arrays, _ in _equal_layers(sizes, spilled):
+        layer = sizes.of_ranges[ranges]
+        if "weights" in arrays:
+            has_fetches = True
+            element_bytes += [_item_bytes(demand, layer_range, "weights") for layer_range in ranges]
+            layer_bytes.append(layer.weights)
+        if arrays and _is_trained(sizes, ranges):
+            has_updates = True
+            layer_bytes.append(_update_bytes(layer, arrays))
+            for layer_range in ranges:
+                if layer_range.trainable:
+                    item_bytes = [_item_bytes(demand, layer_range, array) for array in arrays]
+                    element_bytes.append(sum(item_bytes))
+    # A piece has a page of every array at least, and no more bytes than the largest layer.
+    page_bytes = int(sizes.places.layout.page_numel * max(element_bytes))
+    wanted_bytes = min(demand.piece_bytes or PIECE_BYTES, max(layer_bytes, default=0))
+    piece_bytes = max(page_bytes, wanted_bytes)
     return Staging(
-        update_entries=UPDATE_ENTRIES if updates else 0,
-        fetch_entries=FETCH_ENTRIES if fetches else 0,
+        update_entries=UPDATE_ENTRIES if has_updates else 0,
+        fetch_entries=FETCH_ENTRIES if has_fetches else 0,
         piece_bytes=-(-piece_bytes // PAGE_BYTES) * PAGE_BYTES,
     )
 
@@ -465,17 +477,20 @@ def _is_trained(sizes: _HostSizes, ranges: Ranges) -> bool:
 
 
 def _update_bytes(layer: _RangeSizes, arrays: frozenset[str]) -> int:
-    """Bytes of the arrays, of which an update passes the weights that train alone."""
-    names = ("trained weights" if array == "weights" else array for array in arrays)
+    """Bytes of the arrays in an update. Of the weights, only the trained ones count."""
+    names = ["trained weights" if array == "weights" else array for array in arrays]
     return sum(layer.trained.get(name, 0) for name in names)
 
 
-def _item_bytes(demand: Demand, part: Range, array: str) -> float:
+def _item_bytes(demand: Demand, layer_range: Range, array: str) -> float:
     """Bytes of an array for one element of a range."""
-    made = demand.formats[part.format]
+    storage_format = demand.formats[layer_range.format]
     if array in ("weights", "gradients"):
-        return made.dtype.itemsize
-    dtype = torch.float32 if array == "accumulated" else made.trained.dtypes.get(array)
+        return storage_format.dtype.itemsize
+    if array == "accumulated":
+        dtype: torch.dtype | None = torch.float32
+    else:
+        dtype = storage_format.trained.dtypes.get(array)
     return 0 if dtype is None else dtype.itemsize / group_size(array)
 
 
@@ -545,11 +560,12 @@ def _check_memory(demand: Demand, host: HostMemory) -> None:
 
 
 def _saved_by_lean_states(demand: Demand, host: HostMemory) -> int:
-    """Bytes of host memory that lean states would save; 0 where they are no choice."""
+    """Bytes of host memory that lean states would save; 0 if they are no choice."""
     exact = demand.states
     if exact.kind != EXACT or exact.low_bytes != 2:  # of bf16 weights
         return 0
-    moments, lows = host.host_bytes["moments"], host.host_bytes["rest of the masters"]
+    moments = host.host_bytes["moments"]
+    remainders = host.host_bytes["rest of the masters"]
     lean = states_of(exact.dtype, LEAN, exact.moments)
-    kept = moments * lean.moment_bytes / exact.moment_bytes if exact.moments else 0
-    return lows // 2 + moments - int(kept)
+    lean_moments = moments * lean.moment_bytes / exact.moment_bytes if exact.moments else 0
+    return remainders // 2 + moments - int(lean_moments)

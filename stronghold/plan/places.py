@@ -149,11 +149,14 @@ def _offloaded(
 ) -> dict[int, OffloadedActivations]:
     """The activations that wait on the host, of the blocks that have some there."""
     offloaded: dict[int, OffloadedActivations] = {}
-    for index in layout.streamed if demand.kept else ():
-        load, level = demand.kept[index], activations[index]
-        nbytes = load.moved_bytes(level)
+    if not demand.kept:
+        return offloaded
+    for index in layout.streamed:
+        work = demand.kept[index]
+        level = activations[index]
+        nbytes = work.moved_bytes(level)
         if nbytes:
-            inputs_bytes = load.boundary_bytes if level in AGAIN else 0
+            inputs_bytes = work.boundary_bytes if level in AGAIN else 0
             offloaded[index] = OffloadedActivations(nbytes=nbytes, inputs_bytes=inputs_bytes)
     return offloaded
 

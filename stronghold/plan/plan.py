@@ -176,7 +176,8 @@ def _make_plan(layout: ModelLayout, demand: Demand) -> Plan:
         offloaded_bytes=sum(offloaded.nbytes for offloaded in places.offloaded.values()),
         nvme=(host.read_bytes, host.written_bytes),
     )
-    again = sum(e.num_parameters for e in layout.layers if activations[e.index] in AGAIN)
+    recomputed = [layer for layer in layout.layers if activations[layer.index] in AGAIN]
+    num_recomputed = sum(layer.num_parameters for layer in recomputed)
     reasons = (
         *places.reasons,
         slots.reason,
@@ -203,7 +204,7 @@ def _make_plan(layout: ModelLayout, demand: Demand) -> Plan:
         num_parameters=layout.num_parameters,
         activation_bytes=activation_bytes(layout, activations, demand),
         offloaded_bytes=host.offloaded_bytes,
-        recomputed=again / max(1, layout.num_parameters),
+        recomputed=num_recomputed / max(1, layout.num_parameters),
         reasons=reasons,
         traffic=traffic,
         staging=host.staging,
@@ -213,8 +214,12 @@ def _make_plan(layout: ModelLayout, demand: Demand) -> Plan:
 
 def _positions(layout: ModelLayout, early: frozenset[int]) -> dict[int, Position]:
     """The position of each trained layer's update in the step."""
-    trained = [layer.index for layer in layout.layers if layer.trainable_numel]
-    return {i: Position.EARLY if i in early else Position.GATE for i in trained}
+    positions: dict[int, Position] = {}
+    for layer in layout.layers:
+        if layer.trainable_numel:
+            is_early = layer.index in early
+            positions[layer.index] = Position.EARLY if is_early else Position.GATE
+    return positions
 
 
 def _activations_reason(places: Places, threads: int) -> str:

@@ -27,7 +27,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, product
-from operator import itemgetter
 from typing import Any
 
 from stronghold.errors import BudgetError, ConfigError
@@ -169,8 +168,8 @@ class Search:
     tried: list[Choice] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        searched = frozenset(key for key in SEARCHED_KEYS if getattr(self.demand, key) is None)
-        self.demand = replace(self.demand, searched=searched)
+        searched = [key for key in SEARCHED_KEYS if getattr(self.demand, key) is None]
+        self.demand = replace(self.demand, searched=frozenset(searched))
 
     def run(self, near: Sequence[tuple[int, int]]) -> Choice:
         """Find the fastest plan.
@@ -299,14 +298,16 @@ class Search:
 
     def _round(self, candidates: Iterable[tuple[Plan, Ladder]]) -> None:
         """Predict the candidates, the most promising first ([Note: lower bounds first])."""
-        bounded: list[tuple[float, int, int, Plan, Ladder]] = []
-        for number, (plan, ladder) in enumerate(candidates):
+        plans = list(candidates)
+        keys: list[tuple[float, int, int]] = []
+        for number, (plan, _) in enumerate(plans):
             bound_s = lower_bound(self.layout, plan, self.work, self.rates)
-            bounded.append((bound_s, _gpu_peak(plan), number, plan, ladder))
-        bounded.sort(key=itemgetter(0, 1, 2))
+            keys.append((bound_s, _gpu_peak(plan), number))
         least_s = min((choice.step_s for choice in self.tried), default=math.inf)
-        for bound_s, _, _, plan, ladder in bounded:
-            if bound_s >= (1.0 - EQUAL_SHARE) * least_s and not plan.whole:
+        for bound_s, _, number in sorted(keys):
+            plan, ladder = plans[number]
+            is_promising = bound_s < (1.0 - EQUAL_SHARE) * least_s
+            if not is_promising and not plan.whole:
                 continue
             choice = Choice(plan=plan, forecast=self.predict(plan), ladder=ladder)
             self.tried.append(choice)
@@ -515,8 +516,10 @@ def roomiest_plan(layout: ModelLayout, demand: Demand) -> Plan:
 def fits(layout: ModelLayout, demand: Demand) -> bool:
     """True if any plan is within the budgets."""
     num_resident = demand.resident_layers or len(layout.streamed)
+    if any(_fits(layout, smallest) for smallest in _least(layout, demand)):
+        return True
     whole = _smallest(demand, num_resident, "gpu", "keep")  # needs no slots
-    return any(_fits(layout, smallest) for smallest in (*_least(layout, demand), whole))
+    return _fits(layout, whole)
 
 
 def _refusal(layout: ModelLayout, demand: Demand) -> BudgetError:

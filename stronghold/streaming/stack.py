@@ -522,7 +522,7 @@ class Stack:
         finally:
             self.device.finish()
             self.write_trace()
-        self.device.check_unheard()
+        self.device.check_unsurfaced()
 
     def close(self) -> None:
         """Finish pending work, end the lanes, give the model back. Safe to call twice.
@@ -547,7 +547,7 @@ class Stack:
                 self.runtime.close()
                 self.team.close()
                 self.write_trace()  # the last: it can fail, of a full disk
-            self.device.check_unheard()
+            self.device.check_unsurfaced()
 
 
 def _open_files(stack: Stack, extents: Sequence[Extent], ring: StagingRing) -> NvmeStore:

@@ -38,7 +38,7 @@ INK, FAINT = "#22262b", "#8a9099"
 WIDTH_INCHES, ROW_INCHES, DPI = 15.0, 0.46, 140
 ROW_HEIGHT = 0.74  # of a lane's boxes, in rows
 LIMIT_LINE: dict[str, Any] = {"color": FAINT, "linewidth": 1.2, "linestyle": "--"}
-LETTERS = 160  # of labels, that one beside the other fill the width
+LETTERS = 160  # letters of labels, side by side, fill the width
 
 
 def draw_timeline(
@@ -155,19 +155,33 @@ def _draw_lane(axes: Axes, row: int, spans: Sequence[Span], begin_s: float, end_
     for span in sorted(spans, key=_outer_first):
         kinds[span.kind].append(span)
     for kind, members in kinds.items():
-        clipped = [(max(span.start_s, begin_s), min(span.end_s, end_s)) for span in members]
-        boxes = [((left - begin_s) * 1e3, (right - left) * 1e3) for left, right in clipped]
+        boxes = [_box(span, begin_s, end_s) for span in members]
         place = (row - ROW_HEIGHT / 2, ROW_HEIGHT)
         colour = COLOURS.get(kind, OTHER_COLOUR)
         axes.broken_barh(boxes, place, facecolor=colour, edgecolor="white", linewidth=0.2)
-        narrow_s = sorted(span.duration_s for span in members)[len(members) // 5]
-        room = LETTERS * narrow_s / (end_s - begin_s)
-        layers = [span.name.partition(" ")[2] for span in members]
-        for labels in ([span.name for span in members], layers):
-            if max(map(len, labels)) < room:
-                for label, (left, width) in zip(labels, boxes, strict=True):
-                    axes.text(left + width / 2, row, label, ha="center", va="center", clip_on=True)
+        durations_s = sorted(span.duration_s for span in members)
+        narrow_s = durations_s[len(members) // 5]
+        num_letters = LETTERS * narrow_s / (end_s - begin_s)
+        names = [span.name for span in members]
+        layers = [name.partition(" ")[2] for name in names]
+        for labels in (names, layers):
+            if max(map(len, labels)) < num_letters:
+                _draw_labels(axes, row, labels, boxes)
                 break
+
+
+def _box(span: Span, begin_s: float, end_s: float) -> tuple[float, float]:
+    """Return the left end and the width, in ms, of the shown time of a span."""
+    left_s = max(span.start_s, begin_s)
+    right_s = min(span.end_s, end_s)
+    return (left_s - begin_s) * 1e3, (right_s - left_s) * 1e3
+
+
+def _draw_labels(
+    axes: Axes, row: int, labels: Sequence[str], boxes: Sequence[tuple[float, float]]
+) -> None:
+    for label, (left, width) in zip(labels, boxes, strict=True):
+        axes.text(left + width / 2, row, label, ha="center", va="center", clip_on=True)
 
 
 def _outer_first(span: Span) -> tuple[float, float]:

@@ -263,7 +263,7 @@ def test_who_was_told_of_a_later_failure_is_not_told_of_the_first_at_the_end(
     first, second = (device.drain.submit(name, work) for name in ("first", "second"))
     with pytest.raises(LaneError, match="second failed"):
         second.wait()
-    device.check_unheard()
+    device.check_unsurfaced()
     with pytest.raises(LaneError, match="first failed"):
         first.wait()
 

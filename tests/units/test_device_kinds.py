@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stronghold.devices.kinds import CUDA, KINDS, ROCM, XPU, DeviceKind, kind_here
+from stronghold.devices.kinds import CUDA, KINDS, ROCM, XPU, DeviceKind, present_kind
 
 USED = (
     "Event",
@@ -51,4 +51,4 @@ def test_kinds_have_names_of_their_own_and_rocm_has_cudas_calls() -> None:
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="a GPU is here")
 def test_without_a_gpu_there_is_no_kind() -> None:
-    assert kind_here() is None
+    assert present_kind() is None

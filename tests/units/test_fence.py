@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from stronghold.devices.base import MANY, Fence, Record, completed, dependences, submitted
+from stronghold.devices.base import (
+    MANY_READERS,
+    Fence,
+    Record,
+    completed,
+    dependences,
+    record_accesses,
+)
 from stronghold.devices.lane_name import LaneName
 from stronghold.errors import LaneError
 
@@ -27,9 +34,9 @@ def test_a_reader_waits_for_the_newest_writer_alone() -> None:
         pending(LaneName.DRAIN),
         pending(LaneName.FETCH),
     )
-    submitted(old, (), (record,))
-    submitted(new, (), (record,))
-    submitted(reader, (record,), ())
+    record_accesses(old, (), (record,))
+    record_accesses(new, (), (record,))
+    record_accesses(reader, (record,), ())
     assert record.writer is new
     assert dependences((), (record,), ()) == (new,)
 
@@ -37,10 +44,11 @@ def test_a_reader_waits_for_the_newest_writer_alone() -> None:
 def test_a_writer_waits_for_the_newest_writer_and_for_every_reader_since() -> None:
     record, before, writer = Record(), pending(LaneName.IO), pending(LaneName.UPDATE)
     fetch, save = pending(LaneName.FETCH), pending(LaneName.IO)
-    submitted(before, (record,), ())
-    submitted(writer, (), (record,))  # waited for the reader before it: so does who waits for it
-    submitted(fetch, (record,), ())
-    submitted(save, (record,), ())
+    record_accesses(before, (record,), ())
+    # The writer has waited for the reader before it. So an operation that waits for the writer has.
+    record_accesses(writer, (), (record,))
+    record_accesses(fetch, (record,), ())
+    record_accesses(save, (record,), ())
     assert dependences((), (), (record,)) == (writer, fetch, save)
 
 
@@ -51,10 +59,10 @@ def test_who_reads_and_writes_waits_as_a_writer_and_is_the_newest_one() -> None:
         pending(LaneName.FETCH),
         pending(LaneName.UPDATE),
     )
-    submitted(writer, (), (record,))
-    submitted(reader, (record,), ())
+    record_accesses(writer, (), (record,))
+    record_accesses(reader, (record,), ())
     assert dependences((), (record,), (record,)) == (writer, reader)
-    submitted(both, (record,), (record,))
+    record_accesses(both, (record,), (record,))
     assert record.users == (both,)
 
 
@@ -65,7 +73,7 @@ def test_what_is_given_beside_records_is_waited_for_and_nothing_twice() -> None:
         pending(LaneName.UPDATE),
         pending(LaneName.COMPUTE),
     )
-    submitted(writer, (), (one, two))
+    record_accesses(writer, (), (one, two))
     assert dependences((given, writer), (one,), (two,)) == (given, writer)
 
 
@@ -89,10 +97,10 @@ def test_of_many_readers_those_that_have_ended_are_forgotten_and_no_others() -> 
     record, running = Record(), [pending(LaneName.COMPUTE, f"stream {k}") for k in range(3)]
     for fence in running:
         record.read(fence)
-    for k in range(20 * MANY):
+    for k in range(20 * MANY_READERS):
         record.read(completed(LaneName.COMPUTE, f"ended {k}"))
     assert record.users[1:4] == tuple(running)
-    assert len(record.users) <= 2 + MANY
+    assert len(record.users) <= 2 + MANY_READERS
 
 
 def test_a_failed_reader_is_told_to_the_writer_that_waits_for_it() -> None:
@@ -102,9 +110,9 @@ def test_a_failed_reader_is_told_to_the_writer_that_waits_for_it() -> None:
         pending(LaneName.IO, "save 3"),
         pending(LaneName.FETCH, "fetch 3"),
     )
-    submitted(writer, (), (record,))
-    submitted(reader, (record,), ())
-    submitted(later, (record,), ())
+    record_accesses(writer, (), (record,))
+    record_accesses(reader, (record,), ())
+    record_accesses(later, (record,), ())
     reader.fail(LaneError(LaneName.IO, "save 3", OSError("disk full")))
     later.issue(None)
     assert reader in dependences((), (), (record,))
@@ -115,8 +123,8 @@ def test_a_failed_reader_is_told_to_the_writer_that_waits_for_it() -> None:
 
 def test_a_wait_for_a_record_is_one_for_its_writer_too() -> None:
     record, writer = Record(), pending(LaneName.UPDATE, "update 3")
-    submitted(writer, (), (record,))
-    submitted(completed(LaneName.FETCH, "fetch 3"), (record,), ())
+    record_accesses(writer, (), (record,))
+    record_accesses(completed(LaneName.FETCH, "fetch 3"), (record,), ())
     writer.fail(LaneError(LaneName.UPDATE, "update 3", ValueError("no")))
     with pytest.raises(LaneError, match="update 3"):
         record.wait()

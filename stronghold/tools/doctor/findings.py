@@ -50,8 +50,9 @@ class DiskRates:
     @property
     def best_depth(self) -> int:
         """The least depth with 95 % of the fastest read and write together."""
-        total = {depth: self.read_gbps[depth] + self.write_gbps[depth] for depth in self.read_gbps}
-        return min(depth for depth, rate in total.items() if rate >= 0.95 * max(total.values()))
+        totals = {depth: read + self.write_gbps[depth] for depth, read in self.read_gbps.items()}
+        enough = 0.95 * max(totals.values())
+        return min(depth for depth, total in totals.items() if total >= enough)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

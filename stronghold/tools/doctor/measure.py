@@ -41,7 +41,7 @@ from stronghold.plan.machine import ADAM_BF16_BYTES, ADAM_LEAN_BYTES, MachinePro
 from stronghold.tools.doctor.findings import DiskRates, Findings, PcieLink, threads_in_words
 
 MIB = 1 << 20
-# What the arrays of Adam occupy, per parameter: exact, and what lean states do not share with them.
+# Bytes of Adam's arrays per parameter: exact states, and the lean states' additional arrays.
 ADAM_RESIDENT_BYTES = (2 + 2 + 4 + 4 + 2) + (1 + 1 + 1 + 0.125)
 _L3 = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 _COPIES = 4  # in a row, so that the hand-over to a lane's thread does not count
@@ -124,9 +124,11 @@ def _examine(
 ) -> Findings:
     memory, adam, lean_adam = host_rates(size, limits.num_cores, step)
     rates, pinnable_bytes, pin_error = link_rates(device, size, step)
-    host, emulated = platform.node() or "this host", not isinstance(device, CudaDevice)
+    host = platform.node() or "this host"
+    emulated = not isinstance(device, CudaDevice)
     if emulated:  # its memory is its budget, or the host's
-        name, link = f"emulated on {cpu_name()}, {host}", None
+        name = f"emulated on {cpu_name()}, {host}"
+        link = None
         gpu_memory_bytes = device.memory.budget_bytes or limits.usable_bytes
     else:
         gpu, gpu_memory_bytes, address = cuda.identity(device.torch_device.index)
@@ -267,7 +269,8 @@ def host_rates(size: Effort, num_cores: int, step: Step) -> tuple[dict[int, floa
     programs use the same memory, more in one second than in the next.
     """
     numel = size.adam_numel
-    weight, grad = (map_slab(numel, torch.bfloat16).fill_(0.01) for _ in range(2))
+    weight = map_slab(numel, torch.bfloat16).fill_(0.01)
+    grad = map_slab(numel, torch.bfloat16).fill_(0.01)
     low = map_slab(numel, torch.int16).zero_()
     moments = [map_slab(numel, torch.float32).fill_(value) for value in (1e-3, 4e-4)]
     codes = map_slab(3 * numel, torch.int8).zero_()
@@ -299,9 +302,9 @@ def host_rates(size: Effort, num_cores: int, step: Step) -> tuple[dict[int, floa
     bf16 = torch.bfloat16
     batch = native.UpdateBatch("adam", bf16, bf16, [exact])
     lean_batch = native.UpdateBatch("adam", bf16, bf16, [lean], lean=True)
-    moved = numel * ADAM_BF16_BYTES
-    lean_moved = numel * ADAM_LEAN_BYTES
-    works = ((batch.traffic, moved), (batch.run, moved), (lean_batch.run, lean_moved))
+    nbytes = numel * ADAM_BF16_BYTES
+    lean_nbytes = numel * ADAM_LEAN_BYTES
+    works = ((batch.traffic, nbytes), (batch.run, nbytes), (lean_batch.run, lean_nbytes))
     rates: tuple[dict[int, float], ...] = ({}, {}, {})
     for threads in thread_counts(num_cores):
         step(f"host memory and Adam, {threads_in_words(threads)}")
@@ -312,8 +315,9 @@ def host_rates(size: Effort, num_cores: int, step: Step) -> tuple[dict[int, floa
                 [_seconds(functools.partial(work, pool)) for work, _ in works]
                 for _ in range(size.rounds)
             ]
-        for rate, (_, nbytes), seconds in zip(rates, works, zip(*rounds, strict=True), strict=True):
-            rate[threads] = nbytes / statistics.median(seconds) / 1e9
+        for index, (_, moved_bytes) in enumerate(works):
+            median_s = statistics.median(seconds[index] for seconds in rounds)
+            rates[index][threads] = moved_bytes / median_s / 1e9
     return rates
 
 
@@ -330,8 +334,9 @@ def link_rates(device: Device, size: Effort, step: Step) -> tuple[dict[str, floa
     pinned; and the reason for no more, "" if nothing was refused.
     """
     nbytes = size.copy_bytes // 4096 * 4096
+    # Slabs and slots are filled. Memory that was never written is one page of zeros, which stays in
+    # the cache.
     hosts = [map_slab(nbytes, torch.uint8).fill_(1) for _ in range(2)]
-    # Filled: memory that was never written is one page of zeros, which stays in the cache.
     slots = [
         device.memory.allocate(nbytes, torch.uint8, "doctor's buffer").fill_(1) for _ in range(2)
     ]
@@ -341,7 +346,7 @@ def link_rates(device: Device, size: Effort, step: Step) -> tuple[dict[str, floa
     pinned: list[torch.Tensor] = []
     try:
         for host in hosts:
-            device.pinning.pin(host)  # a slab that is refused is copied as in training
+            device.pinning.pin(host)  # a refused slab is copied as in training
             pinned.append(host)
     except OSError as error:
         pin_error = str(error)
@@ -372,13 +377,14 @@ def link_rates(device: Device, size: Effort, step: Step) -> tuple[dict[str, floa
 def _pinnable(device: Device, size: Effort) -> tuple[int, str]:
     """The bytes that can be pinned, and the reason for no more; "" if time or memory ended."""
     taken: list[torch.Tensor] = []
-    begun, error = time.perf_counter(), ""
+    begun_s = time.perf_counter()
+    error = ""
     try:
         while (len(taken) + 1) * _PIN_BYTES <= size.pin_bytes:
             slab = map_slab(_PIN_BYTES, torch.uint8)
             device.pinning.register(slab)
             taken.append(slab)
-            if time.perf_counter() - begun > size.pin_s:
+            if time.perf_counter() - begun_s > size.pin_s:
                 break
     except OSError as refused:
         error = str(refused)
@@ -480,7 +486,7 @@ def _lone(
     """Median seconds of one copy on a lane that has nothing else to do."""
     _copy_and_wait(device, lane, target, source, 1)
     copies = functools.partial(_copy_and_wait, device, lane, target, source, _COPIES)
-    return statistics.median(_seconds(copies) for _ in range(rounds)) / _COPIES
+    return _median_s(copies, rounds) / _COPIES
 
 
 def _together(
@@ -505,8 +511,7 @@ def _together(
         (hosts[1][:drained], slots[1][:drained]),
     )
     both()
-    seconds = statistics.median(_seconds(both) for _ in range(rounds))
-    return _COPIES * (fetched + drained) / seconds
+    return _COPIES * (fetched + drained) / _median_s(both, rounds)
 
 
 def _copy_both_ways(
@@ -538,7 +543,7 @@ def _submit(
 def _on_compute(device: Device, work: Callable[[], object], rounds: int, repeats: int) -> float:
     """Median seconds of one `work` on the compute lane."""
     run = functools.partial(_repeat, device, work, repeats)
-    return statistics.median(_seconds(run) for _ in range(rounds)) / repeats
+    return _median_s(run, rounds) / repeats
 
 
 def _repeat(device: Device, work: Callable[[], object], repeats: int) -> None:
@@ -548,10 +553,15 @@ def _repeat(device: Device, work: Callable[[], object], repeats: int) -> None:
     device.compute.record("measure").wait()
 
 
+def _median_s(run: Callable[[], object], rounds: int) -> float:
+    """The median seconds of so many calls of `run`."""
+    return statistics.median(_seconds(run) for _ in range(rounds))
+
+
 def _seconds(run: Callable[[], object]) -> float:
-    begun = time.perf_counter()
+    begun_s = time.perf_counter()
     run()
-    return max(time.perf_counter() - begun, 1e-9)
+    return max(time.perf_counter() - begun_s, 1e-9)
 
 
 def _last_cache_bytes() -> int:

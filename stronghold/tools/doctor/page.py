@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator
+from operator import itemgetter
 
 import torch
 
@@ -29,12 +30,17 @@ Row = tuple[str, str, str]
 def page(findings: Findings) -> str:
     """The text: one line per figure, then the problems with their remedies."""
     title = f"{findings.profile.name}, {findings.profile.measured}"
-    parts = (_link_rows, _host_rows, _disk_rows, _memory_rows)
-    rows = [row for rows_of in parts for row in rows_of(findings)]
-    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    rows = [
+        *_link_rows(findings),
+        *_host_rows(findings),
+        *_disk_rows(findings),
+        *_memory_rows(findings),
+    ]
+    name_width = max(len(name) for name, _, _ in rows)
+    figure_width = max(len(figure) for _, figure, _ in rows)
     lines = [title, ""]
     for name, figure, meaning in rows:
-        head = f"{name:<{widths[0]}}  {figure:>{widths[1]}}  "
+        head = f"{name:<{name_width}}  {figure:>{figure_width}}  "
         lines += _wrapped(head, " " * len(head), meaning) or [head.rstrip()]
     return "\n".join([*lines, "", *_problems(findings)])
 
@@ -83,7 +89,7 @@ def _host_rows(findings: Findings) -> Iterator[Row]:
     for threads, rate in profile.memory_gbps.items():
         meaning = "bounds Adam and both directions of the link together" if threads == most else ""
         yield f"host memory, {threads_in_words(threads)}", _gbps(rate), meaning
-    best = max(profile.adam_gbps, key=lambda threads: profile.adam_gbps[threads])
+    best, _ = max(profile.adam_gbps.items(), key=itemgetter(1))
     for threads, rate in profile.adam_gbps.items():
         seconds = PARAMETERS * ADAM_BF16_BYTES / (rate * 1e9)
         meaning = f"updates 8 B parameters in {_s(seconds)}"
@@ -91,7 +97,7 @@ def _host_rows(findings: Findings) -> Iterator[Row]:
             meaning += ", hidden when a forward pass takes as long"
         yield f"Adam ({findings.isa}), {threads_in_words(threads)}", _gbps(rate), meaning
     if profile.adam_lean_gbps:
-        threads, rate = max(profile.adam_lean_gbps.items(), key=lambda item: item[1])
+        threads, rate = max(profile.adam_lean_gbps.items(), key=itemgetter(1))
         seconds = PARAMETERS * ADAM_LEAN_BYTES / rate
         meaning = f"updates 8 B parameters in {_s(seconds * 1e-9)}"
         yield f"Adam, lean states, {threads_in_words(threads)}", _gbps(rate), meaning
@@ -106,12 +112,12 @@ def _disk_rows(findings: Findings) -> Iterator[Row]:
         return
     states = STATE_BYTES * PARAMETERS / 1e9
     for what, rates in (("read", disk.read_gbps), ("write", disk.write_gbps)):
-        depth = max(rates, key=lambda key: rates[key])
+        depth, best_rate = max(rates.items(), key=itemgetter(1))
         others = ", ".join(f"{rate:.2f} at {key}" for key, rate in rates.items())
         yield (
             f"file {what}s, depth {depth}",
-            f"{rates[depth]:.2f} GB/s",
-            f"states of an 8 B model ({states:.0f} GB) pass in {_s(states / rates[depth])}; "
+            f"{best_rate:.2f} GB/s",
+            f"states of an 8 B model ({states:.0f} GB) pass in {_s(states / best_rate)}; "
             f"by depth: {others}",
         )
     how = f"{disk.engine}, {'O_DIRECT' if disk.direct else 'page cache'}"

@@ -1,4 +1,4 @@
-"""`stronghold doctor --report`: what a bug report needs, without what is private.
+"""`stronghold doctor --report`: the facts for a bug report, without private text.
 
 Owns which facts are in the report, and the rules that replace private text. It measures nothing:
 the profile is the one that `stronghold doctor` wrote before. It writes and prints nothing.
@@ -70,23 +70,22 @@ class Scrubber:
 
     def text(self, text: str) -> str:
         """The text without secrets, addresses, paths, and names of the user and the host."""
-        # An address first: of one that holds the user's name the rest would stay.
+        # Addresses come first: an address with the user's name in it must go as a whole.
         rules = ((MAIL, "<address>"), *self._words, (PATH, "<path>"), (SECRET, "<secret>"))
         for pattern, word in rules:
             text = pattern.sub(word, text)
         return text
 
     def value(self, value: Any, is_private: bool = False) -> Any:
-        """A JSON value without private text; what stands below a private key is left out."""
+        """Return a JSON value without private text. Values below a private key are removed."""
         if isinstance(value, Mapping):
-            return {
-                self._key(str(key)): self.value(
-                    below, is_private or key in MONITORS or bool(PRIVATE_NAME.search(str(key)))
-                )
-                for key, below in value.items()
-            }
+            scrubbed = {}
+            for key, inner in value.items():
+                is_private_key = key in MONITORS or bool(PRIVATE_NAME.search(str(key)))
+                scrubbed[self._key(str(key))] = self.value(inner, is_private or is_private_key)
+            return scrubbed
         if isinstance(value, list | tuple):
-            return [self.value(below, is_private) for below in value]
+            return [self.value(inner, is_private) for inner in value]
         if value is None or isinstance(value, bool):
             return value
         if is_private:
@@ -94,15 +93,20 @@ class Scrubber:
         return self.text(value) if isinstance(value, str) else value
 
     def _key(self, key: str) -> str:
-        """Keys of a config are words of ours, or long: they keep what only looks like a secret."""
+        """Return a key without private text.
+
+        Long keys of a config look like secrets, so the rule of secrets does not apply to keys.
+        """
         for pattern, word in ((MAIL, "<address>"), *self._words, (PATH, "<path>")):
             key = pattern.sub(word, key)
         return key
 
 
 def report(config: str | os.PathLike[str] | None = None) -> str:
-    """The report as JSON. `config` is a DeepSpeed config's file; a file that cannot be read leaves
-    its error in the report."""
+    """Return the report as JSON.
+
+    `config` is the file of a DeepSpeed config. If it cannot be read, the report has the error.
+    """
     facts = {
         "versions": _versions(),
         "machine": _machine(),

@@ -22,7 +22,7 @@ CHANNEL_CORES = 4
 SLOWEST_READ_GBPS = 1.5  # NVMe disks give two to four times as much
 SLOWEST_WRITE_GBPS = 0.75
 AVAILABLE_SHARE = 0.5
-SWAP_USED_BYTES = 64 << 20  # less was put away at leisure, long ago
+SWAP_USED_BYTES = 64 << 20  # the system swaps out so much of idle processes without need
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

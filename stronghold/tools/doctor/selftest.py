@@ -70,14 +70,17 @@ def command(_: argparse.Namespace, progress: Progress) -> Answer:
 
 
 def run(progress: Progress) -> list[Check]:
-    """The checks of bits, memory and the link, in this order. `progress` gets what begins."""
-    # Without it cuBLAS may add in another order in each run. CUDA reads it when it starts.
+    """Run the checks of bits, memory and the link, in this order.
+
+    `progress` gets the name of each check that begins.
+    """
+    # Without this variable cuBLAS may add in another order in each run. CUDA reads it at its start.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     device = torch.device("cuda", 0) if cuda.available() else torch.device("cpu")
     deterministic: Any = torch.utils.deterministic
     before = deterministic.fill_uninitialized_memory
     mode = torch.get_deterministic_debug_mode()
-    deterministic.fill_uninitialized_memory = False  # it would write beside the lanes
+    deterministic.fill_uninitialized_memory = False  # its writes would race with the lanes
     torch.use_deterministic_algorithms(True)
     try:
         progress("training in a plain PyTorch loop")
@@ -119,11 +122,15 @@ def _check_link(device: torch.device) -> Check:
     opened = CudaDevice()
     try:
         size = effort(True, host_limits().available_bytes)
-        rates, _, pin_error = link_rates(opened, size, lambda _: None)
+        rates, _, pin_error = link_rates(opened, size, _ignore)
     finally:
         opened.close()
     text = f"{rates['fetch_gbps']:.1f} GB/s to the GPU, {rates['drain_gbps']:.1f} GB/s back"
     return Check("link", not pin_error, f"{text} {pin_error}".rstrip())
+
+
+def _ignore(measurement: str) -> None:
+    """Drop the progress of a measurement."""
 
 
 def _model() -> SmallModel:
@@ -139,7 +146,7 @@ def _batches(device: torch.device) -> Iterator[tuple[torch.Tensor, ...]]:
 
 
 def _train_plain(device: torch.device) -> Tensors:
-    """The whole model is on `device`. CPUAdam updates copies on the host."""
+    """Train with the whole model on `device`. CPUAdam updates copies on the host."""
     model, losses = _model().to(device), []
     weights = list(model.parameters())
     masters = [nn.Parameter(weight.detach().to("cpu", copy=True)) for weight in weights]
@@ -183,4 +190,6 @@ def _train_windowed(device: torch.device) -> tuple[Tensors, MemoryReport]:
 
 def _tensors(losses: list[torch.Tensor], model: SmallModel) -> Tensors:
     tensors = {f"loss {step}": loss.cpu() for step, loss in enumerate(losses, 1)}
-    return tensors | {name: weight.cpu() for name, weight in model.state_dict().items()}
+    for name, weight in model.state_dict().items():
+        tensors[name] = weight.cpu()
+    return tensors

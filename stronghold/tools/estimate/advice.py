@@ -27,10 +27,10 @@ GIB = 1 << 30
 WAITS = 0.05  # the least share of a step for a warning that the step waits
 
 
-def with_advice(given: Estimate) -> Estimate:
-    """The estimate with its notes and gains."""
-    notes = (*_notes(given.question), *_gate(given), *_early(given))
-    return replace(given, notes=notes, gains=tuple(_gains(given)))
+def with_advice(bare: Estimate) -> Estimate:
+    """Return the estimate with its notes and gains."""
+    notes = (*_notes(bare.question), *_gate(bare), *_early(bare))
+    return replace(bare, notes=notes, gains=tuple(_gains(bare)))
 
 
 # -- notes ----------------------------------------------------------------------------------------
@@ -63,9 +63,9 @@ def _wires(question: Question) -> str:
     )
 
 
-def _early(given: Estimate) -> Iterator[str]:
+def _early(bare: Estimate) -> Iterator[str]:
     """A note on early updates: their memory, their gain, and the cost of a clipped step."""
-    question, choice = given.question, given.choice
+    question, choice = bare.question, bare.choice
     if choice is None or not choice.plan.early:
         return
     without = make_plan(question.layout, replace(choice.plan.demand, early_layers=0))
@@ -85,12 +85,12 @@ def _early(given: Estimate) -> Iterator[str]:
     )
 
 
-def _gate(given: Estimate) -> Iterator[str]:
+def _gate(bare: Estimate) -> Iterator[str]:
     """A note on updates that wait for the end of backward, if the step waits for them."""
-    question, plan = given.question, given.plan
+    question, plan = bare.question, bare.plan
     if plan is None or plan.early:  # `_early` has what these cost
         return
-    waits = sum(given.shares.get(RESOURCES[lane], 0.0) for lane in ("update", "load"))
+    waits = sum(bare.shares.get(RESOURCES[lane], 0.0) for lane in ("update", "load"))
     work = question.work
     forward, updates = work.forward_s, max(updates_s(plan, question.rates))
     if waits < WAITS or updates <= forward:
@@ -114,9 +114,9 @@ def _gate(given: Estimate) -> Iterator[str]:
 
 
 # -- gains ----------------------------------------------------------------------------------------
-def _gains(given: Estimate) -> Iterator[tuple[str, Estimate | None]]:
+def _gains(bare: Estimate) -> Iterator[tuple[str, Estimate | None]]:
     """The estimate after each change; if no plan fits, only changes after which one does."""
-    question = given.question
+    question = bare.question
     changes: dict[str, dict[str, Any]] = {
         "1 GiB more on the gpu": {"gpu_bytes": question.gpu_bytes + GIB},
         "1 GiB more of host memory": {"host_bytes": question.host_bytes + GIB},
@@ -124,23 +124,23 @@ def _gains(given: Estimate) -> Iterator[tuple[str, Estimate | None]]:
         f"twice the tokens: batch {2 * question.batch}": {"batch": 2 * question.batch},
     }
     # Lean states round otherwise, so no plan has them unasked.
-    full = given.plan is None or any(given.plan.nvme_bytes.values())
+    full = bare.plan is None or any(bare.plan.nvme_bytes.values())
     if full and (question.states, question.dtype) == (EXACT, "bf16"):
         changes["states: lean (they round otherwise)"] = {"states": LEAN}
     for change, values in changes.items():
         if "nvme_bytes" in values and not question.nvme_bytes:
             continue
         asked = replace(question, **values)
-        if given.choice is None:
+        if bare.choice is None:
             gained: Estimate | None = estimate(asked)
             if gained is None or not gained.fits:
                 continue
         else:
-            gained = _near(asked, given.choice)
+            gained = _near(asked, bare.choice)
             alike = (asked.tokens, asked.states) == (question.tokens, question.states)
             if gained is not None and alike:
                 # More memory takes nothing away: the plan without it still fits.
-                gained = min(gained, given, key=attrgetter("step_s"))
+                gained = min(gained, bare, key=attrgetter("step_s"))
         yield change, gained
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from math import inf
 from operator import itemgetter
 from typing import Any
@@ -203,9 +204,13 @@ def fits(question: Question) -> bool:
     return search.fits(question.layout, question.demand)
 
 
+def _fits_with_batch(question: Question, batch: int) -> bool:
+    return fits(replace(question, batch=batch))
+
+
 def with_largest_batch(question: Question) -> Question:
     """The question with the largest micro-batch that fits; with one of 1 if none fits."""
-    largest = search.largest_micro_batch(lambda batch: fits(replace(question, batch=batch)))
+    largest = search.largest_micro_batch(partial(_fits_with_batch, question))
     return replace(question, batch=max(1, largest))
 
 
@@ -232,30 +237,38 @@ def _limits(question: Question, plan: Plan | None) -> Limits:
     recomputes every block.
     """
     layout, machine, costs = question.model.layout, question.machine, question.costs
-    rate, forward, passes = machine.flops[question.dtype], [], []
+    rate = machine.flops[question.dtype]
+    forward = []  # FLOPs of products and of attention in each layer's forward
+    passes = []  # a third of each layer's FLOPs in forward and backward
     for layer in costs.layers:
-        # Attention has rates of its own. It counts as products that take as long.
+        # Attention runs at other rates than products. It counts as products that take as long.
         forward_s, backward_s = attention_s(layer, costs, machine)
         products = layer.forward_flops - layer.attention_flops
         forward.append((products, rate * forward_s))
         passes.append(products + rate * (forward_s + backward_s) / 3)
     if plan is None:
-        traffic, levels, stay = traffic_of(layout, question.demand), None, layout.resident
+        traffic = traffic_of(layout, question.demand)
+        levels = None
+        resident = layout.resident
     else:
-        traffic, levels, stay = plan.traffic, plan.activations, tuple(sorted(plan.resident))
-    again = 0.0
+        traffic = plan.traffic
+        levels = plan.activations
+        resident = tuple(sorted(plan.resident))
+    recomputed = 0.0
     for index in layout.streamed:
         level = "recompute" if levels is None else levels[index]
         products, attention = forward[index]
         if level in AGAIN:
-            again += products + (0.0 if level in ATTENTION else attention)
+            recomputed += products
+            if level not in ATTENTION:
+                recomputed += attention
     return physical_limit(
         traffic,
         machine.share(question.gpus),
         question.dtype,
         forward_flops=sum(passes),
-        recomputed_flops=again,
-        staying_flops=sum(passes[index] for index in stay),
+        recomputed_flops=recomputed,
+        staying_flops=sum(passes[index] for index in resident),
     )
 
 

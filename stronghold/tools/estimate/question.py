@@ -62,15 +62,17 @@ class Question:
 
     @property
     def tokens(self) -> int:
-        """Per optimizer step."""
+        """Tokens of one optimizer step, of all ranks."""
         return self.batch * self.seq * self.accumulation * self.ranks
 
     @property
     def layout(self) -> ModelLayout:
         """The layout of the model, shared by the ranks, with pages for these states."""
-        layout, page = self.model.layout, page_numel(self.states, in_files=self.nvme_bytes > 0)
-        same = self.ranks == 1 and page == layout.page_numel
-        return layout if same else for_ranks(layout, self.ranks, page)
+        layout = self.model.layout
+        page = page_numel(self.states, in_files=self.nvme_bytes > 0)
+        if self.ranks == 1 and page == layout.page_numel:
+            return layout
+        return for_ranks(layout, self.ranks, page)
 
     @property
     def costs(self) -> ModelCosts:
@@ -214,13 +216,13 @@ def question_from_options(
         if rate is not None and not 0.0 < rate < float("inf"):
             raise ConfigError(f"{option}: got {rate}, expected 1e9 bytes per second, above 0")
     # An option that has no effect without another is refused.
-    for option, value, others, given in (
+    for option, value, others, has_others in (
         ("--nvme-path", nvme_path, "--nvme SIZE", nvme is not None),
         ("--streams", streams if streams > 1 else None, "--chunk N", chunk is not None),
         ("--wire", wire, "--gpus N or --nodes M above 1", gpus * nodes > 1),
         ("--network", network, "--nodes M above 1", nodes > 1),
     ):
-        if value is not None and not given:
+        if value is not None and not has_others:
             raise ConfigError(f"{option}: got {value}, expected it with {others} alone")
     profile = _machine(machine)
     gpu_bytes = _bytes("--gpu", gpu, profile.gpu_memory_bytes)
@@ -284,14 +286,14 @@ def _bytes(option: str, text: str | None, default: int) -> int:
 
 # -- the model ------------------------------------------------------------------------------------
 def _model(path: Path | None, sizes: dict[str, int | None], seq: int | None) -> MetaModel:
-    given = [name for name, size in sizes.items() if size is not None]
+    named = [name for name, size in sizes.items() if size is not None]
     if path is not None:
-        if given:
+        if named:
             raise ConfigError(
-                f"--model and {given[0]}: expected one of the two ways to name a model"
+                f"--model and {named[0]}: expected one of the two ways to name a model"
             )
         return from_config(path)
-    missing = [name for name in sizes if name not in given]
+    missing = [name for name in sizes if name not in named]
     if missing:
         raise ConfigError(
             f"{', '.join(missing)}: missing; expected --model DIR, or all of {', '.join(sizes)}"

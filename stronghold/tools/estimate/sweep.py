@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -141,12 +142,17 @@ def sweep(question: Question, axis: str) -> list[tuple[int, Estimate]]:
     if not any(point.fits for _, point in points):
         raise ConfigError(f"--sweep {axis}: not even {axis} {points[0][0]} fits")
     if not points[-1][1].fits and axis in ("batch", "layers"):
-        low = last_that(
-            lambda value: fits(_with(question, axis, value)), points[-2][0], points[-1][0] - 1
-        )
-        last = [(value, estimate(_with(question, axis, value))) for value in (low, low + 1)]
-        points = [*points[:-2], *(points[-2:-1] if low > points[-2][0] else []), *last]
+        *before, (fitting, _), (unfitting, _) = points
+        largest = last_that(partial(_fits_with, question, axis), fitting, unfitting - 1)
+        if largest > fitting:
+            before.append(points[-2])
+        last = [(value, estimate(_with(question, axis, value))) for value in (largest, largest + 1)]
+        points = [*before, *last]
     return points
+
+
+def _fits_with(question: Question, axis: str, value: int) -> bool:
+    return fits(_with(question, axis, value))
 
 
 def _with(question: Question, axis: str, value: int) -> Question:
