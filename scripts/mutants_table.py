@@ -448,7 +448,7 @@ HOOKS = [
     ),
     Mutant(
         "a graph takes weights that were updated on the device since",
-        "streaming/activations/policies.py",
+        "streaming/activations/packing.py",
         "if version_of(packed.tensor) != packed.version:",
         "if False:",
         RESIDENTS,
@@ -456,7 +456,7 @@ HOOKS = [
     ),
     Mutant(
         "a graph of the gradients keeps a slot for a weight",
-        "streaming/activations/policies.py",
+        "streaming/activations/packing.py",
         "return weight.clone() if torch.is_grad_enabled() else weight",
         "return weight",
         ODD,
@@ -513,8 +513,8 @@ HOOKS = [
     Mutant(
         "a forward that has changed its arguments runs again",
         "streaming/activations/recompute.py",
-        "if self._given is not None and (name := self._given.difference()) is not None:",
-        "if False:",
+        "            name = self._arguments_state.difference()\n",
+        "            name = None\n",
         RECOMPUTE,
         "into_its_arguments",
     ),
@@ -529,7 +529,7 @@ HOOKS = [
     Mutant(
         "a block runs again outside of its autocast",
         "streaming/activations/recompute.py",
-        "if arguments != _autocast_of(arguments[0]):",
+        "if autocast != _autocast_of(autocast[0]):",
         "if False:",
         RECOMPUTE,
         "stands_where",

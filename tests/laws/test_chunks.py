@@ -111,7 +111,7 @@ PLACES: list[dict[str, Any]] = [
 def test_where_layers_are_never_changes_a_bit(
     place: dict[str, Any], policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stronghold.streaming.activations.policies.MIN_OFFLOAD_BYTES", 1)
+    monkeypatch.setattr("stronghold.streaming.activations.offload.MIN_OFFLOAD_BYTES", 1)
     check({**place, "activations": policy})
 
 
@@ -528,7 +528,7 @@ def test_a_hook_on_a_gradient_is_refused(kind: str) -> None:
 def test_inputs_wait_where_the_gradients_will_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     """As far as these go; and move where gradients come before they are used: of several graphs
     one goes backward first."""
-    monkeypatch.setattr("stronghold.streaming.activations.policies.MIN_OFFLOAD_BYTES", 1)
+    monkeypatch.setattr("stronghold.streaming.activations.offload.MIN_OFFLOAD_BYTES", 1)
     pinned, left = list[int](), list[str]()  # pieces that were taken, and operations that offload
     take, submit = PinnedPool.take, ThreadLane.submit
 
