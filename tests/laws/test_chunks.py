@@ -23,7 +23,7 @@ from stronghold.errors import ConfigError
 from stronghold.memory.slab import PinnedPool
 from stronghold.model.partition import partition
 from stronghold.plan.cost import LEVELS
-from stronghold.streaming.activations.chunks import Carried
+from stronghold.streaming.activations.chunk_state import Carried
 from tests.models import HUGGING_FACE, MODELS
 from tests.models.families import llama_of
 from tests.support.pairs import pairs
@@ -492,7 +492,7 @@ def test_what_a_block_carries_from_chunk_to_chunk_is_seen(block: Any) -> None:
     for number in range(3):
         with seen.chunk(number):
             block(torch.ones(3), kept)
-    assert bool(seen.found) == (block is not pure), seen.found
+    assert bool(seen.conflict) == (block is not pure), seen.conflict
 
 
 def test_the_model_is_given_back_whole() -> None:
