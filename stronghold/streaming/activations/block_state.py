@@ -40,17 +40,45 @@ MAX_DEPTH = 5  # containers and objects inside one another, from an attribute on
 MAX_ITEMS = 1024  # a longer container is compared by its length alone
 MAX_ARRAY_BYTES = 4096  # a larger NumPy array is compared by identity alone
 
-_SCALARS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.Size})
-_CODE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial, type)
-_NO_STATE = (*_CODE, nn.Module, enum.Enum, types.ModuleType, logging.Logger, threading.Thread)
+# Compared by value.
+_SCALARS = frozenset(
+    {
+        bool,
+        int,
+        float,
+        complex,
+        str,
+        bytes,
+        type(None),
+        torch.dtype,
+        torch.Size,
+    }
+)
+# Functions and classes: a forward never reads a change of them as a value.
+_CODE = (
+    types.FunctionType,
+    types.MethodType,
+    types.BuiltinFunctionType,
+    functools.partial,
+    type,
+)
+# Objects that a snapshot does not enter.
+_NO_STATE = (
+    *_CODE,
+    nn.Module,
+    enum.Enum,
+    types.ModuleType,
+    logging.Logger,
+    threading.Thread,
+)
 _ABSENT = object()
 BEFORE = "_forward_pre_hooks"
 _HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith("_forward_"))
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 # Torch's global hooks. The hooks before a forward come first.
+_GLOBAL_NAMES = (BEFORE, "_forward_hooks", *_HOOKS[1:3])
 GLOBAL_HOOKS: list[dict[Any, Any]] = [
-    getattr(nn.modules.module, f"_global{name}")
-    for name in (BEFORE, "_forward_hooks", *_HOOKS[1:3])
+    getattr(nn.modules.module, f"_global{name}") for name in _GLOBAL_NAMES
 ]
 
 
@@ -130,16 +158,36 @@ class _Table:
         new = dict(zip(items.keys or (), items.values, strict=True))
         if self.holds_hooks:
             if keep_code:
-                new = {key: hook for key, hook in new.items() if key in target or not serves(hook)}
+                new = _without_closed_hooks(new, target)
             target.clear()
         elif keep_code:
-            new = {key: value for key, value in new.items() if not isinstance(value, _CODE)}
-            new |= {key: value for key, value in target.items() if isinstance(value, _CODE)}
+            new = _with_code_of(target, new)
         # Some subclasses refuse their own methods: call those of the base.
         base: Any = OrderedDict if isinstance(target, OrderedDict) else dict
         base.update(target, new)
         for key in target.keys() - new.keys():
             base.__delitem__(target, key)
+
+
+def _without_closed_hooks(hooks: dict[Any, Any], present_hooks: dict[Any, Any]) -> dict[Any, Any]:
+    """Return the hooks without those of ours that are present no more."""
+    result = {}
+    for key, hook in hooks.items():
+        if key in present_hooks or not serves(hook):
+            result[key] = hook
+    return result
+
+
+def _with_code_of(present: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
+    """Return `items` with the functions and classes of `present` in place of their own."""
+    result = {}
+    for key, value in items.items():
+        if not isinstance(value, _CODE):
+            result[key] = value
+    for key, value in present.items():
+        if isinstance(value, _CODE):
+            result[key] = value
+    return result
 
 
 def _items(target: Any) -> _TableItems:
@@ -159,6 +207,30 @@ def _differ(before: Any, now: Any) -> bool:
     return not all(item is _ABSENT or isinstance(item, _CODE) for item in (before, now))
 
 
+class _TensorVersion(NamedTuple):
+    """A tensor, and its version counter at the moment of the snapshot."""
+
+    name: str
+    tensor: torch.Tensor
+    version: int
+
+
+class _LongContainer(NamedTuple):
+    """A container of more than `MAX_ITEMS` items, and its length."""
+
+    name: str
+    container: Any
+    length: int
+
+
+class _ReadState(NamedTuple):
+    """The state of a random generator or a small array, and the function that reads it."""
+
+    name: str
+    read: Callable[[], Any]
+    state: Any
+
+
 class BlockState:
     """A snapshot of everything that `module` and `arguments` reach.
 
@@ -169,10 +241,9 @@ class BlockState:
     def __init__(self, module: nn.Module | None, arguments: Any = ()) -> None:
         self._visited: set[int] = set()  # ids
         self._tables: list[_Table] = []
-        self._tensors: list[tuple[str, torch.Tensor, int]] = []  # name, tensor, version
-        # Random generators and small arrays: name, function that reads the state, state.
-        self._states: list[tuple[str, Callable[[], Any], Any]] = []
-        self._long: list[tuple[str, Any, int]] = []  # name, container, length
+        self._tensors: list[_TensorVersion] = []
+        self._states: list[_ReadState] = []
+        self._long: list[_LongContainer] = []
         # Tables of values, and dicts whose keys a forward may change.
         self._others: list[Any] = []
         if module is not None:
@@ -225,9 +296,9 @@ class BlockState:
         if isinstance(value, torch.Tensor):
             # The engine writes parameters, and refuses a backward with newer values.
             if not isinstance(value, nn.Parameter) and not value.is_inference():
-                self._tensors.append((name, value, version_of(value)))
+                self._tensors.append(_TensorVersion(name, value, version_of(value)))
         elif (read := _state_reader(value)) is not None:
-            self._states.append((name, read, read()))
+            self._states.append(_ReadState(name, read, read()))
         elif isinstance(value, (dict, list, tuple, set, deque)):
             self._walk_container(name, value, depth)
         elif depth and not value_type.__module__.startswith(("torch._", "stronghold.")):
@@ -235,7 +306,7 @@ class BlockState:
 
     def _walk_container(self, name: str, value: Any, depth: int) -> None:
         if len(value) > MAX_ITEMS:
-            self._long.append((name, value, len(value)))
+            self._long.append(_LongContainer(name, value, len(value)))
             return
         if not isinstance(value, tuple):
             self._add(name, value)

@@ -3,8 +3,8 @@
 Owns how a block's call is divided, and the views through which each chunk sees the weights. Weights
 cross the link twice per call of the model, and gradients once, for any number of chunks. Never
 moves a layer. The training thread enters in forward, and autograd's thread in backward.
-`chunk_values` splits and joins (its [Note: what is split] says what), `chunk_trial` tries a
-division, and `chunk_state` notices state that passes from chunk to chunk.
+`chunk_values` splits and joins ([Note: what is split] there). `chunk_trial` tries a division.
+`chunk_state` notices state that passes from chunk to chunk.
 
 [Note: gradients of a chunk] To its surroundings a divided call is an undivided one:
 

@@ -95,7 +95,7 @@ class Activations:
     host_room_bytes  the most host memory for offloaded activations; None: all that is free
     sizes            counts of saved bytes
     spares           while true, forwards that begin keep nothing on the device that can be
-                     recomputed, whatever the plan says
+                     recomputed, under any plan
     """
 
     def __init__(
