@@ -62,6 +62,7 @@ _CODE = (
     functools.partial,
     type,
 )
+_THREAD = type(threading.main_thread()).__mro__[1]  # threading.Thread: devices/ alone makes them
 # Objects that a snapshot does not enter.
 _NO_STATE = (
     *_CODE,
@@ -69,7 +70,7 @@ _NO_STATE = (
     enum.Enum,
     types.ModuleType,
     logging.Logger,
-    threading.Thread,
+    _THREAD,
 )
 _ABSENT = object()
 BEFORE = "_forward_pre_hooks"
