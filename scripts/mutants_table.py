@@ -398,8 +398,8 @@ PASSES = [
     Mutant(
         "chunks of several calls are rounded together",
         "streaming/activations/chunks.py",
-        "self._executor.chunk_gathered(layer.index, found, not to_come)",
-        "self._executor.chunk_gathered(layer.index, found, False)",
+        "self._executor.chunk_gathered(self._layer, arrived, not self._pending)",
+        "self._executor.chunk_gathered(self._layer, arrived, False)",
         CHUNKS,
         "calls_of_one",
     ),
@@ -448,7 +448,7 @@ HOOKS = [
     ),
     Mutant(
         "a graph takes weights that were updated on the device since",
-        "streaming/activations/policies.py",
+        "streaming/activations/packing.py",
         "if version_of(packed.tensor) != packed.version:",
         "if False:",
         RESIDENTS,
@@ -456,7 +456,7 @@ HOOKS = [
     ),
     Mutant(
         "a graph of the gradients keeps a slot for a weight",
-        "streaming/activations/policies.py",
+        "streaming/activations/packing.py",
         "return weight.clone() if torch.is_grad_enabled() else weight",
         "return weight",
         ODD,
@@ -513,8 +513,8 @@ HOOKS = [
     Mutant(
         "a forward that has changed its arguments runs again",
         "streaming/activations/recompute.py",
-        "if self._given is not None and (name := self._given.difference()) is not None:",
-        "if False:",
+        "            name = self._arguments_state.difference()\n",
+        "            name = None\n",
         RECOMPUTE,
         "into_its_arguments",
     ),
@@ -529,7 +529,7 @@ HOOKS = [
     Mutant(
         "a block runs again outside of its autocast",
         "streaming/activations/recompute.py",
-        "if arguments != _autocast_of(arguments[0]):",
+        "if autocast != _autocast_of(autocast[0]):",
         "if False:",
         RECOMPUTE,
         "stands_where",
@@ -544,16 +544,16 @@ HOOKS = [
     ),
     Mutant(
         "the trial of a block leaves it in evaluation",
-        "streaming/activations/chunks.py",
-        "part.training = mode",
+        "streaming/activations/chunk_trial.py",
+        "submodule.training = mode",
         "pass",
         CHUNKS,
         "where_layers_are",
     ),
     Mutant(
         "a block that mixes its batch is divided",
-        "streaming/activations/chunks.py",
-        "if not all(_alike(one, other) for one, other in pairs):",
+        "streaming/activations/chunk_trial.py",
+        "if not all(_is_close(tensor, whole) for tensor, whole in pairs):",
         "if False:",
         CHUNKS,
         "cannot_be_divided",
@@ -561,7 +561,7 @@ HOOKS = [
     Mutant(
         "a block keeps the views of its last chunk",
         "streaming/activations/chunks.py",
-        "        table[name] = parameter\n",
+        "        place.table[place.name] = parameter\n",
         "        pass\n",
         CHUNKS,
         "where_layers_are or given_back",

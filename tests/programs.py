@@ -576,7 +576,7 @@ def shortest(case: Case, kind: str) -> Case:
 def many_pieces() -> Iterator[None]:
     """Tiny layers take several pieces, and whatever is saved is worth sending to the host."""
     pieces = mock.patch("stronghold.plan.host_memory.PIECE_BYTES", SMALLEST_PIECE)
-    with pieces, mock.patch("stronghold.streaming.activations.policies.MIN_OFFLOAD_BYTES", 1):
+    with pieces, mock.patch("stronghold.streaming.activations.offload.MIN_OFFLOAD_BYTES", 1):
         yield
 
 

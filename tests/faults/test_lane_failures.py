@@ -106,9 +106,9 @@ def test_a_failing_operation_names_itself_within_one_step(
 def test_a_failing_activation_transfer_names_itself(
     verb: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from stronghold.streaming.activations import policies as activations
+    from stronghold.streaming.activations import offload
 
-    monkeypatch.setattr(activations, "MIN_OFFLOAD_BYTES", 1)
+    monkeypatch.setattr(offload, "MIN_OFFLOAD_BYTES", 1)
     engine, make_batch = make_engine(activations="offload")
     run_steps(engine, make_batch, range(2))
     layer = engine.inspect().layout.streamed[1]

@@ -176,7 +176,7 @@ def test_what_fused_attention_gave_is_given_again(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("stronghold.streaming.activations.policies.MIN_OFFLOAD_BYTES", 1)
+    monkeypatch.setattr("stronghold.streaming.activations.offload.MIN_OFFLOAD_BYTES", 1)
     attention.say_not_kept.cache_clear()
     check_fused_attention(kernel, precision)
     assert "computed again" not in caplog.text, "the engine has not seen the kernel"
@@ -638,7 +638,7 @@ def test_streams_and_places_of_chunks_never_change_a_bit(
     accumulation: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("stronghold.streaming.activations.policies.MIN_OFFLOAD_BYTES", 1)
+    monkeypatch.setattr("stronghold.streaming.activations.offload.MIN_OFFLOAD_BYTES", 1)
     run = train_chunks(
         precision, clipping, accumulation, streams=streams, activations=policy, **PLACES[place]
     )

@@ -59,7 +59,7 @@ def gpt2(attention_dropout: float = 0.0) -> tuple[nn.Module, Callable[[int], dic
 
 @pytest.fixture(autouse=True)
 def everything_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stronghold.streaming.activations.policies.MIN_OFFLOAD_BYTES", 1)
+    monkeypatch.setattr("stronghold.streaming.activations.offload.MIN_OFFLOAD_BYTES", 1)
 
 
 def trained(section: dict[str, Any], precision: str = "fp32") -> Run:

@@ -231,7 +231,7 @@ def interrupt(what: str, name: str, engine: Any, make_batch: Any) -> None:
 def check(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     of = dict(zip(AXES, case, strict=True))
     monkeypatch.setattr("stronghold.plan.host_memory.PIECE_BYTES", SMALLEST_PIECE)
-    monkeypatch.setattr("stronghold.streaming.activations.policies.MIN_OFFLOAD_BYTES", 1)
+    monkeypatch.setattr("stronghold.streaming.activations.offload.MIN_OFFLOAD_BYTES", 1)
     monkeypatch.setenv("STRONGHOLD_ISA", of["cores"].split()[0])
     expected = plain(
         of["model"],

@@ -23,7 +23,7 @@ from stronghold.errors import ConfigError
 from stronghold.memory.slab import PinnedPool
 from stronghold.model.partition import partition
 from stronghold.plan.cost import LEVELS
-from stronghold.streaming.activations.chunks import Carried
+from stronghold.streaming.activations.chunk_state import Carried
 from tests.models import HUGGING_FACE, MODELS
 from tests.models.families import llama_of
 from tests.support.pairs import pairs
@@ -111,7 +111,7 @@ PLACES: list[dict[str, Any]] = [
 def test_where_layers_are_never_changes_a_bit(
     place: dict[str, Any], policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stronghold.streaming.activations.policies.MIN_OFFLOAD_BYTES", 1)
+    monkeypatch.setattr("stronghold.streaming.activations.offload.MIN_OFFLOAD_BYTES", 1)
     check({**place, "activations": policy})
 
 
@@ -492,7 +492,7 @@ def test_what_a_block_carries_from_chunk_to_chunk_is_seen(block: Any) -> None:
     for number in range(3):
         with seen.chunk(number):
             block(torch.ones(3), kept)
-    assert bool(seen.found) == (block is not pure), seen.found
+    assert bool(seen.conflict) == (block is not pure), seen.conflict
 
 
 def test_the_model_is_given_back_whole() -> None:
@@ -528,7 +528,7 @@ def test_a_hook_on_a_gradient_is_refused(kind: str) -> None:
 def test_inputs_wait_where_the_gradients_will_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     """As far as these go; and move where gradients come before they are used: of several graphs
     one goes backward first."""
-    monkeypatch.setattr("stronghold.streaming.activations.policies.MIN_OFFLOAD_BYTES", 1)
+    monkeypatch.setattr("stronghold.streaming.activations.offload.MIN_OFFLOAD_BYTES", 1)
     pinned, left = list[int](), list[str]()  # pieces that were taken, and operations that offload
     take, submit = PinnedPool.take, ThreadLane.submit
 

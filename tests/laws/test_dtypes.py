@@ -207,7 +207,7 @@ def between(of: dict[str, str], engine: Any, make_batch: Any) -> None:
 def test_nothing_changes_a_bit(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     of = dict(zip(AXES, case, strict=True))
     monkeypatch.setattr("stronghold.plan.host_memory.PIECE_BYTES", SMALLEST_PIECE)
-    monkeypatch.setattr("stronghold.streaming.activations.policies.MIN_OFFLOAD_BYTES", 1)
+    monkeypatch.setattr("stronghold.streaming.activations.offload.MIN_OFFLOAD_BYTES", 1)
     clipping, accumulation = UPDATES[of["update"]][0], int(of["micro-batches"])
     expected = plain(of["model"], clipping, accumulation, of["precision"], chunk_of(of))
     run = trained(of, tmp_path)

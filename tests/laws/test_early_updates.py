@@ -60,7 +60,7 @@ SLOW: dict[str, Any] = {"emulated": {"update_gbps": 0.002}}  # updates outlast a
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """And every input is offloaded, as a large one is."""
     monkeypatch.setattr("stronghold.plan.host_memory.PIECE_BYTES", FEW_BYTES)
-    monkeypatch.setattr("stronghold.streaming.activations.policies.MIN_OFFLOAD_BYTES", 1)
+    monkeypatch.setattr("stronghold.streaming.activations.offload.MIN_OFFLOAD_BYTES", 1)
 
 
 def engine_of(

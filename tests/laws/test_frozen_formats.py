@@ -79,7 +79,7 @@ def test_frozen_bytes_train_what_is_beside_them_as_in_a_plain_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("stronghold.plan.host_memory.PIECE_BYTES", 4096 * 24)
-    monkeypatch.setattr("stronghold.streaming.activations.policies.MIN_OFFLOAD_BYTES", 1)
+    monkeypatch.setattr("stronghold.streaming.activations.offload.MIN_OFFLOAD_BYTES", 1)
     # Every second case accumulates, or has lean states.
     odd = (list(PLACES).index(place) + BYTES.index(stored)) % 2
     accumulation, precision = (3, "bf16") if odd else (1, "lean")

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
 from stronghold.errors import ConfigError
-from stronghold.streaming.activations import policies as activations
+from stronghold.streaming.activations import offload, policies
 from tests.models import HIDDEN, MODELS, Block, Decoder, loss_of, token_batch
 from tests.support.training import (
     Run,
@@ -486,7 +486,7 @@ def test_a_change_in_any_call_is_kept_in_that_call(when: tuple[int, ...], caplog
 @contextmanager
 def logged(caplog: Any) -> Iterator[list[str]]:
     """The lines on blocks that cannot run again."""
-    activations.logged.clear()
+    policies.logged.clear()
     caplog.clear()
     logger, lines = logging.getLogger("stronghold"), list[str]()
     propagates, logger.propagate = logger.propagate, True
@@ -500,7 +500,7 @@ def logged(caplog: Any) -> Iterator[list[str]]:
 def test_what_cannot_be_recomputed_goes_to_the_host_where_that_has_room(
     monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    monkeypatch.setattr(activations, "MIN_OFFLOAD_BYTES", 1)
+    monkeypatch.setattr(offload, "MIN_OFFLOAD_BYTES", 1)
 
     def factory() -> Any:
         return Decoder([Counting() for _ in range(3)]), token_batch

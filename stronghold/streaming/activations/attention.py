@@ -1,66 +1,85 @@
-"""What attention's forward gave, kept for the second run of a block.
+"""Results of attention kernels, kept for the second run of a recomputed block.
 
-Owns the results of the kernels of `torch.nn.functional.scaled_dot_product_attention` in a block's
-forward: the output and the logarithms of the rows' sums. `patches.attention` replaces the function.
-In the second run they are returned again, and nothing is multiplied; autograd, which stands above,
-records the same node over the same bits. Entered by the training thread in forward and by
-autograd's in backward.
+Owns the results of the kernels inside `torch.nn.functional.scaled_dot_product_attention`: the
+output and the log-sum-exp of the rows. `patches.attention` replaces the function. In the second run
+the kept results are returned, and nothing is multiplied. Autograd, which stands above, records the
+same node over the same bits. Entered by the training thread in forward and by autograd's thread in
+backward.
 
-[Note: dropout] A kernel that drops draws from the device's generator, and where it does not run,
-what comes after it in the block must draw as if it had: the generator's state is kept as well.
+[Note: dropout] A kernel with dropout draws from the device's generator:
+
+1. Training thread, first run: the kernel draws. The generator's state after the call is kept.
+2. Autograd's thread, second run: the kernel does not run. The generator is set to the kept state,
+   so that later draws of the block are those of the first run.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from stronghold.devices.base import Device
 from stronghold.devices.random_numbers import random_state, set_random_state
-from stronghold.model.gpu_operators import ATTENTION_KERNELS, AttentionCost, attention_cost
+from stronghold.model.gpu_operators import ATTENTION_KERNELS, attention_cost
+from stronghold.streaming.activations.offload import LayerOffload
+from stronghold.streaming.activations.saved import SavedActivation, SavedTensor
+from stronghold.streaming.activations.sizes import ActivationSizes
 from stronghold.streaming.patches.attention import Plain, Through
 from stronghold.streaming.patches.autograd import TorchDispatchMode
+from stronghold.streaming.patches.tensors import version_of
 
 logger = logging.getLogger("stronghold")
 
+DROPOUT_POSITION = 4  # of `dropout_p` among the function's arguments
 
-class _Call(NamedTuple):
-    """A kernel's call, and the generator after it. Of what it returned: what gives each tensor
-    again; a GPU's kernels also return numbers, and None for tensors that are not there."""
+
+class _KernelCall(NamedTuple):
+    """One call of a kernel: its query, key and value, and its results."""
 
     kernel: Any
-    kept: tuple[Any, ...]
+    inputs: tuple[Any, ...]
+    results: tuple[Any, ...]
+
+
+class _KeptCall(NamedTuple):
+    """The kept results of one kernel call.
+
+    results    handles of tensors. A GPU's kernels also return numbers and None, which stay
+    generator  the device generator's state after a call with dropout; None without
+    """
+
+    kernel: Any
+    results: tuple[Any, ...]
     generator: torch.Tensor | None
 
 
-class _Watch(TorchDispatchMode):
-    """Remembers what attention's kernels return."""
+class _KernelRecorder(TorchDispatchMode):
+    """Records the calls of attention's kernels."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        # Kernels, what they were given, and what they returned.
-        self.found: list[tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = []
+        self.calls: list[_KernelCall] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        results = func(*args, **(kwargs or {}))
         if func in ATTENTION_KERNELS:
-            self.found.append((func, args[:3], result))
-        return result
+            self.calls.append(_KernelCall(func, args[:3], results))
+        return results
 
 
-class _Answer(TorchDispatchMode):
-    """Returns what they returned, in their order."""
+class _KernelReplay(TorchDispatchMode):
+    """Returns the kept results in place of the kernels' calls, in their order."""
 
-    def __init__(self, calls: list[_Call], device: Device) -> None:
+    def __init__(self, calls: Sequence[_KeptCall], kept: AttentionCalls) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._calls = iter(calls)
-        self._device = device
+        self._kept = kept
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -68,75 +87,103 @@ class _Answer(TorchDispatchMode):
         call = next(self._calls, None) if func in ATTENTION_KERNELS else None
         if call is None or call.kernel is not func:
             return func(*args, **(kwargs or {}))
-        if call.generator is not None:
-            set_random_state(self._device.torch_device, call.generator)
-        return tuple(part() if callable(part) else part for part in call.kept)
+        return self._kept.results_of(call)
 
 
 class AttentionCalls:
-    """Of one forward that will run again. `keep` keeps a tensor in between, and returns what gives
-    it again."""
+    """The attention calls of one forward that will run again.
 
-    def __init__(
-        self, keep: Callable[[torch.Tensor], Callable[[], torch.Tensor]], device: Device
-    ) -> None:
-        self._keep = keep
+    offload  takes the results meanwhile, if given; else they stay on the device
+    """
+
+    def __init__(self, device: Device, offload: LayerOffload | None) -> None:
         self._device = device
-        self._calls: list[list[_Call]] = []  # of kernels, by call of the function
+        self._offload = offload
+        # By call of the function: the calls of kernels inside.
+        self._calls: list[list[_KeptCall]] = []
         self._next = 0
 
     @property
     def any(self) -> bool:
-        """Whether anything is kept."""
+        """True if a result is kept."""
         return any(self._calls)
 
     def first(self, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        """A call in the first run."""
-        with _Watch() as watch:
+        """Call `plain` in the first run, and keep the results of its kernels."""
+        with _KernelRecorder() as recorder:
             output = plain(*args, **kwargs)
-        drops = watch.found and (args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)) > 0.0
-        generator = random_state(self._device.torch_device) if drops else None
-        self._calls.append(
-            [
-                _Call(kernel, tuple(map(self._kept, results)), generator)
-                for kernel, _, results in watch.found
-            ]
-        )
+        generator = None
+        if recorder.calls and _dropout_of(args, kwargs) > 0.0:
+            generator = random_state(self._device.torch_device)
+        kept_calls = []
+        for call in recorder.calls:
+            results = tuple(map(self._keep, call.results))
+            kept_calls.append(_KeptCall(call.kernel, results, generator))
+        self._calls.append(kept_calls)
         return output
 
-    def _kept(self, value: Any) -> Any:
-        return self._keep(value) if isinstance(value, torch.Tensor) else value
+    def _keep(self, result: Any) -> Any:
+        """Return the handle of a tensor; other values as they are."""
+        if not isinstance(result, torch.Tensor):
+            return result
+        stored = None if self._offload is None else self._offload.store_result(result)
+        if stored is not None:
+            return stored
+        return SavedTensor(result.detach(), version_of(result))
 
     def again(self) -> Through:
-        """What the calls of a second run, which begins now, go through."""
+        """Begin a second run, and return the function that its attention calls go through."""
         self._next = 0
-        return self._answer
+        return self._replay
 
-    def _answer(self, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        index, self._next = self._next, self._next + 1
+    def _replay(self, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        index = self._next
+        self._next += 1
         calls = self._calls[index] if index < len(self._calls) else []
         if not calls:
             return plain(*args, **kwargs)
-        with _Answer(calls, self._device):
+        with _KernelReplay(calls, self):
             return plain(*args, **kwargs)
 
+    def results_of(self, call: _KeptCall) -> tuple[Any, ...]:
+        """Return the results of a kept call, and advance the generator as the kernel did."""
+        if call.generator is not None:
+            set_random_state(self._device.torch_device, call.generator)
+        return tuple(map(self._resolve, call.results))
 
-def watched(tell: Callable[[AttentionCost], None]) -> Through:
-    """Calls as they are; `tell` is called for each that a kernel computed."""
+    def _resolve(self, result: Any) -> Any:
+        if isinstance(result, SavedActivation):
+            assert self._offload is not None
+            return self._offload.load(result)
+        return result.unwritten() if isinstance(result, SavedTensor) else result
 
-    def through(plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        with _Watch() as watch:
+
+def _dropout_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    if len(args) > DROPOUT_POSITION:
+        return float(args[DROPOUT_POSITION])
+    return float(kwargs.get("dropout_p", 0.0))
+
+
+class MeasuredAttention:
+    """Counts the cost of the attention calls of one layer."""
+
+    def __init__(self, sizes: ActivationSizes, layer: int) -> None:
+        self._sizes = sizes
+        self._layer = layer
+
+    def through(self, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        """Call `plain`, and count the kernels' calls inside."""
+        with _KernelRecorder() as recorder:
             output = plain(*args, **kwargs)
-        for _, given, results in watch.found:
-            tell(attention_cost(given, results))
+        for call in recorder.calls:
+            cost = attention_cost(call.inputs, call.results)
+            self._sizes.saw_attention(self._layer, cost)
         return output
-
-    return through
 
 
 @functools.cache
 def say_not_kept(name: str) -> None:
-    """A block whose attention no kernel of torch's computed; once for each class of blocks."""
+    """Log once per class that no fused kernel of torch computes the block's attention."""
     logger.warning(
         "%s: activations are to keep what attention's backward needs, but its attention does not "
         "come from a fused kernel of torch's scaled_dot_product_attention: it is computed again "

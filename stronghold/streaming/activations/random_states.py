@@ -1,15 +1,15 @@
-"""The states of the global random generators: torch's, the device's, Python's and NumPy's.
+"""States of the global random generators: torch's, the device's, Python's and NumPy's.
 
-Owns nothing but states that were read. Entered by the training thread and by autograd's.
+Owns the states that it has read, and nothing else. Entered by the training thread and by autograd's
+thread.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
 import random
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from abc import ABC, abstractmethod
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,11 +20,73 @@ from stronghold.devices.random_numbers import random_state, set_random_state
 _MT19937_BYTES = 2500  # 624 words and a position
 
 
-class _Numpy:
+class _Generator(ABC):
+    """One global generator."""
+
+    @abstractmethod
+    def read(self) -> Any:
+        """Return its state."""
+
+    @abstractmethod
+    def write(self, state: Any) -> None:
+        """Set its state."""
+
+    @abstractmethod
+    def has_moved(self, before: Any) -> bool:
+        """True if its state differs from `before`."""
+
+
+class _TorchGenerator(_Generator):
+    def read(self) -> torch.Tensor:
+        return torch.default_generator.get_state()
+
+    def write(self, state: torch.Tensor) -> None:
+        torch.default_generator.set_state(state)
+
+    def has_moved(self, before: torch.Tensor) -> bool:
+        return not torch.equal(before, torch.default_generator.get_state())
+
+
+class _DeviceGenerator(_Generator):
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def read(self) -> torch.Tensor | None:
+        """Return its state; None if the device has no generator of its own."""
+        return random_state(self._device)
+
+    def write(self, state: torch.Tensor) -> None:
+        set_random_state(self._device, state)
+
+    def has_moved(self, before: torch.Tensor) -> bool:
+        state = self.read()
+        assert state is not None
+        return not torch.equal(before, state)
+
+
+class _PythonGenerator(_Generator):
+    def read(self) -> Any:
+        return random.getstate()
+
+    def write(self, state: Any) -> None:
+        random.setstate(state)
+
+    def has_moved(self, before: Any) -> bool:
+        """Compare the position, the first word, and the second number of a pair.
+
+        The position is the last word. It comes back after 624 draws, when all other words are new.
+        """
+        _, old_words, old_pair = before
+        _, words, pair = random.getstate()
+        is_same_position = old_words[-1] == words[-1] and old_words[0] == words[0]
+        return bool(not is_same_position or old_pair != pair)
+
+
+class _NumpyGenerator(_Generator):
     """NumPy's global generator.
 
-    Its state takes 35 us to read, its raw bytes 0.5 us. Where the bytes are the same the state is,
-    unless the second number of a pair waits in it: that number is drawn without a new position.
+    Its state takes 35 us to read, its raw bytes 0.5 us. Equal bytes mean an equal state, unless the
+    second number of a pair waits in it: this number is drawn without a new position.
     """
 
     def __init__(self) -> None:
@@ -32,7 +94,7 @@ class _Numpy:
         self._state: dict[str, Any] = {}
 
     def read(self) -> dict[str, Any]:
-        """The state, which is the same object while nothing was drawn."""
+        """Return the state. It is the same object until a number is drawn."""
         generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
         raw = b""
         if type(generator) is np.random.MT19937:
@@ -41,65 +103,56 @@ class _Numpy:
             self._raw, self._state = raw, np.random.get_state(legacy=False)
         return self._state
 
+    def write(self, state: dict[str, Any]) -> None:
+        np.random.set_state(state)
+
     def has_moved(self, before: dict[str, Any]) -> bool:
-        now = self.read()
-        pair = (before["has_gauss"], before["gauss"]) != (now["has_gauss"], now["gauss"])
-        return before is not now and (pair or repr(before["state"]) != repr(now["state"]))
+        state = self.read()
+        if before is state:
+            return False
+        old_pair = before["has_gauss"], before["gauss"]
+        pair = state["has_gauss"], state["gauss"]
+        return old_pair != pair or repr(before["state"]) != repr(state["state"])
 
 
-class _Generator(NamedTuple):
-    read: Callable[[], Any]
-    write: Callable[[Any], Any]
-    has_moved: Callable[[Any], bool]
-
-
-_numpy = _Numpy()
-
-
-def _python_has_moved(before: Any) -> bool:
-    """The position comes back after 624 draws alone, when all other words are new."""
-    _, words, pair = before
-    _, now, other_pair = random.getstate()
-    return bool(words[-1] != now[-1] or words[0] != now[0] or pair != other_pair)
-
-
-_PROCESS = (
-    _Generator(
-        torch.default_generator.get_state,
-        torch.default_generator.set_state,
-        lambda before: not torch.equal(before, torch.default_generator.get_state()),
-    ),
-    _Generator(random.getstate, random.setstate, _python_has_moved),
-    _Generator(_numpy.read, np.random.set_state, _numpy.has_moved),
+_PROCESS_GENERATORS: tuple[_Generator, ...] = (
+    _TorchGenerator(),
+    _PythonGenerator(),
+    _NumpyGenerator(),
 )
+States = list[tuple[_Generator, Any]]
 
 
 class RandomStates:
-    """The states of all global generators at the moment when this is made."""
+    """The states of all global generators at the moment of construction."""
 
     def __init__(self, device: Device) -> None:
-        self._states = [(generator, generator.read()) for generator in _PROCESS]
-        state = random_state(device.torch_device)
+        self._states: States = []
+        for generator in _PROCESS_GENERATORS:
+            self._states.append((generator, generator.read()))
+        device_generator = _DeviceGenerator(device.torch_device)
+        state = device_generator.read()
         if state is not None:
-            read: Any = functools.partial(random_state, device.torch_device)
-            write = functools.partial(set_random_state, device.torch_device)
-            has_moved = lambda was: not torch.equal(was, read())  # noqa: E731
-            self._states.append((_Generator(read, write, has_moved), state))
+            self._states.append((device_generator, state))
 
     def forget_unmoved(self) -> None:
-        """Keep the states of those alone that have drawn since."""
-        self._states = [pair for pair in self._states if pair[0].has_moved(pair[1])]
+        """Forget the states of generators that have drawn nothing since."""
+        moved = []
+        for generator, state in self._states:
+            if generator.has_moved(state):
+                moved.append((generator, state))
+        self._states = moved
 
-    def present(self) -> list[tuple[_Generator, Any]]:
-        """The same generators with the states that they have now."""
+    def present(self) -> States:
+        """Return these generators with their present states."""
         return [(generator, generator.read()) for generator, _ in self._states]
 
     def set(self) -> None:
-        """The generators go on from these states."""
+        """Set the generators to these states."""
         set_states(self._states)
 
 
-def set_states(states: list[tuple[_Generator, Any]]) -> None:
-    """The generators go on from these states."""
+def set_states(states: States) -> None:
+    """Set the generators to these states."""
     for generator, state in states:
         generator.write(state)
