@@ -44,8 +44,8 @@ MEMORY_LANES = (*BESIDE_UPDATES, LaneName.LOAD, LaneName.STAGE, LaneName.SPILL)
 
 
 @dataclass(slots=True, kw_only=True)
-class Moving:
-    """An operation that moves `nbytes` between two times; `fence` says when it ends."""
+class TimedOperation:
+    """An operation that moves `nbytes` between two times. `fence` has its end."""
 
     lane: LaneName
     begin_s: float
@@ -60,8 +60,8 @@ class Moving:
         return self.nbytes / (self.end_s - self.begin_s)
 
 
-class _Left(NamedTuple):
-    """The rate that is left in an interval, bytes/s."""
+class _RateInterval(NamedTuple):
+    """Rate that other operations leave in an interval, bytes/s."""
 
     begin_s: float
     end_s: float
@@ -69,47 +69,52 @@ class _Left(NamedTuple):
 
 
 class Contention:
-    """Who gets how much of the link, the disk and the host's memory ([Note: shared resources])."""
+    """Shares the link, the disk and the host's memory among operations ([Note: shared
+    resources])."""
 
     def __init__(self, rates: Rates) -> None:
         self._rates = rates
         self._alone_and_beside = _alone_and_beside(rates)
-        self._recent: dict[LaneName, deque[Moving]] = defaultdict(
+        self._recent: dict[LaneName, deque[TimedOperation]] = defaultdict(
             lambda: deque(maxlen=SHARING_MEMORY)
         )
-        self._updates: deque[Moving] = deque()
-        self._delayed: list[Moving] = []
+        self._updates: deque[TimedOperation] = deque()
+        self._delayed: list[TimedOperation] = []
 
     def end_of(self, lane: LaneName, start_s: float, nbytes: int) -> float:
-        """When an operation of `nbytes` that starts on the lane now ends."""
+        """Return the end of an operation of `nbytes` that starts on the lane at `start_s`."""
         if lane == LaneName.UPDATE:
-            own, beside = self._rates.update_gbps * 1e9, self._beside_transfers(start_s)
+            full_rate, beside = self._rates.update_gbps * 1e9, self._beside_transfers(start_s)
         else:
-            own, shared = self._alone_and_beside.get(lane, (0.0, {}))
+            full_rate, shared = self._alone_and_beside.get(lane, (0.0, {}))
             beside = self._overlaps(shared, start_s)
-        return _end_s(start_s, nbytes, own, beside) if nbytes > 0 and own > 0.0 else start_s
+        if nbytes <= 0 or full_rate <= 0.0:
+            return start_s
+        return _end_s(start_s, nbytes, full_rate, beside)
 
-    def add(self, moving: Moving) -> None:
-        """It was submitted, and ends when `end_of` said."""
-        if moving.lane == LaneName.UPDATE:
-            self._updates.append(moving)
+    def add(self, operation: TimedOperation) -> None:
+        """Add a submitted operation. Its end is the result of `end_of`."""
+        if operation.lane == LaneName.UPDATE:
+            self._updates.append(operation)
         else:
-            self._recent[moving.lane].append(moving)
+            self._recent[operation.lane].append(operation)
 
     def withdraw(self, fence: SimulatedFence) -> None:
-        """The newest update was taken back before it began."""
+        """Remove the newest update, which was withdrawn before it began."""
         if self._updates and self._updates[-1].fence is fence:
             self._updates.pop()
 
-    def delay_updates(self, transfer: Moving, seen_s: float) -> float:
-        """Make the updates that share memory with a new transfer longer, and those behind them
-        later, but for ends that somebody may have waited for before `seen_s`. Returns when the last
-        one that changed ends, or 0."""
+    def delay_updates(self, transfer: TimedOperation, seen_s: float) -> float:
+        """Lengthen the updates that share memory with a new transfer, and delay those behind them.
+
+        Ends before `seen_s` stay: a caller may have waited for them. Returns the end of the last
+        update that changed, or 0.
+        """
         updates = self._updates
         while updates and updates[0].end_s <= seen_s:
             updates.popleft()
-        own = self._rates.update_gbps * 1e9
-        beside: list[_Left] | None = None
+        full_rate = self._rates.update_gbps * 1e9
+        beside: list[_RateInterval] | None = None
         free_s = 0.0  # the end of the one before, where it has become later
         for update in updates:
             if update.end_s <= transfer.begin_s:
@@ -125,7 +130,7 @@ class Contention:
             else:
                 if beside is None:
                     beside = self._beside_transfers(begin_s)
-                end_s = _end_s(begin_s, update.nbytes, own, beside)
+                end_s = _end_s(begin_s, update.nbytes, full_rate, beside)
             if end_s > update.end_s:
                 update.begin_s, update.end_s, free_s = begin_s, end_s, end_s
                 update.fence.issued_s = update.fence.done_s = end_s
@@ -134,16 +139,16 @@ class Contention:
                     self._delayed.append(update)
         return free_s
 
-    def delayed(self) -> list[Moving]:
-        """The updates whose times have changed since the last call."""
-        found, self._delayed = self._delayed, []
-        for update in found:
+    def delayed(self) -> list[TimedOperation]:
+        """Return the updates whose times have changed since the last call."""
+        changed, self._delayed = self._delayed, []
+        for update in changed:
             update.delayed = False
-        return found
+        return changed
 
-    def _beside_transfers(self, from_s: float) -> list[_Left]:
-        """Where transfers run after `from_s`, and the update's rate there."""
-        own, memory = self._rates.update_gbps * 1e9, self._rates.memory_gbps * 1e9
+    def _beside_transfers(self, from_s: float) -> list[_RateInterval]:
+        """Return the intervals after `from_s` in which transfers run, with the update's rate."""
+        full_rate, memory = self._rates.update_gbps * 1e9, self._rates.memory_gbps * 1e9
         changes = []
         for name in MEMORY_LANES:
             for other in reversed(self._recent[name]):
@@ -152,35 +157,35 @@ class Contention:
                 rate = other.rate
                 changes += [(other.begin_s, rate), (other.end_s, -rate)]
         changes.sort()
-        found, used = [], 0.0
-        for (at_s, change), (until_s, _) in pairwise(changes):
+        intervals, used = [], 0.0
+        for (begin_s, change), (end_s, _) in pairwise(changes):
             used += change
-            if until_s > at_s and used > 0.0:
-                left = min(own, max(memory - used, LEAST_SHARE * own))
-                found.append(_Left(at_s, until_s, left))
-        return found
+            if end_s > begin_s and used > 0.0:
+                rate_left = min(full_rate, max(memory - used, LEAST_SHARE * full_rate))
+                intervals.append(_RateInterval(begin_s, end_s, rate_left))
+        return intervals
 
-    def _overlaps(self, shared: dict[LaneName, float], from_s: float) -> list[_Left]:
-        """Disjoint intervals after `from_s` in which others run, and the rate that is left."""
-        found = sorted(
+    def _overlaps(self, shared: dict[LaneName, float], from_s: float) -> list[_RateInterval]:
+        """Return disjoint intervals after `from_s` in which others run, with the rate left."""
+        busy = sorted(
             (other.begin_s, other.end_s, rate)
             for name, rate in shared.items()
             for other in self._recent[name]
             if other.end_s > from_s
         )
-        disjoint: list[_Left] = []
-        for begin_s, end_s, rate in found:
+        disjoint: list[_RateInterval] = []
+        for begin_s, end_s, rate in busy:
             if disjoint and begin_s < disjoint[-1].end_s:
                 begin_s = disjoint[-1].end_s  # two at once: the first one's rate stands
             if end_s > begin_s:
-                disjoint.append(_Left(begin_s, end_s, rate))
+                disjoint.append(_RateInterval(begin_s, end_s, rate))
         return disjoint
 
 
 def _alone_and_beside(rates: Rates) -> dict[LaneName, tuple[float, dict[LaneName, float]]]:
     """Bytes/s of each lane alone, and beside each lane that shares its resource."""
     beside_loads, beside_spills = rates.io_gbps - rates.load_gbps, rates.io_gbps - rates.spill_gbps
-    found: dict[LaneName, tuple[float, dict[LaneName, float]]] = {
+    lanes: dict[LaneName, tuple[float, dict[LaneName, float]]] = {
         LaneName.FETCH: (rates.fetch_gbps, {LaneName.DRAIN: rates.duplex_gbps - rates.drain_gbps}),
         LaneName.DRAIN: (rates.drain_gbps, {LaneName.FETCH: rates.duplex_gbps - rates.fetch_gbps}),
         LaneName.GATHER: (rates.wire_gbps, {}),
@@ -194,36 +199,39 @@ def _alone_and_beside(rates: Rates) -> dict[LaneName, tuple[float, dict[LaneName
         LaneName.LOAD: (rates.load_gbps, {LaneName.SPILL: beside_spills, LaneName.STAGE: 0.0}),
         LaneName.STAGE: (rates.load_gbps, {LaneName.SPILL: beside_spills, LaneName.LOAD: 0.0}),
     }
-    return {
-        lane: (
-            own * 1e9,
-            {name: min(own, max(left, LEAST_SHARE * own)) * 1e9 for name, left in shared.items()},
-        )
-        for lane, (own, shared) in found.items()
-    }
+    rates_of_lanes: dict[LaneName, tuple[float, dict[LaneName, float]]] = {}
+    for lane, (full_gbps, shared) in lanes.items():
+        beside: dict[LaneName, float] = {}
+        for name, gbps_left in shared.items():
+            beside[name] = min(full_gbps, max(gbps_left, LEAST_SHARE * full_gbps)) * 1e9
+        rates_of_lanes[lane] = (full_gbps * 1e9, beside)
+    return rates_of_lanes
 
 
-def _end_s(start_s: float, nbytes: float, own: float, beside: Sequence[_Left]) -> float:
-    """When `nbytes` are moved: at the rate `own`, but in the intervals `beside` at theirs."""
+def _end_s(
+    start_s: float, nbytes: float, full_rate: float, beside: Sequence[_RateInterval]
+) -> float:
+    """Return the time at which `nbytes` are moved: at `full_rate`, in the intervals `beside` at
+    their rates."""
     left, now_s = nbytes, start_s
     for begin_s, end_s, rate in beside:
         if end_s <= now_s:
             continue
         alone = max(0.0, begin_s - now_s)
-        if left <= alone * own:
-            return now_s + left / own
-        left -= alone * own
+        if left <= alone * full_rate:
+            return now_s + left / full_rate
+        left -= alone * full_rate
         now_s = max(now_s, begin_s)
         if left <= (end_s - now_s) * rate:
             return now_s + left / rate
         left -= (end_s - now_s) * rate
         now_s = end_s
-    return now_s + left / own
+    return now_s + left / full_rate
 
 
 class Operation(NamedTuple):
-    """What a lane did. `cause`: the operation whose end let this one start; -1: the calling
-    thread's own pace."""
+    """One operation of a lane. `cause`: the operation whose end let this one start; -1: the
+    calling thread."""
 
     lane: LaneName
     name: str
@@ -233,7 +241,7 @@ class Operation(NamedTuple):
 
 
 class SimulatedFence(Fence):
-    """Done at a known time."""
+    """Fence of an operation whose end is known."""
 
     __slots__ = ("device", "done_s", "index", "issued_s")
 
@@ -247,7 +255,7 @@ class SimulatedFence(Fence):
         done_s: float,
         index: int,
     ) -> None:
-        # Not the base class's: an event and its lock would be most of a simulation's time.
+        # The base class makes an event and a lock: most of a simulation's time.
         self.lane = lane
         self.operation = operation
         self.device = device
@@ -271,7 +279,7 @@ class SimulatedFence(Fence):
 
 
 class SimulatedLane(Lane):
-    """A clock. `streams`: its thread only enqueues copies, as on a GPU's stream."""
+    """A lane with a clock. `streams`: its thread only enqueues copies, as for a GPU's stream."""
 
     def __init__(self, name: LaneName, device: SimulatedDevice, *, streams: bool) -> None:
         super().__init__(name)
@@ -306,7 +314,7 @@ class SimulatedLane(Lane):
             device, self.name, operation, issued_s=self._issued_s, done_s=end_s, index=self._last
         )
         if end_s > start_s:
-            moving = Moving(
+            moving = TimedOperation(
                 lane=self.name,
                 begin_s=start_s,
                 end_s=end_s,
@@ -432,7 +440,7 @@ class SimulatedDevice(Device):
 
     # -- time -------------------------------------------------------------------------------------
     def is_stream(self, lane: LaneName) -> bool:
-        """Whether a stream can wait for this lane's fences by itself."""
+        """True if a stream can wait for this lane's fences by itself."""
         return self.asynchronous and lane in (LaneName.COMPUTE, *STREAM_LANES)
 
     def hold_caller(self, until_s: float, cause: int) -> None:

@@ -51,7 +51,7 @@ MAX_LEARNT_ORDERS = 4
 
 
 class Phase(Enum):
-    """Where in the step the training thread is."""
+    """Phase of the training thread in a step."""
 
     IDLE = "idle"
     FORWARD = "forward"
@@ -117,7 +117,7 @@ class Executor:
         updates: Mapping[int, Position] | None = None,
         offloads: Sequence[int] | None = None,
     ) -> Schedule:
-        """That of passes that use layers in this order."""
+        """Make the schedule of passes that use layers in this order."""
         plan = self._plan
         return make_schedule(
             uses,

@@ -36,7 +36,7 @@ from stronghold.telemetry.metrics import WaitCause
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class _PreparedUpdate:
+class _PendingUpdate:
     """An update that waits for the factor of its gradients. Each launch takes that factor.
     `nbytes`: bytes that the update moves."""
 
@@ -51,7 +51,7 @@ class GpuUpdates:
     def __init__(self, parts: Parts, window: Window) -> None:
         self._device, self._steps, self._metrics = parts.device, parts.steps, parts.metrics
         self._window = window
-        self._prepared: _PreparedUpdate | None = None
+        self._prepared: _PendingUpdate | None = None
 
     # -- gradients --------------------------------------------------------------------------------
     def set_or_add(self, batch: Sequence[LayerGradients], array: str, *, norms: bool) -> None:
@@ -181,7 +181,7 @@ class GpuUpdates:
         launched = [kernels.sum_squares_async(dtype, rows) for dtype, rows in segments.items()]
         sums.append(launched[0] if len(launched) == 1 else torch.cat(launched))
 
-    def _prepare(self, batch: Sequence[LayerGradients]) -> _PreparedUpdate:
+    def _prepare(self, batch: Sequence[LayerGradients]) -> _PendingUpdate:
         """Do the host's share of an update while the device is busy with backward.
 
         It takes the present hyper-parameters. The factor of the gradients is not known yet.
@@ -207,10 +207,10 @@ class GpuUpdates:
                 lean=range_format.trained.is_lean,
             )
             launches.append(launch)
-        return _PreparedUpdate(batch=batch, launches=tuple(launches), nbytes=int(moved))
+        return _PendingUpdate(batch=batch, launches=tuple(launches), nbytes=int(moved))
 
     @staticmethod
-    def _update(prepared: _PreparedUpdate, scale: float, _: Sequence[Piece]) -> None:
+    def _update(prepared: _PendingUpdate, scale: float, _: Sequence[Piece]) -> None:
         """Work of the compute lane."""
         for launch in prepared.launches:
             launch(scale)

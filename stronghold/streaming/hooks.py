@@ -166,7 +166,7 @@ class Hooks:
     def _after_model(self, module: nn.Module, args: Any, output: Any) -> None:
         self._depth -= 1
         if self._depth == 0:
-            returned = output is not None  # torch says None where the model raised
+            returned = output is not None  # torch passes None if the model raised
             if returned and self._executor.phase is Phase.FORWARD:
                 stale = self._executor.weights.outdated_residents()
                 self._residents.end_pass(training=self._training, stale=stale)

@@ -25,7 +25,7 @@ LazyNumber = float | torch.Tensor | Callable[[], float] | None
 
 
 class WaitCause(Enum):
-    """What compute waited for: weights, a free gradient slot, or an update."""
+    """Cause of a wait of compute: weights, a free gradient slot, or an update."""
 
     FETCH = "fetch"
     DRAIN = "drain"
