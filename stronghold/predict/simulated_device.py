@@ -310,7 +310,7 @@ class SimulatedLane(Lane):
         self._last = device.note(self.name, operation, start_s, end_s, cause)
         self._before[self._last] = before
         work()
-        found = SimulatedFence(
+        fence = SimulatedFence(
             device, self.name, operation, issued_s=self._issued_s, done_s=end_s, index=self._last
         )
         if end_s > start_s:
@@ -319,7 +319,7 @@ class SimulatedLane(Lane):
                 begin_s=start_s,
                 end_s=end_s,
                 nbytes=nbytes,
-                fence=found,
+                fence=fence,
             )
             device.contention.add(moving)
             if self.name in BESIDE_UPDATES:  # it takes memory from updates before it
@@ -327,7 +327,7 @@ class SimulatedLane(Lane):
                 update = cast(SimulatedLane, device.update)
                 update.free_s = max(update.free_s, free_s)
                 update._issued_s = max(update._issued_s, free_s)
-        return found
+        return fence
 
     def withdraw(self, fences: Sequence[Fence]) -> int:
         device, operations = self._device, self._device.operations
