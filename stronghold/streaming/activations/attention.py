@@ -131,7 +131,7 @@ class AttentionCalls:
             return stored
         return SavedTensor(result.detach(), version_of(result))
 
-    def again(self) -> Through:
+    def begin_second_run(self) -> Through:
         """Begin a second run, and return the function that its attention calls go through."""
         self._next = 0
         return self._replay

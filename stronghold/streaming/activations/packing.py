@@ -59,7 +59,7 @@ class HookPairs:
         *,
         foreign: ForeignHooks | None = None,
         outer: OuterPack | None = None,
-        again: Recomputation | None = None,
+        recomputation: Recomputation | None = None,
         offloads: bool = False,
     ) -> Hooks:
         """Return pack and unpack for one forward of the layer.
@@ -72,7 +72,7 @@ class HookPairs:
             layer: the layer whose forward runs.
             foreign: the user's hooks; they unpack their own handles.
             outer: packs each tensor outside of slots, if given.
-            again: the recomputation whose places this forward saves.
+            recomputation: the one whose places this forward saves.
             offloads: whether large tensors go to the host.
         """
         executor, sizes, layers = self._executor, self._sizes, self._executor.layers
@@ -103,8 +103,8 @@ class HookPairs:
 
         def unpack(packed: Any) -> torch.Tensor:
             if type(packed) is Place:
-                assert again is not None
-                packed = again.take(packed, run_again)
+                assert recomputation is not None
+                packed = recomputation.take(packed, run_again)
             if type(packed) is SavedTensor:
                 tensor, version = packed
                 return tensor if version_of(tensor) == version else refuse_written(packed)
@@ -120,7 +120,7 @@ class HookPairs:
                 # of that graph needs it when the slot holds another layer.
                 return weight.clone() if torch.is_grad_enabled() else weight
             if type(packed) is SavedSparse:
-                return self._unpack_sparse(packed, layer, foreign, again)
+                return self._unpack_sparse(packed, layer, foreign, recomputation)
             return self._unpack_rare(packed, foreign)
 
         return pack, unpack
@@ -147,9 +147,9 @@ class HookPairs:
         packed: SavedSparse,
         layer: int,
         foreign: ForeignHooks | None,
-        again: Recomputation | None,
+        recomputation: Recomputation | None,
     ) -> torch.Tensor:
-        _, unpack = self.make(layer, foreign=foreign, again=again)
+        _, unpack = self.make(layer, foreign=foreign, recomputation=recomputation)
         return packed.built_from([unpack(handle) for handle in packed.handles])
 
     def _unpack_rare(self, packed: Any, foreign: ForeignHooks | None) -> torch.Tensor:

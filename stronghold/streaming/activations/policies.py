@@ -58,15 +58,15 @@ logger = logging.getLogger("stronghold")
 class _Scope:
     """One running forward, and the things to close at its end.
 
-    outside  the function that attention's calls went through before
-    hooks    our pair, once it is active
-    again    the recomputation that this first run belongs to
+    outside        the function that attention's calls went through before
+    hooks          our pair, once it is active
+    recomputation  the one that this first run belongs to
     """
 
     layer: int
     outside: Through | None = None
     hooks: saved_tensors_hooks | None = None
-    again: Recomputation | None = None
+    recomputation: Recomputation | None = None
 
 
 logged: set[tuple[str, str]] = set()  # classes of blocks, and the names that their forwards change
@@ -154,9 +154,9 @@ class Activations:
             self._outside = foreign_pair
         scope = _Scope(layer, outside=running.through)
         self._open.append(scope)  # before anything is open: an interrupt may end us anywhere
-        again, self._starting = self._starting, None
+        recomputation, self._starting = self._starting, None
         self._offload.forget_storages()
-        is_first_run = not recomputing and again is None
+        is_first_run = not recomputing and recomputation is None
         if is_first_run:
             self._offload.begin_forward()
             self.sizes.enter(layer, (args, kwargs))
@@ -166,24 +166,29 @@ class Activations:
             through = self._measured[layer].through
         outer: OuterPack | None = None
         offloads = False
-        if again is not None:
-            outer = again.save_again
-            through = again.attention.again() if again.attention is not None else None
+        if recomputation is not None:
+            outer = recomputation.save_again
+            if recomputation.attention is not None:
+                through = recomputation.attention.begin_second_run()
         elif foreign is not None:  # the user's hooks decide, also whether the forward runs again
             outer = foreign.pack
         elif is_first_run and self.recomputes(layer):
             args, kwargs = without_cache(args, kwargs)
-            scope.again = self._recomputation(layer, module, args, kwargs, run)
-            outer = scope.again.save
-            if scope.again.attention is not None:
-                through = scope.again.attention.first
+            scope.recomputation = self._recomputation(layer, module, args, kwargs, run)
+            outer = scope.recomputation.save
+            if scope.recomputation.attention is not None:
+                through = scope.recomputation.attention.first
         else:
             offloads = self._policy(layer) == "offload" and is_first_run
         running.through = through
         pair = self._keeping[layer]
         if outer is not None or offloads:
             pair = self._pairs.make(
-                layer, foreign=foreign, outer=outer, again=scope.again, offloads=offloads
+                layer,
+                foreign=foreign,
+                outer=outer,
+                recomputation=scope.recomputation,
+                offloads=offloads,
             )
         hooks = saved_tensors_hooks(*pair)
         hooks.__enter__()
@@ -202,7 +207,7 @@ class Activations:
         offload = LayerOffload(self._offload, layer) if policy in AWAY else None
         if module not in self._recomputed:
             self._recomputed[module] = RecomputedModule(module, state.parameters)
-        again = Recomputation(
+        recomputation = Recomputation(
             self._recomputed[module],
             args,
             kwargs,
@@ -213,8 +218,8 @@ class Activations:
             offload=offload,
         )
         if policy in ATTENTION:
-            again.attention = AttentionCalls(self._device, offload)
-        return again
+            recomputation.attention = AttentionCalls(self._device, offload)
+        return recomputation
 
     def will_recompute(self, layer: int, *, recomputing: bool) -> bool:
         """True if a forward of the layer that begins now will run again in backward."""
@@ -241,8 +246,8 @@ class Activations:
         if scope.hooks is not None:
             scope.hooks.__exit__(None, None, None)
         running.through = scope.outside
-        if scope.again is not None:
-            self._end_first_run(layer, scope.again)
+        if scope.recomputation is not None:
+            self._end_first_run(layer, scope.recomputation)
         self._offload.forget_storages()
         self._open.remove(scope)
         if chunk:  # as many chunks are on their way as run at once
@@ -253,20 +258,20 @@ class Activations:
             keep_newest = 1
         self._offload.drop_sources(keep_newest=keep_newest)
 
-    def _end_first_run(self, layer: int, again: Recomputation) -> None:
-        if again.attention is not None and not again.attention.any:
-            say_not_kept(again.block.class_name)
-        changed = again.end()
+    def _end_first_run(self, layer: int, recomputation: Recomputation) -> None:
+        if recomputation.attention is not None and not recomputation.attention.any:
+            say_not_kept(recomputation.block.class_name)
+        changed = recomputation.end()
         if changed is not None:
-            self._keep_all(layer, again, changed)
+            self._keep_all(layer, recomputation, changed)
 
-    def _keep_all(self, layer: int, again: Recomputation, changed: str) -> None:
+    def _keep_all(self, layer: int, recomputation: Recomputation, changed: str) -> None:
         """Keep the saved tensors of a forward that cannot run again: on the host, if it has room.
 
         `changed` names the thing that the forward has changed.
         """
         on_host = on_device = 0
-        for place in again.held():
+        for place in recomputation.held():
             tensor, version = place.kept
             place.kept = SavedTensor(tensor.detach(), version)  # [Note: pack] of `saved`
             nbytes = tensor.numel() * tensor.element_size()
@@ -277,17 +282,17 @@ class Activations:
                     on_host += nbytes
                     continue
             on_device += nbytes
-        _log_kept(again.block.class_name, changed, on_host, on_device)
+        _log_kept(recomputation.block.class_name, changed, on_host, on_device)
 
     # -- backward ---------------------------------------------------------------------------------
     def prefetch(self, layer: int) -> None:
         """Begin to load the layer's offloaded activations. Its backward comes next."""
         self._offload.prefetch(layer)
 
-    def _run_again(self, again: Recomputation) -> None:
-        self._starting = again  # until the module's own hook calls `enter`
+    def _run_again(self, recomputation: Recomputation) -> None:
+        self._starting = recomputation  # until the module's own hook calls `enter`
         try:
-            again.run()
+            recomputation.run()
         finally:
             self._starting = None
 
@@ -307,8 +312,8 @@ class Activations:
                 self._restore_outside_hooks()
             running.through = self._open[0].outside
         for scope in self._open:
-            if scope.again is not None:
-                scope.again.drop()
+            if scope.recomputation is not None:
+                scope.recomputation.drop()
         self._open.clear()
         self._offload.forget_storages()
         self.sizes.leave()

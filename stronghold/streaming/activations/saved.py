@@ -1,7 +1,7 @@
 """Handles: objects that stand in autograd's graph for saved tensors.
 
 Owns the types that the pack hook returns (`packing`), and the errors of a tensor that was written
-since it was saved (a write-after-save hazard). Moves no bytes. The training thread makes handles in
+since it was saved (a write-after-read hazard). Moves no bytes. The training thread makes handles in
 forward. Autograd's thread resolves them in backward.
 
 [Note: pack] The graph's node owns the object that a pack hook returns. A handle never holds the
