@@ -9,19 +9,16 @@ from __future__ import annotations
 import atexit
 import logging
 import weakref
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torch import nn
 
-if TYPE_CHECKING:
-    from stronghold.engine.engine import StrongholdEngine
-
 logger = logging.getLogger("stronghold")
 
-_engines: weakref.WeakSet[StrongholdEngine] = weakref.WeakSet()
+_engines: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def register(engine: StrongholdEngine) -> None:
+def register(engine: Any) -> None:
     """Finish this engine's work when the process ends, if the engine is alive then."""
     _engines.add(engine)
 
