@@ -187,7 +187,7 @@ class GpuPinning(HostPinning):
                 self._make_rings()
                 logger.warning(
                     "the system lets this process pin %d bytes of host memory, and refuses %d more "
-                    "(%s). What is not pinned passes through %d bytes that are: right, but slower. "
+                    "(%s). Copies of other memory pass through %d pinned bytes: exact, but slower. "
                     "Raise the limit: ulimit -l unlimited; in a container --ulimit memlock=-1; "
                     "under WSL2 more memory in .wslconfig",
                     pinned,
