@@ -1,12 +1,14 @@
-"""Hooks on the user's modules for everything but training: state dicts, copies, pickles.
+"""Hooks on the user's modules for state dicts, copies and pickles.
 
-Owns the hooks for state dicts, and the class of every hook that the engine hangs on a module, so
-that copies of the model have none that work. A state dict that is saved has the newest values; one
-that is loaded becomes the masters. `patches.parameters` has what the engine replaces around
-parameters. The training thread enters.
+Owns the hooks for state dicts, and the class of every hook that the engine puts on a module. A
+saved state dict has the newest values. A loaded one becomes the masters. `patches.parameters` has
+the names that the engine replaces around parameters. The training thread enters.
 
-[Note: copies] `copy.deepcopy(model)` and `torch.save(model)` take a module's hooks along: those of
-a live engine would move its layers when the copy is called, and hold locks that cannot be pickled.
+[Note: copies]
+1. `copy.deepcopy(model)` and `torch.save(model)` copy a module's hooks, too.
+2. Hazard: a copied hook would move the engine's layers when the copy is called. It would hold locks
+   that cannot be pickled.
+3. So the copy of an `OwnHook` does nothing.
 """
 
 from __future__ import annotations
@@ -30,9 +32,11 @@ from stronghold.streaming.patches.tensors import version_of, with_own_storage
 
 
 class OwnHook:
-    """A hook of ours on the user's module. Of one that is copied or pickled the copy has one that
-    does nothing ([Note: copies]). `compiled` is called instead where the module's call is compiled,
-    and its hooks with it; never what either calls."""
+    """A hook of the engine on the user's module. Its copies do nothing ([Note: copies]).
+
+    `compiled` is called instead of `call` if torch compiles the module's call and its hooks. torch
+    never compiles the two functions themselves.
+    """
 
     __slots__ = ("_call", "_compiled")
 
@@ -68,7 +72,7 @@ COMPILED_WHOLE = (
 
 
 def without_effect() -> OwnHook:
-    """What stands in a copy for a hook of the original's engine."""
+    """Return the hook that a copy of a module has in place of the engine's."""
     return OwnHook(_nothing)
 
 
@@ -77,7 +81,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def serves(hook: Any) -> bool:
-    """Whether `hook` is one of ours whose engine has it, not a copy's."""
+    """True if `hook` is an engine's hook, and no copy of one."""
     return isinstance(hook, OwnHook) and hook._call is not _nothing
 
 
@@ -85,8 +89,11 @@ Layers = Sequence[int]
 
 
 def _own_storages(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """What a state dict gives out shows the parameter's memory, as ever, through a storage that is
-    no larger than that: who saves it saves no more. Its version is the parameter's still."""
+    """Give each tensor of a state dict a storage as large as itself, over the parameter's memory.
+
+    A program that saves the tensor then saves no other parameter. The tensor keeps the parameter's
+    version.
+    """
     for name, parameter in parameter_table(module).items():
         value = state.get(prefix + name)
         if isinstance(value, torch.Tensor) and value is not parameter and not value.is_meta:
@@ -96,10 +103,13 @@ def _own_storages(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
 
 
 class StateHooks:
-    """`wait` returns when every parameter of these layers holds its newest value, `read` when
-    nobody reads the slabs any more; `loaded` takes over new values of these parameters, and of no
-    others: what a partial load leaves keeps its masters.
-    `parameters[i]` are those of layer i."""
+    """Hooks for state dicts of the model and its modules.
+
+    `parameters[i]`: parameters of layer i. `wait(layers)` returns when every parameter of these
+    layers has its newest value. `read()` returns when no operation reads the slabs.
+    `loaded(written)` takes over new values of these parameters alone: the others keep their
+    masters.
+    """
 
     def __init__(
         self,
@@ -118,20 +128,20 @@ class StateHooks:
             for layer, of_layer in enumerate(parameters)
             for k, parameter in enumerate(of_layer)
         }
-        # The outermost of our modules that is being loaded, and the prefix of its names.
+        # The outermost module that is loading now, and the prefix of its names.
         self._loading: tuple[nn.Module, str] | None = None
-        # Of its parameters: the versions before it, and those that the state dict has a value for.
-        # A module with a loader of its own may know either way alone.
+        # Versions of its parameters before the load, and parameters with a value in the state dict.
+        # A module with its own loader may show one of the two alone.
         self._versions: dict[nn.Parameter, int] = {}
         self._named: set[nn.Parameter] = set()
         self._handles = []
         for module in model.modules():
-            # A part's state dict is made of its modules', each of which waits for its own.
-            own = self._layers_of(module, recurse=module is model)
-            if own or module is model:
-                waiting = OwnHook(partial(self._before_save, own))
+            # A state dict consists of those of its modules. Each module waits for its own layers.
+            layers = self._layers_of(module, recurse=module is model)
+            if layers or module is model:
+                waiting = OwnHook(partial(self._before_save, layers))
                 self._handles.append(module.register_state_dict_pre_hook(waiting))
-            if own:
+            if layers:
                 hook = register_state_dict_hook(module, OwnHook(_own_storages))
                 self._handles.append(hook)
             self._handles += (

@@ -1,25 +1,30 @@
-"""Where each layer's parameters point: at a slot, at a slab, or for good at the device.
+"""Points each layer's parameters at memory: a weight slot, a host slab, or the GPU for good.
 
-Owns the views, and for each layer: whether its parameters are hidden until their newest values are
+Owns the views. For each layer it knows whether parameters are hidden until their newest values are
 there (`patches.parameters`), how often they were written in place, and whether a program keeps an
-alias of them. Never copies a byte. Entered by the training thread, and by autograd's in backward.
+alias. It never copies a byte. The training thread enters, and autograd's thread in backward.
 
-[Note: other memory] `model.to(...)`, `model.half()`, `p.data = values` and cuDNN's flattening of
-recurrent weights point a parameter elsewhere, and what is written there would be neither trained
-nor used. It is noticed where the parameter is moved next. The same values are harmless; others are
-refused, since the memory they displaced may be somebody's backup.
+[Note: other memory]
+1. `model.to(...)`, `model.half()`, `p.data = values`, or cuDNN's flattening of recurrent weights
+   points a parameter at other memory.
+2. Hazard: values that are written there would be neither trained nor used.
+3. The engine notices it when it next moves the parameter. Equal values are harmless. Other values
+   are refused: the memory that they displaced may be a backup of the program.
 
-[Note: a storage of their own] `p.data`, `p.detach()`, a view, a state dict and a NumPy array show
-the memory itself: whoever keeps one reads it whenever he likes, and no parameter is asked. A
-storage counts its references. So where parameters are to be seen between steps, at rest and in a
-resident layer's slot, their views are of a storage that nobody else here refers to: a reference too
-many is an alias.
+[Note: a storage of their own]
+1. `p.data`, `p.detach()`, a view, a state dict and a NumPy array are aliases of the memory.
+2. Hazard: a program reads an alias at any time, and no hook sees that.
+3. A storage counts its references. So the views that a program can see between steps, at rest and
+   in a resident layer's slot, lie in a storage to which no other object of ours refers.
+4. A further reference is an alias.
 
-[Note: aliases of a slot] When a slot is given to another layer, nothing of the user's may refer to
-its memory: whoever reads it later would read that layer's weights, silently. What autograd saves
-comes through our hooks and becomes a handle, and parameters point elsewhere by then. What is left
-is a view that a custom Function keeps as an attribute, that hooks inside the model packed, that a
-closure or a module holds: `refuse_aliases` counts references when the slot is released.
+[Note: aliases of a slot]
+1. A slot goes from layer A to layer B.
+2. Hazard: a program keeps a view of A's weights, and silently reads B's.
+3. Tensors that autograd saves come through our hooks and become handles. Parameters point elsewhere
+   by then. A view may still be an attribute of a custom Function, packed by hooks inside the model,
+   or held by a closure or a module.
+4. `refuse_aliases` counts references when the slot is released.
 """
 
 from __future__ import annotations
@@ -44,8 +49,8 @@ from stronghold.streaming.patches.tensors import (
     with_own_storage,
 )
 
-# What may hold a view, and lets go of it: a lane, just after it has said that it is done; and what
-# hangs in a cycle, young or old, and is read by nobody.
+# A lane may hold a view for a moment after its operation is done. A cycle of garbage may hold one,
+# too. So the references are counted again after each of these.
 _WAITS: tuple[Callable[[], object], ...] = (
     partial(time.sleep, 0.0002),
     partial(time.sleep, 0.001),
@@ -57,8 +62,9 @@ _WAITS: tuple[Callable[[], object], ...] = (
 
 
 def refuse_aliases(state: LayerState, slot: torch.Tensor, ours: Sequence[torch.Tensor]) -> None:
-    """ConfigError when anything but `slot` and `ours`, views of it, holds the slot's memory."""
-    if slot.is_meta:  # of a simulated device
+    """Raise ConfigError if an object holds the slot's memory beside `slot` and `ours`, its
+    views."""
+    if slot.is_meta:  # a simulated device
         return
     storage = slot.untyped_storage()
     expected = len(ours) + 2  # the slot, and the storage that is asked
@@ -72,22 +78,24 @@ def refuse_aliases(state: LayerState, slot: torch.Tensor, ours: Sequence[torch.T
 
 
 def _views(storage: torch.UntypedStorage, known: set[int]) -> list[torch.Tensor]:
-    found = []
-    for held in gc.get_objects():
-        if issubclass(type(held), torch.Tensor) and id(held) not in known:
+    """Return the tensors in `storage` whose ids are not `known`."""
+    views = []
+    for candidate in gc.get_objects():
+        if issubclass(type(candidate), torch.Tensor) and id(candidate) not in known:
             with contextlib.suppress(RuntimeError):  # a tensor without a storage
-                if held.untyped_storage().data_ptr() == storage.data_ptr():
-                    found.append(held)
-    return found
+                if candidate.untyped_storage().data_ptr() == storage.data_ptr():
+                    views.append(candidate)
+    return views
 
 
 def _message(state: LayerState, views: list[torch.Tensor]) -> str:
     bytes_of = state.maps["weights"].bytes_of
-    places = [
-        (part.name, bytes_of(part.offset, part.offset + part.numel)) for part in state.layout.slices
-    ]
-    starts = [view.storage_offset() * view.element_size() for view in views]
-    names = {name for name, place in places if any(place.start <= at < place.stop for at in starts)}
+    view_starts = [view.storage_offset() * view.element_size() for view in views]
+    names = set()
+    for parameter in state.layout.slices:
+        place = bytes_of(parameter.offset, parameter.offset + parameter.numel)
+        if any(place.start <= start < place.stop for start in view_starts):
+            names.add(parameter.name)
     return (
         f"{', '.join(sorted(names)) or state.layout.name}: a view (of weight.t(), "
         "weight.detach() or weight.data, say) is still held after the block's forward or backward, "
@@ -99,12 +107,12 @@ def _message(state: LayerState, views: list[torch.Tensor]) -> str:
     )
 
 
-_unasked = without_torch_function  # those that are hidden do not wait for us
+_unasked = without_torch_function  # hidden parameters do not wait for the engine
 _address = torch.Tensor.data_ptr
 
 
 class Bindings:
-    """Parameters of `resident` layers are bound to memory of their own alone."""
+    """Binds parameters to memory. Parameters of `resident` layers have memory of their own."""
 
     def __init__(self, layers: Sequence[LayerState], resident: Container[int]) -> None:
         self._layers, self._resident = layers, resident
@@ -112,8 +120,8 @@ class Bindings:
             views = state.views
             views.places, views.place = {}, None  # slots and slabs are few, and stay
             views.hidden, views.version_sum = False, 0
-            views.epoch += 1  # a graph of an earlier runtime's is refused, whatever it resolves to
-        self._views_at: dict[int, list[torch.Tensor]] = {}  # of all layers, of slots they share
+            views.epoch += 1  # graphs of an earlier plan are refused
+        self._views_at: dict[int, list[torch.Tensor]] = {}  # views of shared slots, by address
 
     def bind(self, layer: int, flat: torch.Tensor) -> None:
         """Point the layer's parameters at their places in `flat`."""
@@ -137,7 +145,7 @@ class Bindings:
             views = [weights.parameter(flat, part) for part in slices]
             self._views_at.setdefault(address, []).extend(views)
         else:
-            if not flat.is_meta:  # of a simulated device: there is nothing to see
+            if not flat.is_meta:  # a simulated device has no memory
                 flat = with_own_storage(flat)  # [Note: a storage of their own]
             views = [weights.parameter(flat, part) for part in slices]
             storage = storage_address(flat.untyped_storage())
@@ -146,33 +154,33 @@ class Bindings:
         return ParameterPlace(views, tuple(map(_address, views)), storage, references)
 
     def point(self, layer: int, flat: torch.Tensor) -> None:
-        """As `bind`, wherever the parameters point: an interrupt may have left them anywhere."""
+        """Bind as `bind` does, from any memory: an interrupt may have left parameters anywhere."""
         self._layers[layer].views.place = None
         self.bind(layer, flat)
 
     def views_at(self, address: int) -> list[torch.Tensor]:
-        """Every view that is held of the slot at this address."""
+        """Return the views of the slot at this address."""
         return self._views_at.get(address, [])
 
     def check(self, layer: int) -> None:
-        """ConfigError when a parameter points elsewhere, at other values ([Note: other memory])."""
+        """Raise ConfigError if a parameter points at other memory with other values ([Note: other
+        memory])."""
         state = self._layers[layer]
         place = state.views.place
         with _unasked():
             if place is None or tuple(map(_address, state.parameters)) == place.addresses:
                 return
-            for k, (parameter, own) in enumerate(zip(state.parameters, place.views, strict=True)):
+            for k, (parameter, view) in enumerate(zip(state.parameters, place.views, strict=True)):
                 if parameter.data_ptr() != place.addresses[k]:
-                    _take_back(state.layout.slices[k].name, parameter, own)
+                    _take_back(state.layout.slices[k].name, parameter, view)
 
     def rest(self, layer: int) -> None:
-        """Point the layer's parameters at its own arrays: on the host, or on the device when it is
+        """Point the layer's parameters at its arrays: on the host, or on the device if the layer is
         updated there."""
         self.bind(layer, self._layers[layer].weights)
 
     def rest_all(self) -> None:
-        """Point every parameter at its layer's own arrays, and keep no other memory alive: slots,
-        or files that are mapped."""
+        """Point every parameter at its layer's arrays. Keep no slot and no mapped file alive."""
         for layer, state in enumerate(self._layers):
             at_rest = state.views.places.get(state.weights.data_ptr())
             if at_rest is None or state.views.place is not at_rest:
@@ -182,14 +190,14 @@ class Bindings:
         self._views_at.clear()
 
     def move_rest(self, layer: int, before: torch.Tensor) -> None:
-        """The layer's weights lay in `before`, and lie elsewhere: parameters at rest follow."""
+        """Point parameters at rest at the layer's weights, which lay in `before`."""
         place = self._layers[layer].views.place
         if place is None or place is self._layers[layer].views.places.get(before.data_ptr()):
             self.point(layer, self._layers[layer].weights)
 
-    # -- who looks at them ------------------------------------------------------------------------
+    # -- readers and writers ----------------------------------------------------------------------
     def hide(self, layer: int) -> None:
-        """The layer's newest values are on their way to where its parameters point."""
+        """Make readers of the layer's parameters wait: newer values are on their way."""
         state = self._layers[layer]
         if not state.views.hidden:
             self.written(layer)
@@ -198,14 +206,14 @@ class Bindings:
             state.views.hidden = True
 
     def show(self, layer: int) -> None:
-        """They are there."""
+        """Let readers of the layer's parameters go on: the newest values are there."""
         state = self._layers[layer]
         if state.views.hidden:
             state.views.hidden = False
             show(state.parameters)
 
     def written(self, layer: int) -> bool:
-        """Whether a parameter of the layer was written in place since this was asked last."""
+        """True if a parameter of the layer was written in place since the last call."""
         state = self._layers[layer]
         if state.views.hidden:  # else it would have been shown
             return False
@@ -216,39 +224,43 @@ class Bindings:
         return is_changed
 
     def version_sum(self, layer: int) -> int:
-        """Of the versions of the layer's parameters, as torch counts writes in place."""
+        """Sum of the versions of the layer's parameters. torch counts writes in place."""
         with _unasked():
             return sum(map(version_of, self._layers[layer].parameters))
 
     def is_seen(self, layer: int) -> bool:
-        """True if a program keeps an alias of the layer's weights, where it rests or in a slot of
-        its own. The program may write through it, and must see new values in it."""
+        """True if a program keeps an alias of the layer's weights, at rest or in a slot of its own.
+
+        The program may write through the alias, and must see new values in it.
+        """
         return self.aliased_at_rest(layer) or self.aliased(layer)
 
     def aliased(self, layer: int) -> bool:
-        """Whether anybody outside keeps an alias of what the parameters point at now. False for a
-        slot that many layers take."""
+        """True if a program keeps an alias of the memory that the parameters point at now. False
+        for a slot that layers share."""
         state = self._layers[layer]
         return _has_others(state, state.views.place)
 
     def aliased_at_rest(self, layer: int) -> bool:
-        """The same of where a layer that is not resident rests."""
+        """True if a program keeps an alias of the arrays at rest of a layer that is not
+        resident."""
         state = self._layers[layer]
         at_rest = state.views.places.get(state.weights.data_ptr())
         return layer not in self._resident and _has_others(state, at_rest)
 
 
-def _take_back(name: str, parameter: nn.Parameter, own: torch.Tensor) -> None:
+def _take_back(name: str, parameter: nn.Parameter, view: torch.Tensor) -> None:
+    """Point a parameter at `view` again. Raise ConfigError if it had other values."""
     other = parameter.detach()
-    point(parameter, own)
-    same = other.dtype is own.dtype and other.shape == own.shape
-    if other.shape != own.shape:
+    point(parameter, view)
+    same = other.dtype is view.dtype and other.shape == view.shape
+    if other.shape != view.shape:
         raise ConfigError(
             f"{name} was given another shape while an engine moves it: got {tuple(other.shape)}, "
-            f"expected {tuple(own.shape)}: call resize_token_embeddings and the like before "
+            f"expected {tuple(view.shape)}: call resize_token_embeddings and the like before "
             "stronghold.initialize, or after destroy() for a new engine"
         )
-    if not same or not torch.equal(other.to(own.device), own):
+    if not same or not torch.equal(other.to(view.device), view):
         raise ConfigError(
             f"{name} was pointed at other memory with other values (p.data = ..., "
             "model.half(), model.to(dtype)) while an engine moves it: write into the parameter "
@@ -257,6 +269,7 @@ def _take_back(name: str, parameter: nn.Parameter, own: torch.Tensor) -> None:
 
 
 def _has_others(state: LayerState, place: ParameterPlace | None) -> bool:
+    """True if an object outside refers to the storage of `place`."""
     if place is None or place.storage is None:
         return False
     num_bound = len(state.parameters) if place is state.views.place else 0
