@@ -93,10 +93,16 @@ class MemoryReport:
 
 
 class Stack:
-    """Trains one model. Raises ConfigError or BudgetError before anything is allocated.
+    """The parts that train one model. Opens them in order, and closes them in reverse.
 
-    `close` gives the model back: every parameter a CPU tensor with its newest value, every hook
-    removed.
+    1. Formats, layers and the layout of the model; then the plan. ConfigError or BudgetError come
+       before anything is allocated.
+    2. Device, threads of the update kernels, files.
+    3. Layers, adopted one by one, so that RAM never has two copies of the model.
+    4. Hooks: the model may be called.
+
+    `close` gives the model back: every parameter is a CPU tensor with its newest value, and every
+    hook is removed.
     """
 
     def __init__(
@@ -118,7 +124,7 @@ class Stack:
             dtype=self.dtype,
             kind=section.states,
             rule=section.dtypes,
-            optimizers={parameter: of_group for parameter, (_, of_group) in groups.items()},
+            optimizers={parameter: group[1] for parameter, group in groups.items()},
             default=None if optimizer is None else optimizer.default,
         )
         self.formats = chosen.formats
@@ -155,7 +161,7 @@ class Stack:
             recomputed=self.plan.recomputed,
             trace=self.trace,
         )
-        with contextlib.ExitStack() as undo:  # if a part cannot be made, those before it are closed
+        with contextlib.ExitStack() as undo:  # a failure closes the parts that were opened before
             undo.callback(self.ranks.close)
             self.device = self._open_device(kind, local_rank)
             undo.callback(self.device.close)
@@ -170,15 +176,15 @@ class Stack:
         _open.add(self)
 
     def _updates_of(self, weight: torch.Tensor) -> int | None:
-        """How often a parameter of a layer that is not streamed was updated; None for others."""
-        for layer, of_layer in zip(self.partition.layers, self.parameters, strict=True):
-            if any(parameter is weight for parameter in of_layer):
-                return (
-                    None if layer.streamed else sum(self.host.layers[layer.index].optimizer.counts)
-                )
+        """Number of updates of the layer of a parameter. None for a streamed layer."""
+        for layer, parameters in zip(self.partition.layers, self.parameters, strict=True):
+            if any(parameter is weight for parameter in parameters):
+                counts = self.host.layers[layer.index].optimizer.counts
+                return None if layer.streamed else sum(counts)
         return None
 
     def _demand(self, settings: Settings, *, training: bool) -> Demand:
+        """Make the planner's input from config, layout, ranks and free memory."""
         section, gpu_free_bytes = self.section, self.gpu_free_bytes
         gpu_budget = section.gpu_memory
         if gpu_budget is None and gpu_free_bytes is not None:
@@ -186,17 +192,8 @@ class Stack:
         ranks = self.ranks
         if gpu_budget is not None:
             gpu_budget = ranks.least(gpu_budget)  # one plan: all ranks move the same layers
-        # The model's own memory, which the slabs replace.
-        held = [
-            p
-            for layer in self.partition.layers
-            for p in layer.parameters
-            if not p.parameter.is_meta
-        ]
-        held_now = sum(named.parameter.nbytes for named in held)
-        sharers = ranks.on_node.count
-        available = max(0, available_host_bytes() // sharers - self._host_reserved_bytes)
-        host_budget = section.host_memory or available + held_now
+        available = available_host_bytes() // ranks.on_node.count - self._host_reserved_bytes
+        host_budget = section.host_memory or max(0, available) + self._model_bytes()
         if section.nvme is not None:
             host_budget = ranks.least(host_budget)  # the same arrays spill
         resident = section.resident_layers
@@ -215,7 +212,7 @@ class Stack:
             prefetch=section.prefetch,
             resident_layers=num_blocks if resident == "all" else resident,
             resident_updates=_resident_updates(section, ranks, on_gpu=gpu_free_bytes is not None),
-            # On a GPU of unknown room: the policy that takes least, until what is kept is known.
+            # On a GPU, before the first steps are measured: the policy that takes least memory.
             activations=pinned_activations(section, self.layout)
             or (None if gpu_free_bytes is None else "recompute"),
             chunk=section.chunk,
@@ -233,17 +230,25 @@ class Stack:
             shares_weights=ranks.several,
         )
 
+    def _model_bytes(self) -> int:
+        """Bytes of the model's own parameters in RAM. The slabs replace them."""
+        nbytes = 0
+        for layer in self.partition.layers:
+            for named in layer.parameters:
+                nbytes += 0 if named.parameter.is_meta else named.parameter.nbytes
+        return nbytes
+
     def _open_device(self, kind: str, local_rank: int) -> Device:
         section = self.section
         if kind == "cuda":
             return CudaDevice(local_rank, budget_bytes=section.gpu_memory, trace=self.trace)
-        settings = section.emulated.model_dump()  # of the same names
-        if section.emulated.nvme_gbps is not None:  # of the node's disks
+        settings = section.emulated.model_dump()  # EmulatedDevice has the same names
+        if section.emulated.nvme_gbps is not None:  # ranks share the node's disks
             settings["nvme_gbps"] = section.emulated.nvme_gbps / self.ranks.on_node.count
         return EmulatedDevice(budget_bytes=section.gpu_memory, trace=self.trace, **settings)
 
     def _open_tiers(self, undo: contextlib.ExitStack) -> Tiers:
-        """Open the stores of the plan's staged homes, which `undo` closes; every rank calls it."""
+        """Open the stores of the plan's staged homes. `undo` closes them. Every rank calls it."""
         plan, ranks, homes = self.plan, self.ranks, self.plan.homes
         ring, stores = NO_RING, dict[Home, Store]()
         if homes.staged_homes:
@@ -259,12 +264,12 @@ class Stack:
                     device=self.device,
                 )
 
-            ranks.on_disks.together(make_ring)  # when it fails on one rank, all raise
+            ranks.on_disks.together(make_ring)  # if it fails on one rank, all raise
             for home in homes.staged_homes:
                 extents = extent_requests(self.layout, self.formats, homes, ranks.shards, home)
                 stores[home] = STORES[home](self, extents, ring)
                 undo.callback(stores[home].close)
-            undo.callback(self.device.close)  # first: lanes may still read and write the stores
+            undo.callback(self.device.close)  # closed first: lanes may still use the stores
         return Tiers(self.layout, self.formats, homes, stores, ring, shards=ranks.shards)
 
     def _build(
@@ -274,6 +279,7 @@ class Stack:
         tiers: Tiers,
         undo: contextlib.ExitStack,
     ) -> None:
+        """Assemble the parts, take the model over layer by layer, and attach the hooks."""
         parameters = [
             [named.parameter for named in layer.parameters] for layer in self.partition.layers
         ]
@@ -294,7 +300,7 @@ class Stack:
         self.team, self.outside = made.team, made.outside
         self.parameters = parameters
         self.runtime = self._make_runtime(self.plan)
-        # Never two copies of a layer; a large model takes minutes, a small one shows no bar.
+        # A large model takes minutes. A small one shows no bar.
         bar = tqdm(
             parameters,
             desc="taking the model over",
@@ -305,10 +311,10 @@ class Stack:
         )
         source = source_of(model)
         freed_bytes = 0
-        for index, of_layer in enumerate(bar):
-            freed_bytes += sum(p.nbytes for p in of_layer if not p.is_meta)
+        for index, layer_parameters in enumerate(bar):
+            freed_bytes += sum(p.nbytes for p in layer_parameters if not p.is_meta)
             made.adopt(index, source)
-            for parameter in of_layer:
+            for parameter in layer_parameters:
                 if parameter.is_meta:
                     materialize(parameter, torch.empty(0, dtype=parameter.dtype))
             self.runtime.executor.rest(index)
@@ -327,11 +333,11 @@ class Stack:
         return Runtime(self._made, plan, host_room_bytes=room)
 
     def check_process(self, operation: str) -> None:
-        """ConfigError in a forked child."""
+        """Raise ConfigError in a forked child."""
         check_not_forked(self._process, operation)
 
     def check_here(self, operation: str) -> None:
-        """ConfigError while the model is away from the device, too."""
+        """Raise ConfigError in a forked child, and while the model is away from the device."""
         self.check_process(operation)
         if self._away:
             raise ConfigError(
@@ -340,21 +346,21 @@ class Stack:
             )
 
     def settle(self, layers: Sequence[int] | None = None) -> None:
-        """Wait until the parameters of these layers, or of all, show their newest values."""
+        """Wait until the parameters of these layers, or of all (None), have their newest values."""
         self.check_process("reading parameters")
         self.outside.check()
         if not self._away:
             self.runtime.settle(layers)
 
     def wait_for_readers(self) -> None:
-        """Block until nothing reads the arrays: before they are written from outside."""
+        """Block until no operation reads the arrays, before the program writes them."""
         self.check_process("writing parameters")
         for state in self.host.layers:
             state.wait_unused()
-        self.team.barrier("before new weights")  # other ranks may still read what they are made of
+        self.team.barrier("before new weights")  # other ranks may still read the old ones
 
     def adopt_weights(self, written: Written | None = None) -> None:
-        """New values were written where these parameters, or all, point: make them the masters."""
+        """Make new values of these parameters, or of all (None), the masters."""
         if self._away:
             for index in range(len(self.parameters)) if written is None else written:
                 self.host.access.restart_master(index, written and written[index])
@@ -362,8 +368,8 @@ class Stack:
             self.runtime.adopt_weights(written)
 
     def drop_gradients(self, part: str | None = None) -> None:
-        """Throw away the gradients that wait for the step, if there are any. ConfigError when only
-        those of `part` are meant."""
+        """Drop the gradients that wait for the step. Raises ConfigError for one `part` of the
+        model."""
         if not self.runtime.ledger.is_in_step:
             return
         if part is not None:
@@ -375,31 +381,30 @@ class Stack:
         self.runtime.drop_gradients()
 
     def replan(self, plan: Plan) -> bool:
-        """Go on with `plan`, between two passes: nothing is lost, and no more than one plan's
-        buffers are on the device at a time. Sums of the micro-batches of a step move with their
-        layers; other gradients that wait for the step are dropped. No graph waits for its backward.
-        False, and with the present plan, where the device has no room for a plan that takes more
-        any more; of several ranks, on any of them.
+        """Change to `plan` between two passes. No graph waits for its backward.
 
-        StateError for another way to gather gradients, and for layers that would have to come back
-        from the device to files.
+        Buffers of one plan at a time are on the device. Sums over the micro-batches of a step move
+        with their layers. Other gradients that wait for the step are dropped. Returns False, and
+        keeps the present plan, if the device of any rank has no room for the new one. Raises
+        StateError for another way to gather gradients, and for layers that would have to move from
+        the device to files.
         """
         back = self.plan.updated_on_gpu - plan.updated_on_gpu
         if (back and self.demand.nvme) or plan.accumulates is not self.plan.accumulates:
             raise StateError(f"replan: layers {sorted(back)} or gradients cannot change places")
         keep_gradients = self.plan.accumulates and not self.ranks.several
-        self.runtime.adopt_edited()  # before what was written in slots is no longer theirs
+        self.runtime.adopt_edited()  # while the slots still have the values that a program wrote
         self.runtime.restart(keep_gradients=keep_gradients)
         self.runtime.settle()
         try:
             return self._change_to(plan, keep_gradients=keep_gradients)
-        except BaseException as error:  # Ctrl-C: parts of two plans cannot be put together again
+        except BaseException as error:  # after Ctrl-C parts of two plans are mixed for good
             self.device.report(LaneError(LaneName.COMPUTE, "change of the plan", error))
             raise
 
     def _change_to(self, plan: Plan, *, keep_gradients: bool) -> bool:
         before = self.plan
-        self.device.finish()  # lanes may read gradient slots whose step was given up
+        self.device.finish()  # lanes may read gradient slots of an abandoned step
         self.runtime.detach()
         self.runtime.give_back(keep_gradients=keep_gradients)
         self.runtime.close()
@@ -407,7 +412,7 @@ class Stack:
         for layer in sorted(before.updated_on_gpu - plan.updated_on_gpu):
             self.store.move_to_host(layer)
         fits = True
-        if plan.gpu_total_bytes > before.gpu_total_bytes:  # else it takes what the other one had
+        if plan.gpu_total_bytes > before.gpu_total_bytes:  # else the old plan's memory is enough
             more = plan.gpu_total_bytes - self.device.memory.allocated_bytes
             fits = self.device.memory.has_room(more, plan.activation_bytes)
             fits = self.ranks.least(fits) == 1
@@ -425,8 +430,11 @@ class Stack:
         return fits
 
     def compile_blocks(self, compiled: Callable[[Any], Any]) -> None:
-        """From now on each block's forward is what `compiled` makes of it; our hooks stay around
-        it, uncompiled. Undone when the model is given back. ConfigError within a step."""
+        """Replace each block's forward by the result of `compiled`. The engine's hooks stay
+        uncompiled.
+
+        `close` undoes it. Raises ConfigError within a step.
+        """
         self.check_here("engine.compile")
         if self.runtime.ledger.is_in_step:
             raise ConfigError("engine.compile: call it between two steps, after engine.step")
@@ -441,9 +449,11 @@ class Stack:
 
     # -- away from the device ---------------------------------------------------------------------
     def leave_device(self) -> None:
-        """Between two steps: nothing of the model is on the device until `return_to_device`; every
-        parameter shows its newest value on the CPU, and the module is a plain one. Every rank
-        calls it. ConfigError while gradients wait for their step. Twice is harmless."""
+        """Move the whole model off the device, until `return_to_device`. Safe to call twice.
+
+        Every parameter has its newest value on the CPU, and the module is a plain one. Every rank
+        calls it, between two steps. Raises ConfigError while gradients wait for their step.
+        """
         if self._away:
             return
         self.check_process("engine.offload_states")
@@ -452,7 +462,7 @@ class Stack:
                 "engine.offload_states: gradients of a step that has not ended are waiting: call "
                 "it after engine.step, or throw them away with engine.zero_grad"
             )
-        self.runtime.adopt_edited()  # before what was written in slots is no longer theirs
+        self.runtime.adopt_edited()  # while the slots still have the values that a program wrote
         self.runtime.restart()
         self.runtime.settle()
         self.runtime.detach()
@@ -464,8 +474,8 @@ class Stack:
         self._away = True
 
     def return_to_device(self) -> None:
-        """Undo `leave_device`. ConfigError, and nothing is changed, where others have taken the
-        room meanwhile, on any rank."""
+        """Undo `leave_device`. Raises ConfigError, and changes nothing, if other programs have
+        taken the memory on any rank."""
         if not self._away:
             return
         self.check_process("engine.reload_states")
@@ -490,13 +500,13 @@ class Stack:
         self.runtime.start(self.partition)
 
     def prepare_training(self) -> None:
-        """Make masters, moments and what gathers gradients on the host; harmless when they are
-        there."""
+        """Allocate masters, moments and gradient buffers on the host. Safe to call twice."""
         self.host.prepare_training()
         self.store.prepare_training()
 
     def memory_report(self) -> MemoryReport:
-        """Bytes so far; masters, moments and gradient slots are made at the first backward."""
+        """Return bytes so far. The first backward allocates masters, moments and gradient
+        slots."""
         return MemoryReport(
             gpu_planned=self._planned[0],
             gpu_peak=self.device.memory.peak_with(self.runtime.kept_gradient_bytes),
@@ -509,14 +519,17 @@ class Stack:
         )
 
     def write_trace(self) -> None:
-        """Write the trace file, when the config asks for one."""
+        """Write the trace file, if the config asks for one."""
         if self._trace_path is not None:
             self.device.settle()
             self.trace.write(self._trace_path)
 
     def finish(self, first: Callable[[], object]) -> None:
-        """The process ends: `first`, then what is queued, since a lane that computes while the
-        interpreter goes down aborts the process. LaneError as in `close`."""
+        """The process ends: call `first`, then finish queued operations.
+
+        Hazard: a lane that computes while the interpreter shuts down aborts the process. Raises
+        LaneError as `close` does.
+        """
         try:
             first()
         finally:
@@ -527,8 +540,8 @@ class Stack:
     def close(self) -> None:
         """Finish pending work, end the lanes, give the model back. Safe to call twice.
 
-        LaneError, when all of that is done, for a failure that nobody was told of: the weights may
-        be of two steps.
+        Raises LaneError after that, for a failure that no call has raised yet: the weights may
+        belong to two steps.
         """
         if self._closed or forked_from(self._process):
             return
@@ -540,13 +553,13 @@ class Stack:
             self.store.return_weights()
             try:
                 self.host.unspill_weights(available_host_bytes())
-            finally:  # of a layer that cannot be read every parameter is NaN, and the error says so
+            finally:  # if a layer cannot be read, its parameters are NaN, and the error names it
                 self.runtime.give_back()
                 _move_buffers(self.partition.model, torch.device("cpu"))
                 self.host.close()
                 self.runtime.close()
                 self.team.close()
-                self.write_trace()  # the last: it can fail, of a full disk
+                self.write_trace()  # the last, since a full disk makes it fail
             self.device.check_unsurfaced()
 
 
@@ -567,16 +580,19 @@ def _open_files(stack: Stack, extents: Sequence[Extent], ring: StagingRing) -> N
     )
 
 
-# What opens the store of each staged home, for these extents, which pass the ring.
+# Functions that open the store of each staged home. The extents pass the ring.
 STORES: dict[Home, Callable[[Stack, Sequence[Extent], StagingRing], Store]] = {FILE: _open_files}
 
 _open: weakref.WeakSet[Stack] = weakref.WeakSet()
 
 
 def reserved_bytes(but: Stack | None = None) -> tuple[int, int]:
-    """Bytes on the device and in host memory that this process's other engines have planned and not
-    taken: masters, moments and gradient slots come with the first backward, activations in each
-    step. One that is away from the device has left its room there to others."""
+    """Return bytes on the device and in RAM that other engines of this process will still take.
+
+    The first backward allocates masters, moments and gradient slots. Each step allocates
+    activations. An engine that is away from the device has left its room there to others. `but`:
+    an engine that does not count.
+    """
     on_device = on_host = 0
     for stack in _open:
         if stack is but:
@@ -591,9 +607,11 @@ def reserved_bytes(but: Stack | None = None) -> tuple[int, int]:
 
 
 def _check_parameters(
-    found: Partition, precision: str, source: WeightSource | None, *, cast: bool
+    partitioned: Partition, precision: str, source: WeightSource | None, *, cast: bool
 ) -> None:
-    parameters = [named for layer in found.layers for named in layer.parameters]
+    """Raise ConfigError for a parameter without values, or in another precision than the config.
+    Warn of parameters that are not contiguous."""
+    parameters = [named for layer in partitioned.layers for named in layer.parameters]
     for named in parameters:
         dtype = named.parameter.dtype
         has_values = source is not None and source.has(named.parameter)
@@ -632,7 +650,8 @@ def _say_no_blocks(model: nn.Module, section: StrongholdConfig) -> None:
 
 
 def _resident_updates(section: StrongholdConfig, ranks: Ranks, *, on_gpu: bool) -> str | None:
-    """Where resident layers are updated: on one rank alone, and lean states not by a GPU."""
+    """Choose the place of resident layers' updates. The GPU updates them on one rank alone, and
+    exact states alone. None leaves the choice to the search."""
     ways = 'set it to "host"'
     why = "which this release does on one rank alone" if ranks.several else ""
     if not why and section.states == LEAN and on_gpu:
@@ -652,21 +671,23 @@ def _early_layers(section: StrongholdConfig, layout: ModelLayout) -> int | None:
 def pinned_activations(
     section: StrongholdConfig, layout: ModelLayout
 ) -> str | tuple[str, ...] | None:
-    """What the config says of activations, as the planner takes it."""
-    given = section.activations
-    if isinstance(given, str) and section.kept_activations:
+    """Return the config's activation policies for the planner. None leaves them to the search."""
+    policies = section.activations
+    if isinstance(policies, str) and section.kept_activations:
         num_blocks = len(layout.streamed)
-        kept = min(section.kept_activations, num_blocks)
-        return levels_of(layout, Counter({given: num_blocks - kept}) + Counter(keep=kept))
-    if isinstance(given, dict):
-        return levels_of(layout, {str(level): count for level, count in given.items()})
-    return given
+        num_kept = min(section.kept_activations, num_blocks)
+        counts = Counter({policies: num_blocks - num_kept}) + Counter(keep=num_kept)
+        return levels_of(layout, counts)
+    if isinstance(policies, dict):
+        return levels_of(layout, {str(level): count for level, count in policies.items()})
+    return policies
 
 
-def _give_forward(module: nn.Module, own: Any) -> None:
+def _give_forward(module: nn.Module, forward: Any) -> None:
+    """Remove the compiled forward of a module, and restore an attribute `forward` of its own."""
     del vars(module)["forward"]
-    if own is not None:
-        vars(module)["forward"] = own
+    if forward is not None:
+        vars(module)["forward"] = forward
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:
