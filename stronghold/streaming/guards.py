@@ -68,7 +68,7 @@ COMPILED_WHOLE = (
 
 
 def without_effect() -> OwnHook:
-    """What stands in a copy for a hook of the original's engine."""
+    """Return the hook that a copy has in place of a hook of the original's engine."""
     return OwnHook(_nothing)
 
 
@@ -77,7 +77,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def serves(hook: Any) -> bool:
-    """Whether `hook` is one of ours whose engine has it, not a copy's."""
+    """True if `hook` is a hook of an engine, and no copy's."""
     return isinstance(hook, OwnHook) and hook._call is not _nothing
 
 

@@ -205,7 +205,7 @@ class Bindings:
             show(state.parameters)
 
     def written(self, layer: int) -> bool:
-        """Whether a parameter of the layer was written in place since this was asked last."""
+        """True if a parameter of the layer was written in place since the last call."""
         state = self._layers[layer]
         if state.views.hidden:  # else it would have been shown
             return False
@@ -216,7 +216,7 @@ class Bindings:
         return is_changed
 
     def version_sum(self, layer: int) -> int:
-        """Of the versions of the layer's parameters, as torch counts writes in place."""
+        """Return the sum of the versions of the layer's parameters (counts of writes in place)."""
         with _unasked():
             return sum(map(version_of, self._layers[layer].parameters))
 

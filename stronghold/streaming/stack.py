@@ -528,7 +528,7 @@ class Stack:
     def close(self) -> None:
         """Finish pending work, end the lanes, give the model back. Safe to call twice.
 
-        LaneError, when all of that is done, for a failure that nobody was told of: the weights may
+        LaneError, when all of that is done, for a failure that no caller has seen: the weights may
         be of two steps.
         """
         if self._closed or forked_from(self._process):
@@ -541,7 +541,7 @@ class Stack:
             self.store.return_weights()
             try:
                 self.host.unspill_weights(available_host_bytes())
-            finally:  # of a layer that cannot be read every parameter is NaN, and the error says so
+            finally:  # a layer that cannot be read has NaN in every parameter, and an error
                 self.runtime.give_back()
                 _move_buffers(self.partition.model, torch.device("cpu"))
                 self.host.close()
@@ -653,7 +653,7 @@ def _early_layers(section: StrongholdConfig, layout: ModelLayout) -> int | None:
 def pinned_activations(
     section: StrongholdConfig, layout: ModelLayout
 ) -> str | tuple[str, ...] | None:
-    """What the config says of activations, as the planner takes it."""
+    """Return the config's activations in the planner's form."""
     given = section.activations
     if isinstance(given, str) and section.kept_activations:
         num_blocks = len(layout.streamed)
