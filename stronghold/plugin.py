@@ -23,8 +23,8 @@ from stronghold.streaming.patches.frameworks import FrameworkCalls
 _active = False
 
 
-class _Choice:
-    """The decisions of `patches.frameworks.Choice`, while the plugin is enabled."""
+class _Decisions:
+    """The decisions of `patches.frameworks.PluginDecisions`, while the plugin is enabled."""
 
     def asks_for_us(self, source: Any, args: Any = None) -> bool:
         """Return True if a config asks for this engine, and the plugin is enabled.
@@ -62,7 +62,7 @@ class _Choice:
         return fp32_state(path, exclude_frozen=exclude_frozen)
 
 
-_calls = FrameworkCalls(_Choice())
+_calls = FrameworkCalls(_Decisions())
 
 
 def enable() -> None:

@@ -95,5 +95,5 @@ class ManualClipping:
         warnings.warn(
             "clip_grad_norm_ by hand finds no gradient, and returns 0: the engine clips in step; "
             "engine.get_global_grad_norm() is the norm afterwards",
-            stacklevel=5,
+            stacklevel=6,
         )

@@ -1,15 +1,16 @@
-"""What DeepSpeed's `safe_get_*` and `safe_set_*` find on a trained parameter: its master, moments
-and gradient, read and written wherever they lie.
+"""Answers DeepSpeed's `safe_get_*` and `safe_set_*` for a trained parameter.
 
-Owns no bytes. Reads and writes between the operations that use the arrays, and never beside them:
-it waits for the layer's lanes first. The training thread alone enters; of several ranks all call
-together, as for DeepSpeed's own, and each writes its own elements.
+Reads and writes its master, moments and gradient, wherever they lie. Owns no bytes. It waits for
+the layer's lanes before it touches an array, so that there is no race with an operation. The
+training thread alone enters. With several ranks, all call together, as for DeepSpeed's own
+functions, and each rank writes its elements.
 
-As in DeepSpeed a gradient is the mean over ranks and carries the loss scale; it has the dtype in
-which it waits for the step (the sums' fp32 under accumulation, else the compute dtype), and a value
-that is written is rounded to that. Unlike DeepSpeed's, a master that is written shows in the
-parameter at once. The local functions are for ZeRO-3's partitions, of which one rank has one: the
-whole, flat.
+As in DeepSpeed, a gradient is the mean over ranks and carries the loss scale. It has the dtype in
+which it waits for the step: the sums' fp32 under accumulation, else the compute dtype. A value that
+is written is rounded to that dtype. Unlike in DeepSpeed, a master that is written shows in the
+parameter at once.
+
+The local functions are for ZeRO-3's partitions. One rank has one partition: the whole, flat.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def fragments(stack: Stack) -> dict[nn.Parameter, Fragment]:
-    """One for each parameter that the optimizer of `stack` owns."""
+    """Return one `Fragment` for each parameter that the optimizer of `stack` owns."""
     return {
         state.parameters[k]: Fragment(stack, state, k)
         for state in stack.host.layers
@@ -40,8 +41,11 @@ def fragments(stack: Stack) -> dict[nn.Parameter, Fragment]:
 
 
 class Fragment(Access):
-    """Of parameter `position` of a layer. Tensors that it gives are fp32 copies in the parameter's
-    shape, on the parameter's device; ConfigError (a ValueError) says what cannot be had now."""
+    """Master, moments and gradient of one parameter: the one at `position` of a layer.
+
+    Tensors that it returns are fp32 copies in the parameter's shape, on the parameter's device.
+    Raises ConfigError (a ValueError) for a value that does not exist now.
+    """
 
     __slots__ = ("_part", "_position", "_stack", "_state")
 
@@ -55,13 +59,34 @@ class Fragment(Access):
     def _states(self) -> States:
         return self._state.formats[self._part.format].trained
 
-    def local(self) -> Fragment:
+    # -- partitions -------------------------------------------------------------------------------
+    def get_local(self, optim_state_key: str | None = None) -> torch.Tensor:
+        """Return `get`, flat. ConfigError on several ranks."""
+        self._refuse_partitions()
+        return self.get(optim_state_key).view(-1)
+
+    def set_local(self, value: torch.Tensor, optim_state_key: str | None = None) -> None:
+        """Call `set`. ConfigError on several ranks."""
+        self._refuse_partitions()
+        self.set(value, optim_state_key)
+
+    def get_local_gradient(self) -> torch.Tensor:
+        """Return `get_gradient`, flat. ConfigError on several ranks."""
+        self._refuse_partitions()
+        return self.get_gradient().view(-1)
+
+    def set_local_gradient(self, value: torch.Tensor) -> None:
+        """Call `set_gradient`. ConfigError on several ranks."""
+        self._refuse_partitions()
+        self.set_gradient(value)
+
+    def _refuse_partitions(self) -> None:
         self._stack.ranks.refuse_local(self._part.name)
-        return self
 
     # -- masters and moments ----------------------------------------------------------------------
     def get(self, optim_state_key: str | None = None) -> torch.Tensor:
-        """The fp32 master, or a moment, decoded: zeros before the first update."""
+        """Return the fp32 master (None), or the moment of this name, decoded. A moment is zeros
+        before the first update."""
         index, host, part = self._state.index, self._stack.host, self._part
         self._stack.settle((index,))
         if optim_state_key is None:
@@ -69,15 +94,17 @@ class Fragment(Access):
         moment = self._moment(optim_state_key)
         states = self._states
         arrays = states.arrays_of(moment)
-        at, flat = part.offset, torch.zeros(part.numel)
+        begin, end = part.offset, part.offset + part.numel
+        flat = torch.zeros(part.numel)
         if host.access.has(index, arrays[-1]):
-            for own, found in host.access.pieces(index, arrays, at, at + part.numel):
-                flat[own] = states.decode(moment, found)
+            for elements, views in host.access.pieces(index, arrays, begin, end):
+                flat[elements] = states.decode(moment, views)
         return self._whole(flat)
 
     def set(self, value: torch.Tensor, optim_state_key: str | None = None) -> None:
-        """Write the master, and the weights rounded from it, or a moment."""
-        flat, stack, index = self._flat(value), self._stack, self._state.index
+        """Write the master, and the weights rounded from it (None), or the moment of this name."""
+        flat = self._flat(value)
+        stack, index = self._stack, self._state.index
         stack.check_here("safe_set_*")
         moment = None if optim_state_key is None else self._moment(optim_state_key)
         stack.settle((index,))
@@ -89,12 +116,12 @@ class Fragment(Access):
             stack.runtime.loaded((index,))
             stack.settle((index,))
             return
-        at, states = part.offset, self._states
-        for own, found in stack.host.access.pieces(
-            index, states.arrays_of(moment), at, at + part.numel, mode="replace"
-        ):
-            for array, values in states.encode(moment, flat[own]).items():
-                found[array].copy_(values)
+        states, access = self._states, stack.host.access
+        arrays = states.arrays_of(moment)
+        begin, end = part.offset, part.offset + part.numel
+        for elements, views in access.pieces(index, arrays, begin, end, mode="replace"):
+            for array, values in states.encode(moment, flat[elements]).items():
+                views[array].copy_(values)
 
     def _moment(self, key: str) -> Moment:
         states = self._states
@@ -108,32 +135,35 @@ class Fragment(Access):
 
     # -- gradients --------------------------------------------------------------------------------
     def get_gradient(self) -> torch.Tensor:
-        """The gradient that waits for the step; zeros where none came. ConfigError when no step's
-        gradients are there."""
-        updates, state, flat = self._optimizer_step(), self._state, torch.zeros(self._part.numel)
-        if self._position in state.gradients.arrived:
-            for own, found in updates.gradient_pieces(state, self._position):
-                flat[own] = found
+        """Return the gradient that waits for the step. Zeros if the parameter got none.
+
+        Raises ConfigError if no gradients wait for a step.
+        """
+        step, state, position = self._optimizer_step(), self._state, self._position
+        flat = torch.zeros(self._part.numel)
+        if position in state.gradients.arrived:
+            for elements, gradient in step.gradient_pieces(state, position):
+                flat[elements] = gradient
         return self._whole(flat)
 
     def set_gradient(self, value: torch.Tensor) -> None:
-        """Write it, before the gate: norm, clipping and update are those of the new value."""
-        flat, updates, state = self._flat(value), self._optimizer_step(), self._state
-        k = self._position
-        if k not in state.gradients.arrived:
+        """Write the gradient, before the gate. Norm, clipping and update use the new value."""
+        flat = self._flat(value)
+        step, state, position = self._optimizer_step(), self._state, self._position
+        if position not in state.gradients.arrived:
             if flat.count_nonzero():
                 raise ConfigError(
                     f"{self._part.name}: it got no gradient in this backward, and none can be "
                     "given to it: let the loss depend on it (add 0.0 * parameter.sum())"
                 )
             return
-        updates.cancel_early((state.index,))
-        for own, there in updates.gradient_pieces(state, k, mode="replace"):
-            there.copy_(flat[own])
-        state.gradients.square_sums.pop(k, None)  # taken again at the gate
+        step.cancel_early((state.index,))
+        for elements, gradient in step.gradient_pieces(state, position, mode="replace"):
+            gradient.copy_(flat[elements])
+        state.gradients.square_sums.pop(position, None)  # taken again at the gate
 
     def _optimizer_step(self) -> OptimizerStep:
-        """What has the gradient that waits for the step. ConfigError where none does."""
+        """Return the owner of gradients that wait for the step. ConfigError if none wait."""
         stack, name = self._stack, self._part.name
         stack.check_process("reading gradients")
         if not stack.runtime.ledger.is_in_step:
@@ -146,6 +176,7 @@ class Fragment(Access):
 
     # -- values -----------------------------------------------------------------------------------
     def _flat(self, value: torch.Tensor) -> torch.Tensor:
+        """Return `value` flat, in fp32, on the CPU. ConfigError for another number of elements."""
         part = self._part
         if value.numel() != part.numel:
             raise ConfigError(
@@ -154,7 +185,7 @@ class Fragment(Access):
         return value.detach().reshape(-1).to("cpu", torch.float32)
 
     def _whole(self, flat: torch.Tensor) -> torch.Tensor:
-        """The parameter's values from those that this rank has, and zeros."""
+        """Return the parameter's values. `flat` has this rank's elements, and zeros for others."""
         stack, part = self._stack, self._part
         stack.ranks.complete(flat, f"reading {part.name}")
         device = self._state.parameters[self._position].device

@@ -29,7 +29,7 @@ from stronghold.engine.refusals import REFUSED
 from stronghold.errors import ConfigError
 from stronghold.plan.plan import make_plan
 from stronghold.streaming import stack
-from stronghold.streaming.patches.parameters import FRAGMENT
+from stronghold.streaming.patches.parameters import ACCESS_ATTRIBUTES
 from tests.conftest import lane_threads
 from tests.models import MODELS, loss_of
 from tests.support.insides import hooks_of, num_hooks
@@ -326,7 +326,7 @@ def test_nothing_is_written_on_the_users_modules_but_hooks_that_go_again() -> No
         engine.backward(loss_of(engine(**make_batch(step))))
         engine.step()
     assert [set(vars(module)) for module in model.modules()] == names
-    assert all(set(vars(parameter)) == set(FRAGMENT) for parameter in model.parameters())
+    assert all(set(vars(parameter)) == set(ACCESS_ATTRIBUTES) for parameter in model.parameters())
     engine.destroy()
     assert all(set(vars(parameter)) == set() for parameter in model.parameters())
     assert anatomy(model) == before

@@ -40,7 +40,7 @@ from transformers.core_model_loading import WeightRenaming
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from stronghold.streaming.patches import autograd, modules, tensors
-from stronghold.streaming.patches.table import PATCHES, Manner, Package, Span
+from stronghold.streaming.patches.table import PATCHES, Lifetime, Manner, Package
 from stronghold.streaming.patches.versions import report_untried, untried_versions
 from tests.support.frameworks import fresh_accelerate
 from tests.support.stock import one_rank
@@ -116,7 +116,7 @@ def test_every_name_exists(key: str) -> None:
 
 
 def test_every_row_says_how_long_its_change_lasts() -> None:
-    assert all((p.span is Span.NOTHING) is (p.manner is Manner.USED) for p in PATCHES)
+    assert all((p.lifetime is Lifetime.NOTHING) is (p.manner is Manner.USED) for p in PATCHES)
 
 
 def test_every_pinned_version_was_tried() -> None:

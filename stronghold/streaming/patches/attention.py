@@ -3,10 +3,13 @@
 Owns the function that each thread's calls go through. `streaming.activations.attention` makes these
 functions. The training thread enters in forward, and autograd's thread in backward.
 
-[Note: one function, not a mode] Torch's dispatch modes see every operator of a block, at 3 to 5 us
-for each of a hundred. So this one Python function is replaced, and a mode is on inside of it alone.
-A block that reaches its attention otherwise (its own import of the function, a compiled part,
-another package's kernel, products written out) is computed again whole, with one log line.
+[Note: one function, not a mode]
+1. A dispatch mode of torch sees every operator of a block. Each of a hundred operators then takes 3
+   to 5 us longer.
+2. So this one Python function is replaced, and a mode is on inside of it alone.
+3. A block may reach its attention in another way: its own import of the function, a compiled part,
+   another package's kernel, products written out. Then the whole block is computed again
+   (recomputation), and the log has one line.
 """
 
 from __future__ import annotations
@@ -23,7 +26,9 @@ Through = Callable[[Plain, tuple[Any, ...], dict[str, Any]], torch.Tensor]
 
 
 class _Running(threading.local):
-    through: Through | None = None  # of the block that this thread runs
+    """Per thread: the function that attention goes through in the block that this thread runs."""
+
+    through: Through | None = None
 
 
 running = _Running()
@@ -38,6 +43,8 @@ def intercepted(plain: Plain) -> Plain:
         return running.through(plain, args, kwargs)
 
     # Pickle finds a function by these names.
-    attention.__module__, attention.__doc__ = F.__name__, plain.__doc__
-    attention.__name__ = attention.__qualname__ = "scaled_dot_product_attention"
+    attention.__module__ = F.__name__
+    attention.__name__ = "scaled_dot_product_attention"
+    attention.__qualname__ = "scaled_dot_product_attention"
+    attention.__doc__ = plain.__doc__
     return attention

@@ -1,40 +1,50 @@
 """Replacements around parameters while an engine lives: values, copies, gradients.
 
 Owns the class of each hidden parameter, the attributes that DeepSpeed finds on trained parameters,
-and replacements in this process: of `nn.Parameter.data` and `.set_`, of how a parameter is copied
-and pickled, of `zero_grad`, of the function that `clip_grad_norm_` calls, of six functions of
-`deepspeed.utils`, and of torch's attention (`attention`). So a program that does not use the
-engine's own calls (a moving average, a copy of the weights for generation, a list of parameters
-that it made once) never reads weights of two steps. The last engine that closes gives every name
-back. Keeps no reference to an engine: the engine is closed when its user drops it, though the model
-lives on. The training thread enters; autograd's hides and shows parameters in backward.
+and these replacements in this process:
+* `nn.Parameter.data` and `.set_`;
+* the functions by which a parameter is copied and pickled;
+* `zero_grad`, and the function that `clip_grad_norm_` calls;
+* six functions of `deepspeed.utils`;
+* torch's attention (`attention`).
+
+A program may not use the engine's calls: it has a moving average, a copy of the weights for
+generation, a list of parameters that it made once. With the replacements such a program never reads
+weights of two steps (a race of its read with the update). The last engine that closes gives every
+name back.
+
+Keeps no reference to an engine: the engine is closed when its user drops it, though the model lives
+on. The training thread enters. Autograd's thread hides and shows parameters in backward.
 
 [Note: a class for a while] A hidden parameter is of a subclass of its class, as torch's
 `UninitializedParameter` is until it has values.
 
-1. `hide` changes the class when the newest values are on their way.
+1. The engine calls `hide`, which changes the class, when the newest values are on their way.
 2. Torch calls `__torch_function__` of the subclass for every operation.
 3. The first operation that needs the values waits for them, and the parameter has its class back.
+4. An operation that needs no values (shape, dtype, .grad) is answered at once.
+5. The engine shows the parameters that a module uses before the module's call. So nothing is slower
+   in a block, and a compiled block never sees the class.
 
-An operation that needs no values (shape, dtype, .grad) is answered at once. Parameters that a
-module uses in its call are shown before it: so nothing is slower in a block, and a compiled block
-never sees the class.
+[Note: .data] Torch counts writes in place in a parameter's version. All aliases of the parameter
+share the version, except those of `.data`. While an engine lives, `.data` returns an alias that
+shares it: a write through the alias is counted, and `parameter_views` sees it.
 
-[Note: .data] Torch counts writes in place in a parameter's version, which all its aliases share
-except those of `.data`. While an engine lives `.data` is an alias like the others: a write through
-it is counted too, and `binding` sees it.
+[Note: set_]
+1. `torch.nn.utils.parametrize` sets a parameter that it parametrizes to itself (`p.set_(p)`). That
+   changes no value, and raises the version.
+2. PEFT parametrizes and restores its target parameters in each forward. The engine refuses a write
+   in forward.
+3. So while an engine lives, such a call does nothing.
 
-[Note: set_] `torch.nn.utils.parametrize` gives a parameter that it parametrizes to itself
-(`p.set_(p)`). That changes no value, and raises the version. While an engine lives such a call does
-nothing: PEFT parametrizes and restores its target parameters in each forward, where a write is
-refused.
-
-[Note: DeepSpeed's attributes] `deepspeed.utils.safe_get_full_fp32_param` and the functions beside
-it look for attributes of the parameter, and return None or do nothing without them. So a trained
-parameter has these while the engine lives (`fragments`). The package sets no other attributes on a
-parameter, and no copy or pickle has them. The functions of partitions (`safe_get_local_grad`) ask
-for ZeRO-3's attributes. Other code takes a parameter with these for a partitioned one. So while an
-engine lives these six functions are replaced in `deepspeed.utils`.
+[Note: DeepSpeed's attributes]
+1. `deepspeed.utils.safe_get_full_fp32_param` and the functions beside it look for attributes of the
+   parameter. Without them they return None or do nothing. So a trained parameter has these
+   attributes while the engine lives (`fragments`). The package sets no other attributes on a
+   parameter, and no copy or pickle has them.
+2. The functions of partitions (`safe_get_local_grad`) ask for ZeRO-3's attributes. Other code takes
+   a parameter with these for a partitioned one. So while an engine lives, these six functions are
+   replaced in `deepspeed.utils`.
 """
 
 from __future__ import annotations
@@ -53,7 +63,7 @@ from stronghold.streaming.patches.autograd import without_torch_function
 from stronghold.streaming.patches.replacements import Replacements
 from stronghold.streaming.patches.tensors import tree_leaves
 
-# What needs no values: properties that are read, others that are set, and calls.
+# Operations that need no values: reads of properties, writes of properties, and calls.
 _READ = """
     _backward_hooks _grad _post_accumulate_grad_hooks _version device dtype grad grad_fn is_cpu
     is_cuda is_leaf is_meta is_mkldnn is_mps is_nested is_quantized is_sparse is_sparse_csr is_xpu
@@ -68,7 +78,7 @@ _CALLED = """
 
 
 def _attributes(names: str) -> list[Any]:
-    """Those of `torch.Tensor` with these names; not every torch has all."""
+    """Return the attributes of `torch.Tensor` with these names. A torch may lack some of them."""
     attributes = (getattr(torch.Tensor, name, None) for name in names.split())
     return [attribute for attribute in attributes if attribute]
 
@@ -90,7 +100,8 @@ class _Hidden(nn.Parameter):
     ) -> Any:
         kwargs = kwargs or {}
         if func not in _WITHOUT_VALUES:
-            hidden = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _Hidden)]
+            leaves = tree_leaves((args, kwargs))
+            hidden = [leaf for leaf in leaves if isinstance(leaf, _Hidden)]
             for parameter in hidden:
                 _wait(parameter)
             if not any(isinstance(parameter, _Hidden) for parameter in hidden):
@@ -100,7 +111,7 @@ class _Hidden(nn.Parameter):
 
     def __deepcopy__(self, memo: Any) -> Any:
         _wait(self)
-        return self.__deepcopy__(memo)  # of its first class now
+        return self.__deepcopy__(memo)  # it has its first class now
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         _wait(self)
@@ -116,17 +127,25 @@ _shown_classes: dict[type, type] = {}  # the inverse
 
 
 def hide(parameters: Iterable[nn.Parameter]) -> None:
-    """Make every read of these parameters wait: their values are about to change. Without effect
-    on parameters that no `ParameterReads` has."""
+    """Make every read of these parameters wait: their values are about to change. Does nothing to
+    parameters that no `ParameterReads` has."""
     for parameter in parameters:
         shown = type(parameter)
-        if id(parameter) in _engines.reads and shown not in _shown_classes:
-            if shown not in _hidden_classes:
-                bases = (_Hidden,) if shown is nn.Parameter else (_Hidden, shown)
-                make_class: Any = type(shown)
-                hidden = make_class(f"Hidden{shown.__name__}", bases, {"__module__": __name__})
-                _hidden_classes[shown], _shown_classes[hidden] = hidden, shown
-            parameter.__class__ = _hidden_classes[shown]
+        if id(parameter) not in _engines.reads or shown in _shown_classes:
+            continue
+        if shown not in _hidden_classes:
+            hidden = _make_hidden_class(shown)
+            _hidden_classes[shown] = hidden
+            _shown_classes[hidden] = shown
+        parameter.__class__ = _hidden_classes[shown]
+
+
+def _make_hidden_class(shown: type) -> type:
+    """Return a subclass of a class of parameters whose operations wait for values."""
+    bases = (_Hidden,) if shown is nn.Parameter else (_Hidden, shown)
+    metaclass: Any = type(shown)
+    hidden: type = metaclass(f"Hidden{shown.__name__}", bases, {"__module__": __name__})
+    return hidden
 
 
 def show(parameters: Iterable[nn.Parameter]) -> None:
@@ -158,77 +177,81 @@ class _Engines:
     """The live engines of this process, and the names that are replaced for them."""
 
     def __init__(self) -> None:
-        self.reads: dict[int, ParameterReads] = {}  # by the identity of a parameter
-        self._replaced = Replacements()
+        # By the identity of a parameter.
+        self.reads: dict[int, ParameterReads] = {}
+        self._replacements = Replacements()
 
     def enable(self) -> None:
         """Replace the names. Safe to call twice."""
         if "data" not in vars(nn.Parameter):
             setattr(nn.Parameter, "data", _counted_data)  # noqa: B010 - to mypy it is no property
+        wrap = self._replacements.wrap
         for name in ("__deepcopy__", "__reduce_ex__"):
-            self._replaced.put(nn.Parameter, name, self._without_attributes)
-        self._replaced.put(nn.Parameter, "set_", self._setting)
+            wrap(nn.Parameter, name, self._copy)
+        wrap(nn.Parameter, "set_", self._set)
         for owner in (nn.Module, torch.optim.Optimizer):
-            self._replaced.put(owner, "zero_grad", self._dropping)
-        # `clip_grad_norm_` calls it, whatever name a program has for `clip_grad_norm_`. Torch's own
-        # calls count too.
-        if "_clip_grads_with_norm_" in vars(torch.nn.utils.clip_grad):
-            self._replaced.put(torch.nn.utils.clip_grad, "_clip_grads_with_norm_", self._clipping)
-        for name, answer in LOCAL.items():
-            self._replaced.put(deepspeed.utils, name, _of_partitions(answer))
-        self._replaced.put(F, "scaled_dot_product_attention", intercepted)
+            wrap(owner, "zero_grad", self._zero_grad)
+        # `clip_grad_norm_` calls this function, under any name that a program has for
+        # `clip_grad_norm_`. Calls by torch count, too.
+        clip_grad = torch.nn.utils.clip_grad
+        if "_clip_grads_with_norm_" in vars(clip_grad):
+            wrap(clip_grad, "_clip_grads_with_norm_", self._clip)
+        for name, method in LOCAL_METHODS.items():
+            wrap(deepspeed.utils, name, functools.partial(_call_local, method))
+        self._replacements.put(F, "scaled_dot_product_attention", intercepted)
 
     def disable(self) -> None:
         """Give the names back."""
         if vars(nn.Parameter).get("data") is _counted_data:
             del nn.Parameter.data
-        self._replaced.undo()
+        self._replacements.undo()
 
     def of(self, parameters: Iterable[torch.Tensor]) -> list[tuple[ParameterReads, set[int]]]:
-        """The engines that train some of these parameters, with the identities of all."""
+        """Return the engines that train some of these parameters, each with the identities of all
+        these parameters."""
         identities = {id(parameter) for parameter in parameters}
         engines = {self.reads[identity] for identity in identities & self.reads.keys()}
         return [(reads, identities) for reads in engines if reads.trained.keys() & identities]
 
-    def _without_attributes(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def copied(parameter: nn.Parameter, *args: Any) -> Any:
-            names = FRAGMENT if _has_access(parameter) else ()
-            taken_out = {name: vars(parameter).pop(name) for name in names}
-            try:
-                return original(parameter, *args)
-            finally:
-                vars(parameter).update(taken_out)
+    def _copy(self, original: Callable[..., Any], parameter: nn.Parameter, *args: Any) -> Any:
+        """Replace `__deepcopy__` and `__reduce_ex__`: neither sees DeepSpeed's attributes."""
+        names = ACCESS_ATTRIBUTES if _has_access(parameter) else ()
+        taken_out = {name: vars(parameter).pop(name) for name in names}
+        try:
+            return original(parameter, *args)
+        finally:
+            vars(parameter).update(taken_out)
 
-        return copied
+    def _set(
+        self, original: Callable[..., Any], parameter: nn.Parameter, *source: Any, **named: Any
+    ) -> Any:
+        """Replace `nn.Parameter.set_` ([Note: set_])."""
+        is_set_to_itself = len(source) == 1 and source[0] is parameter
+        if is_set_to_itself and id(parameter) in self.reads:
+            return parameter
+        return original(parameter, *source, **named)
 
-    def _setting(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def set_(parameter: nn.Parameter, *source: Any, **named: Any) -> Any:
-            if id(parameter) in self.reads and len(source) == 1 and source[0] is parameter:
-                return parameter  # [Note: set_]
-            return original(parameter, *source, **named)
+    def _zero_grad(
+        self, original: Callable[..., None], owner: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """Replace `zero_grad` of modules and optimizers: gradients that wait are dropped, too."""
+        original(owner, *args, **kwargs)
+        for reads, identities in self.of(_parameters_of(owner)):
+            reads.drop(identities)
 
-        return set_
-
-    def _dropping(self, original: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
-        def zero_grad(owner: Any, *args: Any, **kwargs: Any) -> None:
-            original(owner, *args, **kwargs)
-            for reads, identities in self.of(_parameters_of(owner)):
-                reads.drop(identities)
-
-        return zero_grad
-
-    def _clipping(self, original: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
-        def clip(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> None:
-            listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-            for reads, _ in self.of(listed):
-                reads.clipped(max_norm)
-            original(listed, max_norm, *args, **kwargs)
-
-        return clip
+    def _clip(
+        self,
+        original: Callable[..., None],
+        parameters: Any,
+        max_norm: float,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Replace the function that `clip_grad_norm_` calls."""
+        listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        for reads, _ in self.of(listed):
+            reads.clipped(max_norm)
+        original(listed, max_norm, *args, **kwargs)
 
 
 def _parameters_of(owner: nn.Module | torch.optim.Optimizer) -> Iterator[nn.Parameter]:
@@ -246,21 +269,23 @@ class Access:
 
 
 # Attributes that DeepSpeed looks for on a parameter, and the method of its `Access` that answers.
-FRAGMENT = {
+# The first attribute is the `Access` itself.
+ACCESS_ATTRIBUTES = {
     "_hp_mapping": "",
     "get_full_hp_param": "get",
     "set_full_hp_param": "set",
     "get_full_hp_grad": "get_gradient",
     "set_full_hp_grad": "set_gradient",
 }
-# DeepSpeed's functions that ask for ZeRO-3 by name, and what answers for a trained parameter.
-LOCAL: dict[str, Callable[..., Any]] = {
-    "safe_get_local_fp32_param": lambda access: access.local().get().view(-1),
-    "safe_get_local_optimizer_state": lambda access, key: access.local().get(key).view(-1),
-    "safe_get_local_grad": lambda access: access.local().get_gradient().view(-1),
-    "safe_set_local_fp32_param": lambda access, value: access.local().set(value),
-    "safe_set_local_optimizer_state": lambda access, value, key: access.local().set(value, key),
-    "safe_set_local_grad": lambda access, value: access.local().set_gradient(value),
+# DeepSpeed's functions that ask for ZeRO-3 by name, and the method of an `Access` that answers for
+# a trained parameter.
+LOCAL_METHODS = {
+    "safe_get_local_fp32_param": "get_local",
+    "safe_get_local_optimizer_state": "get_local",
+    "safe_get_local_grad": "get_local_gradient",
+    "safe_set_local_fp32_param": "set_local",
+    "safe_set_local_optimizer_state": "set_local",
+    "safe_set_local_grad": "set_local_gradient",
 }
 
 
@@ -268,31 +293,28 @@ def _has_access(parameter: nn.Parameter) -> bool:
     return isinstance(vars(parameter).get("_hp_mapping"), Access)
 
 
-def _of_partitions(answer: Callable[..., Any]) -> Callable[[Any], Any]:
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def local(param: nn.Parameter, *args: Any, **kwargs: Any) -> Any:
-            if _has_access(param):
-                return answer(vars(param)["_hp_mapping"], *args, **kwargs)
-            return original(param, *args, **kwargs)
-
-        return local
-
-    return make
+def _call_local(
+    method: str, original: Callable[..., Any], param: nn.Parameter, *args: Any, **kwargs: Any
+) -> Any:
+    """Replace one of DeepSpeed's functions of partitions. `method`: of the `Access`."""
+    if _has_access(param):
+        access = vars(param)["_hp_mapping"]
+        return getattr(access, method)(*args, **kwargs)
+    return original(param, *args, **kwargs)
 
 
 _engines = _Engines()
 
 
 class ParameterReads:
-    """The parameters of one engine, from its construction to `close`.
+    """Reads of the parameters of one engine, from its construction to `close`.
 
     `places`: the layer and the name of each parameter.
-    `settle(layers)`: return when the parameters of these layers point at their newest weights, and
-    show them.
-    `drop(name)`: throw away the gradients that wait for the step; `name` is a parameter whose
-    gradient is to stay, or None.
-    `clipped(norm)`: a program clips gradients by hand to `norm`.
+    `settle(layers)`: waits until the parameters of these layers point at their newest weights, and
+    shows them.
+    `drop(name)`: drops the gradients that wait for the step. `name` is a parameter whose gradient
+    should stay, or None.
+    `clipped(norm)`: called when a program clips gradients by hand to `norm`.
     `fragments`: for each trained parameter, the object that answers DeepSpeed's functions.
     """
 
@@ -305,23 +327,27 @@ class ParameterReads:
         clipped: Callable[[float], None],
         fragments: Mapping[nn.Parameter, Access],
     ) -> None:
-        self._settle, self._drop_gradients, self.clipped = settle, drop, clipped
+        self._settle = settle
+        self._drop_gradients = drop
+        self.clipped = clipped
         self._places = dict(places)
         # Names of trained parameters, by identity.
         self.trained = {id(p): name for p, (_, name) in places.items() if p.requires_grad}
         self._fragments = list(fragments)
         for parameter, fragment in fragments.items():
-            for attribute, method in FRAGMENT.items():
-                setattr(parameter, attribute, getattr(fragment, method) if method else fragment)
+            for attribute, method in ACCESS_ATTRIBUTES.items():
+                value = getattr(fragment, method) if method else fragment
+                setattr(parameter, attribute, value)
         _engines.reads |= {id(parameter): self for parameter in places}
         _engines.enable()
 
     def wait(self, parameter: nn.Parameter) -> None:
-        """Return when the parameter holds its newest values and is shown."""
-        self._settle((self._places[parameter][0],))
+        """Wait until the parameter holds its newest values and is shown."""
+        layer, _ = self._places[parameter]
+        self._settle((layer,))
 
     def drop(self, identities: set[int]) -> None:
-        """Throw away the gradients of the parameters with these identities."""
+        """Drop the gradients of the parameters with these identities."""
         others = (name for identity, name in self.trained.items() if identity not in identities)
         self._drop_gradients(next(others, None))
 
@@ -332,8 +358,9 @@ class ParameterReads:
             if _engines.reads.get(identity) is self:
                 del _engines.reads[identity]
         for parameter in self._fragments:
-            for attribute in FRAGMENT if _has_access(parameter) else ():
-                delattr(parameter, attribute)
+            if _has_access(parameter):
+                for attribute in ACCESS_ATTRIBUTES:
+                    delattr(parameter, attribute)
         self._places.clear()
         self.trained.clear()
         self._fragments.clear()

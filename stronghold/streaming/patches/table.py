@@ -1,4 +1,5 @@
-"""The table of everything that stronghold replaces in other packages, or uses of them in private.
+"""The table of everything that stronghold replaces in other packages (monkey patches), and of every
+private name that it uses.
 
 Owns the reasons and the versions. `docs/patches.md` is generated from it. Each row has one test in
 `tests/border/test_patches.py`, which fails when a release changes what the row relies on. Another
@@ -14,23 +15,25 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Package:
-    """A package whose names are replaced or used. `tried`: its versions with which the rows' tests
-    have passed, from the oldest to the newest."""
+    """A package whose names are replaced or used.
+
+    `tried`: versions with which the rows' tests have passed, from the oldest to the newest.
+    """
 
     name: str
     tried: tuple[str, ...]
 
 
 class Manner(enum.Enum):
-    """How a row touches the other package; the value is a heading of the page."""
+    """How a row touches the other package. The value is a heading of the page."""
 
     REPLACED = "Names that are replaced in this process"
     WRITTEN = "Attributes that are written on modules, parameters and optimizers"
     USED = "Names that are used, though they are private"
 
 
-class Span(enum.Enum):
-    """How long a row's change lasts; the value completes the sentence "It is there ..."."""
+class Lifetime(enum.Enum):
+    """How long a row's change lasts. The value completes the sentence "It is there ..."."""
 
     PLUGIN = "while the plugin is enabled"
     CONFIG = "from the first config with a section until the plugin is disabled"
@@ -56,7 +59,7 @@ class Patch:
     key: str
     package: Package
     manner: Manner
-    span: Span = Span.NOTHING
+    lifetime: Lifetime = Lifetime.NOTHING
     names: tuple[str, ...]
     reason: str
     file: str
@@ -87,7 +90,7 @@ _REPLACED = (
         key="initialize",
         package=DEEPSPEED,
         manner=Manner.REPLACED,
-        span=Span.PLUGIN,
+        lifetime=Lifetime.PLUGIN,
         names=("deepspeed.initialize",),
         reason="Frameworks call it themselves. A config with the section gets this engine. "
         "The parameters `args`, `config` and `config_params` are read by name.",
@@ -97,7 +100,7 @@ _REPLACED = (
         key="zero_init",
         package=DEEPSPEED,
         manner=Manner.REPLACED,
-        span=Span.PLUGIN,
+        lifetime=Lifetime.PLUGIN,
         names=("deepspeed.zero.Init.__init__",),
         reason="It would partition a model of such a config before the engine sees it. It "
         "leaves the context early where its attribute `enabled` is false.",
@@ -107,7 +110,7 @@ _REPLACED = (
         key="zero_to_fp32",
         package=DEEPSPEED,
         manner=Manner.REPLACED,
-        span=Span.PLUGIN,
+        lifetime=Lifetime.PLUGIN,
         names=("deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint",),
         reason="It reads this engine's checkpoints too. The function beside it that loads a "
         "model calls it by its global name.",
@@ -117,7 +120,7 @@ _REPLACED = (
         key="accelerate_config",
         package=ACCELERATE,
         manner=Manner.REPLACED,
-        span=Span.PLUGIN,
+        lifetime=Lifetime.PLUGIN,
         names=("accelerate.utils.deepspeed.HfDeepSpeedConfig.set_stage_and_offload",),
         reason="Accelerate decides there whether a model is partitioned. In its copy of such"
         " a config stage 3 becomes 2, so that Transformers, PEFT and TRL gather "
@@ -128,7 +131,7 @@ _REPLACED = (
         key="accelerate_state",
         package=ACCELERATE,
         manner=Manner.REPLACED,
-        span=Span.CONFIG,
+        lifetime=Lifetime.CONFIG,
         names=("accelerate.state.PartialState.__init__",),
         reason="On CPUs Accelerate takes each of several ranks for a run of its own, unless "
         "it is given the backend gloo.",
@@ -138,7 +141,7 @@ _REPLACED = (
         key="imports",
         package=PYTHON,
         manner=Manner.REPLACED,
-        span=Span.IMPORT,
+        lifetime=Lifetime.IMPORT,
         names=("sys.meta_path", "importlib.machinery.SourceFileLoader.exec_module"),
         reason="The plugin is enabled when DeepSpeed is imported, and not before: that "
         "import takes seconds. A finder replaces `exec_module` of one loader, which "
@@ -150,7 +153,7 @@ _REPLACED = (
         key="data",
         package=TORCH,
         manner=Manner.REPLACED,
-        span=Span.ENGINE,
+        lifetime=Lifetime.ENGINE,
         names=("torch.nn.Parameter.data",),
         reason="Torch does not count writes through `.data` in a parameter's version. An "
         "alias made by `detach` is counted, so that the engine sees the write and "
@@ -161,7 +164,7 @@ _REPLACED = (
         key="copies",
         package=TORCH,
         manner=Manner.REPLACED,
-        span=Span.ENGINE,
+        lifetime=Lifetime.ENGINE,
         names=("torch.nn.Parameter.__deepcopy__", "torch.nn.Parameter.__reduce_ex__"),
         reason="Pickle takes a parameter's attributes along, and a copy may. Those that "
         "DeepSpeed's functions look for belong to the engine, so they are taken out "
@@ -172,7 +175,7 @@ _REPLACED = (
         key="set",
         package=TORCH,
         manner=Manner.REPLACED,
-        span=Span.ENGINE,
+        lifetime=Lifetime.ENGINE,
         names=("torch.nn.Parameter.set_",),
         reason="`torch.nn.utils.parametrize` calls `p.set_(p)` in each forward of some PEFT "
         "adapters. That changes no value and raises the version, like a write.",
@@ -182,7 +185,7 @@ _REPLACED = (
         key="zero_grad",
         package=TORCH,
         manner=Manner.REPLACED,
-        span=Span.ENGINE,
+        lifetime=Lifetime.ENGINE,
         names=("torch.nn.Module.zero_grad", "torch.optim.Optimizer.zero_grad"),
         reason="Gradients wait for the step on the host. A program that throws gradients "
         "away means these too.",
@@ -192,7 +195,7 @@ _REPLACED = (
         key="clipping",
         package=TORCH,
         manner=Manner.REPLACED,
-        span=Span.ENGINE,
+        lifetime=Lifetime.ENGINE,
         names=("torch.nn.utils.clip_grad._clip_grads_with_norm_",),
         reason="`clip_grad_norm_` calls it with the norm. No parameter has a gradient then, "
         "so clipping by hand would do nothing: it is refused, or warned about.",
@@ -202,7 +205,7 @@ _REPLACED = (
         key="local_functions",
         package=DEEPSPEED,
         manner=Manner.REPLACED,
-        span=Span.ENGINE,
+        lifetime=Lifetime.ENGINE,
         names=tuple(
             f"deepspeed.utils.safe_{verb}_local_{array}"
             for verb in ("get", "set")
@@ -217,7 +220,7 @@ _REPLACED = (
         key="attention",
         package=TORCH,
         manner=Manner.REPLACED,
-        span=Span.ENGINE,
+        lifetime=Lifetime.ENGINE,
         names=("torch.nn.functional.scaled_dot_product_attention",),
         reason="Results of attention are kept for a block's second run. Models read the "
         "function from the module at each call. A dispatch mode for all of a block "
@@ -228,7 +231,7 @@ _REPLACED = (
         key="attention_inside",
         package=TORCH,
         manner=Manner.REPLACED,
-        span=Span.CALL,
+        lifetime=Lifetime.CALL,
         names=("torch.nn.functional.multi_head_attention_forward",),
         reason="It reads `scaled_dot_product_attention` from `torch.nn.functional`. On "
         "tensors without memory that one name is replaced during the call, so that a "
@@ -242,7 +245,7 @@ _WRITTEN = (
         key="hidden_class",
         package=TORCH,
         manner=Manner.WRITTEN,
-        span=Span.HIDDEN,
+        lifetime=Lifetime.HIDDEN,
         names=("torch.nn.Parameter.__class__",),
         reason="A parameter becomes an instance of a subclass with `__torch_function__`, so "
         "that the first operation that needs its values waits for them.",
@@ -252,7 +255,7 @@ _WRITTEN = (
         key="full_functions",
         package=DEEPSPEED,
         manner=Manner.WRITTEN,
-        span=Span.ENGINE,
+        lifetime=Lifetime.ENGINE,
         names=(
             "torch.nn.Parameter._hp_mapping",
             "torch.nn.Parameter.get_full_hp_param",
@@ -268,7 +271,7 @@ _WRITTEN = (
         key="zero_attributes",
         package=DEEPSPEED,
         manner=Manner.WRITTEN,
-        span=Span.STAYS,
+        lifetime=Lifetime.STAYS,
         names=("torch.nn.Parameter.ds_id", "torch.nn.Parameter.ds_tensor"),
         reason="A model that `deepspeed.zero.Init` made on one rank is taken over whole: the"
         " values of `ds_tensor` become the parameter's, and its `ds_` attributes are "
@@ -279,7 +282,7 @@ _WRITTEN = (
         key="forward",
         package=TORCH,
         manner=Manner.WRITTEN,
-        span=Span.ENGINE,
+        lifetime=Lifetime.ENGINE,
         names=("torch.nn.Module.forward",),
         reason="A block's own call is divided into chunks, or compiled; the head's is lazy. "
         "An entry of the instance comes before the class's method, and hooks stay "
@@ -291,7 +294,7 @@ _WRITTEN = (
         key="loss_function",
         package=TRANSFORMERS,
         manner=Manner.WRITTEN,
-        span=Span.ENGINE,
+        lifetime=Lifetime.ENGINE,
         names=(
             "transformers.PreTrainedModel._loss_function",
             "transformers.PreTrainedModel.loss_function",
@@ -307,7 +310,7 @@ _WRITTEN = (
         key="parameter_table",
         package=TORCH,
         manner=Manner.WRITTEN,
-        span=Span.CALL,
+        lifetime=Lifetime.CALL,
         names=(
             "torch.nn.Module._parameters",
             "torch.nn.Module._buffers",
@@ -323,7 +326,7 @@ _WRITTEN = (
         key="opt_called",
         package=TORCH,
         manner=Manner.WRITTEN,
-        span=Span.STAYS,
+        lifetime=Lifetime.STAYS,
         names=("torch.optim.Optimizer._opt_called",),
         reason="Schedules of `torch.optim.lr_scheduler` warn where no optimizer has stepped "
         "before them; the engine steps.",
@@ -333,7 +336,7 @@ _WRITTEN = (
         key="weight_conversions",
         package=TRANSFORMERS,
         manner=Manner.WRITTEN,
-        span=Span.STAYS,
+        lifetime=Lifetime.STAYS,
         names=("transformers.PreTrainedModel._weight_conversions",),
         reason="`save_pretrained` writes the names that `from_pretrained` read. It takes the"
         " rules between the two from this attribute.",

@@ -1,7 +1,7 @@
 """Facts about tensors and operators that torch keeps under private names.
 
-Owns nothing: each function reads one private name of torch. The table of reasons, versions and
-tests is in `table`. Any thread may enter.
+Owns nothing: each function reads one private name of torch. `table` has the reasons, versions and
+tests. Any thread may enter.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
-# How often a tensor, or an alias of it, was written in place. RuntimeError for one of
-# torch.inference_mode.
+# Returns the number of writes in place to a tensor or an alias of it (version counter).
+# RuntimeError for a tensor of torch.inference_mode.
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 # DeepSpeed's engine has these two as attributes.
 flatten_dense_tensors: Any = torch._utils._flatten_dense_tensors
@@ -26,30 +26,32 @@ unflatten_dense_tensors: Any = torch._utils._unflatten_dense_tensors
 
 
 def storage_address(storage: torch.UntypedStorage) -> int:
-    """The address of torch's own object of a storage, which `num_references` takes. It keeps
+    """Return the address of torch's object of a storage, for `num_references`. The address keeps
     nothing alive."""
     return int(storage._cdata)
 
 
 def num_references(address: int) -> int:
-    """The number of tensors and storages that refer to the storage at `address`: an alias more is
-    a reference more."""
+    """Return the number of tensors and storages that refer to the storage at `address`. Each alias
+    adds one."""
     return int(torch._C._storage_Use_Count(address))
 
 
 def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same memory, in a new storage of exactly its bytes. `tensor` is contiguous
-    and needs no gradient; its storage stays alive as long as the result's."""
+    """Return a tensor of the same memory, in a new storage of exactly its bytes.
+
+    `tensor` is contiguous and needs no gradient. Its storage lives as long as the result's.
+    """
     view: torch.Tensor = from_dlpack(to_dlpack(tensor))
     return view
 
 
 def sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The indices and values of a COO tensor that may hold an index twice."""
+    """Return the indices and values of a COO tensor that may hold an index twice."""
     return [tensor._indices(), tensor._values()]
 
 
 def arguments_of(operator: Any) -> Sequence[Any]:
-    """The arguments that an operator declares, each with its `name` and `alias_info`."""
+    """Return the arguments that an operator declares, each with its `name` and `alias_info`."""
     arguments: Sequence[Any] = operator._schema.arguments
     return arguments

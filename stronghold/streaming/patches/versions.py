@@ -1,6 +1,6 @@
-"""The log line about versions that the table of replacements was not tried with.
+"""The log line about package versions with which the table of replacements was not tested.
 
-Owns nothing, and refuses nothing: a release that changed something may still work. Any thread may
+Owns nothing, and refuses nothing: a release that was not tested may still work. Any thread may
 enter.
 """
 
@@ -22,7 +22,8 @@ logger = logging.getLogger("stronghold")
 def report_untried() -> None:
     """Log one line, once in this process, if an imported package has an untried version."""
     imported = [package for package in PACKAGES if package.name in sys.modules]
-    if untried := untried_versions(imported, importlib.metadata.version):
+    untried = untried_versions(imported, importlib.metadata.version)
+    if untried:
         logger.warning(
             "untried versions: %s. stronghold replaces names in these packages: before you trust a "
             "run, see docs/patches.md and run tests/border/test_patches.py",
@@ -31,11 +32,15 @@ def report_untried() -> None:
 
 
 def untried_versions(packages: Iterable[Package], version_of: Callable[[str], str]) -> list[str]:
-    """A phrase for each package whose version is older than the oldest that was tried, or newer
-    than the newest. Patch releases of one minor version count as one."""
+    """Return a phrase for each package whose version was not tried.
+
+    Tried versions are those from the oldest to the newest of `Package.tried`. Patch releases of one
+    minor version count as one.
+    """
     untried = []
     for package in packages:
-        version, oldest, newest = version_of(package.name), package.tried[0], package.tried[-1]
+        version = version_of(package.name)
+        oldest, newest = package.tried[0], package.tried[-1]
         if not _minor(oldest) <= _minor(version) <= _minor(newest):
             tried = oldest if oldest == newest else f"{oldest} to {newest}"
             untried.append(f"{package.name} {version} (tried: {tried})")
@@ -43,6 +48,6 @@ def untried_versions(packages: Iterable[Package], version_of: Callable[[str], st
 
 
 def _minor(version: str) -> tuple[int, ...]:
-    """The first two numbers of a version; zeros where it has none."""
+    """Return the first two numbers of a version. A missing number is 0."""
     numbers = [int(number) for number in re.findall(r"\d+", version)[:2]]
     return (*numbers, 0, 0)[:2]
