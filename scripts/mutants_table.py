@@ -821,14 +821,14 @@ RANKS = [
     Mutant(
         "the gate looks at one rank's gradients",
         "distributed/sharding.py",
-        "(rows[:, PARTS:] > 0).any(dim=0)",
-        "(rows[:1, PARTS:] > 0).any(dim=0)",
+        "(rows[:, FLAGS:] > 0).any(dim=0)",
+        "(rows[:1, FLAGS:] > 0).any(dim=0)",
         TEAM,
     ),
     Mutant(
         "ranks that did not do the same go on",
         "distributed/sharding.py",
-        "        self._check_same(rows[:, 1:3].tolist())\n",
+        "        self._check_same(rows[:, ISSUED].tolist())\n",
         "        pass\n",
         TEAM,
     ),
@@ -863,7 +863,7 @@ RANKS = [
     Mutant(
         "an order that one rank saw is adopted",
         "distributed/sharding.py",
-        "if len(set(rows[:, 3].tolist())) == 1:",
+        "if len(set(rows[:, SEEN_ORDER].tolist())) == 1:",
         "if True:",
         TEAM,
     ),

@@ -18,6 +18,15 @@ Threads: the training thread submits operations and waits for fences. Each lane'
 operations in order, and issues or fails their fences. The training thread enters accesses in
 records. In backward autograd's thread does it instead. A lane's thread never does.
 
+[Note: a new device] A device of another kind is written so:
+1. a subclass of `Device`, with `torch_device`, `copy`, `copy_now` and `kernels`; its constructor
+   ends with `_open_lanes()`;
+2. a subclass of `ComputeLane`, with `record` and `wait`;
+3. a subclass of `DeviceMemory`, with `_allocate`;
+4. its place in `Stack._open_device`.
+Pinning, side streams and counters of memory have defaults that do nothing. A further kind of GPU
+that torch knows needs none of this: it is a row of `devices/kinds.py`.
+
 [Note: no deadlock]
 1. The caller submits an operation. It waits only for fences that exist at this moment.
 2. Every fence belongs to an operation that was submitted before. So the order of submission is a

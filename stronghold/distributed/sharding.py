@@ -60,7 +60,8 @@ from stronghold.plan.plan import Plan
 
 logger = logging.getLogger("stronghold")
 
-PARTS = 4  # of the gate's numbers, before the parameters' flags: a sum, three checksums
+# Columns of the numbers that a rank gives at the gate. Flags of parameters follow.
+SQUARE_SUM, ISSUED, SEEN_ORDER, FLAGS = 0, slice(1, 3), 3, 4
 
 
 class Team:
@@ -319,13 +320,13 @@ class RankTeam(Team):
         ]
         numbers = torch.tensor([_sum(sums), *map(float, marks), *flags], dtype=torch.float64)
         rows = self._ranks.control.numbers(numbers, "gate")
-        self._check_same(rows[:, 1:3].tolist())
-        if len(set(rows[:, 3].tolist())) == 1:
+        self._check_same(rows[:, ISSUED].tolist())
+        if len(set(rows[:, SEEN_ORDER].tolist())) == 1:
             self._order.adopt()
-        has_gradient = (rows[:, PARTS:] > 0).any(dim=0).split(sizes)
+        has_gradient = (rows[:, FLAGS:] > 0).any(dim=0).split(sizes)
         for state, layer_flags in zip(layers, has_gradient, strict=True):
             state.gradients.restrict(set(layer_flags.nonzero().flatten().tolist()))
-        rank_sums: list[float] = rows[:, 0].tolist()
+        rank_sums: list[float] = rows[:, SQUARE_SUM].tolist()
         if self._ranks.norms is not None:
             numbers = torch.tensor([_sum(rank_sums)], dtype=torch.float64)
             rank_sums = self._ranks.norms.numbers(numbers, "norm").flatten().tolist()

@@ -6,7 +6,7 @@ lion              Lion
 sgd               SGD with momentum, and Nesterov's
 states            the arrays that hold a parameter's training state
 cpu_optimizer     an optimizer's kernels as a `torch.optim.Optimizer`
-triton_kernels    the kernels on a GPU; triton_programs has their formulas
+triton_programs   the formulas on a GPU, which `devices.triton_kernels` launches
 """
 
 from __future__ import annotations

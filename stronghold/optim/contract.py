@@ -4,7 +4,7 @@ Owns no tensor and runs no kernel. An `Optimizer` is plain data. It is made from
 a client's parameter group; any thread may read it. `stronghold/optim/__init__.py` lists the
 optimizers. No file outside `stronghold/optim/` and `kernels/` needs to name one.
 
-[Note: one file] To add an optimizer, write
+[Note: a new optimizer] To add an optimizer, write
 
 1. a subclass of `Optimizer` in a file of its own here, with a `CPUOptimizer` beside it;
 2. a header in `kernels/src/`, with the formula for vectors, and its line in the kernels' table;

@@ -19,6 +19,11 @@ caller's `predict` gives a candidate's step time: it runs the real executor on v
 4. For the best choice: numbers of resident blocks in finer steps.
 5. For the best choice: how many layers are updated before the norm is known.
 6. With so many early updates, rounds 1 to 5 once more, because updates cost less then.
+
+[Note: activations] A config that pins activations is followed (`places`). Without it:
+1. Before the first steps are measured, a GPU recomputes every block (`Stack._demand`).
+2. Then the rounds fill the blocks with LADDERS of levels, from the last block on, as far as the
+   memory of the GPU allows (`_filled`), and take the fastest by prediction.
 """
 
 from __future__ import annotations

@@ -8,8 +8,7 @@ BACKWARD while autograd runs. A forward hook that fires in BACKWARD belongs to r
 2. Ahead of the next step: weights have changed. The fetches before the next step's first use are
    queued, each after its layer's update (`weights_changed`).
 3. On demand: a layer is used, and no slot has its newest weights (`make_ready`). This happens in
-the
-   first step, in an order of uses that was not predicted, and for saved weights of a released
+   the first step, in an order of uses that was not predicted, and for saved weights of a released
    layer.
 
 The executor learns another order of uses when a pass shows one. Entered by the training thread and,
@@ -94,7 +93,7 @@ class Executor:
         self.weights = LayerWeights(parts, window, plan, self.bindings)
         self._on_gpu = device.torch_device.type != "cpu"
         self._task: int | None = None  # torch's number of the backward that runs
-        self._counted = False  # whether a backward has run of the calls
+        self._has_run_backward = False  # of the calls whose gradients are expected
         self._inside: list[int] = []  # blocks whose forward is running now, outermost first
         self._span = ComputeSpan(device)
         forward = canonical_uses([layer.index for layer in host.layout.layers], backward=False)
@@ -188,7 +187,7 @@ class Executor:
             self._step.end_backward()
         finally:
             self.phase = Phase.IDLE
-            self._task, self._counted = None, True
+            self._task, self._has_run_backward = None, True
             for state in self.layers:
                 state.gradients.expected.chunks = 0
             for layer in self._window.held_layers():
@@ -216,7 +215,7 @@ class Executor:
 
     def forget_calls(self) -> None:
         """Forget expected gradients: no graph waits for its backward."""
-        self._task, self._counted = None, False
+        self._task, self._has_run_backward = None, False
         for state in self.layers:
             state.gradients.expected = ExpectedGradients()
 
@@ -276,7 +275,7 @@ class Executor:
             # A resident layer's parameters never change device. So autograd keeps one leaf for all
             # of its calls, and delivers one gradient. A call without gradients may be that of a
             # reentrant checkpoint.
-            if self._counted:
+            if self._has_run_backward:
                 self.forget_calls()
             expected = self.layers[layer].gradients.expected
             if not torch.is_grad_enabled():
@@ -556,7 +555,7 @@ class Executor:
 
         Between a forward and its backward nothing is released.
         """
-        waits_for_backward = not self._counted and any(
+        waits_for_backward = not self._has_run_backward and any(
             state.gradients.expected.num_pending_backwards for state in self.layers
         )
         if self.phase is Phase.IDLE and not waits_for_backward:

@@ -8,6 +8,13 @@
 This file computes sums in the slot alone: of two gradients of one parameter, and of chunks in fp32.
 The thread that runs autograd's hooks enters: the training thread, or autograd's own on a GPU.
 
+[Note: where gradients wait] After its slot a gradient waits in one of four places
+(`memory.layer.GradientRecord`):
+1. pending, in the layer's array "gradients", in RAM or in a file;
+2. pending, in the layer's own slot on the GPU, if the layer is updated there;
+3. pending, in one tensor per parameter, if the whole model fits on the GPU (`per_parameter`);
+4. summed over micro-batches, in the fp32 array "accumulated", in RAM, in a file or on the GPU.
+
 [Note: several streams] Autograd may write a slot on several streams of the compute lane.
 1. A stream waits for the slot's earlier users before it first writes (`_enter`).
 2. A stream that adds to another stream's gradient waits for that stream (`_join`).

@@ -20,6 +20,9 @@ waited for the norm's access record.
    further backward that gradient_accumulation_steps does not count.
 3. Sums over micro-batches are fp32. So the gradients of one backward are pending until its end.
    Then they are added to these sums.
+4. A further backward cancels the layer's early update: its gradients have changed.
+5. A second backward of one graph (`retain_graph`) fetches weights again, and runs recomputed blocks
+   once more (`activations.recompute`). Weights that were written since are refused.
 """
 
 from __future__ import annotations

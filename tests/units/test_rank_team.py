@@ -17,7 +17,7 @@ from stronghold.devices.emulated import EmulatedDevice
 from stronghold.devices.lane_name import LaneName
 from stronghold.distributed.node_weights import NodeWeights, SimulatedWeights
 from stronghold.distributed.process_groups import Ranks, SilentGroup, mean_of, simulated_ranks
-from stronghold.distributed.sharding import PARTS, RankTeam
+from stronghold.distributed.sharding import FLAGS, RankTeam
 from stronghold.errors import RankError
 from stronghold.memory.buffers import GradientSlot
 from stronghold.memory.layer import LayerState, OptimizerRecord
@@ -123,7 +123,7 @@ def test_what_did_not_come_here_is_zeros_for_the_others(make: Make) -> None:
 @pytest.mark.parametrize("array", ["gradients", "accumulated"])
 def test_a_gradient_that_came_on_any_rank_has_come(array: str, make: Make) -> None:
     def second_of_the_other_layer(row: torch.Tensor) -> None:
-        row[PARTS:] = torch.tensor([0.0, 0.0, 0.0, 1.0])
+        row[FLAGS:] = torch.tensor([0.0, 0.0, 0.0, 1.0])
 
     def arrived(case: Case) -> list[set[int]]:
         return [set(state.gradients.arrived) for state in case.layers]
