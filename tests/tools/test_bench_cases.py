@@ -156,6 +156,7 @@ def test_a_window_sweep_on_the_emulated_device_has_times_and_bytes(tmp_path: Pat
 
 
 # -- predicted, at the artifact's sizes -----------------------------------------------------------
+@pytest.mark.slow
 def test_predicted_cases_say_so_and_stand_beside_the_published_figures(tmp_path: Path) -> None:
     mains = {
         case1_largest: [],

@@ -136,6 +136,7 @@ def python_that_runs(tests: str, folder: Path) -> Path:
     return spy(folder, what)
 
 
+@pytest.mark.slow
 def test_a_test_that_is_alone_is_alone_in_a_piece_of_several_processes(tmp_path: Path) -> None:
     pytest.importorskip("xdist")
     (tmp_path / "inside").mkdir()
@@ -216,6 +217,7 @@ def test_check_compares_versions(tmp_path: Path) -> None:
     assert "-d .whl typing-extensions==" in result.stdout
 
 
+@pytest.mark.slow
 def test_an_old_builder_is_named_and_stops_nothing(tmp_path: Path) -> None:
     """What pyproject.toml asks of it is what check asks."""
     (least,) = re.findall(r'scikit-build-core>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())

@@ -266,6 +266,7 @@ def environment(**more: str) -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if key not in launchers} | more
 
 
+@pytest.mark.slow
 def test_it_runs_under_the_launcher_without_the_set_up(tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "1"]
     launcher += ["--master_addr", "127.0.0.1", "--master_port", str(free_port())]
@@ -283,6 +284,7 @@ def test_it_runs_under_the_launcher_without_the_set_up(tmp_path: Path) -> None:
     assert (tmp_path / "summary.json").stat().st_size > 0
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_training_and_keeps_what_it_has(tmp_path: Path) -> None:
     command = [sys.executable, "-u", "scripts/quickstart.py", "--deepspeed_config", CONFIG]
     command += ["--tiny", "--no-timing", "--steps", "100000", "--compare-steps", "2"]
