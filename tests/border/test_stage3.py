@@ -201,6 +201,7 @@ def by_initialize(settings: dict[str, Any], folder: Path) -> Trained:
 
 
 @pytest.mark.parametrize("run", [by_trainer, by_accelerate, by_initialize])
+@pytest.mark.slow
 def test_an_example_trains_as_stage_0(run: Callable[..., Trained], tmp_path: Path) -> None:
     expected = None
     for name in (None, *EXAMPLES):

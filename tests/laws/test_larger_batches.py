@@ -319,6 +319,7 @@ def test_aliases_of_weights_never_stay_behind(monkeypatch: pytest.MonkeyPatch) -
     engine.destroy()
 
 
+@pytest.mark.slow
 def test_ranks_make_room_together_at_the_end_of_the_step(tmp_path: Path) -> None:
     """The batches of one rank grow: it trains on, and all change to one plan."""
     found = run_ranks("tests.support.rank_programs:larger", 2, tmp_path)

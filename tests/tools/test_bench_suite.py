@@ -183,6 +183,7 @@ def test_every_law_of_a_gpu_is_in_one_piece(tmp_path: Path) -> None:
         assert sorted(files) == sorted(laws)
 
 
+@pytest.mark.slow
 def test_check_finds_everything_here(tmp_path: Path) -> None:
     result = suite("check", state=tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -41,6 +41,7 @@ def test_a_sweep_draws_and_prints_its_points(
 
 
 @pytest.mark.parametrize("axis", ["batch", "layers"])
+@pytest.mark.slow
 def test_a_sweep_ends_with_the_largest_that_fits_and_the_next_that_does_not(
     axis: str, tmp_path: Path
 ) -> None:
