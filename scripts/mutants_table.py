@@ -516,7 +516,7 @@ HOOKS = [
         "            name = self._arguments_state.difference()\n",
         "            name = None\n",
         RECOMPUTE,
-        "into_its_arguments",
+        "where_the_forward_left_them",
     ),
     Mutant(
         "the values of a second run are not compared",

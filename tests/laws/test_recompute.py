@@ -234,7 +234,7 @@ def test_a_tensor_among_the_arguments_that_is_written_afterwards_is_refused() ->
     def factory() -> Any:
         return WritesAfter([Block() for _ in range(3)]), token_batch
 
-    with pytest.raises(RuntimeError, match=r"blocks\.\d.*stronghold\.activations"):
+    with pytest.raises(RuntimeError, match=r"blocks\.\d.*written in place meanwhile.*stronghold\.activations"):
         train_windowed(factory, steps=1, settings=config(section=SECTION))
 
 
@@ -681,11 +681,13 @@ def test_a_block_is_run_again_once_and_as_far_as_autograd_needs_it() -> None:
 
 
 class Surrounded(Block):
-    """What it computes depends on what stands around its call."""
+    """A block whose values depend on the contexts around its call.
 
-    def __init__(self, devices: list[torch.device]) -> None:
-        super().__init__()
-        self.devices = devices
+    It notes the default device of each run on its class. A snapshot does not see classes, so each
+    call is recomputed.
+    """
+
+    devices: ClassVar[list[torch.device]] = []
 
     def forward(self, hidden: Tensor) -> Tensor:
         self.devices.append(torch.empty(1).device)
@@ -694,13 +696,15 @@ class Surrounded(Block):
 
 @pytest.mark.parametrize("around", ["autocast", "default device"])
 def test_a_second_run_stands_where_the_first_one_stood(around: str) -> None:
+    num_blocks, num_steps = 3, 3
+
     def train(activations: str) -> tuple[list[float], list[torch.device]]:
         torch.manual_seed(0)
-        devices: list[torch.device] = []
-        model = Decoder([Surrounded(devices) for _ in range(3)])
+        Surrounded.devices.clear()
+        model = Decoder([Surrounded() for _ in range(num_blocks)])
         engine = engine_of(model, {"window": 2, "activations": activations})
         losses = []
-        for step in range(3):
+        for step in range(num_steps):
             ids = token_batch(step)
             context: Any = torch.autocast("cpu", torch.bfloat16)
             if around == "default device":
@@ -711,10 +715,11 @@ def test_a_second_run_stands_where_the_first_one_stood(around: str) -> None:
             engine.step()
             losses.append(loss.item())
         engine.destroy()
-        return losses, devices
+        return losses, list(Surrounded.devices)
 
     losses, devices = train("recompute")
     assert losses == train("keep")[0]
+    assert len(devices) == 2 * num_blocks * num_steps
     expected = "meta" if around == "default device" else "cpu"
     assert {device.type for device in devices} == {expected}
 
