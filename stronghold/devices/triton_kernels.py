@@ -99,7 +99,7 @@ class TritonKernels(Kernels):
     ) -> Callable[[float | None], None]:
         """Send the tables, and return the function that launches.
 
-        Segments with equal constants share a launch. ConfigError also for lean states.
+        Segments with equal constants share a launch. Raises ConfigError for lean states too.
         """
         if lean:
             raise ConfigError(

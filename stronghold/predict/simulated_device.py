@@ -1,23 +1,22 @@
 """A device of clocks: the same lanes and fences, no threads and no bytes.
 
-Owns virtual time, and what the lanes reach alone and beside each other. Buffers are on torch's meta
-device, operations take the seconds that their bytes need at the given rates, and nothing is
-computed: the real executor, window, drains and updater run on it unchanged. The calling thread
-alone enters.
+Owns virtual time and the rates of the lanes, alone and shared. Buffers are on torch's meta device.
+An operation takes the seconds that its bytes need at the given rates. Nothing is computed. The real
+executor, window, drains and updater run on this device unchanged. Only the calling thread enters.
 
-[Note: one pass is enough] An operation may only wait for fences that exist when it is submitted
-([Note: no deadlock] of `base`), and every lane is first in, first out. So the time at which an
-operation ends is known when it is submitted, and no queue of events is needed.
+[Note: one pass is enough] An operation waits only for fences that exist when it is submitted
+([Note: no deadlock] of `base`). Every lane is first in, first out. So the end of an operation is
+known when it is submitted. The simulation needs no queue of events.
 
-[Note: two clocks] On a GPU the calling thread runs ahead of compute: it stands still only until a
-transfer is issued, or for a fence that it waits for itself. `asynchronous=False` is the emulated
-device, whose compute is the calling thread.
+[Note: two clocks] On a GPU the calling thread runs ahead of compute. It waits until a transfer is
+issued, and for fences that it asks for itself. `asynchronous=False` is the emulated device: its
+compute runs on the calling thread.
 
-[Note: shared resources] Both directions of the link share what duplex allows, loads and stages
-share the disk with each other and with spills. Who was submitted first keeps its rate; who overlaps
-it later gets what is left for as long as they overlap, so that no byte is moved twice. Updates on
-the CPU get the bandwidth of the host's memory that transfers leave. A transfer beside updates that
-were submitted before it delays these, as long as no operation has waited for their fences.
+[Note: shared resources] The two directions of the link share the rate of duplex transfers. Loads,
+stages and spills share the disk. The operation that was submitted first keeps its rate. A later one
+gets the rest while both overlap. So no byte is moved twice. Updates on the CPU get the memory
+bandwidth that transfers leave. A transfer also delays updates that were submitted before it, until
+an operation has waited for their fences.
 """
 
 from __future__ import annotations
