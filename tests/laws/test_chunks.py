@@ -205,8 +205,9 @@ CALLED_IN: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize(
     ("place", "precision", "accumulation", "clipping"),
-    [  # all where layers are streamed, every second one elsewhere: sums where the gpu updates
-        pytest.param(place, *sums, marks=pytest.mark.slow if k and (k + n) % 2 == 0 else ())
+    [  # All where layers are streamed, every second one elsewhere. Only a GPU's own updates with
+        # accumulation 1 show whether the sums of two calls are rounded apart.
+        pytest.param(place, *sums, marks=pytest.mark.slow if k and (k + n) % 2 == 1 else ())
         for k, place in enumerate(CALLED_IN)
         for n, sums in enumerate(SUMS)
     ],

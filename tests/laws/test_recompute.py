@@ -234,7 +234,8 @@ def test_a_tensor_among_the_arguments_that_is_written_afterwards_is_refused() ->
     def factory() -> Any:
         return WritesAfter([Block() for _ in range(3)]), token_batch
 
-    with pytest.raises(RuntimeError, match=r"blocks\.\d.*written in place meanwhile.*stronghold\.activations"):
+    expected = r"blocks\.\d.*written in place meanwhile.*stronghold\.activations"
+    with pytest.raises(RuntimeError, match=expected):
         train_windowed(factory, steps=1, settings=config(section=SECTION))
 
 
