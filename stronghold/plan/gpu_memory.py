@@ -17,7 +17,7 @@ from stronghold.model.arrays import array_bytes, moment_arrays
 from stronghold.model.layout import LayerLayout, ModelLayout, Range
 from stronghold.optim.states import Formats
 from stronghold.plan.cost import Demand
-from stronghold.plan.places import MIB, Places
+from stronghold.plan.places import Places
 
 DEFAULT_WINDOW = 4  # without a budget: one computes, one is still in use, two are on their way
 MAX_GRADIENT_SLOTS = 2  # one gathers while the other drains
@@ -233,7 +233,7 @@ def _slots_within(places: Places, budget: int) -> Slots:
     slot_bytes = weight_slot_bytes(places)
     room = budget - gpu_total_bytes(places, 0, gradient_slots)
     window = min(num_streamed, room // slot_bytes) if slot_bytes else num_streamed
-    why = f"the most that {budget / MIB:.2f} MiB hold (stronghold.gpu_memory)"
+    why = f"the most that {format_size(budget)} hold (stronghold.gpu_memory)"
     return Slots(
         window=window,
         gradient_slots=gradient_slots,

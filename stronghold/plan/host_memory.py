@@ -43,7 +43,7 @@ from stronghold.model.arrays import array_bytes, moment_arrays
 from stronghold.model.layout import LayerLayout, Range
 from stronghold.optim.states import EXACT, LEAN, PAGE_BYTES, Formats, group_size, states_of
 from stronghold.plan.cost import Demand
-from stronghold.plan.places import MIB, Places
+from stronghold.plan.places import Places
 
 RING_ENTRIES = 3  # one drains, one waits for its update, one is updated
 UPDATE_ENTRIES, FETCH_ENTRIES, OTHER_ENTRIES = 4, 3, 1  # [Note: the staging ring]
@@ -402,10 +402,10 @@ def early_reasons(places: Places, host: HostMemory) -> tuple[str, ...]:
         return ()
     why = demand.why("early_layers")
     if host.early:
-        second = host.host_bytes[SECOND_ARRAYS] / MIB
+        second = format_size(host.host_bytes[SECOND_ARRAYS])
         return (
             f"{len(host.early)} layers are updated before the norm is known, into a second set of "
-            f"arrays: {second:.2f} MiB ({why})",
+            f"arrays: {second} ({why})",
         )
     start = f"no layer is updated before the norm is known ({why}): "
     return tuple(start + reason for reason in _why_none_is_early(places, host))
