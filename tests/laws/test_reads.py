@@ -146,6 +146,7 @@ def pending(both: Twin) -> bool:
     return any(not layer.writers["weights"].done for layer in layers)
 
 
+@law_of_time
 @pytest.mark.parametrize(
     ("place", "precision"),
     [(place, "fp32") for place in PLACES]
@@ -239,6 +240,7 @@ def test_nothing_waits_for_a_program_that_keeps_no_alias(caplog: pytest.LogCaptu
             both.model.state_dict()
 
 
+@law_of_time
 def test_what_needs_no_value_does_not_wait() -> None:
     with twin("gpt", section=SLOW) as both:
         both.train(0)
