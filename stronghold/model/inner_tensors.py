@@ -1,0 +1,337 @@
+"""Inner tensors: the plain dense tensors that a parameter consists of.
+
+Owns the one table of quantised formats that libraries make (`FORMATS`). No other file branches on a
+library's class. Owns no bytes, never copies or decodes a weight, and imports no such library: the
+classes of a parameter are compared by name. The training thread enters.
+
+An ordinary parameter is its only inner tensor. A quantised one has several: packed codes, scales,
+code books. Each is a dense tensor with a dtype of its own. The engine moves their bytes, and points
+each at memory by `tensor.data = view`.
+
+[Note: pointed by .data]
+1. The library's objects hold the inner tensors as attributes, and read these in each call.
+2. `tensor.data = view` changes where a tensor object points. The object stays the same.
+3. So the engine keeps the objects, and never writes an attribute of the library's.
+4. This holds as long as no call of the library puts another object in such an attribute.
+   bitsandbytes does so in two places: [Note: int8 states], and in `streaming.patches.quantised`.
+
+[Note: int8 states]
+1. The first forward of `Linear8bitLt` moves the attributes `CB` and `SCB` of its weight to the
+   module's `state`. The objects stay the same.
+2. `CB` is a second tensor object over the weight's memory. So both are pointed (`aliases`).
+3. The inner tensors of a weight that has run a forward already are on the module. `settle` gives
+   the weight its two attributes back. The next forward moves them again.
+
+[Note: the device of a wrapper]
+1. A wrapper subclass (torchao) has a device that was fixed when the object was made. `.data` of its
+   inner tensors does not change it.
+2. Hazard: the inner tensors lie on the GPU, and operators see a weight on the CPU.
+3. So `fix_device` puts a wrapper made on the compute device into the same parameter object, before
+   the engine takes the inner tensors. Another call puts one of the host back when the engine
+   closes.
+4. Between steps such a parameter reports the compute device, while its bytes lie on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from stronghold.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class InnerTensor:
+    """A dense tensor of a parameter.
+
+    name     "" for the parameter's data; otherwise the library's name, in state dicts where it has
+             one there: "absmax". The full name of an inner tensor is "PARAMETER.name"
+    tensor   the object to point: the parameter itself, or an attribute of the library's. Contiguous
+    aliases  further objects of the library over the same memory. They are pointed with `tensor`
+
+    A tensor that several parameters share is the same object in all of them.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    aliases: tuple[torch.Tensor, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoded:
+    """The weight that a parameter stands for: its shape, and the dtype that it is decoded to."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """A row: one way in which a library keeps quantised weights.
+
+    name     for logs and errors
+    matches  True for a parameter of this format
+    inner    the inner tensors of such a parameter. ConfigError if it cannot be moved: the message
+             begins with the reason
+    decoded  shape and dtype of the weight that it stands for
+    """
+
+    name: str
+    matches: Callable[[nn.Parameter], bool]
+    inner: Callable[[nn.Parameter], tuple[InnerTensor, ...]]
+    decoded: Callable[[nn.Parameter], Decoded]
+
+
+class Unmovable(ConfigError):
+    """A parameter whose inner tensors cannot be moved. The message has the reason and the way, and
+    not yet the parameter's name."""
+
+
+# -- bitsandbytes ----------------------------------------------------------------------------------
+def _is_a(module: str, name: str) -> Callable[[nn.Parameter], bool]:
+    """Return a function: True for a parameter of class `name` of `module`, or of a subclass."""
+
+    def matches(parameter: nn.Parameter) -> bool:
+        classes = type(parameter).__mro__
+        return any(cls.__module__ == module and cls.__name__ == name for cls in classes)
+
+    return matches
+
+
+def _inner_4bit(parameter: Any) -> tuple[InnerTensor, ...]:
+    """Codes, and the scales of `quant_state`: codes, too, with double quantisation."""
+    state = parameter.quant_state
+    if state is None:
+        raise Unmovable(
+            "is a Params4bit whose values are not quantised yet. bitsandbytes quantises when the "
+            'model moves to a device: call model.to("cpu") or model.to("cuda") first.'
+        )
+    if getattr(state, "packing_format_for_cpu", False):
+        raise Unmovable(
+            "has bitsandbytes' layout for evaluation on the CPU: a forward in eval mode without "
+            "gradients has changed it. Load the model again, and wrap it before such a forward."
+        )
+    inner = [
+        InnerTensor(name="", tensor=parameter),
+        InnerTensor(name="absmax", tensor=state.absmax),
+        InnerTensor(name="quant_map", tensor=state.code),
+    ]
+    if state.nested:
+        inner += [
+            InnerTensor(name="nested_absmax", tensor=state.state2.absmax),
+            InnerTensor(name="nested_quant_map", tensor=state.state2.code),
+            InnerTensor(name="nested_offset", tensor=state.offset),
+        ]
+    return tuple(inner)
+
+
+def _decoded_4bit(parameter: Any) -> Decoded:
+    state = parameter.quant_state
+    return Decoded(shape=tuple(state.shape), dtype=state.dtype)
+
+
+def _inner_int8(parameter: Any) -> tuple[InnerTensor, ...]:
+    """Codes of one byte, and a scale of each row ([Note: int8 states])."""
+    if parameter.has_fp16_weights or parameter.dtype is not torch.int8:
+        raise Unmovable(
+            "is an Int8Params that keeps its values in floating point "
+            "(has_fp16_weights, or not quantised yet). Make the module with "
+            'has_fp16_weights=False and call model.to("cpu") or model.to("cuda"), or use '
+            "torch.nn.Linear."
+        )
+    if parameter.CB is None or parameter.SCB is None:
+        raise Unmovable(
+            "is an Int8Params without its scales (SCB). Its module is no Linear8bitLt of "
+            "bitsandbytes, or the weight was taken out of it. Load the model again."
+        )
+    return (
+        InnerTensor(name="", tensor=parameter, aliases=(parameter.CB,)),
+        InnerTensor(name="SCB", tensor=parameter.SCB),
+    )
+
+
+def _decoded_int8(parameter: nn.Parameter) -> Decoded:
+    # The library computes in the dtype of the input. fp16 is the dtype that it was quantised from.
+    return Decoded(shape=tuple(parameter.shape), dtype=torch.float16)
+
+
+# -- torch's protocol: torchao ---------------------------------------------------------------------
+def _is_wrapper(tensor: torch.Tensor) -> bool:
+    """True for a tensor of a class that names its inner tensors, and can be made of such."""
+    names = ("__tensor_flatten__", "__tensor_unflatten__")
+    return all(getattr(type(tensor), name, None) is not None for name in names)
+
+
+def _inner_wrapper(parameter: Any) -> tuple[InnerTensor, ...]:
+    """The tensors that `__tensor_flatten__` names. A wrapper may consist of wrappers."""
+    if _is_a("torch.distributed.tensor", "DTensor")(parameter):
+        raise Unmovable(
+            "is a DTensor: sharded weights are not supported. Wrap the model before it is sharded."
+        )
+    return tuple(InnerTensor(name=name, tensor=tensor) for name, tensor in _dense(parameter))
+
+
+def _dense(wrapper: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    names, _ = wrapper.__tensor_flatten__()
+    for name in names:
+        inner = getattr(wrapper, name)
+        if _is_wrapper(inner):
+            yield from _dense(inner, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", inner
+
+
+def _decoded_wrapper(parameter: nn.Parameter) -> Decoded:
+    return Decoded(shape=tuple(parameter.shape), dtype=parameter.dtype)
+
+
+# -- the table -------------------------------------------------------------------------------------
+_BITSANDBYTES_4BIT = Format(
+    name="bitsandbytes 4-bit",
+    matches=_is_a("bitsandbytes.nn.modules", "Params4bit"),
+    inner=_inner_4bit,
+    decoded=_decoded_4bit,
+)
+_BITSANDBYTES_INT8 = Format(
+    name="bitsandbytes int8",
+    matches=_is_a("bitsandbytes.nn.modules", "Int8Params"),
+    inner=_inner_int8,
+    decoded=_decoded_int8,
+)
+_WRAPPER = Format(
+    name="torchao and other wrapper subclasses",
+    matches=_is_wrapper,
+    inner=_inner_wrapper,
+    decoded=_decoded_wrapper,
+)
+FORMATS = (_BITSANDBYTES_4BIT, _BITSANDBYTES_INT8, _WRAPPER)
+_NAMES = ", ".join(row.name for row in FORMATS)  # for messages
+
+
+def format_of(parameter: nn.Parameter) -> Format | None:
+    """Return the row of a quantised parameter. None for an ordinary one."""
+    for row in FORMATS:
+        if row.matches(parameter):
+            return row
+    return None
+
+
+def inner_tensors(parameter: nn.Parameter, name: str = "") -> tuple[InnerTensor, ...]:
+    """Return the dense tensors that a parameter consists of, in a fixed order.
+
+    An ordinary parameter is its only one, under the name "". Call `settle` for the model first.
+
+    `name` of the parameter is for messages.
+
+    ConfigError, which names the class, the reason and the way: an unknown class of tensors, a
+    quantised weight that requires grad, or one that its library has not quantised yet.
+    """
+    row = format_of(parameter)
+    if row is None:
+        _check_ordinary(parameter, name)
+        return (InnerTensor(name="", tensor=parameter),)
+    if parameter.requires_grad:
+        raise ConfigError(
+            f'parameter "{name}" is a {type(parameter).__name__} ({row.name}) that requires grad: '
+            "quantised weights have no gradient that an optimizer could use. Call "
+            "requires_grad_(False) on it and train adapters (PEFT), or load the model unquantised."
+        )
+    try:
+        result = row.inner(parameter)
+    except Unmovable as error:
+        raise ConfigError(f'parameter "{name}" {error}') from None
+    for inner in result:
+        if not inner.tensor.is_contiguous():
+            raise ConfigError(
+                f'parameter "{name}" ({row.name}): its {inner.name or "data"} is not contiguous '
+                f"(shape {tuple(inner.tensor.shape)}, stride {inner.tensor.stride()}), which no "
+                "array of weights can hold. Quantise the model again with contiguous weights."
+            )
+    return result
+
+
+def decoded(parameter: nn.Parameter) -> Decoded:
+    """Return shape and dtype of the weight that a parameter stands for."""
+    row = format_of(parameter)
+    if row is None:
+        return Decoded(shape=tuple(parameter.shape), dtype=parameter.dtype)
+    return row.decoded(parameter)
+
+
+def _check_ordinary(parameter: nn.Parameter, name: str) -> None:
+    """ConfigError for a parameter of a class that no row has, and that is no plain tensor."""
+    cls = type(parameter)
+    values = type(parameter.data)
+    if values is not torch.Tensor:
+        raise ConfigError(
+            f'parameter "{name}" is a {values.__module__}.{values.__name__}: its tensors are not '
+            "known, because the class has no __tensor_flatten__. Known are plain tensors, "
+            f"{_NAMES}. Wrap the model before the weights are converted, or load it in one of "
+            "these formats."
+        )
+    if cls is nn.Parameter:
+        return
+    held = [key for key, value in vars(parameter).items() if isinstance(value, torch.Tensor)]
+    if held and not parameter.requires_grad:
+        raise ConfigError(
+            f'parameter "{name}" is a {cls.__module__}.{cls.__name__}, a class that no storage '
+            f"format has: it keeps further tensors ({', '.join(held)}), which would not move with "
+            f"it. Known are {_NAMES}. Load the model in one of these formats, or unquantised."
+        )
+
+
+# -- before and after an engine --------------------------------------------------------------------
+def settle(model: nn.Module) -> None:
+    """Put the inner tensors of every weight where `inner_tensors` looks for them ([Note: int8
+    states]). Safe to call twice. Changes no value."""
+    for module in model.modules():
+        weight: Any = dict(module.named_parameters(recurse=False)).get("weight")
+        if weight is None or not _BITSANDBYTES_INT8.matches(weight):
+            continue
+        state: Any = getattr(module, "state", None)
+        if weight.CB is None and state is not None and state.CB is not None:
+            weight.CB, weight.SCB = state.CB, state.SCB
+
+
+def is_fixed_elsewhere(parameter: nn.Parameter, device: torch.device) -> bool:
+    """True for a wrapper whose device is not `device` ([Note: the device of a wrapper])."""
+    return _is_wrapper(parameter) and parameter.device != device
+
+
+def fix_device(parameter: nn.Parameter, device: torch.device) -> tuple[InnerTensor, ...]:
+    """Make a wrapper report `device`, and return its inner tensors in their order.
+
+    The parameter object stays the same. The inner tensors are new objects on `device`, and point at
+    no values: point each at its values before anything reads the parameter. A parameter that
+    reports `device`, or that is no wrapper, is not changed.
+    """
+    if is_fixed_elsewhere(parameter, device):
+        wrapper = _with_stand_ins(parameter, device)
+        torch.utils.swap_tensors(parameter, nn.Parameter(wrapper, requires_grad=False))
+    row = format_of(parameter)
+    return row.inner(parameter) if row else (InnerTensor(name="", tensor=parameter),)
+
+
+def _with_stand_ins(wrapper: Any, device: torch.device) -> torch.Tensor:
+    """Return a wrapper like `wrapper` on `device`. Each inner tensor has one element there."""
+    names, context = wrapper.__tensor_flatten__()
+    stand_ins: dict[str, torch.Tensor] = {}
+    for name in names:
+        inner = getattr(wrapper, name)
+        if _is_wrapper(inner):
+            stand_ins[name] = _with_stand_ins(inner, device)
+        else:
+            one = torch.empty((1,) * inner.dim(), dtype=inner.dtype, device=device)
+            stand_ins[name] = one.expand(inner.shape)
+    made: torch.Tensor = type(wrapper).__tensor_unflatten__(
+        stand_ins, context, wrapper.size(), wrapper.stride()
+    )
+    return made
