@@ -252,6 +252,7 @@ def test_null_and_auto_mean_that_the_key_is_absent(absent: Any) -> None:
     ("key", "values"),
     [
         ("enabled", ["yes", 1]),
+        ("frozen", ["int4", "NF4", True, 4]),
         ("device", ["gpu", 0, "CUDA"]),
         ("window", [0, -1, 1.5, "2", True, [1]]),
         ("prefetch", [-1, 0.5, "1", False]),
