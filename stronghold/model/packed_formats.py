@@ -1,0 +1,503 @@
+"""The formats in which the host keeps packed frozen weights: one row of a table for each.
+
+Owns, for each format, its inner tensors, its rule of encoding and the torch reference of its
+decoding. It has no state. Any thread may enter.
+
+A packed weight consists of *inner tensors*. They lie on the host, in a file or in a slot, and move
+as bytes. `PackedFormat.encode` writes them from a weight. `decode_weights` makes weights of them in
+the compute dtype, with the kernels of the device on which they lie.
+
+[Note: rounding]
+
+1. Encoding compares magnitudes, multiplies, adds and divides in fp32. Each of these operations is
+   rounded correctly, so every CPU writes the same bits. The one long sum, of nf4's offset, has a
+   fixed order.
+2. Decoding multiplies in fp32, and rounds once to the compute dtype, to nearest even. Every NaN
+   becomes the one quiet NaN. `stronghold.h`, [Note: packed formats], has the same formulas.
+
+[Note: published formats]
+
+1. nf4 is that of bitsandbytes: NF4 codes in blocks of 64 elements, two in a byte, the first in the
+   upper half. A block's absmax is an 8-bit dynamic code, in blocks of 256, after the mean of all
+   was taken off. Codes equal those of `quantize_4bit` on a CPU to the bit.
+2. Its absmax codes follow the rule of bitsandbytes' torch kernel: the nearest value. The compiled
+   CPU kernel chooses the other neighbour for some 0.2 % of them, near the middle between two
+   values. The mean there depends on torch's order of addition; here it does not.
+3. `torch.linspace` gives bitsandbytes' dynamic map, and its last bits depend on the CPU. Here each
+   value is the exact one, rounded to fp32. A quarter of the values differ in the last bit.
+4. int8 is bitsandbytes' `Int8Params`: `CB` and the absmax `SCB` of each row.
+5. fp8 is Transformers' fine-grained FP8: float8_e4m3fn with one `weight_scale_inv` for 128 x 128
+   elements. A block at the edge of a matrix may be smaller.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
+from typing import NamedTuple
+
+import torch
+
+from stronghold.errors import ConfigError
+
+NF4_BLOCK = 64  # elements that share an absmax
+NF4_NESTED_BLOCK = 256  # absmax codes that share a scale
+FP8_BLOCK = 128  # rows and columns of a block
+FP8_LARGEST = 448.0
+INT8_LARGEST = 127.0
+INT8_RECIPROCAL = 7.874015718698502e-3  # of 127, in fp32
+# bitsandbytes divides by this at least.
+_SMALLEST_ABSMAX = 1e-38
+# The reciprocal of a much smaller number is infinite. Such a block is encoded 2^100 times larger.
+_TINY = 2.0**-100
+_LIFT = 2.0**100
+# Elements that are encoded at once: the temporaries then take some 60 MiB.
+_PIECE = 1 << 22
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""Dtypes of weights that can be packed, and of decoded weights."""
+
+NF4_VALUES = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+"""NF4's code book (QLoRA, arXiv:2305.14314): the value of each code, exact in fp32."""
+
+
+class InnerShape(NamedTuple):
+    """One inner tensor of a packed weight: its name in the format, dtype and shape."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class PackingError(NamedTuple):
+    """The difference between a weight and its decoded packed form, in the weight's dtype.
+
+    square_sum  of the differences
+    numel       elements of the weight
+    largest     magnitude of a difference
+    """
+
+    square_sum: float
+    numel: int
+    largest: float
+
+    @property
+    def rms(self) -> float:
+        return math.sqrt(self.square_sum / self.numel) if self.numel else 0.0
+
+
+class PackedFormat(ABC):
+    """One format: a row of `FORMATS`."""
+
+    name: str
+
+    @abstractmethod
+    def inner(self, shape: Sequence[int]) -> tuple[InnerShape, ...]:
+        """The inner tensors of a weight of this shape.
+
+        `shape` is (rows, columns), or (experts, rows, columns) of fused experts.
+        """
+
+    def packed_bytes(self, shape: Sequence[int]) -> int:
+        """Bytes of all inner tensors of a weight of this shape."""
+        return sum(inner.nbytes for inner in self.inner(shape))
+
+    def can_pack(self, shape: Sequence[int], dtype: torch.dtype) -> bool:
+        """True for a matrix, or fused experts, whose packed form is smaller than the weight."""
+        if len(shape) not in (2, 3) or dtype not in DTYPES:
+            return False
+        return self.packed_bytes(shape) < math.prod(shape) * dtype.itemsize
+
+    @torch.no_grad()
+    def encode(self, weight: torch.Tensor, inner: Mapping[str, torch.Tensor]) -> PackingError:
+        """Write the inner tensors of a weight. Returns the error of its decoded form.
+
+        weight  on the CPU, any strides, bf16, fp16 or fp32; it is only read
+        inner   a contiguous CPU tensor for each name of `self.inner(weight.shape)`
+
+        Raises ConfigError for NaN or infinity in the weight, for magnitudes whose decoded form
+        would be infinite, and for tensors of other dtypes or shapes. After an error the contents of
+        `inner` are undefined.
+        """
+        if weight.dtype not in DTYPES or weight.dim() not in (2, 3):
+            raise ConfigError(
+                f"{self.name}: got a weight of shape {list(weight.shape)} in {weight.dtype}, "
+                "expected 2 or 3 dimensions in bfloat16, float16 or float32"
+            )
+        self._check_inner(weight.shape, inner)
+        source = weight.detach().contiguous()
+        self._encode(source, inner)
+        error = _packing_error(self._decoded_pieces(inner, source))
+        if not math.isfinite(error.largest):
+            raise ConfigError(
+                f"{self.name}: decoded, the weight's largest magnitudes would be infinite in "
+                f"{weight.dtype}. Keep this weight as it came"
+            )
+        return error
+
+    @torch.no_grad()
+    def decode(self, inner: Mapping[str, torch.Tensor], out: torch.Tensor) -> None:
+        """Decode into `out`: the torch reference of the kernels, on any device.
+
+        `out` is contiguous, in bf16, fp16 or fp32, in the weight's shape. Raises ConfigError for
+        tensors of other dtypes or shapes.
+        """
+        if out.dtype not in DTYPES or not out.is_contiguous():
+            raise ConfigError(
+                f"{self.name}: got decoded weights in {out.dtype} with strides "
+                f"{list(out.stride())}, expected contiguous bfloat16, float16 or float32"
+            )
+        self._check_inner(out.shape, inner)
+        for piece, values in self._decoded_pieces(inner, out):
+            _round_into(values, piece)
+
+    @abstractmethod
+    def _encode(self, weight: torch.Tensor, inner: Mapping[str, torch.Tensor]) -> None:
+        """`encode` of a contiguous weight into checked tensors."""
+
+    @abstractmethod
+    def _decoded_pieces(
+        self, inner: Mapping[str, torch.Tensor], weight: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Pieces of `weight` as views, each with its decoded values in fp32, before rounding."""
+
+    def _check_inner(self, shape: Sequence[int], inner: Mapping[str, torch.Tensor]) -> None:
+        """ConfigError unless `inner` has the tensors of this shape."""
+        for expected in self.inner(shape):
+            tensor = inner.get(expected.name)
+            if tensor is None:
+                raise ConfigError(f"{self.name}: the inner tensor {expected.name!r} is missing")
+            is_right = tensor.dtype == expected.dtype and tuple(tensor.shape) == expected.shape
+            if not is_right or not tensor.is_contiguous():
+                raise ConfigError(
+                    f"{self.name}: {expected.name}: got {tensor.dtype} of shape "
+                    f"{list(tensor.shape)}, expected contiguous {expected.dtype} of shape "
+                    f"{list(expected.shape)}"
+                )
+
+
+class Nf4(PackedFormat):
+    """bitsandbytes' NF4 with double quantisation: some 0.516 bytes per element.
+
+    codes          uint8 [ceil(numel / 2)]
+    absmax         uint8 [ceil(numel / 64)], codes of the dynamic map
+    nested_absmax  fp32, one for 256 of them
+    nested_offset  fp32 [1], the mean of the absmax
+
+    Blocks run over the flat weight, across the ends of rows and experts.
+    """
+
+    name = "nf4"
+
+    def inner(self, shape: Sequence[int]) -> tuple[InnerShape, ...]:
+        numel = math.prod(shape)
+        num_blocks = _ceil_div(numel, NF4_BLOCK)
+        num_nested = _ceil_div(num_blocks, NF4_NESTED_BLOCK)
+        return (
+            InnerShape("codes", torch.uint8, (_ceil_div(numel, 2),)),
+            InnerShape("absmax", torch.uint8, (num_blocks,)),
+            InnerShape("nested_absmax", torch.float32, (num_nested,)),
+            InnerShape("nested_offset", torch.float32, (1,)),
+        )
+
+    def _encode(self, weight: torch.Tensor, inner: Mapping[str, torch.Tensor]) -> None:
+        flat = weight.view(-1)
+        absmax = torch.empty(len(inner["absmax"]))
+        bounds = _middles(nf4_map(weight.device))
+        for first in range(0, len(flat), _PIECE):
+            piece = flat[first : first + _PIECE].float()
+            blocks = slice(first // NF4_BLOCK, _ceil_div(first + len(piece), NF4_BLOCK))
+            scaled, absmax[blocks] = _scaled_blocks(piece, NF4_BLOCK)
+            _check_finite(self.name, absmax[blocks])
+            codes = torch.bucketize(scaled, bounds, out_int32=True).to(torch.uint8)
+            if len(codes) % 2:
+                codes = torch.cat([codes, codes.new_full((1,), NF4_VALUES.index(0.0))])
+            packed = (codes[::2] << 4) | codes[1::2]
+            inner["codes"][first // 2 : first // 2 + len(packed)] = packed
+        offset = _mean(absmax)
+        scaled, nested_absmax = _scaled_blocks(absmax - offset, NF4_NESTED_BLOCK)
+        bounds = _middles(dynamic_map(weight.device))
+        inner["absmax"].copy_(torch.bucketize(scaled, bounds, out_int32=True))
+        inner["nested_absmax"].copy_(nested_absmax)
+        inner["nested_offset"].fill_(offset)
+
+    def _decoded_pieces(
+        self, inner: Mapping[str, torch.Tensor], weight: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        flat = weight.view(-1)
+        nested = inner["nested_absmax"].repeat_interleave(NF4_NESTED_BLOCK)
+        products = (
+            dynamic_map(weight.device)[inner["absmax"].int()] * nested[: len(inner["absmax"])]
+        )
+        absmax = products + inner["nested_offset"]
+        values = nf4_map(weight.device)
+        for first in range(0, len(flat), _PIECE):
+            piece = flat[first : first + _PIECE]
+            packed = inner["codes"][first // 2 : _ceil_div(first + len(piece), 2)]
+            codes = torch.stack([packed >> 4, packed & 15], dim=1).view(-1)[: len(piece)]
+            blocks = absmax[first // NF4_BLOCK : _ceil_div(first + len(piece), NF4_BLOCK)]
+            scales = blocks.repeat_interleave(NF4_BLOCK)[: len(piece)]
+            yield piece, values[codes.int()] * scales
+
+
+class Int8(PackedFormat):
+    """bitsandbytes' row-wise int8: value = code * absmax of the row / 127.
+
+    CB   int8, in the weight's shape
+    SCB  fp32 [rows], of all experts
+
+    The division is a multiplication by the fp32 reciprocal of 127, after that by the absmax, as in
+    bitsandbytes' `int8_vectorwise_dequant`. A row of zeros has absmax 0 and codes 0.
+    """
+
+    name = "int8"
+
+    def inner(self, shape: Sequence[int]) -> tuple[InnerShape, ...]:
+        return (
+            InnerShape("CB", torch.int8, tuple(shape)),
+            InnerShape("SCB", torch.float32, (math.prod(shape[:-1]),)),
+        )
+
+    def _encode(self, weight: torch.Tensor, inner: Mapping[str, torch.Tensor]) -> None:
+        rows, codes = _rows(weight), _rows(inner["CB"])
+        for piece in _row_pieces(rows, 1):
+            x = rows[piece].float()
+            absmax = x.abs().amax(1, keepdim=True)
+            _check_finite(self.name, absmax)
+            scaling = _scaling(absmax, INT8_LARGEST)
+            scaled = scaling.apply(x).round_().clamp_(-INT8_LARGEST, INT8_LARGEST)
+            codes[piece] = scaled.to(torch.int8)
+            inner["SCB"][piece] = absmax.squeeze(1)
+
+    def _decoded_pieces(
+        self, inner: Mapping[str, torch.Tensor], weight: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        rows, codes = _rows(weight), _rows(inner["CB"])
+        for piece in _row_pieces(rows, 1):
+            products = codes[piece].float() * inner["SCB"][piece].unsqueeze(1)
+            yield rows[piece], products * INT8_RECIPROCAL
+
+
+class Fp8(PackedFormat):
+    """Transformers' fine-grained FP8: value = weight * weight_scale_inv of its block.
+
+    weight            float8_e4m3fn, in the weight's shape
+    weight_scale_inv  fp32 [ceil(rows / 128), ceil(columns / 128)], for each expert
+
+    The scale of a block of zeros is 1.
+    """
+
+    name = "fp8"
+
+    def inner(self, shape: Sequence[int]) -> tuple[InnerShape, ...]:
+        *experts, rows, columns = shape
+        blocks = (*experts, _ceil_div(rows, FP8_BLOCK), _ceil_div(columns, FP8_BLOCK))
+        return (
+            InnerShape("weight", torch.float8_e4m3fn, tuple(shape)),
+            InnerShape("weight_scale_inv", torch.float32, blocks),
+        )
+
+    def _encode(self, weight: torch.Tensor, inner: Mapping[str, torch.Tensor]) -> None:
+        for matrix, codes, scales in self._matrices(weight, inner):
+            for rows, blocks in _block_rows(matrix):
+                x = matrix[rows].float()
+                padded = _in_blocks(x)
+                absmax = padded.abs().amax((1, 3), keepdim=True)
+                _check_finite(self.name, absmax)
+                scaling = _scaling(absmax, FP8_LARGEST)
+                scaled = scaling.apply(padded).clamp_(-FP8_LARGEST, FP8_LARGEST)
+                codes[rows] = _out_of_blocks(scaled, x).to(torch.float8_e4m3fn)
+                scales[blocks] = scaling.inverse().squeeze((1, 3))
+
+    def _decoded_pieces(
+        self, inner: Mapping[str, torch.Tensor], weight: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for matrix, codes, scales in self._matrices(weight, inner):
+            for rows, blocks in _block_rows(matrix):
+                x = codes[rows].float()
+                products = _in_blocks(x) * scales[blocks].unsqueeze(1).unsqueeze(3)
+                yield matrix[rows], _out_of_blocks(products, x)
+
+    def _matrices(
+        self, weight: torch.Tensor, inner: Mapping[str, torch.Tensor]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Each expert's matrix with its codes and scales; the only one of a matrix."""
+        tensors = weight, inner["weight"], inner["weight_scale_inv"]
+        if weight.dim() == 2:
+            yield tensors
+            return
+        yield from zip(*tensors, strict=True)
+
+
+FORMATS: Mapping[str, PackedFormat] = {row.name: row for row in (Nf4(), Int8(), Fp8())}
+"""Every format by its name, which is also the value of the config's key."""
+
+
+# -- code books ------------------------------------------------------------------------------------
+@functools.cache
+def nf4_map(device: torch.device) -> torch.Tensor:
+    """`NF4_VALUES` as fp32 [16]."""
+    return torch.tensor(NF4_VALUES, dtype=torch.float32, device=device)
+
+
+def dynamic_values() -> list[float]:
+    """The values of the signed 8-bit dynamic map [256], ascending, exact in fp32.
+
+    Decade i, of 7, has 2^i values between 10^(i-7) and 10^(i-6): the middles of equal parts. Their
+    negatives, 0 and 1 are added (8-bit optimizers, arXiv:2110.02861).
+    """
+    positive = [
+        Fraction(10) ** (decade - 6)
+        * (Fraction(1, 10) + Fraction(9, 10) * Fraction(2 * part + 1, 2 ** (decade + 1)))
+        for decade in range(7)
+        for part in range(2**decade)
+    ]
+    values = sorted([*positive, *(-value for value in positive), Fraction(0), Fraction(1)])
+    return torch.tensor([float(value) for value in values], dtype=torch.float32).tolist()
+
+
+@functools.cache
+def dynamic_map(device: torch.device) -> torch.Tensor:
+    """`dynamic_values` as fp32 [256]."""
+    return torch.tensor(dynamic_values(), dtype=torch.float32, device=device)
+
+
+def _middles(values: torch.Tensor) -> torch.Tensor:
+    """The bounds between neighbouring values. A bound belongs to the lower one."""
+    return (values[:-1] + values[1:]) / 2
+
+
+# -- encoding --------------------------------------------------------------------------------------
+def _check_finite(name: str, absmax: torch.Tensor) -> None:
+    """ConfigError if a magnitude is NaN or infinite."""
+    if not bool(torch.isfinite(absmax).all()):
+        raise ConfigError(f"{name}: the weight has NaN or infinity")
+
+
+def _scaled_blocks(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Blocks of flat fp32 numbers, divided by their absmax, and the absmax.
+
+    bitsandbytes' rule: whole blocks are multiplied by the reciprocal, a shorter last block is
+    divided. An absmax counts as 1e-38 at least, and that of a shorter last block is stored so.
+    """
+    whole = x[: len(x) // block * block].view(-1, block)
+    absmax = whole.abs().amax(1)
+    reciprocals = torch.reciprocal(absmax.clamp(min=_SMALLEST_ABSMAX))
+    scaled = (whole * reciprocals.unsqueeze(1)).view(-1)
+    remainder = x[len(scaled) :]
+    if len(remainder):
+        last = remainder.abs().max().clamp(min=_SMALLEST_ABSMAX)
+        absmax = torch.cat([absmax, last.unsqueeze(0)])
+        scaled = torch.cat([scaled, remainder / last])
+    return scaled.clamp_(-1, 1), absmax
+
+
+def _mean(x: torch.Tensor) -> float:
+    """The mean of fp32 numbers, rounded to fp32 once.
+
+    The sum is in fp64 and has one order: the halves of the list, filled up with zeros to a power of
+    two, are added until one number is left.
+    """
+    width = 1 << (len(x) - 1).bit_length()
+    sums = torch.zeros(width, dtype=torch.float64)
+    sums[: len(x)] = x
+    while width > 1:
+        width //= 2
+        sums = sums[:width] + sums[width:]
+    return (sums / len(x)).float().item()
+
+
+class _Scaling(NamedTuple):
+    """Factors that bring the absmax of blocks to a format's largest number.
+
+    The product with `lift` is exact. Then the product with `factor` is rounded.
+    """
+
+    lift: torch.Tensor  # 1, or 2^100 for a tiny absmax
+    factor: torch.Tensor  # 0 for a block of zeros
+
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
+        if bool((self.lift != 1.0).any()):
+            x = x * self.lift
+        return x * self.factor
+
+    def inverse(self) -> torch.Tensor:
+        """The factors that bring the numbers back: 1 for a block of zeros."""
+        return torch.where(self.factor == 0.0, 1.0, torch.reciprocal(self.factor) * self.lift)
+
+
+def _scaling(absmax: torch.Tensor, largest: float) -> _Scaling:
+    lift = torch.where(absmax < _TINY, _LIFT, 1.0)
+    factor = torch.reciprocal(absmax * lift) * largest
+    return _Scaling(lift, torch.where(absmax > 0.0, factor, 0.0))
+
+
+def _packing_error(pieces: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> PackingError:
+    """The error of decoded values, rounded to the dtype of the weight whose pieces these are."""
+    square_sum, numel, largest = 0.0, 0, 0.0
+    for piece, values in pieces:
+        decoded = torch.empty_like(piece)
+        _round_into(values, decoded)
+        differences = decoded.double() - piece
+        numel += differences.numel()
+        square_sum += float(differences.square().sum())
+        if differences.numel():
+            largest = max(largest, float(differences.abs().max()))
+    return PackingError(square_sum, numel, largest)
+
+
+# -- decoding --------------------------------------------------------------------------------------
+def _round_into(values: torch.Tensor, out: torch.Tensor) -> None:
+    """Round fp32 values to the dtype of `out`. Every NaN becomes the quiet NaN of that dtype."""
+    out.copy_(values)
+    out.masked_fill_(values.isnan(), math.nan)
+
+
+# -- shapes and pieces -----------------------------------------------------------------------------
+def _ceil_div(numerator: int, denominator: int) -> int:
+    return -(-numerator // denominator)
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    """The rows of all experts as one matrix."""
+    return tensor.view(-1, tensor.shape[-1])
+
+
+def _row_pieces(matrix: torch.Tensor, multiple: int) -> Iterator[slice]:
+    """Slices of rows with about `_PIECE` elements, each but the last a multiple of rows long."""
+    num_rows, num_columns = matrix.shape
+    step = max(_PIECE // max(num_columns, 1) // multiple, 1) * multiple
+    for first in range(0, num_rows, step):
+        yield slice(first, min(first + step, num_rows))
+
+
+def _block_rows(matrix: torch.Tensor) -> Iterator[tuple[slice, slice]]:
+    """Slices of a matrix's rows in whole blocks, and of the rows of their scales."""
+    for rows in _row_pieces(matrix, FP8_BLOCK):
+        yield rows, slice(rows.start // FP8_BLOCK, _ceil_div(rows.stop, FP8_BLOCK))
+
+
+def _in_blocks(x: torch.Tensor) -> torch.Tensor:
+    """A matrix as [blocks, FP8_BLOCK, blocks, FP8_BLOCK], filled up with zeros at its edges."""
+    right, bottom = -x.shape[1] % FP8_BLOCK, -x.shape[0] % FP8_BLOCK
+    if right or bottom:
+        x = torch.nn.functional.pad(x, (0, right, 0, bottom))
+    return x.view(x.shape[0] // FP8_BLOCK, FP8_BLOCK, x.shape[1] // FP8_BLOCK, FP8_BLOCK)
+
+
+def _out_of_blocks(blocks: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """The inverse of `_in_blocks` for a matrix of the shape of `x`."""
+    num_rows, num_columns = blocks.shape[0] * FP8_BLOCK, blocks.shape[2] * FP8_BLOCK
+    return blocks.reshape(num_rows, num_columns)[: x.shape[0], : x.shape[1]]
