@@ -114,7 +114,7 @@ class Load:
                     matches.append(Match(index, k, part, record))
                 elif not (part.name in self.manifest.excluded and not part.trainable):
                     missing.append(part.name)
-        buffers = {name for name, _ in persistent_buffers(self._stack.partition.model)}
+        buffers = {name for name, _ in persistent_buffers(self._stack.partition)}
         extra = [r.name for r in self.manifest.tensors if known.isdisjoint(r.aliases)]
         missing += sorted(buffers - self.manifest.buffers.keys())
         extra += sorted(self.manifest.buffers.keys() - buffers)
@@ -132,7 +132,7 @@ class Load:
 
     def _check_buffers(self) -> None:
         """Raise ConfigError for a buffer of another shape."""
-        for name, buffer in persistent_buffers(self._stack.partition.model):
+        for name, buffer in persistent_buffers(self._stack.partition):
             shape = self.manifest.buffers.get(name, tuple(buffer.shape))
             if shape != tuple(buffer.shape):
                 raise ConfigError(
@@ -267,7 +267,7 @@ class Load:
             self._parameter(match, with_master=exact and match.part.trainable)
         if not exact:
             self._restart_masters()
-        for name, buffer in persistent_buffers(self._stack.partition.model):
+        for name, buffer in persistent_buffers(self._stack.partition):
             if name in self.manifest.buffers:
                 buffer.data.copy_(self._tag.tensors(self._tag.buffers).read(name))
 

@@ -266,11 +266,11 @@ class _DirectorySource:
             )
         self._alive = list(aliases)  # keeps ids from being used again
 
-    def has(self, parameter: nn.Parameter) -> bool:
+    def has(self, parameter: torch.Tensor) -> bool:
         """True if the parameter is one of the model's."""
         return id(parameter) in self._name_of
 
-    def read_into(self, parameter: nn.Parameter, target: torch.Tensor) -> None:
+    def read_into(self, parameter: torch.Tensor, target: torch.Tensor) -> None:
         """Fill `target` with the parameter's values, cast to its dtype."""
         self._read_into(self._name_of[id(parameter)], target)
 

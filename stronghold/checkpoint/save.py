@@ -59,6 +59,7 @@ from stronghold.errors import CheckpointError, ConfigError, LaneError
 from stronghold.memory.access import ArrayAccess
 from stronghold.model.arrays import array_dtype, moment_arrays
 from stronghold.model.layout import ParameterSlice
+from stronghold.model.partition import Partition
 from stronghold.optim import DEFAULT
 from stronghold.optim.states import items
 from stronghold.plan.homes import GPU
@@ -164,7 +165,7 @@ class Save:
         model = stack.partition.model
         self._buffers = {
             name: buffer.detach().to("cpu", copy=True).contiguous()
-            for name, buffer in persistent_buffers(model)
+            for name, buffer in persistent_buffers(stack.partition)
         }
         slices = team.slices.size
         self._state = pack_state(client, counters, self._versions, model_parallel_size=slices)
@@ -462,14 +463,17 @@ def _pieces_by_name(of_ranks: list[Written]) -> dict[str, dict[str, tuple[Stored
     return pieces
 
 
-def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, buffer) for each buffer that a state dict has, once."""
+def persistent_buffers(partition: Partition) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, buffer) for each buffer that a state dict has, once.
+
+    Buffers that layers store are not among them: they are saved as parameters are.
+    """
     transient: set[str] = set()
-    for prefix, module in model.named_modules():
+    for prefix, module in partition.model.named_modules():
         for name in transient_buffers(module):
             transient.add(f"{prefix}.{name}" if prefix else name)
-    for name, buffer in model.named_buffers():
-        if name not in transient:
+    for name, buffer in partition.model.named_buffers():
+        if name not in transient and buffer not in partition.stored:
             yield name, buffer
 
 
@@ -489,7 +493,7 @@ def named_groups(
     """Return the optimizer's live groups, with parameters by name and values as JSON has them."""
     if optimizer is None:
         return None
-    names: dict[nn.Parameter, str] = {}
+    names: dict[torch.Tensor, str] = {}
     for layer in stack.partition.layers:
         for named in layer.parameters:
             names[named.parameter] = named.name

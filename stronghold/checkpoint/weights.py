@@ -57,19 +57,19 @@ def live_weights(stack: Stack, *, exclude_frozen: bool = False) -> dict[str, tor
     size. So a saver neither copies the whole array nor takes neighbours for tied weights. Arrays on
     the GPU are copied. Tied names share a tensor.
     """
-    tensors: dict[nn.Parameter, torch.Tensor] = {}
+    tensors: dict[torch.Tensor, torch.Tensor] = {}
     for state, layer in zip(stack.host.layers, stack.partition.layers, strict=True):
         for part, named in zip(state.layout.slices, layer.parameters, strict=True):
             if part.trainable or not exclude_frozen:
                 tensors[named.parameter] = _live_parameter(state, part)
     weights: dict[str, torch.Tensor] = {}
     for name, value in stack.partition.model.state_dict(keep_vars=True).items():
-        if isinstance(value, nn.Parameter):
-            if value in tensors:
-                weights[name] = tensors[value]
-        else:
-            is_tensor = isinstance(value, torch.Tensor)
-            weights[name] = value.detach().cpu().contiguous() if is_tensor else value
+        if not isinstance(value, torch.Tensor):
+            weights[name] = value
+        elif value in tensors:
+            weights[name] = tensors[value]
+        elif not (exclude_frozen and isinstance(value, nn.Parameter)):
+            weights[name] = value.detach().cpu().contiguous()
     return weights
 
 

@@ -181,11 +181,12 @@ class StrongholdConfig(_Section):
     """The section as the user wrote it. None: the key was left out."""
 
     enabled: bool = key("Use stronghold. With false, DeepSpeed runs the program.", default=True)
-    dtypes: Literal["cast", "own"] = key(
+    dtypes: Literal["cast", "own"] | None = key(
         'The dtype in which parameters are trained. "cast": all have the precision of the config, '
         'as in DeepSpeed. "own": each keeps its dtype, such as fp32 adapters or routers in a bf16 '
-        "model. Frozen int8 and float8 weights always keep theirs.",
-        default="cast",
+        "model. Frozen int8 and float8 weights, and quantised modules, always keep theirs. Left "
+        'out: "own" if a library quantised a part of the model (bitsandbytes, torchao, GPTQ, AWQ), '
+        'else "cast".'
     )
     states: Literal["exact", "lean"] = key(
         'State that the optimizer keeps of a bf16 parameter. "exact": an fp32 master and fp32 '

@@ -43,7 +43,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from stronghold.devices.base import Device, Fence
 from stronghold.devices.lane_name import LaneName
@@ -437,7 +436,7 @@ def _sum(values: Sequence[float]) -> float:
     return math.fsum(values) if all(map(math.isfinite, values)) else math.nan
 
 
-def _is_split(parameter: nn.Parameter) -> bool:
+def _is_split(parameter: torch.Tensor) -> bool:
     """True if a model-parallel rank has a part of the parameter that no other has."""
     names = ("model_parallel", "tensor_model_parallel")
     return any(bool(getattr(parameter, name, False)) for name in names)

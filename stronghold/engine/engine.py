@@ -897,9 +897,10 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
 def _places_of_parameters(stack: Stack) -> dict[nn.Parameter, tuple[int, str]]:
     """Number of the layer, and name, of each parameter that the layers hold."""
     places: dict[nn.Parameter, tuple[int, str]] = {}
-    for parameters, layer in zip(stack.parameters, stack.layout.layers, strict=True):
-        for parameter, parameter_slice in zip(parameters, layer.slices, strict=True):
-            places[parameter] = (layer.index, parameter_slice.name)
+    for tensors, layer in zip(stack.parameters, stack.layout.layers, strict=True):
+        for tensor, parameter_slice in zip(tensors, layer.slices, strict=True):
+            if isinstance(tensor, nn.Parameter):  # no inner tensor, and no buffer
+                places[tensor] = (layer.index, parameter_slice.name)
     return places
 
 

@@ -19,7 +19,6 @@ from enum import Enum
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from stronghold.devices.base import Fence, Record
 from stronghold.errors import StateError
@@ -257,10 +256,11 @@ class LayerState:
 
     layout      its ranges and parameters, with offsets in elements
     weights     flat uint8 tensor: the weights of the whole layer
+    aliases     by position: further tensors of a library over a stored tensor's memory
     formats     formats of its ranges
     shards      the ranks' shares of each range
     homes       homes of the arrays that do not lie on the host
-    parameters  the model's parameters, in the layout's order
+    parameters  the model's stored tensors (parameters, as a rule), in the layout's order
     arrays      flat uint8 tensors that only training needs, by name: the states' arrays,
                 "accumulated" (fp32 sums over micro-batches) and "gradients" (pending ones). They
                 have this rank's `shares`. They exist from the first backward on, unless their home
@@ -278,7 +278,8 @@ class LayerState:
     formats: Formats
     shards: Shards
     homes: Mapping[str, Home] = field(default_factory=dict)
-    parameters: Sequence[nn.Parameter] = ()
+    parameters: Sequence[torch.Tensor] = ()
+    aliases: Mapping[int, Sequence[torch.Tensor]] = field(default_factory=dict)
     arrays: dict[str, torch.Tensor] = field(default_factory=dict)
     records: dict[str, Record] = field(init=False)
     second: SecondArrays | None = None

@@ -35,10 +35,11 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import itemgetter
 
-from torch import nn
+import torch
 
 from stronghold.errors import StateError
 from stronghold.model.partition import Partition
+from stronghold.model.stored_tensors import PackedParameter
 from stronghold.optim.states import EXACT, page_numel
 
 # Every parameter starts at a multiple of this: 256 bytes in 16-bit and 512 in 32-bit arrays. CUDA's
@@ -47,6 +48,9 @@ from stronghold.optim.states import EXACT, page_numel
 # would change bits. It is also eight times the widest SIMD store.
 ALIGN_NUMEL = 128
 
+# A decoded weight begins at a multiple of this, for the same reason.
+DECODED_ALIGN_BYTES = 512
+
 # Ranges are padded to this: 4096 bytes in 16-bit arrays, which is a page and O_DIRECT's block.
 # States with arrays of fewer bits pad to `states.page_numel`.
 PAGE_NUMEL = page_numel(EXACT)
@@ -54,15 +58,17 @@ PAGE_NUMEL = page_numel(EXACT)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterShape:
-    """A parameter's properties that decide its place in the layout.
+    """A stored tensor's properties that decide its place in the layout.
 
-    `format` is the number of its format among the model's (`optim.states.Format`).
+    `format` is the number of its format among the model's (`optim.states.Format`). `num_weights`:
+    number of weights that it stands for, if that is not its number of elements.
     """
 
     name: str
     shape: tuple[int, ...]
     trainable: bool
     format: int = 0
+    num_weights: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +100,8 @@ Span = tuple[int, int]
 class Range:
     """Elements [begin, end) of a layer, padded, that have one format ([Note: ranges]).
 
-    `format` is the format's number among the model's. `num_parameters` excludes padding.
+    `format` is the format's number among the model's. `num_parameters`: its elements without
+    padding.
     """
 
     begin: int
@@ -115,7 +122,8 @@ class LayerLayout:
     `slices` have the order of `Layer.parameters`: trainable ones first, then frozen ones, and those
     of one format together. `ranges` cover the layer. Moments and gradients cover the padded prefix
     `trainable_numel`; weights cover the padded whole, `numel`. `num_parameters` and `num_trainable`
-    exclude padding.
+    count weights, without padding. `decoded_bytes`: bytes of the layer's packed weights when they
+    are decoded.
     """
 
     index: int
@@ -127,6 +135,7 @@ class LayerLayout:
     numel: int
     num_parameters: int
     num_trainable: int
+    decoded_bytes: int = 0
 
     @property
     def trainable_ranges(self) -> tuple[Range, ...]:
@@ -177,12 +186,12 @@ def layout(
     partition: Partition,
     num_ranks: int = 1,
     page_numel: int = PAGE_NUMEL,
-    format_of: Callable[[nn.Parameter], int] | None = None,
+    format_of: Callable[[torch.Tensor], int] | None = None,
 ) -> ModelLayout:
     """Lay out a partition's parameters.
 
     Each range is padded so that every one of `num_ranks` has whole pages of `page_numel` elements.
-    `format_of` gives the number of a parameter's format; None: all parameters have one format.
+    `format_of` gives the number of a stored tensor's format; None: all have one format.
 
     StateError if a layer's parameters are not in the order of [Note: ranges]. `partition` makes
     that order if it gets the same `format_of`.
@@ -195,6 +204,7 @@ def layout(
                 shape=tuple(named.parameter.shape),
                 trainable=named.parameter.requires_grad,
                 format=format_of(named.parameter) if format_of else 0,
+                num_weights=named.num_weights,
             )
             for named in layer.parameters
         ]
@@ -206,9 +216,16 @@ def layout(
                 streamed=layer.streamed,
                 num_ranks=num_ranks,
                 page_numel=page_numel,
+                decoded_bytes=sum(map(decoded_bytes, layer.packed)),
             )
         )
     return ModelLayout(layers=tuple(layers), page_numel=page_numel)
+
+
+def decoded_bytes(packed: PackedParameter) -> int:
+    """Bytes of a packed parameter's decoded weight. Each begins like a fresh allocation."""
+    nbytes = math.prod(packed.shape) * packed.dtype.itemsize
+    return _padded(nbytes, DECODED_ALIGN_BYTES)
 
 
 def for_ranks(layout: ModelLayout, num_ranks: int, page_numel: int = PAGE_NUMEL) -> ModelLayout:
@@ -221,6 +238,7 @@ def for_ranks(layout: ModelLayout, num_ranks: int, page_numel: int = PAGE_NUMEL)
             streamed=layer.streamed,
             num_ranks=num_ranks,
             page_numel=page_numel,
+            decoded_bytes=layer.decoded_bytes,
         )
         for layer in layout.layers
     )
@@ -235,8 +253,9 @@ def layer_layout(
     streamed: bool,
     num_ranks: int = 1,
     page_numel: int = PAGE_NUMEL,
+    decoded_bytes: int = 0,
 ) -> LayerLayout:
-    """Lay out the parameters of one layer.
+    """Lay out the stored tensors of one layer.
 
     StateError if they are not in the order of [Note: ranges]: trainable ones first, and within
     these and the frozen ones by the number of their format.
@@ -273,9 +292,14 @@ def layer_layout(
         ranges=tuple(ranges),
         trainable_numel=trainable[-1].end if trainable else 0,
         numel=ranges[-1].end if ranges else 0,
-        num_parameters=sum(layer_range.num_parameters for layer_range in ranges),
+        num_parameters=sum(map(_num_weights, slices)),
         num_trainable=sum(layer_range.num_parameters for layer_range in trainable),
+        decoded_bytes=decoded_bytes,
     )
+
+
+def _num_weights(parameter: ParameterSlice) -> int:
+    return parameter.numel if parameter.num_weights is None else parameter.num_weights
 
 
 def condensed(layout: ModelLayout) -> ModelLayout:
@@ -323,6 +347,7 @@ def _place(
                 shape=parameter.shape,
                 trainable=parameter.trainable,
                 format=parameter.format,
+                num_weights=parameter.num_weights,
                 range=number,
             )
         )

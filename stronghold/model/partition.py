@@ -2,8 +2,9 @@
 
 It puts every parameter into one layer (FSDP unit) that moves or stays.
 
-Owns the law that every parameter is in exactly one layer, and the register of models that were
-built without values, which it does not keep alive. Owns the search for blocks, in this order:
+Owns the law that every stored tensor (`model.stored_tensors`) is in exactly one layer, and the
+register of models that were built without values, which it does not keep alive. Owns the search for
+blocks, in this order:
 
 1. The paths that the user named.
 2. The tables of known families: by `config.model_type`, or by class name for Megatron, PyTorch and
@@ -32,11 +33,12 @@ parameters are resident. Only blocks that the user named must exist.
 from __future__ import annotations
 
 import fnmatch
+import functools
 import math
 import re
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import itemgetter
@@ -47,19 +49,28 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from stronghold.errors import ConfigError, StateError, did_you_mean
+from stronghold.model.stored_tensors import (
+    NOTHING_PACKED,
+    PackedParameter,
+    StoredTensors,
+    stored_tensors,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class NamedParameter:
-    """A parameter with all of its names.
+    """A stored tensor with all of its names.
 
-    `name` is its first in `model.named_parameters()`. `aliases` has that name and those of ties, in
-    registration order.
+    It is a parameter, an inner tensor of a quantised parameter, or a large buffer of a quantised
+    module (`model.stored_tensors`). `name` is its first in the model. `aliases` has that name and
+    those of ties, in registration order. `num_weights`: number of weights that it stands for, if
+    that is not its number of elements.
     """
 
     name: str
     aliases: tuple[str, ...]
-    parameter: nn.Parameter
+    parameter: torch.Tensor
+    num_weights: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -69,8 +80,9 @@ class Layer:
     name        dotted path of the block, or of a resident group's first holder; "" is the root
     modules     modules whose forward uses the parameters: the block, or every direct holder of a
                 resident parameter
-    parameters  each once: trainable ones first, then frozen ones, and within these by `format_of`.
-                Otherwise in registration order
+    parameters  its stored tensors, each once: trainable ones first, then frozen ones, and within
+                these by `format_of`. Otherwise in registration order
+    packed      parameters whose packed tensors are among `parameters`
     """
 
     index: int
@@ -78,14 +90,20 @@ class Layer:
     modules: tuple[nn.Module, ...]
     parameters: tuple[NamedParameter, ...]
     streamed: bool
+    packed: tuple[PackedParameter, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)  # without slots, so that `stored` is made once
 class Partition:
     """The layers of a model, in registration order. Forward is expected to use them in it."""
 
     layers: tuple[Layer, ...]
     model: nn.Module
+
+    @functools.cached_property
+    def stored(self) -> frozenset[torch.Tensor]:
+        """The stored tensors of all layers."""
+        return frozenset(named.parameter for layer in self.layers for named in layer.parameters)
 
     @property
     def streamed(self) -> tuple[Layer, ...]:
@@ -96,109 +114,115 @@ class Partition:
 def partition(
     model: nn.Module,
     layers: str | Sequence[str] | None = None,
-    format_of: Callable[[nn.Parameter], int] | None = None,
+    format_of: Callable[[torch.Tensor], int] | None = None,
+    packed: Mapping[nn.Parameter, PackedParameter] = NOTHING_PACKED,
 ) -> Partition:
     """Split `model` into layers.
 
     layers     the config key `stronghold.layers`. None: a model may have no blocks ([Note: no
                blocks])
-    format_of  gives the number of a parameter's format (`model.layout`). None: all have one format
+    format_of  gives the number of a stored tensor's format (`model.layout`). None: all have one
+    packed     parameters whose packed tensors the layers have in their place
 
     ConfigError if a path is unknown, or if a parameter cannot move (`_check_lasting`,
     `_check_movable`). The result does not follow later changes of `requires_grad` or of the module
     tree: partition again.
     """
-    names = _names(model)
-    _check_lasting(model, names)
+    stored = stored_tensors(model, packed)
+    names = stored.names
+    _check_lasting(model)
     _check_movable(names)
-    owners = _owners(model, find_blocks(model, layers))
-    holders = _holders(model)
-    members: dict[tuple[nn.Module, bool], list[nn.Parameter]] = {}
-    for parameter in names:
-        block = owners[parameter]
+    owners = _owners(model, find_blocks(model, layers), stored)
+    holders = _holders(model, stored)
+    members: dict[tuple[nn.Module, bool], list[torch.Tensor]] = {}
+    for tensor in names:
+        block = owners[tensor]
         if block is not None:
-            members.setdefault((block, True), []).append(parameter)
-        else:
-            first_holder = holders[parameter][0]
-            members.setdefault((first_holder, False), []).append(parameter)
+            members.setdefault((block, True), []).append(tensor)
+        elif tensor not in stored.buffers:  # a buffer outside the blocks stays where it is
+            first_holder = holders[tensor][0]
+            members.setdefault((first_holder, False), []).append(tensor)
     result: list[Layer] = []
     for module_name, module in model.named_modules():
         for streamed in (False, True):
             if (module, streamed) not in members:
                 continue
-            parameters = _in_range_order(members[module, streamed], format_of)
+            tensors = _in_range_order(members[module, streamed], format_of)
             users = [module]
             if not streamed:
-                users = list(_holders_of(parameters, holders))
+                users = list(_holders_of(tensors, holders))
             result.append(
                 Layer(
                     index=len(result),
                     name=module_name,
                     modules=tuple(users),
-                    parameters=tuple(_named(parameter, names) for parameter in parameters),
+                    parameters=tuple(_named(tensor, stored) for tensor in tensors),
                     streamed=streamed,
+                    packed=stored.packed_among(tensors),
                 )
             )
-    check_exactly_once(names, result)
+    stay = {tensor for tensor in stored.buffers if owners[tensor] is None}
+    moving = {tensor: aliases for tensor, aliases in names.items() if tensor not in stay}
+    check_exactly_once(moving, result)
     return Partition(layers=tuple(result), model=model)
 
 
 def _in_range_order(
-    parameters: Sequence[nn.Parameter], format_of: Callable[[nn.Parameter], int] | None
-) -> list[nn.Parameter]:
-    """The parameters in the order of [Note: ranges] of `model.layout`."""
+    tensors: Sequence[torch.Tensor], format_of: Callable[[torch.Tensor], int] | None
+) -> list[torch.Tensor]:
+    """The tensors in the order of [Note: ranges] of `model.layout`."""
     keys: list[tuple[bool, int, int]] = []
-    for number, parameter in enumerate(parameters):
-        format_number = 0 if format_of is None else format_of(parameter)
-        keys.append((not parameter.requires_grad, format_number, number))
-    return [parameters[number] for *_, number in sorted(keys)]
+    for number, tensor in enumerate(tensors):
+        format_number = 0 if format_of is None else format_of(tensor)
+        keys.append((not tensor.requires_grad, format_number, number))
+    return [tensors[number] for *_, number in sorted(keys)]
 
 
 def _holders_of(
-    parameters: Sequence[nn.Parameter], holders: dict[nn.Parameter, list[nn.Module]]
+    tensors: Sequence[torch.Tensor], holders: dict[torch.Tensor, list[nn.Module]]
 ) -> Iterable[nn.Module]:
-    """The modules that hold the parameters directly, each once."""
+    """The modules that hold the tensors directly, each once."""
     modules: dict[nn.Module, None] = {}
-    for parameter in parameters:
-        modules.update(dict.fromkeys(holders[parameter]))
+    for tensor in tensors:
+        modules.update(dict.fromkeys(holders[tensor]))
     return modules
 
 
-def _named(parameter: nn.Parameter, names: dict[nn.Parameter, list[str]]) -> NamedParameter:
-    aliases = tuple(names[parameter])
-    return NamedParameter(name=aliases[0], aliases=aliases, parameter=parameter)
+def _named(tensor: torch.Tensor, stored: StoredTensors) -> NamedParameter:
+    aliases = tuple(stored.names[tensor])
+    return NamedParameter(
+        name=aliases[0],
+        aliases=aliases,
+        parameter=tensor,
+        num_weights=stored.num_weights.get(tensor),
+    )
 
 
-def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """All names of every parameter, both in registration order."""
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    return names
-
-
-def _holders(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
-    """The modules that hold each parameter directly, in registration order."""
-    holders: dict[nn.Parameter, list[nn.Module]] = {}
+def _holders(model: nn.Module, stored: StoredTensors) -> dict[torch.Tensor, list[nn.Module]]:
+    """The modules that hold each stored tensor directly, in registration order."""
+    holders: dict[torch.Tensor, list[nn.Module]] = {}
     for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            holders.setdefault(parameter, []).append(module)
+        for tensor in stored.held_by(module):
+            holders.setdefault(tensor, []).append(module)
     return holders
 
 
-def _owners(model: nn.Module, blocks: list[nn.Module]) -> dict[nn.Parameter, nn.Module | None]:
-    """The one block that alone uses each parameter; None for a resident parameter ([Note:
+def _owners(
+    model: nn.Module, blocks: list[nn.Module], stored: StoredTensors
+) -> dict[torch.Tensor, nn.Module | None]:
+    """The one block that alone uses each stored tensor; None for a resident one ([Note:
     residents])."""
-    users: dict[nn.Parameter, list[nn.Module | None]] = {}
+    users: dict[torch.Tensor, list[nn.Module | None]] = {}
     for block in blocks:
-        for parameter in block.parameters():
-            users.setdefault(parameter, []).append(block)
+        of_block = (tensor for module in block.modules() for tensor in stored.held_by(module))
+        for tensor in dict.fromkeys(of_block):
+            users.setdefault(tensor, []).append(block)
     for module in _outside(model, set(blocks)):
-        for parameter in module.parameters(recurse=False):
-            users.setdefault(parameter, []).append(None)
-    owners: dict[nn.Parameter, nn.Module | None] = {}
-    for parameter, modules in users.items():
-        owners[parameter] = modules[0] if len(modules) == 1 else None
+        for tensor in stored.held_by(module):
+            users.setdefault(tensor, []).append(None)
+    owners: dict[torch.Tensor, nn.Module | None] = {}
+    for tensor, modules in users.items():
+        owners[tensor] = modules[0] if len(modules) == 1 else None
     return owners
 
 
@@ -214,13 +238,13 @@ def _outside(model: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module]:
             waiting.extend(module.children())
 
 
-def _check_lasting(model: nn.Module, names: dict[nn.Parameter, list[str]]) -> None:
+def _check_lasting(model: nn.Module) -> None:
     """ConfigError for a parameter that is a new object in each listing of the model's parameters.
 
     The model would not compute with the parameter that moves.
     """
     second_listing = dict(model.named_parameters(remove_duplicate=False))
-    for parameter, (name, *_) in names.items():
+    for name, parameter in model.named_parameters():
         if second_listing.get(name) is not parameter:
             raise ConfigError(
                 f'parameter "{name}" is another nn.Parameter each time the model lists its '
@@ -230,11 +254,11 @@ def _check_lasting(model: nn.Module, names: dict[nn.Parameter, list[str]]) -> No
             )
 
 
-def _check_movable(names: dict[nn.Parameter, list[str]]) -> None:
+def _check_movable(names: dict[torch.Tensor, list[str]]) -> None:
     """ConfigError for a parameter that no slab can hold.
 
     1. It has no shape yet.
-    2. It is no plain floating-point tensor: it is quantised or sharded.
+    2. It is no plain tensor: it is sharded, or of a class that nothing unpacks.
     3. Its memory overlaps another's, and one of them trains. A move would cut this tie.
     """
     for parameter, (name, *_) in names.items():
@@ -249,7 +273,7 @@ def _check_movable(names: dict[nn.Parameter, list[str]]) -> None:
                 "torch.Tensor: quantised or sharded weights are not supported. Wrap the model "
                 "before they are made."
             )
-    spans: list[tuple[str, int, int, nn.Parameter]] = []
+    spans: list[tuple[str, int, int, torch.Tensor]] = []
     for number, parameter in enumerate(names):
         # A parameter without an address (the meta device, tensors that wrap others) is not checked.
         if parameter.numel() and parameter.is_contiguous() and parameter.data_ptr():
@@ -266,8 +290,9 @@ def _check_movable(names: dict[nn.Parameter, list[str]]) -> None:
             )
 
 
-def check_exactly_once(names: dict[nn.Parameter, list[str]], layers: list[Layer]) -> None:
-    """StateError unless every parameter of `names`, and no other, is in exactly one layer."""
+def check_exactly_once(names: Mapping[torch.Tensor, list[str]], layers: list[Layer]) -> None:
+    """StateError unless every tensor of `names` is in exactly one layer, and no other parameter is
+    in any."""
     placed = Counter(named.parameter for layer in layers for named in layer.parameters)
     for parameter, aliases in names.items():
         if placed[parameter] != 1:
@@ -275,7 +300,7 @@ def check_exactly_once(names: dict[nn.Parameter, list[str]], layers: list[Layer]
                 f'parameter "{aliases[0]}" is in {placed[parameter]} layers, expected exactly one'
             )
     if len(placed) != len(names):
-        raise StateError(f"{len(placed) - len(names)} parameters in layers are not the model's own")
+        raise StateError(f"{len(placed) - len(names)} tensors in layers are not the model's own")
 
 
 # -- which modules are blocks ---------------------------------------------------------------------
@@ -680,10 +705,10 @@ def why_no_blocks(model: nn.Module) -> str:
 class WeightSource(Protocol):
     """Values by parameter, not by name: a name changes if the model is wrapped."""
 
-    def has(self, parameter: nn.Parameter) -> bool:
+    def has(self, parameter: torch.Tensor) -> bool:
         """True if the source has the parameter's values."""
 
-    def read_into(self, parameter: nn.Parameter, target: torch.Tensor) -> None:
+    def read_into(self, parameter: torch.Tensor, target: torch.Tensor) -> None:
         """Fill `target` with the values, cast to its dtype.
 
         `target` is contiguous CPU memory of the parameter's shape.
@@ -712,7 +737,7 @@ def forget_source(model: nn.Module) -> None:
         _SOURCES.pop(module, None)
 
 
-def materialize(parameter: nn.Parameter, values: torch.Tensor) -> None:
+def materialize(parameter: torch.Tensor, values: torch.Tensor) -> None:
     """Give a meta parameter `values`. It stays the same object.
 
     `.data` cannot cross from the meta device. So torch swaps the tensors inside the objects.

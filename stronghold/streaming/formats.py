@@ -7,6 +7,7 @@ is allocated.
     trained                 the config's precision      its own: fp32, bf16 or fp16
     frozen, 16 or 32 bits   the config's precision      its own
     frozen, of others       its own (int8, float8)      its own
+    of a quantised module   its own                     its own
 
 "cast" is DeepSpeed's rule. Lean states are a layout of bf16 weights: trained weights of other
 dtypes have exact states.
@@ -14,13 +15,13 @@ dtypes have exact states.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from stronghold.errors import ConfigError
+from stronghold.model.stored_tensors import StoredTensors
 from stronghold.optim.contract import Moment, Optimizer
 from stronghold.optim.states import (
     EXACT,
@@ -40,26 +41,26 @@ COMPUTED = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float6
 
 @dataclass(frozen=True, slots=True)
 class ModelFormats:
-    """Formats of a model, and the index in `formats` of each parameter's format (`numbers`)."""
+    """Formats of a model, and the index in `formats` of each stored tensor's format (`numbers`)."""
 
     formats: Formats
-    numbers: Mapping[nn.Parameter, int]
+    numbers: Mapping[torch.Tensor, int]
 
-    def of(self, parameter: nn.Parameter) -> int:
-        """Index of the parameter's format."""
-        return self.numbers[parameter]
+    def of(self, tensor: torch.Tensor) -> int:
+        """Index of the stored tensor's format."""
+        return self.numbers[tensor]
 
 
 def model_formats(
-    named: Iterable[tuple[str, nn.Parameter]],
+    stored: StoredTensors,
     *,
     dtype: torch.dtype,
     kind: StateKind,
     rule: str,
-    optimizers: Mapping[nn.Parameter, Optimizer],
+    optimizers: Mapping[torch.Tensor, Optimizer],
     default: Optimizer | None,
 ) -> ModelFormats:
-    """Choose the format of each parameter.
+    """Choose the format of each stored tensor.
 
     `dtype`: the config's precision. `rule`: "cast" or "own". `optimizers`: the optimizer of each
     trained parameter. A trained parameter without one has the arrays of `default`; without a
@@ -67,11 +68,12 @@ def model_formats(
     its own dtype.
     """
     formats: list[Format] = []
-    numbers: dict[nn.Parameter, int] = {}
-    parameters = list(named)
-    # Trained parameters first: a frozen one may share the format of a trained one with its dtype.
-    for name, parameter in sorted(parameters, key=lambda pair: not pair[1].requires_grad):
-        keeps_dtype = rule == OWN or parameter.dtype not in COMPUTED
+    numbers: dict[torch.Tensor, int] = {}
+    # Trained ones first: a frozen one may share the format of a trained one with its dtype.
+    for parameter in sorted(stored.names, key=_is_frozen):
+        name = stored.names[parameter][0]
+        is_quantised = parameter in stored.quantised and not parameter.requires_grad
+        keeps_dtype = rule == OWN or is_quantised or parameter.dtype not in COMPUTED
         weight_dtype = parameter.dtype if keeps_dtype else dtype
         if not parameter.requires_grad:
             numbers[parameter] = _number_of_dtype(formats, weight_dtype)
@@ -93,6 +95,10 @@ def model_formats(
             formats.append(parameter_format)
         numbers[parameter] = formats.index(parameter_format)
     return ModelFormats(tuple(formats), numbers)
+
+
+def _is_frozen(tensor: torch.Tensor) -> bool:
+    return not tensor.requires_grad
 
 
 def _number_of_dtype(formats: list[Format], dtype: torch.dtype) -> int:

@@ -18,7 +18,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from stronghold.errors import ConfigError
 from stronghold.memory.layer import LayerState
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from stronghold.streaming.stack import Stack
 
 
-def fragments(stack: Stack) -> dict[nn.Parameter, Fragment]:
+def fragments(stack: Stack) -> dict[torch.Tensor, Fragment]:
     """Return one `Fragment` for each parameter that the optimizer of `stack` owns."""
     return {
         state.parameters[k]: Fragment(stack, state, k)

@@ -114,7 +114,7 @@ class StateHooks:
     def __init__(
         self,
         model: nn.Module,
-        parameters: Sequence[Sequence[nn.Parameter]],
+        parameters: Sequence[Sequence[torch.Tensor]],
         *,
         wait: Callable[[Layers], None],
         read: Callable[[], None],
@@ -132,8 +132,8 @@ class StateHooks:
         self._loading: tuple[nn.Module, str] | None = None
         # Versions of its parameters before the load, and parameters with a value in the state dict.
         # A module with its own loader may show one of the two alone.
-        self._versions: dict[nn.Parameter, int] = {}
-        self._named: set[nn.Parameter] = set()
+        self._versions: dict[torch.Tensor, int] = {}
+        self._named: set[torch.Tensor] = set()
         self._handles = []
         for module in model.modules():
             # A state dict consists of those of its modules. Each module waits for its own layers.
@@ -152,10 +152,11 @@ class StateHooks:
     def _layers_of(self, module: nn.Module, *, recurse: bool) -> list[int]:
         return sorted({self._place_of[p][0] for p in self._held(module, recurse=recurse)})
 
-    def _held(self, module: nn.Module, *, recurse: bool) -> set[nn.Parameter]:
+    def _held(self, module: nn.Module, *, recurse: bool) -> set[torch.Tensor]:
         modules = module.modules() if recurse else (module,)
-        held = {p for each in modules for p in parameter_table(each).values() if p is not None}
-        return held & self._place_of.keys()
+        tables = (parameter_table(each) for each in modules)
+        held = (p for table in tables for p in table.values() if p is not None)
+        return {p for p in held if p in self._place_of}
 
     def _before_save(self, layers: Layers, *_: Any) -> None:
         self._wait(layers)

@@ -110,7 +110,7 @@ class Hooks:
         self._executor = executor
         self._activations = activations
         self._handles: list[RemovableHandle] = []
-        self._gradient_hooks: list[tuple[nn.Parameter, int]] = []  # parameter, the hook's number
+        self._gradient_hooks: list[tuple[torch.Tensor, int]] = []  # parameter, the hook's number
         self._depth = 0
         self._running: list[tuple[int, nn.Module]] = []  # blocks, the outermost first
         self._training = False  # whether the running pass of the model wants gradients

@@ -36,7 +36,6 @@ from collections.abc import Callable, Container, Sequence
 from functools import partial
 
 import torch
-from torch import nn
 
 from stronghold.errors import ConfigError
 from stronghold.memory.layer import LayerState, ParameterPlace
@@ -136,6 +135,9 @@ class Bindings:
         with _unasked():
             for parameter, values in zip(state.parameters, place.views, strict=True):
                 point(parameter, values)
+            for position, aliases in state.aliases.items():
+                for alias in aliases:
+                    point(alias, place.views[position])
         state.views.place = place
 
     def _make_place(self, state: LayerState, flat: torch.Tensor) -> ParameterPlace:
@@ -249,7 +251,7 @@ class Bindings:
         return layer not in self._resident and _has_others(state, at_rest)
 
 
-def _take_back(name: str, parameter: nn.Parameter, view: torch.Tensor) -> None:
+def _take_back(name: str, parameter: torch.Tensor, view: torch.Tensor) -> None:
     """Point a parameter at `view` again. Raise ConfigError if it had other values."""
     other = parameter.detach()
     point(parameter, view)
@@ -272,5 +274,7 @@ def _has_others(state: LayerState, place: ParameterPlace | None) -> bool:
     """True if an object outside refers to the storage of `place`."""
     if place is None or place.storage is None:
         return False
-    num_bound = len(state.parameters) if place is state.views.place else 0
+    num_bound = 0
+    if place is state.views.place:
+        num_bound = len(state.parameters) + sum(map(len, state.aliases.values()))
     return num_references(place.storage) > place.num_references + num_bound

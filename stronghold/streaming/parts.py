@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
-from torch import nn
 
 from stronghold.devices.base import Device
 from stronghold.distributed.node_weights import NodeWeights
@@ -32,6 +32,9 @@ from stronghold.telemetry.metrics import Metrics
 
 Written = Mapping[int, Collection[int]]
 """Parameters by layer and their positions in it."""
+
+
+NO_ALIASES: Mapping[torch.Tensor, Sequence[torch.Tensor]] = MappingProxyType({})
 
 
 def _ignore(gradient: bool = False) -> None:
@@ -115,7 +118,7 @@ def assemble(
     layout: ModelLayout,
     device: Device,
     plan: Plan,
-    parameters: Sequence[Sequence[nn.Parameter]],
+    parameters: Sequence[Sequence[torch.Tensor]],
     groups: Groups,
     kernels: Kernels,
     metrics: Metrics,
@@ -123,11 +126,13 @@ def assemble(
     undo: contextlib.ExitStack,
     weights: NodeWeights | None = None,
     allocate: Callable[[int, torch.dtype], torch.Tensor] = map_slab,
+    aliases: Mapping[torch.Tensor, Sequence[torch.Tensor]] = NO_ALIASES,
 ) -> Parts:
     """Make the parts for `plan`, and register their closing with `undo`.
 
-    `parameters[i]`: layer i's parameters, in the layout's order. `allocate(numel, dtype)` makes
-    host memory. `weights`: the node's weights, if several ranks share them.
+    `parameters[i]`: layer i's stored tensors, in the layout's order. `allocate(numel, dtype)` makes
+    host memory. `weights`: the node's weights, if several ranks share them. `aliases`: further
+    tensors over the memory of a stored tensor.
     """
     host = HostStore(
         layout,
@@ -144,6 +149,9 @@ def assemble(
     undo.callback(host.close)
     for state, of_layer in zip(host.layers, parameters, strict=True):
         state.parameters = of_layer
+        for position, tensor in enumerate(of_layer):
+            if tensor in aliases:
+                state.aliases = {**state.aliases, position: aliases[tensor]}
     return Parts(
         device=device,
         host=host,

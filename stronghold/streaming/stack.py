@@ -49,13 +49,14 @@ from stronghold.model.partition import (
     source_of,
     why_no_blocks,
 )
+from stronghold.model.stored_tensors import stored_tensors
 from stronghold.optim.states import LEAN, States, states_of
 from stronghold.plan.cost import Demand
 from stronghold.plan.homes import FILE, GPU, Home
 from stronghold.plan.places import levels_of
 from stronghold.plan.plan import Plan, make_plan
 from stronghold.streaming.activations.key_value_caches import forbid_caches
-from stronghold.streaming.formats import CAST, COMPUTED, model_formats, page_items
+from stronghold.streaming.formats import CAST, COMPUTED, OWN, model_formats, page_items
 from stronghold.streaming.guards import COMPILED_WHOLE
 from stronghold.streaming.optimizer import EngineOptimizer
 from stronghold.streaming.parts import Written, assemble
@@ -119,19 +120,19 @@ class Stack:
         self._process = os.getpid()
         self.dtype = DTYPES[settings.precision]
         groups = {} if optimizer is None else optimizer.group_of()
+        self.stored = stored_tensors(model)
+        rule = section.dtypes or (OWN if self.stored.quantised else CAST)
         chosen = model_formats(
-            model.named_parameters(),
+            self.stored,
             dtype=self.dtype,
             kind=section.states,
-            rule=section.dtypes,
+            rule=rule,
             optimizers={parameter: group[1] for parameter, group in groups.items()},
             default=None if optimizer is None else optimizer.default,
         )
         self.formats = chosen.formats
         self.partition: Partition = partition(model, section.layers, chosen.of)
-        _check_parameters(
-            self.partition, settings.precision, source_of(model), cast=section.dtypes == CAST
-        )
+        _check_parameters(self.partition, settings.precision, source_of(model), cast=rule == CAST)
         self.ranks = ranks
         page = page_items(self.formats, in_files=section.nvme is not None)
         self.layout: ModelLayout = layout(self.partition, self.ranks.num_ranks, page, chosen.of)
@@ -295,6 +296,7 @@ class Stack:
             tiers=tiers,
             undo=undo,
             weights=shared,
+            aliases=self.stored.aliases,
         )
         self.host, self.store, self.steps = made.host, made.store, made.steps
         self.team, self.outside = made.team, made.outside
@@ -323,9 +325,16 @@ class Stack:
                 trim_heap()
         trim_heap()
         forget_source(model)
-        _move_buffers(model, self.device.torch_device)
+        self._move_buffers(self.device.torch_device)
         self.team.agree("taking the model over")
         self.runtime.start(self.partition)
+
+    def _move_buffers(self, device: torch.device) -> None:
+        """Move the buffers that are no stored tensors of a layer."""
+        moved_with_layers = self.partition.stored
+        for buffer in self.partition.model.buffers():
+            if buffer not in moved_with_layers:
+                buffer.data = buffer.data.to(device)
 
     def _make_runtime(self, plan: Plan) -> Runtime:
         budget = self.demand.host_budget_bytes
@@ -470,7 +479,7 @@ class Stack:
         self.store.offload_arrays()
         self.runtime.give_back()
         self.runtime.close()
-        _move_buffers(self.partition.model, torch.device("cpu"))
+        self._move_buffers(torch.device("cpu"))
         self._away = True
 
     def return_to_device(self) -> None:
@@ -489,7 +498,7 @@ class Stack:
                 "or lower stronghold.gpu_memory and make the engine again from a checkpoint"
             )
         self.store.reload_arrays()
-        _move_buffers(self.partition.model, device.torch_device)
+        self._move_buffers(device.torch_device)
         self._away = False
         self._start(plan)
 
@@ -555,7 +564,7 @@ class Stack:
                 self.host.unspill_weights(available_host_bytes())
             finally:  # if a layer cannot be read, its parameters are NaN, and the error names it
                 self.runtime.give_back()
-                _move_buffers(self.partition.model, torch.device("cpu"))
+                self._move_buffers(torch.device("cpu"))
                 self.host.close()
                 self.runtime.close()
                 self.team.close()
@@ -688,8 +697,3 @@ def _give_forward(module: nn.Module, forward: Any) -> None:
     del vars(module)["forward"]
     if forward is not None:
         vars(module)["forward"] = forward
-
-
-def _move_buffers(model: nn.Module, device: torch.device) -> None:
-    for buffer in model.buffers():
-        buffer.data = buffer.data.to(device)

@@ -19,7 +19,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from torch import nn
+import torch
 
 from stronghold.errors import ConfigError
 from stronghold.memory.host import HostStore
@@ -30,7 +30,7 @@ from stronghold.optim.contract import Group, Optimizer
 
 logger = logging.getLogger("stronghold")
 
-Groups = Mapping[nn.Parameter, tuple[Group, Optimizer]]
+Groups = Mapping[torch.Tensor, tuple[Group, Optimizer]]
 """Live group of each trained parameter, and the optimizer of that group."""
 
 
@@ -55,7 +55,7 @@ class OptimizerSteps:
 
     def __init__(self, groups: Groups, layers: Sequence[LayerState]) -> None:
         self._groups = groups
-        self._frozen: list[tuple[str, nn.Parameter]] = []
+        self._frozen: list[tuple[str, torch.Tensor]] = []
         for state in layers:
             numbered = list(enumerate(state.parameters))
             state.optimizer.counts = [0] * len(numbered)
@@ -74,7 +74,7 @@ class OptimizerSteps:
                     "initialize again"
                 )
 
-    def trains(self, parameter: nn.Parameter) -> bool:
+    def trains(self, parameter: torch.Tensor) -> bool:
         """True if the optimizer owns the parameter. Gradients of other parameters are dropped."""
         return parameter in self._groups
 

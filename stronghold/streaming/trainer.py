@@ -31,7 +31,6 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
-from torch import nn
 
 from stronghold.errors import ConfigError
 from stronghold.memory.layer import LayerState
@@ -228,7 +227,7 @@ class Runtime:
         self.settle(layers)
 
     # -- gradients in .grad -----------------------------------------------------------------------
-    def _with_gradient(self) -> list[tuple[LayerState, int, nn.Parameter]]:
+    def _with_gradient(self) -> list[tuple[LayerState, int, torch.Tensor]]:
         with without_torch_function():  # hidden parameters need not be shown
             return [
                 (state, k, parameter)

@@ -197,11 +197,11 @@ def test_a_frozen_parameter_of_integers_moves_with_its_block() -> None:
 
 
 def test_a_parameter_of_a_tensor_subclass_is_refused() -> None:
-    """What torchao and DTensor make: its memory is not where the engine would look for it."""
+    """Its memory is not where the engine would look for it, and it names no inner tensors."""
     model = Decoder(pair())
     quantised = torch.zeros(3).as_subclass(type("Int8Tensor", (torch.Tensor,), {}))
     model.blocks[0].codes = nn.Parameter(quantised, requires_grad=False)
-    with pytest.raises(ConfigError, match=r'"blocks\.0\.codes" is a Int8Tensor.*not supported'):
+    with pytest.raises(ConfigError, match=r'"blocks\.0\.codes" is a \S*Int8Tensor.*not known'):
         partition(model)
 
 

@@ -110,7 +110,7 @@ class _AllSavedError(Exception):
 class RecomputedModule:
     """A module whose forward may run again: its newest snapshot, and the number of its calls."""
 
-    def __init__(self, module: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, module: nn.Module, parameters: Sequence[torch.Tensor]) -> None:
         self.module = module
         self.class_name = type(module).__name__
         self.parameters = parameters

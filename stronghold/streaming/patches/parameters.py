@@ -126,7 +126,7 @@ _hidden_classes: dict[type, type] = {}  # by the class that a parameter has when
 _shown_classes: dict[type, type] = {}  # the inverse
 
 
-def hide(parameters: Iterable[nn.Parameter]) -> None:
+def hide(parameters: Iterable[torch.Tensor]) -> None:
     """Make every read of these parameters wait: their values are about to change. Does nothing to
     parameters that no `ParameterReads` has."""
     for parameter in parameters:
@@ -148,7 +148,7 @@ def _make_hidden_class(shown: type) -> type:
     return hidden
 
 
-def show(parameters: Iterable[nn.Parameter]) -> None:
+def show(parameters: Iterable[torch.Tensor]) -> None:
     """Give these parameters their first class back: they hold their newest values."""
     for parameter in parameters:
         shown = _shown_classes.get(type(parameter))
@@ -289,7 +289,7 @@ LOCAL_METHODS = {
 }
 
 
-def _has_access(parameter: nn.Parameter) -> bool:
+def _has_access(parameter: torch.Tensor) -> bool:
     return isinstance(vars(parameter).get("_hp_mapping"), Access)
 
 
@@ -325,7 +325,7 @@ class ParameterReads:
         settle: Callable[[Sequence[int]], None],
         drop: Callable[[str | None], None],
         clipped: Callable[[float], None],
-        fragments: Mapping[nn.Parameter, Access],
+        fragments: Mapping[torch.Tensor, Access],
     ) -> None:
         self._settle = settle
         self._drop_gradients = drop
