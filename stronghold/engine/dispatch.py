@@ -92,11 +92,6 @@ def initialize(
     num_ranks = data_parallel_size(mpu)
     settings = configs.load(source, args=args, world_size=num_ranks, mpu=mpu)
     section = settings.stronghold
-    if section.frozen is not None:
-        raise ConfigError(
-            f'stronghold.frozen: got "{section.frozen}", but the engine cannot pack frozen weights '
-            "yet. Leave the key out: frozen weights then stay as they came"
-        )
     shown = make_optimizer(model, optimizer, model_parameters, settings)
     on_gpu = (section.device or "cuda") == "cuda" and cuda.available()
     timeout = deepspeed.constants.default_pg_timeout

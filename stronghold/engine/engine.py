@@ -164,10 +164,12 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         self._reads = ParameterReads(
             _places_of_parameters(stack),
             settle=stack.settle,
+            decode=stack.decode_at_rest,
             drop=stack.drop_gradients,
             clipped=clipping.check,
             fragments=fragments(stack),
         )
+        stack.hide_packed()
         live_engines.register(self)
         try:
             self._instruments = Instruments(self._config, self, model)
@@ -901,6 +903,8 @@ def _places_of_parameters(stack: Stack) -> dict[nn.Parameter, tuple[int, str]]:
         for tensor, parameter_slice in zip(tensors, layer.slices, strict=True):
             if isinstance(tensor, nn.Parameter):  # no inner tensor, and no buffer
                 places[tensor] = (layer.index, parameter_slice.name)
+        for packed in stack.host.layers[layer.index].packed:
+            places[packed.parameter] = (layer.index, packed.name)
     return places
 
 

@@ -160,9 +160,18 @@ class HostStore:
             state.fill(state.weights, source)
             return
         state.weights = self.tiers.mapped(index, "weights")
-        for position, parameter_slice in enumerate(state.layout.slices):
+        slices = state.layout.slices
+        for position in state.unpacked_positions:
             values = self._initial_values(state, position, source)
-            self._write_weights(index, parameter_slice, values)
+            self._write_weights(index, slices[position], values)
+        for packed in state.packed:
+            inner = {
+                name: torch.empty(slices[position].shape, dtype=state.sections[position].dtype)
+                for name, position in packed.positions.items()
+            }
+            state.encode(packed, inner, source)
+            for name, position in packed.positions.items():
+                self._write_weights(index, slices[position], inner[name])
 
     @staticmethod
     def _initial_values(

@@ -19,13 +19,22 @@ from enum import Enum
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from stronghold.devices.base import Fence, Record
 from stronghold.errors import StateError
 from stronghold.memory.buffers import GradientSlot, Slot
-from stronghold.model.arrays import ArrayMap, Section, array_maps, state_arrays
-from stronghold.model.layout import LayerLayout, ParameterSlice, Shards, Span
+from stronghold.model.arrays import (
+    ArrayMap,
+    Section,
+    array_maps,
+    contiguous_strides,
+    state_arrays,
+)
+from stronghold.model.layout import LayerLayout, ParameterSlice, Shards, Span, decoded_bytes
+from stronghold.model.packed_formats import PackedFormat, PackingError
 from stronghold.model.partition import WeightSource
+from stronghold.model.stored_tensors import PackedParameter
 from stronghold.optim.states import Format, Formats
 from stronghold.plan.homes import GPU, HOST, Home
 
@@ -250,12 +259,67 @@ class UpdatedElements:
     numels: tuple[tuple[Format, int], ...]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedWeight:
+    """A parameter of a layer whose packed tensors the layer stores in its place.
+
+    described    its name, shape, dtype and format
+    positions    by name of a packed tensor: its position among the layer's stored tensors
+    offset       first byte of the decoded weight in a buffer of the layer's decoded weights
+    placeholder  NaN in the weight's shape, in memory of one element: what a hidden parameter has
+    """
+
+    described: PackedParameter
+    positions: Mapping[str, int]
+    offset: int
+    placeholder: torch.Tensor
+
+    @property
+    def name(self) -> str:
+        return self.described.name
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        return self.described.parameter
+
+    @property
+    def format(self) -> PackedFormat:
+        return self.described.format
+
+    def view(self, memory: torch.Tensor) -> torch.Tensor:
+        """The decoded weight in `memory`, uint8, in the weight's shape."""
+        dtype, shape = self.described.dtype, self.described.shape
+        offset = (memory.storage_offset() + self.offset) // dtype.itemsize
+        with torch.inference_mode(False):  # autograd must be able to save it
+            view = torch.empty(0, dtype=dtype, device=memory.device)
+            view.set_(memory.untyped_storage(), offset, shape, contiguous_strides(shape))
+        return view
+
+
+def packed_weights(
+    packed: Iterable[PackedParameter], tensors: Sequence[torch.Tensor]
+) -> tuple[PackedWeight, ...]:
+    """Place the packed parameters of a layer, whose stored tensors are `tensors`."""
+    position_of = {id(tensor): position for position, tensor in enumerate(tensors)}
+    result = []
+    offset = 0
+    for described in packed:
+        positions = {name: position_of[id(inner)] for name, inner in described.inner.items()}
+        one_item = torch.full((1,), torch.nan, dtype=described.dtype)
+        placeholder = one_item.expand(described.shape)
+        result.append(PackedWeight(described, positions, offset, placeholder))
+        offset += decoded_bytes(described)
+    return tuple(result)
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class LayerState:
     """One layer of the model.
 
     layout      its ranges and parameters, with offsets in elements
     weights     flat uint8 tensor: the weights of the whole layer
+    packed      parameters whose packed tensors are among `parameters`
+    packing_errors  by name of a packed parameter: the error of its packed form
     aliases     by position: further tensors of a library over a stored tensor's memory
     formats     formats of its ranges
     shards      the ranks' shares of each range
@@ -279,6 +343,8 @@ class LayerState:
     shards: Shards
     homes: Mapping[str, Home] = field(default_factory=dict)
     parameters: Sequence[torch.Tensor] = ()
+    packed: tuple[PackedWeight, ...] = ()
+    packing_errors: dict[str, PackingError] = field(default_factory=dict)
     aliases: Mapping[int, Sequence[torch.Tensor]] = field(default_factory=dict)
     arrays: dict[str, torch.Tensor] = field(default_factory=dict)
     records: dict[str, Record] = field(init=False)
@@ -389,17 +455,50 @@ class LayerState:
         self.on_gpu.residency = to
 
     def fill(self, weights: torch.Tensor, source: WeightSource | None) -> None:
-        """Copy the layer's parameters into `weights`, cast to the layer's dtypes.
+        """Copy the layer's stored tensors into `weights`, cast to the layer's dtypes. Pack what is
+        packed.
 
         `weights`: flat uint8 host tensor. Parameters on the meta device are read from `source`.
         """
-        pairs = zip(self.layout.slices, self.parameters, strict=True)
-        for parameter_slice, parameter in pairs:
-            target = self.maps["weights"].parameter(weights, parameter_slice)
+        weight_map, slices = self.maps["weights"], self.layout.slices
+        for position in self.unpacked_positions:
+            target = weight_map.parameter(weights, slices[position])
+            parameter = self.parameters[position]
             if parameter.is_meta and source is not None:
                 source.read_into(parameter, target)
             else:
                 target.copy_(parameter.detach())
+        for packed in self.packed:
+            inner = {
+                name: weight_map.parameter(weights, slices[position])
+                for name, position in packed.positions.items()
+            }
+            self.encode(packed, inner, source)
+
+    @property
+    def unpacked_positions(self) -> list[int]:
+        """Positions of the stored tensors that are no packed tensors."""
+        of_packed = {k for packed in self.packed for k in packed.positions.values()}
+        return [k for k in range(len(self.parameters)) if k not in of_packed]
+
+    def encode(
+        self,
+        packed: PackedWeight,
+        inner: Mapping[str, torch.Tensor],
+        source: WeightSource | None,
+    ) -> None:
+        """Write the packed tensors of a parameter. Notes the error of the packed form.
+
+        `inner`: host memory for each packed tensor. A parameter on the meta device is read from
+        `source`.
+        """
+        parameter, described = packed.parameter, packed.described
+        if parameter.is_meta and source is not None:
+            values = torch.empty(described.shape, dtype=described.dtype)
+            source.read_into(parameter, values)
+        else:
+            values = parameter.detach().to(described.dtype)
+        self.packing_errors[packed.name] = described.format.encode(values, inner)
 
     def array(self, name: str) -> torch.Tensor | None:
         """The array's memory: a flat uint8 tensor. None if the layer has it not in memory."""

@@ -54,6 +54,11 @@ class PackedParameter:
 NOTHING_PACKED: Mapping[nn.Parameter, PackedParameter] = MappingProxyType({})
 
 
+def tensor_has_memory(tensor: torch.Tensor) -> bool:
+    """False on the meta device, and for a packed tensor that points at no memory yet."""
+    return not tensor.is_meta and tensor.untyped_storage().nbytes() >= tensor.nbytes
+
+
 def pack(
     name: str, parameter: nn.Parameter, packed_format: PackedFormat, dtype: torch.dtype
 ) -> PackedParameter:
@@ -77,18 +82,21 @@ class StoredTensors:
     names      all names of each, both in registration order
     buffers    the ones that are buffers
     quantised  the ones that a library quantised, and all others of their modules
+    fixed      those, and packed tensors: no rule casts them to another dtype
     aliases    further tensor objects of a library over the memory of a stored tensor
     num_weights  number of weights that a tensor of a quantised parameter stands for: all of the
                parameter's for the first one, 0 for the others
+    packed     parameters whose packed tensors are listed in their place
     """
 
     names: dict[torch.Tensor, list[str]] = field(default_factory=dict)
     buffers: set[torch.Tensor] = field(default_factory=set)
     quantised: set[torch.Tensor] = field(default_factory=set)
+    fixed: set[torch.Tensor] = field(default_factory=set)
     _of_module: dict[nn.Module, list[torch.Tensor]] = field(default_factory=dict)
     aliases: dict[torch.Tensor, tuple[torch.Tensor, ...]] = field(default_factory=dict)
     num_weights: dict[torch.Tensor, int] = field(default_factory=dict)
-    _packed: Mapping[nn.Parameter, PackedParameter] = field(default_factory=dict)
+    packed: Mapping[nn.Parameter, PackedParameter] = field(default_factory=dict)
 
     def held_by(self, module: nn.Module) -> Sequence[torch.Tensor]:
         """The stored tensors of the parameters and buffers that the module holds directly."""
@@ -99,7 +107,7 @@ class StoredTensors:
         among = set(tensors)
         return tuple(
             packed
-            for packed in self._packed.values()
+            for packed in self.packed.values()
             if any(inner in among for inner in packed.inner.values())
         )
 
@@ -109,7 +117,7 @@ def stored_tensors(
 ) -> StoredTensors:
     """List the model's stored tensors. ConfigError for a parameter of an unknown class."""
     settle(model)
-    stored = StoredTensors(_packed=packed)
+    stored = StoredTensors(packed=packed)
     for prefix, module in model.named_modules(remove_duplicate=False):
         held: dict[torch.Tensor, None] = {}
         dot = "." if prefix else ""
@@ -137,6 +145,8 @@ def stored_tensors(
         stored._of_module[module] = list(held)
         if is_quantised:
             stored.quantised.update(held)
+    of_packed = (inner for described in packed.values() for inner in described.inner.values())
+    stored.fixed.update(stored.quantised, of_packed)
     return stored
 
 

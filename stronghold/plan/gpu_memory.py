@@ -83,6 +83,7 @@ def gpu_bytes(places: Places, window: int, gradient_slots: int) -> dict[str, int
         "weight slots": window * weight_slot_bytes(places),
         "gradient slots": gradient_slots * gradient_slot,
         "fp32 sums of chunks": _chunk_sums_bytes(places, gradient_slots),
+        "decoded weights": decoded_buffer_bytes(places.layout),
         "resident blocks": _bytes(places.kept, formats, "weights"),
         "outside the blocks": _bytes(places.outside, formats, "weights"),
         "gradients of resident layers": _bytes(own_gradients, formats, "gradients"),
@@ -101,6 +102,11 @@ def gpu_total_bytes(places: Places, window: int, gradient_slots: int) -> int:
     activations = activation_bytes(places.layout, places.activations, demand)
     buffers = sum(gpu_bytes(places, window, gradient_slots).values())
     return max(activations, demand.reserve_bytes) + buffers
+
+
+def decoded_buffer_bytes(layout: ModelLayout) -> int:
+    """Bytes of the buffer for the decoded weights of one layer: the largest layer's."""
+    return max((layer.decoded_bytes for layer in layout.layers), default=0)
 
 
 def weight_slot_bytes(places: Places) -> int:

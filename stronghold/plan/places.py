@@ -73,7 +73,8 @@ def place_layers(layout: ModelLayout, demand: Demand) -> Places:
     on_gpu = (*outside, *kept) if demand.resident_updates == "gpu" else ()
     updated_on_gpu = frozenset(layer.index for layer in on_gpu)
     on_host = tuple(layer for layer in layout.layers if layer.index not in updated_on_gpu)
-    whole = _is_whole(demand, activations, on_host)
+    is_packed = any(layer.decoded_bytes for layer in layout.layers)
+    whole = _is_whole(demand, activations, on_host, is_packed=is_packed)
     # Until the gate opens, gradients on the GPU stay where they were gathered. The gradients of
     # what is no block come early and late in backward.
     held = frozenset[int]() if demand.accumulate else updated_on_gpu
@@ -130,11 +131,14 @@ def _streamed_and_kept(layout: ModelLayout, demand: Demand) -> tuple[Layers, Lay
     return blocks[:num_streamed], blocks[num_streamed:]
 
 
-def _is_whole(demand: Demand, activations: tuple[str, ...], on_host: Layers) -> bool:
+def _is_whole(
+    demand: Demand, activations: tuple[str, ...], on_host: Layers, *, is_packed: bool
+) -> bool:
     """True if no layer of the model moves. ConfigError if the config asks for that, and it is not
     possible."""
     possible = not on_host and {"keep"} >= set(activations)
     possible = possible and demand.chunk is None  # blocks are called chunk by chunk
+    possible = possible and not is_packed  # hooks decode the weights of each block
     if demand.whole and not possible:
         raise ConfigError(
             "a model is whole on the gpu when every layer stays and is updated there, and "

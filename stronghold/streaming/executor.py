@@ -391,6 +391,7 @@ class Executor:
         A layer that is updated on the GPU is there already: compute writes it in order.
         """
         if layer in self._plan.updated_on_gpu:
+            self.weights.decoded.make_ready(layer)
             return
         if self.weights.needs_fetch(layer):
             if self.phase is Phase.IDLE:
@@ -425,6 +426,17 @@ class Executor:
                 self.begin_use(user, Kind.BACKWARD)  # no hooked output announced this use
             self.make_ready(layer)
         return self.weights.slot_of(layer).weights
+
+    def decoded_weights_of(self, layer: int, user: int) -> torch.Tensor:
+        """Return the memory that has the layer's decoded weights: a saved tensor's handle resolves
+        to it. Arguments as in `weights_of`."""
+        decoded = self.weights.decoded
+        if decoded.layer != layer:
+            if layer not in self._plan.updated_on_gpu:
+                self.weights_of(layer, user)
+            decoded.make_ready(layer)
+        assert decoded.memory is not None
+        return decoded.memory
 
     # -- gradients --------------------------------------------------------------------------------
     def gradient_arrived(self, state: LayerState, position: int, parameter: torch.Tensor) -> None:
@@ -570,4 +582,5 @@ class Executor:
     def rest(self, layer: int) -> None:
         """Point the layer's parameters at its own arrays."""
         self.bindings.rest(layer)
+        self.weights.decoded.rest(layer)
         self.bindings.written(layer)  # before: what is written from now on counts

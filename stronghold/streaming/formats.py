@@ -72,8 +72,8 @@ def model_formats(
     # Trained ones first: a frozen one may share the format of a trained one with its dtype.
     for parameter in sorted(stored.names, key=_is_frozen):
         name = stored.names[parameter][0]
-        is_quantised = parameter in stored.quantised and not parameter.requires_grad
-        keeps_dtype = rule == OWN or is_quantised or parameter.dtype not in COMPUTED
+        is_fixed = parameter in stored.fixed and not parameter.requires_grad
+        keeps_dtype = rule == OWN or is_fixed or parameter.dtype not in COMPUTED
         weight_dtype = parameter.dtype if keeps_dtype else dtype
         if not parameter.requires_grad:
             numbers[parameter] = _number_of_dtype(formats, weight_dtype)

@@ -63,17 +63,24 @@ _WAITS: tuple[Callable[[], object], ...] = (
 def refuse_aliases(state: LayerState, slot: torch.Tensor, ours: Sequence[torch.Tensor]) -> None:
     """Raise ConfigError if an object holds the slot's memory beside `slot` and `ours`, its
     views."""
-    if slot.is_meta:  # a simulated device
-        return
-    storage = slot.untyped_storage()
-    expected = len(ours) + 2  # the slot, and the storage that is asked
+    if held_elsewhere(slot, len(ours)):
+        storage = slot.untyped_storage()
+        raise ConfigError(_message(state, _views(storage, {id(slot), *map(id, ours)})))
+
+
+def held_elsewhere(memory: torch.Tensor, num_ours: int) -> bool:
+    """True if an object holds the memory's storage beside `memory` and `num_ours` views of it."""
+    if memory.is_meta:  # a simulated device
+        return False
+    storage = memory.untyped_storage()
+    expected = num_ours + 2  # the memory, and the storage that is asked
     if num_references(storage_address(storage)) <= expected:
-        return
+        return False
     for wait in _WAITS:
         wait()
         if num_references(storage_address(storage)) <= expected:
-            return
-    raise ConfigError(_message(state, _views(storage, {id(slot), *map(id, ours)})))
+            return False
+    return True
 
 
 def _views(storage: torch.UntypedStorage, known: set[int]) -> list[torch.Tensor]:

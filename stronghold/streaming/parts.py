@@ -18,11 +18,12 @@ from stronghold.devices.base import Device
 from stronghold.distributed.node_weights import NodeWeights
 from stronghold.distributed.sharding import RankTeam, Team
 from stronghold.memory.host import DeviceStore, HostStore
-from stronghold.memory.layer import LayerState
+from stronghold.memory.layer import LayerState, packed_weights
 from stronghold.memory.slab import map_slab
 from stronghold.memory.tiers import Tiers
 from stronghold.model.layout import ModelLayout
 from stronghold.model.partition import WeightSource
+from stronghold.model.stored_tensors import PackedParameter
 from stronghold.native import Kernels
 from stronghold.plan.homes import GPU, HOST, Home
 from stronghold.plan.plan import Plan
@@ -127,12 +128,13 @@ def assemble(
     weights: NodeWeights | None = None,
     allocate: Callable[[int, torch.dtype], torch.Tensor] = map_slab,
     aliases: Mapping[torch.Tensor, Sequence[torch.Tensor]] = NO_ALIASES,
+    packed: Sequence[Sequence[PackedParameter]] = (),
 ) -> Parts:
     """Make the parts for `plan`, and register their closing with `undo`.
 
     `parameters[i]`: layer i's stored tensors, in the layout's order. `allocate(numel, dtype)` makes
     host memory. `weights`: the node's weights, if several ranks share them. `aliases`: further
-    tensors over the memory of a stored tensor.
+    tensors over the memory of a stored tensor. `packed[i]`: the packed parameters of layer i.
     """
     host = HostStore(
         layout,
@@ -152,6 +154,8 @@ def assemble(
         for position, tensor in enumerate(of_layer):
             if tensor in aliases:
                 state.aliases = {**state.aliases, position: aliases[tensor]}
+    for index, of_layer_packed in enumerate(packed):
+        host.layers[index].packed = packed_weights(of_layer_packed, parameters[index])
     return Parts(
         device=device,
         host=host,

@@ -40,6 +40,8 @@ from stronghold.memory.tiers import Tiers, extent_requests
 from stronghold.model.costs import DTYPES
 from stronghold.model.layout import ModelLayout, layout
 from stronghold.model.logits import Forward, LogitsInParts
+from stronghold.model.packed_formats import FORMATS
+from stronghold.model.packing import choose_packed
 from stronghold.model.partition import (
     Partition,
     WeightSource,
@@ -49,13 +51,14 @@ from stronghold.model.partition import (
     source_of,
     why_no_blocks,
 )
-from stronghold.model.stored_tensors import stored_tensors
+from stronghold.model.stored_tensors import PackedParameter, stored_tensors, tensor_has_memory
 from stronghold.optim.states import LEAN, States, states_of
 from stronghold.plan.cost import Demand
 from stronghold.plan.homes import FILE, GPU, Home
 from stronghold.plan.places import levels_of
 from stronghold.plan.plan import Plan, make_plan
 from stronghold.streaming.activations.key_value_caches import forbid_caches
+from stronghold.streaming.decoded_weights import return_packed
 from stronghold.streaming.formats import CAST, COMPUTED, OWN, model_formats, page_items
 from stronghold.streaming.guards import COMPILED_WHOLE
 from stronghold.streaming.optimizer import EngineOptimizer
@@ -117,11 +120,14 @@ class Stack:
     ) -> None:
         section = settings.stronghold
         self._closed = self._away = False
+        self.section = section
         self._process = os.getpid()
         self.dtype = DTYPES[settings.precision]
         groups = {} if optimizer is None else optimizer.group_of()
         self.stored = stored_tensors(model)
         rule = section.dtypes or (OWN if self.stored.quantised else CAST)
+        if section.frozen is not None:
+            self.stored = stored_tensors(model, self._packed(model, section.frozen, rule))
         chosen = model_formats(
             self.stored,
             dtype=self.dtype,
@@ -131,13 +137,12 @@ class Stack:
             default=None if optimizer is None else optimizer.default,
         )
         self.formats = chosen.formats
-        self.partition: Partition = partition(model, section.layers, chosen.of)
+        self.partition: Partition = partition(model, section.layers, chosen.of, self.stored.packed)
         _check_parameters(self.partition, settings.precision, source_of(model), cast=rule == CAST)
         self.ranks = ranks
         page = page_items(self.formats, in_files=section.nvme is not None)
         self.layout: ModelLayout = layout(self.partition, self.ranks.num_ranks, page, chosen.of)
         kind = section.device or ("cuda" if cuda.available() else "emulated")
-        self.section = section
         on_gpu = kind == "cuda" and cuda.available()
         on_device, self._host_reserved_bytes = reserved_bytes()
         self.gpu_free_bytes = None
@@ -175,6 +180,18 @@ class Stack:
             self._parts = undo.pop_all()
         self._planned = (self.plan.gpu_total_bytes, self.plan.host_total_bytes)
         _open.add(self)
+
+    def _packed(
+        self, model: nn.Module, format_name: str, rule: str
+    ) -> dict[nn.Parameter, PackedParameter]:
+        """Describe the frozen weights that are packed. `rule`: that of `stronghold.dtypes`."""
+
+        def dtype_of(tensor: torch.Tensor) -> torch.dtype:
+            is_cast = rule == CAST and tensor.dtype in COMPUTED
+            return self.dtype if is_cast else tensor.dtype
+
+        blocks = partition(model, self.section.layers)
+        return choose_packed(blocks, FORMATS[format_name], dtype_of)
 
     def _updates_of(self, weight: torch.Tensor) -> int | None:
         """Number of updates of the layer of a parameter. None for a streamed layer."""
@@ -235,8 +252,9 @@ class Stack:
         """Bytes of the model's own parameters in RAM. The slabs replace them."""
         nbytes = 0
         for layer in self.partition.layers:
-            for named in layer.parameters:
-                nbytes += 0 if named.parameter.is_meta else named.parameter.nbytes
+            tensors = [named.parameter for named in layer.parameters]
+            tensors += [described.parameter for described in layer.packed]
+            nbytes += sum(tensor.nbytes for tensor in tensors if tensor_has_memory(tensor))
         return nbytes
 
     def _open_device(self, kind: str, local_rank: int) -> Device:
@@ -297,6 +315,7 @@ class Stack:
             undo=undo,
             weights=shared,
             aliases=self.stored.aliases,
+            packed=[layer.packed for layer in self.partition.layers],
         )
         self.host, self.store, self.steps = made.host, made.store, made.steps
         self.team, self.outside = made.team, made.outside
@@ -314,9 +333,10 @@ class Stack:
         source = source_of(model)
         freed_bytes = 0
         for index, layer_parameters in enumerate(bar):
-            freed_bytes += sum(p.nbytes for p in layer_parameters if not p.is_meta)
+            packed = [described.parameter for described in self.partition.layers[index].packed]
+            freed_bytes += sum(p.nbytes for p in (*layer_parameters, *packed) if not p.is_meta)
             made.adopt(index, source)
-            for parameter in layer_parameters:
+            for parameter in (*layer_parameters, *packed):
                 if parameter.is_meta:
                     materialize(parameter, torch.empty(0, dtype=parameter.dtype))
             self.runtime.executor.rest(index)
@@ -335,6 +355,16 @@ class Stack:
         for buffer in self.partition.model.buffers():
             if buffer not in moved_with_layers:
                 buffer.data = buffer.data.to(device)
+
+    def hide_packed(self) -> None:
+        """Hide the packed parameters: from now on a read decodes them."""
+        for layer in self.partition.layers:
+            self.runtime.executor.weights.decoded.rest(layer.index)
+
+    def decode_at_rest(self, layer: int) -> None:
+        """Give the layer's packed parameters their values: a program reads them."""
+        self.host.layers[layer].wait()
+        self.runtime.executor.weights.decoded.decode_at_rest(layer)
 
     def _make_runtime(self, plan: Plan) -> Runtime:
         budget = self.demand.host_budget_bytes
@@ -564,6 +594,7 @@ class Stack:
                 self.host.unspill_weights(available_host_bytes())
             finally:  # if a layer cannot be read, its parameters are NaN, and the error names it
                 self.runtime.give_back()
+                return_packed(self.host.layers, available_host_bytes())
                 self._move_buffers(torch.device("cpu"))
                 self.host.close()
                 self.runtime.close()

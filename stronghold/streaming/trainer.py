@@ -122,10 +122,12 @@ class Runtime:
             self._drop_grad()
             self.step.forget()
         self.executor.bindings.rest_all()
+        self.executor.weights.decoded.start_again()
 
     def close(self) -> None:
         """Drop every buffer."""
         self.activations.close()
+        self.executor.weights.decoded.close()
         self.window.close()
 
     # -- the step ---------------------------------------------------------------------------------

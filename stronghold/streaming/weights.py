@@ -24,6 +24,7 @@ from stronghold.memory.buffers import Slot
 from stronghold.memory.layer import Residency
 from stronghold.memory.window import Window
 from stronghold.plan.plan import Plan
+from stronghold.streaming.decoded_weights import DecodedWeights
 from stronghold.streaming.parameter_views import Bindings, refuse_aliases
 from stronghold.streaming.parts import Parts
 from stronghold.telemetry.metrics import WaitCause
@@ -48,6 +49,7 @@ class LayerWeights:
         self.staying = {weights.data_ptr() for weights in staying}
         # Storage of a slot -> the streamed layer that is in it, for saved tensors.
         self.layer_at: dict[int, int] = {}
+        self.decoded = DecodedWeights(parts)
         self.num_fetches = 0
         self.fetched_bytes = 0
 
@@ -88,6 +90,7 @@ class LayerWeights:
             self._window.make_ready(layer)
         self._bindings.bind(layer, slot.weights)
         self._bindings.show(layer)
+        self.decoded.make_ready(layer)
 
     def fetch(self, layer: int, *, keep: Collection[int], together: bool) -> None:
         """Queue a fetch of the layer.
@@ -159,6 +162,7 @@ class LayerWeights:
         state, slot = self._layers[layer], self.slot_of(layer)
         self.layer_at.pop(slot.weights.untyped_storage().data_ptr(), None)
         self._bindings.rest(layer)
+        self.decoded.rest(layer)
         used = state.on_gpu.residency is Residency.READY
         self._window.release(layer, self._device.compute.record(f"release {layer}"))
         if used:
@@ -169,6 +173,7 @@ class LayerWeights:
         """Empty every slot and put every parameter at rest, after an exception at any place."""
         self.layer_at.clear()
         self._window.start_again()
+        self.decoded.start_again()
         for state in self._layers:
             if state.index in self.refreshed:  # writers wait until it has been fetched again
                 self._bindings.hide(state.index)

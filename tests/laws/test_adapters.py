@@ -325,15 +325,6 @@ def test_adapters_can_be_switched_off_for_a_reference_forward() -> None:
     engine.destroy()
 
 
-def test_a_storage_format_of_frozen_weights_is_refused_before_anything_changes() -> None:
-    """The key is documented; nothing packs yet."""
-    model, _ = lora()
-    before = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
-    with pytest.raises(ConfigError, match=r'stronghold\.frozen: got "nf4".*Leave the key out'):
-        initialized(model, config(section={"frozen": "nf4"}))
-    assert {name: p.data_ptr() for name, p in model.named_parameters()} == before
-
-
 # --- a model that is frozen altogether ------------------------------------------------------------
 
 

@@ -21,6 +21,7 @@ from stronghold.streaming.activations.recompute import Place, Recomputation
 from stronghold.streaming.activations.saved import (
     ForeignHooks,
     SavedActivation,
+    SavedDecoded,
     SavedForeign,
     SavedResident,
     SavedSparse,
@@ -77,7 +78,7 @@ class HookPairs:
         """
         executor, sizes, layers = self._executor, self._sizes, self._executor.layers
         run_again, weights, offload = self._run_again, self._executor.weights, self._offload
-        layer_at, staying = weights.layer_at, weights.staying
+        layer_at, staying, decoded = weights.layer_at, weights.staying, weights.decoded
         is_worth_offloading = offload.is_worth_offloading
         new: Any = tuple.__new__
 
@@ -91,6 +92,10 @@ class HookPairs:
                 offset, epoch = tensor.storage_offset(), layers[slot_layer].views.epoch
                 view = offset, tensor.shape, tensor.stride()
                 return new(SavedWeight, (slot_layer, epoch, tensor.dtype, *view))
+            if address == decoded.address and decoded.layer is not None:
+                offset = tensor.storage_offset()
+                place = decoded.layer, tensor.dtype, offset, tensor.shape, tensor.stride()
+                return new(SavedDecoded, place)
             if sizes.counting:
                 sizes.saw(layer, tensor)
             if address in staying:
@@ -119,11 +124,21 @@ class HookPairs:
                 # Under create_graph backward saves it in its turn, outside of our hooks. Backward
                 # of that graph needs it when the slot holds another layer.
                 return weight.clone() if torch.is_grad_enabled() else weight
+            if type(packed) is SavedDecoded:
+                return self._decoded(packed, layer)
             if type(packed) is SavedSparse:
                 return self._unpack_sparse(packed, layer, foreign, recomputation)
             return self._unpack_rare(packed, foreign)
 
         return pack, unpack
+
+    def _decoded(self, packed: SavedDecoded, layer: int) -> torch.Tensor:
+        """Return a saved view of a decoded weight. `layer`: whose forward saved it."""
+        memory = self._executor.decoded_weights_of(packed.layer, layer).view(packed.dtype)
+        weight = memory.as_strided(packed.shape, packed.stride, packed.offset)
+        if torch.is_grad_enabled():  # as for a `SavedWeight`
+            return weight.clone()
+        return weight
 
     def _pack_sparse(
         self, tensor: torch.Tensor, layer: int, outer: OuterPack | None, *, offloads: bool

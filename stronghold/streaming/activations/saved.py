@@ -64,6 +64,18 @@ class SavedWeight(NamedTuple):
     stride: tuple[int, ...]
 
 
+class SavedDecoded(NamedTuple):
+    """A saved view of a decoded weight. Backward resolves it in the buffer of decoded weights, once
+    the layer is decoded there again. `offset` and `stride` are elements of `dtype`.
+    """
+
+    layer: int
+    dtype: torch.dtype
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
 class SavedResident(NamedTuple):
     """A saved view of weights that stay on the device, and its version counter."""
 

@@ -312,6 +312,7 @@ class ParameterReads:
     `places`: the layer and the name of each parameter.
     `settle(layers)`: waits until the parameters of these layers point at their newest weights, and
     shows them.
+    `decode(layer)`: gives the layer's packed parameters their values, and shows them.
     `drop(name)`: drops the gradients that wait for the step. `name` is a parameter whose gradient
     should stay, or None.
     `clipped(norm)`: called when a program clips gradients by hand to `norm`.
@@ -323,11 +324,13 @@ class ParameterReads:
         places: Mapping[nn.Parameter, tuple[int, str]],
         *,
         settle: Callable[[Sequence[int]], None],
+        decode: Callable[[int], None],
         drop: Callable[[str | None], None],
         clipped: Callable[[float], None],
         fragments: Mapping[torch.Tensor, Access],
     ) -> None:
         self._settle = settle
+        self._decode = decode
         self._drop_gradients = drop
         self.clipped = clipped
         self._places = dict(places)
@@ -345,6 +348,8 @@ class ParameterReads:
         """Wait until the parameter holds its newest values and is shown."""
         layer, _ = self._places[parameter]
         self._settle((layer,))
+        if isinstance(parameter, _Hidden):
+            self._decode(layer)
 
     def drop(self, identities: set[int]) -> None:
         """Drop the gradients of the parameters with these identities."""

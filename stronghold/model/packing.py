@@ -1,0 +1,60 @@
+"""Chooses the frozen weights that `stronghold.frozen` packs. Reads names, shapes and dtypes, never
+values.
+
+A weight is packed if it is frozen, belongs to one block, and is the matrix of a linear layer or the
+fused weights of experts. Norms, biases, embeddings and the head stay as they came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+
+from stronghold.errors import ConfigError
+from stronghold.model.packed_formats import PackedFormat
+from stronghold.model.partition import Partition
+from stronghold.model.stored_tensors import PackedParameter, pack
+
+KEY = "stronghold.frozen"
+FUSED_EXPERTS_DIM = 3  # (experts, rows, columns)
+# Transformers' Conv1D is a linear layer whose matrix lies the other way round.
+_LINEAR_NAMES = frozenset({"Conv1D"})
+
+
+def choose_packed(
+    partitioned: Partition,
+    packed_format: PackedFormat,
+    dtype_of: Callable[[torch.Tensor], torch.dtype],
+) -> dict[nn.Parameter, PackedParameter]:
+    """Describe each parameter that will be packed.
+
+    `dtype_of`: the dtype in which a parameter computes. ConfigError if there is none to pack.
+    """
+    chosen: dict[nn.Parameter, PackedParameter] = {}
+    for layer in partitioned.streamed:
+        names = {named.parameter: named.name for named in layer.parameters}
+        for parameter in _candidates(layer.modules):
+            dtype = dtype_of(parameter)
+            is_of_block = parameter in names and not parameter.requires_grad
+            if is_of_block and packed_format.can_pack(tuple(parameter.shape), dtype):
+                chosen[parameter] = pack(names[parameter], parameter, packed_format, dtype)
+    if not chosen:
+        raise ConfigError(
+            f'{KEY}: got "{packed_format.name}", but no block has a frozen weight of a linear '
+            "layer or of fused experts. Freeze the base (requires_grad_(False)) and add adapters, "
+            "or leave the key out"
+        )
+    return chosen
+
+
+def _candidates(modules: tuple[nn.Module, ...]) -> Iterator[nn.Parameter]:
+    """The weights of linear layers and of fused experts in these modules."""
+    for block in modules:
+        for module in block.modules():
+            is_linear = isinstance(module, nn.Linear) or type(module).__name__ in _LINEAR_NAMES
+            for name, parameter in module.named_parameters(recurse=False):
+                is_matrix = is_linear and name == "weight"
+                if is_matrix or parameter.dim() == FUSED_EXPERTS_DIM:
+                    yield parameter

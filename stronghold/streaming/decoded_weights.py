@@ -1,0 +1,225 @@
+"""Decodes the packed weights of the layer that computes, and points its parameters at them.
+
+Owns one buffer on the device for the decoded weights of one layer, and the values of packed
+parameters at rest. The layer's packed tensors lie in its slot, as all stored tensors do. The
+training thread enters, and on a GPU autograd's thread in backward. The two never run at once.
+
+[Note: one buffer]
+1. One layer computes at a time. So one buffer is enough for all layers.
+2. Compute decodes into the buffer after all earlier compute, and before all later compute, on every
+   stream of its lane.
+3. A saved view of a decoded weight is a handle (`saved.SavedDecoded`). Backward decodes again if
+   another layer has taken the buffer since.
+4. Hazard: a program keeps a view of a decoded weight. It is refused when another layer takes the
+   buffer, as aliases of slots are (`parameter_views`).
+
+[Note: packed parameters at rest]
+1. At rest a packed parameter has a shape and no values: it is hidden (`patches.parameters`).
+2. A program that reads it waits while the layer's packed tensors are decoded into memory of its
+   own. The parameter points there until the layer computes again.
+3. What a program writes there would be lost. It is refused at the layer's next use.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from stronghold.devices.base import Record
+from stronghold.errors import ConfigError
+from stronghold.memory.layer import LayerState
+from stronghold.streaming.parameter_views import held_elsewhere
+from stronghold.streaming.parts import Parts
+from stronghold.streaming.patches.autograd import without_torch_function
+from stronghold.streaming.patches.parameters import hide, point, show
+from stronghold.streaming.patches.tensors import version_of
+
+logger = logging.getLogger("stronghold")
+
+
+class DecodedWeights:
+    """The decoded weights of one layer at a time. `layer`: the one that they are of, or None."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._device, self._layers = parts.device, parts.layers
+        self.layer: int | None = None
+        self._record = Record()
+        self._views: dict[int, list[torch.Tensor]] = {}  # by layer, of its packed weights
+        self._versions: dict[int, int] = {}  # by layer, when its parameters were pointed last
+        nbytes = max((state.layout.decoded_bytes for state in self._layers), default=0)
+        self.memory: torch.Tensor | None = None
+        self.address = 0
+        if nbytes:
+            purpose = "decoded weights"
+            self.memory = parts.device.memory.allocate(nbytes, torch.uint8, purpose)
+            self.address = self.memory.untyped_storage().data_ptr()
+
+    def make_ready(self, layer: int) -> None:
+        """Decode the layer's packed weights, and point its parameters at them.
+
+        Does nothing if the buffer has them, or if the layer has none. Compute has waited for the
+        layer's slot.
+        """
+        state = self._layers[layer]
+        if self.layer == layer or not state.packed:
+            return
+        assert self.memory is not None
+        self.leave()
+        self._refuse_writes(state)
+        slot = state.on_gpu.slot
+        packed_memory = state.weights if slot is None else slot.weights
+        views = self._views.get(layer)
+        if views is None:
+            views = self._views[layer] = _decoded_views(state, self.memory)
+        compute = self._device.compute
+        compute.wait_everywhere(compute.record(f"before decode {layer}"))
+        decoded = compute.submit(
+            f"decode {layer}",
+            lambda: decode(state, packed_memory, views),
+            reads=() if slot is None else (slot.record,),
+            writes=(self._record,),
+            nbytes=packed_memory.nbytes + state.layout.decoded_bytes,
+        )
+        compute.wait_everywhere(decoded)
+        self.layer = layer
+        self._point(state, views)
+
+    def leave(self) -> None:
+        """Give the buffer up: the parameters of its layer are hidden. ConfigError if code outside
+        the engine keeps a view of the buffer."""
+        if self.layer is None:
+            return
+        assert self.memory is not None
+        state = self._layers[self.layer]
+        self.layer = None
+        self._rest(state)
+        self._device.memory.poison(self.memory)
+        ours = [view for views in self._views.values() for view in views]
+        if held_elsewhere(self.memory, len(ours)):
+            raise ConfigError(
+                f"{state.name}: a view of a packed weight (of weight.t(), weight.detach() or "
+                "weight.data, say) is still held after the block's forward or backward, in memory "
+                "that the next layer's weights take. In a torch.autograd.Function use "
+                "ctx.save_for_backward; copy what is kept otherwise (weight.detach().clone()); or "
+                "leave stronghold.frozen out"
+            )
+
+    def rest(self, layer: int) -> None:
+        """Hide the layer's packed parameters, and free the values that a program has read."""
+        if self.layer == layer:
+            self.leave()
+        else:
+            self._rest(self._layers[layer])
+
+    def _rest(self, state: LayerState) -> None:
+        self._refuse_writes(state)
+        _hide(state)
+        self._note_versions(state)
+
+    def decode_at_rest(self, layer: int) -> None:
+        """Give the layer's packed parameters their values, in memory of their own.
+
+        The layer's packed tensors are at home, and no operation writes them.
+        """
+        state = self._layers[layer]
+        if self.layer == layer or not state.packed:
+            return
+        nbytes = state.layout.decoded_bytes
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=state.weights.device)
+        views = _decoded_views(state, memory)
+        decode(state, state.weights, views)
+        self._point(state, views)
+
+    def _point(self, state: LayerState, views: Sequence[torch.Tensor]) -> None:
+        show(packed.parameter for packed in state.packed)
+        for packed, view in zip(state.packed, views, strict=True):
+            point(packed.parameter, view)
+        self._note_versions(state)
+
+    def _note_versions(self, state: LayerState) -> None:
+        self._versions[state.index] = _version_sum(state)
+
+    def _refuse_writes(self, state: LayerState) -> None:
+        """ConfigError if a program wrote into a packed parameter."""
+        if self._versions.get(state.index, _version_sum(state)) == _version_sum(state):
+            return
+        self._note_versions(state)
+        raise ConfigError(
+            f"{state.packed[0].name} or another packed weight of {state.name} was written: packed "
+            "weights are frozen, and what is written is lost. Write before stronghold.initialize, "
+            "or leave stronghold.frozen out"
+        )
+
+    def start_again(self) -> None:
+        """Forget the contents of the buffer, and put every packed parameter at rest. An exception
+        may have come at any place."""
+        self.layer = None
+        for state in self._layers:
+            self._versions.pop(state.index, None)
+            _hide(state)
+
+    def close(self) -> None:
+        """Free the buffer. `start_again` has put packed parameters at rest."""
+        if self.memory is not None:
+            self._views.clear()
+            self._device.memory.release(self.memory)
+            self.memory = None
+
+
+def decode(state: LayerState, memory: torch.Tensor, views: Sequence[torch.Tensor]) -> None:
+    """Decode the layer's packed tensors, which lie in `memory`, into `views`."""
+    weights, slices = state.maps["weights"], state.layout.slices
+    for packed, view in zip(state.packed, views, strict=True):
+        inner = {
+            name: weights.parameter(memory, slices[position])
+            for name, position in packed.positions.items()
+        }
+        packed.format.decode(inner, view)
+
+
+def _decoded_views(state: LayerState, memory: torch.Tensor) -> list[torch.Tensor]:
+    """Views of `memory`, uint8, for the layer's decoded weights, in their shapes."""
+    return [packed.view(memory) for packed in state.packed]
+
+
+def _hide(state: LayerState) -> None:
+    """Hide the layer's packed parameters. They have a shape, and memory of one element."""
+    with without_torch_function():  # hidden parameters do not wait for the engine
+        for packed in state.packed:
+            point(packed.parameter, packed.placeholder)
+    hide(packed.parameter for packed in state.packed)
+
+
+def _version_sum(state: LayerState) -> int:
+    with without_torch_function():
+        return sum(version_of(packed.parameter) for packed in state.packed)
+
+
+def return_packed(layers: Sequence[LayerState], available_bytes: int) -> None:
+    """Give the packed parameters of all layers their decoded values, when the model is given back.
+
+    If the values need more than `available_bytes`, the parameters are NaN, with a warning.
+    """
+    packed_layers = [state for state in layers if state.packed]
+    need = sum(state.layout.decoded_bytes for state in packed_layers)
+    if need > available_bytes:
+        logger.warning(
+            "the decoded weights of %d layers (%d bytes) do not fit into host memory (%d "
+            "available): their packed parameters are NaN now. Load the model again to use it",
+            len(packed_layers),
+            need,
+            available_bytes,
+        )
+    for state in packed_layers:
+        show(packed.parameter for packed in state.packed)
+        if need > available_bytes:
+            for packed in state.packed:
+                point(packed.parameter, packed.placeholder)
+            continue
+        memory = torch.empty(state.layout.decoded_bytes, dtype=torch.uint8)
+        views = _decoded_views(state, memory)
+        decode(state, state.weights, views)
+        for packed, view in zip(state.packed, views, strict=True):
+            point(packed.parameter, view)
