@@ -40,11 +40,16 @@ logger = logging.getLogger("stronghold")
 
 
 class DecodedWeights:
-    """The decoded weights of one layer at a time. `layer`: the one that they are of, or None."""
+    """The decoded weights of one layer at a time.
+
+    `layer`: the layer whose decoded weights are in the buffer, or None. Its parameters point there
+    while it is used.
+    """
 
     def __init__(self, parts: Parts) -> None:
         self._device, self._layers = parts.device, parts.layers
         self.layer: int | None = None
+        self._bound: int | None = None  # the layer whose parameters point at the buffer
         self._record = Record()
         self._views: dict[int, list[torch.Tensor]] = {}  # by layer, of its packed weights
         self._versions: dict[int, int] = {}  # by layer, when its parameters were pointed last
@@ -59,15 +64,17 @@ class DecodedWeights:
     def make_ready(self, layer: int) -> None:
         """Decode the layer's packed weights, and point its parameters at them.
 
-        Does nothing if the buffer has them, or if the layer has none. Compute has waited for the
-        layer's slot.
+        Does nothing if the layer has none. Compute has waited for the layer's slot.
         """
         state = self._layers[layer]
-        if self.layer == layer or not state.packed:
+        if not state.packed or self._bound == layer:
             return
         assert self.memory is not None
-        self.leave()
         self._refuse_writes(state)
+        if self.layer == layer:
+            self._bind(state, self._views[layer])
+            return
+        self.leave()
         slot = state.on_gpu.slot
         packed_memory = state.weights if slot is None else slot.weights
         views = self._views.get(layer)
@@ -84,17 +91,21 @@ class DecodedWeights:
         )
         compute.wait_everywhere(decoded)
         self.layer = layer
+        self._bind(state, views)
+
+    def _bind(self, state: LayerState, views: Sequence[torch.Tensor]) -> None:
         self._point(state, views)
+        self._bound = state.index
 
     def leave(self) -> None:
-        """Give the buffer up: the parameters of its layer are hidden. ConfigError if code outside
+        """Give the buffer up: the parameters of its layer are at rest. ConfigError if code outside
         the engine keeps a view of the buffer."""
         if self.layer is None:
             return
         assert self.memory is not None
         state = self._layers[self.layer]
+        self.rest(self.layer)
         self.layer = None
-        self._rest(state)
         self._device.memory.poison(self.memory)
         ours = [view for views in self._views.values() for view in views]
         if held_elsewhere(self.memory, len(ours)):
@@ -107,16 +118,21 @@ class DecodedWeights:
             )
 
     def rest(self, layer: int) -> None:
-        """Hide the layer's packed parameters, and free the values that a program has read."""
-        if self.layer == layer:
-            self.leave()
-        else:
-            self._rest(self._layers[layer])
-
-    def _rest(self, state: LayerState) -> None:
+        """Hide the layer's packed parameters. Values that a program has read are freed. The buffer
+        keeps its contents."""
+        state = self._layers[layer]
+        if not state.packed:
+            return
+        if self._bound == layer:
+            self._bound = None
         self._refuse_writes(state)
         _hide(state)
         self._note_versions(state)
+
+    def rest_all(self) -> None:
+        """Hide the packed parameters of the layer that computed last."""
+        if self._bound is not None:
+            self.rest(self._bound)
 
     def decode_at_rest(self, layer: int) -> None:
         """Give the layer's packed parameters their values, in memory of their own.
@@ -124,7 +140,7 @@ class DecodedWeights:
         The layer's packed tensors are at home, and no operation writes them.
         """
         state = self._layers[layer]
-        if self.layer == layer or not state.packed:
+        if self._bound == layer or not state.packed:
             return
         nbytes = state.layout.decoded_bytes
         memory = torch.empty(nbytes, dtype=torch.uint8, device=state.weights.device)
@@ -155,7 +171,7 @@ class DecodedWeights:
     def start_again(self) -> None:
         """Forget the contents of the buffer, and put every packed parameter at rest. An exception
         may have come at any place."""
-        self.layer = None
+        self.layer = self._bound = None
         for state in self._layers:
             self._versions.pop(state.index, None)
             _hide(state)

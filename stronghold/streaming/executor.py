@@ -190,6 +190,7 @@ class Executor:
             self._task, self._has_run_backward = None, True
             for state in self.layers:
                 state.gradients.expected.chunks = 0
+            self.weights.decoded.rest_all()
             for layer in self._window.held_layers():
                 self.bindings.rest(layer)
             # Hazard: code that reads a layer may write it. It must cancel the early update first.
@@ -290,6 +291,7 @@ class Executor:
         elif not self._current.recorded or self._current.recorded[-1] != use:
             self._advance(use)
         self.make_ready(layer)
+        self.weights.decoded.make_ready(layer)
         self._span.begin(use)
 
     def _take_writes(self, layer: int) -> None:
@@ -349,7 +351,10 @@ class Executor:
             return
         self._span.end()
         # A layer may run inside itself, for instance for a gradient that its forward takes.
-        if layer not in self._inside and layer not in self._plan.resident:
+        if layer in self._inside:
+            return
+        self.weights.decoded.rest(layer)
+        if layer not in self._plan.resident:
             self.bindings.rest(layer)
 
     def _advance(self, use: Action) -> None:
@@ -391,7 +396,6 @@ class Executor:
         A layer that is updated on the GPU is there already: compute writes it in order.
         """
         if layer in self._plan.updated_on_gpu:
-            self.weights.decoded.make_ready(layer)
             return
         if self.weights.needs_fetch(layer):
             if self.phase is Phase.IDLE:

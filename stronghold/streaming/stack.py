@@ -667,7 +667,11 @@ def _check_parameters(
                 f"{named.name} is {dtype}, but the config asks for fp32: "
                 f"{add}load the model in torch.float32"
             )
-    strided = [named.name for named in parameters if not named.parameter.is_contiguous()]
+    strided = [
+        named.name
+        for named in parameters
+        if tensor_has_memory(named.parameter) and not named.parameter.is_contiguous()
+    ]
     if strided:
         # Kernels are chosen by strides, too: transposed weights multiply in another order.
         logger.warning(

@@ -90,7 +90,6 @@ class LayerWeights:
             self._window.make_ready(layer)
         self._bindings.bind(layer, slot.weights)
         self._bindings.show(layer)
-        self.decoded.make_ready(layer)
 
     def fetch(self, layer: int, *, keep: Collection[int], together: bool) -> None:
         """Queue a fetch of the layer.
