@@ -11,20 +11,19 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import deepcopy
-from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from stronghold.checkpoint.conversions import Conversion, ExpectedTensors, conversions
 from stronghold.checkpoint.files import TensorFile
+from stronghold.checkpoint.stored_weights import StoredWeights, stored_weights
 from stronghold.errors import CheckpointError, ConfigError, did_you_mean
 from stronghold.model.partition import set_source
-from stronghold.streaming.patches.modules import build_from_config, set_weight_conversions
+from stronghold.streaming.patches.modules import build_from_config
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -65,17 +64,19 @@ def from_pretrained(
         config = transformers.AutoConfig.from_pretrained(path, **config_changes)
     except RecursionError as error:
         raise ConfigError(f"{path / 'config.json'}: nested too deeply") from error
-    if getattr(config, "quantization_config", None) is not None:
-        raise ConfigError(f"{path}: its weights are quantised, and stronghold trains floats alone")
+    stored = stored_weights(config, path)
     model_class = auto_class or transformers.AutoModelForCausalLM
     build = getattr(model_class, "from_config", None) or build_from_config(model_class)
+    model_dtype = dtype or config.dtype or torch.float32
     with _parameters_on_meta():
-        model = build(config, dtype=dtype or config.dtype or torch.float32)
+        model = build(config, dtype=model_dtype)
+        stored.prepare(model, model_dtype)
     if (path / "generation_config.json").is_file() and hasattr(model, "generation_config"):
         model.generation_config = transformers.GenerationConfig.from_pretrained(path)
-    source = _DirectorySource(model, files, path)
+    source = _DirectorySource(model, files, path, stored)
     source.fill_buffers(model)
     set_source(model, source)
+    stored.finish(model)
     return model.eval()
 
 
@@ -132,126 +133,24 @@ def _files_of_index(path: Path, index: Path) -> dict[str, TensorFile]:
     return {tensor: files[name] for tensor, name in shard_of_tensor.items()}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _FileTensor:
-    """One tensor of a file. `pattern`: the name by which a conversion rule knows it."""
-
-    pattern: str | None
-    key: str
-    file: TensorFile
-
-    def on_meta(self) -> torch.Tensor:
-        """The tensor's shape and dtype on the meta device."""
-        info = self.file.info(self.key)
-        return torch.empty(info.shape, dtype=info.dtype, device="meta")
-
-    def read(self, dtype: torch.dtype) -> torch.Tensor:
-        """The tensor's values in host memory, cast to `dtype`."""
-        values = torch.empty(self.file.info(self.key).shape, dtype=dtype)
-        self.file.read_into(self.key, 0, values)
-        return values
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Reader:
-    """Reads one tensor when a conversion rule calls it. `dtype`: None for a meta tensor."""
-
-    tensor: _FileTensor
-    dtype: torch.dtype | None
-
-    def __call__(self) -> torch.Tensor:
-        if self.dtype is None:
-            return self.tensor.on_meta()
-        return self.tensor.read(self.dtype)
-
-
-class _Conversion:
-    """Tensors of files that become parameters of a model.
-
-    Without a `rule` it is one tensor, as it is. A rule of transformers converts several together
-    (the experts of a layer), and they lie in host memory twice meanwhile.
-
-    target   name of a parameter that they become
-    context  arguments of the rule's `convert`
-    """
-
-    def __init__(self, rule: Any, target: str, context: dict[str, Any]) -> None:
-        self._rule = rule
-        self._target = target
-        self._context = context
-        self._sources: list[_FileTensor] = []
-        self._unread: dict[str, torch.Tensor] = {}  # converted parameters, by name
-
-    def __str__(self) -> str:
-        first = self._sources[0]
-        return f"{first.file.path}: {first.key}"
-
-    def add(self, pattern: str | None, key: str, file: TensorFile) -> None:
-        """Add the tensor `key` of a file. `pattern`: the name by which the rule knows it."""
-        if self._rule is not None or not self._sources:
-            self._sources.append(_FileTensor(pattern=pattern, key=key, file=file))
-
-    def results(self) -> dict[str, torch.Tensor]:
-        """The parameters that they become, by the model's names, on the meta device.
-
-        Raises ConfigError if they are not the tensors that transformers' rule expects.
-        """
-        try:
-            return self._convert(None)
-        except Exception as error:
-            raise ConfigError(
-                f"{self} and the tensors that belong to it do not become {self._target} by "
-                f"{self._rule}: {error}. Load the model with transformers' from_pretrained, and "
-                "give it to stronghold.initialize"
-            ) from error
-
-    def read_into(self, name: str, target: torch.Tensor) -> None:
-        """Fill `target` with the parameter's values, cast to its dtype."""
-        if self._rule is None:
-            source = self._sources[0]
-            source.file.read_into(source.key, 0, target)
-            return
-        if name not in self._unread or self._unread[name].dtype is not target.dtype:
-            self._unread = self._convert(target.dtype)
-        target.copy_(self._unread.pop(name))
-
-    def forget(self) -> None:
-        """Free converted parameters that were not read."""
-        self._unread = {}
-
-    def _convert(self, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-        """The parameters by name, in `dtype`. None: on the meta device."""
-        if self._rule is None:
-            reader = _Reader(tensor=self._sources[0], dtype=dtype)
-            return {self._target: reader()}
-        rule = deepcopy(self._rule)
-        for source in self._sources:
-            reader = _Reader(tensor=source, dtype=dtype)
-            rule.add_tensor(self._target, source.key, source.pattern, reader)
-        converted = rule.convert(self._target, **self._context)
-        results = {}
-        for name, value in converted.items():
-            results[name] = value[0] if isinstance(value, list) else value
-        return results
-
-
 class _DirectorySource:
     """Source of the values of a model's parameters: the tensors of one directory."""
 
-    def __init__(self, model: Any, files: dict[str, TensorFile], path: Path) -> None:
-        expected = {
-            name: value.to("meta")
-            for name, value in model.state_dict().items()
-            if isinstance(value, torch.Tensor)
-        }
-        self._conversion_of = _conversions(model, files, expected)
+    def __init__(
+        self, model: Any, files: dict[str, TensorFile], path: Path, stored: StoredWeights
+    ) -> None:
+        self._conversion_of = conversions(model, files, ExpectedTensors(model), stored)
+        if not stored.is_decoded:
+            _adopt_stored(model, self._conversion_of)
         self._name_of: dict[int, str] = {}  # by the parameter's id
-        self._last: _Conversion | None = None
+        self._last: Conversion | None = None
         missing = []
         aliases: dict[nn.Parameter, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             aliases.setdefault(parameter, []).append(name)
         for parameter, names in aliases.items():
+            if not parameter.is_meta:  # it has its values
+                continue
             name = next((name for name in names if name in self._conversion_of), None)
             if name is None:
                 missing.append(names[0])
@@ -288,54 +187,14 @@ class _DirectorySource:
         conversion.read_into(name, target)
 
 
-def _conversions(
-    model: Any, files: dict[str, TensorFile], expected: dict[str, torch.Tensor]
-) -> dict[str, _Conversion]:
-    """The conversion that gives each name of the model's state dict, by transformers' own rules.
+def _adopt_stored(model: nn.Module, conversion_of: dict[str, Conversion]) -> None:
+    """Give the library's modules of `model` their parameters, as tensors over the files' pages.
 
-    files     the file of each tensor
-    expected  the state dict on the meta device
-
-    Rules apply in transformers' order. Raises ConfigError for a tensor of another shape.
+    So they take no memory until the engine copies them, layer by layer.
     """
-    try:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import (
-            WeightConverter,
-            WeightRenaming,
-            dot_natural_key,
-            rename_source_key,
-        )
-    except ImportError as error:
-        raise ConfigError("from_pretrained needs transformers 5 or later") from error
-
-    rules = get_model_conversion_mapping(model)
-    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-    by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
-    prefix = model.base_model_prefix
-    # A rule asks the model for the shapes of its parameters.
-    shapes = SimpleNamespace(get_parameter=expected.__getitem__)
-    context = {"model": shapes, "config": model.config}
-    conversions: dict[str, _Conversion] = {}
-    for key in sorted(files, key=dot_natural_key):
-        name, pattern = rename_source_key(key, renamings, converters, prefix, expected)
-        if name not in expected and key in expected:
-            name, pattern = rename_source_key(key, [], [], prefix, expected)
-        if name in expected:
-            rule = None if pattern is None else by_pattern[pattern]
-            conversion = conversions.setdefault(name, _Conversion(rule, name, context))
-            conversion.add(pattern, key, files[key])
-    # As transformers does: save_pretrained then writes the names that were read.
-    set_weight_conversions(model, [rule for rule in rules if rule.was_used()])
-
-    conversion_of: dict[str, _Conversion] = {}
-    for conversion in conversions.values():
-        for name, result in conversion.results().items():
-            if name in expected and result.shape != expected[name].shape:
-                raise ConfigError(
-                    f"{conversion} has the shape {list(result.shape)}, and the model expects "
-                    f"{list(expected[name].shape)}"
-                )
-            conversion_of[name] = conversion
-    return conversion_of
+    for conversion in conversion_of.values():
+        if not conversion.takes_stored_bytes:
+            continue
+        for name, value in conversion.mapped(model).items():
+            module_name, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(module_name), attribute, value)
