@@ -37,7 +37,7 @@ from stronghold.streaming.patches.modules import set_weight_conversions
 
 # Bytes of a result that a rule makes at once. A decoder takes about five times as much meanwhile:
 # fp32 values, and their products with the scales.
-PIECE_BYTES = 8 << 20
+PIECE_BYTES = 2 << 20
 
 
 class ExpectedTensors:
