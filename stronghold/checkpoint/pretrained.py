@@ -22,7 +22,7 @@ from stronghold.checkpoint.conversions import Conversion, ExpectedTensors, conve
 from stronghold.checkpoint.files import TensorFile
 from stronghold.checkpoint.stored_weights import StoredWeights, stored_weights
 from stronghold.errors import CheckpointError, ConfigError, did_you_mean
-from stronghold.model.partition import set_source
+from stronghold.model.partition import set_source, source_of
 from stronghold.streaming.patches.modules import build_from_config
 
 INDEX = "model.safetensors.index.json"
@@ -59,7 +59,7 @@ def from_pretrained(
             f"{path}: has no config.json. Expected a local directory that save_pretrained or "
             "`stronghold export` wrote"
         )
-    files = _files_of_tensors(path)
+    files = files_of_tensors(path)
     try:
         config = transformers.AutoConfig.from_pretrained(path, **config_changes)
     except RecursionError as error:
@@ -78,6 +78,15 @@ def from_pretrained(
     set_source(model, source)
     stored.finish(model)
     return model.eval()
+
+
+def directory_of(model: nn.Module) -> Path | None:
+    """The directory that `from_pretrained` opened for a model, or for a model that it wraps.
+
+    None: another program made the model, or `stronghold.initialize` has taken it over.
+    """
+    source = source_of(model)
+    return source.path if isinstance(source, _DirectorySource) else None
 
 
 @contextmanager
@@ -102,8 +111,11 @@ def _to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> An
     return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
 
 
-def _files_of_tensors(path: Path) -> dict[str, TensorFile]:
-    """The file of each tensor in the directory."""
+def files_of_tensors(path: Path) -> dict[str, TensorFile]:
+    """The file of each tensor in a directory of safetensors.
+
+    Raises ConfigError for a directory without them, and CheckpointError for a damaged file.
+    """
     index = path / INDEX
     if index.is_file():
         return _files_of_index(path, index)
@@ -139,6 +151,7 @@ class _DirectorySource:
     def __init__(
         self, model: Any, files: dict[str, TensorFile], path: Path, stored: StoredWeights
     ) -> None:
+        self.path = path
         self._conversion_of = conversions(model, files, ExpectedTensors(model), stored)
         if not stored.is_decoded:
             _adopt_stored(model, self._conversion_of)

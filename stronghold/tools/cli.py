@@ -109,6 +109,7 @@ def command_parser() -> argparse.ArgumentParser:
     _add_plan(commands)
     _add_export(commands)
     _add_import(commands)
+    _add_prepare(commands)
     return parser
 
 
@@ -273,6 +274,40 @@ def _add_import(commands: Any) -> None:
     parser.add_argument("out", type=Path, help="the directory for load_checkpoint")
     parser.add_argument("--tag", help="the tag (default: the one that the file latest names)")
     parser.set_defaults(run=LateCommand("stronghold.tools.convert:run_import"))
+
+
+def _add_prepare(commands: Any) -> None:
+    parser = commands.add_parser(
+        "prepare",
+        help="pack the frozen weights of a model once, for any number of runs",
+        description="Read a Hugging Face directory layer by layer, pack the linear layers and the "
+        "fused experts of its blocks (quantisation), and write them in the order of the model: a "
+        "base, which runs open read-only. Takes the memory of two layers. Prints the error of "
+        "each kind of layer.",
+    )
+    parser.add_argument("model_dir", type=Path, metavar="MODEL_DIR", help="with safetensors")
+    parser.add_argument(
+        "-o", "--output", type=Path, required=True, metavar="BASE", help="a new directory"
+    )
+    parser.add_argument(
+        "--frozen",
+        choices=["nf4", "int8", "fp8"],
+        required=True,
+        help="the storage format of frozen weights, as in the config",
+    )
+    parser.add_argument(
+        "--precision",
+        choices=["bf16", "fp16", "fp32"],
+        default="bf16",
+        help="of the runs: weights are cast to it before they are packed (default: bf16)",
+    )
+    parser.add_argument(
+        "--layers", metavar="PATH", help="the blocks, as the config names them (default: searched)"
+    )
+    parser.add_argument(
+        "--max-file-size", default="16GiB", metavar="SIZE", help="of one file (default: 16GiB)"
+    )
+    parser.set_defaults(run=LateCommand("stronghold.tools.prepare:run", "torch and transformers"))
 
 
 def _version(_: argparse.Namespace) -> Answer:
