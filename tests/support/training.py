@@ -33,11 +33,13 @@ LION: dict[str, Any] = {"lr": 3e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}
 
 @dataclass(frozen=True, kw_only=True)
 class Trains:
-    """An optimizer as the config names it, and as the plain loop has it."""
+    """An optimizer as the config names it, and as the plain loop has it. `flags`: params of the
+    config that `optimizer` has taken up."""
 
     type: str
     hyperparameters: dict[str, Any]
     optimizer: Optimizer
+    flags: dict[str, Any] = field(default_factory=dict)
 
     @property
     def section(self) -> dict[str, Any]:
@@ -46,7 +48,7 @@ class Trains:
             key: list(value) if isinstance(value, tuple) else value
             for key, value in self.hyperparameters.items()
         }
-        return {"type": self.type, "params": params}
+        return {"type": self.type, "params": {**params, **self.flags}}
 
     def groups(self, params: Any) -> torch.optim.Optimizer:
         """Parameter groups alone: nothing calls its `step`."""
@@ -221,13 +223,15 @@ def train_plain(
     scaler: Any = None,
     chunks: tuple[Callable[[nn.Module], list[nn.Module]], int] | None = None,
     rows: int = 1,
-    optimizer: str = "adamw",
+    optimizer: str | Trains = "adamw",
+    schedule: Callable[[torch.optim.Optimizer], Any] | None = None,
     dtypes: str = CAST,
 ) -> Run:
     """The same training without a window: autograd, fp32 sums, torch's clipping formula, the same
     kernel of the optimizer. In fp16 the loss is fp32, times the scale of `scaler`, or the config's.
     `chunks`: which blocks take their batch in chunks, and of how many sequences; `rows`: of an
-    argument for each sequence, beside one. `dtypes`: as stronghold.dtypes.
+    argument for each sequence, beside one. `schedule`: makes the schedule of the learning rate,
+    which goes on after each step that was applied. `dtypes`: as stronghold.dtypes.
     """
     torch.manual_seed(0)
     model, make_batch = factory()
@@ -237,9 +241,11 @@ def train_plain(
             parameter.data = parameter.data.to(DTYPES[precision])
     of_chunks = chunk_blocks(chunks[0](model), chunks[1], rows=rows) if chunks else None
     parameters = [p for p in model.parameters() if p.requires_grad]
-    trains = OPTIMIZERS[optimizer]
+    trains = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
+    groups_of = trains.groups(groups(model) if groups else parameters)
+    schedules = [] if schedule is None else [schedule(groups_of)]
     stepping = KernelOptimizer(
-        trains.groups(groups(model) if groups else parameters),
+        groups_of,
         "lean" if precision == "lean" else "exact",
         trains.optimizer,
     )
@@ -264,6 +270,9 @@ def train_plain(
             run.norms += [norm] if scaler is None or math.isfinite(norm) else []
             if scaler is not None:
                 scaler.update_scale(not math.isfinite(norm))
+            if not stepping.skipped:
+                for one in schedules:
+                    one.step()
     run.weights = {name: value.clone() for name, value in model.state_dict().items()}
     run.moments = stepping.moments(model)
     return run
