@@ -28,7 +28,7 @@ from tests.support.training import (
 
 NUM_CONFIGS = 120
 STEPS = 4
-DAILY = 8  # of the configs are in the default run
+DAILY = 4  # of the configs are in the default run
 
 
 def llama() -> tuple[nn.Module, Callable[[int], dict[str, Any]]]:
