@@ -49,9 +49,10 @@ def train(folder: Path) -> None:
         engine.backward(loss_of(engine(**make_batch(2 * step + rank()))))
         engine.step()
     if moment == "save":
-        save.write_parts = killed
+        save.write_tensors = killed
     engine.save_checkpoint(folder / "saved")
     engine.destroy()
+    assert not moment, f"{moment}: what kills the rank was never called"
 
 
 if __name__ == "__main__":
