@@ -46,6 +46,7 @@ __all__ = [
     "StrongholdError",
     "from_pretrained",
     "initialize",
+    "placeholders",
 ]
 
 # Module of each name whose import takes seconds, because it imports DeepSpeed. The first use of the
@@ -58,6 +59,7 @@ _MODULE_OF_NAME = {
     "StrongholdEngine": "stronghold.engine",
     "from_pretrained": "stronghold.checkpoint.pretrained",
     "initialize": "stronghold.engine.dispatch",
+    "placeholders": "stronghold.checkpoint.placeholders",
 }
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 from transformers import (
+    AutoModelForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     Qwen3MoeConfig,
@@ -305,6 +306,74 @@ def test_saved_adapters_open_on_the_base_model(tmp_path: Path) -> None:
     merged = engine.module.eval()(**make_batch(1)).loss
     assert torch.allclose(opened.eval()(**make_batch(1)).loss, merged, atol=1e-6)
     engine.destroy()
+
+
+# --- weights in files -----------------------------------------------------------------------------
+
+
+def directory_of_base(folder: Path, **options: Any) -> Path:
+    torch.manual_seed(0)
+    model: Any = llama_of(24, 52, 3, 2, 1, VOCABULARY, **options).bfloat16()
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("more", [{}, {"modules_to_save": ["lm_head"]}], ids=str)
+def test_adapters_of_weights_in_files_are_those_of_weights_in_memory(
+    more: dict[str, Any], tied: bool, tmp_path: Path
+) -> None:
+    """The same initial values, and training to the same bits."""
+    folder = directory_of_base(tmp_path, tie_word_embeddings=tied)
+    settings = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"], **more)
+
+    def in_memory() -> tuple[nn.Module, Batches]:
+        base = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").train()
+        return peft.get_peft_model(base, settings), token_batch
+
+    def in_files() -> tuple[nn.Module, Batches]:
+        base = stronghold.from_pretrained(folder).train()
+        weights = list(base.parameters())
+        with stronghold.placeholders(base):
+            model = peft.get_peft_model(base, settings)
+        assert all(weight.is_meta for weight in weights)
+        assert {id(p) for p in model.parameters()} >= {*map(id, weights)}
+        return model, token_batch
+
+    section = {"window": 1, "dtypes": "own"}
+    run = train_windowed(in_files, steps=3, settings=config(precision="bf16", section=section))
+    expected = train_windowed(
+        in_memory, steps=3, settings=config(precision="bf16", section=section)
+    )
+    assert_identical(run, expected)
+
+
+def test_initial_values_that_follow_from_weights_in_files_are_refused(tmp_path: Path) -> None:
+    base = stronghold.from_pretrained(directory_of_base(tmp_path))
+    settings = peft.LoraConfig(r=4, target_modules=["q_proj"], use_dora=True)
+    match = r"lora_magnitude_vector.*follow from the model's weights"
+    with pytest.raises(ConfigError, match=match), stronghold.placeholders(base):
+        peft.get_peft_model(base, settings)
+    assert all(p.is_meta for name, p in base.named_parameters() if "lora_" not in name)
+
+
+def test_a_model_in_memory_needs_no_placeholders() -> None:
+    base = base_model()
+    before = dict(base.named_parameters())
+    with stronghold.placeholders(base):
+        assert dict(base.named_parameters()) == before
+    assert dict(base.named_parameters()) == before
+
+
+def test_weights_come_back_if_the_block_raises(tmp_path: Path) -> None:
+    base = stronghold.from_pretrained(directory_of_base(tmp_path))
+    before = {name: id(parameter) for name, parameter in base.named_parameters()}
+    with pytest.raises(ValueError, match="Target modules"), stronghold.placeholders(base):
+        peft.get_peft_model(base, peft.LoraConfig(target_modules=["nothing"]))
+    assert {name: id(parameter) for name, parameter in base.named_parameters()} == before
+
+
+# --- without adapters -----------------------------------------------------------------------------
 
 
 def test_adapters_can_be_switched_off_for_a_reference_forward() -> None:
