@@ -1,12 +1,13 @@
-"""Fine-tunes a Hugging Face model of a local directory on a JSONL or text file, in full precision.
+"""Fine-tunes a Hugging Face model of a local directory on a JSONL or text file, in full precision,
+or adapters of it (LoRA, with --lora).
 
 JSONL has one object on each line: {"prompt", "completion"} and {"messages"} train on what the
 assistant says, {"text"} on everything. Any other file is plain text.
 
 Runs as `scripts/finetune ...`, which is plain python, or with `deepspeed --num_gpus 1
 scripts/finetune.py ...`. Here are the arguments and what the user sees of an error; the work is in
-`finetune_data`, `finetune_output` and `finetune_training`, which are imported when the arguments
-are right.
+`finetune_data`, `finetune_output`, `finetune_adapters` and `finetune_training`, which are imported
+when the arguments are right.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 SCHEDULES = ("cosine", "linear", "constant")
+STORAGE_FORMATS = ("nf4", "int8", "fp8")  # of stronghold.frozen
 
 
 def parse_arguments(given: list[str] | None = None) -> argparse.Namespace:
@@ -33,9 +35,11 @@ def parse_arguments(given: list[str] | None = None) -> argparse.Namespace:
     _add_files(parser.add_argument_group("files"))
     _add_data(parser.add_argument_group("data"))
     _add_training(parser.add_argument_group("training; without them, what the config says"))
+    _add_adapters(parser.add_argument_group("adapters; without --lora all weights train"))
     _add_logging(parser.add_argument_group("evaluation, checkpoints, logging"))
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args(given)
+    _check_adapters(args, parser)
     args.config = _config_path(args.config, parser)
     if args.max_steps is None and args.epochs is None:
         args.epochs = 1.0
@@ -102,6 +106,35 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     length.add_argument("--epochs", type=_positive, metavar="N", help="over the data (default: 1)")
     length.add_argument("--max-steps", type=_whole, metavar="N", help="stop after so many steps")
     group.add_argument("--seed", type=int, default=0, help="of order and split (default: 0)")
+
+
+def _add_adapters(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--lora", type=_whole, metavar="RANK", help="train LoRA adapters of this rank alone"
+    )
+    group.add_argument(
+        "--lora-alpha", type=_positive, metavar="A", help="scale of the adapters (default: 2 RANK)"
+    )
+    group.add_argument(
+        "--lora-targets",
+        nargs="+",
+        metavar="NAME",
+        help="ends of the names of linear modules, or of parameters such as fused experts "
+        "(default: all linear modules but the head)",
+    )
+    group.add_argument(
+        "--frozen",
+        choices=STORAGE_FORMATS,
+        help="storage format of the base's weights (default: as they came)",
+    )
+
+
+def _check_adapters(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Refuse arguments of adapters without adapters."""
+    for option in ("lora_alpha", "lora_targets", "frozen"):
+        if args.lora is None and getattr(args, option) is not None:
+            name = option.replace("_", "-")
+            parser.error(f"--{name}: needs --lora RANK, because without adapters all weights train")
 
 
 def _add_logging(group: argparse._ArgumentGroup) -> None:

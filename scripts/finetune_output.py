@@ -65,14 +65,18 @@ def checkpoint_to_resume(
     changed = [f"{k} was {before[k]}, is {v}" for k, v in record.items() if before.get(k, v) != v]
     if changed:
         raise NotPossible(
-            f"--resume: {newest} was made from other rows: {'; '.join(changed)}. Give what was "
-            "given then, or start anew with another --output"
+            f"--resume: {newest} was made with other arguments: {'; '.join(changed)}. Give what "
+            "was given then, or start anew with another --output"
         )
+    writing = (
+        f"`stronghold export {newest} DIR --model-dir {args.model}` writes it"
+        if args.lora is None
+        else f"{newest} has the adapters in PEFT's format"
+    )
     taken = json.loads((Path(newest) / TRAINER_STATE_NAME).read_text())["global_step"]
     if taken >= num_steps:  # the Trainer would take one more
         raise NotPossible(
             f"--resume: {newest} has taken {taken} steps, of {num_steps}: the training is over. "
-            "Raise --max-steps or --epochs to go on. Where --output has no model yet, `stronghold "
-            f"export {newest} DIR --model-dir {args.model}` writes it"
+            f"Raise --max-steps or --epochs to go on. Where --output has no model yet, {writing}"
         )
     return newest

@@ -16,6 +16,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from finetune_adapters import add_adapters, describe_adapters, has_adapters
 from finetune_data import Collator, DataError, Encoder, Example, Examples, Rows, split
 from finetune_output import RECORD, NotPossible, checkpoint_to_resume, open_output
 from tqdm import tqdm
@@ -75,7 +76,14 @@ def read_setup(args: argparse.Namespace) -> Setup:
         raise NotPossible(f'{args.config}: remove "scheduler": --schedule and --warmup set it')
     streamed = section_enabled(config)
     if streamed:
+        if args.lora is not None:
+            config["stronghold"] = _section_for_adapters(config["stronghold"], args.frozen)
         check_keys(config)  # before the Trainer acts on them
+    elif args.frozen is not None:
+        raise NotPossible(
+            f'--frozen: {args.config} has no enabled "stronghold" section, and DeepSpeed\'s engine '
+            "has no storage formats"
+        )
     config.pop("train_batch_size", None)  # follows from these two
     batch = args.batch or _number(config, "train_micro_batch_size_per_gpu", 1)
     accumulation = args.accumulation or _number(config, "gradient_accumulation_steps", 1)
@@ -109,6 +117,17 @@ def read_setup(args: argparse.Namespace) -> Setup:
             **optimizer,
         },
     )
+
+
+def _section_for_adapters(section: Any, frozen: str | None) -> Any:
+    """The section with the storage format of the base. Adapters keep their dtype, fp32."""
+    if not isinstance(section, dict):
+        return section  # check_keys refuses it
+    section = {**section}
+    section.setdefault("dtypes", "own")
+    if frozen is not None:
+        section["frozen"] = frozen
+    return section
 
 
 def _number(config: dict[str, Any], key: str, default: float) -> Any:
@@ -245,13 +264,17 @@ def _check_vocabulary(examples: list[Example], vocabulary: int, model: Path) -> 
 # -- training -------------------------------------------------------------------------------------
 class StreamedTrainer(Trainer):
     """Saves the weights from where they are, without a second copy of the model in memory, and only
-    at the end: a checkpoint holds them in the engine's own files."""
+    at the end: a checkpoint holds them in the engine's own files. Adapters are small: each
+    checkpoint has them in PEFT's format, too."""
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         engine = self.model_wrapped
         folder = output_dir or self.args.output_dir
         if not isinstance(engine, StrongholdEngine):
             super().save_model(output_dir, _internal_call)
+        elif has_adapters(self.model):
+            weights = engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True)
+            self._save(folder, state_dict=weights)
         elif _internal_call:
             Path(folder).mkdir(parents=True, exist_ok=True)
         else:
@@ -302,7 +325,7 @@ def training_arguments(
 
 
 def describe(args: argparse.Namespace, setup: Setup, rows: Rows) -> dict[str, Any]:
-    """What decides which rows are in which step."""
+    """What decides which rows are in which step, and what trains."""
     return {
         "rows": len(rows),
         "tokens": rows.num_tokens,
@@ -310,6 +333,7 @@ def describe(args: argparse.Namespace, setup: Setup, rows: Rows) -> dict[str, An
         "accumulation": setup.config["gradient_accumulation_steps"],
         "packing": args.packing,
         "seed": args.seed,
+        "adapters": describe_adapters(args),
     }
 
 
@@ -329,7 +353,7 @@ def finetune(args: argparse.Namespace) -> Trainer:
     arguments = training_arguments(args, setup, evaluated=evaluated is not None)
     pad = tokenizer.pad_token_id
     trainer = StreamedTrainer(
-        model=load_model(args.model, setup),
+        model=add_adapters(args, load_model(args.model, setup)),
         args=arguments,
         train_dataset=rows,
         eval_dataset=evaluated,
@@ -358,7 +382,15 @@ def end_processes() -> None:
 def _report(trainer: Trainer, output: Path) -> None:
     log = trainer.state.log_history
     (output / LOG).write_text(json.dumps(log, indent=1) + "\n")
+    adapters = has_adapters(trainer.model)
     held_out = [entry["eval_loss"] for entry in log if "eval_loss" in entry]
     if held_out:
         print(f"finetune: loss on held-out examples {held_out[0]:.4f} -> {held_out[-1]:.4f}")
-    print(f"finetune: the trained model is in {output}", flush=True)
+    if adapters:
+        print(
+            f"finetune: the trained adapters are in {output}; `stronghold export --merge {output} "
+            "DIR` writes the merged model",
+            flush=True,
+        )
+    else:
+        print(f"finetune: the trained model is in {output}", flush=True)
