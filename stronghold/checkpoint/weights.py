@@ -149,10 +149,10 @@ def export_hf(
         if has_config and model_dir is None:
             described = _read_config(tag.file(CONFIG))
         with directory.appearing(out) as hidden:
-            _write_shards(hidden, shards(entries, max_shard_bytes, _num_bytes))
+            write_shards(hidden, shards(entries, max_shard_bytes, _num_bytes))
             tag.check_unchanged()
             dtype = str(manifest.dtype).removeprefix("torch.")
-            _write_small_files(hidden, described, model_dir, dtype)
+            write_small_files(hidden, described, model_dir, {"dtype": dtype})
     return sorted(out.iterdir())
 
 
@@ -219,7 +219,7 @@ def shards(items: Sequence[Item], most: int, size: Callable[[Item], int]) -> lis
     return filled
 
 
-def _write_shards(out: Path, filled: list[list[Entry]]) -> None:
+def write_shards(out: Path, filled: list[list[Entry]]) -> None:
     """Write one file, or several with their index, by transformers' names."""
     if len(filled) == 1:
         write_tensors(out / "model.safetensors", filled[0])
@@ -234,10 +234,17 @@ def _write_shards(out: Path, filled: list[list[Entry]]) -> None:
     write_durably(out / INDEX, json.dumps(index, indent=2).encode())
 
 
-def _write_small_files(
-    out: Path, described: dict[str, Any] | None, model_dir: Path | None, dtype: str
+def write_small_files(
+    out: Path,
+    described: dict[str, Any] | None,
+    model_dir: Path | None,
+    changes: dict[str, Any],
 ) -> None:
-    """Write `config.json` with the weights' dtype. Copy the tokenizer's files of `model_dir`."""
+    """Write `config.json` with `changes`. Copy the tokenizer's files of `model_dir`.
+
+    described  the configuration, if there is no `model_dir`. None: no `config.json`
+    changes    entries of the configuration, such as the weights' dtype
+    """
     if model_dir is not None:
         for path in sorted(model_dir.iterdir()):
             if path.suffix in SMALL_FILES and not path.name.endswith(".index.json"):
@@ -247,7 +254,7 @@ def _write_small_files(
         described = _read_config(HeldFile(model_dir / CONFIG))
     if described is None:
         return  # not a Hugging Face model: it has weights alone
-    described["dtype"] = dtype
+    described |= changes
     described.pop("torch_dtype", None)
     (out / CONFIG).unlink(missing_ok=True)
     write_durably(out / CONFIG, json.dumps(described, indent=2).encode())

@@ -247,9 +247,14 @@ def _add_export(commands: Any) -> None:
         help="turn a checkpoint into what other tools open",
         description="Write a checkpoint's weights as a model directory for from_pretrained (hf), "
         "or masters and moments too as DeepSpeed's ZeRO stage 2 does (zero-stage2), which "
-        "zero_to_fp32.py, the universal-checkpoint converter and DeepSpeed itself read.",
+        "zero_to_fp32.py, the universal-checkpoint converter and DeepSpeed itself read. Or "
+        "(--merge) write PEFT's adapters and their base as one model directory, layer by layer.",
     )
-    export.add_argument("checkpoint", type=Path, help="what save_checkpoint was given, or a tag")
+    export.add_argument(
+        "checkpoint",
+        type=Path,
+        help="what save_checkpoint was given, or a tag; with --merge a directory of adapters",
+    )
     export.add_argument("out", type=Path, help="a new directory")
     export.add_argument("--tag", help="the tag (default: the one that the file latest names)")
     export.add_argument("--to", choices=["hf", "zero-stage2"], default="hf")
@@ -258,7 +263,13 @@ def _add_export(commands: Any) -> None:
         "--model-dir",
         type=Path,
         metavar="DIR",
-        help="hf: take configuration and tokenizer from here (default: the checkpoint's config)",
+        help="hf: take configuration and tokenizer from here (default: the checkpoint's config); "
+        "with --merge the base (default: the one that the adapters' config names)",
+    )
+    export.add_argument(
+        "--merge",
+        action="store_true",
+        help="merge adapters with their base, as PEFT's merge_and_unload does",
     )
     export.set_defaults(run=LateCommand("stronghold.tools.convert:run_export"))
 
