@@ -17,9 +17,7 @@ of files has threads of its own.
 
 from __future__ import annotations
 
-import math
 import os
-import re
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -48,6 +46,7 @@ from stronghold.memory.slab import map_slab
 from stronghold.model.arrays import weight_map
 from stronghold.model.layout import layout
 from stronghold.model.packed_formats import FORMATS, PackedFormat, PackingError
+from stronghold.model.packing import kind_of_weight, sum_of_errors
 from stronghold.model.partition import WeightSource, partition, source_of, why_no_blocks
 from stronghold.model.stored_tensors import PackedParameter, pack, stored_tensors
 from stronghold.native import IoFile, IoQueue
@@ -324,7 +323,7 @@ class _Writer:
     def errors(self) -> tuple[KindError, ...]:
         """The errors of all packed weights, by their kind."""
         return tuple(
-            KindError(kind=kind, num_weights=len(errors), error=_sum(errors))
+            KindError(kind=kind, num_weights=len(errors), error=sum_of_errors(errors))
             for kind, errors in self._errors.items()
         )
 
@@ -380,7 +379,7 @@ class _Writer:
         except ConfigError as reason:
             raise ConfigError(f"{packed.name}: {reason}") from reason
         self.clock.packing_s += time.perf_counter() - begun
-        self._errors.setdefault(_kind(plan.name, packed.name), []).append(error)
+        self._errors.setdefault(kind_of_weight(plan.name, packed.name), []).append(error)
 
     def _wait(self, queue: IoQueue, ticket: int | None) -> None:
         """Wait for a write, so that its slab may be filled again."""
@@ -414,18 +413,3 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _kind(block: str, name: str) -> str:
-    """The name of a weight in its block, without numbers of experts."""
-    within = name.removeprefix(f"{block}.").removesuffix(".weight")
-    return re.sub(r"\.\d+\.", ".*.", within)
-
-
-def _sum(errors: Sequence[PackingError]) -> PackingError:
-    """The error of several weights together."""
-    return PackingError(
-        square_sum=math.fsum(error.square_sum for error in errors),
-        numel=sum(error.numel for error in errors),
-        largest=max(error.largest for error in errors),
-    )

@@ -205,6 +205,12 @@ class StrongholdConfig(_Section):
         "the weights once, so no plan chooses it. Trainable weights, norms and biases, the "
         "embedding and the head stay as they came. Left out: frozen weights stay as they came."
     )
+    base: str | None = key(
+        "Directory of a prepared base, which `stronghold prepare` wrote. The frozen weights of the "
+        "blocks are read from it, packed, instead of being packed at each start. It is only read: "
+        "any number of runs may share it. It must be a base of this model, and its format is that "
+        "of `frozen` if you set both. Left out: the model has all values."
+    )
     device: Literal["cuda", "emulated"] | None = key(
         'The device on which layers compute. "emulated": CPU tensors, with a thread per lane and '
         "an enforced memory budget. Left out: CUDA if there is a GPU, else the emulated device."

@@ -161,10 +161,16 @@ class HostStore:
             return
         state.weights = self.tiers.mapped(index, "weights")
         slices = state.layout.slices
-        for position in state.unpacked_positions:
+        if state.read_frozen is not None:
+            memory = torch.empty(weights.nbytes, dtype=torch.uint8)
+            state.read_frozen(memory)
+            for parameter_slice in state.frozen_slices:
+                values = weights.parameter(memory, parameter_slice)
+                self._write_weights(index, parameter_slice, values)
+        for position in state.positions_of_model:
             values = self._initial_values(state, position, source)
             self._write_weights(index, slices[position], values)
-        for packed in state.packed:
+        for packed in state.packed_of_model:
             inner = {
                 name: torch.empty(slices[position].shape, dtype=state.sections[position].dtype)
                 for name, position in packed.positions.items()

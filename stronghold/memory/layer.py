@@ -13,7 +13,7 @@ and autograd's thread in backward. The two never run at once. Lanes use the arra
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -320,6 +320,8 @@ class LayerState:
     weights     flat uint8 tensor: the weights of the whole layer
     packed      parameters whose packed tensors are among `parameters`
     packing_errors  by name of a packed parameter: the error of its packed form
+    read_frozen  fills the layer's bytes with its frozen stored tensors, from a prepared base. None:
+                they come from the model
     aliases     by position: further tensors of a library over a stored tensor's memory
     formats     formats of its ranges
     shards      the ranks' shares of each range
@@ -345,6 +347,7 @@ class LayerState:
     parameters: Sequence[torch.Tensor] = ()
     packed: tuple[PackedWeight, ...] = ()
     packing_errors: dict[str, PackingError] = field(default_factory=dict)
+    read_frozen: Callable[[torch.Tensor], None] | None = None
     aliases: Mapping[int, Sequence[torch.Tensor]] = field(default_factory=dict)
     arrays: dict[str, torch.Tensor] = field(default_factory=dict)
     records: dict[str, Record] = field(init=False)
@@ -461,14 +464,16 @@ class LayerState:
         `weights`: flat uint8 host tensor. Parameters on the meta device are read from `source`.
         """
         weight_map, slices = self.maps["weights"], self.layout.slices
-        for position in self.unpacked_positions:
+        if self.read_frozen is not None:
+            self.read_frozen(weights)
+        for position in self.positions_of_model:
             target = weight_map.parameter(weights, slices[position])
             parameter = self.parameters[position]
             if parameter.is_meta and source is not None:
                 source.read_into(parameter, target)
             else:
                 target.copy_(parameter.detach())
-        for packed in self.packed:
+        for packed in self.packed_of_model:
             inner = {
                 name: weight_map.parameter(weights, slices[position])
                 for name, position in packed.positions.items()
@@ -476,10 +481,24 @@ class LayerState:
             self.encode(packed, inner, source)
 
     @property
-    def unpacked_positions(self) -> list[int]:
-        """Positions of the stored tensors that are no packed tensors."""
+    def frozen_slices(self) -> list[ParameterSlice]:
+        """The places of the frozen stored tensors."""
+        return [each for each in self.layout.slices if not each.trainable]
+
+    @property
+    def positions_of_model(self) -> list[int]:
+        """Positions of the stored tensors whose values the model has, and that are not packed."""
         of_packed = {k for packed in self.packed for k in packed.positions.values()}
-        return [k for k in range(len(self.parameters)) if k not in of_packed]
+        return [
+            k
+            for k, parameter_slice in enumerate(self.layout.slices)
+            if k not in of_packed and (self.read_frozen is None or parameter_slice.trainable)
+        ]
+
+    @property
+    def packed_of_model(self) -> tuple[PackedWeight, ...]:
+        """The parameters that are packed when the layer is taken over."""
+        return self.packed if self.read_frozen is None else ()
 
     def encode(
         self,

@@ -7,13 +7,15 @@ fused weights of experts. Norms, biases, embeddings and the head stay as they ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
 
 from stronghold.errors import ConfigError
-from stronghold.model.packed_formats import PackedFormat
+from stronghold.model.packed_formats import PackedFormat, PackingError
 from stronghold.model.partition import Partition
 from stronghold.model.stored_tensors import PackedParameter, pack
 
@@ -47,6 +49,21 @@ def choose_packed(
             "or leave the key out"
         )
     return chosen
+
+
+def kind_of_weight(block: str, name: str) -> str:
+    """The name of a weight in its block, without numbers of experts. For people."""
+    within = name.removeprefix(f"{block}.").removesuffix(".weight")
+    return re.sub(r"\.\d+\.", ".*.", within)
+
+
+def sum_of_errors(errors: Sequence[PackingError]) -> PackingError:
+    """The error of several weights together."""
+    return PackingError(
+        square_sum=math.fsum(error.square_sum for error in errors),
+        numel=sum(error.numel for error in errors),
+        largest=max(error.largest for error in errors),
+    )
 
 
 def _candidates(modules: tuple[nn.Module, ...]) -> Iterator[nn.Parameter]:

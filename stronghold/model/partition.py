@@ -715,6 +715,30 @@ class WeightSource(Protocol):
         """
 
 
+class FrozenSource(Protocol):
+    """Frozen stored tensors of blocks, in their packed form.
+
+    `frozen`: name of the packed format.
+    """
+
+    frozen: str
+
+    def check(self, num_blocks: int) -> None:
+        """Raise ConfigError if the source has another number of blocks."""
+
+    def reader(
+        self, number: int, weights: Any, slices: Sequence[Any]
+    ) -> Callable[[torch.Tensor], None]:
+        """Return a function that fills a layer's bytes with the frozen tensors of a block.
+
+        `number`: of the block in the model. `weights`: an `ArrayMap`. `slices`: the place of each
+        frozen stored tensor. Raises ConfigError if the source has other tensors.
+        """
+
+    def close(self) -> None:
+        """Close the files."""
+
+
 _SOURCES: weakref.WeakKeyDictionary[nn.Module, WeightSource] = weakref.WeakKeyDictionary()
 
 

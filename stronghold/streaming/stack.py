@@ -40,9 +40,11 @@ from stronghold.memory.tiers import Tiers, extent_requests
 from stronghold.model.costs import DTYPES
 from stronghold.model.layout import ModelLayout, layout
 from stronghold.model.logits import Forward, LogitsInParts
-from stronghold.model.packed_formats import FORMATS
-from stronghold.model.packing import choose_packed
+from stronghold.model.packed_formats import FORMATS, PackingError
+from stronghold.model.packing import choose_packed, kind_of_weight, sum_of_errors
 from stronghold.model.partition import (
+    FrozenSource,
+    NamedParameter,
     Partition,
     WeightSource,
     forget_source,
@@ -117,7 +119,9 @@ class Stack:
         *,
         local_rank: int,
         ranks: Ranks,
+        base: FrozenSource | None = None,
     ) -> None:
+        """`base`: has the frozen stored tensors of the blocks. None: the model has them."""
         section = settings.stronghold
         self._closed = self._away = False
         self.section = section
@@ -126,8 +130,9 @@ class Stack:
         groups = {} if optimizer is None else optimizer.group_of()
         self.stored = stored_tensors(model)
         rule = section.dtypes or (OWN if self.stored.quantised else CAST)
-        if section.frozen is not None:
-            self.stored = stored_tensors(model, self._packed(model, section.frozen, rule))
+        format_name = section.frozen if base is None else base.frozen
+        if format_name is not None:
+            self.stored = stored_tensors(model, self._packed(model, format_name, rule))
         chosen = model_formats(
             self.stored,
             dtype=self.dtype,
@@ -138,7 +143,10 @@ class Stack:
         )
         self.formats = chosen.formats
         self.partition: Partition = partition(model, section.layers, chosen.of, self.stored.packed)
-        _check_parameters(self.partition, settings.precision, source_of(model), cast=rule == CAST)
+        self._base = base
+        _check_parameters(
+            self._values_of_model(), settings.precision, source_of(model), cast=rule == CAST
+        )
         self.ranks = ranks
         page = page_items(self.formats, in_files=section.nvme is not None)
         self.layout: ModelLayout = layout(self.partition, self.ranks.num_ranks, page, chosen.of)
@@ -192,6 +200,15 @@ class Stack:
 
         blocks = partition(model, self.section.layers)
         return choose_packed(blocks, FORMATS[format_name], dtype_of)
+
+    def _values_of_model(self) -> list[NamedParameter]:
+        """The stored tensors whose values the model has: all that no base has."""
+        return [
+            named
+            for layer in self.partition.layers
+            for named in layer.parameters
+            if self._base is None or not layer.streamed or named.parameter.requires_grad
+        ]
 
     def _updates_of(self, weight: torch.Tensor) -> int | None:
         """Number of updates of the layer of a parameter. None for a streamed layer."""
@@ -318,6 +335,13 @@ class Stack:
             packed=[layer.packed for layer in self.partition.layers],
         )
         self.host, self.store, self.steps = made.host, made.store, made.steps
+        if self._base is not None:
+            self._base.check(len(self.layout.streamed))
+            for number, index in enumerate(self.layout.streamed):
+                state = self.host.layers[index]
+                state.read_frozen = self._base.reader(
+                    number, state.maps["weights"], state.frozen_slices
+                )
         self.team, self.outside = made.team, made.outside
         self.parameters = parameters
         self.runtime = self._make_runtime(self.plan)
@@ -344,10 +368,30 @@ class Stack:
                 freed_bytes = 0
                 trim_heap()
         trim_heap()
+        for state in self.host.layers:
+            state.read_frozen = None
+        self._report_packing()
         forget_source(model)
         self._move_buffers(self.device.torch_device)
         self.team.agree("taking the model over")
         self.runtime.start(self.partition)
+
+    def _report_packing(self) -> None:
+        """Log the error of the weights that were packed, for each kind of layer."""
+        errors: dict[str, list[PackingError]] = {}
+        for state in self.host.layers:
+            for name, error in state.packing_errors.items():
+                errors.setdefault(kind_of_weight(state.layout.name, name), []).append(error)
+        for kind, of_kind in errors.items():
+            error = sum_of_errors(of_kind)
+            logger.info(
+                "packed in %s: %d x %s, error %.2g rms, %.2g at most",
+                self.section.frozen,
+                len(of_kind),
+                kind,
+                error.rms,
+                error.largest,
+            )
 
     def _move_buffers(self, device: torch.device) -> None:
         """Move the buffers that are no stored tensors of a layer."""
@@ -647,11 +691,14 @@ def reserved_bytes(but: Stack | None = None) -> tuple[int, int]:
 
 
 def _check_parameters(
-    partitioned: Partition, precision: str, source: WeightSource | None, *, cast: bool
+    parameters: Sequence[NamedParameter],
+    precision: str,
+    source: WeightSource | None,
+    *,
+    cast: bool,
 ) -> None:
     """Raise ConfigError for a parameter without values, or in another precision than the config.
     Warn of parameters that are not contiguous."""
-    parameters = [named for layer in partitioned.layers for named in layer.parameters]
     for named in parameters:
         dtype = named.parameter.dtype
         has_values = source is not None and source.has(named.parameter)

@@ -223,7 +223,7 @@ class _Unit:
             self._merged = names_of_files(self.model, self._merge())
         return self._merged.pop(name).contiguous()
 
-    def _read(self, parameter: nn.Parameter) -> torch.Tensor:
+    def _read(self, parameter: torch.Tensor) -> torch.Tensor:
         """The base's values, from its files or (some embeddings) from the adapters' file."""
         if not parameter.is_meta:
             return parameter.detach().clone()

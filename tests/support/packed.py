@@ -60,6 +60,13 @@ def experts() -> tuple[nn.Module, Callable[[int], dict[str, Any]]]:
     return adapted(Qwen3MoeForCausalLM(settings), ["q_proj", "o_proj"]), token_batch
 
 
+def mixed() -> tuple[nn.Module, Callable[[int], dict[str, Any]]]:
+    """fp32 adapters over a bf16 base. The same values in every process."""
+    torch.manual_seed(0)
+    base = llama_of(48, 100, 3, 2, 1, VOCABULARY).to(torch.bfloat16)
+    return adapted(base, ["q_proj", "down_proj"]), token_batch
+
+
 MODELS: dict[str, Factory] = {"llama": llama, "experts": experts}
 
 

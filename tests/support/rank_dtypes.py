@@ -12,7 +12,9 @@ import pytest
 import torch
 from deepspeed.utils import safe_get_full_grad
 
+from stronghold.model.packed_formats import FORMATS
 from tests.models import loss_of
+from tests.support import packed
 from tests.support.mixed import MIXED, OWN
 from tests.support.quantised import quantised, raw
 from tests.support.rank_models import engine_of, num_ranks, rank, train
@@ -23,6 +25,7 @@ MODELS: dict[str, Factory] = {
     **{name: MIXED[name](BF16) for name in ("lora", "t5", "odd")},
     "int8": quantised(torch.int8),
     "float8": quantised(torch.float8_e4m3fn),
+    "packed": packed.mixed,
 }
 
 
@@ -53,6 +56,15 @@ CASES: dict[str, Callable[[], Run]] = {
     "lora, lean": partial(lora, settings_of("lean", window=1)),
     "lora, in chunks": partial(lora, settings_of(window=1, chunk=1)),
     "lora, hostile": partial(lora, settings_of(window=2, emulated={"jitter_s": 2e-3})),
+    **{
+        f"packed in {name}": partial(
+            trained, "packed", settings_of(window=1, frozen=name), same=True
+        )
+        for name in FORMATS
+    },
+    "packed, all resident": partial(
+        trained, "packed", settings_of(resident_layers="all", frozen="nf4"), same=True
+    ),
     **{
         f"{name}, {precision}": partial(trained, name, settings_of(precision, window=1), same=True)
         for name in ("t5", "odd", "int8", "float8")
