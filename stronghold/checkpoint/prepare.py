@@ -23,6 +23,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -46,12 +47,12 @@ from stronghold.memory.slab import map_slab
 from stronghold.model.arrays import weight_map
 from stronghold.model.layout import layout
 from stronghold.model.packed_formats import FORMATS, PackedFormat, PackingError
-from stronghold.model.packing import kind_of_weight, sum_of_errors
+from stronghold.model.packing import choose_packed, kind_of_weight, sum_of_errors
 from stronghold.model.partition import WeightSource, partition, source_of, why_no_blocks
-from stronghold.model.stored_tensors import PackedParameter, pack, stored_tensors
+from stronghold.model.stored_tensors import PackedParameter, stored_tensors
 from stronghold.native import IoFile, IoQueue
 from stronghold.optim.states import EXACT
-from stronghold.streaming.formats import CAST, model_formats, page_items
+from stronghold.streaming.formats import CAST, COMPUTED, model_formats, page_items
 
 MAX_FILE_BYTES = 16 << 30
 DEPTH = 16  # blocks in flight
@@ -194,11 +195,18 @@ def _plan(
     max_file_bytes: int,
 ) -> list[_LayerPlan]:
     """The places of all blocks. Files follow each other in the order of the model."""
-    packed = _packed(model, layers, packed_format, dtype)
-    stored = stored_tensors(model, packed)
-    for parameter in packed.values():  # their scales are not cast
-        stored.quantised.update(parameter.inner.values())
-    formats = model_formats(stored, dtype=dtype, kind=EXACT, rule=CAST, optimizers={}, default=None)
+    blocks = partition(model, layers)
+    if not blocks.streamed:
+        raise ConfigError(why_no_blocks(model))
+    packed = choose_packed(blocks, packed_format, partial(_computing_dtype, dtype))
+    formats = model_formats(
+        stored_tensors(model, packed),
+        dtype=dtype,
+        kind=EXACT,
+        rule=CAST,
+        optimizers={},
+        default=None,
+    )
     parts = partition(model, layers, formats.of, packed)
     page = page_items(formats.formats, in_files=True)
     plans: list[_LayerPlan] = []
@@ -228,39 +236,9 @@ def _plan(
     return plans
 
 
-def _packed(
-    model: nn.Module,
-    layers: str | Sequence[str] | None,
-    packed_format: PackedFormat,
-    dtype: torch.dtype,
-) -> dict[nn.Parameter, PackedParameter]:
-    """The parameters that are packed: weights of linear modules, and fused experts, of blocks."""
-    of_blocks = {
-        named.parameter: named.name
-        for block in partition(model, layers).streamed
-        for named in block.parameters
-    }
-    if not of_blocks:
-        raise ConfigError(f"{why_no_blocks(model)}")
-    packed: dict[nn.Parameter, PackedParameter] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            name = of_blocks.get(parameter)
-            if name is None or not packed_format.can_pack(parameter.shape, dtype):
-                continue
-            is_linear = isinstance(module, nn.Linear) and parameter is module.weight
-            if is_linear or is_fused_experts(module, parameter):
-                packed[parameter] = pack(name, parameter, packed_format, dtype)
-    return packed
-
-
-def is_fused_experts(module: nn.Module, parameter: nn.Parameter) -> bool:
-    """True for the weights of several linear layers in one parameter: [expert, rows, columns].
-
-    A convolution has three dimensions, too.
-    """
-    is_convolution = isinstance(module, (nn.Conv1d, nn.ConvTranspose1d))
-    return parameter.dim() == 3 and not is_convolution
+def _computing_dtype(dtype: torch.dtype, weight: torch.Tensor) -> torch.dtype:
+    """The dtype in which a weight computes in runs of this dtype (`streaming.formats`)."""
+    return dtype if weight.dtype in COMPUTED else weight.dtype
 
 
 def _num_parameters(plan: _LayerPlan) -> int:

@@ -84,7 +84,7 @@ def kill_and_open(folder: Path, kills: int, seed: int) -> int:
 
 
 def test_kill_9_at_a_random_instant_leaves_whole_bases_alone(tmp_path: Path) -> None:
-    kill_and_open(tmp_path, kills=6, seed=0)
+    kill_and_open(tmp_path, kills=4, seed=0)
     prepare(tmp_path / "model", tmp_path / "after", frozen="nf4")
     hidden = [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
     assert hidden == [], "the next one removes what killed processes left"
