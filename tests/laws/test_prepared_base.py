@@ -15,7 +15,6 @@ from stronghold.checkpoint.prepare import prepare
 from stronghold.checkpoint.pretrained import directory_of
 from stronghold.model.arrays import weight_map
 from stronghold.model.layout import LayerLayout
-from stronghold.model.partition import materialize
 from stronghold.optim.states import Formats
 from tests.support.bases import write_model
 from tests.support.training import config
@@ -52,14 +51,12 @@ def test_a_base_has_the_bytes_that_a_run_packs(frozen: str, section: str, tmp_pa
     plain = stronghold.from_pretrained(tmp_path / "model")
     targets = TARGETS["all" if section == "one read" else "attention"]
     settings = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=targets)
-    model = peft.get_peft_model(plain, settings)
+    with stronghold.placeholders(plain):
+        model = peft.get_peft_model(plain, settings)
     assert directory_of(model) == tmp_path / "model"
     chosen = {"frozen": frozen, **SECTIONS[section]}
     if "nvme" in chosen:
         chosen["nvme"] = {"path": str(tmp_path), "spill": "moments"}
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:  # PEFT made it on the base's device, which is none
-            materialize(parameter, 0.01 * torch.randn(parameter.shape))
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     engine = stronghold.initialize(
         model=model, config=config(precision="bf16", section=chosen), model_parameters=parameters
