@@ -22,6 +22,11 @@ each at memory by `tensor.data = view`.
 3. The inner tensors of a weight that has run a forward already are on the module. `settle` gives
    the weight its two attributes back. The next forward moves them again.
 
+[Note: biases that a forward casts]
+1. The first forward of `Linear4bit` points its bias at a copy in the compute dtype.
+2. Hazard: the engine refuses a parameter that a program points at other memory.
+3. So `settle` does so before the engine takes the bias. The bits are those of the library's.
+
 [Note: the device of a wrapper]
 1. A wrapper subclass (torchao) has a device that was fixed when the object was made. `.data` of its
    inner tensors does not change it.
@@ -85,9 +90,13 @@ class Format:
     """
 
     name: str
-    matches: Callable[[nn.Parameter], bool]
+    matches: Callable[[torch.Tensor], bool]
     inner: Callable[[nn.Parameter], tuple[InnerTensor, ...]]
     decoded: Callable[[nn.Parameter], Decoded]
+
+
+# The dtypes in which modules compute, and in which a weight can train or be cast.
+_COMPUTED = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
 
 
 class Unmovable(ConfigError):
@@ -96,11 +105,11 @@ class Unmovable(ConfigError):
 
 
 # -- bitsandbytes ----------------------------------------------------------------------------------
-def _is_a(module: str, name: str) -> Callable[[nn.Parameter], bool]:
-    """Return a function: True for a parameter of class `name` of `module`, or of a subclass."""
+def _is_a(module: str, name: str) -> Callable[[torch.Tensor], bool]:
+    """Return a function: True for a tensor of class `name` of `module`, or of a subclass."""
 
-    def matches(parameter: nn.Parameter) -> bool:
-        classes = type(parameter).__mro__
+    def matches(tensor: torch.Tensor) -> bool:
+        classes = type(tensor).__mro__
         return any(cls.__module__ == module and cls.__name__ == name for cls in classes)
 
     return matches
@@ -164,7 +173,7 @@ def _decoded_int8(parameter: nn.Parameter) -> Decoded:
 
 
 # -- torch's protocol: torchao ---------------------------------------------------------------------
-def _is_wrapper(tensor: torch.Tensor) -> bool:
+def is_wrapper(tensor: torch.Tensor) -> bool:
     """True for a tensor of a class that names its inner tensors, and can be made of such."""
     names = ("__tensor_flatten__", "__tensor_unflatten__")
     return all(getattr(type(tensor), name, None) is not None for name in names)
@@ -183,7 +192,7 @@ def _dense(wrapper: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]
     names, _ = wrapper.__tensor_flatten__()
     for name in names:
         inner = getattr(wrapper, name)
-        if _is_wrapper(inner):
+        if is_wrapper(inner):
             yield from _dense(inner, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", inner
@@ -208,7 +217,7 @@ _BITSANDBYTES_INT8 = Format(
 )
 _WRAPPER = Format(
     name="torchao and other wrapper subclasses",
-    matches=_is_wrapper,
+    matches=is_wrapper,
     inner=_inner_wrapper,
     decoded=_decoded_wrapper,
 )
@@ -222,6 +231,10 @@ def format_of(parameter: nn.Parameter) -> Format | None:
         if row.matches(parameter):
             return row
     return None
+
+
+def _is_quantised(tensor: torch.Tensor) -> bool:
+    return any(row.matches(tensor) for row in FORMATS)
 
 
 def inner_tensors(parameter: nn.Parameter, name: str = "") -> tuple[InnerTensor, ...]:
@@ -277,6 +290,12 @@ def _check_ordinary(parameter: nn.Parameter, name: str) -> None:
             f"{_NAMES}. Wrap the model before the weights are converted, or load it in one of "
             "these formats."
         )
+    if parameter.requires_grad and parameter.dtype not in _COMPUTED:
+        raise ConfigError(
+            f'parameter "{name}" is {parameter.dtype} and requires grad: quantised weights have no '
+            "gradient that an optimizer could use. Call requires_grad_(False) on it and train "
+            "adapters (PEFT), or load the model in bf16."
+        )
     if cls is nn.Parameter:
         return
     held = [key for key, value in vars(parameter).items() if isinstance(value, torch.Tensor)]
@@ -290,20 +309,53 @@ def _check_ordinary(parameter: nn.Parameter, name: str) -> None:
 
 # -- before and after an engine --------------------------------------------------------------------
 def settle(model: nn.Module) -> None:
-    """Put the inner tensors of every weight where `inner_tensors` looks for them ([Note: int8
-    states]). Safe to call twice. Changes no value."""
+    """Do what the first forward of a library's module would do to its tensors.
+
+    Afterwards `inner_tensors` sees every inner tensor ([Note: int8 states]), and no forward points
+    a parameter elsewhere ([Note: biases that a forward casts]). Safe to call twice.
+    """
     for module in model.modules():
-        weight: Any = dict(module.named_parameters(recurse=False)).get("weight")
-        if weight is None or not _BITSANDBYTES_INT8.matches(weight):
+        parameters: dict[str, Any] = dict(module.named_parameters(recurse=False))
+        weight = parameters.get("weight")
+        if weight is None:
             continue
         state: Any = getattr(module, "state", None)
-        if weight.CB is None and state is not None and state.CB is not None:
+        if _BITSANDBYTES_INT8.matches(weight) and weight.CB is None and state is not None:
             weight.CB, weight.SCB = state.CB, state.SCB
+        bias, dtype = parameters.get("bias"), getattr(module, "compute_dtype", None)
+        if _BITSANDBYTES_4BIT.matches(weight) and bias is not None and dtype is not None:
+            bias.data = bias.data.to(dtype)
+
+
+def beside_codes(model: nn.Module) -> set[nn.Parameter]:
+    """Return the frozen parameters that stand in one module with codes: scales, biases.
+
+    Codes are a matrix of the module itself, a parameter or a buffer, that is quantised or that no
+    module computes with: int8, float8, packed int32. The module's arithmetic needs the dtypes that
+    its other tensors have. So none of them is cast: FP8Linear's scales stay fp32.
+    """
+    result: set[nn.Parameter] = set()
+    for module in model.modules():
+        parameters = list(module.parameters(recurse=False))
+        tensors = [*parameters, *module.buffers(recurse=False)]
+        if any(tensor.dim() > 1 and _has_codes(tensor) for tensor in tensors):
+            result.update(parameter for parameter in parameters if not parameter.requires_grad)
+    return result
+
+
+def _has_codes(tensor: torch.Tensor) -> bool:
+    # Indices and masks are no codes.
+    return _is_quantised(tensor) or tensor.dtype not in {*_COMPUTED, torch.int64, torch.bool}
 
 
 def is_fixed_elsewhere(parameter: nn.Parameter, device: torch.device) -> bool:
-    """True for a wrapper whose device is not `device` ([Note: the device of a wrapper])."""
-    return _is_wrapper(parameter) and parameter.device != device
+    """True for a wrapper whose device is not `device` ([Note: biases that a forward casts]
+    1. The first forward of `Linear4bit` points its bias at a copy in the compute dtype.
+    2. Hazard: the engine refuses a parameter that a program points at other memory.
+    3. So `settle` does so before the engine takes the bias. The bits are those of the library's.
+
+    [Note: the device of a wrapper])."""
+    return is_wrapper(parameter) and parameter.device != device
 
 
 def fix_device(parameter: nn.Parameter, device: torch.device) -> tuple[InnerTensor, ...]:
@@ -326,7 +378,7 @@ def _with_stand_ins(wrapper: Any, device: torch.device) -> torch.Tensor:
     stand_ins: dict[str, torch.Tensor] = {}
     for name in names:
         inner = getattr(wrapper, name)
-        if _is_wrapper(inner):
+        if is_wrapper(inner):
             stand_ins[name] = _with_stand_ins(inner, device)
         else:
             one = torch.empty((1,) * inner.dim(), dtype=inner.dtype, device=device)
