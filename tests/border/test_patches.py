@@ -12,14 +12,17 @@ import importlib.machinery
 import inspect
 import json
 import pickle
+import re
 import sys
 import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import accelerate.utils.deepspeed as accelerate_deepspeed
+import bitsandbytes
 import deepspeed
 import numpy as np
 import pytest
@@ -350,6 +353,55 @@ def test_attention_inside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # -- written on the user's objects -----------------------------------------------------------------
+# -- quantised weights -----------------------------------------------------------------------------
+def kept_on_context(function: Any, *args: Any) -> list[str]:
+    """The attributes with tensors that `function.forward` leaves on its context."""
+    context = SimpleNamespace(needs_input_grad=(True,) + (False,) * (len(args) - 1))
+    context.save_for_backward = lambda *tensors: None
+    function.forward(context, *args)
+    values = vars(context).items()
+    return [name for name, value in values if isinstance(value, torch.Tensor | list | tuple)]
+
+
+def test_products() -> None:
+    functions = named("bitsandbytes.autograd._functions")
+    x = torch.randn(2, 64)
+    linear = bitsandbytes.nn.Linear4bit(64, 8, bias=False).to("cpu")
+    state = linear.weight.quant_state
+    assert kept_on_context(functions.MatMul4Bit, x, linear.weight.data, None, None, state) == [
+        "needs_input_grad",
+        "tensors",
+    ]
+    linear = bitsandbytes.nn.Linear8bitLt(64, 8, bias=False, has_fp16_weights=False).to("cpu")
+    linear(x)
+    assert linear.weight.CB is None  # `settle` gives it back
+    arguments = (x, linear.weight.data, None, None, linear.state)
+    assert "A" in kept_on_context(functions.MatMul8bitFp, *arguments)
+    assert "tensors" in kept_on_context(functions.MatMul8bitLt, *arguments)
+    for function in (functions.matmul, functions.matmul_4bit):  # they read the names at each call
+        assert re.search(r"MatMul\w+\.apply\(A, B, out, bias, ", inspect.getsource(function))
+
+
+def test_evaluation_layout() -> None:
+    forward = inspect.getsource(bitsandbytes.nn.Linear4bit.forward)
+    assert "_convert_weight_packed_for_cpu(self.weight.data, quant_state)" in forward
+    assert parameters_of(named("bitsandbytes.nn.modules._convert_weight_packed_for_cpu"))[:2] == [
+        "qweight",
+        "quant_state",
+    ]
+
+
+def test_nf4_product() -> None:
+    module = named("torchao.quantization.quantize_.workflows.nf4.nf4_tensor")
+    weight = module.to_nf4(torch.randn(64, 256))
+    saved: list[Any] = []
+    with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda packed: packed):
+        F.linear(torch.randn(2, 256, requires_grad=True), weight)
+    assert [type(tensor) for tensor in saved] == [module.NF4Tensor]
+    with pytest.raises(RuntimeError, match="data pointer"):
+        saved[0].untyped_storage().data_ptr()
+
+
 def test_hidden_class() -> None:
     functions = []
 

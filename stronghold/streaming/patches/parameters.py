@@ -6,6 +6,7 @@ and these replacements in this process:
 * the functions by which a parameter is copied and pickled;
 * `zero_grad`, and the function that `clip_grad_norm_` calls;
 * six functions of `deepspeed.utils`;
+* functions of libraries whose quantised weights an engine has (`quantised`);
 * torch's attention (`attention`).
 
 A program may not use the engine's calls: it has a moving average, a copy of the weights for
@@ -60,6 +61,7 @@ from torch.nn import functional as F
 
 from stronghold.streaming.patches.attention import intercepted
 from stronghold.streaming.patches.autograd import without_torch_function
+from stronghold.streaming.patches.quantised import replace_quantised
 from stronghold.streaming.patches.replacements import Replacements
 from stronghold.streaming.patches.tensors import tree_leaves
 
@@ -181,8 +183,8 @@ class _Engines:
         self.reads: dict[int, ParameterReads] = {}
         self._replacements = Replacements()
 
-    def enable(self) -> None:
-        """Replace the names. Safe to call twice."""
+    def enable(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Replace the names for an engine with these parameters. Safe to call twice."""
         if "data" not in vars(nn.Parameter):
             setattr(nn.Parameter, "data", _counted_data)  # noqa: B010 - to mypy it is no property
         wrap = self._replacements.wrap
@@ -199,6 +201,7 @@ class _Engines:
         for name, method in LOCAL_METHODS.items():
             wrap(deepspeed.utils, name, functools.partial(_call_local, method))
         self._replacements.put(F, "scaled_dot_product_attention", intercepted)
+        replace_quantised(self._replacements, parameters)
 
     def disable(self) -> None:
         """Give the names back."""
@@ -342,7 +345,7 @@ class ParameterReads:
                 value = getattr(fragment, method) if method else fragment
                 setattr(parameter, attribute, value)
         _engines.reads |= {id(parameter): self for parameter in places}
-        _engines.enable()
+        _engines.enable(places)
 
     def wait(self, parameter: nn.Parameter) -> None:
         """Wait until the parameter holds its newest values and is shown."""

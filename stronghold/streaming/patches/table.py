@@ -72,7 +72,9 @@ TRANSFORMERS = Package(name="transformers", tried=("5.20.2", "5.23.0", "5.24.0")
 ACCELERATE = Package(name="accelerate", tried=("1.14.0", "1.15.0"))
 NUMPY = Package(name="numpy", tried=("2.4.6",))
 PYTHON = Package(name="python", tried=("3.11",))
-PACKAGES = (TORCH, DEEPSPEED, TRANSFORMERS, ACCELERATE, NUMPY)
+BITSANDBYTES = Package(name="bitsandbytes", tried=("0.50.2",))
+TORCHAO = Package(name="torchao", tried=("0.18.0",))
+PACKAGES = (TORCH, DEEPSPEED, TRANSFORMERS, ACCELERATE, NUMPY, BITSANDBYTES, TORCHAO)
 
 _FRAMEWORKS = "streaming/patches/frameworks.py"
 _PARAMETERS = "streaming/patches/parameters.py"
@@ -81,6 +83,7 @@ _TENSORS = "streaming/patches/tensors.py"
 _MODULES = "streaming/patches/modules.py"
 _ATTENTION = "streaming/patches/attention.py"
 _IMPORTS = "streaming/patches/imports.py"
+_QUANTISED = "streaming/patches/quantised.py"
 _LOGITS = "model/logits.py"
 _OPERATORS = "model/gpu_operators.py"
 
@@ -237,6 +240,45 @@ _REPLACED = (
         "tensors without memory that one name is replaced during the call, so that a "
         "GPU's kernel is counted.",
         file=_OPERATORS,
+    ),
+    # -- quantised weights -------------------------------------------------------------------------
+    Patch(
+        key="products",
+        package=BITSANDBYTES,
+        manner=Manner.REPLACED,
+        lifetime=Lifetime.ENGINE,
+        names=(
+            "bitsandbytes.autograd._functions.MatMul4Bit",
+            "bitsandbytes.autograd._functions.MatMul8bitLt",
+            "bitsandbytes.autograd._functions.MatMul8bitFp",
+        ),
+        reason="They keep the weight and its scales as attributes of `ctx`, past saved-tensor "
+        "hooks: backward would read the slot of another layer. The replacement calls "
+        "their own forward and backward, and saves each tensor by `save_for_backward`. Only with "
+        "an engine that has quantised weights.",
+        file=_QUANTISED,
+    ),
+    Patch(
+        key="evaluation_layout",
+        package=BITSANDBYTES,
+        manner=Manner.REPLACED,
+        lifetime=Lifetime.ENGINE,
+        names=("bitsandbytes.nn.modules._convert_weight_packed_for_cpu",),
+        reason="On CPUs with AVX512-BF16, `Linear4bit` in eval mode without gradients rounds its "
+        "scales and lays its weight out anew. `matmul_4bit` then has no backward. Only with an "
+        "engine that has quantised weights.",
+        file=_QUANTISED,
+    ),
+    Patch(
+        key="nf4_product",
+        package=TORCHAO,
+        manner=Manner.REPLACED,
+        lifetime=Lifetime.ENGINE,
+        names=("torchao.quantization.quantize_.workflows.nf4.nf4_tensor.LinearNF4",),
+        reason="It saves the weight as a wrapper, whose memory no saved-tensor hook can see. The "
+        "replacement saves the wrapper's inner tensors. Only with an engine that has quantised "
+        "weights.",
+        file=_QUANTISED,
     ),
 )
 
