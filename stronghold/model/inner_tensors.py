@@ -39,6 +39,7 @@ each at memory by `tensor.data = view`.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -384,6 +385,19 @@ def _with_stand_ins(wrapper: Any, device: torch.device) -> torch.Tensor:
             one = torch.empty((1,) * inner.dim(), dtype=inner.dtype, device=device)
             stand_ins[name] = one.expand(inner.shape)
     made: torch.Tensor = type(wrapper).__tensor_unflatten__(
-        stand_ins, context, wrapper.size(), wrapper.stride()
+        stand_ins, _on_device(context, device), wrapper.size(), wrapper.stride()
     )
     return made
+
+
+def _on_device(context: Any, device: torch.device) -> Any:
+    """Return what a wrapper keeps beside its inner tensors, with `device` where it has a device."""
+    if isinstance(context, torch.device):
+        return device
+    if isinstance(context, dict):
+        return {key: _on_device(value, device) for key, value in context.items()}
+    if dataclasses.is_dataclass(context) and isinstance(
+        getattr(context, "device", None), torch.device
+    ):
+        return dataclasses.replace(context, device=device)  # type: ignore[type-var]
+    return context

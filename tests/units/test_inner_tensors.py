@@ -1,0 +1,279 @@
+"""The dense tensors that quantised parameters consist of: all of them, under the libraries' names,
+and each can be pointed at other memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import bitsandbytes
+import pytest
+import torch
+import torchao.quantization as torchao
+from torch import nn
+
+from stronghold.errors import ConfigError
+from stronghold.model.inner_tensors import (
+    InnerTensor,
+    beside_codes,
+    decoded,
+    fix_device,
+    inner_tensors,
+    settle,
+)
+from tests.support.quantised_bases import BASES, LINEARS, blocks_of, fp8_on_cpus
+
+ALIGNMENT = 512
+
+
+@pytest.fixture(autouse=True)
+def with_fp8() -> Iterator[None]:
+    with fp8_on_cpus():
+        yield
+
+
+def linear(kind: str, *, bias: bool = False) -> Any:
+    torch.manual_seed(0)
+    return LINEARS[kind](nn.Linear(64, 32, bias=bias).bfloat16()).requires_grad_(False)
+
+
+def inner_of(model: nn.Module) -> list[InnerTensor]:
+    """Each inner tensor of each parameter, and each buffer of a block."""
+    settle(model)
+    tensors = [
+        inner
+        for name, parameter in model.named_parameters()
+        for inner in inner_tensors(parameter, name)
+    ]
+    buffers = [b for block in blocks_of(model) for b in block.buffers()]
+    return tensors + [InnerTensor(name="", tensor=buffer) for buffer in buffers]
+
+
+def move(tensors: list[InnerTensor]) -> torch.Tensor:
+    """Point every tensor at its place in one new array, as a fetch does. Fill the old memory."""
+    sizes = [-(-inner.tensor.nbytes // ALIGNMENT) * ALIGNMENT for inner in tensors]
+    slot = torch.zeros(sum(sizes), dtype=torch.uint8)
+    begin = 0
+    for inner, size in zip(tensors, sizes, strict=True):
+        tensor = inner.tensor
+        old = tensor.detach()
+        view = slot[begin : begin + old.nbytes].view(old.dtype).view(old.shape)
+        view.copy_(old)
+        for pointed in (tensor, *inner.aliases):
+            pointed.data = view
+        poison = torch.full((old.nbytes,), 255, dtype=torch.uint8)
+        old.copy_(poison.view(old.dtype).view(old.shape))
+        begin += size
+    return slot
+
+
+def loss_and_gradients(model: Any, batch: dict[str, Any]) -> list[torch.Tensor]:
+    loss = model(**batch).loss
+    loss.backward()
+    gradients = [p.grad for p in model.parameters() if p.requires_grad]
+    model.zero_grad()
+    return [loss.detach(), *gradients]
+
+
+@pytest.mark.parametrize("kind", BASES)
+def test_pointing_the_inner_tensors_is_all_that_a_move_needs(kind: str) -> None:
+    torch.manual_seed(0)
+    model, make_batch = BASES[kind]()
+    expected = loss_and_gradients(model, make_batch(0))
+    for moves in range(2):  # the first forward of a library's module may change its objects
+        tensors = inner_of(model)
+        before = [tensor.tensor.data_ptr() for tensor in tensors]
+        move(tensors)
+        assert not set(before) & {tensor.tensor.data_ptr() for tensor in tensors}
+        found = loss_and_gradients(model, make_batch(0))
+        assert all(map(torch.equal, found, expected)), f"after {moves} moves"
+
+
+def test_names_are_those_of_state_dicts() -> None:
+    for kind in ("nf4", "nf4 double"):
+        module = linear(kind)
+        names = {inner.name for inner in inner_tensors(module.weight, "weight")}
+        saved = {key.removeprefix("weight").removeprefix(".") for key in module.state_dict()}
+        assert names - saved <= {"nested_offset"}  # a number in their state dict
+        assert saved - names == {"quant_state.bitsandbytes__nf4"}
+    module = linear("int8")
+    assert [inner.name for inner in inner_tensors(module.weight, "weight")] == ["", "SCB"]
+    assert set(module.state_dict()) == {"weight", "SCB", "weight_format"}
+
+
+def test_an_ordinary_parameter_is_its_only_inner_tensor() -> None:
+    parameter = nn.Parameter(torch.zeros(3, 2))
+    (inner,) = inner_tensors(parameter, "weight")
+    assert inner.name == ""
+    assert inner.tensor is parameter
+    assert inner.aliases == ()
+    assert decoded(parameter).shape == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "most"),
+    # One block of 64 numbers has 32 bytes of codes, and a scale of one byte or of four. Beside
+    # them there are code books.
+    [("nf4", 2048 // 2 + 4 * 32 + 64), ("nf4 double", 2048 // 2 + 32 + 4 + 64 + 1024 + 4)],
+)
+def test_bytes_are_those_of_the_format(kind: str, most: int) -> None:
+    weight = linear(kind).weight
+    assert sum(inner.tensor.nbytes for inner in inner_tensors(weight)) == most
+    assert decoded(weight).numel == 2048
+    assert decoded(weight).shape == (32, 64)
+    assert decoded(weight).dtype is torch.bfloat16
+
+
+def test_a_tensor_that_parameters_share_is_one_object_in_all_of_them() -> None:
+    one, two = linear("nf4").weight, linear("nf4").weight
+    two.quant_state.code = one.quant_state.code
+    books = [
+        inner.tensor
+        for weight in (one, two)
+        for inner in inner_tensors(weight)
+        if inner.name == "quant_map"
+    ]
+    assert books[0] is books[1]
+
+
+# -- before an engine ------------------------------------------------------------------------------
+def test_a_bias_is_cast_as_the_first_forward_of_its_module_casts_it() -> None:
+    module, other = linear("nf4", bias=True), linear("nf4", bias=True)
+    for each in (module, other):
+        each.bias.data = each.bias.data.float() + 1e-4
+    other(torch.zeros(1, 64))
+    settle(module)
+    assert module.bias.dtype is torch.bfloat16
+    assert torch.equal(module.bias, other.bias)
+    address = module.bias.data_ptr()
+    module(torch.zeros(1, 64))
+    assert module.bias.data_ptr() == address
+
+
+def test_an_int8_weight_that_has_computed_shows_its_scales_again() -> None:
+    module = linear("int8")
+    scales = module.weight.SCB
+    module(torch.zeros(1, 64))
+    assert module.weight.SCB is None
+    settle(module)
+    inner = inner_tensors(module.weight)
+    assert inner[1].tensor is scales
+    assert inner[0].aliases[0] is module.state.CB
+
+
+def test_scales_beside_codes_are_not_cast() -> None:
+    model, _ = BASES["FP8Linear"]()
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    kept = {names[parameter] for parameter in beside_codes(model)}
+    assert {name for name in names.values() if "weight_scale_inv" in name} <= kept
+    assert not any("norm" in name or "lora" in name or "embed" in name for name in kept)
+
+
+WRAPPERS = [kind for kind in LINEARS if "torchao" in kind]
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_a_wrapper_is_made_for_another_device_in_the_same_parameter(kind: str) -> None:
+    """To the device without memory, and back."""
+    module = linear(kind)
+    weight, x = module.weight, torch.randn(2, 64, dtype=torch.bfloat16)
+    expected = module(x)
+    values = [inner.tensor.clone() for inner in inner_tensors(weight)]
+    names = [inner.name for inner in inner_tensors(weight)]
+    away = fix_device(weight, torch.device("meta"))
+    assert weight.device.type == "meta"
+    assert {inner.tensor.device.type for inner in away} == {"meta"}
+    back = fix_device(weight, torch.device("cpu"))
+    assert module.weight is weight
+    assert isinstance(weight, nn.Parameter)
+    assert [inner.name for inner in back] == names
+    for inner, value in zip(back, values, strict=True):
+        assert inner.tensor.untyped_storage().nbytes() == inner.tensor.element_size()
+        inner.tensor.data = value
+    assert torch.equal(module(x), expected)
+
+
+def test_other_parameters_have_no_device_to_fix() -> None:
+    weight = linear("nf4").weight
+    before = [inner.tensor for inner in inner_tensors(weight)]
+    after = [inner.tensor for inner in fix_device(weight, torch.device("meta"))]
+    assert all(one is two for one, two in zip(before, after, strict=True))
+
+
+# -- what is refused -------------------------------------------------------------------------------
+class Other(torch.Tensor):
+    """A class that names no inner tensors."""
+
+
+class WithScale(nn.Parameter):
+    """A parameter that keeps its scale beside it."""
+
+    scale: torch.Tensor
+
+
+def with_scale() -> nn.Parameter:
+    parameter = WithScale(torch.zeros(4, dtype=torch.int8), requires_grad=False)
+    parameter.scale = torch.ones(4)
+    return parameter
+
+
+def trained() -> nn.Parameter:
+    module = nn.Linear(64, 32).bfloat16()
+    torchao.quantize_(module, torchao.Int8WeightOnlyConfig())
+    module.weight.requires_grad_(True)
+    return module.weight
+
+
+def packed_for_evaluation() -> nn.Parameter:
+    weight = linear("nf4").weight
+    weight.quant_state.packing_format_for_cpu = True
+    parameter: nn.Parameter = weight
+    return parameter
+
+
+def not_contiguous() -> nn.Parameter:
+    module = linear("torchao int8")
+    module.weight.qdata.data = module.weight.qdata.data.t().contiguous().t()
+    parameter: nn.Parameter = module.weight
+    return parameter
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Parameter], str]] = {
+    "unknown": (
+        lambda: nn.Parameter(torch.zeros(3).as_subclass(Other), requires_grad=False),
+        r"Other: its tensors are not known.*Known are plain tensors, bitsandbytes 4-bit.*Wrap",
+    ),
+    "tensors beside": (with_scale, r"WithScale, a class that no storage.*\(scale\).*Load the"),
+    "requires grad": (trained, r"Int8Tensor.*requires grad.*requires_grad_\(False\).*adapters"),
+    "fp8 that requires grad": (
+        lambda: nn.Parameter(torch.zeros(4, 4).to(torch.float8_e4m3fn)),
+        r"float8_e4m3fn and requires grad.*requires_grad_\(False\).*bf16",
+    ),
+    "4 bits, not yet": (
+        lambda: bitsandbytes.nn.Linear4bit(64, 32).weight,
+        r"Params4bit whose values are not quantised yet.*model\.to",
+    ),
+    "8 bits, not yet": (
+        lambda: bitsandbytes.nn.Linear8bitLt(64, 32, has_fp16_weights=False).weight,
+        r"Int8Params that keeps its values in floating point.*has_fp16_weights=False",
+    ),
+    "evaluated": (packed_for_evaluation, r"layout for evaluation.*Load the model again"),
+    "strided": (not_contiguous, r"its qdata is not contiguous.*contiguous weights"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_move_is_refused_with_its_name_the_reason_and_the_way(case: str) -> None:
+    make, message = REFUSED[case]
+    with pytest.raises(ConfigError, match=r'"block\.weight"' + r".*" + message):
+        inner_tensors(make(), "block.weight")
+
+
+def test_a_sharded_weight_is_refused() -> None:
+    parameter = nn.Parameter(torch.zeros(2), requires_grad=False)
+    sharded = type("DTensor", (torch.Tensor,), {"__module__": "torch.distributed.tensor"})
+    for name in ("__tensor_flatten__", "__tensor_unflatten__"):
+        setattr(sharded, name, lambda *_: ([], None))
+    parameter = parameter.as_subclass(sharded)
+    with pytest.raises(ConfigError, match=r'"w" is a DTensor: sharded weights'):
+        inner_tensors(parameter, "w")
