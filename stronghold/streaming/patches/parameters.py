@@ -183,8 +183,8 @@ class _Engines:
         self.reads: dict[int, ParameterReads] = {}
         self._replacements = Replacements()
 
-    def enable(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Replace the names for an engine with these parameters. Safe to call twice."""
+    def enable(self, moving: Iterable[torch.Tensor]) -> None:
+        """Replace the names for an engine that moves these tensors. Safe to call twice."""
         if "data" not in vars(nn.Parameter):
             setattr(nn.Parameter, "data", _counted_data)  # noqa: B010 - to mypy it is no property
         wrap = self._replacements.wrap
@@ -201,7 +201,7 @@ class _Engines:
         for name, method in LOCAL_METHODS.items():
             wrap(deepspeed.utils, name, functools.partial(_call_local, method))
         self._replacements.put(F, "scaled_dot_product_attention", intercepted)
-        replace_quantised(self._replacements, parameters)
+        replace_quantised(self._replacements, moving)
 
     def disable(self) -> None:
         """Give the names back."""

@@ -46,9 +46,10 @@ FUNCTIONS = (
 _STATES = {"QuantState", "MatmulLtState"}
 
 
-def replace_quantised(replacements: Replacements, parameters: Iterable[nn.Parameter]) -> None:
-    """Replace the names if one of `parameters` is quantised. Safe to call twice."""
-    if not any(format_of(parameter) for parameter in parameters):
+def replace_quantised(replacements: Replacements, tensors: Iterable[torch.Tensor]) -> None:
+    """Replace the names if one of `tensors` is quantised, or is an inner tensor of a quantised
+    parameter. Safe to call twice."""
+    if not any(_is_quantised(tensor) for tensor in tensors):
         return
     for module_name, name in FUNCTIONS:
         if module_name in sys.modules:
@@ -56,6 +57,10 @@ def replace_quantised(replacements: Replacements, parameters: Iterable[nn.Parame
     if "bitsandbytes.nn.modules" in sys.modules:
         modules = sys.modules["bitsandbytes.nn.modules"]
         replacements.wrap(modules, "_convert_weight_packed_for_cpu", _as_it_is)
+
+
+def _is_quantised(tensor: torch.Tensor) -> bool:
+    return not isinstance(tensor, nn.Parameter) or format_of(tensor) is not None
 
 
 def _as_it_is(original: Any, weight: torch.Tensor, state: Any, *args: Any) -> tuple[Any, Any]:
