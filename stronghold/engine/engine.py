@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import logging
 import os
 import sys
@@ -169,6 +170,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
             drop=stack.drop_gradients,
             clipped=clipping.check,
             fragments=fragments(stack),
+            moving=itertools.chain.from_iterable(stack.parameters),
         )
         stack.hide_packed()
         live_engines.register(self)

@@ -234,10 +234,6 @@ def format_of(parameter: nn.Parameter) -> Format | None:
     return None
 
 
-def _is_quantised(tensor: torch.Tensor) -> bool:
-    return any(row.matches(tensor) for row in FORMATS)
-
-
 def inner_tensors(parameter: nn.Parameter, name: str = "") -> tuple[InnerTensor, ...]:
     """Return the dense tensors that a parameter consists of, in a fixed order.
 
@@ -328,25 +324,20 @@ def settle(model: nn.Module) -> None:
             bias.data = bias.data.to(dtype)
 
 
-def beside_codes(model: nn.Module) -> set[nn.Parameter]:
-    """Return the frozen parameters that stand in one module with codes: scales, biases.
+def has_codes(module: nn.Module) -> bool:
+    """True if a frozen parameter of the module itself is a matrix of codes.
 
-    Codes are a matrix of the module itself, a parameter or a buffer, that is quantised or that no
-    module computes with: int8, float8, packed int32. The module's arithmetic needs the dtypes that
-    its other tensors have. So none of them is cast: FP8Linear's scales stay fp32.
+    Codes are quantised, or have a dtype that no module computes with: float8, int8. The module's
+    arithmetic needs the dtypes of its other frozen tensors. So none of these is cast: the scales of
+    Transformers' FP8Linear stay fp32.
     """
-    result: set[nn.Parameter] = set()
-    for module in model.modules():
-        parameters = list(module.parameters(recurse=False))
-        tensors = [*parameters, *module.buffers(recurse=False)]
-        if any(tensor.dim() > 1 and _has_codes(tensor) for tensor in tensors):
-            result.update(parameter for parameter in parameters if not parameter.requires_grad)
-    return result
+    parameters = module.parameters(recurse=False)
+    return any(_is_code(parameter) for parameter in parameters if not parameter.requires_grad)
 
 
-def _has_codes(tensor: torch.Tensor) -> bool:
-    # Indices and masks are no codes.
-    return _is_quantised(tensor) or tensor.dtype not in {*_COMPUTED, torch.int64, torch.bool}
+def _is_code(parameter: nn.Parameter) -> bool:
+    is_matrix = parameter.dim() > 1
+    return format_of(parameter) is not None or (is_matrix and parameter.dtype not in _COMPUTED)
 
 
 def is_fixed_elsewhere(parameter: nn.Parameter, device: torch.device) -> bool:

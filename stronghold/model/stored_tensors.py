@@ -21,7 +21,14 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
-from stronghold.model.inner_tensors import InnerTensor, decoded, format_of, inner_tensors, settle
+from stronghold.model.inner_tensors import (
+    InnerTensor,
+    decoded,
+    format_of,
+    has_codes,
+    inner_tensors,
+    settle,
+)
 from stronghold.model.packed_formats import PackedFormat
 
 # Integers in a buffer that is at least this large are quantised weights.
@@ -81,7 +88,7 @@ class StoredTensors:
 
     names      all names of each, both in registration order
     buffers    the ones that are buffers
-    quantised  the ones that a library quantised, and all others of their modules
+    quantised  the ones that a library quantised or that are codes, and all others of their modules
     fixed      those, and packed tensors: no rule casts them to another dtype
     aliases    further tensor objects of a library over the memory of a stored tensor
     num_weights  number of weights that a tensor of a quantised parameter stands for: all of the
@@ -121,12 +128,11 @@ def stored_tensors(
     for prefix, module in model.named_modules(remove_duplicate=False):
         held: dict[torch.Tensor, None] = {}
         dot = "." if prefix else ""
-        is_quantised = False
+        is_quantised = has_codes(module)
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             full_name = f"{prefix}{dot}{name}"
             inner = _inner(full_name, parameter, packed)
             has_format = parameter not in packed and format_of(parameter) is not None
-            is_quantised |= has_format
             if has_format or parameter in packed:
                 numel = math.prod(decoded(parameter).shape)
                 stored.num_weights.update(dict.fromkeys((tensor.tensor for tensor in inner), 0))

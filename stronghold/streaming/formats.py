@@ -7,7 +7,7 @@ is allocated.
     trained                 the config's precision      its own: fp32, bf16 or fp16
     frozen, 16 or 32 bits   the config's precision      its own
     frozen, of others       its own (int8, float8)      its own
-    of a quantised module   its own                     its own
+    frozen, beside codes    its own                     its own
 
 "cast" is DeepSpeed's rule. Lean states are a layout of bf16 weights: trained weights of other
 dtypes have exact states.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -87,6 +87,17 @@ class Run:
     moments: dict[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
 
 
+def same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Equal values, or equal bytes: packed codes in bf16 may be the bits of NaN."""
+    one, two = one.cpu(), two.cpu()
+    if torch.equal(one, two):
+        return True
+    if one.dtype is not two.dtype or one.shape != two.shape:
+        return False
+    bytes_of = [tensor.contiguous().flatten().view(torch.uint8) for tensor in (one, two)]
+    return torch.equal(*bytes_of)
+
+
 def assert_identical(run: Run, expected: Run) -> None:
     """Every loss and every weight equal to the bit, wherever they lie."""
     for step, (loss, other) in enumerate(zip(run.losses, expected.losses, strict=True)):
@@ -94,7 +105,7 @@ def assert_identical(run: Run, expected: Run) -> None:
         assert same, f"micro-batch {step}: {loss.item()!r} != {other.item()!r}"
     assert run.weights.keys() == expected.weights.keys()
     for name, weight in run.weights.items():
-        assert torch.equal(weight.cpu(), expected.weights[name].cpu()), f"{name} differs"
+        assert same_bits(weight, expected.weights[name]), f"{name} differs"
     assert run.moments.keys() >= expected.moments.keys()
     for name in expected.moments:
         for moment, other in zip(run.moments[name], expected.moments[name], strict=True):
@@ -191,11 +202,25 @@ def train_windowed(
                 after(engine, micro)
         if inspect is not None:
             inspect(engine)
-        run.weights = {name: value.clone() for name, value in engine.module_state_dict().items()}
+        run.weights = dense_copies(engine.module_state_dict())
         run.moments = moments_of(engine)
     finally:
         engine.destroy()
     return run
+
+
+def dense_copies(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Copies of the tensors of a state dict. Of a wrapper subclass (torchao): of each tensor that
+    it consists of, since two wrappers cannot be compared."""
+    copies: dict[str, torch.Tensor] = {}
+    for name, value in state.items():
+        flatten = getattr(value, "__tensor_flatten__", None)
+        if flatten is None:
+            copies[name] = value.clone()
+            continue
+        for inner in flatten()[0]:
+            copies[f"{name}.{inner}"] = getattr(value, inner).clone()
+    return copies
 
 
 def moments_of(engine: Any) -> dict[str, tuple[torch.Tensor, ...]]:
@@ -236,9 +261,8 @@ def train_plain(
     torch.manual_seed(0)
     model, make_batch = factory()
     without_caches(model)
-    for parameter in model.parameters():
-        if dtypes == CAST and parameter.dtype in COMPUTED:
-            parameter.data = parameter.data.to(DTYPES[precision])
+    if dtypes == CAST:
+        cast(model, DTYPES[precision])
     of_chunks = chunk_blocks(chunks[0](model), chunks[1], rows=rows) if chunks else None
     parameters = [p for p in model.parameters() if p.requires_grad]
     trains = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
@@ -273,9 +297,25 @@ def train_plain(
             if not stepping.skipped:
                 for one in schedules:
                     one.step()
-    run.weights = {name: value.clone() for name, value in model.state_dict().items()}
+    run.weights = dense_copies(model.state_dict())
     run.moments = stepping.moments(model)
     return run
+
+
+def cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """What the rule "cast" does: not to frozen tensors of a module that has a matrix of codes."""
+    for module in model.modules():
+        parameters = list(module.parameters(recurse=False))
+        codes = [p for p in parameters if not p.requires_grad and p.dim() > 1 and _is_code(p)]
+        for parameter in parameters:
+            is_kept = _is_code(parameter) or (codes and not parameter.requires_grad)
+            if not is_kept:
+                parameter.data = parameter.data.to(dtype)
+
+
+def _is_code(parameter: nn.Parameter) -> bool:
+    is_library_s = type(parameter) not in (nn.Parameter, torch.Tensor)
+    return is_library_s or parameter.dtype not in COMPUTED
 
 
 def _add_up(parameters: list[nn.Parameter], sums: dict[nn.Parameter, torch.Tensor]) -> None:

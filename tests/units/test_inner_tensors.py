@@ -15,9 +15,9 @@ from torch import nn
 from stronghold.errors import ConfigError
 from stronghold.model.inner_tensors import (
     InnerTensor,
-    beside_codes,
     decoded,
     fix_device,
+    has_codes,
     inner_tensors,
     settle,
 )
@@ -161,12 +161,11 @@ def test_an_int8_weight_that_has_computed_shows_its_scales_again() -> None:
     assert inner[0].aliases[0] is module.state.CB
 
 
-def test_scales_beside_codes_are_not_cast() -> None:
-    model, _ = BASES["FP8Linear"]()
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    kept = {names[parameter] for parameter in beside_codes(model)}
-    assert {name for name in names.values() if "weight_scale_inv" in name} <= kept
-    assert not any("norm" in name or "lora" in name or "embed" in name for name in kept)
+@pytest.mark.parametrize("kind", LINEARS)
+def test_a_module_of_codes_is_known(kind: str) -> None:
+    """A module whose codes are buffers is known by these (`stored_tensors`)."""
+    assert has_codes(linear(kind)) is (kind != "packed buffers")
+    assert not has_codes(nn.Linear(64, 32).requires_grad_(False))
 
 
 WRAPPERS = [kind for kind in LINEARS if "torchao" in kind]

@@ -320,6 +320,7 @@ class ParameterReads:
     should stay, or None.
     `clipped(norm)`: called when a program clips gradients by hand to `norm`.
     `fragments`: for each trained parameter, the object that answers DeepSpeed's functions.
+    `moving`: all tensors that the engine moves: parameters, and inner tensors of quantised ones.
     """
 
     def __init__(
@@ -331,6 +332,7 @@ class ParameterReads:
         drop: Callable[[str | None], None],
         clipped: Callable[[float], None],
         fragments: Mapping[torch.Tensor, Access],
+        moving: Iterable[torch.Tensor],
     ) -> None:
         self._settle = settle
         self._decode = decode
@@ -345,7 +347,7 @@ class ParameterReads:
                 value = getattr(fragment, method) if method else fragment
                 setattr(parameter, attribute, value)
         _engines.reads |= {id(parameter): self for parameter in places}
-        _engines.enable(places)
+        _engines.enable(moving)
 
     def wait(self, parameter: nn.Parameter) -> None:
         """Wait until the parameter holds its newest values and is shown."""
