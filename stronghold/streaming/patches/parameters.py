@@ -143,10 +143,15 @@ def hide(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def _make_hidden_class(shown: type) -> type:
-    """Return a subclass of a class of parameters whose operations wait for values."""
-    bases = (_Hidden,) if shown is nn.Parameter else (_Hidden, shown)
+    """Return a subclass of a class of parameters whose operations wait for values.
+
+    It has the name of a library's class: PEFT and Transformers know "Params4bit" by its name.
+    """
+    is_ordinary = shown is nn.Parameter
+    bases = (_Hidden,) if is_ordinary else (_Hidden, shown)
+    name = "HiddenParameter" if is_ordinary else shown.__name__
     metaclass: Any = type(shown)
-    hidden: type = metaclass(f"Hidden{shown.__name__}", bases, {"__module__": __name__})
+    hidden: type = metaclass(name, bases, {"__module__": __name__})
     return hidden
 
 

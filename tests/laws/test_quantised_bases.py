@@ -1,0 +1,240 @@
+"""Adapters over bases that libraries quantised: where the base lies and how it moves never changes
+a bit, and the bits are those of a plain loop over the same modules.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models import loss_of
+from tests.support.quantised_bases import BASES, blocks_of, fp8_on_cpus, token_batch
+from tests.support.training import (
+    Run,
+    assert_identical,
+    config,
+    dense_copies,
+    initialized,
+    moments_of,
+    same_bits,
+    train,
+    train_plain,
+    train_windowed,
+)
+
+STEPS = 3
+PLACES: dict[str, dict[str, Any]] = {
+    "one slot, recomputed": {"window": 1, "activations": "recompute"},
+    "one slot, kept": {"window": 1, "activations": "keep"},
+    "two slots, offloaded": {"window": 2, "activations": "offload"},
+    "three slots": {"window": 3, "cpu_threads": 2},
+    "one resident": {"window": 1, "resident_layers": 1, "activations": "keep"},
+    "whole": {"resident_layers": "all", "resident_updates": "gpu"},
+    "moments in files": {"window": 1, "nvme": {"spill": "moments"}},
+    "all in files": {"window": 2, "activations": "keep", "nvme": {"spill": "weights"}},
+    "early updates": {"window": 2, "early_layers": "all", "activations": "keep"},
+    "slow lanes": {"window": 2, "activations": "keep", "emulated": {"jitter_s": 5e-4, "seed": 3}},
+}
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """FP8Linear computes on CPUs. Files are read in pieces of a few pages, small tensors are
+    offloaded."""
+    monkeypatch.setattr("stronghold.plan.host_memory.PIECE_BYTES", 4096 * 24)
+    monkeypatch.setattr("stronghold.streaming.activations.offload.MIN_OFFLOAD_BYTES", 1)
+    with fp8_on_cpus():
+        yield
+
+
+def placed(place: str, folder: Path) -> dict[str, Any]:
+    section = dict(PLACES[place])
+    if "nvme" in section:
+        section["nvme"] = {**section["nvme"], "path": str(folder)}
+    return section
+
+
+@functools.cache
+def plain(kind: str, accumulation: int = 1, chunk: int = 0) -> Run:
+    with fp8_on_cpus():
+        return train_plain(
+            BASES[kind],
+            steps=STEPS,
+            clipping=0.5,
+            accumulation=accumulation,
+            precision="bf16",
+            chunks=(blocks_of, chunk) if chunk else None,
+        )
+
+
+def trained(kind: str, section: dict[str, Any], accumulation: int = 1, **more: Any) -> Run:
+    settings = config(clipping=0.5, precision="bf16", accumulation=accumulation, section=section)
+    return train_windowed(BASES[kind], steps=STEPS, settings=settings, **more)
+
+
+def is_daily(kind: str, place: str) -> bool:
+    """Each format in two places, each place with two formats."""
+    difference = list(BASES).index(kind) - list(PLACES).index(place)
+    return difference % len(PLACES) in (0, 4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [
+        pytest.param(kind, place, marks=() if is_daily(kind, place) else pytest.mark.slow)
+        for kind in BASES
+        for place in PLACES
+    ],
+)
+def test_adapters_train_over_a_quantised_base_as_in_a_plain_loop(
+    kind: str, place: str, tmp_path: Path
+) -> None:
+    reports: list[Any] = []
+    run = trained(
+        kind,
+        placed(place, tmp_path),
+        inspect=lambda engine: reports.append(engine.memory_report()),
+    )
+    expected = plain(kind)
+    assert_identical(run, expected)
+    assert run.norms == expected.norms
+    (report,) = reports
+    assert report.host_peak == report.host_planned
+    assert report.nvme_peak == report.nvme_planned
+    assert (report.nvme_peak > 0) == ("files" in place)
+    if place != "whole":
+        assert report.gpu_peak == report.gpu_planned
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=() if kind in ("nf4 double", "FP8Linear") else pytest.mark.slow)
+        for kind in BASES
+    ],
+)
+@pytest.mark.parametrize("policy", ["keep", "recompute"])
+def test_chunks_over_a_quantised_base_are_those_of_a_plain_loop(kind: str, policy: str) -> None:
+    section = {"window": 1, "chunk": 1, "streams": 2, "activations": policy}
+    assert_identical(trained(kind, section), plain(kind, chunk=1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", BASES)
+def test_micro_batches_over_a_quantised_base_are_those_of_a_plain_loop(kind: str) -> None:
+    section = {"window": 1, "activations": "keep"}
+    assert_identical(trained(kind, section, accumulation=3), plain(kind, accumulation=3))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=() if kind in ("nf4 double", "int8") else pytest.mark.slow)
+        for kind in BASES
+    ],
+)
+def test_a_run_over_a_quantised_base_resumes_exactly(kind: str, tmp_path: Path) -> None:
+    def engine_of(section: dict[str, Any]) -> Any:
+        torch.manual_seed(0)
+        settings = config(clipping=0.5, precision="bf16", section=section)
+        return initialized(BASES[kind]()[0], settings)
+
+    engine = engine_of({"window": 1})
+    train(engine, token_batch, range(2))
+    engine.save_checkpoint(tmp_path)
+    train(engine, token_batch, range(2, 4))
+    expected, moments = dense_copies(engine.module_state_dict()), moments_of(engine)
+    engine.destroy()
+    engine = engine_of({"window": 2, "resident_layers": 1, "activations": "keep"})
+    engine.load_checkpoint(tmp_path)
+    train(engine, token_batch, range(2, 4))
+    found = dense_copies(engine.module_state_dict())
+    assert found.keys() == expected.keys()
+    assert all(same_bits(value, expected[name]) for name, value in found.items())
+    for name, arrays in moments_of(engine).items():
+        assert all(map(torch.equal, arrays, moments[name])), name
+    engine.destroy()
+
+
+# -- other uses of the model -----------------------------------------------------------------------
+def plain_model(kind: str) -> Any:
+    torch.manual_seed(0)
+    return BASES[kind]()[0]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=() if kind in ("nf4", "torchao int8") else pytest.mark.slow)
+        for kind in BASES
+    ],
+)
+def test_evaluation_and_a_reference_without_adapters_have_the_bits_of_the_model(kind: str) -> None:
+    """As TRL's DPO asks: the base is the policy without adapters. Then training goes on."""
+    plain_one = plain_model(kind)
+    engine = initialized(plain_model(kind), config(precision="bf16", section={"window": 1}))
+    # One after the other: while the engine lives, evaluation is that of CPUs without AVX512-BF16.
+    for model in (engine, plain_one):
+        model.eval()
+    with torch.no_grad():
+        logits = engine(**token_batch(7)).logits
+        assert torch.equal(logits, plain_one(**token_batch(7)).logits)
+        with engine.module.disable_adapter(), plain_one.disable_adapter():
+            reference = engine(**token_batch(7)).logits
+            assert torch.equal(reference, plain_one(**token_batch(7)).logits)
+    assert not torch.equal(logits, reference)
+    for model in (engine, plain_one):
+        model.train()
+    loss, expected = loss_of(engine(**token_batch(0))), loss_of(plain_one(**token_batch(0)))
+    assert torch.equal(loss, expected)
+    engine.backward(loss)
+    engine.step()
+    engine.destroy()
+
+
+@pytest.mark.parametrize("kind", BASES)
+def test_the_model_is_given_back_whole(kind: str) -> None:
+    """After `destroy` it computes alone, in memory of its own, with its trained adapters."""
+    model = plain_model(kind)
+    before = dense_copies(model.state_dict())
+    identities = {name: id(parameter) for name, parameter in model.named_parameters()}
+    engine = initialized(model, config(precision="bf16", section={"window": 1}))
+    train(engine, token_batch, range(1))
+    with torch.no_grad():  # in training mode: in the other one the library may change the weights
+        expected = engine(**token_batch(3)).logits
+    engine.destroy()
+    assert {name: id(parameter) for name, parameter in model.named_parameters()} == identities
+    with torch.no_grad():
+        assert torch.equal(model(**token_batch(3)).logits, expected)
+    for name, value in dense_copies(model.state_dict()).items():
+        if "lora_" not in name:
+            assert same_bits(value, before[name]), name
+    loss_of(model(**token_batch(0))).backward()
+    assert any(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
+# -- bytes -----------------------------------------------------------------------------------------
+# Most bytes per weight of a linear, at these small sizes: codes, scales, code books, and each
+# tensor's place at a multiple of 512 bytes.
+MOST_BYTES = {"nf4": 0.9, "nf4 double": 1.2, "int8": 1.3, "torchao int8": 1.3, "FP8Linear": 1.2}
+
+
+@pytest.mark.parametrize("kind", MOST_BYTES)
+def test_bytes_cross_the_link_as_they_are_stored(kind: str) -> None:
+    model = plain_model(kind)
+    engine = initialized(model, config(precision="bf16", section={"window": 1}))
+    for step in range(3):
+        train(engine, token_batch, range(step, step + 1))
+    now = engine.inspect()
+    streamed = [state for state in now.layers if state.layout.streamed]
+    linear_weights = 2 * 64 * 64 + 2 * 32 * 64 + 3 * 128 * 64
+    for state in streamed:
+        trained_bytes = sum(2 * part.numel for part in state.layout.slices if part.trainable)
+        frozen_bytes = state.arrays["weights"].nbytes - trained_bytes
+        assert frozen_bytes < MOST_BYTES[kind] * linear_weights + 8 * 4096
+    engine.destroy()
