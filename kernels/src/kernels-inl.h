@@ -6,6 +6,8 @@
 #include "exact-inl.h"
 #include "lean-inl.h"
 #include "reduce-inl.h"
+#include "decode-inl.h"
+#include "encode-inl.h"
 
 // ---- Optimizers ---------------------------------------------------------------------------------
 
@@ -61,6 +63,33 @@ constexpr Optimizer kOptimizers[] = {
     TableOf<Sgd>("sgd"),
 };
 
+// ---- Packed formats -----------------------------------------------------------------------------
+
+// A format is functions of decode-inl.h and encode-inl.h, and a line here.
+constexpr Format kFormats[] = {
+    {"nf4",
+     4,
+     {true, false, true, false},
+     4,
+     Nf4Units,
+     {DecodeNf4<OutF32>, DecodeNf4<OutBf16>, DecodeNf4<OutF16>},
+     {EncodeNf4<GradF32>, EncodeNf4<GradBf16>, EncodeNf4<GradF16>}},
+    {"int8",
+     2,
+     {true, true, false, false},
+     8,
+     Int8Units,
+     {DecodeInt8<OutF32>, DecodeInt8<OutBf16>, DecodeInt8<OutF16>},
+     {EncodeInt8<GradF32>, EncodeInt8<GradBf16>, EncodeInt8<GradF16>}},
+    {"fp8",
+     2,
+     {true, true, false, false},
+     8,
+     Fp8Units,
+     {DecodeFp8<OutF32>, DecodeFp8<OutBf16>, DecodeFp8<OutF16>},
+     {EncodeFp8<GradF32>, EncodeFp8<GradBf16>, EncodeFp8<GradF16>}},
+};
+
 // ---- The target's table -------------------------------------------------------------------------
 
 constexpr Kernels kKernels = {
@@ -69,4 +98,8 @@ constexpr Kernels kKernels = {
     sizeof(kOptimizers) / sizeof(kOptimizers[0]),
     {Accumulate<GradF32>, Accumulate<GradBf16>, Accumulate<GradF16>},
     {SumSquares<GradF32>, SumSquares<GradBf16>, SumSquares<GradF16>},
+    kFormats,
+    sizeof(kFormats) / sizeof(kFormats[0]),
+    {Compare<GradF32>, Compare<GradBf16>, Compare<GradF16>},
+    DecodeTraffic,
 };

@@ -6,9 +6,12 @@
 
 #include "targets.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+
+#include "code_books.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>

@@ -260,3 +260,86 @@ SH_INLINE void StreamLine(const char* from, char* to) {
   for (int i = 0; i < 64; i += 16) Store128<true>(to + i, Load128(from + i));
 }
 SH_INLINE void StreamFence() { _mm_sfence(); }
+
+// ---- Packed weights -----------------------------------------------------------------------------
+
+SH_INLINE __m128i Load64(const char* p) {
+  return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+}
+SH_INLINE F LoadS8(const char* p) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(Load64(p))); }
+// e4m3 << 7 is an fp16 number 2^8 times smaller.
+SH_INLINE F LoadE4m3(const char* p) {
+  const __m128i words = _mm_cvtepi8_epi16(Load64(p));
+  const __m128i magnitude = _mm_and_si128(words, _mm_set1_epi16(0x7F));
+  const __m128i sign = _mm_and_si128(words, _mm_set1_epi16(static_cast<short>(0x8000)));
+  const __m128i half = _mm_or_si128(sign, _mm_slli_epi16(magnitude, 7));
+  const __m128i nan = _mm_cmpeq_epi16(magnitude, _mm_set1_epi16(0x7F));
+  const __m128i canonical = _mm_blendv_epi8(half, _mm_set1_epi16(0x7E00), nan);
+  return _mm256_mul_ps(_mm256_cvtph_ps(canonical), _mm256_set1_ps(256.0f));
+}
+
+// The bits of bf16, to nearest even, in the lower words.
+SH_INLINE __m256i RoundBf16(F x) {
+  const __m256i bits = BitsOf(x);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i rounded =
+      _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), odd);
+  return _mm256_srli_epi32(rounded, 16);
+}
+template <bool kStream>
+SH_INLINE void StoreBf16x2(char* p, F a, F b) {
+  StoreInOrder<kStream>(p, _mm256_packus_epi32(RoundBf16(a), RoundBf16(b)));
+}
+template <bool kStream>
+SH_INLINE void StoreF16x2(char* p, F a, F b) {
+  Store128<kStream>(p, _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
+  Store128<kStream>(p + 16, _mm256_cvtps_ph(b, _MM_FROUND_TO_NEAREST_INT));
+}
+
+// Sixty-four 4-bit codes of 32 bytes, one byte each.
+SH_INLINE void Nibbles(const char* codes, __m256i* first, __m256i* second) {
+  // Unpacking works within 128-bit parts: bytes 0-7 and 16-23 are exchanged with the others.
+  const __m256i bytes = _mm256_permute4x64_epi64(Load256(codes), 0xD8);
+  const __m256i mask = _mm256_set1_epi8(15);
+  const __m256i upper = _mm256_and_si256(_mm256_srli_epi16(bytes, 4), mask);
+  const __m256i lower = _mm256_and_si256(bytes, mask);
+  *first = _mm256_unpacklo_epi8(upper, lower);
+  *second = _mm256_unpackhi_epi8(upper, lower);
+}
+// The items of a table of 16 that belong to 64 codes.
+template <bool kStream>
+SH_INLINE void LookUp64Of2(const char* codes, const char* table, char* out) {
+  const __m256i items = Load256(table);
+  // The lower and the upper bytes of all items, in both 128-bit parts.
+  const __m256i low_words = _mm256_and_si256(items, _mm256_set1_epi16(0xFF));
+  const __m256i high_words = _mm256_srli_epi16(items, 8);
+  const __m256i low =
+      _mm256_permute4x64_epi64(_mm256_packus_epi16(low_words, low_words), 0x88);
+  const __m256i high =
+      _mm256_permute4x64_epi64(_mm256_packus_epi16(high_words, high_words), 0x88);
+  __m256i nibbles[2];
+  Nibbles(codes, &nibbles[0], &nibbles[1]);
+  for (int i = 0; i < 2; ++i) {
+    const __m256i lows = _mm256_shuffle_epi8(low, nibbles[i]);
+    const __m256i highs = _mm256_shuffle_epi8(high, nibbles[i]);
+    const __m256i a = _mm256_unpacklo_epi8(lows, highs), b = _mm256_unpackhi_epi8(lows, highs);
+    Store256<kStream>(out + 64 * i, _mm256_permute2x128_si256(a, b, 0x20));
+    Store256<kStream>(out + 64 * i + 32, _mm256_permute2x128_si256(a, b, 0x31));
+  }
+}
+template <bool kStream>
+SH_INLINE void LookUp64Of4(const char* codes, const char* table, char* out) {
+  const __m256i items[2] = {Load256(table), Load256(table + 32)};
+  __m256i nibbles[2];
+  Nibbles(codes, &nibbles[0], &nibbles[1]);
+  alignas(32) char bytes[64];
+  Store256<false>(bytes, nibbles[0]);
+  Store256<false>(bytes + 32, nibbles[1]);
+  for (int i = 0; i < 8; ++i) {
+    const __m256i indices = _mm256_cvtepu8_epi32(Load64(bytes + 8 * i));
+    const F lower = FloatOf(_mm256_permutevar8x32_epi32(items[0], indices));
+    const F upper = FloatOf(_mm256_permutevar8x32_epi32(items[1], indices));
+    const F is_upper = FloatOf(_mm256_slli_epi32(indices, 28));
+    StoreF32<kStream>(out + 32 * i, _mm256_blendv_ps(lower, upper, is_upper));
+  }
+}

@@ -260,3 +260,71 @@ SH_INLINE void StreamLine(const char* from, char* to) {
   Store512<true>(to, _mm512_inserti64x4(lower, Load256(from + 32), 1));
 }
 SH_INLINE void StreamFence() { _mm_sfence(); }
+
+// ---- Packed weights -----------------------------------------------------------------------------
+
+SH_INLINE __m128i Load128(const char* p) {
+  return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+}
+SH_INLINE F LoadS8(const char* p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(Load128(p)));
+}
+// e4m3 << 7 is an fp16 number 2^8 times smaller.
+SH_INLINE F LoadE4m3(const char* p) {
+  const __m256i words = _mm256_cvtepi8_epi16(Load128(p));
+  const __m256i magnitude = _mm256_and_si256(words, _mm256_set1_epi16(0x7F));
+  const __m256i sign = _mm256_and_si256(words, _mm256_set1_epi16(static_cast<short>(0x8000)));
+  const __m256i half = _mm256_or_si256(sign, _mm256_slli_epi16(magnitude, 7));
+  const __mmask16 nan = _mm256_cmpeq_epi16_mask(magnitude, _mm256_set1_epi16(0x7F));
+  const __m256i canonical = _mm256_mask_mov_epi16(half, nan, _mm256_set1_epi16(0x7E00));
+  return _mm512_mul_ps(_mm512_cvtph_ps(canonical), _mm512_set1_ps(256.0f));
+}
+
+// The bits of bf16, to nearest even, in the upper words.
+SH_INLINE __m512i RoundBf16(F x) {
+  const __m512i bits = BitsOf(x);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  return _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFF)), odd);
+}
+template <bool kStream>
+SH_INLINE void StoreBf16x2(char* p, F a, F b) {
+  const __m512i upper_words = _mm512_set_epi16(
+      63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27, 25, 23, 21, 19,
+      17, 15, 13, 11, 9, 7, 5, 3, 1);
+  Store512<kStream>(p, _mm512_permutex2var_epi16(RoundBf16(a), upper_words, RoundBf16(b)));
+}
+template <bool kStream>
+SH_INLINE void StoreF16x2(char* p, F a, F b) {
+  const int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  const __m512i lower = _mm512_castsi256_si512(_mm512_cvtps_ph(a, nearest));
+  Store512<kStream>(p, _mm512_inserti64x4(lower, _mm512_cvtps_ph(b, nearest), 1));
+}
+
+// Sixty-four 4-bit codes of 32 bytes, one byte each.
+SH_INLINE __m512i Nibbles(const char* codes) {
+  const __m512i words = _mm512_cvtepu8_epi16(Load256(codes));
+  const __m512i lower = _mm512_and_si512(_mm512_slli_epi16(words, 8), _mm512_set1_epi16(0x0F00));
+  return _mm512_or_si512(_mm512_srli_epi16(words, 4), lower);
+}
+// The items of a table of 16 that belong to 64 codes.
+template <bool kStream>
+SH_INLINE void LookUp64Of2(const char* codes, const char* table, char* out) {
+  const __m512i items = _mm512_castsi256_si512(Load256(table));
+  const __m512i nibbles = Nibbles(codes);
+  const __m256i halves[2] = {_mm512_castsi512_si256(nibbles),
+                             _mm512_extracti64x4_epi64(nibbles, 1)};
+  for (int i = 0; i < 2; ++i) {
+    const __m512i indices = _mm512_cvtepu8_epi16(halves[i]);
+    Store512<kStream>(out + 64 * i, _mm512_permutexvar_epi16(indices, items));
+  }
+}
+template <bool kStream>
+SH_INLINE void LookUp64Of4(const char* codes, const char* table, char* out) {
+  const __m512i items = Load512(table);
+  alignas(64) char nibbles[64];
+  Store512(nibbles, Nibbles(codes));
+  for (int i = 0; i < 4; ++i) {
+    const __m512i indices = _mm512_cvtepu8_epi32(Load128(nibbles + 16 * i));
+    Store512<kStream>(out + 64 * i, _mm512_permutexvar_epi32(indices, items));
+  }
+}

@@ -213,3 +213,70 @@ SH_INLINE void CopyVector(const char* from, char* to) {
 SH_INLINE void Keep(F a) { asm volatile("" : : "w"(a)); }
 SH_INLINE void StreamLine(const char* from, char* to) { std::memcpy(to, from, 64); }
 SH_INLINE void StreamFence() {}
+
+// ---- Packed weights -----------------------------------------------------------------------------
+
+SH_INLINE int16x4_t Load4S8(const char* p) {
+  uint32_t bytes;
+  std::memcpy(&bytes, p, 4);
+  return vget_low_s16(vmovl_s8(vcreate_s8(bytes)));
+}
+SH_INLINE F LoadS8(const char* p) { return vcvtq_f32_s32(vmovl_s16(Load4S8(p))); }
+// e4m3 << 7 is an fp16 number 2^8 times smaller.
+SH_INLINE F LoadE4m3(const char* p) {
+  const uint16x4_t words = vreinterpret_u16_s16(Load4S8(p));
+  const uint16x4_t magnitude = vand_u16(words, vdup_n_u16(0x7F));
+  const uint16x4_t half =
+      vorr_u16(vand_u16(words, vdup_n_u16(0x8000)), vshl_n_u16(magnitude, 7));
+  const uint16x4_t nan = vceq_u16(magnitude, vdup_n_u16(0x7F));
+  const uint16x4_t canonical = vbsl_u16(nan, vdup_n_u16(0x7E00), half);
+  return vmulq_n_f32(vcvt_f32_f16(vreinterpret_f16_u16(canonical)), 256.0f);
+}
+
+// bf16, to nearest even.
+SH_INLINE uint16x4_t RoundBf16(F x) {
+  const uint32x4_t bits = BitsOf(x);
+  const uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
+  return vshrn_n_u32(vaddq_u32(vaddq_u32(bits, vdupq_n_u32(0x7FFF)), odd), 16);
+}
+template <bool kStream>
+SH_INLINE void StoreBf16x2(char* p, F a, F b) {
+  Store4U16(p, RoundBf16(a));
+  Store4U16(p + 8, RoundBf16(b));
+}
+template <bool kStream>
+SH_INLINE void StoreF16x2(char* p, F a, F b) {
+  StoreF16(p, a);
+  StoreF16(p + 8, b);
+}
+
+// Thirty-two 4-bit codes of 16 bytes, one byte each.
+SH_INLINE uint8x16x2_t Nibbles(const char* codes) {
+  const uint8x16_t bytes = Load16U8(codes);
+  return vzipq_u8(vshrq_n_u8(bytes, 4), vandq_u8(bytes, vdupq_n_u8(15)));
+}
+// The items of a table of 16 that belong to 64 codes.
+template <bool kStream>
+SH_INLINE void LookUp64Of2(const char* codes, const char* table, char* out) {
+  const uint8x16x2_t planes = vld2q_u8(reinterpret_cast<const uint8_t*>(table));
+  for (int i = 0; i < 2; ++i) {
+    const uint8x16x2_t nibbles = Nibbles(codes + 16 * i);
+    for (int j = 0; j < 2; ++j) {
+      const uint8x16x2_t items = {{vqtbl1q_u8(planes.val[0], nibbles.val[j]),
+                                   vqtbl1q_u8(planes.val[1], nibbles.val[j])}};
+      vst2q_u8(reinterpret_cast<uint8_t*>(out) + 64 * i + 32 * j, items);
+    }
+  }
+}
+template <bool kStream>
+SH_INLINE void LookUp64Of4(const char* codes, const char* table, char* out) {
+  const uint8x16x4_t planes = vld4q_u8(reinterpret_cast<const uint8_t*>(table));
+  for (int i = 0; i < 2; ++i) {
+    const uint8x16x2_t nibbles = Nibbles(codes + 16 * i);
+    for (int j = 0; j < 2; ++j) {
+      uint8x16x4_t items;
+      for (int k = 0; k < 4; ++k) items.val[k] = vqtbl1q_u8(planes.val[k], nibbles.val[j]);
+      vst4q_u8(reinterpret_cast<uint8_t*>(out) + 128 * i + 64 * j, items);
+    }
+  }
+}

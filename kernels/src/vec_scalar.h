@@ -207,3 +207,50 @@ SH_INLINE void CopyVector(const char* from, char* to) {
 SH_INLINE void Keep(F a) { asm volatile("" : : "r"(Bits(a))); }
 SH_INLINE void StreamLine(const char* from, char* to) { std::memcpy(to, from, 64); }
 SH_INLINE void StreamFence() {}
+
+// ---- Packed weights -----------------------------------------------------------------------------
+
+SH_INLINE F LoadS8(const char* p) { return static_cast<float>(static_cast<signed char>(*p)); }
+SH_INLINE F LoadE4m3(const char* p) {
+  const uint32_t code = static_cast<unsigned char>(*p);
+  const uint32_t sign = (code & 0x80u) << 24;
+  const uint32_t magnitude = code & 0x7Fu;
+  if (magnitude == 0x7Fu) return FromBits(0x7FC00000u);
+  // Zero and denormals: units of 2^-9.
+  if (magnitude < 8) return FromBits(sign | Bits(static_cast<float>(magnitude) * 0x1p-9f));
+  return FromBits(sign | ((magnitude << 20) + (120u << 23)));
+}
+
+SH_INLINE void StoreBf16(char* p, F x) {
+  const uint32_t bits = Bits(x);
+  const uint16_t rounded = static_cast<uint16_t>((bits + 0x7FFFu + ((bits >> 16) & 1)) >> 16);
+  std::memcpy(p, &rounded, 2);
+}
+template <bool kStream>
+SH_INLINE void StoreBf16x2(char* p, F a, F b) {
+  StoreBf16(p, a);
+  StoreBf16(p + 2, b);
+}
+template <bool kStream>
+SH_INLINE void StoreF16x2(char* p, F a, F b) {
+  StoreF16(p, a);
+  StoreF16(p + 2, b);
+}
+
+// The items of a table of 16 that belong to 64 4-bit codes.
+template <int64_t kBytes>
+SH_INLINE void LookUp64(const char* codes, const char* table, char* out) {
+  for (int64_t i = 0; i < 32; ++i) {
+    const int64_t byte = static_cast<unsigned char>(codes[i]);
+    std::memcpy(out + 2 * i * kBytes, table + (byte >> 4) * kBytes, kBytes);
+    std::memcpy(out + (2 * i + 1) * kBytes, table + (byte & 15) * kBytes, kBytes);
+  }
+}
+template <bool kStream>
+SH_INLINE void LookUp64Of2(const char* codes, const char* table, char* out) {
+  LookUp64<2>(codes, table, out);
+}
+template <bool kStream>
+SH_INLINE void LookUp64Of4(const char* codes, const char* table, char* out) {
+  LookUp64<4>(codes, table, out);
+}

@@ -1,0 +1,215 @@
+// Decoding of packed weights. Included by kernels-inl.h, once per instruction set. The formats are
+// [Note: packed formats] of stronghold.h.
+//
+// [Note: past the caches] A run whose target begins at a multiple of 64 bytes is stored past the
+// caches. Otherwise the processor would first read the target from memory: 2 of nf4's 4.5 bytes.
+
+struct OutF32 {
+  static constexpr int64_t kBytes = 4;
+  template <bool kStream>
+  SH_INLINE static void StoreTwo(char* p, F a, F b) {
+    StoreF32<kStream>(p, a);
+    StoreF32<kStream>(p + 4 * kLanes, b);
+  }
+  template <bool kStream>
+  SH_INLINE static void LookUp(const char* codes, const char* table, char* out) {
+    LookUp64Of4<kStream>(codes, table, out);
+  }
+};
+struct OutBf16 {
+  static constexpr int64_t kBytes = 2;
+  template <bool kStream>
+  SH_INLINE static void StoreTwo(char* p, F a, F b) {
+    StoreBf16x2<kStream>(p, a, b);
+  }
+  template <bool kStream>
+  SH_INLINE static void LookUp(const char* codes, const char* table, char* out) {
+    LookUp64Of2<kStream>(codes, table, out);
+  }
+};
+struct OutF16 {
+  static constexpr int64_t kBytes = 2;
+  template <bool kStream>
+  SH_INLINE static void StoreTwo(char* p, F a, F b) {
+    StoreF16x2<kStream>(p, a, b);
+  }
+  template <bool kStream>
+  SH_INLINE static void LookUp(const char* codes, const char* table, char* out) {
+    LookUp64Of2<kStream>(codes, table, out);
+  }
+};
+
+SH_INLINE bool CanStream(const char* out) {
+  return reinterpret_cast<uintptr_t>(out) % kStreamAlign == 0;
+}
+SH_INLINE const char* InnerAt(const sh_packed& packed, int index) {
+  return static_cast<const char*>(packed.inner[index]);
+}
+SH_INLINE float FloatAt(const void* p, int64_t index) {
+  float x;
+  std::memcpy(&x, static_cast<const char*>(p) + index * 4, 4);
+  return x;
+}
+
+// ---- nf4 ----------------------------------------------------------------------------------------
+
+constexpr int64_t kNf4Block = 64;
+constexpr int64_t kNestedBlock = 256;
+static_assert(kNf4Block == kCodeGroup);
+
+// A block has 16 different values. They are computed first, and the codes choose among them.
+template <class Out>
+SH_INLINE void Nf4Table(float scale, char* table) {
+  alignas(64) char padded[(16 + 2 * kLanes) * 4];
+  for (int64_t i = 0; i < 16; i += 2 * kLanes) {
+    const char* values = reinterpret_cast<const char*>(kNf4Values + i);
+    const F a = Canonical(Mul(LoadF32(values), Set(scale)));
+    const F b = Canonical(Mul(LoadF32(values + 4 * kLanes), Set(scale)));
+    Out::template StoreTwo<false>(padded + i * Out::kBytes, a, b);
+  }
+  std::memcpy(table, padded, 16 * Out::kBytes);
+}
+
+SH_INLINE float Nf4Scale(const sh_packed& packed, int64_t block) {
+  const unsigned char code = static_cast<unsigned char>(InnerAt(packed, 1)[block]);
+  const float product = kDynamicValues[code] * FloatAt(packed.inner[2], block / kNestedBlock);
+  return product + FloatAt(packed.inner[3], 0);
+}
+
+template <class Out>
+void DecodeNf4(const sh_packed& packed, int64_t from, int64_t upto, char* out) {
+  const char* codes = InnerAt(packed, 0);
+  alignas(64) char table[16 * Out::kBytes];
+  int64_t i = from;
+  for (; i + kNf4Block <= upto; i += kNf4Block) {
+    Nf4Table<Out>(Nf4Scale(packed, i / kNf4Block), table);
+    char* to = out + (i - from) * Out::kBytes;
+    if (CanStream(to)) {
+      Out::template LookUp<true>(codes + i / 2, table, to);
+    } else {
+      Out::template LookUp<false>(codes + i / 2, table, to);
+    }
+  }
+  StreamFence();
+  const int64_t rest = upto - i;
+  if (rest <= 0) return;
+  alignas(64) char padded_codes[kNf4Block / 2] = {};  // [Note: tails]
+  alignas(64) char padded_out[kNf4Block * Out::kBytes];
+  std::memcpy(padded_codes, codes + i / 2, (rest + 1) / 2);
+  Nf4Table<Out>(Nf4Scale(packed, i / kNf4Block), table);
+  Out::template LookUp<false>(padded_codes, table, padded_out);
+  std::memcpy(out + (i - from) * Out::kBytes, padded_out, rest * Out::kBytes);
+}
+
+// ---- int8 and fp8 -------------------------------------------------------------------------------
+
+struct CodeInt8 {
+  SH_INLINE static F Load(const char* p) { return LoadS8(p); }
+  SH_INLINE static F Value(F code, F scale) { return Mul(Mul(code, scale), Set(1.0f / 127.0f)); }
+};
+struct CodeE4m3 {
+  SH_INLINE static F Load(const char* p) { return LoadE4m3(p); }
+  SH_INLINE static F Value(F code, F scale) { return Mul(code, scale); }
+};
+
+// A finite scale makes no NaN, and a code's NaN is the quiet one already.
+template <class Code, class Out, bool kFinite, bool kStream>
+SH_INLINE void DecodeTwo(const char* codes, F scale, char* out) {
+  F a = Code::Value(Code::Load(codes), scale);
+  F b = Code::Value(Code::Load(codes + kLanes), scale);
+  if (!kFinite) {
+    a = Canonical(a);
+    b = Canonical(b);
+  }
+  Out::template StoreTwo<kStream>(out, a, b);
+}
+
+template <class Code, class Out, bool kFinite, bool kStream>
+SH_INLINE void DecodeRunAs(const char* codes, float scale_value, char* out, int64_t numel) {
+  constexpr int64_t kStep = 2 * kLanes;
+  const F scale = Set(scale_value);
+  int64_t i = 0;
+  for (; i + kStep <= numel; i += kStep) {
+    DecodeTwo<Code, Out, kFinite, kStream>(codes + i, scale, out + i * Out::kBytes);
+  }
+  const int64_t rest = numel - i;
+  if (rest <= 0) return;
+  alignas(64) char padded_codes[kStep] = {};  // [Note: tails]
+  alignas(64) char padded_out[kStep * Out::kBytes];
+  std::memcpy(padded_codes, codes + i, rest);
+  DecodeTwo<Code, Out, kFinite, false>(padded_codes, scale, padded_out);
+  std::memcpy(out + i * Out::kBytes, padded_out, rest * Out::kBytes);
+}
+
+// Codes that share a scale.
+template <class Code, class Out>
+SH_INLINE void DecodeRun(const char* codes, float scale, char* out, int64_t numel) {
+  if (__builtin_expect(!(std::fabs(scale) < INFINITY), 0)) {
+    DecodeRunAs<Code, Out, false, false>(codes, scale, out, numel);
+  } else if (CanStream(out)) {
+    DecodeRunAs<Code, Out, true, true>(codes, scale, out, numel);
+  } else {
+    DecodeRunAs<Code, Out, true, false>(codes, scale, out, numel);
+  }
+}
+
+template <class Out>
+void DecodeInt8(const sh_packed& packed, int64_t from, int64_t upto, char* out) {
+  int64_t row = from / packed.columns;
+  for (int64_t i = from; i < upto; ++row) {
+    const int64_t end = std::min(upto, (row + 1) * packed.columns);
+    DecodeRun<CodeInt8, Out>(InnerAt(packed, 0) + i, FloatAt(packed.inner[1], row),
+                             out + (i - from) * Out::kBytes, end - i);
+    i = end;
+  }
+  StreamFence();
+}
+
+constexpr int64_t kFp8Block = 128;
+
+// The blocks of one matrix, and their scales.
+struct Fp8Blocks {
+  explicit Fp8Blocks(const sh_packed& packed)
+      : down((packed.matrix_rows + kFp8Block - 1) / kFp8Block),
+        across((packed.columns + kFp8Block - 1) / kFp8Block) {}
+  // The index of the first block that has elements of a row.
+  int64_t At(const sh_packed& packed, int64_t row) const {
+    const int64_t matrix = row / packed.matrix_rows;
+    return (matrix * down + row % packed.matrix_rows / kFp8Block) * across;
+  }
+  int64_t down, across;
+};
+
+template <class Out>
+void DecodeFp8(const sh_packed& packed, int64_t from, int64_t upto, char* out) {
+  const Fp8Blocks blocks(packed);
+  int64_t row = from / packed.columns;
+  for (int64_t i = from; i < upto; ++row) {
+    const int64_t first = blocks.At(packed, row);
+    const int64_t row_begin = row * packed.columns;
+    const int64_t row_end = std::min(upto, row_begin + packed.columns);
+    while (i < row_end) {
+      const int64_t block = (i - row_begin) / kFp8Block;
+      const int64_t end = std::min(row_end, row_begin + (block + 1) * kFp8Block);
+      DecodeRun<CodeE4m3, Out>(InnerAt(packed, 0) + i, FloatAt(packed.inner[1], first + block),
+                               out + (i - from) * Out::kBytes, end - i);
+      i = end;
+    }
+  }
+  StreamFence();
+}
+
+// ---- The same bytes without the arithmetic ------------------------------------------------------
+
+inline void DecodeTraffic(const char* codes, int64_t bytes, char* out, int64_t out_bytes) {
+  alignas(64) const char zeros[64] = {};
+  F seen = Set(0.0f);
+  const int64_t lines = bytes / 64;
+  for (int64_t line = 0; line < lines; ++line) {
+    for (int64_t i = 0; i < 64; i += 4 * kLanes) seen = Or(seen, LoadF32(codes + 64 * line + i));
+    const int64_t end = out_bytes / 64 * (line + 1) / lines;
+    for (int64_t i = out_bytes / 64 * line / lines; i < end; ++i) StreamLine(zeros, out + 64 * i);
+  }
+  Keep(seen);
+  StreamFence();
+}
