@@ -1,4 +1,4 @@
-"""Arguments of the update kernel: one row for each parameter, as the C ABI lays it out.
+"""Arguments of the kernels: one row for each parameter, as the C ABI lays it out.
 
 Owns the layouts alone. The caller owns the memory behind each address.
 """
@@ -66,6 +66,26 @@ class Target(NamedTuple):
     scale1: int = 0
 
 
+class PackedWeight(NamedTuple):
+    """The arguments of one packed weight; `stronghold.h`, `sh_packed`, has their meaning.
+
+    inner*       addresses of the inner tensors, in the format's order; 0 for one that it lacks
+    weight       address of the weight
+    rows         of all matrices of the weight
+    columns
+    matrix_rows  of one matrix: fused experts have several
+    """
+
+    inner0: int = 0
+    inner1: int = 0
+    inner2: int = 0
+    inner3: int = 0
+    weight: int = 0
+    rows: int = 0
+    columns: int = 0
+    matrix_rows: int = 0
+
+
 _C_TYPES = {int: np.int64, float: np.float64}
 
 
@@ -77,6 +97,7 @@ def _row_dtype(structure: type) -> np.dtype[Any]:
 
 ROW = _row_dtype(UpdateSegment)
 TARGET_ROW = _row_dtype(Target)
+PACKED_ROW = _row_dtype(PackedWeight)
 Rows = npt.NDArray[Any]
 """Segments or targets as a NumPy structured array [segments], with their fields."""
 Segments = Sequence[UpdateSegment] | Rows
@@ -94,3 +115,8 @@ def target_rows(targets: Targets, num_segments: int) -> Rows:
     if len(targets) != num_segments:
         raise ConfigError(f"targets: got {len(targets)}, expected one for each of {num_segments}")
     return np.array(targets, dtype=TARGET_ROW)
+
+
+def packed_rows(weights: Sequence[PackedWeight]) -> Rows:
+    """Packed weights as rows."""
+    return np.array(weights, dtype=PACKED_ROW)

@@ -32,7 +32,7 @@ import torch
 from stronghold.devices.base import ComputeLane, Device, Fence, Lane, Work
 from stronghold.devices.lane_name import STREAM_LANES, LaneName
 from stronghold.devices.memory import DeviceMemory
-from stronghold.native import Kernels
+from stronghold.native import Kernels, PackedWeight
 from stronghold.plan.machine import LEAST_SHARE, Rates
 
 SHARING_MEMORY = 16  # operations of another lane that may still overlap a new one
@@ -405,6 +405,9 @@ class NullKernels(Kernels):
 
     def sum_squares(self, dtype: torch.dtype, segments: Sequence[tuple[int, int]]) -> list[float]:
         return [0.0] * len(segments)
+
+    def decode(self, format: str, dtype: torch.dtype, weights: Sequence[PackedWeight]) -> None:
+        """Nothing."""
 
 
 class SimulatedMemory(DeviceMemory):
