@@ -32,16 +32,16 @@ the compute dtype, with the kernels of the device on which they lie.
 
 from __future__ import annotations
 
-import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from fractions import Fraction
 from typing import NamedTuple
 
 import torch
 
+from stronghold import native
 from stronghold.errors import ConfigError
+from stronghold.native.code_books import NF4_VALUES, dynamic_map, nf4_map
 
 NF4_BLOCK = 64  # elements that share an absmax
 NF4_NESTED_BLOCK = 256  # absmax codes that share a scale
@@ -59,14 +59,6 @@ _PIECE = 1 << 22
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes of weights that can be packed, and of decoded weights."""
-
-NF4_VALUES = (
-    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
-    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
-    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
-    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
-)
-"""NF4's code book (QLoRA, arXiv:2305.14314): the value of each code, exact in fp32."""
 
 
 class InnerShape(NamedTuple):
@@ -121,11 +113,17 @@ class PackedFormat(ABC):
         return self.packed_bytes(shape) < math.prod(shape) * dtype.itemsize
 
     @torch.no_grad()
-    def encode(self, weight: torch.Tensor, inner: Mapping[str, torch.Tensor]) -> PackingError:
+    def encode(
+        self,
+        weight: torch.Tensor,
+        inner: Mapping[str, torch.Tensor],
+        pool: native.Pool | None = None,
+    ) -> PackingError:
         """Write the inner tensors of a weight. Returns the error of its decoded form.
 
         weight  on the CPU, any strides, bf16, fp16 or fp32; it is only read
         inner   a contiguous CPU tensor for each name of `self.inner(weight.shape)`
+        pool    threads of the kernel; None: the torch reference, with the same bits in `inner`
 
         Raises ConfigError for NaN or infinity in the weight, for magnitudes whose decoded form
         would be infinite, and for tensors of other dtypes or shapes. After an error the contents of
@@ -136,10 +134,16 @@ class PackedFormat(ABC):
                 f"{self.name}: got a weight of shape {list(weight.shape)} in {weight.dtype}, "
                 "expected 2 or 3 dimensions in bfloat16, float16 or float32"
             )
-        self._check_inner(weight.shape, inner)
+        self.check_inner(weight.shape, inner)
         source = weight.detach().contiguous()
-        self._encode(source, inner)
-        error = _packing_error(self._decoded_pieces(inner, source))
+        if pool is None:
+            self._encode(source, inner)
+            error = _packing_error(self._decoded_pieces(inner, source))
+        else:
+            self._encode_with(pool, source, inner)
+            row = packed_row(PackedTensors(self, inner, source))
+            [sums] = pool.packing_error(self.name, source.dtype, [row])
+            error = PackingError(sums[0], source.numel(), sums[1])
         if not math.isfinite(error.largest):
             raise ConfigError(
                 f"{self.name}: decoded, the weight's largest magnitudes would be infinite in "
@@ -159,13 +163,23 @@ class PackedFormat(ABC):
                 f"{self.name}: got decoded weights in {out.dtype} with strides "
                 f"{list(out.stride())}, expected contiguous bfloat16, float16 or float32"
             )
-        self._check_inner(out.shape, inner)
+        self.check_inner(out.shape, inner)
         for piece, values in self._decoded_pieces(inner, out):
             _round_into(values, piece)
 
     @abstractmethod
     def _encode(self, weight: torch.Tensor, inner: Mapping[str, torch.Tensor]) -> None:
-        """`encode` of a contiguous weight into checked tensors."""
+        """`encode` of a contiguous weight into checked tensors: the torch reference."""
+
+    def _encode_with(
+        self, pool: native.Pool, weight: torch.Tensor, inner: Mapping[str, torch.Tensor]
+    ) -> None:
+        """`_encode` by the kernel."""
+        row = packed_row(PackedTensors(self, inner, weight))
+        pool.encode(self.name, weight.dtype, [row])
+        for tensor in inner.values():
+            if tensor.dtype == torch.float32:
+                _check_finite(self.name, tensor)
 
     @abstractmethod
     def _decoded_pieces(
@@ -173,7 +187,7 @@ class PackedFormat(ABC):
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Pieces of `weight` as views, each with its decoded values in fp32, before rounding."""
 
-    def _check_inner(self, shape: Sequence[int], inner: Mapping[str, torch.Tensor]) -> None:
+    def check_inner(self, shape: Sequence[int], inner: Mapping[str, torch.Tensor]) -> None:
         """ConfigError unless `inner` has the tensors of this shape."""
         for expected in self.inner(shape):
             tensor = inner.get(expected.name)
@@ -226,9 +240,23 @@ class Nf4(PackedFormat):
                 codes = torch.cat([codes, codes.new_full((1,), NF4_VALUES.index(0.0))])
             packed = (codes[::2] << 4) | codes[1::2]
             inner["codes"][first // 2 : first // 2 + len(packed)] = packed
+        self._encode_absmax(absmax, inner)
+
+    def _encode_with(
+        self, pool: native.Pool, weight: torch.Tensor, inner: Mapping[str, torch.Tensor]
+    ) -> None:
+        # The kernel writes the codes and the exact absmax.
+        absmax = torch.empty(len(inner["absmax"]))
+        row = packed_row(PackedTensors(self, inner, weight))._replace(inner2=absmax.data_ptr())
+        pool.encode(self.name, weight.dtype, [row])
+        _check_finite(self.name, absmax)
+        self._encode_absmax(absmax, inner)
+
+    def _encode_absmax(self, absmax: torch.Tensor, inner: Mapping[str, torch.Tensor]) -> None:
+        """Write the inner tensors of the absmax, fp32 [blocks]: the double quantisation."""
         offset = _mean(absmax)
         scaled, nested_absmax = _scaled_blocks(absmax - offset, NF4_NESTED_BLOCK)
-        bounds = _middles(dynamic_map(weight.device))
+        bounds = _middles(dynamic_map(absmax.device))
         inner["absmax"].copy_(torch.bucketize(scaled, bounds, out_int32=True))
         inner["nested_absmax"].copy_(nested_absmax)
         inner["nested_offset"].fill_(offset)
@@ -345,41 +373,61 @@ FORMATS: Mapping[str, PackedFormat] = {row.name: row for row in (Nf4(), Int8(), 
 """Every format by its name, which is also the value of the config's key."""
 
 
-# -- code books ------------------------------------------------------------------------------------
-@functools.cache
-def nf4_map(device: torch.device) -> torch.Tensor:
-    """`NF4_VALUES` as fp32 [16]."""
-    return torch.tensor(NF4_VALUES, dtype=torch.float32, device=device)
+class PackedTensors(NamedTuple):
+    """The tensors of one packed weight, on one device.
 
-
-def dynamic_values() -> list[float]:
-    """The values of the signed 8-bit dynamic map [256], ascending, exact in fp32.
-
-    Decade i, of 7, has 2^i values between 10^(i-7) and 10^(i-6): the middles of equal parts. Their
-    negatives, 0 and 1 are added (8-bit optimizers, arXiv:2110.02861).
+    format
+    inner   the inner tensors by their names
+    weight  contiguous, bf16, fp16 or fp32: what is decoded, or encoded
     """
-    positive = [
-        Fraction(10) ** (decade - 6)
-        * (Fraction(1, 10) + Fraction(9, 10) * Fraction(2 * part + 1, 2 ** (decade + 1)))
-        for decade in range(7)
-        for part in range(2**decade)
-    ]
-    values = sorted([*positive, *(-value for value in positive), Fraction(0), Fraction(1)])
-    return torch.tensor([float(value) for value in values], dtype=torch.float32).tolist()
+
+    format: PackedFormat
+    inner: Mapping[str, torch.Tensor]
+    weight: torch.Tensor
 
 
-@functools.cache
-def dynamic_map(device: torch.device) -> torch.Tensor:
-    """`dynamic_values` as fp32 [256]."""
-    return torch.tensor(dynamic_values(), dtype=torch.float32, device=device)
+def decode_weights(kernels: native.Kernels, packed: Sequence[PackedTensors]) -> None:
+    """Decode the packed weights of one layer with the kernels of their device.
+
+    The compute lane calls it with `Device.kernels`. On a GPU the launches go to the calling
+    thread's stream. The bits are those of `PackedFormat.decode`. The caller keeps the tensors alive
+    until the work is done. Raises ConfigError for tensors of other dtypes or shapes.
+    """
+    rows_of: dict[tuple[str, torch.dtype], list[native.PackedWeight]] = {}
+    for weight in packed:
+        key = weight.format.name, weight.weight.dtype
+        rows_of.setdefault(key, []).append(packed_row(weight))
+    for (name, dtype), rows in rows_of.items():
+        kernels.decode(name, dtype, rows)
 
 
+def packed_row(packed: PackedTensors) -> native.PackedWeight:
+    """A packed weight by addresses, for the kernels. ConfigError for other dtypes or shapes."""
+    format, inner, weight = packed
+    if weight.dtype not in DTYPES or not weight.is_contiguous() or weight.dim() not in (2, 3):
+        raise ConfigError(
+            f"{format.name}: got a weight in {weight.dtype} of shape {list(weight.shape)} with "
+            f"strides {list(weight.stride())}, expected 2 or 3 contiguous dimensions in bfloat16, "
+            "float16 or float32"
+        )
+    format.check_inner(weight.shape, inner)
+    names = [expected.name for expected in format.inner(weight.shape)]
+    addresses = {f"inner{k}": inner[name].data_ptr() for k, name in enumerate(names)}
+    return native.PackedWeight(
+        weight=weight.data_ptr(),
+        rows=math.prod(weight.shape[:-1]),
+        columns=weight.shape[-1],
+        matrix_rows=weight.shape[-2],
+        **addresses,
+    )
+
+
+# -- encoding --------------------------------------------------------------------------------------
 def _middles(values: torch.Tensor) -> torch.Tensor:
     """The bounds between neighbouring values. A bound belongs to the lower one."""
     return (values[:-1] + values[1:]) / 2
 
 
-# -- encoding --------------------------------------------------------------------------------------
 def _check_finite(name: str, absmax: torch.Tensor) -> None:
     """ConfigError if a magnitude is NaN or infinite."""
     if not bool(torch.isfinite(absmax).all()):
