@@ -1,4 +1,4 @@
-"""The kernels on a GPU: updates, accumulation and norms as launches of Triton programs.
+"""The kernels on a GPU: updates, sums, norms and packed weights as launches of Triton programs.
 
 Owns the tables of segments on the device. The formulas of the optimizers are in `triton_programs`,
 and `native.constants` gives the numbers of a step. So this file names no optimizer. Launches go to
@@ -12,7 +12,7 @@ GPU. `tests/units/test_device_programs.py` checks them in the compiled PTX.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +22,8 @@ import torch
 from stronghold import native
 from stronghold.devices.base import Device
 from stronghold.errors import ConfigError
-from stronghold.native import Kernels, Rows, Segments, Targets
+from stronghold.native import Kernels, PackedWeight, Rows, Segments, Targets
+from stronghold.native.code_books import code_books
 
 # The compiler option of every launch that gives the host's bits: [Note: same operations].
 EXACT = {"enable_fp_fusion": False}
@@ -30,6 +31,7 @@ EXACT = {"enable_fp_fusion": False}
 BLOCK = 1024  # elements of a program: 8 per thread, so that a thread loads 16 bytes of bf16
 NUM_WARPS = 4
 SUM_BLOCK = 65536  # kSumBlock of targets.h: the definition of the sum has it
+DECODE_BLOCK = 2048  # elements of a program, at most: 16 per thread
 SUM_WARPS = 1  # the sum's 32 lanes are the threads
 VECTOR_BYTES = 16
 
@@ -70,13 +72,14 @@ class TritonKernels(Kernels):
 
     def __init__(self, device: Device) -> None:
         try:
-            from stronghold.optim import triton_programs
+            from stronghold.optim import triton_packed, triton_programs
         except ImportError as error:
             raise ConfigError(
                 "updates on the GPU need Triton, which torch brings where it is built for CUDA; "
                 f"importing it failed: {error}. Install it with `pip install triton`"
             ) from error
         self._programs: Any = triton_programs
+        self._packed: Any = triton_packed
         self._device = device
         self._tables: OrderedDict[bytes, torch.Tensor] = OrderedDict()
 
@@ -124,7 +127,7 @@ class TritonKernels(Kernels):
         _check_arrays(rows, arrays)
         launches: list[tuple[_Group, _Launch]] = []
         for group in groups:
-            for launch in self._launches(rows[group.indices], BLOCK):
+            for launch in self._element_launches(rows[group.indices], BLOCK):
                 launches.append((group, launch))
         dtypes = weight_dtype, grad_dtype
         return _PreparedUpdate(self, launches, formula, dtypes, in_place=targets is None)
@@ -167,7 +170,7 @@ class TritonKernels(Kernels):
         _check_arrays(rows, {"grad": grad_dtype, "acc": torch.float32})
         adds = fields[:, 3] != 0
         for add in (False, True):
-            for launch in self._launches(rows[adds == add], BLOCK):
+            for launch in self._element_launches(rows[adds == add], BLOCK):
                 self._programs.accumulate[(launch.num_blocks,)](
                     launch.table,
                     launch.num_rows,
@@ -190,7 +193,7 @@ class TritonKernels(Kernels):
         _check_arrays(rows, {"x": dtype})
         sums = torch.empty(len(rows), dtype=torch.float64, device=self._device.torch_device)
         first = 0
-        for launch in self._launches(rows, SUM_BLOCK):
+        for launch in self._element_launches(rows, SUM_BLOCK):
             partials = sums.new_empty(launch.num_blocks)
             if launch.num_blocks > 0:
                 self._programs.sum_squares[(launch.num_blocks,)](
@@ -213,16 +216,58 @@ class TritonKernels(Kernels):
             first += launch.num_rows
         return sums
 
-    def _launches(self, rows: _Rows, block: int) -> Iterator[_Launch]:
+    def decode(self, format: str, dtype: torch.dtype, weights: Sequence[PackedWeight]) -> None:
+        decoder = self._packed.DECODERS[format]
+        fields = native.packed_rows(weights)
+        numel = fields["rows"] * fields["columns"]
+        # [Note: tiles] of triton_packed. A weight without elements has no tile.
+        rows = np.where(decoder.is_flat, numel > 0, fields["rows"])
+        columns = np.where(decoder.is_flat, numel, fields["columns"])
+        blocks = rows * -(-columns // DECODE_BLOCK)
+        matrix_rows = np.maximum(fields["matrix_rows"], 1)
+        names = [f"inner{k}" for k in range(native.MAX_INNER)]
+        inner = dict(zip(names, decoder.item_bytes, strict=False))
+        _check_addresses(numel, fields, {**inner, "weight": dtype.itemsize})
+        arrays = [fields[name] for name in (*names, "weight")]
+        table_rows = np.stack([numel, *arrays, columns, matrix_rows], axis=1)
+        aligned = [fields[name] for name in ("inner0", "weight")]
+        for launch in self._launches(table_rows, blocks, np.stack(aligned, axis=1)):
+            if launch.num_blocks > 0:
+                decoder.program[(launch.num_blocks,)](
+                    launch.table,
+                    launch.num_rows,
+                    self._books(),
+                    OUT=self._element(dtype),
+                    ALIGNED=launch.aligned,
+                    BLOCK=DECODE_BLOCK,
+                    num_warps=NUM_WARPS,
+                    **EXACT,
+                )
+
+    def _books(self) -> torch.Tensor:
+        """The code books on the device: sent once, by a copy that the host waits for."""
+        books = code_books(self._device.torch_device)
+        self._device.memory.keep_for_lane(books)
+        return books
+
+    def _element_launches(self, rows: _Rows, block: int) -> Iterator[_Launch]:
+        """`_launches` of segments that are cut into programs of `block` elements."""
+        return self._launches(rows, -(-rows[:, 0] // block), rows[:, 1:])
+
+    def _launches(
+        self, rows: _Rows, num_blocks: npt.NDArray[np.int64], addresses: _Rows
+    ) -> Iterator[_Launch]:
         """Cut `rows` into as many launches as they need, in their order.
 
-        `block` is the number of elements of one program.
+        num_blocks  programs of each row
+        addresses   of each row: all of them decide whether the launch is aligned
         """
         num_table_rows = self._programs.ROWS.value
         for start in range(0, len(rows), num_table_rows):
             launch_rows = rows[start : start + num_table_rows]
             num_rows, num_columns = launch_rows.shape
-            blocks = -(-launch_rows[:, 0] // block)
+            blocks = num_blocks[start : start + num_table_rows]
+            launch_addresses = addresses[start : start + num_table_rows]
             ends = np.cumsum(blocks)
             table = np.zeros((1 + num_columns, num_table_rows), dtype=np.int64)
             table[0, :num_rows] = ends - blocks
@@ -231,7 +276,7 @@ class TritonKernels(Kernels):
                 table=self._on_device(table),
                 num_rows=num_rows,
                 num_blocks=int(ends[-1]),
-                aligned=not np.any(launch_rows[:, 1:] % VECTOR_BYTES),
+                aligned=not np.any(launch_addresses % VECTOR_BYTES),
             )
 
     def _on_device(self, table: npt.NDArray[np.int64]) -> torch.Tensor:
@@ -322,11 +367,22 @@ def _check_arrays(rows: _Rows, arrays: dict[str, torch.dtype]) -> None:
     """ConfigError for a negative size, or an address from which a GPU cannot load."""
     numel = rows[:, 0]
     _check(numel >= 0, "numel", numel, ">= 0")
-    for column, (name, dtype) in enumerate(arrays.items(), start=1):
-        address = rows[:, column]
-        is_loadable = (address != 0) & (address % dtype.itemsize == 0)
+    addresses = {name: rows[:, column] for column, name in enumerate(arrays, start=1)}
+    _check_addresses(numel, addresses, {name: dtype.itemsize for name, dtype in arrays.items()})
+
+
+def _check_addresses(
+    numel: npt.NDArray[np.int64], addresses: Any, item_bytes: Mapping[str, int]
+) -> None:
+    """ConfigError for an address from which a GPU cannot load items of these bytes.
+
+    `addresses` has an array [segments] for each name. Segments without elements pass.
+    """
+    for name, nbytes in item_bytes.items():
+        address = addresses[name]
+        is_loadable = (address != 0) & (address % nbytes == 0)
         is_right = is_loadable | (numel == 0)
-        _check(is_right, name, address, f"an address aligned to {dtype.itemsize} bytes")
+        _check(is_right, name, address, f"an address aligned to {nbytes} bytes")
 
 
 def _check(
