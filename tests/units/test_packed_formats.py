@@ -126,14 +126,15 @@ def test_fp8_is_that_of_transformers(shape):
     operation = module.Fp8Quantize(SimpleNamespace(quantization_config=settings))
     weight, inner = weight_of(shape, BF16), empty_inner(FORMATS["fp8"], shape)
     FORMATS["fp8"].encode(weight, inner)
-    theirs = operation._quantize_one("layer.weight", weight)
+    theirs = operation.convert({"layer.weight": weight})
     codes, scales = theirs["layer.weight"], theirs["layer.weight_scale_inv"]
     assert torch.equal(codes.view(torch.uint8), inner["weight"].view(torch.uint8))
     assert torch.equal(scales, inner["weight_scale_inv"])
     out = torch.empty_like(weight)
     FORMATS["fp8"].decode(inner, out)
-    decoded = module.Fp8Dequantize(operation.hf_quantizer)._dequantize_one(codes, scales, BF16)
-    assert torch.equal(bits(out), bits(decoded))
+    inverse = operation.reverse_op
+    [decoded] = inverse.convert({"weight": codes, "weight_scale_inv": scales}).values()
+    assert torch.equal(bits(out), bits(decoded.to(BF16)))
 
 
 # ---- Encoding -------------------------------------------------------------------------------
