@@ -50,7 +50,7 @@ from stronghold.model.packed_formats import FORMATS, PackedFormat, PackingError
 from stronghold.model.packing import choose_packed, kind_of_weight, sum_of_errors
 from stronghold.model.partition import WeightSource, partition, source_of, why_no_blocks
 from stronghold.model.stored_tensors import PackedParameter, stored_tensors
-from stronghold.native import IoFile, IoQueue
+from stronghold.native import IoFile, IoQueue, Pool, available_cores
 from stronghold.optim.states import EXACT
 from stronghold.streaming.formats import CAST, COMPUTED, model_formats, page_items
 
@@ -272,13 +272,15 @@ class _Writer:
         self._report = report
         self._reported_s = time.perf_counter()
         self._errors: dict[str, list[PackingError]] = {}
+        self._pool: Pool | None = None
 
     def write(self, hidden: Path, plans: Sequence[_LayerPlan]) -> list[LayerRecord]:
         """Write the files of all layers into the directory `hidden`, durably."""
         slabs = self._make_slabs(plans)
         weight = self._make_buffer(plans)
         records: list[LayerRecord] = []
-        with closing(IoQueue(DEPTH, BLOCK_BYTES)) as queue:
+        with closing(IoQueue(DEPTH, BLOCK_BYTES)) as queue, Pool(available_cores()) as pool:
+            self._pool = pool
             files = {
                 name: _create(queue, hidden / name, num_bytes)
                 for name, num_bytes in _file_sizes(plans).items()
@@ -353,7 +355,7 @@ class _Writer:
     ) -> None:
         begun = time.perf_counter()
         try:
-            error = self._format.encode(values, inner)
+            error = self._format.encode(values, inner, self._pool)
         except ConfigError as reason:
             raise ConfigError(f"{packed.name}: {reason}") from reason
         self.clock.packing_s += time.perf_counter() - begun

@@ -578,6 +578,10 @@ class ComputeLane(Lane):
         """
         return self.wait(fence)
 
+    def wait_for_all_streams(self) -> None:
+        """Let later compute, on the calling thread's stream, run after all earlier compute on every
+        stream of this lane."""
+
     def stream(self) -> object:
         """Return the calling thread's stream. Blocks may use several."""
         return None

@@ -425,6 +425,11 @@ class GpuCompute(ComputeLane):
                 stream.wait_event(event)  # the main and side streams wait for the lane's stream
         return seconds
 
+    def wait_for_all_streams(self) -> None:
+        current = self.stream()
+        for stream in self.sides.all_streams:
+            current.wait_stream(stream)  # the calling thread's stream waits for the others
+
     def begin_span(self) -> object:
         stream = self.stream()
         return stream, self._gpu.spans.mark(stream)

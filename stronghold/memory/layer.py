@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from stronghold.devices.base import Fence, Record
-from stronghold.errors import StateError
+from stronghold.errors import ConfigError, StateError
 from stronghold.memory.buffers import GradientSlot, Slot
 from stronghold.model.arrays import (
     ArrayMap,
@@ -35,6 +35,7 @@ from stronghold.model.layout import LayerLayout, ParameterSlice, Shards, Span, d
 from stronghold.model.packed_formats import PackedFormat, PackingError
 from stronghold.model.partition import WeightSource
 from stronghold.model.stored_tensors import PackedParameter
+from stronghold.native import Pool
 from stronghold.optim.states import Format, Formats
 from stronghold.plan.homes import GPU, HOST, Home
 
@@ -320,6 +321,7 @@ class LayerState:
     weights     flat uint8 tensor: the weights of the whole layer
     packed      parameters whose packed tensors are among `parameters`
     packing_errors  by name of a packed parameter: the error of its packed form
+    pool        threads that pack weights while the model is taken over. None: plain torch packs
     read_frozen  fills the layer's bytes with its frozen stored tensors, from a prepared base. None:
                 they come from the model
     aliases     by position: further tensors of a library over a stored tensor's memory
@@ -347,6 +349,7 @@ class LayerState:
     parameters: Sequence[torch.Tensor] = ()
     packed: tuple[PackedWeight, ...] = ()
     packing_errors: dict[str, PackingError] = field(default_factory=dict)
+    pool: Pool | None = None
     read_frozen: Callable[[torch.Tensor], None] | None = None
     aliases: Mapping[int, Sequence[torch.Tensor]] = field(default_factory=dict)
     arrays: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -474,11 +477,15 @@ class LayerState:
             else:
                 target.copy_(parameter.detach())
         for packed in self.packed_of_model:
-            inner = {
-                name: weight_map.parameter(weights, slices[position])
-                for name, position in packed.positions.items()
-            }
-            self.encode(packed, inner, source)
+            self.encode(packed, self.packed_tensors(packed, weights), source)
+
+    def packed_tensors(self, packed: PackedWeight, memory: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The packed tensors of a parameter by name. `memory`: the flat bytes of the weights."""
+        weights, slices = self.maps["weights"], self.layout.slices
+        return {
+            name: weights.parameter(memory, slices[position])
+            for name, position in packed.positions.items()
+        }
 
     @property
     def frozen_slices(self) -> list[ParameterSlice]:
@@ -517,7 +524,11 @@ class LayerState:
             source.read_into(parameter, values)
         else:
             values = parameter.detach().to(described.dtype)
-        self.packing_errors[packed.name] = described.format.encode(values, inner)
+        try:
+            error = described.format.encode(values, inner, self.pool)
+        except ConfigError as reason:
+            raise ConfigError(f"{packed.name}: {reason}") from reason
+        self.packing_errors[packed.name] = error
 
     def array(self, name: str) -> torch.Tensor | None:
         """The array's memory: a flat uint8 tensor. None if the layer has it not in memory."""

@@ -24,12 +24,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
 from stronghold.devices.base import Record
 from stronghold.errors import ConfigError
 from stronghold.memory.layer import LayerState
+from stronghold.model.packed_formats import PackedTensors, decode_weights
 from stronghold.streaming.parameter_views import held_elsewhere
 from stronghold.streaming.parts import Parts
 from stronghold.streaming.patches.autograd import without_torch_function
@@ -81,10 +83,11 @@ class DecodedWeights:
         if views is None:
             views = self._views[layer] = _decoded_views(state, self.memory)
         compute = self._device.compute
-        compute.wait_everywhere(compute.record(f"before decode {layer}"))
+        compute.wait_for_all_streams()
+        weights = _packed_tensors(state, packed_memory, views)
         decoded = compute.submit(
             f"decode {layer}",
-            lambda: decode(state, packed_memory, views),
+            partial(decode_weights, self._device.kernels, weights),
             reads=() if slot is None else (slot.record,),
             writes=(self._record,),
             nbytes=packed_memory.nbytes + state.layout.decoded_bytes,
@@ -145,7 +148,7 @@ class DecodedWeights:
         nbytes = state.layout.decoded_bytes
         memory = torch.empty(nbytes, dtype=torch.uint8, device=state.weights.device)
         views = _decoded_views(state, memory)
-        decode(state, state.weights, views)
+        _decode_at_home(state, views)
         self._point(state, views)
 
     def _point(self, state: LayerState, views: Sequence[torch.Tensor]) -> None:
@@ -184,15 +187,23 @@ class DecodedWeights:
             self.memory = None
 
 
-def decode(state: LayerState, memory: torch.Tensor, views: Sequence[torch.Tensor]) -> None:
-    """Decode the layer's packed tensors, which lie in `memory`, into `views`."""
-    weights, slices = state.maps["weights"], state.layout.slices
-    for packed, view in zip(state.packed, views, strict=True):
-        inner = {
-            name: weights.parameter(memory, slices[position])
-            for name, position in packed.positions.items()
-        }
-        packed.format.decode(inner, view)
+def _packed_tensors(
+    state: LayerState, memory: torch.Tensor, views: Sequence[torch.Tensor]
+) -> list[PackedTensors]:
+    """The layer's packed weights. `memory` has its stored tensors, `views` are to be decoded."""
+    return [
+        PackedTensors(packed.format, state.packed_tensors(packed, memory), view)
+        for packed, view in zip(state.packed, views, strict=True)
+    ]
+
+
+def _decode_at_home(state: LayerState, views: Sequence[torch.Tensor]) -> None:
+    """Decode the layer's packed tensors where they lie between steps, by plain torch.
+
+    The kernels' threads may be at work for an update.
+    """
+    for weight in _packed_tensors(state, state.weights, views):
+        weight.format.decode(weight.inner, weight.weight)
 
 
 def _decoded_views(state: LayerState, memory: torch.Tensor) -> list[torch.Tensor]:
@@ -236,6 +247,6 @@ def return_packed(layers: Sequence[LayerState], available_bytes: int) -> None:
             continue
         memory = torch.empty(state.layout.decoded_bytes, dtype=torch.uint8)
         views = _decoded_views(state, memory)
-        decode(state, state.weights, views)
+        _decode_at_home(state, views)
         for packed, view in zip(state.packed, views, strict=True):
             point(packed.parameter, view)

@@ -335,6 +335,8 @@ class Stack:
             packed=[layer.packed for layer in self.partition.layers],
         )
         self.host, self.store, self.steps = made.host, made.store, made.steps
+        for state in self.host.layers:
+            state.pool = self.pool
         if self._base is not None:
             self._base.check(len(self.layout.streamed))
             for number, index in enumerate(self.layout.streamed):
