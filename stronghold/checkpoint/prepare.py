@@ -8,7 +8,7 @@ of files has threads of its own.
 
 1. Two slabs, each as large as the largest packed layer, and one weight in the compute dtype.
 2. The caller's thread reads a weight into the buffer, and packs it into its place in a slab. The
-   disk is read ahead by the system's own rule.
+   system reads the next weights ahead meanwhile: the following one, or the next layer's first.
 3. A full slab is written by the queue while the next layer is packed into the other slab.
 4. All files lie in a hidden directory. It gets its name when they and the manifest are durable
    (`checkpoint.directory`, [Note: publication]). A killed process leaves no base, and the next one
@@ -40,7 +40,7 @@ from stronghold.checkpoint.base import (
     view_of,
 )
 from stronghold.checkpoint.files import raw_bytes
-from stronghold.checkpoint.pretrained import from_pretrained
+from stronghold.checkpoint.pretrained import DirectorySource, from_pretrained, open_source
 from stronghold.checkpoint.save import versions
 from stronghold.errors import ConfigError, did_you_mean, format_size
 from stronghold.memory.slab import map_slab
@@ -48,7 +48,7 @@ from stronghold.model.arrays import weight_map
 from stronghold.model.layout import layout
 from stronghold.model.packed_formats import FORMATS, PackedFormat, PackingError
 from stronghold.model.packing import choose_packed, kind_of_weight, sum_of_errors
-from stronghold.model.partition import WeightSource, partition, source_of, why_no_blocks
+from stronghold.model.partition import partition, why_no_blocks
 from stronghold.model.stored_tensors import PackedParameter, stored_tensors
 from stronghold.native import IoFile, IoQueue, Pool, available_cores
 from stronghold.optim.states import EXACT
@@ -147,8 +147,7 @@ def prepare(
     packed_format = _format_named(frozen)
     directory.check_new(out)
     model = from_pretrained(model_dir).requires_grad_(False)
-    source = source_of(model)
-    assert source is not None
+    source = open_source(model)
     plans = _plan(model, layers, packed_format, dtype, max_file_bytes)
     num_bytes = sum(plan.num_bytes for plan in plans)
     report(f"{len(plans)} layers, {format_size(num_bytes)} in {frozen}")
@@ -260,7 +259,7 @@ class _Writer:
 
     def __init__(
         self,
-        source: WeightSource,
+        source: DirectorySource,
         packed_format: PackedFormat,
         dtype: torch.dtype,
         report: Callable[[str], None],
@@ -290,7 +289,8 @@ class _Writer:
                 turn = number % len(slabs)
                 self._wait(queue, tickets[turn])
                 slab = slabs[turn][: plan.num_bytes]
-                records.append(self._fill(plan, slab, weight))
+                following = plans[number + 1 : number + 2]
+                records.append(self._fill(plan, slab, weight, following))
                 file, address = files[plan.file], slab.data_ptr()
                 tickets[turn] = queue.write(file, plan.offset, address, plan.num_bytes)
                 self._progress(number + 1, plans)
@@ -316,15 +316,27 @@ class _Writer:
         sizes = [packed.parameter.numel() for plan in plans for packed in plan.packed]
         return map_slab(max(sizes, default=0), self._dtype)
 
-    def _fill(self, plan: _LayerPlan, slab: torch.Tensor, weight: torch.Tensor) -> LayerRecord:
-        """Write a layer's stored tensors into its slab. Returns its record."""
+    def _fill(
+        self,
+        plan: _LayerPlan,
+        slab: torch.Tensor,
+        weight: torch.Tensor,
+        following: Sequence[_LayerPlan],
+    ) -> LayerRecord:
+        """Write a layer's stored tensors into its slab. Returns its record.
+
+        `following`: the next layer, if there is one. Its first weight is read ahead.
+        """
         slab.zero_()  # the bytes between tensors are zeros
         views = {place.name: view_of(slab, place) for place in plan.places}
         for name, parameter in plan.as_came.items():
             self._source.read_into(parameter, views[name])
-        for packed in plan.packed:
+        next_packed = [*plan.packed[1:], *(layer.packed[0] for layer in following if layer.packed)]
+        for number, packed in enumerate(plan.packed):
             values = weight[: packed.parameter.numel()].view(packed.shape)
             self._source.read_into(packed.parameter, values)
+            for ahead in next_packed[number : number + 1]:
+                self._source.will_read(ahead.parameter)
             inner = {key: views[f"{packed.name}.{key}"] for key in packed.inner}
             self._pack(plan, packed, values, inner)
         data = raw_bytes(slab)

@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from stronghold.checkpoint.conversions import Conversion, ExpectedTensors, conversions
 from stronghold.checkpoint.files import TensorFile
 from stronghold.checkpoint.stored_weights import StoredWeights, stored_weights
-from stronghold.errors import CheckpointError, ConfigError, did_you_mean
+from stronghold.errors import CheckpointError, ConfigError, StateError, did_you_mean
 from stronghold.model.partition import set_source, source_of
 from stronghold.streaming.patches.modules import build_from_config
 
@@ -73,7 +73,7 @@ def from_pretrained(
         stored.prepare(model, model_dtype)
     if (path / "generation_config.json").is_file() and hasattr(model, "generation_config"):
         model.generation_config = transformers.GenerationConfig.from_pretrained(path)
-    source = _DirectorySource(model, files, path, stored)
+    source = DirectorySource(model, files, path, stored)
     source.fill_buffers(model)
     set_source(model, source)
     stored.finish(model)
@@ -86,7 +86,15 @@ def directory_of(model: nn.Module) -> Path | None:
     None: another program made the model, or `stronghold.initialize` has taken it over.
     """
     source = source_of(model)
-    return source.path if isinstance(source, _DirectorySource) else None
+    return source.path if isinstance(source, DirectorySource) else None
+
+
+def open_source(model: nn.Module) -> DirectorySource:
+    """The source of a model that `from_pretrained` has opened. StateError for another model."""
+    source = source_of(model)
+    if not isinstance(source, DirectorySource):
+        raise StateError(f"{type(model).__name__} was not opened by from_pretrained")
+    return source
 
 
 @contextmanager
@@ -145,7 +153,7 @@ def _files_of_index(path: Path, index: Path) -> dict[str, TensorFile]:
     return {tensor: files[name] for tensor, name in shard_of_tensor.items()}
 
 
-class _DirectorySource:
+class DirectorySource:
     """Source of the values of a model's parameters: the tensors of one directory."""
 
     def __init__(
@@ -185,6 +193,10 @@ class _DirectorySource:
     def read_into(self, parameter: torch.Tensor, target: torch.Tensor) -> None:
         """Fill `target` with the parameter's values, cast to its dtype."""
         self._read_into(self._name_of[id(parameter)], target)
+
+    def will_read(self, parameter: torch.Tensor) -> None:
+        """Let the system read the parameter's tensors ahead. Waits for nothing."""
+        self._conversion_of[self._name_of[id(parameter)]].will_read()
 
     def fill_buffers(self, model: nn.Module) -> None:
         """Fill the model's buffers that the directory has."""
