@@ -327,7 +327,7 @@ class _Writer:
 
         `following`: the next layer, if there is one. Its first weight is read ahead.
         """
-        slab.zero_()  # the bytes between tensors are zeros
+        _clear_gaps(slab, plan.places)
         views = {place.name: view_of(slab, place) for place in plan.places}
         for name, parameter in plan.as_came.items():
             self._source.read_into(parameter, views[name])
@@ -390,6 +390,15 @@ class _Writer:
         self._report(
             f"{num_done} of {len(plans)} layers, {format_size(done_bytes)}, {left_s:.0f} s left"
         )
+
+
+def _clear_gaps(slab: torch.Tensor, places: Sequence[StoredPlace]) -> None:
+    """Fill the bytes between tensors with zeros: another layer had the slab before."""
+    end = 0
+    for place in places:
+        slab[end : place.offset].zero_()
+        end = place.end
+    slab[end:].zero_()
 
 
 def _create(queue: IoQueue, path: Path, num_bytes: int) -> IoFile:

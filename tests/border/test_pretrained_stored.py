@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -17,6 +18,7 @@ import stronghold
 from stronghold.checkpoint import conversions
 from stronghold.errors import ConfigError
 from stronghold.model.partition import source_of
+from tests.support.bases import write_model
 from tests.support.checkpoints import session, train
 from tests.support.stored_weights import (
     fp8_settings,
@@ -206,6 +208,28 @@ def test_bitsandbytes_weights_are_opened_as_they_are(stored: str, tmp_path: Path
         assert ours_inner.keys() == theirs_inner.keys()
         assert all(torch.equal(ours_inner[key], value) for key, value in theirs_inner.items()), name
     assert num_packed == 14
+
+
+@pytest.mark.parametrize("stored", ["nf4 twice", pytest.param("int8", marks=pytest.mark.slow)])
+def test_adapters_over_a_bitsandbytes_directory_train_as_over_the_loaded_model(
+    stored: str, tmp_path: Path
+) -> None:
+    write_model(tmp_path / "plain")
+    settings = BITSANDBYTES[stored]
+    made = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=settings)
+    made.save_pretrained(tmp_path / "stored")
+    runs = []
+    for load in (AutoModelForCausalLM.from_pretrained, stronghold.from_pretrained):
+        model = load(tmp_path / "stored")
+        torch.manual_seed(0)
+        with stronghold.placeholders(model):
+            chosen = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear")
+            model = peft.get_peft_model(model, chosen)
+        with session(model.train(), precision="bf16", section={"window": 1}) as engine:
+            runs.append(train(engine, 3))
+    theirs, ours = runs
+    assert not torch.equal(ours[0], ours[-1])
+    assert all(map(torch.equal, ours, theirs))
 
 
 def inner_tensors(parameter: Any) -> dict[str, torch.Tensor]:
