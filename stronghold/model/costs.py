@@ -30,6 +30,7 @@ import contextlib
 import functools
 import inspect
 import operator
+import re
 import weakref
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -57,6 +58,7 @@ from stronghold.model.gpu_operators import (
 from stronghold.model.logits import LogitsInParts
 from stronghold.model.operator_bytes import OperatorBytes
 from stronghold.model.partition import Partition
+from stronghold.model.product_gradients import ProductGradients
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Attributes that number a block.
@@ -64,6 +66,8 @@ INDEX_NAMES = frozenset(
     {"block_idx", "idx", "index", "layer_id", "layer_idx", "layer_index", "layer_number"}
 )
 MAX_CONTAINER = 100  # longer containers are compared by identity
+# A block's number in a module's path, which PEFT's layers keep in a dict.
+_NUMBER_IN_PATH = re.compile(r"\.\d+\.")
 _IRRELEVANT = INDEX_NAMES | (vars(nn.Module()).keys() - {"training"})
 
 
@@ -84,6 +88,8 @@ class LayerCost:
                      attention
     causal_flops     share of `attention_flops` of calls with a causal mask
     head_width       elements of one head's query
+    gradients_per_product  FLOPs of backward's products, as a multiple of forward's, without
+                     attention (`model.product_gradients`): 2 in full training
     """
 
     forward_flops: float
@@ -95,6 +101,7 @@ class LayerCost:
     causal_flops: float = 0.0
     head_width: int = 0
     operator_bytes: float = 0.0
+    gradients_per_product: float = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +160,7 @@ class _Counts(NamedTuple):
     flops: float  # of products and attention
     causal: float  # FLOPs of attention with a causal mask
     nbytes: float  # of all other operators
+    gradients: float  # FLOPs of the products' gradients in backward
 
 
 class _OneModule(contextlib.nullcontext[None]):
@@ -243,6 +251,7 @@ class _Tracer:
         self._flops = [0.0] * len(partition.layers)
         self._causal_flops = [0.0] * len(partition.layers)
         self._operator_bytes = [0.0] * len(partition.layers)
+        self._gradient_flops = [0.0] * len(partition.layers)
         self._saved: list[tuple[int, int]] = []  # (layer, storage); a storage's first layer counts
         self._entered: dict[int, set[int]] = {}  # storage -> blocks
         self._around: dict[int, int] = {}  # storage -> resident layer that ran last, on entry
@@ -259,9 +268,10 @@ class _Tracer:
         self._counter = FlopCounterMode(display=False, custom_mapping=MORE_FLOPS)
         self._counter.mod_tracker = _OneModule()  # type: ignore[assignment]
         self._moved = OperatorBytes()
+        self._gradients = ProductGradients(self._counter.flop_registry)
         self._causal = 0.0
         self._head_width: dict[int, int] = {}  # of layers that ran
-        self._counted = _Counts(0.0, 0.0, 0.0)
+        self._counted = _Counts(0.0, 0.0, 0.0, 0.0)
         self._known: dict[Any, _KnownCall] = {}  # by everything in which calls must be alike
         self._like: dict[int, int] = {}  # layer that did not run -> layer that ran in its place
 
@@ -286,6 +296,7 @@ class _Tracer:
             undo.enter_context(GpuOperators())
             undo.enter_context(self._passing)
             undo.enter_context(self._moved)
+            undo.enter_context(self._gradients)
             undo.enter_context(self._counter)
             yield
 
@@ -303,10 +314,18 @@ class _Tracer:
         Forward then counts two of four products ([Note: four products] of `model.logits`). The
         usual backward has twice the forward's FLOPs, so forward's share of four is a third: 4 / 3.
         Other operators pass over the logits in forward as often as in backward, too.
+
+        A frozen head has these two products and no more, and operators in forward alone. So its
+        backward counts one product, as of any frozen weight.
         """
-        if divided:
-            self._flops[self._outside] *= 2 / 3
-            self._operator_bytes[self._outside] *= 2 / 3
+        if not divided:
+            return
+        head = self._outside
+        layer = self._partition.layers[head]
+        trains = any(named.parameter.requires_grad for named in layer.parameters)
+        self._flops[head] *= 2 / 3 if trains else 1 / 2
+        self._operator_bytes[head] *= 2 / 3 if trains else 1 / 3
+        self._gradient_flops[head] = self._flops[head] * (2 if trains else 1)
 
     def costs(self) -> tuple[LayerCost, ...]:
         """The costs of each layer, once the forward is over."""
@@ -340,9 +359,15 @@ class _Tracer:
                     causal_flops=self._causal_flops[index],
                     head_width=self._head_width.get(ran, 0),
                     operator_bytes=self._operator_bytes[index],
+                    gradients_per_product=self._gradients_per_product(index, attention.flops),
                 )
             )
         return tuple(layers)
+
+    def _gradients_per_product(self, index: int, attention_flops: float) -> float:
+        """FLOPs of the layer's products in backward, by those in forward; 2 without products."""
+        products = self._flops[index] - attention_flops
+        return self._gradient_flops[index] / products if products > 0.0 else 2.0
 
     # -- the running layer ------------------------------------------------------------------------
     def _run_resident(
@@ -454,13 +479,14 @@ class _Tracer:
 
     def _total(self) -> _Counts:
         flops = float(self._counter.get_total_flops())
-        return _Counts(flops, self._causal, float(self._moved.total))
+        return _Counts(flops, self._causal, float(self._moved.total), self._gradients.total)
 
     def _charge(self, layer: int, counts: _Counts) -> None:
         """Add the counts to the layer's costs."""
         self._flops[layer] += counts.flops
         self._causal_flops[layer] += counts.causal
         self._operator_bytes[layer] += counts.nbytes
+        self._gradient_flops[layer] += counts.gradients
 
 
 class _BlockCall:
@@ -614,7 +640,7 @@ def leaf_kinds(leaves: Sequence[Any]) -> tuple[Any, ...]:
 def _setting(value: Any) -> Any:
     """A comparable form of a module's attribute."""
     if isinstance(value, tuple | list | dict | set) and len(value) <= MAX_CONTAINER:
-        return repr(value)
+        return _NUMBER_IN_PATH.sub(".", repr(value))
     if isinstance(value, functools.partial):
         return id(value.func), repr(value.args), repr(value.keywords)
     return _kind(value)
