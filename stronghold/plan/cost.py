@@ -6,10 +6,13 @@ and the physical limit. No other file counts a step's bytes.
 
 [Note: formula] The physical limit of a step's time:
 
-    step >= max((6 + 2 r) P T / F + attention, (k e P n + A) / B, (e P n + A) / B, q P / M, D / S)
+    step >= max((2 + 2 g + 2 r) P T / F + attention, (k e P n + A) / B, (e t P n + A) / B, q P / M,
+                D / S)
 
 1. P streamed parameters have e bytes each. T tokens come in n micro-batches. A micro-batch fetches
-   all weights k = 2 times, and runs r further forward passes.
+   all weights k = 2 times, and runs r further forward passes. Backward has g products for each of
+   forward. In full training g is 2; all parameters train, so the share t is 1. A frozen weight has
+   g = 1 (`model.product_gradients`), no gradient and no update.
 2. F is the rate of matrix products, in FLOP/s. Attention takes the time of its kernels at their
    measured rates; without such rates it runs at F.
 3. B is the link's rate per direction, M the host memory's, S the disk's, in bytes/s.
@@ -518,20 +521,33 @@ def break_even(
     *,
     recompute: bool,
     active_share: float = 1.0,
+    trained_share: float = 1.0,
+    gradients_per_product: float = 2.0,
+    stored_bytes: float | None = None,
 ) -> BreakEven:
     """Numbers of tokens at which the terms of [Note: formula] are equal, without attention.
 
-    They are q F / ((6 + 2 r) a M) and k e F / ((6 + 2 r) a B). a is `active_share`: one token
-    computes with that share of the streamed parameters. It is 1 in a dense model. It is small in a
-    model of experts, in which all parameters move and few compute.
+    They are q F / ((2 + 2 g + 2 r) a M) and k e F / ((2 + 2 g + 2 r) a B).
+
+    active_share   a: one token computes with that share of the streamed parameters. It is 1 in a
+                   dense model. It is small in a model of experts, in which all parameters move and
+                   few compute
+    trained_share  the share of the streamed parameters that train, which lowers q
+    gradients_per_product  g: 2 in full training, little more than 1 with frozen weights
+    stored_bytes   e: bytes of a streamed parameter on the host. None: those of `states`
     """
-    flops_per_parameter = 8.0 if recompute else 6.0  # of one token
-    tokens_per_s = machine.flops[dtype] / (flops_per_parameter * active_share)
+    if stored_bytes is None:
+        stored_bytes = states.weight_bytes
+    products = 1.0 + gradients_per_product + (1.0 if recompute else 0.0)
+    tokens_per_s = machine.flops[dtype] / (2.0 * products * active_share)
     memory_rate = max(machine.memory_gbps.values()) * 1e9
     fetch_rate = machine.fetch_gbps * 1e9
+    # Of a trained parameter, without the fetches of its weight.
+    updated = bytes_per_parameter(states) - WEIGHT_FETCHES * states.weight_bytes
+    moved = WEIGHT_FETCHES * stored_bytes + trained_share * updated
     return BreakEven(
-        cpu=bytes_per_parameter(states) * tokens_per_s / memory_rate,
-        link=WEIGHT_FETCHES * states.weight_bytes * tokens_per_s / fetch_rate,
+        cpu=moved * tokens_per_s / memory_rate,
+        link=WEIGHT_FETCHES * stored_bytes * tokens_per_s / fetch_rate,
     )
 
 
@@ -596,8 +612,9 @@ def workload_of(costs: ModelCosts, machine: MachineProfile, *, micro_batches: in
 
     1. Matrix products take their FLOPs at the machine's rate of products.
     2. Fused attention takes its measured rates. Other operators take device memory's rate.
-    3. Backward computes twice as much as forward, and moves twice as many bytes. (Measured in
-       blocks of eight families of models: 1.6 to 2.6 times; of a Llama 2.2.)
+    3. Backward computes the gradients that are needed: of full training twice the products of
+       forward, of a frozen weight one. It moves twice as many bytes. (Measured in blocks of eight
+       families of models: 1.6 to 2.6 times; of a Llama 2.2.)
     4. The layers outside the blocks (norm, head, loss) have their transient bytes one after the
        other, while all saved tensors are kept. So the most of these counts, once.
     """
@@ -612,7 +629,9 @@ def workload_of(costs: ModelCosts, machine: MachineProfile, *, micro_batches: in
         transient_bytes = layer.passing_bytes if layer is largest else 0
         work = LayerWork(
             forward_s=products_s + attention_forward_s + operators_s,
-            backward_s=2 * products_s + attention_backward_s + 2 * operators_s,
+            backward_s=(
+                layer.gradients_per_product * products_s + attention_backward_s + 2 * operators_s
+            ),
             saved_bytes=layer.saved_bytes + transient_bytes,
             boundary_bytes=layer.boundary_bytes,
             attention_s=attention_forward_s,

@@ -155,6 +155,15 @@ def _add_plan(commands: Any) -> None:
     model.add_argument("--model", type=Path, metavar="DIR", help="a Hugging Face model's, or file")
     for name in ("layers", "hidden", "heads", "vocab"):
         model.add_argument(f"--{name}", type=int, metavar="N", help="a GPT's, without --model")
+    adapters = plan.add_argument_group("adapters; without --lora all weights train")
+    adapters.add_argument("--lora", type=int, metavar="RANK", help="LoRA over frozen weights")
+    adapters.add_argument(
+        "--lora-targets",
+        nargs="+",
+        metavar="NAME",
+        help="ends of the names of linear modules, or of parameters such as fused experts "
+        "(default: all linear modules but the head)",
+    )
     machine = plan.add_argument_group("machine")
     machine.add_argument(
         "--machine", metavar="PROFILE", help="a name or a file (default: what doctor wrote here)"

@@ -118,6 +118,9 @@ class Estimate:
             asked.arrays,
             recompute=recompute,
             active_share=asked.active_share,
+            trained_share=asked.trained_share,
+            gradients_per_product=asked.gradients_per_product,
+            stored_bytes=asked.stored_bytes,
         )
 
     @property
@@ -150,6 +153,7 @@ class Estimate:
             "asked": {
                 "model": question.model.name,
                 "num_parameters": question.model.layout.num_parameters,
+                "num_trained": question.model.layout.num_trainable,
                 "num_blocks": question.model.num_blocks,
                 "machine": question.machine.name,
                 **{name: getattr(question, name) for name in ASKED},
@@ -245,7 +249,8 @@ def _limits(question: Question, plan: Plan | None) -> Limits:
         forward_s, backward_s = attention_s(layer, costs, machine)
         products = layer.forward_flops - layer.attention_flops
         forward.append((products, rate * forward_s))
-        passes.append(products + rate * (forward_s + backward_s) / 3)
+        both = products * (1.0 + layer.gradients_per_product)
+        passes.append((both + rate * (forward_s + backward_s)) / 3)
     if plan is None:
         traffic = traffic_of(layout, question.demand)
         levels = None

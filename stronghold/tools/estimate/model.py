@@ -23,6 +23,7 @@ from stronghold.model.costs import ModelCosts, trace_costs
 from stronghold.model.layout import ModelLayout, layout
 from stronghold.model.partition import partition
 from stronghold.streaming.patches.modules import build_from_config
+from stronghold.tools.estimate.adapters import Adapters, with_adapters
 
 CONFIG = "config.json"
 MOST_LAYERS = 1000  # eight times what the deepest models have
@@ -34,26 +35,33 @@ class MetaModel:
     Arguments:
         config: the configuration of transformers.
         source: the file or directory of `config`. None: `config` has the sizes that a caller named.
+        adapters: train alone, over frozen weights. None: all weights train.
     """
 
-    def __init__(self, config: Any, source: Path | None) -> None:
+    def __init__(self, config: Any, source: Path | None, adapters: Adapters | None = None) -> None:
         self._config = config
         self._source = source
+        self.adapters = adapters
         self._module = _build(config, source)
+        self._class_name = type(self._module).__name__
         if source is None:
             # GPT2LMHeadModel has this loss, and no name of it. Without one, logits are kept whole.
             self._module.loss_type = "ForCausalLM"
+        if adapters is not None:
+            with _without_advice():
+                self._module = with_adapters(self._module, adapters)
         self._layers = partition(self._module)
         self._costs: dict[tuple[int, int, str], ModelCosts] = {}
         self.layout: ModelLayout = layout(self._layers)
 
     @property
     def name(self) -> str:
+        adapted = "" if self.adapters is None else f", with {self.adapters}"
         if self._source is not None:
-            return f"{type(self._module).__name__} of {self._source}"
+            return f"{self._class_name} of {self._source}{adapted}"
         return (
             f"GPT-2, hidden {self._config.hidden_size}, {self._config.num_attention_heads} heads, "
-            f"vocabulary {self._config.vocab_size}"
+            f"vocabulary {self._config.vocab_size}{adapted}"
         )
 
     @property
@@ -88,7 +96,7 @@ class MetaModel:
         kinds = getattr(self._config, "layer_types", None)
         if kinds:
             changed.layer_types = [kinds[index % len(kinds)] for index in range(count)]
-        return MetaModel(changed, self._source)
+        return MetaModel(changed, self._source, self.adapters)
 
     def with_positions(self, longest: int) -> MetaModel:
         """Make room for `longest` tokens. A model that was read keeps its table of positions."""
@@ -96,10 +104,10 @@ class MetaModel:
             return self
         changed = copy.deepcopy(self._config)
         changed.max_position_embeddings = longest
-        return MetaModel(changed, None)
+        return MetaModel(changed, None, self.adapters)
 
 
-def from_config(path: Path) -> MetaModel:
+def from_config(path: Path, adapters: Adapters | None = None) -> MetaModel:
     """The model of a directory with a config.json, or of such a file. Weights are not needed.
 
     Raises ConfigError if the file is missing or wrong, if transformers is not installed, or if it
@@ -115,10 +123,17 @@ def from_config(path: Path) -> MetaModel:
     config = _read(file)
     num_layers = getattr(config, "num_hidden_layers", None)
     _check_depth(f"--model {file}: num_hidden_layers", num_layers)
-    return MetaModel(config, path)
+    return MetaModel(config, path, adapters)
 
 
-def from_sizes(layers: int, hidden: int, heads: int, vocab: int, positions: int) -> MetaModel:
+def from_sizes(
+    layers: int,
+    hidden: int,
+    heads: int,
+    vocab: int,
+    positions: int,
+    adapters: Adapters | None = None,
+) -> MetaModel:
     """GPT-2 of these sizes; `positions` is the length of its table of positions.
 
     It trains without dropout, and GELU is one operator. It has l (12 h^2 + 13 h) + v h + s h + 2 h
@@ -150,7 +165,7 @@ def from_sizes(layers: int, hidden: int, heads: int, vocab: int, positions: int)
         eos_token_id=None,
         architectures=["GPT2LMHeadModel"],
     )
-    return MetaModel(config, None)
+    return MetaModel(config, None, adapters)
 
 
 def _check_depth(option: str, layers: object) -> None:

@@ -6,6 +6,7 @@ machine and measures nothing. One thread enters.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +18,9 @@ from stronghold.model.costs import DTYPES, ModelCosts
 from stronghold.model.layout import ModelLayout, for_ranks
 from stronghold.optim import examples
 from stronghold.optim.states import EXACT, LEAN, StateKind, States, page_numel, states_of
-from stronghold.plan.cost import Demand, Workload, workload_of
+from stronghold.plan.cost import Demand, Workload, weight_bytes, workload_of
 from stronghold.plan.machine import MachineProfile, Rates, find_profile, machine_names, rates_of
+from stronghold.tools.estimate.adapters import Adapters, adapters_from_options
 from stronghold.tools.estimate.model import MetaModel, from_config, from_sizes
 
 SEQ = 2048  # without --seq, or as many as the model knows
@@ -111,6 +113,34 @@ class Question:
         return products / (2.0 * self.batch * self.seq * numel)
 
     @property
+    def trained_share(self) -> float:
+        """The share of the blocks' parameters that train; 1 for a model without blocks."""
+        blocks = [self.layout.layers[index] for index in self.layout.streamed]
+        numel = sum(layer.num_parameters for layer in blocks)
+        return sum(layer.num_trainable for layer in blocks) / numel if numel else 1.0
+
+    @property
+    def stored_bytes(self) -> float:
+        """Bytes of a block's parameter on the host, on average."""
+        formats = self.demand.formats
+        blocks = [self.layout.layers[index] for index in self.layout.streamed]
+        numel = sum(layer.num_parameters for layer in blocks)
+        if not numel:
+            return self.arrays.weight_bytes
+        return sum(weight_bytes(layer, formats) for layer in blocks) / numel
+
+    @property
+    def gradients_per_product(self) -> float:
+        """Products of the blocks' backward for each one of forward, by FLOPs (`LayerCost`)."""
+        products = gradients = 0.0
+        for index in self.layout.streamed:
+            cost = self.costs.layers[index]
+            flops = cost.forward_flops - cost.attention_flops
+            products += flops
+            gradients += cost.gradients_per_product * flops
+        return gradients / products if products else 2.0
+
+    @property
     def cpu_threads(self) -> int:
         """Threads of each rank's optimizer, as the engine has by default."""
         return update_cores(self.machine.num_cores // self.gpus, compute_threads=1)
@@ -155,6 +185,8 @@ def question_from_options(
     hidden: int | None = None,
     heads: int | None = None,
     vocab: int | None = None,
+    lora: int | None = None,
+    lora_targets: Sequence[str] | None = None,
     machine: str | None = None,
     gpu: str | None = None,
     host: str | None = None,
@@ -229,7 +261,10 @@ def question_from_options(
     host_bytes = _bytes("--host", host, profile.host_memory_bytes)
     nvme_bytes = _bytes("--nvme", nvme, 0)
     asked = _model(
-        model, {"--layers": layers, "--hidden": hidden, "--heads": heads, "--vocab": vocab}, seq
+        model,
+        {"--layers": layers, "--hidden": hidden, "--heads": heads, "--vocab": vocab},
+        seq,
+        adapters_from_options(lora, lora_targets),
     )
     if nvme_bytes and None in (profile.nvme_read_gbps, profile.nvme_write_gbps):
         raise ConfigError(
@@ -285,18 +320,23 @@ def _bytes(option: str, text: str | None, default: int) -> int:
 
 
 # -- the model ------------------------------------------------------------------------------------
-def _model(path: Path | None, sizes: dict[str, int | None], seq: int | None) -> MetaModel:
+def _model(
+    path: Path | None,
+    sizes: dict[str, int | None],
+    seq: int | None,
+    adapters: Adapters | None,
+) -> MetaModel:
     named = [name for name, size in sizes.items() if size is not None]
     if path is not None:
         if named:
             raise ConfigError(
                 f"--model and {named[0]}: expected one of the two ways to name a model"
             )
-        return from_config(path)
+        return from_config(path, adapters)
     missing = [name for name in sizes if name not in named]
     if missing:
         raise ConfigError(
             f"{', '.join(missing)}: missing; expected --model DIR, or all of {', '.join(sizes)}"
         )
     layers, hidden, heads, vocab = (size or 0 for size in sizes.values())
-    return from_sizes(layers, hidden, heads, vocab, seq or SEQ)
+    return from_sizes(layers, hidden, heads, vocab, seq or SEQ, adapters)

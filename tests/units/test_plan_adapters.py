@@ -1,0 +1,249 @@
+"""Laws of `stronghold plan --lora`: adapters train alone. Frozen weights cost their bytes alone."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
+
+import stronghold
+from stronghold.errors import ConfigError
+from stronghold.plan.cost import trained_bytes, weight_bytes
+from stronghold.tools.estimate.adapters import Adapters
+from stronghold.tools.estimate.estimate import Estimate, estimate
+from stronghold.tools.estimate.model import from_config
+from stronghold.tools.estimate.question import Question
+from stronghold.tools.estimate.sweep import sweep
+from tests.support.forecasts import SIZES, asked, run
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import peft
+
+LLAMA = LlamaConfig(
+    hidden_size=256,
+    intermediate_size=512,
+    num_hidden_layers=6,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=500,
+    tie_word_embeddings=False,
+    architectures=["LlamaForCausalLM"],
+)
+RANK = 4
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    LLAMA.save_pretrained(tmp_path / "llama")
+    return tmp_path / "llama"
+
+
+def question_of(folder: Path, **changes: Any) -> Question:
+    """A small GPU, so that blocks are streamed."""
+    sizes = dict.fromkeys(("layers", "hidden", "heads", "vocab"))
+    options: dict[str, Any] = {"lora": RANK, "gpu": "4MiB", "host": "100MB"}
+    return asked(model=folder, **sizes, **options | changes)
+
+
+def streamed_estimate(folder: Path, **changes: Any) -> Estimate:
+    found = estimate(question_of(folder, **changes))
+    assert found.plan is not None
+    assert not found.plan.resident & set(found.question.layout.streamed)
+    return found
+
+
+# -- what trains, and what it costs ----------------------------------------------------------------
+
+
+def test_adapters_train_alone(llama: Path) -> None:
+    """Two factors of a rank for each linear module of a block."""
+    layout = from_config(llama, Adapters(rank=RANK)).layout
+    hidden, inner, keys = 256, 512, 128
+    shapes = [(hidden, hidden)] * 2 + [(hidden, keys)] * 2 + [(hidden, inner)] * 3
+    per_block = sum(RANK * (rows + columns) for rows, columns in shapes)
+    assert layout.num_trainable == 6 * per_block
+    plain = from_config(llama).layout
+    assert layout.num_parameters - layout.num_trainable == plain.num_parameters
+    assert [layer.num_trainable for layer in layout.layers if not layer.streamed] == [0, 0, 0]
+
+
+def test_a_frozen_weight_crosses_the_link_twice_and_has_no_gradient_and_no_update(
+    llama: Path,
+) -> None:
+    found = streamed_estimate(llama)
+    question, plan = found.question, found.plan
+    assert plan is not None
+    formats = question.demand.formats
+    blocks = [question.layout.layers[index] for index in question.layout.streamed]
+    weights = sum(weight_bytes(layer, formats) for layer in blocks)
+    trained = sum(trained_bytes(layer, formats) for layer in blocks)
+    traffic = plan.traffic
+    moved = traffic.fetch_bytes + traffic.window_bytes - plan.offloaded_bytes
+    assert moved == 2 * weights
+    assert traffic.drain_bytes - traffic.offloaded_bytes == trained < 0.05 * weights
+    assert traffic.update_bytes == 26 * sum(layer.num_trainable for layer in blocks)
+    assert set(plan.updates) == set(question.layout.streamed)
+
+
+def test_states_are_of_the_adapters_alone(llama: Path) -> None:
+    found = streamed_estimate(llama)
+    _, host = found.tiers["host"]
+    layers = found.question.layout.layers
+    padded = sum(layer.trainable_numel for layer in layers)
+    assert host["moments"] == 8 * padded
+    assert host["rest of the masters"] == host["held gradients"] == 2 * padded
+    assert host["weights"] == 2 * sum(layer.numel for layer in layers)
+
+
+def test_compute_with_adapters_takes_two_thirds_or_with_recomputation_three_quarters(
+    llama: Path,
+) -> None:
+    """A little more, for the adapters' own products and the first block, whose input is frozen."""
+    whole = question_of(llama, lora=None).costs.layers
+    adapted = question_of(llama, lora=1).costs.layers
+    for index in question_of(llama).layout.streamed[1:]:
+        for recomputed, share in ((0.0, 2 / 3), (1.0, 3 / 4)):
+            products = []
+            for cost in (whole[index], adapted[index]):
+                flops = cost.forward_flops - cost.attention_flops
+                products.append(flops * (1.0 + recomputed + cost.gradients_per_product))
+            assert share < products[1] / products[0] < 1.03 * share
+
+
+def test_break_even_of_adapters_counts_few_updates(llama: Path) -> None:
+    """Updates are of the adapters, and the link carries frozen weights beside less compute."""
+    whole = estimate(question_of(llama, lora=None, gpu="10MiB"))
+    adapted = streamed_estimate(llama)
+    assert whole.plan is not None
+    assert adapted.plan is not None
+    assert adapted.break_even.cpu < 0.4 * whole.break_even.cpu
+    question = adapted.question
+    products = 1.0 + question.gradients_per_product + (adapted.plan.recomputed > 0.5)
+    rate = question.machine.flops["bf16"] / (2.0 * products * question.active_share)
+    expected = 2 * 2 * rate / (question.machine.fetch_gbps * 1e9)
+    assert adapted.break_even.link == pytest.approx(expected)
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def test_the_page_and_the_json_name_what_trains(
+    llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call = ["--model", str(llama), "--machine", "rtx4090", "--lora", "4", "--seq", "64"]
+    targets = ["--lora-targets", "q_proj", "v_proj"]
+    status, page, _ = run(*call, *targets, capsys=capsys)
+    assert status == 0
+    said = " ".join(page.split())
+    assert "with LoRA of rank 4 on q_proj, v_proj: " in said
+    assert "B parameters in 6 blocks, of which" in said
+    assert "B train" in said
+    status, text, _ = run(*call, *targets, "--json", capsys=capsys)
+    figures = json.loads(text)["asked"]
+    assert status == 0
+    assert figures["num_trained"] == 6 * RANK * ((256 + 256) + (256 + 128))
+    assert figures["num_parameters"] > figures["num_trained"]
+
+
+def test_sizes_take_adapters_too(capsys: pytest.CaptureFixture[str]) -> None:
+    status, page, _ = run(*SIZES, "--machine", "rtx4090", "--lora", "8", capsys=capsys)
+    assert status == 0
+    assert "GPT-2, hidden 128, 4 heads, vocabulary 500, with LoRA of rank 8" in " ".join(
+        page.split()
+    )
+
+
+def test_a_model_of_other_sizes_keeps_the_adapters(llama: Path) -> None:
+    per_block = from_config(llama, Adapters(rank=RANK)).layout.num_trainable // 6
+    longer = from_config(llama, Adapters(rank=RANK)).with_layers(9)
+    assert longer.layout.num_trainable == 9 * per_block
+    sized = asked(lora=RANK).model
+    assert sized.with_positions(4096).layout.num_trainable == sized.layout.num_trainable
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["layers", "seq"])
+def test_a_sweep_keeps_the_adapters(llama: Path, axis: str) -> None:
+    points = sweep(question_of(llama, gpu="40MiB"), axis)
+    assert len(points) > 1
+    for _, point in points:
+        layout = point.question.layout
+        assert 0 < layout.num_trainable < 0.1 * layout.num_parameters
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--lora", "0"], "--lora: got 0, expected a rank of at least 1"),
+        (["--lora-targets", "q_proj"], "expected it with --lora RANK alone"),
+        (["--lora", "4", "--lora-targets", "wq"], "--lora-targets: got 'wq', which is the end of"),
+    ],
+)
+def test_a_wrong_adapter_is_refused_by_name(
+    llama: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call = ["--model", str(llama), "--machine", "rtx4090", *options]
+    status, _, error = run(*call, capsys=capsys)
+    assert status == 2
+    assert message in error
+    assert error.splitlines()[-1].startswith("stronghold: ")
+
+
+def test_an_unknown_target_is_refused_with_those_that_are_known(llama: Path) -> None:
+    with pytest.raises(ConfigError, match=r"modules end with .*gate_proj.*q_proj"):
+        question_of(llama, lora_targets=["query"])
+
+
+def test_adapters_without_peft_name_the_package(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ConfigError, match="pip install peft"):
+        question_of(llama)
+
+
+def test_adapters_of_fused_experts_are_refused_with_the_way_out(tmp_path: Path) -> None:
+    MixtralConfig(
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=100,
+        num_local_experts=4,
+    ).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="--lora-targets q_proj"):
+        question_of(tmp_path)
+    question = question_of(tmp_path, lora_targets=["q_proj", "v_proj"])
+    assert 0 < question.trained_share < 0.5
+
+
+# -- a run of the plan -----------------------------------------------------------------------------
+
+
+def test_the_config_runs_the_adapters_as_it_was_planned(llama: Path) -> None:
+    """On the emulated device: bytes of the GPU and of the host are those of the page."""
+    found = streamed_estimate(llama)
+    written = json.loads(json.dumps(found.config))
+    written["stronghold"]["device"] = "emulated"
+    base = AutoModelForCausalLM.from_config(LLAMA)
+    settings = peft.LoraConfig(task_type="CAUSAL_LM", r=RANK, target_modules="all-linear")
+    engine, *_ = stronghold.initialize(model=peft.get_peft_model(base, settings), config=written)
+    try:
+        ids = torch.zeros(1, 64, dtype=torch.long)
+        for _ in range(2):
+            engine.backward(engine(input_ids=ids, labels=ids).loss)
+            engine.step()
+        report = engine.memory_report()
+        (_, device), (_, host) = found.tiers["gpu"], found.tiers["host"]
+        assert report.gpu_peak == report.gpu_planned == sum(device.values()) - device["activations"]
+        assert report.host_peak == report.host_planned == sum(host.values()) - host["activations"]
+    finally:
+        engine.destroy()
