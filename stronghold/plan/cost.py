@@ -91,16 +91,18 @@ class LayerWork:
     """One layer's work in one micro-batch, in seconds and bytes.
 
     `backward_s` excludes recomputation. `attention_s` are the seconds of attention's kernels, a
-    share of `forward_s`. `saved_bytes` are the tensors that autograd saves, `boundary_bytes` the
-    block's inputs, `attention_bytes` attention's results. `square_*` are the shares of these bytes
-    that grow with the square of a sequence's length: the tensors that attention saves without a
-    fused kernel, and its masks.
+    share of `forward_s`. `decode_s` are the seconds that each use of the layer, in forward and in
+    backward, takes to decode its packed weights; no other seconds contain them. `saved_bytes` are
+    the tensors that autograd saves, `boundary_bytes` the block's inputs, `attention_bytes`
+    attention's results. `square_*` are the shares of these bytes that grow with the square of a
+    sequence's length: the tensors that attention saves without a fused kernel, and its masks.
     """
 
     forward_s: float
     backward_s: float
     saved_bytes: int = 0
     boundary_bytes: int = 0
+    decode_s: float = 0.0
     attention_s: float = 0.0
     attention_bytes: int = 0
     square_saved_bytes: int = 0
@@ -178,6 +180,8 @@ class Demand:
     early_layers: int | None = None  # number of layers that are updated before the norm is known
     num_cores: int = 1
     nvme: bool = False  # arrays may lie in files
+    # True: frozen weights lie in a file that is only read, and host memory is its cache.
+    base_in_file: bool = False
     nvme_capacity_bytes: int | None = None
     # A word of `host_memory.DEPTHS`: all arrays of these kinds spill. None: as few as necessary.
     spill: str | None = None
@@ -493,25 +497,25 @@ def physical_limit(
 
 
 def _disk_s(traffic: Traffic, machine: MachineProfile) -> float:
-    """Seconds of the disk: the most of its reads, its writes, and both at the mixed rate.
-
-    Infinite if the step uses a disk and the profile has none.
-    """
-    reads = traffic.nvme_read_bytes
-    writes = traffic.nvme_written_bytes
-    if not reads + writes:
+    """Seconds of the disk. Infinite if the step uses a disk and the profile has none."""
+    if not traffic.nvme_read_bytes + traffic.nvme_written_bytes:
         return 0.0
-    if machine.nvme_read_gbps is None or machine.nvme_write_gbps is None:
+    read, write = machine.nvme_read_gbps, machine.nvme_write_gbps
+    if read is None or write is None:
         return float("inf")
-    mixed = machine.nvme_mixed_gbps
-    return (
-        max(
-            reads / machine.nvme_read_gbps,
-            writes / machine.nvme_write_gbps,
-            (reads + writes) / mixed if mixed else 0.0,
-        )
-        / 1e9
-    )
+    return disk_s(traffic, read, write, machine.nvme_mixed_gbps or read + write)
+
+
+def disk_s(traffic: Traffic, read_gbps: float, write_gbps: float, mixed_gbps: float) -> float:
+    """The least seconds of a disk with these rates of reads, of writes, and of both together.
+
+    Reads and writes run together at the mixed rate, or one after the other, whichever is faster.
+    """
+    reads_s = traffic.nvme_read_bytes / read_gbps * 1e-9
+    writes_s = traffic.nvme_written_bytes / write_gbps * 1e-9
+    moved = traffic.nvme_read_bytes + traffic.nvme_written_bytes
+    together_s = moved / mixed_gbps * 1e-9
+    return max(reads_s, writes_s, min(together_s, reads_s + writes_s))
 
 
 def break_even(
@@ -574,7 +578,7 @@ class Workload:
     @property
     def forward_s(self) -> float:
         """Seconds of the model's forward in one micro-batch."""
-        return sum(layer.forward_s for layer in self.layers)
+        return sum(layer.forward_s + layer.decode_s for layer in self.layers)
 
     def together(self) -> Workload:
         """All micro-batches merged into one."""
@@ -588,10 +592,26 @@ class Workload:
         """Seconds of the model's backward in one micro-batch, with the recomputation that these
         activation levels need."""
         seconds = [
-            layer.backward_s + layer.recompute_s(level)
+            layer.backward_s + layer.recompute_s(level) + layer.decode_s
             for layer, level in zip(self.layers, activations, strict=True)
         ]
         return sum(seconds)
+
+
+def with_decoding(
+    workload: Workload, layout: ModelLayout, formats: Formats, machine: MachineProfile
+) -> Workload:
+    """The workload with the seconds that decode packed weights, once for each use of a layer.
+
+    A kernel reads the packed weights and writes the decoded ones, at the rate of device memory.
+    """
+    layers: list[LayerWork] = []
+    for work, layer in zip(workload.layers, layout.layers, strict=True):
+        moved = layer.decoded_bytes
+        if moved:
+            moved += weight_bytes(layer, formats)
+        layers.append(replace(work, decode_s=moved / (machine.gpu_memory_gbps * 1e9)))
+    return replace(workload, layers=tuple(layers))
 
 
 def attention_s(

@@ -9,6 +9,14 @@ weights, which every pass reads. Within a kind the last layers spill first, beca
 the gate: they come in forward order, so at the turn from one step to the next nothing is read, and
 the disk is a few layers ahead when the first spilled one is needed.
 
+[Note: base] The frozen weights may lie in a base: a file that is only read. Nothing is written, so
+that no disk wears.
+
+1. Host memory is its cache: it keeps the frozen weights of as many layers as it has room for.
+2. The other layers' frozen weights are read from the base in each pass: in forward and in backward.
+3. These layers are spread evenly over the depth, so that the disk reads while the others compute.
+4. Weights that train, and all other arrays, stay in host memory.
+
 [Note: early updates] A layer that is updated before the norm is known has its arrays twice on the
 host: an early update reads one set and writes the other. A layer can have a second set if it lies
 in memory as a whole, all of its parameters train, and no other rank has part of it.
@@ -41,10 +49,12 @@ import torch
 from stronghold.errors import BudgetError, ConfigError, format_size
 from stronghold.model.arrays import array_bytes, moment_arrays
 from stronghold.model.layout import LayerLayout, Range
+from stronghold.model.packed_formats import DTYPES, FORMATS
 from stronghold.optim.states import EXACT, LEAN, PAGE_BYTES, Formats, group_size, states_of
 from stronghold.plan.cost import Demand
 from stronghold.plan.places import Places
 
+BASE = "frozen weights, read from the base"
 RING_ENTRIES = 3  # one drains, one waits for its update, one is updated
 UPDATE_ENTRIES, FETCH_ENTRIES, OTHER_ENTRIES = 4, 3, 1  # [Note: the staging ring]
 # Beside milliseconds of a disk the tenths that a hand-over between lanes takes do not count.
@@ -132,7 +142,7 @@ def plan_host(places: Places) -> HostMemory:
         reasons=_spill_reasons(places.demand, nvme_bytes),
     )
     _check_files(places.demand, host)
-    _check_memory(places.demand, host)
+    _check_memory(places, host)
     return host
 
 
@@ -160,6 +170,11 @@ class _RangeSizes:
 
     trained: Mapping[str, int]
     weights: int
+
+    @property
+    def frozen(self) -> int:
+        """Bytes of the weights that do not train."""
+        return self.weights - self.trained["trained weights"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,9 +248,18 @@ def _array_sums(sizes: _HostSizes, spilled: Spilled, *, in_files: bool) -> Count
     for ranges, arrays, count in _equal_layers(sizes, spilled):
         layer = sizes.of_ranges[ranges]
         for array, nbytes in {**layer.trained, "weights": layer.weights}.items():
-            if array != "trained weights" and (array in arrays) == in_files:
-                sums[array] += count * nbytes
+            if array == "trained weights":
+                continue
+            bytes_in_files = 0
+            if array in arrays:
+                bytes_in_files = layer.frozen if _is_base(sizes, array) else nbytes
+            sums[array] += count * (bytes_in_files if in_files else nbytes - bytes_in_files)
     return sums
+
+
+def _is_base(sizes: _HostSizes, array: str) -> bool:
+    """True if the array's bytes in files are those of the base ([Note: base])."""
+    return array == "weights" and sizes.demand.base_in_file
 
 
 def _host_bytes(sizes: _HostSizes, spilled: Spilled) -> dict[str, int]:
@@ -261,7 +285,11 @@ def _nvme_bytes(sizes: _HostSizes, spilled: Spilled) -> dict[str, int]:
     if not any(spilled):
         return {}
     sums = _array_sums(sizes, spilled, in_files=True)
-    return {kind: sum(sums[array] for array in arrays) for kind, arrays in sizes.kinds.items()}
+    in_files: dict[str, int] = {}
+    for kind, arrays in sizes.kinds.items():
+        name = BASE if _is_base(sizes, kind) else kind
+        in_files[name] = sum(sums[array] for array in arrays)
+    return in_files
 
 
 def _offloaded_bytes(sizes: _HostSizes, spilled: Spilled) -> int:
@@ -285,6 +313,8 @@ def _choose_spilled(sizes: _HostSizes) -> Spilled:
     """The arrays that lie in files: none without NVMe; where they lie already; the kinds that the
     config names; or as few as possible."""
     demand = sizes.demand
+    if demand.base_in_file:
+        return _fewest_of_base(sizes)
     if not demand.nvme:
         return _arrays_of_kinds(sizes, 0)
     if demand.homes is not None:
@@ -327,6 +357,28 @@ def _fewest_that_fit(sizes: _HostSizes) -> Spilled:
     return most
 
 
+def _fewest_of_base(sizes: _HostSizes) -> Spilled:
+    """The weights of as few blocks as possible ([Note: base]); of all if that is not enough."""
+    blocks = [layer.index for layer in sizes.places.streamed if sizes.of_layer(layer.index).frozen]
+    least, most = 0, len(blocks)
+    while least < most:
+        count = (least + most) // 2
+        if _fits(sizes, _base_of(sizes, blocks, count)):
+            most = count
+        else:
+            least = count + 1
+    return _base_of(sizes, blocks, least)
+
+
+def _base_of(sizes: _HostSizes, blocks: Sequence[int], count: int) -> Spilled:
+    """The weights of `count` of the blocks, evenly over the depth."""
+    in_base = {blocks[len(blocks) * number // count] for number in range(count)}
+    num_layers = max(sizes.ranges, default=-1) + 1
+    return tuple(
+        frozenset({"weights"}) if index in in_base else frozenset() for index in range(num_layers)
+    )
+
+
 def _bring_back(sizes: _HostSizes, before: Spilled, after: Spilled) -> Spilled:
     """`before` for as many of the first layers as fit, `after` for the others. `after` fits."""
     least, most = 0, len(after)  # so many layers can be as before: `least` fit
@@ -347,6 +399,9 @@ def _fits(sizes: _HostSizes, spilled: Spilled) -> bool:
 
 
 def _spill_reasons(demand: Demand, nvme_bytes: Mapping[str, int]) -> tuple[str, ...]:
+    if demand.base_in_file:
+        in_file = format_size(nvme_bytes.get(BASE, 0))
+        return (f"base: {in_file} are read from it in each pass; host memory holds the rest",)
     if not demand.nvme:
         return ()
     if demand.spill is None:
@@ -499,13 +554,16 @@ def _file_traffic(sizes: _HostSizes, spilled: Spilled) -> tuple[int, int]:
 
     An update reads what is spilled and writes it back. Gradients are written as they come. Sums
     over micro-batches are read by every micro-batch but the first, and by the update, and written
-    by each. Fetches read weights twice per micro-batch at most.
+    by each. Fetches read weights twice per micro-batch at most. A base is not written.
     """
     read = written = 0
     micro_batches = sizes.demand.micro_batches
     for ranges, arrays, count in _equal_layers(sizes, spilled):
         layer = sizes.of_ranges[ranges]
         for array in arrays:
+            if _is_base(sizes, array):
+                read += count * 2 * micro_batches * layer.frozen
+                continue
             nbytes = layer.trained.get("trained weights" if array == "weights" else array, 0)
             nbytes *= micro_batches if array == "accumulated" else 1
             read += count * nbytes
@@ -528,7 +586,8 @@ def _check_files(demand: Demand, host: HostMemory) -> None:
         )
 
 
-def _check_memory(demand: Demand, host: HostMemory) -> None:
+def _check_memory(places: Places, host: HostMemory) -> None:
+    demand = places.demand
     wanted = host.host_bytes | {"offloaded activations": host.offloaded_bytes}
     need, budget = sum(wanted.values()), demand.host_budget_bytes
     if budget is None or need <= budget:
@@ -547,6 +606,7 @@ def _check_memory(demand: Demand, host: HostMemory) -> None:
             '; or set stronghold.states to "lean", which rounds otherwise (24-bit masters, '
             f"8-bit moments) and saves about {format_size(saved)}"
         )
+    advice += _packing_advice(places)
     if not demand.nvme:
         advice += "; or name a directory on an NVMe disk in stronghold.nvme.path: "
         advice += f"{format_size(need - budget)} and more can lie there"
@@ -556,6 +616,27 @@ def _check_memory(demand: Demand, host: HostMemory) -> None:
         f"host memory: the plan needs {at_least} ({parts}), {format_size(budget)} are "
         f"available; {advice}",
         need_bytes=need,
+    )
+
+
+def _packing_advice(places: Places) -> str:
+    """The advice to pack frozen weights of blocks; empty if there are none, or if some are."""
+    if any(layer.decoded_bytes for layer in places.layout.layers):
+        return ""
+    frozen = 0
+    for layer in (*places.streamed, *places.kept):
+        for layer_range in layer.ranges:
+            dtype = places.demand.formats[layer_range.format].dtype
+            if not layer_range.trainable and dtype in DTYPES:
+                frozen += layer_range.num_parameters
+    matrix = (-(-frozen // PAGE_BYTES), PAGE_BYTES)
+    smallest = min(FORMATS.values(), key=lambda row: row.packed_bytes(matrix))
+    saved = frozen * places.demand.states.weight_bytes - smallest.packed_bytes(matrix)
+    if saved <= 0:
+        return ""
+    return (
+        f'; or set stronghold.frozen to "{smallest.name}", which rounds frozen weights and saves '
+        f"about {format_size(saved)}"
     )
 
 

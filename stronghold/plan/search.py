@@ -36,7 +36,7 @@ from typing import Any
 
 from stronghold.errors import BudgetError, ConfigError
 from stronghold.model.layout import ModelLayout
-from stronghold.plan.cost import Demand, Workload, step_bytes, trained_bytes
+from stronghold.plan.cost import Demand, Workload, disk_s, step_bytes, trained_bytes
 from stronghold.plan.machine import LEAST_SHARE, Rates
 from stronghold.plan.places import levels_of
 from stronghold.plan.plan import Plan, make_plan
@@ -145,13 +145,8 @@ def updates_s(plan: Plan, rates: Rates) -> tuple[float, float]:
     """Seconds of a step's updates on the host: (the CPU's updates and norms, the disk)."""
     traffic = plan.traffic
     cpu_bytes = traffic.update_bytes + traffic.norm_bytes
-    disk_bytes = traffic.nvme_read_bytes + traffic.nvme_written_bytes
-    disk = max(
-        traffic.nvme_read_bytes / rates.load_gbps,
-        traffic.nvme_written_bytes / rates.spill_gbps,
-        disk_bytes / rates.io_gbps,
-    )
-    return cpu_bytes * 1e-9 / rates.update_gbps, disk * 1e-9
+    files_s = disk_s(traffic, rates.load_gbps, rates.spill_gbps, rates.io_gbps)
+    return cpu_bytes * 1e-9 / rates.update_gbps, files_s
 
 
 # -- the search -----------------------------------------------------------------------------------

@@ -229,7 +229,8 @@ class _Run:
         for layer in self._layout.layers:
             index = layer.index
             executor.begin_use(index, Kind.FORWARD)
-            seconds = self._workload.layers[index].forward_s
+            work = self._workload.layers[index]
+            seconds = work.decode_s + work.forward_s
             self.device.run_compute(f"forward {index}", seconds, self._launch_s)
             if self._offloaded_bytes(index):
                 self._offload(index)
@@ -259,7 +260,7 @@ class _Run:
         launch_s = self._launch_s
         if level in AGAIN:
             launch_s += self.device.rates.recompute_launch_s
-        seconds = load.backward_s + load.recompute_s(level)
+        seconds = load.decode_s + load.backward_s + load.recompute_s(level)
         self.device.run_compute(f"backward {index}", seconds, launch_s)
 
     def _give_gradient(self, index: int, position: int) -> None:
