@@ -464,7 +464,7 @@ _USED = (
         reason="Sees every operator below autograd. The documentation of torch names this "
         "path; there is no public one.",
         file=_AUTOGRAD,
-        beside=("model/costs.py", "model/operator_bytes.py"),
+        beside=("model/costs.py", "model/operator_bytes.py", "model/product_gradients.py"),
     ),
     # -- tensors -----------------------------------------------------------------------------------
     Patch(
