@@ -164,6 +164,16 @@ def _add_plan(commands: Any) -> None:
         help="ends of the names of linear modules, or of parameters such as fused experts "
         "(default: all linear modules but the head)",
     )
+    adapters.add_argument(
+        "--frozen",
+        metavar="FORMAT",
+        help="storage format of the frozen weights: nf4, int8 or fp8 (default: as they came)",
+    )
+    adapters.add_argument(
+        "--base-on",
+        choices=["nvme"],
+        help="read the frozen weights from a file in each pass; host memory is its cache",
+    )
     machine = plan.add_argument_group("machine")
     machine.add_argument(
         "--machine", metavar="PROFILE", help="a name or a file (default: what doctor wrote here)"
@@ -230,7 +240,9 @@ def _add_plan(commands: Any) -> None:
     output.add_argument("--json", action="store_true", help="print the figures as JSON")
     output.add_argument("--sweep", choices=["window", "batch", "seq", "layers"], help="draw a plot")
     output.add_argument("-o", "--output", type=Path, metavar="FILE", help="the plot (sweep.png)")
-    plan.set_defaults(run=LateCommand("stronghold.tools.estimate.command:run"))
+    plan.set_defaults(
+        run=LateCommand("stronghold.tools.estimate.command:run", "torch and transformers")
+    )
 
 
 def _batch(text: str) -> int | None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import warnings
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 import stronghold
 from stronghold.errors import ConfigError
+from stronghold.model.packed_formats import FORMATS
 from stronghold.plan.cost import trained_bytes, weight_bytes
+from stronghold.plan.homes import FILE
+from stronghold.plan.plan import make_plan
 from stronghold.tools.estimate.adapters import Adapters
 from stronghold.tools.estimate.estimate import Estimate, estimate
 from stronghold.tools.estimate.model import from_config
@@ -26,10 +32,11 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import peft
 
+BLOCKS = 4
 LLAMA = LlamaConfig(
     hidden_size=256,
     intermediate_size=512,
-    num_hidden_layers=6,
+    num_hidden_layers=BLOCKS,
     num_attention_heads=4,
     num_key_value_heads=2,
     vocab_size=500,
@@ -37,6 +44,7 @@ LLAMA = LlamaConfig(
     architectures=["LlamaForCausalLM"],
 )
 RANK = 4
+BASE = ["--lora", "4", "--frozen", "nf4", "--base-on", "nvme"]
 
 
 @pytest.fixture
@@ -53,9 +61,9 @@ def question_of(folder: Path, **changes: Any) -> Question:
 
 
 def streamed_estimate(folder: Path, **changes: Any) -> Estimate:
-    found = estimate(question_of(folder, **changes))
+    """Every block is streamed."""
+    found = estimate(replace(question_of(folder, **changes), resident_layers=0))
     assert found.plan is not None
-    assert not found.plan.resident & set(found.question.layout.streamed)
     return found
 
 
@@ -68,7 +76,7 @@ def test_adapters_train_alone(llama: Path) -> None:
     hidden, inner, keys = 256, 512, 128
     shapes = [(hidden, hidden)] * 2 + [(hidden, keys)] * 2 + [(hidden, inner)] * 3
     per_block = sum(RANK * (rows + columns) for rows, columns in shapes)
-    assert layout.num_trainable == 6 * per_block
+    assert layout.num_trainable == BLOCKS * per_block
     plain = from_config(llama).layout
     assert layout.num_parameters - layout.num_trainable == plain.num_parameters
     assert [layer.num_trainable for layer in layout.layers if not layer.streamed] == [0, 0, 0]
@@ -143,12 +151,12 @@ def test_the_page_and_the_json_name_what_trains(
     assert status == 0
     said = " ".join(page.split())
     assert "with LoRA of rank 4 on q_proj, v_proj: " in said
-    assert "B parameters in 6 blocks, of which" in said
+    assert "B parameters in 4 blocks, of which" in said
     assert "B train" in said
     status, text, _ = run(*call, *targets, "--json", capsys=capsys)
     figures = json.loads(text)["asked"]
     assert status == 0
-    assert figures["num_trained"] == 6 * RANK * ((256 + 256) + (256 + 128))
+    assert figures["num_trained"] == BLOCKS * RANK * ((256 + 256) + (256 + 128))
     assert figures["num_parameters"] > figures["num_trained"]
 
 
@@ -161,7 +169,7 @@ def test_sizes_take_adapters_too(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_model_of_other_sizes_keeps_the_adapters(llama: Path) -> None:
-    per_block = from_config(llama, Adapters(rank=RANK)).layout.num_trainable // 6
+    per_block = from_config(llama, Adapters(rank=RANK)).layout.num_trainable // BLOCKS
     longer = from_config(llama, Adapters(rank=RANK)).with_layers(9)
     assert longer.layout.num_trainable == 9 * per_block
     sized = asked(lora=RANK).model
@@ -184,6 +192,11 @@ def test_a_sweep_keeps_the_adapters(llama: Path, axis: str) -> None:
         (["--lora", "0"], "--lora: got 0, expected a rank of at least 1"),
         (["--lora-targets", "q_proj"], "expected it with --lora RANK alone"),
         (["--lora", "4", "--lora-targets", "wq"], "--lora-targets: got 'wq', which is the end of"),
+        (["--frozen", "nf4"], "--frozen: got nf4, expected it with --lora RANK alone"),
+        (["--lora", "4", "--frozen", "nf5"], "expected one of nf4, int8, fp8. Did you mean"),
+        ([*BASE[:2], "--base-on", "nvme"], "expected it with --lora RANK and --frozen FORMAT"),
+        ([*BASE, "--nvme", "1TB"], "--base-on nvme and --nvme"),
+        ([*BASE, "--gpus", "2"], "expected one GPU on one node"),
     ],
 )
 def test_a_wrong_adapter_is_refused_by_name(
@@ -225,12 +238,147 @@ def test_adapters_of_fused_experts_are_refused_with_the_way_out(tmp_path: Path) 
     assert 0 < question.trained_share < 0.5
 
 
+# -- storage formats -------------------------------------------------------------------------------
+def packed_blocks(folder: Path, name: str) -> Estimate:
+    return streamed_estimate(folder, frozen=name, gpu="6MiB")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_packed_weights_cost_the_bytes_of_their_format(llama: Path, name: str) -> None:
+    """On the host, over the link and in a slot. Norms, embedding and head stay as they came."""
+    found = packed_blocks(llama, name)
+    question, plan = found.question, found.plan
+    assert plan is not None
+    hidden, inner, keys = 256, 512, 128
+    shapes = [(hidden, hidden)] * 2 + [(keys, hidden)] * 2 + [(inner, hidden)] * 2
+    shapes.append((hidden, inner))
+    packed = sum(FORMATS[name].packed_bytes(shape) for shape in shapes)
+    decoded = 2 * sum(rows * columns for rows, columns in shapes)
+    trained = 2 * RANK * sum(rows + columns for rows, columns in shapes)
+    norms = 2 * 2 * hidden
+    blocks = [question.layout.layers[index] for index in question.layout.streamed]
+    for layer in blocks:
+        assert weight_bytes(layer, question.formats) == packed + trained + norms
+        assert layer.decoded_bytes == decoded
+    traffic = plan.traffic
+    assert traffic.streamed_bytes == len(blocks) * (packed + trained + norms)
+    assert traffic.trained_bytes == len(blocks) * trained
+    assert found.tiers["gpu"][1]["decoded weights"] == decoded
+    assert (
+        question.layout.num_parameters
+        == from_config(llama, Adapters(rank=RANK)).layout.num_parameters
+    )
+    assert found.config is not None
+    assert found.config["stronghold"]["frozen"] == name
+
+
+def test_each_use_of_a_packed_layer_is_decoded_once(llama: Path) -> None:
+    """A kernel reads the packed bytes and writes the decoded ones at the rate of device memory."""
+    found = packed_blocks(llama, "nf4")
+    question = found.question
+    plain = question_of(llama)
+    rate = question.machine.gpu_memory_gbps * 1e9
+    for index in question.layout.streamed:
+        layer = question.layout.layers[index]
+        seconds = (layer.decoded_bytes + weight_bytes(layer, question.formats)) / rate
+        work, before = question.work.layers[index], plain.work.layers[index]
+        assert work.decode_s == pytest.approx(seconds)
+        assert (work.forward_s, work.backward_s) == (before.forward_s, before.backward_s)
+    levels = ["recompute"] * len(question.layout.layers)
+    decoding = sum(layer.decode_s for layer in question.work.layers)
+    assert question.work.forward_s == pytest.approx(plain.work.forward_s + decoding)
+    assert question.work.backward_s(levels) == pytest.approx(
+        plain.work.backward_s(levels) + decoding
+    )
+    assert found.compute["decoding"] == pytest.approx(2 * decoding)
+
+
+def test_the_kinds_of_compute_are_all_of_it(llama: Path) -> None:
+    found = packed_blocks(llama, "nf4")
+    assert found.plan is not None
+    work = found.question.work
+    total = work.forward_s + work.backward_s(found.plan.activations)
+    assert sum(found.compute.values()) == pytest.approx(total)
+    assert found.compute["products and attention"] == found.limits.parts["compute"]
+    assert min(found.compute.values()) > 0.0
+
+
+def test_a_format_is_named_where_host_memory_is_short(
+    llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the format that it names the plan fits; an unpacked one does not."""
+    call = ["--model", str(llama), "--machine", "rtx4090", "--lora", "4", "--seq", "64"]
+    short = [*call, "--gpu", "4MiB", "--host", "2MB"]
+    status, page, _ = run(*short, capsys=capsys)
+    assert status == 1
+    said = " ".join(page.split())
+    assert 'set stronghold.frozen to "nf4", which rounds frozen weights and saves about' in said
+    assert re.search(r"frozen: nf4 \(weights are rounded\) +fits: ", page)
+    status, page, _ = run(*short, "--frozen", "nf4", capsys=capsys)
+    assert status == 0
+    assert "over nf4 weights" in " ".join(page.split())
+    assert "frozen: " not in page.partition("What more would buy")[2].partition("Config")[0]
+
+
+def test_no_format_is_named_where_all_weights_train(
+    llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call = ["--model", str(llama), "--machine", "rtx4090", "--seq", "64"]
+    status, page, _ = run(*call, "--gpu", "4MiB", "--host", "2MB", capsys=capsys)
+    assert status == 1
+    assert "frozen" not in page
+
+
+# -- a base on NVMe --------------------------------------------------------------------------------
+def test_a_base_is_read_in_each_pass_and_never_written(llama: Path) -> None:
+    """What host memory cannot hold is read twice per micro-batch; layers are spread evenly."""
+    options = {"frozen": "nf4", "gpu": "6MiB", "base_on": "nvme", "accumulation": 2}
+    deep = from_config(llama, Adapters(rank=RANK, frozen="nf4")).with_layers(24)
+    roomy = replace(question_of(llama, **options), model=deep, resident_layers=0)
+    whole = make_plan(roomy.layout, replace(roomy.demand, window=2, activations="recompute"))
+    assert whole.traffic.nvme_read_bytes == 0
+    short = replace(roomy, host_bytes=whole.host_total_bytes - roomy.base_bytes // 8)
+    found = estimate(short)
+    plan, question = found.plan, found.question
+    assert plan is not None
+    budget, parts = found.tiers["base"]
+    frozen = [
+        weight_bytes(layer, question.formats) - trained_bytes(layer, question.formats)
+        for layer in question.layout.layers
+        if layer.streamed
+    ]
+    assert budget == sum(frozen)
+    in_base = [i for i in question.layout.streamed if plan.homes[i, "weights"] == FILE]
+    assert 0 < len(in_base) < len(frozen)
+    assert sum(parts.values()) >= len(in_base) * frozen[0]  # with padding
+    assert plan.traffic.nvme_read_bytes == 2 * 2 * sum(parts.values())
+    assert plan.traffic.nvme_written_bytes == 0
+    assert found.limits.parts["nvme"] == pytest.approx(
+        plan.traffic.nvme_read_bytes / (question.machine.nvme_read_gbps * 1e9)
+    )
+    assert found.config is not None
+    assert found.config["stronghold"]["base"] == "/path/to/base"
+    assert "nvme" not in found.config["stronghold"]
+    gaps = [after - before for before, after in pairwise(in_base)]
+    assert not gaps or max(gaps) - min(gaps) <= 1
+
+
+def test_a_base_that_host_memory_holds_is_not_read_again(llama: Path) -> None:
+    found = streamed_estimate(llama, frozen="nf4", gpu="6MiB", base_on="nvme")
+    assert found.plan is not None
+    assert found.plan.traffic.nvme_read_bytes == 0
+    assert found.step_s == pytest.approx(packed_blocks(llama, "nf4").step_s)
+
+
 # -- a run of the plan -----------------------------------------------------------------------------
 
 
-def test_the_config_runs_the_adapters_as_it_was_planned(llama: Path) -> None:
+@pytest.mark.parametrize(
+    "name", [None, "nf4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("int8", "fp8"))]
+)
+def test_the_config_runs_the_adapters_as_it_was_planned(llama: Path, name: str | None) -> None:
     """On the emulated device: bytes of the GPU and of the host are those of the page."""
-    found = streamed_estimate(llama)
+    found = streamed_estimate(llama, frozen=name, gpu="6MiB")
     written = json.loads(json.dumps(found.config))
     written["stronghold"]["device"] = "emulated"
     base = AutoModelForCausalLM.from_config(LLAMA)

@@ -1,22 +1,27 @@
 """Adapters of an estimate: PEFT puts LoRA on a model without memory for weights.
 
-Owns the options `--lora` and `--lora-targets`, and their checks. PEFT is imported when a call asks
-for adapters. One thread enters.
+Owns the options `--lora`, `--lora-targets` and `--frozen`, and their checks. PEFT is imported when
+a call asks for adapters. One thread enters.
 """
 
 from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from stronghold.errors import ConfigError
+from stronghold.errors import ConfigError, did_you_mean
+from stronghold.model.packed_formats import FORMATS
+from stronghold.model.packing import choose_packed
+from stronghold.model.partition import Partition
+from stronghold.model.stored_tensors import NOTHING_PACKED, PackedParameter
 
+COMPUTE_DTYPE = torch.bfloat16  # of decoded weights, where the question's precision has 16 bits
 EVERY_LINEAR = "all-linear"  # PEFT's word for all linear modules but the head
 NUM_SHOWN = 12  # names in an error
 
@@ -27,30 +32,54 @@ class Adapters:
 
     `targets` are ends of the names of linear modules, in whole steps ("q_proj"), or of parameters
     such as fused experts ("mlp.experts.gate_up_proj"). None: all linear modules but the head.
+    `frozen` names the format of the frozen weights (`packed_formats`). None: as they came.
     """
 
     rank: int
     targets: tuple[str, ...] | None = None
+    frozen: str | None = None
 
     def __str__(self) -> str:
         where = "all linear modules" if self.targets is None else ", ".join(self.targets)
-        return f"LoRA of rank {self.rank} on {where}"
+        packed = "" if self.frozen is None else f" over {self.frozen} weights"
+        return f"LoRA of rank {self.rank} on {where}{packed}"
 
 
-def adapters_from_options(lora: int | None, targets: Sequence[str] | None) -> Adapters | None:
+def adapters_from_options(
+    lora: int | None, targets: Sequence[str] | None, frozen: str | None
+) -> Adapters | None:
     """The adapters of the command's options; None without `--lora`.
 
-    ConfigError for a rank below 1, and for targets without a rank.
+    ConfigError for a rank below 1, for an unknown format, and for targets or a format without a
+    rank.
     """
     if lora is None:
-        if targets is not None:
-            raise ConfigError(
-                f"--lora-targets: got {' '.join(targets)}, expected it with --lora RANK alone"
-            )
+        for option, value in (("--lora-targets", targets), ("--frozen", frozen)):
+            if value is not None:
+                got = value if isinstance(value, str) else " ".join(value)
+                raise ConfigError(f"{option}: got {got}, expected it with --lora RANK alone")
         return None
     if lora < 1:
         raise ConfigError(f"--lora: got {lora}, expected a rank of at least 1")
-    return Adapters(rank=lora, targets=None if targets is None else tuple(targets))
+    if frozen is not None and frozen not in FORMATS:
+        raise ConfigError(
+            f"--frozen: got {frozen!r}, expected one of {', '.join(FORMATS)}."
+            f"{did_you_mean(frozen, FORMATS)}"
+        )
+    return Adapters(rank=lora, targets=None if targets is None else tuple(targets), frozen=frozen)
+
+
+def packed_weights(
+    layers: Partition, adapters: Adapters | None
+) -> Mapping[nn.Parameter, PackedParameter]:
+    """The frozen weights that the adapters' format packs, by the engine's rule. Nothing is read."""
+    if adapters is None or adapters.frozen is None:
+        return NOTHING_PACKED
+    return choose_packed(layers, FORMATS[adapters.frozen], _compute_dtype)
+
+
+def _compute_dtype(_: torch.Tensor) -> torch.dtype:
+    return COMPUTE_DTYPE
 
 
 def with_adapters(module: nn.Module, adapters: Adapters) -> nn.Module:

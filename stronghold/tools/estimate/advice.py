@@ -13,6 +13,7 @@ from typing import Any
 
 from stronghold.errors import ConfigError, format_size
 from stronghold.model.costs import DTYPES
+from stronghold.model.packed_formats import FORMATS, PackedFormat
 from stronghold.optim.states import EXACT, LEAN
 from stronghold.plan import search
 from stronghold.plan.host_memory import SECOND_ARRAYS
@@ -127,6 +128,7 @@ def _gains(bare: Estimate) -> Iterator[tuple[str, Estimate | None]]:
     full = bare.plan is None or any(bare.plan.nvme_bytes.values())
     if full and (question.states, question.dtype) == (EXACT, "bf16"):
         changes["states: lean (they round otherwise)"] = {"states": LEAN}
+    changes |= _packings(bare)
     for change, values in changes.items():
         if "nvme_bytes" in values and not question.nvme_bytes:
             continue
@@ -138,10 +140,32 @@ def _gains(bare: Estimate) -> Iterator[tuple[str, Estimate | None]]:
         else:
             gained = _near(asked, bare.choice)
             alike = (asked.tokens, asked.states) == (question.tokens, question.states)
+            alike &= asked.model is question.model
             if gained is not None and alike:
                 # More memory takes nothing away: the plan without it still fits.
                 gained = min(gained, bare, key=attrgetter("step_s"))
         yield change, gained
+
+
+def _packings(bare: Estimate) -> dict[str, dict[str, Any]]:
+    """Storage formats for frozen weights that lie as they came, by what they change.
+
+    Without a plan each format counts, in the order of bytes. A plan that fits can gain from the
+    smallest alone.
+    """
+    model = bare.question.model
+    if model.adapters is None or model.adapters.frozen is not None:
+        return {}
+    rows = sorted(FORMATS.values(), key=_packed_size, reverse=True)
+    return {
+        f"frozen: {row.name} (weights are rounded)": {"model": model.with_frozen(row.name)}
+        for row in (rows if bare.plan is None else rows[-1:])
+    }
+
+
+def _packed_size(row: PackedFormat) -> int:
+    """Bytes of a large matrix in the format."""
+    return row.packed_bytes((1 << 12, 1 << 12))
 
 
 def _near(question: Question, choice: Choice) -> Estimate | None:

@@ -10,6 +10,8 @@ from stronghold.optim.states import EXACT
 from stronghold.plan.plan import Plan
 from stronghold.tools.estimate.question import Question
 
+BASE_PATH = "/path/to/base"  # the user's: what `stronghold prepare` wrote
+
 
 def config_of(question: Question, plan: Plan) -> dict[str, Any]:
     """The config with every choice of `plan` pinned.
@@ -19,6 +21,11 @@ def config_of(question: Question, plan: Plan) -> dict[str, Any]:
     blocks = question.model.layout.streamed
     kept = len(plan.resident.intersection(blocks))
     section: dict[str, Any] = {} if question.states == EXACT else {"states": question.states}
+    adapters = question.model.adapters
+    if adapters is not None and adapters.frozen is not None:
+        section["frozen"] = adapters.frozen
+    if question.base_on_nvme:
+        section["base"] = BASE_PATH
     section |= {
         "gpu_memory": question.gpu_bytes - plan.activation_bytes,  # the key counts no activations
         "host_memory": question.host_bytes // question.gpus,
@@ -34,7 +41,7 @@ def config_of(question: Question, plan: Plan) -> dict[str, Any]:
         if question.streams > 1:
             section["streams"] = question.streams
     section["early_layers"] = len(plan.early)
-    if plan.nvme_bytes:
+    if question.nvme_bytes and plan.nvme_bytes:
         section["nvme"] = {"path": question.nvme_path, "capacity": question.nvme_bytes}
     config: dict[str, Any] = {
         "_plan": f"stronghold plan: {question.model.name}; {question.machine.name}; "

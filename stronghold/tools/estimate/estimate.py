@@ -19,6 +19,7 @@ from stronghold.plan import search
 from stronghold.plan.cost import (
     AGAIN,
     ATTENTION,
+    COMPUTE,
     DISK,
     BreakEven,
     Limits,
@@ -99,6 +100,26 @@ class Estimate:
         return dict(sorted(shares.items(), key=itemgetter(1), reverse=True))
 
     @property
+    def compute(self) -> dict[str, float]:
+        """Seconds of the GPU's work in a step, by kind; empty if no plan fits.
+
+        "products and attention" are those of the physical limit. "other operators" are bound by
+        device memory: norms, activations, additions, rotary embedding, the loss. "decoding" makes
+        weights of packed ones.
+        """
+        plan, work = self.plan, self.question.work
+        if plan is None:
+            return {}
+        total_s = work.micro_batches * (work.forward_s + work.backward_s(plan.activations))
+        products_s = self.limits.parts[COMPUTE]
+        decoding_s = 2 * work.micro_batches * sum(layer.decode_s for layer in work.layers)
+        return {
+            "products and attention": products_s,
+            "other operators": total_s - products_s - decoding_s,
+            "decoding": decoding_s,
+        }
+
+    @property
     def busy(self) -> dict[str, float]:
         """The share of the step in which each lane is busy."""
         return {} if self.choice is None else dict(self.choice.forecast.busy)
@@ -136,6 +157,8 @@ class Estimate:
         }
         if question.nvme_bytes:
             tiers["nvme"] = (question.nvme_bytes // question.gpus, plan.nvme_bytes)
+        if question.base_on_nvme:
+            tiers["base"] = (question.base_bytes, plan.nvme_bytes)
         return tiers
 
     @property
@@ -146,7 +169,7 @@ class Estimate:
     def as_json(self) -> dict[str, Any]:
         """Every figure, in the units of its name."""
         question = self.question
-        timed = ("step_s", "tokens_per_s", "shares", "busy", "bound")
+        timed = ("step_s", "tokens_per_s", "shares", "busy", "bound", "compute")
         return {
             "fits": self.fits,
             "tokens": question.tokens,

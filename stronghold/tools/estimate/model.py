@@ -11,19 +11,29 @@ import copy
 import importlib
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from stronghold.errors import ConfigError
 from stronghold.model.costs import ModelCosts, trace_costs
 from stronghold.model.layout import ModelLayout, layout
 from stronghold.model.partition import partition
+from stronghold.model.stored_tensors import PackedParameter, stored_tensors
+from stronghold.optim.states import EXACT, Formats
+from stronghold.streaming.formats import CAST, ModelFormats, model_formats
 from stronghold.streaming.patches.modules import build_from_config
-from stronghold.tools.estimate.adapters import Adapters, with_adapters
+from stronghold.tools.estimate.adapters import (
+    COMPUTE_DTYPE,
+    Adapters,
+    packed_weights,
+    with_adapters,
+)
 
 CONFIG = "config.json"
 MOST_LAYERS = 1000  # eight times what the deepest models have
@@ -50,9 +60,14 @@ class MetaModel:
         if adapters is not None:
             with _without_advice():
                 self._module = with_adapters(self._module, adapters)
-        self._layers = partition(self._module)
+        self._layers = partition(self._module)  # as it computes
         self._costs: dict[tuple[int, int, str], ModelCosts] = {}
-        self.layout: ModelLayout = layout(self._layers)
+        packed = packed_weights(self._layers, adapters)
+        chosen = _formats_of(self._module, packed)
+        stored = partition(self._module, None, chosen.of, packed)  # as it lies on the host
+        self.layout: ModelLayout = layout(stored, format_of=chosen.of)
+        # Format 0 is that of the parameters which compute as they lie.
+        self.inner_formats: Formats = chosen.formats[1:]
 
     @property
     def name(self) -> str:
@@ -75,6 +90,11 @@ class MetaModel:
         if self._source is None:
             return None
         return getattr(self._config, "max_position_embeddings", None)
+
+    def with_frozen(self, frozen: str) -> MetaModel:
+        """Store the frozen weights in the format of this name. The model must have adapters."""
+        assert self.adapters is not None
+        return MetaModel(self._config, self._source, replace(self.adapters, frozen=frozen))
 
     def costs_of(self, batch: int, seq: int, dtype: str) -> ModelCosts:
         """The costs of `batch` sequences of `seq` tokens in `dtype` ("bf16", "fp16", "fp32").
@@ -105,6 +125,18 @@ class MetaModel:
         changed = copy.deepcopy(self._config)
         changed.max_position_embeddings = longest
         return MetaModel(changed, None, self.adapters)
+
+
+def _formats_of(module: nn.Module, packed: Mapping[nn.Parameter, PackedParameter]) -> ModelFormats:
+    """The formats by the engine's rule: one for parameters, one for each dtype of inner tensors."""
+    return model_formats(
+        stored_tensors(module, packed),
+        dtype=COMPUTE_DTYPE,
+        kind=EXACT,
+        rule=CAST,
+        optimizers={},
+        default=None,
+    )
 
 
 def from_config(path: Path, adapters: Adapters | None = None) -> MetaModel:

@@ -82,11 +82,17 @@ def _prediction(estimate: Estimate) -> list[str]:
     busy = ", ".join(
         f"{lane} {share:.0%}" for lane, share in estimate.busy.items() if share >= SAME
     )
+    kinds = ", ".join(
+        f"{kind} {seconds(value)}"
+        for kind, value in estimate.compute.items()
+        if value >= SAME * estimate.step_s
+    )
     return [
         "Prediction",
         *_labelled("step", f"{seconds(estimate.step_s)}, {estimate.tokens_per_s:,.0f} tokens/s"),
         *_labelled("bound", f"{bound}; then {rest}" if rest else bound),
         *(_labelled("lanes busy", busy) if busy else []),
+        *(_labelled("compute", kinds) if kinds else []),
     ]
 
 
