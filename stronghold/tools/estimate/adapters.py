@@ -88,7 +88,7 @@ def with_adapters(module: nn.Module, adapters: Adapters) -> nn.Module:
     ConfigError if PEFT is not installed, if a target is unknown, or if PEFT refuses the model.
     """
     peft = _peft()
-    modules, parameters = _targets(module, adapters.targets)
+    modules, parameters = _named_targets(module, adapters.targets)
     settings = peft.LoraConfig(
         r=adapters.rank, target_modules=modules, target_parameters=parameters, task_type="CAUSAL_LM"
     )
@@ -131,7 +131,7 @@ def _peft() -> Any:
         ) from error
 
 
-def _targets(
+def _named_targets(
     module: nn.Module, names: Sequence[str] | None
 ) -> tuple[list[str] | str, list[str] | None]:
     """PEFT's `target_modules` and `target_parameters`. A name is a module's if there is one."""
