@@ -26,13 +26,17 @@ LLAMA_70B = LlamaConfig(
 )
 
 
+PROGRESS = "stronghold plan: loading torch and transformers\n"
+
+
 def run(*arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    """The status, the answer, and the errors behind the line of progress."""
     try:
         status = cli.main(["plan", *arguments])
     except SystemExit as stopped:
         status = int(str(stopped.code))
     captured = capsys.readouterr()
-    return status, captured.out, captured.err
+    return status, captured.out, captured.err.removeprefix(PROGRESS)
 
 
 def full_estimate(question: Question) -> Estimate:

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,9 @@ from stronghold.plan.machine import WHOLE_LAUNCH_S, MachineProfile, machine_name
 from stronghold.tools.estimate.estimate import estimate
 from stronghold.tools.estimate.model import from_config, from_sizes
 from stronghold.tools.estimate.question import question_from_options
-from tests.support.forecasts import LLAMA_70B, SIZES, asked, full_estimate, run
+from tests.support.forecasts import LLAMA_70B, PROGRESS, SIZES, asked, full_estimate, run
 from tests.support.pairs import pairs
+from tests.support.quiet import law_of_time, on_time
 from tests.support.sizes import named_size
 
 
@@ -122,6 +124,22 @@ def test_on_stdout_is_the_answer_alone() -> None:
         check=True,
     )
     assert json.loads(result.stdout)["fits"] is True
+    assert result.stderr.startswith(PROGRESS)
+
+
+@pytest.mark.slow
+@law_of_time
+def test_the_first_line_comes_within_two_seconds() -> None:
+    """Torch and transformers take seconds to load. The line names them before they are."""
+    command = [sys.executable, "-m", "stronghold.tools.cli", "plan", *SIZES, "--machine", "rtx4090"]
+    begun = time.perf_counter()
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    first_line = process.stderr.readline()
+    seconds = time.perf_counter() - begun
+    process.communicate(timeout=300)
+    assert first_line == PROGRESS
+    on_time(seconds < 2.0, f"{seconds:.2f} s")
 
 
 def test_more_memory_is_never_said_to_cost_anything(tmp_path: Path) -> None:
