@@ -76,21 +76,26 @@ def supervised(trl: Any, dataset: Any, base: Any, given: dict[str, Any], tokens:
     )
 
 
-def adapters(trl: Any, dataset: Any, base: Any, given: dict[str, Any], tokens: Any) -> Trainer:
+def lora() -> Any:
     peft = pytest.importorskip("peft")
-    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    texts = [f"{i} comes after {i - 1}" for i in range(NUM_SAMPLES)]
     torch.manual_seed(5)
+    return peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+
+
+def adapters(trl: Any, dataset: Any, base: Any, given: dict[str, Any], tokens: Any) -> Trainer:
+    texts = [f"{i} comes after {i - 1}" for i in range(NUM_SAMPLES)]
     return trl.SFTTrainer(
         model=base,
         args=trl.SFTConfig(max_length=64, **given),
         train_dataset=dataset.from_dict({"text": texts}),
         processing_class=tokens,
-        peft_config=lora,
+        peft_config=lora(),
     )
 
 
-def preferences(trl: Any, dataset: Any, base: Any, given: dict[str, Any], tokens: Any) -> Trainer:
+def preferences(
+    trl: Any, dataset: Any, base: Any, given: dict[str, Any], tokens: Any, **more: Any
+) -> Trainer:
     """With a reference model of its own: an engine that only runs forward."""
     numbers = range(NUM_SAMPLES)
     columns = {
@@ -98,16 +103,24 @@ def preferences(trl: Any, dataset: Any, base: Any, given: dict[str, Any], tokens
         "chosen": [f"{i} {i + 1}" for i in numbers],
         "rejected": [f"{i} {i - 1} no" for i in numbers],
     }
+    more = more or {"ref_model": LlamaForCausalLM.from_pretrained(base.config.name_or_path)}
     return trl.DPOTrainer(
         model=base,
-        ref_model=LlamaForCausalLM.from_pretrained(base.config.name_or_path),
         args=trl.DPOConfig(max_length=64, **given),
         train_dataset=dataset.from_dict(columns),
         processing_class=tokens,
+        **more,
     )
 
 
-def rewards(trl: Any, dataset: Any, base: Any, given: dict[str, Any], tokens: Any) -> Trainer:
+def preferences_of_adapters(*arguments: Any) -> Trainer:
+    """The reference is the base, with the adapters disabled: no second model."""
+    return preferences(*arguments, peft_config=lora())
+
+
+def rewards(
+    trl: Any, dataset: Any, base: Any, given: dict[str, Any], tokens: Any, **more: Any
+) -> Trainer:
     """Generates between steps, with weights that the last step may still be updating."""
     given |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
     return trl.GRPOTrainer(
@@ -116,10 +129,26 @@ def rewards(trl: Any, dataset: Any, base: Any, given: dict[str, Any], tokens: An
         train_dataset=dataset.from_dict({"prompt": [f"{i}: " for i in range(NUM_SAMPLES)]}),
         processing_class=tokens,
         reward_funcs=lambda completions, **_: [float(len(set(text))) for text in completions],
+        **more,
     )
 
 
-@pytest.mark.parametrize("made", [supervised, adapters, preferences, rewards])
+def rewards_of_adapters(*arguments: Any) -> Trainer:
+    """The reference is the base, with the adapters disabled: no second model."""
+    return rewards(*arguments, peft_config=lora())
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        supervised,
+        adapters,
+        preferences,
+        preferences_of_adapters,
+        rewards,
+        rewards_of_adapters,
+    ],
+)
 def test_trainers_of_trl_train_as_on_plain_pytorch(
     made: Callable[..., Trainer], tmp_path: Path
 ) -> None:
