@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import fnmatch
+import logging
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+import tarfile
+from collections.abc import Callable, Iterator
 from importlib import import_module
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "scripts" / "conformance"
+LOGGER = logging.getLogger("stronghold")
 
 SIMPLE = """
 import pytest
@@ -89,6 +95,124 @@ def test_the_program_counts_and_fails_on_what_is_unexplained(tmp_path: Path) -> 
     kept.write_text("".join(known))
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+# --- PEFT's table ---------------------------------------------------------------------------------
+
+TABLE = """
+import pytest
+import torch
+from torch import nn
+
+from peft import LoraConfig
+
+from .testing_common import PeftCommonTester
+
+TEST_CASES = [
+    ("one LoRA", "MLP", LoraConfig, {"target_modules": ["first"]}),
+    ("attention LoRA", "Attention", LoraConfig, {"target_modules": ["attention"]}),
+    ("restless LoRA", "Restless", LoraConfig, {"target_modules": ["first"]}),
+    ("frozen LoRA", "Cut", LoraConfig, {"target_modules": ["first"]}),
+]
+CALLS = [0]
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(10, 8), nn.Linear(8, 2)
+
+    def forward(self, X):
+        return self.second(self.first(X.float()).relu())
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention, self.second = nn.MultiheadAttention(10, 2), nn.Linear(10, 2)
+
+    def forward(self, X):
+        X = X.float()
+        return self.second(self.attention(X, X, X)[0])
+
+
+class Restless(MLP):
+    def forward(self, X):
+        CALLS[0] += 1
+        return super().forward(X) * CALLS[0]
+
+
+class Cut(MLP):
+    def forward(self, X):
+        return super().forward(X).detach()
+
+
+class MockTransformerWrapper:
+    @classmethod
+    def from_pretrained(cls, name):
+        torch.manual_seed(0)
+        return globals()[name]()
+
+
+class TestPeft(PeftCommonTester):
+    pass
+"""
+
+
+@pytest.fixture
+def run_peft() -> Iterator[Callable[..., int]]:
+    """`scripts/conformance peft` in this process, whose settings come back."""
+    threads, level, path = torch.get_num_threads(), LOGGER.level, list(sys.path)
+    loader = SourceFileLoader("conformance", str(PROGRAM))
+    program = ModuleType("conformance")
+    program.__file__ = str(PROGRAM)
+    loader.exec_module(program)
+    yield lambda *given: program.run_peft([*map(str, given)])
+    torch.set_num_threads(threads)
+    LOGGER.setLevel(level)
+    sys.path[:] = path
+
+
+@pytest.mark.slow
+def test_rows_of_peft_are_equal_refused_or_unexplained(
+    run_peft: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model that computes otherwise in each call, or trains nothing, is no equal row."""
+    (tmp_path / "peft-1" / "tests").mkdir(parents=True)
+    (tmp_path / "peft-1" / "tests" / "test_custom_models.py").write_text(TABLE)
+    with tarfile.open(tmp_path / "peft-1.tar.gz", "w:gz") as packed:
+        packed.add(tmp_path / "peft-1", "peft-1")
+    page = tmp_path / "page.md"
+    page.write_text("# DeepSpeed\n\ntable\n")
+    assert run_peft(tmp_path / "peft-1.tar.gz", "--page", page) == 1
+    said = capsys.readouterr().out
+    assert "1 equal, 0 equal with `resident_layers`, 1 refused, 2 unexplained" in said
+    assert re.search(r"refused +attention LoRA: LoRA on `nn\.Multihead", said)
+    assert re.search(r"unexplained +restless LoRA: AssertionError: micro-batch 0", said)
+    assert re.search(
+        r"unexplained +frozen LoRA: AssertionError: the plain loop has trained no adapter", said
+    )
+    written = page.read_text()
+    assert written.startswith("# DeepSpeed\n\ntable\n\n## PEFT's table of adapters\n")
+    assert "| 4 | in all | |" in written
+    assert run_peft(tmp_path / "peft-1", "--only", "one", "--page", page) == 0
+    assert page.read_text().startswith("# DeepSpeed\n\ntable\n\n## PEFT's table of adapters\n")
+    assert "| 1 | in all | |" in page.read_text()
+
+
+def test_sources_without_pefts_tests_are_refused(
+    run_peft: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run_peft(tmp_path)
+    assert "give PEFT's source distribution" in capsys.readouterr().err
+
+
+def test_no_reason_of_a_refused_row_explains_every_error() -> None:
+    sys.path.insert(0, str(ROOT / "scripts"))
+    reasons = import_module("conformance_suite.peft_table").REASONS
+    sys.path.remove(str(ROOT / "scripts"))
+    assert all(not re.search(reason.symptom, "") and reason.text for reason in reasons)
 
 
 def test_a_folder_that_holds_no_tests_of_deepspeeds_is_refused(tmp_path: Path) -> None:
