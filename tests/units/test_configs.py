@@ -16,7 +16,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    GptOssConfig,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from stronghold.config import Settings, load, parse_bytes, source
 from stronghold.model.layout import ModelLayout, layout
@@ -44,6 +52,14 @@ SHAPES: dict[str, Shape] = {
     "Qwen3-32B": (QWEN3, (5120, 25600, 64, 64, 8), 32_762_123_264),
     "Qwen2.5-32B": (QWEN2, (5120, 27648, 64, 40, 8), 32_763_876_352),
 }
+QWEN3_MOE = partial(
+    Qwen3MoeConfig,
+    vocab_size=151936,
+    head_dim=128,
+    num_experts=128,
+    num_experts_per_tok=8,
+    tie_word_embeddings=False,
+)
 CASES = [
     ("8b_24gb_ram", "Llama-3.1-8B"),
     ("8b_24gb_ram", "Qwen2.5-7B"),
@@ -55,6 +71,45 @@ CASES = [
     ("32b_80gb_ram", "Qwen2.5-32B"),
 ]
 NVME_CASES = [("32b_24gb_nvme", "Qwen3-32B"), ("32b_24gb_nvme", "Qwen2.5-32B")]
+ADAPTER_CASES: dict[str, tuple[Any, int]] = {  # published shapes, and their parameters
+    "70b_24gb_64gb_qlora": (
+        LLAMA(
+            hidden_size=8192,
+            intermediate_size=28672,
+            num_hidden_layers=80,
+            num_attention_heads=64,
+            num_key_value_heads=8,
+        ),
+        70_553_706_496,
+    ),
+    "gpt_oss_120b_24gb_lora": (
+        GptOssConfig(num_hidden_layers=36, num_local_experts=128),
+        116_829_156_672,
+    ),
+    "qwen3_235b_24gb_qlora": (
+        QWEN3_MOE(
+            hidden_size=4096,
+            moe_intermediate_size=1536,
+            num_hidden_layers=94,
+            num_attention_heads=64,
+            num_key_value_heads=4,
+        ),
+        235_093_634_560,
+    ),
+    "30b_a3b_12gb_qlora": (
+        QWEN3_MOE(
+            hidden_size=2048,
+            moe_intermediate_size=768,
+            num_hidden_layers=48,
+            num_attention_heads=32,
+            num_key_value_heads=4,
+        ),
+        30_532_122_624,
+    ),
+}
+RANK = 16  # of the adapters that the configs' comments name
+PACKED_BYTES = {"nf4": 0.56, "int8": 1.02, "fp8": 1.02}  # of a parameter, with its scales, at most
+LOSS_CHUNK = 1024  # tokens of which logits exist at a time
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.iterdir()), ids=lambda path: path.name)
@@ -68,7 +123,7 @@ def test_every_config_loads_without_a_word(path: Path, caplog: pytest.LogCapture
 
 def test_every_config_for_a_machine_is_planned_here() -> None:
     named = {path.stem for path in CONFIGS.glob("*.json")} - {"quickstart"}
-    assert named == {config for config, _ in CASES + NVME_CASES}
+    assert named == {config for config, _ in CASES + NVME_CASES} | {*ADAPTER_CASES}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,3 +270,82 @@ def test_what_the_comment_says_of_accumulation_is_so(config: str, model: str) ->
     once = plan(settings, of, has.ram, accumulation=1)
     each = {"exact": 14, "lean": 7.125}[settings.stronghold.states]
     assert once.host_total_bytes / of.num_parameters == pytest.approx(each, abs=0.01)
+
+
+# -- adapters on a packed base ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Base:
+    """Numbers of parameters: of one block and of all blocks those that are packed and the others,
+    outside the blocks, and of adapters of rank `RANK` on the linear modules."""
+
+    block_packed: int
+    packed: int
+    blocks: int
+    outside: int
+    adapters: int
+
+
+@cache
+def base_of(config: str) -> Base:
+    shape, expected = ADAPTER_CASES[config]
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16)
+    total = sum(p.numel() for p in model.parameters())
+    assert total == expected
+    block_packed = adapters = 0
+    for module in model.model.layers[0].modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            fused = parameter.ndim == 3
+            if fused or (isinstance(module, nn.Linear) and name == "weight"):
+                block_packed += parameter.numel()
+        if isinstance(module, nn.Linear):
+            adapters += RANK * (module.in_features + module.out_features)
+    blocks = sum(p.numel() for p in model.model.layers.parameters())
+    number = shape.num_hidden_layers
+    return Base(
+        block_packed=block_packed,
+        packed=number * block_packed,
+        blocks=blocks,
+        outside=total - blocks,
+        adapters=number * adapters,
+    )
+
+
+@pytest.mark.parametrize("config", ADAPTER_CASES)
+def test_adapters_and_their_packed_base_fit_the_machine(config: str) -> None:
+    """By the bytes of the formats. Everything that is not packed is bf16; an adapter has an fp32
+    weight, two moments and a gradient, which is summed over micro-batches."""
+    settings = load(CONFIGS / f"{config}.json")
+    has, base = machine(settings, config), base_of(config)
+    section = settings.stronghold
+    assert section.frozen is not None
+    assert section.dtypes == "own"
+    assert base.packed > 0.98 * base.blocks
+    packed = PACKED_BYTES[section.frozen]
+    plain = 2 * (base.blocks - base.packed + base.outside)
+    on_host = packed * base.packed + plain + 16 * base.adapters
+    assert on_host <= RAM_SHARE * has.ram
+    # Three packed slots, one decoded block, and the weights outside the blocks, which have no
+    # gradients.
+    on_gpu = (3 * packed + 2) * base.block_packed + 2 * base.outside
+    assert on_gpu <= section.gpu_memory
+    comment = settings.original["_machine"]
+    assert f"{packed} bytes per parameter" in comment
+    decoded = re.search(r"One decoded block takes ([\d.]+) GB", comment)
+    if decoded:
+        assert float(decoded[1]) == pytest.approx(2 * base.block_packed / 1e9, rel=0.05)
+
+
+@pytest.mark.parametrize("config", ADAPTER_CASES)
+def test_the_gpu_has_room_for_activations_of_adapters(config: str) -> None:
+    """As `test_the_gpu_has_room_for_activations`, but logits exist for some tokens at a time."""
+    settings, (shape, _) = load(CONFIGS / f"{config}.json"), ADAPTER_CASES[config]
+    assert settings.stronghold.activations == "recompute"
+    tokens = settings.deepspeed.train_micro_batch_size_per_gpu * SEQUENCE
+    assert 4 * tokens * shape.vocab_size >= GIB, "logits are whole below"
+    inputs = tokens * shape.num_hidden_layers * shape.hidden_size * 2
+    logits = LOSS_CHUNK * shape.vocab_size * (2 + 4 + 4)
+    left = machine(settings, config).gpu - settings.stronghold.gpu_memory
+    assert inputs + logits <= 0.75 * left
