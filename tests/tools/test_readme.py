@@ -31,6 +31,7 @@ QUICK = ["--tiny", "--steps", "3", "--compare-steps", "2", "--no-timing"]
 PLAN = (
     "stronghold plan --layers 32 --hidden 4096 --heads 32 --vocab 50304 --machine rtx4090 --batch 8"
 )
+LORA = "scripts/finetune --model BASE --data FILE --config 8b_24gb_ram --lora 16"
 FAST_VARIANTS = {
     "scripts/quickstart": ["scripts/quickstart", "--text", "README.md", *QUICK],
     "scripts/quickstart --tiny --steps 20": None,  # the same
@@ -40,6 +41,11 @@ FAST_VARIANTS = {
     "deepspeed --module stronghold.run train.py --deepspeed ds_config.json": None,  # test_plugin
     # test_finetune makes a model for it.
     "scripts/finetune --model DIR --data FILE --config 8b_24gb_ram --output OUT": None,
+    # test_adapters_page makes a base for these.
+    f"{LORA} --learning-rate 1e-4 --output ADAPTERS": None,
+    f"{LORA} --learning-rate 1e-4 --output ADAPTERS --resume": None,
+    f"{LORA} --frozen nf4 --output PACKED_ADAPTERS": None,
+    "stronghold export --merge ADAPTERS MERGED": None,
     "stronghold trace trace.json -o timeline.png": None,  # run where the trace is made
     "stronghold doctor": None,  # a minute; run in test_doctor, for less
     PLAN: shlex.split(PLAN.replace("--layers 32", "--layers 4")),

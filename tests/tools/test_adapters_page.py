@@ -1,0 +1,140 @@
+"""docs/adapters.md: its commands and its programs run, in its order, with a tiny base; its figures
+are those of other pages and of the engine.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from stronghold.tools.cli import main
+from tests.support.finetuning import SCRIPTS, byte_tokenizer, jsonl, tiny_llama
+from tests.support.frameworks import fresh_accelerate, plugin, reset_accelerate
+from tests.tools.test_readme import fenced
+
+import finetune as program  # isort: skip
+import finetune_training as training  # isort: skip
+import peft  # isort: skip
+
+__all__ = ["fresh_accelerate", "plugin"]
+
+ROOT = SCRIPTS.parent
+PAGE = (ROOT / "docs" / "adapters.md").read_text(encoding="utf-8")
+# What makes a run short.
+SHORT = ["--sequence", "32", "--accumulation", "1", "--save-every", "2", "--log-every", "1"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current directory, with the page's BASE and FILE, and a config for a tiny model."""
+    monkeypatch.chdir(tmp_path)
+    tokenizer = byte_tokenizer()
+    tokenizer.save_pretrained("BASE")
+    tiny_llama(len(tokenizer)).save_pretrained("BASE")
+    jsonl(Path("FILE.jsonl"), *({"prompt": f"{a}+1=", "completion": f"{a + 1}"} for a in range(40)))
+    settings = json.loads((ROOT / "configs" / "8b_24gb_ram.json").read_text())
+    settings["stronghold"] = {"device": "emulated", "window": 1}
+    Path("tiny.json").write_text(json.dumps(settings))
+    return tmp_path
+
+
+def commands() -> list[list[str]]:
+    lines = "".join(fenced(PAGE, "bash")).splitlines()
+    return [shlex.split(line) for line in lines]
+
+
+def finetune(command: list[str], steps: int) -> Any:
+    here = {"FILE": "FILE.jsonl", "8b_24gb_ram": "tiny.json"}
+    given = [here.get(word, word) for word in command[1:]]
+    reset_accelerate()
+    args = program.parse_arguments([*given, *SHORT, "--max-steps", str(steps)])
+    return training.finetune(args)
+
+
+@pytest.mark.usefixtures("fresh_accelerate", "plugin", "folder")
+def test_the_commands_lead_from_a_base_to_a_merged_model() -> None:
+    first, again, packed, export = commands()
+    assert first == [word for word in again if word != "--resume"]
+    finetune(first, steps=3)
+    assert Path("ADAPTERS/adapter_model.safetensors").exists()
+    finetune(again, steps=4)
+    assert Path("ADAPTERS/checkpoint-4/adapter_model.safetensors").exists()
+    with pytest.raises(training.ConfigError, match=r"stronghold\.frozen"):  # until it packs
+        finetune(packed, steps=1)
+    assert main(export[1:]) == 0
+    tokens = torch.arange(10)[None]
+    merged = AutoModelForCausalLM.from_pretrained("MERGED")
+    base = AutoModelForCausalLM.from_pretrained("BASE")
+    before = base(tokens).logits
+    expected = peft.PeftModel.from_pretrained(base, "ADAPTERS").merge_and_unload()
+    assert torch.equal(merged(tokens).logits, expected(tokens).logits)
+    assert not torch.equal(merged(tokens).logits, before)
+
+
+@pytest.mark.usefixtures("folder")
+def test_the_programs_of_the_page_run_one_after_the_other() -> None:
+    tiny_llama(len(byte_tokenizer())).bfloat16().save_pretrained("BASE")  # as bases are published
+    (config,) = fenced(PAGE, "json")
+    section = {"device": "emulated", "window": 1}
+    settings = json.loads(config)
+    settings["stronghold"] |= section  # the smallest window, for the smallest model
+    Path("ds_config.json").write_text(json.dumps(settings))
+    tokens = torch.randint(200, (2, 12), generator=torch.Generator().manual_seed(0))
+    names: dict[str, Any] = {"loader": [{"input_ids": tokens, "labels": tokens}] * 3}
+    train, save, compare = fenced(PAGE, "python")
+    for code in (train, save, compare):
+        exec(compile(code, "docs/adapters.md", "exec"), names)
+    assert names["engine"].global_steps == 3
+    base = AutoModelForCausalLM.from_pretrained("BASE", dtype=torch.bfloat16)
+    assert torch.equal(names["reference"], base(tokens).logits)
+    opened = peft.PeftModel.from_pretrained(base, "ADAPTERS_OF_A_PROGRAM")
+    written = peft.get_peft_model_state_dict(opened)
+    trained = peft.get_peft_model_state_dict(names["model"])
+    assert all(torch.equal(value, trained[name]) for name, value in written.items())
+    names["engine"].destroy()
+
+
+def test_the_counts_are_those_of_the_conformance_page() -> None:
+    conformance = (ROOT / "docs" / "conformance.md").read_text(encoding="utf-8")
+    _, _, part = conformance.partition("## PEFT's table of adapters")
+    rows = re.findall(r"^\| (\d+) \| ([^|]+?) \|", part, flags=re.MULTILINE)
+    totals: dict[str, int] = {}
+    for count, outcome in rows:
+        totals[outcome] = totals.get(outcome, 0) + int(count)
+    here = re.findall(r"^\| (\d+) \| (equal to the bit|refused)\b", PAGE, flags=re.MULTILINE)
+    assert [int(count) for count, _ in here] == [
+        totals["equal"],
+        totals["equal with `resident_layers`"],
+        totals["refused"],
+    ]
+    assert f"{totals['in all']} rows of PEFT" in PAGE
+
+
+def test_the_configs_of_the_page_are_those_for_packed_bases() -> None:
+    named = set(re.findall(r"^\| `(\w+)` \|", PAGE, flags=re.MULTILINE))
+    packed = {
+        path.stem
+        for path in (ROOT / "configs").glob("*.json")
+        if "frozen" in json.loads(path.read_text())["stronghold"]
+    }
+    assert named == packed
+
+
+def test_an_adapter_of_an_8b_model_takes_what_the_page_names() -> None:
+    from transformers import LlamaConfig
+
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=128256, **sizes, **heads))
+        adapted = peft.get_peft_model(model, peft.LoraConfig(r=16, target_modules="all-linear"))
+    trained, _ = adapted.get_nb_trainable_parameters()
+    assert f"{trained / 1e6:.0f} M\nparameters" in PAGE
+    assert f"{16 * trained / 1e9:.1f} GB of host memory" in PAGE
