@@ -25,7 +25,7 @@ def add_adapters(args: argparse.Namespace, model: Any) -> Any:
     """
     if args.lora is None:
         return model
-    modules, parameters = _targets(args.lora_targets, model)
+    modules, parameters = targets_of(args.lora_targets, model)
     settings = LoraConfig(
         r=args.lora,
         lora_alpha=args.lora_alpha or 2 * args.lora,
@@ -58,7 +58,9 @@ def has_adapters(model: nn.Module) -> bool:
     return isinstance(model, PeftModel)
 
 
-def _targets(names: list[str] | None, model: nn.Module) -> tuple[list[str] | str, list[str] | None]:
+def targets_of(
+    names: list[str] | None, model: nn.Module
+) -> tuple[list[str] | str, list[str] | None]:
     """PEFT's `target_modules` and `target_parameters`: a name is one of a module, if there is one.
 
     `names` are ends of full names, in whole steps: "q_proj", "mlp.experts.gate_up_proj".

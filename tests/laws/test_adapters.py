@@ -318,13 +318,36 @@ def directory_of_base(folder: Path, **options: Any) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("more", [{}, {"modules_to_save": ["lm_head"]}], ids=str)
+def fused_experts(folder: Path) -> Path:
+    """Files have a tensor for each expert, the model has one for all."""
+    torch.manual_seed(0)
+    fused: Any = FUSED["qwen3_moe"]()[0]
+    fused.unload().bfloat16().save_pretrained(folder)
+    return folder
+
+
+IN_FILES: dict[str, tuple[Callable[[Path], Path], dict[str, Any]]] = {
+    "plain": (directory_of_base, {}),
+    "tied": (functools.partial(directory_of_base, tie_word_embeddings=True), {}),
+    "head": (directory_of_base, {"modules_to_save": ["lm_head"]}),
+    "tied head": (
+        functools.partial(directory_of_base, tie_word_embeddings=True),
+        {"modules_to_save": ["lm_head"]},
+    ),
+    "experts": (
+        fused_experts,
+        {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", IN_FILES)
 def test_adapters_of_weights_in_files_are_those_of_weights_in_memory(
-    more: dict[str, Any], tied: bool, tmp_path: Path
+    case: str, tmp_path: Path
 ) -> None:
     """The same initial values, and training to the same bits."""
-    folder = directory_of_base(tmp_path, tie_word_embeddings=tied)
+    make, more = IN_FILES[case]
+    folder = make(tmp_path)
     settings = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"], **more)
 
     def in_memory() -> tuple[nn.Module, Batches]:

@@ -170,9 +170,9 @@ def test_a_name_of_a_parameter_is_one_of_fused_experts() -> None:
     from tests.tools.test_merge import qwen3_moe
 
     model = qwen3_moe()
-    chosen = adapters._targets(["q_proj", "mlp.experts.down_proj"], model)
+    chosen = adapters.targets_of(["q_proj", "mlp.experts.down_proj"], model)
     assert chosen == (["q_proj"], ["mlp.experts.down_proj"])
-    assert adapters._targets(None, model) == ("all-linear", None)
+    assert adapters.targets_of(None, model) == ("all-linear", None)
 
 
 @pytest.mark.usefixtures("fresh_accelerate", "plugin")
