@@ -13,7 +13,15 @@ import pytest
 import torch
 
 from tests.models import loss_of
-from tests.support.quantised_bases import BASES, blocks_of, fp8_on_cpus, token_batch
+from tests.support import quantised_ranks
+from tests.support.quantised_bases import (
+    BASES,
+    blocks_of,
+    fp8_on_cpus,
+    small_buffers_move,
+    token_batch,
+)
+from tests.support.ranks import ranks_once
 from tests.support.training import (
     Run,
     assert_identical,
@@ -45,10 +53,10 @@ PLACES: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """FP8Linear computes on CPUs. Files are read in pieces of a few pages, small tensors are
-    offloaded."""
+    offloaded, and small buffers move."""
     monkeypatch.setattr("stronghold.plan.host_memory.PIECE_BYTES", 4096 * 24)
     monkeypatch.setattr("stronghold.streaming.activations.offload.MIN_OFFLOAD_BYTES", 1)
-    with fp8_on_cpus():
+    with fp8_on_cpus(), small_buffers_move():
         yield
 
 
@@ -218,6 +226,25 @@ def test_the_model_is_given_back_whole(kind: str) -> None:
     assert any(p.grad is not None for p in model.parameters() if p.requires_grad)
 
 
+def test_every_tensor_of_a_quantised_base_moves_under_its_name() -> None:
+    names: dict[str, set[str]] = {}
+    for kind in BASES:
+        engine = initialized(plain_model(kind), config(precision="bf16", section={"window": 1}))
+        block = next(layer for layer in engine.inspect().layout.layers if layer.streamed)
+        found = {part.name for part in block.slices if "k_proj" in part.name}
+        names[kind] = {name.partition("k_proj.")[2] for name in found}
+        engine.destroy()
+    bitsandbytes = {"weight", "weight.absmax", "weight.quant_map"}
+    nested = {f"weight.nested_{name}" for name in ("absmax", "quant_map", "offset")}
+    assert names["nf4"] == bitsandbytes
+    assert names["nf4 double"] == names["nf4 in bf16"] == names["fp4"] == bitsandbytes | nested
+    assert names["int8"] == {"weight", "weight.SCB"}
+    assert names["torchao int8"] == {"weight.qdata", "weight.scale", "weight.zero_point"}
+    assert names["torchao float8"] == {"weight.qdata", "weight.scale"}
+    assert names["FP8Linear"] == {"weight", "weight_scale_inv"}
+    assert names["packed buffers"] == {"qweight", "qzeros", "scales"}
+
+
 # -- bytes -----------------------------------------------------------------------------------------
 # Most bytes per weight of a linear, at these small sizes: codes, scales, code books, and each
 # tensor's place at a multiple of 512 bytes.
@@ -238,3 +265,23 @@ def test_bytes_cross_the_link_as_they_are_stored(kind: str) -> None:
         frozen_bytes = state.arrays["weights"].nbytes - trained_bytes
         assert frozen_bytes < MOST_BYTES[kind] * linear_weights + 8 * 4096
     engine.destroy()
+
+
+# -- ranks -----------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Run]]:
+    return ranks_once("tests.support.quantised_ranks:two_ranks", 2, tmp_path_factory)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [*quantised_ranks.KINDS, "in files"])
+def test_two_ranks_over_a_quantised_base_have_the_bits_of_one(
+    kind: str, two: list[dict[str, Run]]
+) -> None:
+    one = quantised_ranks.trained(quantised_ranks.KINDS[0] if kind == "in files" else kind)
+    runs = [results[kind] for results in two]
+    losses = [loss for pair in zip(runs[0].losses, runs[1].losses, strict=True) for loss in pair]
+    for run in runs:
+        assert_identical(
+            Run(losses=losses, weights=run.weights), Run(losses=one.losses, weights=one.weights)
+        )

@@ -109,6 +109,15 @@ def fp8_on_cpus() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def small_buffers_move() -> Iterator[None]:
+    """Buffers of every size move, as large ones do: these models are tiny."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("QUANTISED_BUFFER_BYTES", "MOVED_BUFFER_BYTES"):
+            patch.setattr(f"stronghold.model.stored_tensors.{name}", 1)
+        yield
+
+
 # -- one linear in each format ---------------------------------------------------------------------
 def four_bits(linear: nn.Linear, **options: Any) -> nn.Module:
     quantised = bitsandbytes.nn.Linear4bit(
