@@ -79,6 +79,10 @@ class Decoded:
         return torch.Size(self.shape).numel()
 
 
+Holder = tuple[Any, str]
+"""An object, and the name of its attribute."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
     """A row: one way in which a library keeps quantised weights.
@@ -88,12 +92,14 @@ class Format:
     inner    the inner tensors of such a parameter. ConfigError if it cannot be moved: the message
              begins with the reason
     decoded  shape and dtype of the weight that it stands for
+    holders  objects and their attributes that hold the inner tensors of such a parameter
     """
 
     name: str
     matches: Callable[[torch.Tensor], bool]
     inner: Callable[[nn.Parameter], tuple[InnerTensor, ...]]
     decoded: Callable[[nn.Parameter], Decoded]
+    holders: Callable[[nn.Parameter], tuple[Holder, ...]]
 
 
 # The dtypes in which modules compute, and in which a weight can train or be cast.
@@ -143,6 +149,14 @@ def _inner_4bit(parameter: Any) -> tuple[InnerTensor, ...]:
     return tuple(inner)
 
 
+def _holders_4bit(parameter: Any) -> tuple[Holder, ...]:
+    state = parameter.quant_state
+    holders = [(parameter, "quant_state"), (state, "absmax"), (state, "code")]
+    if state.nested:
+        holders += [(state, "offset"), (state.state2, "absmax"), (state.state2, "code")]
+    return tuple(holders)
+
+
 def _decoded_4bit(parameter: Any) -> Decoded:
     state = parameter.quant_state
     return Decoded(shape=tuple(state.shape), dtype=state.dtype)
@@ -166,6 +180,11 @@ def _inner_int8(parameter: Any) -> tuple[InnerTensor, ...]:
         InnerTensor(name="", tensor=parameter, aliases=(parameter.CB,)),
         InnerTensor(name="SCB", tensor=parameter.SCB),
     )
+
+
+def _no_holders(parameter: nn.Parameter) -> tuple[Holder, ...]:
+    """The objects change their place ([Note: int8 states])."""
+    return ()
 
 
 def _decoded_int8(parameter: nn.Parameter) -> Decoded:
@@ -199,6 +218,16 @@ def _dense(wrapper: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]
             yield f"{prefix}{name}", inner
 
 
+def _holders_wrapper(wrapper: Any) -> tuple[Holder, ...]:
+    holders: list[Holder] = []
+    for name in wrapper.__tensor_flatten__()[0]:
+        holders.append((wrapper, name))
+        inner = getattr(wrapper, name)
+        if is_wrapper(inner):
+            holders += _holders_wrapper(inner)
+    return tuple(holders)
+
+
 def _decoded_wrapper(parameter: nn.Parameter) -> Decoded:
     return Decoded(shape=tuple(parameter.shape), dtype=parameter.dtype)
 
@@ -209,18 +238,21 @@ _BITSANDBYTES_4BIT = Format(
     matches=_is_a("bitsandbytes.nn.modules", "Params4bit"),
     inner=_inner_4bit,
     decoded=_decoded_4bit,
+    holders=_holders_4bit,
 )
 _BITSANDBYTES_INT8 = Format(
     name="bitsandbytes int8",
     matches=_is_a("bitsandbytes.nn.modules", "Int8Params"),
     inner=_inner_int8,
     decoded=_decoded_int8,
+    holders=_no_holders,
 )
 _WRAPPER = Format(
     name="torchao and other wrapper subclasses",
     matches=is_wrapper,
     inner=_inner_wrapper,
     decoded=_decoded_wrapper,
+    holders=_holders_wrapper,
 )
 FORMATS = (_BITSANDBYTES_4BIT, _BITSANDBYTES_INT8, _WRAPPER)
 _NAMES = ", ".join(row.name for row in FORMATS)  # for messages
@@ -302,6 +334,43 @@ def _check_ordinary(parameter: nn.Parameter, name: str) -> None:
             f"format has: it keeps further tensors ({', '.join(held)}), which would not move with "
             f"it. Known are {_NAMES}. Load the model in one of these formats, or unquantised."
         )
+
+
+# -- while an engine lives -------------------------------------------------------------------------
+class HeldTensors:
+    """The objects of a model's quantised parameters that an engine points at memory.
+
+    A library may put other objects in their place: PEFT does so when it merges an adapter into a
+    weight of bitsandbytes. The engine would go on to move the old ones.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        settle(model)
+        self._held: list[tuple[Any, str, Any, str]] = []  # holder, attribute, object, name
+        for prefix, module in model.named_modules():
+            for key, parameter in module.named_parameters(recurse=False):
+                row = format_of(parameter)
+                if row is None:
+                    continue
+                name = f"{prefix}.{key}" if prefix else key
+                self._held.append((module, key, parameter, name))
+                for holder, attribute in row.holders(parameter):
+                    held = getattr(holder, attribute)
+                    self._held.append((holder, attribute, held, f"{name} ({attribute})"))
+
+    def check(self) -> None:
+        """ConfigError if a program has put another object in the place of one of these."""
+        for holder, attribute, held, name in self._held:
+            if getattr(holder, attribute) is not held:
+                _refuse_replaced(name)
+
+
+def _refuse_replaced(name: str) -> None:
+    raise ConfigError(
+        f"{name} is another object than the one that the engine moves: a program has put new "
+        "quantised values in its place, as PEFT's merge_adapter, merge_and_unload and unmerge do. "
+        "Merge after engine.destroy(), or with `stronghold export --merge`."
+    )
 
 
 # -- before and after an engine --------------------------------------------------------------------

@@ -31,6 +31,7 @@ from torch.utils.hooks import RemovableHandle
 from stronghold.devices.base import Device
 from stronghold.errors import ConfigError
 from stronghold.memory.layer import LayerState
+from stronghold.model.inner_tensors import HeldTensors
 from stronghold.model.partition import Partition
 from stronghold.plan.schedule import Kind
 from stronghold.streaming.activations.chunks import Chunks
@@ -111,6 +112,7 @@ class Hooks:
         self._activations = activations
         self._handles: list[RemovableHandle] = []
         self._gradient_hooks: list[tuple[torch.Tensor, int]] = []  # parameter, the hook's number
+        self._held = HeldTensors(partition.model)
         self._depth = 0
         self._running: list[tuple[int, nn.Module]] = []  # blocks, the outermost first
         self._training = False  # whether the running pass of the model wants gradients
@@ -153,6 +155,7 @@ class Hooks:
         self._check()
         if self._depth > 1 or self._executor.phase is Phase.BACKWARD:
             return
+        self._held.check()
         self._training = torch.is_grad_enabled()
         self._executor.begin_forward_pass(training=self._training)
         for index in self._residents.in_advance(training=self._training):

@@ -4,14 +4,17 @@ a bit, and the bits are those of a plain loop over the same modules.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import bitsandbytes
 import pytest
 import torch
 
+from stronghold.errors import ConfigError
 from tests.models import loss_of
 from tests.support import quantised_ranks
 from tests.support.quantised_bases import (
@@ -285,3 +288,97 @@ def test_two_ranks_over_a_quantised_base_have_the_bits_of_one(
         assert_identical(
             Run(losses=losses, weights=run.weights), Run(losses=one.losses, weights=one.weights)
         )
+
+
+# -- what is refused -------------------------------------------------------------------------------
+def layer_of(model: Any) -> Any:
+    return blocks_of(model)[1].self_attn.q_proj.base_layer
+
+
+def merge(model: Any) -> None:
+    model.merge_adapter()
+
+
+def merge_and_unmerge(model: Any) -> None:
+    model.merge_adapter()
+    model.unmerge_adapter()
+
+
+def replace_weight(model: Any) -> None:
+    layer_of(model).weight = copy.copy(layer_of(model).weight)
+
+
+def replace_scales(model: Any) -> None:
+    weight = layer_of(model).weight
+    weight.quant_state.absmax = weight.quant_state.absmax * 2
+
+
+def replace_wrapped_scales(model: Any) -> None:
+    weight = layer_of(model).weight
+    weight.scale = weight.scale * 2
+
+
+REPLACED = {
+    "merged 4 bits": ("nf4 double", merge, ""),
+    "merged 8 bits": ("int8", merge_and_unmerge, ""),
+    "another parameter": (
+        "nf4",
+        replace_weight,
+        r"layers\.1\.self_attn\.q_proj\.base_layer\.weight",
+    ),
+    "other scales": ("nf4", replace_scales, r"q_proj\.base_layer\.weight \(absmax\)"),
+    "a wrapper's scales": ("torchao int8", replace_wrapped_scales, r"weight \(scale\)"),
+}
+
+
+@pytest.mark.parametrize("case", REPLACED)
+def test_new_values_in_the_place_of_a_quantised_weight_are_refused_by_name(case: str) -> None:
+    kind, write, name = REPLACED[case]
+    engine = initialized(plain_model(kind), config(precision="bf16", section={"window": 1}))
+    train(engine, token_batch, range(2))
+    write(engine.module)
+    with pytest.raises(ConfigError, match=name + r".* another object.*Merge after engine\.destroy"):
+        engine(**token_batch(2))
+    engine.destroy()
+
+
+@pytest.mark.parametrize("kind", ["nf4", "torchao int8"])
+def test_a_quantised_weight_that_a_forward_writes_is_refused_by_name(kind: str) -> None:
+    def write(module: Any, *_: Any) -> None:
+        weight = module.weight
+        scale = weight.scale if kind == "torchao int8" else weight.quant_state.absmax
+        with torch.no_grad():
+            scale.mul_(2)
+
+    model = plain_model(kind)
+    layer_of(model).register_forward_pre_hook(write)
+    engine = initialized(model, config(precision="bf16", section={"window": 1}))
+    with pytest.raises(ConfigError, match=r"layers\.1 wrote into its parameters in place"):
+        engine(**token_batch(0))
+    engine.destroy()
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("FP8Linear", r'q_proj\.base_layer\.weight" is torch\.float8_e4m3fn and requires grad'),
+        ("torchao int8", r'q_proj\.base_layer\.weight" is a Int8Tensor .*requires grad'),
+    ],
+)
+def test_a_quantised_weight_that_requires_grad_is_refused_before_training(
+    kind: str, message: str
+) -> None:
+    model = plain_model(kind)
+    layer_of(model).weight.requires_grad_(True)
+    places = {name: p.data_ptr() for name, p in model.named_parameters() if p.dim() == 1}
+    with pytest.raises(ConfigError, match=message):
+        initialized(model, config(precision="bf16", section={"window": 1}))
+    assert {name: p.data_ptr() for name, p in model.named_parameters() if p.dim() == 1} == places
+
+
+def test_a_weight_that_is_not_quantised_yet_is_refused_before_training() -> None:
+    model = plain_model("nf4")
+    later = bitsandbytes.nn.Linear4bit(64, 64, bias=False, compute_dtype=torch.bfloat16)
+    blocks_of(model)[1].self_attn.o_proj = later
+    with pytest.raises(ConfigError, match=r'o_proj\.weight" is a Params4bit.*not quantised yet'):
+        initialized(model, config(precision="bf16", section={"window": 1}))

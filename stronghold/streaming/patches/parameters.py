@@ -50,6 +50,7 @@ shares it: a write through the alias is counted, and `parameter_views` sees it.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -114,6 +115,10 @@ class _Hidden(nn.Parameter):
     def __deepcopy__(self, memo: Any) -> Any:
         _wait(self)
         return self.__deepcopy__(memo)  # it has its first class now
+
+    def __copy__(self) -> Any:
+        _wait(self)
+        return copy.copy(self)  # bitsandbytes makes a copy of the class that it has
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         _wait(self)
