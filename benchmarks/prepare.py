@@ -185,6 +185,8 @@ def main() -> int:
     parser.add_argument("--save", action="store_true", help="write benchmarks/results")
     arguments = parser.parse_args()
     record = provenance()
+    if arguments.folder is not None:  # a path of one machine means nothing to others
+        record["command"] = record["command"].replace(str(arguments.folder), "DIR")
     folder = Path(tempfile.mkdtemp(dir=arguments.folder))
     try:
         sizes = write_model(folder / "model", arguments.layers)
@@ -204,10 +206,10 @@ def main() -> int:
         shutil.rmtree(folder)
     text = markdown(figures, record)
     print(text)
-    print("\n".join(figures["lines"]))
+    print("\n".join(figures.pop("lines")))
     if arguments.save:
         name = f"prepare-{arguments.frozen}_{slug(record['machine']['cpu'])}"
-        print(*save(name, text, {"figures": figures, "provenance": record}), sep="\n")
+        print(*save(name, text, {**record, "figures": figures}), sep="\n")
     within = figures["peak_bytes"] < 2 * figures["block_bytes"] + GIB
     return 0 if within else 1
 
