@@ -158,6 +158,8 @@ def test_the_page_and_the_json_name_what_trains(
     assert status == 0
     assert figures["num_trained"] == BLOCKS * RANK * ((256 + 256) + (256 + 128))
     assert figures["num_parameters"] > figures["num_trained"]
+    assert figures["adapters"]["rank"] == RANK
+    assert figures["adapters"]["targets"] == ["q_proj", "v_proj"]
 
 
 def test_sizes_take_adapters_too(capsys: pytest.CaptureFixture[str]) -> None:
@@ -270,6 +272,20 @@ def test_packed_weights_cost_the_bytes_of_their_format(llama: Path, name: str) -
     )
     assert found.config is not None
     assert found.config["stronghold"]["frozen"] == name
+
+
+def test_decoded_weights_have_the_precision_of_compute(llama: Path) -> None:
+    """The scales of nf4, which are fp32, share the format of fp32 parameters."""
+    sizes = {}
+    for precision in ("bf16", "fp16", "fp32"):
+        question = question_of(llama, frozen="nf4", precision=precision)
+        dtypes = [storage_format.dtype for storage_format in question.formats]
+        assert len(set(dtypes)) == len(dtypes)
+        blocks = [question.layout.layers[index] for index in question.layout.streamed]
+        sizes[precision] = {layer.decoded_bytes for layer in blocks}
+        assert len(sizes[precision]) == 1
+    assert sizes["bf16"] == sizes["fp16"]
+    assert 2 * sizes["bf16"].pop() == sizes["fp32"].pop()
 
 
 def test_each_use_of_a_packed_layer_is_decoded_once(llama: Path) -> None:

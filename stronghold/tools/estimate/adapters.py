@@ -16,12 +16,12 @@ import torch
 from torch import nn
 
 from stronghold.errors import ConfigError, did_you_mean
+from stronghold.model.costs import DTYPES
 from stronghold.model.packed_formats import FORMATS
 from stronghold.model.packing import choose_packed
 from stronghold.model.partition import Partition
 from stronghold.model.stored_tensors import NOTHING_PACKED, PackedParameter
 
-COMPUTE_DTYPE = torch.bfloat16  # of decoded weights, where the question's precision has 16 bits
 EVERY_LINEAR = "all-linear"  # PEFT's word for all linear modules but the head
 NUM_SHOWN = 12  # names in an error
 
@@ -33,11 +33,13 @@ class Adapters:
     `targets` are ends of the names of linear modules, in whole steps ("q_proj"), or of parameters
     such as fused experts ("mlp.experts.gate_up_proj"). None: all linear modules but the head.
     `frozen` names the format of the frozen weights (`packed_formats`). None: as they came.
+    `precision`, of `DTYPES`, is that in which the model computes.
     """
 
     rank: int
     targets: tuple[str, ...] | None = None
     frozen: str | None = None
+    precision: str = "bf16"
 
     def __str__(self) -> str:
         where = "all linear modules" if self.targets is None else ", ".join(self.targets)
@@ -46,7 +48,7 @@ class Adapters:
 
 
 def adapters_from_options(
-    lora: int | None, targets: Sequence[str] | None, frozen: str | None
+    lora: int | None, targets: Sequence[str] | None, frozen: str | None, precision: str
 ) -> Adapters | None:
     """The adapters of the command's options; None without `--lora`.
 
@@ -66,7 +68,8 @@ def adapters_from_options(
             f"--frozen: got {frozen!r}, expected one of {', '.join(FORMATS)}."
             f"{did_you_mean(frozen, FORMATS)}"
         )
-    return Adapters(rank=lora, targets=None if targets is None else tuple(targets), frozen=frozen)
+    names = None if targets is None else tuple(targets)
+    return Adapters(rank=lora, targets=names, frozen=frozen, precision=precision)
 
 
 def packed_weights(
@@ -75,11 +78,8 @@ def packed_weights(
     """The frozen weights that the adapters' format packs, by the engine's rule. Nothing is read."""
     if adapters is None or adapters.frozen is None:
         return NOTHING_PACKED
-    return choose_packed(layers, FORMATS[adapters.frozen], _compute_dtype)
-
-
-def _compute_dtype(_: torch.Tensor) -> torch.dtype:
-    return COMPUTE_DTYPE
+    dtype = DTYPES[adapters.precision]
+    return choose_packed(layers, FORMATS[adapters.frozen], lambda _: dtype)
 
 
 def with_adapters(module: nn.Module, adapters: Adapters) -> nn.Module:

@@ -177,6 +177,8 @@ class Estimate:
                 "model": question.model.name,
                 "num_parameters": question.model.layout.num_parameters,
                 "num_trained": question.model.layout.num_trainable,
+                "adapters": question.model.adapters and asdict(question.model.adapters),
+                "base_on_nvme": question.base_on_nvme,
                 "num_blocks": question.model.num_blocks,
                 "machine": question.machine.name,
                 **{name: getattr(question, name) for name in ASKED},

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from stronghold.errors import ConfigError
-from stronghold.model.costs import ModelCosts, trace_costs
+from stronghold.model.costs import DTYPES, ModelCosts, trace_costs
 from stronghold.model.layout import ModelLayout, layout
 from stronghold.model.partition import partition
 from stronghold.model.stored_tensors import PackedParameter, stored_tensors
@@ -29,7 +29,6 @@ from stronghold.optim.states import EXACT, Formats
 from stronghold.streaming.formats import CAST, ModelFormats, model_formats
 from stronghold.streaming.patches.modules import build_from_config
 from stronghold.tools.estimate.adapters import (
-    COMPUTE_DTYPE,
     Adapters,
     packed_weights,
     with_adapters,
@@ -63,7 +62,7 @@ class MetaModel:
         self._layers = partition(self._module)  # as it computes
         self._costs: dict[tuple[int, int, str], ModelCosts] = {}
         packed = packed_weights(self._layers, adapters)
-        chosen = _formats_of(self._module, packed)
+        chosen = _formats_of(self._module, packed, adapters)
         stored = partition(self._module, None, chosen.of, packed)  # as it lies on the host
         self.layout: ModelLayout = layout(stored, format_of=chosen.of)
         # Format 0 is that of the parameters which compute as they lie.
@@ -127,11 +126,15 @@ class MetaModel:
         return MetaModel(changed, None, self.adapters)
 
 
-def _formats_of(module: nn.Module, packed: Mapping[nn.Parameter, PackedParameter]) -> ModelFormats:
+def _formats_of(
+    module: nn.Module,
+    packed: Mapping[nn.Parameter, PackedParameter],
+    adapters: Adapters | None,
+) -> ModelFormats:
     """The formats by the engine's rule: one for parameters, one for each dtype of inner tensors."""
     return model_formats(
         stored_tensors(module, packed),
-        dtype=COMPUTE_DTYPE,
+        dtype=DTYPES["bf16" if adapters is None else adapters.precision],
         kind=EXACT,
         rule=CAST,
         optimizers={},

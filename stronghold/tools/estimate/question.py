@@ -293,7 +293,7 @@ def question_from_options(
         model,
         {"--layers": layers, "--hidden": hidden, "--heads": heads, "--vocab": vocab},
         seq,
-        adapters_from_options(lora, lora_targets, frozen),
+        adapters_from_options(lora, lora_targets, frozen, precision),
     )
     if base_on and nvme is not None:
         raise ConfigError(
