@@ -22,6 +22,7 @@ from stronghold.plan.cost import trained_bytes, weight_bytes
 from stronghold.plan.homes import FILE
 from stronghold.plan.plan import make_plan
 from stronghold.tools.estimate.adapters import Adapters
+from stronghold.tools.estimate.advice import with_advice
 from stronghold.tools.estimate.estimate import Estimate, estimate
 from stronghold.tools.estimate.model import from_config
 from stronghold.tools.estimate.question import Question
@@ -125,6 +126,7 @@ def test_compute_with_adapters_takes_two_thirds_or_with_recomputation_three_quar
             assert share < products[1] / products[0] < 1.03 * share
 
 
+@pytest.mark.slow
 def test_break_even_of_adapters_counts_few_updates(llama: Path) -> None:
     """Updates are of the adapters, and the link carries frozen weights beside less compute."""
     whole = estimate(question_of(llama, lora=None, gpu="10MiB"))
@@ -162,6 +164,7 @@ def test_the_page_and_the_json_name_what_trains(
     assert figures["adapters"]["targets"] == ["q_proj", "v_proj"]
 
 
+@pytest.mark.slow
 def test_sizes_take_adapters_too(capsys: pytest.CaptureFixture[str]) -> None:
     status, page, _ = run(*SIZES, "--machine", "rtx4090", "--lora", "8", capsys=capsys)
     assert status == 0
@@ -245,7 +248,9 @@ def packed_blocks(folder: Path, name: str) -> Estimate:
     return streamed_estimate(folder, frozen=name, gpu="6MiB")
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "name", ["nf4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("int8", "fp8"))]
+)
 def test_packed_weights_cost_the_bytes_of_their_format(llama: Path, name: str) -> None:
     """On the host, over the link and in a slot. Norms, embedding and head stay as they came."""
     found = packed_blocks(llama, name)
@@ -336,6 +341,7 @@ def test_a_format_is_named_where_host_memory_is_short(
     assert "frozen: " not in page.partition("What more would buy")[2].partition("Config")[0]
 
 
+@pytest.mark.slow
 def test_no_format_is_named_where_all_weights_train(
     llama: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -346,15 +352,20 @@ def test_no_format_is_named_where_all_weights_train(
 
 
 # -- a base on NVMe --------------------------------------------------------------------------------
-def test_a_base_is_read_in_each_pass_and_never_written(llama: Path) -> None:
-    """What host memory cannot hold is read twice per micro-batch; layers are spread evenly."""
+def short_of_base(folder: Path) -> Estimate:
+    """24 blocks, with too little host memory for all of their packed weights."""
     options = {"frozen": "nf4", "gpu": "6MiB", "base_on": "nvme", "accumulation": 2}
-    deep = from_config(llama, Adapters(rank=RANK, frozen="nf4")).with_layers(24)
-    roomy = replace(question_of(llama, **options), model=deep, resident_layers=0)
+    deep = from_config(folder, Adapters(rank=RANK, frozen="nf4")).with_layers(24)
+    roomy = replace(question_of(folder, **options), model=deep, resident_layers=0)
     whole = make_plan(roomy.layout, replace(roomy.demand, window=2, activations="recompute"))
     assert whole.traffic.nvme_read_bytes == 0
     short = replace(roomy, host_bytes=whole.host_total_bytes - roomy.base_bytes // 8)
-    found = estimate(short)
+    return estimate(short)
+
+
+def test_a_base_is_read_in_each_pass_and_never_written(llama: Path) -> None:
+    """What host memory cannot hold is read twice per micro-batch; layers are spread evenly."""
+    found = short_of_base(llama)
     plan, question = found.plan, found.question
     assert plan is not None
     budget, parts = found.tiers["base"]
@@ -379,6 +390,13 @@ def test_a_base_is_read_in_each_pass_and_never_written(llama: Path) -> None:
     assert not gaps or max(gaps) - min(gaps) <= 1
 
 
+@pytest.mark.slow
+def test_the_page_says_when_a_run_reads_its_base(llama: Path) -> None:
+    notes = with_advice(short_of_base(llama)).notes
+    assert any("The engine reads a base once" in note for note in notes)
+
+
+@pytest.mark.slow
 def test_a_base_that_host_memory_holds_is_not_read_again(llama: Path) -> None:
     found = streamed_estimate(llama, frozen="nf4", gpu="6MiB", base_on="nvme")
     assert found.plan is not None
@@ -390,7 +408,7 @@ def test_a_base_that_host_memory_holds_is_not_read_again(llama: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [None, "nf4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("int8", "fp8"))]
+    "name", ["nf4", *(pytest.param(name, marks=pytest.mark.slow) for name in (None, "int8", "fp8"))]
 )
 def test_the_config_runs_the_adapters_as_it_was_planned(llama: Path, name: str | None) -> None:
     """On the emulated device: bytes of the GPU and of the host are those of the page."""
