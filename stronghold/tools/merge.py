@@ -122,6 +122,11 @@ def _open(adapters: Path, base: Path) -> _Opened:
     except ImportError as error:
         raise ConfigError(f"stronghold export --merge needs {error.name}: install it") from error
     config = transformers.AutoConfig.from_pretrained(base)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ConfigError(
+            f"{base}: its weights are quantised, and a merge adds to floating-point weights. Give "
+            "the directory of the base in bf16 with --model-dir"
+        )
     architectures = getattr(config, "architectures", None) or [""]
     model = from_pretrained(base, auto_class=getattr(transformers, architectures[0], None))
     source = source_of(model)

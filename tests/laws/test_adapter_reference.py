@@ -221,3 +221,45 @@ def test_a_reference_between_forward_and_backward_changes_no_gradient() -> None:
         engine.destroy()
     early, late_run = runs
     assert all(torch.equal(value, late_run[name]) for name, value in early.items())
+
+
+@pytest.mark.parametrize("name", ["nf4", "int8", "fp8"])
+def test_the_reference_of_a_packed_base_is_the_packed_base(name: str) -> None:
+    """As an engine has it that only runs forward, before and after steps of the adapters."""
+    section = {"window": 1, "dtypes": "own", "frozen": name}
+    base: Any = stronghold.initialize(
+        model=wide_model().requires_grad_(False), config=config(precision="bf16", section=section)
+    )[0]
+    torch.manual_seed(1)
+    settings = peft.LoraConfig(
+        task_type="CAUSAL_LM", r=4, target_modules="all-linear", init_lora_weights=False
+    )
+    model = peft.get_peft_model(wide_model(), settings)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    engine: Any = stronghold.initialize(
+        model=model,
+        config=config(precision="bf16", section=section),
+        model_parameters=trained,
+    )[0]
+    try:
+        assert engine.inspect().layout.num_parameters > base.inspect().layout.num_trainable == 0
+        for step in range(3):
+            tokens = sequences(step)
+            with torch.no_grad():
+                expected = log_probabilities(base, tokens)
+                plain_base = log_probabilities(wide_model(), tokens)
+            seen = reference(engine.module, tokens)
+            assert torch.equal(seen, expected)
+            assert not torch.equal(seen, plain_base), "nothing was packed"
+            loss = -(log_probabilities(engine, tokens) - seen).mean()
+            engine.backward(loss)
+            engine.step()
+    finally:
+        engine.destroy()
+        base.destroy()
+
+
+def wide_model() -> Any:
+    """Linear weights of whole groups of every format."""
+    torch.manual_seed(0)
+    return llama_of(64, 128, 3, 2, 1, VOCABULARY).bfloat16()

@@ -288,7 +288,12 @@ def test_adapters_and_bases_that_do_not_fit_are_refused(saved: Any, tmp_path: Pa
     file = tmp_path / "quantised" / "config.json"
     quantised = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": quantised}))
-    refused("its weights are quantised", adapters, out, model_dir=tmp_path / "quantised")
+    refused(
+        "its weights are quantised, and a merge adds",
+        adapters,
+        out,
+        model_dir=tmp_path / "quantised",
+    )
     (adapters / "adapter_config.json").write_text("[]")
     refused("cannot be read as a JSON object", adapters, out)
     (adapters / "adapter_config.json").unlink()
