@@ -89,9 +89,13 @@ def trained(kind: str, section: dict[str, Any], accumulation: int = 1, **more: A
 
 
 def is_daily(kind: str, place: str) -> bool:
-    """Each format in two places, each place with two formats."""
-    difference = list(BASES).index(kind) - list(PLACES).index(place)
-    return difference % len(PLACES) in (0, 4)
+    """Each format in one place, each place with a format."""
+    return list(BASES).index(kind) % len(PLACES) == list(PLACES).index(place)
+
+
+def daily(*kinds: str) -> list[Any]:
+    """All formats. Those that are not `kinds` run with the slow tests."""
+    return [pytest.param(kind, marks=() if kind in kinds else pytest.mark.slow) for kind in BASES]
 
 
 @pytest.mark.parametrize(
@@ -122,14 +126,8 @@ def test_adapters_train_over_a_quantised_base_as_in_a_plain_loop(
         assert report.gpu_peak == report.gpu_planned
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(kind, marks=() if kind in ("nf4 double", "FP8Linear") else pytest.mark.slow)
-        for kind in BASES
-    ],
-)
-@pytest.mark.parametrize("policy", ["keep", "recompute"])
+@pytest.mark.parametrize("kind", daily("nf4 double"))
+@pytest.mark.parametrize("policy", ["keep", pytest.param("recompute", marks=pytest.mark.slow)])
 def test_chunks_over_a_quantised_base_are_those_of_a_plain_loop(kind: str, policy: str) -> None:
     section = {"window": 1, "chunk": 1, "streams": 2, "activations": policy}
     assert_identical(trained(kind, section), plain(kind, chunk=1))
@@ -142,13 +140,7 @@ def test_micro_batches_over_a_quantised_base_are_those_of_a_plain_loop(kind: str
     assert_identical(trained(kind, section, accumulation=3), plain(kind, accumulation=3))
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(kind, marks=() if kind in ("nf4 double", "int8") else pytest.mark.slow)
-        for kind in BASES
-    ],
-)
+@pytest.mark.parametrize("kind", daily("nf4 double"))
 def test_a_run_over_a_quantised_base_resumes_exactly(kind: str, tmp_path: Path) -> None:
     def engine_of(section: dict[str, Any]) -> Any:
         torch.manual_seed(0)
@@ -178,13 +170,7 @@ def plain_model(kind: str) -> Any:
     return BASES[kind]()[0]
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(kind, marks=() if kind in ("nf4", "torchao int8") else pytest.mark.slow)
-        for kind in BASES
-    ],
-)
+@pytest.mark.parametrize("kind", daily("nf4"))
 def test_evaluation_and_a_reference_without_adapters_have_the_bits_of_the_model(kind: str) -> None:
     """As TRL's DPO asks: the base is the policy without adapters. Then training goes on."""
     plain_one = plain_model(kind)
@@ -208,7 +194,7 @@ def test_evaluation_and_a_reference_without_adapters_have_the_bits_of_the_model(
     engine.destroy()
 
 
-@pytest.mark.parametrize("kind", BASES)
+@pytest.mark.parametrize("kind", daily("nf4", "torchao int8"))
 def test_the_model_is_given_back_whole(kind: str) -> None:
     """After `destroy` it computes alone, in memory of its own, with its trained adapters."""
     model = plain_model(kind)
@@ -229,6 +215,7 @@ def test_the_model_is_given_back_whole(kind: str) -> None:
     assert any(p.grad is not None for p in model.parameters() if p.requires_grad)
 
 
+@pytest.mark.slow
 def test_every_tensor_of_a_quantised_base_moves_under_its_name() -> None:
     names: dict[str, set[str]] = {}
     for kind in BASES:
@@ -254,7 +241,13 @@ def test_every_tensor_of_a_quantised_base_moves_under_its_name() -> None:
 MOST_BYTES = {"nf4": 0.9, "nf4 double": 1.2, "int8": 1.3, "torchao int8": 1.3, "FP8Linear": 1.2}
 
 
-@pytest.mark.parametrize("kind", MOST_BYTES)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=() if kind == "nf4 double" else pytest.mark.slow)
+        for kind in MOST_BYTES
+    ],
+)
 def test_bytes_cross_the_link_as_they_are_stored(kind: str) -> None:
     model = plain_model(kind)
     engine = initialized(model, config(precision="bf16", section={"window": 1}))
