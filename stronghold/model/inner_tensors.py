@@ -28,19 +28,19 @@ each at memory by `tensor.data = view`.
 3. So `settle` does so before the engine takes the bias. The bits are those of the library's.
 
 [Note: the device of a wrapper]
-1. A wrapper subclass (torchao) has a device that was fixed when the object was made. `.data` of its
-   inner tensors does not change it.
-2. Hazard: the inner tensors lie on the GPU, and operators see a weight on the CPU.
-3. So `fix_device` puts a wrapper made on the compute device into the same parameter object, before
-   the engine takes the inner tensors. Another call puts one of the host back when the engine
-   closes.
-4. Between steps such a parameter reports the compute device, while its bytes lie on the host.
+1. A wrapper subclass (torchao) has a device that was fixed when the object was made. Pointing its
+   inner tensors at the GPU does not change it: `weight.device` stays the CPU.
+2. torchao's products read the inner tensors alone. A test computes forward and backward with
+   wrappers whose device is meta. So a block computes while its weights are in a slot.
+3. `detach` makes a wrapper anew, and fails if the devices differ. A state dict detaches.
+4. So `follow_device` puts a wrapper with the inner tensors' device into the parameter: where the
+   weight rests, and before a state dict.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -373,7 +373,7 @@ def _refuse_replaced(name: str) -> None:
     )
 
 
-# -- before and after an engine --------------------------------------------------------------------
+# -- before an engine ------------------------------------------------------------------------------
 def settle(model: nn.Module) -> None:
     """Do what the first forward of a library's module would do to its tensors.
 
@@ -389,7 +389,8 @@ def settle(model: nn.Module) -> None:
         if _BITSANDBYTES_INT8.matches(weight) and weight.CB is None and state is not None:
             weight.CB, weight.SCB = state.CB, state.SCB
         bias, dtype = parameters.get("bias"), getattr(module, "compute_dtype", None)
-        if _BITSANDBYTES_4BIT.matches(weight) and bias is not None and dtype is not None:
+        is_4bit = _BITSANDBYTES_4BIT.matches(weight)
+        if is_4bit and bias is not None and dtype is not None and bias.dtype is not dtype:
             bias.data = bias.data.to(dtype)
 
 
@@ -409,43 +410,36 @@ def _is_code(parameter: nn.Parameter) -> bool:
     return format_of(parameter) is not None or (is_matrix and parameter.dtype not in _COMPUTED)
 
 
-def is_fixed_elsewhere(parameter: nn.Parameter, device: torch.device) -> bool:
-    """True for a wrapper whose device is not `device` ([Note: biases that a forward casts]
-    1. The first forward of `Linear4bit` points its bias at a copy in the compute dtype.
-    2. Hazard: the engine refuses a parameter that a program points at other memory.
-    3. So `settle` does so before the engine takes the bias. The bits are those of the library's.
-
-    [Note: the device of a wrapper])."""
-    return is_wrapper(parameter) and parameter.device != device
+# -- wrappers --------------------------------------------------------------------------------------
+def wrappers(model: nn.Module) -> list[nn.Parameter]:
+    """The model's parameters of wrapper subclasses."""
+    return [parameter for parameter in model.parameters() if is_wrapper(parameter)]
 
 
-def fix_device(parameter: nn.Parameter, device: torch.device) -> tuple[InnerTensor, ...]:
-    """Make a wrapper report `device`, and return its inner tensors in their order.
+def follow_device(parameters: Iterable[Any]) -> None:
+    """Give each of these wrappers its inner tensors' device ([Note: the device of a wrapper]).
 
-    The parameter object stays the same. The inner tensors are new objects on `device`, and point at
-    no values: point each at its values before anything reads the parameter. A parameter that
-    reports `device`, or that is no wrapper, is not changed.
+    The parameters and their inner tensors stay the same objects.
     """
-    if is_fixed_elsewhere(parameter, device):
-        wrapper = _with_stand_ins(parameter, device)
-        torch.utils.swap_tensors(parameter, nn.Parameter(wrapper, requires_grad=False))
-    row = format_of(parameter)
-    return row.inner(parameter) if row else (InnerTensor(name="", tensor=parameter),)
+    for parameter in parameters:
+        device = next(tensor.device for _, tensor in _dense(parameter))
+        if parameter.device != device:
+            made: Any = nn.Parameter(_made_anew(parameter, device), requires_grad=False)
+            # `nn.Parameter` detaches. The engine points the objects that it took.
+            for name in parameter.__tensor_flatten__()[0]:
+                setattr(made, name, getattr(parameter, name))
+            torch.utils.swap_tensors(parameter, made)
 
 
-def _with_stand_ins(wrapper: Any, device: torch.device) -> torch.Tensor:
-    """Return a wrapper like `wrapper` on `device`. Each inner tensor has one element there."""
+def _made_anew(wrapper: Any, device: torch.device) -> torch.Tensor:
+    """Return a wrapper like `wrapper`, on `device`, around the same inner tensors."""
     names, context = wrapper.__tensor_flatten__()
-    stand_ins: dict[str, torch.Tensor] = {}
+    inner: dict[str, torch.Tensor] = {}
     for name in names:
-        inner = getattr(wrapper, name)
-        if is_wrapper(inner):
-            stand_ins[name] = _with_stand_ins(inner, device)
-        else:
-            one = torch.empty((1,) * inner.dim(), dtype=inner.dtype, device=device)
-            stand_ins[name] = one.expand(inner.shape)
+        value = getattr(wrapper, name)
+        inner[name] = _made_anew(value, device) if is_wrapper(value) else value
     made: torch.Tensor = type(wrapper).__tensor_unflatten__(
-        stand_ins, _on_device(context, device), wrapper.size(), wrapper.stride()
+        inner, _on_device(context, device), wrapper.size(), wrapper.stride()
     )
     return made
 
@@ -456,8 +450,8 @@ def _on_device(context: Any, device: torch.device) -> Any:
         return device
     if isinstance(context, dict):
         return {key: _on_device(value, device) for key, value in context.items()}
-    if dataclasses.is_dataclass(context) and isinstance(
-        getattr(context, "device", None), torch.device
-    ):
-        return dataclasses.replace(context, device=device)  # type: ignore[type-var]
+    is_record = dataclasses.is_dataclass(context) and not isinstance(context, type)
+    if is_record and isinstance(getattr(context, "device", None), torch.device):
+        record: Any = context
+        return dataclasses.replace(record, device=device)
     return context

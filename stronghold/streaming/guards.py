@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from stronghold.errors import ConfigError
+from stronghold.model.inner_tensors import follow_device, wrappers
 from stronghold.streaming.parts import Written
 from stronghold.streaming.patches.modules import (
     hooks_before_state_dict,
@@ -123,6 +124,8 @@ class StateHooks:
         self._wait = wait
         self._read = read
         self._loaded = loaded
+        self._wrappers = wrappers(model)
+        follow_device(self._wrappers)
         self._place_of = {
             parameter: (layer, k)
             for layer, of_layer in enumerate(parameters)
@@ -160,6 +163,7 @@ class StateHooks:
 
     def _before_save(self, layers: Layers, *_: Any) -> None:
         self._wait(layers)
+        follow_device(self._wrappers)
 
     def _before_load(self, module: Any, state: Any, prefix: Any, metadata: Any, *_: Any) -> None:
         if self._loading is not None and len(prefix) > len(self._loading[1]):

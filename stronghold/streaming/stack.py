@@ -38,6 +38,7 @@ from stronghold.memory.staging import NO_RING, StagingRing, open_ring
 from stronghold.memory.stores import Extent, Store
 from stronghold.memory.tiers import Tiers, extent_requests
 from stronghold.model.costs import DTYPES
+from stronghold.model.inner_tensors import follow_device, wrappers
 from stronghold.model.layout import ModelLayout, layout
 from stronghold.model.logits import Forward, LogitsInParts
 from stronghold.model.packed_formats import FORMATS, PackingError
@@ -641,6 +642,7 @@ class Stack:
             finally:  # if a layer cannot be read, its parameters are NaN, and the error names it
                 self.runtime.give_back()
                 return_packed(self.host.layers, available_host_bytes())
+                follow_device(wrappers(self.partition.model))
                 self._move_buffers(torch.device("cpu"))
                 self.host.close()
                 self.runtime.close()

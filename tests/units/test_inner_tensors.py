@@ -3,6 +3,7 @@ and each can be pointed at other memory."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,10 +17,11 @@ from stronghold.errors import ConfigError
 from stronghold.model.inner_tensors import (
     InnerTensor,
     decoded,
-    fix_device,
+    follow_device,
     has_codes,
     inner_tensors,
     settle,
+    wrappers,
 )
 from tests.support.quantised_bases import BASES, LINEARS, blocks_of, fp8_on_cpus
 
@@ -171,32 +173,55 @@ def test_a_module_of_codes_is_known(kind: str) -> None:
 WRAPPERS = [kind for kind in LINEARS if "torchao" in kind]
 
 
+def on_meta(wrapper: Any) -> nn.Parameter:
+    """A wrapper whose device is meta, around the inner tensors of `wrapper`."""
+    names, context = wrapper.__tensor_flatten__()
+    inner = {name: getattr(wrapper, name) for name in names}
+    elsewhere = {name: value.to("meta") for name, value in inner.items()}
+    for key, value in context.items():
+        if dataclasses.is_dataclass(value) and hasattr(value, "device"):
+            context[key] = dataclasses.replace(value, device=torch.device("meta"))  # type: ignore[type-var]
+    made = type(wrapper).__tensor_unflatten__(elsewhere, context, wrapper.size(), wrapper.stride())
+    parameter = nn.Parameter(made, requires_grad=False)
+    for name, value in inner.items():
+        setattr(parameter, name, value)
+    return parameter
+
+
 @pytest.mark.parametrize("kind", WRAPPERS)
-def test_a_wrapper_is_made_for_another_device_in_the_same_parameter(kind: str) -> None:
-    """To the device without memory, and back."""
+def test_operators_read_the_inner_tensors_and_not_the_wrapper_s_device(kind: str) -> None:
+    """`.data` of inner tensors moves the weight to a GPU, and leaves the wrapper's device."""
     module = linear(kind)
-    weight, x = module.weight, torch.randn(2, 64, dtype=torch.bfloat16)
+    x = torch.randn(2, 64, dtype=torch.bfloat16, requires_grad=True)
     expected = module(x)
-    values = [inner.tensor.clone() for inner in inner_tensors(weight)]
-    names = [inner.name for inner in inner_tensors(weight)]
-    away = fix_device(weight, torch.device("meta"))
-    assert weight.device.type == "meta"
-    assert {inner.tensor.device.type for inner in away} == {"meta"}
-    back = fix_device(weight, torch.device("cpu"))
+    (gradient,) = torch.autograd.grad(expected.sum(), x)
+    module.weight = on_meta(module.weight)
+    assert module.weight.device.type == "meta"
+    found = module(x)
+    assert torch.equal(found, expected)
+    assert torch.equal(torch.autograd.grad(found.sum(), x)[0], gradient)
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_a_wrapper_follows_the_device_of_its_inner_tensors(kind: str) -> None:
+    """A state dict detaches. Classes of torchao refuse that while the devices differ, all but
+    NF4Tensor."""
+    module = linear(kind)
+    x = torch.randn(2, 64, dtype=torch.bfloat16)
+    expected = module(x)
+    weight = module.weight = on_meta(module.weight)
+    inner = [each.tensor for each in inner_tensors(weight)]
+    if kind != "torchao nf4":
+        with pytest.raises(RuntimeError, match="devices must match"):
+            module.state_dict()
+    follow_device(wrappers(module))
     assert module.weight is weight
     assert isinstance(weight, nn.Parameter)
-    assert [inner.name for inner in back] == names
-    for inner, value in zip(back, values, strict=True):
-        assert inner.tensor.untyped_storage().nbytes() == inner.tensor.element_size()
-        inner.tensor.data = value
+    assert weight.device.type == "cpu"
+    now = [each.tensor for each in inner_tensors(weight)]
+    assert all(one is two for one, two in zip(now, inner, strict=True))
+    assert list(module.state_dict()) == ["weight"]
     assert torch.equal(module(x), expected)
-
-
-def test_other_parameters_have_no_device_to_fix() -> None:
-    weight = linear("nf4").weight
-    before = [inner.tensor for inner in inner_tensors(weight)]
-    after = [inner.tensor for inner in fix_device(weight, torch.device("meta"))]
-    assert all(one is two for one, two in zip(before, after, strict=True))
 
 
 # -- what is refused -------------------------------------------------------------------------------
