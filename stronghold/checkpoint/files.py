@@ -182,11 +182,13 @@ def _write(path: Path, pieces: Iterable[memoryview]) -> FileRecord:
     descriptor = os.open(path, flags, 0o666)
     try:
         for data in pieces:
+            unwritten = data
+            with _named(path):
+                while unwritten:  # a write may be short
+                    unwritten = unwritten[os.write(descriptor, unwritten) :]
+            # The write has brought the bytes into the cache.
             crc32 = zlib.crc32(data, crc32)
             num_bytes += len(data)
-            with _named(path):
-                while data:  # a write may be short
-                    data = data[os.write(descriptor, data) :]
         with _named(path):
             os.fsync(descriptor)
     finally:
