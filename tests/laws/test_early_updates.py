@@ -191,16 +191,26 @@ def test_early_updates_have_the_bits_of_a_plain_loop(name: str, clip: str, tmp_p
             assert engine.plan.nvme_bytes["moments"] > 0
         commits.append(len(committed(engine)))
 
-    run = trained(name, clipping, "all", tmp_path, after)
-    for other in (plain(name, clipping), trained(name, clipping, 0, tmp_path)):
-        assert_identical(run, other)
-        assert run.norms == other.norms
+    run, expected = trained(name, clipping, "all", tmp_path, after), plain(name, clipping)
+    assert_identical(run, expected)
+    assert run.norms == expected.norms
     if clip == "below all norms":
         assert not any(commits)
     elif clip == "between norms":
         assert min(run.norms) < clipping < max(run.norms)
     else:
         assert any(commits)
+
+
+@pytest.mark.slow  # of the plain loop's bits, which the gate's are in test_bits.py, too
+@pytest.mark.parametrize(("name", "clip"), pairs(list(CASES), CLIPS))
+def test_updates_behind_the_gate_have_the_bits_of_a_plain_loop(
+    name: str, clip: str, tmp_path: Path
+) -> None:
+    clipping = clipping_of(name, clip)
+    run, expected = trained(name, clipping, 0, tmp_path), plain(name, clipping)
+    assert_identical(run, expected)
+    assert run.norms == expected.norms
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
