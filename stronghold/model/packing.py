@@ -71,7 +71,9 @@ def _candidates(modules: tuple[nn.Module, ...]) -> Iterator[nn.Parameter]:
     for block in modules:
         for module in block.modules():
             is_linear = isinstance(module, nn.Linear) or type(module).__name__ in _LINEAR_NAMES
+            is_convolution = isinstance(module, (nn.Conv1d, nn.ConvTranspose1d))
             for name, parameter in module.named_parameters(recurse=False):
                 is_matrix = is_linear and name == "weight"
-                if is_matrix or parameter.dim() == FUSED_EXPERTS_DIM:
+                is_fused = parameter.dim() == FUSED_EXPERTS_DIM and not is_convolution
+                if is_matrix or is_fused:
                     yield parameter
