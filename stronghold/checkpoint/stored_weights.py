@@ -18,7 +18,7 @@ from stronghold.errors import ConfigError
 
 
 class Reading(Enum):
-    """What becomes of a format's weights when a directory is opened."""
+    """The way in which the weights of a format are opened."""
 
     DECODED = "decoded"  # into floats, layer by layer: the model trains as any other
     KEPT = "kept"  # as they are, in the library's modules: they are frozen

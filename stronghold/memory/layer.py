@@ -261,7 +261,7 @@ class UpdatedElements:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PackedWeight:
+class PackedPlace:
     """A parameter of a layer whose packed tensors the layer stores in its place.
 
     described    its name, shape, dtype and format
@@ -299,7 +299,7 @@ class PackedWeight:
 
 def packed_weights(
     packed: Iterable[PackedParameter], tensors: Sequence[torch.Tensor]
-) -> tuple[PackedWeight, ...]:
+) -> tuple[PackedPlace, ...]:
     """Place the packed parameters of a layer, whose stored tensors are `tensors`."""
     position_of = {id(tensor): position for position, tensor in enumerate(tensors)}
     result = []
@@ -308,7 +308,7 @@ def packed_weights(
         positions = {name: position_of[id(inner)] for name, inner in described.inner.items()}
         one_item = torch.full((1,), torch.nan, dtype=described.dtype)
         placeholder = one_item.expand(described.shape)
-        result.append(PackedWeight(described, positions, offset, placeholder))
+        result.append(PackedPlace(described, positions, offset, placeholder))
         offset += decoded_bytes(described)
     return tuple(result)
 
@@ -347,7 +347,7 @@ class LayerState:
     shards: Shards
     homes: Mapping[str, Home] = field(default_factory=dict)
     parameters: Sequence[torch.Tensor] = ()
-    packed: tuple[PackedWeight, ...] = ()
+    packed: tuple[PackedPlace, ...] = ()
     packing_errors: dict[str, PackingError] = field(default_factory=dict)
     pool: Pool | None = None
     read_frozen: Callable[[torch.Tensor], None] | None = None
@@ -479,7 +479,7 @@ class LayerState:
         for packed in self.packed_of_model:
             self.encode(packed, self.packed_tensors(packed, weights), source)
 
-    def packed_tensors(self, packed: PackedWeight, memory: torch.Tensor) -> dict[str, torch.Tensor]:
+    def packed_tensors(self, packed: PackedPlace, memory: torch.Tensor) -> dict[str, torch.Tensor]:
         """The packed tensors of a parameter by name. `memory`: the flat bytes of the weights."""
         weights, slices = self.maps["weights"], self.layout.slices
         return {
@@ -503,13 +503,13 @@ class LayerState:
         ]
 
     @property
-    def packed_of_model(self) -> tuple[PackedWeight, ...]:
+    def packed_of_model(self) -> tuple[PackedPlace, ...]:
         """The parameters that are packed when the layer is taken over."""
         return self.packed if self.read_frozen is None else ()
 
     def encode(
         self,
-        packed: PackedWeight,
+        packed: PackedPlace,
         inner: Mapping[str, torch.Tensor],
         source: WeightSource | None,
     ) -> None:

@@ -84,7 +84,7 @@ Holder = tuple[Any, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Format:
+class LibraryFormat:
     """A row: one way in which a library keeps quantised weights.
 
     name     for logs and errors
@@ -233,21 +233,21 @@ def _decoded_wrapper(parameter: nn.Parameter) -> Decoded:
 
 
 # -- the table -------------------------------------------------------------------------------------
-_BITSANDBYTES_4BIT = Format(
+_BITSANDBYTES_4BIT = LibraryFormat(
     name="bitsandbytes 4-bit",
     matches=_is_a("bitsandbytes.nn.modules", "Params4bit"),
     inner=_inner_4bit,
     decoded=_decoded_4bit,
     holders=_holders_4bit,
 )
-_BITSANDBYTES_INT8 = Format(
+_BITSANDBYTES_INT8 = LibraryFormat(
     name="bitsandbytes int8",
     matches=_is_a("bitsandbytes.nn.modules", "Int8Params"),
     inner=_inner_int8,
     decoded=_decoded_int8,
     holders=_no_holders,
 )
-_WRAPPER = Format(
+_WRAPPER = LibraryFormat(
     name="torchao and other wrapper subclasses",
     matches=is_wrapper,
     inner=_inner_wrapper,
@@ -258,7 +258,7 @@ FORMATS = (_BITSANDBYTES_4BIT, _BITSANDBYTES_INT8, _WRAPPER)
 _NAMES = ", ".join(row.name for row in FORMATS)  # for messages
 
 
-def format_of(parameter: nn.Parameter) -> Format | None:
+def format_of(parameter: nn.Parameter) -> LibraryFormat | None:
     """Return the row of a quantised parameter. None for an ordinary one."""
     for row in FORMATS:
         if row.matches(parameter):
