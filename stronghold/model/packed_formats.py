@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -386,19 +386,34 @@ class PackedTensors(NamedTuple):
     weight: torch.Tensor
 
 
-def decode_weights(kernels: native.Kernels, packed: Sequence[PackedTensors]) -> None:
-    """Decode the packed weights of one layer with the kernels of their device.
+Rows = Mapping[tuple[str, torch.dtype], Sequence[native.PackedWeight]]
+"""Packed weights by addresses, by the name of their format and the dtype of the decoded weight."""
 
-    The compute lane calls it with `Device.kernels`. On a GPU the launches go to the calling
-    thread's stream. The bits are those of `PackedFormat.decode`. The caller keeps the tensors alive
-    until the work is done. Raises ConfigError for tensors of other dtypes or shapes.
-    """
+
+def packed_rows(packed: Iterable[PackedTensors]) -> Rows:
+    """Packed weights by addresses, for `decode_rows`. They serve as long as the tensors stay where
+    they are. Raises ConfigError for tensors of other dtypes or shapes."""
     rows_of: dict[tuple[str, torch.dtype], list[native.PackedWeight]] = {}
     for weight in packed:
         key = weight.format.name, weight.weight.dtype
         rows_of.setdefault(key, []).append(packed_row(weight))
+    return rows_of
+
+
+def decode_rows(kernels: native.Kernels, rows_of: Rows) -> None:
+    """Decode the packed weights of one layer with the kernels of their device.
+
+    The compute lane calls it with `Device.kernels`. On a GPU the launches go to the calling
+    thread's stream. The bits are those of `PackedFormat.decode`. The caller keeps the tensors alive
+    until the work is done.
+    """
     for (name, dtype), rows in rows_of.items():
         kernels.decode(name, dtype, rows)
+
+
+def decode_weights(kernels: native.Kernels, packed: Sequence[PackedTensors]) -> None:
+    """Decode packed weights once: `packed_rows`, then `decode_rows`."""
+    decode_rows(kernels, packed_rows(packed))
 
 
 def packed_row(packed: PackedTensors) -> native.PackedWeight:

@@ -31,7 +31,7 @@ import torch
 from stronghold.devices.base import Record
 from stronghold.errors import ConfigError
 from stronghold.memory.layer import LayerState
-from stronghold.model.packed_formats import PackedTensors, decode_weights
+from stronghold.model.packed_formats import PackedTensors, Rows, decode_rows, packed_rows
 from stronghold.streaming.parameter_views import held_elsewhere
 from stronghold.streaming.parts import Parts
 from stronghold.streaming.patches.autograd import without_torch_function
@@ -54,6 +54,7 @@ class DecodedWeights:
         self._bound: int | None = None  # the layer whose parameters point at the buffer
         self._record = Record()
         self._views: dict[int, list[torch.Tensor]] = {}  # by layer, of its packed weights
+        self._rows: dict[tuple[int, int], Rows] = {}  # by layer, and address of its packed tensors
         self._versions: dict[int, int] = {}  # by layer, when its parameters were pointed last
         nbytes = max((state.layout.decoded_bytes for state in self._layers), default=0)
         self.memory: torch.Tensor | None = None
@@ -84,10 +85,12 @@ class DecodedWeights:
             views = self._views[layer] = _decoded_views(state, self.memory)
         compute = self._device.compute
         compute.wait_for_all_streams()
-        weights = _packed_tensors(state, packed_memory, views)
+        place = layer, packed_memory.data_ptr()  # slots are few, and stay
+        if place not in self._rows:
+            self._rows[place] = packed_rows(_packed_tensors(state, packed_memory, views))
         decoded = compute.submit(
             f"decode {layer}",
-            partial(decode_weights, self._device.kernels, weights),
+            partial(decode_rows, self._device.kernels, self._rows[place]),
             reads=() if slot is None else (slot.record,),
             writes=(self._record,),
             nbytes=packed_memory.nbytes + state.layout.decoded_bytes,
@@ -183,6 +186,7 @@ class DecodedWeights:
         """Free the buffer. `start_again` has put packed parameters at rest."""
         if self.memory is not None:
             self._views.clear()
+            self._rows.clear()
             self._device.memory.release(self.memory)
             self.memory = None
 
