@@ -113,8 +113,8 @@ class DecodedWeights:
         self.rest(self.layer)
         self.layer = None
         self._device.memory.poison(self.memory)
-        ours = [view for views in self._views.values() for view in views]
-        if held_elsewhere(self.memory, len(ours)):
+        num_ours = sum(map(len, self._views.values()))
+        if held_elsewhere(self.memory, num_ours):
             raise ConfigError(
                 f"{state.name}: a view of a packed weight (of weight.t(), weight.detach() or "
                 "weight.data, say) is still held after the block's forward or backward, in memory "
