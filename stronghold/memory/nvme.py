@@ -48,7 +48,7 @@ import torch
 
 from stronghold.errors import BudgetError, ConfigError, StateError, format_size
 from stronghold.memory.neighbours import ALONE, Neighbours
-from stronghold.memory.slab import map_files, map_slab
+from stronghold.memory.slab import MappedPart, map_files, map_slab
 from stronghold.memory.stores import Extent, Verb
 from stronghold.native import ALIGNMENT, Closeable, IoFile, IoQueue
 
@@ -300,6 +300,40 @@ BLOCK_BYTES = 1 << 20
 logger = logging.getLogger("stronghold")
 
 
+class InFlight:
+    """The transfers of a store that are under way, and the bytes of those that have ended.
+
+    It keeps the memory of transfers alive. Any thread may enter.
+    """
+
+    def __init__(self) -> None:
+        self.bytes_read = 0
+        self.bytes_written = 0
+        self._lock = threading.Lock()
+        self._transfers: set[PendingTransfer] = set()
+
+    def add(self, pending: PendingTransfer) -> None:
+        """The transfer is about to be submitted."""
+        with self._lock:
+            self._transfers.add(pending)
+
+    def remove(self, pending: PendingTransfer) -> None:
+        """The transfer has ended. Its bytes count once, if it did not fail."""
+        with self._lock:
+            is_counted = pending not in self._transfers
+            self._transfers.discard(pending)
+            if is_counted or pending.error is not None:
+                return
+            if pending.verb == "read":
+                self.bytes_read += pending.nbytes
+            else:
+                self.bytes_written += pending.nbytes
+
+    def clear(self) -> None:
+        """Every transfer has ended: drop their memory."""
+        self._transfers.clear()
+
+
 @dataclass(slots=True, eq=False)
 class PendingTransfer:
     """A transfer under way, which keeps its memory alive. One thread waits for it.
@@ -308,7 +342,7 @@ class PendingTransfer:
     by offset, once known.
     """
 
-    store: NvmeStore
+    in_flight: InFlight
     verb: Verb
     memory: torch.Tensor
     tickets: list[tuple[IoQueue, int]] = field(default_factory=list)
@@ -328,7 +362,7 @@ class PendingTransfer:
                 queue.wait(ticket)
             except OSError as error:
                 self.error = error  # tickets end last to first: the lowest offset stays
-        self.store._ended(self)
+        self.in_flight.remove(self)
         if self.error is not None:
             raise self.error
 
@@ -366,10 +400,7 @@ class NvmeStore(Closeable):
         self._process = os.getpid()
         self._stack = contextlib.ExitStack()
         self._is_closed = False
-        self._lock = threading.Lock()
-        self._in_flight: set[PendingTransfer] = set()
-        self.bytes_read = 0
-        self.bytes_written = 0
+        self._in_flight = InFlight()
         self.paths = tuple(Path(path) for path in paths)
         self._staging = staging
         self._extents = lay_out(extents)
@@ -479,6 +510,14 @@ class NvmeStore(Closeable):
 
     # ---- Transfers -----------------------------------------------------------------------------
 
+    @property
+    def bytes_read(self) -> int:
+        return self._in_flight.bytes_read
+
+    @property
+    def bytes_written(self) -> int:
+        return self._in_flight.bytes_written
+
     def extent(self, layer: int, array: str) -> Extent:
         """The extent of one array of one layer. Raises StateError if none was requested."""
         extent = self._extents.get((layer, array))
@@ -493,10 +532,15 @@ class NvmeStore(Closeable):
         system cannot map files.
         """
         extent = self.extent(extent.layer, extent.array)
-        parts = []
+        parts: list[MappedPart] = []
         for segment in self._striping.segments(extent.begin, extent.nbytes):
-            descriptor = self._files[segment.file].descriptor
-            parts.append((descriptor, segment.offset, segment.nbytes))
+            parts.append(
+                MappedPart(
+                    descriptor=self._files[segment.file].descriptor,
+                    offset=segment.offset,
+                    nbytes=segment.nbytes,
+                )
+            )
         return map_files(parts, f"{extent} in {', '.join(map(str, self.paths))}")
 
     def check(self) -> None:
@@ -522,13 +566,12 @@ class NvmeStore(Closeable):
         extent = self.extent(extent.layer, extent.array)
         if self._is_closed:
             raise StateError(f"{verb} of {extent}: the NVMe store is closed")
-        _check_range(verb, extent, begin, memory)
+        check_range(verb, extent, begin, memory)
         segments = list(self._striping.segments(extent.begin + begin, memory.nbytes))
         for segment in segments:  # all checks come before the first transfer
             self._files[segment.file].check_length(verb, segment)
-        pending = PendingTransfer(self, verb, memory)
-        with self._lock:
-            self._in_flight.add(pending)
+        pending = PendingTransfer(self._in_flight, verb, memory)
+        self._in_flight.add(pending)
         try:
             for segment in segments:
                 file = self._files[segment.file]
@@ -542,19 +585,8 @@ class NvmeStore(Closeable):
             queue.commit()
         return pending
 
-    def _ended(self, pending: PendingTransfer) -> None:
-        with self._lock:
-            counted = pending not in self._in_flight
-            self._in_flight.discard(pending)
-            if counted or pending.error is not None:
-                return
-            if pending.verb == "read":
-                self.bytes_read += pending.nbytes
-            else:
-                self.bytes_written += pending.nbytes
 
-
-def _check_range(
+def check_range(
     verb: Verb,
     extent: Extent,
     begin: int,
