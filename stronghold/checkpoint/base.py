@@ -42,6 +42,7 @@ from stronghold.checkpoint.manifest import Count, Dtype, FileName, Name, Shape
 from stronghold.checkpoint.pretrained import files_of_tensors
 from stronghold.errors import CheckpointError, ConfigError, StateError, did_you_mean, explain
 from stronghold.model.arrays import ArrayMap
+from stronghold.model.file_ranges import FileRange, FrozenFile
 from stronghold.model.layout import ParameterSlice
 from stronghold.model.packed_formats import FORMATS
 from stronghold.native import ALIGNMENT
@@ -71,6 +72,15 @@ class StoredPlace:
     def end(self) -> int:
         """The byte behind the tensor."""
         return self.offset + math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedRange:
+    """Bytes [begin, end) of a run's array of weights: a range, with the places of its tensors."""
+
+    begin: int
+    end: int
+    places: tuple[StoredPlace, ...]
 
 
 def stored_place(weights: ArrayMap, part: ParameterSlice) -> StoredPlace:
@@ -263,6 +273,43 @@ class Base:
         other tensors.
         """
         return all(place.offset == to.offset for place, to in self._paired(layer, places))
+
+    def file_ranges(
+        self, layer: int, ranges: Sequence[PlacedRange]
+    ) -> tuple[FileRange, ...] | None:
+        """The file's bytes that are these ranges of a run's array of weights.
+
+        ranges  all frozen ranges of the layer
+
+        The paddings between ranges, and their order, may be others in the file. None if a range has
+        its tensors at other distances there. Raises ConfigError if the layer has other tensors.
+        """
+        record = self.layers[layer]
+        pairs = self._paired(layer, [place for placed in ranges for place in placed.places])
+        distances = {to.name: place.offset - to.offset for place, to in pairs if to.end > to.offset}
+        ends = {to.name: place.end for place, to in pairs}
+        held = self._files[record.file]
+        file = FrozenFile(path=str(held.path), opened=held.system_path, num_bytes=held.num_bytes)
+        result: list[FileRange] = []
+        for placed in ranges:
+            of_range = {distances[to.name] for to in placed.places if to.name in distances}
+            if len(of_range) != 1:
+                return None
+            begin = placed.begin + of_range.pop()
+            if begin % ALIGNMENT:
+                return None
+            end = max(ends[to.name] for to in placed.places)
+            end += -end % ALIGNMENT
+            result.append(
+                FileRange(
+                    file=file,
+                    offset=record.offset + begin,
+                    begin=placed.begin,
+                    end=placed.end,
+                    num_stored=end - begin,
+                )
+            )
+        return tuple(result)
 
     def _paired(
         self, layer: int, places: Sequence[StoredPlace]

@@ -1,7 +1,8 @@
-"""The frozen weights of a run, read from a prepared base while the model is taken over.
+"""The frozen weights of a run, from a prepared base.
 
-Joins `checkpoint.base` and the layers of an engine. It copies bytes, and never packs a weight. The
-training thread alone enters.
+Joins `checkpoint.base` and the layers of an engine. Layers that host memory holds are read while
+the model is taken over. Of all others it names the bytes in files, which `memory.frozen_files`
+reads in each pass. It never packs a weight. The training thread alone enters.
 """
 
 from __future__ import annotations
@@ -13,11 +14,18 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from stronghold.checkpoint.base import StoredPlace, open_base, source_mark, stored_place
+from stronghold.checkpoint.base import (
+    PlacedRange,
+    StoredPlace,
+    open_base,
+    source_mark,
+    stored_place,
+)
 from stronghold.checkpoint.pretrained import directory_of
 from stronghold.errors import ConfigError
 from stronghold.model.arrays import ArrayMap
-from stronghold.model.layout import ParameterSlice
+from stronghold.model.file_ranges import FileRange
+from stronghold.model.layout import LayerLayout, ParameterSlice
 
 
 class BaseWeights:
@@ -61,6 +69,32 @@ class BaseWeights:
         places = [stored_place(weights, parameter_slice) for parameter_slice in slices]
         self._base.has_layout(number, places)
         return partial(self._read, number, places)
+
+    def file_ranges(
+        self, number: int, weights: ArrayMap, layer: LayerLayout
+    ) -> tuple[FileRange, ...] | None:
+        """The files' bytes that are a block's frozen ranges, as `Base.file_ranges`.
+
+        number   of the block, in the order of the model
+        weights  map of the layer's weights
+        layer    its layout
+        """
+        places: dict[int, list[StoredPlace]] = {}
+        for parameter_slice in layer.slices:
+            if not parameter_slice.trainable:
+                of_range = places.setdefault(parameter_slice.range, [])
+                of_range.append(stored_place(weights, parameter_slice))
+        ranges: list[PlacedRange] = []
+        for section in weights.sections:
+            if section.number in places:
+                ranges.append(
+                    PlacedRange(
+                        begin=section.offset,
+                        end=section.offset + section.nbytes,
+                        places=tuple(places[section.number]),
+                    )
+                )
+        return self._base.file_ranges(number, ranges)
 
     def _read(self, number: int, places: Sequence[StoredPlace], memory: torch.Tensor) -> None:
         self._base.read_into(number, memory, places)

@@ -49,6 +49,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from stronghold.errors import ConfigError, StateError, did_you_mean
+from stronghold.model.file_ranges import FileRange
 from stronghold.model.stored_tensors import (
     NOTHING_PACKED,
     PackedParameter,
@@ -733,6 +734,14 @@ class FrozenSource(Protocol):
 
         `number`: of the block in the model. `weights`: an `ArrayMap`. `slices`: the place of each
         frozen stored tensor. Raises ConfigError if the source has other tensors.
+        """
+
+    def file_ranges(self, number: int, weights: Any, layer: Any) -> Sequence[FileRange] | None:
+        """The files' bytes that are a layer's frozen ranges, in order, up to the layer's end.
+
+        `number`: of the block in the model. `weights`: the layer's `ArrayMap`. `layer`: its
+        `LayerLayout`. Empty if nothing is frozen. None if the files have the tensors of a range in
+        another order or at other distances. Raises ConfigError if the source has other tensors.
         """
 
     def close(self) -> None:
