@@ -180,7 +180,7 @@ class Demand:
     early_layers: int | None = None  # number of layers that are updated before the norm is known
     num_cores: int = 1
     nvme: bool = False  # arrays may lie in files
-    # True: frozen weights lie in a file that is only read, and host memory is its cache.
+    # True: frozen weights of blocks lie in a base that is only read. Host memory is its cache.
     base_in_file: bool = False
     nvme_capacity_bytes: int | None = None
     # A word of `host_memory.DEPTHS`: all arrays of these kinds spill. None: as few as necessary.

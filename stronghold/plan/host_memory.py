@@ -9,13 +9,15 @@ weights, which every pass reads. Within a kind the last layers spill first, beca
 the gate: they come in forward order, so at the turn from one step to the next nothing is read, and
 the disk is a few layers ahead when the first spilled one is needed.
 
-[Note: base] The frozen weights may lie in a base: a file that is only read. Nothing is written, so
-that no disk wears.
+[Note: base] The frozen weights of blocks may lie in a base: a file that is only read. Nothing is
+written, so that no disk wears.
 
-1. Host memory is its cache: it keeps the frozen weights of as many layers as it has room for.
-2. The other layers' frozen weights are read from the base in each pass: in forward and in backward.
-3. These layers are spread evenly over the depth, so that the disk reads while the others compute.
-4. Weights that train, and all other arrays, stay in host memory.
+1. Host memory is its cache: it keeps the frozen weights of as many blocks as it has room for.
+2. The other blocks' frozen weights are read from the base in each pass: in forward and in backward.
+3. These blocks are spread evenly over the depth, so that the disk reads while the others compute.
+4. The weights that train of these blocks stay in host memory.
+5. Frozen weights leave memory before anything that would have to be written. If that is not enough,
+   all other arrays spill as above, where the config has files for them.
 
 [Note: early updates] A layer that is updated before the norm is known has its arrays twice on the
 host: an early update reads one set and writes the other. A layer can have a second set if it lies
@@ -43,6 +45,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -139,7 +142,10 @@ def plan_host(places: Places) -> HostMemory:
         offloaded_bytes=_offloaded_bytes(sizes, spilled),
         read_bytes=read_bytes,
         written_bytes=written_bytes,
-        reasons=_spill_reasons(places.demand, nvme_bytes),
+        reasons=(
+            *_base_reasons(sizes, spilled),
+            *_spill_reasons(places.demand, nvme_bytes),
+        ),
     )
     _check_files(places.demand, host)
     _check_memory(places, host)
@@ -232,34 +238,50 @@ def _trained_bytes(layer: LayerLayout, demand: Demand, moments: Sequence[str]) -
     return sizes
 
 
-def _equal_layers(
-    sizes: _HostSizes, spilled: Spilled
-) -> Iterator[tuple[Ranges, frozenset[str], int]]:
-    """Groups of layers that have equal ranges and the same arrays in files: the ranges, these
-    arrays, and the number of layers."""
-    rows = Counter((ranges, spilled[index]) for index, ranges in sizes.ranges.items())
-    for (ranges, arrays), count in rows.items():
-        yield ranges, arrays, count
+class _EqualLayers(NamedTuple):
+    """Layers that have equal ranges and the same arrays in files.
+
+    `from_base`: True if their weights in files are the frozen ones, in the base ([Note: base]).
+    """
+
+    ranges: Ranges
+    arrays: frozenset[str]
+    from_base: bool
+
+
+def _equal_layers(sizes: _HostSizes, spilled: Spilled) -> Iterator[tuple[_EqualLayers, int]]:
+    """Groups of equal layers, with the number of layers in each."""
+    blocks = frozenset(_blocks_in_base(sizes))
+    groups = Counter(
+        _EqualLayers(ranges, spilled[index], index in blocks and "weights" in spilled[index])
+        for index, ranges in sizes.ranges.items()
+    )
+    yield from groups.items()
+
+
+def _blocks_in_base(sizes: _HostSizes) -> list[int]:
+    """The blocks whose frozen weights a base has, of the layers that are updated on the host."""
+    if not sizes.demand.base_in_file:
+        return []
+    blocks = sizes.places.layout.streamed
+    return [index for index in blocks if index in sizes.ranges and sizes.of_layer(index).frozen]
 
 
 def _array_sums(sizes: _HostSizes, spilled: Spilled, *, in_files: bool) -> Counter[str]:
-    """Bytes of each array, of all layers, that lie in files or in memory."""
+    """Bytes of each array, of all layers, that lie in files or in memory. `BASE`: those that are
+    read from the base."""
     sums: Counter[str] = Counter()
-    for ranges, arrays, count in _equal_layers(sizes, spilled):
+    for (ranges, arrays, from_base), count in _equal_layers(sizes, spilled):
         layer = sizes.of_ranges[ranges]
-        for array, nbytes in {**layer.trained, "weights": layer.weights}.items():
-            if array == "trained weights":
-                continue
-            bytes_in_files = 0
-            if array in arrays:
-                bytes_in_files = layer.frozen if _is_base(sizes, array) else nbytes
-            sums[array] += count * (bytes_in_files if in_files else nbytes - bytes_in_files)
+        bytes_of = {**layer.trained, "weights": layer.weights}
+        if from_base:
+            bytes_of["weights"] -= layer.frozen
+            sums[BASE] += count * layer.frozen * in_files
+        for array, nbytes in bytes_of.items():
+            is_in_file = array in arrays and not (from_base and array == "weights")
+            if array != "trained weights" and is_in_file == in_files:
+                sums[array] += count * nbytes
     return sums
-
-
-def _is_base(sizes: _HostSizes, array: str) -> bool:
-    """True if the array's bytes in files are those of the base ([Note: base])."""
-    return array == "weights" and sizes.demand.base_in_file
 
 
 def _host_bytes(sizes: _HostSizes, spilled: Spilled) -> dict[str, int]:
@@ -281,14 +303,13 @@ def _host_bytes(sizes: _HostSizes, spilled: Spilled) -> dict[str, int]:
 
 
 def _nvme_bytes(sizes: _HostSizes, spilled: Spilled) -> dict[str, int]:
-    """Bytes of each kind of arrays in files; empty if nothing spills."""
+    """Bytes of each kind of arrays in files, and those in the base; empty if nothing spills."""
     if not any(spilled):
         return {}
     sums = _array_sums(sizes, spilled, in_files=True)
-    in_files: dict[str, int] = {}
-    for kind, arrays in sizes.kinds.items():
-        name = BASE if _is_base(sizes, kind) else kind
-        in_files[name] = sum(sums[array] for array in arrays)
+    in_files = {kind: sum(sums[array] for array in arrays) for kind, arrays in sizes.kinds.items()}
+    if sizes.demand.base_in_file:
+        in_files[BASE] = sums[BASE]
     return in_files
 
 
@@ -310,18 +331,16 @@ def _offloaded_bytes(sizes: _HostSizes, spilled: Spilled) -> int:
 
 # -- what spills ----------------------------------------------------------------------------------
 def _choose_spilled(sizes: _HostSizes) -> Spilled:
-    """The arrays that lie in files: none without NVMe; where they lie already; the kinds that the
-    config names; or as few as possible."""
+    """The arrays that lie in files: where they lie already; the kinds that the config names; or as
+    few as possible. Without NVMe only a base has some."""
     demand = sizes.demand
-    if demand.base_in_file:
-        return _fewest_of_base(sizes)
-    if not demand.nvme:
-        return _arrays_of_kinds(sizes, 0)
-    if demand.homes is not None:
+    if demand.homes is not None and (demand.nvme or demand.base_in_file):
         layers = range(len(demand.homes.rows))
         return tuple(frozenset(demand.homes.staged(layer)) for layer in layers)
+    if not demand.nvme:
+        return _fewest_of_base(sizes, _arrays_of_kinds(sizes, 0))
     if demand.spill is not None:
-        return _arrays_of_kinds(sizes, DEPTHS[demand.spill])
+        return _fewest_of_base(sizes, _arrays_of_kinds(sizes, DEPTHS[demand.spill]))
     return _fewest_that_fit(sizes)
 
 
@@ -344,7 +363,7 @@ def _fewest_that_fit(sizes: _HostSizes) -> Spilled:
     """The fewest arrays that must spill so that the others fit, in the order of [Note: what spills
     first]. All that may spill if that is not enough."""
     num_kinds = len(sizes.kinds) - sizes.demand.meets_others  # all but weights
-    spilled = _arrays_of_kinds(sizes, 0)
+    spilled = _fewest_of_base(sizes, _arrays_of_kinds(sizes, 0))
     if _fits(sizes, spilled):
         return spilled
     most = _arrays_of_kinds(sizes, num_kinds)
@@ -357,25 +376,25 @@ def _fewest_that_fit(sizes: _HostSizes) -> Spilled:
     return most
 
 
-def _fewest_of_base(sizes: _HostSizes) -> Spilled:
-    """The weights of as few blocks as possible ([Note: base]); of all if that is not enough."""
-    blocks = [layer.index for layer in sizes.places.streamed if sizes.of_layer(layer.index).frozen]
+def _fewest_of_base(sizes: _HostSizes, spilled: Spilled) -> Spilled:
+    """`spilled`, and the weights of as few blocks as possible ([Note: base]); of all if that is not
+    enough."""
+    blocks = _blocks_in_base(sizes)
     least, most = 0, len(blocks)
     while least < most:
         count = (least + most) // 2
-        if _fits(sizes, _base_of(sizes, blocks, count)):
+        if _fits(sizes, _with_base(spilled, blocks, count)):
             most = count
         else:
             least = count + 1
-    return _base_of(sizes, blocks, least)
+    return _with_base(spilled, blocks, least)
 
 
-def _base_of(sizes: _HostSizes, blocks: Sequence[int], count: int) -> Spilled:
-    """The weights of `count` of the blocks, evenly over the depth."""
+def _with_base(spilled: Spilled, blocks: Sequence[int], count: int) -> Spilled:
+    """`spilled`, and the weights of `count` of the blocks, evenly over the depth."""
     in_base = {blocks[len(blocks) * number // count] for number in range(count)}
-    num_layers = max(sizes.ranges, default=-1) + 1
     return tuple(
-        frozenset({"weights"}) if index in in_base else frozenset() for index in range(num_layers)
+        arrays | {"weights"} if index in in_base else arrays for index, arrays in enumerate(spilled)
     )
 
 
@@ -398,14 +417,25 @@ def _fits(sizes: _HostSizes, spilled: Spilled) -> bool:
     return _offloaded_bytes(sizes, spilled) + sum(_host_bytes(sizes, spilled).values()) <= budget
 
 
+def _base_reasons(sizes: _HostSizes, spilled: Spilled) -> tuple[str, ...]:
+    """How many blocks are read from the base, if there is one."""
+    if not sizes.demand.base_in_file:
+        return ()
+    layers = [index for index in _blocks_in_base(sizes) if "weights" in spilled[index]]
+    if not layers:
+        return ("base: read once; host memory holds all of it",)
+    in_file = format_size(sum(sizes.of_layer(index).frozen for index in layers))
+    return (
+        f"base: {in_file} of {len(layers)} layers are read from it in each pass, and never "
+        "written; host memory holds the rest",
+    )
+
+
 def _spill_reasons(demand: Demand, nvme_bytes: Mapping[str, int]) -> tuple[str, ...]:
-    if demand.base_in_file:
-        in_file = format_size(nvme_bytes.get(BASE, 0))
-        return (f"base: {in_file} are read from it in each pass; host memory holds the rest",)
     if not demand.nvme:
         return ()
     if demand.spill is None:
-        kinds = [kind for kind, nbytes in nvme_bytes.items() if nbytes]
+        kinds = [kind for kind, nbytes in nvme_bytes.items() if nbytes and kind != BASE]
         what = f"{', '.join(kinds)} spill, the last layers first" if kinds else "nothing spills"
         return (f"nvme: {what}; host memory holds the rest",)
     if demand.homes is None:
@@ -503,7 +533,7 @@ def _staging(sizes: _HostSizes, spilled: Spilled) -> Staging:
     has_updates = False
     element_bytes: list[float] = [demand.states.weight_bytes]  # of the arrays that pass together
     layer_bytes: list[int] = []
-    for ranges, arrays, _ in _equal_layers(sizes, spilled):
+    for (ranges, arrays, _), _ in _equal_layers(sizes, spilled):
         layer = sizes.of_ranges[ranges]
         if "weights" in arrays:
             has_fetches = True
@@ -558,10 +588,10 @@ def _file_traffic(sizes: _HostSizes, spilled: Spilled) -> tuple[int, int]:
     """
     read = written = 0
     micro_batches = sizes.demand.micro_batches
-    for ranges, arrays, count in _equal_layers(sizes, spilled):
+    for (ranges, arrays, from_base), count in _equal_layers(sizes, spilled):
         layer = sizes.of_ranges[ranges]
         for array in arrays:
-            if _is_base(sizes, array):
+            if from_base and array == "weights":
                 read += count * 2 * micro_batches * layer.frozen
                 continue
             nbytes = layer.trained.get("trained weights" if array == "weights" else array, 0)
@@ -574,8 +604,13 @@ def _file_traffic(sizes: _HostSizes, spilled: Spilled) -> tuple[int, int]:
 
 
 # -- budgets --------------------------------------------------------------------------------------
+def bytes_on_disk(nvme_bytes: Mapping[str, int]) -> int:
+    """Bytes of files that a run makes: all but the base's."""
+    return sum(nbytes for kind, nbytes in nvme_bytes.items() if kind != BASE)
+
+
 def _check_files(demand: Demand, host: HostMemory) -> None:
-    on_disk, capacity = sum(host.nvme_bytes.values()), demand.nvme_capacity_bytes
+    on_disk, capacity = bytes_on_disk(host.nvme_bytes), demand.nvme_capacity_bytes
     if capacity is not None and on_disk > capacity:
         on_ranks = f" on each of {demand.num_ranks} ranks" if demand.num_ranks > 1 else ""
         raise BudgetError(
