@@ -133,6 +133,31 @@ class ArrayAccess:
         if state.home_of("weights").is_staged:
             flush(state.weights)
 
+    def frozen_differ(self, index: int) -> bool:
+        """True if a program wrote other values into frozen weights that lie in a base's files.
+
+        Reads these weights.
+        """
+        state = self._layers[index]
+        self._tiers.check()
+        weights = state.maps["weights"]
+        for layer_range in state.layout.ranges:
+            if layer_range.trainable:
+                continue
+            begin, end = layer_range.span
+            for elements, views in self.pieces(index, ("weights",), begin, end):
+                first, last = begin + elements.start, begin + elements.stop
+                seen = state.weights[weights.bytes_of(first, last)]
+                if not torch.equal(seen, views["weights"].view(torch.uint8)):
+                    return True
+        return False
+
+    def restore_frozen(self, index: int) -> None:
+        """Undo writes into the layer's frozen weights, if they lie in a base's files."""
+        state = self._layers[index]
+        if state.frozen_in_files:
+            self._tiers.restore_frozen(index)
+
     # -- masters ----------------------------------------------------------------------------------
     def _master_arrays(self, index: int) -> tuple[str, ...]:
         return ("weights", "low") if self.has(index, "low") else ("weights",)

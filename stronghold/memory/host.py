@@ -160,8 +160,10 @@ class HostStore:
             state.fill(state.weights, source)
             return
         state.weights = self.tiers.mapped(index, "weights")
+        if state.frozen_in_files:  # what trains lies in memory beside the mapped files
+            self._count(state.weights[: state.trained_bytes], pinned=False)
         slices = state.layout.slices
-        if state.read_frozen is not None:
+        if state.read_frozen is not None and not state.frozen_in_files:
             memory = torch.empty(weights.nbytes, dtype=torch.uint8)
             state.read_frozen(memory)
             for parameter_slice in state.frozen_slices:
@@ -331,8 +333,8 @@ class HostStore:
         if need > available_bytes:
             logger.warning(
                 "the weights of %d layers (%d bytes) do not fit into host memory (%d available): "
-                "they stay on NVMe, and take its room until the model is dropped. To keep them, "
-                "save a checkpoint",
+                "they stay in files, which take room (but for a prepared base) and must not change "
+                "until the model is dropped. To keep them, save a checkpoint",
                 len(spilled),
                 need,
                 available_bytes,
@@ -382,6 +384,7 @@ class HostStore:
         state.weights = torch.empty(0, dtype=torch.uint8)
         state.drop_arrays()
         state.homes = dict.fromkeys(state.maps, GPU)
+        state.frozen_in_files = False
         self._host_layers.remove(state)
         if not self._host_layers:  # no gradient is offloaded any more
             self._drop_ring()

@@ -106,6 +106,8 @@ class ParameterViews:
     version_sum     sum of the parameters' versions at the last look
     saved_versions  the parameters' versions when writes in place were last copied to the arrays
     epoch           number of changes of the values
+    frozen_sum      sum of the versions of frozen parameters that lie in a base's files, at the last
+                    look
 
     A version is torch's count of writes in place.
     """
@@ -116,6 +118,7 @@ class ParameterViews:
     version_sum: int = 0
     epoch: int = 0
     saved_versions: list[int] | None = None
+    frozen_sum: int = 0
 
 
 class GradientStage(Enum):
@@ -324,6 +327,8 @@ class LayerState:
     pool        threads that pack weights while the model is taken over. None: plain torch packs
     read_frozen  fills the layer's bytes with its frozen stored tensors, from a prepared base. None:
                 they come from the model
+    frozen_in_files  True if the frozen stored tensors lie in the files of a prepared base, which
+                nothing writes (`memory.frozen_files`), and `weights` is a mapping of them
     aliases     by position: further tensors of a library over a stored tensor's memory
     formats     formats of its ranges
     shards      the ranks' shares of each range
@@ -351,6 +356,7 @@ class LayerState:
     packing_errors: dict[str, PackingError] = field(default_factory=dict)
     pool: Pool | None = None
     read_frozen: Callable[[torch.Tensor], None] | None = None
+    frozen_in_files: bool = False
     aliases: Mapping[int, Sequence[torch.Tensor]] = field(default_factory=dict)
     arrays: dict[str, torch.Tensor] = field(default_factory=dict)
     records: dict[str, Record] = field(init=False)
@@ -491,6 +497,12 @@ class LayerState:
     def frozen_slices(self) -> list[ParameterSlice]:
         """The places of the frozen stored tensors."""
         return [each for each in self.layout.slices if not each.trainable]
+
+    @property
+    def trained_bytes(self) -> int:
+        """Bytes of the trainable ranges, the first ones of the array of weights."""
+        num_ranges = len(self.layout.trainable_ranges)
+        return sum(section.nbytes for section in self.maps["weights"].sections[:num_ranges])
 
     @property
     def positions_of_model(self) -> list[int]:

@@ -12,7 +12,7 @@ import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,12 +32,15 @@ from stronghold.distributed.process_groups import Ranks
 from stronghold.distributed.sharding import check_alike
 from stronghold.errors import ConfigError, LaneError, StateError, format_size
 from stronghold.limits import available_host_bytes, update_cores
+from stronghold.memory.frozen_files import FrozenFiles
 from stronghold.memory.nvme import BLOCK_BYTES, NvmeStore
 from stronghold.memory.slab import check_mappings, trim_heap
 from stronghold.memory.staging import NO_RING, StagingRing, open_ring
-from stronghold.memory.stores import Extent, Store
+from stronghold.memory.stores import Extent, NullStore, Store
 from stronghold.memory.tiers import Tiers, extent_requests
+from stronghold.model.arrays import weight_map
 from stronghold.model.costs import DTYPES
+from stronghold.model.file_ranges import FileRange
 from stronghold.model.inner_tensors import follow_device, wrappers
 from stronghold.model.layout import ModelLayout, layout
 from stronghold.model.logits import Forward, LogitsInParts
@@ -159,10 +162,15 @@ class Stack:
             self.gpu_free_bytes = max(0, cuda.free_bytes(local_rank) - on_device)
         moments = () if optimizer is None else optimizer.default.moments
         self.states: States = states_of(self.dtype, section.states, moments)
+        # By layer: its frozen ranges in the files of the base, if they may be read there.
+        self.file_ranges: dict[int, Sequence[FileRange]] = self._ranges_in_base()
         self.demand: Demand = self._demand(settings, training=optimizer is not None)
         rank = self.ranks.global_rank
         self._trace_path = section.trace and open_path(section.trace, rank)
         self.plan: Plan = make_plan(self.layout, self.demand)
+        if FILE not in {self.plan.homes[index, "weights"] for index in self.file_ranges}:
+            # Host memory holds the base. No later plan moves a layer back to its files.
+            self.demand = replace(self.demand, base_in_file=False)
         check_alike(self.ranks, self.layout, self.plan, settings.precision)
         if rank == 0:
             report_untried()
@@ -211,6 +219,33 @@ class Stack:
             if self._base is None or not layer.streamed or named.parameter.requires_grad
         ]
 
+    def _ranges_in_base(self) -> dict[int, Sequence[FileRange]]:
+        """The frozen ranges that the files of the base have, by layer.
+
+        Empty if several ranks hold the base in the memory that they share, or if the base has the
+        tensors of a layer in another order: then a warning says so. Raises ConfigError for a base
+        of another model.
+        """
+        if self._base is None or self.ranks.several:
+            return {}
+        self._base.check(len(self.layout.streamed))
+        in_base: dict[int, Sequence[FileRange]] = {}
+        for number, index in enumerate(self.layout.streamed):
+            layer = self.layout.layers[index]
+            ranges = self._base.file_ranges(number, weight_map(layer, self.formats), layer)
+            if ranges is None:
+                logger.warning(
+                    "stronghold.base: has the tensors of %s in another order than this run, so its "
+                    "files are read once and no more: host memory holds the base, or "
+                    "stronghold.nvme.path gets a copy. Prepare it again with these versions of the "
+                    "packages, and what host memory cannot hold is read where it is",
+                    layer.name,
+                )
+                return {}
+            if ranges:
+                in_base[index] = ranges
+        return in_base
+
     def _updates_of(self, weight: torch.Tensor) -> int | None:
         """Number of updates of the layer of a parameter. None for a streamed layer."""
         for layer, parameters in zip(self.partition.layers, self.parameters, strict=True):
@@ -258,6 +293,7 @@ class Stack:
             num_cores=update_cores(cores, compute_threads),
             nvme=section.nvme is not None,
             nvme_capacity_bytes=capacity and capacity // ranks.on_disks.count,
+            base_in_file=bool(self.file_ranges),
             spill=section.nvme.spill if section.nvme else None,
             micro_batches=settings.gradient_accumulation_steps,
             num_ranks=ranks.num_ranks,
@@ -345,6 +381,8 @@ class Stack:
                 state.read_frozen = self._base.reader(
                     number, state.maps["weights"], state.frozen_slices
                 )
+                is_in_file = state.home_of("weights") is FILE
+                state.frozen_in_files = is_in_file and index in self.file_ranges
         self.team, self.outside = made.team, made.outside
         self.parameters = parameters
         self.runtime = self._make_runtime(self.plan)
@@ -373,6 +411,7 @@ class Stack:
         trim_heap()
         for state in self.host.layers:
             state.read_frozen = None
+            self.runtime.executor.bindings.note_frozen(state.index)
         self._report_packing()
         forget_source(model)
         self._move_buffers(self.device.torch_device)
@@ -651,7 +690,32 @@ class Stack:
             self.device.check_unsurfaced()
 
 
-def _open_files(stack: Stack, extents: Sequence[Extent], ring: StagingRing) -> NvmeStore:
+def _open_files(stack: Stack, extents: Sequence[Extent], ring: StagingRing) -> Store:
+    """Open the files of the base that are read in each pass, and spill files for all else."""
+    from_base: dict[int, Sequence[FileRange]] = {}
+    spilled: list[Extent] = []
+    for extent in extents:
+        if extent.array == "weights" and extent.layer in stack.file_ranges:
+            from_base[extent.layer] = stack.file_ranges[extent.layer]
+        else:
+            spilled.append(extent)
+    store: Store = NullStore()
+    if spilled:
+        store = _open_spill_files(stack, spilled, ring)
+    if not from_base:
+        return store
+    nvme = stack.section.nvme
+    return FrozenFiles(
+        store,
+        from_base,
+        staging=ring.memory,
+        engine=None if nvme is None else nvme.engine,
+        depth=None if nvme is None else nvme.depth,
+        block_bytes=None if nvme is None else nvme.block,
+    )
+
+
+def _open_spill_files(stack: Stack, extents: Sequence[Extent], ring: StagingRing) -> NvmeStore:
     nvme = stack.section.nvme
     if nvme is None:
         raise StateError("the plan has arrays in files, and the config names no directory for them")

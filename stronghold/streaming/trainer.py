@@ -347,8 +347,8 @@ class Runtime:
             if versions != state.views.saved_versions:
                 if self._hooks is not None:  # else the model is given back
                     self._team.refuse_write(state)
-                self._save(layer)
                 state.views.saved_versions = versions
+                self._save(layer)
             elif layer in silent and self.executor.aliased((layer,)):
                 self._save(layer)
 
@@ -388,3 +388,10 @@ class Runtime:
                 nbytes=nbytes,
             ).wait()
         self._host.access.flush(layer)
+        if self._hooks is not None:  # else the model is given back
+            try:
+                self.executor.bindings.refuse_frozen_writes(layer, self._host.access)
+            except ConfigError:
+                self.executor.outdate((layer,))  # a resident layer's slot has the written values
+                raise
+        self._host.access.restore_frozen(layer)  # or the copies of its pages would take memory

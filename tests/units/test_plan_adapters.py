@@ -22,7 +22,6 @@ from stronghold.plan.cost import trained_bytes, weight_bytes
 from stronghold.plan.homes import FILE
 from stronghold.plan.plan import make_plan
 from stronghold.tools.estimate.adapters import Adapters
-from stronghold.tools.estimate.advice import with_advice
 from stronghold.tools.estimate.estimate import Estimate, estimate
 from stronghold.tools.estimate.model import from_config
 from stronghold.tools.estimate.question import Question
@@ -388,12 +387,6 @@ def test_a_base_is_read_in_each_pass_and_never_written(llama: Path) -> None:
     assert "nvme" not in found.config["stronghold"]
     gaps = [after - before for before, after in pairwise(in_base)]
     assert not gaps or max(gaps) - min(gaps) <= 1
-
-
-@pytest.mark.slow
-def test_the_page_says_when_a_run_reads_its_base(llama: Path) -> None:
-    notes = with_advice(short_of_base(llama)).notes
-    assert any("The engine reads a base once" in note for note in notes)
 
 
 @pytest.mark.slow

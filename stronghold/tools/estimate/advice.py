@@ -30,24 +30,17 @@ WAITS = 0.05  # the least share of a step for a warning that the step waits
 
 def with_advice(bare: Estimate) -> Estimate:
     """Return the estimate with its notes and gains."""
-    notes = (*_notes(bare), *_gate(bare), *_early(bare))
+    notes = (*_notes(bare.question), *_gate(bare), *_early(bare))
     return replace(bare, notes=notes, gains=tuple(_gains(bare)))
 
 
 # -- notes ----------------------------------------------------------------------------------------
-def _notes(bare: Estimate) -> Iterator[str]:
-    question = bare.question
+def _notes(question: Question) -> Iterator[str]:
     if not question.model.num_blocks:
         without = "" if question.chunk is None else "; --chunk has no effect"
         yield f"the model has no repeated blocks: all of it stays on the gpu{without}"
     if question.ranks > 1:
         yield _wires(question)
-    if question.base_on_nvme and bare.plan is not None and bare.plan.traffic.nvme_read_bytes:
-        yield (
-            "--base-on nvme counts reads of the base in each pass. The engine reads a base once, "
-            "as a run begins: until it reads in each pass, name stronghold.nvme beside "
-            "stronghold.base, so that what RAM cannot hold is copied to its files"
-        )
     positions = question.model.positions
     if positions is not None and question.seq > positions:
         yield f"--seq {question.seq} is longer than the {positions} positions that the model knows"
