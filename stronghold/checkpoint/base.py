@@ -98,7 +98,7 @@ def view_of(memory: torch.Tensor, place: StoredPlace) -> torch.Tensor:
     return memory[place.offset : place.end].view(place.dtype).view(place.shape)
 
 
-class TensorRecord(BaseModel):
+class StoredTensorRecord(BaseModel):
     """One stored tensor in the manifest: the fields of `StoredPlace`, and the CRC-32 of its
     bytes."""
 
@@ -129,7 +129,7 @@ class LayerRecord(BaseModel):
     file: FileName
     offset: Count
     num_bytes: Count
-    tensors: tuple[TensorRecord, ...]
+    tensors: tuple[StoredTensorRecord, ...]
 
     @model_validator(mode="after")
     def _consistent(self) -> LayerRecord:

@@ -34,7 +34,7 @@ from stronghold.checkpoint.base import (
     BaseManifest,
     LayerRecord,
     StoredPlace,
-    TensorRecord,
+    StoredTensorRecord,
     source_mark,
     stored_place,
     view_of,
@@ -341,7 +341,7 @@ class _Writer:
             self._pack(plan, packed, values, inner)
         data = raw_bytes(slab)
         tensors = [
-            TensorRecord(
+            StoredTensorRecord(
                 name=place.name,
                 dtype=place.dtype,
                 shape=place.shape,
