@@ -1,5 +1,5 @@
-// All kernels of one target and their tables. Included by targets.cpp inside the target's region
-// and namespace, after its vec_*.h.
+// All kernels of one target and their tables. Included by each target_*.cpp inside the target's
+// region and namespace, after its vec_*.h.
 
 #include "layouts-inl.h"
 

@@ -1,6 +1,6 @@
 // The layouts of gradients and weights in memory, by dtype.
 //
-// Included by targets.cpp inside a target region, in the namespace of that target, after the
+// Included by each target_*.cpp inside a target region, in the namespace of that target, after the
 // vec_*.h that gives F (a vector of kLanes floats) and its operations.
 //
 // [Note: masters]

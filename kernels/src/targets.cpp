@@ -1,96 +1,15 @@
-// Compiles the kernels once per instruction set, each in a target region instead of a file with
-// its own compiler flags, and chooses among them at run time.
+// Chooses among the kernels of the instruction sets at run time.
 //
-// All headers of the kernels come before the first region. A standard header inside a region would
-// leave code for the wrong CPU in functions that the linker may share.
+// Each set has a file target_*.cpp, which compiles the kernels in a target region instead of with
+// compiler flags of its own. A build compiles them side by side.
 
 #include "targets.h"
 
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
 #include <cstring>
-
-#include "code_books.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>
-#include <immintrin.h>
-#elif defined(__aarch64__)
-#include <arm_neon.h>
 #endif
-
-#define SH_INLINE inline __attribute__((always_inline))
-
-#define SH_PRAGMA(text) _Pragma(#text)
-#if defined(__clang__)
-#define SH_TARGET_BEGIN(isa) \
-  SH_PRAGMA(clang attribute push(__attribute__((target(isa))), apply_to = function))
-#define SH_TARGET_END SH_PRAGMA(clang attribute pop)
-#else
-#define SH_TARGET_BEGIN(isa) SH_PRAGMA(GCC push_options) SH_PRAGMA(GCC target(isa))
-#define SH_TARGET_END SH_PRAGMA(GCC pop_options)
-#endif
-
-// The baseline of the architecture. On x86-64 it has no fma instruction: std::fma is then a call.
-#define SH_ISA_NAME "scalar"
-namespace sh::scalar {
-namespace {
-#include "vec_scalar.h"
-
-#include "kernels-inl.h"
-}  // namespace
-}  // namespace sh::scalar
-
-#if defined(__x86_64__)
-// The same code for CPUs with an fma instruction. It is called "scalar", too.
-SH_TARGET_BEGIN("fma")
-namespace sh::scalar_fma {
-namespace {
-#include "vec_scalar.h"
-
-#include "kernels-inl.h"
-}  // namespace
-}  // namespace sh::scalar_fma
-SH_TARGET_END
-#undef SH_ISA_NAME
-
-#define SH_ISA_NAME "avx2"
-SH_TARGET_BEGIN("avx2,fma,f16c")
-namespace sh::avx2 {
-namespace {
-#include "vec_avx2.h"
-
-#include "kernels-inl.h"
-}  // namespace
-}  // namespace sh::avx2
-SH_TARGET_END
-#undef SH_ISA_NAME
-
-#define SH_ISA_NAME "avx512"
-SH_TARGET_BEGIN("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")
-namespace sh::avx512 {
-namespace {
-#include "vec_avx512.h"
-
-#include "kernels-inl.h"
-}  // namespace
-}  // namespace sh::avx512
-SH_TARGET_END
-#undef SH_ISA_NAME
-#endif  // __x86_64__
-
-#if defined(__aarch64__)
-#undef SH_ISA_NAME
-#define SH_ISA_NAME "neon"
-namespace sh::neon {
-namespace {
-#include "vec_neon.h"
-
-#include "kernels-inl.h"
-}  // namespace
-}  // namespace sh::neon
-#endif  // __aarch64__
 
 namespace sh {
 
@@ -116,14 +35,14 @@ const Kernels* KernelsAt(int index) {
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                       __builtin_cpu_supports("avx512vl");
-  if (avx512) found[count++] = &avx512::kKernels;
-  if (avx2) found[count++] = &avx2::kKernels;
-  found[count++] = fma ? &scalar_fma::kKernels : &scalar::kKernels;
+  if (avx512) found[count++] = &Avx512Kernels();
+  if (avx2) found[count++] = &Avx2Kernels();
+  found[count++] = fma ? &ScalarFmaKernels() : &ScalarKernels();
 #else
 #if defined(__aarch64__)
-  found[count++] = &neon::kKernels;
+  found[count++] = &NeonKernels();
 #endif
-  found[count++] = &scalar::kKernels;
+  found[count++] = &ScalarKernels();
 #endif
   return index >= 0 && index < count ? found[index] : nullptr;
 }

@@ -108,6 +108,14 @@ struct Kernels {
   DecodeTraffic decode_traffic;
 };
 
+// The tables of the instruction sets. A function exists for sets of this architecture alone, and its
+// table's kernels run on CPUs that have the set.
+const Kernels& ScalarKernels();
+const Kernels& ScalarFmaKernels();
+const Kernels& Avx2Kernels();
+const Kernels& Avx512Kernels();
+const Kernels& NeonKernels();
+
 // The index-th table that this CPU can run, best first; nullptr past the end.
 const Kernels* KernelsAt(int index);
 

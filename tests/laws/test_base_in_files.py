@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import stronghold
-from stronghold.checkpoint.base import BaseManifest, LayerRecord, TensorRecord, open_base
+from stronghold.checkpoint.base import BaseManifest, LayerRecord, StoredTensorRecord, open_base
 from stronghold.checkpoint.prepare import prepare
 from stronghold.errors import CheckpointError, ConfigError
 from stronghold.plan.homes import FILE
@@ -394,8 +394,8 @@ def reordered(base: Path, out: Path) -> None:
 
 
 def _exchanged(
-    record: LayerRecord, first: TensorRecord, second: TensorRecord
-) -> list[tuple[TensorRecord, TensorRecord]]:
+    record: LayerRecord, first: StoredTensorRecord, second: StoredTensorRecord
+) -> list[tuple[StoredTensorRecord, StoredTensorRecord]]:
     """Each record, and the record with its new offset. The two tensors are neighbours."""
     new = {first.name: first.offset + second.place.end - second.offset, second.name: first.offset}
     new[first.name] = -(-new[first.name] // 128) * 128
