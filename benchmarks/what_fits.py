@@ -53,6 +53,15 @@ MODELS: dict[str, PretrainedConfig] = {
         head_dim=128,
         vocab_size=151936,
     ),
+    "Llama 3.3 70B": LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        vocab_size=128256,
+    ),
     "Qwen3 30B-A3B": Qwen3MoeConfig(
         architectures=["Qwen3MoeForCausalLM"],
         hidden_size=2048,
@@ -72,7 +81,10 @@ MODELS: dict[str, PretrainedConfig] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One row. `host` and `nvme` are sizes as `stronghold plan` takes them."""
+    """One row. `host` and `nvme` are sizes as `stronghold plan` takes them.
+
+    `lora`: rank of the adapters, over a frozen base in the format `frozen`. 0: all weights train.
+    """
 
     gpu: str
     machine: str
@@ -81,11 +93,21 @@ class Case:
     batch: int
     states: str = "exact"
     nvme: str = ""
+    lora: int = 0
+    frozen: str = ""
 
     @property
     def name(self) -> str:
         """Short name for `--only`."""
-        return f"{self.machine} {self.host} {self.model} {self.states} {self.nvme}".strip()
+        words = [self.machine, self.host, self.model, self.states, self.nvme, self.frozen]
+        return " ".join(filter(None, words))
+
+    @property
+    def method(self) -> str:
+        """What is trained, for people."""
+        if self.lora:
+            return f"LoRA of rank {self.lora}, base in {self.frozen or 'bf16'}"
+        return "all weights" if self.states == "exact" else "all weights, lean states"
 
     def command(self, folder: Path) -> list[str]:
         """The command line, for the model's directory `folder`."""
@@ -93,6 +115,10 @@ class Case:
         options += ["--batch", str(self.batch), "--seq", str(SEQUENCE), "--states", self.states]
         if self.nvme:
             options += ["--nvme", self.nvme]
+        if self.lora:
+            options += ["--lora", str(self.lora)]
+        if self.frozen:
+            options += ["--frozen", self.frozen]
         return ["stronghold", "plan", *options, "--json"]
 
 
@@ -126,6 +152,15 @@ CASES = [
         batch=16,
         states="lean",
     ),
+    Case(
+        gpu=RTX_4090,
+        machine="rtx4090",
+        model="Llama 3.3 70B",
+        host="64GiB",
+        batch=8,
+        lora=16,
+        frozen="nf4",
+    ),
     Case(gpu=H100, machine="h100-80gb", model="Qwen3 14B", host="256GiB", batch=16),
 ]
 
@@ -143,6 +178,7 @@ def predict(case: Case, folder: Path) -> dict[str, Any]:
         "nvme": case.nvme,
         "model": case.model,
         "states": case.states,
+        "method": case.method,
         "tokens_per_step": answer["tokens"],
         "fits": answer["fits"],
     }
@@ -160,7 +196,7 @@ def line(row: dict[str, Any]) -> str:
     size = row["host"].replace("GiB", " GB")
     if row["nvme"]:
         size += f", {row['nvme'].replace('TiB', ' TB')} NVMe"
-    method = "all weights" if row["states"] == "exact" else "all weights, lean states"
+    method = row["method"]
     if not row["fits"]:
         return f"| {row['gpu']} | {size} | {row['model']} | {method} | does not fit | |"
     speed = f"{row['tokens_per_s']:,}"
