@@ -51,6 +51,19 @@ SH_INLINE float FloatAt(const void* p, int64_t index) {
   return x;
 }
 
+// Writes 16 values times a scale, in the dtype of the weight.
+template <class Out>
+SH_INLINE void ProductsOf16(const float* values, float scale, char* table) {
+  alignas(64) char padded[(16 + 2 * kLanes) * 4];
+  for (int64_t i = 0; i < 16; i += 2 * kLanes) {
+    const char* pair = reinterpret_cast<const char*>(values + i);
+    const F a = Canonical(Mul(LoadF32(pair), Set(scale)));
+    const F b = Canonical(Mul(LoadF32(pair + 4 * kLanes), Set(scale)));
+    Out::template StoreTwo<false>(padded + i * Out::kBytes, a, b);
+  }
+  std::memcpy(table, padded, 16 * Out::kBytes);
+}
+
 // ---- nf4 ----------------------------------------------------------------------------------------
 
 constexpr int64_t kNf4Block = 64;
@@ -60,14 +73,7 @@ static_assert(kNf4Block == kCodeGroup);
 // A block has 16 different values. They are computed first, and the codes choose among them.
 template <class Out>
 SH_INLINE void Nf4Table(float scale, char* table) {
-  alignas(64) char padded[(16 + 2 * kLanes) * 4];
-  for (int64_t i = 0; i < 16; i += 2 * kLanes) {
-    const char* values = reinterpret_cast<const char*>(kNf4Values + i);
-    const F a = Canonical(Mul(LoadF32(values), Set(scale)));
-    const F b = Canonical(Mul(LoadF32(values + 4 * kLanes), Set(scale)));
-    Out::template StoreTwo<false>(padded + i * Out::kBytes, a, b);
-  }
-  std::memcpy(table, padded, 16 * Out::kBytes);
+  ProductsOf16<Out>(kNf4Values, scale, table);
 }
 
 SH_INLINE float Nf4Scale(const sh_packed& packed, int64_t block) {
@@ -165,6 +171,60 @@ void DecodeInt8(const sh_packed& packed, int64_t from, int64_t upto, char* out) 
   StreamFence();
 }
 
+// [Note: e4m3 by table]
+// 1. A magnitude below 16 is its index in kE4m3Values. The first 8 are zero and the denormals.
+// 2. A larger magnitude is 2^k times one of the last 8 values. k is its exponent minus 1.
+// 3. The product with the scale is rounded to fp32, then to bf16. Both roundings commute with 2^k
+//    if the products of the last 8 values are normal and no product is infinite.
+// 4. So a run computes 16 products. Each code takes one of them, and adds k to its exponent.
+// 5. kLeastByTable and kMostByTable bound the scales for 3. Other scales are computed element by
+//    element: among them zero, negative numbers, infinity and NaN. So is a group of codes with a
+//    NaN.
+alignas(64) constexpr float kE4m3Values[16] = {
+    0.0f,     0x1p-9f,    0x2p-9f,    0x3p-9f,    0x4p-9f,    0x5p-9f,    0x6p-9f,    0x7p-9f,
+    0x8p-9f,  0x9p-9f,    0xAp-9f,    0xBp-9f,    0xCp-9f,    0xDp-9f,    0xEp-9f,    0xFp-9f,
+};
+constexpr float kLeastByTable = 0x1p-120f;  // times 2^-6, the least normal e4m3: 2^-126
+constexpr float kMostByTable = 0x1p119f;    // times 448, the largest e4m3: below 2^128
+
+// Codes that share a scale, into fp32 or fp16.
+template <class Out>
+struct RunE4m3 {
+  SH_INLINE static void Decode(const char* codes, float scale, char* out, int64_t numel) {
+    DecodeRun<CodeE4m3, Out>(codes, scale, out, numel);
+  }
+};
+
+// The same into bf16.
+template <>
+struct RunE4m3<OutBf16> {
+  static void EachElement(const char* codes, float scale, char* out, int64_t numel) {
+    DecodeRun<CodeE4m3, OutBf16>(codes, scale, out, numel);
+  }
+  template <bool kStream>
+  SH_INLINE static void ByTable(const char* codes, float scale, char* out, int64_t numel) {
+    alignas(64) char products[16 * OutBf16::kBytes];
+    ProductsOf16<OutBf16>(kE4m3Values, scale, products);
+    const E4m3Table table(products);
+    int64_t i = 0;
+    for (; i + kE4m3Group <= numel; i += kE4m3Group) {
+      char* to = out + i * OutBf16::kBytes;
+      const bool has_nan = !table.Store<kStream>(codes + i, to);
+      if (__builtin_expect(has_nan, 0)) EachElement(codes + i, scale, to, kE4m3Group);
+    }
+    if (i < numel) EachElement(codes + i, scale, out + i * OutBf16::kBytes, numel - i);
+  }
+  SH_INLINE static void Decode(const char* codes, float scale, char* out, int64_t numel) {
+    if (__builtin_expect(!(scale >= kLeastByTable && scale < kMostByTable), 0)) {
+      EachElement(codes, scale, out, numel);
+    } else if (CanStream(out)) {
+      ByTable<true>(codes, scale, out, numel);
+    } else {
+      ByTable<false>(codes, scale, out, numel);
+    }
+  }
+};
+
 constexpr int64_t kFp8Block = 128;
 
 // The blocks of one matrix, and their scales.
@@ -191,8 +251,8 @@ void DecodeFp8(const sh_packed& packed, int64_t from, int64_t upto, char* out) {
     while (i < row_end) {
       const int64_t block = (i - row_begin) / kFp8Block;
       const int64_t end = std::min(row_end, row_begin + (block + 1) * kFp8Block);
-      DecodeRun<CodeE4m3, Out>(InnerAt(packed, 0) + i, FloatAt(packed.inner[1], first + block),
-                               out + (i - from) * Out::kBytes, end - i);
+      RunE4m3<Out>::Decode(InnerAt(packed, 0) + i, FloatAt(packed.inner[1], first + block),
+                           out + (i - from) * Out::kBytes, end - i);
       i = end;
     }
   }

@@ -296,6 +296,50 @@ SH_INLINE void StoreF16x2(char* p, F a, F b) {
   Store128<kStream>(p + 16, _mm256_cvtps_ph(b, _MM_FROUND_TO_NEAREST_INT));
 }
 
+constexpr int64_t kE4m3Group = 32;
+// A table of [Note: e4m3 by table]. It has the products' exponents and mantissas as bytes.
+class E4m3Table {
+ public:
+  SH_INLINE explicit E4m3Table(const char* products) {
+    const __m256i words = Load256(products);
+    const __m256i exponents = _mm256_srli_epi16(words, 7);
+    const __m256i mantissas = _mm256_and_si256(words, _mm256_set1_epi16(0x7F));
+    exponents_ = BytesOf(exponents);
+    mantissas_ = BytesOf(mantissas);
+  }
+  // Decodes kE4m3Group codes. If one is NaN, it writes nothing and returns false.
+  template <bool kStream>
+  SH_INLINE bool Store(const char* codes, char* out) const {
+    // Unpacking works within 128-bit parts. Each gets 8 bytes of both halves.
+    const __m256i bytes = _mm256_permute4x64_epi64(Load256(codes), 0xD8);
+    const __m256i low_bits = _mm256_set1_epi8(0x7F);
+    const __m256i magnitudes = _mm256_and_si256(bytes, low_bits);
+    if (_mm256_movemask_epi8(_mm256_cmpeq_epi8(magnitudes, low_bits)) != 0) return false;
+    // Eight times k. Eight is taken off, but not below zero.
+    const __m256i shifts = _mm256_subs_epu8(_mm256_and_si256(bytes, _mm256_set1_epi8(0x78)),
+                                            _mm256_set1_epi8(8));
+    const __m256i indices = _mm256_sub_epi8(magnitudes, shifts);
+    const __m256i exponents = _mm256_add_epi8(_mm256_shuffle_epi8(exponents_, indices),
+                                              _mm256_srli_epi16(shifts, 3));
+    const __m256i upper =
+        _mm256_or_si256(_mm256_and_si256(low_bits, _mm256_srli_epi16(exponents, 1)),
+                        _mm256_andnot_si256(low_bits, bytes));
+    const __m256i lower =
+        _mm256_or_si256(_mm256_shuffle_epi8(mantissas_, indices),
+                        _mm256_andnot_si256(low_bits, _mm256_slli_epi16(exponents, 7)));
+    Store256<kStream>(out, _mm256_unpacklo_epi8(lower, upper));
+    Store256<kStream>(out + 32, _mm256_unpackhi_epi8(lower, upper));
+    return true;
+  }
+
+ private:
+  // The lower bytes of 16 words, in both 128-bit parts. The upper bytes are zero.
+  SH_INLINE static __m256i BytesOf(__m256i words) {
+    return _mm256_permute4x64_epi64(_mm256_packus_epi16(words, words), 0x88);
+  }
+  __m256i exponents_, mantissas_;
+};
+
 // Sixty-four 4-bit codes of 32 bytes, one byte each.
 SH_INLINE void Nibbles(const char* codes, __m256i* first, __m256i* second) {
   // Unpacking works within 128-bit parts: bytes 0-7 and 16-23 are exchanged with the others.

@@ -250,6 +250,38 @@ SH_INLINE void StoreF16x2(char* p, F a, F b) {
   StoreF16(p + 8, b);
 }
 
+constexpr int64_t kE4m3Group = 16;
+// A table of [Note: e4m3 by table]. It has the products' exponents and mantissas as bytes.
+class E4m3Table {
+ public:
+  SH_INLINE explicit E4m3Table(const char* products) {
+    const uint8x16x2_t bytes = vld2q_u8(reinterpret_cast<const uint8_t*>(products));
+    // The products are not negative.
+    exponents_ = vsliq_n_u8(vshrq_n_u8(bytes.val[0], 7), bytes.val[1], 1);
+    mantissas_ = vandq_u8(bytes.val[0], vdupq_n_u8(0x7F));
+  }
+  // Decodes kE4m3Group codes. If one is NaN, it writes nothing and returns false.
+  template <bool kStream>
+  SH_INLINE bool Store(const char* codes, char* out) const {
+    const uint8x16_t bytes = Load16U8(codes);
+    const uint8x16_t magnitudes = vandq_u8(bytes, vdupq_n_u8(0x7F));
+    if (vmaxvq_u8(magnitudes) == 0x7F) return false;
+    // Eight times k. Eight is taken off, but not below zero.
+    const uint8x16_t shifts = vqsubq_u8(vandq_u8(bytes, vdupq_n_u8(0x78)), vdupq_n_u8(8));
+    const uint8x16_t indices = vsubq_u8(magnitudes, shifts);
+    const uint8x16_t exponents =
+        vaddq_u8(vqtbl1q_u8(exponents_, indices), vshrq_n_u8(shifts, 3));
+    // An insertion keeps the bits into which nothing is shifted: the sign, and the mantissa.
+    const uint8x16x2_t words = {{vsliq_n_u8(vqtbl1q_u8(mantissas_, indices), exponents, 7),
+                                 vsriq_n_u8(bytes, exponents, 1)}};
+    vst2q_u8(reinterpret_cast<uint8_t*>(out), words);
+    return true;
+  }
+
+ private:
+  uint8x16_t exponents_, mantissas_;
+};
+
 // Thirty-two 4-bit codes of 16 bytes, one byte each.
 SH_INLINE uint8x16x2_t Nibbles(const char* codes) {
   const uint8x16_t bytes = Load16U8(codes);

@@ -441,8 +441,8 @@ runs_interpreted = pytest.mark.skipif(not INTERPRETING, reason="runs under TRITO
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_code_and_scale_decodes_like_torch(triton: TritonKernels, dtype: torch.dtype):
     # The pool's tests have all offsets of nf4. Each case takes the interpreter a second.
-    [*nf4, int8, fp8] = exhaustive_cases()
-    assert_decodes_like_torch(triton, [nf4[1], nf4[-1], int8, fp8], dtype)
+    [*nf4, int8, fp8, finite_fp8] = exhaustive_cases()
+    assert_decodes_like_torch(triton, [nf4[1], nf4[-1], int8, fp8, finite_fp8], dtype)
 
 
 @runs_interpreted

@@ -21,6 +21,7 @@ from tests.support.packed_weights import (
     empty_inner,
     encoded_cases,
     exhaustive_cases,
+    fp8_with_random_scales,
     hazardous,
     weight_of,
 )
@@ -258,6 +259,13 @@ def test_every_code_and_scale_decodes_like_the_reference(isa, dtype):
     with native.Pool(1, isa=isa) as pool:
         for skip in (0, 1):
             assert_decodes_like_torch(pool, exhaustive_cases(), dtype, skip)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("isa", native.isas())
+def test_fp8_with_any_scale_decodes_like_the_reference(isa, dtype):
+    with native.Pool(1, isa=isa) as pool:
+        assert_decodes_like_torch(pool, [("fp8", *fp8_with_random_scales(4096))], dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
