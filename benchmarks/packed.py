@@ -1,8 +1,9 @@
 """How near decoding of packed weights is to memory's limit, and how long encoding takes.
 
-    python benchmarks/packed.py [--rows 8192] [--columns 8192] [--rounds 15] [--save]
+    python benchmarks/packed.py [--rows 8192] [--columns 8192] [--rounds 15] [--isa avx512 avx2]
+                                [--save]
 
-For each format, all contenders alternate in one process:
+For each format, instruction set and number of threads, all contenders alternate in one process:
 
   decode     the kernel, from packed weights into bf16
   limit      the same bytes: it reads the codes and writes zeros past the caches
@@ -79,10 +80,10 @@ def moved_bytes(name: str, shape: tuple[int, int]) -> int:
     return FORMATS[name].packed_bytes(shape) + shape[0] * shape[1] * BF16.itemsize
 
 
-def measure(shape: tuple[int, int], threads: int, rounds: int) -> dict[str, Any]:
+def measure(shape: tuple[int, int], isa: str, threads: int, rounds: int) -> dict[str, Any]:
     torch.set_num_threads(threads)
     formats: dict[str, Any] = {}
-    with native.Pool(threads) as pool:
+    with native.Pool(threads, isa=isa) as pool:
         for name in FORMATS:
             seconds = alternate(decoders(name, shape, pool), rounds)
             seconds |= alternate(encoders(name, pool), ENCODE_ROUNDS, warmup=1)
@@ -91,14 +92,14 @@ def measure(shape: tuple[int, int], threads: int, rounds: int) -> dict[str, Any]
 
 
 def table(results: list[dict[str, Any]], shape: tuple[int, int], record: dict[str, Any]) -> str:
-    heads = [f"{r['threads']} thread{'s'[: r['threads'] > 1]}" for r in results]
+    heads = [f"{r['isa']}, {r['threads']} thread{'s'[: r['threads'] > 1]}" for r in results]
     rounds = len(results[0]["formats"]["nf4"]["seconds"]["decode"])
     lines = [
         "# Packed weights on the CPU",
         "",
         f"Decoding of a {shape[0]:,} x {shape[1]:,} weight into bf16, encoding of one of "
         f"{ENCODED[0]:,} x {ENCODED[1]:,}; medians of {rounds} alternating "
-        f"rounds, of {ENCODE_ROUNDS} for encoding; {results[0]['isa']}.",
+        f"rounds, of {ENCODE_ROUNDS} for encoding.",
         "",
         "| | " + " | ".join(heads) + " | asked |",
         "|---|" + "---|" * (len(heads) + 1),
@@ -132,11 +133,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     every = native.available_cores()
     parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, every}))
+    parser.add_argument("--isa", nargs="+", default=[native.isa()], choices=native.isas())
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/packed_CPU.*")
     arguments = parser.parse_args()
     shape = arguments.rows, arguments.columns
     record = provenance()
-    results = [measure(shape, threads, arguments.rounds) for threads in arguments.threads]
+    results = [
+        measure(shape, isa, threads, arguments.rounds)
+        for isa in arguments.isa
+        for threads in arguments.threads
+    ]
     markdown = table(results, shape, record)
     print(markdown)
     if arguments.save:
