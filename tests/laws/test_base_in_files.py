@@ -453,6 +453,30 @@ def test_a_write_into_a_weight_of_the_base_is_refused(
     engine.destroy()
 
 
+def test_what_a_program_writes_into_an_adapter_is_trained_on(
+    directory: Path, base: Path, tmp_path: Path
+) -> None:
+    """In place, and by load_state_dict."""
+    losses: list[list[torch.Tensor]] = []
+    name = "base_model.model.model.layers.1.mlp.down_proj.lora_A.default.weight"
+    for place in ("one slot", None):
+        torch.manual_seed(0)
+        model, _ = adapted_from(directory)
+        section: dict[str, Any] = {"window": 1, "base": str(base)}
+        if place is not None:
+            section = section_of(place, base, tmp_path)
+        engine = initialized(model, config(clipping=0.5, precision="bf16", section=section))
+        before = train(engine, range(1))
+        with torch.no_grad():
+            model.get_parameter(name).mul_(3.0)
+        after = train(engine, range(1, 2))
+        adapters = {key: 0.5 * p.detach() for key, p in model.named_parameters() if "lora" in key}
+        model.load_state_dict(adapters, strict=False)
+        losses.append(before + after + train(engine, range(2, 4)))
+        engine.destroy()
+    assert all(map(torch.equal, *losses))
+
+
 # -- checkpoints -----------------------------------------------------------------------------------
 @pytest.mark.parametrize("exclude", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_checkpoint_goes_from_memory_to_files_and_back(
