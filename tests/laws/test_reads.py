@@ -26,6 +26,8 @@ from tests.support.twin import Twin, twin
 
 # Some 20 ms an update of each layer: what does not wait reads weights of two steps.
 SLOW = {"emulated": {"update_gbps": 0.02}}
+# Some 200 ms: the thread that looks may be late by many of the scheduler's turns.
+VERY_SLOW = {"emulated": {"update_gbps": 0.002}}
 KINDS: dict[str, dict[str, Any]] = {
     "streamed": SLOW,
     "resident": {**SLOW, "resident_layers": 1},
@@ -242,7 +244,7 @@ def test_nothing_waits_for_a_program_that_keeps_no_alias(caplog: pytest.LogCaptu
 
 @law_of_time
 def test_what_needs_no_value_does_not_wait() -> None:
-    with twin("gpt", section=SLOW) as both:
+    with twin("gpt", section=VERY_SLOW) as both:
         both.train(0)
         both.train(1)
         before = pending(both)
@@ -279,7 +281,7 @@ def assert_same(ours: nn.Module, plain: nn.Module) -> None:
 
 @law_of_time
 def test_a_part_of_the_model_waits_for_its_own_updates_alone() -> None:
-    with twin("gpt", section=SLOW) as both:
+    with twin("gpt", section=VERY_SLOW) as both:
         both.train(0)
         fences = [both.engine.inspect().layers[i].writers["weights"] for i in range(3)]
         next(both.model.parameters()).sum()
