@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,13 @@ PLACES: dict[str, dict[str, Any]] = {
     "moments in files": {"window": 1, "nvme": {"spill": "moments"}},
     "all in files": {"window": 1, "nvme": {"spill": "weights"}},
 }
-QUICK = ("one slot", "hostile", "all on the gpu", "all in files")
+# The default run has every format in one place, and one format in the places that differ most.
+QUICK = [
+    *((place, "llama", "nf4") for place in ("one slot", "hostile", "all on the gpu")),
+    ("all in files", "llama", "int8"),
+    ("two slots", "llama", "fp8"),
+    ("one slot, recomputed", "experts", "nf4"),
+]
 
 
 def placed(place: str, folder: Path, **more: Any) -> dict[str, Any]:
@@ -73,13 +80,8 @@ def plain(model: str, name: str, precision: str, accumulation: int = 1) -> Run:
 
 
 CASES = [
-    pytest.param(
-        *(place, model, name),
-        marks=() if model == "llama" and (place in QUICK or name == "nf4") else pytest.mark.slow,
-    )
-    for place in PLACES
-    for model in MODELS
-    for name in FORMATS
+    pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+    for case in itertools.product(PLACES, MODELS, FORMATS)
 ]
 
 
@@ -106,8 +108,13 @@ def test_a_packed_base_has_the_bits_of_its_decoded_weights(
     assert report.nvme_peak == report.nvme_planned
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("precision", ["fp32", "lean"])
+@pytest.mark.parametrize(
+    ("precision", "name"),
+    [
+        pytest.param(*case, marks=() if case == ("lean", "nf4") else pytest.mark.slow)
+        for case in itertools.product(["fp32", "lean"], FORMATS)
+    ],
+)
 def test_a_packed_base_accumulates_in_other_precisions(name: str, precision: str) -> None:
     settings = config(
         accumulation=3, clipping=0.5, precision=precision, section={"window": 1, "frozen": name}
@@ -116,8 +123,15 @@ def test_a_packed_base_accumulates_in_other_precisions(name: str, precision: str
     assert_identical(run, plain("llama", name, precision, accumulation=3))
 
 
-@pytest.mark.parametrize("streams", [1, 2])
-@pytest.mark.parametrize("place", ["one slot", "all on the gpu"])
+@pytest.mark.parametrize(
+    ("place", "streams"),
+    [
+        ("one slot", 2),
+        pytest.param("one slot", 1, marks=pytest.mark.slow),
+        pytest.param("all on the gpu", 1, marks=pytest.mark.slow),
+        pytest.param("all on the gpu", 2, marks=pytest.mark.slow),
+    ],
+)
 def test_chunks_have_the_bits_of_the_decoded_weights_in_chunks(place: str, streams: int) -> None:
     """A chunk changes bits: both sides have it."""
     section = {**PLACES[place], "chunk": 1, "streams": streams}
@@ -161,7 +175,15 @@ def expected_weights(name: str = "nf4") -> dict[str, torch.Tensor]:
     return {each: decoded(parameters[each].detach().bfloat16(), name) for each in names}
 
 
-@pytest.mark.parametrize("place", ["one slot", "one resident", "all on the gpu", "all in files"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "one slot",
+        "all on the gpu",
+        pytest.param("one resident", marks=pytest.mark.slow),
+        pytest.param("all in files", marks=pytest.mark.slow),
+    ],
+)
 def test_a_program_reads_the_decoded_weights_at_any_time(place: str, tmp_path: Path) -> None:
     engine = engine_of(place, tmp_path)
     expected = expected_weights()
@@ -234,9 +256,14 @@ def test_nothing_to_pack_is_refused_before_anything_is_taken() -> None:
 
 
 # -- checkpoints -----------------------------------------------------------------------------------
-@pytest.mark.parametrize("exclude", [False, True])
 @pytest.mark.parametrize(
-    ("place", "then"), [("one slot", "all on the gpu"), ("all in files", "two slots")]
+    ("place", "then", "exclude"),
+    [
+        ("one slot", "all on the gpu", True),
+        ("all in files", "two slots", False),
+        pytest.param("one slot", "all on the gpu", False, marks=pytest.mark.slow),
+        pytest.param("all in files", "two slots", True, marks=pytest.mark.slow),
+    ],
 )
 def test_a_checkpoint_resumes_in_another_place(
     place: str, then: str, exclude: bool, tmp_path: Path
@@ -326,7 +353,14 @@ def base(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "place", ["one slot", "hostile", "all on the gpu", "moments in files", "all in files"]
+    "place",
+    [
+        "one slot",
+        pytest.param("hostile", marks=pytest.mark.slow),
+        "all on the gpu",
+        pytest.param("moments in files", marks=pytest.mark.slow),
+        pytest.param("all in files", marks=pytest.mark.slow),
+    ],
 )
 def test_a_prepared_base_has_the_bits_of_one_that_is_packed_at_the_start(
     place: str, directory: Path, base: Path, tmp_path: Path
