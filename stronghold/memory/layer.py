@@ -508,9 +508,10 @@ class LayerState:
     def positions_of_model(self) -> list[int]:
         """Positions of the stored tensors whose values the model has, and that are not packed."""
         of_packed = {k for packed in self.packed for k in packed.positions.values()}
+        pairs = zip(self.layout.slices, self.parameters, strict=True)
         return [
             k
-            for k, parameter_slice in enumerate(self.layout.slices)
+            for k, (parameter_slice, _) in enumerate(pairs)
             if k not in of_packed and (self.read_frozen is None or parameter_slice.trainable)
         ]
 

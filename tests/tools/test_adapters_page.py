@@ -90,7 +90,7 @@ def test_the_programs_of_the_page_run_one_after_the_other() -> None:
     Path("ds_config.json").write_text(json.dumps(settings))
     tokens = torch.randint(200, (2, 12), generator=torch.Generator().manual_seed(0))
     names: dict[str, Any] = {"loader": [{"input_ids": tokens, "labels": tokens}] * 3}
-    train, save, compare = fenced(PAGE, "python")
+    train, save, compare, quantised = fenced(PAGE, "python")
     for code in (train, save, compare):
         exec(compile(code, "docs/adapters.md", "exec"), names)
     assert names["engine"].global_steps == 3
@@ -101,6 +101,13 @@ def test_the_programs_of_the_page_run_one_after_the_other() -> None:
     trained = peft.get_peft_model_state_dict(names["model"])
     assert all(torch.equal(value, trained[name]) for name, value in written.items())
     names["engine"].destroy()
+    exec(compile(quantised, "docs/adapters.md", "exec"), names)
+    engine = names["engine"]
+    loss = engine(**names["loader"][0]).loss
+    engine.backward(loss)
+    engine.step()
+    assert engine.global_steps == 1
+    engine.destroy()
 
 
 def test_the_counts_are_those_of_the_conformance_page() -> None:
