@@ -56,9 +56,10 @@ template <class Out>
 SH_INLINE void ProductsOf16(const float* values, float scale, char* table) {
   alignas(64) char padded[(16 + 2 * kLanes) * 4];
   for (int64_t i = 0; i < 16; i += 2 * kLanes) {
-    const char* pair = reinterpret_cast<const char*>(values + i);
-    const F a = Canonical(Mul(LoadF32(pair), Set(scale)));
-    const F b = Canonical(Mul(LoadF32(pair + 4 * kLanes), Set(scale)));
+    // A vector of 16 has all values. Nothing after them is read.
+    const int64_t second = std::min<int64_t>(i + kLanes, 16 - kLanes);
+    const F a = Canonical(Mul(LoadF32(reinterpret_cast<const char*>(values + i)), Set(scale)));
+    const F b = Canonical(Mul(LoadF32(reinterpret_cast<const char*>(values + second)), Set(scale)));
     Out::template StoreTwo<false>(padded + i * Out::kBytes, a, b);
   }
   std::memcpy(table, padded, 16 * Out::kBytes);
