@@ -319,12 +319,6 @@ def _check_ordinary(parameter: nn.Parameter, name: str) -> None:
             f"{_NAMES}. Wrap the model before the weights are converted, or load it in one of "
             "these formats."
         )
-    if parameter.requires_grad and parameter.dtype not in _COMPUTED:
-        raise ConfigError(
-            f'parameter "{name}" is {parameter.dtype} and requires grad: quantised weights have no '
-            "gradient that an optimizer could use. Call requires_grad_(False) on it and train "
-            "adapters (PEFT), or load the model in bf16."
-        )
     if cls is nn.Parameter:
         return
     held = [key for key, value in vars(parameter).items() if isinstance(value, torch.Tensor)]

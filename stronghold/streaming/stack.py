@@ -211,13 +211,15 @@ class Stack:
         return choose_packed(blocks, FORMATS[format_name], dtype_of)
 
     def _values_of_model(self) -> list[NamedParameter]:
-        """The stored tensors whose values the model has: all that no base has."""
-        return [
-            named
-            for layer in self.partition.layers
-            for named in layer.parameters
-            if self._base is None or not layer.streamed or named.parameter.requires_grad
-        ]
+        """The stored tensors whose values the model has: no packed ones, and none of a base."""
+        of_model = []
+        for layer in self.partition.layers:
+            packed = {inner for described in layer.packed for inner in described.inner.values()}
+            for named in layer.parameters:
+                is_in_base = layer.streamed and not named.parameter.requires_grad
+                if named.parameter not in packed and not (self._base and is_in_base):
+                    of_model.append(named)
+        return of_model
 
     def _ranges_in_base(self) -> dict[int, Sequence[FileRange]]:
         """The frozen ranges that the files of the base have, by layer.
@@ -782,11 +784,7 @@ def _check_parameters(
                 f"{named.name} is {dtype}, but the config asks for fp32: "
                 f"{add}load the model in torch.float32"
             )
-    strided = [
-        named.name
-        for named in parameters
-        if tensor_has_memory(named.parameter) and not named.parameter.is_contiguous()
-    ]
+    strided = [named.name for named in parameters if not named.parameter.is_contiguous()]
     if strided:
         # Kernels are chosen by strides, too: transposed weights multiply in another order.
         logger.warning(

@@ -39,6 +39,7 @@ WIDTH_INCHES, ROW_INCHES, DPI = 15.0, 0.46, 140
 ROW_HEIGHT = 0.74  # of a lane's boxes, in rows
 LIMIT_LINE: dict[str, Any] = {"color": FAINT, "linewidth": 1.2, "linestyle": "--"}
 LETTERS = 160  # letters of labels, side by side, fill the width
+ROUNDED_S = 2e-9  # a trace keeps nanoseconds: spans that touch may overlap by so much
 
 
 def draw_timeline(
@@ -59,7 +60,9 @@ def draw_timeline(
     visible = [
         span
         for span in spans
-        if span.lane != STEP_LANE and span.end_s > begin_s and span.start_s < end_s
+        if span.lane != STEP_LANE
+        and span.end_s > begin_s + ROUNDED_S
+        and span.start_s < end_s - ROUNDED_S
     ]
     if not visible:
         raise ConfigError(

@@ -48,6 +48,9 @@ FAST_VARIANTS = {
     "stronghold export --merge ADAPTERS MERGED": None,
     "stronghold trace trace.json -o timeline.png": None,  # run where the trace is made
     "stronghold doctor": None,  # a minute; run in test_doctor, for less
+    # test_plan_adapters plans for such a model.
+    "stronghold plan --model DIR --machine rtx4090 --host 64GiB --batch 8 --accumulation 2 "
+    "--lora 16 --frozen nf4": None,
     PLAN: shlex.split(PLAN.replace("--layers 32", "--layers 4")),
 }
 

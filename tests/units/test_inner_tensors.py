@@ -269,10 +269,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Parameter], str]] = {
     ),
     "tensors beside": (with_scale, r"WithScale, a class that no storage.*\(scale\).*Load the"),
     "requires grad": (trained, r"Int8Tensor.*requires grad.*requires_grad_\(False\).*adapters"),
-    "fp8 that requires grad": (
-        lambda: nn.Parameter(torch.zeros(4, 4).to(torch.float8_e4m3fn)),
-        r"float8_e4m3fn and requires grad.*requires_grad_\(False\).*bf16",
-    ),
     "4 bits, not yet": (
         lambda: bitsandbytes.nn.Linear4bit(64, 32).weight,
         r"Params4bit whose values are not quantised yet.*model\.to",
