@@ -78,4 +78,4 @@ def test_a_70b_model_of_80_layers_is_planned_in_seconds(tmp_path: Path) -> None:
     took_s = time.process_time() - begin
     assert found.fits
     assert found.question.model.num_blocks == 80
-    assert took_s < 10.0  # 2 to 5 s, by the processor; two on one core slow each other down
+    assert took_s < 20.0  # 2 to 9 s, by the processor; two on one core slow each other down
