@@ -439,7 +439,7 @@ runs_interpreted = pytest.mark.skipif(not INTERPRETING, reason="runs under TRITO
 
 @runs_interpreted
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_code_and_scale_decodes_like_torch(triton: TritonKernels, dtype: torch.dtype):
+def test_interpreted_codes_and_scales_decode_like_torch(triton: TritonKernels, dtype: torch.dtype):
     # The pool's tests have all offsets of nf4. Each case takes the interpreter a second.
     [*nf4, int8, fp8, finite_fp8] = exhaustive_cases()
     assert_decodes_like_torch(triton, [nf4[1], nf4[-1], int8, fp8, finite_fp8], dtype)
@@ -447,7 +447,7 @@ def test_every_code_and_scale_decodes_like_torch(triton: TritonKernels, dtype: t
 
 @runs_interpreted
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_sizes_and_addresses_never_change_a_bit_of_decoding(
+def test_interpreted_sizes_and_addresses_never_change_a_bit_of_decoding(
     triton: TritonKernels, dtype: torch.dtype
 ):
     assert_decodes_like_torch(triton, encoded_cases(), dtype, skip=1)
