@@ -215,12 +215,12 @@ class FrozenFiles:
         return self._read(extent, file_range, begin, memory)
 
     @staticmethod
-    def _copy(verb: Verb, here: torch.Tensor, memory: torch.Tensor) -> _Copied:
-        there = memory.view(-1).view(torch.uint8)
+    def _copy(verb: Verb, stored: torch.Tensor, memory: torch.Tensor) -> _Copied:
+        caller_bytes = memory.view(-1).view(torch.uint8)
         if verb == "read":
-            there.copy_(here)
+            caller_bytes.copy_(stored)
         else:
-            here.copy_(there)
+            stored.copy_(caller_bytes)
         return _Copied()
 
     def _read(

@@ -225,7 +225,7 @@ class Stack:
         """The frozen ranges that the files of the base have, by layer.
 
         Empty if several ranks hold the base in the memory that they share, or if the base has the
-        tensors of a layer in another order: then a warning says so. Raises ConfigError for a base
+        tensors of a layer in another order: then there is a warning. Raises ConfigError for a base
         of another model.
         """
         if self._base is None or self.ranks.several:
