@@ -375,3 +375,38 @@ def test_a_weight_that_is_not_quantised_yet_is_refused_before_training() -> None
     blocks_of(model)[1].self_attn.o_proj = later
     with pytest.raises(ConfigError, match=r'o_proj\.weight" is a Params4bit.*not quantised yet'):
         initialized(model, config(precision="bf16", section={"window": 1}))
+
+
+@pytest.mark.parametrize("kind", ["nf4 double", "FP8Linear"])
+def test_scales_keep_their_dtype_where_weights_are_cast(kind: str) -> None:
+    model = plain_model(kind)
+    scales = {
+        name: tensor.dtype
+        for name, tensor in model.named_parameters()
+        if name.endswith("weight_scale_inv")
+    }
+    engine = initialized(model, config(precision="bf16", section={"window": 1, "dtypes": "cast"}))
+    now = engine.inspect()
+    dtypes = {
+        part.name: now.formats[part.format].dtype
+        for layer in now.layers
+        for part in layer.layout.slices
+    }
+    kept = [dtype for name, dtype in dtypes.items() if "absmax" in name or name in scales]
+    assert kept
+    assert torch.bfloat16 not in kept
+    assert torch.bfloat16 in dtypes.values()
+    engine.destroy()
+
+
+def test_a_second_tensor_of_a_library_over_the_codes_moves_with_them() -> None:
+    """bitsandbytes computes with `CB`, another tensor object over the weight's memory."""
+    model = plain_model("int8")
+    engine = initialized(model, config(precision="bf16", section={"window": 1}))
+    layer = layer_of(model)
+    for _ in range(2):
+        codes = layer.weight.CB if layer.state.CB is None else layer.state.CB
+        assert codes.data_ptr() == layer.weight.data_ptr()
+        engine.backward(loss_of(engine(**token_batch(0))))
+        engine.step()
+    engine.destroy()
