@@ -1,4 +1,4 @@
-"""The table of scripts/conformance is well-formed, and its program explains what the table says."""
+"""Suites of scripts/conformance: their tables are well-formed, their counts and pages are right."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ import sys
 import tarfile
 from collections.abc import Callable, Iterator
 from importlib import import_module
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -33,46 +31,67 @@ def test_unknown(): raise ValueError("something new")
 """
 
 
-@pytest.fixture(scope="module")
-def table() -> Iterator[Any]:
+SUITES = ("deepspeed",)  # those whose rows are a table of `Row`
+
+
+def module(name: str) -> Any:
+    """A module of conformance_suite."""
     sys.path.insert(0, str(ROOT / "scripts"))
-    yield import_module("conformance_suite.table")
-    sys.path.remove(str(ROOT / "scripts"))
+    try:
+        return import_module(f"conformance_suite.{name}")
+    finally:
+        sys.path.remove(str(ROOT / "scripts"))
 
 
-def test_every_row_has_a_reason_a_pattern_and_a_symptom_that_can_be_read(table: Any) -> None:
-    for row in table.ROWS:
-        assert row.reason in table.REASONS, row
+def test_each_suite_has_a_page_and_a_line_in_the_overview() -> None:
+    overview = (ROOT / "docs" / "conformance.md").read_text(encoding="utf-8")
+    for name in module("suites").NAMES:
+        assert (ROOT / "docs" / "conformance" / f"{name}.md").is_file(), name
+        assert f"| `{name}` |" in overview, name
+        assert module("suites").load_suite(name).about
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_each_row_has_a_reason_a_pattern_and_a_symptom_that_can_be_read(name: str) -> None:
+    suite = module("suites").load_suite(name)
+    for row in suite.rows:
+        assert row.reason in suite.reasons, row
         assert row.pattern, row
         if row.symptom is not None:
             re.compile(row.symptom)
             assert not re.search(row.symptom, ""), f"{row} explains every failure"
-        elif "/" in row.pattern:
-            assert row.pattern.split("::")[0] in table.FILES, row
 
 
-def test_every_reason_is_used(table: Any) -> None:
-    assert {row.reason for row in table.ROWS} == set(table.REASONS)
+@pytest.mark.parametrize("name", SUITES)
+def test_each_reason_is_used(name: str) -> None:
+    suite = module("suites").load_suite(name)
+    assert {row.reason for row in suite.rows} == set(suite.reasons)
 
 
-def test_no_row_is_there_twice_and_no_file_is(table: Any) -> None:
-    assert len(set(table.ROWS)) == len(table.ROWS)
-    assert len(set(table.FILES)) == len(table.FILES)
+@pytest.mark.parametrize("name", SUITES)
+def test_no_row_is_there_twice_and_no_file_is(name: str) -> None:
+    suite = module("suites").load_suite(name)
+    assert len(set(suite.rows)) == len(suite.rows)
+    assert len(set(suite.files)) == len(suite.files)
 
 
-def test_a_pattern_of_one_file_names_a_file_that_is_run(table: Any) -> None:
-    for row in table.ROWS:
+@pytest.mark.parametrize("name", SUITES)
+def test_a_pattern_of_one_file_names_a_file_that_is_run(name: str) -> None:
+    suite = module("suites").load_suite(name)
+    for row in suite.rows:
         file = row.pattern.split("::")[0]
-        assert "/" not in file or any(
-            fnmatch.fnmatchcase(name, file + "*") for name in table.FILES
+        assert not file.endswith(".py") or any(
+            fnmatch.fnmatchcase(known, file) for known in suite.files
         ), row
 
 
-def test_a_failure_is_explained_by_its_symptom_alone(table: Any) -> None:
+def test_a_failure_is_explained_by_its_symptom_alone() -> None:
+    rows = module("deepspeed.table").ROWS
+    explain = module("explanations").explain
     test = "v1/zero/test_zero_user_backward.py::TestX::test_y"
-    assert table.explain(test, "data_types.buffer_dtype: got bf16") == "buffers"
-    assert table.explain(test, "AssertionError: losses differ") is None
-    assert table.explain(test, "") is None
+    assert explain(rows, test, "data_types.buffer_dtype: got bf16") == "buffers"
+    assert explain(rows, test, "AssertionError: losses differ") is None
+    assert explain(rows, test, "") is None
 
 
 def test_the_program_counts_and_fails_on_what_is_unexplained(tmp_path: Path) -> None:
@@ -83,13 +102,16 @@ def test_the_program_counts_and_fails_on_what_is_unexplained(tmp_path: Path) -> 
     (unit / "common.py").touch()
     (unit / "util.py").touch()
     (unit / "runtime" / "test_data.py").write_text(SIMPLE)
-    command = [sys.executable, PROGRAM, str(unit.parent), "--only", "runtime/test_data.py"]
-    command += ["--results", str(tmp_path / "results")]
+    command = [sys.executable, PROGRAM, "deepspeed", str(tmp_path)]
+    command += ["--only", "runtime/test_data.py", "--results", str(tmp_path / "results")]
+    command += ["--page", "--page-folder", str(tmp_path / "pages")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stdout + done.stderr
     assert re.search(r"runtime/test_data\.py +1 +1 +1\n", done.stdout)
     assert "data_types.buffer_dtype is refused" in done.stdout
     assert re.search(r"Unexplained:\n +runtime/test_data\.py::test_unknown: .*new", done.stdout)
+    page = (tmp_path / "pages" / "deepspeed.md").read_text()
+    assert "| `runtime/test_data.py` | 1 | 1 | 1 |" in page
     (kept,) = (tmp_path / "results").iterdir()  # what is there is not run again
     known = [line for line in kept.read_text().splitlines(True) if "test_unknown" not in line]
     kept.write_text("".join(known))
@@ -163,11 +185,9 @@ class TestPeft(PeftCommonTester):
 def run_peft() -> Iterator[Callable[..., int]]:
     """`scripts/conformance peft` in this process, whose settings come back."""
     threads, level, path = torch.get_num_threads(), LOGGER.level, list(sys.path)
-    loader = SourceFileLoader("conformance", str(PROGRAM))
-    program = ModuleType("conformance")
-    program.__file__ = str(PROGRAM)
-    loader.exec_module(program)
-    yield lambda *given: program.run_peft([*map(str, given)])
+    suite = module("peft.suite").SUITE
+    sys.path.insert(0, str(ROOT / "scripts"))
+    yield lambda *given: suite.run([*map(str, given)])
     torch.set_num_threads(threads)
     LOGGER.setLevel(level)
     sys.path[:] = path
@@ -182,9 +202,9 @@ def test_rows_of_peft_are_equal_refused_or_unexplained(
     (tmp_path / "peft-1" / "tests" / "test_custom_models.py").write_text(TABLE)
     with tarfile.open(tmp_path / "peft-1.tar.gz", "w:gz") as packed:
         packed.add(tmp_path / "peft-1", "peft-1")
-    page = tmp_path / "page.md"
-    page.write_text("# DeepSpeed\n\ntable\n")
-    assert run_peft(tmp_path / "peft-1.tar.gz", "--page", page) == 1
+    page = tmp_path / "pages" / "peft.md"
+    paged = ["--page", "--page-folder", page.parent]
+    assert run_peft(tmp_path / "peft-1.tar.gz", *paged) == 1
     said = capsys.readouterr().out
     assert "1 equal, 0 equal with `resident_layers`, 1 refused, 2 unexplained" in said
     assert re.search(r"refused +attention LoRA: LoRA on `nn\.Multihead", said)
@@ -192,32 +212,29 @@ def test_rows_of_peft_are_equal_refused_or_unexplained(
     assert re.search(
         r"unexplained +frozen LoRA: AssertionError: the plain loop has trained no adapter", said
     )
-    written = page.read_text()
-    assert written.startswith("# DeepSpeed\n\ntable\n\n## PEFT's table of adapters\n")
-    assert "| 4 | in all | |" in written
-    assert run_peft(tmp_path / "peft-1", "--only", "one", "--page", page) == 0
-    assert page.read_text().startswith("# DeepSpeed\n\ntable\n\n## PEFT's table of adapters\n")
-    assert "| 1 | in all | |" in page.read_text()
+    assert "| 4 | in all |" in page.read_text()
+    assert run_peft(tmp_path / "peft-1", "--only", "one", *paged) == 0
+    assert "| 1 | in all |" in page.read_text()
 
 
 def test_sources_without_pefts_tests_are_refused(
     run_peft: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        run_peft(tmp_path)
-    assert "give PEFT's source distribution" in capsys.readouterr().err
+    assert run_peft(tmp_path) == 2
+    assert "give a checkout or a source distribution" in capsys.readouterr().err
 
 
 def test_no_reason_of_a_refused_row_explains_every_error() -> None:
-    sys.path.insert(0, str(ROOT / "scripts"))
-    reasons = import_module("conformance_suite.peft_table").REASONS
-    sys.path.remove(str(ROOT / "scripts"))
+    reasons = module("peft.table").REASONS
     assert all(not re.search(reason.symptom, "") and reason.text for reason in reasons)
 
 
 def test_a_folder_that_holds_no_tests_of_deepspeeds_is_refused(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, PROGRAM, str(tmp_path)], capture_output=True, text=True, check=False
+        [sys.executable, PROGRAM, "deepspeed", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 2
-    assert "no unit/common.py" in done.stderr
+    assert "has no tests/unit/common.py" in done.stderr

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
 import sys
-import tarfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,26 +78,6 @@ REASONS = (
 def explain(error: str) -> Reason | None:
     """The reason for which a row is refused; None: it is unexplained."""
     return next((reason for reason in REASONS if re.search(reason.symptom, error)), None)
-
-
-def find_sources(given: Path | None, version: str, scratch: Path) -> Path:
-    """The folder of PEFT's sources that holds `tests`.
-
-    given    a folder, or a source distribution (.tar.gz). None: pip downloads that of `version`
-    scratch  an empty folder for what is unpacked
-    """
-    if given is None:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-        command += ["--no-binary", ":all:", "--no-build-isolation", f"peft=={version}"]
-        subprocess.run([*command, "--dest", str(scratch)], check=True)
-        (given,) = scratch.glob("*.tar.gz")
-    if given.is_file():
-        with tarfile.open(given) as packed:
-            packed.extractall(scratch, filter="data")
-        (given,) = (path for path in scratch.iterdir() if path.is_dir())
-    if not (given / TESTS).is_file():
-        raise FileNotFoundError(f"{given} has no {TESTS}: give PEFT's source distribution")
-    return given
 
 
 def read_table(sources: Path) -> Table:

@@ -1,15 +1,11 @@
 """Which of DeepSpeed's unit tests are run, and why some of them cannot apply to this engine.
 
-The one table of scripts/conformance. A row explains a test that failed or was skipped when its
-pattern matches the test's name and its symptom is found in what pytest said: another failure of
-the same test stays unexplained. Rows are tried in order. A row without a symptom is not run.
+Names of files and tests are those under tests/unit.
 """
 
 from __future__ import annotations
 
-import fnmatch
-import re
-from dataclasses import dataclass
+from conformance_suite.explanations import Row
 
 # Under tests/unit of a DeepSpeed checkout. Left out: ZeRO's own internals (Init, partitioning,
 # leaves, tiling, ZeRO++, MiCS), pipelines, experts, tensor and sequence parallelism, inference,
@@ -82,17 +78,6 @@ REASONS = {
     "switched off": "DeepSpeed has switched the test off",
     "pytest": "the test's own fixture does not work under the installed pytest",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """`pattern`: shell pattern of "file::class::test". `symptom`: regular expression, or None for a
-    test that is not run."""
-
-    pattern: str
-    symptom: str | None
-    reason: str
-
 
 ROWS = (
     # What is not run: it would compile for minutes, or wait for ranks that are not there.
@@ -172,17 +157,3 @@ ROWS = (
     Row("*", r"Skipped: .*(skip for now|timesout)", "switched off"),
     Row("*", r"Skipped: .*Amp is not installed", "removed"),
 )
-
-
-def not_run() -> list[Row]:
-    """The rows whose tests are not run."""
-    return [row for row in ROWS if row.symptom is None]
-
-
-def explain(test: str, text: str) -> str | None:
-    """The reason why a test that did not pass cannot apply; None: it is unexplained."""
-    for row in ROWS:
-        known = row.symptom is not None and fnmatch.fnmatchcase(test, row.pattern)
-        if known and re.search(str(row.symptom), text, re.MULTILINE | re.DOTALL):
-            return row.reason
-    return None

@@ -4,17 +4,14 @@ Owns what is different in the process of the tests, and nothing on disk: `deepsp
 adds a "stronghold" section to every config; distributed tests run in this process, on one rank; the
 CPU accelerator says that it computes in half precision, which the emulated device does; torch's
 DistributedDataParallel, the reference of many, runs on the CPU; the tests of DeepSpeed's CPU Adam
-get ours. Each outcome is a line of JSON in the file that
-STRONGHOLD_CONFORMANCE names.
+get ours.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import functools
 import importlib
-import json
 import os
 import tempfile
 from typing import Any
@@ -25,7 +22,6 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 import stronghold
-from conformance_suite.table import not_run
 from stronghold.config import read_config
 from stronghold.errors import ConfigError
 from stronghold.model.partition import partition
@@ -95,10 +91,8 @@ def pytest_configure(config: pytest.Config) -> None:
     importlib.import_module("unit.util").bf16_required_version_check = lambda *args: True
 
 
-@pytest.hookimpl(trylast=True)  # after DeepSpeed's own markers have left tests out
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """One rank for every class; what the table says is not run is left out, and recorded."""
-    left_out = []
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """One rank for every class of distributed tests. Tests of CPU Adam get ours."""
     for item in items:
         owner = getattr(item, "cls", None)
         if getattr(owner, "is_dist_test", False):
@@ -106,30 +100,3 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             owner._launch_procs = on_one_rank
         if item.path.name == CPU_ADAM_TESTS:
             deepspeed.ops.adam.DeepSpeedCPUAdam = stronghold.CPUAdam
-        row = next((r for r in not_run() if fnmatch.fnmatchcase(name_of(item), r.pattern)), None)
-        if row is None:
-            write(name_of(item), "begun", "")
-        else:
-            write(name_of(item), "not run", row.reason)
-            left_out.append(item)
-    items[:] = [item for item in items if item not in left_out]
-
-
-@pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
-    report = (yield).get_result()
-    if report.when == "call" or report.outcome != "passed":
-        text = report.longreprtext
-        if report.skipped and isinstance(report.longrepr, tuple):
-            text = str(report.longrepr[2])
-        write(name_of(item), report.outcome, text)
-
-
-def name_of(item: pytest.Item) -> str:
-    """ "file::class::test" under tests/unit."""
-    return item.nodeid.removeprefix("unit/")
-
-
-def write(test: str, outcome: str, text: str) -> None:
-    with open(os.environ["STRONGHOLD_CONFORMANCE"], "a", encoding="utf-8") as file:
-        file.write(json.dumps({"test": test, "outcome": outcome, "text": text}) + "\n")

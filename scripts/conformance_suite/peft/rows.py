@@ -19,7 +19,7 @@ import peft
 import torch
 from torch import nn
 
-from conformance_suite.peft_table import Case, Table, explain
+from conformance_suite.peft.table import Case, Table, explain
 from stronghold.errors import ConfigError
 from tests.support.training import Run, assert_identical, config, train_plain, train_windowed
 

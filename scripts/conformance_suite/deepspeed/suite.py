@@ -1,0 +1,26 @@
+"""DeepSpeed's own unit tests that need no GPU, on one rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from conformance_suite.deepspeed.table import FILES, REASONS, ROWS
+from conformance_suite.pytest_suite import PytestSuite
+
+SUITE = PytestSuite(
+    name="deepspeed",
+    project="DeepSpeed",
+    package="deepspeed",
+    about="DeepSpeed's own unit tests that need no GPU, on one rank.",
+    page=(
+        "The tests are those of its repository. One rank, no GPU,\n"
+        '`"stronghold": {"device": "emulated"}` in each config.'
+    ),
+    marker=Path("tests") / "unit" / "common.py",
+    folder=Path("tests"),
+    prefix="unit/",
+    files=FILES,
+    rows=ROWS,
+    reasons=REASONS,
+    plugin="conformance_suite.deepspeed.plugin",
+)
