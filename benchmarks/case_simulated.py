@@ -67,7 +67,7 @@ class Simulated(Machine):
             window=task.window,
             prefetch=task.prefetch,
             activations=task.activations,
-            kept=workload_of(costs, self._profile).layers,
+            work=workload_of(costs, self._profile).layers,
             num_cores=task.threads or update_cores(self._profile.num_cores, compute_threads=1),
         )
         work = workload_of(costs, self._profile, micro_batches=task.accumulation)

@@ -20,10 +20,11 @@ records. In backward autograd's thread does it instead. A lane's thread never do
 
 [Note: a new device] A device of another kind is written so:
 1. a subclass of `Device`, with `torch_device`, `copy`, `copy_now` and `kernels`; its constructor
-   ends with `_open_lanes()`;
+   sets `self.compute` and ends with `_open_lanes()`;
 2. a subclass of `ComputeLane`, with `record` and `wait`;
 3. a subclass of `DeviceMemory`, with `_allocate`;
-4. its place in `Stack._open_device`.
+4. `_make_lane`, if its lanes are streams: the default `HostLane` takes work that returns as done;
+5. its place in `Stack._open_device`.
 Pinning, side streams and counters of memory have defaults that do nothing. A further kind of GPU
 that torch knows needs none of this: it is a row of `devices/kinds.py`.
 

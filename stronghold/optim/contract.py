@@ -2,7 +2,8 @@
 
 Owns no tensor and runs no kernel. An `Optimizer` is plain data. It is made from the config or from
 a client's parameter group; any thread may read it. `stronghold/optim/__init__.py` lists the
-optimizers. No file outside `stronghold/optim/` and `kernels/` needs to name one.
+optimizers. Outside `stronghold/optim/` and `kernels/` only the package's root names them, which
+exports the `CPUOptimizer` of each.
 
 [Note: a new optimizer] To add an optimizer, write
 

@@ -172,7 +172,7 @@ class Demand:
     chunks: int = 1  # number of chunks in a micro-batch, if it is known
     streams: int = 1  # CUDA streams on which chunks take turns
     # Each layer's work; empty: unknown, and the gpu budget covers weights and gradients alone.
-    kept: tuple[LayerWork, ...] = ()
+    work: tuple[LayerWork, ...] = ()
     sequences: int = 0  # in a micro-batch; 0: unknown
     tokens: int = 0  # in a micro-batch, in all its sequences; 0: unknown
     reserve_bytes: int = 0  # of the gpu budget, for activations at least

@@ -42,14 +42,14 @@ def activation_parts(
     With one stream the larger of 2 and 3 counts. With several streams their sum counts, because
     torch's allocator keeps each stream's memory for this stream.
     """
-    if not demand.kept:
+    if not demand.work:
         return {}
-    outside = sum(demand.kept[index].saved_bytes for index in layout.resident)
+    outside = sum(demand.work[index].saved_bytes for index in layout.resident)
     passing = 0  # of one block that is computed again, and of two offloaded layers on their way
     waiting = 0  # of what blocks keep until backward
     num_chunks_at_once = min(demand.streams, demand.chunks)
     for index in layout.streamed:
-        work = demand.kept[index]
+        work = demand.work[index]
         level = activations[index]
         moved = work.moved_bytes(level)
         recomputed = work.recomputed_bytes(level) * num_chunks_at_once
@@ -84,7 +84,7 @@ def gpu_bytes(places: Places, window: int, gradient_slots: int) -> dict[str, int
         "gradient slots": gradient_slots * gradient_slot,
         "fp32 sums of chunks": _chunk_sums_bytes(places, gradient_slots),
         "decoded weights": decoded_buffer_bytes(places.layout),
-        "resident blocks": _bytes(places.kept, formats, "weights"),
+        "resident blocks": _bytes(places.resident_blocks, formats, "weights"),
         "outside the blocks": _bytes(places.outside, formats, "weights"),
         "gradients of resident layers": _bytes(own_gradients, formats, "gradients"),
         "rest of the masters": _bytes(trained, formats, "low"),

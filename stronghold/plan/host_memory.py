@@ -659,7 +659,7 @@ def _packing_advice(places: Places) -> str:
     if any(layer.decoded_bytes for layer in places.layout.layers):
         return ""
     frozen = 0
-    for layer in (*places.streamed, *places.kept):
+    for layer in (*places.streamed, *places.resident_blocks):
         for layer_range in layer.ranges:
             dtype = places.demand.formats[layer_range.format].dtype
             if not layer_range.trainable and dtype in DTYPES:

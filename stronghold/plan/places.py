@@ -30,11 +30,11 @@ class OffloadedActivations:
 class Places:
     """The layers of a model, by where they are.
 
-    `outside` are no blocks, and stay on the GPU. Blocks are `streamed` through the window or `kept`
-    on the GPU. Layers are updated `on_gpu` or `on_host`. They gather gradients in a slot of their
-    own (`own_slots`) or in slots that they share (`shared_slots`). `activations` has the policy of
-    every layer, and `offloaded` the activations of those blocks that offload some. `whole`: nothing
-    of the model moves, so there are no hooks and no slots.
+    `outside` are no blocks, and stay on the GPU. Blocks are `streamed` through the window, or are
+    `resident_blocks` and stay on the GPU. Layers are updated `on_gpu` or `on_host`. They gather
+    gradients in a slot of their own (`own_slots`) or in slots that they share (`shared_slots`).
+    `activations` has the policy of every layer, and `offloaded` the activations of those blocks
+    that offload some. `whole`: nothing of the model moves, so there are no hooks and no slots.
     """
 
     layout: ModelLayout
@@ -43,7 +43,7 @@ class Places:
     offloaded: Mapping[int, OffloadedActivations]
     outside: Layers
     streamed: Layers
-    kept: Layers
+    resident_blocks: Layers
     on_gpu: Layers
     on_host: Layers
     own_slots: Layers
@@ -53,12 +53,12 @@ class Places:
 
     @property
     def num_blocks(self) -> int:
-        return len(self.streamed) + len(self.kept)
+        return len(self.streamed) + len(self.resident_blocks)
 
     @property
     def resident(self) -> frozenset[int]:
         """The layers whose weights stay on the GPU."""
-        return frozenset(layer.index for layer in (*self.outside, *self.kept))
+        return frozenset(layer.index for layer in (*self.outside, *self.resident_blocks))
 
     @property
     def updated_on_gpu(self) -> frozenset[int]:
@@ -68,9 +68,9 @@ class Places:
 def place_layers(layout: ModelLayout, demand: Demand) -> Places:
     """Choose the place of each layer. ConfigError for settings that the model does not have."""
     activations = _activations(layout, demand)
-    streamed, kept = _streamed_and_kept(layout, demand)
+    streamed, resident_blocks = _streamed_and_resident(layout, demand)
     outside = tuple(layer for layer in layout.layers if not layer.streamed)
-    on_gpu = (*outside, *kept) if demand.resident_updates == "gpu" else ()
+    on_gpu = (*outside, *resident_blocks) if demand.resident_updates == "gpu" else ()
     updated_on_gpu = frozenset(layer.index for layer in on_gpu)
     on_host = tuple(layer for layer in layout.layers if layer.index not in updated_on_gpu)
     is_packed = any(layer.decoded_bytes for layer in layout.layers)
@@ -87,7 +87,7 @@ def place_layers(layout: ModelLayout, demand: Demand) -> Places:
         offloaded=_offloaded(layout, demand, activations),
         outside=outside,
         streamed=streamed,
-        kept=kept,
+        resident_blocks=resident_blocks,
         on_gpu=on_gpu,
         on_host=on_host,
         own_slots=() if whole else tuple(own_slots),
@@ -117,7 +117,7 @@ def levels_of(layout: ModelLayout, counts: Mapping[str, int]) -> tuple[str, ...]
     return tuple(next(of_block) if layer.streamed else "keep" for layer in layout.layers)
 
 
-def _streamed_and_kept(layout: ModelLayout, demand: Demand) -> tuple[Layers, Layers]:
+def _streamed_and_resident(layout: ModelLayout, demand: Demand) -> tuple[Layers, Layers]:
     """The blocks that pass the window, and those that stay on the GPU."""
     blocks = tuple(layer for layer in layout.layers if layer.streamed)
     num_kept = demand.resident_layers or 0
@@ -153,10 +153,10 @@ def _offloaded(
 ) -> dict[int, OffloadedActivations]:
     """The activations that wait on the host, of the blocks that have some there."""
     offloaded: dict[int, OffloadedActivations] = {}
-    if not demand.kept:
+    if not demand.work:
         return offloaded
     for index in layout.streamed:
-        work = demand.kept[index]
+        work = demand.work[index]
         level = activations[index]
         nbytes = work.moved_bytes(level)
         if nbytes:

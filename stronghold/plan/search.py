@@ -398,11 +398,11 @@ def _filled(
     layout: ModelLayout, demand: Demand, ladders: Sequence[Ladder]
 ) -> Iterator[tuple[Demand, Ladder]]:
     """The demand with activation levels: the pinned ones, or the best that fit by each ladder."""
-    if demand.activations is not None or not demand.kept:
+    if demand.activations is not None or not demand.work:
         yield demand, ()
         return
     num_blocks = len(layout.streamed)
-    has_attention = any(work.attention_bytes for work in demand.kept)
+    has_attention = any(work.attention_bytes for work in demand.work)
     # Offloaded activations may be too much for the host. Then no plan of this ladder fits.
     without_host_budget = replace(demand, host_budget_bytes=None)
     for ladder in ladders:

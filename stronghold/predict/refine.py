@@ -323,8 +323,8 @@ class Refinement:
         demand = self._demand(size)
         if trains:
             return activation_bytes(layout, plan.activations, demand)
-        resident_bytes = sum(demand.kept[index].saved_bytes for index in layout.resident)
-        streamed_bytes = [demand.kept[index].saved_bytes for index in layout.streamed]
+        resident_bytes = sum(demand.work[index].saved_bytes for index in layout.resident)
+        streamed_bytes = [demand.work[index].saved_bytes for index in layout.streamed]
         return resident_bytes + max(streamed_bytes, default=0)
 
     def _has_room(self, size: BatchSize, *, trains: bool) -> bool:
@@ -469,17 +469,17 @@ class Refinement:
         if budget is None:
             return stack.demand
         loads, beside = self._loads(size)
-        kept = list(loads)
+        work = list(loads)
         not_streamed = [layer.index for layer in stack.layout.layers if not layer.streamed]
         if not_streamed:
             head = not_streamed[-1]
-            saved_bytes = kept[head].saved_bytes + beside
-            kept[head] = replace(kept[head], saved_bytes=saved_bytes)
+            saved_bytes = work[head].saved_bytes + beside
+            work[head] = replace(work[head], saved_bytes=saved_bytes)
         return replace(
             stack.demand,
             activations=pinned_activations(section, stack.layout),
             gpu_budget_bytes=budget,
-            kept=tuple(kept),
+            work=tuple(work),
             chunks=measured.chunks,
             reserve_bytes=0 if section.gpu_memory is None else budget - section.gpu_memory,
         )
@@ -687,7 +687,7 @@ def _measurements(
     usable = beside = None
     if memory.reachable is not None and memory.peak is not None:
         usable = int(memory.reachable * GPU_SHARE)
-        demand = replace(stack.demand, kept=workload.layers, chunks=memory.chunks)
+        demand = replace(stack.demand, work=workload.layers, chunks=memory.chunks)
         kept_bytes = activation_bytes(stack.layout, stack.plan.activations, demand)
         beside = max(0, memory.peak - kept_bytes)
     return Measurements(

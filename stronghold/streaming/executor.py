@@ -3,13 +3,15 @@
 States of a step: IDLE -> FORWARD at the model's call, FORWARD -> IDLE at its return, IDLE ->
 BACKWARD while autograd runs. A forward hook that fires in BACKWARD belongs to recomputation.
 
-[Note: when a layer is fetched] `weights` does the fetch (prefetch, unshard). There are three cases.
-1. Ahead: the schedule has releases and fetches before each use (`_perform_before`).
+[Note: when a layer is fetched] `weights` does the fetch (prefetch, unshard). There are four cases.
+1. Ahead: the schedule has releases and fetches before each use (`_perform_before`). What is fetched
+   and what leaves is chosen in `plan.schedule._Pass`.
 2. Ahead of the next step: weights have changed. The fetches before the next step's first use are
-   queued, each after its layer's update (`weights_changed`).
+   queued, each after its layer's update (`outdate`, then `fetch_ahead`).
 3. On demand: a layer is used, and no slot has its newest weights (`make_ready`). This happens in
    the first step, in an order of uses that was not predicted, and for saved weights of a released
    layer.
+4. After a rank fetched for itself: the layers that its slots held before (`_rejoin`).
 
 The executor learns another order of uses when a pass shows one. Entered by the training thread and,
 on a GPU, by autograd's thread during backward. The two never run at once.

@@ -9,7 +9,7 @@ This file computes sums in the slot alone: of two gradients of one parameter, an
 The thread that runs autograd's hooks enters: the training thread, or autograd's own on a GPU.
 
 [Note: where gradients wait] After its slot a gradient waits in one of four places
-(`memory.layer.GradientRecord`):
+(`memory.layer.GradientRecord`). A model that is whole on the GPU has place 3 alone, and no slot.
 1. pending, in the layer's array "gradients", in RAM or in a file;
 2. pending, in the layer's own slot on the GPU, if the layer is updated there;
 3. pending, in one tensor per parameter, if the whole model fits on the GPU (`per_parameter`);

@@ -13,14 +13,15 @@ waited for the norm's access record.
 2. Layers behind the gate are updated in forward order.
 3. The next forward starts at once. It waits for one layer at a time.
 
-[Note: a gradient that comes twice]
-1. A parameter may be used in two autograd leaves: two forward calls before one backward on a GPU,
-   or reentrant checkpoints. It then has several gradients in one backward.
-2. Autograd adds them in the compute dtype. So does this file. It does the same with gradients of a
-   further backward that gradient_accumulation_steps does not count.
-3. Sums over micro-batches are fp32. So the gradients of one backward are pending until its end.
-   Then they are added to these sums.
-4. A further backward cancels the layer's early update: its gradients have changed.
+[Note: a gradient that comes twice] All of this is allowed. `take` says where a gradient goes,
+`HostUpdates.set_or_add` and `GpuUpdates.set_or_add` add it.
+1. Twice in one backward (two forward calls on a GPU, reentrant checkpoints): added to the array
+   "gradients", in the compute dtype, as autograd adds.
+2. A second backward before the step, without accumulation: the same as 1. `micro_steps` does not
+   move: `engine.step` counts, and a backward does not.
+3. Accumulation: the gradients of one backward are pending until its end. Then they are added to the
+   array "accumulated", in fp32.
+4. A second backward of a layer cancels its early update: its gradients have changed.
 5. A second backward of one graph (`retain_graph`) fetches weights again, and runs recomputed blocks
    once more (`activations.recompute`). Weights that were written since are refused.
 """

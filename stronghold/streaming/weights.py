@@ -3,11 +3,13 @@
 No other file does. `executor` decides when a layer is fetched. The training thread enters, and on a
 GPU autograd's thread in backward. The two never run at once.
 
-[Note: a slot is reused]
+[Note: a weight slot is reused] Gradient slots: `gradients`, [Note: several streams].
 1. A fetch reads a layer's weights at home, and writes a slot.
 2. Compute waits for the slot's writer. Then the layer is READY.
 3. A release makes compute a reader of the slot. Nothing is copied back.
-4. The next fetch into the slot waits for that reader.
+4. The next fetch into the slot waits for that reader. If the layer was released before it was
+   READY, compute has not read the slot: the next fetch waits for the fetch before.
+5. A resident layer keeps its slot. A fetch of its new weights makes compute a reader first.
 """
 
 from __future__ import annotations

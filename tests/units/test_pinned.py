@@ -170,7 +170,7 @@ def test_a_plan_that_knows_what_is_offloaded_pins_it_in_one_call(
             engine.backward(loss)
             engine.step()
             if len(num_calls) == 1:
-                known = replace(now.demand, kept=(load,) * len(now.layout.layers))
+                known = replace(now.demand, work=(load,) * len(now.layout.layers))
                 assert engine.replan(make_plan(now.layout, known))
         assert num_calls[0] > 1 == num_calls[1]
         assert engine.plan.offloaded_bytes == engine.memory_report().host_activations > 0

@@ -497,7 +497,7 @@ def test_activations_by_level_are_what_waits_and_what_passes() -> None:
         attention_bytes=attended,
     )
     other = dataclasses.replace(block, saved_bytes=7)
-    known = demand(kept=tuple(block if e.streamed else other for e in layout.layers), chunks=chunks)
+    known = demand(work=tuple(block if e.streamed else other for e in layout.layers), chunks=chunks)
     n = len(blocks)
     for level, (on_gpu, on_host, passing) in {
         "keep": (saved, 0, 7 * outside),
@@ -529,7 +529,7 @@ def test_activations_by_level_are_what_waits_and_what_passes() -> None:
     # Inputs lie where gradients that are pending will, as many chunks' as there is room for.
     chunk = 2 * layout.layers[blocks[0]].trainable_numel // 3
     large = dataclasses.replace(block, boundary_bytes=chunks * chunk)
-    wish = dataclasses.replace(known, kept=(large,) * len(layout.layers))
+    wish = dataclasses.replace(known, work=(large,) * len(layout.layers))
     for level, else_where in {"recompute_offload": 0, "attention_offload": attended}.items():
         for accumulate, waiting in ((False, 1), (True, 4)):
             asked = {"activations": level, "accumulate": accumulate}

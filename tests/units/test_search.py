@@ -63,7 +63,7 @@ def demand_of(pair: Pair) -> tuple[ModelLayout, ModelCosts, MachineProfile, Dema
         accumulate=False,
         gpu_budget_bytes=int(pair.gpu_gib * GIB),
         cpu_threads=machine.num_cores,
-        kept=workload_of(costs, machine).layers,
+        work=workload_of(costs, machine).layers,
     )
     return layout, costs, machine, demand
 

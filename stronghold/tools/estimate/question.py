@@ -187,7 +187,7 @@ class Question:
             host_budget_bytes=self.host_bytes // self.gpus,
             window=self.window,
             resident_layers=self.resident_layers,
-            kept=self.work.layers,
+            work=self.work.layers,
             sequences=self.batch,
             tokens=self.batch * self.seq,
             num_cores=self.cpu_threads,
