@@ -1,8 +1,9 @@
 """Laws 1, 2, 4 and 6 at once: where state lies, when it is updated, what is kept and where a run is
 interrupted never change a bit of a loss, a norm, a weight or a moment, and cost what is planned.
 
-A covering array: every pair of values of two axes is in a case of the default run, for instance
-every model with every home of its state. Cases drawn from the whole product are slow. What the
+A covering array: every pair of values of two axes is in a case, for instance every model with every
+home of its state. The default run has each pair of values of the other axes, and each model twice.
+The other cases, and cases drawn from the whole product, are slow. What the
 other files of this folder show is particular: hazards, faults, counts, order.
 """
 
@@ -25,7 +26,7 @@ from stronghold.plan.homes import HOST
 from stronghold.plan.plan import make_plan
 from stronghold.plan.schedule import Action
 from tests.models import HUGGING_FACE, MODELS, PLAIN, loss_of
-from tests.support.pairs import covering, pairs
+from tests.support.pairs import covering, pairs, thinned
 from tests.support.performed import assert_as_scheduled
 from tests.support.training import (
     OPTIMIZERS,
@@ -246,10 +247,18 @@ def check(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 ARRAY = covering(list(AXES.values()), never)
+DEFAULT = set(thinned(ARRAY, 0, least=2))
 OTHER_LLAMAS = [(name, *ARRAY[37 * k][1:]) for k, name in enumerate(LIKE_LLAMA)]
 
 
-@pytest.mark.parametrize("case", [*ARRAY, *OTHER_LLAMAS], ids="-".join)
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(pytest.param(c, marks=() if c in DEFAULT else pytest.mark.slow) for c in ARRAY),
+        *OTHER_LLAMAS,
+    ],
+    ids="-".join,
+)
 def test_nothing_changes_a_bit(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check(case, tmp_path, monkeypatch)
 

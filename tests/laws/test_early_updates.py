@@ -31,7 +31,7 @@ from tests.faults.test_lane_failures import WITHIN_S, fail_backward, fail_in, ru
 from tests.models import MODELS, loss_of
 from tests.support.checkpoints import assert_same, session, snapshot, train
 from tests.support.mixed import MIXED, OWN
-from tests.support.pairs import pairs
+from tests.support.pairs import each, pairs
 from tests.support.places import on_gpu
 from tests.support.quiet import law_of_time, on_time
 from tests.support.sleeping import SleepingModel, rates
@@ -181,7 +181,7 @@ def trained(name: str, clipping: float, early: Any, path: Path, after: Any = Non
     return train_windowed(case.factory, steps=steps_of(case), settings=settings, after=after)
 
 
-@pytest.mark.parametrize(("name", "clip"), pairs(list(CASES), CLIPS))
+@pytest.mark.parametrize(("name", "clip"), each(list(CASES), CLIPS))
 def test_early_updates_have_the_bits_of_a_plain_loop(name: str, clip: str, tmp_path: Path) -> None:
     clipping, commits = clipping_of(name, clip), list[int]()
 

@@ -1,4 +1,5 @@
-"""Cases of several axes: each pair of values is in the default run, the rest of them slow."""
+"""Cases of several axes. The default run has each pair of values (`pairs`), or each value (`each`);
+the rest are slow."""
 
 from __future__ import annotations
 
@@ -15,7 +16,19 @@ Case = tuple[str, ...]
 def pairs(*axes: Mapping[str, Any] | Iterable[Any]) -> list[Any]:
     """The product as parameters of a test; an axis is of values, or of values by their names."""
     named = [_by_name(axis) for axis in axes]
-    chosen = set(covering([list(axis) for axis in named]))
+    return _parameters(named, set(covering([list(axis) for axis in named])))
+
+
+def each(*axes: Mapping[str, Any] | Iterable[Any]) -> list[Any]:
+    """Like `pairs`, but the default run has each value of each axis once or more, not each pair."""
+    named = [_by_name(axis) for axis in axes]
+    longest = max(map(len, named))
+    chosen = {tuple(list(axis)[k % len(axis)] for axis in named) for k in range(longest)}
+    return _parameters(named, chosen)
+
+
+def _parameters(named: list[dict[str, Any]], chosen: set[Case]) -> list[Any]:
+    """The whole product as parameters; cases that are not `chosen` are slow."""
     return [
         pytest.param(
             *(axis[name] for axis, name in zip(named, case, strict=True)),
@@ -55,6 +68,22 @@ def covering(axes: list[list[str]], never: Callable[..., bool] = lambda *_: Fals
             left.pop(frozenset(pair), None)
         found.append(tuple(value for _, value in sorted(case)))
     return found
+
+
+def thinned(array: list[Case], axis: int, *, least: int) -> list[Case]:
+    """Fewer cases of a covering array: each pair of values of the other axes that it has, and each
+    value of `axis` in at least `least` cases."""
+    covered: set[Any] = set()
+    taken: Counter[str] = Counter()
+    chosen = []
+    for case in array:
+        others = [(number, value) for number, value in enumerate(case) if number != axis]
+        new = set(combinations(others, 2)) - covered
+        if new or taken[case[axis]] < least:
+            covered |= new
+            taken[case[axis]] += 1
+            chosen.append(case)
+    return chosen
 
 
 def _by_name(axis: Mapping[str, Any] | Iterable[Any]) -> dict[str, Any]:
