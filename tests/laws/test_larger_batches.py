@@ -18,6 +18,7 @@ import stronghold
 from stronghold.predict.refine import GPU_SHARE, TRACED_STEPS, WARM_UP_STEPS
 from tests.models import MODELS, loss_of, token_batch
 from tests.support.counted import of_bytes
+from tests.support.pairs import each
 from tests.support.quiet import law_of_time, on_time
 from tests.support.ranks import run_ranks
 from tests.support.training import (
@@ -103,8 +104,7 @@ def trained(
     return run, errors
 
 
-@pytest.mark.parametrize("total_bytes", [SMALL_BYTES, MIDDLE_BYTES])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "total_bytes"), each(list(MODES), [SMALL_BYTES, MIDDLE_BYTES]))
 @law_of_time
 def test_a_run_whose_batches_grow_trains_with_the_same_bits(
     mode: str, total_bytes: int, monkeypatch: pytest.MonkeyPatch
@@ -147,21 +147,21 @@ def hidden(factory: Any) -> Any:
     return made
 
 
-@pytest.mark.parametrize(
-    ("call", "total_bytes"),
-    [
-        ("engine.forward", SMALL_BYTES),
-        ("engine.forward", MIDDLE_BYTES),
-        ("engine.backward", LARGE_BYTES),
-        ("loss.backward", LARGE_BYTES),
-    ],
-)
-@pytest.mark.parametrize("mode", ["gated", "accumulated"])
+RUNS_OUT_IN = {
+    "forward, small": ("engine.forward", SMALL_BYTES),
+    "forward, middle": ("engine.forward", MIDDLE_BYTES),
+    "backward": ("engine.backward", LARGE_BYTES),
+    "loss.backward": ("loss.backward", LARGE_BYTES),
+}
+
+
+@pytest.mark.parametrize(("place", "mode"), each(list(RUNS_OUT_IN), ["gated", "accumulated"]))
 @law_of_time
 def test_what_runs_out_of_memory_is_given_up_and_the_next_plan_has_more_room(
-    mode: str, call: str, total_bytes: int, monkeypatch: pytest.MonkeyPatch
+    mode: str, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step begins again where it ended in a backward; after a forward it goes on."""
+    call, total_bytes = RUNS_OUT_IN[place]
     if mode == "accumulated":
         total_bytes += SUM_BYTES
     of_bytes(total_bytes, monkeypatch)
