@@ -660,7 +660,7 @@ class Device(ABC):
         self.pinning = HostPinning()
         self.side_streams = SideStreams()
         self.trace = trace or Trace(recording=False)
-        self.alone = True  # no operation waits for another process
+        self.is_single_process = True  # no operation waits for another process
         self._failure: LaneError | None = None
         self._process = os.getpid()
         # In the order in which they were made: a lane that waits for others comes later.

@@ -566,7 +566,7 @@ class CudaDevice(Device):
     @property
     def only_enqueues(self) -> bool:
         """True if a copy on a stream never blocks its caller."""
-        return self.alone and not self.pinning.has_refused_slabs
+        return self.is_single_process and not self.pinning.has_refused_slabs
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self.pinning.copy(target, source, self.current_stream())

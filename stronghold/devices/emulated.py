@@ -277,7 +277,7 @@ class EmulatedDevice(Device):
 
     def works_ahead(self, lane: LaneName) -> bool:
         """Return whether the lane's thread does its work ahead of the lane's clock."""
-        return self.alone and lane in self._lanes_ahead
+        return self.is_single_process and lane in self._lanes_ahead
 
     def pace(
         self, lane: LaneName, nbytes: int, ready_s: float, took_s: float

@@ -1,8 +1,8 @@
 """Sharding of a step over several ranks: links in its chains, and agreement at the gate.
 
 A fetch is host -> [all-gather] -> slot, an offload is slot -> [reduce-scatter] -> host, an update
-is kernel -> [exchange between nodes]. Owns the links in brackets. `Team` is a process that trains
-alone, whose links do nothing, and `RankTeam` one of several ranks. Entered by the training thread,
+is kernel -> [exchange between nodes]. Owns the links in brackets. `Team` is the only process of a
+training: its links do nothing. `RankTeam` is one of several ranks. Entered by the training thread,
 and by autograd's in backward.
 
 The access records of this process (`devices.base`) do not know of other processes:
@@ -18,8 +18,8 @@ The access records of this process (`devices.base`) do not know of other process
    the schedule, from the uses before, and from what slots hold.
 2. Every rank makes the same training passes, with the same layers in the same order. So all queue
    the same gathers in one order, as long as their slots hold the same layers.
-3. An evaluation, or a read of weights, may be of one rank alone. Its fetches copy whole layers from
-   the node's memory, over this rank's link, and are no collective.
+3. One rank may evaluate or read weights while the others do not. It fetches apart: it copies whole
+   layers from the node's memory, over its own link, without a collective.
 4. Before the first such fetch a rank notes what its slots hold (`CommonSlots.leave`). Before the
    next use in training it copies the same layers back, by itself (`rejoin`). So step 2 holds again.
 5. A rank that skips a layer, takes another order, or calls a pass more often comes for a collective
@@ -161,7 +161,7 @@ class RankTeam(Team):
     def __init__(self, device: Device, layers: Sequence[LayerState], weights: NodeWeights) -> None:
         ranks = weights.ranks
         self._device = device
-        device.alone = False
+        device.is_single_process = False
         self._layers = layers
         self._weights = weights
         self._ranks = ranks

@@ -415,7 +415,7 @@ def test_a_small_transfer_that_waits_for_nothing_is_its_submitters(gentle: Devic
     seen, fence = by_whom(gentle.fetch)
     assert seen == ["here"]
     fence.wait()
-    gentle.alone = False  # of several ranks any may wait for another process
+    gentle.is_single_process = False  # of several ranks any may wait for another process
     seen, fence = by_whom(gentle.fetch)
     fence.wait()
     assert seen == ["lane"]
