@@ -19,7 +19,7 @@ from stronghold.errors import ConfigError
 from stronghold.optim.states import join_master
 from tests.models import MODELS, loss_of
 from tests.support import stock
-from tests.support.pairs import pairs
+from tests.support.pairs import each
 from tests.support.states import MOMENTS
 from tests.support.training import config
 from tests.support.twin import Twin, twin
@@ -77,7 +77,7 @@ def check_states(both: Twin) -> None:
             assert torch.equal(local, expected.view(-1)), name
 
 
-@pytest.mark.parametrize(("place", "mode"), pairs(list(PLACES), list(MODES)))
+@pytest.mark.parametrize(("place", "mode"), each(list(PLACES), list(MODES)))
 def test_what_is_written_is_read_and_trained_on(place: str, mode: str, tmp_path: Path) -> None:
     """Against a plain loop whose masters, moments and gradients are written by hand."""
     with twin("gpt", section=placed(place, tmp_path), **MODES[mode]) as both:

@@ -18,7 +18,7 @@ from stronghold.errors import ConfigError
 from tests.laws.test_adapters import checkpointed_lora
 from tests.models import MODELS, loss_of
 from tests.support import stock
-from tests.support.pairs import pairs
+from tests.support.pairs import each
 from tests.support.training import Run, assert_identical, config, initialized, moments_of
 from tests.support.twin import failing_once, twin
 
@@ -185,7 +185,7 @@ def by_the_engine(program: str, place: str) -> Run:
     return ran(program, place, by_engine)
 
 
-@pytest.mark.parametrize(("program", "place"), pairs(list(PROGRAMS), list(PLACES)))
+@pytest.mark.parametrize(("program", "place"), each(list(PROGRAMS), list(PLACES)))
 def test_a_users_backward_has_the_bits_of_the_engines(program: str, place: str) -> None:
     """Wherever layers are: that changes no bit, but chunks are added otherwise."""
     if (program, place) not in NEVER:

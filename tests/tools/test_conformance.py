@@ -94,6 +94,7 @@ def test_a_failure_is_explained_by_its_symptom_alone() -> None:
     assert explain(rows, test, "") is None
 
 
+@pytest.mark.slow
 def test_the_program_counts_and_fails_on_what_is_unexplained(tmp_path: Path) -> None:
     unit = tmp_path / "tests" / "unit"
     (unit / "runtime").mkdir(parents=True)
