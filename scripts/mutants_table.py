@@ -127,7 +127,7 @@ UPDATES = [
     ),
     Mutant(
         "the second part of a gradient takes the first one's place",
-        "streaming/host_updates.py",
+        "streaming/host_gradients.py",
         "set_or_add(target[elements], piece.flat[elements], add=k in added)",
         "set_or_add(target[elements], piece.flat[elements], add=False)",
         ENGINE,
@@ -135,7 +135,7 @@ UPDATES = [
     ),
     Mutant(
         "sums are begun as if there were some",
-        "streaming/host_updates.py",
+        "streaming/host_gradients.py",
         "                    k in added,\n",
         "                    True,\n",
         BITS,
@@ -143,7 +143,7 @@ UPDATES = [
     ),
     Mutant(
         "the norm is the last micro-batch's",
-        "streaming/host_updates.py",
+        "streaming/host_gradients.py",
         "            norms.add(piece, array)\n",
         "            norms.add(piece)\n",
         BITS,
@@ -213,7 +213,7 @@ UPDATES = [
     ),
     Mutant(
         "a gradient that comes twice is not noticed",
-        "streaming/host_updates.py",
+        "streaming/host_gradients.py",
         "added = gradients.positions & positions",
         "added = frozenset[int]()",
         ENGINE,
@@ -221,7 +221,7 @@ UPDATES = [
     ),
     Mutant(
         "weights of two steps are trained on",
-        "streaming/optimizer_step.py",
+        "streaming/ledger.py",
         "            raise ConfigError(self._torn)\n",
         "            pass\n",
         ("tests/units/test_gate.py",),
@@ -257,7 +257,7 @@ EARLY_UPDATES = [
     ),
     Mutant(
         "a late gradient is in no update",
-        "streaming/optimizer_step.py",
+        "streaming/pending_gradients.py",
         "        self._early.cancel(gradients.state.index for gradients in batch)\n",
         "",
         PARTS,
@@ -342,7 +342,7 @@ PASSES = [
     Mutant(
         "what is pending at the end of backward is in no sum",
         "streaming/executor.py",
-        "            self._step.end_backward()\n",
+        "            self._step.pending.end_backward()\n",
         "            pass\n",
         PARTS,
         "hand_over_each_call",
@@ -389,7 +389,7 @@ PASSES = [
     ),
     Mutant(
         "a part of gradients is summed up before the others have come",
-        "streaming/optimizer_step.py",
+        "streaming/pending_gradients.py",
         '"gradients" if more_may_come or not self._plan.accumulates',
         '"gradients" if not self._plan.accumulates',
         CHUNKS,
@@ -934,7 +934,7 @@ STEP = [
     ),
     Mutant(
         "gradients stay pending after they were summed",
-        "streaming/optimizer_step.py",
+        "streaming/pending_gradients.py",
         "                state.gradients.pending.clear()\n",
         "                pass\n",
         PARTS,
@@ -956,7 +956,7 @@ STEP = [
     ),
     Mutant(
         "what an array in a file has is not loaded before gradients are added",
-        "streaming/host_updates.py",
+        "streaming/host_gradients.py",
         "            is_first = not positions\n",
         "            is_first = True\n",
         BITS,

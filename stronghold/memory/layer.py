@@ -4,7 +4,7 @@
 |---|---|---|
 | `on_gpu` | its slots, and how far the fetch (unshard) is | `memory.window` |
 | `views` | what its parameters point to | `streaming.parameter_views`, `streaming.trainer` |
-| `gradients` | gradients that are expected, and where they lie | `streaming`: executor, updates |
+| `gradients` | gradients that are expected, and where they lie | `streaming`: executor, gradients, updates |
 | `optimizer` | which parameters are trained, and update counts | `streaming.steps`, a load |
 
 `memory.host` makes the arrays. `repr(layer)` prints all four records. The training thread enters,
@@ -261,6 +261,14 @@ class UpdatedElements:
     positions: frozenset[int]
     spans: tuple[tuple[int, int, int], ...]
     numels: tuple[tuple[Format, int], ...]
+
+    def has_any(self, begin: int, end: int) -> bool:
+        """True if some of the elements are among elements [begin, end) of the layer."""
+        return any(begin < first + numel and first < end for _, first, numel in self.spans)
+
+    def moved_bytes(self, bytes_each: Callable[[Format], float]) -> int:
+        """Bytes that an operation moves, at `bytes_each(format)` per element."""
+        return int(sum(bytes_each(element_format) * numel for element_format, numel in self.numels))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -546,6 +554,23 @@ class LayerState:
     def array(self, name: str) -> torch.Tensor | None:
         """The array's memory: a flat uint8 tensor. None if the layer has it not in memory."""
         return self.weights if name == "weights" else self.arrays.get(name)
+
+    def in_memory(self, arrays: Iterable[str]) -> tuple[str, ...]:
+        """The arrays that the layer has in memory, of `arrays`."""
+        return tuple(
+            name
+            for name in arrays
+            if not self.home_of(name).is_staged and self.array(name) is not None
+        )
+
+    def views_of(self, arrays: Iterable[str], begin: int, end: int) -> dict[str, torch.Tensor]:
+        """Elements [begin, end) of each of the arrays that their range has, by name, as `view`."""
+        views: dict[str, torch.Tensor] = {}
+        for array in arrays:
+            view = self.view(array, begin, end)
+            if view is not None:
+                views[array] = view
+        return views
 
     def view(self, array: str, begin: int, end: int) -> torch.Tensor | None:
         """Elements [begin, end) of an array in memory, of one range, in the range's dtype.

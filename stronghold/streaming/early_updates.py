@@ -32,7 +32,7 @@ from stronghold.plan.schedule import Kind, Schedule
 from stronghold.streaming.host_updates import HostUpdates
 from stronghold.streaming.parameter_views import Bindings
 from stronghold.streaming.parts import Parts
-from stronghold.streaming.pieces import InArray, LayerGradients
+from stronghold.streaming.pieces import gradients_in_array
 from stronghold.telemetry.metrics import EarlyOutcome
 
 # Layers that are ready and wait for the one that the schedule has before them. A layer that gets no
@@ -124,10 +124,9 @@ class EarlyUpdates:
         if not self._may_start(state):
             self._performed.add(Kind.WITHDRAW, state.index)
             return
-        array = state.gradients.array
-        positions = frozenset(state.gradients.positions(array))
+        gradients = gradients_in_array(state, state.gradients.array)
+        positions = gradients.positions
         steps = self._steps.next(state, positions, self._scale)
-        gradients = LayerGradients(state, positions, InArray(array))
         fence = self._on_host.update_early(gradients, steps)
         state.gradients.early = EarlyUpdate(
             fence=fence,

@@ -39,7 +39,8 @@ from stronghold.plan.schedule import (
 )
 from stronghold.streaming.compute_span import ComputeSpan
 from stronghold.streaming.gradients import GradientOffload
-from stronghold.streaming.optimizer_step import Ledger, OptimizerStep
+from stronghold.streaming.ledger import Ledger
+from stronghold.streaming.optimizer_step import OptimizerStep
 from stronghold.streaming.parameter_views import Bindings
 from stronghold.streaming.parts import Parts
 from stronghold.streaming.patches.autograd import backward_number
@@ -109,7 +110,7 @@ class Executor:
         self._slots = parts.team.slots(window, self.weights.refreshed)
         self._step.follow(self.schedule)
         expected = self.schedule.offloads
-        self.gradients = GradientOffload(parts, window, step, expected, span=self._span)
+        self.gradients = GradientOffload(parts, window, step.pending, expected, span=self._span)
 
     def _schedule(
         self,
@@ -186,7 +187,7 @@ class Executor:
         self._span.end()
         try:
             self.gradients.flush()
-            self._step.end_backward()
+            self._step.pending.end_backward()
         finally:
             self.phase = Phase.IDLE
             self._task, self._has_run_backward = None, True

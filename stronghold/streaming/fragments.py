@@ -23,8 +23,8 @@ from stronghold.errors import ConfigError
 from stronghold.memory.layer import LayerState
 from stronghold.optim.contract import Moment
 from stronghold.optim.states import States
-from stronghold.streaming.optimizer_step import OptimizerStep
 from stronghold.streaming.patches.parameters import Access
+from stronghold.streaming.pending_gradients import PendingGradients
 
 if TYPE_CHECKING:
     from stronghold.streaming.stack import Stack
@@ -138,17 +138,17 @@ class Fragment(Access):
 
         Raises ConfigError if no gradients wait for a step.
         """
-        step, state, position = self._optimizer_step(), self._state, self._position
+        pending, state, position = self._pending_gradients(), self._state, self._position
         flat = torch.zeros(self._part.numel)
         if position in state.gradients.arrived:
-            for elements, gradient in step.gradient_pieces(state, position):
+            for elements, gradient in pending.pieces(state, position):
                 flat[elements] = gradient
         return self._whole(flat)
 
     def set_gradient(self, value: torch.Tensor) -> None:
         """Write the gradient, before the gate. Norm, clipping and update use the new value."""
         flat = self._flat(value)
-        step, state, position = self._optimizer_step(), self._state, self._position
+        pending, state, position = self._pending_gradients(), self._state, self._position
         if position not in state.gradients.arrived:
             if flat.count_nonzero():
                 raise ConfigError(
@@ -156,12 +156,12 @@ class Fragment(Access):
                     "given to it: let the loss depend on it (add 0.0 * parameter.sum())"
                 )
             return
-        step.cancel_early((state.index,))
-        for elements, gradient in step.gradient_pieces(state, position, mode="replace"):
+        self._stack.runtime.step.cancel_early((state.index,))
+        for elements, gradient in pending.pieces(state, position, mode="replace"):
             gradient.copy_(flat[elements])
         state.gradients.square_sums.pop(position, None)  # taken again at the gate
 
-    def _optimizer_step(self) -> OptimizerStep:
+    def _pending_gradients(self) -> PendingGradients:
         """Return the owner of gradients that wait for the step. ConfigError if none wait."""
         stack, name = self._stack, self._part.name
         stack.check_process("reading gradients")
@@ -171,7 +171,7 @@ class Fragment(Access):
                 "engine.step that uses them"
             )
         stack.device.check()
-        return stack.runtime.step
+        return stack.runtime.step.pending
 
     # -- values -----------------------------------------------------------------------------------
     def _flat(self, value: torch.Tensor) -> torch.Tensor:

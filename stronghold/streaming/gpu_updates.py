@@ -30,7 +30,6 @@ from stronghold.streaming.pieces import (
     gradient_bytes,
     pieces_in_memory,
     set_or_add,
-    step_bytes,
 )
 from stronghold.telemetry.metrics import WaitCause
 
@@ -54,11 +53,11 @@ class GpuUpdates:
         self._prepared: _PendingUpdate | None = None
 
     # -- gradients --------------------------------------------------------------------------------
-    def set_or_add(self, batch: Sequence[LayerGradients], array: str, *, norms: bool) -> None:
+    def set_or_add(self, batch: Sequence[LayerGradients], array: str) -> None:
         """Bring gradients to an array of their layers, "gradients" or "accumulated".
 
-        A parameter's gradient is added if the array has one already, else it is set. `norms` is not
-        used: norms are taken at the gate, in one launch for all layers.
+        A parameter's gradient is added if the array has one already, else it is set. Norms are
+        taken at the gate, in one launch for all layers.
         """
         added = []
         for gradients in batch:
@@ -167,8 +166,8 @@ class GpuUpdates:
         """Return the sum of squares of each gradient, fp64, on the device. Later work of the
         compute lane may read it."""
         sums: list[torch.Tensor] = []
-        moved = sum(gradients.moved_bytes(gradient_bytes) for gradients in batch)
-        self._submit(Verb.NORM, batch, (), partial(self._launch_norms, sums), int(moved))
+        moved = sum(gradients.elements.moved_bytes(gradient_bytes) for gradients in batch)
+        self._submit(Verb.NORM, batch, (), partial(self._launch_norms, sums), moved)
         return sums[0]
 
     def _launch_norms(self, sums: list[torch.Tensor], pieces: Sequence[Piece]) -> None:
@@ -187,15 +186,14 @@ class GpuUpdates:
         It takes the present hyper-parameters. The factor of the gradients is not known yet.
         """
         calls: dict[tuple[Format, torch.dtype], list[native.UpdateSegment]] = defaultdict(list)
-        moved = 0.0
+        moved = 0
         for gradients in batch:
             state = gradients.state
             numbers = self._steps.next(state, gradients.positions, 1.0)
             steps = dict(zip(sorted(gradients.positions), numbers, strict=True))
             for piece in self._pieces(gradients, state.changed):
                 calls[piece.format, piece.grad_dtype] += piece.segments(steps)
-            summed = gradients.array == "accumulated"
-            moved += gradients.moved_bytes(partial(step_bytes, summed=summed))
+            moved += gradients.elements.moved_bytes(gradients.step_bytes)
         kernels = self._device.kernels
         launches = []
         for (range_format, gradient_dtype), segments in calls.items():
@@ -207,7 +205,7 @@ class GpuUpdates:
                 lean=range_format.trained.is_lean,
             )
             launches.append(launch)
-        return _PendingUpdate(batch=batch, launches=tuple(launches), nbytes=int(moved))
+        return _PendingUpdate(batch=batch, launches=tuple(launches), nbytes=moved)
 
     @staticmethod
     def _update(prepared: _PendingUpdate, scale: float, _: Sequence[Piece]) -> None:
@@ -248,7 +246,7 @@ class GpuUpdates:
 
     @staticmethod
     def _pieces(gradients: LayerGradients, changed: Sequence[str]) -> list[Piece]:
-        present = (a for a in changed if gradients.state.array(a) is not None)
+        present = gradients.state.in_memory(changed)
         return pieces_in_memory(gradients, (*present, *gradients.arrays))
 
 

@@ -3,17 +3,10 @@
 1. Autograd has a gradient of a parameter. `arrived` copies it to the layer's slot.
 2. The slot is complete. `_offload` queues the copy to the host. Gradients of a layer that is
    updated on the GPU stay there.
-3. `OptimizerStep.take` gets them: they are pending, or added to sums.
+3. `PendingGradients.take` gets them: they are pending, or added to sums.
 
 This file computes sums in the slot alone: of two gradients of one parameter, and of chunks in fp32.
 The thread that runs autograd's hooks enters: the training thread, or autograd's own on a GPU.
-
-[Note: where gradients wait] After its slot a gradient waits in one of four places
-(`memory.layer.GradientRecord`). A model that is whole on the GPU has place 3 alone, and no slot.
-1. pending, in the layer's array "gradients", in RAM or in a file;
-2. pending, in the layer's own slot on the GPU, if the layer is updated there;
-3. pending, in one tensor per parameter, if the whole model fits on the GPU (`per_parameter`);
-4. summed over micro-batches, in the fp32 array "accumulated", in RAM, in a file or on the GPU.
 
 [Note: several streams] Autograd may write a slot on several streams of the compute lane.
 1. A stream waits for the slot's earlier users before it first writes (`_enter`).
@@ -39,8 +32,8 @@ from stronghold.model.layout import ALIGN_NUMEL, ParameterSlice, Span
 from stronghold.plan.homes import GPU
 from stronghold.plan.schedule import Kind
 from stronghold.streaming.compute_span import ComputeSpan
-from stronghold.streaming.optimizer_step import OptimizerStep
 from stronghold.streaming.parts import Parts
+from stronghold.streaming.pending_gradients import PendingGradients
 from stronghold.streaming.pieces import InBuffer, LayerGradients
 from stronghold.telemetry.metrics import WaitCause
 
@@ -56,13 +49,13 @@ class GradientOffload:
         self,
         parts: Parts,
         window: Window,
-        step: OptimizerStep,
+        pending: PendingGradients,
         expected: Sequence[int],
         *,
         span: ComputeSpan,
     ) -> None:
         self._device, self._host, self._layers = parts.device, parts.host, parts.layers
-        self._window, self._step, self._performed = window, step, parts.performed
+        self._window, self._pending, self._performed = window, pending, parts.performed
         self._metrics, self._team = parts.metrics, parts.team
         self._order = parts.team.order(expected, window.num_gradient_slots)
         self._span = span
@@ -220,7 +213,7 @@ class GradientOffload:
         # After several calls more gradients may come. Pending gradients are added to sums with all
         # others of the layer when backward has ended.
         more = state.gradients.expected.num_pending_backwards > 1 or bool(state.gradients.pending)
-        array = self._step.array_for(more_may_come=more)
+        array = self._pending.array_for(more_may_come=more)
         self._performed.add(Kind.OFFLOAD, layer)
         self._offloaded.append(layer)
         if state.home is GPU:
@@ -232,8 +225,9 @@ class GradientOffload:
         for position in absent:
             gradient_view(slot, state, position).zero_()
         self._copy(state, slot, positions, entry)
-        gradients = LayerGradients(state, positions, InBuffer(entry.memory, entry.record))
-        self._step.take([gradients], array, is_complete=not more)
+        source = InBuffer(entry.memory, entry.record)
+        gradients = LayerGradients(state, state.updated_elements(positions), source)
+        self._pending.take([gradients], array, is_complete=not more)
 
     def _entry(self, state: LayerState, positions: frozenset[int], array: str) -> HostEntry:
         """Return the host buffer for these gradients.
@@ -280,9 +274,9 @@ class GradientOffload:
         """Keep the gradients of a layer that is updated on the GPU: they do not cross the link.
         Pending gradients stay in the layer's own slot."""
         self._join(state.index, slot)
-        self._step.take(
-            [LayerGradients(state, positions, InBuffer(slot.gradients, slot.record))], array
-        )
+        source = InBuffer(slot.gradients, slot.record)
+        gradients = LayerGradients(state, state.updated_elements(positions), source)
+        self._pending.take([gradients], array)
         if array == "gradients" and slot is state.on_gpu.own_gradient_slot:
             self._window.hold_gradients(slot)
             return

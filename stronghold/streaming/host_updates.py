@@ -1,7 +1,7 @@
-"""Sums, norms and optimizer steps of layers that are updated on the host.
+"""Optimizer steps of layers that are updated on the host: in place, or early into second arrays.
 
-`layer_operation` has the path that all of them take, in memory or through files. The training
-thread submits, and autograd's thread does in backward. Lanes compute.
+`layer_operation` has the path through memory or files. The training thread submits, and autograd's
+thread submits early steps in backward. The lane of updates computes.
 """
 
 from __future__ import annotations
@@ -15,82 +15,18 @@ from stronghold import native
 from stronghold.devices.base import Fence
 from stronghold.memory.layer import LayerState
 from stronghold.model.layout import ParameterSlice
-from stronghold.plan.cost import SUM_BYTES
 from stronghold.streaming.layer_operation import LayerOperations, Verb
 from stronghold.streaming.parts import Parts
-from stronghold.streaming.pieces import (
-    LayerGradients,
-    Piece,
-    PieceNorms,
-    gradient_bytes,
-    pieces_in_memory,
-    set_or_add,
-    step_bytes,
-    summed_bytes,
-)
+from stronghold.streaming.pieces import LayerGradients, Piece, pieces_in_memory
 from stronghold.streaming.steps import ParameterStep
 
 
 class HostUpdates:
-    """Works on the arrays of layers whose home is the host, or a file.
-
-    Sums and norms run on the lane of gradients, and optimizer steps on the lane of updates.
-    """
+    """Steps layers whose home is the host, or a file."""
 
     def __init__(self, parts: Parts) -> None:
         self._device, self._kernels, self._team = parts.device, parts.kernels, parts.team
-        self._host = parts.host
         self._operations = LayerOperations(parts.device, parts.host.tiers)
-
-    # -- the three operations ---------------------------------------------------------------------
-    def set_or_add(self, batch: Sequence[LayerGradients], array: str, *, norms: bool) -> None:
-        """Bring gradients to an array of their layers, "gradients" or "accumulated".
-
-        A parameter's gradient is added if the array has one already, else it is set. `norms`: take
-        sums of squares of the result.
-        """
-        for gradients in batch:
-            state = gradients.state
-            positions = state.gradients.positions(array)
-            added = gradients.positions & positions
-            is_first = not positions
-            positions |= gradients.positions
-            taken = PieceNorms(self._kernels, state.gradients.square_sums) if norms else None
-            is_sum = array == "accumulated"
-            verb = Verb.ACCUMULATE if is_sum else Verb.NORM if norms else Verb.MERGE
-            self._operations.queue(
-                verb,
-                gradients,
-                (array,),
-                partial(self._set_or_add, array, added, taken),
-                partial(summed_bytes, norms=norms) if is_sum else gradient_bytes,
-                also_writes=(state.records["norms"],) if norms or is_sum else (),
-                is_first=is_first,
-            )
-
-    def _set_or_add(
-        self, array: str, added: frozenset[int], norms: PieceNorms | None, piece: Piece
-    ) -> None:
-        """Work of a lane: set the gradients of one piece, or add those of parameters in `added`."""
-        target = piece.views[array]
-        if array == "accumulated":
-            segments = [
-                (
-                    piece.address(k, at),
-                    target.data_ptr() + (at - piece.begin) * SUM_BYTES,
-                    numel,
-                    k in added,
-                )
-                for k, at, numel in piece.parameters()
-            ]
-            if segments:
-                self._kernels.accumulate(piece.format.dtype, segments)
-        elif target.data_ptr() != piece.flat.data_ptr():  # the offload has written them elsewhere
-            for k, at, numel in piece.parameters():
-                elements = slice(at - piece.begin, at - piece.begin + numel)
-                set_or_add(target[elements], piece.flat[elements], add=k in added)
-        if norms is not None:
-            norms.add(piece, array)
 
     def update_in_place(self, gradients: LayerGradients, steps: Sequence[ParameterStep]) -> None:
         """Queue one optimizer step of a layer, in place. `steps` has one entry for each parameter
@@ -98,9 +34,10 @@ class HostUpdates:
         numbers = dict(zip(sorted(gradients.positions), steps, strict=True))
         work = partial(self._step, numbers=numbers, targets=None)
         changed = gradients.state.changed
-        bytes_each = partial(step_bytes, summed=gradients.array == "accumulated")
         publish = partial(self._team.publishing, gradients.state)
-        self._operations.queue(Verb.UPDATE, gradients, changed, work, bytes_each, last=publish)
+        self._operations.queue(
+            Verb.UPDATE, gradients, changed, work, gradients.step_bytes, last=publish
+        )
         self._team.exchange(gradients.state)
 
     def update_early(self, gradients: LayerGradients, steps: Sequence[ParameterStep]) -> Fence:
@@ -125,13 +62,12 @@ class HostUpdates:
             for target, source in copies:
                 target.copy_(source)
 
-        bytes_each = partial(step_bytes, summed=gradients.array == "accumulated")
         return self._device.update.submit(
             f"update early {state.index}",
             work,
             reads=(gradients.record, *state.records_of(second.arrays)),
             writes=tuple(second.records.values()),
-            nbytes=int(gradients.moved_bytes(bytes_each)),
+            nbytes=gradients.elements.moved_bytes(gradients.step_bytes),
         )
 
     def _step(
@@ -149,30 +85,6 @@ class HostUpdates:
             lean=piece.format.trained.is_lean,
             targets=targets,
         )
-
-    # -- square sums ------------------------------------------------------------------------------
-    def square_sums(self, state: LayerState) -> list[float]:
-        """Return the sums of squares of the layer's gradients. Their operations have ended.
-
-        A parameter that was summed before, and got no gradient in the last micro-batch, has no sum
-        of squares yet. It is computed here.
-        """
-        gradients = state.gradients
-        arrived = gradients.arrived
-        for k in sorted(arrived - gradients.square_sums.keys()):
-            self._take_square_sum(state, k)
-        return [gradients.square_sums[k] for k in arrived]
-
-    def _take_square_sum(self, state: LayerState, k: int) -> None:
-        ((_, begin, end),) = state.elements((k,))
-        norms = PieceNorms(self._kernels, state.gradients.square_sums)
-        state.gradients.square_sums[k] = 0.0
-        parameter, array = state.layout.slices[k], state.gradients.array
-        state.records[array].wait()
-        first, stop = parameter.offset, parameter.offset + parameter.numel
-        for elements, views in self._host.access.pieces(state.index, (array,), first, stop):
-            piece_begin, piece_end = first + elements.start, first + elements.stop
-            norms.add_part(views[array], piece_begin, piece_end, k, begin, end - begin)
 
 
 def _without_step(

@@ -7,15 +7,14 @@ in backward; lanes compute.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from functools import partial
 
 from stronghold.devices.base import Device, Record
-from stronghold.memory.layer import LayerState
 from stronghold.memory.tiers import Tiers
 from stronghold.optim.states import Format
-from stronghold.streaming.pieces import LayerGradients, Piece, pieces_in_memory, views_in_memory
+from stronghold.streaming.pieces import LayerGradients, Piece, pieces_in_memory
 
 Work = Callable[[], None]
 
@@ -66,7 +65,7 @@ class LayerOperations:
         state = gradients.state
         lane = self._device.update if verb is Verb.UPDATE else self._device.gradients
         wrap = last or _as_it_is
-        in_memory = _in_memory(state, changed)
+        in_memory = state.in_memory(changed)
         writes = [*state.records_of(in_memory), *also_writes]
         arrays = (*changed, *gradients.arrays)
         filed = tuple(a for a in state.staged if a in arrays)
@@ -81,7 +80,7 @@ class LayerOperations:
             wrap(partial(_each, work, pieces)),
             reads=(gradients.record,),
             writes=writes,
-            nbytes=int(gradients.moved_bytes(bytes_each)),
+            nbytes=gradients.elements.moved_bytes(bytes_each),
         )
 
     # -- pieces of files --------------------------------------------------------------------------
@@ -102,7 +101,7 @@ class LayerOperations:
         state, device = gradients.state, self._device
         lane = device.update if verb is Verb.UPDATE else device.gradients
         operation = f"{verb.value} {state.index}"
-        arrays = (*_in_memory(state, changed), *gradients.arrays)
+        arrays = (*state.in_memory(changed), *gradients.arrays)
         kept = tuple(a for a in arrays if a not in filed)
         spills = tuple(a for a in filed if a in changed)
         reads = () if gradients.array in filed else (gradients.record,)
@@ -114,7 +113,7 @@ class LayerOperations:
             piece = Piece(gradients, begin, end, {})
             if from_files:
                 self._stage(verb, piece, from_files, is_first=is_first)
-            piece.views = piece.views | views_in_memory(state, kept, begin, end)
+            piece.views = piece.views | state.views_of(kept, begin, end)
             entry, run = piece.entry, partial(work, piece)
             lane.submit(
                 operation,
@@ -142,7 +141,7 @@ class LayerOperations:
             arrays = tuple(a for a in filed if state.maps[a].has(*share))
             cuts = self._tiers.piece_spans(state.index, arrays, *share) if arrays else iter([share])
             for begin, end in cuts:
-                if gradients.has_any(begin, end):
+                if gradients.elements.has_any(begin, end):
                     yield begin, end, arrays
 
     def _stage(self, verb: Verb, piece: Piece, filed: tuple[str, ...], *, is_first: bool) -> None:
@@ -157,12 +156,6 @@ class LayerOperations:
         piece.views = self._tiers.queue_load(
             self._device, state, begin, end, filed, piece.entry, what=WHAT[verb]
         )
-
-
-def _in_memory(state: LayerState, arrays: Iterable[str]) -> tuple[str, ...]:
-    """The arrays that the layer has in memory, of `arrays`."""
-    filed = state.staged
-    return tuple(a for a in arrays if a not in filed and state.array(a) is not None)
 
 
 def _each(work: Callable[[Piece], None], pieces: Sequence[Piece]) -> None:

@@ -6,7 +6,7 @@ in backward. Lanes read them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -17,13 +17,11 @@ from stronghold import native
 from stronghold.devices.base import Record
 from stronghold.errors import StateError
 from stronghold.memory.buffers import HostEntry
-from stronghold.memory.layer import LayerState
+from stronghold.memory.layer import LayerState, UpdatedElements
 from stronghold.memory.tiers import Views
 from stronghold.optim.states import Format, group_size
 from stronghold.plan.cost import SUM_BYTES
 from stronghold.streaming.steps import ParameterStep
-
-SUM_BLOCK_NUMEL = 65536  # kSumBlock of the kernels: it is part of the result's definition
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,12 +52,17 @@ class InArray:
 class LayerGradients:
     """Gradients of one layer, and the memory that they lie in now.
 
-    Only the parameters at `positions` have a gradient here.
+    `elements`: of the parameters that have a gradient here.
     """
 
     state: LayerState
-    positions: frozenset[int]
+    elements: UpdatedElements
     source: InBuffer | PerParameter | InArray
+
+    @property
+    def positions(self) -> frozenset[int]:
+        """Positions of the parameters that have a gradient here."""
+        return self.elements.positions
 
     @property
     def record(self) -> Record:
@@ -80,15 +83,20 @@ class LayerGradients:
         """`array` in a tuple; () for other memory."""
         return (self.array,) if self.array else ()
 
-    def has_any(self, begin: int, end: int) -> bool:
-        """True if a parameter with elements in [begin, end) of the layer has a gradient here."""
-        parameters = self.state.updated_elements(self.positions).spans
-        return any(begin < at + numel and at < end for _, at, numel in parameters)
+    def dtype(self, element_format: Format) -> torch.dtype:
+        """Dtype of the gradients of a range: fp32 for sums over micro-batches, else the range's."""
+        return torch.float32 if self.array == "accumulated" else element_format.dtype
 
-    def moved_bytes(self, bytes_each: Callable[[Format], float]) -> float:
-        """Bytes that an operation moves, at `bytes_each(format)` per element of this rank."""
-        numels = self.state.updated_elements(self.positions).numels
-        return sum(bytes_each(element_format) * numel for element_format, numel in numels)
+    def step_bytes(self, element_format: Format) -> float:
+        """Bytes that an update reads and writes for one element."""
+        return element_format.trained.update_bytes(self.dtype(element_format))
+
+
+def gradients_in_array(state: LayerState, array: str) -> LayerGradients:
+    """The layer's gradients that wait in its `array`, "gradients" or "accumulated", on the host or
+    in a file."""
+    elements = state.updated_elements(frozenset(state.gradients.positions(array)))
+    return LayerGradients(state, elements, InArray(array))
 
 
 class _Items(NamedTuple):
@@ -153,14 +161,13 @@ class Piece:
 
     @property
     def grad_dtype(self) -> torch.dtype:
-        """Dtype of the gradients: fp32 for sums over micro-batches, else the range's."""
-        is_sum = self.gradients.array == "accumulated"
-        return torch.float32 if is_sum else self.format.dtype
+        """Dtype of the gradients in this range."""
+        return self.gradients.dtype(self.format)
 
     def parameters(self) -> Iterator[tuple[int, int, int]]:
         """Yield (position, first element of the layer, number of elements) of each parameter that
         has a gradient in the piece."""
-        for k, at, numel in self.gradients.state.updated_elements(self.gradients.positions).spans:
+        for k, at, numel in self.gradients.elements.spans:
             first, last = max(at, self.begin), min(at + numel, self.end)
             if first < last:
                 yield k, first, last - first
@@ -212,81 +219,10 @@ def pieces_in_memory(gradients: LayerGradients, arrays: Sequence[str]) -> list[P
     """Make a piece for each range that has a gradient, of a layer whose `arrays` lie in memory."""
     state = gradients.state
     return [
-        Piece(gradients, begin, end, views_in_memory(state, arrays, begin, end))
+        Piece(gradients, begin, end, state.views_of(arrays, begin, end))
         for begin, end in state.shares
-        if gradients.has_any(begin, end)
+        if gradients.elements.has_any(begin, end)
     ]
-
-
-def views_in_memory(state: LayerState, arrays: Iterable[str], begin: int, end: int) -> Views:
-    """Views of elements [begin, end), flat, of each of the arrays that their range has."""
-    views: dict[str, torch.Tensor] = {}
-    for array in arrays:
-        view = state.view(array, begin, end)
-        if view is not None:
-            views[array] = view
-    return views
-
-
-class PieceNorms:
-    """Sums the squares of each parameter's gradient over pieces, with the bits of one whole sum.
-
-    Results are in `sums`, by position. The kernel adds up blocks of a fixed size, counted from a
-    parameter's first element, and then the blocks in order ([Note: same bits] of `stronghold.h`).
-    Pieces of a layer end at page borders. `PieceNorms` puts a block together that a border cuts,
-    before it is summed. A sum is complete when every element was added, in order. One thread at a
-    time enters.
-    """
-
-    def __init__(self, kernels: native.Kernels, sums: dict[int, float]) -> None:
-        self._kernels = kernels
-        self._sums = sums
-        self._totals: dict[int, float] = {}  # `sums` may have an older one
-        self._cut: torch.Tensor | None = None  # the block that the last piece cut
-
-    def add(self, piece: Piece, array: str = "") -> None:
-        """Add the gradients of the piece, of every parameter that has one. `array` names the array
-        to read them from, "" the memory that the piece's gradients lie in."""
-        flat = piece.views[array] if array else piece.flat
-        gradients = piece.gradients
-        whole_parameters: list[int] = []
-        segments: list[tuple[int, int]] = []  # address, number of elements
-        for k, first, stop in gradients.state.elements(gradients.positions):
-            if gradients.state.layout.slices[k].range != piece.range:
-                continue
-            numel = stop - first
-            is_whole = piece.begin <= first and stop <= piece.end
-            # A simulation would spend most of its time on blocks.
-            if is_whole or not numel or flat.is_meta:
-                address = flat.data_ptr() + (first - piece.begin) * flat.element_size()
-                whole_parameters.append(k)
-                segments.append((address, numel))
-            elif first < piece.end and piece.begin < stop:
-                self.add_part(flat, piece.begin, piece.end, k, first, numel)
-        sums = self._kernels.sum_squares(flat.dtype, segments)
-        self._sums.update(zip(whole_parameters, sums, strict=True))
-
-    def add_part(
-        self, flat: torch.Tensor, begin: int, end: int, k: int, first: int, numel: int
-    ) -> None:
-        """Add the elements of parameter `k` that lie in `flat`. `flat` has the layer's elements
-        [begin, end); the parameter has `numel` elements from `first` on."""
-        blocks: list[torch.Tensor] = []
-        at, stop = max(begin, first), min(end, first + numel)
-        while at < stop:
-            done = (at - first) // SUM_BLOCK_NUMEL + 1
-            last = first + min(numel, done * SUM_BLOCK_NUMEL)
-            block = flat[at - begin : min(stop, last) - begin]
-            if self._cut is not None:
-                block, self._cut = torch.cat([self._cut, block]), None
-            if stop < last:
-                self._cut = block.clone()
-            else:
-                blocks.append(block)
-            at = min(stop, last)
-        segments = [(block.data_ptr(), block.numel()) for block in blocks]
-        for value in self._kernels.sum_squares(flat.dtype, segments):
-            self._sums[k] = self._totals[k] = self._totals.get(k, 0.0) + value
 
 
 def gradient_bytes(element_format: Format) -> float:
@@ -299,13 +235,6 @@ def summed_bytes(element_format: Format, *, norms: bool) -> float:
     read once more for a norm (`norms`)."""
     num_passes = 3 if norms else 2
     return element_format.dtype.itemsize + SUM_BYTES * num_passes
-
-
-def step_bytes(element_format: Format, *, summed: bool) -> float:
-    """Bytes that an update reads and writes for one element. `summed`: the gradient is an fp32 sum
-    over micro-batches."""
-    gradient_dtype = torch.float32 if summed else element_format.dtype
-    return element_format.trained.update_bytes(gradient_dtype)
 
 
 def set_or_add(target: torch.Tensor, gradient: torch.Tensor, *, add: bool) -> None:

@@ -41,7 +41,8 @@ from stronghold.plan.plan import Plan
 from stronghold.streaming.activations.policies import Activations
 from stronghold.streaming.executor import Executor, Phase
 from stronghold.streaming.hooks import Hooks
-from stronghold.streaming.optimizer_step import GateResult, Ledger, OptimizerStep
+from stronghold.streaming.ledger import Ledger
+from stronghold.streaming.optimizer_step import GateResult, OptimizerStep
 from stronghold.streaming.parameter_views import Bindings
 from stronghold.streaming.parts import Parts, Written
 from stronghold.streaming.patches.autograd import (
@@ -275,11 +276,13 @@ class Runtime:
                 dense = self._outside.scaled(dense)
                 taken.setdefault(state.index, {})[k] = dense.contiguous()
         self.kept_gradient_bytes = max(self.kept_gradient_bytes, nbytes)
-        batch = [
-            LayerGradients(self._host.layers[layer], frozenset(tensors), PerParameter(tensors))
-            for layer, tensors in taken.items()
-        ]
-        self.step.take(batch, self.step.array_for(more_may_come=False))
+        batch = []
+        for layer, tensors in taken.items():
+            state = self._host.layers[layer]
+            elements = state.updated_elements(frozenset(tensors))
+            batch.append(LayerGradients(state, elements, PerParameter(tensors)))
+        pending = self.step.pending
+        pending.take(batch, pending.array_for(more_may_come=False))
 
     # -- between steps ----------------------------------------------------------------------------
     def settle(self, layers: Sequence[int] | None = None) -> None:

@@ -8,7 +8,8 @@ import pytest
 
 from stronghold.errors import ConfigError
 from stronghold.streaming.early_updates import EarlyUpdateRule
-from stronghold.streaming.optimizer_step import Ledger, norm_and_scale
+from stronghold.streaming.ledger import Ledger
+from stronghold.streaming.optimizer_step import norm_and_scale
 
 
 def test_norms_and_scales_are_torchs_of_unscaled_gradients() -> None:

@@ -13,7 +13,8 @@ from stronghold.devices.base import Record
 from stronghold.memory.layer import LayerState
 from stronghold.model.layout import PAGE_NUMEL, ParameterShape, Shards, layer_layout
 from stronghold.native import Pool
-from stronghold.streaming.pieces import SUM_BLOCK_NUMEL, InBuffer, LayerGradients, Piece, PieceNorms
+from stronghold.streaming.host_gradients import SUM_BLOCK_NUMEL, PieceNorms
+from stronghold.streaming.pieces import InBuffer, LayerGradients, Piece
 from tests.support.states import adam_formats
 
 NUMELS = (1, 17, 3 * SUM_BLOCK_NUMEL + 4097, SUM_BLOCK_NUMEL, 0, PAGE_NUMEL, 2 * SUM_BLOCK_NUMEL)
@@ -47,7 +48,9 @@ def test_pieces_have_the_norms_of_the_whole(kernels: Pool, dtype: torch.dtype, s
     )
     flat = torch.randn(layout.trainable_numel, generator=torch.Generator().manual_seed(1)).to(dtype)
     arrived = frozenset(range(len(NUMELS))) - {3}
-    gradients = LayerGradients(state, arrived, InBuffer(flat.view(torch.uint8), Record()))
+    gradients = LayerGradients(
+        state, state.updated_elements(arrived), InBuffer(flat.view(torch.uint8), Record())
+    )
     sums: dict[int, float] = {3: 7.0}
     norms = PieceNorms(kernels, sums)
     for begin, end in cuts(layout.trainable_numel, seed):
