@@ -24,8 +24,8 @@ the layer. It holds the block's inputs meanwhile (offloaded activations, for rec
     1. Forward: the activations write the inputs into the entry.
     2. Backward: recompute reads them, as a rule before the layer's last gradient is offloaded.
     3. Backward: the offload writes gradients into the entry.
-    4. If step 3 comes before step 2 (of two graphs one runs backward first), the offload calls
-       `vacate` first, which moves the inputs.
+    4. If step 3 comes before step 2 (of two graphs one runs backward first), `held_entry` ends the
+       loan first: the borrower moves the inputs.
 The entry's access record orders all four.
 
 [Note: ranks] Of several ranks each holds its shares of a layer's trainable ranges in all but the
@@ -56,10 +56,6 @@ from stronghold.model.partition import WeightSource
 from stronghold.plan.homes import GPU, HOST
 
 logger = logging.getLogger("stronghold")
-
-
-def _nothing_is_lent(index: int) -> None:
-    """Default of `HostStore.vacate`: no entry is lent."""
 
 
 class HostStore:
@@ -115,7 +111,8 @@ class HostStore:
         self.access = ArrayAccess(self.layers, tiers, device)
         self._host_layers = [state for state in self.layers if state.home is not GPU]
         self._ring = EntryRing()
-        self.vacate: Callable[[int], None] = _nothing_is_lent  # [Note: lent]
+        # By layer whose entry is lent: makes the borrower leave it ([Note: lent]).
+        self._loans: dict[int, Callable[[int], None]] = {}
         self._pinned: dict[int, torch.Tensor] = {}  # by address
         self.allocated_bytes = self.tiers.ring.nbytes
         self.peak_bytes = self.allocated_bytes
@@ -293,13 +290,16 @@ class HostStore:
 
         If the plan does not hold gradients (the layer was called twice), it is allocated.
         """
-        self.vacate(index)
+        vacate = self._loans.pop(index, None)
+        if vacate is not None:
+            vacate(index)
         return self._layer_entry(self.layers[index])
 
-    def lent_entry(self, index: int) -> HostEntry | None:
-        """The layer's gradient entry, for data that leaves before gradients come ([Note: lent]).
+    def lend_entry(self, index: int, vacate: Callable[[int], None]) -> HostEntry | None:
+        """Lend the layer's gradient entry to data that leaves before gradients come ([Note: lent]).
 
-        None if gradients have come, or will not come.
+        `vacate(index)` moves the data, if gradients come first. Returns None if gradients have
+        come, or will not come.
         """
         state = self.layers[index]
         is_here = state.home_of("gradients") is HOST
@@ -307,7 +307,12 @@ class HostStore:
         some_came = bool(state.gradients.arrived)
         if index not in self._held or not is_here or never or some_came:
             return None
+        self._loans[index] = vacate
         return self._layer_entry(state)
+
+    def end_loan(self, index: int) -> None:
+        """The borrower has left the layer's entry."""
+        self._loans.pop(index, None)
 
     def _layer_entry(self, state: LayerState) -> HostEntry:
         if "gradients" not in state.arrays:

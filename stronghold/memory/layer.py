@@ -4,7 +4,7 @@
 |---|---|---|
 | `on_gpu` | its slots, and how far the fetch (unshard) is | `memory.window` |
 | `views` | what its parameters point to | `streaming.parameter_views`, `streaming.trainer` |
-| `gradients` | gradients that are expected, and where they lie | `streaming`: executor, gradients, updates |
+| `gradients` | gradients that are expected, and where they lie | `streaming`: executor, gradients |
 | `optimizer` | which parameters are trained, and update counts | `streaming.steps`, a load |
 
 `memory.host` makes the arrays. `repr(layer)` prints all four records. The training thread enters,
@@ -203,6 +203,11 @@ class GradientRecord:
     def is_empty(self) -> bool:
         """True if no parameter has a gradient in this step."""
         return not (self.pending or self.summed)
+
+    @property
+    def without_square_sum(self) -> frozenset[int]:
+        """Positions with a gradient whose sum of squares is not known."""
+        return self.arrived - self.square_sums.keys()
 
     @property
     def array(self) -> str:

@@ -213,13 +213,13 @@ class GradientOffload:
         # After several calls more gradients may come. Pending gradients are added to sums with all
         # others of the layer when backward has ended.
         more = state.gradients.expected.num_pending_backwards > 1 or bool(state.gradients.pending)
-        array = self._pending.array_for(more_may_come=more)
         self._performed.add(Kind.OFFLOAD, layer)
         self._offloaded.append(layer)
+        array = self._pending.array_for(more_may_come=more)
         if state.home is GPU:
             self._keep(state, slot, positions, array)
             return
-        entry = self._entry(state, positions, array)
+        entry = self._pending.entry_for(state, positions, array)
         if absent:
             self._enter(slot)
         for position in absent:
@@ -228,18 +228,6 @@ class GradientOffload:
         source = InBuffer(entry.memory, entry.record)
         gradients = LayerGradients(state, state.updated_elements(positions), source)
         self._pending.take([gradients], array, is_complete=not more)
-
-    def _entry(self, state: LayerState, positions: frozenset[int], array: str) -> HostEntry:
-        """Return the host buffer for these gradients.
-
-        It is the layer's array "gradients", if they will be pending there, the array is in memory,
-        and it has none of them yet. Otherwise it is the next entry of the staging ring.
-        """
-        is_staged = state.home_of("gradients").is_staged
-        is_pending = array == "gradients"
-        if is_pending and not is_staged and not positions & state.gradients.pending:
-            return self._host.held_entry(state.index)
-        return self._host.ring_entry()
 
     def _copy(
         self, state: LayerState, slot: GradientSlot, positions: frozenset[int], entry: HostEntry

@@ -83,17 +83,15 @@ class HostGradients:
         if norms is not None:
             norms.add(piece, array)
 
-    def square_sums(self, state: LayerState) -> list[float]:
-        """Return the sums of squares of the layer's gradients. Their operations have ended.
+    def sum_squares(self, state: LayerState) -> None:
+        """Compute the sums of squares that the layer lacks. All operations on its gradients have
+        ended.
 
-        A parameter that was summed before, and got no gradient in the last micro-batch, has no sum
-        of squares yet. It is computed here.
+        A parameter lacks its own if it was summed before, and got no gradient in the last
+        micro-batch, or if a program has set its gradient.
         """
-        gradients = state.gradients
-        arrived = gradients.arrived
-        for k in sorted(arrived - gradients.square_sums.keys()):
+        for k in sorted(state.gradients.without_square_sum):
             self._take_square_sum(state, k)
-        return [gradients.square_sums[k] for k in arrived]
 
     def _take_square_sum(self, state: LayerState, k: int) -> None:
         ((_, begin, end),) = state.elements((k,))

@@ -64,23 +64,24 @@ class LayerOperations:
         the work of the last piece."""
         state = gradients.state
         lane = self._device.update if verb is Verb.UPDATE else self._device.gradients
-        wrap = last or _as_it_is
         in_memory = state.in_memory(changed)
         writes = [*state.records_of(in_memory), *also_writes]
         arrays = (*changed, *gradients.arrays)
         filed = tuple(a for a in state.staged if a in arrays)
         if filed:
             self._queue_staged(
-                verb, gradients, changed, filed, work, bytes_each, writes, wrap, is_first=is_first
+                verb, gradients, changed, filed, work, bytes_each, writes, last, is_first=is_first
             )
             return
+        nbytes = gradients.elements.moved_bytes(bytes_each)
         pieces = pieces_in_memory(gradients, (*in_memory, *gradients.arrays))
+        run: Work = partial(_each, work, pieces)
         lane.submit(
             f"{verb.value} {state.index}",
-            wrap(partial(_each, work, pieces)),
+            run if last is None else last(run),
             reads=(gradients.record,),
             writes=writes,
-            nbytes=gradients.elements.moved_bytes(bytes_each),
+            nbytes=nbytes,
         )
 
     # -- pieces of files --------------------------------------------------------------------------
@@ -93,7 +94,7 @@ class LayerOperations:
         work: Callable[[Piece], None],
         bytes_each: Callable[[Format], float],
         writes: Sequence[Record],
-        wrap: Callable[[Work], Work],
+        last: Callable[[Work], Work] | None,
         *,
         is_first: bool,
     ) -> None:
@@ -108,16 +109,19 @@ class LayerOperations:
         spilled = tuple(fence for each in state.records_of(spills) for fence in each.users)
         cuts = list(self._cuts(gradients, filed))
         if not cuts:  # no element of this rank's has a gradient
-            lane.submit(operation, wrap(_nothing), reads=reads, writes=writes)
+            run = _nothing if last is None else last(_nothing)
+            lane.submit(operation, run, reads=reads, writes=writes)
         for begin, end, from_files in cuts:
             piece = Piece(gradients, begin, end, {})
             if from_files:
                 self._stage(verb, piece, from_files, is_first=is_first)
             piece.views = piece.views | state.views_of(kept, begin, end)
             entry, run = piece.entry, partial(work, piece)
+            if last is not None and (begin, end, from_files) == cuts[-1]:
+                run = last(run)
             lane.submit(
                 operation,
-                wrap(run) if (begin, end, from_files) == cuts[-1] else run,
+                run,
                 reads=reads,
                 writes=writes if entry is None else (entry.record, *writes),
                 nbytes=int(bytes_each(piece.format) * (end - begin)),
@@ -161,10 +165,6 @@ class LayerOperations:
 def _each(work: Callable[[Piece], None], pieces: Sequence[Piece]) -> None:
     for piece in pieces:
         work(piece)
-
-
-def _as_it_is(work: Work) -> Work:
-    return work
 
 
 def _nothing() -> None:

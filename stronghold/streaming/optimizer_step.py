@@ -183,9 +183,14 @@ class OptimizerStep:
         on_host: list[float] = []
         on_gpu: list[LayerGradients] = []
         for state in self._layers:
+            gradients = state.gradients
+            if gradients.is_empty:
+                continue
             if state.home is not GPU:
-                on_host += self.pending.square_sums(state)
-            elif not state.gradients.is_empty:
+                if gradients.without_square_sum:
+                    self.pending.sum_squares(state)
+                on_host += [gradients.square_sums[k] for k in gradients.arrived]
+            else:
                 on_gpu.append(self.pending.of(state))
         return on_host, self._on_gpu.close(on_gpu)
 

@@ -30,6 +30,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from stronghold.memory.buffers import HostEntry
 from stronghold.memory.layer import LayerState
 from stronghold.memory.tiers import Mode
 from stronghold.memory.window import Window
@@ -76,6 +77,19 @@ class PendingGradients:
         """
         return "gradients" if more_may_come or not self._plan.accumulates else "accumulated"
 
+    def entry_for(self, state: LayerState, positions: frozenset[int], array: str) -> HostEntry:
+        """Return the host buffer for gradients of the parameters at `positions`, on their way to
+        `array`.
+
+        It is the layer's array "gradients", if they will be pending there, the array is in memory,
+        and it has none of them yet. Otherwise it is the next entry of the staging ring.
+        """
+        is_staged = state.home_of("gradients").is_staged
+        is_pending = array == "gradients"
+        if is_pending and not is_staged and not positions & state.gradients.pending:
+            return self._host.held_entry(state.index)
+        return self._host.ring_entry()
+
     def take(
         self, batch: Sequence[LayerGradients], array: str, *, is_complete: bool = False
     ) -> None:
@@ -119,10 +133,9 @@ class PendingGradients:
             return LayerGradients(state, elements, pending_on_gpu(state))
         return gradients_in_array(state, array)
 
-    def square_sums(self, state: LayerState) -> list[float]:
-        """Return the sums of squares of the gradients of a layer on the host. Its norms are
-        known."""
-        return self._on_host.square_sums(state)
+    def sum_squares(self, state: LayerState) -> None:
+        """Compute the sums of squares that a layer on the host lacks."""
+        self._on_host.sum_squares(state)
 
     def pieces(
         self, state: LayerState, k: int, *, mode: Mode = "read"

@@ -67,7 +67,6 @@ class ActivationOffload:
         self._metrics = parts.metrics
         self._host: HostStore = parts.host
         self._pool = PinnedPool(self._device, host_room_bytes, expected_bytes=expected_bytes)
-        self._host.vacate = self._vacate
         # By layer, in the order in which forward saved them.
         self._saved: dict[int, list[StorageReference]] = defaultdict(list)
         # By address, of the running forward: a storage is copied once for all of its views.
@@ -194,7 +193,7 @@ class ActivationOffload:
 
     def _borrow(self, layer: int, tensor: torch.Tensor, nbytes: int) -> SavedStorage | None:
         """Take bytes of the layer's gradient entry ([Note: lent]); None if too few are free."""
-        entry = self._host.lent_entry(layer)
+        entry = self._host.lend_entry(layer, self._vacate)
         borrowed = self._borrowed[layer]
         while borrowed and borrowed[-1][0]() is None:
             borrowed.pop()
@@ -280,7 +279,8 @@ class ActivationOffload:
                 fence.wait()
         self._coming.clear()
         self._leaving.clear()
-        for borrowed in self._borrowed.values():
+        for layer, borrowed in self._borrowed.items():
+            self._host.end_loan(layer)
             for reference, _ in borrowed:
                 saved = reference()
                 if saved is not None:
