@@ -957,8 +957,8 @@ STEP = [
     Mutant(
         "what an array in a file has is not loaded before gradients are added",
         "streaming/host_gradients.py",
-        "            is_first = not positions\n",
-        "            is_first = True\n",
+        "            needs_load = bool(positions)\n",
+        "            needs_load = False\n",
         BITS,
         "gpt and weights and 3-",
     ),

@@ -44,7 +44,7 @@ class HostGradients:
             state = gradients.state
             positions = state.gradients.positions(array)
             added = gradients.positions & positions
-            is_first = not positions
+            needs_load = bool(positions)
             positions |= gradients.positions
             taken = PieceNorms(self._kernels, state.gradients.square_sums) if norms else None
             is_sum = array == "accumulated"
@@ -56,7 +56,7 @@ class HostGradients:
                 partial(self._set_or_add, array, added, taken),
                 partial(summed_bytes, norms=norms) if is_sum else gradient_bytes,
                 also_writes=(state.records["norms"],) if norms or is_sum else (),
-                is_first=is_first,
+                needs_load=needs_load,
             )
 
     def _set_or_add(

@@ -55,13 +55,13 @@ class LayerOperations:
         bytes_each: Callable[[Format], float],
         *,
         also_writes: Sequence[Record] = (),
-        is_first: bool = False,
+        needs_load: bool = True,
         last: Callable[[Work], Work] | None = None,
     ) -> None:
         """Queue `work` over a layer. It reads the gradients and writes the arrays `changed`, and
         what `also_writes` names. `bytes_each(format)`: bytes that it moves for an element.
-        `is_first`: the changed arrays have nothing yet, so they need not be loaded. `last` wraps
-        the work of the last piece."""
+        `needs_load`: False if the changed arrays have nothing yet. `last` wraps the work of the
+        last piece."""
         state = gradients.state
         lane = self._device.update if verb is Verb.UPDATE else self._device.gradients
         in_memory = state.in_memory(changed)
@@ -70,7 +70,15 @@ class LayerOperations:
         filed = tuple(a for a in state.staged if a in arrays)
         if filed:
             self._queue_staged(
-                verb, gradients, changed, filed, work, bytes_each, writes, last, is_first=is_first
+                verb,
+                gradients,
+                changed,
+                filed,
+                work,
+                bytes_each,
+                writes,
+                last,
+                needs_load=needs_load,
             )
             return
         nbytes = gradients.elements.moved_bytes(bytes_each)
@@ -96,7 +104,7 @@ class LayerOperations:
         writes: Sequence[Record],
         last: Callable[[Work], Work] | None,
         *,
-        is_first: bool,
+        needs_load: bool,
     ) -> None:
         """Queue an operation whose arrays `filed` are in files: load, work, spill."""
         state, device = gradients.state, self._device
@@ -114,7 +122,7 @@ class LayerOperations:
         for begin, end, from_files in cuts:
             piece = Piece(gradients, begin, end, {})
             if from_files:
-                self._stage(verb, piece, from_files, is_first=is_first)
+                self._stage(verb, piece, from_files, needs_load=needs_load)
             piece.views = piece.views | state.views_of(kept, begin, end)
             entry, run = piece.entry, partial(work, piece)
             if last is not None and (begin, end, from_files) == cuts[-1]:
@@ -148,18 +156,18 @@ class LayerOperations:
                 if gradients.elements.has_any(begin, end):
                     yield begin, end, arrays
 
-    def _stage(self, verb: Verb, piece: Piece, filed: tuple[str, ...], *, is_first: bool) -> None:
-        """Give the piece a staging entry, and queue its load unless nothing is there yet."""
+    def _stage(self, verb: Verb, piece: Piece, filed: tuple[str, ...], *, needs_load: bool) -> None:
+        """Give the piece a staging entry, and queue its load if it needs one."""
         state, begin, end = piece.gradients.state, piece.begin, piece.end
         piece.entry = self._tiers.updates.next()
-        if is_first:
+        if needs_load:
+            piece.views = self._tiers.queue_load(
+                self._device, state, begin, end, filed, piece.entry, what=WHAT[verb]
+            )
+        else:
             piece.views = self._tiers.piece_views(
                 piece.entry.memory, state.index, filed, begin, end
             )
-            return
-        piece.views = self._tiers.queue_load(
-            self._device, state, begin, end, filed, piece.entry, what=WHAT[verb]
-        )
 
 
 def _each(work: Callable[[Piece], None], pieces: Sequence[Piece]) -> None:
