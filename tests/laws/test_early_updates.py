@@ -656,11 +656,13 @@ def test_a_withdrawn_update_does_not_run(monkeypatch: pytest.MonkeyPatch) -> Non
     """Updates that have not begun at the gate run once: behind it, in place."""
     jitter = {"emulated": {"jitter_s": 1e-6}}  # else the training thread performs short operations
     engine = engine_of(SleepingModel([(1 << 12, 0.0, 0.0)] * 8), {**ALL, **jitter})
-    lane, ran, opened = engine.inspect().device.update, list[str](), threading.Event()
+    lane, ran = engine.inspect().device.update, list[str]()
+    begun, opened = threading.Event(), threading.Event()
 
     def noted(name: str, work: Callable[[], None], *args: Any, **declared: Any) -> Any:
         def noting() -> None:
             if name == "update early 7":
+                begun.set()
                 opened.wait(WITHIN_S)
             ran.append(name)
             work()
@@ -671,6 +673,7 @@ def test_a_withdrawn_update_does_not_run(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(lane, "submit", noted)
     engine.backward(engine(torch.ones(64, requires_grad=True)))
     assert all(layer.is_updated_early for layer in engine.inspect().layers)
+    assert begun.wait(WITHIN_S)  # else the gate withdraws it, too
     engine.step()
     opened.set()
     engine.synchronize()
