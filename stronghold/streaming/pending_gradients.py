@@ -100,11 +100,11 @@ class PendingGradients:
         """
         if not batch:
             return
-        ends_step = self._ledger.boundary if array == "accumulated" else not self._plan.accumulates
         self._early.cancel(gradients.state.index for gradients in batch)
         if batch[0].state.home is GPU:
             self._on_gpu.set_or_add(batch, array)
             return
+        ends_step = self._ledger.boundary if array == "accumulated" else not self._plan.accumulates
         self._on_host.set_or_add(batch, array, norms=ends_step)
         if is_complete and self._ledger.boundary:
             for gradients in batch:
