@@ -353,6 +353,7 @@ class LayerState:
                 is a staged one
     records     access records (hazard tracking), by array
     second      arrays for early updates, or None
+    index       its place in the model's layout
     maps        by array: where the elements of each range lie in its bytes
     changed     names of the arrays that a step writes
     sections    by position: the section of the weights that has the parameter
@@ -378,6 +379,7 @@ class LayerState:
     views: ParameterViews = field(default_factory=ParameterViews)
     gradients: GradientRecord = field(default_factory=GradientRecord)
     optimizer: OptimizerRecord = field(default_factory=OptimizerRecord)
+    index: int = field(init=False)
     maps: dict[str, ArrayMap] = field(init=False)
     changed: tuple[str, ...] = field(init=False)
     sections: tuple[Section, ...] = field(init=False)
@@ -391,6 +393,7 @@ class LayerState:
 
     def __post_init__(self) -> None:
         slices = self.layout.slices
+        self.index = self.layout.index
         self.changed = state_arrays(self.layout, self.formats)
         self.records = {name: Record() for name in (*self.changed, *FURTHER_RECORDS)}
         self.maps = array_maps(self.layout, self.formats, self.shards)
@@ -461,11 +464,6 @@ class LayerState:
     def staged(self) -> tuple[str, ...]:
         """The arrays that pass through the host in pieces, always in one order."""
         return tuple(array for array, home in self.homes.items() if home.is_staged)
-
-    @property
-    def index(self) -> int:
-        """The layer's place in the model's layout."""
-        return self.layout.index
 
     @property
     def name(self) -> str:
@@ -562,11 +560,8 @@ class LayerState:
 
     def in_memory(self, arrays: Iterable[str]) -> tuple[str, ...]:
         """The arrays that the layer has in memory, of `arrays`."""
-        return tuple(
-            name
-            for name in arrays
-            if not self.home_of(name).is_staged and self.array(name) is not None
-        )
+        staged = self.staged
+        return tuple(a for a in arrays if a not in staged and self.array(a) is not None)
 
     def views_of(self, arrays: Iterable[str], begin: int, end: int) -> dict[str, torch.Tensor]:
         """Elements [begin, end) of each of the arrays that their range has, by name, as `view`."""

@@ -167,7 +167,7 @@ class Window:
 
     def free_slot(self) -> Slot | None:
         """A slot that no layer claims, or None. Its last operations may be under way."""
-        return next((slot for slot in self._slots if slot.layer is None), None)
+        return next((slot for slot in self._slots if slot.contents is None), None)
 
     def claim(self, slot: Slot, layer: int) -> None:
         """Give `slot` to the layer, whose fetch (unshard) will fill it.

@@ -107,7 +107,7 @@ class GradientOffload:
         state = self._layers[layer]
         if not slot.summing:
             in_both = slot.arrived & state.gradients.pending
-            if any(k in in_both for k, _ in gradients):
+            if in_both and any(k in in_both for k, _ in gradients):
                 # Each gradient is added to those before it, as autograd adds them: never two of
                 # them beforehand.
                 self._offload(layer)
