@@ -22,13 +22,14 @@ import itertools
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from torch import nn
 
 from stronghold.checkpoint.base_weights import BaseWeights
@@ -43,11 +44,12 @@ from stronghold.engine.checkpoints import Checkpoints
 from stronghold.engine.inspection import Inspection, inspect
 from stronghold.engine.instruments import Instruments
 from stronghold.engine.refusals import ManualClipping, check_loss, refused_methods
-from stronghold.errors import ConfigError
+from stronghold.errors import ConfigError, did_you_mean
 from stronghold.plan.plan import Plan
 from stronghold.predict.refine import Refinement
 from stronghold.streaming.fragments import fragments
 from stronghold.streaming.guards import NO_TRANSFORMS, StateHooks, check_free
+from stronghold.streaming.named_weights import Placement, named_weights
 from stronghold.streaming.optimizer import EngineOptimizer, make_scaler
 from stronghold.streaming.patches.parameters import ParameterReads
 from stronghold.streaming.stack import MemoryReport, Stack
@@ -169,6 +171,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
             decode=stack.decode_at_rest,
             drop=stack.drop_gradients,
             clipped=clipping.check,
+            moved=stack.note_copy,
             fragments=fragments(stack),
             moving=itertools.chain.from_iterable(stack.parameters),
         )
@@ -203,7 +206,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         """
         if self._destroyed:  # the model is the user's again, or another engine's
             return self.module(*inputs, **kwargs)
-        self._stack.check_here("engine.forward")
+        self._stack.check_here("engine.forward", evaluates=True)
         self._checkpoints.raise_failure()
         self._user_backward.check()
         if not self._has_run:  # not before: a framework that sets up logs its own warnings first
@@ -211,7 +214,9 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
             self.settings.warn_of_ignored()
         size = batch_size(inputs, kwargs)
         with_graph = torch.is_grad_enabled()
-        self._refinement.begin_forward(size, trains=with_graph, waits=self._user_backward.waits)
+        if self._stack.can_train:
+            waits = self._user_backward.waits
+            self._refinement.begin_forward(size, trains=with_graph, waits=waits)
         if self.module.training and with_graph:
             self._stack.metrics.add_tokens(size.tokens)
         with self._instruments.forward(self.global_steps), self._stack.runtime.forward_pass():
@@ -536,18 +541,22 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Take everything off the device until `reload_states`, for example for a generator.
+        """Take state off the device until `reload_states`, for example for a generator.
 
-        * `include`: without effect. Slots belong to all layers, so everything leaves together.
+        * `include`: kinds of state, by DeepSpeed's `OffloadStateTypeEnum`. None, or a list with
+          `lp_params`: everything leaves. A list without it: masters, moments and gradient slots
+          leave together, and the weights stay, so that the model can still be evaluated.
         * `device`: "cpu". With "none" nothing moves, and the log has a warning.
         * `pin_memory`: without effect. Host memory is pinned where training pins it.
-        * `non_blocking`: without effect.
+        * `non_blocking`: without effect. The memory is free when the call returns.
 
-        Call it between two steps. Until `reload_states` the parameters show their newest values on
-        the CPU, and the module is a plain one. The engine then runs neither forward nor steps.
-        Waits for all work on the device.
+        Call it between two steps. If everything has left, the parameters show their newest values
+        on the CPU, the module is a plain one, and the engine runs no forward. In both cases it runs
+        neither backward nor step. A second call with more kinds takes more away. Waits for all work
+        on the device.
 
-        Raises ConfigError for another device, after `destroy`, and while gradients wait for a step.
+        Raises ConfigError for another device or an unknown kind, after `destroy`, within a forward
+        or backward, and while gradients wait for a step.
         """
         self._check_alive("offload_states")
         device_name = str(getattr(device, "value", device))
@@ -556,8 +565,10 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
             return
         if device_name != "cpu":
             raise ConfigError(f'engine.offload_states: device: got {device!r}, expected "cpu"')
-        self._stack.leave_device()
-        self.empty_partition_cache()
+        kinds = _kinds_of_state(include)
+        if kinds:
+            self._stack.leave_device(keeps_weights=OffloadStateTypeEnum.lp_params not in kinds)
+            self.empty_partition_cache()
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Bring everything that `offload_states` took away back to the device.
@@ -683,6 +694,41 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         """
         if not self._destroyed:
             self._stack.settle()
+
+    def named_weights(
+        self,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        merge_adapters: bool = False,
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Return an iterator over the newest weights, for a generation server.
+
+            llm.load_weights(engine.named_weights(device="cuda"))
+
+        * `device`: where the tensors shall be. None: where they lie. A streamed layer's are in host
+          memory.
+        * `dtype`: of floating-point tensors. None: their own.
+        * `merge_adapters`: merge PEFT's active adapters into copies of the base's weights. Names
+          are the base's. The merge runs on `device`, or where the weights lie.
+
+        Yields (name, tensor) of the module's state dict in registration order, with the values of
+        `module.state_dict()` after `synchronize`. Tied parameters come once, under their first
+        name. Packed weights (`stronghold.frozen`) are decoded.
+
+        A tensor that needs no copy is a view of the engine's memory. It shows these values until
+        the next `step`: clone it to keep it. At most one tensor is copied at a time, one layer's
+        packed weights are decoded, or one module's adapters are merged.
+
+        Each layer waits for its own update, while later layers are still being updated. Works after
+        `offload_states`, too. One rank may call it alone.
+
+        Raises ConfigError after `destroy`, within a forward or backward, for adapters that cannot
+        be merged, and for an iterator that is used after a further step or load.
+        """
+        self._check_alive("named_weights")
+        placement = Placement(device=None if device is None else torch.device(device), dtype=dtype)
+        return named_weights(self._stack, placement, merges_adapters=merge_adapters)
 
     def module_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return the user module's state dict. Waits for pending updates.
@@ -914,6 +960,21 @@ def _open_stack(
     base = BaseWeights(Path(section.base), model, frozen=section.frozen)
     with contextlib.closing(base):
         return Stack(model, settings, optimizer, local_rank=local_rank, ranks=ranks, base=base)
+
+
+def _kinds_of_state(include: Iterable[Any] | None) -> set[OffloadStateTypeEnum]:
+    """The kinds that `offload_states` gets, all for None. Raises ConfigError for an unknown one."""
+    known = [kind.value for kind in OffloadStateTypeEnum]
+    kinds = set()
+    for kind in OffloadStateTypeEnum if include is None else include:
+        name = str(getattr(kind, "value", kind))
+        if name not in known:
+            raise ConfigError(
+                f"engine.offload_states: include: got {name!r}, expected kinds among "
+                f"{', '.join(known)}.{did_you_mean(name, known)}"
+            )
+        kinds.add(OffloadStateTypeEnum(name))
+    return kinds
 
 
 def _places_of_parameters(stack: Stack) -> dict[nn.Parameter, tuple[int, str]]:

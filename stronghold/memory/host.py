@@ -449,7 +449,8 @@ class DeviceStore:
         self._device = device
         self._allocate = host.allocate
         self._is_prepared = False
-        self._is_offloaded = False
+        # (layer, array) of the arrays that lie in host memory until `reload_arrays`.
+        self._offloaded: set[tuple[int, str]] = set()
         self.layers = [state for state in host.layers if state.home is GPU]
         for state in self.layers:
             purpose = f"weights of {state.layout.name or 'the root'}"
@@ -513,23 +514,30 @@ class DeviceStore:
     def _zeros(self, array: str, nbytes: int) -> torch.Tensor:
         return self._device.memory.allocate(nbytes, torch.uint8, purpose_of(array)).zero_()
 
-    def offload_arrays(self) -> None:
-        """Move every array to host memory between two steps, until `reload_arrays`."""
-        self._is_offloaded = True
+    def offload_arrays(self, *, keeps_weights: bool) -> None:
+        """Move every array to host memory between two steps, until `reload_arrays`.
+
+        `keeps_weights`: the weights stay, so that the model can be evaluated.
+        """
         for state in self.layers:
             for name, array in state.all_arrays().items():
+                is_kept = keeps_weights and name == "weights"
+                if is_kept or (state.index, name) in self._offloaded:
+                    continue
                 copied = self._allocate(array.nbytes, torch.uint8)
                 self._device.copy_now(copied, array)
                 state.replace_array(name, copied)
                 self._device.memory.release(array)
+                self._offloaded.add((state.index, name))
 
     def reload_arrays(self) -> None:
         """Move every array back to the device."""
-        self._is_offloaded = False
         for state in self.layers:
             for name, array in state.all_arrays().items():
-                copied = self._copy_to_device(array, f"{name} of {state.name}")
-                state.replace_array(name, copied)
+                if (state.index, name) in self._offloaded:
+                    copied = self._copy_to_device(array, f"{name} of {state.name}")
+                    state.replace_array(name, copied)
+        self._offloaded.clear()
 
     def return_weights(self) -> None:
         """Move every layer's weights to host memory, and drop all other arrays.
@@ -537,11 +545,14 @@ class DeviceStore:
         The device's work has ended.
         """
         for state in self.layers:
-            if self._is_offloaded:
-                state.drop_arrays()
-                continue
-            weights = self._allocate(state.weights.nbytes, torch.uint8)
-            self._device.copy_now(weights, state.weights)
-            self._device.memory.release(*state.all_arrays().values())
-            state.weights = weights
+            on_device = {
+                name: array
+                for name, array in state.all_arrays().items()
+                if (state.index, name) not in self._offloaded
+            }
+            if "weights" in on_device:
+                weights = self._allocate(state.weights.nbytes, torch.uint8)
+                self._device.copy_now(weights, state.weights)
+                state.weights = weights
+            self._device.memory.release(*on_device.values())
             state.drop_arrays()

@@ -95,6 +95,18 @@ class ParameterPlace(NamedTuple):
     num_references: int
 
 
+class CopyElsewhere(NamedTuple):
+    """A copy of a parameter's values on another device, which a program has made.
+
+    `name`: of the parameter. `copy`: None once the program has dropped it. `version`: the copy's,
+    when the parameter was pointed at it: torch counts writes in place.
+    """
+
+    name: str
+    copy: Callable[[], torch.Tensor | None]
+    version: int
+
+
 @dataclass(slots=True, eq=False)
 class ParameterViews:
     """The memory to which a layer's parameters point.
@@ -108,6 +120,7 @@ class ParameterViews:
     epoch           number of changes of the values
     frozen_sum      sum of the versions of frozen parameters that lie in a base's files, at the last
                     look
+    copies          copies that a program pointed parameters at, since the last look
 
     A version is torch's count of writes in place.
     """
@@ -119,6 +132,7 @@ class ParameterViews:
     epoch: int = 0
     saved_versions: list[int] | None = None
     frozen_sum: int = 0
+    copies: list[CopyElsewhere] = field(default_factory=list)
 
 
 class GradientStage(Enum):

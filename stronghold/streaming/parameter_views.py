@@ -10,6 +10,8 @@ alias. It never copies a byte. The training thread enters, and autograd's thread
 2. Hazard: values that are written there would be neither trained nor used.
 3. The engine notices it when it next moves the parameter. Equal values are harmless. Other values
    are refused: the memory that they displaced may be a backup of the program.
+4. Equal values on another device take no memory: `patches.parameters` drops them at once ([Note:
+   moved]). A program that keeps such a copy and writes into it is refused, too.
 
 [Note: a storage of their own]
 1. `p.data`, `p.detach()`, a view, a state dict and a NumPy array are aliases of the memory.
@@ -32,6 +34,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
+import weakref
 from collections.abc import Callable, Container, Sequence
 from functools import partial
 
@@ -39,7 +42,7 @@ import torch
 
 from stronghold.errors import ConfigError
 from stronghold.memory.access import ArrayAccess
-from stronghold.memory.layer import LayerState, ParameterPlace
+from stronghold.memory.layer import CopyElsewhere, LayerState, ParameterPlace
 from stronghold.streaming.patches.autograd import without_torch_function
 from stronghold.streaming.patches.parameters import hide, point, show
 from stronghold.streaming.patches.tensors import (
@@ -177,12 +180,26 @@ class Bindings:
         memory])."""
         state = self._layers[layer]
         place = state.views.place
+        if state.views.copies:
+            _refuse_written_copies(state)
         with _unasked():
             if place is None or tuple(map(_address, state.parameters)) == place.addresses:
                 return
             for k, (parameter, view) in enumerate(zip(state.parameters, place.views, strict=True)):
                 if parameter.data_ptr() != place.addresses[k]:
                     _take_back(state.layout.slices[k].name, parameter, view)
+
+    def note_copy(self, layer: int, parameter: torch.Tensor, copy: torch.Tensor) -> None:
+        """A program pointed the parameter at a copy of its values on another device. It is not kept
+        alive."""
+        state = self._layers[layer]
+        names = [
+            part.name
+            for held, part in zip(state.parameters, state.layout.slices, strict=True)
+            if held is parameter
+        ]
+        noted = CopyElsewhere((*names, state.name)[0], weakref.ref(copy), version_of(copy))
+        state.views.copies.append(noted)
 
     def rest(self, layer: int) -> None:
         """Point the layer's parameters at its arrays: on the host, or on the device if the layer is
@@ -291,6 +308,22 @@ class Bindings:
         state = self._layers[layer]
         at_rest = state.views.places.get(state.weights.data_ptr())
         return layer not in self._resident and _has_others(state, at_rest)
+
+
+def _refuse_written_copies(state: LayerState) -> None:
+    """Raise ConfigError if a program has written into a copy that a parameter was pointed at."""
+    copies, state.views.copies = state.views.copies, []
+    for noted in copies:
+        copy = noted.copy()
+        if copy is None:
+            continue
+        if version_of(copy) != noted.version:
+            raise ConfigError(
+                f"{noted.name} was pointed at a copy on {copy.device}, and the copy was written: "
+                "the engine keeps the parameter where it is, so what was written is lost. Write "
+                "into the parameter instead (with torch.no_grad(): p.copy_(values))"
+            )
+        state.views.copies.append(noted)
 
 
 def _take_back(name: str, parameter: torch.Tensor, view: torch.Tensor) -> None:

@@ -13,6 +13,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
 
 import torch
@@ -65,6 +66,7 @@ from stronghold.plan.places import levels_of
 from stronghold.plan.plan import Plan, make_plan
 from stronghold.streaming.activations.key_value_caches import forbid_caches
 from stronghold.streaming.decoded_weights import return_packed
+from stronghold.streaming.executor import Phase
 from stronghold.streaming.formats import CAST, COMPUTED, OWN, model_formats, page_items
 from stronghold.streaming.guards import COMPILED_WHOLE
 from stronghold.streaming.optimizer import EngineOptimizer
@@ -83,6 +85,14 @@ OF_BLOCKS = ("window", "prefetch", "activations", "kept_activations", "chunk", "
 TRIM_BYTES = 256 << 20  # of the model's own memory may wait in the heap when it was taken over
 
 logger = logging.getLogger("stronghold")
+
+
+class OffDevice(Enum):
+    """The part of an engine's state that has left the device. The value completes an error."""
+
+    NOTHING = "nothing"
+    TRAINING = "masters, moments and gradients"
+    EVERYTHING = "the model"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +137,8 @@ class Stack:
     ) -> None:
         """`base`: has the frozen stored tensors of the blocks. None: the model has them."""
         section = settings.stronghold
-        self._closed = self._away = False
+        self._closed = False
+        self._off_device = OffDevice.NOTHING
         self.section = section
         self._process = os.getpid()
         self.dtype = DTYPES[settings.precision]
@@ -454,22 +465,39 @@ class Stack:
         self.host.layers[layer].wait()
         self.runtime.executor.weights.decoded.decode_at_rest(layer)
 
+    def note_copy(self, layer: int, parameter: nn.Parameter, copy: torch.Tensor) -> None:
+        """A program pointed a parameter at a copy of its values on another device."""
+        self.runtime.executor.bindings.note_copy(layer, parameter, copy)
+
     def _make_runtime(self, plan: Plan) -> Runtime:
         budget = self.demand.host_budget_bytes
         room = None if budget is None else budget - plan.host_total_bytes
-        return Runtime(self._made, plan, host_room_bytes=room)
+        return Runtime(self._made, plan, host_room_bytes=room, check_trains=self.check_here)
 
     def check_process(self, operation: str) -> None:
         """Raise ConfigError in a forked child."""
         check_not_forked(self._process, operation)
 
-    def check_here(self, operation: str) -> None:
-        """Raise ConfigError in a forked child, and while the model is away from the device."""
+    @property
+    def can_train(self) -> bool:
+        """False while something is away from the device."""
+        return self._off_device is OffDevice.NOTHING
+
+    @property
+    def _away(self) -> bool:
+        """True while the whole model is away from the device."""
+        return self._off_device is OffDevice.EVERYTHING
+
+    def check_here(self, operation: str, *, evaluates: bool = False) -> None:
+        """Raise ConfigError in a forked child, and while the model is away from the device.
+
+        `evaluates`: the operation needs the weights alone.
+        """
         self.check_process(operation)
-        if self._away:
+        if self._away or not (evaluates or self.can_train):
             raise ConfigError(
-                f"{operation}: engine.offload_states() has taken the model off the device: call "
-                "engine.reload_states() first"
+                f"{operation}: engine.offload_states() has taken {self._off_device.value} off the "
+                "device: call engine.reload_states() first"
             )
 
     def settle(self, layers: Sequence[int] | None = None) -> None:
@@ -489,6 +517,7 @@ class Stack:
     def adopt_weights(self, written: Written | None = None) -> None:
         """Make new values of these parameters, or of all (None), the masters."""
         if self._away:
+            self.steps.num_changes += 1
             for index in range(len(self.parameters)) if written is None else written:
                 self.host.access.restart_master(index, written and written[index])
         else:
@@ -575,13 +604,16 @@ class Stack:
         self.runtime.start(self.partition)
 
     # -- away from the device ---------------------------------------------------------------------
-    def leave_device(self) -> None:
+    def leave_device(self, *, keeps_weights: bool = False) -> None:
         """Move the whole model off the device, until `return_to_device`. Safe to call twice.
 
-        Every parameter has its newest value on the CPU, and the module is a plain one. Every rank
-        calls it, between two steps. Raises ConfigError while gradients wait for their step.
+        Every parameter has its newest value on the CPU, and the module is a plain one.
+        `keeps_weights`: masters, moments and gradient slots leave alone. The model can still be
+        evaluated. Every rank calls it, between two steps. Raises ConfigError while gradients wait
+        for their step.
         """
-        if self._away:
+        target = OffDevice.TRAINING if keeps_weights else OffDevice.EVERYTHING
+        if self._off_device in (target, OffDevice.EVERYTHING):
             return
         self.check_process("engine.offload_states")
         if self.runtime.ledger.is_in_step:
@@ -589,21 +621,24 @@ class Stack:
                 "engine.offload_states: gradients of a step that has not ended are waiting: call "
                 "it after engine.step, or throw them away with engine.zero_grad"
             )
-        self.runtime.adopt_edited()  # while the slots still have the values that a program wrote
-        self.runtime.restart()
-        self.runtime.settle()
-        self.runtime.detach()
-        self.device.finish()
-        self.store.offload_arrays()
-        self.runtime.give_back()
-        self.runtime.close()
-        self._move_buffers(torch.device("cpu"))
-        self._away = True
+        if self.runtime.executor.phase is not Phase.IDLE:
+            raise ConfigError(
+                "engine.offload_states: called within a forward or a backward: call it after "
+                "engine.step"
+            )
+        self._finish_runtime()
+        self.store.offload_arrays(keeps_weights=keeps_weights)
+        self._drop_runtime()
+        self._off_device = target
+        if keeps_weights:
+            self._start(self.plan)
+        else:
+            self._move_buffers(torch.device("cpu"))
 
     def return_to_device(self) -> None:
         """Undo `leave_device`. Raises ConfigError, and changes nothing, if other programs have
         taken the memory on any rank."""
-        if not self._away:
+        if self.can_train:
             return
         self.check_process("engine.reload_states")
         plan, device = self.plan, self.device
@@ -615,10 +650,26 @@ class Stack:
                 "taken that memory: free it, "
                 "or lower stronghold.gpu_memory and make the engine again from a checkpoint"
             )
+        if not self._away:
+            self._finish_runtime()
+            self._drop_runtime()
         self.store.reload_arrays()
         self._move_buffers(device.torch_device)
-        self._away = False
+        self._off_device = OffDevice.NOTHING
         self._start(plan)
+
+    def _finish_runtime(self) -> None:
+        """Finish all work of the plan between two steps, and detach the hooks."""
+        self.runtime.adopt_edited()  # while the slots still have the values that a program wrote
+        self.runtime.restart()
+        self.runtime.settle()
+        self.runtime.detach()
+        self.device.finish()
+
+    def _drop_runtime(self) -> None:
+        """Point every parameter at its arrays, and drop the plan's buffers."""
+        self.runtime.give_back()
+        self.runtime.close()
 
     def _start(self, plan: Plan) -> None:
         self.runtime = self._make_runtime(plan)
@@ -752,7 +803,7 @@ def reserved_bytes(but: Stack | None = None) -> tuple[int, int]:
         if stack is but:
             continue
         plan = stack.plan
-        if not stack._away:
+        if stack.can_train:
             need = plan.gpu_total_bytes + plan.activation_bytes
             on_device += max(0, need - stack.device.memory.allocated_bytes)
         need = plan.host_total_bytes + plan.offloaded_bytes

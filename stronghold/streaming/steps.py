@@ -50,11 +50,13 @@ class ParameterStep(NamedTuple):
 class OptimizerSteps:
     """Makes the numbers of each update from the live `groups`, which schedulers write.
 
-    The layers hold the step counts, and the set of trained parameters.
+    The layers hold the step counts, and the set of trained parameters. `num_changes` grows with
+    each update of a layer, and with each load of weights.
     """
 
     def __init__(self, groups: Groups, layers: Sequence[LayerState]) -> None:
         self._groups = groups
+        self.num_changes = 0
         self._frozen: list[tuple[str, torch.Tensor]] = []
         for state in layers:
             numbered = list(enumerate(state.parameters))
@@ -101,6 +103,7 @@ class OptimizerSteps:
 
     def count(self, state: LayerState, positions: Iterable[int]) -> None:
         """Count one more step of these parameters. It was taken, or is about to be."""
+        self.num_changes += 1
         for k in positions:
             state.optimizer.counts[k] += 1
 

@@ -26,7 +26,7 @@ the engine did not make is refused later, at the next backward or `engine.step`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -56,18 +56,31 @@ from stronghold.streaming.pieces import LayerGradients, PerParameter
 logger = logging.getLogger("stronghold")
 
 
+def _nothing_is_away(operation: str) -> None:
+    """Default of `Runtime.check_trains`: everything is on the device."""
+
+
 class Runtime:
     """Passes and updates of one model by `plan`.
 
     Between steps every parameter holds its newest value once `settle` has returned.
     `host_room_bytes`: the most host memory for offloaded activations; None: all that is free.
+    `check_trains(operation)`: raises ConfigError while masters and moments are away.
     """
 
     # Peak bytes of gradients in torch's own memory on the device.
     kept_gradient_bytes = 0
 
-    def __init__(self, parts: Parts, plan: Plan, *, host_room_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        plan: Plan,
+        *,
+        host_room_bytes: int | None = None,
+        check_trains: Callable[[str], None] = _nothing_is_away,
+    ) -> None:
         host, device = parts.host, parts.device
+        self._check_trains = check_trains
         self._device, self._host, self._store = device, host, parts.store
         self._steps = parts.steps
         self._team, self._outside = parts.team, parts.outside
@@ -159,6 +172,7 @@ class Runtime:
         """Autograd is about to run. `boundary`: this micro-batch ends the step. Raises ConfigError
         if no further gradients can be taken."""
         self._device.check()
+        self._check_trains("a backward")
         self._abandon_forward()
         self._steps.refuse_unfrozen()
         # The graph keeps aliases, too (W.t() of a head). `close_gate` looks for them.
@@ -327,6 +341,7 @@ class Runtime:
         The parameters have them after `settle`. Autograd refuses a graph that needs older values.
         """
         self._team.spread("after a load")
+        self._steps.num_changes += 1
         chosen = range(len(self._host.layers)) if layers is None else layers
         for layer in chosen:
             self._host.layers[layer].views.saved_versions = None  # earlier writes are gone
@@ -364,6 +379,7 @@ class Runtime:
         """Make new values of these parameters, or of all (None), the arrays' values and masters.
         They were written to the memory that the parameters point to."""
         layers = list(range(len(self._host.layers)) if written is None else written)
+        self._steps.num_changes += 1
         for index in layers:
             self._save(index)
         self._team.agree("after new weights")

@@ -41,7 +41,7 @@ def test_a_model_that_was_away_trains_on_with_the_same_bits(
         both.train(*range(accumulation))
         device = both.engine.inspect().device
         assert device.memory.allocated_bytes > 0
-        both.engine.offload_states(include=[OffloadStateTypeEnum.optim_states])
+        both.engine.offload_states(include=[OffloadStateTypeEnum.lp_params])
         both.engine.offload_states(device=OffloadDeviceEnum.cpu, pin_memory=False)
         assert device.memory.allocated_bytes == 0
         both.check()
@@ -128,24 +128,145 @@ def test_gradients_that_wait_and_room_that_is_gone_are_refused() -> None:
             both.engine.offload_states(device="nvme")
 
 
-@pytest.mark.parametrize("section", [MIXED, WHOLE])
-def test_the_optimizer_takes_the_model_away_as_deepspeeds_does(section: dict[str, Any]) -> None:
-    """As OpenRLHF calls it."""
-    with twin(section=section) as both:
-        both.train(0)
+# OpenRLHF's list: the weights stay.
+WITHOUT_WEIGHTS = [
+    OffloadStateTypeEnum.optim_states,
+    OffloadStateTypeEnum.contiguous_grad_buffer,
+    OffloadStateTypeEnum.hp_params,
+    OffloadStateTypeEnum.lp_grads,
+]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("section", [{}, MIXED, FRESH, WHOLE])
+def test_weights_that_stay_are_evaluated(section: dict[str, Any], precision: str) -> None:
+    """As OpenRLHF calls it: optimizer states leave at first, and log-probabilities are computed
+    while they are away."""
+    with twin(precision=precision, section=section) as both:
         optimizer, device = both.engine.optimizer, both.engine.inspect().device
-        optimizer.offload_states(
-            include=[OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.hp_params],
-            device=OffloadDeviceEnum.cpu,
-            pin_memory=True,
-            non_blocking=False,
-        )
-        assert device.memory.allocated_bytes == 0
-        with pytest.raises(ConfigError, match=r"engine\.reload_states"):
-            both.engine(**both.make_batch(1))
+        optimizer.offload_states(include=WITHOUT_WEIGHTS, pin_memory=True, non_blocking=True)
+        both.engine.empty_partition_cache()
+        both.engine.reload_states(non_blocking=True)
+        before = device.memory.allocated_bytes
+        both.train(0)
+        assert device.memory.allocated_bytes > before
+        for _ in range(2):
+            optimizer.offload_states(include=WITHOUT_WEIGHTS, device=OffloadDeviceEnum.cpu)
+        assert device.memory.allocated_bytes == before
+        with torch.no_grad():
+            for model in (both.engine, both.engine.module):
+                assert torch.equal(both.on(5)(model), both.on(5)(both.plain))
+        assert device.memory.allocated_bytes == before
+        both.check()
+        for model in (both.model, both.plain):
+            write(next(model.parameters()))
         optimizer.reload_states(non_blocking=True)
-        assert device.memory.allocated_bytes > 0
         both.train(1)
+
+
+def test_states_that_are_away_are_not_trained() -> None:
+    with twin(section=MIXED) as both:
+        both.train(0)
+        both.engine.offload_states(include=WITHOUT_WEIGHTS)
+        loss = both.on(1)(both.engine)
+        for call in (lambda: both.engine.backward(loss), loss.backward, both.engine.step):
+            with pytest.raises(ConfigError, match=r"masters, moments and gradients .*reload"):
+                call()
+        del loss
+        both.engine.reload_states()
+        both.train(1)
+
+
+def test_more_can_leave_later_and_all_comes_back() -> None:
+    with twin(precision="bf16", section=MIXED) as both:
+        both.train(0)
+        device = both.engine.inspect().device
+        there = device.memory.allocated_bytes
+        both.engine.offload_states(include=WITHOUT_WEIGHTS)
+        middle = device.memory.allocated_bytes
+        both.engine.offload_states(include=[])
+        assert 0 < middle < there
+        both.engine.offload_states()
+        assert device.memory.allocated_bytes == 0
+        both.engine.offload_states(include=WITHOUT_WEIGHTS)
+        assert device.memory.allocated_bytes == 0
+        both.engine.reload_states()
+        both.train(1)
+        assert device.memory.allocated_bytes == there
+
+
+@pytest.mark.parametrize("include", [None, WITHOUT_WEIGHTS])
+def test_a_checkpoint_of_states_that_are_away(include: Any, tmp_path: Path) -> None:
+    """And the engine that is closed while they are away gives the newest weights back."""
+    both = Twin(precision="bf16", section=MIXED)
+    both.train(0)
+    both.engine.offload_states(include=include)
+    with pytest.raises(ConfigError, match=r"engine\.reload_states"):
+        both.engine.load_checkpoint(str(tmp_path))
+    both.engine.save_checkpoint(str(tmp_path))
+    both.engine.destroy()
+    both.check()
+    other = Twin(precision="bf16", section=MIXED)
+    other.engine.load_checkpoint(str(tmp_path))
+    other.engine.backward(other.on(1)(other.engine))
+    other.engine.step()
+    both.plain_backward(both.on(1))
+    both.plain_step()
+    for name, value in other.engine.module_state_dict().items():
+        assert torch.equal(value, both.plain.state_dict()[name]), name
+    other.engine.destroy()
+
+
+def test_a_graph_from_before_is_refused_by_name() -> None:
+    """Between a forward and its backward: what the graph saved has left the device."""
+    with twin(section=MIXED) as both:
+        both.train(0)
+        loss = both.on(1)(both.engine)
+        both.engine.offload_states()
+        with pytest.raises(ConfigError, match=r"engine\.reload_states"):
+            both.engine.backward(loss)
+        both.engine.reload_states()
+        with pytest.raises(ConfigError, match="forward"):
+            both.engine.backward(loss)
+        del loss
+        both.train(1)
+
+
+def test_within_a_pass_nothing_leaves() -> None:
+    with twin(section=MIXED) as both:
+        seen: list[str] = []
+
+        def look(*_: Any) -> None:
+            with pytest.raises(ConfigError, match="within a forward"):
+                both.engine.offload_states()
+            seen.append("forward")
+
+        block = next(m for m in both.model.modules() if isinstance(m, torch.nn.LayerNorm))
+        handle = block.register_forward_hook(look)
+        both.train(0)
+        handle.remove()
+        assert seen
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_in_the_middle_of_a_step_nothing_leaves(accumulation: int) -> None:
+    with twin(section=MIXED, accumulation=accumulation) as both:
+        both.backward(both.on(0))
+        for include in (None, WITHOUT_WEIGHTS):
+            with pytest.raises(ConfigError, match=r"engine\.step"):
+                both.engine.offload_states(include=include)
+        if accumulation == 2:
+            both.engine.step()
+            with pytest.raises(ConfigError, match=r"engine\.step"):
+                both.engine.offload_states()
+            both.backward(both.on(1))
+        both.step()
+
+
+def test_an_unknown_kind_is_named() -> None:
+    with twin() as both:
+        with pytest.raises(ConfigError, match='Did you mean "lp_params"'):
+            both.engine.offload_states(include=["lp_param"])
 
 
 def test_an_engine_that_is_destroyed_or_gone_says_so() -> None:

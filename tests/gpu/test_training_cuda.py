@@ -504,6 +504,157 @@ def test_states_that_leave_the_gpu_leave_it_to_others(place: dict[str, Any]) -> 
     assert there[1] < 4096 < there[0], "more than the loss and the norm of the last step"
 
 
+@pytest.mark.usefixtures("warm_products")
+@pytest.mark.parametrize(
+    "place", [STREAMED, {"resident_layers": "all", "resident_updates": "gpu"}]
+)
+def test_weights_that_stay_are_all_that_stays(place: dict[str, Any]) -> None:
+    """Of masters, moments and gradients nothing is on the GPU, by torch's own count."""
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    there: list[int] = []
+
+    def taken() -> int:
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated() - before
+
+    def inspect(engine: Any) -> None:
+        there.append(taken())
+        engine.offload_states(include=["optim_states", "hp_params", "lp_grads"])
+        there.append(taken())
+        with torch.no_grad():
+            engine(**on(torch.device("cuda"), llama()[1](0)))
+        there.append(taken())
+        now = engine.inspect()
+        largest = max(layer.numel for layer in now.layout.layers if layer.streamed)
+        staying = [layer.numel for layer in now.layout.layers if layer.index in now.plan.resident]
+        slots = now.plan.window * largest if len(staying) < len(now.layout.layers) else 0
+        there.append((slots + sum(staying)) * 4)
+        engine.reload_states()
+        engine.backward(loss_of(engine(**on(torch.device("cuda"), llama()[1](0)))))
+        engine.step()
+
+    train_windowed(
+        llama, steps=1, settings=config(section={"device": "cuda", **place}), inspect=inspect
+    )
+    everything, away, evaluated, weights = there
+    assert weights <= away <= weights + 4096, "more than the loss and the norm of the last step"
+    assert evaluated <= away + 4096
+    assert away < everything
+
+
+def swift_offload_model(model: nn.Module) -> None:
+    """As ms-swift does before a rollout."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.device("cpu"), non_blocking=True)
+    torch.cuda.empty_cache()
+
+
+def swift_load_model(model: nn.Module) -> None:
+    """As ms-swift does after a rollout."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.device("cuda"), non_blocking=True)
+
+
+@pytest.mark.parametrize("away", [False, True])
+@pytest.mark.parametrize("move", ["ms-swift", "to"])
+@pytest.mark.parametrize(
+    "place", [STREAMED, {**STREAMED, "resident_layers": 1, "resident_updates": "gpu"}]
+)
+def test_a_model_that_a_program_moves_takes_no_memory(
+    place: dict[str, Any], move: str, away: bool
+) -> None:
+    """Every parameter is copied to the GPU and pointed at its copy: one copy lives at a time."""
+
+    def inspect(engine: Any) -> None:
+        model = engine.module
+        rounded = [-(-buffer.nbytes // 512) * 512 for buffer in model.buffers()]
+        of_buffers = sum(rounded) if away and move == "to" else 0  # a plain model's are its own
+        if away:
+            engine.offload_states()
+        weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+        places = [(p.device, p.data_ptr()) for p in model.parameters()]
+        largest = max(p.nbytes for p in model.parameters())
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        if move == "ms-swift":
+            swift_offload_model(model)
+            swift_load_model(model)
+        else:
+            model.to("cpu")
+            model.to("cuda")
+        assert torch.cuda.memory_allocated() - before <= of_buffers
+        peak = torch.cuda.max_memory_allocated() - before
+        assert peak <= 2 * largest + of_buffers + 4096
+        assert [(p.device, p.data_ptr()) for p in model.parameters()] == places
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter.cpu(), weights[name].cpu())
+        engine.reload_states()
+        engine.backward(loss_of(engine(**on(torch.device("cuda"), llama()[1](0)))))
+        engine.step()
+
+    settings = config(section={"device": "cuda", **place})
+    moved = train_windowed(llama, steps=2, settings=settings, inspect=inspect)
+    still = train_windowed(
+        llama,
+        steps=2,
+        settings=settings,
+        inspect=lambda engine: (
+            engine.backward(loss_of(engine(**on(torch.device("cuda"), llama()[1](0))))),
+            engine.step(),
+        ),
+    )
+    assert_identical(moved, still)
+
+
+def test_a_copy_that_a_program_keeps_and_writes_is_refused() -> None:
+    model, make_batch = llama()
+    engine = initialized(model, config(section={"device": "cuda", **STREAMED}))
+    parameter = next(engine.module.parameters())
+    for parameter in engine.module.parameters():
+        if parameter.is_cpu:
+            break
+    kept = parameter.data.cuda()
+    parameter.data = kept
+    assert parameter.is_cpu
+    batch = on(torch.device("cuda"), make_batch(0))
+    engine(**batch)  # equal values are harmless
+    kept.mul_(2)
+    with pytest.raises(ConfigError, match="the copy was written"):
+        engine(**batch)
+    parameter.data = 2 * parameter.data.cuda()
+    with pytest.raises(ConfigError, match="other values"):
+        engine(**batch)
+    engine(**batch)
+    engine.destroy()
+
+
+def test_weights_are_given_on_the_gpu_one_at_a_time() -> None:
+    """`engine.named_weights(device="cuda")`: one tensor beside what the engine has."""
+    model, make_batch = llama()
+    engine = initialized(model, config(section={"device": "cuda", **STREAMED}))
+    batch = on(torch.device("cuda"), make_batch(0))
+    engine.backward(loss_of(engine(**batch)))
+    engine.step()
+    engine.synchronize()
+    largest = max(p.nbytes for p in engine.module.parameters())
+    expected = {name: value.cuda() for name, value in engine.module.state_dict().items()}
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    names = []
+    for name, tensor in engine.named_weights(device="cuda"):
+        assert tensor.is_cuda
+        assert torch.equal(tensor, expected[name]), name
+        names.append(name)
+        del tensor
+    assert names == list(expected)
+    assert torch.cuda.memory_allocated() == before
+    assert torch.cuda.max_memory_allocated() - before <= largest + 8192
+    engine.destroy()
+
+
 def test_the_slots_are_all_that_the_engine_takes() -> None:
     """Peak bytes of slots equal the plan's; torch's allocator holds them and activations."""
 

@@ -31,6 +31,15 @@ on. The training thread enters. Autograd's thread hides and shows parameters in 
 share the version, except those of `.data`. While an engine lives, `.data` returns an alias that
 shares it: a write through the alias is counted, and `parameter_views` sees it.
 
+[Note: moved]
+1. `model.to(device)`, `model.cpu()` and `p.data = p.data.to(device)` give parameters a copy of their
+   values on another device. Programs do so for every parameter, around a rollout.
+2. Hazard: the copies of all layers together are a whole model on the GPU.
+3. So while an engine lives, a copy with the same bits on another device is dropped at once. The
+   parameter stays where the engine has it.
+4. Hazard: the program keeps the copy, and writes into it. `parameter_views` refuses that when it
+   next moves the layer.
+
 [Note: set_]
 1. `torch.nn.utils.parametrize` sets a parameter that it parametrizes to itself (`p.set_(p)`). That
    changes no value, and raises the version.
@@ -181,7 +190,20 @@ def _get_data(parameter: nn.Parameter) -> torch.Tensor:
     return alias
 
 
-_counted_data = property(_get_data, point, doc="torch.Tensor.data, whose writes are counted.")
+def _set_data(parameter: nn.Parameter, values: torch.Tensor) -> None:
+    reads = _engines.reads.get(id(parameter))
+    if reads is None or not reads.is_copy_elsewhere(parameter, values):
+        point(parameter, values)
+
+
+_counted_data = property(
+    _get_data, _set_data, doc="torch.Tensor.data, whose writes are counted ([Note: moved])."
+)
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    """The values as bytes: NaN equals NaN."""
+    return values.contiguous().view(-1).view(torch.uint8)
 
 
 # -- replaced while an engine lives ----------------------------------------------------------------
@@ -329,6 +351,8 @@ class ParameterReads:
     `drop(name)`: drops the gradients that wait for the step. `name` is a parameter whose gradient
     should stay, or None.
     `clipped(norm)`: called when a program clips gradients by hand to `norm`.
+    `moved(layer, parameter, copy)`: called when a program has pointed a parameter at a copy of its
+    values on another device. The parameter keeps its place ([Note: moved]).
     `fragments`: for each trained parameter, the object that answers DeepSpeed's functions.
     `moving`: all tensors that the engine moves: parameters, and inner tensors of quantised ones.
     """
@@ -341,6 +365,7 @@ class ParameterReads:
         decode: Callable[[int], None],
         drop: Callable[[str | None], None],
         clipped: Callable[[float], None],
+        moved: Callable[[int, nn.Parameter, torch.Tensor], None],
         fragments: Mapping[torch.Tensor, Access],
         moving: Iterable[torch.Tensor],
     ) -> None:
@@ -348,6 +373,7 @@ class ParameterReads:
         self._decode = decode
         self._drop_gradients = drop
         self.clipped = clipped
+        self._moved = moved
         self._places = dict(places)
         # Names of trained parameters, by identity.
         self.trained = {id(p): name for p, (_, name) in places.items() if p.requires_grad}
@@ -365,6 +391,19 @@ class ParameterReads:
         self._settle((layer,))
         if isinstance(parameter, _Hidden):
             self._decode(layer)
+
+    def is_copy_elsewhere(self, parameter: nn.Parameter, values: torch.Tensor) -> bool:
+        """True if `values` are the parameter's, to the bit, on another device. Then the parameter
+        keeps its place ([Note: moved]). Waits for the parameter's newest values."""
+        if values.device == parameter.device or values.is_meta or parameter.is_meta:
+            return False
+        if values.dtype is not parameter.dtype or values.shape != parameter.shape:
+            return False
+        here = torch.Tensor.detach(parameter)
+        if not torch.equal(_bits(values.detach().to(here.device)), _bits(here)):
+            return False
+        self._moved(self._places[parameter][0], parameter, values)
+        return True
 
     def drop(self, identities: set[int]) -> None:
         """Drop the gradients of the parameters with these identities."""
