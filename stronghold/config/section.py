@@ -141,6 +141,9 @@ class EmulatedConfig(_Section):
         "the speed of the files.",
         gt=0,
     )
+    numa_node: NotNegative | None = key(
+        "NUMA node next to which the device lies. Left out: none."
+    )
 
 
 class NvmeConfig(_Section):
@@ -306,6 +309,12 @@ class StrongholdConfig(_Section):
     cpu_threads: Annotated[int, Field(ge=1, le=MAX_THREADS)] | None = key(
         "Threads of the CPU optimizer. Left out: the cores that torch does not use, less two for "
         "the lanes if there are eight cores or more."
+    )
+    numa: Literal["auto", "off"] = key(
+        'On a machine with several NUMA nodes. "auto": the lanes, the threads of the CPU optimizer '
+        'and pinned memory are next to the GPU. "off": they are where the system puts them. '
+        "Without effect on a machine with one node.",
+        default="auto",
     )
     nvme: NvmeConfig | None = key(
         "NVMe disks for the state that host_memory cannot hold. Left out: none, unless "

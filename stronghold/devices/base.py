@@ -70,6 +70,7 @@ import torch
 from stronghold.devices.forks import check_not_forked, forked_from
 from stronghold.devices.lane_name import LaneName
 from stronghold.devices.memory import DeviceMemory
+from stronghold.devices.numa import run_on
 from stronghold.devices.pinned import HostPinning
 from stronghold.devices.side_streams import SideStreams
 from stronghold.errors import LaneError, StateError, StrongholdError
@@ -452,6 +453,7 @@ class ThreadLane(Lane):
         self._thread.join()
 
     def _loop(self) -> None:
+        run_on(self._device.cores)
         while (item := self._queue.get()) is not None:
             if isinstance(item, Fence):
                 item.issue(None)
@@ -642,6 +644,9 @@ class Device(ABC):
         stage: files to host, ahead of fetches (swap in).
         spill: host to files (swap out).
         io: checkpoints.
+    `cores`: the lanes' threads run on these alone, which lie next to the device (`numa`). Empty: on
+    all of the process.
+
     The training thread alone makes the lanes between ranks:
         gather: all-gather of weights.
         reduce: reduce-scatter of gradients.
@@ -654,8 +659,15 @@ class Device(ABC):
     update: Lane
     compute: ComputeLane
 
-    def __init__(self, name: str, memory: DeviceMemory, trace: Trace | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        memory: DeviceMemory,
+        trace: Trace | None,
+        cores: tuple[int, ...] = (),
+    ) -> None:
         self.name = name
+        self.cores = cores
         self.memory = memory
         self.pinning = HostPinning()
         self.side_streams = SideStreams()

@@ -74,6 +74,7 @@ from stronghold.errors import ConfigError, StateError
 from stronghold.telemetry.trace import Trace
 
 TRIAL_BYTES = 64 << 20
+PCI_NUMBERS = ("pci_domain_id", "pci_bus_id", "pci_device_id")
 _QUERY_EVERY_S = 1e-3
 _LAYERS_AHEAD = 2  # [Note: side streams]
 
@@ -144,10 +145,19 @@ def physical_bytes(index: int) -> int:
 
 
 def identity(index: int) -> tuple[str, int, str]:
-    """Return the device's name, its bytes of memory, and its PCI address as sysfs names it."""
+    """Return the device's name, its bytes of memory, and its PCI address."""
     device: Any = _kind().module.get_device_properties(index)
-    address = f"{device.pci_domain_id:04x}:{device.pci_bus_id:02x}:{device.pci_device_id:02x}.0"
-    return str(device.name), int(device.total_memory), address
+    return str(device.name), int(device.total_memory), pci_address(index)
+
+
+def pci_address(index: int) -> str:
+    """Return the device's PCI address as sysfs names it, or "" if torch does not know it."""
+    device: Any = _kind().module.get_device_properties(index)
+    numbers = [getattr(device, name, None) for name in PCI_NUMBERS]
+    if None in numbers:
+        return ""
+    domain, bus, slot = numbers
+    return f"{domain:04x}:{bus:02x}:{slot:02x}.0"
 
 
 def shares_memory(index: int) -> bool:
@@ -528,10 +538,11 @@ class CudaDevice(Device):
         *,
         budget_bytes: int | None = None,
         trace: Trace | None = None,
+        cores: tuple[int, ...] = (),
     ) -> None:
         device = device_of(index)
         self.kind = _kind()
-        super().__init__(str(device), GpuMemory(self, device, budget_bytes), trace)
+        super().__init__(str(device), GpuMemory(self, device, budget_bytes), trace, cores)
         self._device = device
         torch.accelerator.set_device_index(index)
         self.spans = GpuSpans(self.kind, device, self.trace)
@@ -545,7 +556,7 @@ class CudaDevice(Device):
         self._open_lanes()
         transfers = (self.fetch, self.drain)
         streams = [lane.stream for lane in transfers if isinstance(lane, StreamLane)]
-        self.pinning = GpuPinning(self.kind, device, [*streams, self._copy_stream])
+        self.pinning = GpuPinning(self.kind, device, [*streams, self._copy_stream], cores)
 
     @property
     def torch_device(self) -> torch.device:

@@ -34,6 +34,7 @@ from typing import Any
 import torch
 
 from stronghold.devices.kinds import DeviceKind
+from stronghold.devices.numa import running_on
 from stronghold.errors import StateError
 from stronghold.native import available_cores
 
@@ -155,9 +156,17 @@ class GpuPinning(HostPinning):
     """Registers host slabs with a GPU's driver, and copies between them and the GPU.
 
     `streams` are the streams that copy slabs. Each gets a ring when the system refuses a slab.
+    `cores`: pages that registration commits lie next to these (`numa`). Empty: anywhere.
     """
 
-    def __init__(self, kind: DeviceKind, device: torch.device, streams: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        kind: DeviceKind,
+        device: torch.device,
+        streams: Sequence[Any],
+        cores: tuple[int, ...] = (),
+    ) -> None:
+        self._cores = cores
         self._kind = kind
         self._device = device
         self._streams = streams
@@ -201,8 +210,9 @@ class GpuPinning(HostPinning):
         nbytes = tensor.numel() * tensor.element_size()
         if calls is None:
             raise OSError(f"{self._kind.name} has no call that registers host memory")
-        _touch(tensor.data_ptr(), nbytes)
-        status = calls.register(tensor.data_ptr(), nbytes)
+        with running_on(self._cores):
+            _touch(tensor.data_ptr(), nbytes)
+            status = calls.register(tensor.data_ptr(), nbytes)
         if status != 0:
             self._forget_error()
             failure = f"{calls.register_name} of {nbytes} bytes failed with status {status}"

@@ -648,7 +648,6 @@ def _join(mpu: Any, backend: str, timeout: timedelta, undo: contextlib.ExitStack
     ranks.on_node = NodeRanks(ranks.control, [members.index(other) for other in near])
     same_disks = [k for k, other in enumerate(all_ranks) if node_of[other] == node_of[rank]]
     ranks.on_disks = NodeRanks(ranks.files, same_disks)
-    ranks.cores = share_of_cores(ranks.on_node.of_node(sorted(os.sched_getaffinity(0))), index)
     return ranks
 
 

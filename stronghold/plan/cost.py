@@ -179,6 +179,7 @@ class Demand:
     cpu_threads: int | None = None
     early_layers: int | None = None  # number of layers that are updated before the norm is known
     num_cores: int = 1
+    numa: str = ""  # the NUMA node next to the gpu, in words; empty: nothing is bound to a node
     nvme: bool = False  # arrays may lie in files
     # True: frozen weights of blocks lie in a base that is only read. Host memory is its cache.
     base_in_file: bool = False

@@ -28,8 +28,14 @@ from stronghold.devices.cuda import CudaDevice
 from stronghold.devices.emulated import EmulatedDevice
 from stronghold.devices.forks import check_not_forked, forked_from
 from stronghold.devices.lane_name import LaneName
+from stronghold.devices.numa import (
+    Neighbourhood,
+    neighbourhood_of,
+    node_of_pci,
+    placing_on,
+)
 from stronghold.distributed.node_weights import shared_weights
-from stronghold.distributed.process_groups import Ranks
+from stronghold.distributed.process_groups import Ranks, share_of_cores
 from stronghold.distributed.sharding import check_alike
 from stronghold.errors import ConfigError, LaneError, StateError, format_size
 from stronghold.limits import available_host_bytes, update_cores
@@ -171,6 +177,7 @@ class Stack:
         self.gpu_free_bytes = None
         if on_gpu:
             self.gpu_free_bytes = max(0, cuda.free_bytes(local_rank) - on_device)
+        self.neighbourhood = self._find_neighbourhood(local_rank if on_gpu else None)
         moments = () if optimizer is None else optimizer.default.moments
         self.states: States = states_of(self.dtype, section.states, moments)
         # By layer: its frozen ranges in the files of the base, if they may be read there.
@@ -199,15 +206,37 @@ class Stack:
             undo.callback(self.ranks.close)
             self.device = self._open_device(kind, local_rank)
             undo.callback(self.device.close)
-            self.pool = native.Pool(self.plan.cpu_threads, self.ranks.cores or None)
+            self.pool = native.Pool(self.plan.cpu_threads, self._cores or None)
             undo.callback(self.pool.close)
-            self._build(model, optimizer, self._open_tiers(undo), undo)
+            with placing_on(self.device.cores):
+                self._build(model, optimizer, self._open_tiers(undo), undo)
             if self.demand.training:
                 forbid_caches(model, undo)
             undo.callback(LogitsInParts(model, section.loss_chunk, self._updates_of).close)
             self._parts = undo.pop_all()
         self._planned = (self.plan.gpu_total_bytes, self.plan.host_total_bytes)
         _open.add(self)
+
+    def _find_neighbourhood(self, gpu: int | None) -> Neighbourhood | None:
+        """The cores next to the device, None if nothing is bound to a NUMA node. Sets the cores of
+        the update threads: of several ranks each has its share.
+
+        `gpu`: its number, or None for the emulated device. Every rank calls it.
+        """
+        near: Neighbourhood | None = None
+        if self.section.numa == "auto":
+            node = self.section.emulated.numa_node
+            if gpu is not None:
+                node = node_of_pci(cuda.pci_address(gpu))
+            near = neighbourhood_of(node)
+        cores = () if near is None else near.cores
+        if self.ranks.several:
+            allowed = list(cores) or sorted(os.sched_getaffinity(0))
+            on_node = self.ranks.on_node
+            cores = share_of_cores(on_node.of_node(allowed), on_node.index)
+            self.ranks.cores = cores
+        self._cores = cores
+        return near
 
     def _packed(
         self, model: nn.Module, format_name: str, rule: str
@@ -282,7 +311,7 @@ class Stack:
             host_budget = ranks.least(host_budget)  # the same arrays spill
         resident = section.resident_layers
         num_blocks = sum(layer.streamed for layer in self.layout.layers)
-        cores = len(ranks.cores or os.sched_getaffinity(0))
+        cores = len(self._cores or os.sched_getaffinity(0))
         capacity = section.nvme.capacity if section.nvme else None
         compute_threads = torch.get_num_threads() if gpu_free_bytes is None else 1
         return Demand(
@@ -304,6 +333,7 @@ class Stack:
             cpu_threads=section.cpu_threads,
             early_layers=_early_layers(section, self.layout),
             num_cores=update_cores(cores, compute_threads),
+            numa="" if self.neighbourhood is None else str(self.neighbourhood),
             nvme=section.nvme is not None,
             nvme_capacity_bytes=capacity and capacity // ranks.on_disks.count,
             base_in_file=bool(self.file_ranges),
@@ -326,9 +356,14 @@ class Stack:
 
     def _open_device(self, kind: str, local_rank: int) -> Device:
         section = self.section
+        near = () if self.neighbourhood is None else self.neighbourhood.cores
         if kind == "cuda":
-            return CudaDevice(local_rank, budget_bytes=section.gpu_memory, trace=self.trace)
+            return CudaDevice(
+                local_rank, budget_bytes=section.gpu_memory, trace=self.trace, cores=near
+            )
         settings = section.emulated.model_dump()  # EmulatedDevice has the same names
+        del settings["numa_node"]
+        settings["cores"] = near
         if section.emulated.nvme_gbps is not None:  # ranks share the node's disks
             settings["nvme_gbps"] = section.emulated.nvme_gbps / self.ranks.on_node.count
         return EmulatedDevice(budget_bytes=section.gpu_memory, trace=self.trace, **settings)
