@@ -141,9 +141,7 @@ class EmulatedConfig(_Section):
         "the speed of the files.",
         gt=0,
     )
-    numa_node: NotNegative | None = key(
-        "NUMA node next to which the device lies. Left out: none."
-    )
+    numa_node: NotNegative | None = key("NUMA node next to which the device lies. Left out: none.")
 
 
 class NvmeConfig(_Section):

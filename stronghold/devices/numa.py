@@ -71,8 +71,10 @@ def memory_nodes() -> tuple[MemoryNode, ...]:
 
 
 def node_of_pci(address: str) -> int | None:
-    """The node of a PCI device ("0000:c1:00.0"). None if the system does not know it, and for "", the
-    address of no device."""
+    """The node of a PCI device ("0000:c1:00.0"). None if the system does not know it.
+
+    "" is the address of no device.
+    """
     if not address:
         return None
     text = _text(_ROOT / _PCI / address.lower() / "numa_node")

@@ -611,7 +611,7 @@ def _join(mpu: Any, backend: str, timeout: timedelta, undo: contextlib.ExitStack
     mesh = mesh_of(sorted(map(list, set(map(tuple, data_parallel)))), node_of)
     by_index = mesh.transpose(1, 2)  # the ranks of each index, by node
     position = (mesh == rank).nonzero()[0].tolist()
-    of_group, node, index = position
+    of_group, node, _ = position
     num_nodes, num_local = mesh.shape[1:]
     members, by_range = data_parallel[rank], by_index[of_group].flatten().tolist()
     all_ranks = list(world) if len(model_parallel[rank]) > 1 else members

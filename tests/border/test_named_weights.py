@@ -278,7 +278,9 @@ def adapted(kind: str) -> Any:
 @pytest.mark.parametrize("kind", ["lora", "dora", "head", "tokens", "embedding", "ia3"])
 def test_merged_adapters_are_pefts(kind: str) -> None:
     """The bits of `merge_and_unload`, by its names; the live model keeps its bits and trains on."""
-    engine = initialized(adapted(kind), config(clipping=0.0, section={"window": 1, "dtypes": "own"}))
+    engine = initialized(
+        adapted(kind), config(clipping=0.0, section={"window": 1, "dtypes": "own"})
+    )
     for seed in range(2):
         engine.backward(loss_of(engine(**token_batch(seed))))
         engine.step()

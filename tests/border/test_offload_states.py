@@ -168,11 +168,13 @@ def test_states_that_are_away_are_not_trained() -> None:
     with twin(section=MIXED) as both:
         both.train(0)
         both.engine.offload_states(include=WITHOUT_WEIGHTS)
-        loss = both.on(1)(both.engine)
-        for call in (lambda: both.engine.backward(loss), loss.backward, both.engine.step):
+        losses = [both.on(1)(both.engine)]
+        backwards = (lambda: both.engine.backward(losses[0]), losses[0].backward)
+        for call in (*backwards, both.engine.step):
             with pytest.raises(ConfigError, match=r"masters, moments and gradients .*reload"):
                 call()
-        del loss
+        losses.clear()
+        del backwards, call
         both.engine.reload_states()
         both.train(1)
 
@@ -264,9 +266,8 @@ def test_in_the_middle_of_a_step_nothing_leaves(accumulation: int) -> None:
 
 
 def test_an_unknown_kind_is_named() -> None:
-    with twin() as both:
-        with pytest.raises(ConfigError, match='Did you mean "lp_params"'):
-            both.engine.offload_states(include=["lp_param"])
+    with twin() as both, pytest.raises(ConfigError, match='Did you mean "lp_params"'):
+        both.engine.offload_states(include=["lp_param"])
 
 
 def test_an_engine_that_is_destroyed_or_gone_says_so() -> None:

@@ -1,4 +1,4 @@
-"""Programs that generate between two steps: DeepSpeed's rollouts, OpenRLHF's and ms-swift's habits."""
+"""Programs that generate between two steps, with DeepSpeed's rollouts and as OpenRLHF does."""
 
 from __future__ import annotations
 

@@ -506,9 +506,7 @@ def test_states_that_leave_the_gpu_leave_it_to_others(place: dict[str, Any]) -> 
 
 
 @pytest.mark.usefixtures("warm_products")
-@pytest.mark.parametrize(
-    "place", [STREAMED, {"resident_layers": "all", "resident_updates": "gpu"}]
-)
+@pytest.mark.parametrize("place", [STREAMED, {"resident_layers": "all", "resident_updates": "gpu"}])
 def test_weights_that_stay_are_all_that_stays(place: dict[str, Any]) -> None:
     """Of masters, moments and gradients nothing is on the GPU, by torch's own count."""
     gc.collect()  # engines of other tests

@@ -312,3 +312,19 @@ def test_every_problem_is_printed_with_its_remedy() -> None:
 def test_a_problem_reads_as_a_sentence() -> None:
     problem = Problem(what="slow", got="1", expected="2", remedy="do this")
     assert str(problem) == "slow: got 1, expected 2; do this"
+
+
+def test_nodes_are_shown_where_there_are_several() -> None:
+    assert "NUMA" not in page(HEALTHY)
+    two = dataclasses.replace(HEALTHY, node_gbps={0: (12.0, 11.0), 1: (24.0, 23.0)}, gpu_node=1)
+    text = page(two)
+    for words in ("from NUMA node 0", "from NUMA node 1", "next to the GPU"):
+        assert words in text
+    assert problems_of(two) == problems_of(HEALTHY)
+
+
+def test_a_process_that_may_not_run_next_to_the_gpu_is_told() -> None:
+    far = dataclasses.replace(HEALTHY, node_gbps={0: (12.0, 11.0)}, gpu_node=1)
+    (problem,) = set(problems_of(far)) - set(problems_of(HEALTHY))
+    assert problem.got == "cores of NUMA node 0 alone, and a GPU at node 1"
+    assert "--cpunodebind=1" in problem.remedy

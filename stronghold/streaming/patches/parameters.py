@@ -32,8 +32,8 @@ share the version, except those of `.data`. While an engine lives, `.data` retur
 shares it: a write through the alias is counted, and `parameter_views` sees it.
 
 [Note: moved]
-1. `model.to(device)`, `model.cpu()` and `p.data = p.data.to(device)` give parameters a copy of their
-   values on another device. Programs do so for every parameter, around a rollout.
+1. `model.to(device)`, `model.cpu()` and `p.data = p.data.to(device)` point a parameter at a copy of
+   its values on another device. Programs do so for every parameter, around a rollout.
 2. Hazard: the copies of all layers together are a whole model on the GPU.
 3. So while an engine lives, a copy with the same bits on another device is dropped at once. The
    parameter stays where the engine has it.

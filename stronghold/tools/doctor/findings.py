@@ -62,9 +62,9 @@ class Findings:
     `isa` is the instruction set of the kernels, `best_isa` the best that the CPU has.
     `node_gbps` has the link's rates (host to device, device to host) for the memory of each NUMA
     node, and `gpu_node` the node next to the GPU. They are empty and None on a machine with one
-    node. `pinnable_bytes` could be pinned until `pin_error`. With `one_memory` the GPU's memory is the
-    host's. `link` is None if there is no PCIe link, or the system does not describe it. `disk` is
-    None if the caller named no directory.
+    node. `pinnable_bytes` could be pinned until `pin_error`. With `one_memory` the GPU's memory is
+    the host's. `link` is None if there is no PCIe link, or the system does not describe it. `disk`
+    is None if the caller named no directory.
     """
 
     profile: MachineProfile

@@ -70,8 +70,8 @@ def _link_problems(findings: Findings) -> Iterator[Problem]:
             what="this process may not run next to the GPU",
             got=f"cores of NUMA node {nodes} alone, and a GPU at node {findings.gpu_node}",
             expected=f"cores of node {findings.gpu_node}, whose memory the GPU reads directly",
-            remedy=f"start it with numactl --cpunodebind={findings.gpu_node}, or give the container "
-            "these cores (--cpuset-cpus)",
+            remedy=f"start it with numactl --cpunodebind={findings.gpu_node}, or give the "
+            "container these cores (--cpuset-cpus)",
         )
     if not findings.emulated:
         yield from _slow_link(findings)
