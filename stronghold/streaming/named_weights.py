@@ -80,7 +80,7 @@ def named_weights(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Held:
+class _HeldTensors:
     """Parameters and buffers that a module holds directly, by the names that the server gets."""
 
     tensors: tuple[NamedTensor, ...]
@@ -91,7 +91,7 @@ class _Held:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Adapted:
+class _AdaptedModule:
     """A module that PEFT has put in the place of the base's module `name`.
 
     `names`: by identity of the base's parameters, the names that the server gets.
@@ -115,18 +115,18 @@ class _Adapted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Group:
+class _LayerGroup:
     """Tensors of neighbouring modules of the same layers.
 
     `layers`: the numbers of these layers. Their packed weights are decoded once.
     """
 
     layers: tuple[int, ...]
-    members: tuple[_Held | _Adapted, ...]
+    members: tuple[_HeldTensors | _AdaptedModule, ...]
 
 
 def _give(
-    stack: Stack, groups: Sequence[_Group], placement: Placement, num_changes: int
+    stack: Stack, groups: Sequence[_LayerGroup], placement: Placement, num_changes: int
 ) -> Iterator[NamedTensor]:
     for group in groups:
         _check_same_step(stack, num_changes)
@@ -162,7 +162,7 @@ def _shown(tensor: torch.Tensor) -> torch.Tensor:
 
 
 # -- the model's tensors ---------------------------------------------------------------------------
-def _groups(stack: Stack, *, merges_adapters: bool) -> list[_Group]:
+def _groups(stack: Stack, *, merges_adapters: bool) -> list[_LayerGroup]:
     """The tensors of the model's state dict, in registration order. Tied ones come once, under
     their first name."""
     model = stack.partition.model
@@ -173,14 +173,14 @@ def _groups(stack: Stack, *, merges_adapters: bool) -> list[_Group]:
         names = {key: _base_name(name) for key, name in names.items()}
     given = {id(p) for module in adapted for p in _merged_parameters(module)}
     layer_of = _layer_of(stack)
-    members: list[tuple[tuple[int, ...], _Held | _Adapted]] = []
+    members: list[tuple[tuple[int, ...], _HeldTensors | _AdaptedModule]] = []
     for prefix, module in model.named_modules():
         if module in adapted:
             layers = _layers_of(stack, layer_of, module.parameters())
             names_of_base = {
                 id(p): names[id(p)] for p in _merged_parameters(module) if id(p) in names
             }
-            one = _Adapted(name=_base_name(prefix), module=module, names=names_of_base)
+            one = _AdaptedModule(name=_base_name(prefix), module=module, names=names_of_base)
             members.append((layers, one))
         elif id(module) not in of_adapted:
             tensors = tuple(_held_tensors(module, prefix, given))
@@ -188,9 +188,9 @@ def _groups(stack: Stack, *, merges_adapters: bool) -> list[_Group]:
                 tensors = tuple((_base_name(name), tensor) for name, tensor in tensors)
             layers = _layers_of(stack, layer_of, (tensor for _, tensor in tensors))
             if tensors:
-                members.append((layers, _Held(tensors=tensors)))
+                members.append((layers, _HeldTensors(tensors=tensors)))
     return [
-        _Group(layers=layers, members=tuple(member for _, member in neighbours))
+        _LayerGroup(layers=layers, members=tuple(member for _, member in neighbours))
         for layers, neighbours in itertools.groupby(members, key=itemgetter(0))
     ]
 

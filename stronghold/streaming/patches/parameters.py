@@ -399,8 +399,8 @@ class ParameterReads:
             return False
         if values.dtype is not parameter.dtype or values.shape != parameter.shape:
             return False
-        here = torch.Tensor.detach(parameter)
-        if not torch.equal(_bits(values.detach().to(here.device)), _bits(here)):
+        present = torch.Tensor.detach(parameter)
+        if not torch.equal(_bits(values.detach().to(present.device)), _bits(present)):
             return False
         self._moved(self._places[parameter][0], parameter, values)
         return True
