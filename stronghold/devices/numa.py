@@ -22,7 +22,7 @@ import torch
 
 logger = logging.getLogger("stronghold")
 
-_ROOT = Path("/")
+ROOT = Path("/")
 _NODES = "sys/devices/system/node"
 _PCI = "sys/bus/pci/devices"
 
@@ -57,7 +57,7 @@ class Neighbourhood:
 def memory_nodes() -> tuple[MemoryNode, ...]:
     """The nodes that have memory, by number. Empty if the system does not describe them."""
     nodes = []
-    for folder in (_ROOT / _NODES).glob("node[0-9]*"):
+    for folder in (ROOT / _NODES).glob("node[0-9]*"):
         match = re.search(r"MemTotal:\s+(\d+) kB", _text(folder / "meminfo"))
         if match is not None and int(match[1]):
             nodes.append(
@@ -77,7 +77,7 @@ def node_of_pci(address: str) -> int | None:
     """
     if not address:
         return None
-    text = _text(_ROOT / _PCI / address.lower() / "numa_node")
+    text = _text(ROOT / _PCI / address.lower() / "numa_node")
     return int(text) if re.fullmatch(r"[0-9]+", text) else None
 
 

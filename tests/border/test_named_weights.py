@@ -122,7 +122,7 @@ def test_a_dtype_is_that_of_floating_point_tensors_alone() -> None:
         for name, value in expected_of(both.engine).items():
             dtype = torch.bfloat16 if value.is_floating_point() else value.dtype
             assert torch.equal(found[name], value.to(dtype)), name
-        del both.model._buffers["count"]
+        del both.model.count
 
 
 def test_no_tensor_is_copied_that_lies_where_it_is_wanted() -> None:

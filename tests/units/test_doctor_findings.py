@@ -103,6 +103,12 @@ CASES: dict[str, tuple[Change, Change, str, str]] = {
         "13.0 GB/s on 16 GT/s x8",
         "8 of 16 lanes",
     ),
+    "far from the GPU": (
+        found(node_gbps={0: (12.0, 11.0)}, gpu_node=1),
+        found(node_gbps={0: (12.0, 11.0), 1: (24.0, 23.0)}, gpu_node=1),
+        "cores of NUMA node 0 alone, and a GPU at node 1",
+        "--cpunodebind=1",
+    ),
     "link that nobody describes": (
         both(rates(drain_gbps=10.0), found(link=None)),
         both(rates(drain_gbps=12.0), found(link=None)),
@@ -321,10 +327,3 @@ def test_nodes_are_shown_where_there_are_several() -> None:
     for words in ("from NUMA node 0", "from NUMA node 1", "next to the GPU"):
         assert words in text
     assert problems_of(two) == problems_of(HEALTHY)
-
-
-def test_a_process_that_may_not_run_next_to_the_gpu_is_told() -> None:
-    far = dataclasses.replace(HEALTHY, node_gbps={0: (12.0, 11.0)}, gpu_node=1)
-    (problem,) = set(problems_of(far)) - set(problems_of(HEALTHY))
-    assert problem.got == "cores of NUMA node 0 alone, and a GPU at node 1"
-    assert "--cpunodebind=1" in problem.remedy

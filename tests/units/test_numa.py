@@ -43,7 +43,7 @@ def two_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     """The first of this process's cores is node 0, all others are node 1, where the GPU is."""
     others = ",".join(map(str, CORES[1:]))
     root = topology(tmp_path, {0: str(CORES[0]), 1: others}, gpu_node=1)
-    monkeypatch.setattr(numa, "_ROOT", root)
+    monkeypatch.setattr(numa, "ROOT", root)
     yield root
     os.sched_setaffinity(0, CORES)
 
@@ -53,7 +53,7 @@ def test_the_topology_is_read_as_the_kernel_writes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = topology(tmp_path, {1: "16-31,48-63", 0: "0-15,32-47", 10: ""}, gpu_node=1)
-    monkeypatch.setattr(numa, "_ROOT", root)
+    monkeypatch.setattr(numa, "ROOT", root)
     nodes = numa.memory_nodes()
     assert [node.number for node in nodes] == [0, 1, 10]
     assert nodes[0].cores == {*range(16), *range(32, 48)}
@@ -69,10 +69,10 @@ def test_the_topology_is_read_as_the_kernel_writes_it(
 def test_an_unknown_node_and_a_system_without_nodes_are_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(numa, "_ROOT", tmp_path)
+    monkeypatch.setattr(numa, "ROOT", tmp_path)
     assert numa.memory_nodes() == ()
     assert numa.neighbourhood_of(0) is None
-    monkeypatch.setattr(numa, "_ROOT", topology(tmp_path, {0: "0"}))
+    monkeypatch.setattr(numa, "ROOT", topology(tmp_path, {0: "0"}))
     assert numa.node_of_pci(GPU) is None
     assert numa.neighbourhood_of(None) is None
 
@@ -95,7 +95,7 @@ def test_a_neighbourhood_is_of_cores_that_the_process_may_use(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(numa, "_ROOT", topology(tmp_path, {0: "0-1", 1: "2-3"}))
+    monkeypatch.setattr(numa, "ROOT", topology(tmp_path, {0: "0-1", 1: "2-3"}))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: allowed)
     near = numa.neighbourhood_of(node)
     assert (None if near is None else near.cores) == expected
@@ -106,7 +106,7 @@ def test_a_neighbourhood_is_of_cores_that_the_process_may_use(
 def test_a_process_far_from_the_device_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(numa, "_ROOT", topology(tmp_path, {0: "0-1", 1: "2-3"}))
+    monkeypatch.setattr(numa, "ROOT", topology(tmp_path, {0: "0-1", 1: "2-3"}))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     with caplog.at_level(logging.WARNING, logger="stronghold"):
         assert numa.neighbourhood_of(1) is None
@@ -168,7 +168,7 @@ def test_off_and_a_device_without_a_node_change_nothing(
 
 def test_one_node_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cores = ",".join(map(str, CORES))
-    monkeypatch.setattr(numa, "_ROOT", topology(tmp_path, {0: cores}, gpu_node=0))
+    monkeypatch.setattr(numa, "ROOT", topology(tmp_path, {0: cores}, gpu_node=0))
     with twin(section={"window": 1, "emulated": {"numa_node": 0}}) as both:
         both.train(0)
         assert all(cores == CORES for cores in affinities("stronghold").values())
