@@ -106,7 +106,11 @@ def alone() -> dict[str, Any]:
             with torch.no_grad():
                 for seed in range(step + 2):
                     loss = loss_of(engine.module(**make_batch(1000 + seed)))
-            engine.module.state_dict()
+            given = {name: tensor.clone() for name, tensor in engine.named_weights()}
+            state = engine.module.state_dict()
+            assert given.keys() == state.keys()
+            for name, tensor in given.items():
+                assert torch.equal(tensor, state[name]), name
             engine.train()
 
     return {"alone": train("gpt", config(clipping=0.0), each_step=each_step), "alone loss": loss}
