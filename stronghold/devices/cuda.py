@@ -271,8 +271,11 @@ class GpuMemory(DeviceMemory):
         # But the allocator may return memory that kernels of the caller's stream still use. The
         # host waits for these kernels, so that the fetch stream cannot race with them.
         buffer = torch.empty(numel, dtype=dtype, device=self._device)
-        self._owner.current_stream().synchronize()
+        self._wait_for_caller()
         return buffer
+
+    def _wait_for_caller(self) -> None:
+        self._owner.current_stream().synchronize()
 
     def keep_for_lane(self, tensor: torch.Tensor) -> None:
         tensor.record_stream(self._owner.current_stream())

@@ -45,9 +45,22 @@ class DeviceMemory(ABC):
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
         return buffer
 
+    def allocate_zeros(self, nbytes: int, purpose: str) -> torch.Tensor:
+        """Return a flat buffer of `nbytes` zero bytes, as `allocate`.
+
+        Waits until the zeros are written. Without the wait there is a race: a copy on another
+        stream writes the buffer, and the zeros of the caller's stream overwrite it afterwards.
+        """
+        buffer = self.allocate(nbytes, torch.uint8, purpose).zero_()
+        self._wait_for_caller()
+        return buffer
+
     @abstractmethod
     def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a flat tensor on the device, with undefined contents."""
+
+    def _wait_for_caller(self) -> None:  # noqa: B027 - a CPU's operators have ended
+        """Wait for the operators that the calling thread has launched."""
 
     def release(self, *buffers: torch.Tensor) -> None:
         """Take buffers of `allocate` out of the count. Their owner is about to drop them."""

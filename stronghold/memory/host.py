@@ -512,7 +512,7 @@ class DeviceStore:
         self._is_prepared = True
 
     def _zeros(self, array: str, nbytes: int) -> torch.Tensor:
-        return self._device.memory.allocate(nbytes, torch.uint8, purpose_of(array)).zero_()
+        return self._device.memory.allocate_zeros(nbytes, purpose_of(array))
 
     def offload_arrays(self, *, keeps_weights: bool) -> None:
         """Move every array to host memory between two steps, until `reload_arrays`.

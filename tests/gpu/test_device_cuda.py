@@ -62,6 +62,20 @@ def taken_by_torch() -> dict[str, int]:
     return taken
 
 
+# -- buffers --------------------------------------------------------------------------------------
+def test_no_zero_overtakes_a_copy_on_another_stream(device: CudaDevice) -> None:
+    """A checkpoint that is loaded into fresh moments is not overwritten by their zeros."""
+    nbytes = 1 << 28  # the GPU is busy with it for longer than the calls below take
+    for _ in range(3):
+        buffer = device.memory.allocate_zeros(nbytes, "moments")
+        assert torch.cuda.current_stream().query()
+        device.copy_now(buffer[:17], torch.ones(17, dtype=torch.uint8))
+        torch.cuda.synchronize()
+        assert buffer[:17].cpu().tolist() == [1] * 17
+        assert not buffer[17:].any()
+        device.memory.release(buffer)
+
+
 # -- pinned memory --------------------------------------------------------------------------------
 @pytest.mark.parametrize("numel", [1, 15, 17, 4097, NUMEL])
 def test_a_registered_slab_is_pinned_until_it_is_unregistered(
