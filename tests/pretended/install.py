@@ -316,8 +316,9 @@ def _numbers(torch: Any, extension: Any) -> None:
 
     cuda = torch.cuda
     torch.Generator = Generator
-    cuda.get_rng_state = lambda device="cuda": extension.random_state()
-    cuda.set_rng_state = lambda state, device="cuda": extension.set_random_state(state)
-    cuda.get_rng_state_all = lambda: [extension.random_state()]
-    cuda.set_rng_state_all = lambda states: extension.set_random_state(states[0])
-    cuda.manual_seed = cuda.manual_seed_all = extension.seed
+    for names in (cuda, cuda.random):  # Transformers' Trainer uses the module's
+        names.get_rng_state = lambda device="cuda": extension.random_state()
+        names.set_rng_state = lambda state, device="cuda": extension.set_random_state(state)
+        names.get_rng_state_all = lambda: [extension.random_state()]
+        names.set_rng_state_all = lambda states: extension.set_random_state(states[0])
+        names.manual_seed = names.manual_seed_all = extension.seed
