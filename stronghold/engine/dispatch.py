@@ -16,6 +16,7 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.utils import log_dist
 from torch import nn
 
 from stronghold import config as configs
@@ -89,6 +90,8 @@ def initialize(
         raise ConfigError("stronghold.initialize: model is missing")
     _check_model(model)
     show_log()
+    # As DeepSpeed's own engine does: programs look for this line in its log.
+    log_dist(f"DeepSpeed info: version={deepspeed.__version__}, engine=stronghold", ranks=[0])
     num_ranks = data_parallel_size(mpu)
     settings = configs.load(source, args=args, world_size=num_ranks, mpu=mpu)
     section = settings.stronghold

@@ -16,6 +16,7 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+from deepspeed.utils import logger as deepspeed_logger
 
 import stronghold
 from stronghold import plugin, run
@@ -75,6 +76,19 @@ def test_an_enabled_section_gets_strongholds_engine(original: DeepSpeeds) -> Non
     assert isinstance(engine, StrongholdEngine)
     assert isinstance(engine, deepspeed.DeepSpeedEngine)
     assert original.calls == []
+
+
+def test_deepspeeds_log_names_its_version(
+    original: DeepSpeeds, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Programs look for DeepSpeed's line of information, as Transformers' tests do."""
+    with caplog.at_level("INFO", "DeepSpeed"):
+        deepspeed_logger.addHandler(caplog.handler)
+        try:
+            engine_from(model=MODELS["gpt"]()[0], config=config())
+        finally:
+            deepspeed_logger.removeHandler(caplog.handler)
+    assert f"DeepSpeed info: version={deepspeed.__version__}, engine=stronghold" in caplog.text
 
 
 def test_every_way_to_pass_a_config_is_seen(original: DeepSpeeds, tmp_path: Path) -> None:
