@@ -111,6 +111,23 @@ class Partition:
         """The layers that move."""
         return tuple(layer for layer in self.layers if layer.streamed)
 
+    def modules_without_stored(self) -> list[nn.Module]:
+        """Return the modules that hold no stored tensor, in themselves and in their children.
+
+        Of a module and its children the list has the module alone.
+        """
+        holders = {""}
+        for layer in self.layers:
+            for named in layer.parameters:
+                for alias in named.aliases:
+                    names = alias.split(".")[:-1]
+                    holders.update(".".join(names[:depth]) for depth in range(len(names) + 1))
+        return [
+            module
+            for name, module in self.model.named_modules()
+            if name not in holders and name.rpartition(".")[0] in holders
+        ]
+
 
 def partition(
     model: nn.Module,

@@ -484,11 +484,17 @@ class Stack:
             )
 
     def _move_buffers(self, device: torch.device) -> None:
-        """Move the buffers that are no stored tensors of a layer."""
+        """Move the buffers that are no stored tensors of a layer.
+
+        Modules may keep tensors that are no buffers, and move them in their own way when they are
+        moved (torchmetrics' metrics). So modules of which a layer stores nothing are moved whole.
+        """
         moved_with_layers = self.partition.stored
         for buffer in self.partition.model.buffers():
             if buffer not in moved_with_layers:
                 buffer.data = buffer.data.to(device)
+        for module in self.partition.modules_without_stored():
+            module.to(device)
 
     def hide_packed(self) -> None:
         """Hide the packed parameters: from now on a read decodes them."""

@@ -15,7 +15,7 @@ import re
 import subprocess
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -959,3 +959,30 @@ def test_two_chunks_compute_at_once_on_two_streams(streams: int) -> None:
     section = {"device": "cuda", "chunk": 1, "streams": streams, "activations": "recompute"}
     settings = config(section={**section, **PLACES[0]})
     train_windowed(slow_llama, steps=1, settings=settings, inspect=inspect)
+
+
+class Counter(nn.Module):
+    """Keeps a tensor that is no buffer, and moves it when it is moved, as torchmetrics' metrics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = torch.zeros(3)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        self.total = fn(self.total)
+        return super()._apply(fn, recurse)
+
+
+def test_a_state_that_a_module_moves_itself_is_where_the_model_computes() -> None:
+    model, make_batch = MODELS["gpt"]()
+    counters = [Counter(), Counter()]
+    model.register_module("counter", counters[0])
+    model.get_submodule("blocks.0").register_module("counter", counters[1])
+    engine = initialized(model, config(section={"device": "cuda", "window": 1}))
+    assert [counter.total.device.type for counter in counters] == ["cuda", "cuda"]
+    engine.offload_states()
+    assert [counter.total.device.type for counter in counters] == ["cpu", "cpu"]
+    engine.reload_states()
+    assert [counter.total.device.type for counter in counters] == ["cuda", "cuda"]
+    engine.destroy()
+    assert [counter.total.device.type for counter in counters] == ["cpu", "cpu"]
