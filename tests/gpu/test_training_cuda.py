@@ -974,7 +974,7 @@ class Counter(nn.Module):
 
 
 def test_a_state_that_a_module_moves_itself_is_where_the_model_computes() -> None:
-    model, make_batch = MODELS["gpt"]()
+    model, _ = MODELS["gpt"]()
     counters = [Counter(), Counter()]
     model.register_module("counter", counters[0])
     model.get_submodule("blocks.0").register_module("counter", counters[1])

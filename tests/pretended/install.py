@@ -218,7 +218,16 @@ def _memory(torch: Any, extension: Any) -> None:
             "num_ooms": extension.num_failures(),
         }
 
+    copy_of_host = torch.Tensor.__deepcopy__
+
+    def deepcopy(tensor: Any, memo: dict[int, Any]) -> Any:
+        if tensor.device.type != "cuda" or id(tensor) in memo:  # torch has no storage of this kind
+            return copy_of_host(tensor, memo)
+        memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        return memo[id(tensor)]
+
     cuda = torch.cuda
+    torch.Tensor.__deepcopy__ = deepcopy
     torch.Tensor.is_pinned = is_pinned
     cuda.cudart = Runtime
     fraction = [1.0]

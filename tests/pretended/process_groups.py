@@ -24,6 +24,7 @@ STAGED = (  # torch's old names and its new
     "all_gather_into_tensor",
     "all_gather_single",
 )
+IN_PLACE = ("all_reduce", "broadcast", "reduce")  # of one tensor, their first argument
 
 
 class Done:
@@ -111,11 +112,28 @@ def install() -> None:
 
         return run
 
+    def in_place(name: str) -> Any:
+        of_hosts = getattr(torch.distributed, name)
+
+        def run(tensor: torch.Tensor, *given: Any, **options: Any) -> Any:
+            if tensor.device.type == "cpu":
+                return of_hosts(tensor, *given, **options)
+            communicators.use(options.get("group") or torch.distributed.group.WORLD)
+            copied = tensor.cpu()
+            work = of_hosts(copied, *given, **options)
+            if work is not None:
+                work.wait()
+            tensor.copy_(copied)
+            return None if work is None else Done()
+
+        return run
+
+    replaced = {name: staged(name) for name in names} | {name: in_place(name) for name in IN_PLACE}
     # Of a torch without NCCL, where no group is of this class.
     distributed_c10d.ProcessGroupNCCL = type("ProcessGroupNCCL", (), {})  # type: ignore[misc]
     for module in (torch.distributed, distributed_c10d):
-        for name in names:
-            setattr(module, name, staged(name))
+        for name, collective in replaced.items():
+            setattr(module, name, collective)
         module.init_process_group = init  # type: ignore[attr-defined]
         module.new_group = new  # type: ignore[attr-defined]
         module.destroy_process_group = destroy  # type: ignore[attr-defined]
