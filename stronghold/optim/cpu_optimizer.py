@@ -39,6 +39,8 @@ from stronghold.optim.states import (
 )
 
 _EXPECTED = "float32, bfloat16 or float16"
+# torch's base class puts this key into the defaults of every optimizer that is loaded.
+TORCHS_DEFAULT = "differentiable"
 _Closure = Callable[[], "torch.Tensor | float"]
 
 
@@ -82,6 +84,7 @@ class CPUOptimizer(torch.optim.Optimizer):
         self.states: StateKind = states
         self._optimizer_class = optimizer_class
         self._pool = Pool(available_cores() if num_threads is None else num_threads)
+        self._check_defaults(defaults)  # before the parameters, as torch's optimizers do it
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -112,7 +115,8 @@ class CPUOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             # Groups that torch's optimizers saved lack the keys that torch does not have.
             for name, value in self.defaults.items():
-                group.setdefault(name, value)
+                if name != TORCHS_DEFAULT:
+                    group.setdefault(name, value)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
@@ -202,6 +206,15 @@ class CPUOptimizer(torch.optim.Optimizer):
         fields += [*numbers, *unused_numbers]
         fields += [grad_scale, state["step"], optimizer.flags]
         return UpdateSegment._make(fields)
+
+    def _check_defaults(self, defaults: dict[str, Any]) -> None:
+        for name, value in defaults.items():
+            if isinstance(value, torch.Tensor) and value.numel() != 1:
+                raise ConfigError(
+                    f"{type(self).__name__}: Tensor {name} must be 1-element, got the shape "
+                    f"{tuple(value.shape)}"
+                )
+        self._check_group(defaults)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         # Here `maximize` is allowed: `_segment` negates the gradient.

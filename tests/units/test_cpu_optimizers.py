@@ -80,7 +80,7 @@ def test_lion_is_the_published_algorithm() -> None:
 
 
 MAKERS: dict[str, Any] = {
-    "lion": lambda p, **more: stronghold.CPULion(p, lr=1e-2, weight_decay=0.1, **more),
+    "lion": lambda p, **more: stronghold.CPULion(p, **{"lr": 1e-2, "weight_decay": 0.1, **more}),
     "sgd": lambda p, **more: stronghold.CPUSGD(p, lr=0.05, **more),
     "momentum": lambda p, **more: stronghold.CPUSGD(p, lr=0.02, momentum=0.9, **more),
 }
@@ -106,6 +106,29 @@ def test_saving_loading_and_threads_change_no_bit(name: str, dtype: Any) -> None
         for key, value in states[0].items():
             other = states[1][key]
             assert value == other if key == "step" else torch.equal(value, other)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_loaded_optimizer_saves_what_it_loaded(name: str) -> None:
+    """Loading adds no key to the groups: a program may compare two saved states."""
+    params = parameters()
+    first = MAKERS[name](params, num_threads=1)
+    train(first, params, range(1))
+    saved = first.state_dict()
+    second = MAKERS[name](params, num_threads=1)
+    second.load_state_dict(copy.deepcopy(saved))
+    assert second.state_dict()["param_groups"] == saved["param_groups"]
+    again = copy.deepcopy(second)
+    again.load_state_dict(copy.deepcopy(saved))
+    assert again.state_dict()["param_groups"] == saved["param_groups"]
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_hyper_parameters_are_checked_before_parameters(name: str) -> None:
+    with pytest.raises(ConfigError, match="weight_decay: got -1"):
+        MAKERS[name](None, num_threads=1, weight_decay=-1)
+    with pytest.raises(ConfigError, match="Tensor lr must be 1-element"):
+        stronghold.CPUAdam(None, lr=torch.tensor([0.1, 0.2]))
 
 
 def test_the_state_is_as_small_as_promised() -> None:
