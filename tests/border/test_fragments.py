@@ -12,6 +12,7 @@ import pytest
 import torch
 from deepspeed import utils
 from deepspeed.runtime.zero import GatheredParameters
+from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
 from torch import nn
 
 import stronghold
@@ -197,6 +198,20 @@ def test_what_cannot_be_had_is_refused_with_the_way() -> None:
     assert utils.safe_get_full_fp32_param(weight) is None  # of no engine: DeepSpeed's own answer
     with pytest.raises(AssertionError, match="ZeRO-3"):
         utils.safe_get_local_fp32_param(weight)
+
+
+def test_local_functions_that_were_imported_before_the_engine_answer() -> None:
+    """A frozen parameter reads None, as with ZeRO-3."""
+    model, _ = MODELS["gpt"]()
+    frozen = next(model.blocks[0].parameters()).requires_grad_(False)
+    engine, *_ = stronghold.initialize(model=model, config=config())
+    weight = model.head.weight.detach().reshape(-1).clone()
+    assert torch.equal(safe_get_local_fp32_param(model.head.weight), weight)
+    assert safe_get_local_fp32_param(frozen) is None
+    assert safe_get_local_optimizer_state(frozen, "exp_avg") is None
+    engine.destroy()
+    with pytest.raises(AssertionError, match="ZeRO-3"):  # DeepSpeed's own answer
+        safe_get_local_fp32_param(model.head.weight)
 
 
 @pytest.mark.parametrize("is_written", [False, True])

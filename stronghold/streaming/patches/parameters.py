@@ -53,8 +53,9 @@ shares it: a write through the alias is counted, and `parameter_views` sees it.
    attributes while the engine lives (`fragments`). The package sets no other attributes on a
    parameter, and no copy or pickle has them.
 2. The functions of partitions (`safe_get_local_grad`) ask for ZeRO-3's attributes. Other code takes
-   a parameter with these for a partitioned one. So while an engine lives, these six functions are
-   replaced in `deepspeed.utils`.
+   a parameter with these for a partitioned one. So while an engine lives, these six functions have
+   another body. Their names stay: programs import them from `deepspeed.utils` before there is an
+   engine. A frozen parameter of an engine reads None, as with ZeRO-3.
 """
 
 from __future__ import annotations
@@ -231,7 +232,8 @@ class _Engines:
         if "_clip_grads_with_norm_" in vars(clip_grad):
             wrap(clip_grad, "_clip_grads_with_norm_", self._clip)
         for name, method in LOCAL_METHODS.items():
-            wrap(deepspeed.utils, name, functools.partial(_call_local, method))
+            call = functools.partial(_call_local, method)
+            self._replacements.wrap_body(getattr(deepspeed.utils, name), call)
         self._replacements.put(F, "scaled_dot_product_attention", intercepted)
         replace_quantised(self._replacements, moving)
 
@@ -335,6 +337,8 @@ def _call_local(
     if _has_access(param):
         access = vars(param)["_hp_mapping"]
         return getattr(access, method)(*args, **kwargs)
+    if id(param) in _engines.reads and method.startswith("get"):
+        return None  # a frozen parameter
     return original(param, *args, **kwargs)
 
 

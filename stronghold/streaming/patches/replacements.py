@@ -7,6 +7,7 @@ training thread alone enters.
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ class Replacements:
 
     def __init__(self) -> None:
         self._replaced: dict[tuple[Any, str], _Replaced] = {}
+        self._bodies: dict[types.FunctionType, _Body] = {}
 
     def put(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         """Replace `owner.name` by what `make(original)` returns. Does nothing to a name that is
@@ -45,6 +47,22 @@ class Replacements:
         Does nothing to a name that is replaced already."""
         self.put(owner, name, functools.partial(_wrapper, call))
 
+    def wrap_body(self, function: types.FunctionType, call: Callable[..., Any]) -> None:
+        """Let a plain function return `call(original, *args, **kwargs)`, under every name.
+
+        The function object stays, so it also changes for modules that have imported it before.
+        `function` has no free variables. Does nothing to a function that is replaced already.
+        """
+        if function in self._bodies:
+            return
+        body = _Body.of(function)
+        original = body.copy_of(function)
+        self._bodies[function] = body
+        # The order matters: the new code has no positional parameters for the old defaults.
+        function.__defaults__ = None
+        function.__code__ = _forward.__code__
+        function.__kwdefaults__ = {"_stronghold_call": functools.partial(call, original)}
+
     def undo(self) -> None:
         """Put the originals back.
 
@@ -59,6 +77,43 @@ class Replacements:
             else:
                 setattr(owner, name, replaced.original)
             del self._replaced[owner, name]
+        for function, body in self._bodies.items():
+            body.put_back(function)
+        self._bodies.clear()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Body:
+    """What a plain function does, without its name."""
+
+    code: types.CodeType
+    defaults: tuple[Any, ...] | None
+    keyword_defaults: dict[str, Any] | None
+
+    @classmethod
+    def of(cls, function: types.FunctionType) -> _Body:
+        return cls(
+            code=function.__code__,
+            defaults=function.__defaults__,
+            keyword_defaults=function.__kwdefaults__,
+        )
+
+    def copy_of(self, function: types.FunctionType) -> types.FunctionType:
+        """Return another function object with this body, in the module of `function`."""
+        original = types.FunctionType(self.code, function.__globals__, function.__name__)
+        self.put_back(original)
+        return original
+
+    def put_back(self, function: types.FunctionType) -> None:
+        """Give `function` this body."""
+        function.__code__ = self.code
+        function.__defaults__ = self.defaults
+        function.__kwdefaults__ = self.keyword_defaults
+
+
+def _forward(*args: Any, _stronghold_call: Callable[..., Any], **kwargs: Any) -> Any:
+    """The body of a function of `wrap_body`."""
+    return _stronghold_call(*args, **kwargs)
 
 
 def _wrapper(call: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
