@@ -62,7 +62,8 @@ class Checkpoints:
         latest          make the file `latest` name the tag
 
         Waits for the running save, and (unless asynchronous) for pending updates and the disk.
-        Raises ConfigError between the micro-batches of one step, OSError of the disk, and
+        Raises ConfigError between the micro-batches of one step, and for tags that differ between
+        ranks if the config's `checkpoint.tag_validation` is "Fail". Raises OSError of the disk, and
         LaneError, once, if an asynchronous save has failed.
         """
         counters = {name: getattr(engine, name) for name in COUNTERS}
@@ -80,7 +81,9 @@ class Checkpoints:
         self._stack.runtime.adopt_edited()
         optimizer = self._optimizer
         random = random_states(self._stack.device)
-        of_ranks = self._team.of_slices(self._team.exchange(random, "random states"))
+        rank_values = self._team.exchange((random, str(tag)), "random states and tags")
+        _check_tags(engine, [tag_of_rank for _, tag_of_rank in rank_values])
+        of_ranks = self._team.of_slices([random_of_rank for random_of_rank, _ in rank_values])
         state = ClientState(
             scheduler=_state_of(engine.lr_scheduler),
             loader=_state_of(engine.training_dataloader),
@@ -256,3 +259,20 @@ def _restore_scheduler(scheduler: Any, saved: dict[str, Any] | None, path: Path)
 def _state_of(stateful: Any) -> dict[str, Any] | None:
     """The state dict of a schedule or a data loader, or None if it has none."""
     return stateful.state_dict() if hasattr(stateful, "state_dict") else None
+
+
+def _check_tags(engine: Any, tags: list[str]) -> None:
+    """Obey `checkpoint.tag_validation` of the config. `tags`: of every rank; the first counts.
+
+    Raises ConfigError on every rank if they differ and the key is "Fail". With "Warn", DeepSpeed's
+    default, rank 0 logs a warning.
+    """
+    if len(set(tags)) == 1 or not engine.checkpoint_tag_validation_enabled():
+        return
+    message = (
+        f"save_checkpoint: the ranks give different tags: {', '.join(sorted(set(tags)))}. Give one "
+        "tag on every rank"
+    )
+    if engine.checkpoint_tag_validation_fail():
+        raise ConfigError(f'{message}, or set checkpoint.tag_validation to "Warn"')
+    logger.warning("%s. The checkpoint is saved as %s", message, tags[0])

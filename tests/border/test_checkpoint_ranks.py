@@ -22,6 +22,7 @@ from tests.support.checkpoints import (
     snapshot,
     two_groups,
 )
+from tests.support.ranks import run_ranks
 
 RANKS = 2
 CASES = [(1, "bf16"), (2, "bf16"), (2, "fp32"), (3, "bf16")]
@@ -113,3 +114,16 @@ def test_our_tags_say_nothing_about_ranks(tmp_path: Path) -> None:
             assert torch.equal(value, weights[name])
     names = {path.name.split("-")[0] for path in (tmp_path / "before training").iterdir()}
     assert names == {"weights", "manifest.json", "config.json", "mp_rank_00_model_states.pt"}
+
+
+@pytest.mark.slow
+def test_different_tags_fail_or_the_first_ranks_tag_counts(tmp_path: Path) -> None:
+    """As the config's `checkpoint.tag_validation` asks."""
+    run = "tests.support.rank_checkpoints:different_tags"
+    for errors in run_ranks(run, 2, tmp_path / "ranks"):
+        assert "the ranks give different tags: tag-0, tag-1" in errors["Fail"]
+        assert errors["Warn"] == errors["Ignore"] == ""
+    saved = tmp_path / "ranks"
+    assert not (saved / "Fail").exists()
+    for mode in ("Warn", "Ignore"):
+        assert sorted(path.name for path in (saved / mode).iterdir()) == ["latest", "tag-0"]

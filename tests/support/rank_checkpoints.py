@@ -62,6 +62,21 @@ def load_elsewhere(folder: Path) -> dict[str, Any]:
     return session(folder / "again", source, steps=0) | {"trained": session(None, source, steps=1)}
 
 
+def different_tags(folder: Path) -> dict[str, str]:
+    """The error of a save under a tag for each rank, by the config's `tag_validation`."""
+    errors = {}
+    for mode in ("Fail", "Warn", "Ignore"):
+        model, _ = MODELS["gpt"]()
+        engine = engine_of(model, config() | {"checkpoint": {"tag_validation": mode}})
+        try:
+            engine.save_checkpoint(folder / mode, tag=f"tag-{rank()}")
+            errors[mode] = ""
+        except ConfigError as error:
+            errors[mode] = str(error)
+        engine.destroy()
+    return errors
+
+
 def full_disk(folder: Path) -> dict[str, Any]:
     """A save that fails on one rank, and the next one."""
     model, _ = MODELS["gpt"]()
