@@ -122,7 +122,7 @@ IGNORED = {
     "activation_checkpointing": 'Set "stronghold": {"activations": ...} instead.',
     "comms_logger": 'Set "stronghold": {"trace": FILE} to see every transfer.',
     "timers": "Every logged step has its tokens per second, without a wait for the GPU.",
-    "checkpoint": "tag_validation is obeyed. The others are settings of DeepSpeed's checkpoint writers.",
+    "checkpoint": "tag_validation is obeyed. Other keys are of DeepSpeed's checkpoint writers.",
     "datastates_ckpt": "It is a checkpoint writer of DeepSpeed's.",
     "aio": "Each disk has a queue for each direction, and bytes pass through RAM.",
     "disable_python_gc": "Python's garbage collector is left as it is.",

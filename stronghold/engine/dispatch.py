@@ -6,16 +6,18 @@ that stronghold's engine shows. The training thread alone enters.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
 import deepspeed
 import torch
 from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.runtime.zero import partition_parameters
 from deepspeed.utils import log_dist
 from torch import nn
 
@@ -95,31 +97,46 @@ def initialize(
     num_ranks = data_parallel_size(mpu)
     settings = configs.load(source, args=args, world_size=num_ranks, mpu=mpu)
     section = settings.stronghold
-    shown = make_optimizer(model, optimizer, model_parameters, settings)
-    on_gpu = (section.device or "cuda") == "cuda" and cuda.available()
-    timeout = deepspeed.constants.default_pg_timeout
-    if section.rank_timeout_s is not None:
-        timeout = timedelta(seconds=section.rank_timeout_s)
-    _init_distributed(settings, timeout, distributed_port, dist_init_required, on_gpu=on_gpu)
-    device = cuda.device_of(local_rank_of(args)) if on_gpu else None
-    ranks = join(mpu, device=device, timeout=timeout)
-    try:
-        engine = StrongholdEngine(
-            args=args,
-            model=model,
-            settings=settings,
-            optimizer=shown,
-            lr_scheduler=make_scheduler(lr_scheduler, shown, settings),
-            training_data=training_data,
-            collate_fn=collate_fn,
-            mpu=mpu,
-            ranks=ranks,
-        )
-    except BaseException:
-        ranks.close()
-        raise
+    with _outside_zero_init():
+        shown = make_optimizer(model, optimizer, model_parameters, settings)
+        on_gpu = (section.device or "cuda") == "cuda" and cuda.available()
+        timeout = deepspeed.constants.default_pg_timeout
+        if section.rank_timeout_s is not None:
+            timeout = timedelta(seconds=section.rank_timeout_s)
+        _init_distributed(settings, timeout, distributed_port, dist_init_required, on_gpu=on_gpu)
+        device = cuda.device_of(local_rank_of(args)) if on_gpu else None
+        ranks = join(mpu, device=device, timeout=timeout)
+        try:
+            engine = StrongholdEngine(
+                args=args,
+                model=model,
+                settings=settings,
+                optimizer=shown,
+                lr_scheduler=make_scheduler(lr_scheduler, shown, settings),
+                training_data=training_data,
+                collate_fn=collate_fn,
+                mpu=mpu,
+                ranks=ranks,
+            )
+        except BaseException:
+            ranks.close()
+            raise
     logger.info("stronghold engine active on %s", engine.device)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+@contextlib.contextmanager
+def _outside_zero_init() -> Iterator[None]:
+    """Context manager: `deepspeed.zero.Init` around it does not see what is made in it.
+
+    Inside `Init` torch's functions make tensors of its dtype and partition the parameters of every
+    module. DeepSpeed's own `initialize` steps out of it, too.
+    """
+    partition_parameters.shutdown_init_context()
+    try:
+        yield
+    finally:
+        partition_parameters.restore_init_context()
 
 
 def _check_model(model: nn.Module) -> None:

@@ -265,6 +265,26 @@ def test_a_model_made_under_zero_init_is_taken_over(gloo: None) -> None:
     assert all(vars(p) == {} for p in model.parameters())
 
 
+def test_an_engine_that_is_made_inside_zero_init_has_its_own_dtypes(gloo: None) -> None:
+    """`Init` makes every new tensor bf16. The engine's fp32 masters and losses are its own."""
+    losses = []
+    for is_inside in (False, True):
+        torch.manual_seed(0)
+        model = tiny_llama().float()
+        options = {"dtype": torch.bfloat16, "enabled": is_inside}
+        with deepspeed.zero.Init(**options):
+            made, *_ = deepspeed.initialize(model=model, config=config())
+            assert torch.zeros(1).dtype == (torch.bfloat16 if is_inside else torch.float32)
+        losses.append([])
+        for step in range(2):
+            loss = made(**{k: v[None] for k, v in samples(step + 1, 1)[0].items()}).loss
+            made.backward(loss)
+            made.step()
+            losses[-1].append(loss.item())
+        made.destroy()
+    assert losses[0] == losses[1]
+
+
 def test_a_config_with_the_section_keeps_init_from_partitioning(gloo: None) -> None:
     settings = config() | {"zero_optimization": {"stage": 3}}
     model = made_under_init(config_dict_or_path=settings)
