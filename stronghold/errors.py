@@ -9,14 +9,78 @@ import difflib
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from enum import Enum
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
 
 
+class ErrorPage(Enum):
+    """The errors that have a page of their own: `docs/errors/VALUE.md`."""
+
+    GPU_MEMORY = "gpu_memory"
+    HOST_MEMORY = "host_memory"
+    DISK = "disk"
+    PINNED_MEMORY = "pinned_memory"
+    NO_BLOCKS = "no_blocks"
+    UNKNOWN_KEY = "unknown_key"
+    TWO_OPTIMIZERS = "two_optimizers"
+    OTHER_MODEL = "other_model"
+    RANK_LOST = "rank_lost"
+    KERNELS = "kernels"
+
+
+_PACKAGE = Path(__file__).resolve().parent
+# Where the pages lie: in an installed package, and in a clone.
+_FOLDERS = (_PACKAGE / "pages", _PACKAGE.parent / "docs" / "errors")
+
+
+def page_link(page: ErrorPage) -> str:
+    """Return the address of an error's page.
+
+    The package's metadata knows the address of the documentation's site ("Documentation" in
+    pyproject.toml). Without a site the address is that of the file that came with the package.
+    """
+    try:
+        urls = metadata.metadata("stronghold").get_all("Project-URL") or []
+    except metadata.PackageNotFoundError:
+        urls = []
+    for url in urls:
+        label, _, site = url.partition(",")
+        if label == "Documentation":
+            return f"{site.strip().rstrip('/')}/errors/{page.value}.html"
+    name = f"{page.value}.md"
+    folder = next((folder for folder in _FOLDERS if (folder / name).exists()), _FOLDERS[0])
+    return (folder / name).as_uri()
+
+
+def with_page(message: str, page: ErrorPage) -> str:
+    """Return the message with a last line that leads to the page. A message has one such line."""
+    link = page_link(page)
+    return message if link in message else f"{message}\nSee {link}"
+
+
+def with_unknown_key_page(message: str) -> str:
+    """Return the message about keys of the config, with their page if one is unknown."""
+    is_unknown = "unknown key." in message
+    return with_page(message, ErrorPage.UNKNOWN_KEY) if is_unknown else message
+
+
 class StrongholdError(Exception):
-    """Base of every exception that stronghold raises on purpose."""
+    """Base of every exception that stronghold raises on purpose.
+
+    `page`: the page of this error, whose address ends the message. None: the class's page, if it
+    has one.
+    """
+
+    page: ClassVar[ErrorPage | None] = None
+
+    def __init__(self, message: str = "", *, page: ErrorPage | None = None) -> None:
+        page = page or self.page
+        super().__init__(message if page is None else with_page(message, page))
 
 
 class ConfigError(StrongholdError, ValueError):
@@ -29,8 +93,10 @@ class BudgetError(ConfigError):
     `need_bytes`: the least size of the tier that suffices, or None if no size is known to.
     """
 
-    def __init__(self, message: str, *, need_bytes: int | None = None) -> None:
-        super().__init__(message)
+    def __init__(
+        self, message: str, *, need_bytes: int | None = None, page: ErrorPage | None = None
+    ) -> None:
+        super().__init__(message, page=page)
         self.need_bytes = need_bytes
 
 
@@ -44,6 +110,8 @@ class StateError(StrongholdError, RuntimeError):
 
 class RankError(StrongholdError, RuntimeError):
     """Another rank has ended, has stopped or has diverged. The message names it."""
+
+    page = ErrorPage.RANK_LOST
 
 
 class LaneError(StrongholdError, RuntimeError):

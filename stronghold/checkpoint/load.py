@@ -25,7 +25,7 @@ from stronghold.checkpoint.manifest import LOW, WEIGHTS, TensorRecord
 from stronghold.checkpoint.save import named_groups, persistent_buffers
 from stronghold.checkpoint.state import unpack_state
 from stronghold.checkpoint.tag import OpenTag
-from stronghold.errors import CheckpointError, ConfigError, did_you_mean
+from stronghold.errors import CheckpointError, ConfigError, ErrorPage, did_you_mean
 from stronghold.memory.tiers import Mode, Views
 from stronghold.model.layout import ParameterSlice
 from stronghold.optim.states import LOW_DTYPE, items, join_master
@@ -120,7 +120,8 @@ class Load:
         missing += sorted(buffers - self.manifest.buffers.keys())
         extra += sorted(self.manifest.buffers.keys() - buffers)
         if strict and (missing or extra):
-            raise ConfigError(self._mismatch(missing, extra))
+            message = self._mismatch(missing, extra)
+            raise ConfigError(message, page=ErrorPage.OTHER_MODEL)
         self._check_buffers()
         return matches
 
@@ -138,7 +139,8 @@ class Load:
             if shape != tuple(buffer.shape):
                 raise ConfigError(
                     f"{self._path}: the buffer {name} has the shape {list(shape)} there, and "
-                    f"{list(buffer.shape)} in this model"
+                    f"{list(buffer.shape)} in this model",
+                    page=ErrorPage.OTHER_MODEL,
                 )
 
     def _check_shape(self, part: ParameterSlice, record: TensorRecord) -> None:
@@ -146,7 +148,8 @@ class Load:
         if record.shape != part.shape:
             raise ConfigError(
                 f"{self._path}: {part.name} has the shape {list(record.shape)} there, and "
-                f"{list(part.shape)} in this model"
+                f"{list(part.shape)} in this model",
+                page=ErrorPage.OTHER_MODEL,
             )
 
     def _check_dtype(self, part: ParameterSlice, record: TensorRecord) -> None:
@@ -155,7 +158,8 @@ class Load:
         if record.dtype is not dtype and not {record.dtype, dtype} <= LOW_DTYPE.keys():
             raise ConfigError(
                 f"{self._path}: {part.name} is {record.dtype} there, and {dtype} in this "
-                "model: quantise the model as it was when it was saved"
+                "model: quantise the model as it was when it was saved",
+                page=ErrorPage.OTHER_MODEL,
             )
 
     def _mismatch(self, missing: list[str], extra: list[str]) -> str:

@@ -26,7 +26,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from stronghold.config.source import SECTION, section_of
-from stronghold.errors import ConfigError, did_you_mean
+from stronghold.errors import ConfigError, did_you_mean, with_unknown_key_page
 
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -425,7 +425,7 @@ def _explain(error: ValidationError) -> str:
         path = _key_path(detail["loc"])
         key = ".".join((SECTION, *path)) if path else detail["msg"]
         lines.setdefault(key, _explain_one(path, detail))
-    return "\n".join(lines.values())
+    return with_unknown_key_page("\n".join(lines.values()))
 
 
 def nested_section(field: FieldInfo) -> type[BaseModel] | None:

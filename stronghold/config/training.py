@@ -29,7 +29,7 @@ from stronghold.config.keys import (
 )
 from stronghold.config.section import StrongholdConfig, parse_section, resolve_nvme
 from stronghold.config.source import SECTION, Source, check_key_types, read_config, warn_once
-from stronghold.errors import ConfigError, did_you_mean
+from stronghold.errors import ConfigError, did_you_mean, with_unknown_key_page
 from stronghold.optim import (
     Optimizer,
     examples,
@@ -378,7 +378,7 @@ def _explain(error: ValidationError) -> str:
             lines.append(f"{key}: unknown key.{_hint(error.title, str(detail['loc'][-1]))}")
         else:
             lines.append(f"{key}: got {detail['input']!r}. {detail['msg']}.")
-    return "\n".join(lines)
+    return with_unknown_key_page("\n".join(lines))
 
 
 def _hint(title: str, key: str) -> str:

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from stronghold.errors import BudgetError, format_size
+from stronghold.errors import BudgetError, ErrorPage, format_size
 
 
 class DeviceMemory(ABC):
@@ -38,7 +38,8 @@ class DeviceMemory(ABC):
             raise BudgetError(
                 f"{purpose}: {format_size(nbytes)} on {self._name} would pass the budget of "
                 f"{format_size(self.budget_bytes)} ({format_size(self.allocated_bytes)} in use); "
-                "raise stronghold.gpu_memory or lower stronghold.window"
+                "raise stronghold.gpu_memory or lower stronghold.window",
+                page=ErrorPage.GPU_MEMORY,
             )
         buffer = self._allocate(numel, dtype)
         self.allocated_bytes += nbytes

@@ -35,7 +35,7 @@ import torch
 
 from stronghold.devices.kinds import DeviceKind
 from stronghold.devices.numa import running_on
-from stronghold.errors import StateError
+from stronghold.errors import ErrorPage, StateError, format_size, page_link
 from stronghold.native import available_cores
 
 logger = logging.getLogger("stronghold")
@@ -195,14 +195,15 @@ class GpuPinning(HostPinning):
             if is_first:
                 self._make_rings()
                 logger.warning(
-                    "the system lets this process pin %d bytes of host memory, and refuses %d more "
-                    "(%s). Copies of other memory pass through %d pinned bytes: exact, but slower. "
-                    "Raise the limit: ulimit -l unlimited; in a container --ulimit memlock=-1; "
-                    "under WSL2 more memory in .wslconfig",
-                    pinned,
-                    tensor.nbytes,
+                    "the system lets this process pin %s of host memory, and refuses %s more "
+                    "(%s). Copies of other memory pass through %s that are pinned: exact, but "
+                    "slower. Raise the limit: ulimit -l unlimited; in a container --ulimit "
+                    "memlock=-1; under WSL2 more memory in .wslconfig\nSee %s",
+                    format_size(pinned),
+                    format_size(tensor.nbytes),
                     error,
-                    self.pinned_bytes - pinned,
+                    format_size(self.pinned_bytes - pinned),
+                    page_link(ErrorPage.PINNED_MEMORY),
                 )
 
     def register(self, tensor: torch.Tensor) -> None:

@@ -30,7 +30,7 @@ from stronghold.distributed.process_groups import (
     local_rank_of,
 )
 from stronghold.engine import StrongholdEngine
-from stronghold.errors import ConfigError
+from stronghold.errors import ConfigError, ErrorPage
 from stronghold.optim.cpu_optimizer import CPUOptimizer
 from stronghold.streaming.optimizer import EngineOptimizer
 from stronghold.telemetry import show_log
@@ -232,7 +232,8 @@ def _from_client(
     if client.state:
         raise ConfigError(
             "optimizer: it has taken steps already, and its moments cannot be taken over: pass a "
-            "new one"
+            "new one",
+            page=ErrorPage.TWO_OPTIMIZERS,
         )
     kept_states = settings.stronghold.states
     if isinstance(client, CPUOptimizer) and client.states != kept_states == "exact":

@@ -46,7 +46,7 @@ from pathlib import Path
 
 import torch
 
-from stronghold.errors import BudgetError, ConfigError, StateError, format_size
+from stronghold.errors import BudgetError, ConfigError, ErrorPage, StateError, format_size
 from stronghold.memory.neighbours import ALONE, Neighbours
 from stronghold.memory.slab import MappedPart, map_files, map_slab
 from stronghold.memory.stores import Extent, Verb
@@ -709,6 +709,7 @@ def no_space_error(paths: Sequence[Path], need_bytes: int, have_bytes: int) -> B
         f"Free {missing}, add a path on another disk, or give more to stronghold.host_memory so "
         "that less spills.",
         need_bytes=need_bytes,
+        page=ErrorPage.DISK,
     )
 
 

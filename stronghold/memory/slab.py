@@ -48,7 +48,7 @@ from typing import Any
 import torch
 
 from stronghold.devices.base import Device
-from stronghold.errors import BudgetError, ConfigError, format_size
+from stronghold.errors import BudgetError, ConfigError, ErrorPage, format_size
 from stronghold.limits import available_host_bytes
 from stronghold.memory.neighbours import Neighbours
 
@@ -324,7 +324,8 @@ class PinnedPool:
                 f"offloaded activations need {format_size(begin + missing)} of host memory at "
                 f"once, and {format_size(self._arena.numel())} are left beside the plan's. Raise "
                 'stronghold.host_memory or add RAM, set stronghold.activations to "recompute", or '
-                "lower the micro-batch"
+                "lower the micro-batch",
+                page=ErrorPage.HOST_MEMORY,
             )
         ahead = self._expected_bytes if begin == 0 else begin // GROWTH
         wanted = -(-max(missing, ahead) // PAGE_BYTES) * PAGE_BYTES

@@ -48,7 +48,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from stronghold.errors import ConfigError, StateError, did_you_mean
+from stronghold.errors import ConfigError, ErrorPage, StateError, did_you_mean, with_page
 from stronghold.model.file_ranges import FileRange
 from stronghold.model.stored_tensors import (
     NOTHING_PACKED,
@@ -709,7 +709,7 @@ def why_no_blocks(model: nn.Module) -> str:
         ((_numel(child), name) for name, child in model.named_children()), reverse=True
     )[:3]
     held = ", ".join(f'"{name}" ({numel:,} parameters)' for numel, name in largest) or "none"
-    return (
+    message = (
         f"no repeated blocks found in {type(model).__name__}. Looked for a known family "
         "(config.model_type or class name), then for a ModuleList, Sequential or numbered "
         "attributes that hold at least two like modules with parameters. Largest children: "
@@ -717,6 +717,7 @@ def why_no_blocks(model: nn.Module) -> str:
         '"stronghold": {"layers": "model.layers"} or '
         '{"layers": ["encoder.block.*", "decoder.block.*"]}.'
     )
+    return with_page(message, ErrorPage.NO_BLOCKS)
 
 
 # -- the values of meta parameters ----------------------------------------------------------------

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from stronghold.errors import ConfigError, StateError
+from stronghold.errors import ConfigError, ErrorPage, StateError
 from stronghold.native.segments import PACKED_ROW, ROW, TARGET_ROW
 
 _ABI_VERSION = 5
@@ -138,7 +138,10 @@ def library() -> ctypes.CDLL:
 
 
 def _of_another_version(loaded: ctypes.CDLL) -> StateError:
-    return StateError(f"{loaded._name} is of another version than {__file__}; repeat `pip install`")
+    return StateError(
+        f"{loaded._name} is of another version than {__file__}; repeat `pip install`",
+        page=ErrorPage.KERNELS,
+    )
 
 
 def _library_path() -> Path:
@@ -151,5 +154,6 @@ def _library_path() -> Path:
             return path
     raise ConfigError(
         "stronghold's compiled kernels are missing: install the package with "
-        "`pip install .` (or `pip install -e .`), which needs a C++ compiler"
+        "`pip install .` (or `pip install -e .`), which needs a C++ compiler",
+        page=ErrorPage.KERNELS,
     )

@@ -12,7 +12,7 @@ from operator import itemgetter
 
 import torch
 
-from stronghold.errors import BudgetError, ConfigError, format_size
+from stronghold.errors import BudgetError, ConfigError, ErrorPage, format_size
 from stronghold.model.arrays import array_bytes, moment_arrays
 from stronghold.model.layout import LayerLayout, ModelLayout, Range
 from stronghold.optim.states import Formats
@@ -302,6 +302,7 @@ def _gpu_refusal(places: Places, need: int, window: int, gradient_slots: int) ->
         f"stronghold.gpu_memory: got {format_size(budget)}, but {which}{tokens} needs {at_least}: "
         f"{named}. You can {'; or '.join(ways)}",
         need_bytes=need,
+        page=ErrorPage.GPU_MEMORY,
     )
 
 

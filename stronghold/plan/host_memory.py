@@ -49,7 +49,7 @@ from typing import NamedTuple
 
 import torch
 
-from stronghold.errors import BudgetError, ConfigError, format_size
+from stronghold.errors import BudgetError, ConfigError, ErrorPage, format_size
 from stronghold.model.arrays import array_bytes, moment_arrays
 from stronghold.model.layout import LayerLayout, Range
 from stronghold.model.packed_formats import DTYPES, FORMATS
@@ -618,6 +618,7 @@ def _check_files(demand: Demand, host: HostMemory) -> None:
             f"{format_size(on_disk, round_up=True)}{on_ranks}, {format_size(capacity)} are "
             "allowed; raise it, or give more to stronghold.host_memory so that less spills",
             need_bytes=on_disk,
+            page=ErrorPage.DISK,
         )
 
 
@@ -651,6 +652,7 @@ def _check_memory(places: Places, host: HostMemory) -> None:
         f"host memory: the plan needs {at_least} ({parts}), {format_size(budget)} are "
         f"available; {advice}",
         need_bytes=need,
+        page=ErrorPage.HOST_MEMORY,
     )
 
 

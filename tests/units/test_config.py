@@ -296,7 +296,8 @@ def test_every_wrong_key_is_in_one_error() -> None:
     assert any(
         line.startswith("stronghold.zzz: unknown key. Known keys: enabled, ") for line in lines
     )
-    assert len(lines) == 5
+    assert len(lines) == 6
+    assert lines[-1].startswith("See ")  # the page of unknown keys
 
 
 def test_contradictory_keys_are_refused() -> None:
