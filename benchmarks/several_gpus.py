@@ -1,4 +1,4 @@
-"""How the step grows with the number of GPUs, by the simulator: the table of docs/several_gpus.md.
+"""How the step grows with the number of GPUs, by the simulator: the table of docs/scaling.md.
 
     python benchmarks/several_gpus.py [--machine a100-80gb] [--exchange GBPS]
 

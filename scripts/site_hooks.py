@@ -18,12 +18,15 @@ ROOT = Path(__file__).resolve().parents[1]
 OUTSIDE = re.compile(r"\]\(((?:\.\./)[^)#\s]+)((?:#[^)]*)?)\)")
 
 
-def outside_links(text: str) -> set[str]:
-    """Paths in the repository, outside docs/, to which a page of docs/ links."""
-    targets = {
-        posixpath.normpath(posixpath.join("docs", link)) for link, _ in OUTSIDE.findall(text)
-    }
+def outside_links(text: str, page: str) -> set[str]:
+    """Paths in the repository, outside docs/, to which a page links. `page`: its path in docs/."""
+    targets = {_target(link, page) for link, _ in OUTSIDE.findall(text)}
     return {target for target in targets if not target.startswith("docs/")}
+
+
+def _target(link: str, page: str) -> str:
+    """The path in the repository to which a page's link leads."""
+    return posixpath.normpath(posixpath.join("docs", posixpath.dirname(page), link))
 
 
 def place(target: str) -> str:
@@ -39,8 +42,10 @@ def place(target: str) -> str:
 def on_files(files: Files, config: Any) -> Files:
     """Add every file of the repository to which a page links."""
     targets: set[str] = set()
-    for page in Path(config["docs_dir"]).glob("*.md"):
-        targets |= outside_links(page.read_text(encoding="utf-8"))
+    folder = Path(config["docs_dir"])
+    for page in folder.rglob("*.md"):
+        name = page.relative_to(folder).as_posix()
+        targets |= outside_links(page.read_text(encoding="utf-8"), name)
     for target in sorted(targets):
         path = ROOT / target
         if path.is_dir():
@@ -57,9 +62,13 @@ def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> st
     """Point links outside docs/ to the site's copy."""
     if page.file.src_uri.startswith("benchmarks/"):
         return re.sub(r"\]\((?!https?:)[^)]*\)", "]", markdown) if "](" in markdown else markdown
-    return OUTSIDE.sub(_inside, markdown)
+    name = page.file.src_uri
 
+    def inside(match: re.Match[str]) -> str:
+        target = _target(match.group(1), name)
+        if target.startswith("docs/"):
+            return match.group(0)
+        placed = posixpath.relpath(place(target), posixpath.dirname(name) or ".")
+        return f"]({placed}{match.group(2)})"
 
-def _inside(match: re.Match[str]) -> str:
-    target = posixpath.normpath(posixpath.join("docs", match.group(1)))
-    return f"]({place(target)}{match.group(2)})"
+    return OUTSIDE.sub(inside, markdown)

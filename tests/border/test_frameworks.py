@@ -1,4 +1,4 @@
-"""docs/frameworks.md: every member of the engine that frameworks touch has its row, and every row
+"""docs/members.md: every member of the engine that frameworks touch has its row, and every row
 holds on a live engine.
 
 The rows' sources are found again in the installed accelerate and transformers: a use of theirs that
@@ -31,7 +31,7 @@ from tests.support.installed_sources import (
 )
 from tests.support.training import config
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "frameworks.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "members.md"
 EVIDENCE = re.compile(r"(?:accelerate|transformers)/[\w/]+\.py:[\w.]+")
 
 # --- what the installed sources touch -------------------------------------------------------------
@@ -40,7 +40,7 @@ EVIDENCE = re.compile(r"(?:accelerate|transformers)/[\w/]+\.py:[\w.]+")
 def rows(heading: str) -> dict[str, list[str]]:
     """member -> evidence in the two packages, of the table under `heading`."""
     page = PAGE.read_text(encoding="utf-8")
-    [section] = [part for part in re.split(r"^### ", page, flags=re.M) if part.startswith(heading)]
+    [section] = [part for part in re.split(r"^## ", page, flags=re.M) if part.startswith(heading)]
     found = {}
     for line in section.splitlines():
         if line.startswith("| `"):
@@ -60,8 +60,8 @@ def test_the_table_is_what_the_installed_sources_touch(
 ) -> None:
     listed = {(member, place) for member, places in rows(heading).items() for place in places}
     installed = uses()
-    assert installed - listed == set(), "uses that docs/frameworks.md lacks"
-    assert listed - installed == set(), "rows of docs/frameworks.md whose use is gone"
+    assert installed - listed == set(), "uses that docs/members.md lacks"
+    assert listed - installed == set(), "rows of docs/members.md whose use is gone"
 
 
 def test_no_other_file_holds_an_engine() -> None:

@@ -15,9 +15,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from stronghold.tools.cli import main
+from tests.support.documents import fenced
 from tests.support.finetuning import SCRIPTS, byte_tokenizer, jsonl, tiny_llama
 from tests.support.frameworks import fresh_accelerate, plugin, reset_accelerate
-from tests.tools.test_readme import fenced
 
 import finetune as program  # isort: skip
 import finetune_training as training  # isort: skip

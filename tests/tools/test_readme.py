@@ -18,13 +18,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from stronghold.telemetry import trace
 from stronghold.tools import cli
+from tests.support.documents import PAGES, PERFORMED, commands_of, fenced, name_of
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 TIMEOUT_S = 300
 SEARCH_PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 # Each command of these pages, and a shorter run of it; None: another test runs it.
 QUICK = ["--tiny", "--steps", "3", "--compare-steps", "2", "--no-timing"]
@@ -48,6 +47,8 @@ FAST_VARIANTS = {
     "stronghold export --merge ADAPTERS MERGED": None,
     "stronghold trace trace.json -o timeline.png": None,  # run where the trace is made
     "stronghold doctor": None,  # a minute; run in test_doctor, for less
+    "stronghold doctor --report": None,  # test_doctor_report
+    "scripts/mutants --list": None,  # scripts/check
     # test_plan_adapters plans for such a model.
     "stronghold plan --model DIR --machine rtx4090 --host 64GiB --batch 8 --accumulation 2 "
     "--lora 16 --frozen nf4": None,
@@ -60,17 +61,11 @@ def blocks(language: str) -> list[str]:
     return fenced(README, language)
 
 
-def fenced(page: str, language: str) -> list[str]:
-    """Fenced blocks of a page in a language."""
-    fences = re.findall(r"^```(\w*)\n(.*?)^```\n", page, flags=re.MULTILINE | re.DOTALL)
-    return [body for name, body in fences if name == language]
-
-
 def commands() -> set[str]:
-    """Commands in `bash` blocks of the README and of docs/."""
-    texts = [path.read_text(encoding="utf-8") for path in PAGES]
-    lines = "".join(block for text in texts for block in fenced(text, "bash")).splitlines()
-    return {line.split(" #")[0].strip() for line in lines if line.strip()}
+    """Commands in `bash` blocks of the README and of docs/. test_pages performs the others."""
+    texts = [path.read_text(encoding="utf-8") for path in PAGES if path not in PERFORMED]
+    bodies = [body for text in texts for body in fenced(text, "bash")]
+    return {command for body in bodies for command in commands_of(body)}
 
 
 def run(command: list[str], folder: Path = ROOT) -> str:
@@ -179,7 +174,7 @@ def test_the_plan_of_the_readme_is_made(capsys: pytest.CaptureFixture[str]) -> N
     assert "\nFITS\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
 def test_links_lead_somewhere(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     missing = []
