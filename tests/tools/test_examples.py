@@ -21,8 +21,11 @@ from tests.conftest import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+NOTEBOOK = ROOT / "examples" / "plan_to_timeline.ipynb"
 MOST_LINES, MOST_COLUMNS = 80, 100
-OPTIONAL = {"trl_sft": "trl", "lightning_fit": "lightning"}
+OPTIONAL = {"trl_sft": "trl", "trl_dpo": "trl", "lightning_fit": "lightning"}
+# Programs without a launcher and without a framework's global state run in this process.
+IN_THIS_PROCESS = {"plain_loop", "lora", "qlora"}
 # A launcher's words in front of the script, as this Python starts it.
 LAUNCHERS = {"deepspeed": "deepspeed.launcher.runner", "torchrun": "torch.distributed.run"}
 LAUNCHED_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
@@ -87,9 +90,15 @@ def test_an_example_is_short_and_says_how_it_is_run(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_trains(path: Path) -> None:
+def test_an_example_trains(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if path.stem in OPTIONAL:
         pytest.importorskip(OPTIONAL[path.stem])
+    if path.stem in IN_THIS_PROCESS:
+        run_here(str(path), "--steps", "6")
+        losses = losses_in(capsys.readouterr().out)
+        assert len(losses) == 6
+        assert losses[-1] < losses[0]
+        return
     command = [sys.executable, "-c", CHILD, str(path), "--steps", "6"]
     ranked = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     variables = {**ranked, "MASTER_PORT": str(free_port())}
@@ -100,6 +109,32 @@ def test_an_example_trains(path: Path) -> None:
     losses = losses_in(run(command, **variables))
     assert len(losses) == 6
     assert losses[-1] < losses[0]
+
+
+def test_the_notebook_runs_from_top_to_bottom(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its cells are plain Python: no part of Jupyter is needed."""
+    monkeypatch.chdir(tmp_path)
+    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    names: dict[str, object] = {}
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), NOTEBOOK.name, "exec"), names)
+    assert "\nFITS\n" in capsys.readouterr().out
+    losses = names["losses"]
+    assert isinstance(losses, list)
+    assert losses[-1] < losses[0]
+    assert Path("timeline.png").stat().st_size > 0
+
+
+def test_the_notebook_shows_what_it_printed() -> None:
+    """It was saved with its outputs: a reader sees the plan and the picture."""
+    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    outputs = [output for cell in cells for output in cell.get("outputs", [])]
+    assert not [output for output in outputs if output["output_type"] == "error"]
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+    assert "/home/" not in NOTEBOOK.read_text(encoding="utf-8")
 
 
 def test_the_launchers_line_trains_on_two_ranks() -> None:

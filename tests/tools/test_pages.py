@@ -70,6 +70,13 @@ def test_the_sites_table_of_contents_has_every_page_once() -> None:
     assert sorted(listed) == sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
 
 
+@pytest.mark.parametrize("path", sorted((DOCS / "develop").glob("*.md")), ids=name_of)
+def test_the_files_that_a_page_for_developers_names_exist(path: Path) -> None:
+    folders = "stronghold|tests|kernels|scripts|benchmarks|examples"
+    named = re.findall(rf"`((?:{folders})/[\w./-]+)`", text_of(path))
+    assert [name for name in named if "NAME" not in name and not (ROOT / name).exists()] == []
+
+
 # -- blocks that run --------------------------------------------------------------------------
 OTHER_PYTHON = [
     path
