@@ -70,6 +70,13 @@ def test_the_sites_table_of_contents_has_every_page_once() -> None:
     assert sorted(listed) == sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
 
 
+def test_the_page_of_environment_variables_has_all_of_them() -> None:
+    sources = [*(ROOT / "stronghold").rglob("*.py"), *(ROOT / "kernels" / "src").glob("*.cpp")]
+    read = {name for path in sources for name in re.findall(r'"(STRONGHOLD_\w+)"', text_of(path))}
+    listed = set(re.findall(r"`(STRONGHOLD_\w+)`", text_of(DOCS / "environment.md")))
+    assert listed == read
+
+
 @pytest.mark.parametrize("path", sorted((DOCS / "develop").glob("*.md")), ids=name_of)
 def test_the_files_that_a_page_for_developers_names_exist(path: Path) -> None:
     folders = "stronghold|tests|kernels|scripts|benchmarks|examples"
