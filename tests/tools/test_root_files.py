@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
 # Of a runner, or of the pages that name them.
-KNOWN_TOOLS = {"pip", "pipx", "pre-commit", "docker", "git"}
+KNOWN_TOOLS = {"pip", "pipx", "pre-commit", "docker", "git", "grep"}
 PAGES = ["CHANGELOG.md", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "SECURITY.md"]
 
 

@@ -83,7 +83,7 @@ def test_a_wrong_value_has_its_dotted_name(key: str, values: list[Any]) -> None:
 
 
 def test_a_misspelt_key_is_named() -> None:
-    message = refused(stronghold={"nvme": {"path": "/a", "dept": 3}})
+    message, _ = refused(stronghold={"nvme": {"path": "/a", "dept": 3}}).splitlines()
     assert message == 'stronghold.nvme.dept: unknown key. Did you mean "depth"?'
 
 
