@@ -211,7 +211,14 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reader]:
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("path", PERFORMED, ids=name_of)
+SLOW = {"how_to/full_8b_24gb.md", "how_to/quantised_bases.md"}  # CI has a step of its own for them
+PAGES_TO_PERFORM = [
+    pytest.param(path, id=name_of(path), marks=[pytest.mark.slow] if name_of(path) in SLOW else [])
+    for path in PERFORMED
+]
+
+
+@pytest.mark.parametrize("path", PAGES_TO_PERFORM)
 def test_a_how_to_page_is_performed(path: Path, reader: Reader) -> None:
     text = text_of(path)
     if re.search(r"engine\.save|CHECKPOINTS|trace\.json", text):

@@ -42,5 +42,9 @@ def test_the_wheel_of_the_sdist_passes_the_self_test(tmp_path: Path) -> None:
     (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + os.linesep)
     where = run(python, "-c", "import stronghold; print(stronghold.__file__)")
     assert where.startswith(str(environment))
+    link = "from stronghold.errors import *; print(page_link(ErrorPage.KERNELS))"
+    page = Path(run(python, "-c", link).strip().removeprefix("file://"))
+    assert page.is_relative_to(environment)
+    assert page.read_text(encoding="utf-8").startswith("# The kernels are not built")
     output = run(str(environment / "bin" / "stronghold"), "test")
     assert "equal" in output
