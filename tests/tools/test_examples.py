@@ -111,6 +111,7 @@ def test_an_example_trains(path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow  # CI has a step of its own for it
 def test_the_notebook_runs_from_top_to_bottom(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
