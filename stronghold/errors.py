@@ -35,7 +35,7 @@ class ErrorPage(Enum):
 
 _PACKAGE = Path(__file__).resolve().parent
 # Where the pages lie: in an installed package, and in a clone.
-_FOLDERS = (_PACKAGE / "pages", _PACKAGE.parent / "docs" / "errors")
+_FOLDERS = (_PACKAGE / "pages" / "errors", _PACKAGE.parent / "docs" / "errors")
 
 
 def page_link(page: ErrorPage) -> str:
