@@ -228,6 +228,31 @@ def test_a_how_to_page_is_performed(path: Path, reader: Reader) -> None:
     reader.follow(text)
 
 
+def test_the_rates_of_8b_are_those_of_the_results() -> None:
+    page = text_of(DOCS / "how_to" / "full_8b_24gb.md")
+    (link,) = re.findall(r"\]\((\.\./\.\./benchmarks/results/what-fits[^)]*)\)", page)
+    results = text_of(DOCS / "how_to" / link)
+    rows = re.findall(r"^\| RTX 4090.*\| Llama 3\.1 8B \| all weights.*$", results, re.MULTILINE)
+    predicted = [row.split("|")[5].strip() for row in rows]
+    named = re.findall(r"\| ([\d,]+) \|$", page, re.MULTILINE)
+    assert sorted(named) == sorted(predicted)
+
+
+@pytest.mark.slow
+def test_the_least_gpu_memory_of_8b_is_the_pages_figure(
+    reader: Reader, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = text_of(DOCS / "how_to" / "full_8b_24gb.md")
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
+    config = LlamaConfig(vocab_size=128256, architectures=["LlamaForCausalLM"], **sizes, **heads)
+    config.save_pretrained(reader.folder / "DIR")
+    (command,) = re.findall(r"^(stronghold plan .*) \|\| true$", page, re.MULTILINE)
+    assert cli.main(shlex.split(command)[1:]) == 1
+    (least,) = re.findall(r"it is \*\*(.* GiB)\*\*", page)
+    assert f"gpu_memory to at least {least}" in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.parametrize("path", OTHER_PYTHON, ids=name_of)
 def test_the_python_of_a_page_runs(path: Path, reader: Reader) -> None:
     for block in blocks_of(text_of(path)):
