@@ -37,7 +37,7 @@ SCREEN_LINES = 44  # of a usual window
 MOST_IDEA_LINES = SCREEN_LINES * 3 // 2
 LONG_SENTENCE = 9  # words; a shorter one may stand on two pages
 # Pages whose Python another test runs.
-RUN_ELSEWHERE = {"README.md", "adapters.md", "frameworks.md", "upstream.md"}
+RUN_ELSEWHERE = {"README.md", "adapters.md", "frameworks.md", "rollouts.md", "upstream.md"}
 
 
 def text_of(path: Path) -> str:
