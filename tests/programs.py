@@ -368,8 +368,9 @@ def late(s: Any, r: random.Random) -> None:
 
 
 def states(s: Any, r: random.Random) -> None:
-    s.offload()
-    if r.random() < 0.5:
+    draw = r.random()
+    s.offload(["optim_states", "lp_grads"] if 0.25 <= draw < 0.75 else None)
+    if draw < 0.5:
         for name, value in s.weights().items():
             s.say(name, value)
     s.reload()

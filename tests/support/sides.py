@@ -426,8 +426,8 @@ class ByEngine(Side):
     def replan(self, change: Callable[[Any], None]) -> None:
         change(self.engine)
 
-    def offload(self) -> None:
-        self.engine.offload_states()
+    def offload(self, include: list[str] | None) -> None:
+        self.engine.offload_states(include=include)
 
     def reload(self) -> None:
         self.engine.reload_states()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,24 +17,8 @@ from stronghold.devices import numa
 from stronghold.devices.emulated import EmulatedDevice
 from stronghold.distributed.process_groups import share_of_cores
 from stronghold.tools.doctor.measure import effort, node_rates
+from tests.support.topologies import CORES, GPU, affinities, needs_two_cores, topology
 from tests.support.twin import twin
-
-GPU = "0000:c1:00.0"
-CORES = sorted(os.sched_getaffinity(0))
-needs_two_cores = pytest.mark.skipif(len(CORES) < 2, reason="a node needs a core of its own")
-
-
-def topology(folder: Path, nodes: Mapping[int, str], gpu_node: int = -1) -> Path:
-    """Files as the kernel shows them: a node's cores by its number, and the GPU's node."""
-    for number, cores in nodes.items():
-        node = folder / f"sys/devices/system/node/node{number}"
-        node.mkdir(parents=True)
-        (node / "cpulist").write_text(f"{cores}\n")
-        (node / "meminfo").write_text(f"Node {number} MemTotal:       65536 kB\n")
-    gpu = folder / "sys/bus/pci/devices" / GPU
-    gpu.mkdir(parents=True)
-    (gpu / "numa_node").write_text(f"{gpu_node}\n")
-    return folder
 
 
 @pytest.fixture
@@ -120,15 +103,6 @@ def test_ranks_of_two_nodes_share_the_cores_of_their_own() -> None:
 
 
 # -- threads ---------------------------------------------------------------------------------------
-def affinities(prefix: str) -> dict[str, list[int]]:
-    """The cores of this process's Python threads whose names begin like this."""
-    return {
-        thread.name: sorted(os.sched_getaffinity(thread.native_id))
-        for thread in threading.enumerate()
-        if thread.name.startswith(prefix) and thread.native_id is not None
-    }
-
-
 def tasks() -> dict[int, list[int]]:
     """The cores of all threads of this process, by number."""
     numbers = map(int, os.listdir("/proc/self/task"))
