@@ -160,7 +160,8 @@ _REPLACED = (
         names=("torch.nn.Parameter.data",),
         reason="Torch does not count writes through `.data` in a parameter's version. An "
         "alias made by `detach` is counted, so that the engine sees the write and "
-        "trains from it.",
+        "trains from it. An assignment of equal values on another device (`model.to`) is "
+        "dropped, so that it takes no memory.",
         file=_PARAMETERS,
     ),
     Patch(
