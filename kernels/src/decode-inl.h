@@ -3,6 +3,19 @@
 //
 // [Note: past the caches] A run whose target begins at a multiple of 64 bytes is stored past the
 // caches. Otherwise the processor would first read the target from memory: 2 of nf4's 4.5 bytes.
+//
+// [Note: codes ahead]
+// 1. Stores past the caches slow down the hardware's own prefetching of the codes. Loops then wait
+//    for memory: AVX2 decoded int8 into bf16 at 0.28 of memory's rate on an Intel Xeon.
+// 2. So each loop asks for the codes that follow kCodesAhead bytes later: 0.84 of memory's rate.
+//    256 bytes give 0.38; 1024 and 4096 give the same.
+// 3. Past the end of the codes this asks for a line that has no use; a prefetch cannot fault.
+
+constexpr uintptr_t kCodesAhead = 1024;  // bytes
+SH_INLINE void PrefetchCodes(const char* codes) {
+  __builtin_prefetch(
+      reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(codes) + kCodesAhead));
+}
 
 struct OutF32 {
   static constexpr int64_t kBytes = 4;
@@ -91,6 +104,7 @@ void DecodeNf4(const sh_packed& packed, int64_t from, int64_t upto, char* out) {
   for (; i + kNf4Block <= upto; i += kNf4Block) {
     Nf4Table<Out>(Nf4Scale(packed, i / kNf4Block), table);
     char* to = out + (i - from) * Out::kBytes;
+    PrefetchCodes(codes + i / 2);
     if (CanStream(to)) {
       Out::template LookUp<true>(codes + i / 2, table, to);
     } else {
@@ -111,47 +125,58 @@ void DecodeNf4(const sh_packed& packed, int64_t from, int64_t upto, char* out) {
 // ---- int8 and fp8 -------------------------------------------------------------------------------
 
 struct CodeInt8 {
+  SH_INLINE static bool AnyNan(const char*, int64_t) { return false; }
   SH_INLINE static F Load(const char* p) { return LoadS8(p); }
+  SH_INLINE static void LoadTwo(const char* p, F* a, F* b) {
+    *a = LoadS8(p);
+    *b = LoadS8(p + kLanes);
+  }
   SH_INLINE static F Value(F code, F scale) { return Mul(Mul(code, scale), Set(1.0f / 127.0f)); }
 };
 struct CodeE4m3 {
+  SH_INLINE static bool AnyNan(const char* p, int64_t numel) { return MustLoadNan(p, numel); }
   SH_INLINE static F Load(const char* p) { return LoadE4m3(p); }
+  SH_INLINE static void LoadTwo(const char* p, F* a, F* b) { LoadE4m3x2(p, a, b); }
   SH_INLINE static F Value(F code, F scale) { return Mul(code, scale); }
 };
 
-// A finite scale makes no NaN, and a code's NaN is the quiet one already.
-template <class Code, class Out, bool kFinite, bool kStream>
+// kNumbers: the scale is finite, and no code is a NaN that LoadTwo cannot load.
+template <class Code, class Out, bool kNumbers, bool kStream>
 SH_INLINE void DecodeTwo(const char* codes, F scale, char* out) {
-  F a = Code::Value(Code::Load(codes), scale);
-  F b = Code::Value(Code::Load(codes + kLanes), scale);
-  if (!kFinite) {
-    a = Canonical(a);
-    b = Canonical(b);
+  if (kNumbers) {
+    F a, b;
+    Code::LoadTwo(codes, &a, &b);
+    Out::template StoreTwo<kStream>(out, Code::Value(a, scale), Code::Value(b, scale));
+  } else {
+    const F a = Canonical(Code::Value(Code::Load(codes), scale));
+    const F b = Canonical(Code::Value(Code::Load(codes + kLanes), scale));
+    Out::template StoreTwo<kStream>(out, a, b);
   }
-  Out::template StoreTwo<kStream>(out, a, b);
 }
 
-template <class Code, class Out, bool kFinite, bool kStream>
+template <class Code, class Out, bool kNumbers, bool kStream>
 SH_INLINE void DecodeRunAs(const char* codes, float scale_value, char* out, int64_t numel) {
   constexpr int64_t kStep = 2 * kLanes;
   const F scale = Set(scale_value);
   int64_t i = 0;
   for (; i + kStep <= numel; i += kStep) {
-    DecodeTwo<Code, Out, kFinite, kStream>(codes + i, scale, out + i * Out::kBytes);
+    PrefetchCodes(codes + i);
+    DecodeTwo<Code, Out, kNumbers, kStream>(codes + i, scale, out + i * Out::kBytes);
   }
   const int64_t rest = numel - i;
   if (rest <= 0) return;
   alignas(64) char padded_codes[kStep] = {};  // [Note: tails]
   alignas(64) char padded_out[kStep * Out::kBytes];
   std::memcpy(padded_codes, codes + i, rest);
-  DecodeTwo<Code, Out, kFinite, false>(padded_codes, scale, padded_out);
+  DecodeTwo<Code, Out, kNumbers, false>(padded_codes, scale, padded_out);
   std::memcpy(out + i * Out::kBytes, padded_out, rest * Out::kBytes);
 }
 
 // Codes that share a scale.
 template <class Code, class Out>
 SH_INLINE void DecodeRun(const char* codes, float scale, char* out, int64_t numel) {
-  if (__builtin_expect(!(std::fabs(scale) < INFINITY), 0)) {
+  const bool numbers = std::fabs(scale) < INFINITY && !Code::AnyNan(codes, numel);
+  if (__builtin_expect(!numbers, 0)) {
     DecodeRunAs<Code, Out, false, false>(codes, scale, out, numel);
   } else if (CanStream(out)) {
     DecodeRunAs<Code, Out, true, true>(codes, scale, out, numel);
@@ -210,6 +235,7 @@ struct RunE4m3<OutBf16> {
     int64_t i = 0;
     for (; i + kE4m3Group <= numel; i += kE4m3Group) {
       char* to = out + i * OutBf16::kBytes;
+      PrefetchCodes(codes + i);
       const bool has_nan = !table.Store<kStream>(codes + i, to);
       if (__builtin_expect(has_nan, 0)) EachElement(codes + i, scale, to, kE4m3Group);
     }

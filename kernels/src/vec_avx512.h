@@ -279,6 +279,12 @@ SH_INLINE F LoadE4m3(const char* p) {
   const __m256i canonical = _mm256_mask_mov_epi16(half, nan, _mm256_set1_epi16(0x7E00));
   return _mm512_mul_ps(_mm512_cvtph_ps(canonical), _mm512_set1_ps(256.0f));
 }
+// LoadE4m3x2 loads NaN, too.
+SH_INLINE bool MustLoadNan(const char*, int64_t) { return false; }
+SH_INLINE void LoadE4m3x2(const char* p, F* a, F* b) {
+  *a = LoadE4m3(p);
+  *b = LoadE4m3(p + kLanes);
+}
 
 // The bits of bf16, to nearest even, in the upper words.
 SH_INLINE __m512i RoundBf16(F x) {

@@ -220,6 +220,12 @@ SH_INLINE F LoadE4m3(const char* p) {
   if (magnitude < 8) return FromBits(sign | Bits(static_cast<float>(magnitude) * 0x1p-9f));
   return FromBits(sign | ((magnitude << 20) + (120u << 23)));
 }
+// LoadE4m3x2 loads NaN, too.
+SH_INLINE bool MustLoadNan(const char*, int64_t) { return false; }
+SH_INLINE void LoadE4m3x2(const char* p, F* a, F* b) {
+  *a = LoadE4m3(p);
+  *b = LoadE4m3(p + kLanes);
+}
 
 SH_INLINE void StoreBf16(char* p, F x) {
   const uint32_t bits = Bits(x);
