@@ -218,11 +218,13 @@ def test_the_model_is_given_back_whole(kind: str) -> None:
 @pytest.mark.slow
 def test_every_tensor_of_a_quantised_base_moves_under_its_name() -> None:
     names: dict[str, set[str]] = {}
+    experts: dict[str, set[str]] = {}
     for kind in BASES:
         engine = initialized(plain_model(kind), config(precision="bf16", section={"window": 1}))
         block = next(layer for layer in engine.inspect().layout.layers if layer.streamed)
-        found = {part.name for part in block.slices if "k_proj" in part.name}
-        names[kind] = {name.partition("k_proj.")[2] for name in found}
+        found = {part.name for part in block.slices}
+        names[kind] = {name.partition("k_proj.")[2] for name in found if "k_proj" in name}
+        experts[kind] = {name.partition("experts.")[2] for name in found if "experts." in name}
         engine.destroy()
     bitsandbytes = {"weight", "weight.absmax", "weight.quant_map"}
     nested = {f"weight.nested_{name}" for name in ("absmax", "quant_map", "offset")}
@@ -231,7 +233,10 @@ def test_every_tensor_of_a_quantised_base_moves_under_its_name() -> None:
     assert names["int8"] == {"weight", "weight.SCB"}
     assert names["torchao int8"] == {"weight.qdata", "weight.scale", "weight.zero_point"}
     assert names["torchao float8"] == {"weight.qdata", "weight.scale"}
-    assert names["FP8Linear"] == {"weight", "weight_scale_inv"}
+    assert names["FP8Linear"] == names["FP8Experts"] == {"weight", "weight_scale_inv"}
+    fused = {"gate_up_proj", "down_proj"}
+    assert experts["FP8Experts"] == fused | {f"{name}_scale_inv" for name in fused}
+    assert experts["FP8Experts grouped"] == experts["FP8Experts"]
     assert names["packed buffers"] == {"qweight", "qzeros", "scales"}
 
 
