@@ -70,11 +70,10 @@ def stored_weights(config: Any, path: Path) -> StoredWeights:
     are decoded. Raises ConfigError for a format that `from_pretrained` cannot read.
     """
     owner = _owner(config)
-    if owner is None:
+    method = quantised_as(config)
+    if owner is None or method is None:
         return StoredWeights()
     settings = owner.quantization_config
-    method = settings.get("quant_method") if isinstance(settings, dict) else None
-    method = str(getattr(method, "value", method))
     reading = READINGS.get(method)
     if reading is None:
         raise ConfigError(
@@ -90,6 +89,16 @@ def stored_weights(config: Any, path: Path) -> StoredWeights:
     if reading is Reading.DECODED:
         del owner.quantization_config
     return StoredWeights(quantiser=quantiser, reading=reading, block_rows=block[0] if block else 0)
+
+
+def quantised_as(config: Any) -> str | None:
+    """The `quant_method` of a Transformers configuration. None: the weights are floats."""
+    owner = _owner(config)
+    if owner is None:
+        return None
+    settings = owner.quantization_config
+    method = settings.get("quant_method") if isinstance(settings, dict) else None
+    return str(getattr(method, "value", method))
 
 
 def _owner(config: Any) -> Any:

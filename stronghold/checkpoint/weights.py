@@ -244,6 +244,8 @@ def write_small_files(
 
     described  the configuration, if there is no `model_dir`. None: no `config.json`
     changes    entries of the configuration, such as the weights' dtype
+
+    The weights that are written are floats: a configuration loses its `quantization_config`.
     """
     if model_dir is not None:
         for path in sorted(model_dir.iterdir()):
@@ -256,6 +258,9 @@ def write_small_files(
         return  # not a Hugging Face model: it has weights alone
     described |= changes
     described.pop("torch_dtype", None)
+    for part in (described, *described.values()):  # the model's configuration, or its text part's
+        if isinstance(part, dict):
+            part.pop("quantization_config", None)
     (out / CONFIG).unlink(missing_ok=True)
     write_durably(out / CONFIG, json.dumps(described, indent=2).encode())
 

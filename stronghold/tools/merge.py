@@ -3,7 +3,8 @@
 Owns the order of the merge: one unit after the other is read, merged by PEFT's own code, written
 and freed. A unit is a block, or the embedding, or the head. So the whole model is never in memory.
 The tensors have the bits of PEFT's `merge_and_unload` followed by `save_pretrained`, and the same
-names. It imports PEFT and Transformers when it runs. One thread enters.
+names. A base in FP8 or MXFP4 is decoded into the model's dtype, unit by unit. It imports PEFT and
+Transformers when it runs. One thread enters.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from stronghold.checkpoint import directory, weights
 from stronghold.checkpoint.files import Entry, entry_of
 from stronghold.checkpoint.placeholders import placeholders
 from stronghold.checkpoint.pretrained import from_pretrained
+from stronghold.checkpoint.stored_weights import READINGS, Reading, quantised_as
 from stronghold.errors import ConfigError, StateError
 from stronghold.model.partition import NamedParameter, WeightSource, partition, source_of
 from stronghold.streaming.patches.modules import parameter_table
@@ -122,10 +124,11 @@ def _open(adapters: Path, base: Path) -> _Opened:
     except ImportError as error:
         raise ConfigError(f"stronghold export --merge needs {error.name}: install it") from error
     config = transformers.AutoConfig.from_pretrained(base)
-    if getattr(config, "quantization_config", None) is not None:
+    method = quantised_as(config)
+    if method is not None and READINGS.get(method) is not Reading.DECODED:
         raise ConfigError(
-            f"{base}: its weights are quantised, and a merge adds to floating-point weights. Give "
-            "the directory of the base in bf16 with --model-dir"
+            f"{base}: its weights are quantised as {method!r}, and a merge adds to floating-point "
+            "weights. Give the directory of the base in bf16 with --model-dir"
         )
     architectures = getattr(config, "architectures", None) or [""]
     model = from_pretrained(base, auto_class=getattr(transformers, architectures[0], None))

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
@@ -30,6 +31,7 @@ from stronghold.errors import CheckpointError, ConfigError
 from stronghold.tools import merge
 from stronghold.tools.cli import main
 from tests.models.families import llama_of
+from tests.support.stored_weights import fp8_settings, fp8_tensors, mxfp4_tensors, rewrite
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -38,6 +40,7 @@ with warnings.catch_warnings():
 ROOT = Path(__file__).resolve().parents[2]
 VOCABULARY = 61
 ONE_SHARD = 1 << 30
+FP8_BLOCK = (4, 4)
 SHAPE: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -55,8 +58,8 @@ def llama(**options: Any) -> nn.Module:
     return llama_of(24, 52, 3, 2, 1, VOCABULARY, **options)
 
 
-def gpt_oss() -> nn.Module:
-    return GptOssForCausalLM(GptOssConfig(num_local_experts=4, **SHAPE))
+def gpt_oss(**options: Any) -> nn.Module:
+    return GptOssForCausalLM(GptOssConfig(num_local_experts=4, **{**SHAPE, **options}))
 
 
 def qwen3_moe() -> nn.Module:
@@ -138,6 +141,19 @@ def merged_by_peft(base: Path, adapters: Path, out: Path) -> dict[str, torch.Ten
     return tensors(out)
 
 
+def merged_from_decoded(base: Path, adapters: Path, out: Path) -> dict[str, torch.Tensor]:
+    """As `merged_by_peft`. Transformers would quantise such a model again when it is saved. So a
+    model that was never quantised saves the values."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    whole = peft.PeftModel.from_pretrained(model, adapters).merge_and_unload()
+    config = AutoConfig.from_pretrained(base)
+    del config.quantization_config
+    plain = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    plain.load_state_dict(whole.state_dict())
+    plain.save_pretrained(out)
+    return tensors(out)
+
+
 DAILY = ("all linears", "dora", "tied, head kept", "qwen3-moe")
 
 
@@ -173,6 +189,46 @@ def test_the_merged_model_is_the_one_that_peft_merges(
     )
     assert described["dtype"] == whole["dtype"]
     assert described.get("tie_word_embeddings") == whole.get("tie_word_embeddings")
+
+
+@pytest.mark.parametrize(
+    "make", [llama, pytest.param(qwen3_moe, marks=pytest.mark.slow)], ids=["llama", "qwen3-moe"]
+)
+def test_a_base_in_fp8_is_decoded_and_merged(
+    make: Callable[[], nn.Module], saved: Any, tmp_path: Path
+) -> None:
+    """Adapters that were trained on the base as Transformers decodes it."""
+    base, adapters = saved(make, experts() if make is qwen3_moe else lora())
+    stored = fp8_tensors(tensors(base), FP8_BLOCK, ("embed", "lm_head", "mlp.gate."))
+    for path in base.glob("*.safetensors*"):
+        path.unlink()
+    rewrite(base, stored, fp8_settings(FP8_BLOCK))
+    merge.export_merged(adapters, tmp_path / "out", max_shard_bytes=6_000, model_dir=base)
+    merged = tensors(tmp_path / "out")
+    expected = merged_from_decoded(base, adapters, tmp_path / "whole")
+    assert merged.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in merged.items())
+    assert not any("scale" in name for name in merged)
+    described = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "quantization_config" not in described
+
+
+@pytest.mark.slow
+def test_a_base_in_mxfp4_is_decoded_and_merged(saved: Any, tmp_path: Path) -> None:
+    """gpt-oss as it is published: its experts are adapted, too."""
+    base, adapters = saved(
+        functools.partial(gpt_oss, hidden_size=32, intermediate_size=32), experts()
+    )
+    stored = mxfp4_tensors(tensors(base))
+    for path in base.glob("*.safetensors*"):
+        path.unlink()
+    settings = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    rewrite(base, stored, settings)
+    merge.export_merged(adapters, tmp_path / "out", max_shard_bytes=6_000, model_dir=base)
+    merged = tensors(tmp_path / "out")
+    expected = merged_from_decoded(base, adapters, tmp_path / "whole")
+    assert merged.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in merged.items())
 
 
 def test_the_merged_model_opens_and_computes_as_peft(saved: Any, tmp_path: Path) -> None:
@@ -286,10 +342,10 @@ def test_adapters_and_bases_that_do_not_fit_are_refused(saved: Any, tmp_path: Pa
     refused("size mismatch", adapters, out, model_dir=tmp_path / "wider")
     llama_of(24, 52, 3, 2, 1, VOCABULARY).save_pretrained(tmp_path / "quantised")
     file = tmp_path / "quantised" / "config.json"
-    quantised = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    quantised = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": quantised}))
     refused(
-        "its weights are quantised, and a merge adds",
+        "its weights are quantised as 'bitsandbytes', and a merge adds",
         adapters,
         out,
         model_dir=tmp_path / "quantised",
