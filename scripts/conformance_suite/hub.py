@@ -7,7 +7,6 @@ downloaded, and nothing of the named models is here but their names.
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -62,8 +61,10 @@ def add_dataset(hub: Path, name: str, config: str, splits: Mapping[str, Any]) ->
     splits  the rows of each split: a `datasets.Dataset`
     """
     from datasets import DatasetDict, DatasetInfo, SplitDict, SplitInfo
+    from datasets.naming import camelcase_to_snakecase
 
     owner, _, short = name.rpartition("/")
+    short = camelcase_to_snakecase(short)
     root = hub / "datasets" / (f"{owner}___{short}" if owner else short)
     shutil.rmtree(root, ignore_errors=True)
     folder = root / config / "0.0.0" / REVISION
@@ -131,9 +132,3 @@ def word_tokenizer(texts: Iterable[str], inputs: Sequence[str], lower: bool = Fa
     return PreTrainedTokenizerFast(
         tokenizer_object=words, model_max_length=128, model_input_names=list(inputs), **special
     )
-
-
-def process_environment(hub: Path, *python_path: Path) -> dict[str, str]:
-    """This process's environment with the hub, and with folders in front of PYTHONPATH."""
-    path = [*map(str, python_path), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, **environment(hub), "PYTHONPATH": os.pathsep.join(filter(None, path))}
