@@ -166,7 +166,7 @@ def markdown(figures: dict[str, Any], record: dict[str, Any]) -> str:
             f"| seconds of work | {figures['seconds']:.1f} |",
             f"| of these in the packing kernel | {figures['packing_s']:.1f} "
             f"({100 * figures['packing_s'] / figures['seconds']:.1f} %) |",
-            f"| waiting for writes | {figures['waiting_s']:.1f} |",
+            f"| waiting for reads and writes | {figures['waiting_s']:.1f} |",
             f"| disk alone, as many bytes | {figures['disk_s']:.1f} |",
             f"| bytes per parameter of a block | {figures['bytes_per_parameter']:.3f} |",
             "",

@@ -1,16 +1,20 @@
 """Writes a prepared base: the blocks of a Hugging Face directory, packed, layer by layer.
 
 Owns the order of reads, packing and writes, and the figures that a user gets. `checkpoint.base` has
-the format and reads it. It needs no engine and no GPU. The calling thread alone enters; the queue
-of files has threads of its own.
+the format and reads it. It needs no engine and no GPU. The calling thread alone enters.
 
 [Note: prepare]
 
-1. Two slabs, each as large as the largest packed layer, and one weight in the compute dtype.
-2. The caller's thread reads a weight into the buffer, and packs it into its place in a slab. The
-   system reads the next weights ahead meanwhile: the following one, or the next layer's first.
-3. A full slab is written by the queue while the next layer is packed into the other slab.
-4. All files lie in a hidden directory. It gets its name when they and the manifest are durable
+1. Two slabs, each as large as the largest packed layer, and two buffers, each as large as the
+   largest weight in the compute dtype.
+2. The reader's thread reads the next weight into one buffer. The system reads the one after it
+   ahead. Meanwhile the caller's thread packs the weight in the other buffer into its place in a
+   slab, with the threads of the kernel.
+3. The writer's thread gives a full slab to the queue of files and takes the checksums. Meanwhile
+   the next layer is packed into the other slab.
+4. A slab is filled again when its layer is written: the reader gets the layer after the next one
+   then. A buffer is filled again when its weight is packed.
+5. All files lie in a hidden directory. It gets its name when they and the manifest are durable
    (`checkpoint.directory`, [Note: publication]). A killed process leaves no base, and the next one
    removes the hidden directory.
 """
@@ -21,10 +25,12 @@ import os
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -42,6 +48,7 @@ from stronghold.checkpoint.base import (
 from stronghold.checkpoint.files import raw_bytes
 from stronghold.checkpoint.pretrained import DirectorySource, from_pretrained, open_source
 from stronghold.checkpoint.save import versions
+from stronghold.devices.worker import open_worker
 from stronghold.errors import ConfigError, did_you_mean, format_size
 from stronghold.memory.slab import map_slab
 from stronghold.model.arrays import weight_map
@@ -55,8 +62,10 @@ from stronghold.optim.states import EXACT
 from stronghold.streaming.formats import CAST, COMPUTED, model_formats, page_items
 
 MAX_FILE_BYTES = 16 << 30
+NUM_SLABS = 2
 DEPTH = 16  # blocks in flight
 BLOCK_BYTES = 1 << 20
+Result = TypeVar("Result")
 PROGRESS_S = 1.0  # between two lines of progress, at least
 
 
@@ -81,7 +90,7 @@ class Prepared:
     num_parameters  of the blocks, packed or as they came
     num_bytes       of the files
     packing_s       seconds in which weights were packed
-    waiting_s       seconds in which the caller waited for writes
+    waiting_s       seconds in which the packing thread waited for reads and writes
     seconds         from the first read to the last fsync
     """
 
@@ -253,7 +262,33 @@ def _file_sizes(plans: Sequence[_LayerPlan]) -> dict[str, int]:
     return sizes
 
 
-# -- packing and writing ---------------------------------------------------------------------------
+# -- reading, packing and writing ------------------------------------------------------------------
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Weight:
+    """A weight that is packed. `values` is a view of a buffer, in the weight's shape."""
+
+    packed: PackedParameter
+    values: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """What the reader reads at once, and what then is packed.
+
+    plan     the layer
+    slab     its bytes
+    views    of the slab, by the names of the stored tensors
+    weight   None: all stored tensors that stay as they came. They are a layer's first part
+    is_last  the last part of its layer
+    """
+
+    plan: _LayerPlan
+    slab: torch.Tensor
+    views: dict[str, torch.Tensor]
+    weight: _Weight | None
+    is_last: bool
+
+
 class _Writer:
     """Packs layers into two slabs in turn, and writes them ([Note: prepare])."""
 
@@ -271,31 +306,35 @@ class _Writer:
         self._report = report
         self._reported_s = time.perf_counter()
         self._errors: dict[str, list[PackingError]] = {}
-        self._pool: Pool | None = None
 
     def write(self, hidden: Path, plans: Sequence[_LayerPlan]) -> list[LayerRecord]:
         """Write the files of all layers into the directory `hidden`, durably."""
-        slabs = self._make_slabs(plans)
-        weight = self._make_buffer(plans)
-        records: list[LayerRecord] = []
-        with closing(IoQueue(DEPTH, BLOCK_BYTES)) as queue, Pool(available_cores()) as pool:
-            self._pool = pool
+        parts = self._parts(plans)
+        written: list[Future[LayerRecord]] = []
+        with (
+            closing(IoQueue(DEPTH, BLOCK_BYTES)) as queue,
+            Pool(available_cores()) as pool,
+            open_worker("writer") as writer,
+            open_worker("reader") as reader,
+        ):
             files = {
                 name: _create(queue, hidden / name, num_bytes)
                 for name, num_bytes in _file_sizes(plans).items()
             }
-            tickets: list[int | None] = [None] * len(slabs)
-            for number, plan in enumerate(plans):
-                turn = number % len(slabs)
-                self._wait(queue, tickets[turn])
-                slab = slabs[turn][: plan.num_bytes]
-                following = plans[number + 1 : number + 2]
-                records.append(self._fill(plan, slab, weight, following))
-                file, address = files[plan.file], slab.data_ptr()
-                tickets[turn] = queue.write(file, plan.offset, address, plan.num_bytes)
-                self._progress(number + 1, plans)
-            for ticket in tickets:
-                self._wait(queue, ticket)
+            read = reader.submit(self._read, parts[0], parts[1:2])
+            for number, part in enumerate(parts):
+                self._wait(read)
+                for following in parts[number + 1 : number + 2]:
+                    if following.weight is None and len(written) >= NUM_SLABS - 1:
+                        self._wait(written[1 - NUM_SLABS])
+                    read = reader.submit(self._read, following, parts[number + 2 : number + 3])
+                if part.weight is not None:
+                    self._pack(part, part.weight, pool)
+                if part.is_last:
+                    file = files[part.plan.file]
+                    written.append(writer.submit(_write, queue, file, part.plan, part.slab))
+                    self._progress(len(written), plans)
+            records = [self._wait(layer) for layer in written]
         for name in files:
             _sync(hidden / name)
         return records
@@ -307,78 +346,63 @@ class _Writer:
             for kind, errors in self._errors.items()
         )
 
-    def _make_slabs(self, plans: Sequence[_LayerPlan]) -> list[torch.Tensor]:
+    def _parts(self, plans: Sequence[_LayerPlan]) -> list[_Part]:
+        """All parts of all layers, in the order in which they are read and packed."""
         largest = max(plan.num_bytes for plan in plans)
-        return [map_slab(largest, torch.uint8) for _ in range(min(2, len(plans)))]
-
-    def _make_buffer(self, plans: Sequence[_LayerPlan]) -> torch.Tensor:
-        """Memory for the largest weight that is packed, in the compute dtype."""
+        slabs = [map_slab(largest, torch.uint8) for _ in range(min(NUM_SLABS, len(plans)))]
         sizes = [packed.parameter.numel() for plan in plans for packed in plan.packed]
-        return map_slab(max(sizes, default=0), self._dtype)
+        buffers = [map_slab(max(sizes, default=0), self._dtype) for _ in range(2)]
+        parts: list[_Part] = []
+        for number, plan in enumerate(plans):
+            slab = slabs[number % len(slabs)][: plan.num_bytes]
+            views = {place.name: view_of(slab, place) for place in plan.places}
+            weights: list[_Weight | None] = [None]
+            for packed in plan.packed:
+                # Parts alternate between the buffers. The first part of a layer needs none.
+                buffer = buffers[(len(parts) + len(weights)) % len(buffers)]
+                values = buffer[: packed.parameter.numel()].view(packed.shape)
+                weights.append(_Weight(packed=packed, values=values))
+            parts += [
+                _Part(
+                    plan=plan,
+                    slab=slab,
+                    views=views,
+                    weight=weight,
+                    is_last=weight is weights[-1],
+                )
+                for weight in weights
+            ]
+        return parts
 
-    def _fill(
-        self,
-        plan: _LayerPlan,
-        slab: torch.Tensor,
-        weight: torch.Tensor,
-        following: Sequence[_LayerPlan],
-    ) -> LayerRecord:
-        """Write a layer's stored tensors into its slab. Returns its record.
+    def _read(self, part: _Part, following: Sequence[_Part]) -> None:
+        """Read a part. The system reads the weight of the following one ahead."""
+        for ahead in following:
+            if ahead.weight is not None:
+                self._source.will_read(ahead.weight.packed.parameter)
+        if part.weight is not None:
+            self._source.read_into(part.weight.packed.parameter, part.weight.values)
+            return
+        _clear_gaps(part.slab, part.plan.places)
+        for name, parameter in part.plan.as_came.items():
+            self._source.read_into(parameter, part.views[name])
 
-        `following`: the next layer, if there is one. Its first weight is read ahead.
-        """
-        _clear_gaps(slab, plan.places)
-        views = {place.name: view_of(slab, place) for place in plan.places}
-        for name, parameter in plan.as_came.items():
-            self._source.read_into(parameter, views[name])
-        next_packed = [*plan.packed[1:], *(layer.packed[0] for layer in following if layer.packed)]
-        for number, packed in enumerate(plan.packed):
-            values = weight[: packed.parameter.numel()].view(packed.shape)
-            self._source.read_into(packed.parameter, values)
-            for ahead in next_packed[number : number + 1]:
-                self._source.will_read(ahead.parameter)
-            inner = {key: views[f"{packed.name}.{key}"] for key in packed.inner}
-            self._pack(plan, packed, values, inner)
-        data = raw_bytes(slab)
-        tensors = [
-            StoredTensorRecord(
-                name=place.name,
-                dtype=place.dtype,
-                shape=place.shape,
-                offset=place.offset,
-                crc32=zlib.crc32(data[place.offset : place.end]),
-            )
-            for place in plan.places
-        ]
-        return LayerRecord(
-            name=plan.name,
-            file=plan.file,
-            offset=plan.offset,
-            num_bytes=plan.num_bytes,
-            tensors=tuple(tensors),
-        )
-
-    def _pack(
-        self,
-        plan: _LayerPlan,
-        packed: PackedParameter,
-        values: torch.Tensor,
-        inner: dict[str, torch.Tensor],
-    ) -> None:
+    def _pack(self, part: _Part, weight: _Weight, pool: Pool) -> None:
+        packed = weight.packed
+        inner = {key: part.views[f"{packed.name}.{key}"] for key in packed.inner}
         begun = time.perf_counter()
         try:
-            error = self._format.encode(values, inner, self._pool)
+            error = self._format.encode(weight.values, inner, pool)
         except ConfigError as reason:
             raise ConfigError(f"{packed.name}: {reason}") from reason
         self.clock.packing_s += time.perf_counter() - begun
-        self._errors.setdefault(kind_of_weight(plan.name, packed.name), []).append(error)
+        self._errors.setdefault(kind_of_weight(part.plan.name, packed.name), []).append(error)
 
-    def _wait(self, queue: IoQueue, ticket: int | None) -> None:
-        """Wait for a write, so that its slab may be filled again."""
-        if ticket is not None:
-            begun = time.perf_counter()
-            queue.wait(ticket)
-            self.clock.waiting_s += time.perf_counter() - begun
+    def _wait(self, call: Future[Result]) -> Result:
+        """Return the result of a call of another thread. Raises what it raised."""
+        begun = time.perf_counter()
+        result = call.result()
+        self.clock.waiting_s += time.perf_counter() - begun
+        return result
 
     def _progress(self, num_done: int, plans: Sequence[_LayerPlan]) -> None:
         now = time.perf_counter()
@@ -390,6 +414,30 @@ class _Writer:
         self._report(
             f"{num_done} of {len(plans)} layers, {format_size(done_bytes)}, {left_s:.0f} s left"
         )
+
+
+def _write(queue: IoQueue, file: IoFile, plan: _LayerPlan, slab: torch.Tensor) -> LayerRecord:
+    """Write a layer's slab to its place in the file. Returns the layer's record."""
+    ticket = queue.write(file, plan.offset, slab.data_ptr(), plan.num_bytes)
+    data = raw_bytes(slab)
+    tensors = [
+        StoredTensorRecord(
+            name=place.name,
+            dtype=place.dtype,
+            shape=place.shape,
+            offset=place.offset,
+            crc32=zlib.crc32(data[place.offset : place.end]),
+        )
+        for place in plan.places
+    ]
+    queue.wait(ticket)
+    return LayerRecord(
+        name=plan.name,
+        file=plan.file,
+        offset=plan.offset,
+        num_bytes=plan.num_bytes,
+        tensors=tuple(tensors),
+    )
 
 
 def _clear_gaps(slab: torch.Tensor, places: Sequence[StoredPlace]) -> None:

@@ -45,7 +45,7 @@ def _lines(prepared: Prepared, frozen: str) -> Iterable[str]:
     )
     yield (
         f"{prepared.seconds:.1f} s, of these {prepared.packing_s:.1f} s packing and "
-        f"{prepared.waiting_s:.1f} s waiting for writes"
+        f"{prepared.waiting_s:.1f} s waiting for the disk"
     )
     if not prepared.errors:
         yield "no weight was packed: each would be larger packed than as it came"

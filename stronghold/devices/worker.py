@@ -1,0 +1,27 @@
+"""A thread beside the caller's, for work that belongs to no device.
+
+Owns no lane and no fence: a caller waits for the futures that it gets.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+from stronghold.devices.base import THREAD_PREFIX
+from stronghold.native import naming_threads
+
+
+def open_worker(name: str) -> ThreadPoolExecutor:
+    """Start one thread, which runs submitted calls in their order.
+
+    The end of its `with` block waits for all of them. Raises what `naming_threads` raises if the
+    system refuses a thread.
+    """
+    worker = ThreadPoolExecutor(1, thread_name_prefix=THREAD_PREFIX + name)
+    with naming_threads(f"the {name} thread"):
+        worker.submit(_nothing).result()
+    return worker
+
+
+def _nothing() -> None:
+    return None
