@@ -133,10 +133,11 @@ class ArrayAccess:
         if state.home_of("weights").is_staged:
             flush(state.weights)
 
-    def frozen_differ(self, index: int) -> bool:
-        """True if a program wrote other values into frozen weights that lie in a base's files.
+    def written_frozen(self, index: int) -> str | None:
+        """The full name of a stored tensor of a base's files into which a program wrote other
+        values. None: no values differ.
 
-        Reads these weights.
+        Reads the layer's frozen weights.
         """
         state = self._layers[index]
         self._tiers.check()
@@ -148,9 +149,11 @@ class ArrayAccess:
             for elements, views in self.pieces(index, ("weights",), begin, end):
                 first, last = begin + elements.start, begin + elements.stop
                 seen = state.weights[weights.bytes_of(first, last)]
-                if not torch.equal(seen, views["weights"].view(torch.uint8)):
-                    return True
-        return False
+                stored = views["weights"].view(torch.uint8)
+                if not torch.equal(seen, stored):
+                    byte = int((seen != stored).nonzero()[0])
+                    return _tensor_at(state, first + byte * (last - first) // seen.numel())
+        return None
 
     def restore_frozen(self, index: int) -> None:
         """Undo writes into the layer's frozen weights, if they lie in a base's files."""
@@ -227,3 +230,11 @@ class ArrayAccess:
         elif low is not None:  # the remainder beside the weight
             for _, views in self._in_place(index, ("low",), begin, end, "replace"):
                 views["low"].zero_()
+
+
+def _tensor_at(state: LayerState, element: int) -> str:
+    """The full name of the layer's stored tensor that has this element, or the layer's name."""
+    for part in state.layout.slices:
+        if part.offset <= element < part.offset + part.numel:
+            return part.name
+    return state.name

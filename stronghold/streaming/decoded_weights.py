@@ -55,7 +55,8 @@ class DecodedWeights:
         self._record = Record()
         self._views: dict[int, list[torch.Tensor]] = {}  # by layer, of its packed weights
         self._rows: dict[tuple[int, int], Rows] = {}  # by layer, and address of its packed tensors
-        self._versions: dict[int, int] = {}  # by layer, when its parameters were pointed last
+        # By layer, when its parameters were pointed last: the version of each.
+        self._versions: dict[int, list[int]] = {}
         nbytes = max((state.layout.decoded_bytes for state in self._layers), default=0)
         self.memory: torch.Tensor | None = None
         self.address = 0
@@ -161,18 +162,19 @@ class DecodedWeights:
         self._note_versions(state)
 
     def _note_versions(self, state: LayerState) -> None:
-        self._versions[state.index] = _version_sum(state)
+        self._versions[state.index] = _versions(state)
 
     def _refuse_writes(self, state: LayerState) -> None:
         """ConfigError if a program wrote into a packed parameter."""
-        if self._versions.get(state.index, _version_sum(state)) == _version_sum(state):
-            return
-        self._note_versions(state)
-        raise ConfigError(
-            f"{state.packed[0].name} or another packed weight of {state.name} was written: packed "
-            "weights are frozen, and what is written is lost. Write before stronghold.initialize, "
-            "or leave stronghold.frozen out"
-        )
+        versions = _versions(state)
+        noted = self._versions.get(state.index, versions)
+        self._versions[state.index] = versions
+        for packed, before, now in zip(state.packed, noted, versions, strict=True):
+            if now != before:
+                raise ConfigError(
+                    f"{packed.name} was written: packed weights are frozen, and what is written is "
+                    "lost. Write before stronghold.initialize, or leave stronghold.frozen out"
+                )
 
     def start_again(self) -> None:
         """Forget the contents of the buffer, and put every packed parameter at rest. An exception
@@ -223,9 +225,10 @@ def _hide(state: LayerState) -> None:
     hide(packed.parameter for packed in state.packed)
 
 
-def _version_sum(state: LayerState) -> int:
+def _versions(state: LayerState) -> list[int]:
+    """The versions of the layer's packed parameters. torch counts writes in place."""
     with without_torch_function():
-        return sum(version_of(packed.parameter) for packed in state.packed)
+        return [version_of(packed.parameter) for packed in state.packed]
 
 
 def return_packed(layers: Sequence[LayerState], available_bytes: int) -> None:

@@ -263,14 +263,13 @@ class Bindings:
         self.note_frozen(layer)
         if state.views.frozen_sum == before:
             return
-        is_changed = access.frozen_differ(layer)
+        name = access.written_frozen(layer)
         access.restore_frozen(layer)
-        if is_changed:
+        if name is not None:
             raise ConfigError(
-                f"a frozen parameter of {state.name} was written: it lies in the prepared base, "
-                "which no run writes, and what was written is lost. Prepare a base of the model "
-                "with these values, or give the run enough memory (stronghold.host_memory) to hold "
-                "the base"
+                f"{name} was written: it is frozen and lies in the prepared base, which no run "
+                "writes, and what was written is lost. Prepare a base of the model with these "
+                "values, or give the run enough memory (stronghold.host_memory) to hold the base"
             )
 
     def note_frozen(self, layer: int) -> None:
