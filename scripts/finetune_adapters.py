@@ -11,9 +11,8 @@ from torch import nn
 from transformers import set_seed
 
 import stronghold
-
-EVERY_LINEAR = "all-linear"  # PEFT's word for all linear modules but the head
-NUM_SHOWN = 12  # names in an error
+from stronghold.errors import ConfigError
+from stronghold.model.adapter_targets import EVERY_LINEAR, split_targets
 
 
 def add_adapters(args: argparse.Namespace, model: Any) -> Any:
@@ -25,7 +24,10 @@ def add_adapters(args: argparse.Namespace, model: Any) -> Any:
     """
     if args.lora is None:
         return model
-    modules, parameters = targets_of(args.lora_targets, model)
+    try:
+        modules, parameters = split_targets(args.lora_targets, model)
+    except ConfigError as error:
+        raise NotPossible(str(error)) from error
     settings = LoraConfig(
         r=args.lora,
         lora_alpha=args.lora_alpha or 2 * args.lora,
@@ -56,33 +58,3 @@ def describe_adapters(args: argparse.Namespace) -> dict[str, Any] | None:
 def has_adapters(model: nn.Module) -> bool:
     """Whether the model is PEFT's."""
     return isinstance(model, PeftModel)
-
-
-def targets_of(
-    names: list[str] | None, model: nn.Module
-) -> tuple[list[str] | str, list[str] | None]:
-    """PEFT's `target_modules` and `target_parameters`: a name is one of a module, if there is one.
-
-    `names` are ends of full names, in whole steps: "q_proj", "mlp.experts.gate_up_proj".
-    """
-    if names is None:
-        return EVERY_LINEAR, None
-    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    tensors = [name for name, _ in model.named_parameters()]
-    modules, parameters = [], []
-    for target in names:
-        if _is_end(target, linears):
-            modules.append(target)
-        elif _is_end(target, tensors):
-            parameters.append(target)
-        else:
-            ends = sorted({name.rpartition(".")[2] for name in linears})
-            raise NotPossible(
-                f"--lora-targets: {target} is the end of no linear module's name and of no "
-                f"parameter's; linear modules end with {', '.join(ends[:NUM_SHOWN])}"
-            )
-    return modules, parameters or None
-
-
-def _is_end(target: str, names: list[str]) -> bool:
-    return any(name == target or name.endswith(f".{target}") for name in names)

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from stronghold.model.adapter_targets import split_targets
 from stronghold.tools.cli import main
 from tests.support.finetuning import SCRIPTS, byte_tokenizer, jsonl, tiny_llama
 from tests.support.frameworks import fresh_accelerate, plugin, reset_accelerate
@@ -162,7 +163,7 @@ def test_arguments_of_adapters_are_refused_at_once(
 @pytest.mark.usefixtures("fresh_accelerate", "plugin")
 def test_a_target_that_the_model_does_not_have_is_refused(model_dir: Path, tmp_path: Path) -> None:
     args = arguments(model_dir, tmp_path, "--lora", "4", "--lora-targets", "q_proj", "query")
-    with pytest.raises(training.NotPossible, match=r"query is the end of no linear.* q_proj,"):
+    with pytest.raises(training.NotPossible, match=r"'query', which is the end of no.* q_proj,"):
         training.finetune(args)
 
 
@@ -170,9 +171,9 @@ def test_a_name_of_a_parameter_is_one_of_fused_experts() -> None:
     from tests.tools.test_merge import qwen3_moe
 
     model = qwen3_moe()
-    chosen = adapters.targets_of(["q_proj", "mlp.experts.down_proj"], model)
+    chosen = split_targets(["q_proj", "mlp.experts.down_proj"], model)
     assert chosen == (["q_proj"], ["mlp.experts.down_proj"])
-    assert adapters.targets_of(None, model) == ("all-linear", None)
+    assert split_targets(None, model) == ("all-linear", None)
 
 
 @pytest.mark.usefixtures("fresh_accelerate", "plugin")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,14 +16,12 @@ import torch
 from torch import nn
 
 from stronghold.errors import ConfigError, did_you_mean
+from stronghold.model.adapter_targets import split_targets
 from stronghold.model.costs import DTYPES
 from stronghold.model.packed_formats import FORMATS
 from stronghold.model.packing import choose_packed
 from stronghold.model.partition import Partition
 from stronghold.model.stored_tensors import NOTHING_PACKED, PackedParameter
-
-EVERY_LINEAR = "all-linear"  # PEFT's word for all linear modules but the head
-NUM_SHOWN = 12  # names in an error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +86,7 @@ def with_adapters(module: nn.Module, adapters: Adapters) -> nn.Module:
     ConfigError if PEFT is not installed, if a target is unknown, or if PEFT refuses the model.
     """
     peft = _peft()
-    modules, parameters = _named_targets(module, adapters.targets)
+    modules, parameters = split_targets(adapters.targets, module)
     settings = peft.LoraConfig(
         r=adapters.rank, target_modules=modules, target_parameters=parameters, task_type="CAUSAL_LM"
     )
@@ -102,22 +100,7 @@ def with_adapters(module: nn.Module, adapters: Adapters) -> nn.Module:
             f"--lora: PEFT cannot put it on a {type(module).__name__}: "
             f"{type(error).__name__}: {reason}"
         ) from error
-    _refuse_fused_experts(adapted)
     return adapted.train()
-
-
-def _refuse_fused_experts(adapted: nn.Module) -> None:
-    """ConfigError for an adapter of a parameter, which PEFT adds up with the whole weight.
-
-    Its forward asks for autocast on the weight's device, and torch has none on the meta device.
-    """
-    for name, child in adapted.named_modules():
-        if type(child).__name__ == "ParamWrapper":
-            raise ConfigError(
-                f"--lora: PEFT puts an adapter on the fused experts {name}, whose costs cannot be "
-                "counted without values. Name linear modules, such as --lora-targets q_proj "
-                "k_proj v_proj o_proj"
-            )
 
 
 def _peft() -> Any:
@@ -129,31 +112,3 @@ def _peft() -> Any:
         raise ConfigError(
             "--lora: needs peft to put the adapters on the model: pip install peft"
         ) from error
-
-
-def _named_targets(
-    module: nn.Module, names: Sequence[str] | None
-) -> tuple[list[str] | str, list[str] | None]:
-    """PEFT's `target_modules` and `target_parameters`. A name is a module's if there is one."""
-    if names is None:
-        return EVERY_LINEAR, None
-    holders = [name for name, child in module.named_modules() if not list(child.children())]
-    tensors = [name for name, _ in module.named_parameters()]
-    modules: list[str] = []
-    parameters: list[str] = []
-    for target in names:
-        if _is_end(target, holders):
-            modules.append(target)
-        elif _is_end(target, tensors):
-            parameters.append(target)
-        else:
-            ends = sorted({name.rpartition(".")[2] for name in holders})
-            raise ConfigError(
-                f"--lora-targets: got {target!r}, which is the end of no module's name and of no "
-                f"parameter's; modules end with {', '.join(ends[:NUM_SHOWN])}"
-            )
-    return modules, parameters or None
-
-
-def _is_end(target: str, names: Iterable[str]) -> bool:
-    return any(name == target or name.endswith(f".{target}") for name in names)
