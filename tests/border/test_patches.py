@@ -345,6 +345,12 @@ def test_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shapes == [heads.shape]
 
 
+def test_meta_autocast() -> None:
+    with pytest.raises(RuntimeError, match="unsupported"):
+        torch.autocast("meta", enabled=False)
+    assert isinstance(torch.autocast, type)
+
+
 def test_attention_inside(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = counted_attention(monkeypatch)
     layer, rows = nn.MultiheadAttention(4, 2, batch_first=True), torch.ones(1, 3, 4)

@@ -226,8 +226,14 @@ def test_adapters_without_peft_name_the_package(
         question_of(llama)
 
 
-def test_adapters_of_fused_experts_are_refused_with_the_way_out(tmp_path: Path) -> None:
-    MixtralConfig(
+def test_adapters_of_fused_experts_are_counted_with_the_weights_that_they_add(
+    tmp_path: Path,
+) -> None:
+    """PEFT computes weight + B A of all experts in each forward: two FLOPs per rank and element.
+
+    It does so twice: torch tries a parametrization when it is registered.
+    """
+    settings = MixtralConfig(
         hidden_size=64,
         intermediate_size=64,
         num_hidden_layers=2,
@@ -235,11 +241,16 @@ def test_adapters_of_fused_experts_are_refused_with_the_way_out(tmp_path: Path) 
         num_key_value_heads=2,
         vocab_size=100,
         num_local_experts=4,
-    ).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="--lora-targets q_proj"):
-        question_of(tmp_path)
-    question = question_of(tmp_path, lora_targets=["q_proj", "v_proj"])
-    assert 0 < question.trained_share < 0.5
+    )
+    settings.save_pretrained(tmp_path)
+    fused = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    alone, both = (question_of(tmp_path, lora_targets=["q_proj", *more]) for more in ([], fused))
+    assert 0 < alone.trained_share < both.trained_share < 0.7
+    forward = [
+        sum(layer.forward_flops for layer in question.costs.layers) for question in (alone, both)
+    ]
+    elements = 2 * 4 * (64 * 128 + 64 * 64)  # of both layers' experts
+    assert forward[1] - forward[0] == 2 * 2 * RANK * elements
 
 
 # -- storage formats -------------------------------------------------------------------------------

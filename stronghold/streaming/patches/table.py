@@ -242,6 +242,16 @@ _REPLACED = (
         "GPU's kernel is counted.",
         file=_OPERATORS,
     ),
+    Patch(
+        key="meta_autocast",
+        package=TORCH,
+        manner=Manner.REPLACED,
+        lifetime=Lifetime.CALL,
+        names=("torch.autocast",),
+        reason="`stronghold plan` counts the costs of PEFT's adapters of fused experts on the meta "
+        "device. They ask for autocast there, which torch refuses.",
+        file="streaming/patches/meta_autocast.py",
+    ),
     # -- quantised weights -------------------------------------------------------------------------
     Patch(
         key="products",

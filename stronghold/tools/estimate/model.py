@@ -27,6 +27,7 @@ from stronghold.model.partition import partition
 from stronghold.model.stored_tensors import PackedParameter, stored_tensors
 from stronghold.optim.states import EXACT, Formats
 from stronghold.streaming.formats import CAST, ModelFormats, model_formats
+from stronghold.streaming.patches.meta_autocast import autocast_on_meta
 from stronghold.streaming.patches.modules import build_from_config
 from stronghold.tools.estimate.adapters import (
     Adapters,
@@ -102,7 +103,7 @@ class MetaModel:
         """
         key = (batch, seq, dtype)
         if key not in self._costs:
-            with _without_advice():
+            with _without_advice(), autocast_on_meta():
                 self._costs[key] = trace_costs(
                     self._module, self._layers, batch=batch, seq=seq, dtype=dtype
                 )
