@@ -273,7 +273,7 @@ class _Weight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """What the reader reads at once, and what then is packed.
+    """Stored tensors that the reader reads at once: one weight to pack, or all as they came.
 
     plan     the layer
     slab     its bytes
