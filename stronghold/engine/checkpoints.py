@@ -147,9 +147,10 @@ class Checkpoints:
         weights_only  load the weights alone, whatever `states` and `schedule` are
         custom        called as `custom(src=state_dict, dst=module)` to place the weights
 
-        Returns the path of the state file and the client state. Returns (None, None) without a tag
-        and without a file `latest`. Waits for the running save. Raises CheckpointError for damaged
-        files and ConfigError for a checkpoint of another model, before memory changes.
+        Returns the path of the state file, and the client state with DeepSpeed's version. Returns
+        (None, None) without a tag and without a file `latest`. Waits for the running save. Raises
+        CheckpointError for damaged files and ConfigError for a checkpoint of another model, before
+        memory changes.
         """
         self._stack.check_here("load_checkpoint")
         self.wait()
@@ -182,7 +183,8 @@ class Checkpoints:
                 load.into_slabs(custom)
                 if state is not None and not weights_only:
                     self._restore(engine, state, load.manifest.counters)
-        return str(path / team.slices.state), None if state is None else state.client
+        client = None if state is None else _with_version(state.client, load.manifest.versions)
+        return str(path / team.slices.state), client
 
     def _restore(self, engine: Any, saved: ClientState, counters: dict[str, int]) -> None:
         """Restore counters, data loader, loss scale and random states."""
@@ -254,6 +256,14 @@ def _restore_scheduler(scheduler: Any, saved: dict[str, Any] | None, path: Path)
             f"{type(scheduler).__name__}: {error!r}; pass load_lr_scheduler_states=False to go on "
             "with this one"
         ) from error
+
+
+def _with_version(client: dict[str, Any], versions: dict[str, str]) -> dict[str, Any]:
+    """Return the caller's state with DeepSpeed's version, as DeepSpeed's own engine returns it.
+
+    `versions`: of the packages that wrote the checkpoint. An entry of the caller's stays.
+    """
+    return {"ds_version": versions["deepspeed"], **client}
 
 
 def _state_of(stateful: Any) -> dict[str, Any] | None:

@@ -824,7 +824,8 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         * `custom_load_fn`: called as `custom_load_fn(src=state_dict, dst=module)` to place the
           weights.
 
-        Returns the path of the state file, as DeepSpeed does, and the client state. Returns
+        Returns the path of the state file and the client state, as DeepSpeed does. The client state
+        has `ds_version`, the version that wrote it, beside the program's entries. Returns
         (None, None) without `tag` and without a file `latest`. Waits for a running save and for the
         disk. Every rank calls the method.
 

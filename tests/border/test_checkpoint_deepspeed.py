@@ -109,7 +109,7 @@ def test_a_checkpoint_of_deepspeeds_is_imported_bit_for_bit(
         freeze(model)
     with imported_session(model, stage, precision) as engine:
         _, client = engine.load_checkpoint(tmp_path / "ours")
-        assert client == {"epoch": 7}
+        assert client["epoch"] == 7
         assert (engine.global_steps, engine.micro_steps) == (3, 3)
         masters, moments = masters_of(engine), snapshot(engine)
         for name, (master, first, second) in expected.items():
@@ -204,7 +204,7 @@ def test_a_zero_export_comes_back_bit_for_bit(saved: Path, tmp_path: Path) -> No
     command("import", tmp_path / "zero", tmp_path / "again")
     with session(make_model(seed=9), precision="bf16") as engine:
         _, client = engine.load_checkpoint(tmp_path / "again")
-        assert client == {"epoch": 1}
+        assert client["epoch"] == 1
         for name, master in torch.load(saved / "plain.pt")["masters"].items():
             assert torch.equal(masters_of(engine)[name], master)
         again = snapshot(engine)

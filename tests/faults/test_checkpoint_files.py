@@ -739,7 +739,7 @@ def test_torchs_safe_reader_is_enough_for_plain_client_states(
     monkeypatch.setattr(torch, "load", asking)
     for options in ({}, {"load_module_only": True}):
         _, client = engine.load_checkpoint(copy, **options)
-        assert client == {"epoch": 1}
+        assert client["epoch"] == 1
     assert asked == [True, True]
 
 

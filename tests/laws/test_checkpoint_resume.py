@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import itertools
 import random
 import threading
@@ -93,7 +94,8 @@ def test_counters_tags_client_state_and_generators_return(tmp_path: Path) -> Non
     with session() as engine:
         path, client = engine.load_checkpoint(tmp_path)
         assert path == str(tmp_path / "global_step3" / "mp_rank_00_model_states.pt")
-        assert client == {"epoch": 2, "best": [0.5, None]}
+        version = importlib.metadata.version("deepspeed")
+        assert client == {"epoch": 2, "best": [0.5, None], "ds_version": version}
         assert (engine.global_steps, engine.micro_steps, engine.global_samples) == (3, 3, 6)
         assert (random.random(), np.random.random(), torch.rand(1)) == expected
 
