@@ -32,8 +32,8 @@ import torch
 from torch import nn
 
 from stronghold.errors import ConfigError
-from stronghold.streaming.executor import Phase
 from stronghold.streaming.patches.modules import parameter_table, transient_buffers
+from stronghold.streaming.patches.parameters import point
 from stronghold.streaming.patches.tensors import with_own_storage
 
 if TYPE_CHECKING:
@@ -70,11 +70,8 @@ def named_weights(
     runtime = stack.runtime
     stack.check_process("engine.named_weights")
     runtime.ledger.check()
-    if runtime.executor.phase is not Phase.IDLE:
-        raise ConfigError(
-            "engine.named_weights: called within a forward or a backward, where weights come and "
-            "go: call it after engine.step"
-        )
+    if not stack.is_away:
+        runtime.check_between_passes("engine.named_weights")
     groups = _groups(stack, merges_adapters=merges_adapters)
     return _give(stack, groups, placement, stack.steps.num_changes)
 
@@ -153,12 +150,14 @@ def _shown(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of the same memory that autograd does not know.
 
     A tensor in host memory has a storage of its own size. So a program that saves or shares it
-    takes no other parameter along. The engine sees both kinds of alias ([Note: a storage of their
-    own] of `parameter_views`).
+    takes no other parameter along. The engine sees the alias ([Note: a storage of their own] of
+    `parameter_views`), and writes through it.
     """
     values = tensor.detach()
     is_plain = type(values) is torch.Tensor and values.is_cpu and values.is_contiguous()
-    return with_own_storage(values) if is_plain and values.numel() else values
+    if is_plain and values.numel():
+        point(values, with_own_storage(values.detach()))
+    return values
 
 
 # -- the model's tensors ---------------------------------------------------------------------------
@@ -301,7 +300,8 @@ def _merge(module: Any) -> nn.Module:
 def _copied(module: nn.Module, device: torch.device | None) -> Iterator[dict[int, int]]:
     """Context manager: copies take the places of the module's parameters and buffers.
 
-    Yields the identity of the original by that of its copy.
+    `device`: of the copies. None: that of the module's first parameter, the base's weight. Yields
+    the identity of the original by that of its copy.
     """
     tables = [parameter_table(part) for part in module.modules()]
     places = [
@@ -315,6 +315,8 @@ def _copied(module: nn.Module, device: torch.device | None) -> Iterator[dict[int
         for part in module.modules()
         for name, buffer in part.named_buffers(recurse=False)
     ]
+    if device is None and places:
+        device = places[0][2].device
     copies: dict[int, nn.Parameter] = {}
     for _, _, parameter in places:
         if id(parameter) not in copies:

@@ -72,7 +72,6 @@ from stronghold.plan.places import levels_of
 from stronghold.plan.plan import Plan, make_plan
 from stronghold.streaming.activations.key_value_caches import forbid_caches
 from stronghold.streaming.decoded_weights import return_packed
-from stronghold.streaming.executor import Phase
 from stronghold.streaming.formats import CAST, COMPUTED, OWN, model_formats, page_items
 from stronghold.streaming.guards import COMPILED_WHOLE
 from stronghold.streaming.optimizer import EngineOptimizer
@@ -525,7 +524,7 @@ class Stack:
         return self._off_device is OffDevice.NOTHING
 
     @property
-    def _away(self) -> bool:
+    def is_away(self) -> bool:
         """True while the whole model is away from the device."""
         return self._off_device is OffDevice.EVERYTHING
 
@@ -535,7 +534,7 @@ class Stack:
         `evaluates`: the operation needs the weights alone.
         """
         self.check_process(operation)
-        if self._away or not (evaluates or self.can_train):
+        if self.is_away or not (evaluates or self.can_train):
             raise ConfigError(
                 f"{operation}: engine.offload_states() has taken {self._off_device.value} off the "
                 "device: call engine.reload_states() first"
@@ -545,7 +544,7 @@ class Stack:
         """Wait until the parameters of these layers, or of all (None), have their newest values."""
         self.check_process("reading parameters")
         self.outside.check()
-        if not self._away:
+        if not self.is_away:
             self.runtime.settle(layers)
 
     def wait_for_readers(self) -> None:
@@ -557,7 +556,7 @@ class Stack:
 
     def adopt_weights(self, written: Written | None = None) -> None:
         """Make new values of these parameters, or of all (None), the masters."""
-        if self._away:
+        if self.is_away:
             self.steps.num_changes += 1
             for index in range(len(self.parameters)) if written is None else written:
                 self.host.access.restart_master(index, written and written[index])
@@ -657,15 +656,11 @@ class Stack:
         if self._off_device in (target, OffDevice.EVERYTHING):
             return
         self.check_process("engine.offload_states")
+        self.runtime.check_between_passes("engine.offload_states")
         if self.runtime.ledger.is_in_step:
             raise ConfigError(
                 "engine.offload_states: gradients of a step that has not ended are waiting: call "
                 "it after engine.step, or throw them away with engine.zero_grad"
-            )
-        if self.runtime.executor.phase is not Phase.IDLE:
-            raise ConfigError(
-                "engine.offload_states: called within a forward or a backward: call it after "
-                "engine.step"
             )
         self._finish_runtime()
         self.store.offload_arrays(keeps_weights=keeps_weights)
@@ -691,7 +686,7 @@ class Stack:
                 "taken that memory: free it, "
                 "or lower stronghold.gpu_memory and make the engine again from a checkpoint"
             )
-        if not self._away:
+        if not self.is_away:
             self._finish_runtime()
             self._drop_runtime()
         self.store.reload_arrays()

@@ -106,6 +106,7 @@ class Runtime:
         for state in parts.layers:
             state.views.saved_versions = None
         self._has_warned_of_aliases = False
+        self._num_calls = 0  # calls of the engine that are running
         device.side_streams.open(plan.demand.streams)
         self.executor = Executor(parts, self.window, self.step, self.ledger, plan, bindings)
         self.activations = Activations(parts, plan, self.executor, host_room_bytes)
@@ -152,11 +153,24 @@ class Runtime:
         self._device.check()  # what failed before explains what is refused now
         self.ledger.check()
         self._abandon_forward()  # a call of the raw module may have been interrupted
+        self._num_calls += 1
         try:
             yield
         except BaseException as error:
             self._abandon_forward(interrupted=not isinstance(error, Exception))
             raise
+        finally:
+            self._num_calls -= 1
+
+    def check_between_passes(self, operation: str) -> None:
+        """Raise ConfigError within a call of the engine, and within a backward. Ends a call of the
+        raw module that was interrupted."""
+        if self._num_calls or backward_number() != NO_BACKWARD:
+            raise ConfigError(
+                f"{operation}: called within a forward or a backward, where weights come and go: "
+                "call it after engine.step"
+            )
+        self._abandon_forward()
 
     def _abandon_forward(self, *, interrupted: bool = False) -> None:
         left_open = self._hooks is not None and self._hooks.abandon_forward()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import stronghold
 from stronghold.errors import ConfigError
 from tests.models import MODELS, loss_of
 from tests.models.families import llama_of
@@ -203,6 +204,24 @@ def test_between_backward_and_step_they_are_the_old_ones(accumulation: int) -> N
         both.step()
 
 
+def test_after_an_interrupt_they_are_given() -> None:
+    with twin(section=STREAMED) as both:
+        both.train(0)
+        before = given(both.engine)
+        block = next(m for m in both.model.modules() if isinstance(m, nn.LayerNorm))
+
+        def fail(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        for call in (both.engine, both.engine.module):
+            handle = block.register_forward_hook(fail)
+            with pytest.raises(KeyboardInterrupt):
+                call(**both.make_batch(1))
+            handle.remove()
+            assert_same(given(both.engine), before)
+        both.train(1)
+
+
 def test_within_a_pass_it_is_refused() -> None:
     with twin(section=STREAMED) as both:
         seen: list[str] = []
@@ -229,6 +248,28 @@ def test_a_model_that_is_away_is_given(section: dict[str, Any]) -> None:
         assert both.engine.inspect().device.memory.allocated_bytes == 0
         assert_same(found, before)
         both.engine.reload_states()
+        both.train(1)
+
+
+def test_a_model_that_is_not_trained_is_given() -> None:
+    model = MODELS["gpt"]()[0].requires_grad_(False)
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    engine: Any = stronghold.initialize(model=model, config=config(section=STREAMED))[0]
+    assert engine.optimizer is None
+    assert_same(given(engine), expected)
+    engine.destroy()
+
+
+def test_what_is_written_through_a_tensor_is_trained() -> None:
+    """As through any alias of a weight."""
+    with twin(section=STREAMED) as both:
+        both.train(0)
+        expected = dict(both.plain.named_parameters())
+        with torch.no_grad():
+            for name, tensor in both.engine.named_weights():
+                tensor.mul_(0.5)
+                expected[name].mul_(0.5)
+        del tensor
         both.train(1)
 
 

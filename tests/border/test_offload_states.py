@@ -234,6 +234,24 @@ def test_a_graph_from_before_is_refused_by_name() -> None:
         both.train(1)
 
 
+def test_after_a_call_of_the_module_that_raised_everything_leaves() -> None:
+    with twin(section=MIXED) as both:
+        both.train(0)
+        block = next(m for m in both.model.modules() if isinstance(m, torch.nn.LayerNorm))
+
+        def fail(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        for call in (both.engine, both.engine.module):
+            handle = block.register_forward_hook(fail)
+            with pytest.raises(KeyboardInterrupt):
+                call(**both.make_batch(1))
+            handle.remove()
+            both.engine.offload_states()
+            both.engine.reload_states()
+        both.train(1)
+
+
 def test_within_a_pass_nothing_leaves() -> None:
     with twin(section=MIXED) as both:
         seen: list[str] = []
