@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import Any, Protocol
 
-NAMES = ("deepspeed", "peft", "transformers")
+NAMES = ("deepspeed", "lightning", "peft", "transformers")
 
 
 class Suite(Protocol):
