@@ -9,7 +9,14 @@ from __future__ import annotations
 import importlib
 from typing import Any, Protocol
 
-NAMES = ("deepspeed", "lightning", "peft", "transformers")
+NAMES = (
+    "deepspeed",
+    "deepspeed_two_ranks",
+    "lightning",
+    "optimizers",
+    "peft",
+    "transformers",
+)
 
 
 class Suite(Protocol):
