@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
+import threading
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +20,7 @@ from torch import nn
 import stronghold
 from stronghold.checkpoint.base import MANIFEST, Base, StoredPlace, open_base, source_mark, view_of
 from stronghold.checkpoint.prepare import Prepared, prepare
+from stronghold.checkpoint.pretrained import DirectorySource
 from stronghold.errors import CheckpointError, ConfigError, StateError
 from stronghold.model.packed_formats import FORMATS
 from stronghold.model.partition import source_of
@@ -345,6 +349,50 @@ def test_a_base_of_other_stored_tensors(
     layers[1] = edit(layers[1])
     with pytest.raises(ConfigError, match=rf"layer model\.layers\.1 .*{problem}"):
         open_base(base_dir, layers=layers)
+
+
+# -- three threads ---------------------------------------------------------------------------------
+def test_a_weight_is_read_while_another_is_packed(
+    model_dir: Path, bases: dict[str, Prepared], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packing waits until the next weight is read. The files stay the same."""
+    num_read = num_packed = 0
+    progress = threading.Condition()
+    read_into, encode = DirectorySource.read_into, FORMATS["nf4"].encode
+
+    def reading(source: Any, parameter: torch.Tensor, target: torch.Tensor) -> None:
+        nonlocal num_read
+        read_into(source, parameter, target)
+        with progress:
+            num_read += parameter.dim() == 2
+            progress.notify_all()
+
+    def packing(*args: Any) -> Any:
+        nonlocal num_packed
+        num_packed += 1
+        if num_packed % len(LINEAR):  # the next part is a weight of the same layer
+            with progress:
+                assert progress.wait_for(lambda: num_read > num_packed, timeout=60)
+        return encode(*args)
+
+    monkeypatch.setattr(DirectorySource, "read_into", reading)
+    monkeypatch.setattr(FORMATS["nf4"], "encode", packing)
+    made = prepare(model_dir, tmp_path / "base", frozen="nf4", max_file_bytes=1)
+    assert num_packed == num_read == NUM_LAYERS * len(LINEAR)
+    for file in sorted(made.path.glob("*.bin")):
+        assert file.read_bytes() == (bases["nf4"].path / file.name).read_bytes()
+
+
+def test_an_error_of_the_reading_thread_is_the_callers(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(source: Any, parameter: torch.Tensor, target: torch.Tensor) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), "a shard")
+
+    monkeypatch.setattr(DirectorySource, "read_into", failing)
+    with pytest.raises(OSError, match="a shard"):
+        prepare(model_dir, tmp_path / "bases" / "one", frozen="nf4")
+    assert list((tmp_path / "bases").iterdir()) == []
 
 
 # -- the command -----------------------------------------------------------------------------------
