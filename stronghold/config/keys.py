@@ -133,7 +133,7 @@ IGNORED = {
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "zero_optimization.stage": (
         (None, "auto", 0, 1, 2, 3),
-        "0 to 3 are accepted, without effect: the model streams at every stage. Remove the key.",
+        "Stages 0 to 3 have no effect: the model streams at each. Set one, or remove the key.",
     ),
     "zero_optimization.zenflow": ((None,), "No update of stronghold is stale. Remove the section."),
     "fp16.fp16_master_weights_and_grads": (OFF, "Masters are fp32. Set it to false or remove it."),

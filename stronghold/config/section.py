@@ -242,10 +242,10 @@ class StrongholdConfig(_Section):
         "What happens to the tensors that autograd saves in a block's forward (activation "
         'checkpointing). "keep": they stay on the GPU. "offload": they go to the host and come '
         'back. "recompute": backward computes them again from the inputs of the block. '
-        '"attention": the same, but results of the fused attention kernels are kept, so that '
-        'attention is not computed twice. "recompute_offload", "attention_offload": the kept '
-        "tensors wait on the host. An object gives a number of blocks per word, the first blocks "
-        'first: {"recompute": 20, "attention": 8, "keep": 4}. Never changes a bit. Left out: the '
+        '"attention": as "recompute", but results of the fused attention kernels are kept, so that '
+        'attention is not computed twice. "recompute_offload", "attention_offload": the inputs, '
+        "and these results, wait on the host. An object gives a number of blocks per word, the "
+        'first blocks first: {"recompute": 20, "attention": 8, "keep": 4}. Never changes a bit. Left out: the '
         'fastest by simulation, and "recompute" on a GPU until the first steps are measured.'
     )
     chunk: Positive | None = key(

@@ -367,6 +367,7 @@ PRIVATE_NAMES: dict[str, tuple[int, str]] = {
     # Tests of kernels on a device.
     "gpu/test_kernels_cuda.py _sleep": (2, "nothing else holds a stream up"),
     "gpu/test_kernels_cuda.py _tables.clear": (1, "tables of launches begin anew"),
+    "gpu/test_training_cuda.py _apply": (1, "metrics override it to move their states"),
     "support/device_kernels.py _base": (1, "a view's tensor has no public name"),
     "units/test_device_kernels.py triton._C.libtriton.interpreter": (1, "Triton's interpreter"),
     "units/test_device_kernels.py _groups": (2, "rows of one launch"),
