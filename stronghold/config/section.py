@@ -245,8 +245,9 @@ class StrongholdConfig(_Section):
         '"attention": as "recompute", but results of the fused attention kernels are kept, so that '
         'attention is not computed twice. "recompute_offload", "attention_offload": the inputs, '
         "and these results, wait on the host. An object gives a number of blocks per word, the "
-        'first blocks first: {"recompute": 20, "attention": 8, "keep": 4}. Never changes a bit. Left out: the '
-        'fastest by simulation, and "recompute" on a GPU until the first steps are measured.'
+        'first blocks first: {"recompute": 20, "attention": 8, "keep": 4}. Never changes a bit. '
+        'Left out: the fastest by simulation, and "recompute" on a GPU until the first steps are '
+        "measured."
     )
     chunk: Positive | None = key(
         "Number of sequences of the batch that go through a block together (micro-batches inside "
