@@ -15,6 +15,7 @@ import stronghold
 from stronghold.errors import ConfigError
 from tests.models import MODELS, loss_of
 from tests.models.families import llama_of
+from tests.support.pairs import each
 from tests.support.training import config, initialized
 from tests.support.twin import twin
 
@@ -70,8 +71,13 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
         assert torch.equal(found[name], value), name
 
 
-@pytest.mark.parametrize("section", [STREAMED, MIXED, REFRESHED, WHOLE])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("section", "precision"),
+    each(
+        {"streamed": STREAMED, "mixed": MIXED, "refreshed": REFRESHED, "whole": WHOLE},
+        ["fp32", "bf16"],
+    ),
+)
 def test_they_are_the_state_dict_after_a_step(section: dict[str, Any], precision: str) -> None:
     with twin(precision=precision, section=section) as both:
         for seed in range(2):
@@ -316,7 +322,14 @@ def adapted(kind: str) -> Any:
     return peft.get_peft_model(base, settings[kind])
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora", "head", "tokens", "embedding", "ia3"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "lora",
+        "head",
+        *(pytest.param(k, marks=pytest.mark.slow) for k in ("dora", "tokens", "embedding", "ia3")),
+    ],
+)
 def test_merged_adapters_are_pefts(kind: str) -> None:
     """The bits of `merge_and_unload`, by its names; the live model keeps its bits and trains on."""
     engine = initialized(

@@ -17,6 +17,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from stronghold.engine import StrongholdEngine
 from stronghold.errors import ConfigError
 from stronghold.streaming.optimizer import EngineOptimizer
+from tests.support.pairs import each
 from tests.support.training import initialized
 from tests.support.twin import Twin, twin
 
@@ -137,8 +138,10 @@ WITHOUT_WEIGHTS = [
 ]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("section", [{}, MIXED, FRESH, WHOLE])
+@pytest.mark.parametrize(
+    ("section", "precision"),
+    each({"streamed": {}, "mixed": MIXED, "fresh": FRESH, "whole": WHOLE}, ["fp32", "bf16"]),
+)
 def test_weights_that_stay_are_evaluated(section: dict[str, Any], precision: str) -> None:
     """As OpenRLHF calls it: optimizer states leave at first, and log-probabilities are computed
     while they are away."""
