@@ -10,6 +10,8 @@ import importlib
 from typing import Any, Protocol
 
 NAMES = (
+    "accelerate",
+    "accelerate_examples",
     "deepspeed",
     "deepspeed_two_ranks",
     "lightning",

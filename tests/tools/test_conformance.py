@@ -31,7 +31,13 @@ def test_unknown(): raise ValueError("something new")
 """
 
 
-SUITES = ("deepspeed", "deepspeed_two_ranks", "optimizers")  # those whose rows are a table of `Row`
+SUITES = (  # those whose rows are a table of `Row`
+    "accelerate",
+    "accelerate_examples",
+    "deepspeed",
+    "deepspeed_two_ranks",
+    "optimizers",
+)
 
 
 def module(name: str) -> Any:
