@@ -18,6 +18,7 @@ NAMES = (
     "optimizers",
     "peft",
     "transformers",
+    "trl",
 )
 
 
