@@ -84,7 +84,7 @@ class Replacements:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Body:
-    """What a plain function does, without its name."""
+    """Code and defaults of a plain function, without its name."""
 
     code: types.CodeType
     defaults: tuple[Any, ...] | None
