@@ -86,6 +86,7 @@ class PytestSuite:
     files         files of tests, from folder / prefix
     rows          explanations
     reasons       texts of the reasons
+    title         of the page, before "against this engine"; absent: the project's tests
     plugin        module of the pytest plugin that puts the engine into the tests' process
     environment   further variables of the tests' processes
     options       further options of pytest
@@ -104,6 +105,7 @@ class PytestSuite:
     rows: tuple[Row, ...]
     reasons: Mapping[str, str]
     plugin: str
+    title: str = ""
     from_index: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
     options: tuple[str, ...] = ()
@@ -239,8 +241,9 @@ class PytestSuite:
         files = [(f"`{file}`", *counts.cells()) for file, counts in report.files.items()]
         files.append(("in all", *report.in_all.cells()))
         reasons = [(count, self.reasons[key]) for key, count in report.reasons.most_common()]
+        title = self.title or f"{self.project}'s tests"
         return [
-            f"# {self.project}'s tests, against this engine",
+            f"# {title}, against this engine",
             "",
             f"Written by `scripts/conformance {self.name} --page`: {self.project} {version}.",
             self.page,

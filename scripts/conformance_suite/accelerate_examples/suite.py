@@ -24,6 +24,7 @@ OTHERS = ("ddp_comm_hook", "distributed_inference", "pippy")
 SUITE = PytestSuite(
     name="accelerate_examples",
     project="Accelerate",
+    title="Accelerate's examples",
     package="accelerate",
     about="Accelerate's examples and `accelerate test`, with DeepSpeed configs.",
     page=PAGE,

@@ -10,6 +10,7 @@ from conformance_suite.deepspeed_two_ranks.table import FILES, REASONS, ROWS
 SUITE = dataclasses.replace(
     ONE_RANK,
     name="deepspeed_two_ranks",
+    title="DeepSpeed's tests on two ranks",
     about="DeepSpeed's own unit tests for several ranks, on two ranks over gloo.",
     page=(
         "The tests are those of its repository that DeepSpeed runs on two or more ranks. Two\n"

@@ -10,6 +10,7 @@ from conformance_suite.pytest_suite import PytestSuite
 SUITE = PytestSuite(
     name="optimizers",
     project="torch",
+    title="Tests of optimizers",
     package="torch",
     about="Optimizer tests of PyTorch, bitsandbytes and ColossalAI, with CPUAdam and the others.",
     page=(

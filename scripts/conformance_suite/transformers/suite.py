@@ -13,6 +13,7 @@ FOLDER = "tests/trainer/distributed/"
 SUITE = PytestSuite(
     name="transformers",
     project="Transformers",
+    title="Transformers' tests",
     package="transformers",
     about="Transformers' tests of its Trainer under DeepSpeed, those of one process.",
     page=(
