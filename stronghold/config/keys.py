@@ -186,7 +186,10 @@ BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_ac
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    # DeepSpeed takes 8.0 for 8: programs compute batch sizes by division.
+    return value >= 1 and float(value).is_integer()
 
 
 def _is_object(value: object) -> bool:

@@ -285,7 +285,8 @@ def _schedule_class(name: str) -> type:
 
 def _batch_sizes(config: Mapping[str, Any], ranks: int) -> dict[str, int]:
     """Derive all of BATCH_KEYS from those in the config, by DeepSpeed's rules."""
-    configured: list[Any] = [config.get(key) for key in BATCH_KEYS]
+    sizes_given = [config.get(key) for key in BATCH_KEYS]
+    configured: list[Any] = [None if size is None else int(size) for size in sizes_given]
     total, micro, steps = configured
     if total is None and micro is None:
         raise ConfigError(

@@ -76,6 +76,22 @@ def test_ranks_are_those_that_run_in_parallel(monkeypatch: pytest.MonkeyPatch) -
     assert "mpu: has no" in refusal(BASE, mpu=SimpleNamespace())
 
 
+def test_a_batch_size_may_be_a_whole_float() -> None:
+    """DeepSpeed takes it: programs compute batch sizes by division, as ArcticTraining does."""
+    sizes = {"train_batch_size": 6.0, "train_micro_batch_size_per_gpu": 2.0}
+    settings = configs.load({**BASE, **sizes}, world_size=1)
+    read = settings.deepspeed
+    found = (
+        read.train_batch_size,
+        read.train_micro_batch_size_per_gpu,
+        read.gradient_accumulation_steps,
+    )
+    assert found == (6, 2, 3)
+    assert all(isinstance(size, int) for size in found)
+    with pytest.raises(ConfigError, match=r"train_batch_size: got 1\.5"):
+        configs.load({**BASE, "train_batch_size": 1.5}, world_size=1)
+
+
 def test_a_batch_mismatch_gives_the_numbers_and_the_edit() -> None:
     sizes = {**BASE, "train_batch_size": 7, "gradient_accumulation_steps": 3}
     message = refusal(sizes)
