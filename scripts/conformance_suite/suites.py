@@ -12,6 +12,7 @@ from typing import Any, Protocol
 NAMES = (
     "accelerate",
     "accelerate_examples",
+    "arctic",
     "deepspeed",
     "deepspeed_two_ranks",
     "lightning",
