@@ -331,7 +331,8 @@ def plain_scalars(rows_per_step: int) -> tuple[list[float], dict[str, torch.Tens
     return norms, model.state_dict()
 
 
-@pytest.mark.parametrize("num_processes", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow  # test_plugin.py has a launcher of Accelerate's in the default run
+@pytest.mark.parametrize("num_processes", [1, 2])
 def test_accelerates_own_check_of_a_machine_passes(num_processes: int, tmp_path: Path) -> None:
     """`accelerate test` is `accelerate launch` of its script, which trains nothing with DeepSpeed:
     two scalars, which are no repeated blocks, are trained after it."""

@@ -27,11 +27,16 @@ from tests.support.ranks import ranks_once
 from tests.support.training import Run, assert_identical
 
 
+# By default test_ranks.py has two ranks, and test_dtypes.py has several dtypes.
+TWO_RANKS = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return ranks_once("tests.support.rank_dtypes:two_ranks", 2, tmp_path_factory)
 
 
+@TWO_RANKS
 @pytest.mark.parametrize("name", rank_dtypes.CASES)
 def test_ranks_have_the_bits_of_one_that_accumulates(name: str, two: list[Any]) -> None:
     one = rank_dtypes.CASES[name]()
@@ -44,6 +49,7 @@ def test_ranks_have_the_bits_of_one_that_accumulates(name: str, two: list[Any]) 
     assert len({weight.dtype for weight in one.weights.values()}) > 1
 
 
+@TWO_RANKS
 @pytest.mark.parametrize("case", rank_dtypes.GRADIENTS)
 def test_gradients_are_the_mean_of_the_ranks_in_each_parameters_dtype(
     case: str, two: list[Any]
@@ -75,6 +81,7 @@ def test_nodes_have_the_bits_of_one_rank_that_accumulates(
         assert_identical(Run(losses=losses, weights=found[name].weights), one)
 
 
+@TWO_RANKS
 @pytest.mark.parametrize("name", rank_dtypes.FILES)
 def test_files_of_each_rank_never_change_a_bit(name: str, two: list[Any]) -> None:
     for found in two:
@@ -83,6 +90,7 @@ def test_files_of_each_rank_never_change_a_bit(name: str, two: list[Any]) -> Non
         assert on_files.norms == pytest.approx(in_memory.norms, rel=1e-12)
 
 
+@TWO_RANKS
 @pytest.mark.parametrize("name", rank_dtypes.MEASURED)
 def test_what_two_ranks_save_resumes_on_two_and_on_one(
     name: str, two: list[Any], tmp_path: Path

@@ -572,6 +572,7 @@ def test_more_layers_than_can_be_planned_are_refused_at_once(
     assert "num_hidden_layers: got 100000, expected at most 1000" in said
 
 
+@pytest.mark.slow
 def test_chunks_let_a_larger_batch_fit_and_are_in_the_config(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -67,6 +67,7 @@ def test_a_swept_point_is_the_forecast_of_that_question() -> None:
 # -- speed ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_70b_model_of_80_layers_is_planned_in_seconds(tmp_path: Path) -> None:
     llama = tmp_path / "llama"
     LLAMA_70B.save_pretrained(llama)
