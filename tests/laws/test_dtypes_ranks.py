@@ -26,7 +26,6 @@ from tests.support import rank_dtypes
 from tests.support.ranks import ranks_once
 from tests.support.training import Run, assert_identical
 
-
 # By default test_ranks.py has two ranks, and test_dtypes.py has several dtypes.
 TWO_RANKS = pytest.mark.slow
 
