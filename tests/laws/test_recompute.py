@@ -617,6 +617,42 @@ def test_a_counter_behind_a_global_name_is_refused(first: int) -> None:
         train_windowed(factory, steps=4, settings=config(section=SECTION))
 
 
+SEEDS: list[int] = []
+
+
+class WithUnwrittenSeeds(torch.autograd.Function):
+    """Saves what torch's fused attention on a GPU saves without dropout: a seed and an offset that
+    no kernel has written."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        SEEDS.append(len(SEEDS))
+        seed = torch.tensor(len(SEEDS))
+        state = torch.tensor([len(SEEDS), 0], dtype=torch.uint64)
+        ctx.save_for_backward(seed, state)
+        return 2.0 * x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        assert len(ctx.saved_tensors) == 2
+        return 2.0 * gradients[0]
+
+
+class AttendingOnAGpu(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(WithUnwrittenSeeds.apply(x))  # type: ignore[no-untyped-call]
+
+
+def test_seeds_that_no_kernel_has_written_may_differ() -> None:
+    SEEDS.clear()
+
+    def factory() -> Any:
+        return Decoder([AttendingOnAGpu() for _ in range(3)]), token_batch
+
+    check(factory, steps=3)
+    assert len(SEEDS) == 3 * 3 * (1 + 2)  # steps, blocks, plain and twice in the engine
+
+
 class Otherwise(Block):
     """What it saves when it is run again is not what it saved."""
 
