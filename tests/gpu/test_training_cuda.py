@@ -468,10 +468,10 @@ def test_a_plan_is_made_anew_from_what_is_free_then(monkeypatch: pytest.MonkeyPa
     taken = 1 << 28
 
     def inspect(engine: Any) -> None:
-        free, total = torch.cuda.mem_get_info()
+        free, total = torch.accelerator.get_memory_info()
         for left in (free, free - taken):
             monkeypatch.setattr(
-                torch.cuda, "mem_get_info", lambda index=None, left=left: (left, total)
+                torch.accelerator, "get_memory_info", lambda index=None, left=left: (left, total)
             )
             found = engine.inspect().device.memory.reachable_bytes()
             seen.append(found)

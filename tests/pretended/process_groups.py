@@ -138,4 +138,4 @@ def install() -> None:
         module.new_group = new  # type: ignore[attr-defined]
         module.destroy_process_group = destroy  # type: ignore[attr-defined]
         module.is_nccl_available = lambda: True  # type: ignore[attr-defined]
-    torch.cuda.mem_get_info = mem_get_info
+    torch.cuda.mem_get_info = torch.accelerator.get_memory_info = mem_get_info
