@@ -78,7 +78,8 @@ from stronghold.plan.places import MIB
 from stronghold.plan.plan import Plan, make_plan
 from stronghold.plan.search import roomiest_plan
 from stronghold.predict.simulate import fastest_plan, simulate
-from stronghold.streaming.stack import Stack, pinned_activations, reserved_bytes
+from stronghold.streaming.demand import pinned_activations
+from stronghold.streaming.stack import Stack, reserved_bytes
 from stronghold.streaming.trainer import Runtime
 from stronghold.telemetry.metrics import BatchSize
 

@@ -10,7 +10,6 @@ import contextlib
 import logging
 import os
 import weakref
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -38,7 +37,7 @@ from stronghold.distributed.node_weights import shared_weights
 from stronghold.distributed.process_groups import Ranks, share_of_cores
 from stronghold.distributed.sharding import check_alike
 from stronghold.errors import ConfigError, LaneError, StateError, format_size
-from stronghold.limits import available_host_bytes, update_cores
+from stronghold.limits import available_host_bytes
 from stronghold.memory.frozen_files import FrozenFiles
 from stronghold.memory.nvme import BLOCK_BYTES, NvmeStore
 from stronghold.memory.slab import check_mappings, trim_heap
@@ -65,13 +64,13 @@ from stronghold.model.partition import (
     why_no_blocks,
 )
 from stronghold.model.stored_tensors import PackedParameter, stored_tensors, tensor_has_memory
-from stronghold.optim.states import LEAN, States, states_of
+from stronghold.optim.states import States, states_of
 from stronghold.plan.cost import Demand
 from stronghold.plan.homes import FILE, GPU, Home
-from stronghold.plan.places import levels_of
 from stronghold.plan.plan import Plan, make_plan
 from stronghold.streaming.activations.key_value_caches import forbid_caches
 from stronghold.streaming.decoded_weights import return_packed
+from stronghold.streaming.demand import FreeResources, demand_of
 from stronghold.streaming.formats import CAST, COMPUTED, OWN, model_formats, page_items
 from stronghold.streaming.guards import COMPILED_WHOLE
 from stronghold.streaming.optimizer import EngineOptimizer
@@ -82,9 +81,6 @@ from stronghold.streaming.trainer import Runtime
 from stronghold.telemetry.metrics import Metrics
 from stronghold.telemetry.trace import Trace, open_path
 
-# Without stronghold.gpu_memory half of what the GPU has free goes to slots; the rest is left to
-# activations.
-GPU_SHARE = 0.5
 # Keys without effect where there are no blocks.
 OF_BLOCKS = ("window", "prefetch", "activations", "kept_activations", "chunk", "streams")
 TRIM_BYTES = 256 << 20  # of the model's own memory may wait in the heap when it was taken over
@@ -172,7 +168,7 @@ class Stack:
         self.layout: ModelLayout = layout(self.partition, self.ranks.num_ranks, page, chosen.of)
         kind = section.device or ("cuda" if cuda.available() else "emulated")
         on_gpu = kind == "cuda" and cuda.available()
-        on_device, self._host_reserved_bytes = reserved_bytes()
+        on_device, host_reserved_bytes = reserved_bytes()
         self.gpu_free_bytes = None
         if on_gpu:
             self.gpu_free_bytes = max(0, cuda.free_bytes(local_rank) - on_device)
@@ -181,7 +177,22 @@ class Stack:
         self.states: States = states_of(self.dtype, section.states, moments)
         # By layer: its frozen ranges in the files of the base, if they may be read there.
         self.file_ranges: dict[int, Sequence[FileRange]] = self._ranges_in_base()
-        self.demand: Demand = self._demand(settings, training=optimizer is not None)
+        self.demand: Demand = demand_of(
+            settings,
+            self.layout,
+            self.formats,
+            self.states,
+            self.ranks,
+            FreeResources(
+                gpu_free_bytes=self.gpu_free_bytes,
+                host_reserved_bytes=host_reserved_bytes,
+                model_bytes=self._model_bytes(),
+                cores=self._cores,
+                neighbourhood=self.neighbourhood,
+            ),
+            training=optimizer is not None,
+            base_in_file=bool(self.file_ranges),
+        )
         rank = self.ranks.global_rank
         self._trace_path = section.trace and open_path(section.trace, rank)
         self.plan: Plan = make_plan(self.layout, self.demand)
@@ -294,55 +305,6 @@ class Stack:
                 counts = self.host.layers[layer.index].optimizer.counts
                 return None if layer.streamed else sum(counts)
         return None
-
-    def _demand(self, settings: Settings, *, training: bool) -> Demand:
-        """Make the planner's input from config, layout, ranks and free memory."""
-        section, gpu_free_bytes = self.section, self.gpu_free_bytes
-        gpu_budget = section.gpu_memory
-        if gpu_budget is None and gpu_free_bytes is not None:
-            gpu_budget = int(gpu_free_bytes * GPU_SHARE)
-        ranks = self.ranks
-        if gpu_budget is not None:
-            gpu_budget = ranks.least(gpu_budget)  # one plan: all ranks move the same layers
-        available = available_host_bytes() // ranks.on_node.count - self._host_reserved_bytes
-        host_budget = section.host_memory or max(0, available) + self._model_bytes()
-        if section.nvme is not None:
-            host_budget = ranks.least(host_budget)  # the same arrays spill
-        resident = section.resident_layers
-        num_blocks = sum(layer.streamed for layer in self.layout.layers)
-        cores = len(self._cores or os.sched_getaffinity(0))
-        capacity = section.nvme.capacity if section.nvme else None
-        compute_threads = torch.get_num_threads() if gpu_free_bytes is None else 1
-        return Demand(
-            states=self.states,
-            all_formats=self.formats,
-            accumulate=settings.accumulates,
-            training=training,
-            gpu_budget_bytes=gpu_budget,
-            host_budget_bytes=host_budget,
-            window=section.window,
-            prefetch=section.prefetch,
-            resident_layers=num_blocks if resident == "all" else resident,
-            resident_updates=_resident_updates(section, ranks, on_gpu=gpu_free_bytes is not None),
-            # On a GPU, before the first steps are measured: the policy that takes least memory.
-            activations=pinned_activations(section, self.layout)
-            or (None if gpu_free_bytes is None else "recompute"),
-            chunk=section.chunk,
-            streams=section.streams or 1,
-            cpu_threads=section.cpu_threads,
-            early_layers=_early_layers(section, self.layout),
-            num_cores=update_cores(cores, compute_threads),
-            numa="" if self.neighbourhood is None else str(self.neighbourhood),
-            nvme=section.nvme is not None,
-            nvme_capacity_bytes=capacity and capacity // ranks.on_disks.count,
-            base_in_file=bool(self.file_ranges),
-            spill=section.nvme.spill if section.nvme else None,
-            micro_batches=settings.gradient_accumulation_steps,
-            num_ranks=ranks.num_ranks,
-            num_nodes=ranks.num_nodes,
-            reduces_in_room=ranks.several and gpu_free_bytes is None,
-            shares_weights=ranks.several,
-        )
 
     def _model_bytes(self) -> int:
         """Bytes of the model's own parameters in RAM. The slabs replace them."""
@@ -891,40 +853,6 @@ def _say_no_blocks(model: nn.Module, section: StrongholdConfig) -> None:
         why_no_blocks(model),
         f" Without effect, since blocks alone are streamed: {names}." if keys else "",
     )
-
-
-def _resident_updates(section: StrongholdConfig, ranks: Ranks, *, on_gpu: bool) -> str | None:
-    """Choose the place of resident layers' updates. The GPU updates them on one rank alone, and
-    exact states alone. None leaves the choice to the search."""
-    ways = 'set it to "host"'
-    why = "which this release does on one rank alone" if ranks.several else ""
-    if not why and section.states == LEAN and on_gpu:
-        why, ways = "but lean states are updated on the host", 'set stronghold.states to "exact"'
-    if why and section.resident_updates == "gpu":
-        raise ConfigError(f'stronghold.resident_updates: got "gpu", {why}: leave it out, or {ways}')
-    return "host" if why else section.resident_updates
-
-
-def _early_layers(section: StrongholdConfig, layout: ModelLayout) -> int | None:
-    """The config's number of early layers for the planner; None leaves it to the search."""
-    if not section.speculation:
-        return 0
-    return len(layout.layers) if section.early_layers == "all" else section.early_layers
-
-
-def pinned_activations(
-    section: StrongholdConfig, layout: ModelLayout
-) -> str | tuple[str, ...] | None:
-    """Return the config's activation policies for the planner. None leaves them to the search."""
-    policies = section.activations
-    if isinstance(policies, str) and section.kept_activations:
-        num_blocks = len(layout.streamed)
-        num_kept = min(section.kept_activations, num_blocks)
-        counts = Counter({policies: num_blocks - num_kept}) + Counter(keep=num_kept)
-        return levels_of(layout, counts)
-    if isinstance(policies, dict):
-        return levels_of(layout, {str(level): count for level, count in policies.items()})
-    return policies
 
 
 def _give_forward(module: nn.Module, forward: Any) -> None:

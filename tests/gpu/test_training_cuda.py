@@ -30,7 +30,7 @@ from stronghold.devices import cuda
 from stronghold.errors import ConfigError
 from stronghold.optim.states import StateKind
 from stronghold.streaming.activations import attention
-from stronghold.streaming.stack import GPU_SHARE
+from stronghold.streaming.demand import GPU_SHARE
 from tests.laws import test_chunks as chunks
 from tests.models import (
     HIDDEN,

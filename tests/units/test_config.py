@@ -22,7 +22,7 @@ from stronghold.config.keys import KEYS, Effect
 from stronghold.config.section import EmulatedConfig, NvmeConfig, StrongholdConfig
 from stronghold.errors import ConfigError
 from stronghold.model.layout import ModelLayout, ParameterShape, layer_layout
-from stronghold.streaming.stack import pinned_activations
+from stronghold.streaming.demand import pinned_activations
 from tests.support.settings import BASE, LOGGER, load, refusal
 
 ROOT = Path(__file__).resolve().parents[2]

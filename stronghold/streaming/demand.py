@@ -1,0 +1,142 @@
+"""The planner's input (`plan.cost.Demand`): what the config asks for, and what the machine has.
+
+Decides what the config leaves open and no plan can: memory budgets from free memory, and abilities
+that depend on the device and on the number of ranks. The training thread enters, and all ranks do
+together: they agree on budgets.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from stronghold.config import Settings, StrongholdConfig
+from stronghold.devices.numa import Neighbourhood
+from stronghold.distributed.process_groups import Ranks
+from stronghold.errors import ConfigError
+from stronghold.limits import available_host_bytes, update_cores
+from stronghold.model.layout import ModelLayout
+from stronghold.optim.states import LEAN, Formats, States
+from stronghold.plan.cost import Demand
+from stronghold.plan.places import levels_of
+
+# Without stronghold.gpu_memory half of what the GPU has free goes to slots; the rest is left to
+# activations.
+GPU_SHARE = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FreeResources:
+    """Memory and cores for this engine.
+
+    gpu_free_bytes       free memory of the GPU; None on another device
+    host_reserved_bytes  host memory that other engines of this process will still take
+    model_bytes          the model's own parameters in RAM, which the engine's memory replaces
+    cores                this rank's cores; empty if ranks do not divide the node's
+    neighbourhood        the NUMA node next to the GPU, if threads are bound to it
+    """
+
+    gpu_free_bytes: int | None
+    host_reserved_bytes: int
+    model_bytes: int
+    cores: Sequence[int]
+    neighbourhood: Neighbourhood | None
+
+
+def demand_of(
+    settings: Settings,
+    layout: ModelLayout,
+    formats: Formats,
+    states: States,
+    ranks: Ranks,
+    free: FreeResources,
+    *,
+    training: bool,
+    base_in_file: bool,
+) -> Demand:
+    """Return the planner's input. All ranks call it.
+
+    `base_in_file`: frozen weights of blocks may be read from a base's files. Raises ConfigError for
+    a key that this device or this number of ranks does not allow.
+    """
+    section, on_gpu = settings.stronghold, free.gpu_free_bytes is not None
+    gpu_budget = section.gpu_memory
+    if gpu_budget is None and free.gpu_free_bytes is not None:
+        gpu_budget = int(free.gpu_free_bytes * GPU_SHARE)
+    if gpu_budget is not None:
+        gpu_budget = ranks.least(gpu_budget)  # one plan: all ranks move the same layers
+    available = available_host_bytes() // ranks.on_node.count - free.host_reserved_bytes
+    host_budget = section.host_memory or max(0, available) + free.model_bytes
+    if section.nvme is not None:
+        host_budget = ranks.least(host_budget)  # the same arrays spill
+    resident = section.resident_layers
+    num_cores = len(free.cores or os.sched_getaffinity(0))
+    compute_threads = 1 if on_gpu else torch.get_num_threads()
+    capacity = section.nvme.capacity if section.nvme else None
+    return Demand(
+        states=states,
+        all_formats=formats,
+        accumulate=settings.accumulates,
+        training=training,
+        gpu_budget_bytes=gpu_budget,
+        host_budget_bytes=host_budget,
+        window=section.window,
+        prefetch=section.prefetch,
+        resident_layers=len(layout.streamed) if resident == "all" else resident,
+        resident_updates=_resident_updates(section, ranks, on_gpu=on_gpu),
+        # On a GPU, before the first steps are measured: the policy that takes least memory.
+        activations=pinned_activations(section, layout) or ("recompute" if on_gpu else None),
+        chunk=section.chunk,
+        streams=section.streams or 1,
+        cpu_threads=section.cpu_threads,
+        early_layers=_early_layers(section, layout),
+        num_cores=update_cores(num_cores, compute_threads),
+        numa="" if free.neighbourhood is None else str(free.neighbourhood),
+        nvme=section.nvme is not None,
+        nvme_capacity_bytes=capacity and capacity // ranks.on_disks.count,
+        base_in_file=base_in_file,
+        spill=section.nvme.spill if section.nvme else None,
+        micro_batches=settings.gradient_accumulation_steps,
+        num_ranks=ranks.num_ranks,
+        num_nodes=ranks.num_nodes,
+        reduces_in_room=ranks.several and not on_gpu,
+        shares_weights=ranks.several,
+    )
+
+
+def _resident_updates(section: StrongholdConfig, ranks: Ranks, *, on_gpu: bool) -> str | None:
+    """Choose the place of resident layers' updates. The GPU updates them on one rank alone, and
+    exact states alone. None leaves the choice to the search."""
+    ways = 'set it to "host"'
+    why = "which this release does on one rank alone" if ranks.several else ""
+    if not why and section.states == LEAN and on_gpu:
+        why, ways = "but lean states are updated on the host", 'set stronghold.states to "exact"'
+    if why and section.resident_updates == "gpu":
+        raise ConfigError(f'stronghold.resident_updates: got "gpu", {why}: leave it out, or {ways}')
+    return "host" if why else section.resident_updates
+
+
+def _early_layers(section: StrongholdConfig, layout: ModelLayout) -> int | None:
+    """The config's number of early layers for the planner; None leaves it to the search."""
+    if not section.speculation:
+        return 0
+    return len(layout.layers) if section.early_layers == "all" else section.early_layers
+
+
+def pinned_activations(
+    section: StrongholdConfig, layout: ModelLayout
+) -> str | tuple[str, ...] | None:
+    """Return the config's activation policies for the planner. None leaves them to the search."""
+    policies = section.activations
+    if isinstance(policies, str) and section.kept_activations:
+        num_blocks = len(layout.streamed)
+        num_kept = min(section.kept_activations, num_blocks)
+        counts = Counter({policies: num_blocks - num_kept}) + Counter(keep=num_kept)
+        return levels_of(layout, counts)
+    if isinstance(policies, dict):
+        return levels_of(layout, {str(level): count for level, count in policies.items()})
+    return policies
