@@ -28,7 +28,7 @@ from stronghold.engine.attributes import REMOVED_SWITCHES
 from stronghold.engine.refusals import REFUSED
 from stronghold.errors import ConfigError
 from stronghold.plan.plan import make_plan
-from stronghold.streaming import stack
+from stronghold.streaming import demand, stack
 from stronghold.streaming.patches.parameters import ACCESS_ATTRIBUTES
 from tests.conftest import lane_threads
 from tests.models import MODELS, loss_of
@@ -557,7 +557,7 @@ def test_engines_do_not_know_of_each_other() -> None:
 def test_an_engine_plans_with_what_the_others_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """Masters, moments and gradients are taken at the first backward: planned is not free."""
     gc.collect()
-    monkeypatch.setattr(stack, "available_host_bytes", lambda: 1 << 30)
+    monkeypatch.setattr(demand, "available_host_bytes", lambda: 1 << 30)
     engines, reserved = [], [stack.reserved_bytes()]
     for _ in range(3):
         model, make_batch = MODELS["gpt"]()

@@ -158,10 +158,10 @@ def test_a_host_with_too_little_memory(accumulation: int, allocations: list[str]
 def test_a_machine_that_lacks_memory_is_refused_without_a_budget_in_the_config(
     allocations: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from stronghold.streaming import stack
+    from stronghold.streaming import demand
 
     model, _ = MODELS["gpt"]()
-    monkeypatch.setattr(stack, "available_host_bytes", lambda: 10_000)
+    monkeypatch.setattr(demand, "available_host_bytes", lambda: 10_000)
     refused(allocations, model, config(), BudgetError, "add RAM to at least")
 
 
