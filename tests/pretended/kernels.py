@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -21,12 +22,14 @@ import torch
 from stronghold import native
 from stronghold.devices import cuda, triton_kernels
 from stronghold.devices.base import Device
-from stronghold.native import Rows, Segments, Targets
+from stronghold.native import PackedWeight, Rows, Segments, Targets
 
-# As in triton_programs, which needs Triton.
+# As in triton_programs and triton_packed, which need Triton.
 ROWS = 64  # of a table
 NUM_MOMENTS = {"adam": 2, "lion": 1, "sgd_momentum": 1, "sgd": 0}
 ARRAYS = ("weight", "low", "grad", "moment0", "moment1")
+ITEM_BYTES = {"nf4": (1, 1, 4, 4), "int8": (1, 4), "fp8": (1, 4)}
+PACKED_COLUMNS = native.MAX_INNER + 3  # after the elements: addresses, columns, rows of a matrix
 
 Table = npt.NDArray[np.int64]  # [columns, segments]: blocks before it, numel, addresses
 
@@ -55,6 +58,19 @@ class Memory:
         for column in range(2, len(found)):
             found[column] = [self.address(*pair) for pair in found[[column, 1]].T.tolist()]
         return found
+
+    def packed_weights(self, address: int, num_rows: int) -> list[PackedWeight]:
+        """The packed weights of a launch, with addresses for the host."""
+        size = (2 + PACKED_COLUMNS) * ROWS
+        words = (ctypes.c_int64 * size).from_address(self.address(address))
+        table = np.frombuffer(words, dtype=np.int64).reshape(-1, ROWS)[:, :num_rows]
+        weights = []
+        for _, numel, *arrays, columns, matrix_rows in table.T.tolist():
+            inner = [self.address(array, numel) for array in arrays]
+            rows = numel // columns if numel > 0 else 0
+            # A flat weight is one row.
+            weights.append(PackedWeight(*inner, rows, columns, min(rows, matrix_rows)))
+        return weights
 
 
 class Program:
@@ -144,6 +160,39 @@ class Programs:
         self._extension.launch(run)
 
 
+class PackedPrograms:
+    """The programs of `triton_packed`. Their code books are on the device, and are not read."""
+
+    def __init__(self, extension: Any, memory: Memory, host: native.Pool) -> None:
+        self._extension, self._memory, self._host = extension, memory, host
+        self.DECODERS = {
+            name: SimpleNamespace(
+                program=Program(partial(self._decode, name)),
+                item_bytes=item_bytes,
+                is_flat=name == "nf4",
+            )
+            for name, item_bytes in ITEM_BYTES.items()
+        }
+
+    def _decode(
+        self,
+        format: str,
+        table: torch.Tensor,
+        num_rows: int,
+        books: torch.Tensor,
+        *,
+        OUT: torch.dtype,
+        **_: Any,
+    ) -> None:
+        address = table.data_ptr()
+        self._memory.address(books.data_ptr())
+
+        def run() -> None:
+            self._host.decode(format, OUT, self._memory.packed_weights(address, num_rows))
+
+        self._extension.launch(run)
+
+
 def install(extension: Any) -> None:
     """Every `CudaDevice` makes these from now on, and tests that ask for Triton's do."""
     memory = Memory(extension)
@@ -153,6 +202,7 @@ def install(extension: Any) -> None:
             self._device = device
             self._host = native.Pool(1)
             self._programs = Programs(extension, memory, self._host)
+            self._packed = PackedPrograms(extension, memory, self._host)
             self._tables = OrderedDict()
 
         def prepare_update(
