@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+import psutil
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ ATTEMPTS = 3
 COLD_S = 2e-4  # a small tensor's mean right after a sleep, on a machine whose caches are ours
 NAP_S, LATE = 0.01, 1.08  # a quiet machine ends a sleep of 10 ms within 0.4 ms
 SLOW = 1.5
+OTHERS = 0.1  # of a core
 COUNT, COUNTED_S = 2_000_000, 0.1  # what a core of today's servers takes to count, at most
 
 Law = TypeVar("Law", bound=Callable[..., None])
@@ -77,22 +79,48 @@ def busy() -> str | None:
     )
 
 
+class OtherProcesses:
+    """What others take of this machine's cores from here on, other guests of its host included."""
+
+    def __init__(self) -> None:
+        self._own = psutil.Process()
+        self._begun = time.perf_counter(), self._seconds()
+
+    def _seconds(self) -> float:
+        """Seconds of all cores that neither this process and its children used, nor were idle."""
+        machine, own = psutil.cpu_times(), self._own.cpu_times()
+        fields = ("user", "nice", "system", "irq", "softirq", "steal")
+        used = sum(float(getattr(machine, field, 0.0)) for field in fields)
+        return used - own.user - own.system - own.children_user - own.children_system
+
+    def busy(self) -> str | None:
+        """Why times since then cannot be judged; None where they can."""
+        begun, others_s = self._begun
+        share = (self._seconds() - others_s) / (time.perf_counter() - begun)
+        if share <= OTHERS:
+            return None
+        return f"others used {share:.0%} of a core meanwhile"
+
+
 def law_of_time(law: Law) -> Law:
     """Try a law again when it was `Late`, since other processes only ever slow it down. Late each
-    time, it has failed where the machine is quiet, and is skipped, with the reason, where it is
-    not. No other test runs beside it.
+    time, it has failed if the machine was quiet each time. If it was not, the law is skipped, with
+    the reason. No other test runs beside it.
     """
 
     @functools.wraps(law)
     def judged(*args: object, **kwargs: object) -> None:
-        for attempt in range(ATTEMPTS):
+        reasons = []
+        for attempt in range(1, ATTEMPTS + 1):
+            others = OtherProcesses()
             try:
                 law(*args, **kwargs)
             except Late:
-                if attempt + 1 < ATTEMPTS:
+                reasons += filter(None, [others.busy(), busy()])
+                if attempt < ATTEMPTS:
                     continue
-                if (reason := busy()) is not None:
-                    pytest.skip(reason)
+                if reasons:
+                    pytest.skip("; ".join(reasons))
                 raise
             else:
                 return

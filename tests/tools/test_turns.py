@@ -7,6 +7,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -115,12 +116,18 @@ def test_a_late_law_is_tried_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reason", "outcome"), [(None, quiet.Late), ("others work here", pytest.skip.Exception)]
+    ("reasons", "outcome"),
+    [
+        ([None, None, None], quiet.Late),
+        (["others work here", None, None], pytest.skip.Exception),
+        ([None, None, "others work here"], pytest.skip.Exception),
+    ],
 )
-def test_a_law_that_is_always_late_fails_where_the_machine_is_quiet(
-    reason: str | None, outcome: type[BaseException], monkeypatch: pytest.MonkeyPatch
+def test_a_law_that_is_always_late_fails_where_the_machine_is_quiet_each_time(
+    reasons: list[str | None], outcome: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quiet, "busy", lambda: reason)
+    monkeypatch.setattr(quiet, "busy", reasons.pop)
+    monkeypatch.setattr(quiet.OtherProcesses, "busy", lambda _: None)
 
     @quiet.law_of_time
     def law() -> None:
@@ -128,6 +135,19 @@ def test_a_law_that_is_always_late_fails_where_the_machine_is_quiet(
 
     with pytest.raises(outcome):
         law()
+    assert reasons == []
+
+
+def test_another_process_makes_the_machine_busy() -> None:
+    others = quiet.OtherProcesses()
+    other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        time.sleep(1.0)
+        reason = others.busy()
+    finally:
+        other.kill()
+        other.wait()
+    assert "others used" in str(reason)
 
 
 def test_another_failure_is_one_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
