@@ -22,8 +22,10 @@ CONFIG = {
     "gradient_accumulation_steps": 2,
     "gradient_clipping": 1.0,
     "bf16": {"enabled": torch.cuda.is_available()},
-    "zero_optimization": {"stage": 0},  # Accelerate wants the key. All stages are the same here.
-    "zero_allow_untested_optimizer": True,  # torch's AdamW: the engine has its own kernel for it
+    # Accelerate wants the key. All stages are the same here.
+    "zero_optimization": {"stage": 0},
+    # torch's AdamW: the engine has its own kernel for it
+    "zero_allow_untested_optimizer": True,
     "zero_force_ds_cpu_optimizer": False,
     "stronghold": {"window": 2},
 }
@@ -35,7 +37,8 @@ def main() -> None:
     arguments = parser.parse_args()
 
     accelerator = Accelerator(
-        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=CONFIG), gradient_accumulation_steps=2
+        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=CONFIG),
+        gradient_accumulation_steps=2,
     )
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
@@ -44,7 +47,9 @@ def main() -> None:
     # The model learns to count. A step has two micro-batches of four rows.
     first = torch.arange(8 * arguments.steps) % 4
     rows = (first[:, None] + torch.arange(64)[None]) % 128
-    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(rows, batch_size=4))
+    model, optimizer, loader = accelerator.prepare(
+        model, optimizer, DataLoader(rows, batch_size=4)
+    )
     step = 0
     for tokens in loader:
         with accelerator.accumulate(model):

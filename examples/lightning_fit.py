@@ -20,7 +20,8 @@ HAS_GPU = torch.cuda.is_available()
 CONFIG = {
     "train_micro_batch_size_per_gpu": 4,
     "bf16": {"enabled": HAS_GPU},
-    "zero_allow_untested_optimizer": True,  # torch's AdamW: the engine has its own kernel for it
+    # torch's AdamW: the engine has its own kernel for it
+    "zero_allow_untested_optimizer": True,
     "stronghold": {"window": 2},
 }
 
@@ -32,7 +33,9 @@ class Task(lightning.LightningModule):
         super().__init__()
         torch.manual_seed(0)
         sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
-        self.model = LlamaForCausalLM(LlamaConfig(vocab_size=128, num_hidden_layers=6, **sizes))
+        self.model = LlamaForCausalLM(
+            LlamaConfig(vocab_size=128, num_hidden_layers=6, **sizes)
+        )
         self.engine = [None]  # in a list, so that it is no submodule
 
     def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:

@@ -22,7 +22,8 @@ CONFIG = {
     "gradient_accumulation_steps": "auto",
     "gradient_clipping": "auto",
     "bf16": {"enabled": "auto"},
-    "zero_optimization": {"stage": 0},  # Accelerate wants the key. All stages are the same here.
+    # Accelerate wants the key. All stages are the same here.
+    "zero_optimization": {"stage": 0},
     "zero_allow_untested_optimizer": True,
     "stronghold": {"window": 2},
 }
@@ -52,7 +53,9 @@ def main() -> None:
         )
         torch.manual_seed(0)
         sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
-        model = LlamaForCausalLM(LlamaConfig(vocab_size=128, num_hidden_layers=6, **sizes))
+        model = LlamaForCausalLM(
+            LlamaConfig(vocab_size=128, num_hidden_layers=6, **sizes)
+        )
         # The model learns to count.
         rows = (torch.arange(16)[:, None] + torch.arange(64)[None]) % 128
         dataset = [{"input_ids": row, "labels": row} for row in rows]

@@ -25,7 +25,8 @@ CONFIG = {
     "train_micro_batch_size_per_gpu": "auto",
     "gradient_accumulation_steps": "auto",
     "bf16": {"enabled": "auto"},
-    "zero_optimization": {"stage": 0},  # Accelerate wants the key. All stages are the same here.
+    # Accelerate wants the key. All stages are the same here.
+    "zero_optimization": {"stage": 0},
     "zero_allow_untested_optimizer": True,
     "stronghold": {"window": 2},
 }
@@ -34,7 +35,9 @@ CONFIG = {
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """One token for each printable character. Use your model's tokenizer instead."""
     words = ["<pad>", "<eos>", "<unk>", *map(chr, range(32, 127))]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "<unk>"))
+    tokenizer = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(words)}, "<unk>")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
@@ -63,11 +66,20 @@ def main() -> None:
         torch.manual_seed(0)
         tokenizer = make_tokenizer()
         sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
-        model = LlamaForCausalLM(LlamaConfig(vocab_size=128, num_hidden_layers=6, **sizes))
+        model = LlamaForCausalLM(
+            LlamaConfig(vocab_size=128, num_hidden_layers=6, **sizes)
+        )
         pair = {"chosen": "yes", "rejected": "no"}
-        pairs = [{"prompt": f"does {i + 1} come after {i}? ", **pair} for i in range(64)]
-        lora = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
-        data = {"train_dataset": Dataset.from_list(pairs), "processing_class": tokenizer}
+        pairs = [
+            {"prompt": f"does {i + 1} come after {i}? ", **pair} for i in range(64)
+        ]
+        lora = LoraConfig(
+            r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"
+        )
+        data = {
+            "train_dataset": Dataset.from_list(pairs),
+            "processing_class": tokenizer,
+        }
         trainer = DPOTrainer(model, args=settings, peft_config=lora, **data)
         trainer.train()
         for entry in trainer.state.log_history:

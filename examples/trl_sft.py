@@ -25,7 +25,8 @@ CONFIG = {
     "gradient_accumulation_steps": "auto",
     "gradient_clipping": "auto",
     "bf16": {"enabled": "auto"},
-    "zero_optimization": {"stage": 0},  # Accelerate wants the key. All stages are the same here.
+    # Accelerate wants the key. All stages are the same here.
+    "zero_optimization": {"stage": 0},
     "zero_allow_untested_optimizer": True,
     "stronghold": {"window": 2},
 }
@@ -34,11 +35,16 @@ CONFIG = {
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """One token for each printable character. Use your model's tokenizer instead."""
     words = ["<pad>", "<eos>", "<unk>", *map(chr, range(32, 127))]
-    model = models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
+    model = models.WordLevel(
+        {word: i for i, word in enumerate(words)}, unk_token="<unk>"
+    )
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
     )
 
 
@@ -66,9 +72,15 @@ def main() -> None:
         torch.manual_seed(0)
         tokenizer = make_tokenizer()
         sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
-        model = LlamaForCausalLM(LlamaConfig(vocab_size=128, num_hidden_layers=6, **sizes))
-        dataset = Dataset.from_dict({"text": [f"{i} comes before {i + 1}" for i in range(64)]})
-        trainer = SFTTrainer(model, settings, train_dataset=dataset, processing_class=tokenizer)
+        model = LlamaForCausalLM(
+            LlamaConfig(vocab_size=128, num_hidden_layers=6, **sizes)
+        )
+        dataset = Dataset.from_dict(
+            {"text": [f"{i} comes before {i + 1}" for i in range(64)]}
+        )
+        trainer = SFTTrainer(
+            model, settings, train_dataset=dataset, processing_class=tokenizer
+        )
         trainer.train()
         for entry in trainer.state.log_history:
             if "loss" in entry:

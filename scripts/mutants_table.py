@@ -199,8 +199,8 @@ UPDATES = [
     Mutant(
         "norms of earlier steps are in this one's",
         "memory/layer.py",
-        "        self.square_sums = {}  #",
-        "        self.square_sums = self.square_sums  #",
+        "        self.square_sums = {}\n",
+        "        pass\n",
         BITS,
         "layer_drop or gpt",
     ),
@@ -233,8 +233,8 @@ EARLY_UPDATES = [
     Mutant(
         "an early update is committed with other numbers than the gate has",
         "streaming/early_updates.py",
-        "return is_same and early.steps == self._steps.next(state, early.positions, scale)",
-        "return is_same",
+        " and early.steps == steps",
+        "",
         EARLY,
         "rate_that_is_changed",
     ),
@@ -250,7 +250,7 @@ EARLY_UPDATES = [
     Mutant(
         "an early update is committed although its weights were written",
         "streaming/early_updates.py",
-        "and early.version_sum == self._bindings.version_sum(state.index)",
+        " and early.version_sum == version_sum",
         "",
         EARLY,
         "written_in_backward",
@@ -274,8 +274,9 @@ EARLY_UPDATES = [
     Mutant(
         "the second arrays come without their records",
         "memory/layer.py",
-        "self.records[name], second.records[name] = second.records[name], self.records[name]",
-        "pass",
+        "            self.records[name] = second.records[name]\n"
+        "            second.records[name] = record\n",
+        "",
         EARLY,
         "reader_after_the_gate",
     ),
@@ -390,8 +391,8 @@ PASSES = [
     Mutant(
         "a part of gradients is summed up before the others have come",
         "streaming/pending_gradients.py",
-        '"gradients" if more_may_come or not self._plan.accumulates',
-        '"gradients" if not self._plan.accumulates',
+        "if more_may_come or not self._plan.accumulates",
+        "if not self._plan.accumulates",
         CHUNKS,
         "calls_of_one",
     ),
@@ -779,8 +780,8 @@ RANKS = [
     Mutant(
         "a layer is reduced before its turn",
         "distributed/order.py",
-        "and self._layers[self._next] in self._closed:",
-        "and self._closed:",
+        " and self._layers[self._next] in self._closed\n",
+        " and self._closed\n",
         ORDER,
     ),
     Mutant(

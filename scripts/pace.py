@@ -13,7 +13,8 @@ COMPARED_SHARE = 0.12  # of the time: steps with the window and without it
 TIMED_SHARE = 0.18  # blocks that measure a step
 CHUNKED_SHARE = 0.08  # steps whose batch goes through in chunks
 CLOSING_S = 10.0  # a text and the pictures, after the training
-OVERRUN = 1.2  # a training that was fitted ends at this multiple of the time: steps became slower
+# a training that was fitted ends at this multiple of the time: steps became slower
+OVERRUN = 1.2
 
 MOST_COMPARED, MOST_TRAINED, MOST_CHUNKED = 20, 250, 40
 LEAST_TRAINED, LEAST_CHUNKED = 2, 2
@@ -21,12 +22,16 @@ MOST_TURNS, LEAST_TURNS = 5, 3  # of timed blocks of each kind; their median cou
 MOST_BLOCK_STEPS = 4
 FEW = 10  # a training of fewer steps shows that it runs, and hardly that it learns
 FORWARD_SHARE = 1 / 3  # of a step's time: backward takes two forwards
-CHUNKED_COST = 2.0  # steps of the training that one in chunks is worth: twice the sequences
+# steps of the training that one in chunks is worth: twice the sequences
+CHUNKED_COST = 2.0
 
-EVALUATED_AT = (0.04, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0)  # of the steps; denser where the loss falls
-LEAST_CURVE = 100  # steps of a training that is evaluated so often; a shorter one, at its end
+# of the steps; denser where the loss falls
+EVALUATED_AT = (0.04, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0)
+# steps of a training that is evaluated so often; a shorter one, at its end
+LEAST_CURVE = 100
 MOST_HELD_OUT_BATCHES = 8
-HELD_OUT_SHARE = 0.25  # of the training's time that evaluations may take: else fewer batches
+# of the training's time that evaluations may take: else fewer batches
+HELD_OUT_SHARE = 0.25
 
 
 class Watch:
@@ -65,7 +70,9 @@ class Training:
 
     def seconds(self, step_s: float) -> float:
         evaluations = 1 + len(self.evaluated_after)
-        return step_s * (self.steps + evaluations * self.held_out_batches * FORWARD_SHARE)
+        return step_s * (
+            self.steps + evaluations * self.held_out_batches * FORWARD_SHARE
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,9 +113,15 @@ def fit(
     """
     budget_s = watch.budget_s
     if compared_steps is None:
-        compared_steps = _within(COMPARED_SHARE * budget_s / (2 * step_s), 1, MOST_COMPARED)
+        compared_steps = _within(
+            COMPARED_SHARE * budget_s / (2 * step_s), 1, MOST_COMPARED
+        )
     compared_steps = max(compared_steps, measured_steps)
-    timed_s = TIMED_SHARE * budget_s if timed and can_time(step_s, TIMED_SHARE * budget_s) else 0.0
+    timed_s = (
+        TIMED_SHARE * budget_s
+        if timed and can_time(step_s, TIMED_SHARE * budget_s)
+        else 0.0
+    )
     chunked_steps = steps_in_chunks(step_s, watch, trained_steps)
     before = Fit(
         step_s=step_s,
@@ -122,7 +135,9 @@ def fit(
     return replace(before, training=fit_training(step_s, left_s, trained_steps))
 
 
-def steps_in_chunks(step_s: float, watch: Watch, trained_steps: int | None = None) -> int:
+def steps_in_chunks(
+    step_s: float, watch: Watch, trained_steps: int | None = None
+) -> int:
     """How many fit, at most as many as are trained; 0 when too few fit."""
     steps = int(CHUNKED_SHARE * watch.budget_s / (CHUNKED_COST * step_s))
     most = MOST_CHUNKED if trained_steps is None else min(MOST_CHUNKED, trained_steps)
@@ -145,8 +160,12 @@ def fit_training(step_s: float, left_s: float, steps: int | None = None) -> Trai
         room = left_s / step_s - (1 + count) * batches * FORWARD_SHARE
         if room >= LEAST_CURVE:
             break
-    steps = _within(room, LEAST_TRAINED, MOST_TRAINED if room >= LEAST_CURVE else LEAST_CURVE - 1)
-    return Training(steps=steps, evaluated_after=_evaluations(steps), held_out_batches=batches)
+    steps = _within(
+        room, LEAST_TRAINED, MOST_TRAINED if room >= LEAST_CURVE else LEAST_CURVE - 1
+    )
+    return Training(
+        steps=steps, evaluated_after=_evaluations(steps), held_out_batches=batches
+    )
 
 
 def _evaluations(steps: int) -> tuple[int, ...]:

@@ -31,7 +31,11 @@ class PlainLoop:
     """
 
     def __init__(
-        self, model: PreTrainedModel, config: dict[str, Any], exact: bool, states: str = "exact"
+        self,
+        model: PreTrainedModel,
+        config: dict[str, Any],
+        exact: bool,
+        states: str = "exact",
     ) -> None:
         self._model = model
         self._exact = exact
@@ -85,7 +89,9 @@ class PlainLoop:
         if not self._clipping:
             return
         if not self._exact:
-            torch.nn.utils.clip_grad_norm_([master for _, master in self._pairs], self._clipping)
+            torch.nn.utils.clip_grad_norm_(
+                [master for _, master in self._pairs], self._clipping
+            )
             return
         squares = math.fsum(float(g.double().square().sum()) for g in gradients)
         coefficient = min(1.0, self._clipping / (math.sqrt(squares) + CLIPPING_EPSILON))
@@ -100,7 +106,8 @@ def operators_in_one_order() -> Iterator[None]:
     Attention is written out: with `warn_only` the backward of the fused kernels adds in any order.
     """
     before = torch.utils.deterministic.fill_uninitialized_memory
-    torch.utils.deterministic.fill_uninitialized_memory = False  # it would write beside the lanes
+    # it would write beside the lanes
+    torch.utils.deterministic.fill_uninitialized_memory = False
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         with sdpa_kernel(SDPBackend.MATH):
@@ -126,12 +133,16 @@ def compare_times(
     begun_s = clock()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    section = {key: value for key, value in config["stronghold"].items() if key != "trace"}
+    section = {
+        key: value for key, value in config["stronghold"].items() if key != "trace"
+    }
     if data.device.type == "cpu":
         section["emulated"] = {**section["emulated"], "poison": False, "jitter_s": 0.0}
     model = build()
     engine, *_ = stronghold.initialize(
-        model=model, model_parameters=model.parameters(), config={**config, "stronghold": section}
+        model=model,
+        model_parameters=model.parameters(),
+        config={**config, "stronghold": section},
     )
     plain = PlainLoop(build().to(data.device), config, exact=False)
 
@@ -170,11 +181,15 @@ def alternate(
             for name, block in blocks.items():
                 taken[name].append(_seconds(block, turns.block_steps, clock))
             bar.update()
-    medians = {name: median(values) / turns.block_steps for name, values in taken.items()}
+    medians = {
+        name: median(values) / turns.block_steps for name, values in taken.items()
+    }
     return {**medians, "turns": turns.count, "steps_per_turn": turns.block_steps}
 
 
-def _seconds(block: Callable[[int], None], num_steps: int, clock: Callable[[], float]) -> float:
+def _seconds(
+    block: Callable[[int], None], num_steps: int, clock: Callable[[], float]
+) -> float:
     begun_s = clock()
     block(num_steps)
     return clock() - begun_s

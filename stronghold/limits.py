@@ -24,7 +24,8 @@ from stronghold.errors import ConfigError
 HOST_MEMORY = "STRONGHOLD_HOST_MEMORY"
 _ROOT = Path("/")
 MANY_CORES, LANE_CORES = 8, 2  # from so many cores on, two are left to the lanes
-NO_LIMIT_BYTES = 1 << 60  # version 1 of control groups writes a number near 2**63 for "no limit"
+# version 1 of control groups writes a number near 2**63 for "no limit"
+NO_LIMIT_BYTES = 1 << 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +132,11 @@ def memory_groups(root: Path = _ROOT) -> list[tuple[int, int]]:
     for folder in _group_folders(root, "memory"):
         is_version_1 = "fs/cgroup/memory" in folder.as_posix()
         if is_version_1:
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            names = (
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                "total_inactive_file",
+            )
         else:
             names = ("memory.max", "memory.current", "inactive_file")
         limit_file, usage_file, cache_statistic = names
@@ -168,7 +173,9 @@ def _group_folders(root: Path, controller: str) -> list[Path]:
         if controllers == "":  # version 2
             mounts = [root / "sys/fs/cgroup"]
         elif controller in controllers.split(","):
-            mounts = [root / "sys/fs/cgroup" / name for name in (controller, controllers)]
+            mounts = [
+                root / "sys/fs/cgroup" / name for name in (controller, controllers)
+            ]
         else:
             continue
         for mount in mounts:

@@ -47,7 +47,9 @@ class _Decisions:
 
         return dispatch.initialize(*args, **kwargs)
 
-    def fp32_state(self, path: Path, tag: Any, *, exclude_frozen: bool) -> dict[str, Any] | None:
+    def fp32_state(
+        self, path: Path, tag: Any, *, exclude_frozen: bool
+    ) -> dict[str, Any] | None:
         """Return the weights of a checkpoint in fp32.
 
         None if this engine did not write the checkpoint, or if the plugin is disabled.
@@ -55,7 +57,8 @@ class _Decisions:
         from stronghold.checkpoint.manifest import MANIFEST
         from stronghold.checkpoint.weights import fp32_state, locate
 
-        with contextlib.suppress(ValueError, OSError):  # DeepSpeed raises its own error for it
+        # DeepSpeed raises its own error for it
+        with contextlib.suppress(ValueError, OSError):
             path = locate(path, tag)
         if not (_active and (path / MANIFEST).exists()):
             return None

@@ -48,14 +48,18 @@ if not HAS_CUDA:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 LANE_PREFIX = "stronghold:"
-GRACE_S = 2.0  # a lane that was closed but not joined has ended by then; a leaked one never ends
+# a lane that was closed but not joined has ended by then; a leaked one never ends
+GRACE_S = 2.0
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "gpu: needs a CUDA GPU; skipped where there is none")
+    config.addinivalue_line(
+        "markers", "gpu: needs a CUDA GPU; skipped where there is none"
+    )
 
 
-TURNS = pytest.StashKey[Path]()  # where the processes of one session of pytest-xdist take turns
+# where the processes of one session of pytest-xdist take turns
+TURNS = pytest.StashKey[Path]()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -121,7 +125,9 @@ def folders(tmp_path: Path) -> list[Path]:
 
 def lane_threads() -> list[str]:
     """Names of the lane threads that are alive."""
-    return sorted(t.name for t in threading.enumerate() if t.name.startswith(LANE_PREFIX))
+    return sorted(
+        t.name for t in threading.enumerate() if t.name.startswith(LANE_PREFIX)
+    )
 
 
 def choose_kernels() -> None:
@@ -168,4 +174,6 @@ def no_lane_thread_is_left() -> Iterator[None]:
         time.sleep(0.01)
     left = lane_threads()
     if len(left) > len(before):
-        pytest.fail(f"the test left lane threads alive: {', '.join(left)}; close its engine")
+        pytest.fail(
+            f"the test left lane threads alive: {', '.join(left)}; close its engine"
+        )

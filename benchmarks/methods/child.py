@@ -84,7 +84,8 @@ def train(method: Method, task: Task) -> dict[str, Any]:
     was read: compute is never more than one step behind. The total ends when every update is done.
     """
     data = Data(task, vocab_of(task))
-    steps = [data.step(index) for index in range(task.num_steps)]  # before the clock starts
+    # before the clock starts
+    steps = [data.step(index) for index in range(task.num_steps)]
     losses: list[float] = []
     step_s: list[float] = []
     pending: torch.Tensor | None = None
@@ -157,7 +158,9 @@ def classify(error: BaseException) -> dict[str, Any]:
 
 def _says_memory(error: BaseException) -> bool:
     message = str(error).lower()
-    return isinstance(error, RuntimeError | OSError) and any(w in message for w in OUT_OF_MEMORY)
+    return isinstance(error, RuntimeError | OSError) and any(
+        w in message for w in OUT_OF_MEMORY
+    )
 
 
 def status_bytes(key: str) -> int:

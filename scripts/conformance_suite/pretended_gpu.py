@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-SITE = ROOT / "tests" / "pretended" / "site"  # every Python process that finds it, pretends
+# every Python process that finds it, pretends
+SITE = ROOT / "tests" / "pretended" / "site"
 
 
 def environment() -> dict[str, str]:
@@ -21,7 +22,12 @@ def environment() -> dict[str, str]:
     """
     found = {"DS_ACCELERATOR": "cuda"}
     if not built_for_cuda():
-        path = [str(ROOT / "scripts"), str(ROOT), str(SITE), os.environ.get("PYTHONPATH", "")]
+        path = [
+            str(ROOT / "scripts"),
+            str(ROOT),
+            str(SITE),
+            os.environ.get("PYTHONPATH", ""),
+        ]
         found["PYTHONPATH"] = os.pathsep.join(filter(None, path))
         found["STRONGHOLD_PRETENDED"] = "1"
     return found

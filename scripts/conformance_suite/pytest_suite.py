@@ -136,7 +136,9 @@ class PytestSuite:
         return 1 if report.unexplained else 0
 
     def _parse(self, given: list[str]) -> argparse.Namespace:
-        parser = argparse.ArgumentParser(prog=f"conformance {self.name}", description=self.about)
+        parser = argparse.ArgumentParser(
+            prog=f"conformance {self.name}", description=self.about
+        )
         where = f"a folder that holds {self.marker}"
         if self.from_index:
             where += ", or the source distribution; pip downloads it if it is absent"
@@ -144,7 +146,9 @@ class PytestSuite:
         parser.add_argument("--only", default="", help="files whose name contains this")
         parser.add_argument("--results", type=Path, help="a folder that keeps outcomes")
         parser.add_argument("--page", action="store_true", help=f"write {self.name}.md")
-        parser.add_argument("--page-folder", type=Path, default=FOLDER, help="folder of the page")
+        parser.add_argument(
+            "--page-folder", type=Path, default=FOLDER, help="folder of the page"
+        )
         return parser.parse_args(given)
 
     # -- processes ---------------------------------------------------------------------------------
@@ -163,7 +167,9 @@ class PytestSuite:
             print(f"{file:{WIDTH}} {passed:4} {cannot_apply:13} {failed:5}", flush=True)
         return report
 
-    def _outcomes(self, file: str, sources: Path, results: Path | None) -> list[Outcome]:
+    def _outcomes(
+        self, file: str, sources: Path, results: Path | None
+    ) -> list[Outcome]:
         """Run one file. With `results`, its outcomes are kept there, and read if they are there."""
         with tempfile.TemporaryDirectory() as scratch:
             kept = Path(scratch) if results is None else results.resolve()
@@ -177,8 +183,22 @@ class PytestSuite:
 
     def _run_file(self, file: str, sources: Path, outcomes: Path, scratch: str) -> str:
         """Run one file under pytest. Returns the end of what pytest said."""
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "conformance_suite.recorder"]
-        command += ["-p", self.plugin, "-p", "no:cacheprovider", "--basetemp", f"{scratch}/tmp"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "conformance_suite.recorder",
+        ]
+        command += [
+            "-p",
+            self.plugin,
+            "-p",
+            "no:cacheprovider",
+            "--basetemp",
+            f"{scratch}/tmp",
+        ]
         command += [*self.options, f"{self.prefix}{file}"]
         try:
             done = subprocess.run(
@@ -199,7 +219,9 @@ class PytestSuite:
         return {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, path)),
-            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
+            "PATH": os.pathsep.join(
+                [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
+            ),
             "DS_ACCELERATOR": "cpu",
             "OMP_NUM_THREADS": "1",
             "MASTER_ADDR": "127.0.0.1",
@@ -222,7 +244,9 @@ class PytestSuite:
                 reason = explain(self.rows, outcome.test, outcome.text)
             if reason is None:
                 counts.failed += 1
-                report.unexplained.append(f"{outcome.test}: {first_error(outcome.text)}")
+                report.unexplained.append(
+                    f"{outcome.test}: {first_error(outcome.text)}"
+                )
             else:
                 counts.cannot_apply += 1
                 report.reasons[reason] += 1
@@ -238,9 +262,13 @@ class PytestSuite:
             print("\nUnexplained:", *report.unexplained, sep="\n  ")
 
     def _page(self, report: Report, version: str) -> list[str]:
-        files = [(f"`{file}`", *counts.cells()) for file, counts in report.files.items()]
+        files = [
+            (f"`{file}`", *counts.cells()) for file, counts in report.files.items()
+        ]
         files.append(("in all", *report.in_all.cells()))
-        reasons = [(count, self.reasons[key]) for key, count in report.reasons.most_common()]
+        reasons = [
+            (count, self.reasons[key]) for key, count in report.reasons.most_common()
+        ]
         title = self.title or f"{self.project}'s tests"
         return [
             f"# {title}, against this engine",

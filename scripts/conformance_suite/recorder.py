@@ -23,7 +23,9 @@ OUTCOMES = "STRONGHOLD_CONFORMANCE_OUTCOMES"
 
 
 @pytest.hookimpl(trylast=True)  # after the project's own markers have left tests out
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
     suite = load_suite(os.environ[SUITE])
     run = []
     for item in items:
@@ -38,7 +40,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[Any]:
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Iterator[Any]:
     outcome: Any = yield
     report = outcome.get_result()
     if report.when == "call" or report.outcome != "passed":

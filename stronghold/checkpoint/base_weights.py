@@ -96,7 +96,9 @@ class BaseWeights:
                 )
         return self._base.file_ranges(number, ranges)
 
-    def _read(self, number: int, places: Sequence[StoredPlace], memory: torch.Tensor) -> None:
+    def _read(
+        self, number: int, places: Sequence[StoredPlace], memory: torch.Tensor
+    ) -> None:
         self._base.read_into(number, memory, places)
 
     def close(self) -> None:

@@ -55,9 +55,13 @@ AT_FDCWD = -100  # fcntl.h
 NAME_IS_TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 CANNOT_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM)
 # Releases that wrote version 1 had more words before the last eight digits.
-HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<kind>tmp|old)-[0-9a-f-]*[0-9a-f]{8}", re.ASCII)
+HIDDEN = re.compile(
+    r"\.(?P<name>.+)\.(?P<kind>tmp|old)-[0-9a-f-]*[0-9a-f]{8}", re.ASCII
+)
 WAIT_S = 10.0  # a network file system shows another machine's files after some seconds
-ADVICE = "save and load in a folder that every node sees under one path (NFS, Lustre, ...)"
+ADVICE = (
+    "save and load in a folder that every node sees under one path (NFS, Lustre, ...)"
+)
 Result = TypeVar("Result")
 P = ParamSpec("P")
 
@@ -65,7 +69,8 @@ P = ParamSpec("P")
 def check_tag(tag: object) -> str:
     """Return the tag as a string. Raises ConfigError unless it is the name of one directory."""
     name = str(tag)
-    unusual = not name.isprintable() or name != name.strip()  # `latest` is read without its ends
+    # `latest` is read without its ends
+    unusual = not name.isprintable() or name != name.strip()
     if not name or unusual or name.startswith(".") or "/" in name or name == LATEST:
         raise ConfigError(
             f"checkpoint tag {name!r}: expected the name of one directory, in printable characters "
@@ -181,7 +186,9 @@ def remove_leftovers(parent: Path) -> None:
 def _remove_unlocked(path: Path) -> None:
     """Remove a hidden directory of this user, if no process has it locked."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        descriptor = os.open(
+            path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        )
     except OSError:  # another process has removed it, or it is no directory of a save
         return
     try:
@@ -296,8 +303,12 @@ def resolve(load_dir: Path, tag: str) -> Path:
     for folder in sorted(load_dir.glob("*")):
         if folder.is_dir() and not folder.name.startswith("."):
             tags.append(folder.name)
-    listed = f"the tags there are {', '.join(tags)}" if tags else "there is no tag in it"
-    raise CheckpointError(f"{path}: no such checkpoint; {listed}.{did_you_mean(tag, tags)}")
+    listed = (
+        f"the tags there are {', '.join(tags)}" if tags else "there is no tag in it"
+    )
+    raise CheckpointError(
+        f"{path}: no such checkpoint; {listed}.{did_you_mean(tag, tags)}"
+    )
 
 
 # -- one directory for all ranks ------------------------------------------------------------------
@@ -313,7 +324,9 @@ class CheckpointRanks:
     def __init__(self, ranks: Ranks) -> None:
         self.rank, self.num_ranks = ranks.control.rank, ranks.num_ranks
         self.several = ranks.several
-        self.slices = Slices(rank=ranks.model_parallel_rank, size=ranks.model_parallel_size)
+        self.slices = Slices(
+            rank=ranks.model_parallel_rank, size=ranks.model_parallel_size
+        )
         self._group, self._node_name = ranks.files, ranks.node_name
         self._numbers = ranks.files.members  # the ranks of all slices
         self._sharing = ranks.control.members  # the ranks that share this rank's slices
@@ -330,7 +343,9 @@ class CheckpointRanks:
         """Select, from the result of `exchange`, the values of the ranks that share our slices."""
         return [values[self._numbers.index(number)] for number in self._sharing]
 
-    def all_or_raise(self, work: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Result:
+    def all_or_raise(
+        self, work: Callable[P, Result], *args: P.args, **kwargs: P.kwargs
+    ) -> Result:
         """Return the result of `work(*args, **kwargs)`. Waits for the other ranks.
 
         If it raises on one rank, all ranks raise. That rank raises its own error. The others raise

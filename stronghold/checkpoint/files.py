@@ -150,7 +150,9 @@ def _file_bytes(entries: Sequence[Entry]) -> Iterator[memoryview]:
                 yield data[begin : begin + PIECE_BYTES]
             num_bytes += len(data)
         if num_bytes != entry.num_bytes:
-            raise StateError(f"{entry.name}: {num_bytes} bytes of {entry.num_bytes} were given")
+            raise StateError(
+                f"{entry.name}: {num_bytes} bytes of {entry.num_bytes} were given"
+            )
 
 
 def _header(entries: Sequence[Entry]) -> bytes:
@@ -159,7 +161,9 @@ def _header(entries: Sequence[Entry]) -> bytes:
     end = 0
     for entry in entries:
         if entry.dtype not in NAMES:
-            raise CheckpointError(f"{entry.name}: safetensors has no type for {entry.dtype}")
+            raise CheckpointError(
+                f"{entry.name}: safetensors has no type for {entry.dtype}"
+            )
         if entry.name == METADATA:
             raise CheckpointError(
                 f"{entry.name}: safetensors keeps this name for itself; rename the tensor"
@@ -217,10 +221,13 @@ class HeldFile:
     def __init__(self, path: Path, within: int | None = None) -> None:
         self.path = path
         try:
-            self._descriptor = _open(path if within is None else Path(path.name), within)
+            self._descriptor = _open(
+                path if within is None else Path(path.name), within
+            )
         except (FileNotFoundError, NotADirectoryError) as error:
             raise MissingError(f"{path}: the file is missing") from error
-        except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+        # ValueError: a name that no file can have
+        except (OSError, ValueError) as error:
             raise CheckpointError(f"{path}: cannot be read: {error}") from error
         self._close = weakref.finalize(self, os.close, self._descriptor)
         status = os.fstat(self._descriptor)
@@ -309,7 +316,8 @@ class HeldFile:
 
 def _open(path: Path, within: int | None) -> int:
     """The descriptor of a file. It raises the soft limit of descriptors if that is reached."""
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # or a pipe without a writer would hang
+    # or a pipe without a writer would hang
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
     try:
         return os.open(path, flags, dir_fd=within)
     except OSError as error:
@@ -352,7 +360,8 @@ class TensorFile:
         with self._opened() as opened:
             self._file.read_into(memoryview(length), 0, "the header")
             begin = 8 + int.from_bytes(length, "little")
-            for name in opened.offset_keys():  # the library has checked that they leave no gap
+            # the library has checked that they leave no gap
+            for name in opened.offset_keys():
                 stored = opened.get_slice(name)
                 dtype, shape = DTYPES[stored.get_dtype()], tuple(stored.get_shape())
                 self.tensors[name] = TensorInfo(dtype, shape, begin)
@@ -385,16 +394,23 @@ class TensorFile:
         info = self.info(name)
         flat = target.view(-1)
         if begin + flat.numel() > info.numel:
-            raise StateError(f"{name}: {info.shape} does not fill the target from {begin} on")
+            raise StateError(
+                f"{name}: {info.shape} does not fill the target from {begin} on"
+            )
         is_direct = target.dtype is info.dtype and target.device.type == "cpu"
         size = flat.numel() if is_direct else PIECE_BYTES // 4
-        buffer = flat if is_direct else torch.empty(min(size, flat.numel()), dtype=info.dtype)
+        buffer = (
+            flat
+            if is_direct
+            else torch.empty(min(size, flat.numel()), dtype=info.dtype)
+        )
         for first in range(0, flat.numel(), max(size, 1)):
             piece = buffer[: flat.numel() - first]
             position = info.begin + (begin + first) * info.dtype.itemsize
             self._file.read_into(raw_bytes(piece), position, name)
             if not is_direct:
-                flat[first : first + piece.numel()].copy_(piece)  # waits: `buffer` is used again
+                # waits: `buffer` is used again
+                flat[first : first + piece.numel()].copy_(piece)
 
     def read(self, name: str) -> torch.Tensor:
         """Return a tensor in fresh memory."""

@@ -112,7 +112,9 @@ class _HeldItems:
     end: int
 
     def __call__(self) -> Iterator[torch.Tensor]:
-        for _, views in self.access.pieces(self.layer, (self.array,), self.begin, self.end):
+        for _, views in self.access.pieces(
+            self.layer, (self.array,), self.begin, self.end
+        ):
             yield views[self.array]
 
 
@@ -168,12 +170,15 @@ class Save:
             for name, buffer in persistent_buffers(stack.partition)
         }
         slices = team.slices.size
-        self._state = pack_state(client, counters, self._versions, model_parallel_size=slices)
+        self._state = pack_state(
+            client, counters, self._versions, model_parallel_size=slices
+        )
         self._config = model_config(model)
         self._groups = named_groups(stack, optimizer)
         num_layers = len(stack.host.layers)
         self._saved = [self._saved_parameters(layer) for layer in range(num_layers)]
-        self._cleanup = contextlib.ExitStack()  # removes the hidden directory, of the leader
+        # removes the hidden directory, of the leader
+        self._cleanup = contextlib.ExitStack()
         self._hidden = self._make_hidden()
         self._failure: BaseException | None = None
         self._jobs: list[Fence] = []
@@ -227,7 +232,9 @@ class Save:
                 versions = stack.runtime.versions_of(layer)
                 work = _LayerJob(save=self, layer=layer, versions=versions)
                 # The layer's next update waits for this reader: a snapshot without a copy.
-                self._jobs.append(lane.submit(name, work, reads=state.records_of(state.changed)))
+                self._jobs.append(
+                    lane.submit(name, work, reads=state.records_of(state.changed))
+                )
         except BaseException as error:  # queued jobs write nothing more
             self._failure = error
             lane.submit(f"drop {self._tag}", self._cleanup.close)
@@ -246,10 +253,13 @@ class Save:
         """
         if self._published is not None:
             self._published.wait()
-        if isinstance(self._failure, LaneError):  # an update failed: layers of different steps
+        # an update failed: layers of different steps
+        if isinstance(self._failure, LaneError):
             raise surfacing(self._failure)
         if self._failure is not None:
-            raise LaneError(LaneName.IO, f"publish {self._tag}", self._failure) from self._failure
+            raise LaneError(
+                LaneName.IO, f"publish {self._tag}", self._failure
+            ) from self._failure
 
     def write_guarded(self, layer: int, *, versions: list[int] | None = None) -> None:
         """Write a layer, and keep its error for `_finish`.
@@ -273,9 +283,12 @@ class Save:
         stack = self._stack
         state = stack.host.layers[layer]
         if layer in stack.plan.resident and state.home is not GPU:
-            return  # a program writes such weights in their slot, and the save reads host arrays
+            # a program writes such weights in their slot, and the save reads host arrays
+            return
         present = stack.runtime.versions_of(layer)
-        for part, before, now in zip(state.layout.slices, versions, present, strict=True):
+        for part, before, now in zip(
+            state.layout.slices, versions, present, strict=True
+        ):
             if before != now:
                 raise ConfigError(
                     f"{part.name} was written in place while a checkpoint was saved beside "
@@ -295,7 +308,9 @@ class Save:
         """Publish the files of every rank, if no rank has failed ([Note: one tag])."""
         team = self._team
         with self._cleanup:
-            of_all = team.exchange(team.all_or_raise(self._end_of_jobs), "files and pieces")
+            of_all = team.exchange(
+                team.all_or_raise(self._end_of_jobs), "files and pieces"
+            )
             of_slices = team.of_slices(of_all)
             team.all_or_raise(self._describe, of_slices)
             team.all_or_raise(self._publish)
@@ -365,9 +380,13 @@ class Save:
                     if array not in saved.arrays:
                         continue
                     for begin, end in self._shares(index, saved.part):
-                        entries.append(self._entry(index, array, saved.part, begin, end))
+                        entries.append(
+                            self._entry(index, array, saved.part, begin, end)
+                        )
                         span = items(array, begin, end)
-                        piece = WrittenPiece(saved.part.name, array, span.start, span.stop, file)
+                        piece = WrittenPiece(
+                            saved.part.name, array, span.start, span.stop, file
+                        )
                         self._written.pieces.append(piece)
             if entries:
                 self._written.files[file] = write_tensors(self._hidden / file, entries)
@@ -377,10 +396,14 @@ class Save:
         state = self._stack.host.layers[index]
         if part.numel == 0 and self._team.rank == 0:
             yield 0, 0
-        for low, high in state.shards.within(state.layout, part.offset, part.offset + part.numel):
+        for low, high in state.shards.within(
+            state.layout, part.offset, part.offset + part.numel
+        ):
             yield low - part.offset, high - part.offset
 
-    def _entry(self, index: int, array: str, part: ParameterSlice, begin: int, end: int) -> Entry:
+    def _entry(
+        self, index: int, array: str, part: ParameterSlice, begin: int, end: int
+    ) -> Entry:
         """Entry of a parameter's elements [begin, end) of an array.
 
         Its pieces are views of host memory, or copies from a file or the GPU.
@@ -412,7 +435,9 @@ class Save:
         records = []
         for layer in self._saved:
             for saved in layer:
-                records.append(TensorRecord(**saved.described, pieces=pieces[saved.part.name]))
+                records.append(
+                    TensorRecord(**saved.described, pieces=pieces[saved.part.name])
+                )
         kept = {record.name for record in records}
         parameters = [part for layer in stack.layout.layers for part in layer.slices]
         Manifest(
@@ -421,7 +446,9 @@ class Save:
             counters=self._counters,
             tensors=tuple(records),
             excluded=tuple(part.name for part in parameters if part.name not in kept),
-            buffers={name: tuple(buffer.shape) for name, buffer in self._buffers.items()},
+            buffers={
+                name: tuple(buffer.shape) for name, buffer in self._buffers.items()
+            },
             groups=self._groups,
             files=files,
             versions=self._versions,
@@ -436,7 +463,10 @@ class Save:
             name = slices.name(BUFFERS)
             entries = [entry_of(*item) for item in self._buffers.items()]
             files[name] = write_tensors(self._hidden / name, entries)
-        for name, data in {slices.state: self._state, slices.name(CONFIG): self._config}.items():
+        for name, data in {
+            slices.state: self._state,
+            slices.name(CONFIG): self._config,
+        }.items():
             if data is not None:
                 files[name] = write_durably(self._hidden / name, data)
         return files
@@ -450,7 +480,9 @@ class Save:
             directory.write_latest(self._save_dir, self._tag)
 
 
-def _pieces_by_name(of_ranks: list[Written]) -> dict[str, dict[str, tuple[StoredPiece, ...]]]:
+def _pieces_by_name(
+    of_ranks: list[Written],
+) -> dict[str, dict[str, tuple[StoredPiece, ...]]]:
     """The pieces of all ranks by parameter and array, in the order of their items."""
     written_pieces: list[WrittenPiece] = []
     for written in of_ranks:
@@ -499,7 +531,9 @@ def named_groups(
             names[named.parameter] = named.name
     groups = []
     for group in optimizer.param_groups:
-        listed = [names[parameter] for parameter in group["params"] if parameter in names]
+        listed = [
+            names[parameter] for parameter in group["params"] if parameter in names
+        ]
         groups.append(plain_group(group, listed))
     return tuple(groups)
 

@@ -243,9 +243,11 @@ class StreamLane(ThreadLane):
     ) -> DeviceEvent:
         gpu = self._gpu
         for fence in after:
-            event = fence.wait_issued()  # the lane's thread waits for the other lane's issue
+            # the lane's thread waits for the other lane's issue
+            event = fence.wait_issued()
             if event is not None:
-                self.stream.wait_event(event)  # the lane's stream waits for the other stream
+                # the lane's stream waits for the other stream
+                self.stream.wait_event(event)
         with gpu.kind.module.stream(self.stream):
             begun = gpu.spans.mark(self.stream)
             work()
@@ -260,11 +262,14 @@ class GpuMemory(DeviceMemory):
     `budget_bytes` limits slots alone. Activations come from torch's allocator, which counts them.
     """
 
-    def __init__(self, owner: CudaDevice, device: torch.device, budget_bytes: int | None) -> None:
+    def __init__(
+        self, owner: CudaDevice, device: torch.device, budget_bytes: int | None
+    ) -> None:
         super().__init__(str(device), budget_bytes)
         self._owner = owner
         self._device = device
-        self._earlier_peak = 0  # bytes of tensors, before the last restart of torch's count
+        # bytes of tensors, before the last restart of torch's count
+        self._earlier_peak = 0
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         # A buffer is never freed before close, so it need not be recorded on the lanes' streams.
@@ -307,11 +312,15 @@ class GpuMemory(DeviceMemory):
 
     def restart_activation_peak(self) -> None:
         self._earlier_peak = self.process_peak_bytes()
-        self.trim()  # memory that the allocator keeps from before is no fragment of later steps
+        # memory that the allocator keeps from before is no fragment of later steps
+        self.trim()
         torch.accelerator.reset_peak_memory_stats(self._device)
 
     def activation_peak_bytes(self) -> int:
-        return int(torch.accelerator.max_memory_allocated(self._device)) - self.allocated_bytes
+        return (
+            int(torch.accelerator.max_memory_allocated(self._device))
+            - self.allocated_bytes
+        )
 
     def fragment_bytes(self) -> int:
         used = int(torch.accelerator.max_memory_allocated(self._device))
@@ -356,7 +365,9 @@ class GpuSpans:
         event.record(stream)
         return event
 
-    def end(self, lane: str, name: str, begun: Any, stream: Any, nbytes: int = 0) -> Any:
+    def end(
+        self, lane: str, name: str, begun: Any, stream: Any, nbytes: int = 0
+    ) -> Any:
         """Close the span that `begun` opened, and return its last event.
 
         `settle` reads the times. Returns None while the trace is off.
@@ -425,7 +436,8 @@ class GpuCompute(ComputeLane):
         begun = spans.mark(stream)
         event = fence.wait_issued()  # the calling thread waits for the lane's issue
         if event is not None:
-            stream.wait_event(event)  # the calling thread's stream waits for the lane's stream
+            # the calling thread's stream waits for the lane's stream
+            stream.wait_event(event)
         end = spans.end("wait", fence.operation, begun, stream)
         # The host goes on at once. The stream's clock has the time for which the stream waited.
         return None if end is None else ElapsedTime(begun, end)
@@ -435,13 +447,15 @@ class GpuCompute(ComputeLane):
         event = fence.wait_issued()
         if event is not None:
             for stream in self.sides.all_streams:
-                stream.wait_event(event)  # the main and side streams wait for the lane's stream
+                # the main and side streams wait for the lane's stream
+                stream.wait_event(event)
         return seconds
 
     def wait_for_all_streams(self) -> None:
         current = self.stream()
         for stream in self.sides.all_streams:
-            current.wait_stream(stream)  # the calling thread's stream waits for the others
+            # the calling thread's stream waits for the others
+            current.wait_stream(stream)
 
     def begin_span(self) -> object:
         stream = self.stream()
@@ -490,7 +504,8 @@ class GpuSideStreams(SideStreams):
             yield main
         finally:
             for stream in self.streams:
-                main.wait_stream(stream)  # join: the main stream waits for a side stream
+                # join: the main stream waits for a side stream
+                main.wait_stream(stream)
 
     @contextmanager
     def beside(self, number: int, name: str) -> Iterator[None]:
@@ -505,7 +520,8 @@ class GpuSideStreams(SideStreams):
 
     def follow(self, main: Any) -> None:
         if self.streams:
-            main.wait_stream(self._compute.stream())  # the main stream waits for the chunk's
+            # the main stream waits for the chunk's
+            main.wait_stream(self._compute.stream())
 
     @contextmanager
     def joined(self) -> Iterator[None]:
@@ -514,7 +530,8 @@ class GpuSideStreams(SideStreams):
             return
         with self._compute.on(self._main):
             for stream in self.streams:
-                self._main.wait_stream(stream)  # the main stream waits for a side stream
+                # the main stream waits for a side stream
+                self._main.wait_stream(stream)
             yield
             self._backward_ends.append(self._compute.record("joined"))
         if len(self._backward_ends) > _LAYERS_AHEAD:
@@ -545,7 +562,9 @@ class CudaDevice(Device):
     ) -> None:
         device = device_of(index)
         self.kind = _kind()
-        super().__init__(str(device), GpuMemory(self, device, budget_bytes), trace, cores)
+        super().__init__(
+            str(device), GpuMemory(self, device, budget_bytes), trace, cores
+        )
         self._device = device
         torch.accelerator.set_device_index(index)
         self.spans = GpuSpans(self.kind, device, self.trace)
@@ -559,7 +578,9 @@ class CudaDevice(Device):
         self._open_lanes()
         transfers = (self.fetch, self.drain)
         streams = [lane.stream for lane in transfers if isinstance(lane, StreamLane)]
-        self.pinning = GpuPinning(self.kind, device, [*streams, self._copy_stream], cores)
+        self.pinning = GpuPinning(
+            self.kind, device, [*streams, self._copy_stream], cores
+        )
 
     @property
     def torch_device(self) -> torch.device:
@@ -574,7 +595,9 @@ class CudaDevice(Device):
         address = self.kind.raw_stream(self._device.index)
         stream = self._streams.get(address)
         if stream is None:
-            stream = self._streams[address] = self.kind.module.current_stream(self._device)
+            stream = self._streams[address] = self.kind.module.current_stream(
+                self._device
+            )
         return stream
 
     @property

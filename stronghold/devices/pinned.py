@@ -118,7 +118,8 @@ class _Ring:
         for turn, target_bytes, source_bytes in self._turns(target, source):
             event = self._free[turn]
             if event is not None:
-                event.synchronize()  # the calling thread waits for the stream's read of the entry
+                # the calling thread waits for the stream's read of the entry
+                event.synchronize()
             entry = self.entries[turn][: source_bytes.numel()]
             entry.copy_(source_bytes)
             target_bytes.copy_(entry, non_blocking=True)
@@ -139,7 +140,8 @@ class _Ring:
 
     @staticmethod
     def _arrive(event: Any, target: torch.Tensor, entry: torch.Tensor) -> None:
-        event.synchronize()  # the calling thread waits for the stream's write of the entry
+        # the calling thread waits for the stream's write of the entry
+        event.synchronize()
         target.copy_(entry)
 
     def _turns(
@@ -172,7 +174,8 @@ class GpuPinning(HostPinning):
         self._streams = streams
         # The list is replaced and never changed: lanes may read it at any moment.
         self._registered: list[tuple[int, int]] = []
-        self._refused: dict[int, int] = {}  # bytes of slabs that are not registered, by address
+        # bytes of slabs that are not registered, by address
+        self._refused: dict[int, int] = {}
         self._rings: dict[int, _Ring] = {}  # by stream; [Note: refused]
 
     @property
@@ -216,7 +219,9 @@ class GpuPinning(HostPinning):
             status = calls.register(tensor.data_ptr(), nbytes)
         if status != 0:
             self._forget_error()
-            failure = f"{calls.register_name} of {nbytes} bytes failed with status {status}"
+            failure = (
+                f"{calls.register_name} of {nbytes} bytes failed with status {status}"
+            )
             if status == calls.already_registered:
                 raise StateError(f"{failure}: a part of it is registered already")
             raise OSError(failure)
@@ -240,7 +245,9 @@ class GpuPinning(HostPinning):
                 except OSError:
                     nbytes //= 2
                     continue
-                self._rings[stream.stream_id] = _Ring(self._kind, (slab[:nbytes], slab[nbytes:]))
+                self._rings[stream.stream_id] = _Ring(
+                    self._kind, (slab[:nbytes], slab[nbytes:])
+                )
                 break
 
     def unpin(self, tensor: torch.Tensor) -> None:
@@ -253,8 +260,12 @@ class GpuPinning(HostPinning):
         status = calls.unregister(address)
         if status != 0:
             self._forget_error()
-            raise StateError(f"{calls.unregister_name} failed with status {status}: never pinned?")
-        self._registered = [region for region in self._registered if region[0] != address]
+            raise StateError(
+                f"{calls.unregister_name} failed with status {status}: never pinned?"
+            )
+        self._registered = [
+            region for region in self._registered if region[0] != address
+        ]
 
     def _forget_error(self) -> None:
         """Launch a kernel that takes the error of a failed call.
@@ -277,10 +288,14 @@ class GpuPinning(HostPinning):
             return
         target_bytes = target.view(-1).view(torch.uint8)
         source_bytes = source.view(-1).view(torch.uint8)
-        offsets = [0, *(edge - address for edge in edges), host.nbytes]  # [Note: registered]
+        # [Note: registered]
+        offsets = [0, *(edge - address for edge in edges), host.nbytes]
         for begin, end in pairwise(offsets):
             self._copy_bytes(
-                target_bytes[begin:end], source_bytes[begin:end], address + begin, stream
+                target_bytes[begin:end],
+                source_bytes[begin:end],
+                address + begin,
+                stream,
             )
 
     def _copy_bytes(

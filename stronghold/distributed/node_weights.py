@@ -41,7 +41,8 @@ class NodeWeights:
         self.ranks = ranks
         self._layers = layout.layers
         self._maps = [weight_map(layer, formats) for layer in layout.layers]
-        self._expected = [0] * len(layout.layers)  # updates of each layer that were submitted
+        # updates of each layer that were submitted
+        self._expected = [0] * len(layout.layers)
         self.fills = ranks.on_node.index == 0
         counts = len(layout.layers) * ranks.on_node.count
         end = -(-counts * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -63,7 +64,9 @@ class NodeWeights:
 
     def room(self, index: int) -> torch.Tensor:
         """The layer's whole weight array, as bytes."""
-        return self._memory.part(self._begins[index], self._maps[index].nbytes, torch.uint8)
+        return self._memory.part(
+            self._begins[index], self._maps[index].nbytes, torch.uint8
+        )
 
     def close(self) -> None:
         """The model is given back: from now on each process writes pages of its own."""
@@ -86,7 +89,11 @@ class NodeWeights:
     def wait(self, layer: int, count: int) -> None:
         """Return when every rank has written `count` updates of its part ([Note: versions]).
         RankError when a rank has gone, or takes longer than the time-out of collectives."""
-        ranks, versions, operation = self.ranks, self._versions[layer], f"updates of layer {layer}"
+        ranks, versions, operation = (
+            self.ranks,
+            self._versions[layer],
+            f"updates of layer {layer}",
+        )
         begun_s = looked_s = time.monotonic()
         while int(versions.min()) < count:
             time.sleep(POLL_S)
@@ -96,11 +103,19 @@ class NodeWeights:
             looked_s = now_s
             ranks.check(operation)
             if now_s - begun_s > ranks.timeout.total_seconds():
-                late = [r for r, n in zip(ranks.gather.members, versions, strict=True) if n < count]
-                raise RankError(f"{operation}: ranks {late} have not written them in time")
+                late = [
+                    r
+                    for r, n in zip(ranks.gather.members, versions, strict=True)
+                    if n < count
+                ]
+                raise RankError(
+                    f"{operation}: ranks {late} have not written them in time"
+                )
 
 
-def shared_weights(layout: ModelLayout, formats: Formats, ranks: Ranks) -> NodeWeights | None:
+def shared_weights(
+    layout: ModelLayout, formats: Formats, ranks: Ranks
+) -> NodeWeights | None:
     """The node's weights; None where a process trains alone."""
     return NodeWeights(layout, formats, ranks) if ranks.several else None
 

@@ -51,8 +51,10 @@ from stronghold.telemetry.metrics import named_tensors
 # Node of a checkpoint that runs backward in backward. No parameter shows behind it. It refuses
 # torch.autograd.grad.
 _REENTRANT = "CheckpointFunctionBackward"
-_announced_scales: list[float] = []  # loss scale of each running `engine.backward`, of any engine
-_scaled_by: list[float] = []  # scale of `engine.scale`, if the running backward came through it
+# loss scale of each running `engine.backward`, of any engine
+_announced_scales: list[float] = []
+# scale of `engine.scale`, if the running backward came through it
+_scaled_by: list[float] = []
 
 
 class _CallGraph:
@@ -136,7 +138,8 @@ class UserBackward:
         self._live_graphs.add(graph)
         for _, tensor in named_tensors(output):
             if tensor.grad_fn is not None:
-                register: Any = torch.Tensor.register_hook  # lazy logits refuse the user's hooks
+                # lazy logits refuse the user's hooks
+                register: Any = torch.Tensor.register_hook
                 register(tensor, graph)
 
     def reached_output(self, graph: _CallGraph) -> None:
@@ -156,7 +159,12 @@ class UserBackward:
         """Begin a backward at an output of a layer, or (`gradient` true) at a parameter."""
         engine = self._engine()
         task = backward_number()
-        if engine is None or engine._destroyed or engine.optimizer is None or task == NO_BACKWARD:
+        if (
+            engine is None
+            or engine._destroyed
+            or engine.optimizer is None
+            or task == NO_BACKWARD
+        ):
             return
         if self._is_announced or self._task is not None:
             return

@@ -21,7 +21,8 @@ from stronghold.model.layout import ParameterSlice, Span
 from stronghold.optim.states import Format, items, join_master
 from stronghold.plan.homes import GPU
 
-COPIED_NUMEL = 1 << 20  # elements of a piece that comes from the GPU: a multiple of every group
+# elements of a piece that comes from the GPU: a multiple of every group
+COPIED_NUMEL = 1 << 20
 
 
 class ArrayAccess:
@@ -30,7 +31,9 @@ class ArrayAccess:
     `has_state`: masters and moments exist, in staged homes too.
     """
 
-    def __init__(self, layers: Sequence[LayerState], tiers: Tiers, device: Device) -> None:
+    def __init__(
+        self, layers: Sequence[LayerState], tiers: Tiers, device: Device
+    ) -> None:
         self._layers = layers
         self._tiers = tiers
         self._device = device
@@ -79,10 +82,13 @@ class ArrayAccess:
         room: Views = {}
         for first in range(0, numel, COPIED_NUMEL):
             last = min(first + COPIED_NUMEL, numel)
-            targets = {name: view[items(name, first, last)] for name, view in gpu_views.items()}
+            targets = {
+                name: view[items(name, first, last)] for name, view in gpu_views.items()
+            }
             if not room:
                 room = {
-                    name: torch.empty_like(view, device="cpu") for name, view in targets.items()
+                    name: torch.empty_like(view, device="cpu")
+                    for name, view in targets.items()
                 }
             piece = {name: room[name][: view.numel()] for name, view in targets.items()}
             if mode != "replace":
@@ -104,7 +110,9 @@ class ArrayAccess:
         """Yield pieces as `pieces` does, but arrays on the GPU as GPU tensors."""
         state = self._layers[index]
         staged = [name for name in arrays if state.home_of(name).is_staged]
-        in_memory = {name: self._in_memory(state, name) for name in arrays if name not in staged}
+        in_memory = {
+            name: self._in_memory(state, name) for name in arrays if name not in staged
+        }
         for layer_range, span in state.layout.within(begin, end):
             share = state.shards.of(layer_range)
             low = max(span[0], share[0])
@@ -152,7 +160,9 @@ class ArrayAccess:
                 stored = views["weights"].view(torch.uint8)
                 if not torch.equal(seen, stored):
                     byte = int((seen != stored).nonzero()[0])
-                    return _tensor_at(state, first + byte * (last - first) // seen.numel())
+                    return _tensor_at(
+                        state, first + byte * (last - first) // seen.numel()
+                    )
         return None
 
     def restore_frozen(self, index: int) -> None:
@@ -174,7 +184,9 @@ class ArrayAccess:
         flat = master.view(-1)
         begin = parameter.offset
         arrays = self._master_arrays(index)
-        for elements, views in self.pieces(index, arrays, begin, begin + parameter.numel):
+        for elements, views in self.pieces(
+            index, arrays, begin, begin + parameter.numel
+        ):
             flat[elements] = join_master(views["weights"], views.get("low"))
         return master
 
@@ -200,7 +212,9 @@ class ArrayAccess:
             if low is not None:
                 views["low"].copy_(low)
 
-    def restart_master(self, index: int, positions: Collection[int] | None = None) -> None:
+    def restart_master(
+        self, index: int, positions: Collection[int] | None = None
+    ) -> None:
         """Make masters equal to the weights, which were written from outside.
 
         `positions`: the parameters, or None for all.

@@ -36,9 +36,12 @@ def sum_view(slot: GradientSlot, state: LayerState, position: int) -> torch.Tens
     is_fp32 = state.sections[position].dtype is torch.float32
     if is_fp32 and position not in slot.arrived:
         return gradient_view(slot, state, position)
-    if slot.sums is None:  # a parameter got two gradients, which is rare and not planned
+    # a parameter got two gradients, which is rare and not planned
+    if slot.sums is None:
         numel = state.layout.trainable_numel
-        slot.sums = torch.empty(numel, dtype=torch.float32, device=slot.gradients.device)
+        slot.sums = torch.empty(
+            numel, dtype=torch.float32, device=slot.gradients.device
+        )
     parameter = state.layout.slices[position]
     begin = parameter.offset
     key = False, begin, torch.float32, parameter.shape
@@ -78,7 +81,9 @@ def _round_section(
         return
     gradients = state.maps["weights"].view(slot.gradients, section.begin, section.end)
     gradients.copy_(sums[section.begin : section.end])
-    rounded = [position for position in slot.summing if state.sections[position] is section]
+    rounded = [
+        position for position in slot.summing if state.sections[position] is section
+    ]
     slot.arrived.update(rounded)
     for position in rounded:
         del slot.summing[position]

@@ -31,7 +31,13 @@ from stronghold.model.arrays import (
     contiguous_strides,
     state_arrays,
 )
-from stronghold.model.layout import LayerLayout, ParameterSlice, Shards, Span, decoded_bytes
+from stronghold.model.layout import (
+    LayerLayout,
+    ParameterSlice,
+    Shards,
+    Span,
+    decoded_bytes,
+)
 from stronghold.model.packed_formats import PackedFormat, PackingError
 from stronghold.model.partition import WeightSource
 from stronghold.model.stored_tensors import PackedParameter
@@ -243,7 +249,8 @@ class GradientRecord:
         self.summed.clear()
         self.early = None
         self.per_parameter.clear()
-        self.square_sums = {}  # a new one: queued operations may still write to the old one
+        # a new one: queued operations may still write to the old one
+        self.square_sums = {}
 
 
 @dataclass(slots=True, eq=False)
@@ -283,11 +290,18 @@ class UpdatedElements:
 
     def has_any(self, begin: int, end: int) -> bool:
         """True if some of the elements are among elements [begin, end) of the layer."""
-        return any(begin < first + numel and first < end for _, first, numel in self.spans)
+        return any(
+            begin < first + numel and first < end for _, first, numel in self.spans
+        )
 
     def moved_bytes(self, bytes_each: Callable[[Format], float]) -> int:
         """Bytes that an operation moves, at `bytes_each(format)` per element."""
-        return int(sum(bytes_each(element_format) * numel for element_format, numel in self.numels))
+        return int(
+            sum(
+                bytes_each(element_format) * numel
+                for element_format, numel in self.numels
+            )
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -323,7 +337,9 @@ class PackedPlace:
         offset = (memory.storage_offset() + self.offset) // dtype.itemsize
         with torch.inference_mode(False):  # autograd must be able to save it
             view = torch.empty(0, dtype=dtype, device=memory.device)
-            view.set_(memory.untyped_storage(), offset, shape, contiguous_strides(shape))
+            view.set_(
+                memory.untyped_storage(), offset, shape, contiguous_strides(shape)
+            )
         return view
 
 
@@ -335,7 +351,9 @@ def packed_weights(
     result = []
     offset = 0
     for described in packed:
-        positions = {name: position_of[id(inner)] for name, inner in described.inner.items()}
+        positions = {
+            name: position_of[id(inner)] for name, inner in described.inner.items()
+        }
         one_item = torch.full((1,), torch.nan, dtype=described.dtype)
         placeholder = one_item.expand(described.shape)
         result.append(PackedPlace(described, positions, offset, placeholder))
@@ -401,7 +419,9 @@ class LayerState:
     # By position: the elements that this rank updates.
     _elements: tuple[Span, ...] = field(init=False)
     # By array, first element, last element, and the identity of the memory.
-    _views: dict[tuple[str, int, int, int], torch.Tensor | None] = field(default_factory=dict)
+    _views: dict[tuple[str, int, int, int], torch.Tensor | None] = field(
+        default_factory=dict
+    )
     # The last result of `updated_elements`.
     _updated: UpdatedElements = UpdatedElements(frozenset(), (), ())
 
@@ -441,7 +461,9 @@ class LayerState:
             facts.append(f"{num_arrived} gradients arrived")
         for name, record in self.records.items():
             if not record.writer.done:
-                facts.append(f"{name} after {record.writer.lane}: {record.writer.operation}")
+                facts.append(
+                    f"{name} after {record.writer.lane}: {record.writer.operation}"
+                )
         return f"<layer {self.index} {self.name}: {', '.join(facts)}>"
 
     @property
@@ -488,7 +510,9 @@ class LayerState:
         """Change the layer's residency. Raises StateError if `TRANSITIONS` lacks the change."""
         residency = self.on_gpu.residency
         if to not in TRANSITIONS[residency]:
-            raise StateError(f"layer {self.index} cannot go from {residency.value} to {to.value}")
+            raise StateError(
+                f"layer {self.index} cannot go from {residency.value} to {to.value}"
+            )
         self.on_gpu.residency = to
 
     def fill(self, weights: torch.Tensor, source: WeightSource | None) -> None:
@@ -510,7 +534,9 @@ class LayerState:
         for packed in self.packed_of_model:
             self.encode(packed, self.packed_tensors(packed, weights), source)
 
-    def packed_tensors(self, packed: PackedPlace, memory: torch.Tensor) -> dict[str, torch.Tensor]:
+    def packed_tensors(
+        self, packed: PackedPlace, memory: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
         """The packed tensors of a parameter by name. `memory`: the flat bytes of the weights."""
         weights, slices = self.maps["weights"], self.layout.slices
         return {
@@ -527,7 +553,9 @@ class LayerState:
     def trained_bytes(self) -> int:
         """Bytes of the trainable ranges, the first ones of the array of weights."""
         num_ranges = len(self.layout.trainable_ranges)
-        return sum(section.nbytes for section in self.maps["weights"].sections[:num_ranges])
+        return sum(
+            section.nbytes for section in self.maps["weights"].sections[:num_ranges]
+        )
 
     @property
     def positions_of_model(self) -> list[int]:
@@ -537,7 +565,8 @@ class LayerState:
         return [
             k
             for k, (parameter_slice, _) in enumerate(pairs)
-            if k not in of_packed and (self.read_frozen is None or parameter_slice.trainable)
+            if k not in of_packed
+            and (self.read_frozen is None or parameter_slice.trainable)
         ]
 
     @property
@@ -577,7 +606,9 @@ class LayerState:
         staged = self.staged
         return tuple(a for a in arrays if a not in staged and self.array(a) is not None)
 
-    def views_of(self, arrays: Iterable[str], begin: int, end: int) -> dict[str, torch.Tensor]:
+    def views_of(
+        self, arrays: Iterable[str], begin: int, end: int
+    ) -> dict[str, torch.Tensor]:
         """Elements [begin, end) of each of the arrays that their range has, by name, as `view`."""
         views: dict[str, torch.Tensor] = {}
         for array in arrays:
@@ -628,11 +659,15 @@ class LayerState:
             assert before is not None
             self._set_array(name, array)
             second.arrays[name] = before
-            self.records[name], second.records[name] = second.records[name], self.records[name]
+            record = self.records[name]
+            self.records[name] = second.records[name]
+            second.records[name] = record
 
     def all_arrays(self) -> dict[str, torch.Tensor]:
         """Every array in memory that outlives the step, the weights first."""
-        lasting = {name: array for name, array in self.arrays.items() if name != "gradients"}
+        lasting = {
+            name: array for name, array in self.arrays.items() if name != "gradients"
+        }
         return {"weights": self.weights, **lasting}
 
     def drop_array(self, name: str) -> torch.Tensor:

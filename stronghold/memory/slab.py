@@ -56,7 +56,8 @@ PAGE_BYTES = 4096
 HUGE_PAGE_BYTES = 2 << 20
 _PROT_NONE = 0
 _MAP_NORESERVE = 0x4000
-_MAP_FIXED_NOREPLACE = 0x100000  # an address that the child has taken already stays the child's
+# an address that the child has taken already stays the child's
+_MAP_FIXED_NOREPLACE = 0x100000
 
 _live: weakref.WeakKeyDictionary[mmap.mmap, int] = weakref.WeakKeyDictionary()
 
@@ -98,7 +99,9 @@ def _slab(mapping: mmap.mmap, dtype: torch.dtype, numel: int) -> torch.Tensor:
 def _reserve_in_child() -> None:
     """Occupy the addresses of the slabs that this child did not inherit."""
     libc = _libc()
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED_NOREPLACE
+    flags = (
+        mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED_NOREPLACE
+    )
     for mapping, address in list(_live.items()):
         libc.mmap(address, len(mapping), _PROT_NONE, flags, -1, 0)
 
@@ -163,7 +166,12 @@ def map_files(parts: Sequence[MappedPart], name: str) -> torch.Tensor:
             if part.descriptor == NO_FILE:
                 flags = _MAP_FIXED | mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
             mapped = libc.mmap(
-                address, part.nbytes, _PROT_READ_WRITE, flags, part.descriptor, part.offset
+                address,
+                part.nbytes,
+                _PROT_READ_WRITE,
+                flags,
+                part.descriptor,
+                part.offset,
             )
             _checked(mapped, name)
             address += part.nbytes
@@ -201,9 +209,13 @@ def flush(mapped: torch.Tensor) -> None:
 
 def discard_changes(mapped: torch.Tensor) -> None:
     """Drop all writes to private parts of a mapping: they show the bytes of their files again."""
-    if mapped.nbytes and _libc().madvise(mapped.data_ptr(), mapped.nbytes, _MADV_DONTNEED):
+    if mapped.nbytes and _libc().madvise(
+        mapped.data_ptr(), mapped.nbytes, _MADV_DONTNEED
+    ):
         number = ctypes.get_errno()
-        raise OSError(number, f"madvise of {mapped.nbytes} bytes: {os.strerror(number)}")
+        raise OSError(
+            number, f"madvise of {mapped.nbytes} bytes: {os.strerror(number)}"
+        )
 
 
 def _checked(address: int | None, name: str) -> int:
@@ -215,7 +227,12 @@ def _checked(address: int | None, name: str) -> int:
 
 def _libc() -> Any:
     libc = ctypes.CDLL(None, use_errno=True)
-    pointer, size, number, offset = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_long
+    pointer, size, number, offset = (
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_long,
+    )
     libc.mmap.restype = pointer
     libc.mmap.argtypes = [pointer, size, number, number, number, offset]
     libc.munmap.argtypes = [pointer, size]
@@ -226,7 +243,8 @@ def _libc() -> Any:
 
 # -- pinned memory that is taken in turn -----------------------------------------------------------
 PIECE_BYTES = 512  # pieces begin at multiples of it
-GROWTH = 8  # pinned memory grows by an eighth at least: a call to pin takes time, and cuts copies
+# pinned memory grows by an eighth at least: a call to pin takes time, and cuts copies
+GROWTH = 8
 
 
 class PinnedPool:
@@ -242,13 +260,16 @@ class PinnedPool:
     autograd's thread in backward. Any thread may give them back.
     """
 
-    def __init__(self, device: Device, room_bytes: int | None, *, expected_bytes: int = 0) -> None:
+    def __init__(
+        self, device: Device, room_bytes: int | None, *, expected_bytes: int = 0
+    ) -> None:
         self._device = device
         self._room_bytes = room_bytes
         self._expected_bytes = expected_bytes
         self._arena: torch.Tensor | None = None
         self._pinned: list[torch.Tensor] = []
-        self._free: list[tuple[int, int]] = []  # [begin, end) in order and apart, all of it pinned
+        # [begin, end) in order and apart, all of it pinned
+        self._free: list[tuple[int, int]] = []
         # Pieces come back at any moment, also in the middle of `take`: a deque is enough of a lock.
         self._returned: deque[tuple[int, int]] = deque()
         self.num_bytes = 0  # pinned

@@ -23,7 +23,14 @@ from typing import Literal
 
 import torch
 
-from stronghold.devices.base import Device, Fence, Lane, Record, dependences, record_accesses
+from stronghold.devices.base import (
+    Device,
+    Fence,
+    Lane,
+    Record,
+    dependences,
+    record_accesses,
+)
 from stronghold.devices.lane_name import LaneName
 from stronghold.memory.buffers import EntryRing, HostEntry
 from stronghold.memory.frozen_files import FrozenFiles
@@ -67,7 +74,8 @@ class _QueuedTransfer:
         following = self.following
         self.following = None
         if following is not None and following.may_start:
-            with contextlib.suppress(OSError):  # it starts again in its turn, and raises there
+            # it starts again in its turn, and raises there
+            with contextlib.suppress(OSError):
                 following.started = following.start()
         wait()
 
@@ -156,7 +164,9 @@ class Tiers:
         self.homes = homes
         self.stores = dict(stores or {})
         self.ring = ring
-        self._maps = [array_maps(layer, formats, self.shards) for layer in layout.layers]
+        self._maps = [
+            array_maps(layer, formats, self.shards) for layer in layout.layers
+        ]
         extents = extent_requests(layout, formats, homes, self.shards)
         self._extents = {(extent.layer, extent.array): extent for extent in extents}
         self._store_of = {key: self.stores[homes[key]] for key in self._extents}
@@ -164,7 +174,9 @@ class Tiers:
         first_update, first_fetch = 1, 1 + ring.num_updates
         self.updates = EntryRing(entries[first_update:first_fetch])
         self.fetches = EntryRing(entries[first_fetch:])
-        self._access_memory = entries[0].memory if entries else torch.empty(0, dtype=torch.uint8)
+        self._access_memory = (
+            entries[0].memory if entries else torch.empty(0, dtype=torch.uint8)
+        )
         self._access_lock = threading.Lock()
         self._transfers = {lane: Transfers() for lane in FILE_LANES}
 
@@ -221,7 +233,9 @@ class Tiers:
                 yield first, min(first + step, last)
                 first += step
 
-    def _stored_spans(self, layer: int, arrays: Sequence[str]) -> Iterator[tuple[int, int]]:
+    def _stored_spans(
+        self, layer: int, arrays: Sequence[str]
+    ) -> Iterator[tuple[int, int]]:
         """The spans of elements that the stores have of these arrays.
 
         The weights alone: every range. Else: this rank's shares of the ranges that train and have
@@ -400,9 +414,11 @@ class Tiers:
                 last = min(end, high)
                 if mode != "replace":
                     self._transfer_now("read", layer, low, high, views)
-                if mode == "replace" and first > low:  # the first page is replaced in part
+                # the first page is replaced in part
+                if mode == "replace" and first > low:
                     self._load_page(layer, low, 0, views)
-                if mode == "replace" and last < high:  # the last page is replaced in part
+                # the last page is replaced in part
+                if mode == "replace" and last < high:
                     self._load_page(layer, low, high - low - self._page_numel, views)
                 inner = {
                     array: view[items(array, first - low, last - low)]
@@ -465,7 +481,11 @@ def extent_requests(
     """
     requests = []
     for layer in layout.layers:
-        arrays = homes.staged(layer.index) if home is None else homes.arrays(layer.index, home)
+        arrays = (
+            homes.staged(layer.index)
+            if home is None
+            else homes.arrays(layer.index, home)
+        )
         if not arrays:
             continue
         maps = array_maps(layer, formats, shards)

@@ -214,7 +214,9 @@ class _Losses(torch.autograd.Function):
             torch.sub(logs[chunk], label_logits, out=losses[chunk])
             if gradient is not None:
                 logits.div_(sums[:, None])
-                logits.scatter_add_(1, label, logits.new_full((), -1.0).expand(label.shape))
+                logits.scatter_add_(
+                    1, label, logits.new_full((), -1.0).expand(label.shape)
+                )
                 torch.mm(logits.to(hidden.dtype), weight, out=gradient[chunk])
             del logits
         losses.masked_fill_(ignored, 0.0)
@@ -269,7 +271,8 @@ def _head_gradients(
         logits = F.linear(hidden, weight[words], None if bias is None else bias[words])
         logits = logits.float()
         logits.sub_(highest[:, None]).sub_(logs[:, None]).exp_()
-        has_label = (labels >= begin) & (labels < end)  # the token's label is one of these words
+        # the token's label is one of these words
+        has_label = (labels >= begin) & (labels < end)
         column = (labels - begin).clamp_(0, end - begin - 1)
         logits.scatter_add_(1, column[:, None], -has_label.float()[:, None])
         logits.mul_(outer[:, None])
@@ -304,7 +307,9 @@ class Forward:
 class _Loss:
     """Replaces a model's `loss_function`, which is `plain`. A copy of the model has `plain`."""
 
-    def __init__(self, plain: Callable[..., torch.Tensor], loss_chunk: int | None) -> None:
+    def __init__(
+        self, plain: Callable[..., torch.Tensor], loss_chunk: int | None
+    ) -> None:
         self._plain = plain
         self._loss_chunk = loss_chunk
         self.num_divided = 0  # calls that computed the loss in chunks
@@ -323,7 +328,9 @@ class _Loss:
         **more: Any,
     ) -> torch.Tensor:
         targets = labels if shift_labels is None else shift_labels
-        if not isinstance(logits, Logits) or not self._divides(logits, targets, vocab_size):
+        if not isinstance(logits, Logits) or not self._divides(
+            logits, targets, vocab_size
+        ):
             return self._plain(
                 logits._whole() if isinstance(logits, Logits) else logits,
                 labels,
@@ -356,7 +363,8 @@ class _Loss:
     @staticmethod
     def _divides(logits: Logits, targets: torch.Tensor | None, vocab_size: int) -> bool:
         """Return whether the loss can be computed in chunks."""
-        if logits._computed is not None:  # a caller has read them, and may have written to them
+        # a caller has read them, and may have written to them
+        if logits._computed is not None:
             return False
         if targets is None or vocab_size != logits.size(-1):
             return False
@@ -370,7 +378,9 @@ def _never_updated(weight: torch.Tensor) -> int:
 class _WeightAge:
     """Changes with the values of a weight: its version, and the number of its updates."""
 
-    def __init__(self, weight: torch.Tensor, updates: Callable[[torch.Tensor], int | None]) -> None:
+    def __init__(
+        self, weight: torch.Tensor, updates: Callable[[torch.Tensor], int | None]
+    ) -> None:
         self._weight = weight
         self._updates = updates
 
@@ -458,7 +468,10 @@ class LogitsInParts:
         if head._backward_hooks or head._backward_pre_hooks:
             return False
         every_module = nn.modules.module
-        if every_module._global_backward_hooks or every_module._global_backward_pre_hooks:
+        if (
+            every_module._global_backward_hooks
+            or every_module._global_backward_pre_hooks
+        ):
             return False
         tokens = hidden.numel() // hidden.size(-1)
         return part_of(tokens, head.weight.size(0), self._loss_chunk) > 0
@@ -468,7 +481,11 @@ def _known_loss(module: nn.Module) -> Callable[..., torch.Tensor] | None:
     """Return Transformers' loss for causal language models, if the model's class has this loss."""
     is_of_class = isinstance(getattr(type(module), "loss_function", None), property)
     attributes = vars(module)
-    if not is_of_class or "_loss_function" in attributes or attributes.get("loss_type") is None:
+    if (
+        not is_of_class
+        or "_loss_function" in attributes
+        or attributes.get("loss_type") is None
+    ):
         return None
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 

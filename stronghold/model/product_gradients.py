@@ -25,7 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from stronghold.model.gpu_operators import ATTENTION_KERNELS
 
 aten = torch.ops.aten
-ADDED_FIRST = frozenset({aten.addmm, aten.baddbmm})  # the first argument is added to the product
+# the first argument is added to the product
+ADDED_FIRST = frozenset({aten.addmm, aten.baddbmm})
 NO_PRODUCTS = frozenset(kernel.overloadpacket for kernel in ATTENTION_KERNELS)
 
 

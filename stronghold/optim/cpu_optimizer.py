@@ -84,7 +84,8 @@ class CPUOptimizer(torch.optim.Optimizer):
         self.states: StateKind = states
         self._optimizer_class = optimizer_class
         self._pool = Pool(available_cores() if num_threads is None else num_threads)
-        self._check_defaults(defaults)  # before the parameters, as torch's optimizers do it
+        # before the parameters, as torch's optimizers do it
+        self._check_defaults(defaults)
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -123,11 +124,17 @@ class CPUOptimizer(torch.optim.Optimizer):
         # torch casts all state to the parameter's dtype. That would round the moments of
         # half-precision parameters and destroy their remainders. So load the saved values again.
         saved_states = state_dict["state"]
-        for saved_group, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
-            for saved_id, param in zip(saved_group["params"], group["params"], strict=True):
+        for saved_group, group in zip(
+            state_dict["param_groups"], self.param_groups, strict=True
+        ):
+            for saved_id, param in zip(
+                saved_group["params"], group["params"], strict=True
+            ):
                 if saved_id in saved_states:
                     states = self._states(self._optimizer(group), param)
-                    self.state[param] = _loaded_state(param, saved_states[saved_id], states)
+                    self.state[param] = _loaded_state(
+                        param, saved_states[saved_id], states
+                    )
 
     @torch.no_grad()
     def step(self, closure: _Closure | None = None) -> torch.Tensor | float | None:  # type: ignore[override]
@@ -148,9 +155,12 @@ class CPUOptimizer(torch.optim.Optimizer):
         for _, param, _ in work:
             self._check_parameter(param)
         # One native call per kernel and pair of dtypes: many small tensors cost as one large one.
-        calls: dict[tuple[str, torch.dtype, torch.dtype], list[UpdateSegment]] = defaultdict(list)
+        calls: dict[tuple[str, torch.dtype, torch.dtype], list[UpdateSegment]] = (
+            defaultdict(list)
+        )
         weights: list[torch.Tensor] = []
-        grads: list[torch.Tensor] = []  # contiguous copies must live until the calls are done
+        # contiguous copies must live until the calls are done
+        grads: list[torch.Tensor] = []
         for group, param, grad in work:
             weight = param if param.is_contiguous() else param.detach().contiguous()
             weights.append(weight)
@@ -237,7 +247,9 @@ class CPUOptimizer(torch.optim.Optimizer):
             )
         elif not param.is_contiguous() and _overlaps(param):
             problem = "has elements that overlap in memory; pass its .clone()"
-        elif grad is not None and (grad.dtype not in LOW_DTYPE or grad.layout != torch.strided):
+        elif grad is not None and (
+            grad.dtype not in LOW_DTYPE or grad.layout != torch.strided
+        ):
             problem = (
                 f"has a gradient that is {grad.dtype}, {grad.layout}; expected dense {_EXPECTED} "
                 "(of an embedding: sparse=False)"
@@ -260,7 +272,9 @@ def _initial_state(weight: torch.Tensor, states: States) -> dict[str, Any]:
     return state
 
 
-def _loaded_state(param: torch.Tensor, saved: dict[str, Any], states: States) -> dict[str, Any]:
+def _loaded_state(
+    param: torch.Tensor, saved: dict[str, Any], states: States
+) -> dict[str, Any]:
     """A copy of the saved state, with the dtypes and the kind of `states`.
 
     Missing values are the initial ones of the parameter. ConfigError for an array of another shape.

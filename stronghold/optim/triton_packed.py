@@ -80,7 +80,12 @@ def _tile(table, num_rows, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def decode_nf4(
-    table, num_rows, books, OUT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
+    table,
+    num_rows,
+    books,
+    OUT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """BLOCK elements of a flat nf4 weight. `books`: fp32 [16 + 256]."""
     table_row, _, start, numel = _tile(table, num_rows, BLOCK)
@@ -109,14 +114,21 @@ def decode_nf4(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def decode_int8(
-    table, num_rows, books, OUT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
+    table,
+    num_rows,
+    books,
+    OUT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """BLOCK columns of a row of an int8 weight."""
     table_row, row, start, columns = _tile(table, num_rows, BLOCK)
     column = start + tl.arange(0, BLOCK)
     at = row * columns + column
     code = tl.load(
-        _array(table, table_row, 0, tl.int8, ALIGNED) + at, mask=column < columns, other=0
+        _array(table, table_row, 0, tl.int8, ALIGNED) + at,
+        mask=column < columns,
+        other=0,
     )
     scale = tl.load(_array(table, table_row, 1, tl.float32, False) + row)
     value = code.to(tl.float32) * scale * INT8_RECIPROCAL
@@ -125,7 +137,12 @@ def decode_int8(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def decode_fp8(
-    table, num_rows, books, OUT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
+    table,
+    num_rows,
+    books,
+    OUT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """BLOCK columns of a row of an fp8 weight."""
     table_row, row, start, columns = _tile(table, num_rows, BLOCK)
@@ -135,9 +152,13 @@ def decode_fp8(
     column = start + tl.arange(0, BLOCK)
     at = row * columns + column
     code = tl.load(
-        _array(table, table_row, 0, tl.int8, ALIGNED) + at, mask=column < columns, other=0
+        _array(table, table_row, 0, tl.int8, ALIGNED) + at,
+        mask=column < columns,
+        other=0,
     )
-    scales = _array(table, table_row, 1, tl.float32, False) + first + column // FP8_BLOCK
+    scales = (
+        _array(table, table_row, 1, tl.float32, False) + first + column // FP8_BLOCK
+    )
     value = _e4m3(code) * tl.load(scales, mask=column < columns, other=0.0)
     _store(_array(table, table_row, WEIGHT, OUT, ALIGNED) + at, value, column < columns)
 
@@ -146,7 +167,8 @@ class Decoder(NamedTuple):
     """The program of one packed format."""
 
     program: Any
-    item_bytes: tuple[int, ...]  # of an element of each inner tensor, which its address aligns to
+    # of an element of each inner tensor, which its address aligns to
+    item_bytes: tuple[int, ...]
     is_flat: bool  # the whole weight is one row
 
 

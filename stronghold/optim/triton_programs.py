@@ -126,7 +126,9 @@ def adam_step(p, g, moments, constants, VARIANT: tl.constexpr):
     """Adam, with decoupled weight decay in variant 1."""
     m, v = moments
     weight_decay, decay_factor, beta1, one_minus_beta1 = constants[1:5]
-    beta2, one_minus_beta2, inv_sqrt_bias_correction2, eps, neg_step_size = constants[5:10]
+    beta2, one_minus_beta2, inv_sqrt_bias_correction2, eps, neg_step_size = constants[
+        5:10
+    ]
     if VARIANT == 1:
         p = p * decay_factor
     else:
@@ -149,7 +151,9 @@ def _sign(x):
 def lion_step(p, g, moments, constants, VARIANT: tl.constexpr):
     """Lion, with decoupled weight decay."""
     (m,) = moments
-    decay_factor, beta1, one_minus_beta1, beta2, one_minus_beta2, neg_lr = constants[1:7]
+    decay_factor, beta1, one_minus_beta1, beta2, one_minus_beta2, neg_lr = constants[
+        1:7
+    ]
     u = tl.fma(beta1, m, one_minus_beta1 * g)
     p = _canonical(tl.fma(neg_lr, _sign(u), p * decay_factor))
     m = _canonical(tl.fma(beta2, m, one_minus_beta2 * g))
@@ -258,7 +262,9 @@ def update(
         to_low = _array(table, row, 4 + NUM_MOMENTS, LOW, ALIGNED) + start + i
         to_moments = ()
         for k in tl.static_range(NUM_MOMENTS):
-            moment = _array(table, row, 5 + NUM_MOMENTS + k, tl.float32, ALIGNED) + start + i
+            moment = (
+                _array(table, row, 5 + NUM_MOMENTS + k, tl.float32, ALIGNED) + start + i
+            )
             to_moments = to_moments + (moment,)  # noqa: RUF005
     if rest >= BLOCK:  # without a mask, loads and stores take 16 bytes
         _update_block(
@@ -338,7 +344,8 @@ def sum_squares(table, num_rows, partials, TYPE: tl.constexpr, BLOCK: tl.constex
         for k in tl.static_range(SUM_UNROLL):
             at = i + k * SUM_LANES
             square = _load(x + at, lane + at < numel).to(tl.float64)
-            sums = tl.fma(square, square, sums)  # the square is exact; a masked zero adds nothing
+            # the square is exact; a masked zero adds nothing
+            sums = tl.fma(square, square, sums)
     sums = _halve(_halve(_halve(_halve(sums))))
     left, right = tl.split(sums)
     tl.store(partials + block, left + right)

@@ -19,12 +19,15 @@ from stronghold.optim.states import Formats
 from stronghold.plan.cost import Demand
 from stronghold.plan.places import Places
 
-DEFAULT_WINDOW = 4  # without a budget: one computes, one is still in use, two are on their way
+# without a budget: one computes, one is still in use, two are on their way
+DEFAULT_WINDOW = 4
 MAX_GRADIENT_SLOTS = 2  # one gathers while the other drains
 
 
 # -- activations ----------------------------------------------------------------------------------
-def activation_bytes(layout: ModelLayout, activations: Sequence[str], demand: Demand) -> int:
+def activation_bytes(
+    layout: ModelLayout, activations: Sequence[str], demand: Demand
+) -> int:
     """Bytes of activations on the gpu when forward has ended and backward begins: the sum of
     `activation_parts`."""
     return sum(activation_parts(layout, activations, demand).values())
@@ -45,7 +48,8 @@ def activation_parts(
     if not demand.work:
         return {}
     outside = sum(demand.work[index].saved_bytes for index in layout.resident)
-    passing = 0  # of one block that is computed again, and of two offloaded layers on their way
+    # of one block that is computed again, and of two offloaded layers on their way
+    passing = 0
     waiting = 0  # of what blocks keep until backward
     num_chunks_at_once = min(demand.streams, demand.chunks)
     for index in layout.streamed:
@@ -75,9 +79,13 @@ def gpu_bytes(places: Places, window: int, gradient_slots: int) -> dict[str, int
     training, formats = demand.training, demand.formats
     trained = places.on_gpu if training else ()
     own_gradients = places.own_slots if training else ()
-    gradient_slot = max((_bytes([e], formats, "gradients") for e in places.shared_slots), default=0)
+    gradient_slot = max(
+        (_bytes([e], formats, "gradients") for e in places.shared_slots), default=0
+    )
     by_torch = _unpadded_bytes(trained, formats) if places.whole else 0
-    reduced = _largest_range_bytes(places.on_host, formats) if demand.reduces_in_room else 0
+    reduced = (
+        _largest_range_bytes(places.on_host, formats) if demand.reduces_in_room else 0
+    )
     accumulated = _bytes(trained, formats, "accumulated") if demand.accumulate else 0
     return {
         "weight slots": window * weight_slot_bytes(places),
@@ -118,7 +126,9 @@ def weight_slot_bytes(places: Places) -> int:
 
 def sum_numel(layer: LayerLayout, formats: Formats) -> int:
     """Items of a layer's fp32 sums of chunks: none where all its gradients are fp32."""
-    dtypes = {formats[layer_range.format].dtype for layer_range in layer.trainable_ranges}
+    dtypes = {
+        formats[layer_range.format].dtype for layer_range in layer.trainable_ranges
+    }
     if dtypes <= {torch.float32}:
         return 0
     return layer.trainable_numel
@@ -126,7 +136,9 @@ def sum_numel(layer: LayerLayout, formats: Formats) -> int:
 
 def _bytes(layers: Iterable[LayerLayout], formats: Formats, *arrays: str) -> int:
     """Bytes of these arrays of these layers."""
-    return sum(array_bytes(layer, formats, array) for layer in layers for array in arrays)
+    return sum(
+        array_bytes(layer, formats, array) for layer in layers for array in arrays
+    )
 
 
 def _range_bytes(layer_range: Range, numel: int, formats: Formats) -> int:
@@ -158,8 +170,12 @@ def _chunk_sums_bytes(places: Places, gradient_slots: int) -> int:
     if not demand.training or demand.chunk is None:
         return 0
     formats = demand.formats
-    largest = max((sum_numel(layer, formats) for layer in places.shared_slots), default=0)
-    unshared = sum(sum_numel(layer, formats) for layer in places.own_slots if layer.streamed)
+    largest = max(
+        (sum_numel(layer, formats) for layer in places.shared_slots), default=0
+    )
+    unshared = sum(
+        sum_numel(layer, formats) for layer in places.own_slots if layer.streamed
+    )
     return 4 * (gradient_slots * largest + unshared)
 
 
@@ -181,7 +197,9 @@ def choose_slots(places: Places) -> Slots:
     if places.demand.gpu_budget_bytes is None:
         return _slots_without_budget(places)
     if places.demand.window is not None:
-        return _slots_for_window(places, places.demand.window, places.demand.gpu_budget_bytes)
+        return _slots_for_window(
+            places, places.demand.window, places.demand.gpu_budget_bytes
+        )
     return _slots_within(places, places.demand.gpu_budget_bytes)
 
 
@@ -211,7 +229,9 @@ def _slots_for_window(places: Places, wanted: int, budget: int) -> Slots:
     """The config's window, and the most gradient slots that fit beside it."""
     window = min(wanted, len(places.streamed))
     gradient_slots = most_gradient_slots(places)
-    while gradient_slots > 1 and gpu_total_bytes(places, window, gradient_slots) > budget:
+    while (
+        gradient_slots > 1 and gpu_total_bytes(places, window, gradient_slots) > budget
+    ):
         gradient_slots -= 1
     need = gpu_total_bytes(places, window, gradient_slots)
     if need > budget:
@@ -260,7 +280,8 @@ def _prefetch(places: Places, window: int) -> int:
     demand, num_streamed = places.demand, len(places.streamed)
     most = max(0, window - 1)
     wanted = most if demand.prefetch is None else demand.prefetch
-    if wanted <= most or window == num_streamed:  # there are no more layers to fetch ahead
+    # there are no more layers to fetch ahead
+    if wanted <= most or window == num_streamed:
         return min(wanted, most)
     if demand.window is not None:
         remedy = f"stronghold.window to {wanted + 1}"
@@ -275,7 +296,9 @@ def _prefetch(places: Places, window: int) -> int:
 
 
 # -- refusal --------------------------------------------------------------------------------------
-def _gpu_refusal(places: Places, need: int, window: int, gradient_slots: int) -> BudgetError:
+def _gpu_refusal(
+    places: Places, need: int, window: int, gradient_slots: int
+) -> BudgetError:
     """Why a plan of `need` bytes does not fit the GPU: what takes them, and the ways out."""
     demand = places.demand
     budget = demand.gpu_budget_bytes or 0
@@ -285,9 +308,13 @@ def _gpu_refusal(places: Places, need: int, window: int, gradient_slots: int) ->
     if reserved > 0:
         parts["reserved for activations"] = reserved
     descending = sorted(parts.items(), key=itemgetter(1), reverse=True)
-    named = ", ".join(f"{name} {format_size(size)}" for name, size in descending if size)
+    named = ", ".join(
+        f"{name} {format_size(size)}" for name, size in descending if size
+    )
     if not places.num_blocks:
-        which = "the model has no repeated blocks, so that all of it stays on the gpu, and"
+        which = (
+            "the model has no repeated blocks, so that all of it stays on the gpu, and"
+        )
     elif demand.pins("window"):
         which = f"stronghold.window of {window} slots"
     else:
@@ -337,6 +364,8 @@ def _ways_with_fewer_activations(demand: Demand, kept: dict[str, int]) -> list[s
     if demand.sequences > 1:
         ways.append("lower the micro-batch")
         if demand.chunk is None and kept["activations of one block"]:
-            ways.append("set stronghold.chunk to 1 (blocks then take one sequence at a time)")
+            ways.append(
+                "set stronghold.chunk to 1 (blocks then take one sequence at a time)"
+            )
     ways.append("shorten the sequences")
     return ways

@@ -51,7 +51,9 @@ class Homes:
     on_gpu: frozenset[int] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        on_gpu = [layer for layer, row in enumerate(self.rows) if ("weights", GPU) in row]
+        on_gpu = [
+            layer for layer, row in enumerate(self.rows) if ("weights", GPU) in row
+        ]
         object.__setattr__(self, "on_gpu", frozenset(on_gpu))
 
     def __getitem__(self, key: tuple[int, str]) -> Home:
@@ -134,7 +136,8 @@ def make_homes(
     that are staged: each has the home that it has in `like`, or `FILE` without `like`. All other
     arrays are on the host.
     """
-    orders: dict[tuple[Range, ...], tuple[str, ...]] = {}  # layers with equal ranges are alike
+    # layers with equal ranges are alike
+    orders: dict[tuple[Range, ...], tuple[str, ...]] = {}
     rows: list[Row] = []
     for layer in layout.layers:
         if layer.ranges not in orders:

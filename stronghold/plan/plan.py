@@ -33,7 +33,13 @@ from stronghold.model.layout import ModelLayout
 from stronghold.plan.cost import AGAIN, Demand, Traffic, traffic_of
 from stronghold.plan.gpu_memory import activation_bytes, choose_slots, gpu_bytes
 from stronghold.plan.homes import Homes, make_homes
-from stronghold.plan.host_memory import BASE, Staging, bytes_on_disk, early_reasons, plan_host
+from stronghold.plan.host_memory import (
+    BASE,
+    Staging,
+    bytes_on_disk,
+    early_reasons,
+    plan_host,
+)
 from stronghold.plan.places import MIB, Places, place_layers
 from stronghold.plan.schedule import Position
 
@@ -53,11 +59,14 @@ class Plan:
     homes: Homes  # `homes[layer, array]`: an array's tier between two operations
     # True: every layer is updated on the gpu. The model runs without hooks, slots and copies.
     whole: bool
-    own_gradients: frozenset[int]  # layers with a gradient slot that no other layer uses
+    # layers with a gradient slot that no other layer uses
+    own_gradients: frozenset[int]
     gradient_slots: int  # slots that all other layers share
     ring_entries: int
-    updates: dict[int, Position]  # the update's position in the step, of each trained layer
-    activations: tuple[str, ...]  # the level of each layer; a layer that is no block has "keep"
+    # the update's position in the step, of each trained layer
+    updates: dict[int, Position]
+    # the level of each layer; a layer that is no block has "keep"
+    activations: tuple[str, ...]
     cpu_threads: int
     gpu_bytes: dict[str, int]
     host_bytes: dict[str, int]
@@ -84,7 +93,9 @@ class Plan:
     def early(self) -> frozenset[int]:
         """Layers that are updated before the norm is known. They have their arrays twice."""
         return frozenset(
-            layer for layer, position in self.updates.items() if position is Position.EARLY
+            layer
+            for layer, position in self.updates.items()
+            if position is Position.EARLY
         )
 
     @property
@@ -117,11 +128,15 @@ class Plan:
         lines += _table("gpu", gpu, num_parameters, ranks)
         lines += _table("host", host, num_parameters, ranks)
         if self.nvme_bytes:
-            written = {kind: size for kind, size in self.nvme_bytes.items() if kind != BASE}
+            written = {
+                kind: size for kind, size in self.nvme_bytes.items() if kind != BASE
+            }
             if any(written.values()):
                 lines += _table("nvme", written, num_parameters, ranks)
             if self.nvme_bytes.get(BASE):
-                lines += _table("base", {BASE: self.nvme_bytes[BASE]}, num_parameters, ranks)
+                lines += _table(
+                    "base", {BASE: self.nvme_bytes[BASE]}, num_parameters, ranks
+                )
             lines.append(f"  {self.wear()}")
         return "\n".join(lines)
 
@@ -139,13 +154,19 @@ class Plan:
         return f"{line}; {hourly / 1e12:.3f} TB written per hour of such steps ({step_s:.2f} s)"
 
 
-def _table(title: str, parts: dict[str, int], num_parameters: int, ranks: str) -> list[str]:
+def _table(
+    title: str, parts: dict[str, int], num_parameters: int, ranks: str
+) -> list[str]:
     """The lines for one tier: its bytes in all, and those of its parts."""
     total = sum(parts.values())
     per_parameter = total / max(1, num_parameters)
     return [
         f"  {title:<5}{total / MIB:>12.2f} MiB = {per_parameter:.2f} bytes/parameter{ranks}",
-        *(f"    {name:<24}{size / MIB:>10.2f} MiB" for name, size in parts.items() if size),
+        *(
+            f"    {name:<24}{size / MIB:>10.2f} MiB"
+            for name, size in parts.items()
+            if size
+        ),
     ]
 
 
@@ -165,7 +186,11 @@ def make_plan(layout: ModelLayout, demand: Demand) -> Plan:
 
 def _make_plan(layout: ModelLayout, demand: Demand) -> Plan:
     places = place_layers(layout, demand)
-    activations, resident, on_gpu = places.activations, places.resident, places.updated_on_gpu
+    activations, resident, on_gpu = (
+        places.activations,
+        places.resident,
+        places.updated_on_gpu,
+    )
     slots = choose_slots(places)
     threads = demand.cpu_threads or max(1, demand.num_cores)
     host = plan_host(places)
@@ -178,7 +203,9 @@ def _make_plan(layout: ModelLayout, demand: Demand) -> Plan:
         resident=resident,
         on_gpu=on_gpu,
         window=slots.window,
-        offloaded_bytes=sum(offloaded.nbytes for offloaded in places.offloaded.values()),
+        offloaded_bytes=sum(
+            offloaded.nbytes for offloaded in places.offloaded.values()
+        ),
         nvme=(host.read_bytes, host.written_bytes),
     )
     recomputed = [layer for layer in layout.layers if activations[layer.index] in AGAIN]
@@ -231,7 +258,9 @@ def _positions(layout: ModelLayout, early: frozenset[int]) -> dict[int, Position
 def _activations_reason(places: Places, threads: int) -> str:
     counts = Counter(places.activations[index] for index in places.layout.streamed)
     if len(counts) > 1:
-        policies = ", ".join(f"{policy} {count}" for policy, count in sorted(counts.items()))
+        policies = ", ".join(
+            f"{policy} {count}" for policy, count in sorted(counts.items())
+        )
     else:
         policies = next(iter(counts), "keep")
     gradients = "accumulated" if places.demand.accumulate else "pending until the gate"
@@ -241,7 +270,9 @@ def _activations_reason(places: Places, threads: int) -> str:
 def _numa_reasons(demand: Demand) -> tuple[str, ...]:
     if not demand.numa:
         return ()
-    return (f"numa: lanes, update threads and pinned memory on {demand.numa}, next to the gpu",)
+    return (
+        f"numa: lanes, update threads and pinned memory on {demand.numa}, next to the gpu",
+    )
 
 
 def _states_reasons(places: Places) -> tuple[str, ...]:

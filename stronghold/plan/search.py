@@ -46,7 +46,8 @@ WINDOWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24)
 SHARES = 8  # round 1 tries resident blocks in steps of an eighth of the model
 FINER_SHARES = (1 / 16, 1 / 32, 1 / 64)  # round 4 tries them in these steps
 EARLY_SHARES = 8  # early updates are tried in steps of an eighth of the layers
-EARLY_MARGINS = (0.8, 0.9, 1.0, 1.1)  # of the share of layers that backward has time for
+# of the share of layers that backward has time for
+EARLY_MARGINS = (0.8, 0.9, 1.0, 1.1)
 NUM_VARIED = 3  # choices of round 1 that round 2 varies
 # Activation levels that take least of the gpu or of the host.
 SMALLEST_LEVELS = ("recompute", "offload", "recompute_offload")
@@ -66,7 +67,13 @@ UPDATE_PLACES = ("host", "gpu")  # the places at which resident layers may be up
 WHOLE_MARGIN = 1.03  # a plan that keeps the whole model on the gpu
 NEARLY_FASTEST = 1.01  # a plan with fewer early updates, which take room
 EQUAL_SHARE = 1e-3  # plans whose times differ by a smaller share count as equal
-SEARCHED_KEYS = ("window", "resident_layers", "resident_updates", "activations", "early_layers")
+SEARCHED_KEYS = (
+    "window",
+    "resident_layers",
+    "resident_updates",
+    "activations",
+    "early_layers",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +95,9 @@ def lower_bound(layout: ModelLayout, plan: Plan, work: Workload, rates: Rates) -
     """The work of the busiest lane in a step of `plan`, in seconds ([Note: lower bounds first])."""
     traffic = plan.traffic
     update_s = traffic.update_bytes * 1e-9 / rates.update_gbps
-    compute_s = work.micro_batches * (work.forward_s + work.backward_s(plan.activations))
+    compute_s = work.micro_batches * (
+        work.forward_s + work.backward_s(plan.activations)
+    )
     compute_s += _waits_s(layout, plan, work, rates)
     return max(
         compute_s,
@@ -184,7 +193,8 @@ class Search:
         if is_early_open:
             self._round(self._with_early_updates(self._fastest()))
             num_early = len(self._fastest().plan.early)
-            if num_early:  # updates cost less now: another choice of the rest may be faster
+            # updates cost less now: another choice of the rest may be faster
+            if num_early:
                 self.demand = replace(self.demand, early_layers=num_early)
                 self._search(near)
                 self._round(self._with_early_updates(self._fastest()))
@@ -211,7 +221,9 @@ class Search:
             shares |= {margin * backward_s / update_s for margin in EARLY_MARGINS}
         counts = {round(num_able * min(1.0, share)) for share in shares}
         largest = _last_fitting(
-            self.layout, num_able, lambda count: replace(plan.demand, early_layers=count)
+            self.layout,
+            num_able,
+            lambda count: replace(plan.demand, early_layers=count),
         )
         demands = [
             replace(plan.demand, early_layers=count)
@@ -291,7 +303,12 @@ class Search:
         """The `count` fastest choices so far. Of equals, the one that takes least of the gpu."""
         unit_s = EQUAL_SHARE * min(choice.step_s for choice in self.tried)
         keys = [
-            (round(choice.step_s / unit_s), _gpu_peak(choice.plan), _num_early(choice), number)
+            (
+                round(choice.step_s / unit_s),
+                _gpu_peak(choice.plan),
+                _num_early(choice),
+                number,
+            )
             for number, choice in enumerate(self.tried)
         ]
         return [self.tried[number] for *_, number in sorted(keys)[:count]]
@@ -313,7 +330,9 @@ class Search:
             self.tried.append(choice)
             least_s = min(least_s, choice.step_s)
 
-    def _demands(self, residents: Iterable[int], windows: Iterable[int]) -> Iterator[Demand]:
+    def _demands(
+        self, residents: Iterable[int], windows: Iterable[int]
+    ) -> Iterator[Demand]:
         """The demand with each number of resident blocks, each window that is possible with it, and
         each place of updates that is open."""
         pinned = self.demand.window
@@ -326,7 +345,9 @@ class Search:
         for num_resident in residents:
             num_streamed = len(self.layout.streamed) - num_resident
             if pinned is None:
-                possible = sorted({max(1, min(window, num_streamed)) for window in windows})
+                possible = sorted(
+                    {max(1, min(window, num_streamed)) for window in windows}
+                )
             else:
                 possible = [pinned]
             for window, place in product(possible, places):
@@ -365,7 +386,9 @@ class Search:
             for filled, ladder in _filled(self.layout, demand, ladders):
                 yield from self._new([filled], ladder)
 
-    def _new(self, demands: Iterable[Demand], ladder: Ladder) -> Iterator[tuple[Plan, Ladder]]:
+    def _new(
+        self, demands: Iterable[Demand], ladder: Ladder
+    ) -> Iterator[tuple[Plan, Ladder]]:
         """The plans of these demands that fit and are new."""
         for demand in demands:
             try:
@@ -420,11 +443,16 @@ def _filled(
 
 
 def _raised(
-    layout: ModelLayout, demand: Demand, counts: Mapping[str, int], below: str, level: str
+    layout: ModelLayout,
+    demand: Demand,
+    counts: Mapping[str, int],
+    below: str,
+    level: str,
 ) -> dict[str, int]:
     """The numbers of blocks by level, with the most blocks at `level` in place of `below`."""
     raised = [
-        {**counts, below: counts[below] - count, level: count} for count in range(counts[below] + 1)
+        {**counts, below: counts[below] - count, level: count}
+        for count in range(counts[below] + 1)
     ]
     most = _last_fitting(
         layout, counts[below], lambda count: _with_levels(layout, demand, raised[count])
@@ -432,7 +460,9 @@ def _raised(
     return raised[most]
 
 
-def _with_levels(layout: ModelLayout, demand: Demand, counts: Mapping[str, int]) -> Demand:
+def _with_levels(
+    layout: ModelLayout, demand: Demand, counts: Mapping[str, int]
+) -> Demand:
     """The demand with so many blocks at each level. The last blocks have the last level, because
     backward needs them first."""
     return replace(demand, activations=levels_of(layout, counts))
@@ -447,7 +477,9 @@ def _fits(layout: ModelLayout, demand: Demand) -> bool:
     return True
 
 
-def _last_fitting(layout: ModelLayout, most: int, demand_of: Callable[[int], Demand]) -> int:
+def _last_fitting(
+    layout: ModelLayout, most: int, demand_of: Callable[[int], Demand]
+) -> int:
     """The largest count up to `most` whose demand fits. Larger counts need more; 0 fits."""
     return last_that(lambda count: _fits(layout, demand_of(count)), 0, most)
 
@@ -484,7 +516,8 @@ def _least(layout: ModelLayout, demand: Demand) -> Iterator[Demand]:
     gpu. If none of them fits, no plan does."""
     resident = demand.resident_layers
     updates = demand.resident_updates
-    for policy in SMALLEST_LEVELS:  # offloading takes least of the gpu, recomputation of the host
+    # offloading takes least of the gpu, recomputation of the host
+    for policy in SMALLEST_LEVELS:
         most = _most_resident(layout, demand, policy) if resident is None else resident
         yield _smallest(demand, most, updates or "gpu", policy)
     for policy in SMALLEST_LEVELS:
@@ -525,12 +558,18 @@ def fits(layout: ModelLayout, demand: Demand) -> bool:
 def _refusal(layout: ModelLayout, demand: Demand) -> BudgetError:
     """The error of the plan that needs least of the tier that is too small."""
     demands = list(_least(layout, demand))
-    fitting_gpu = [d for d in demands if _fits(layout, replace(d, host_budget_bytes=None))]
+    fitting_gpu = [
+        d for d in demands if _fits(layout, replace(d, host_budget_bytes=None))
+    ]
     if fitting_gpu:
-        _, least = min((_host_need(layout, d), number) for number, d in enumerate(fitting_gpu))
+        _, least = min(
+            (_host_need(layout, d), number) for number, d in enumerate(fitting_gpu)
+        )
         smallest = fitting_gpu[least]
     else:
-        _, least = min((_gpu_need(layout, d), number) for number, d in enumerate(demands))
+        _, least = min(
+            (_gpu_need(layout, d), number) for number, d in enumerate(demands)
+        )
         smallest = demands[least]
     try:
         make_plan(layout, smallest)
@@ -554,7 +593,9 @@ def _host_need(layout: ModelLayout, demand: Demand) -> int:
 
 
 def _plan_without_budgets(layout: ModelLayout, demand: Demand) -> Plan:
-    return make_plan(layout, replace(demand, gpu_budget_bytes=None, host_budget_bytes=None))
+    return make_plan(
+        layout, replace(demand, gpu_budget_bytes=None, host_budget_bytes=None)
+    )
 
 
 def largest_micro_batch(fits: Callable[[int], bool], limit: int = 1 << 20) -> int:

@@ -41,7 +41,8 @@ from stronghold.streaming.trainer import Runtime
 from stronghold.telemetry.metrics import Metrics
 
 NUM_STEPS = 4  # simulated; from the third on a step begins as it ends
-NUM_MEASURED = 2  # of the last steps: two alternate if the window holds an odd share of the layers
+# of the last steps: two alternate if the window holds an odd share of the layers
+NUM_MEASURED = 2
 MAX_PIECES = 8  # of a layer in files
 # Hyper-parameters of every parameter: their values do not matter.
 GROUP: Group = DEFAULT.hyperparameters({})
@@ -103,7 +104,9 @@ def simulate(
     Raises StateError if the workload has another number of layers.
     """
     if len(workload.layers) != len(layout.layers):
-        raise StateError(f"simulate: {len(workload.layers)} loads for {len(layout.layers)} layers")
+        raise StateError(
+            f"simulate: {len(workload.layers)} loads for {len(layout.layers)} layers"
+        )
     run = _Run(condensed(layout), plan, workload, rates, asynchronous)
     ends = []
     for _ in range(NUM_STEPS):
@@ -153,7 +156,9 @@ def fastest_plan(
     near: Sequence[tuple[int, int]] = (),
 ) -> Choice:
     """Find the fastest plan for `demand` by simulation. `Search.run` has `ladders` and `near`."""
-    predictor = _Predictor(layout=layout, workload=workload, rates=rates, asynchronous=asynchronous)
+    predictor = _Predictor(
+        layout=layout, workload=workload, rates=rates, asynchronous=asynchronous
+    )
     search = Search(layout, demand, workload, rates, predictor.predict, ladders)
     return search.run(near)
 
@@ -349,13 +354,17 @@ def _tiers(layout: ModelLayout, plan: Plan, shards: Shards | None) -> Tiers:
     return Tiers(layout, formats, homes, stores, ring, shards=shards)
 
 
-def _busy_shares(operations: Sequence[Operation], end_s: float, since_s: float) -> dict[str, float]:
+def _busy_shares(
+    operations: Sequence[Operation], end_s: float, since_s: float
+) -> dict[str, float]:
     """By lane: the share of the time from `since_s` to `end_s` in which it is busy."""
     shares: dict[str, float] = defaultdict(float)
     period_s = end_s - since_s
     for operation in operations:
         inside_s = min(operation.end_s, end_s) - max(operation.start_s, since_s)
-        shares[operation.lane] += max(0.0, inside_s) / period_s if period_s > 0.0 else 0.0
+        shares[operation.lane] += (
+            max(0.0, inside_s) / period_s if period_s > 0.0 else 0.0
+        )
     return dict(shares)
 
 

@@ -31,7 +31,12 @@ import torch
 from stronghold.devices.base import Record
 from stronghold.errors import ConfigError
 from stronghold.memory.layer import LayerState
-from stronghold.model.packed_formats import PackedTensors, Rows, decode_rows, packed_rows
+from stronghold.model.packed_formats import (
+    PackedTensors,
+    Rows,
+    decode_rows,
+    packed_rows,
+)
 from stronghold.streaming.parameter_views import held_elsewhere
 from stronghold.streaming.parts import Parts
 from stronghold.streaming.patches.autograd import without_torch_function
@@ -53,8 +58,10 @@ class DecodedWeights:
         self.layer: int | None = None
         self._bound: int | None = None  # the layer whose parameters point at the buffer
         self._record = Record()
-        self._views: dict[int, list[torch.Tensor]] = {}  # by layer, of its packed weights
-        self._rows: dict[tuple[int, int], Rows] = {}  # by layer, and address of its packed tensors
+        # by layer, of its packed weights
+        self._views: dict[int, list[torch.Tensor]] = {}
+        # by layer, and address of its packed tensors
+        self._rows: dict[tuple[int, int], Rows] = {}
         # By layer, when its parameters were pointed last: the version of each.
         self._versions: dict[int, list[int]] = {}
         nbytes = max((state.layout.decoded_bytes for state in self._layers), default=0)
@@ -88,7 +95,9 @@ class DecodedWeights:
         compute.wait_for_all_streams()
         place = layer, packed_memory.data_ptr()  # slots are few, and stay
         if place not in self._rows:
-            self._rows[place] = packed_rows(_packed_tensors(state, packed_memory, views))
+            self._rows[place] = packed_rows(
+                _packed_tensors(state, packed_memory, views)
+            )
         decoded = compute.submit(
             f"decode {layer}",
             partial(decode_rows, self._device.kernels, self._rows[place]),

@@ -79,7 +79,11 @@ class EarlyUpdates:
     """Starts, withdraws and commits early updates of layers that have second arrays."""
 
     def __init__(self, parts: Parts, on_host: HostUpdates, bindings: Bindings) -> None:
-        self._device, self._layers, self._steps = parts.device, parts.layers, parts.steps
+        self._device, self._layers, self._steps = (
+            parts.device,
+            parts.layers,
+            parts.steps,
+        )
         self._metrics, self._on_host = parts.metrics, on_host
         self._bindings, self._performed = bindings, parts.performed
         self._worth = EarlyUpdateRule()
@@ -92,7 +96,8 @@ class EarlyUpdates:
         self._clip_square_sum = math.inf  # clipping begins at this sum of squares
         self._square_sum = 0.0  # of this step's gradients whose norms are known
         self._unsummed: list[LayerState] = []
-        self._dropped: set[int] = set()  # layers whose early update began in vain in this step
+        # layers whose early update began in vain in this step
+        self._dropped: set[int] = set()
 
     def follow(self, schedule: Schedule) -> None:
         """Start updates in the order of `schedule` from the next backward on."""
@@ -138,9 +143,15 @@ class EarlyUpdates:
         self._performed.add(Kind.UPDATE, state.index)
 
     def _may_start(self, state: LayerState) -> bool:
-        if state.second is None or not self._worth.is_likely or self._bindings.is_seen(state.index):
+        if (
+            state.second is None
+            or not self._worth.is_likely
+            or self._bindings.is_seen(state.index)
+        ):
             return False
-        summed = [layer for layer in self._unsummed if layer.records["norms"].writer.done]
+        summed = [
+            layer for layer in self._unsummed if layer.records["norms"].writer.done
+        ]
         for layer in summed:
             self._unsummed.remove(layer)
             self._square_sum += math.fsum(layer.gradients.square_sums.values())
@@ -199,8 +210,9 @@ class EarlyUpdates:
         if self._bindings.is_seen(state.index):
             return False
         is_same = early.positions == state.gradients.arrived
-        is_same = is_same and early.version_sum == self._bindings.version_sum(state.index)
-        return is_same and early.steps == self._steps.next(state, early.positions, scale)
+        version_sum = self._bindings.version_sum(state.index)
+        steps = self._steps.next(state, early.positions, scale)
+        return is_same and early.version_sum == version_sum and early.steps == steps
 
     def _count_uncommitted(self, state: LayerState) -> None:
         if state.gradients.early is not None:
@@ -209,10 +221,14 @@ class EarlyUpdates:
         elif state.index in self._order and state.index not in self._dropped:
             self._metrics.count_early(EarlyOutcome.LEFT)
 
-    def end_step(self, *, norm: float | None, clipping: float, loss_scale: float) -> None:
+    def end_step(
+        self, *, norm: float | None, clipping: float, loss_scale: float
+    ) -> None:
         """The gate has closed with this norm. None: the norm is not read yet."""
         self._scale = 1.0 / loss_scale
-        self._clip_square_sum = (clipping * loss_scale) ** 2 if clipping > 0.0 else math.inf
+        self._clip_square_sum = (
+            (clipping * loss_scale) ** 2 if clipping > 0.0 else math.inf
+        )
         if norm is not None and math.isfinite(norm):
             self._worth.end_step(norm=norm, clipping=clipping)
 

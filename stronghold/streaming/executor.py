@@ -91,17 +91,25 @@ class Executor:
         self._device, self._host, self.layers = device, host, host.layers
         self._window, self._step, self._ledger, self._plan = window, step, ledger, plan
         self.bindings, self.performed = bindings, parts.performed
-        self._metrics, self._team, self.outside = parts.metrics, parts.team, parts.outside
+        self._metrics, self._team, self.outside = (
+            parts.metrics,
+            parts.team,
+            parts.outside,
+        )
         self.phase = Phase.IDLE
         self.weights = LayerWeights(parts, window, plan, self.bindings)
         self._on_gpu = device.torch_device.type != "cpu"
         self._task: int | None = None  # torch's number of the backward that runs
         self._has_run_backward = False  # of the calls whose gradients are expected
-        self._inside: list[int] = []  # blocks whose forward is running now, outermost first
+        # blocks whose forward is running now, outermost first
+        self._inside: list[int] = []
         self._span = ComputeSpan(device)
-        forward = canonical_uses([layer.index for layer in host.layout.layers], backward=False)
+        forward = canonical_uses(
+            [layer.index for layer in host.layout.layers], backward=False
+        )
         backward = canonical_uses(
-            [layer.index for layer in host.layout.layers if layer.streamed], backward=True
+            [layer.index for layer in host.layout.layers if layer.streamed],
+            backward=True,
         )
         both = forward + backward[len(backward) // 2 :]
         self._training = Track(self._schedule(both, updates=plan.updates))
@@ -110,7 +118,9 @@ class Executor:
         self._slots = parts.team.slots(window, self.weights.refreshed)
         self._step.follow(self.schedule)
         expected = self.schedule.offloads
-        self.gradients = GradientOffload(parts, window, step.pending, expected, span=self._span)
+        self.gradients = GradientOffload(
+            parts, window, step.pending, expected, span=self._span
+        )
 
     def _schedule(
         self,
@@ -233,7 +243,10 @@ class Executor:
             track.cursor = 0
 
     def _adopt(
-        self, track: Track, uses: tuple[Action, ...], offloads: tuple[int, ...] | None = None
+        self,
+        track: Track,
+        uses: tuple[Action, ...],
+        offloads: tuple[int, ...] | None = None,
     ) -> None:
         if not 0 < len(uses) <= MAX_RECORDED_USES:
             return
@@ -391,7 +404,9 @@ class Executor:
             is_in_use = action.layer == keep or action.layer in self._inside
             if not is_in_use and action.layer in self._window.held_layers():
                 self._release(action.layer)
-        elif self.weights.needs_fetch(action.layer) and self.weights.has_room(action.layer):
+        elif self.weights.needs_fetch(action.layer) and self.weights.has_room(
+            action.layer
+        ):
             self._fetch(action.layer, keep=keep)
 
     def make_ready(self, layer: int) -> None:
@@ -431,7 +446,8 @@ class Executor:
         if self.layers[layer].on_gpu.residency is not Residency.READY:
             use = Action(kind=Kind.BACKWARD, layer=user)
             if self.phase is Phase.BACKWARD and self._current.recorded[-1:] != [use]:
-                self.begin_use(user, Kind.BACKWARD)  # no hooked output announced this use
+                # no hooked output announced this use
+                self.begin_use(user, Kind.BACKWARD)
             self.make_ready(layer)
         return self.weights.slot_of(layer).weights
 
@@ -447,9 +463,12 @@ class Executor:
         return decoded.memory
 
     # -- gradients --------------------------------------------------------------------------------
-    def gradient_arrived(self, state: LayerState, position: int, parameter: torch.Tensor) -> None:
+    def gradient_arrived(
+        self, state: LayerState, position: int, parameter: torch.Tensor
+    ) -> None:
         """Autograd has accumulated into `parameter.grad`: add it to the layer's gradient slot."""
-        gradient, parameter.grad = parameter.grad, None  # its data may be elsewhere by now
+        # its data may be elsewhere by now
+        gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
         name = state.layout.slices[position].name
         self._check_reached(name)
@@ -491,7 +510,8 @@ class Executor:
         """A chunk of the layer is computed, and its gradients will come. `first`: of its call."""
         expected = self.layers[layer].gradients.expected
         expected.chunks += 1
-        if first and layer in self._plan.resident:  # each call's gradients come by themselves
+        # each call's gradients come by themselves
+        if first and layer in self._plan.resident:
             expected.num_pending_backwards += 1
 
     def undivided_begun(self, layer: int) -> None:

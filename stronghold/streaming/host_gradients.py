@@ -24,7 +24,8 @@ from stronghold.streaming.pieces import (
     summed_bytes,
 )
 
-SUM_BLOCK_NUMEL = 65536  # kSumBlock of the kernels: it is part of the result's definition
+# kSumBlock of the kernels: it is part of the result's definition
+SUM_BLOCK_NUMEL = 65536
 
 
 class HostGradients:
@@ -34,7 +35,9 @@ class HostGradients:
         self._kernels, self._host = parts.kernels, parts.host
         self._operations = LayerOperations(parts.device, parts.host.tiers)
 
-    def set_or_add(self, batch: Sequence[LayerGradients], array: str, *, norms: bool) -> None:
+    def set_or_add(
+        self, batch: Sequence[LayerGradients], array: str, *, norms: bool
+    ) -> None:
         """Bring gradients to an array of their layers, "gradients" or "accumulated".
 
         A parameter's gradient is added if the array has one already, else it is set. `norms`: take
@@ -46,7 +49,11 @@ class HostGradients:
             added = gradients.positions & positions
             needs_load = bool(positions)
             positions |= gradients.positions
-            taken = PieceNorms(self._kernels, state.gradients.square_sums) if norms else None
+            taken = (
+                PieceNorms(self._kernels, state.gradients.square_sums)
+                if norms
+                else None
+            )
             is_sum = array == "accumulated"
             verb = Verb.ACCUMULATE if is_sum else Verb.NORM if norms else Verb.MERGE
             self._operations.queue(
@@ -76,7 +83,8 @@ class HostGradients:
             ]
             if segments:
                 self._kernels.accumulate(piece.format.dtype, segments)
-        elif target.data_ptr() != piece.flat.data_ptr():  # the offload has written them elsewhere
+        # the offload has written them elsewhere
+        elif target.data_ptr() != piece.flat.data_ptr():
             for k, at, numel in piece.parameters():
                 elements = slice(at - piece.begin, at - piece.begin + numel)
                 set_or_add(target[elements], piece.flat[elements], add=k in added)
@@ -100,7 +108,9 @@ class HostGradients:
         parameter, array = state.layout.slices[k], state.gradients.array
         state.records[array].wait()
         first, stop = parameter.offset, parameter.offset + parameter.numel
-        for elements, views in self._host.access.pieces(state.index, (array,), first, stop):
+        for elements, views in self._host.access.pieces(
+            state.index, (array,), first, stop
+        ):
             piece_begin, piece_end = first + elements.start, first + elements.stop
             norms.add_part(views[array], piece_begin, piece_end, k, begin, end - begin)
 

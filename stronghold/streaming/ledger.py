@@ -21,7 +21,8 @@ class Ledger:
     def __init__(self, layers: Sequence[LayerState]) -> None:
         self._layers = layers
         self.boundary = True  # whether the running micro-batch ends the step
-        self._torn: str | None = None  # why arrays belong to two steps or two checkpoints
+        # why arrays belong to two steps or two checkpoints
+        self._torn: str | None = None
 
     @property
     def is_in_step(self) -> bool:
@@ -52,7 +53,9 @@ class Ledger:
     def abandon_backward(self) -> None:
         """Backward raised: the step's gradients are void."""
         if self.is_in_step:
-            logger.warning("backward failed: the gradients of this step so far are dropped")
+            logger.warning(
+                "backward failed: the gradients of this step so far are dropped"
+            )
 
     def forget(self) -> None:
         """Drop the gradients of a step that has ended, or is abandoned."""

@@ -104,8 +104,14 @@ class _AdaptedModule:
         with _copied(self.module, device) as originals, _merge_undone(self.module):
             merged = _merge(self.module)
             tensors = [
-                (self.names.get(originals.get(id(tensor), 0), f"{self.name}.{key}"), tensor)
-                for key, tensor in (*merged.named_parameters(), *_persistent_buffers(merged))
+                (
+                    self.names.get(originals.get(id(tensor), 0), f"{self.name}.{key}"),
+                    tensor,
+                )
+                for key, tensor in (
+                    *merged.named_parameters(),
+                    *_persistent_buffers(merged),
+                )
             ]
         while tensors:
             yield tensors.pop(0)
@@ -177,9 +183,13 @@ def _groups(stack: Stack, *, merges_adapters: bool) -> list[_LayerGroup]:
         if module in adapted:
             layers = _layers_of(stack, layer_of, module.parameters())
             names_of_base = {
-                id(p): names[id(p)] for p in _merged_parameters(module) if id(p) in names
+                id(p): names[id(p)]
+                for p in _merged_parameters(module)
+                if id(p) in names
             }
-            one = _AdaptedModule(name=_base_name(prefix), module=module, names=names_of_base)
+            one = _AdaptedModule(
+                name=_base_name(prefix), module=module, names=names_of_base
+            )
             members.append((layers, one))
         elif id(module) not in of_adapted:
             tensors = tuple(_held_tensors(module, prefix, given))
@@ -220,7 +230,9 @@ def _layers_of(
     return tuple(sorted(layers))
 
 
-def _held_tensors(module: nn.Module, prefix: str, given: set[int]) -> Iterator[NamedTensor]:
+def _held_tensors(
+    module: nn.Module, prefix: str, given: set[int]
+) -> Iterator[NamedTensor]:
     """Yield the parameters and persistent buffers that the module holds directly, and that are not
     in `given`. Adds them to `given`."""
     parameters = module.named_parameters(recurse=False)
@@ -280,7 +292,11 @@ def _refuse_quantised(name: str, module: Any) -> None:
 def _merged_parameters(module: Any) -> list[nn.Parameter]:
     """The base's parameters into which the adapters are merged: none if a trained copy takes the
     place of the base's module."""
-    return [] if hasattr(module, MERGE_SPECIAL) else list(module.get_base_layer().parameters())
+    return (
+        []
+        if hasattr(module, MERGE_SPECIAL)
+        else list(module.get_base_layer().parameters())
+    )
 
 
 def _merge(module: Any) -> nn.Module:

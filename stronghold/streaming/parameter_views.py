@@ -64,7 +64,9 @@ _WAITS: tuple[Callable[[], object], ...] = (
 )
 
 
-def refuse_aliases(state: LayerState, slot: torch.Tensor, ours: Sequence[torch.Tensor]) -> None:
+def refuse_aliases(
+    state: LayerState, slot: torch.Tensor, ours: Sequence[torch.Tensor]
+) -> None:
     """Raise ConfigError if an object holds the slot's memory beside `slot` and `ours`, its
     views."""
     if held_elsewhere(slot, len(ours)):
@@ -131,7 +133,8 @@ class Bindings:
             views.places, views.place = {}, None  # slots and slabs are few, and stay
             views.hidden, views.version_sum = False, 0
             views.epoch += 1  # graphs of an earlier plan are refused
-        self._views_at: dict[int, list[torch.Tensor]] = {}  # views of shared slots, by address
+        # views of shared slots, by address
+        self._views_at: dict[int, list[torch.Tensor]] = {}
 
     def bind(self, layer: int, flat: torch.Tensor) -> None:
         """Point the layer's parameters at their places in `flat`."""
@@ -152,7 +155,11 @@ class Bindings:
         state.views.place = place
 
     def _make_place(self, state: LayerState, flat: torch.Tensor) -> ParameterPlace:
-        slices, weights, address = state.layout.slices, state.maps["weights"], flat.data_ptr()
+        slices, weights, address = (
+            state.layout.slices,
+            state.maps["weights"],
+            flat.data_ptr(),
+        )
         storage, references = None, 0
         if state.index not in self._resident and address != state.weights.data_ptr():
             views = [weights.parameter(flat, part) for part in slices]
@@ -183,13 +190,20 @@ class Bindings:
         if state.views.copies:
             _refuse_written_copies(state)
         with _unasked():
-            if place is None or tuple(map(_address, state.parameters)) == place.addresses:
+            if (
+                place is None
+                or tuple(map(_address, state.parameters)) == place.addresses
+            ):
                 return
-            for k, (parameter, view) in enumerate(zip(state.parameters, place.views, strict=True)):
+            for k, (parameter, view) in enumerate(
+                zip(state.parameters, place.views, strict=True)
+            ):
                 if parameter.data_ptr() != place.addresses[k]:
                     _take_back(state.layout.slices[k].name, parameter, view)
 
-    def note_copy(self, layer: int, parameter: torch.Tensor, copy: torch.Tensor) -> None:
+    def note_copy(
+        self, layer: int, parameter: torch.Tensor, copy: torch.Tensor
+    ) -> None:
         """A program pointed the parameter at a copy of its values on another device. It is not kept
         alive."""
         state = self._layers[layer]
@@ -198,7 +212,9 @@ class Bindings:
             for held, part in zip(state.parameters, state.layout.slices, strict=True)
             if held is parameter
         ]
-        noted = CopyElsewhere((*names, state.name)[0], weakref.ref(copy), version_of(copy))
+        noted = CopyElsewhere(
+            (*names, state.name)[0], weakref.ref(copy), version_of(copy)
+        )
         state.views.copies.append(noted)
 
     def rest(self, layer: int) -> None:
@@ -219,7 +235,9 @@ class Bindings:
     def move_rest(self, layer: int, before: torch.Tensor) -> None:
         """Point parameters at rest at the layer's weights, which lay in `before`."""
         place = self._layers[layer].views.place
-        if place is None or place is self._layers[layer].views.places.get(before.data_ptr()):
+        if place is None or place is self._layers[layer].views.places.get(
+            before.data_ptr()
+        ):
             self.point(layer, self._layers[layer].weights)
 
     # -- readers and writers ----------------------------------------------------------------------

@@ -60,7 +60,8 @@ class UnannouncedBackward:
         return gradient if self.divisor == 1 else gradient / self.divisor
 
 
-MAX_ACTIONS = 1 << 16  # of one step: a run without steps (evaluation) must not fill memory
+# of one step: a run without steps (evaluation) must not fill memory
+MAX_ACTIONS = 1 << 16
 
 
 class Performed:

@@ -75,9 +75,15 @@ class PendingGradients:
         It is "gradients" for pending ones, or "accumulated" for sums over micro-batches. If more
         gradients may come in this backward, they are pending until its end.
         """
-        return "gradients" if more_may_come or not self._plan.accumulates else "accumulated"
+        return (
+            "gradients"
+            if more_may_come or not self._plan.accumulates
+            else "accumulated"
+        )
 
-    def entry_for(self, state: LayerState, positions: frozenset[int], array: str) -> HostEntry:
+    def entry_for(
+        self, state: LayerState, positions: frozenset[int], array: str
+    ) -> HostEntry:
         """Return the host buffer for gradients of the parameters at `positions`, on their way to
         `array`.
 
@@ -104,7 +110,11 @@ class PendingGradients:
         if batch[0].state.home is GPU:
             self._on_gpu.set_or_add(batch, array)
             return
-        ends_step = self._ledger.boundary if array == "accumulated" else not self._plan.accumulates
+        ends_step = (
+            self._ledger.boundary
+            if array == "accumulated"
+            else not self._plan.accumulates
+        )
         self._on_host.set_or_add(batch, array, norms=ends_step)
         if is_complete and self._ledger.boundary:
             for gradients in batch:

@@ -61,9 +61,13 @@ class OptimizerSteps:
         for state in layers:
             numbered = list(enumerate(state.parameters))
             state.optimizer.counts = [0] * len(numbered)
-            state.optimizer.trained = frozenset(k for k, p in numbered if p in self._groups)
+            state.optimizer.trained = frozenset(
+                k for k, p in numbered if p in self._groups
+            )
             slices = state.layout.slices
-            self._frozen += [(slices[k].name, p) for k, p in numbered if not p.requires_grad]
+            self._frozen += [
+                (slices[k].name, p) for k, p in numbered if not p.requires_grad
+            ]
 
     def refuse_unfrozen(self) -> None:
         """Raise ConfigError if a parameter was frozen when the engine was made, and is not now."""
@@ -82,7 +86,10 @@ class OptimizerSteps:
 
     def optimizers_of(self, state: LayerState) -> dict[int, Optimizer]:
         """Optimizer of each trained parameter of the layer, by position."""
-        return {k: self._groups[state.parameters[k]][1] for k in sorted(state.optimizer.trained)}
+        return {
+            k: self._groups[state.parameters[k]][1]
+            for k in sorted(state.optimizer.trained)
+        }
 
     def next(
         self, state: LayerState, positions: frozenset[int], scale: float
@@ -110,13 +117,17 @@ class OptimizerSteps:
     def step_sizes(self) -> list[float]:
         """Estimate how far a step moves a weight, for each trained parameter whose optimizer can
         tell."""
-        sizes = (optimizer.step_size(group) for group, optimizer in self._groups.values())
+        sizes = (
+            optimizer.step_size(group) for group, optimizer in self._groups.values()
+        )
         return [size for size in sizes if size is not None]
 
     def step_sizes_of(self, state: LayerState) -> list[tuple[ParameterSlice, float]]:
         """Return (slice, step size) of the layer's parameters, as `step_sizes`."""
         sizes = []
-        for parameter_slice, parameter in zip(state.layout.slices, state.parameters, strict=True):
+        for parameter_slice, parameter in zip(
+            state.layout.slices, state.parameters, strict=True
+        ):
             if parameter in self._groups:
                 group, optimizer = self._groups[parameter]
                 size = optimizer.step_size(group)
@@ -148,7 +159,9 @@ class StalledWeights:
             return
         sizes, before = self._steps.step_sizes(), self._before
         self._before = sizes
-        if before is None or any(now > then for now, then in zip(sizes, before, strict=True)):
+        if before is None or any(
+            now > then for now, then in zip(sizes, before, strict=True)
+        ):
             return
         self._looks = False
         stalled: list[str] = []
@@ -175,12 +188,15 @@ class StalledWeights:
         num_stalled = numel = 0
         for parameter_slice, size in self._steps.step_sizes_of(state):
             is_lean = state.formats[parameter_slice.format].trained.is_lean
-            if size <= 0.0 or not is_lean:  # a rate of zero is wanted; exact states move
+            # a rate of zero is wanted; exact states move
+            if size <= 0.0 or not is_lean:
                 continue
             least = 2.0 ** (math.floor(math.log2(size)) + 17)  # [Note: half a unit]
             begin = parameter_slice.offset
             end = begin + parameter_slice.numel
-            for _, views in self._host.access.pieces(state.index, ("weights",), begin, end):
+            for _, views in self._host.access.pieces(
+                state.index, ("weights",), begin, end
+            ):
                 weights = views["weights"]
                 numel += weights.numel()
                 for block in weights.split(PIECE_NUMEL):

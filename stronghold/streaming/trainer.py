@@ -100,15 +100,21 @@ class Runtime:
         self._hooks: Hooks | None = None
         # Layers on whose arrays a program's write to a parameter does not show: they are updated on
         # the host, and the parameter lies on the device, or has a master of its own (fp16).
-        in_fp16 = any(made.dtype is torch.float16 and made.states for made in host.formats)
+        in_fp16 = any(
+            made.dtype is torch.float16 and made.states for made in host.formats
+        )
         everything = range(len(parts.layers)) if in_fp16 else plan.resident
-        self._unseen = [layer for layer in everything if layer not in plan.updated_on_gpu]
+        self._unseen = [
+            layer for layer in everything if layer not in plan.updated_on_gpu
+        ]
         for state in parts.layers:
             state.views.saved_versions = None
         self._has_warned_of_aliases = False
         self._num_calls = 0  # calls of the engine that are running
         device.side_streams.open(plan.demand.streams)
-        self.executor = Executor(parts, self.window, self.step, self.ledger, plan, bindings)
+        self.executor = Executor(
+            parts, self.window, self.step, self.ledger, plan, bindings
+        )
         self.activations = Activations(parts, plan, self.executor, host_room_bytes)
 
     # -- life -------------------------------------------------------------------------------------
@@ -117,7 +123,9 @@ class Runtime:
         if self._plan.whole:
             return
         chunk = self._plan.demand.chunk
-        self._hooks = Hooks(partition, self.executor, self.activations, self._device, chunk)
+        self._hooks = Hooks(
+            partition, self.executor, self.activations, self._device, chunk
+        )
         self.settle()
 
     def detach(self) -> None:
@@ -291,7 +299,9 @@ class Runtime:
         """Take the gradients of a model that fits on the device out of `.grad`."""
         taken: dict[int, dict[int, torch.Tensor]] = {}
         nbytes = sum(
-            g.nbytes for state in self._host.layers for g in state.gradients.per_parameter.values()
+            g.nbytes
+            for state in self._host.layers
+            for g in state.gradients.per_parameter.values()
         )
         for state, k, parameter in self._with_gradient():
             gradient = parameter.grad
@@ -358,9 +368,12 @@ class Runtime:
         self._steps.num_changes += 1
         chosen = range(len(self._host.layers)) if layers is None else layers
         for layer in chosen:
-            self._host.layers[layer].views.saved_versions = None  # earlier writes are gone
+            # earlier writes are gone
+            self._host.layers[layer].views.saved_versions = None
             if layer in self._plan.updated_on_gpu:
-                torch.autograd.graph.increment_version(self._host.layers[layer].parameters)
+                torch.autograd.graph.increment_version(
+                    self._host.layers[layer].parameters
+                )
         self.executor.weights_changed(chosen)
 
     def adopt_edited(self, *, through_aliases: bool = True) -> None:
@@ -387,7 +400,10 @@ class Runtime:
     def versions_of(self, layer: int) -> list[int]:
         """Version of each parameter: torch counts writes in place."""
         with without_torch_function():  # else hidden parameters take long
-            return [version_of(parameter) for parameter in self._host.layers[layer].parameters]
+            return [
+                version_of(parameter)
+                for parameter in self._host.layers[layer].parameters
+            ]
 
     def adopt_weights(self, written: Written | None = None) -> None:
         """Make new values of these parameters, or of all (None), the arrays' values and masters.
@@ -402,15 +418,20 @@ class Runtime:
             self._host.layers[index].views.saved_versions = self.versions_of(index)
             self.executor.bindings.written(index)
         self._team.barrier("after new weights")
-        self.executor.weights_changed([i for i in layers if i not in self._plan.resident])
+        self.executor.weights_changed(
+            [i for i in layers if i not in self._plan.resident]
+        )
 
     def _save(self, layer: int) -> None:
         """Copy values from the memory that the layer's parameters point to into its arrays."""
         self.step.cancel_early((layer,))
         device, state = self._device, self._host.layers[layer]
-        slot = state.on_gpu.slot  # None where the model is away, too: then they point at the arrays
+        # None where the model is away, too: then they point at the arrays
+        slot = state.on_gpu.slot
         if layer in self._plan.resident and state.home is not GPU and slot is not None:
-            save = partial(device.copy, state.weights, slot.weights[: state.weights.numel()])
+            save = partial(
+                device.copy, state.weights, slot.weights[: state.weights.numel()]
+            )
             nbytes = state.weights.numel() * state.weights.element_size()
             device.drain.submit(
                 f"save {layer}",
@@ -425,6 +446,8 @@ class Runtime:
             try:
                 self.executor.bindings.refuse_frozen_writes(layer, self._host.access)
             except ConfigError:
-                self.executor.outdate((layer,))  # a resident layer's slot has the written values
+                # a resident layer's slot has the written values
+                self.executor.outdate((layer,))
                 raise
-        self._host.access.restore_frozen(layer)  # or the copies of its pages would take memory
+        # or the copies of its pages would take memory
+        self._host.access.restore_frozen(layer)

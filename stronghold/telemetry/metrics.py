@@ -155,7 +155,9 @@ class Metrics:
             grad_norm=_detached(grad_norm),
             learning_rate=learning_rate,
             tokens_per_s=self._num_tokens / step_s if step_s > 0.0 else 0.0,
-            tflops=tflops(self._num_parameters, self._num_tokens, step_s, self.recomputed),
+            tflops=tflops(
+                self._num_parameters, self._num_tokens, step_s, self.recomputed
+            ),
             step_s=step_s,
             wait_fetch_s=_sum(self._waits[WaitCause.FETCH]),
             wait_drain_s=_sum(self._waits[WaitCause.DRAIN]),
@@ -286,7 +288,9 @@ def batch_size(args: Sequence[Any], kwargs: Mapping[str, Any]) -> BatchSize:
     """
     named = [*named_tensors(kwargs), *named_tensors(args)]
     values = sum(tensor.numel() for _, tensor in named if tensor.is_floating_point())
-    tables = [tensor for _, tensor in named if tensor.dim() >= 2 and _is_integer(tensor)]
+    tables = [
+        tensor for _, tensor in named if tensor.dim() >= 2 and _is_integer(tensor)
+    ]
     integers = sum(tensor.numel() for tensor in tables)
     named_ids = [tensor for name, tensor in named if name == "input_ids"]
     ids = named_ids + tables

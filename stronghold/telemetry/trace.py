@@ -32,7 +32,8 @@ LANES = (
     "update",
     "io",
 )  # rows from top to bottom
-LATEST_US = 1e15  # latest time in a trace that is read: thirty years after its first operation
+# latest time in a trace that is read: thirty years after its first operation
+LATEST_US = 1e15
 # At least so many spans are kept, at most twice as many: 200 MB, some hundred steps of 32 blocks.
 NEWEST_SPANS = 250_000
 
@@ -76,7 +77,9 @@ class Trace:
         self._num_dropped = 0
         self._dropping = threading.Lock()
 
-    def record(self, lane: str, name: str, start_s: float, end_s: float, **args: Any) -> None:
+    def record(
+        self, lane: str, name: str, start_s: float, end_s: float, **args: Any
+    ) -> None:
         """Record an operation from `start_s` to `end_s` (`time.perf_counter()` seconds)."""
         if self.recording:
             self._spans.append((lane, name, start_s, end_s, args))
@@ -167,7 +170,9 @@ def read(path: str | Path) -> list[Span]:
         }
         spans = [_span(event, rows) for event in events if event["ph"] == "X"]
     except OSError as error:
-        raise ConfigError(f"trace {path}: cannot be read ({error.strerror or error})") from error
+        raise ConfigError(
+            f"trace {path}: cannot be read ({error.strerror or error})"
+        ) from error
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"trace {path}: not a trace that stronghold wrote ({type(error).__name__}: {error}); "

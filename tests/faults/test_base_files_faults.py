@@ -55,7 +55,9 @@ def train(engine: Any, steps: range) -> list[torch.Tensor]:
     return losses
 
 
-@pytest.mark.parametrize("way", ["removed", pytest.param("replaced", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "way", ["removed", pytest.param("replaced", marks=pytest.mark.slow)]
+)
 def test_a_base_that_is_removed_or_replaced_is_read_on(
     way: str, directory: Path, base: Path, tmp_path: Path
 ) -> None:
@@ -90,7 +92,8 @@ def test_a_base_that_changes_ends_the_run_by_name(
         with open(path, "r+b") as file:
             file.write(b"x")
         os.utime(path, (1, 1))  # a clock of any resolution
-    read = in_time(engine.module_state_dict)  # mapped: a read past the end would end the process
+    # mapped: a read past the end would end the process
+    read = in_time(engine.module_state_dict)
     assert isinstance(read, OSError)
     assert f"the prepared base was {way}" in str(read)
     error = in_time(lambda: run_steps(engine, token_batch, range(1, 3)))

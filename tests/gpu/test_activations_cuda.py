@@ -14,12 +14,18 @@ from tests.support.training import config, initialized
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
-SECTION = {"device": "cuda", "window": 1, "resident_layers": 0, "activations": "offload"}
+SECTION = {
+    "device": "cuda",
+    "window": 1,
+    "resident_layers": 0,
+    "activations": "offload",
+}
 NUM_BLOCKS = 20
 HALF = NUM_BLOCKS // 2
 WIDTH = 64
 NUM_TOKENS = 1024
-SLEEP_CYCLES = 1_000_000_000  # half a second at 2 GHz: the host is through with all blocks by then
+# half a second at 2 GHz: the host is through with all blocks by then
+SLEEP_CYCLES = 1_000_000_000
 
 
 class Block(nn.Module):
@@ -83,7 +89,9 @@ def test_offload_bounds_memory_while_compute_is_layers_behind_the_host() -> None
                     loss = engine(x)
                 else:
                     engine.backward(loss)
-                peaks.append(active_bytes("peak") - device.memory.allocated_bytes - before)
+                peaks.append(
+                    active_bytes("peak") - device.memory.allocated_bytes - before
+                )
             engine.step()
             # Two layers' are kept. Beside them, what a block computes with: in forward what it is
             # about to save, in backward that and the gradients of it.

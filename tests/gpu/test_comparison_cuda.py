@@ -17,7 +17,8 @@ from methods.memory import device_memory
 from methods.ours import Stronghold
 from methods.task import Data, Task
 
-pytestmark = [pytest.mark.gpu, pytest.mark.alone]  # it changes what this process may have
+# it changes what this process may have
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 GIB = 1 << 30
 TASK = Task(
@@ -55,6 +56,9 @@ def test_our_row_plans_with_the_whole_cap() -> None:
         for index in range(TASK.num_steps):
             method.step(data.step(index))
         after = method.report()
-        assert before <= GIB // 2 < after["device_planned_bytes"] <= GIB, (before, after["plan"])
+        assert before <= GIB // 2 < after["device_planned_bytes"] <= GIB, (
+            before,
+            after["plan"],
+        )
     finally:
         method.close()

@@ -43,7 +43,9 @@ class _ByAttribute(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         weight = ctx.weight.t() if ctx.how == "transposed" else ctx.weight
         if ctx.how == "data":  # part of it
-            weight = torch.cat([gradient.new_zeros(2, x.shape[-1]), weight.view(-1, x.shape[-1])])
+            weight = torch.cat(
+                [gradient.new_zeros(2, x.shape[-1]), weight.view(-1, x.shape[-1])]
+            )
         return gradient @ weight, gradient.flatten(0, 1).t() @ x.flatten(0, 1), None
 
 
@@ -73,7 +75,9 @@ class _Kernel(nn.Module):
             return self._linear(x)
 
     def _copying(self, x: Tensor) -> Tensor:
-        with saved_tensors_hooks(lambda tensor: tensor.detach().clone(), lambda tensor: tensor):
+        with saved_tensors_hooks(
+            lambda tensor: tensor.detach().clone(), lambda tensor: tensor
+        ):
             return self._linear(x)
 
     def _closure(self, x: Tensor) -> Tensor:
@@ -119,7 +123,8 @@ def factory_of(how: str) -> Any:
     return factory
 
 
-RIGHT_IN_THEIR_STEP = ["hooked", "cpu"]  # the graph lets go of them when backward has been there
+# the graph lets go of them when backward has been there
+RIGHT_IN_THEIR_STEP = ["hooked", "cpu"]
 ALIASES = ["transposed", "detached", "data", "hooked", "closure", "remembered", "cpu"]
 
 
@@ -132,13 +137,17 @@ REFUSED = r"blocks\.0\.kernel\.weight: .*save_for_backward"
         # Under each policy the two that are most unlike; keep has them all.
         pytest.param(
             *(how, policy),
-            marks=() if policy == "keep" or how in ("data", "closure") else pytest.mark.slow,
+            marks=()
+            if policy == "keep" or how in ("data", "closure")
+            else pytest.mark.slow,
         )
         for how in ALIASES
         for policy in POLICIES
     ],
 )
-def test_a_view_of_weights_that_outlives_their_block_is_refused(how: str, policy: str) -> None:
+def test_a_view_of_weights_that_outlives_their_block_is_refused(
+    how: str, policy: str
+) -> None:
     settings = config(section={"window": 2, "activations": policy})
     with pytest.raises(ConfigError, match=REFUSED):
         train_windowed(factory_of(how), steps=1, settings=settings)
@@ -166,9 +175,13 @@ def test_what_needs_no_view_is_right(how: str, policy: str) -> None:
     assert_identical(run, train_plain(factory_of(how), steps=3))
 
 
-@pytest.mark.parametrize("how", ["transposed", "detached", "hooked", "closure", "remembered"])
+@pytest.mark.parametrize(
+    "how", ["transposed", "detached", "hooked", "closure", "remembered"]
+)
 def test_views_of_weights_that_stay_are_right(how: str) -> None:
-    run = train_windowed(factory_of(how), steps=3, settings=config(section=on_gpu("whole")))
+    run = train_windowed(
+        factory_of(how), steps=3, settings=config(section=on_gpu("whole"))
+    )
     assert_identical(run, train_plain(factory_of(how), steps=3))
 
 
@@ -205,7 +218,9 @@ class SparseMap(nn.Module):
         if self.layout == "coo":
             matrix = torch.sparse_coo_tensor(self.indices, self.weight, size)
         else:
-            matrix = torch.sparse_csr_tensor(self.starts, self.indices[1], self.weight, size)
+            matrix = torch.sparse_csr_tensor(
+                self.starts, self.indices[1], self.weight, size
+            )
         return torch.sparse.mm(matrix, x.flatten(0, 1).t()).t().view_as(x)
 
 

@@ -31,7 +31,8 @@ from tests.support.training import (
 )
 
 REFINED = WARM_UP_STEPS + TRACED_STEPS  # steps
-SLOW = {"link_gbps": 0.003, "update_gbps": 0.015}  # so that whatever stays on the device pays
+# so that whatever stays on the device pays
+SLOW = {"link_gbps": 0.003, "update_gbps": 0.015}
 SHORT, LONG = 64, 512  # tokens of a sequence, of which a batch has two
 # What the model takes with everything on the device: 1.3 MB with short batches, 7.2 with long ones.
 # With long ones the least is 2.6 MB, and less than 0.5 of it are the model's.
@@ -83,14 +84,17 @@ def trained(
     engine, run, errors = initialized(model, settings), Run(), list[str]()
     torch.manual_seed(1)
     with engine.inspect().device.counted():
-        while (micro := engine.micro_steps) < steps * engine.gradient_accumulation_steps():
+        while (
+            micro := engine.micro_steps
+        ) < steps * engine.gradient_accumulation_steps():
             assert len(errors) < 8, errors
             del run.losses[micro:]
             try:
                 loss = attempt(engine, make_batch(micro), plain_backward)
             except torch.OutOfMemoryError as error:
                 ours = isinstance(error, stronghold.OutOfMemoryError)
-                known = should_reduce_batch_size(error)  # to Accelerate, and so to the Trainer
+                # to Accelerate, and so to the Trainer
+                known = should_reduce_batch_size(error)
                 errors.append(f"{ours} {known} {error}")
                 if not ours:  # the engine hears of it when it is called next
                     engine.zero_grad()
@@ -98,13 +102,17 @@ def trained(
             engine.step()
             run.losses.append(loss)
             look(engine)
-    run.weights = {name: value.clone() for name, value in engine.module_state_dict().items()}
+    run.weights = {
+        name: value.clone() for name, value in engine.module_state_dict().items()
+    }
     run.moments = moments_of(engine)
     engine.destroy()
     return run, errors
 
 
-@pytest.mark.parametrize(("mode", "total_bytes"), each(list(MODES), [SMALL_BYTES, MIDDLE_BYTES]))
+@pytest.mark.parametrize(
+    ("mode", "total_bytes"), each(list(MODES), [SMALL_BYTES, MIDDLE_BYTES])
+)
 @law_of_time
 def test_a_run_whose_batches_grow_trains_with_the_same_bits(
     mode: str, total_bytes: int, monkeypatch: pytest.MonkeyPatch
@@ -142,7 +150,9 @@ class Hiding(nn.Module):
 def hidden(factory: Any) -> Any:
     def made() -> Any:
         model, make_batch = factory()
-        return Hiding(model), lambda micro: {"batch": SimpleNamespace(**make_batch(micro))}
+        return Hiding(model), lambda micro: {
+            "batch": SimpleNamespace(**make_batch(micro))
+        }
 
     return made
 
@@ -155,7 +165,9 @@ RUNS_OUT_IN = {
 }
 
 
-@pytest.mark.parametrize(("place", "mode"), each(list(RUNS_OUT_IN), ["gated", "accumulated"]))
+@pytest.mark.parametrize(
+    ("place", "mode"), each(list(RUNS_OUT_IN), ["gated", "accumulated"])
+)
 @law_of_time
 def test_what_runs_out_of_memory_is_given_up_and_the_next_plan_has_more_room(
     mode: str, place: str, monkeypatch: pytest.MonkeyPatch
@@ -181,7 +193,10 @@ def test_what_runs_out_of_memory_is_given_up_and_the_next_plan_has_more_room(
     assert error.startswith("False True" if call == "loss.backward" else "True True")
     if call != "loss.backward":
         assert f"It was in {call}" in error
-        assert "the plan changes to one that leaves more room before the next forward" in error
+        assert (
+            "the plan changes to one that leaves more room before the next forward"
+            in error
+        )
     assert plans[-1] is not plans[first - 1]
 
 
@@ -193,15 +208,21 @@ def logged(
 ) -> str:
     """What the log says of the refined plan after steps of these lengths."""
     of_bytes(50_000_000, monkeypatch)
-    monkeypatch.setattr("stronghold.predict.refine.CHANGE_SHARE", 1e9)  # whatever is predicted
+    # whatever is predicted
+    monkeypatch.setattr("stronghold.predict.refine.CHANGE_SHARE", 1e9)
     made, _ = MODELS["llama"](**model)
     engine = initialized(made, config(section=section_of(50_000_000)))
-    with caplog.at_level("INFO", logger="stronghold"), engine.inspect().device.counted():
+    with (
+        caplog.at_level("INFO", logger="stronghold"),
+        engine.inspect().device.counted(),
+    ):
         for step, length in enumerate(lengths):
             attempt(engine, token_batch(step, length=length), False)
             engine.step()
     engine.destroy()
-    return next(m for m in caplog.messages if m.startswith(f"refined after {REFINED} steps"))
+    return next(
+        m for m in caplog.messages if m.startswith(f"refined after {REFINED} steps")
+    )
 
 
 @pytest.mark.parametrize("longest", [32, 131072])
@@ -216,12 +237,17 @@ def test_batches_of_one_size_have_all_of_the_device(
 
 @pytest.mark.parametrize(("longest", "room"), [(131072, 192), (80, 160), (64, 128)])
 def test_batches_that_differ_have_headroom_up_to_the_models_longest(
-    longest: int, room: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    longest: int,
+    room: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Also where the largest of them came before steps were measured."""
     model = {"max_position_embeddings": longest}
     said = logged([SHORT, *[24] * (REFINED - 1)], monkeypatch, caplog, **model)
-    expected = f"with room for batches of {room} tokens, since they differ: up to 128 so far"
+    expected = (
+        f"with room for batches of {room} tokens, since they differ: up to 128 so far"
+    )
     assert expected in said
 
 
@@ -232,10 +258,15 @@ def test_fragments_are_left_out_and_many_of_them_get_a_hint(
     total_bytes = 10_000_000
     of_bytes(total_bytes, monkeypatch)
     fragments = int(share * total_bytes)
-    monkeypatch.setattr("tests.support.counted.CountedMemory.fragment_bytes", lambda _: fragments)
+    monkeypatch.setattr(
+        "tests.support.counted.CountedMemory.fragment_bytes", lambda _: fragments
+    )
     made, _ = MODELS["llama"]()
     engine = initialized(made, config(section=section_of(total_bytes)))
-    with caplog.at_level("INFO", logger="stronghold"), engine.inspect().device.counted():
+    with (
+        caplog.at_level("INFO", logger="stronghold"),
+        engine.inspect().device.counted(),
+    ):
         for step in range(REFINED):
             attempt(engine, token_batch(step, length=SHORT), False)
             engine.step()
@@ -258,12 +289,16 @@ def two_graphs(engine: Any, batches: list[Any]) -> list[torch.Tensor]:
 
 
 @law_of_time
-def test_while_a_graph_waits_a_larger_batch_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_while_a_graph_waits_a_larger_batch_keeps_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The plan cannot change then: that forward is computed again in backward. It changes when the
     graph is gone."""
     total_bytes = 5_600_000
     of_bytes(total_bytes, monkeypatch)
-    settings = config(accumulation=2, section={**section_of(total_bytes), "resident_layers": 0})
+    settings = config(
+        accumulation=2, section={**section_of(total_bytes), "resident_layers": 0}
+    )
     model, _ = MODELS["llama"]()
     engine, plans = initialized(model, settings), []
     found: list[torch.Tensor] = []
@@ -276,7 +311,10 @@ def test_while_a_graph_waits_a_larger_batch_keeps_nothing(monkeypatch: pytest.Mo
         for pair in batches:
             found += two_graphs(engine, pair)
             plans.append(engine.plan)
-    run = Run(losses=found, weights={k: v.clone() for k, v in engine.module_state_dict().items()})
+    run = Run(
+        losses=found,
+        weights={k: v.clone() for k, v in engine.module_state_dict().items()},
+    )
     engine.destroy()
     plain, _ = llama(lambda _: SHORT)()
     expected = train_plain(
@@ -294,7 +332,8 @@ def test_while_a_graph_waits_a_larger_batch_keeps_nothing(monkeypatch: pytest.Mo
 def test_aliases_of_weights_never_stay_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """They show the newest values: so the plan stays, whatever the batch takes."""
     of_bytes(SMALL_BYTES, monkeypatch)
-    monkeypatch.setattr("stronghold.predict.refine.CHANGE_SHARE", 1e9)  # whatever is predicted
+    # whatever is predicted
+    monkeypatch.setattr("stronghold.predict.refine.CHANGE_SHARE", 1e9)
     model, _ = MODELS["llama"]()
     engine = initialized(model, config(section=section_of(SMALL_BYTES)))
     with engine.inspect().device.counted():
@@ -323,7 +362,11 @@ def test_aliases_of_weights_never_stay_behind(monkeypatch: pytest.MonkeyPatch) -
 def test_ranks_make_room_together_at_the_end_of_the_step(tmp_path: Path) -> None:
     """The batches of one rank grow: it trains on, and all change to one plan."""
     found = run_ranks("tests.support.rank_programs:larger", 2, tmp_path)
-    losses = [loss for pair in zip(*(f["losses"] for f in found), strict=True) for loss in pair]
+    losses = [
+        loss
+        for pair in zip(*(f["losses"] for f in found), strict=True)
+        for loss in pair
+    ]
     lengths = found[1]["lengths"]
 
     def factory() -> Any:

@@ -50,7 +50,11 @@ PLACES: dict[str, dict[str, Any]] = {
     "hostile": {"window": 2, "emulated": {"jitter_s": 1e-3}},
     "offloaded": {"window": 2, "activations": "offload"},
     "one resident": {"window": 1, "resident_layers": 1},
-    "updated on the gpu": {"window": 1, "resident_layers": 1, "resident_updates": "gpu"},
+    "updated on the gpu": {
+        "window": 1,
+        "resident_layers": 1,
+        "resident_updates": "gpu",
+    },
     "all resident": {"resident_layers": "all"},
     "all on the gpu": {"resident_layers": "all", "resident_updates": "gpu"},
     "moments in files": {"window": 1, "nvme": {"spill": "moments"}},
@@ -76,7 +80,11 @@ def placed(place: str, folder: Path, **more: Any) -> dict[str, Any]:
 def plain(model: str, name: str, precision: str, accumulation: int = 1) -> Run:
     factory = with_decoded_weights(MODELS[model], name, precision)
     return train_plain(
-        factory, steps=STEPS, clipping=0.5, precision=precision, accumulation=accumulation
+        factory,
+        steps=STEPS,
+        clipping=0.5,
+        precision=precision,
+        accumulation=accumulation,
     )
 
 
@@ -116,9 +124,14 @@ def test_a_packed_base_has_the_bits_of_its_decoded_weights(
         for case in itertools.product(["fp32", "lean"], FORMATS)
     ],
 )
-def test_a_packed_base_accumulates_in_other_precisions(name: str, precision: str) -> None:
+def test_a_packed_base_accumulates_in_other_precisions(
+    name: str, precision: str
+) -> None:
     settings = config(
-        accumulation=3, clipping=0.5, precision=precision, section={"window": 1, "frozen": name}
+        accumulation=3,
+        clipping=0.5,
+        precision=precision,
+        section={"window": 1, "frozen": name},
     )
     run = train_windowed(llama, steps=STEPS, settings=settings)
     assert_identical(run, plain("llama", name, precision, accumulation=3))
@@ -133,13 +146,17 @@ def test_a_packed_base_accumulates_in_other_precisions(name: str, precision: str
         pytest.param("all on the gpu", 2, marks=pytest.mark.slow),
     ],
 )
-def test_chunks_have_the_bits_of_the_decoded_weights_in_chunks(place: str, streams: int) -> None:
+def test_chunks_have_the_bits_of_the_decoded_weights_in_chunks(
+    place: str, streams: int
+) -> None:
     """A chunk changes bits: both sides have it."""
     section = {**PLACES[place], "chunk": 1, "streams": streams}
     run = train_windowed(
         llama,
         steps=STEPS,
-        settings=config(clipping=0.5, precision="bf16", section={**section, "frozen": "nf4"}),
+        settings=config(
+            clipping=0.5, precision="bf16", section={**section, "frozen": "nf4"}
+        ),
     )
     expected = train_windowed(
         with_decoded_weights(llama, "nf4", "bf16"),
@@ -154,7 +171,10 @@ def engine_of(place: str = "one slot", folder: Path = Path(), name: str = "nf4")
     torch.manual_seed(0)
     model, _ = llama()
     return initialized(
-        model, config(clipping=0.5, precision="bf16", section=placed(place, folder, frozen=name))
+        model,
+        config(
+            clipping=0.5, precision="bf16", section=placed(place, folder, frozen=name)
+        ),
     )
 
 
@@ -185,7 +205,9 @@ def expected_weights(name: str = "nf4") -> dict[str, torch.Tensor]:
         pytest.param("all in files", marks=pytest.mark.slow),
     ],
 )
-def test_a_program_reads_the_decoded_weights_at_any_time(place: str, tmp_path: Path) -> None:
+def test_a_program_reads_the_decoded_weights_at_any_time(
+    place: str, tmp_path: Path
+) -> None:
     engine = engine_of(place, tmp_path)
     expected = expected_weights()
     model = engine.module
@@ -250,8 +272,12 @@ def test_nothing_to_pack_is_refused_before_anything_is_taken() -> None:
     torch.manual_seed(0)
     model, _ = llama()
     model.requires_grad_(True)
-    before = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
-    with pytest.raises(ConfigError, match=r'stronghold\.frozen: got "nf4", but no block has'):
+    before = {
+        name: parameter.data_ptr() for name, parameter in model.named_parameters()
+    }
+    with pytest.raises(
+        ConfigError, match=r'stronghold\.frozen: got "nf4", but no block has'
+    ):
         initialized(model, config(precision="bf16", section={"frozen": "nf4"}))
     assert {name: p.data_ptr() for name, p in model.named_parameters()} == before
 
@@ -280,14 +306,20 @@ def test_a_checkpoint_resumes_in_another_place(
     for loss, other in zip(train(resumed, 2), losses, strict=True):
         assert torch.equal(loss.cpu(), other.cpu())
     assert_same(
-        {f"{k} {i}": m for k, v in moments_of(resumed).items() for i, m in enumerate(v)},
+        {
+            f"{k} {i}": m
+            for k, v in moments_of(resumed).items()
+            for i, m in enumerate(v)
+        },
         {f"{k} {i}": m for k, v in moments.items() for i, m in enumerate(v)},
     )
     resumed.destroy()
 
 
 # -- bytes -----------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("name", "most"), [("nf4", 0.56), ("int8", 1.02), ("fp8", 1.02)])
+@pytest.mark.parametrize(
+    ("name", "most"), [("nf4", 0.56), ("int8", 1.02), ("fp8", 1.02)]
+)
 def test_a_packed_weight_costs_its_format_on_the_host_and_on_the_link(
     name: str, most: float
 ) -> None:
@@ -296,7 +328,10 @@ def test_a_packed_weight_costs_its_format_on_the_host_and_on_the_link(
     blocks = nn.ModuleList(nn.Linear(1024, 1024, bias=False) for _ in range(3))
     model = Stacked(blocks)
     engine = initialized(
-        model, config(precision="bf16", section={"window": 1, "frozen": name, "layers": "blocks"})
+        model,
+        config(
+            precision="bf16", section={"window": 1, "frozen": name, "layers": "blocks"}
+        ),
     )
     x = torch.randn(2, 1024, dtype=torch.bfloat16)
     before = 0
@@ -380,7 +415,11 @@ def test_a_base_of_another_format_or_model_is_refused(
 ) -> None:
     write_model(tmp_path, scale=2.0)
     cases = [
-        (directory, {"frozen": "int8", "base": str(base)}, r"is a base in nf4.*frozen is"),
+        (
+            directory,
+            {"frozen": "int8", "base": str(base)},
+            r"is a base in nf4.*frozen is",
+        ),
         (tmp_path, {"base": str(base)}, r"is a base of another model"),
         (directory, {"base": str(tmp_path)}, r"is no prepared base"),
     ]

@@ -92,11 +92,14 @@ def install() -> None:
     names = [name for name in STAGED if hasattr(torch.distributed, name)]
     of_hosts = {name: getattr(torch.distributed, name) for name in names}
 
-    gather = of_hosts[next(name for name in STAGED if "gather" in name and name in of_hosts)]
+    gather = of_hosts[
+        next(name for name in STAGED if "gather" in name and name in of_hosts)
+    ]
 
     def staged(name: str) -> Any:
         def run(*given: Any, **options: Any) -> Any:
-            output, input = [*given, *options.values()][:2]  # by any names, in this order
+            # by any names, in this order
+            output, input = [*given, *options.values()][:2]
             if input.device.type == "cpu":
                 return of_hosts[name](*given, **options)
             group = options.get("group")
@@ -105,8 +108,11 @@ def install() -> None:
             found = torch.empty(num_ranks, input.numel(), dtype=input.dtype)
             gather(found.view(-1), input.cpu().view(-1), group=group)
             if "reduce" in name:
-                own = found.view(num_ranks, num_ranks, -1)[:, torch.distributed.get_rank(group)]
-                found = own.float().sum(0) / num_ranks  # AVG, the only one that is asked for
+                own = found.view(num_ranks, num_ranks, -1)[
+                    :, torch.distributed.get_rank(group)
+                ]
+                # AVG, the only one that is asked for
+                found = own.float().sum(0) / num_ranks
             output.copy_(found.view(output.shape))
             return Done() if options.get("async_op") else None
 
@@ -128,7 +134,9 @@ def install() -> None:
 
         return run
 
-    replaced = {name: staged(name) for name in names} | {name: in_place(name) for name in IN_PLACE}
+    replaced = {name: staged(name) for name in names} | {
+        name: in_place(name) for name in IN_PLACE
+    }
     # Of a torch without NCCL, where no group is of this class.
     distributed_c10d.ProcessGroupNCCL = type("ProcessGroupNCCL", (), {})  # type: ignore[misc]
     for module in (torch.distributed, distributed_c10d):

@@ -31,7 +31,10 @@ def on_gpu(place: str, **section: Any) -> dict[str, Any]:
 
 
 def assert_resumed_through(
-    places: Sequence[dict[str, Any]], folder: Path, section: dict[str, Any], **options: Any
+    places: Sequence[dict[str, Any]],
+    folder: Path,
+    section: dict[str, Any],
+    **options: Any,
 ) -> None:
     """A training that stops after each step, and goes on in the next of `places`, is the one that
     goes straight on in `section`."""
@@ -39,7 +42,8 @@ def assert_resumed_through(
         losses = train(engine, len(places))
         expected = snapshot(engine)
     resumed: list[torch.Tensor] = []
-    for turn, place in enumerate(places):  # each goes on from what the one before has saved
+    # each goes on from what the one before has saved
+    for turn, place in enumerate(places):
         with session(make_model(seed=turn), section=place, **options) as engine:
             if turn > 0:
                 engine.load_checkpoint(folder)

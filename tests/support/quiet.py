@@ -13,11 +13,13 @@ import pytest
 import torch
 
 ATTEMPTS = 3
-COLD_S = 2e-4  # a small tensor's mean right after a sleep, on a machine whose caches are ours
+# a small tensor's mean right after a sleep, on a machine whose caches are ours
+COLD_S = 2e-4
 NAP_S, LATE = 0.01, 1.08  # a quiet machine ends a sleep of 10 ms within 0.4 ms
 SLOW = 1.5
 OTHERS = 0.1  # of a core
-COUNT, COUNTED_S = 2_000_000, 0.1  # what a core of today's servers takes to count, at most
+# what a core of today's servers takes to count, at most
+COUNT, COUNTED_S = 2_000_000, 0.1
 
 Law = TypeVar("Law", bound=Callable[..., None])
 

@@ -18,7 +18,13 @@ from stronghold.errors import LaneError, RankError
 from tests.models import MODELS, loss_of, token_batch
 from tests.support.counted import of_bytes
 from tests.support.rank_cases import CASES, CLOSE, FILES, files, refined
-from tests.support.rank_checkpoints import checkpoint, full_disk, model_parallel, replaced, slices
+from tests.support.rank_checkpoints import (
+    checkpoint,
+    full_disk,
+    model_parallel,
+    replaced,
+    slices,
+)
 from tests.support.rank_looks import (
     alone,
     gradients,
@@ -68,9 +74,17 @@ def two_ranks(folder: Path) -> dict[str, Any]:
 
 def streams(_: Path) -> list[Run]:
     """On GPUs: chunks that take turns on two streams, and on one."""
-    section = {"device": "cuda", "window": 1, "resident_layers": 0, "activations": "recompute"}
+    section = {
+        "device": "cuda",
+        "window": 1,
+        "resident_layers": 0,
+        "activations": "recompute",
+    }
     return [
-        train("gpt", config(clipping=0.5, section={**section, "chunk": 1, "streams": count}))
+        train(
+            "gpt",
+            config(clipping=0.5, section={**section, "chunk": 1, "streams": count}),
+        )
         for count in (2, 1)
     ]
 
@@ -83,7 +97,8 @@ def larger(_: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"losses": [], "plans": [], "lengths": lengths}
     with pytest.MonkeyPatch.context() as patch:
         of_bytes(total_bytes, patch)
-        patch.setattr("stronghold.predict.refine.CHANGE_SHARE", 1e9)  # whatever is predicted
+        # whatever is predicted
+        patch.setattr("stronghold.predict.refine.CHANGE_SHARE", 1e9)
         section = {"gpu_memory": total_bytes, "cpu_threads": 1}
         torch.manual_seed(0)
         model, _ = MODELS["llama"]()
@@ -91,7 +106,9 @@ def larger(_: Path) -> dict[str, Any]:
         with engine.inspect().device.counted():
             for step, length in enumerate(lengths):
                 found["plans"].append(" ".join(engine.plan.activations))
-                batch = token_batch(2 * step + rank(), length=length if rank() == 1 else 64)
+                batch = token_batch(
+                    2 * step + rank(), length=length if rank() == 1 else 64
+                )
                 loss = loss_of(engine(**batch))
                 engine.backward(loss)
                 engine.step()
@@ -130,7 +147,9 @@ FOUR: dict[str, dict[str, Any]] = {"gpt": {}, "experts": {}, "choosy": {"alike":
 def four_ranks(folder: Path) -> dict[str, Run]:
     """Cases that are exact with four ranks too."""
     return {
-        name: train(name, config(clipping=0.0), steps=2, batches_per_step=4, options=options)
+        name: train(
+            name, config(clipping=0.0), steps=2, batches_per_step=4, options=options
+        )
         for name, options in FOUR.items()
     }
 
@@ -159,7 +178,9 @@ def fail(folder: Path) -> None:
                 store = engine.inspect().files
                 store.submit = partial(submit_or_fail, store.submit)
             else:
-                os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+                os.kill(
+                    os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP
+                )
         engine.backward(loss)
         engine.step()
     engine.synchronize()

@@ -61,7 +61,9 @@ class Twin:
         self.parameters = [p for p in self.plain.parameters() if p.requires_grad]
         self.restart_plain()
 
-    def restart_plain(self, groups: Any = None, hyper: dict[str, Any] | None = None) -> None:
+    def restart_plain(
+        self, groups: Any = None, hyper: dict[str, Any] | None = None
+    ) -> None:
         """A new optimizer for the plain model: moments and sums are gone."""
         self.shown = torch.optim.AdamW(groups or self.parameters, **(hyper or ADAM))
         self.adam = KernelOptimizer(self.shown, self.kind)
@@ -80,7 +82,9 @@ class Twin:
                 if parameter.grad is not None:
                     gradient = parameter.grad.float()
                     before = self.sums.get(parameter)
-                    self.sums[parameter] = gradient if before is None else before + gradient
+                    self.sums[parameter] = (
+                        gradient if before is None else before + gradient
+                    )
                     parameter.grad = None
         return loss
 
@@ -96,7 +100,8 @@ class Twin:
         gradients = {p: p.grad for p in self.parameters if p.grad is not None}
         norm = self.adam.step(self.sums or gradients, self.clipping)  # type: ignore[arg-type]
         self.drop_plain()
-        self.shown.step()  # without gradients nothing changes, but torch's schedules want a step
+        # without gradients nothing changes, but torch's schedules want a step
+        self.shown.step()
         return norm
 
     def drop_plain(self) -> None:

@@ -56,7 +56,9 @@ def test_alone(me):
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
 
 
-def environment_of(state: Path, python: Path | None, variables: dict[str, str]) -> dict[str, str]:
+def environment_of(
+    state: Path, python: Path | None, variables: dict[str, str]
+) -> dict[str, str]:
     return {
         **os.environ,
         **variables,
@@ -70,7 +72,10 @@ def suite(
 ) -> subprocess.CompletedProcess:
     environment = environment_of(state, python, variables)
     return subprocess.run(
-        ["bash", str(SUITE), *arguments], env=environment, capture_output=True, text=True
+        ["bash", str(SUITE), *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
     )
 
 
@@ -81,7 +86,14 @@ def pieces(state: Path) -> list[str]:
 def test_pieces_are_listed_once_and_cover_what_was_promised(tmp_path: Path) -> None:
     names = pieces(tmp_path)
     assert len(names) == len(set(names))
-    promises = ("smoke", "tests-device", "doctor", "trace", "largest-stronghold", "tokens-ours")
+    promises = (
+        "smoke",
+        "tests-device",
+        "doctor",
+        "trace",
+        "largest-stronghold",
+        "tokens-ours",
+    )
     for promised in promises:
         assert promised in names
     for size in ("3b", "8b"):
@@ -94,7 +106,14 @@ def test_what_shows_most_comes_first(tmp_path: Path) -> None:
     """A step at a real size before the laws, its trace behind it; the device before training, and
     training before its kernels alone. Rows before what judges them, which tables need."""
     names = pieces(tmp_path)
-    order = ["probe", "smoke", "compare-3b-24gb-stronghold", "trace", "reference-3b", "doctor"]
+    order = [
+        "probe",
+        "smoke",
+        "compare-3b-24gb-stronghold",
+        "trace",
+        "reference-3b",
+        "doctor",
+    ]
     order += ["tests-device", "tests-training", "tests-kernels", "agree", "quickstart"]
     order += ["compare-3b-24gb-zero-offload", "compare-3b-80gb-stronghold", "halves-3b"]
     order += ["table-3b-24gb", "table-3b-80gb", "compare-3b-24gb-plain", "reference-8b"]
@@ -115,17 +134,27 @@ def test_deepspeed_is_compiled_here_before_it_is_measured(tmp_path: Path) -> Non
     what = 'case "$*" in *version*) exec ' + sys.executable + ' "$@" ;; esac'
     python = spy(tmp_path, f"{what}\nif [ $# = 1 ]; then exit 0; fi")
     for name in ("compare-3b-24gb-zero-offload", "compare-3b-24gb-superoffload"):
-        result = suite("run", name, state=tmp_path, python=python, CXX=f"{tmp_path}/no-c++")
+        result = suite(
+            "run", name, state=tmp_path, python=python, CXX=f"{tmp_path}/no-c++"
+        )
         assert result.returncode in (0, 1), result.stdout + result.stderr
     asked = [
-        line for line in (tmp_path / "asked").read_text().splitlines() if "version" not in line
+        line
+        for line in (tmp_path / "asked").read_text().splitlines()
+        if "version" not in line
     ]
-    assert ["CPUAdamBuilder().load()" in line for line in asked] == [True, False, False], asked
+    assert ["CPUAdamBuilder().load()" in line for line in asked] == [
+        True,
+        False,
+        False,
+    ], asked
 
 
 def python_that_runs(tests: str, folder: Path) -> Path:
     """An interpreter that takes a piece's own words, but for its files: it runs these tests."""
-    (folder / "conftest.py").write_text("from tests import conftest\nconftest.HAS_CUDA = True\n")
+    (folder / "conftest.py").write_text(
+        "from tests import conftest\nconftest.HAS_CUDA = True\n"
+    )
     file = folder / "test_these.py"
     file.write_text(tests)
     what = (
@@ -137,7 +166,9 @@ def python_that_runs(tests: str, folder: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_a_test_that_is_alone_is_alone_in_a_piece_of_several_processes(tmp_path: Path) -> None:
+def test_a_test_that_is_alone_is_alone_in_a_piece_of_several_processes(
+    tmp_path: Path,
+) -> None:
     pytest.importorskip("xdist")
     (tmp_path / "inside").mkdir()
     (tmp_path / "bin").mkdir()
@@ -145,7 +176,9 @@ def test_a_test_that_is_alone_is_alone_in_a_piece_of_several_processes(tmp_path:
     (tmp_path / "bin" / "nproc").chmod(0o755)
     python = python_that_runs(TURNS, tmp_path)
     search_path = f"{tmp_path}/bin:{os.environ['PATH']}"
-    result = suite("run", "tests-kernels", state=tmp_path, python=python, PATH=search_path)
+    result = suite(
+        "run", "tests-kernels", state=tmp_path, python=python, PATH=search_path
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     assert "11 passed" in result.stdout
     assert (tmp_path / "met").exists(), "the others ran one after the other"
@@ -191,14 +224,19 @@ def test_check_finds_everything_here(tmp_path: Path) -> None:
 
 
 def test_check_names_the_wheels_to_carry(tmp_path: Path) -> None:
-    hidden = f'set -- "${{@/#hjson=/no=}}"; exec {sys.executable} "${{@/#msgpack=/no=}}"'
+    hidden = (
+        f'set -- "${{@/#hjson=/no=}}"; exec {sys.executable} "${{@/#msgpack=/no=}}"'
+    )
     python = spy(tmp_path, hidden)
     result = suite("check", state=tmp_path, python=python)
     assert result.returncode == 1
     assert "check: missing or too old: hjson msgpack" in result.stdout
     assert "pip wheel --no-deps --no-build-isolation -w .whl hjson==" in result.stdout
     version = f"{sys.version_info[0]}.{sys.version_info[1]}"
-    assert f"pip download --no-deps --only-binary=:all: --python-version {version}" in result.stdout
+    assert (
+        f"pip download --no-deps --only-binary=:all: --python-version {version}"
+        in result.stdout
+    )
     assert "-d .whl msgpack==" in result.stdout
 
 
@@ -206,7 +244,9 @@ def pretend_package(state: Path, name: str, version: str) -> None:
     """A package of another version, where the suite's own packages come first."""
     folder = state / "site" / f"{name}-{version}.dist-info"
     folder.mkdir(parents=True)
-    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (folder / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    )
 
 
 def test_check_compares_versions(tmp_path: Path) -> None:
@@ -221,12 +261,16 @@ def test_check_compares_versions(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_an_old_builder_is_named_and_stops_nothing(tmp_path: Path) -> None:
     """What pyproject.toml asks of it is what check asks."""
-    (least,) = re.findall(r'scikit-build-core>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    (least,) = re.findall(
+        r'scikit-build-core>=([\d.]+)"', (ROOT / "pyproject.toml").read_text()
+    )
     assert f"scikit-build-core>={least} " in SUITE.read_text()
     pretend_package(tmp_path, "scikit_build_core", "0.12.2")
     result = suite("check", state=tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "cmake alone does it; missing or too old: scikit-build-core\n" in result.stdout
+    assert (
+        "cmake alone does it; missing or too old: scikit-build-core\n" in result.stdout
+    )
 
 
 def copy_of_the_tree(folder: Path) -> Path:
@@ -235,7 +279,12 @@ def copy_of_the_tree(folder: Path) -> Path:
     for name in ("kernels", "stronghold", "scripts"):
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
     (folder / "benchmarks").mkdir()
-    for name in ("benchmarks/gpu_suite.sh", "CMakeLists.txt", "pyproject.toml", "constraints.txt"):
+    for name in (
+        "benchmarks/gpu_suite.sh",
+        "CMakeLists.txt",
+        "pyproject.toml",
+        "constraints.txt",
+    ):
         shutil.copy(ROOT / name, folder / name)
     return folder
 
@@ -285,7 +334,9 @@ def test_the_next_piece_is_the_first_not_tried_and_then_one_that_was_cut_off(
     for name in names:
         (tmp_path / f"{name}.failed").write_text("failed with status 1, see its log\n")
     assert "nothing is left" in suite("run", "next", state=tmp_path).stdout
-    (tmp_path / "table-8b-80gb.failed").write_text("cut off after 480 s; run it again to go on\n")
+    (tmp_path / "table-8b-80gb.failed").write_text(
+        "cut off after 480 s; run it again to go on\n"
+    )
     assert "gpu_suite: table-8b-80gb" in suite("run", "next", state=tmp_path).stdout
     (tmp_path / "table-3b-80gb.failed").unlink()
     assert "gpu_suite: table-3b-80gb" in suite("run", "next", state=tmp_path).stdout
@@ -322,15 +373,22 @@ def test_one_deadline_is_for_setup_and_pieces(tmp_path: Path) -> None:
     assert "set-up: no time is left" in late.stdout
     begun = time.monotonic()
     python = spy(tmp_path, "sleep 30")
-    result = suite("setup", "none", state=tmp_path, python=python, DEADLINE=in_seconds(3))
+    result = suite(
+        "setup", "none", state=tmp_path, python=python, DEADLINE=in_seconds(3)
+    )
     assert result.returncode == 124, result.stdout + result.stderr
     assert time.monotonic() - begun < 20
     python = spy(tmp_path, 'echo "$@"')
-    said = suite("run", "doctor", state=tmp_path, python=python, DEADLINE=in_seconds(60)).stdout
+    said = suite(
+        "run", "doctor", state=tmp_path, python=python, DEADLINE=in_seconds(60)
+    ).stdout
     (limit,) = re.findall(r"doctor, (\d+) s at most", said)
     assert 50 <= int(limit) <= 60
-    said = suite("run", "smoke", state=tmp_path, python=python, DEADLINE=in_seconds(600)).stdout
-    assert "smoke, 180 s at most" in said  # the first step at a real size comes after it
+    said = suite(
+        "run", "smoke", state=tmp_path, python=python, DEADLINE=in_seconds(600)
+    ).stdout
+    # the first step at a real size comes after it
+    assert "smoke, 180 s at most" in said
 
 
 def test_a_process_that_a_piece_leaves_behind_holds_nothing_up(tmp_path: Path) -> None:
@@ -377,7 +435,12 @@ def test_a_command_that_is_killed_keeps_every_piece_that_ended(tmp_path: Path) -
     kill_with_children(process.pid)
     process.wait()
     found = names_in(out / "state.tgz")
-    done = {"state/smoke.done", "state/smoke.log", "state/doctor.done", "state/results/doctor.json"}
+    done = {
+        "state/smoke.done",
+        "state/smoke.log",
+        "state/doctor.done",
+        "state/results/doctor.json",
+    }
     assert done <= found
     assert not any("tests-device" in name for name in found)
 
@@ -411,36 +474,59 @@ def test_what_was_compiled_is_carried(tmp_path: Path) -> None:
     state, out, other = tmp_path / "state", tmp_path / "out", tmp_path / "other"
     what = 'case "$*" in *version*) exec ' + sys.executable + ' "$@" ;; esac'
     python = spy(tmp_path, f"{what}\nif [ $# = 1 ]; then exit 0; fi")
-    suite("run", "compare-3b-24gb-superoffload", state=state, python=python, PACK_TO=str(out))
-    assert any(name.endswith("/compiled") for name in names_in(out / "state_compiled.tgz"))
+    suite(
+        "run",
+        "compare-3b-24gb-superoffload",
+        state=state,
+        python=python,
+        PACK_TO=str(out),
+    )
+    assert any(
+        name.endswith("/compiled") for name in names_in(out / "state_compiled.tgz")
+    )
     assert not any("/compiled/" in name for name in names_in(out / "state.tgz"))
     other.mkdir()
     shutil.unpack_archive(out / "state_compiled.tgz", other)
     (tmp_path / "asked").unlink()
     (stamp,) = (other / "state" / "compiled").glob("*/torch_extensions/compiled")
-    lock = stamp.with_name("lock")  # of a process that was killed: the next would wait for ever
+    # of a process that was killed: the next would wait for ever
+    lock = stamp.with_name("lock")
     lock.touch()
     suite("run", "compare-3b-24gb-zero-offload", state=other / "state", python=python)
     assert "CPUAdamBuilder" not in (tmp_path / "asked").read_text()
     assert not lock.exists()
 
 
-def test_the_run_that_is_compared_is_traced_after_its_plan_has_settled(tmp_path: Path) -> None:
+def test_the_run_that_is_compared_is_traced_after_its_plan_has_settled(
+    tmp_path: Path,
+) -> None:
     """The plan changes at the end of step 3."""
     python = spy(tmp_path, 'echo "$@"')
-    said = suite("run", "compare-3b-24gb-stronghold", state=tmp_path, python=python).stdout
+    said = suite(
+        "run", "compare-3b-24gb-stronghold", state=tmp_path, python=python
+    ).stdout
     assert f"--trace {tmp_path}/results/trace.json" in said
     assert int(re.findall(r"--warmup (\d+)", said)[0]) >= 5
-    said = suite("run", "compare-3b-80gb-stronghold", state=tmp_path, python=python).stdout
+    said = suite(
+        "run", "compare-3b-80gb-stronghold", state=tmp_path, python=python
+    ).stdout
     assert "--trace" not in said
-    assert "no compare-3b-24gb-stronghold" in suite("run", "trace", state=tmp_path).stdout
+    assert (
+        "no compare-3b-24gb-stronghold" in suite("run", "trace", state=tmp_path).stdout
+    )
 
 
 def test_the_memory_that_is_said_is_said_to_all(tmp_path: Path) -> None:
     python = spy(tmp_path, 'echo "$@ has $STRONGHOLD_HOST_MEMORY"')
-    for words, expected in (("115GB", 115 * 10**9), ("100GiB", 100 << 30), ("4096", 4096)):
+    for words, expected in (
+        ("115GB", 115 * 10**9),
+        ("100GiB", 100 << 30),
+        ("4096", 4096),
+    ):
         state = tmp_path / words
-        said = suite("run", "doctor", state=state, python=python, HOST_MEMORY=words).stdout
+        said = suite(
+            "run", "doctor", state=state, python=python, HOST_MEMORY=words
+        ).stdout
         assert f"has {expected}\n" in said
 
 
@@ -455,7 +541,9 @@ def test_the_quickstart_runs_as_its_script_runs_it(tmp_path: Path) -> None:
 
 
 def test_wheels_are_named_for_another_python(tmp_path: Path) -> None:
-    result = suite("carry", "pydantic-core", "deepspeed", state=tmp_path, WHEELS_FOR="3.12")
+    result = suite(
+        "carry", "pydantic-core", "deepspeed", state=tmp_path, WHEELS_FOR="3.12"
+    )
     lines = result.stdout.splitlines()
     assert len(lines) == 2
     assert "--python-version 3.12" in lines[0]
@@ -489,11 +577,21 @@ def test_a_feature_that_fails_or_hangs_says_how_and_the_others_go_on(
     (tmp_path / "smoke.py").write_text(WAYS)
     for name in ("fails", "hangs", "works"):
         monkeypatch.setitem(FEATURES, name, Feature(str, 1.0, False, {}))
-    words = ["fails", "hangs", "works", "--machine", "cuda", "--logs", str(tmp_path / "logs")]
+    words = [
+        "fails",
+        "hangs",
+        "works",
+        "--machine",
+        "cuda",
+        "--logs",
+        str(tmp_path / "logs"),
+    ]
     monkeypatch.setattr(sys, "argv", ["smoke.py", *words])
     assert program.main() == 1
     said = capsys.readouterr().out
-    assert re.search(r"^FAIL fails +[\d.]+ s  status 1: RuntimeError: no such GPU", said, re.M)
+    assert re.search(
+        r"^FAIL fails +[\d.]+ s  status 1: RuntimeError: no such GPU", said, re.M
+    )
     assert re.search(r"^FAIL hangs +[\d.]+ s  still running after 1 s", said, re.M)
     assert "in waits_for_ever" in said
     assert re.search(r"^ok +works +[\d.]+ s  it works", said, re.M)

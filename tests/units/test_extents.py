@@ -56,7 +56,9 @@ def test_every_page_has_one_place_and_files_have_no_gaps(
         (segment,) = striping.segments(page * PAGE, PAGE)
         assert (segment.begin, segment.nbytes) == (0, PAGE)
         places.append((segment.file, segment.offset))
-    everywhere = [(f, offset) for f, size in enumerate(sizes) for offset in range(0, size, PAGE)]
+    everywhere = [
+        (f, offset) for f, size in enumerate(sizes) for offset in range(0, size, PAGE)
+    ]
     assert sorted(places) == everywhere
 
 
@@ -70,12 +72,17 @@ def test_a_range_is_its_pages(rates: list[float]) -> None:
         found, previous = [], None
         for segment in striping.segments(first * PAGE, count * PAGE):
             assert segment.begin == len(found) * PAGE
-            assert previous is None or previous.file != segment.file, "neighbours are joined"
+            assert previous is None or previous.file != segment.file, (
+                "neighbours are joined"
+            )
             found += [
-                (segment.file, segment.offset + within) for within in range(0, segment.nbytes, PAGE)
+                (segment.file, segment.offset + within)
+                for within in range(0, segment.nbytes, PAGE)
             ]
             previous = segment
-        assert found == [(page.file, page.offset) for page in single[first : first + count]]
+        assert found == [
+            (page.file, page.offset) for page in single[first : first + count]
+        ]
 
 
 @pytest.mark.parametrize("rates", RATES)
@@ -85,7 +92,8 @@ def test_files_are_as_large_as_their_disks_are_fast(rates: list[float]) -> None:
     sizes = striping.file_bytes(units * PAGE)
     for rate, size in zip(rates, sizes, strict=True):
         share = rate / sum(rates)
-        assert abs(size / (units * PAGE) - share) <= 1.2 / PERIOD_UNITS  # rounded to a 64th
+        # rounded to a 64th
+        assert abs(size / (units * PAGE) - share) <= 1.2 / PERIOD_UNITS
         assert size > 0
     # Evenly: also a short range finds each disk near its share, not one disk first.
     for begin in range(3 * PERIOD_UNITS):
@@ -96,7 +104,9 @@ def test_files_are_as_large_as_their_disks_are_fast(rates: list[float]) -> None:
             assert abs(count - PERIOD_UNITS / 2 * size / (units * PAGE)) < 2
 
 
-@pytest.mark.parametrize("rates", [[], [0.0], [1.0, -1.0], [float("nan")], [float("inf"), 1.0]])
+@pytest.mark.parametrize(
+    "rates", [[], [0.0], [1.0, -1.0], [float("nan")], [float("inf"), 1.0]]
+)
 def test_a_rate_is_a_positive_number(rates: list[float]) -> None:
     with pytest.raises(ConfigError, match="rates"):
         Striping(rates, PAGE)

@@ -47,7 +47,8 @@ LONG = empty(ROWS, dtype=torch.long)
         (lambda: torch.cat([X, X]), MATRIX + 2 * MATRIX),
         (lambda: X.clone(), 2 * MATRIX),
         (lambda: X.t().contiguous(), 2 * MATRIX),
-        (lambda: X.copy_(empty(WIDTH)), MATRIX + WIDTH * EACH),  # old values are not read
+        # old values are not read
+        (lambda: X.copy_(empty(WIDTH)), MATRIX + WIDTH * EACH),
         (lambda: X.zero_(), MATRIX),
         (lambda: torch.zeros_like(X), MATRIX),
         (lambda: empty(0, WIDTH) + 1.0, 0),
@@ -69,7 +70,9 @@ def test_an_operator_reads_its_inputs_once_and_writes_its_results(
         lambda: torch.empty_like(X),
     ],
 )
-def test_views_and_memory_that_is_not_written_cost_nothing(run: Callable[[], Any]) -> None:
+def test_views_and_memory_that_is_not_written_cost_nothing(
+    run: Callable[[], Any],
+) -> None:
     assert moved(run) == 0
 
 

@@ -31,8 +31,17 @@ def test_a_sweep_draws_and_prints_its_points(
     axis: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     png = tmp_path / "deep" / f"{axis}.png"
-    limits = ["--gpu", LIMITS["gpu"], "--host", LIMITS["host"], "--machine", "v100-32gb"]
-    status, text, _ = run(*SIZES, *limits, "--sweep", axis, "-o", str(png), capsys=capsys)
+    limits = [
+        "--gpu",
+        LIMITS["gpu"],
+        "--host",
+        LIMITS["host"],
+        "--machine",
+        "v100-32gb",
+    ]
+    status, text, _ = run(
+        *SIZES, *limits, "--sweep", axis, "-o", str(png), capsys=capsys
+    )
     assert status == 0
     assert f"The plot is in {png}" in text
     assert png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
@@ -79,4 +88,5 @@ def test_a_70b_model_of_80_layers_is_planned_in_seconds(tmp_path: Path) -> None:
     took_s = time.process_time() - begin
     assert found.fits
     assert found.question.model.num_blocks == 80
-    assert took_s < 20.0  # 2 to 9 s, by the processor; two on one core slow each other down
+    # 2 to 9 s, by the processor; two on one core slow each other down
+    assert took_s < 20.0

@@ -49,7 +49,8 @@ class Section:
     def write(self, config: dict[str, Any]) -> None:
         """Add the section to a config that has none."""
         if self.enabled:
-            config.setdefault("stronghold", {"window": 1})  # layers move, though they would fit
+            # layers move, though they would fit
+            config.setdefault("stronghold", {"window": 1})
 
 
 section = Section()
@@ -65,11 +66,18 @@ def build_hub() -> None:
     """Fill the hub's folder in a process of its own, unless these sources have filled it."""
     here = Path(__file__).resolve().parent
     sources = (here / "models.py", here / "metric.py", here.parent / "hub.py")
-    content = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
+    content = hashlib.sha256(
+        b"".join(path.read_bytes() for path in sources)
+    ).hexdigest()
     stamp = HUB / "sources"
     if not stamp.exists() or stamp.read_text(encoding="utf-8") != content:
         plain = {name: value for name, value in os.environ.items() if name != DEVICE}
-        command = [sys.executable, "-m", "conformance_suite.accelerate.models", str(HUB)]
+        command = [
+            sys.executable,
+            "-m",
+            "conformance_suite.accelerate.models",
+            str(HUB),
+        ]
         subprocess.run(command, env=plain, check=True)
         stamp.write_text(content, encoding="utf-8")
 

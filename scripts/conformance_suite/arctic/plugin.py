@@ -15,7 +15,8 @@ from typing import Any
 from conformance_suite import hub
 
 _cache = tempfile.TemporaryDirectory()
-os.environ.update(hub.environment(Path(_cache.name)))  # read when Transformers is imported
+# read when Transformers is imported
+os.environ.update(hub.environment(Path(_cache.name)))
 
 import deepspeed  # noqa: E402
 import pytest  # noqa: E402
@@ -47,5 +48,7 @@ def _keep_data_in_cache() -> None:
 
     folder = Path(_cache.name) / "processed"
     of_factory, of_source = DataFactory.cache_path, DataSource.cache_path.func
-    DataFactory.cache_path = lambda self, sources: folder / of_factory(self, sources).name
+    DataFactory.cache_path = lambda self, sources: (
+        folder / of_factory(self, sources).name
+    )
     DataSource.cache_path = property(lambda self: folder / of_source(self).name)

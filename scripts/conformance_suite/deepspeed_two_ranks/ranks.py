@@ -84,7 +84,9 @@ def collect(receivers: dict[Any, int], processes: list[Any]) -> list[Report]:
     waiting = dict(receivers)
     has_failed = False
     while waiting and time.monotonic() < deadline:
-        ready = multiprocessing.connection.wait(list(waiting), deadline - time.monotonic())
+        ready = multiprocessing.connection.wait(
+            list(waiting), deadline - time.monotonic()
+        )
         for receiver in ready:
             rank = waiting.pop(receiver)
             report = receive(receiver, rank, processes[rank])
@@ -100,7 +102,9 @@ def collect(receivers: dict[Any, int], processes: list[Any]) -> list[Report]:
         for rank, process in enumerate(processes):
             process.join(max(1.0, deadline - time.monotonic()))
             if process.exitcode != 0:
-                reports.append(failed(rank, f"passed, then ended with {process.exitcode}"))
+                reports.append(
+                    failed(rank, f"passed, then ended with {process.exitcode}")
+                )
     return reports
 
 

@@ -19,7 +19,9 @@ import torch
 
 import stronghold
 
-OURS = re.compile(r"test_cpu_adam_kernel\[.*|test_adam_optim_on_bert\[.*-CPUAdam-device1\]")
+OURS = re.compile(
+    r"test_cpu_adam_kernel\[.*|test_adam_optim_on_bert\[.*-CPUAdam-device1\]"
+)
 
 
 def is_ours(test: str) -> bool:
@@ -35,7 +37,13 @@ class CPUAdamOptimizer:
     """
 
     def __init__(
-        self, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, adamw: bool
+        self,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+        adamw: bool,
     ) -> None:
         self._adamw = adamw
         self._optimizer: Any = None
@@ -58,7 +66,8 @@ class CPUAdamOptimizer:
         assert loss_scale == -1
         if self._optimizer is None:
             self._optimizer = stronghold.CPUAdam(
-                [parameter.detach()],  # a view of the caller's memory, in each step the same
+                # a view of the caller's memory, in each step the same
+                [parameter.detach()],
                 lr=lr,
                 betas=(beta1, beta2),
                 eps=eps,
@@ -132,7 +141,9 @@ def replace_package(checkout: Path) -> None:
     """Make importable what the tests name. `checkout`: of ColossalAI."""
     sys.meta_path.insert(0, Finder())
     accelerator: Any = importlib.import_module("colossalai.accelerator")
-    cpu = SimpleNamespace(get_current_device=lambda: torch.device("cpu"), empty_cache=lambda: None)
+    cpu = SimpleNamespace(
+        get_current_device=lambda: torch.device("cpu"), empty_cache=lambda: None
+    )
     accelerator.get_accelerator = lambda: cpu
     kernels: Any = importlib.import_module("colossalai.kernel.kernel_loader")
     kernels.CPUAdamLoader = lambda: SimpleNamespace(

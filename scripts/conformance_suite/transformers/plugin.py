@@ -19,7 +19,8 @@ from conformance_suite import hub, pretended_gpu
 
 pretended_gpu.share_package(Path.cwd() / "tests")
 _cache = tempfile.TemporaryDirectory()
-os.environ.update(hub.environment(Path(_cache.name)))  # read when Transformers is imported
+# read when Transformers is imported
+os.environ.update(hub.environment(Path(_cache.name)))
 
 import deepspeed  # noqa: E402
 import pytest  # noqa: E402
@@ -34,9 +35,12 @@ from conformance_suite.transformers.table import RUN_ANYWAY  # noqa: E402
 def pytest_configure(config: pytest.Config) -> None:
     models.build(Path(_cache.name))
     stronghold.plugin.enable()
-    HfDeepSpeedConfig.set_stage_and_offload = with_section(HfDeepSpeedConfig.set_stage_and_offload)
+    HfDeepSpeedConfig.set_stage_and_offload = with_section(
+        HfDeepSpeedConfig.set_stage_and_offload
+    )
     unittest.TestCase.skipTest = skip_test  # type: ignore[method-assign]
-    deepspeed.ops.__compatible_ops__["async_io"] = True  # the engine has file lanes of its own
+    # the engine has file lanes of its own
+    deepspeed.ops.__compatible_ops__["async_io"] = True
 
 
 def with_section(original: Callable[[Any], None]) -> Callable[[Any], None]:

@@ -62,7 +62,8 @@ _CODE = (
     functools.partial,
     type,
 )
-_THREAD = type(threading.main_thread()).__mro__[1]  # threading.Thread: devices/ alone makes them
+# threading.Thread: devices/ alone makes them
+_THREAD = type(threading.main_thread()).__mro__[1]
 # Objects that a snapshot does not enter.
 _NO_STATE = (
     *_CODE,
@@ -121,7 +122,9 @@ class _Table:
         now = _items(self.target)
         if now.keys is None or self.items.keys is None:
             has_changed = len(now.values) != len(self.items.values)
-            has_changed = has_changed or any(map(_differ, self.items.values, now.values))
+            has_changed = has_changed or any(
+                map(_differ, self.items.values, now.values)
+            )
             return self.name if has_changed else None
         if self.holds_hooks:
             return None if self.items.are(now) else self.name
@@ -170,7 +173,9 @@ class _Table:
             base.__delitem__(target, key)
 
 
-def _without_closed_hooks(hooks: dict[Any, Any], present_hooks: dict[Any, Any]) -> dict[Any, Any]:
+def _without_closed_hooks(
+    hooks: dict[Any, Any], present_hooks: dict[Any, Any]
+) -> dict[Any, Any]:
     """Return the hooks without those of ours that are present no more."""
     result = {}
     for key, hook in hooks.items():
@@ -291,7 +296,11 @@ class BlockState:
 
     def _walk(self, name: str, value: Any, depth: int) -> None:
         value_type = type(value)
-        if value_type in _SCALARS or id(value) in self._visited or isinstance(value, _NO_STATE):
+        if (
+            value_type in _SCALARS
+            or id(value) in self._visited
+            or isinstance(value, _NO_STATE)
+        ):
             return
         self._visited.add(id(value))
         if isinstance(value, torch.Tensor):
@@ -326,7 +335,9 @@ class BlockState:
             for key, item in attributes.items():
                 self._walk(f"{name}.{key}", item, depth - 1)
         slots = _slot_names(type(value))
-        if slots and not type(value).__module__.startswith(("torch", "numpy", "builtins")):
+        if slots and not type(value).__module__.startswith(
+            ("torch", "numpy", "builtins")
+        ):
             self._add(name, _Slots(value, tuple(slots)))
             for slot in slots:
                 self._walk(f"{name}.{slot}", getattr(value, slot, None), depth - 1)
@@ -388,7 +399,9 @@ class BlockState:
         )
         self._refuse_written("when its block's forward ran again, and not before")
 
-    def _run(self, work: Callable[[], object], present: list[_TableItems] | None) -> None:
+    def _run(
+        self, work: Callable[[], object], present: list[_TableItems] | None
+    ) -> None:
         if present is not None:
             for table in self._tables:
                 if table.difference() is not None:
@@ -398,7 +411,9 @@ class BlockState:
     def _restore(self, present: list[_TableItems] | None) -> None:
         if present is None and self._is_untouched():
             return
-        restored = [table.items for table in self._tables] if present is None else present
+        restored = (
+            [table.items for table in self._tables] if present is None else present
+        )
         for table, items in zip(self._tables, restored, strict=True):
             if not _items(table.target).are(items):
                 table.fill(items)

@@ -51,7 +51,8 @@ MIXED = 1e-2  # the share of a change from which on it has reached other sequenc
 # Rounding of another matrix shape, not another function: relative to the largest element.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 6e-2, torch.float16: 2e-2}
 
-FAILURES = (RuntimeError, IndexError, ValueError)  # of a block that gets unexpected arguments
+# of a block that gets unexpected arguments
+FAILURES = (RuntimeError, IndexError, ValueError)
 
 
 class Trial:
@@ -100,7 +101,10 @@ class Trial:
         chunk_sizes = self._sizes[:2]
         both_size = sum(chunk_sizes)
         both_sizes = [both_size, self._batch - both_size]
-        both = [split(arguments, self._batch, both_sizes, rows)[0] for arguments in self._call]
+        both = [
+            split(arguments, self._batch, both_sizes, rows)[0]
+            for arguments in self._call
+        ]
         args, kwargs = (
             split(arguments, self._batch, self._sizes, rows) for arguments in self._call
         )
@@ -190,7 +194,9 @@ class Trial:
 
     def _outputs(self, calls: Iterable[Any]) -> list[Any]:
         """Return the block's output for each (args, kwargs), without dropout."""
-        evaluation = _Evaluation(self._module, self._inner, calls, self._device.torch_device)
+        evaluation = _Evaluation(
+            self._module, self._inner, calls, self._device.torch_device
+        )
         return run_and_restore(evaluation.run, evaluation.restore)
 
 
@@ -207,7 +213,9 @@ class _Evaluation:
         self._inner = inner
         self._calls = calls
         self._device = device
-        self._modes = [(submodule, submodule.training) for submodule in module.modules()]
+        self._modes = [
+            (submodule, submodule.training) for submodule in module.modules()
+        ]
         self._random_state = random_state(device)
 
     def run(self) -> list[Any]:

@@ -21,7 +21,8 @@ from stronghold.streaming.patches.tensors import tree_leaves
 
 KEY = "stronghold.chunk"
 
-Path = tuple[Any, ...]  # of a tensor among the arguments: a position or a name, then inwards
+# of a tensor among the arguments: a position or a name, then inwards
+Path = tuple[Any, ...]
 Rows = Mapping[Path, int]  # rows per sequence of the arguments that have several
 NO_ROWS: Rows = {}
 
@@ -159,7 +160,8 @@ def join(
         columns = zip(*outputs, strict=True)
         items = [join(column, sizes, block_name, shared, numbers) for column in columns]
         return _like(first, items)
-    if isinstance(first, Mapping):  # Transformers' outputs are tables and dataclasses at once
+    # Transformers' outputs are tables and dataclasses at once
+    if isinstance(first, Mapping):
         table = {}
         for key in first:
             column = [output[key] for output in outputs]
@@ -175,7 +177,11 @@ def join(
 
 
 def _join_tensors(
-    tensors: Sequence[torch.Tensor], sizes: Sequence[int], block_name: str, *, is_shared: bool
+    tensors: Sequence[torch.Tensor],
+    sizes: Sequence[int],
+    block_name: str,
+    *,
+    is_shared: bool,
 ) -> torch.Tensor:
     first = tensors[0]
     if is_shared:

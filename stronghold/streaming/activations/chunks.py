@@ -78,7 +78,9 @@ from stronghold.streaming.patches.tensors import tree_map_only
 logger = logging.getLogger("stronghold")
 
 Call = tuple[Any, Any]  # args, kwargs
-AroundChunk = Callable[[int, nn.Module, Any, Any], contextlib.AbstractContextManager[None]]
+AroundChunk = Callable[
+    [int, nn.Module, Any, Any], contextlib.AbstractContextManager[None]
+]
 
 
 class _ChunkEntry(torch.autograd.Function):
@@ -199,7 +201,9 @@ class Chunks:
                 vars(module)["forward"] = forward
         self._inner.clear()
 
-    def divides(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    def divides(
+        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> bool:
         """True if this call will be divided."""
         if not torch.is_grad_enabled() or module not in self._inner:
             return False
@@ -211,7 +215,9 @@ class Chunks:
         """Return the number of chunks in the call."""
         return -(-batch_of(args, kwargs) // self.size)
 
-    def run_again(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def run_again(
+        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
         """Run a chunk's forward in backward."""
         return self._inner[module](*args, **kwargs)
 
@@ -263,7 +269,9 @@ class _DividedBlock:
     must_take_turns  whether chunks stay on one stream; None until a call on several was tried
     """
 
-    def __init__(self, chunks: Chunks, layer: Layer, module: nn.Module, name: str) -> None:
+    def __init__(
+        self, chunks: Chunks, layer: Layer, module: nn.Module, name: str
+    ) -> None:
         self._chunks = chunks
         self._executor = chunks.executor
         self._device = chunks.device
@@ -283,9 +291,13 @@ class _DividedBlock:
             return self._inner(*args, **kwargs)
         self._refuse_hooks()
         batch = batch_of(args, kwargs)
-        sizes = [min(chunks.size, batch - begin) for begin in range(0, batch, chunks.size)]
+        sizes = [
+            min(chunks.size, batch - begin) for begin in range(0, batch, chunks.size)
+        ]
         call = (args, kwargs)
-        division = chunks.division_of(self._name, self._module, self._inner, call, sizes)
+        division = chunks.division_of(
+            self._name, self._module, self._inner, call, sizes
+        )
         chunk_args = split(args, batch, sizes, division.rows)
         chunk_kwargs = split(kwargs, batch, sizes, division.rows)
         outputs = self._run_chunks(call, zip(chunk_args, chunk_kwargs, strict=True))
@@ -293,7 +305,8 @@ class _DividedBlock:
 
     def _refuse_hooks(self) -> None:
         for named in self._layer.parameters:
-            after = hooks_after_gradient(named.parameter)  # one of them is the engine's own
+            # one of them is the engine's own
+            after = hooks_after_gradient(named.parameter)
             if hooks_on_gradient(named.parameter) or len(after) > 1:
                 raise ConfigError(
                     f"{KEY}: {named.name} has a hook on its gradient, which comes in chunks and "
@@ -306,7 +319,8 @@ class _DividedBlock:
         side_streams = self._device.side_streams
         uses_streams = len(side_streams.streams) > 1 and not self._must_take_turns
         carried = Carried() if uses_streams and self._must_take_turns is None else None
-        whole = set(map(id, tensors_of(call) if uses_streams else ()))  # every chunk gets them
+        # every chunk gets them
+        whole = set(map(id, tensors_of(call) if uses_streams else ()))
         parameters = list(self._module.parameters())
         outputs: list[Any] = []
         pending: set[int] = set()
@@ -320,12 +334,16 @@ class _DividedBlock:
                 inputs, read = [], []
                 if uses_streams:
                     tensors = tensors_of(chunk)
-                    inputs = [t for t in tensors if t.requires_grad and id(t) not in whole]
+                    inputs = [
+                        t for t in tensors if t.requires_grad and id(t) not in whole
+                    ]
                     read = [*parameters, *(t for t in tensors if id(t) in whole)]
                 versions = versions_of(read)
                 entered = self._entered(chunk, inputs, number, pending, main)
                 on_side_stream = uses_streams and carried is None
-                outputs.append(self._run_chunk(chunk, number, entered, carried, on_side_stream))
+                outputs.append(
+                    self._run_chunk(chunk, number, entered, carried, on_side_stream)
+                )
                 if versions != versions_of(read):
                     raise ConfigError(
                         f"stronghold.streams: {self._name} writes into a parameter or an argument "
@@ -425,18 +443,25 @@ class _DividedBlock:
             finally:
                 _put_back(restored)
         except BaseException:
-            _put_back(restored)  # again, whole: an interrupt may have ended the first time
+            # again, whole: an interrupt may have ended the first time
+            _put_back(restored)
             raise
 
 
-def _with_views(chunk: Call, inputs: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> Call:
+def _with_views(
+    chunk: Call, inputs: Sequence[torch.Tensor], views: Sequence[torch.Tensor]
+) -> Call:
     """Return the chunk's arguments with views in the place of `inputs`."""
     by_input = dict(zip(map(id, inputs), views, strict=True))
-    result: Call = tree_map_only(torch.Tensor, functools.partial(_view_of, by_input), chunk)
+    result: Call = tree_map_only(
+        torch.Tensor, functools.partial(_view_of, by_input), chunk
+    )
     return result
 
 
-def _view_of(by_input: Mapping[int, torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+def _view_of(
+    by_input: Mapping[int, torch.Tensor], tensor: torch.Tensor
+) -> torch.Tensor:
     return by_input.get(id(tensor), tensor)
 
 

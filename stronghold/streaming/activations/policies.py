@@ -38,7 +38,11 @@ from stronghold.streaming.activations.key_value_caches import without_cache
 from stronghold.streaming.activations.offload import ActivationOffload, LayerOffload
 from stronghold.streaming.activations.packing import HookPairs, OuterPack
 from stronghold.streaming.activations.recompute import Recomputation, RecomputedModule
-from stronghold.streaming.activations.saved import ForeignHooks, SavedTensor, WeightsEpoch
+from stronghold.streaming.activations.saved import (
+    ForeignHooks,
+    SavedTensor,
+    WeightsEpoch,
+)
 from stronghold.streaming.activations.sizes import ActivationSizes
 from stronghold.streaming.executor import Executor
 from stronghold.streaming.parts import Parts
@@ -69,7 +73,8 @@ class _Scope:
     recomputation: Recomputation | None = None
 
 
-logged: set[tuple[str, str]] = set()  # classes of blocks, and the names that their forwards change
+# classes of blocks, and the names that their forwards change
+logged: set[tuple[str, str]] = set()
 
 
 def _log_kept(block_class: str, changed: str, on_host: int, on_device: int) -> None:
@@ -104,7 +109,9 @@ class Activations:
         num_layers = len(plan.activations)
         self._policies = plan.activations
         self.spares = False
-        offloading = [layer for layer, policy in enumerate(plan.activations) if policy in AWAY]
+        offloading = [
+            layer for layer, policy in enumerate(plan.activations) if policy in AWAY
+        ]
         self._last_offloading = max(offloading, default=-1)
         self._device = parts.device
         self._executor = executor
@@ -116,7 +123,9 @@ class Activations:
         self._recomputed: dict[nn.Module, RecomputedModule] = {}
         self.sizes = ActivationSizes(num_layers)
         self._offload = ActivationOffload(parts, host_room_bytes, plan.offloaded_bytes)
-        self._measured = [MeasuredAttention(self.sizes, layer) for layer in range(num_layers)]
+        self._measured = [
+            MeasuredAttention(self.sizes, layer) for layer in range(num_layers)
+        ]
         self._pairs = HookPairs(executor, self.sizes, self._offload, self._run_again)
         self._keeping = [self._pairs.make(layer) for layer in range(num_layers)]
 
@@ -153,7 +162,8 @@ class Activations:
         if not self._open:
             self._outside = foreign_pair
         scope = _Scope(layer, outside=running.through)
-        self._open.append(scope)  # before anything is open: an interrupt may end us anywhere
+        # before anything is open: an interrupt may end us anywhere
+        self._open.append(scope)
         recomputation, self._starting = self._starting, None
         self._offload.forget_storages()
         is_first_run = not recomputing and recomputation is None
@@ -170,7 +180,8 @@ class Activations:
             outer = recomputation.save_again
             if recomputation.attention is not None:
                 through = recomputation.attention.begin_second_run()
-        elif foreign is not None:  # the user's hooks decide, also whether the forward runs again
+        # the user's hooks decide, also whether the forward runs again
+        elif foreign is not None:
             outer = foreign.pack
         elif is_first_run and self.recomputes(layer):
             args, kwargs = without_cache(args, kwargs)
@@ -236,7 +247,9 @@ class Activations:
 
     def leave(self, layer: int, *, chunk: bool = False) -> None:
         """End the layer's forward, or one `chunk` of it, after its return or exception."""
-        scope = next((scope for scope in reversed(self._open) if scope.layer == layer), None)
+        scope = next(
+            (scope for scope in reversed(self._open) if scope.layer == layer), None
+        )
         self.sizes.leave(chunk=chunk)
         is_last = layer >= self._last_offloading
         if scope is None:  # the forward failed before `enter`, or went chunk by chunk
@@ -252,7 +265,8 @@ class Activations:
         self._open.remove(scope)
         if chunk:  # as many chunks are on their way as run at once
             keep_newest = max(1, len(self._device.side_streams.streams))
-        elif is_last:  # later layers keep their own tensors: no room is left for two layers
+        # later layers keep their own tensors: no room is left for two layers
+        elif is_last:
             keep_newest = 0
         else:
             keep_newest = 1
@@ -273,9 +287,12 @@ class Activations:
         on_host = on_device = 0
         for place in recomputation.held():
             tensor, version = place.kept
-            place.kept = SavedTensor(tensor.detach(), version)  # [Note: pack] of `saved`
+            # [Note: pack] of `saved`
+            place.kept = SavedTensor(tensor.detach(), version)
             nbytes = tensor.numel() * tensor.element_size()
-            if version_of(tensor) == version and self._offload.is_worth_offloading(tensor):
+            if version_of(tensor) == version and self._offload.is_worth_offloading(
+                tensor
+            ):
                 with contextlib.suppress(BudgetError):
                     place.kept = self._offload.offload(layer, tensor)
                     self._last_offloading = max(self._last_offloading, layer)

@@ -57,7 +57,11 @@ from torch.utils.checkpoint import CheckpointError
 
 from stronghold.devices.base import Device
 from stronghold.streaming.activations.attention import AttentionCalls
-from stronghold.streaming.activations.block_state import BEFORE, GLOBAL_HOOKS, BlockState
+from stronghold.streaming.activations.block_state import (
+    BEFORE,
+    GLOBAL_HOOKS,
+    BlockState,
+)
 from stronghold.streaming.activations.offload import LayerOffload
 from stronghold.streaming.activations.random_states import RandomStates, set_states
 from stronghold.streaming.activations.saved import SavedActivation, SavedTensor
@@ -73,7 +77,8 @@ from stronghold.streaming.patches.tensors import version_of
 logger = logging.getLogger("stronghold")
 
 NUM_COMPARED = 256  # elements of a saved tensor, about
-ROUNDING = 64  # units in the last place by which operators without a defined order may differ
+# units in the last place by which operators without a defined order may differ
+ROUNDING = 64
 REMEDY = 'set stronghold.activations to "keep" or "offload"'
 
 
@@ -170,9 +175,13 @@ class Recomputation:
         self._arguments_state: BlockState | None = None
         if arguments.mutable:
             self._arguments_state = BlockState(None, arguments.mutable)
-        self._has_graph = bool(arguments.objects) and BlockState(None, arguments.objects).has_graph
+        self._has_graph = (
+            bool(arguments.objects) and BlockState(None, arguments.objects).has_graph
+        )
         self._state, self._compares_values = block.begin()
-        self._required_grad = [parameter.requires_grad for parameter in block.parameters]
+        self._required_grad = [
+            parameter.requires_grad for parameter in block.parameters
+        ]
         self._random = RandomStates(device)
         device_types = {"cpu", device.torch_device.type} - {"meta"}
         self._autocast = [_autocast_of(device_type) for device_type in device_types]
@@ -182,7 +191,8 @@ class Recomputation:
         self._places: list[Place] = []  # of the first run, until it ends
         self._expected: list[Signature] = []  # of the tensors that the first run saved
         self._values: list[torch.Tensor] = []  # some elements of each of them
-        self._saved: dict[int, SavedTensor] = {}  # by the second run, until autograd takes them
+        # by the second run, until autograd takes them
+        self._saved: dict[int, SavedTensor] = {}
         self._num_saved = 0
         self._mismatches: list[str] = []
         self._backward: object = None  # the backward that the second run was for
@@ -190,7 +200,8 @@ class Recomputation:
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor that stands among the kept arguments."""
         kept = tensor
-        if tensor.grad_fn is not None:  # one written in place would own the graph that owns us
+        # one written in place would own the graph that owns us
+        if tensor.grad_fn is not None:
             if self._store_first(tensor):
                 assert self._stand_in is not None
                 return self._stand_in
@@ -280,7 +291,8 @@ class Recomputation:
         """
         index = self._num_saved
         self._num_saved += 1
-        if index >= len(self._expected):  # the module went on after the error that was to end it
+        # the module went on after the error that was to end it
+        if index >= len(self._expected):
             raise _AllSavedError
         saved = SavedTensor(tensor.detach(), version_of(tensor))
         self._saved[index] = saved
@@ -325,7 +337,9 @@ class Recomputation:
         self._mismatches = []
         self._backward = _running_backward()
         args, kwargs = _Arguments(self._argument).replaced(self._call)
-        work: Callable[[], object] = functools.partial(self._run_with_state, args, kwargs)
+        work: Callable[[], object] = functools.partial(
+            self._run_with_state, args, kwargs
+        )
         if self._arguments_state is not None:
             work = functools.partial(self._arguments_state.run, work)
         with contextlib.ExitStack() as contexts:
@@ -376,7 +390,8 @@ class Recomputation:
     def _compare_values(self) -> None:
         """CheckpointError if the second run has saved other values than the first run."""
         values, self._values = self._values, []
-        differences: dict[int, float] = {}  # by index of the tensor, in units in the last place
+        # by index of the tensor, in units in the last place
+        differences: dict[int, float] = {}
         for index, expected in enumerate(values):
             tensor, version = self._saved[index]
             units = _difference(_some_values(tensor, version), expected)
@@ -384,7 +399,9 @@ class Recomputation:
                 differences[index] = units
         if not differences:
             return
-        on_cpu = all(self._saved[index].tensor.device.type == "cpu" for index in differences)
+        on_cpu = all(
+            self._saved[index].tensor.device.type == "cpu" for index in differences
+        )
         is_rounding = len(differences) == 1 or max(differences.values()) <= ROUNDING
         if not on_cpu and is_rounding:
             _warn_of_rounding(self.block.class_name)
@@ -430,7 +447,9 @@ class _Arguments:
         self.objects: list[Any] = []
         self.mutable: list[Any] = []
 
-    def replaced(self, call: tuple[Any, dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def replaced(
+        self, call: tuple[Any, dict[str, Any]]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments and the arguments by name, with their tensors replaced."""
         args, kwargs = call
         new_kwargs = {name: self._replace(value) for name, value in kwargs.items()}
@@ -453,7 +472,9 @@ class _Arguments:
         if value_type is dict:
             self.mutable.append(value)
             return {key: self._replace(item) for key, item in value.items()}
-        if value is not None and not isinstance(value, (bool, int, float, str, torch.Size)):
+        if value is not None and not isinstance(
+            value, (bool, int, float, str, torch.Size)
+        ):
             self.objects.append(value)
             self.mutable.append(value)
         return value
@@ -468,7 +489,10 @@ class _Surroundings:
     """
 
     def __init__(
-        self, block: RecomputedModule, required_grad: Sequence[bool], states: RandomStates
+        self,
+        block: RecomputedModule,
+        required_grad: Sequence[bool],
+        states: RandomStates,
     ) -> None:
         self._hooks = vars(block.module)[BEFORE]
         keys = list(self._hooks)
@@ -490,7 +514,8 @@ class _Surroundings:
 
     def exchange(self) -> None:
         """Set the state of the first run. The forward runs next."""
-        for parameter in self._frozen:  # the first run saved tensors for their gradients
+        # the first run saved tensors for their gradients
+        for parameter in self._frozen:
             parameter.requires_grad_(True)
         for key in self._earlier_hooks:  # [Note: hooks before ours]
             del self._hooks[key]
@@ -558,7 +583,8 @@ def _difference(got: torch.Tensor, expected: torch.Tensor) -> float:
     got_values, expected_values = got.double(), expected.double()
     both_nan = got_values.isnan() & expected_values.isnan()
     distance = torch.where(both_nan, 0.0, (got_values - expected_values).abs())
-    distance = torch.where(got_values == expected_values, 0.0, distance)  # equal infinities
+    # equal infinities
+    distance = torch.where(got_values == expected_values, 0.0, distance)
     if not distance.any():
         return 0.0
     unit = expected_values.nan_to_num().abs().max() * torch.finfo(got.dtype).eps

@@ -114,7 +114,9 @@ _REPLACED = (
         package=DEEPSPEED,
         manner=Manner.REPLACED,
         lifetime=Lifetime.PLUGIN,
-        names=("deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint",),
+        names=(
+            "deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint",
+        ),
         reason="It reads this engine's checkpoints too. The function beside it that loads a "
         "model calls it by its global name.",
         file=_FRAMEWORKS,
@@ -462,7 +464,10 @@ _USED = (
         key="function_modes",
         package=TORCH,
         manner=Manner.USED,
-        names=("torch._C._len_torch_function_stack", "torch._C.DisableTorchFunctionSubclass"),
+        names=(
+            "torch._C._len_torch_function_stack",
+            "torch._C.DisableTorchFunctionSubclass",
+        ),
         reason="Whether a default device may be set, without its cost per block; and reads "
         "of hidden parameters that need no values.",
         file=_AUTOGRAD,
@@ -475,7 +480,11 @@ _USED = (
         reason="Sees every operator below autograd. The documentation of torch names this "
         "path; there is no public one.",
         file=_AUTOGRAD,
-        beside=("model/costs.py", "model/operator_bytes.py", "model/product_gradients.py"),
+        beside=(
+            "model/costs.py",
+            "model/operator_bytes.py",
+            "model/product_gradients.py",
+        ),
     ),
     # -- tensors -----------------------------------------------------------------------------------
     Patch(
@@ -575,7 +584,10 @@ _USED = (
         key="lazy_logits",
         package=TORCH,
         manner=Manner.USED,
-        names=("torch._C._disabled_torch_function_impl", "torch.Tensor._make_wrapper_subclass"),
+        names=(
+            "torch._C._disabled_torch_function_impl",
+            "torch.Tensor._make_wrapper_subclass",
+        ),
         reason="Logits that have a shape and no memory: a subclass whose operators come to "
         "`__torch_dispatch__`, below autograd.",
         file=_LOGITS,
@@ -596,7 +608,10 @@ _USED = (
         key="raw_stream",
         package=TORCH,
         manner=Manner.USED,
-        names=("torch._C._cuda_getCurrentRawStream", "torch._C._xpu_getCurrentRawStream"),
+        names=(
+            "torch._C._cuda_getCurrentRawStream",
+            "torch._C._xpu_getCurrentRawStream",
+        ),
         reason="The address of the current stream, asked several times for each "
         "gradient: `torch.cuda.current_stream` makes a new object each time.",
         file="devices/kinds.py",
@@ -607,7 +622,10 @@ _USED = (
         key="compiled",
         package=TORCH,
         manner=Manner.USED,
-        names=("torch.nn.Module._compiled_call_impl", "torch._dynamo.OptimizedModule._orig_mod"),
+        names=(
+            "torch.nn.Module._compiled_call_impl",
+            "torch._dynamo.OptimizedModule._orig_mod",
+        ),
         reason="A whole model that is compiled is one graph, and layers come and go inside "
         "of it: it is refused. So is a compiled block that is to be divided.",
         file=_MODULES,
@@ -646,7 +664,10 @@ _USED = (
         key="gradient_hooks",
         package=TORCH,
         manner=Manner.USED,
-        names=("torch.Tensor._backward_hooks", "torch.Tensor._post_accumulate_grad_hooks"),
+        names=(
+            "torch.Tensor._backward_hooks",
+            "torch.Tensor._post_accumulate_grad_hooks",
+        ),
         reason="The engine's hook runs after the user's, in whatever order they were "
         "registered. Chunks refuse the user's.",
         file=_MODULES,

@@ -38,7 +38,12 @@ from stronghold.model.costs import DTYPES
 from stronghold.native import IoFile, IoQueue
 from stronghold.optim.states import num_items
 from stronghold.plan.machine import ADAM_BF16_BYTES, ADAM_LEAN_BYTES, MachineProfile
-from stronghold.tools.doctor.findings import DiskRates, Findings, PcieLink, threads_in_words
+from stronghold.tools.doctor.findings import (
+    DiskRates,
+    Findings,
+    PcieLink,
+    threads_in_words,
+)
 
 MIB = 1 << 20
 # Bytes of Adam's arrays per parameter: exact states, and the lean states' additional arrays.
@@ -136,7 +141,8 @@ def _examine(
     else:
         gpu, gpu_memory_bytes, address = cuda.identity(device.torch_device.index)
         name = f"{gpu} on {host}"
-        link = read_link(Path("/sys/bus/pci/devices") / address)  # now: an idle link runs slower
+        # now: an idle link runs slower
+        link = read_link(Path("/sys/bus/pci/devices") / address)
         gpu_node = numa.node_of_pci(address) if node_gbps else None
     flops = {}
     for precision, dtype in DTYPES.items():
@@ -159,7 +165,9 @@ def _examine(
             num_cores=limits.num_cores,
             memory_gbps={threads: _figure(rate) for threads, rate in memory.items()},
             adam_gbps={threads: _figure(rate) for threads, rate in adam.items()},
-            adam_lean_gbps={threads: _figure(rate) for threads, rate in lean_adam.items()},
+            adam_lean_gbps={
+                threads: _figure(rate) for threads, rate in lean_adam.items()
+            },
             flops={name: _figure(rate) for name, rate in flops.items()},
             attention_flops=attention,
             attention_backward_flops=attention_backward,
@@ -223,7 +231,12 @@ def cpu_name() -> str:
 def read_link(folder: Path) -> PcieLink | None:
     """The link of a PCI device, from its directory in sysfs. None if a virtual machine hides it."""
     values = []
-    for name in ("current_link_speed", "current_link_width", "max_link_speed", "max_link_width"):
+    for name in (
+        "current_link_speed",
+        "current_link_width",
+        "max_link_speed",
+        "max_link_width",
+    ):
         try:
             match = re.match(r"[0-9.]+", (folder / name).read_text(encoding="ascii"))
         except OSError:
@@ -234,7 +247,9 @@ def read_link(folder: Path) -> PcieLink | None:
     speed, width, max_speed, max_width = values
     if width == 0 or max_width == 0:
         return None
-    return PcieLink(speed=speed, width=int(width), max_speed=max_speed, max_width=int(max_width))
+    return PcieLink(
+        speed=speed, width=int(width), max_speed=max_speed, max_width=int(max_width)
+    )
 
 
 # -- memory, the link and products ----------------------------------------------------------------
@@ -258,7 +273,9 @@ def effort(quick: bool, available_bytes: int) -> Effort:
     else:
         most = min(128 * MIB, int(available_bytes / 8 / ADAM_RESIDENT_BYTES))
         # 64 Mi parameters take 0.9 GB; a processor of several chiplets names the cache of one.
-        numel = min(most, max(64 * MIB, int(2 * _last_cache_bytes() / ADAM_RESIDENT_BYTES)))
+        numel = min(
+            most, max(64 * MIB, int(2 * _last_cache_bytes() / ADAM_RESIDENT_BYTES))
+        )
         copy_bytes = min(256 * MIB, available_bytes // 16)
     return Effort(
         adam_numel=max(numel, MIB),
@@ -271,7 +288,9 @@ def effort(quick: bool, available_bytes: int) -> Effort:
     )
 
 
-def host_rates(size: Effort, num_cores: int, step: Step) -> tuple[dict[int, float], ...]:
+def host_rates(
+    size: Effort, num_cores: int, step: Step
+) -> tuple[dict[int, float], ...]:
     """Rates of host memory, of Adam with exact states, and of Adam with lean states.
 
     Each is by number of threads, in 1e9 bytes/s. The three are measured in turn, since other
@@ -313,7 +332,11 @@ def host_rates(size: Effort, num_cores: int, step: Step) -> tuple[dict[int, floa
     lean_batch = native.UpdateBatch("adam", bf16, bf16, [lean], lean=True)
     nbytes = numel * ADAM_BF16_BYTES
     lean_nbytes = numel * ADAM_LEAN_BYTES
-    works = ((batch.traffic, nbytes), (batch.run, nbytes), (lean_batch.run, lean_nbytes))
+    works = (
+        (batch.traffic, nbytes),
+        (batch.run, nbytes),
+        (lean_batch.run, lean_nbytes),
+    )
     rates: tuple[dict[int, float], ...] = ({}, {}, {})
     for threads in thread_counts(num_cores):
         step(f"host memory and Adam, {threads_in_words(threads)}")
@@ -336,7 +359,9 @@ def thread_counts(num_cores: int) -> list[int]:
     return sorted({*powers, num_cores})
 
 
-def link_rates(device: Device, size: Effort, step: Step) -> tuple[dict[str, float], int, str]:
+def link_rates(
+    device: Device, size: Effort, step: Step
+) -> tuple[dict[str, float], int, str]:
     """Rates of copies between pinned host slabs and the device, alone, together and on the device.
 
     Returns them in 1e9 bytes/s by their names in a profile; the bytes of host memory that could be
@@ -348,7 +373,8 @@ def link_rates(device: Device, size: Effort, step: Step) -> tuple[dict[str, floa
     with numa.placing_on(device.cores):
         hosts = [map_slab(nbytes, torch.uint8).fill_(1) for _ in range(2)]
     slots = [
-        device.memory.allocate(nbytes, torch.uint8, "doctor's buffer").fill_(1) for _ in range(2)
+        device.memory.allocate(nbytes, torch.uint8, "doctor's buffer").fill_(1)
+        for _ in range(2)
     ]
     device.compute.record("fill").wait()
     step("pinned memory")
@@ -384,7 +410,9 @@ def link_rates(device: Device, size: Effort, step: Step) -> tuple[dict[str, floa
     return rates, pinnable_bytes, pin_error
 
 
-def node_rates(device: Device, size: Effort, step: Step) -> dict[int, tuple[float, float]]:
+def node_rates(
+    device: Device, size: Effort, step: Step
+) -> dict[int, tuple[float, float]]:
     """Rates of copies from and to the memory of each NUMA node, in 1e9 bytes/s, by node.
 
     Empty on a machine with one node. Nodes without a core that this process may use are left out:
@@ -409,7 +437,10 @@ def node_rates(device: Device, size: Effort, step: Step) -> dict[int, tuple[floa
         finally:
             device.pinning.unpin(host)
             device.memory.release(slot)
-        rates[node.number] = _figure(nbytes / fetch / 1e9), _figure(nbytes / drain / 1e9)
+        rates[node.number] = (
+            _figure(nbytes / fetch / 1e9),
+            _figure(nbytes / drain / 1e9),
+        )
     return rates
 
 
@@ -439,11 +470,14 @@ def product_flops(device: Device, dtype: torch.dtype, size: Effort) -> float:
     Its side is the largest power of two with which one product takes no longer. It is repeated
     because the clock of a GPU falls to the rate that its power allows.
     """
-    generator = torch.Generator(device.torch_device)  # the caller's generator is not advanced
+    # the caller's generator is not advanced
+    generator = torch.Generator(device.torch_device)
     side = 256
     while True:
         a, b = (
-            torch.randn(side, side, generator=generator, device=device.torch_device).to(dtype)
+            torch.randn(side, side, generator=generator, device=device.torch_device).to(
+                dtype
+            )
             for _ in range(2)
         )
         product = functools.partial(torch.matmul, a, b, out=torch.empty_like(a))
@@ -458,7 +492,9 @@ def product_flops(device: Device, dtype: torch.dtype, size: Effort) -> float:
 OfAttention = dict[str, dict[int, dict[int, float]]]
 
 
-def attention_rates(device: Device, size: Effort, step: Step) -> tuple[OfAttention, OfAttention]:
+def attention_rates(
+    device: Device, size: Effort, step: Step
+) -> tuple[OfAttention, OfAttention]:
     """FLOP/s of fused attention in forward, and in backward.
 
     Both are by dtype, tokens of a sequence and width of a head, as in a profile.
@@ -484,7 +520,8 @@ def attention_flops(
     All pairs of tokens count, as in a profile. The number of heads is the largest power of two with
     which one call takes no longer than a share of `size.product_s`. It is repeated for so long.
     """
-    generator = torch.Generator(device.torch_device)  # the caller's generator is not advanced
+    # the caller's generator is not advanced
+    generator = torch.Generator(device.torch_device)
     heads = 1
     while True:
         query, key, value, outer = (
@@ -513,7 +550,9 @@ def attention_flops(
     return flops / forward_s, 2 * flops / backward_s
 
 
-def _sustained(device: Device, work: Callable[[], object], once_s: float, size: Effort) -> float:
+def _sustained(
+    device: Device, work: Callable[[], object], once_s: float, size: Effort
+) -> float:
     """Median seconds of one `work`, repeated for `size.product_s`. Alone it took `once_s`."""
     repeats = max(1, int(size.product_s / 3 / once_s))
     return _on_compute(device, work, 3, repeats)
@@ -579,7 +618,9 @@ def _submit(
     return fences[-1]
 
 
-def _on_compute(device: Device, work: Callable[[], object], rounds: int, repeats: int) -> float:
+def _on_compute(
+    device: Device, work: Callable[[], object], rounds: int, repeats: int
+) -> float:
     """Median seconds of one `work` on the compute lane."""
     run = functools.partial(_repeat, device, work, repeats)
     return _median_s(run, rounds) / repeats
@@ -629,15 +670,22 @@ def disk_rates(folder: Path, nbytes: int, step: Callable[[str], None]) -> DiskRa
             memory.view(torch.int64).random_()
             for depth in DEPTHS:
                 step(f"file writes and reads, depth {depth}")
-                with _queue(depth, memory) as queue, queue.open(name, nbytes, create=False) as file:
-                    _transfer(queue, file, memory, depth, "w")  # the first writes allocate blocks
+                with (
+                    _queue(depth, memory) as queue,
+                    queue.open(name, nbytes, create=False) as file,
+                ):
+                    # the first writes allocate blocks
+                    _transfer(queue, file, memory, depth, "w")
                     writes[depth] = _transfer(queue, file, memory, depth, "w")
                     reads[depth] = _transfer(queue, file, memory, depth, "r")
             rates = DiskRates(path=path, read_gbps=reads, write_gbps=writes)
             depth = rates.best_depth
             step("file writes and reads together")
             depth = max(2, depth)  # one of each
-            with _queue(depth, memory) as queue, queue.open(name, nbytes, create=False) as file:
+            with (
+                _queue(depth, memory) as queue,
+                queue.open(name, nbytes, create=False) as file,
+            ):
                 mixed = _transfer(queue, file, memory, depth, "rw")
                 return DiskRates(
                     path=path,
@@ -666,7 +714,9 @@ def _queue(depth: int, memory: torch.Tensor) -> IoQueue:
     return IoQueue(depth, BLOCK_BYTES, registered=[(memory.data_ptr(), memory.numel())])
 
 
-def _transfer(queue: IoQueue, file: IoFile, memory: torch.Tensor, depth: int, kinds: str) -> float:
+def _transfer(
+    queue: IoQueue, file: IoFile, memory: torch.Tensor, depth: int, kinds: str
+) -> float:
     """The rate of one pass over the file with `depth` blocks in flight, in 1e9 bytes/s.
 
     `kinds` is "r", "w", or "rw" for reads and writes in turn. The pass ends after LONGEST_S.

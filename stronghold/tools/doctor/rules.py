@@ -22,7 +22,8 @@ CHANNEL_CORES = 4
 SLOWEST_READ_GBPS = 1.5  # NVMe disks give two to four times as much
 SLOWEST_WRITE_GBPS = 0.75
 AVAILABLE_SHARE = 0.5
-SWAP_USED_BYTES = 64 << 20  # the system swaps out so much of idle processes without need
+# the system swaps out so much of idle processes without need
+SWAP_USED_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +160,12 @@ def _system_problems(findings: Findings) -> Iterator[Problem]:
         )
     # A refusal of pinned memory has the same remedy, and is known for certain.
     limited = locked is not None and locked < enough
-    if locked is not None and limited and not findings.emulated and not findings.pin_error:
+    if (
+        locked is not None
+        and limited
+        and not findings.emulated
+        and not findings.pin_error
+    ):
         yield Problem(
             what="the limit of locked memory is small",
             got=f"ulimit -l of {locked / GIB:.2f} GiB",

@@ -12,7 +12,11 @@ from pathlib import Path
 from stronghold.errors import ConfigError
 from stronghold.tools.answer import Answer, write_text
 from stronghold.tools.estimate.advice import with_advice
-from stronghold.tools.estimate.estimate import estimate, with_fastest_chunk, with_largest_batch
+from stronghold.tools.estimate.estimate import (
+    estimate,
+    with_fastest_chunk,
+    with_largest_batch,
+)
 from stronghold.tools.estimate.page import config_text, page
 from stronghold.tools.estimate.question import Question, question_from_options
 
@@ -22,7 +26,8 @@ def run(arguments: argparse.Namespace, _: Callable[[str], None]) -> Answer:
     _check_output(arguments)
     question = _question(arguments)
     if arguments.sweep:
-        from stronghold.tools.estimate import sweep  # imports matplotlib, which others do without
+        # imports matplotlib, which others do without
+        from stronghold.tools.estimate import sweep
 
         png = arguments.output or Path(f"sweep_{arguments.sweep}.png")
         points = sweep.sweep(question, arguments.sweep)
@@ -43,7 +48,9 @@ def run(arguments: argparse.Namespace, _: Callable[[str], None]) -> Answer:
 def _question(arguments: argparse.Namespace) -> Question:
     """The question, with the batch and the chunk that the options leave to the estimate."""
     options = inspect.signature(question_from_options).parameters
-    question = question_from_options(**{name: getattr(arguments, name) for name in options})
+    question = question_from_options(
+        **{name: getattr(arguments, name) for name in options}
+    )
     if arguments.batch is None:
         if arguments.chunk == 0:
             question = replace(question, chunk=1)
@@ -60,4 +67,6 @@ def _check_output(arguments: argparse.Namespace) -> None:
         )
     for option, value in (("--write", arguments.write), ("--json", arguments.json)):
         if value and arguments.sweep:
-            raise ConfigError(f"{option} and --sweep: expected one of them; a sweep is many plans")
+            raise ConfigError(
+                f"{option} and --sweep: expected one of them; a sweep is many plans"
+            )

@@ -20,22 +20,28 @@ def config_of(question: Question, plan: Plan) -> dict[str, Any]:
     """
     blocks = question.model.layout.streamed
     kept = len(plan.resident.intersection(blocks))
-    section: dict[str, Any] = {} if question.states == EXACT else {"states": question.states}
+    section: dict[str, Any] = (
+        {} if question.states == EXACT else {"states": question.states}
+    )
     adapters = question.model.adapters
     if adapters is not None and adapters.frozen is not None:
         section["frozen"] = adapters.frozen
     if question.base_on_nvme:
         section["base"] = BASE_PATH
     section |= {
-        "gpu_memory": question.gpu_bytes - plan.activation_bytes,  # the key counts no activations
+        # the key counts no activations
+        "gpu_memory": question.gpu_bytes - plan.activation_bytes,
         "host_memory": question.host_bytes // question.gpus,
         "resident_layers": "all" if kept == len(blocks) else kept,
         "resident_updates": "gpu" if plan.updated_on_gpu else "host",
     }
     if kept < len(blocks):
         section |= {"window": plan.window, "prefetch": plan.prefetch}
-    counts = Counter(plan.activations[index] for index in blocks)  # in the blocks' order
-    section["activations"] = dict(counts) if len(counts) > 1 else next(iter(counts), "keep")
+    # in the blocks' order
+    counts = Counter(plan.activations[index] for index in blocks)
+    section["activations"] = (
+        dict(counts) if len(counts) > 1 else next(iter(counts), "keep")
+    )
     if plan.demand.chunk is not None:
         section["chunk"] = question.chunk
         if question.streams > 1:

@@ -48,7 +48,9 @@ class MetaModel:
         adapters: train alone, over frozen weights. None: all weights train.
     """
 
-    def __init__(self, config: Any, source: Path | None, adapters: Adapters | None = None) -> None:
+    def __init__(
+        self, config: Any, source: Path | None, adapters: Adapters | None = None
+    ) -> None:
         self._config = config
         self._source = source
         self.adapters = adapters
@@ -64,7 +66,8 @@ class MetaModel:
         self._costs: dict[tuple[int, int, str], ModelCosts] = {}
         packed = packed_weights(self._layers, adapters)
         chosen = _formats_of(self._module, packed, adapters)
-        stored = partition(self._module, None, chosen.of, packed)  # as it lies on the host
+        # as it lies on the host
+        stored = partition(self._module, None, chosen.of, packed)
         self.layout: ModelLayout = layout(stored, format_of=chosen.of)
         # Format 0 is that of the parameters which compute as they lie.
         self.inner_formats: Formats = chosen.formats[1:]
@@ -94,7 +97,9 @@ class MetaModel:
     def with_frozen(self, frozen: str) -> MetaModel:
         """Store the frozen weights in the format of this name. The model must have adapters."""
         assert self.adapters is not None
-        return MetaModel(self._config, self._source, replace(self.adapters, frozen=frozen))
+        return MetaModel(
+            self._config, self._source, replace(self.adapters, frozen=frozen)
+        )
 
     def costs_of(self, batch: int, seq: int, dtype: str) -> ModelCosts:
         """The costs of `batch` sequences of `seq` tokens in `dtype` ("bf16", "fp16", "fp32").
@@ -151,7 +156,9 @@ def from_config(path: Path, adapters: Adapters | None = None) -> MetaModel:
     """
     file = path / CONFIG if path.is_dir() else path
     if not file.is_file():
-        problem = f"has no {CONFIG}" if path.is_dir() else "is neither a directory nor a file"
+        problem = (
+            f"has no {CONFIG}" if path.is_dir() else "is neither a directory nor a file"
+        )
         raise ConfigError(
             f"--model {path}: {problem}; expected a local directory of a Hugging Face model, or "
             f"its {CONFIG} (weights are not needed), or --layers, --hidden, --heads and --vocab"
@@ -226,7 +233,11 @@ def _read(file: Path) -> Any:
         raise ConfigError(
             f"--model {file}: model_type: got {kind!r}, which transformers "
             f"{transformers.__version__} does not know; expected the {CONFIG} of one of its models"
-            + (" (custom code is not run)" if isinstance(raw, dict) and "auto_map" in raw else "")
+            + (
+                " (custom code is not run)"
+                if isinstance(raw, dict) and "auto_map" in raw
+                else ""
+            )
         )
     try:
         return transformers.AutoConfig.for_model(kind, **raw)
