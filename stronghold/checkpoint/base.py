@@ -246,10 +246,6 @@ class Base:
         """The layers in the order of the model: the file, offset and length of each."""
         return self.manifest.layers
 
-    def file_path(self, layer: int) -> Path:
-        """A path of the file that holds a layer: this very file, even if another has its name."""
-        return Path(self._files[self.layers[layer].file].system_path)
-
     def read_into(
         self,
         layer: int,
