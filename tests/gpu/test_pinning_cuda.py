@@ -111,7 +111,7 @@ def test_a_fetch_through_the_ring_waits_for_the_drain_that_writes_its_source(
     device.pinning.unpin(slab)
 
 
-def test_the_user_is_told_once(
+def test_one_log_line_names_the_refusal(
     device: CudaDevice,
     refuse_beyond: Callable[[int], None],
     caplog: pytest.LogCaptureFixture,
@@ -123,12 +123,13 @@ def test_the_user_is_told_once(
     with caplog.at_level(logging.WARNING, "stronghold"):
         for slab in others:
             device.pinning.pin(slab)
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert "pin 1048576 bytes of host memory, and refuses 1048576 more" in line
-    assert "ulimit -l unlimited" in line
-    assert first.nbytes < device.pinning.pinned_bytes <= first.nbytes + 300_000
+    pinned_bytes = device.pinning.pinned_bytes
     for slab in (first, *others):
         device.pinning.unpin(slab)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "pin 1.00 MiB of host memory, and refuses 1.00 MiB more" in line
+    assert "ulimit -l unlimited" in line
+    assert first.nbytes < pinned_bytes <= first.nbytes + 300_000
 
 
 @pytest.mark.parametrize("policy", ["keep", "offload", "recompute"])
