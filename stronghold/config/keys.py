@@ -71,8 +71,8 @@ HONOURED = {
     "bf16.bf16_optimizer_states": "DeepSpeed's moments take 4 bytes for both. Exact ones are fp32 "
     "and take 8, lean ones take 2.1 (stronghold.states). The log names the moments in use.",
     "bf16.check_grad_overflow": "Skip a step with NaN or infinite gradients. Absent: true. With "
-    "false the step is applied, as in a plain loop. fp16 always skips. fp32 skips if gradients are "
-    "clipped or added up, as in DeepSpeed's ZeRO.",
+    "false the step is applied, as in a plain loop. fp16 and fp32 always skip, "
+    "as in DeepSpeed's ZeRO.",
     "fp16": "fp16 weights and gradients, fp32 masters and moments on the host, and DeepSpeed's "
     "loss scale: loss_scale (0: dynamic), initial_scale_power, loss_scale_window, min_loss_scale. "
     "hysteresis and consecutive_hysteresis have an effect under ZeRO stages 1 to 3 alone, as in "

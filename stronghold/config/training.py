@@ -92,7 +92,7 @@ class Settings:
     DeepSpeed keys with DeepSpeed's defaults filled in.
 
     gradient_clipping  largest global L2 norm. 0.0: off
-    skip_on_overflow   skip a step if its gradient norm, known in time, is not finite
+    skip_on_overflow   skip a step if its gradient norm is not finite
     managed            false: every step() ends a step, and backwards before it are added up
     optimizer          None: the client brings one, or the engine runs forward alone
     steps_per_print    None: never

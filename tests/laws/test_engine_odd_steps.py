@@ -233,6 +233,7 @@ BAD = {
     "mode",
     [
         {"precision": "fp32", "clipping": 0.5},
+        {"precision": "fp32", "clipping": 0.0},
         {"precision": "bf16", "clipping": 0.5},
         {"precision": "bf16", "clipping": 0.0, "extra": {"bf16": {"enabled": True}}},
         {"precision": "fp32", "clipping": 0.5, "accumulation": 2},
@@ -243,6 +244,7 @@ BAD = {
     ],
     ids=[
         "fp32",
+        "fp32 without clipping",
         "bf16",
         "bf16 without clipping",
         "accumulated",

@@ -285,7 +285,7 @@ def question_from_options(
             + (
                 "fp16 scales the loss by it"
                 if precision == "fp16"
-                else "fp32 has no check"
+                else "fp32 always has the check"
             )
         )
     if early is not None and early < 0:
@@ -352,7 +352,7 @@ def question_from_options(
         optimizer=optimizer.lower(),
         clipping=clipping,
         # 16-bit gradients are checked before any is used: DeepSpeed's default.
-        overflow_check=precision != "fp32" and not no_overflow_check,
+        overflow_check=not no_overflow_check,
         early_layers=early,
         gpu_bytes=gpu_bytes,
         host_bytes=host_bytes,
