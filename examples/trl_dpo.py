@@ -35,9 +35,8 @@ CONFIG = {
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """One token for each printable character. Use your model's tokenizer instead."""
     words = ["<pad>", "<eos>", "<unk>", *map(chr, range(32, 127))]
-    tokenizer = Tokenizer(
-        models.WordLevel({word: i for i, word in enumerate(words)}, "<unk>")
-    )
+    model = models.WordLevel({word: i for i, word in enumerate(words)}, "<unk>")
+    tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
@@ -47,37 +46,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=10)
     arguments = parser.parse_args()
-
     with tempfile.TemporaryDirectory() as folder:
         settings = DPOConfig(
             folder,
             deepspeed=CONFIG,
             per_device_train_batch_size=4,
             max_steps=arguments.steps,
-            max_length=64,
             learning_rate=5e-3,
             logging_steps=1,
             save_strategy="no",
-            report_to=[],
             bf16=HAS_GPU,
             use_cpu=False,  # the engine chooses the device
-            dataloader_pin_memory=HAS_GPU,
         )
         torch.manual_seed(0)
         tokenizer = make_tokenizer()
         sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
-        model = LlamaForCausalLM(
-            LlamaConfig(vocab_size=128, num_hidden_layers=6, **sizes)
-        )
-        pair = {"chosen": "yes", "rejected": "no"}
-        pairs = [
-            {"prompt": f"does {i + 1} come after {i}? ", **pair} for i in range(64)
-        ]
-        lora = LoraConfig(
-            r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"
-        )
+        config = LlamaConfig(vocab_size=128, num_hidden_layers=6, **sizes)
+        model = LlamaForCausalLM(config)
+        questions = [f"does {i + 1} come after {i}? " for i in range(64)]
+        pairs = {"prompt": questions, "chosen": ["yes"] * 64, "rejected": ["no"] * 64}
+        targets = {"target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+        lora = LoraConfig(r=8, lora_alpha=16, **targets)
         data = {
-            "train_dataset": Dataset.from_list(pairs),
+            "train_dataset": Dataset.from_dict(pairs),
             "processing_class": tokenizer,
         }
         trainer = DPOTrainer(model, args=settings, peft_config=lora, **data)

@@ -35,24 +35,17 @@ CONFIG = {
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """One token for each printable character. Use your model's tokenizer instead."""
     words = ["<pad>", "<eos>", "<unk>", *map(chr, range(32, 127))]
-    model = models.WordLevel(
-        {word: i for i, word in enumerate(words)}, unk_token="<unk>"
-    )
+    model = models.WordLevel({word: i for i, word in enumerate(words)}, "<unk>")
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-    )
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=10)
     arguments = parser.parse_args()
-
     with tempfile.TemporaryDirectory() as folder:
         settings = SFTConfig(
             folder,
@@ -63,8 +56,6 @@ def main() -> None:
             learning_rate=1e-3,
             logging_steps=1,
             save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
             bf16=HAS_GPU,
             use_cpu=False,  # the engine chooses the device
             dataloader_pin_memory=HAS_GPU,
@@ -72,15 +63,12 @@ def main() -> None:
         torch.manual_seed(0)
         tokenizer = make_tokenizer()
         sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
-        model = LlamaForCausalLM(
-            LlamaConfig(vocab_size=128, num_hidden_layers=6, **sizes)
-        )
-        dataset = Dataset.from_dict(
-            {"text": [f"{i} comes before {i + 1}" for i in range(64)]}
-        )
-        trainer = SFTTrainer(
-            model, settings, train_dataset=dataset, processing_class=tokenizer
-        )
+        config = LlamaConfig(vocab_size=128, num_hidden_layers=6, **sizes)
+        model = LlamaForCausalLM(config)
+        texts = [f"{i} comes before {i + 1}" for i in range(64)]
+        dataset = Dataset.from_dict({"text": texts})
+        data = {"train_dataset": dataset, "processing_class": tokenizer}
+        trainer = SFTTrainer(model, settings, **data)
         trainer.train()
         for entry in trainer.state.log_history:
             if "loss" in entry:

@@ -41,6 +41,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 from stronghold.devices.emulated import EmulatedDevice  # noqa: E402
+from tests.support.sampling import mark_sampled  # noqa: E402
 from tests.support.turns import turn  # noqa: E402
 
 HAS_CUDA = torch.cuda.is_available()
@@ -92,7 +93,9 @@ def pytest_runtest_setup() -> None:
     os.environ["MASTER_PORT"] = str(free_port())
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_sampled(items)
     if HAS_CUDA:
         return
     for item in items:

@@ -36,6 +36,7 @@ def compile_plain(model: nn.Module, backend: str) -> None:
         block.forward = torch.compile(block.forward, backend=backend)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("section", "precision", "backend"),
     [

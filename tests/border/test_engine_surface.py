@@ -505,6 +505,7 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("mode", "place", "zero"),
     pairs(

@@ -320,14 +320,8 @@ LAUNCHERS = {
 }
 
 
-@pytest.mark.parametrize(
-    # Accelerate's is torch's run; scripts/finetune is started by DeepSpeed's
-    "launcher",
-    [
-        "accelerate",
-        *(pytest.param(x, marks=pytest.mark.slow) for x in ("deepspeed", "torchrun")),
-    ],
-)
+@pytest.mark.slow  # the default run starts scripts/finetune with DeepSpeed's launcher
+@pytest.mark.parametrize("launcher", ["accelerate", "deepspeed", "torchrun"])
 def test_launchers_start_a_script_through_run(launcher: str, script: Path) -> None:
     """In two processes, which share the state of one model."""
     from tests.conftest import free_port

@@ -209,6 +209,7 @@ def by_the_engine(program: str, place: str) -> Run:
     return ran(program, place, by_engine)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("program", "place"), each(list(PROGRAMS), list(PLACES)))
 def test_a_users_backward_has_the_bits_of_the_engines(program: str, place: str) -> None:
     """Wherever layers are: that changes no bit, but chunks are added otherwise."""

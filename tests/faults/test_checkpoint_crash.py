@@ -217,6 +217,7 @@ with directory.hidden_directory(Path(sys.argv[1]), "tag") as hidden:
 """
 
 
+@pytest.mark.slow
 def test_a_save_in_a_container_of_the_same_host_name_is_left_alone(
     tmp_path: Path,
 ) -> None:
@@ -332,6 +333,7 @@ def save_and_die(save_dir: Path, content: str, number: int) -> None:
     directory.write_latest(save_dir, "tag")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("exchange", [True, False])
 def test_a_crash_before_any_call_leaves_the_old_tag_or_the_new_one(
     exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

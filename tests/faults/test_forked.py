@@ -86,6 +86,7 @@ USES: dict[str, Callable[[Any, Path], object]] = {
 CALLS = {"the model itself": lambda engine, _: engine.module(**batch_of(engine))}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("section", "uses"), [(STREAMED, USES | CALLS), (WHOLE, USES)])
 def test_whatever_uses_an_engine_in_a_child_is_refused_at_once(
     section: dict[str, Any],

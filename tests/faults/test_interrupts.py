@@ -95,6 +95,7 @@ def train(block: nn.Module, x: Tensor) -> list[Tensor]:
     )
 
 
+@pytest.mark.slow
 def test_an_interrupt_while_a_block_runs_again_leaves_it_as_it_was() -> None:
     """At each bytecode of what gives the block its old state, and takes it away."""
     torch.manual_seed(0)

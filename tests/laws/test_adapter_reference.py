@@ -138,6 +138,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
 DAILY = [("window 1", "bf16"), ("window 2, kept", "fp32"), ("all on the GPU", "fp32")]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", LOSSES)
 @pytest.mark.parametrize(
     ("section", "precision"),

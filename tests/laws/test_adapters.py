@@ -116,6 +116,7 @@ CASES: dict[str, Factory] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("case", "precision"),
     [
@@ -572,6 +573,7 @@ def streamed_blocks(model: Any) -> list[nn.Module]:
     return list(model.base_model.model.model.layers)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("section", EXPERT_SECTIONS, ids=str)
 @pytest.mark.parametrize(
     ("family", "precision", "accumulation"),

@@ -101,6 +101,7 @@ PLACES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("place", "policy"),
     [  # each level in two of the places, each place with three of the levels
@@ -256,6 +257,7 @@ def plain_zoo(name: str) -> Run:
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "section",
     [
@@ -298,6 +300,7 @@ def alibi(
     return model.train(), llama()[1]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", ["keep", "recompute"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", ["bloom", "falcon"])

@@ -49,6 +49,7 @@ def test_every_family_that_keeps_modules_in_fp32_is_trained_here_or_has_its_reas
 SLOW = {"nemotron_h", "nemotron3_5_transcribe"}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in FAMILIES],
@@ -225,6 +226,7 @@ def between(of: dict[str, str], engine: Any, make_batch: Any) -> None:
         interrupt(what, of["model"], engine, make_batch)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", covering(list(AXES.values()), never), ids="-".join)
 def test_nothing_changes_a_bit(
     case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -308,6 +310,7 @@ BYTES: dict[tuple[torch.dtype, bool], tuple[int, float]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("precision", ["bf16", "lean", "fp16"])
 @pytest.mark.parametrize(("clipping", "accumulation"), [(0.5, 1), (0.0, 1), (0.5, 3)])
 @pytest.mark.parametrize("name", MIXED)

@@ -85,6 +85,7 @@ def state_of(engine: Any) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("precision", ["bf16", "lean", "fp16"])
 @pytest.mark.parametrize("name", MIXED)
 def test_a_training_that_moves_on_at_each_step_is_the_one_that_goes_straight_on(
@@ -107,6 +108,7 @@ def test_a_training_that_moves_on_at_each_step_is_the_one_that_goes_straight_on(
 
 
 # -- across the key --------------------------------------------------------------------------------
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "precision"),
     [("lora", "bf16"), ("t5", "bf16"), ("odd", "bf16"), ("odd", "fp16")],
@@ -185,6 +187,7 @@ def test_weights_alone_cross_the_key_by_value(
 
 
 # -- DeepSpeed's functions -------------------------------------------------------------------------
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("place", ["one slot", "all in files", "updated on the gpu"])
 @pytest.mark.parametrize("name", ["lora", "odd"])
 @pytest.mark.parametrize("precision", ["bf16", "lean", "fp16"])

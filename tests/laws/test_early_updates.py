@@ -481,6 +481,7 @@ def test_parameters_without_a_gradient_keep_their_values(
 
 
 # -- bytes -----------------------------------------------------------------------------------------
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("count", [0, 1, 3, "all"])
 @pytest.mark.parametrize("name", ["gpt", "weird_model", "frozen", "uneven"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "lean"])

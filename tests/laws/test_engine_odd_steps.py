@@ -75,6 +75,7 @@ def test_a_forward_that_is_stopped_by_hand_leaves_nothing_behind(
             both.step()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "error", [RuntimeError("a hook of the user's"), KeyboardInterrupt()]
 )
@@ -333,6 +334,7 @@ def test_the_norm_is_torchs_norm_before_clipping() -> None:
 # --- weights from outside -------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("way", "precision", "section"),
     pairs(

@@ -108,6 +108,7 @@ def plain(
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "where", "update", "accumulation", "precision"),
     pairs(
@@ -184,6 +185,7 @@ def check_homes(engine: Any, chosen: Chosen, path: Path) -> None:
     assert bool(now.files.file_bytes) == has_files
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("first", "then"), [("mixed", "mixed"), ("masters", None), (None, "mixed")]
 )

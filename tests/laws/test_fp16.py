@@ -65,6 +65,7 @@ def settings(
     return {**made, **fp16(**section)}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("clipping", [0.0, 0.1])
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize(

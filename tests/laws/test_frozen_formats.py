@@ -72,6 +72,7 @@ def same_bytes(run: Run, expected: Run) -> None:
     assert_identical(run, expected)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("rule", ["own", "cast"])
 @pytest.mark.parametrize("stored", BYTES, ids=str)
 @pytest.mark.parametrize("place", PLACES)
@@ -184,6 +185,7 @@ def test_a_frozen_number_costs_one_byte_on_the_host_and_on_the_link(
     engine.destroy()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("stored", BYTES, ids=str)
 def test_destroy_gives_frozen_bytes_back_unchanged(
@@ -293,6 +295,7 @@ class Stacked(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("place", ["one slot", "all in files"])
 @pytest.mark.parametrize("stored", FURTHER, ids=str)
 def test_numbers_of_every_dtype_move_as_bytes_and_are_saved_where_files_have_the_dtype(

@@ -165,6 +165,7 @@ RUNS_OUT_IN = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("place", "mode"), each(list(RUNS_OUT_IN), ["gated", "accumulated"])
 )

@@ -58,6 +58,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 # -- bits ------------------------------------------------------------------------------------------
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "mode", "place"), pairs(TOYS, list(MODES), list(PLACES))
 )
@@ -147,6 +148,7 @@ def test_what_is_pinned_about_blocks_is_refused_where_there_are_none() -> None:
 
 
 # -- what else an engine does ----------------------------------------------------------------------
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["two_scalars", "one_weird_block", "half_frozen"])
 def test_a_resumed_run_is_the_uninterrupted_one(

@@ -146,6 +146,7 @@ def section_of(place: str, folder: Path) -> dict[str, Any]:
     return section
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(
     ("precision", "clipping", "accumulation"),

@@ -94,6 +94,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("place", "model", "name"), CASES)
 def test_a_packed_base_has_the_bits_of_its_decoded_weights(
     place: str, model: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -95,6 +95,7 @@ def factory(block: type[Block] = Block) -> Any:
     return model, batch
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 @pytest.mark.parametrize("clipping", [0.0, 0.5])
 @pytest.mark.parametrize("block", [Block, Half, Shared, Checkpointed])

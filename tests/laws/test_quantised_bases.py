@@ -109,6 +109,7 @@ def daily(*kinds: str) -> list[Any]:
     ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "place"),
     [

@@ -233,6 +233,7 @@ KEPT: dict[str, Callable[[nn.Parameter], Any]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("place", "keep", "updates"), pairs(list(PLACES), list(KEPT), UPDATES)
 )

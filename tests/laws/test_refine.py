@@ -284,6 +284,7 @@ def replaced(engine: Any, place: dict[str, Any]) -> None:
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["llama", "gpt_tied", "frozen", "uneven"])
 @pytest.mark.parametrize(
     ("clipping", "accumulation", "precision"),

@@ -164,6 +164,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("place", "run", "updates"), pairs(list(PLACES), RUNS, UPDATES)
 )
@@ -196,6 +197,7 @@ WHERE: dict[str, Callable[[Any], nn.Module]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("place", "through", "where", "precision"),
     pairs(

@@ -113,6 +113,7 @@ WRITES = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("section", "updates", "write"), pairs(list(SECTIONS), UPDATES, WRITES)
 )
@@ -137,6 +138,7 @@ def test_what_is_written_in_place_is_used_and_trained(
         KEPT.clear()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("through", ["data", "no_grad"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("section", SECTIONS)

@@ -211,6 +211,7 @@ def test_predicted_cases_say_so_and_stand_beside_the_published_figures(
         assert ("published*" in page.read_text()) is (case is not case6_tokens)
 
 
+@pytest.mark.slow
 def test_the_predicted_largest_size_is_bounded_by_the_hosts_memory(
     tmp_path: Path,
 ) -> None:

@@ -184,6 +184,7 @@ def test_a_test_that_is_alone_is_alone_in_a_piece_of_several_processes(
     assert (tmp_path / "met").exists(), "the others ran one after the other"
 
 
+@pytest.mark.slow
 def test_a_test_that_hangs_shows_where_and_the_piece_ends(tmp_path: Path) -> None:
     python = python_that_runs(HANGS, tmp_path)
     begun = time.monotonic()
@@ -223,6 +224,7 @@ def test_check_finds_everything_here(tmp_path: Path) -> None:
     assert "everything is here" in result.stdout
 
 
+@pytest.mark.slow
 def test_check_names_the_wheels_to_carry(tmp_path: Path) -> None:
     hidden = (
         f'set -- "${{@/#hjson=/no=}}"; exec {sys.executable} "${{@/#msgpack=/no=}}"'

@@ -154,6 +154,7 @@ def test_the_notebook_shows_what_it_printed() -> None:
     assert "/home/" not in NOTEBOOK.read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_the_launchers_line_trains_on_two_ranks() -> None:
     if torch.cuda.device_count() == 1:
         pytest.skip("two ranks need two GPUs, or none")

@@ -94,6 +94,7 @@ def slow_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]:
     shutil.rmtree(folder)
 
 
+@pytest.mark.slow
 def test_a_slow_machine_trains_fewer_steps_and_ends_in_time(slow_run: Ran) -> None:
     assert slow_run.status == 0, slow_run.output
     assert slow_run.summary["seconds"] < COMMAND_S
@@ -156,6 +157,7 @@ def test_given_steps_are_taken_exactly_however_slow_the_machine(tmp_path: Path) 
     assert ran.summary["held_out"][-1][0] == 5.0
 
 
+@pytest.mark.slow
 def test_a_training_whose_steps_become_slower_ends_in_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -287,6 +289,7 @@ WRITTEN_OUT = {
 }
 
 
+@pytest.mark.slow
 def test_the_compared_loops_write_attention_out(tmp_path: Path) -> None:
     """The backward of fused attention adds in any order on a GPU, unless it may raise an error."""
     quickstart = module("quickstart")

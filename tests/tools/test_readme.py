@@ -220,6 +220,7 @@ def anchors(path: Path) -> set[str]:
     return {re.sub(r"[-\s]+", "-", heading) for heading in plain}
 
 
+@pytest.mark.slow
 @needs_set_up
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     run(

@@ -355,6 +355,7 @@ def test_the_command_prints_the_table_and_writes_the_machines_profile(
     assert saved.nvme_path in ("", str(tmp_path / "here"))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_the_command_writes_where_it_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -367,6 +368,7 @@ def test_the_command_writes_where_it_is_told(
     assert profile.find_profile() is None
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_the_table_is_printed_even_if_the_profile_cannot_be_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

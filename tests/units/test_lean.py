@@ -32,6 +32,7 @@ HALF = 1 + 2**-20  # half a step, and the rounding of the few operations on the 
 # ---- The kernel is the reference ----------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("isa", "grad_dtype", "form"), pairs(native.isas(), DTYPES, FORMS)
 )

@@ -211,6 +211,7 @@ def failure(store: NvmeStore, verb: str, extent: Extent, count: int) -> OSError:
     return error
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("verb", ["read", "write"])
 @pytest.mark.parametrize("left", [0, 5 * PAGE + 100, 199 * PAGE])
 def test_a_truncated_file_is_an_error_at_the_next_transfer(

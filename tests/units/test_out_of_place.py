@@ -88,6 +88,7 @@ def assert_step_is_that_in_place(
     assert targets.are_guards_untouched()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("isa", "layout", "grad_dtype", "form"),
     pairs(native.isas(), LAYOUTS, DTYPES, FORMS),
@@ -150,6 +151,7 @@ def test_some_arrays_in_place_and_others_not_never_change_a_bit(optimizer, layou
                     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("num_threads", [2, 3])

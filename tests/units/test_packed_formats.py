@@ -294,6 +294,7 @@ def test_every_code_and_scale_decodes_like_the_reference(isa, dtype):
             assert_decodes_like_torch(pool, exhaustive_cases(), dtype, skip)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("isa", native.isas())
 def test_fp8_with_any_scale_decodes_like_the_reference(isa, dtype):
@@ -301,6 +302,7 @@ def test_fp8_with_any_scale_decodes_like_the_reference(isa, dtype):
         assert_decodes_like_torch(pool, [("fp8", *fp8_with_random_scales(4096))], dtype)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("isa", native.isas())

@@ -255,6 +255,7 @@ def test_nvme_needs_a_measured_disk(
 # -- what does not fit ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_lean_states_are_named_where_host_memory_is_short_and_chosen_only_when_asked_for(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -287,6 +288,7 @@ def test_what_does_not_fit_is_said_with_the_change_that_makes_it_fit(
     assert status == 1
 
 
+@pytest.mark.slow
 def test_a_gpu_too_small_for_one_layer_is_told_what_it_needs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -602,6 +604,7 @@ def test_without_transformers_the_way_out_is_named(
 # -- mistakes -------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -772,6 +775,7 @@ def test_updates_that_wait_for_the_gate_are_named_where_the_step_waits_for_them(
     assert "updates wait" not in fast
 
 
+@pytest.mark.slow
 def test_the_config_has_as_many_early_layers_as_the_plan(tmp_path: Path) -> None:
     machine = slow_adam(tmp_path, 60.0)
     changes = {"layers": 12, "hidden": 1024, "batch": 4, "seq": 512, "gpu": "350MB"}
@@ -845,6 +849,7 @@ BATCHES: dict[str, tuple[int, int, dict[str, str]]] = {  # batch, accumulation, 
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("machine", "case", "updates"),
     pairs(machine_names(), BATCHES, {"gated": {}, "early": EARLY}),

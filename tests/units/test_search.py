@@ -123,6 +123,7 @@ def sweep(
     return chosen_s, best, count
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_no_step_is_shorter_than_its_bound(pair: Pair) -> None:
     layout, costs, machine, demand = demand_of(pair)
@@ -150,6 +151,7 @@ def test_no_step_is_shorter_than_its_bound(pair: Pair) -> None:
     assert count > 0
 
 
+@pytest.mark.slow
 def test_the_choice_is_within_two_per_cent_of_a_sweep_of_all_levels() -> None:
     chosen, best, count = sweep(PAIRS[2], residents=[0, 4], windows=[2, 4], steps=3)
     assert count > 0
@@ -181,6 +183,7 @@ def test_what_the_user_pinned_stays() -> None:
     assert plan.resident & set(blocks) == {blocks[-1]}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("pair", PAIRS[:3], ids=str)
 def test_a_refusal_names_the_smallest_budget_that_fits(pair: Pair) -> None:
     layout, costs, machine, demand = demand_of(pair)

@@ -212,6 +212,7 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     return drawn
 
 
+@pytest.mark.slow
 def test_mutated_traces_are_refused_or_drawn(
     three_steps: Path, figures: list[Figure]
 ) -> None:

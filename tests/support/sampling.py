@@ -1,0 +1,40 @@
+"""A share of a test's cases for the default run."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+
+import pytest
+
+
+def mark_sampled(items: Iterable[pytest.Item]) -> None:
+    """Mark cases of tests with the mark `sampled(n)` as slow.
+
+    Of the cases that are not slow yet, each n-th stays, from the first on. So does the first case
+    with a value of a parameter that has at most n values.
+    """
+    cases: dict[object, list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        is_sampled = item.get_closest_marker("sampled") is not None
+        if is_sampled and item.get_closest_marker("slow") is None:
+            assert isinstance(item, pytest.Function)
+            cases[item.parent, item.originalname].append(item)
+    for of_test in cases.values():
+        _mark(of_test)
+
+
+def _mark(cases: list[pytest.Function]) -> None:
+    (every,) = cases[0].get_closest_marker("sampled").args
+    values = {value for case in cases for value in case.callspec.indices.items()}
+    num_values = Counter(name for name, _ in values)
+    seen: set[tuple[str, int]] = set()
+    for number, case in enumerate(cases):
+        short = {
+            (name, index)
+            for name, index in case.callspec.indices.items()
+            if num_values[name] <= every
+        }
+        if number % every and short <= seen:
+            case.add_marker(pytest.mark.slow)
+        seen |= short
