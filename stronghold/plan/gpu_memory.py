@@ -73,55 +73,68 @@ def activation_parts(
 
 
 # -- buffers --------------------------------------------------------------------------------------
-def gpu_bytes(places: Places, window: int, gradient_slots: int) -> dict[str, int]:
-    """Bytes of each part of the GPU's peak, without activations, with so many slots."""
-    demand = places.demand
-    training, formats = demand.training, demand.formats
-    trained = places.on_gpu if training else ()
-    own_gradients = places.own_slots if training else ()
-    gradient_slot = max(
-        (_bytes([e], formats, "gradients") for e in places.shared_slots), default=0
-    )
-    by_torch = _unpadded_bytes(trained, formats) if places.whole else 0
-    reduced = (
-        _largest_range_bytes(places.on_host, formats) if demand.reduces_in_room else 0
-    )
-    accumulated = _bytes(trained, formats, "accumulated") if demand.accumulate else 0
-    return {
-        "weight slots": window * weight_slot_bytes(places),
-        "gradient slots": gradient_slots * gradient_slot,
-        "fp32 sums of chunks": _chunk_sums_bytes(places, gradient_slots),
-        "decoded weights": decoded_buffer_bytes(places.layout),
-        "resident blocks": _bytes(places.resident_blocks, formats, "weights"),
-        "outside the blocks": _bytes(places.outside, formats, "weights"),
-        "gradients of resident layers": _bytes(own_gradients, formats, "gradients"),
-        "rest of the masters": _bytes(trained, formats, "low"),
-        "moments": _bytes(trained, formats, *moment_arrays(formats)),
-        "accumulated gradients": accumulated,
-        "gradients (kept by torch)": by_torch,
-        "gradients of other ranks": reduced if training else 0,
-    }
+class GpuMemory:
+    """Bytes of the GPU's peak, for any number of slots.
 
+    A plan asks for several numbers of slots. Sums over layers are made once.
 
-def gpu_total_bytes(places: Places, window: int, gradient_slots: int) -> int:
-    """Bytes of the GPU's peak with so many slots. Activations count, or the room reserved for
-    them."""
-    demand = places.demand
-    activations = activation_bytes(places.layout, places.activations, demand)
-    buffers = sum(gpu_bytes(places, window, gradient_slots).values())
-    return max(activations, demand.reserve_bytes) + buffers
+    places           where the layers are
+    activations      bytes of activations, as `activation_bytes` has them
+    slot             bytes of one slot for weights
+    gradient_slot    bytes of one slot for gradients
+    """
+
+    def __init__(self, places: Places) -> None:
+        demand = places.demand
+        training, formats = demand.training, demand.formats
+        self.places = places
+        self.activations = activation_bytes(places.layout, places.activations, demand)
+        self.slot = _largest_bytes(places.streamed, formats, "weights")
+        self.gradient_slot = _largest_bytes(places.shared_slots, formats, "gradients")
+        self._sums_in_slot, self._own_sums = _chunk_sums_bytes(places)
+        trained = places.on_gpu if training else ()
+        own_gradients = places.own_slots if training else ()
+        by_torch = _unpadded_bytes(trained, formats) if places.whole else 0
+        reduced = 0
+        if training and demand.reduces_in_room:
+            reduced = _largest_range_bytes(places.on_host, formats)
+        accumulated = 0
+        if demand.accumulate:
+            accumulated = _bytes(trained, formats, "accumulated")
+        resident_blocks = _bytes(places.resident_blocks, formats, "weights")
+        self._beside_slots = {
+            "decoded weights": decoded_buffer_bytes(places.layout),
+            "resident blocks": resident_blocks,
+            "outside the blocks": _bytes(places.outside, formats, "weights"),
+            "gradients of resident layers": _bytes(own_gradients, formats, "gradients"),
+            "rest of the masters": _bytes(trained, formats, "low"),
+            "moments": _bytes(trained, formats, *moment_arrays(formats)),
+            "accumulated gradients": accumulated,
+            "gradients (kept by torch)": by_torch,
+            "gradients of other ranks": reduced,
+        }
+        self._beside_slots_bytes = sum(self._beside_slots.values())
+
+    def parts(self, window: int, gradient_slots: int) -> dict[str, int]:
+        """Bytes of each part of the peak, without activations, with so many slots."""
+        return {
+            "weight slots": window * self.slot,
+            "gradient slots": gradient_slots * self.gradient_slot,
+            "fp32 sums of chunks": gradient_slots * self._sums_in_slot + self._own_sums,
+            **self._beside_slots,
+        }
+
+    def total(self, window: int, gradient_slots: int) -> int:
+        """Bytes of the peak with so many slots. Activations count, or the room reserved for
+        them."""
+        slots = window * self.slot + self._own_sums + self._beside_slots_bytes
+        slots += gradient_slots * (self.gradient_slot + self._sums_in_slot)
+        return max(self.activations, self.places.demand.reserve_bytes) + slots
 
 
 def decoded_buffer_bytes(layout: ModelLayout) -> int:
     """Bytes of the buffer for the decoded weights of one layer: the largest layer's."""
     return max((layer.decoded_bytes for layer in layout.layers), default=0)
-
-
-def weight_slot_bytes(places: Places) -> int:
-    """Bytes of one slot of the window: the weights of the largest streamed layer."""
-    formats = places.demand.formats
-    sizes = [_bytes([layer], formats, "weights") for layer in places.streamed]
-    return max(sizes, default=0)
 
 
 def sum_numel(layer: LayerLayout, formats: Formats) -> int:
@@ -139,6 +152,11 @@ def _bytes(layers: Iterable[LayerLayout], formats: Formats, *arrays: str) -> int
     return sum(
         array_bytes(layer, formats, array) for layer in layers for array in arrays
     )
+
+
+def _largest_bytes(layers: Iterable[LayerLayout], formats: Formats, array: str) -> int:
+    """Bytes of this array of the layer whose array is the largest."""
+    return max((array_bytes(layer, formats, array) for layer in layers), default=0)
 
 
 def _range_bytes(layer_range: Range, numel: int, formats: Formats) -> int:
@@ -164,11 +182,12 @@ def _largest_range_bytes(layers: Iterable[LayerLayout], formats: Formats) -> int
     return max(sizes, default=0)
 
 
-def _chunk_sums_bytes(places: Places, gradient_slots: int) -> int:
-    """Bytes of the fp32 sums beside the gradient slots of blocks, where chunks add to them."""
+def _chunk_sums_bytes(places: Places) -> tuple[int, int]:
+    """Bytes of the fp32 sums of chunks of blocks: beside each gradient slot, and beside the
+    gradients that have no slot."""
     demand = places.demand
     if not demand.training or demand.chunk is None:
-        return 0
+        return 0, 0
     formats = demand.formats
     largest = max(
         (sum_numel(layer, formats) for layer in places.shared_slots), default=0
@@ -176,7 +195,7 @@ def _chunk_sums_bytes(places: Places, gradient_slots: int) -> int:
     unshared = sum(
         sum_numel(layer, formats) for layer in places.own_slots if layer.streamed
     )
-    return 4 * (gradient_slots * largest + unshared)
+    return 4 * largest, 4 * unshared
 
 
 # -- slots ----------------------------------------------------------------------------------------
@@ -191,16 +210,15 @@ class Slots:
     reason: str
 
 
-def choose_slots(places: Places) -> Slots:
+def choose_slots(memory: GpuMemory) -> Slots:
     """The slots that the budget holds, or that the config asks for. BudgetError if they do not fit,
     ConfigError for a prefetch that the window cannot hold."""
-    if places.demand.gpu_budget_bytes is None:
-        return _slots_without_budget(places)
-    if places.demand.window is not None:
-        return _slots_for_window(
-            places, places.demand.window, places.demand.gpu_budget_bytes
-        )
-    return _slots_within(places, places.demand.gpu_budget_bytes)
+    demand = memory.places.demand
+    if demand.gpu_budget_bytes is None:
+        return _slots_without_budget(memory)
+    if demand.window is not None:
+        return _slots_for_window(memory, demand.window, demand.gpu_budget_bytes)
+    return _slots_within(memory, demand.gpu_budget_bytes)
 
 
 def most_gradient_slots(places: Places) -> int:
@@ -212,72 +230,72 @@ def most_gradient_slots(places: Places) -> int:
     return 1 if places.updated_on_gpu >= set(trainable) else MAX_GRADIENT_SLOTS
 
 
-def _slots_without_budget(places: Places) -> Slots:
-    demand = places.demand
+def _slots_without_budget(memory: GpuMemory) -> Slots:
+    places, demand = memory.places, memory.places.demand
     wanted = demand.window or max(DEFAULT_WINDOW, 1 + (demand.prefetch or 0))
     window = min(wanted, len(places.streamed))
     why = demand.why("window") if demand.window else "no gpu budget"
     return Slots(
         window=window,
         gradient_slots=most_gradient_slots(places),
-        prefetch=_prefetch(places, window),
+        prefetch=_prefetch(memory, window),
         reason=f"window: {window} slots ({why})",
     )
 
 
-def _slots_for_window(places: Places, wanted: int, budget: int) -> Slots:
+def _slots_for_window(memory: GpuMemory, wanted: int, budget: int) -> Slots:
     """The config's window, and the most gradient slots that fit beside it."""
+    places = memory.places
     window = min(wanted, len(places.streamed))
     gradient_slots = most_gradient_slots(places)
-    while (
-        gradient_slots > 1 and gpu_total_bytes(places, window, gradient_slots) > budget
-    ):
+    while gradient_slots > 1 and memory.total(window, gradient_slots) > budget:
         gradient_slots -= 1
-    need = gpu_total_bytes(places, window, gradient_slots)
+    need = memory.total(window, gradient_slots)
     if need > budget:
-        raise _gpu_refusal(places, need, window, gradient_slots)
+        raise _gpu_refusal(memory, need, window, gradient_slots)
     return Slots(
         window=window,
         gradient_slots=gradient_slots,
-        prefetch=_prefetch(places, window),
+        prefetch=_prefetch(memory, window),
         reason=f"window: {window} slots ({places.demand.why('window')})",
     )
 
 
-def _slots_within(places: Places, budget: int) -> Slots:
+def _slots_within(memory: GpuMemory, budget: int) -> Slots:
     """The most slots that fit."""
+    places = memory.places
     num_streamed = len(places.streamed)
     most_gradients = most_gradient_slots(places)
     gradient_slots = min(1, most_gradients)
-    smallest = smallest_bytes(places)
+    smallest = smallest_bytes(memory)
     if smallest > budget:
-        raise _gpu_refusal(places, smallest, min(1, num_streamed), gradient_slots)
+        raise _gpu_refusal(memory, smallest, min(1, num_streamed), gradient_slots)
     # A second gradient slot lets a drain overlap the next backward: worth more than a third
     # weight slot.
-    if gpu_total_bytes(places, min(2, num_streamed), most_gradients) <= budget:
+    if memory.total(min(2, num_streamed), most_gradients) <= budget:
         gradient_slots = most_gradients
-    slot_bytes = weight_slot_bytes(places)
-    room = budget - gpu_total_bytes(places, 0, gradient_slots)
-    window = min(num_streamed, room // slot_bytes) if slot_bytes else num_streamed
+    room = budget - memory.total(0, gradient_slots)
+    window = min(num_streamed, room // memory.slot) if memory.slot else num_streamed
     why = f"the most that {format_size(budget)} hold (stronghold.gpu_memory)"
     return Slots(
         window=window,
         gradient_slots=gradient_slots,
-        prefetch=_prefetch(places, window),
+        prefetch=_prefetch(memory, window),
         reason=f"window: {window} slots, {why}",
     )
 
 
-def smallest_bytes(places: Places) -> int:
+def smallest_bytes(memory: GpuMemory) -> int:
     """Bytes on the GPU with one weight slot and one gradient slot, or none where none is of use."""
-    window = min(1, len(places.streamed))
-    gradient_slots = min(1, most_gradient_slots(places))
-    return gpu_total_bytes(places, window, gradient_slots)
+    window = min(1, len(memory.places.streamed))
+    gradient_slots = min(1, most_gradient_slots(memory.places))
+    return memory.total(window, gradient_slots)
 
 
-def _prefetch(places: Places, window: int) -> int:
+def _prefetch(memory: GpuMemory, window: int) -> int:
     """How many layers are fetched ahead; one slot of the window holds the layer that computes."""
-    demand, num_streamed = places.demand, len(places.streamed)
+    places, demand = memory.places, memory.places.demand
+    num_streamed = len(places.streamed)
     most = max(0, window - 1)
     wanted = most if demand.prefetch is None else demand.prefetch
     # there are no more layers to fetch ahead
@@ -287,7 +305,7 @@ def _prefetch(places: Places, window: int) -> int:
         remedy = f"stronghold.window to {wanted + 1}"
     else:
         slots = min(wanted + 1, num_streamed)
-        need = gpu_total_bytes(places, slots, most_gradient_slots(places))
+        need = memory.total(slots, most_gradient_slots(places))
         remedy = f"stronghold.gpu_memory to {format_size(need, round_up=True)}"
     raise ConfigError(
         f"stronghold.prefetch: got {wanted}, expected less than the window of {window} slots, one "
@@ -297,13 +315,13 @@ def _prefetch(places: Places, window: int) -> int:
 
 # -- refusal --------------------------------------------------------------------------------------
 def _gpu_refusal(
-    places: Places, need: int, window: int, gradient_slots: int
+    memory: GpuMemory, need: int, window: int, gradient_slots: int
 ) -> BudgetError:
     """Why a plan of `need` bytes does not fit the GPU: what takes them, and the ways out."""
-    demand = places.demand
+    places, demand = memory.places, memory.places.demand
     budget = demand.gpu_budget_bytes or 0
     kept = activation_parts(places.layout, places.activations, demand)
-    parts = gpu_bytes(places, window, gradient_slots) | kept
+    parts = memory.parts(window, gradient_slots) | kept
     reserved = demand.reserve_bytes - sum(kept.values())
     if reserved > 0:
         parts["reserved for activations"] = reserved
@@ -322,7 +340,7 @@ def _gpu_refusal(
     tokens = f" with {demand.tokens:,} tokens in a micro-batch" if demand.tokens else ""
     at_least = format_size(need, round_up=True)
     ways = [f"raise gpu_memory to at least {at_least}, if the gpu has it"]
-    ways += _ways_with_fewer_buffers(places, need)
+    ways += _ways_with_fewer_buffers(memory, need)
     if sum(kept.values()) > need // 2:
         ways += _ways_with_fewer_activations(demand, kept)
     return BudgetError(
@@ -333,10 +351,11 @@ def _gpu_refusal(
     )
 
 
-def _ways_with_fewer_buffers(places: Places, need: int) -> list[str]:
+def _ways_with_fewer_buffers(memory: GpuMemory, need: int) -> list[str]:
     """Changes of the config with which weights, gradients and states take fewer bytes."""
-    demand, ways = places.demand, []
-    smallest = smallest_bytes(places)
+    places, demand = memory.places, memory.places.demand
+    ways = []
+    smallest = smallest_bytes(memory)
     if places.num_blocks and demand.pins("window") and smallest < need:
         fewer = format_size(smallest, round_up=True)
         ways.append(f"leave window out, with which {fewer} suffice")
