@@ -8,8 +8,11 @@ thread or on the io lane.
 
 1. The constructor copies buffers, counters and schedules.
 2. A job reads a layer after the layer's newest update. The next update waits for the job.
-3. So an asynchronous save writes the same bytes as a save that stops training.
-4. A program that writes weights in place waits for no job. A save fails if its versions differ.
+3. A gate may commit an early update before the job runs: other memory becomes the layer's arrays.
+   The job reads the memory of step 1. The next early update writes that memory, and waits for the
+   job.
+4. So an asynchronous save writes the same bytes as a save that stops training.
+5. A program that writes weights in place waits for no job. A save fails if its versions differ.
 
 [Note: one tag]
 
@@ -24,7 +27,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -103,31 +106,40 @@ class SavedParameter(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _HeldItems:
-    """`Entry.pieces` of one array of a layer: elements [begin, end), wherever the array lies."""
+    """`Entry.pieces` of one array of a layer: elements [begin, end), wherever the array lies.
+
+    `memory`: as in `ArrayAccess.pieces`.
+    """
 
     access: ArrayAccess
     layer: int
     array: str
     begin: int
     end: int
+    memory: Mapping[str, torch.Tensor] | None
 
     def __call__(self) -> Iterator[torch.Tensor]:
         for _, views in self.access.pieces(
-            self.layer, (self.array,), self.begin, self.end
+            self.layer, (self.array,), self.begin, self.end, memory=self.memory
         ):
             yield views[self.array]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LayerJob:
-    """Job of the io lane that writes one layer. `versions` are those of its parameters."""
+    """Job of the io lane that writes one layer, as it was when the job was queued.
+
+    versions  of its parameters
+    memory    its arrays in memory, by name
+    """
 
     save: Save
     layer: int
     versions: list[int]
+    memory: Mapping[str, torch.Tensor]
 
     def __call__(self) -> None:
-        self.save.write_guarded(self.layer, versions=self.versions)
+        self.save.write_guarded(self.layer, self)
 
 
 class Save:
@@ -229,8 +241,12 @@ class Save:
             for layer in self.order:
                 state = stack.host.layers[layer]
                 name = f"save {state.layout.name or 'root'}"
-                versions = stack.runtime.versions_of(layer)
-                work = _LayerJob(save=self, layer=layer, versions=versions)
+                work = _LayerJob(
+                    save=self,
+                    layer=layer,
+                    versions=stack.runtime.versions_of(layer),
+                    memory=state.all_arrays(),
+                )
                 # The layer's next update waits for this reader: a snapshot without a copy.
                 self._jobs.append(
                     lane.submit(name, work, reads=state.records_of(state.changed))
@@ -261,20 +277,21 @@ class Save:
                 LaneName.IO, f"publish {self._tag}", self._failure
             ) from self._failure
 
-    def write_guarded(self, layer: int, *, versions: list[int] | None = None) -> None:
+    def write_guarded(self, layer: int, job: _LayerJob | None = None) -> None:
         """Write a layer, and keep its error for `_finish`.
 
-        So no update fails with the save, and every rank comes to the end. `versions` are those of
-        the layer's parameters at `start`. None: wait for the layer's pending update first.
+        So no update fails with the save, and every rank comes to the end. `job`: the layer at
+        `start`. None: wait for the layer's pending update, and write the layer as it is then.
         """
         if self._failure is not None:
             return
         try:
-            if versions is None:
+            if job is None:
                 self._stack.host.layers[layer].wait()
-            self._write_layer(layer)
-            if versions is not None:
-                self._check_unwritten(layer, versions)
+                self._write_layer(layer, None)
+            else:
+                self._write_layer(layer, job.memory)
+                self._check_unwritten(layer, job.versions)
         except BaseException as error:
             self._failure = error
 
@@ -364,8 +381,13 @@ class Save:
                 if array != WEIGHTS and host.access.has(index, array):
                     yield array
 
-    def _write_layer(self, index: int) -> None:
-        """Write this rank's share of a layer, in a file for each kind of arrays."""
+    def _write_layer(
+        self, index: int, memory: Mapping[str, torch.Tensor] | None
+    ) -> None:
+        """Write this rank's share of a layer, in a file for each kind of arrays.
+
+        `memory`: as in `ArrayAccess.pieces`.
+        """
         kinds = {
             "weights": (WEIGHTS,),
             "masters": (LOW,),
@@ -381,7 +403,7 @@ class Save:
                         continue
                     for begin, end in self._shares(index, saved.part):
                         entries.append(
-                            self._entry(index, array, saved.part, begin, end)
+                            self._entry(index, array, saved.part, begin, end, memory)
                         )
                         span = items(array, begin, end)
                         piece = WrittenPiece(
@@ -402,7 +424,13 @@ class Save:
             yield low - part.offset, high - part.offset
 
     def _entry(
-        self, index: int, array: str, part: ParameterSlice, begin: int, end: int
+        self,
+        index: int,
+        array: str,
+        part: ParameterSlice,
+        begin: int,
+        end: int,
+        memory: Mapping[str, torch.Tensor] | None,
     ) -> Entry:
         """Entry of a parameter's elements [begin, end) of an array.
 
@@ -418,6 +446,7 @@ class Save:
             array=array,
             begin=part.offset + begin,
             end=part.offset + end,
+            memory=memory,
         )
         return Entry(name=name, dtype=dtype, shape=shape, pieces=pieces)
 

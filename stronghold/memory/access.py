@@ -8,7 +8,7 @@ Callers have waited for the layer's operations, and start none meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 
@@ -53,6 +53,7 @@ class ArrayAccess:
         end: int,
         *,
         mode: Mode = "read",
+        memory: Mapping[str, torch.Tensor] | None = None,
     ) -> Iterator[tuple[slice, Views]]:
         """Yield elements [begin, end) of a layer's arrays, piece by piece.
 
@@ -60,6 +61,8 @@ class ArrayAccess:
         arrays      names of its arrays. A piece lacks those that its range does not have
         begin, end  elements, counted from the layer's first
         mode        "read"; "edit": the caller changes the values; "replace": the caller writes all
+        memory      the arrays in memory by name, as `LayerState.all_arrays` gave them earlier.
+                    None: the present ones. Arrays in staged homes are read there
 
         Yields pairs. The slice names the piece's elements, counted from `begin`. The dict has flat
         host tensors by array name, in the dtypes of the piece's range. They are valid until the
@@ -68,7 +71,9 @@ class ArrayAccess:
         Each rank gets its shares. Arrays that lie on the host come as one piece per range.
         """
         is_on_gpu = self._layers[index].home is GPU
-        for elements, views in self._in_place(index, arrays, begin, end, mode):
+        for elements, views in self._in_place(
+            index, arrays, begin, end, mode, memory or {}
+        ):
             if is_on_gpu:
                 yield from self._copied(elements, views, mode)
             else:
@@ -106,13 +111,21 @@ class ArrayAccess:
         begin: int,
         end: int,
         mode: Mode,
+        memory: Mapping[str, torch.Tensor],
     ) -> Iterator[tuple[slice, Views]]:
-        """Yield pieces as `pieces` does, but arrays on the GPU as GPU tensors."""
+        """Yield pieces as `pieces` does, but arrays on the GPU as GPU tensors.
+
+        `memory`: flat memory of arrays that are not looked up in the layer.
+        """
         state = self._layers[index]
         staged = [name for name in arrays if state.home_of(name).is_staged]
-        in_memory = {
-            name: self._in_memory(state, name) for name in arrays if name not in staged
-        }
+        in_memory = {}
+        for name in arrays:
+            if name in staged:
+                continue
+            in_memory[name] = (
+                memory[name] if name in memory else self._in_memory(state, name)
+            )
         for layer_range, span in state.layout.within(begin, end):
             share = state.shards.of(layer_range)
             low = max(span[0], share[0])
@@ -123,9 +136,9 @@ class ArrayAccess:
             if staged:
                 pieces = self._tiers.staged_pieces(index, staged, low, high, mode)
             for first, last, views in pieces:
-                for name, memory in in_memory.items():
+                for name, flat in in_memory.items():
                     if state.maps[name].has(first, last):
-                        views[name] = state.maps[name].view(memory, first, last)
+                        views[name] = state.maps[name].view(flat, first, last)
                 yield slice(first - begin, last - begin), views
 
     @staticmethod
@@ -239,10 +252,10 @@ class ArrayAccess:
         low = weight_format.trained.low
         if low is torch.float32:  # the whole master
             arrays: tuple[str, ...] = ("weights", "low")
-            for _, views in self._in_place(index, arrays, begin, end, "edit"):
+            for _, views in self._in_place(index, arrays, begin, end, "edit", {}):
                 views["low"].copy_(views["weights"])
         elif low is not None:  # the remainder beside the weight
-            for _, views in self._in_place(index, ("low",), begin, end, "replace"):
+            for _, views in self._in_place(index, ("low",), begin, end, "replace", {}):
                 views["low"].zero_()
 
 

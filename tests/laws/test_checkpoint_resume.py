@@ -202,6 +202,7 @@ def slow_saves(monkeypatch: pytest.MonkeyPatch) -> None:
         {"accumulation": 2},
         *({"clipping": 0.5, "section": on_gpu(place)} for place in ("half", "whole")),
         *({"clipping": 0.0, "section": on_gpu(place)} for place in ("half", "whole")),
+        {"clipping": 0.0, "section": {"early_layers": "all"}},
     ],
     ids=str,
 )
