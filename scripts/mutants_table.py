@@ -30,6 +30,7 @@ RESIDENTS = ("tests/laws/test_residents.py",)
 ENGINE = ("tests/laws/test_engine.py",)
 ODD = ("tests/laws/test_engine_odd_steps.py",)
 RESUME = ("tests/laws/test_checkpoint_resume.py",)
+WITHIN_STEP = ("tests/laws/test_checkpoint_within_step.py",)
 FP16 = ("tests/laws/test_fp16.py",)
 READS = ("tests/laws/test_reads.py",)
 EARLY = ("tests/laws/test_early_updates.py",)
@@ -673,10 +674,34 @@ CHECKPOINTS = [
     Mutant(
         "a save beside training holds no update back",
         "checkpoint/save.py",
-        "lane.submit(name, work, reads=state.records_of(state.changed))",
+        "lane.submit(name, work, reads=state.records_of(read))",
         "lane.submit(name, work)",
         RESUME,
         "beside_training_equals",
+    ),
+    Mutant(
+        "a save beside training reads the arrays that an early update has exchanged",
+        "checkpoint/save.py",
+        "memory=state.all_arrays(),",
+        "memory={},",
+        RESUME,
+        "beside_training_equals",
+    ),
+    Mutant(
+        "a save beside training does not hold sums over micro-batches back",
+        "checkpoint/save.py",
+        "read = (*state.changed, SUMS) if self._sums[layer] else state.changed",
+        "read = state.changed",
+        WITHIN_STEP,
+        "beside",
+    ),
+    Mutant(
+        "sums over micro-batches are read, and the next one begins anew",
+        "streaming/pending_gradients.py",
+        "        state.gradients.summed.update(summed)\n",
+        "",
+        WITHIN_STEP,
+        "resumes",
     ),
     Mutant(
         "Adam's step is not saved",

@@ -1,6 +1,6 @@
 """The manifest of a tag: every tensor, where its elements lie, and every file.
 
-Owns `manifest.json` and its checks, in versions 1 and 2. It never opens another file. The training
+Owns `manifest.json` and its checks, in versions 1 to 3. It never opens another file. The training
 thread alone enters.
 
 A checkpoint knows nothing of windows, homes, policies or the partition into layers. A tensor has
@@ -12,11 +12,23 @@ in one file for each rank: `StoredPiece`. The arrays are
                    8-bit one, or fp16's fp32 master; fp32 has none
     MOMENT         each of the optimizer's moments, with lean states its codes
     MOMENT_scale   with lean states: a scale for each group of elements (`stronghold.optim.states`)
+    accumulated    the fp32 sum of the parameter's gradients over the micro-batches so far, if the
+                   step had not ended, and if the parameter got a gradient in it
 
-Files of a tag, beside the manifest: `weights-N`, `masters-N` and `moments-N.safetensors` (N is the
-layer that wrote them, then the rank if there are several); `buffers.safetensors`; `config.json` of
-a Hugging Face model; and `mp_rank_00_model_states.pt`, DeepSpeed's name, for all other state.
-When a model is split over model-parallel ranks, each has these files for its slices: `Slices`.
+A sum is the mean over data-parallel ranks, and carries the loss scale. Of `counters`, `micro_steps`
+modulo `gradient_accumulation_steps` is the number of micro-batches that the step had.
+
+[Note: versions] Version 3 is version 2 with sums.
+
+1. A reader of version 2 would take the sums for moments, and would begin a step in its middle.
+2. So a tag with sums has version 3, which such a reader refuses by name.
+3. A tag without sums has version 2, and older releases read it.
+
+Files of a tag, beside the manifest: `weights-N`, `masters-N`, `moments-N` and `sums-N.safetensors`
+(N is the layer that wrote them, then the rank if there are several); `buffers.safetensors`;
+`config.json` of a Hugging Face model; and `mp_rank_00_model_states.pt`, DeepSpeed's name, for all
+other state. When a model is split over model-parallel ranks, each has these files for its slices:
+`Slices`.
 """
 
 from __future__ import annotations
@@ -72,10 +84,12 @@ CONFIG = "config.json"
 BUFFERS = "buffers.safetensors"
 FORMAT = "stronghold checkpoint"
 VERSION = 2
+VERSION_WITH_SUMS = 3
+VERSIONS = (1, VERSION, VERSION_WITH_SUMS)
 LARGEST = 256 << 20  # bytes of a manifest: a million tensors
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 GAS = "gradient_accumulation_steps"
-WEIGHTS, LOW = "weights", "low"
+WEIGHTS, LOW, SUMS = "weights", "low", "accumulated"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,7 +225,17 @@ class TensorRecord(BaseModel):
 
     @property
     def has_moments(self) -> bool:
-        return not self.pieces.keys() <= {WEIGHTS, LOW}
+        return not self.pieces.keys() <= {WEIGHTS, LOW, SUMS}
+
+    @property
+    def has_sum(self) -> bool:
+        return SUMS in self.pieces
+
+    def dtype_of(self, array: str, kind: StateKind) -> torch.dtype:
+        """Return the dtype of an array's items, with states of `kind`."""
+        if array == WEIGHTS:
+            return self.dtype
+        return torch.float32 if array == SUMS else self.states(kind).dtypes[array]
 
     def files(self, arrays: set[str] | None = None) -> set[str]:
         """Return the files that hold these arrays. None: all arrays."""
@@ -229,7 +253,7 @@ class TensorRecord(BaseModel):
             raise ValueError("pieces: weights are missing")
         if not self.trainable and len(self.pieces) > 1:
             raise ValueError(
-                "expected neither masters nor moments of a frozen parameter"
+                "expected neither masters, moments nor sums of a frozen parameter"
             )
         if self.trainable and self.dtype not in LOW_DTYPE:
             names = ", ".join(NAMES[dtype] for dtype in LOW_DTYPE)
@@ -277,6 +301,16 @@ class Manifest(BaseModel):
     files: dict[FileName, FileRecord]
     model_parallel: Slices = Slices()
 
+    @property
+    def has_sums(self) -> bool:
+        """True if the step had not ended, and its gradients so far are there."""
+        return any(tensor.has_sum for tensor in self.tensors)
+
+    @property
+    def version(self) -> int:
+        """The lowest version that has all of it ([Note: versions])."""
+        return VERSION_WITH_SUMS if self.has_sums else VERSION
+
     @model_validator(mode="after")
     def _consistent(self) -> Manifest:
         if missing := {*COUNTERS, GAS} - self.counters.keys():
@@ -312,7 +346,8 @@ class Manifest(BaseModel):
         moments = (
             tensor.states(self.states).moment_dtypes.keys() if tensor.trainable else ()
         )
-        if tensor.has_moments and tensor.pieces.keys() - {WEIGHTS, LOW} != set(moments):
+        others = tensor.pieces.keys() - {WEIGHTS, LOW, SUMS}
+        if tensor.has_moments and others != set(moments):
             raise ValueError(
                 f"tensors: {tensor.name} has the arrays {', '.join(tensor.pieces)}, and its "
                 f"moments are {', '.join(moments)}"
@@ -324,7 +359,11 @@ class Manifest(BaseModel):
 
     def write(self, directory: Path) -> None:
         """Write the manifest into a directory that has all its files. Waits for the disk."""
-        body = {"format": FORMAT, "version": VERSION, **self.model_dump(mode="json")}
+        body = {
+            "format": FORMAT,
+            "version": self.version,
+            **self.model_dump(mode="json"),
+        }
         body["files"] = dict(sorted(body["files"].items()))
         crc32 = zlib.crc32(json.dumps(body, sort_keys=True).encode())
         text = json.dumps({"crc32": crc32, "manifest": body}, indent=1)
@@ -375,15 +414,20 @@ class Manifest(BaseModel):
             ) from error
         finally:
             file.close()
-        if version not in ((FORMAT, 1), (FORMAT, VERSION)):
+        if version not in [(FORMAT, number) for number in VERSIONS]:
             raise CheckpointError(
-                f"{path}: {version[0]} version {version[1]}, expected {FORMAT} version {VERSION}: "
-                f"read it with the stronghold that wrote it, {body.get('versions')}"
+                f"{path}: {version[0]} version {version[1]}, expected {FORMAT} version "
+                f"{VERSIONS[-1]}: read it with the stronghold that wrote it, {body.get('versions')}"
             )
         try:
             manifest = Manifest.model_validate_json(json.dumps(body))
         except ValidationError as error:
             raise CheckpointError(f"{path}: {explain(error, 'manifest')}") from error
+        if manifest.has_sums and version[1] != VERSION_WITH_SUMS:
+            raise CheckpointError(
+                f"{path}: got sums over micro-batches in version {version[1]}, expected none "
+                f"before version {VERSION_WITH_SUMS}"
+            )
         if manifest.model_parallel != slices:
             raise CheckpointError(
                 f"{path}: model_parallel: got {manifest.model_parallel}, expected {slices}"

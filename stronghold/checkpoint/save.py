@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,6 +49,7 @@ from stronghold.checkpoint.manifest import (
     BUFFERS,
     CONFIG,
     LOW,
+    SUMS,
     WEIGHTS,
     Manifest,
     StoredPiece,
@@ -148,6 +149,7 @@ class Save:
     Call `run`, or `start` and later `wait`.
 
     client          state without tensors
+    sums            the parameters of each layer whose sums over micro-batches are saved
     counters        the engine's counters, by name
     exclude_frozen  leave frozen parameters out
     team            the ranks that save together
@@ -162,12 +164,14 @@ class Save:
         tag: str,
         *,
         client: ClientState,
+        sums: Sequence[frozenset[int]],
         counters: dict[str, int],
         exclude_frozen: bool,
         team: CheckpointRanks,
         latest: bool,
     ) -> None:
         self._stack = stack
+        self._sums = sums
         self._team = team
         self._save_dir = save_dir
         self._tag = directory.check_tag(tag)
@@ -248,9 +252,8 @@ class Save:
                     memory=state.all_arrays(),
                 )
                 # The layer's next update waits for this reader: a snapshot without a copy.
-                self._jobs.append(
-                    lane.submit(name, work, reads=state.records_of(state.changed))
-                )
+                read = (*state.changed, SUMS) if self._sums[layer] else state.changed
+                self._jobs.append(lane.submit(name, work, reads=state.records_of(read)))
         except BaseException as error:  # queued jobs write nothing more
             self._failure = error
             lane.submit(f"drop {self._tag}", self._cleanup.close)
@@ -369,6 +372,8 @@ class Save:
                 "optimizer": optimizers.get(k, DEFAULT).name,
             }
             arrays = tuple(self._arrays_of(index, part))
+            if k in self._sums[index]:
+                arrays = (*arrays, SUMS)
             saved.append(SavedParameter(part=part, arrays=arrays, described=described))
         return saved
 
@@ -392,6 +397,7 @@ class Save:
             "weights": (WEIGHTS,),
             "masters": (LOW,),
             "moments": moment_arrays(self._stack.host.formats),
+            "sums": (SUMS,),
         }
         rank = f"-{self._team.rank:05d}" if self._team.num_ranks > 1 else ""
         for kind, arrays in kinds.items():

@@ -35,6 +35,7 @@ STORED: dict[str, tuple[str, tuple[type, ...]]] = {
     "client_state": ("client", (dict,)),
     "random": ("random", (dict, type(None))),
     "random_of_ranks": ("random_of_ranks", (list, type(None))),
+    "unfinished_step": ("unfinished", (dict, type(None))),
 }
 
 
@@ -47,6 +48,8 @@ class ClientState:
     loss_scale         state of the optimizer's loss scaler, or None
     random             random states of the first rank; None in an imported checkpoint
     random_of_ranks    random states of every rank, or None
+    unfinished         if the step had not ended: "loss_sums", the sum of its losses so far on every
+                       rank (a scalar tensor or None), and "num_backwards", a number
     """
 
     scheduler: dict[str, Any] | None = None
@@ -55,6 +58,7 @@ class ClientState:
     loss_scale: dict[str, Any] | None = None
     random: dict[str, Any] | None = None
     random_of_ranks: list[Any] | None = None
+    unfinished: dict[str, Any] | None = None
 
 
 def random_states(device: Device) -> dict[str, Any]:
@@ -155,6 +159,8 @@ def _checked(stored: Any) -> ClientState:
     for key, number in (state.loss_scale or {}).items():
         if not isinstance(number, int | float):
             raise ValueError(f"loss_scaler.{key}: got {number!r}, expected a number")
+    if state.unfinished is not None:
+        _check_unfinished(state.unfinished)
     for states in (state.random, *(state.random_of_ranks or ())):
         if states is not None:
             random.Random().setstate(states["python"])
@@ -163,3 +169,13 @@ def _checked(stored: Any) -> ClientState:
             if not isinstance(states["device"], torch.Tensor | None):
                 raise ValueError("random.device: expected a tensor")
     return state
+
+
+def _check_unfinished(unfinished: dict[str, Any]) -> None:
+    """Raise ValueError, KeyError or TypeError for values that no save writes."""
+    for loss_sum in unfinished["loss_sums"]:
+        is_scalar = isinstance(loss_sum, torch.Tensor) and loss_sum.numel() == 1
+        if loss_sum is not None and not is_scalar:
+            raise ValueError(f"unfinished_step.loss_sums: got {loss_sum!r:.80}")
+    if type(unfinished["num_backwards"]) is not int:
+        raise ValueError("unfinished_step.num_backwards: expected a number")

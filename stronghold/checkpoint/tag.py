@@ -116,14 +116,13 @@ class OpenTag(Closeable):
     def check_headers(self, records: Iterable[TensorRecord], *, state: bool) -> None:
         """Raise CheckpointError unless headers and manifest agree on dtypes and shapes.
 
-        It checks weights and buffers and, with `state`, masters and moments.
+        It checks weights and buffers and, with `state`, masters, moments and sums.
         """
         for record in records:
-            states = record.states(self.manifest.states) if record.trainable else None
             for array, pieces in record.pieces.items():
                 if array != WEIGHTS and not state:
                     continue
-                dtype = record.dtype if states is None else states.dtypes[array]
+                dtype = record.dtype_of(array, self.manifest.states)
                 for piece in pieces:
                     stored = stored_as(
                         array, record.name, record.shape, piece.begin, piece.end
@@ -190,9 +189,7 @@ class OpenTag(Closeable):
         self, record: TensorRecord, array: str, begin: int, end: int
     ) -> torch.Tensor:
         """Return items [begin, end) of a parameter's array in fresh memory, flat."""
-        dtype = record.dtype
-        if array != WEIGHTS:
-            dtype = record.states(self.manifest.states).dtypes[array]
+        dtype = record.dtype_of(array, self.manifest.states)
         target = torch.empty(end - begin, dtype=dtype)
         self.read_into(record, array, begin, target)
         return target

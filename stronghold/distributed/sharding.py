@@ -131,6 +131,18 @@ class Team:
         """
         return square_sums
 
+    def arrived(self, state: LayerState) -> frozenset[int]:
+        """Return the parameters of a layer that got a gradient on this rank in this step."""
+        return state.gradients.arrived
+
+    def restore(self, state: LayerState, positions: frozenset[int]) -> frozenset[int]:
+        """Note that the parameters at `positions` got a gradient on some rank in this step.
+
+        Returns the parameters that have a sum over micro-batches then. A sum without a gradient is
+        zeros. Every rank calls it.
+        """
+        return positions
+
     def forget(self) -> None:
         """Forget the step's gradients: they were used, or are void."""
 
@@ -372,6 +384,15 @@ class RankTeam(Team):
                 "backward equally often, and use the same layers in one order. Load the last "
                 "checkpoint"
             )
+
+    def arrived(self, state: LayerState) -> frozenset[int]:
+        trained = state.optimizer.trained
+        return frozenset(k for k in trained if (state.index, k) in self._touched)
+
+    def restore(self, state: LayerState, positions: frozenset[int]) -> frozenset[int]:
+        self._touched.update((state.index, k) for k in positions)
+        # A layer is reduced whole. What is absent on every rank is added as zeros.
+        return state.optimizer.trained if positions else positions
 
     def forget(self) -> None:
         self._touched.clear()

@@ -3,6 +3,17 @@
 Owns the save that is running, and the order in which a load changes state. It keeps no reference to
 the engine, which owns counters, schedule and data loader: the engine is an argument of each call.
 The training thread alone enters.
+
+[Note: within a step] A run that resumes between two micro-batches has the bits of one that never
+stopped.
+
+1. A backward ends: the sums of its gradients over micro-batches are queued to arrays of the layers
+   ("accumulated", fp32), wherever these lie. Several ranks have reduced them before.
+2. A save waits for these sums, layer by layer, and writes each rank's share.
+3. An early update that has begun writes second arrays, which no save reads. The loading engine
+   makes that update at its gate, with the same bits.
+4. A load writes sums last, into arrays without gradients. Norms are computed at the gate.
+5. Gradients that are not in sums (without accumulation, or within a backward) are refused.
 """
 
 from __future__ import annotations
@@ -11,7 +22,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,6 +42,21 @@ from stronghold.streaming.optimizer import EngineOptimizer, restore_scaler, scal
 from stronghold.streaming.stack import Stack
 
 logger = logging.getLogger("stronghold")
+
+
+class _RankState(NamedTuple):
+    """The values that the ranks exchange for a save.
+
+    tag       the caller's
+    random    states of random generators
+    loss_sum  sum of the losses of the step so far, a scalar, or None
+    arrived   parameters that got a gradient on this rank in this step, by layer
+    """
+
+    tag: str
+    random: dict[str, Any]
+    loss_sum: torch.Tensor | None
+    arrived: list[frozenset[int]]
 
 
 class Checkpoints:
@@ -65,8 +91,10 @@ class Checkpoints:
         exclude_frozen  leave frozen parameters out
         latest          make the file `latest` name the tag
 
+        Between the micro-batches of a step, their sums are saved too ([Note: within a step]).
+
         Waits for the running save, and (unless asynchronous) for pending updates and the disk.
-        Raises ConfigError between the micro-batches of one step, and for tags that differ between
+        Raises ConfigError for gradients that are not in sums, and for tags that differ between
         ranks if the config's `checkpoint.tag_validation` is "Fail". Raises OSError of the disk, and
         LaneError, once, if an asynchronous save has failed.
         """
@@ -77,21 +105,28 @@ class Checkpoints:
                 f"save_checkpoint: save_dir is {save_dir!r}, expected a directory"
             )
         self.wait()
-        ledger = self._stack.runtime.ledger
-        ledger.check()
-        if ledger.is_in_step:
-            raise ConfigError(
-                "save_checkpoint: gradients of a step that has not ended are waiting; call it "
-                f"after the engine.step that ends the step ({GAS} is {counters[GAS]})"
-            )
-        self._stack.runtime.adopt_edited()
+        runtime = self._stack.runtime
+        runtime.ledger.check()
+        if runtime.ledger.is_in_step:
+            _check_sums(self._stack)
+        within_step = runtime.ledger.is_in_step
+        runtime.adopt_edited()
         optimizer = self._optimizer
         random = random_states(self._stack.device)
-        rank_values = self._team.exchange((random, str(tag)), "random states and tags")
-        _check_tags(engine, [tag_of_rank for _, tag_of_rank in rank_values])
-        of_ranks = self._team.of_slices(
-            [random_of_rank for random_of_rank, _ in rank_values]
+        loss_sum = _on_cpu(engine._loss_sum) if within_step else None
+        arrived = runtime.step.pending.arrived()
+        rank_values = self._team.exchange(
+            _RankState(str(tag), random, loss_sum, arrived), "states of the ranks"
         )
+        _check_tags(engine, [value.tag for value in rank_values])
+        of_slices: list[_RankState] = self._team.of_slices(rank_values)
+        of_ranks = [value.random for value in of_slices]
+        unfinished = None
+        if within_step:
+            unfinished = {
+                "loss_sums": [value.loss_sum for value in of_slices],
+                "num_backwards": engine._num_backwards,
+            }
         state = ClientState(
             scheduler=_state_of(engine.lr_scheduler),
             loader=_state_of(engine.training_dataloader),
@@ -101,6 +136,7 @@ class Checkpoints:
             else scaler_state(optimizer.loss_scaler),
             random=random,
             random_of_ranks=of_ranks if self._team.several else None,
+            unfinished=unfinished,
         )
         save = Save(
             self._stack,
@@ -109,6 +145,7 @@ class Checkpoints:
             Path(save_dir).absolute(),
             directory.check_tag(tag),
             client=state,
+            sums=_union_by_layer([value.arrived for value in of_slices]),
             counters=counters,
             exclude_frozen=exclude_frozen,
             team=self._team,
@@ -182,6 +219,7 @@ class Checkpoints:
             path,
             stack,
             self._optimizer if states and not weights_only else None,
+            accumulation=int(engine.gradient_accumulation_steps()),
             team=team,
             names_must_match=strict,
             trusted=not weights_only,
@@ -193,9 +231,17 @@ class Checkpoints:
                 scheduler, saved = engine.lr_scheduler, state.scheduler
                 team.all_or_raise(_restore_scheduler, scheduler, saved, path)
             with stack.runtime.ledger.changing(f"load_checkpoint({str(path)!r})"):
+                if stack.runtime.ledger.is_in_step:
+                    engine._begin_step_again()
                 load.into_slabs(custom)
                 if state is not None and not weights_only:
-                    self._restore(engine, state, load.manifest.counters)
+                    self._restore(engine, state, load)
+            if load.manifest.has_sums and not load.within_step:
+                logger.warning(
+                    "%s was saved between the micro-batches of a step: their gradients are not "
+                    "loaded without the optimizer's state, and the next micro-batch begins a step",
+                    path,
+                )
         client = (
             None
             if state is None
@@ -203,16 +249,18 @@ class Checkpoints:
         )
         return str(path / team.slices.state), client
 
-    def _restore(
-        self, engine: Any, saved: ClientState, counters: dict[str, int]
-    ) -> None:
+    def _restore(self, engine: Any, saved: ClientState, load: Load) -> None:
         """Restore counters, data loader, loss scale and random states."""
+        counters = load.manifest.counters
         for name in COUNTERS:
             setattr(engine, name, counters[name])
         gas = int(engine.gradient_accumulation_steps())
-        # a save is at a boundary: the next micro-batch begins a step
         if counters[GAS] != gas:
             engine.micro_steps = engine.global_steps * gas
+        if load.within_step:
+            self._restore_step(engine, saved.unfinished)
+        elif load.manifest.has_sums:
+            engine._begin_step_again()
         if saved.loader is not None and hasattr(
             engine.training_dataloader, "load_state_dict"
         ):
@@ -228,6 +276,19 @@ class Checkpoints:
         elif team.rank > 0:
             random = None
         restore_random_states(random, self._stack.device)
+
+    def _restore_step(self, engine: Any, saved: dict[str, Any] | None) -> None:
+        """Restore the values of a step of which some micro-batches are done."""
+        if saved is None:
+            return
+        engine._num_backwards = saved["num_backwards"]
+        loss_sums = saved["loss_sums"]
+        if len(loss_sums) == self._team.num_ranks:
+            loss_sum = loss_sums[self._team.rank]
+        else:  # no rank has the losses of one rank that saved
+            known = [value.float() for value in loss_sums if value is not None]
+            loss_sum = torch.stack(known).mean() if known else None
+        engine._loss_sum = None if loss_sum is None else loss_sum.to(engine.device)
 
     # -- weights alone ----------------------------------------------------------------------------
     def save_weights(
@@ -294,6 +355,27 @@ def _with_version(client: dict[str, Any], versions: dict[str, str]) -> dict[str,
     `versions`: of the packages that wrote the checkpoint. An entry of the caller's stays.
     """
     return {"ds_version": versions["deepspeed"], **client}
+
+
+def _check_sums(stack: Stack) -> None:
+    """Raise ConfigError unless all gradients of the step are in sums over micro-batches."""
+    stack.runtime.check_between_passes("save_checkpoint")
+    if not stack.runtime.is_between_passes:
+        raise ConfigError(
+            "save_checkpoint: the step's only backward has run, and its gradients wait for "
+            f"engine.step: call that first. Without accumulation ({GAS} is 1) a checkpoint has no "
+            "gradients"
+        )
+
+
+def _union_by_layer(of_ranks: list[list[frozenset[int]]]) -> list[frozenset[int]]:
+    """The positions that any rank has, by layer."""
+    return [frozenset().union(*of_layer) for of_layer in zip(*of_ranks, strict=True)]
+
+
+def _on_cpu(loss_sum: torch.Tensor | None) -> torch.Tensor | None:
+    """A copy of a scalar for the state file."""
+    return None if loss_sum is None else loss_sum.detach().to("cpu", copy=True)
 
 
 def _state_of(stateful: Any) -> dict[str, Any] | None:

@@ -312,11 +312,15 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
     def _abandon_step(self) -> None:
         """Drop the step's gradients so far: the next micro-batch is its first."""
         self._stack.runtime.abandon_backward()
+        self._begin_step_again()
+        self._refinement.note_failures()
+
+    def _begin_step_again(self) -> None:
+        """The step has no gradients any more: the next micro-batch is its first."""
         if self.managed_gradient_accumulation():
             self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
         self._loss_sum = None
         self._num_backwards = 0
-        self._refinement.note_failures()
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """End the micro-batch. At an accumulation boundary: clip, queue the updates, and advance
@@ -804,7 +808,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save everything that the next step depends on as `save_dir/tag`. Returns True.
+        """Save everything that the next micro-batch depends on as `save_dir/tag`. Returns True.
 
         * `save_dir`: every rank sees it under this path.
         * `tag`: name of one directory. None: `global_step{N}`.
@@ -819,7 +823,10 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         a failure is raised once, as LaneError, by the next forward, save, load or
         `wait_for_checkpoint`. Otherwise OSError is raised here. In both cases training can go on.
 
-        Raises ConfigError between the micro-batches of one step.
+        Between the micro-batches of a step the sums of their gradients are saved, too.
+
+        Raises ConfigError within a forward or a backward, and without accumulation between backward
+        and `step`.
         """
         self._checkpoints.save(
             self,

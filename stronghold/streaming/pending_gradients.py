@@ -65,6 +65,7 @@ class PendingGradients:
         early: EarlyUpdates,
     ) -> None:
         self._host, self._layers, self._window = parts.host, parts.layers, window
+        self._team = parts.team
         self._ledger, self._plan, self._early = ledger, plan, early
         self._on_host, self._on_gpu = HostGradients(parts), on_gpu
 
@@ -130,6 +131,23 @@ class PendingGradients:
                 self.take([gradients], "accumulated")
                 state.gradients.per_parameter.clear()
                 self._window.drop_held_gradients(state.index)
+
+    # -- sums of a checkpoint ---------------------------------------------------------------------
+    def arrived(self) -> list[frozenset[int]]:
+        """The parameters that got a gradient on this rank in this step, by layer."""
+        return [self._team.arrived(state) for state in self._layers]
+
+    def restore_sums(
+        self, state: LayerState, positions: frozenset[int]
+    ) -> frozenset[int]:
+        """Begin a step in which the parameters at `positions` have sums over micro-batches.
+
+        The layer has no gradients before. Returns the positions whose sums the caller writes to the
+        array "accumulated": those beyond `positions` are zeros. Every rank calls it.
+        """
+        summed = self._team.restore(state, positions)
+        state.gradients.summed.update(summed)
+        return summed
 
     # -- gradients that wait ----------------------------------------------------------------------
     def of(self, state: LayerState) -> LayerGradients:

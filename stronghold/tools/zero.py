@@ -688,7 +688,7 @@ def export_zero(source: Path, out: Path) -> list[Path]:
 
     The new directory `out` gets the tag `source.name`, and `latest`. ZeRO counts steps per group.
     If the counts of a group differ (experts that not every step used), it gets the largest, with a
-    warning.
+    warning. Sums over the micro-batches of a step that had not ended are left out, with a warning.
 
     Returns the files of the tag. Raises ConfigError if the checkpoint has no masters and moments.
     """
@@ -701,6 +701,12 @@ def export_zero(source: Path, out: Path) -> list[Path]:
             raise ConfigError(
                 f"{source}: has no masters and moments, which ZeRO's layout needs; it was saved "
                 "before the first backward or without an optimizer. Export it with --to hf"
+            )
+        if manifest.has_sums:
+            logger.warning(
+                "%s was saved between the micro-batches of a step. ZeRO's layout has no sums over "
+                "the micro-batches: they are left out, and the next micro-batch begins a step",
+                source,
             )
         opened.check(manifest.files)
         opened.check_headers(manifest.tensors, state=True)

@@ -572,6 +572,9 @@ CRAFTED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "tensors are an object": lambda body: body.update(tensors={}),
     "no counters": lambda body: body.pop("counters"),
     "a counter less": lambda body: body["counters"].pop("global_samples"),
+    "sums in a version without them": lambda body: body["tensors"][0]["pieces"].update(
+        accumulated=body["tensors"][0]["pieces"]["exp_avg"]
+    ),
     "a counter is a word": lambda body: body["counters"].update(micro_steps="x"),
     "no accumulation": lambda body: body["counters"].update(
         gradient_accumulation_steps=0

@@ -319,6 +319,53 @@ def assert_same_save(
     assert_same(stored_tensors(source / tag), stored_tensors(again / tag))
 
 
+def assert_resumed_within_step(run: dict[str, Any]) -> None:
+    """The run that resumed is the one that never stopped."""
+    straight, on = run["straight"], run["on"]
+    done = len(run["saved"]["losses"])
+    assert done % 2 == 1
+    for key in ("losses", "norms"):
+        assert on[key] == straight[key][done:]
+    assert on["counts"] == straight["counts"]
+    assert_same(on["weights"], straight["weights"])
+
+
+def test_ranks_resume_within_a_step_to_the_bit(two: list[Any], tmp_path: Path) -> None:
+    """Sums are saved after their reduction. One rank loads them, and saves the same tensors.
+
+    A parameter without a gradient on any rank has no sum.
+    """
+    for found in two:
+        assert_resumed_within_step(found["within step"])
+    source = Path(two[0]["within step"]["folder"])
+    rank_checkpoints.within_step(tmp_path, source, last=0)
+    saved = stored_tensors(source / "global_step1")
+    assert_same(stored_tensors(tmp_path / "global_step1"), saved)
+    summed = {name.split(".", 1)[1] for name in saved if name.startswith("accumulated")}
+    assert {"sometimes", "blocks.0.even", "first.weight"} <= summed
+    assert "never" not in summed
+    # micro-batch 2 of two ranks is of the batches 4 and 5, which leave out block 1
+    assert not any(name.startswith("blocks.1.") for name in summed)
+
+
+@pytest.mark.slow
+def test_ranks_resume_within_every_step(tmp_path: Path) -> None:
+    """In memory and in files. Two ranks load what one has saved, and save the same tensors."""
+    run = "tests.support.rank_checkpoints"
+    for found in run_ranks(f"{run}:resumed_within_steps", 2, tmp_path / "two"):
+        for resumed in found.values():
+            assert_resumed_within_step(resumed)
+    rank_checkpoints.within_step(tmp_path / "one", None, last=3)
+    one = str(tmp_path / "one")
+    loads = f"{run}:within_step_elsewhere"
+    for found in run_ranks(loads, 2, tmp_path / "elsewhere", CHECKPOINT=one):
+        assert len(found["on"]["losses"]) == 1
+    again = tmp_path / "elsewhere" / "again" / "global_step1"
+    assert_same(
+        stored_tensors(again), stored_tensors(tmp_path / "one" / "global_step1")
+    )
+
+
 def test_each_rank_writes_its_share(two: list[Any]) -> None:
     """A rank has no file of a layer that is smaller than one share."""
     tag = Path(two[0]["checkpoint"]["saved"]) / "global_step2"

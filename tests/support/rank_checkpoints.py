@@ -13,7 +13,7 @@ from stronghold.checkpoint import directory, save
 from stronghold.errors import ConfigError
 from tests.models import MODELS, loss_of
 from tests.support.rank_cases import files
-from tests.support.rank_models import Wide, engine_of, num_ranks, rank
+from tests.support.rank_models import Wide, choosy, engine_of, num_ranks, rank
 from tests.support.training import config
 
 
@@ -58,6 +58,65 @@ def checkpoint(folder: Path) -> dict[str, Any]:
         "straight on": session(None, folder / "saved", steps=3),
         "straight": session(None, None, steps=4),
     } | {name: str(folder / name) for name in ("saved", "beside", "from files")}
+
+
+def within_step(
+    save: Path | None, load: Path | None, *, last: int, **section: Any
+) -> dict[str, Any]:
+    """Load, train up to micro-batch `last` of two a step, and save; the state, whole on every rank.
+
+    Every micro-batch uses other blocks, and every rank other parameters of them.
+    """
+    model, make_batch = choosy()
+    settings = config(precision="bf16", accumulation=2, section=section)
+    engine = engine_of(model, settings)
+    try:
+        if load is not None:
+            engine.load_checkpoint(load)
+        losses, norms = [], []
+        while engine.micro_steps < last:
+            batch = make_batch(2 * engine.micro_steps + rank())
+            loss = loss_of(engine(**batch))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+            norms.append(engine.get_global_grad_norm())
+        if save is not None:
+            engine.save_checkpoint(save)
+        weights = {n: p.detach().clone() for n, p in engine.named_parameters()}
+        counts = [layer.counts for layer in engine.inspect().layers]
+        return {"losses": losses, "norms": norms, "weights": weights, "counts": counts}
+    finally:
+        engine.destroy()
+
+
+def resumed_within_step(folder: Path, last: int = 3, **section: Any) -> dict[str, Any]:
+    """Stop after micro-batch `last` of two a step, and go on."""
+    return {
+        "straight": within_step(None, None, last=4),
+        "saved": within_step(folder / "within", None, last=last, **section),
+        "on": within_step(None, folder / "within", last=4),
+        "folder": str(folder / "within"),
+    }
+
+
+def resumed_within_steps(folder: Path) -> dict[str, Any]:
+    """Stop within the first step and within the second, in memory and in files."""
+    found = {}
+    for name, section in (("memory", {}), ("files", files("masters"))):
+        for last in (1, 3):
+            name_of_run = f"{name} {last}"
+            found[name_of_run] = resumed_within_step(
+                folder / name_of_run, last, **section
+            )
+    return found
+
+
+def within_step_elsewhere(folder: Path) -> dict[str, Any]:
+    """Load within a step, save again untrained, and go on."""
+    source = Path(os.environ["CHECKPOINT"])
+    found = within_step(folder / "again", source, last=0)
+    return found | {"on": within_step(None, source, last=4)}
 
 
 def load_elsewhere(folder: Path) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from tests.support.rank_checkpoints import (
     full_disk,
     model_parallel,
     replaced,
+    resumed_within_step,
     slices,
 )
 from tests.support.rank_looks import (
@@ -58,6 +59,7 @@ def two_ranks(folder: Path) -> dict[str, Any]:
         "overflow": overflow(),
         "refused": refused(),
         "checkpoint": checkpoint(folder),
+        "within step": resumed_within_step(folder),
         "life": life(),
         "traces": traces(folder),
         "model parallel": model_parallel(),
