@@ -48,6 +48,7 @@ from stronghold.tools.cli import main
 from tests.support.checkpoints import (
     assert_same,
     command,
+    make_batch,
     make_model,
     session,
     snapshot,
@@ -631,13 +632,15 @@ def refuses_or_loads(engine: Any, where: Path, before: dict[str, torch.Tensor]) 
     return before
 
 
-def fuzz_manifests(engine: Any, copy: Path, cases: int, seed: int) -> int:
+def fuzz_manifests(
+    engine: Any, copy: Path, cases: int, seed: int, tag: str = TAG
+) -> int:
     """How many of `cases` were refused."""
-    body = json.loads((copy / TAG / MANIFEST).read_text())["manifest"]
+    body = json.loads((copy / tag / MANIFEST).read_text())["manifest"]
     before, num_refused = snapshot(engine), 0
     for case in range(cases):
         chosen = random.Random(f"{seed} {case}")
-        write_manifest(copy / TAG, mutated(body, chosen))
+        write_manifest(copy / tag, mutated(body, chosen))
         try:
             after = refuses_or_loads(engine, copy, before)
         except BaseException as error:
@@ -674,6 +677,19 @@ def test_mutated_manifests_are_refused_or_load(engine: Any, copy: Path) -> None:
 def test_mutated_headers_are_refused_or_read(saved: Path, tmp_path: Path) -> None:
     file = saved / TAG / "moments-00001.safetensors"
     assert fuzz_headers(file, tmp_path / "file", cases=300, seed=0) > 150
+
+
+@pytest.mark.slow
+def test_mutated_manifests_with_sums_are_refused_or_load(tmp_path: Path) -> None:
+    with session(WithBuffer(), precision="bf16", accumulation=2) as engine:
+        train(engine, 1)
+        engine.backward(engine(**make_batch(0)).loss)
+        engine.step()
+        engine.save_checkpoint(tmp_path, tag="within")
+    with session(WithBuffer(seed=9), precision="bf16", accumulation=2) as engine:
+        train(engine, 1)
+        assert fuzz_manifests(engine, tmp_path, cases=1000, seed=2, tag="within") > 500
+        train(engine, 1)
 
 
 @pytest.mark.slow
