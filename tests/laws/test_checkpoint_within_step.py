@@ -233,6 +233,35 @@ def test_sums_on_nvme_resume_in_memory_and_back(
         assert_resumes(case, FIRST_STEP + SECOND_STEP, tmp_path / str(bool(section)))
 
 
+@SLOW
+def test_a_step_of_any_number_of_backwards_resumes(tmp_path: Path) -> None:
+    """Every `engine.step` ends a step, and samples are counted by backwards."""
+    case = Case(extra={"managed_gradient_accumulation": False})
+
+    def backwards(engine: Any, numbers: range) -> list[torch.Tensor]:
+        losses = []
+        for number in numbers:
+            loss = loss_of(engine(**case.batch(number)))
+            engine.backward(loss)
+            losses.append(loss.detach().clone())
+        return losses
+
+    with case.engine() as engine:
+        backwards(engine, range(3))
+        engine.step()
+        backwards(engine, range(3, 5))
+        engine.save_checkpoint(tmp_path)
+        losses = backwards(engine, range(5, 9))
+        engine.step()
+        end = state_of(engine)
+        assert engine.global_samples == 9 * engine.train_micro_batch_size_per_gpu()
+    with case.engine(RECOMPUTE, seed=9) as engine:
+        engine.load_checkpoint(tmp_path)
+        assert all(map(torch.equal, backwards(engine, range(5, 9)), losses))
+        engine.step()
+        assert_same(state_of(engine), end)
+
+
 # -- the save --------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "section", [pytest.param({}, marks=SLOW), {"early_layers": "all"}], ids=str
