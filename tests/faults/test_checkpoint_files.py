@@ -182,7 +182,7 @@ def test_another_version_is_refused(engine: Any, copy: Path) -> None:
         engine,
         copy,
         CheckpointError,
-        "version 7, expected stronghold checkpoint version 2",
+        "version 7, expected stronghold checkpoint version 3",
     )
 
 
