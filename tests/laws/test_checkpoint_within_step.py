@@ -205,9 +205,13 @@ def assert_same_events(found: dict[Any, Any], expected: dict[Any, Any]) -> None:
         assert torch.equal(found[key], value), key
 
 
-@pytest.mark.parametrize("name", ["keep", "other parameters"])
-def test_a_run_resumes_between_two_micro_batches(name: str, tmp_path: Path) -> None:
-    assert_resumes(CASES[name], SECOND_STEP[1:], tmp_path)
+@pytest.mark.parametrize(
+    ("name", "stop"), [("keep", (5, "backward")), ("other parameters", (4, "step"))]
+)
+def test_a_run_resumes_within_a_step(
+    name: str, stop: tuple[int, str], tmp_path: Path
+) -> None:
+    assert_resumes(CASES[name], [stop], tmp_path)
 
 
 @SLOW
