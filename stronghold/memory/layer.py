@@ -87,18 +87,26 @@ class GpuRecord:
     own_gradient_slot: GradientSlot | None = None
 
 
+class OwnStorage(NamedTuple):
+    """A storage that one view alone holds.
+
+    `address`: of torch's object. `num_references`: references to it while only the view holds it.
+    """
+
+    address: int
+    num_references: int
+
+
 class ParameterPlace(NamedTuple):
     """Views of one buffer, one per parameter of a layer, in the parameters' shapes.
 
-    `addresses`: the views' data pointers. `storage`: address of the storage that these views alone
-    share, or None for a slot that many layers take. `num_references`: references to that storage
-    while only the views hold it.
+    `addresses`: the views' data pointers. `storages`: the storage of each view, which no other view
+    shares. Empty for a slot that many layers take.
     """
 
     views: list[torch.Tensor]
     addresses: tuple[int, ...]
-    storage: int | None
-    num_references: int
+    storages: tuple[OwnStorage, ...]
 
 
 class CopyElsewhere(NamedTuple):

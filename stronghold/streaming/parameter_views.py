@@ -16,9 +16,12 @@ alias. It never copies a byte. The training thread enters, and autograd's thread
 [Note: a storage of their own]
 1. `p.data`, `p.detach()`, a view, a state dict and a NumPy array are aliases of the memory.
 2. Hazard: a program reads an alias at any time, and no hook sees that.
-3. A storage counts its references. So the views that a program can see between steps, at rest and
-   in a resident layer's slot, lie in a storage to which no other object of ours refers.
+3. A storage counts its references. So each view that a program can see between steps, at rest and
+   in a resident layer's slot, has a storage to which no other object of ours refers.
 4. A further reference is an alias.
+5. The storage is as large as the parameter. So a program that saves or pickles the parameter, or an
+   alias, saves no other one. torch.save refuses one storage with two dtypes, such as that of a
+   layer with bf16 weights and fp32 adapters.
 
 [Note: aliases of a slot]
 1. A slot goes from layer A to layer B.
@@ -42,7 +45,12 @@ import torch
 
 from stronghold.errors import ConfigError
 from stronghold.memory.access import ArrayAccess
-from stronghold.memory.layer import CopyElsewhere, LayerState, ParameterPlace
+from stronghold.memory.layer import (
+    CopyElsewhere,
+    LayerState,
+    OwnStorage,
+    ParameterPlace,
+)
 from stronghold.streaming.patches.autograd import without_torch_function
 from stronghold.streaming.patches.parameters import hide, point, show
 from stronghold.streaming.patches.tensors import (
@@ -160,18 +168,14 @@ class Bindings:
             state.maps["weights"],
             flat.data_ptr(),
         )
-        storage, references = None, 0
+        storages: tuple[OwnStorage, ...] = ()
+        views = [weights.parameter(flat, part) for part in slices]
         if state.index not in self._resident and address != state.weights.data_ptr():
-            views = [weights.parameter(flat, part) for part in slices]
             self._views_at.setdefault(address, []).extend(views)
-        else:
-            if not flat.is_meta:  # a simulated device has no memory
-                flat = with_own_storage(flat)  # [Note: a storage of their own]
-            views = [weights.parameter(flat, part) for part in slices]
-            storage = storage_address(flat.untyped_storage())
-            del flat
-            references = num_references(storage)
-        return ParameterPlace(views, tuple(map(_address, views)), storage, references)
+        elif not flat.is_meta:  # a simulated device has no memory
+            views = [_in_own_storage(view) for view in views]
+            storages = tuple(map(_own_storage, views))
+        return ParameterPlace(views, tuple(map(_address, views)), storages)
 
     def point(self, layer: int, flat: torch.Tensor) -> None:
         """Bind as `bind` does, from any memory: an interrupt may have left parameters anywhere."""
@@ -363,10 +367,23 @@ def _take_back(name: str, parameter: torch.Tensor, view: torch.Tensor) -> None:
 
 
 def _has_others(state: LayerState, place: ParameterPlace | None) -> bool:
-    """True if an object outside refers to the storage of `place`."""
-    if place is None or place.storage is None:
+    """True if an object outside refers to a storage of `place`."""
+    if place is None:
         return False
-    num_bound = 0
-    if place is state.views.place:
-        num_bound = len(state.parameters) + sum(map(len, state.aliases.values()))
-    return num_references(place.storage) > place.num_references + num_bound
+    is_bound = place is state.views.place
+    for position, storage in enumerate(place.storages):
+        num_bound = 1 + len(state.aliases.get(position, ())) if is_bound else 0
+        if num_references(storage.address) > storage.num_references + num_bound:
+            return True
+    return False
+
+
+def _in_own_storage(view: torch.Tensor) -> torch.Tensor:
+    """Return a view of the same memory in a storage of its own ([Note: a storage of their own])."""
+    with torch.inference_mode(False):  # autograd must be able to save it
+        return with_own_storage(view)
+
+
+def _own_storage(view: torch.Tensor) -> OwnStorage:
+    address = storage_address(view.untyped_storage())
+    return OwnStorage(address, num_references(address))

@@ -14,7 +14,7 @@ GPU autograd's thread in backward. The two never run at once.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from functools import partial
 
 import torch
@@ -23,7 +23,7 @@ from stronghold.devices.base import timed
 from stronghold.devices.lane_name import LaneName
 from stronghold.errors import ConfigError
 from stronghold.memory.buffers import Slot
-from stronghold.memory.layer import Residency
+from stronghold.memory.layer import LayerState, Residency
 from stronghold.memory.window import Window
 from stronghold.plan.plan import Plan
 from stronghold.streaming.decoded_weights import DecodedWeights
@@ -47,14 +47,16 @@ class LayerWeights:
         self._window, self._plan, self._bindings = window, plan, bindings
         # Resident layers that are updated on the host. Other residents are never outdated.
         self.refreshed = plan.resident - plan.updated_on_gpu
-        staying = [parts.layers[layer].weights for layer in plan.updated_on_gpu]
+        # Addresses of weights that stay on the device: a saved tensor there needs no copy. Each
+        # parameter has a storage of its own, which begins where the parameter begins.
+        self.staying: set[int] = set()
+        for layer in plan.updated_on_gpu:
+            state = parts.layers[layer]
+            self.staying.update(_addresses(state, state.weights))
         for layer in self.refreshed:
             slot = parts.layers[layer].on_gpu.slot
             assert slot is not None
-            staying.append(slot.weights)
-        # Addresses of weights that stay on the device: a saved tensor there needs no copy.
-        # Parameters are bound to a storage of their own, which begins where the weights begin.
-        self.staying = {weights.data_ptr() for weights in staying}
+            self.staying.update(_addresses(parts.layers[layer], slot.weights))
         # Storage of a slot -> the streamed layer that is in it, for saved tensors.
         self.layer_at: dict[int, int] = {}
         self.decoded = DecodedWeights(parts)
@@ -203,3 +205,9 @@ class LayerWeights:
             self._bindings.point(
                 state.index, state.weights if slot is None else slot.weights
             )
+
+
+def _addresses(state: LayerState, weights: torch.Tensor) -> Iterator[int]:
+    """Yield the address of each of the layer's parameters in `weights`."""
+    for part in state.layout.slices:
+        yield state.maps["weights"].parameter(weights, part).data_ptr()
