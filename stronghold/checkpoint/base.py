@@ -285,6 +285,11 @@ class Base:
                     "base changed after it was written. Prepare it again"
                 )
 
+    def has(self, layer: int, name: str) -> bool:
+        """True if the layer has a stored tensor of this name, without the wrappers of adapters."""
+        by_name = self._places_by_name(layer)
+        return _ending(by_name, _without_wrappers(name)) is not None
+
     def has_layout(self, layer: int, places: Sequence[StoredPlace]) -> bool:
         """True if the layer's stored tensors have these places in the file.
 
@@ -347,9 +352,7 @@ class Base:
     ) -> list[tuple[StoredPlace, StoredPlace]]:
         """Each stored tensor's place in the file, with its place of `places`."""
         record = self.layers[layer]
-        by_name = {
-            _without_wrappers(tensor.name): tensor.place for tensor in record.tensors
-        }
+        by_name = self._places_by_name(layer)
         pairs: list[tuple[StoredPlace, StoredPlace]] = []
         for to in places:
             place = _ending(by_name, _without_wrappers(to.name))
@@ -368,6 +371,13 @@ class Base:
                 f"has {len(record.tensors)} stored tensors, expected {len(places)}",
             )
         return sorted(pairs, key=lambda pair: pair[0].offset)
+
+    def _places_by_name(self, layer: int) -> dict[str, StoredPlace]:
+        """The layer's stored tensors by name, without the wrappers of adapters."""
+        return {
+            _without_wrappers(tensor.name): tensor.place
+            for tensor in self.layers[layer].tensors
+        }
 
     def _foreign(self, record: LayerRecord, problem: str) -> ConfigError:
         return ConfigError(

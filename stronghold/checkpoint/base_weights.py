@@ -53,6 +53,14 @@ class BaseWeights:
                 "blocks. Prepare a base of this model"
             )
 
+    def has(self, number: int, name: str) -> bool:
+        """True if the base has the stored tensor `name` of a block.
+
+        Others are the model's: those of frozen adapters. `number`: of the block, in the order of
+        the model.
+        """
+        return self._base.has(number, name)
+
     def reader(
         self, number: int, weights: ArrayMap, slices: Sequence[ParameterSlice]
     ) -> Callable[[torch.Tensor], None]:
@@ -60,7 +68,7 @@ class BaseWeights:
 
         number   of the block, in the order of the model
         weights  map of the layer's weights
-        slices   the layer's frozen stored tensors
+        slices   the layer's stored tensors that the base has
 
         The function takes the flat bytes of the layer's weights, and waits for the disk. It raises
         CheckpointError for contents that have changed. Raises ConfigError here if the base has

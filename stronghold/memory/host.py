@@ -163,7 +163,7 @@ class HostStore:
         if state.read_frozen is not None and not state.frozen_in_files:
             memory = torch.empty(weights.nbytes, dtype=torch.uint8)
             state.read_frozen(memory)
-            for parameter_slice in state.frozen_slices:
+            for parameter_slice in state.base_slices:
                 values = weights.parameter(memory, parameter_slice)
                 self._write_weights(index, parameter_slice, values)
         for position in state.positions_of_model:

@@ -378,8 +378,8 @@ class LayerState:
     packed      parameters whose packed tensors are among `parameters`
     packing_errors  by name of a packed parameter: the error of its packed form
     pool        threads that pack weights while the model is taken over. None: plain torch packs
-    read_frozen  fills the layer's bytes with its frozen stored tensors, from a prepared base. None:
-                they come from the model
+    of_base     positions of the stored tensors whose values a prepared base has
+    read_frozen  fills the layer's bytes with these stored tensors. None: there is no base
     frozen_in_files  True if the frozen stored tensors lie in the files of a prepared base, which
                 nothing writes (`memory.frozen_files`), and `weights` is a mapping of them
     aliases     by position: further tensors of a library over a stored tensor's memory
@@ -409,6 +409,7 @@ class LayerState:
     packed: tuple[PackedPlace, ...] = ()
     packing_errors: dict[str, PackingError] = field(default_factory=dict)
     pool: Pool | None = None
+    of_base: frozenset[int] = frozenset()
     read_frozen: Callable[[torch.Tensor], None] | None = None
     frozen_in_files: bool = False
     aliases: Mapping[int, Sequence[torch.Tensor]] = field(default_factory=dict)
@@ -553,9 +554,9 @@ class LayerState:
         }
 
     @property
-    def frozen_slices(self) -> list[ParameterSlice]:
-        """The places of the frozen stored tensors."""
-        return [each for each in self.layout.slices if not each.trainable]
+    def base_slices(self) -> list[ParameterSlice]:
+        """The places of the stored tensors whose values a prepared base has."""
+        return [self.layout.slices[position] for position in sorted(self.of_base)]
 
     @property
     def trained_bytes(self) -> int:
@@ -568,14 +569,13 @@ class LayerState:
     @property
     def positions_of_model(self) -> list[int]:
         """Positions of the stored tensors whose values the model has, and that are not packed."""
-        of_packed = {k for packed in self.packed for k in packed.positions.values()}
-        pairs = zip(self.layout.slices, self.parameters, strict=True)
-        return [
-            k
-            for k, (parameter_slice, _) in enumerate(pairs)
-            if k not in of_packed
-            and (self.read_frozen is None or parameter_slice.trainable)
-        ]
+        others = self.of_packed | self.of_base
+        return [k for k in range(len(self.parameters)) if k not in others]
+
+    @property
+    def of_packed(self) -> frozenset[int]:
+        """Positions of the packed tensors."""
+        return frozenset(k for packed in self.packed for k in packed.positions.values())
 
     @property
     def packed_of_model(self) -> tuple[PackedPlace, ...]:

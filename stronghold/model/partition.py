@@ -786,13 +786,19 @@ class FrozenSource(Protocol):
     def check(self, num_blocks: int) -> None:
         """Raise ConfigError if the source has another number of blocks."""
 
+    def has(self, number: int, name: str) -> bool:
+        """True if the source has the stored tensor `name` of a block.
+
+        Others are the model's: those of frozen adapters. `number`: of the block in the model.
+        """
+
     def reader(
         self, number: int, weights: Any, slices: Sequence[Any]
     ) -> Callable[[torch.Tensor], None]:
         """Return a function that fills a layer's bytes with the frozen tensors of a block.
 
         `number`: of the block in the model. `weights`: an `ArrayMap`. `slices`: the place of each
-        frozen stored tensor. Raises ConfigError if the source has other tensors.
+        stored tensor that the source has. Raises ConfigError if the source has other tensors.
         """
 
     def file_ranges(

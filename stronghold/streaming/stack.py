@@ -54,6 +54,7 @@ from stronghold.model.packed_formats import FORMATS, PackingError
 from stronghold.model.packing import choose_packed, kind_of_weight, sum_of_errors
 from stronghold.model.partition import (
     FrozenSource,
+    Layer,
     NamedParameter,
     Partition,
     WeightSource,
@@ -174,6 +175,7 @@ class Stack:
             model, section.layers, chosen.of, self.stored.packed
         )
         self._base = base
+        self._besides_base = self._besides(base)
         _check_parameters(
             self._values_of_model(),
             settings.precision,
@@ -288,27 +290,53 @@ class Stack:
         """The stored tensors whose values the model has: no packed ones, and none of a base."""
         of_model = []
         for layer in self.partition.layers:
-            packed = {
-                inner
-                for described in layer.packed
-                for inner in described.inner.values()
-            }
+            packed = _packed_tensors(layer)
             for named in layer.parameters:
-                is_in_base = layer.streamed and not named.parameter.requires_grad
-                if named.parameter not in packed and not (self._base and is_in_base):
+                is_in_base = (
+                    self._base is not None
+                    and layer.streamed
+                    and not named.parameter.requires_grad
+                    and named.name not in self._besides_base
+                )
+                if named.parameter not in packed and not is_in_base:
                     of_model.append(named)
         return of_model
+
+    def _besides(self, base: FrozenSource | None) -> frozenset[str]:
+        """Names of the blocks' frozen stored tensors that the model has, and the base has not.
+
+        They are an adapter's. ConfigError for a base with another number of blocks.
+        """
+        if base is None:
+            return frozenset()
+        base.check(len(self.partition.streamed))
+        return frozenset(
+            named.name
+            for number, layer in enumerate(self.partition.streamed)
+            for named in layer.parameters
+            if not named.parameter.requires_grad
+            and named.parameter not in _packed_tensors(layer)
+            and not base.has(number, named.name)
+        )
 
     def _ranges_in_base(self) -> dict[int, Sequence[FileRange]]:
         """The frozen ranges that the files of the base have, by layer.
 
-        Empty if several ranks hold the base in the memory that they share, or if the base has the
-        tensors of a layer in another order: then there is a warning. Raises ConfigError for a base
-        of another model.
+        Empty if several ranks hold the base in the memory that they share. Empty, with a warning,
+        if the base has the tensors of a layer in another order, or has not all that are frozen.
+        Raises ConfigError for a base of another model.
         """
         if self._base is None or self.ranks.several:
             return {}
-        self._base.check(len(self.layout.streamed))
+        if self._besides_base:
+            logger.warning(
+                "stronghold.base: has no %s, which the run freezes. So its files are read once and "
+                "no more: host memory holds the base, or stronghold.nvme.path gets a copy. To read "
+                "what host memory cannot hold where it is, let the adapters require grad in "
+                "stronghold.initialize, and freeze them afterwards",
+                min(self._besides_base),
+            )
+            return {}
         in_base: dict[int, Sequence[FileRange]] = {}
         for number, index in enumerate(self.layout.streamed):
             layer = self.layout.layers[index]
@@ -431,11 +459,15 @@ class Stack:
         for state in self.host.layers:
             state.pool = self.pool
         if self._base is not None:
-            self._base.check(len(self.layout.streamed))
             for number, index in enumerate(self.layout.streamed):
                 state = self.host.layers[index]
+                state.of_base = frozenset(
+                    position
+                    for position, part in enumerate(state.layout.slices)
+                    if not part.trainable and part.name not in self._besides_base
+                )
                 state.read_frozen = self._base.reader(
-                    number, state.maps["weights"], state.frozen_slices
+                    number, state.maps["weights"], state.base_slices
                 )
                 is_in_file = state.home_of("weights") is FILE
                 state.frozen_in_files = is_in_file and index in self.file_ranges
@@ -945,3 +977,8 @@ def _give_forward(module: nn.Module, forward: Any) -> None:
     del vars(module)["forward"]
     if forward is not None:
         vars(module)["forward"] = forward
+
+
+def _packed_tensors(layer: Layer) -> set[torch.Tensor]:
+    """The packed tensors of a layer's packed parameters."""
+    return {inner for described in layer.packed for inner in described.inner.values()}
