@@ -42,7 +42,7 @@ from transformers import (
 from transformers.core_model_loading import WeightRenaming
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from stronghold.streaming.patches import autograd, modules, tensors
+from stronghold.streaming.patches import autograd, modules, quantised, tensors
 from stronghold.streaming.patches.table import PATCHES, Lifetime, Manner, Package
 from stronghold.streaming.patches.versions import report_untried, untried_versions
 from tests.support.frameworks import fresh_accelerate
@@ -438,6 +438,21 @@ def test_evaluation_layout() -> None:
         "qweight",
         "quant_state",
     ]
+
+
+def test_weights_that_are_there() -> None:
+    """They return another object for the device where they are. Without `to` they quantise."""
+    for linear in (
+        bitsandbytes.nn.Linear4bit(64, 8),
+        bitsandbytes.nn.Linear8bitLt(64, 8, has_fp16_weights=False),
+    ):
+        weight = linear.to("cpu").weight
+        there = quantised.itself_if_there
+        assert weight.to("cpu") is not weight
+        assert there(type(weight).to, weight, "cpu") is weight
+        assert there(type(weight).to, weight, "meta").is_meta
+    unquantised = bitsandbytes.nn.Linear4bit(64, 8).weight
+    assert there(type(unquantised).to, unquantised, "cpu").quant_state is not None
 
 
 def test_nf4_product() -> None:

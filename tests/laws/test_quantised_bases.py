@@ -19,6 +19,8 @@ from tests.models import loss_of
 from tests.support import quantised_ranks
 from tests.support.quantised_bases import (
     BASES,
+    adapted,
+    base,
     blocks_of,
     fp8_on_cpus,
     small_buffers_move,
@@ -160,6 +162,16 @@ def test_micro_batches_over_a_quantised_base_are_those_of_a_plain_loop(
     assert_identical(
         trained(kind, section, accumulation=3), plain(kind, accumulation=3)
     )
+
+
+def test_dora_over_a_4_bit_base_trains_as_in_a_plain_loop() -> None:
+    """On a CPU PEFT's DoRA puts `weight.to("cpu")` into the module in each forward. With int8 its
+    second forward fails in a plain loop."""
+    make = functools.partial(adapted, base, "nf4", dora=True)
+    settings = config(clipping=0.5, precision="bf16", section={"window": 1})
+    run = train_windowed(make, steps=2, settings=settings)
+    expected = train_plain(make, steps=2, clipping=0.5, precision="bf16")
+    assert_identical(run, expected)
 
 
 @pytest.mark.parametrize("kind", daily("nf4 double"))

@@ -300,6 +300,7 @@ def adapted(
     make_base: Callable[..., nn.Module],
     *args: Any,
     targets: list[str] = TARGETS,
+    dora: bool = False,
     **options: Any,
 ) -> Made:
     """The base `make_base(*args, **options)` with LoRA adapters in bf16 on `targets`."""
@@ -309,6 +310,7 @@ def adapted(
         lora_alpha=8,
         target_modules=targets,
         init_lora_weights=False,
+        use_dora=dora,
     )
     made = make_base(*args, **options)
     model = peft.get_peft_model(made, settings, autocast_adapter_dtype=False)

@@ -19,6 +19,13 @@ backward.
    and its scales for another kernel, in other dtypes and with rounding.
 2. Hazard: the engine would move the old tensors, and training would go on with rounded scales.
 3. So while an engine with such weights lives, `Linear4bit` computes as on other CPUs.
+
+[Note: a weight that is there already]
+1. torch's `tensor.to(device)` returns the tensor itself if it is on that device. bitsandbytes'
+   quantised weights return a new object.
+2. PEFT's DoRA puts the result into the module in each forward on a CPU.
+3. Hazard: the engine moves the first object. The module would compute with a view of a slot.
+4. So while an engine with such weights lives, these weights return themselves, too.
 """
 
 from __future__ import annotations
@@ -59,6 +66,8 @@ def replace_quantised(
     if "bitsandbytes.nn.modules" in sys.modules:
         modules = sys.modules["bitsandbytes.nn.modules"]
         replacements.wrap(modules, "_convert_weight_packed_for_cpu", _as_it_is)
+        replacements.wrap(modules.Params4bit, "to", itself_if_there)
+        replacements.wrap(modules.Int8Params, "to", itself_if_there)
 
 
 def _is_quantised(tensor: torch.Tensor) -> bool:
@@ -70,6 +79,22 @@ def _as_it_is(
 ) -> tuple[Any, Any]:
     """Replace `_convert_weight_packed_for_cpu` ([Note: a layout for evaluation])."""
     return weight, state
+
+
+def itself_if_there(original: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replace `Params4bit.to` and `Int8Params.to` ([Note: a weight that is there already])."""
+    like = torch.empty(0, dtype=weight.dtype, device=weight.device)
+    if _has_codes(weight) and like.to(*args, **kwargs) is like:
+        return weight
+    return original(weight, *args, **kwargs)
+
+
+def _has_codes(weight: Any) -> bool:
+    """True if bitsandbytes has quantised the weight. `to` quantises other ones.
+
+    PEFT merges into decoded values that it gives a weight's old `quant_state`.
+    """
+    return getattr(weight, "bnb_quantized", False) or weight.dtype is torch.int8
 
 
 # -- Functions that save tensors -------------------------------------------------------------------

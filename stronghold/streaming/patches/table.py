@@ -283,6 +283,20 @@ _REPLACED = (
         file=_QUANTISED,
     ),
     Patch(
+        key="weights_that_are_there",
+        package=BITSANDBYTES,
+        manner=Manner.REPLACED,
+        lifetime=Lifetime.ENGINE,
+        names=(
+            "bitsandbytes.nn.Params4bit.to",
+            "bitsandbytes.nn.Int8Params.to",
+        ),
+        reason="They return a new object for the device where the weight is, and PEFT's DoRA puts "
+        "it into the module. The engine moves the first object. The replacement returns the weight "
+        "itself then, as torch does. Only with an engine that has quantised weights.",
+        file=_QUANTISED,
+    ),
+    Patch(
         key="nf4_product",
         package=TORCHAO,
         manner=Manner.REPLACED,
