@@ -24,7 +24,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ import torch
 from torch import nn
 
 from stronghold.errors import ConfigError
+from stronghold.model.inner_tensors import format_of
 from stronghold.streaming.patches.modules import parameter_table, transient_buffers
 from stronghold.streaming.patches.parameters import point
 from stronghold.streaming.patches.tensors import with_own_storage
@@ -48,7 +49,10 @@ MERGE_SPECIAL = "unload_and_optionally_merge_module"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Device and dtype of the tensors that are given out. None: as they are."""
+    """Device and dtype of the tensors that are given out. None: as they are.
+
+    Codes and scales of a quantised weight keep their dtypes.
+    """
 
     device: torch.device | None
     dtype: torch.dtype | None
@@ -88,6 +92,27 @@ class _HeldTensors:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _QuantisedModule:
+    """A module with weights that a library has quantised. Its state dict has more than its
+    parameters: scales, code books, and how to read them.
+
+    `prefix`: of the names that the server gets, with a dot at its end.
+    """
+
+    prefix: str
+    module: nn.Module
+
+    def pairs(self, device: torch.device | None) -> Iterator[NamedTensor]:
+        """Yield the tensors of its state dict, without those of modules below it."""
+        below = tuple(
+            f"{self.prefix}{name}." for name, _ in self.module.named_children()
+        )
+        for name, value in self.module.state_dict(prefix=self.prefix).items():
+            if isinstance(value, torch.Tensor) and not name.startswith(below):
+                yield name, value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _AdaptedModule:
     """A module that PEFT has put in the place of the base's module `name`.
 
@@ -117,6 +142,9 @@ class _AdaptedModule:
             yield tensors.pop(0)
 
 
+_Member = _HeldTensors | _QuantisedModule | _AdaptedModule
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _LayerGroup:
     """Tensors of neighbouring modules of the same layers.
@@ -125,7 +153,7 @@ class _LayerGroup:
     """
 
     layers: tuple[int, ...]
-    members: tuple[_HeldTensors | _AdaptedModule, ...]
+    members: tuple[_Member, ...]
 
 
 def _give(
@@ -135,10 +163,12 @@ def _give(
         _check_same_step(stack, num_changes)
         stack.settle(group.layers)
         for member in group.members:
+            keeps_dtypes = isinstance(member, _QuantisedModule)
+            placed = replace(placement, dtype=None) if keeps_dtypes else placement
             for name, tensor in member.pairs(placement.device):
                 _check_same_step(stack, num_changes)
                 # No name refers to the copy, so that the caller alone keeps it alive.
-                yield name, placement.place(_shown(tensor))
+                yield name, placed.place(_shown(tensor))
         for layer in group.layers:
             stack.runtime.executor.weights.decoded.rest(layer)
 
@@ -178,7 +208,7 @@ def _groups(stack: Stack, *, merges_adapters: bool) -> list[_LayerGroup]:
         names = {key: _base_name(name) for key, name in names.items()}
     given = {id(p) for module in adapted for p in _merged_parameters(module)}
     layer_of = _layer_of(stack)
-    members: list[tuple[tuple[int, ...], _HeldTensors | _AdaptedModule]] = []
+    members: list[tuple[tuple[int, ...], _Member]] = []
     for prefix, module in model.named_modules():
         if module in adapted:
             layers = _layers_of(stack, layer_of, module.parameters())
@@ -191,6 +221,11 @@ def _groups(stack: Stack, *, merges_adapters: bool) -> list[_LayerGroup]:
                 name=_base_name(prefix), module=module, names=names_of_base
             )
             members.append((layers, one))
+        elif id(module) not in of_adapted and _is_quantised(module):
+            layers = _layers_of(stack, layer_of, module.parameters(recurse=False))
+            name = _base_name(prefix) if merges_adapters else prefix
+            dot = "." if name else ""
+            members.append((layers, _QuantisedModule(prefix=name + dot, module=module)))
         elif id(module) not in of_adapted:
             tensors = tuple(_held_tensors(module, prefix, given))
             if merges_adapters:
@@ -248,6 +283,12 @@ def _own_buffers(module: nn.Module) -> list[NamedTensor]:
     return [(name, buffer) for name, buffer in buffers if name not in transient]
 
 
+def _is_quantised(module: nn.Module) -> bool:
+    """True if the module itself holds a weight that a library has quantised."""
+    parameters = module.parameters(recurse=False)
+    return any(format_of(parameter) is not None for parameter in parameters)
+
+
 def _persistent_buffers(module: nn.Module) -> Iterator[NamedTensor]:
     for prefix, part in module.named_modules():
         for name, buffer in _own_buffers(part):
@@ -280,12 +321,13 @@ def _adapted_modules(model: nn.Module) -> dict[nn.Module, None]:
 def _refuse_quantised(name: str, module: Any) -> None:
     """Raise ConfigError if the base's weights are a library's quantised ones."""
     for key, parameter in module.named_parameters():
-        if not parameter.is_floating_point() or parameter.itemsize == 1:
+        is_code = not parameter.is_floating_point() or parameter.itemsize == 1
+        if is_code or format_of(parameter) is not None:
             raise ConfigError(
                 f"engine.named_weights(merge_adapters=True): {name}.{key} is quantised "
-                f"({parameter.dtype}), and a merge adds to floating-point weights: leave "
-                "merge_adapters out and give the server the adapters, or pack a bf16 base with "
-                "stronghold.frozen, which is decoded here"
+                f"({type(parameter).__name__}, {parameter.dtype}), and a merge adds to "
+                "floating-point weights: leave merge_adapters out and give the server the "
+                "adapters, or pack a bf16 base with stronghold.frozen, which is decoded here"
             )
 
 

@@ -15,8 +15,9 @@ import stronghold
 from stronghold.errors import ConfigError
 from tests.models import MODELS, loss_of
 from tests.models.families import llama_of
+from tests.support import quantised_bases
 from tests.support.pairs import each
-from tests.support.training import config, initialized
+from tests.support.training import config, dense_copies, initialized, same_bits
 from tests.support.twin import twin
 
 with warnings.catch_warnings():
@@ -393,6 +394,37 @@ def test_a_packed_base_is_decoded_and_merged() -> None:
     other.load_state_dict(state)
     for name, value in other.merge_and_unload().state_dict().items():
         assert torch.equal(merged[name], value), name
+    engine.destroy()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "nf4 double",
+        "torchao int8",
+        pytest.param("int8", marks=pytest.mark.slow),
+        pytest.param("torchao float8", marks=pytest.mark.slow),
+    ],
+)
+def test_a_quantised_base_is_given_with_its_scales(kind: str) -> None:
+    """A server cannot read the codes of bitsandbytes without scales and code books."""
+    model, make_batch = quantised_bases.BASES[kind]()
+    engine = initialized(model, config(precision="bf16", section=STREAMED))
+    engine.backward(loss_of(engine(**make_batch(0))))
+    engine.step()
+    state = dense_copies(engine.module_state_dict())
+    found = dense_copies(dict(engine.named_weights()))
+    assert list(found) == list(state)
+    for name, value in found.items():
+        assert same_bits(value, state[name]), name
+    wide = dense_copies(dict(engine.named_weights(dtype=torch.float32)))
+    for name, value in wide.items():
+        is_code = any(part in name for part in (".base_layer.", "k_proj", "o_proj"))
+        is_code = is_code or "gate_proj" in name
+        expected = state[name].dtype if is_code else torch.float32
+        assert value.dtype is expected, name
+    with pytest.raises(ConfigError, match=r"base_layer\.weight is quantised"):
+        next(engine.named_weights(merge_adapters=True))
     engine.destroy()
 
 
