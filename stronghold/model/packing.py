@@ -2,7 +2,8 @@
 values.
 
 A weight is packed if it is frozen, belongs to one block, and is the matrix of a linear layer or the
-fused weights of experts. Norms, biases, embeddings and the head stay as they came.
+fused weights of experts. Norms, biases, embeddings and the head stay as they came. So do the
+matrices of adapters, also of frozen ones: a reference, or a random projection.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ KEY = "stronghold.frozen"
 FUSED_EXPERTS_DIM = 3  # (experts, rows, columns)
 # Transformers' Conv1D is a linear layer whose matrix lies the other way round.
 _LINEAR_NAMES = frozenset({"Conv1D"})
+# PEFT's modules hold the module that they adapt under one of these names, beside their own ones.
+_ADAPTED_NAMES = ("base_layer", "original_module")
 
 
 def choose_packed(
@@ -69,9 +72,9 @@ def sum_of_errors(errors: Sequence[PackingError]) -> PackingError:
 
 
 def _candidates(modules: tuple[nn.Module, ...]) -> Iterator[nn.Parameter]:
-    """The weights of linear layers and of fused experts in these modules."""
+    """The weights of linear layers and of fused experts in these modules, without adapters."""
     for block in modules:
-        for module in block.modules():
+        for module in _without_adapters(block):
             is_linear = (
                 isinstance(module, nn.Linear) or type(module).__name__ in _LINEAR_NAMES
             )
@@ -81,3 +84,12 @@ def _candidates(modules: tuple[nn.Module, ...]) -> Iterator[nn.Parameter]:
                 is_fused = parameter.dim() == FUSED_EXPERTS_DIM and not is_convolution
                 if is_matrix or is_fused:
                     yield parameter
+
+
+def _without_adapters(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the module and all modules in it, without those that adapters have added."""
+    yield module
+    children = dict(module.named_children())
+    adapted = [children[name] for name in _ADAPTED_NAMES if name in children]
+    for child in adapted or children.values():
+        yield from _without_adapters(child)

@@ -17,7 +17,8 @@ training thread enters, and on a GPU autograd's thread in backward. The two neve
 1. At rest a packed parameter has a shape and no values: it is hidden (`patches.parameters`).
 2. A program that reads it waits while the layer's packed tensors are decoded into memory of its
    own. The parameter points there until the layer computes again.
-3. What a program writes there would be lost. It is refused at the layer's next use.
+3. What a program writes there would be lost. It is refused at the layer's next use. The same bits
+   are harmless: `load_state_dict` writes them for weights that have not changed.
 """
 
 from __future__ import annotations
@@ -158,11 +159,7 @@ class DecodedWeights:
         state = self._layers[layer]
         if self._bound == layer or not state.packed:
             return
-        nbytes = state.layout.decoded_bytes
-        memory = torch.empty(nbytes, dtype=torch.uint8, device=state.weights.device)
-        views = _decoded_views(state, memory)
-        _decode_at_home(state, views)
-        self._point(state, views)
+        self._point(state, _decoded_at_home(state))
 
     def _point(self, state: LayerState, views: Sequence[torch.Tensor]) -> None:
         show(packed.parameter for packed in state.packed)
@@ -174,16 +171,28 @@ class DecodedWeights:
         self._versions[state.index] = _versions(state)
 
     def _refuse_writes(self, state: LayerState) -> None:
-        """ConfigError if a program wrote into a packed parameter."""
+        """ConfigError if a program wrote other bits into a packed parameter."""
         versions = _versions(state)
         noted = self._versions.get(state.index, versions)
         self._versions[state.index] = versions
-        for packed, before, now in zip(state.packed, noted, versions, strict=True):
-            if now != before:
+        if versions == noted:
+            return
+        for packed, values in zip(state.packed, _decoded_at_home(state), strict=True):
+            if not _has_bits(packed.parameter, values):
+                self._forget(state)  # the next use decodes again
                 raise ConfigError(
                     f"{packed.name} was written: packed weights are frozen, and what is written is "
-                    "lost. Write before stronghold.initialize, or leave stronghold.frozen out"
+                    "lost. Write before stronghold.initialize, or leave stronghold.frozen out. "
+                    "Merge adapters after engine.destroy(), or into copies: "
+                    "engine.named_weights(merge_adapters=True)"
                 )
+
+    def _forget(self, state: LayerState) -> None:
+        """Put the layer's packed parameters at rest, and forget what the buffer has of them."""
+        if self.layer == state.index:
+            self.layer = self._bound = None
+        _hide(state)
+        self._note_versions(state)
 
     def start_again(self) -> None:
         """Forget the contents of the buffer, and put every packed parameter at rest. An exception
@@ -212,13 +221,30 @@ def _packed_tensors(
     ]
 
 
-def _decode_at_home(state: LayerState, views: Sequence[torch.Tensor]) -> None:
+def _decoded_at_home(
+    state: LayerState, device: torch.device | None = None
+) -> list[torch.Tensor]:
     """Decode the layer's packed tensors where they lie between steps, by plain torch.
 
-    The kernels' threads may be at work for an update.
+    The kernels' threads may be at work for an update. Each weight has memory of its own, on
+    `device`, or beside its packed tensors.
     """
-    for weight in _packed_tensors(state, state.weights, views):
+    device = state.weights.device if device is None else device
+    weights = [
+        torch.empty(packed.described.shape, dtype=packed.described.dtype, device=device)
+        for packed in state.packed
+    ]
+    for weight in _packed_tensors(state, state.weights, weights):
         weight.format.decode(weight.inner, weight.weight)
+    return weights
+
+
+def _has_bits(parameter: torch.Tensor, values: torch.Tensor) -> bool:
+    """True if the parameter has the bits of `values`, wherever it lies. NaN equals NaN."""
+    with without_torch_function():
+        present = parameter.detach().to(values.device).contiguous()
+    bits = [tensor.view(-1).view(torch.uint8) for tensor in (present, values)]
+    return torch.equal(*bits)
 
 
 def _decoded_views(state: LayerState, memory: torch.Tensor) -> list[torch.Tensor]:
@@ -261,8 +287,6 @@ def return_packed(layers: Sequence[LayerState], available_bytes: int) -> None:
             for packed in state.packed:
                 point(packed.parameter, packed.placeholder)
             continue
-        memory = torch.empty(state.layout.decoded_bytes, dtype=torch.uint8)
-        views = _decoded_views(state, memory)
-        _decode_at_home(state, views)
-        for packed, view in zip(state.packed, views, strict=True):
-            point(packed.parameter, view)
+        weights = _decoded_at_home(state, torch.device("cpu"))
+        for packed, weight in zip(state.packed, weights, strict=True):
+            point(packed.parameter, weight)

@@ -68,6 +68,7 @@ class OptimizerSteps:
             self._frozen += [
                 (slices[k].name, p) for k, p in numbered if not p.requires_grad
             ]
+            self._frozen += [(packed.name, packed.parameter) for packed in state.packed]
 
     def refuse_unfrozen(self) -> None:
         """Raise ConfigError if a parameter was frozen when the engine was made, and is not now."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import io
 import itertools
 import re
 from pathlib import Path
@@ -28,6 +29,7 @@ from tests.support.packed import (
     adapted,
     decoded,
     llama,
+    mixed,
     packed_names,
     token_batch,
     with_decoded_weights,
@@ -241,6 +243,118 @@ def test_what_a_program_writes_into_a_packed_weight_is_refused(place: str) -> No
     engine.destroy()
 
 
+@pytest.mark.parametrize("place", ["one slot", "all on the gpu"])
+def test_after_a_refused_write_the_weight_is_the_packed_one(place: str) -> None:
+    """One block alone is packed. So no other layer takes the buffer in which the program wrote."""
+
+    def make_engine() -> Any:
+        torch.manual_seed(0)
+        model, _ = llama()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("layers.3" not in name or "lora_" in name)
+        section = {**PLACES[place], "frozen": "nf4"}
+        return initialized(model, config(precision="bf16", section=section))
+
+    def write(module: nn.Module, args: Any) -> None:
+        module.weight.data.mul_(2.0)
+
+    engine, untouched = make_engine(), make_engine()
+    for each in (engine, untouched):
+        train(each, 1)
+    linear = engine.module.get_submodule("base_model.model.model.layers.3.mlp.up_proj")
+    hook = linear.register_forward_pre_hook(write)
+    with torch.no_grad(), pytest.raises(ConfigError, match=r"up_proj.* was written"):
+        engine(**token_batch(9))
+    hook.remove()
+    with torch.no_grad():
+        loss, expected = (
+            loss_of(each(**token_batch(9))) for each in (engine, untouched)
+        )
+    assert torch.equal(loss, expected)
+    assert torch.equal(train(engine, 1)[0], train(untouched, 1)[0])
+    engine.destroy()
+    untouched.destroy()
+
+
+def test_a_state_dict_with_the_same_packed_weights_is_loaded() -> None:
+    """A program keeps its best weights, and loads them again: adapters are others, the base is
+    not."""
+    engine = engine_of()
+    train(engine, 1)
+    best = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    with torch.no_grad():
+        expected = loss_of(engine(**token_batch(9)))
+    train(engine, 2)
+    engine.module.load_state_dict(best)
+    with torch.no_grad():
+        assert torch.equal(loss_of(engine(**token_batch(9))), expected)
+    name = next(iter(expected_weights()))
+    engine.module.load_state_dict({**best, name: best[name] * 2.0})
+    with pytest.raises(ConfigError, match=rf"{re.escape(name)} was written"):
+        train(engine, 1)
+    engine.destroy()
+
+
+def test_a_frozen_adapter_keeps_its_bits() -> None:
+    """A random projection that does not train (FFA-LoRA), or the adapter of a reference."""
+
+    def make() -> tuple[nn.Module, Any]:
+        model, make_batch = llama()
+        for name, parameter in model.named_parameters():
+            if "lora_A" in name:
+                parameter.requires_grad_(False)
+        return model, make_batch
+
+    settings = config(
+        clipping=0.5, precision="bf16", section={"window": 1, "frozen": "nf4"}
+    )
+    run = train_windowed(make, steps=2, settings=settings)
+    expected = train_plain(
+        with_decoded_weights(make, "nf4", "bf16"),
+        steps=2,
+        clipping=0.5,
+        precision="bf16",
+    )
+    assert_identical(run, expected)
+    torch.manual_seed(0)
+    before = make()[0].state_dict()
+    for name, value in run.weights.items():
+        if "lora_A" in name:
+            assert torch.equal(value, before[name].bfloat16()), name
+
+
+def test_a_packed_weight_that_is_to_train_now_is_refused() -> None:
+    engine = engine_of()
+    name = next(iter(expected_weights()))
+    engine.module.get_parameter(name).requires_grad_(True)
+    with pytest.raises(ConfigError, match=rf"{re.escape(name)} was frozen in"):
+        train(engine, 1)
+    engine.destroy()
+
+
+def test_a_model_is_saved_whole_and_a_parameter_alone() -> None:
+    """Layers have tensors of several dtypes side by side. torch.save refuses one storage of two
+    dtypes, and saves all of a storage for any part of it."""
+    torch.manual_seed(0)
+    model, make_batch = mixed()
+    section = {"window": 1, "frozen": "nf4", "dtypes": "own"}
+    engine = initialized(model, config(precision="bf16", section=section))
+    train(engine, 2)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    with torch.no_grad():
+        expected = loss_of(engine(**make_batch(9)))
+        assert torch.equal(loss_of(loaded(**make_batch(9))), expected)
+    for parameter in model.parameters():
+        for value in (parameter, parameter.data, parameter.detach()):
+            file = io.BytesIO()
+            torch.save(value, file)
+            assert parameter.nbytes <= file.tell() < parameter.nbytes + 8192
+    engine.destroy()
+
+
 def test_a_view_of_a_decoded_weight_that_a_program_keeps_is_refused() -> None:
     engine = engine_of()
     kept: list[torch.Tensor] = []
@@ -408,6 +522,29 @@ def test_a_prepared_base_has_the_bits_of_one_that_is_packed_at_the_start(
         section = placed(place, tmp_path, **key)
         settings = config(clipping=0.5, precision="bf16", section=section)
         runs.append(train_windowed(factory, steps=STEPS, settings=settings))
+    assert_identical(*runs)
+
+
+@pytest.mark.parametrize(
+    "place", ["one slot", pytest.param("all in files", marks=pytest.mark.slow)]
+)
+def test_frozen_adapters_beside_a_prepared_base_are_the_models(
+    place: str, directory: Path, base: Path, tmp_path: Path
+) -> None:
+    """The base has none of them: it was prepared from a directory."""
+
+    def make() -> tuple[nn.Module, Any]:
+        model, make_batch = adapted_from(directory)
+        for name, parameter in model.named_parameters():
+            if "lora_A" in name:
+                parameter.requires_grad_(False)
+        return model, make_batch
+
+    runs = []
+    for key in ({"frozen": "nf4"}, {"base": str(base)}):
+        section = placed(place, tmp_path, **key)
+        settings = config(clipping=0.5, precision="bf16", section=section)
+        runs.append(train_windowed(make, steps=2, settings=settings))
     assert_identical(*runs)
 
 
