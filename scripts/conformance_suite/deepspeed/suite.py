@@ -23,4 +23,5 @@ SUITE = PytestSuite(
     rows=ROWS,
     reasons=REASONS,
     plugin="conformance_suite.deepspeed.plugin",
+    limit_s=3600.0,
 )

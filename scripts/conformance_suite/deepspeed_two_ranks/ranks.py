@@ -1,7 +1,8 @@
 """Runs one distributed test of DeepSpeed's on several ranks of this machine, over gloo.
 
 Owns the ranks' processes: each runs one test and ends. They are forked from a server that has
-imported everything. A rank that has not ended in time is killed.
+imported everything, also what torch and the engine import late. A rank that has not ended in time
+is killed.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # noqa: F401  the first optimizer imports it: the server does it once
 from _pytest.outcomes import Skipped
 
+import stronghold.engine.engine  # noqa: F401  the first engine imports it
 from conformance_suite.deepspeed.process import adapt, adapt_init
 
 LIMIT_S = 300.0  # of one test
