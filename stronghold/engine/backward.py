@@ -22,6 +22,12 @@ never run at once.
 2. Each engine that the backward reaches divides its gradients by its own loss scale.
 3. So scales that differ are refused.
 
+[Note: a loss without its scale]
+1. In fp16, `step` divides gradients by the loss scale.
+2. `loss.backward()` after `engine(batch)` leaves that scale out. It is refused, as by DeepSpeed.
+3. A program may call the raw module, and scale the loss by hand. No engine can see that.
+4. So such a backward is accepted, and warned about once. `step` divides, as DeepSpeed does.
+
 [Note: autograd.grad]
 1. A program asks `torch.autograd.grad` for gradients of inputs. That is no backward of a step.
 2. Autograd then executes no parameter's node. `_trains` asks autograd which nodes it will execute.
@@ -36,6 +42,7 @@ from typing import Any, cast
 
 import torch
 
+from stronghold.config.source import warn_once
 from stronghold.errors import ConfigError
 from stronghold.streaming.optimizer import EngineOptimizer
 from stronghold.streaming.parts import UnannouncedBackward
@@ -146,7 +153,7 @@ class UserBackward:
         """Begin a backward at an output of the model, if none is open."""
         if self._task not in (None, backward_number()):
             self._abandon()  # it raised, and the same graph is tried again
-        self._reached(gradient=False)
+        self._reached(gradient=False, is_engine_call=True)
         is_open = self._task is not None
         if (self._is_announced or is_open) and not self._keeps_graph:
             graph.is_used = True
@@ -155,8 +162,11 @@ class UserBackward:
             self._outside.divisor = engine.gradient_accumulation_steps()
 
     # -- one backward ([Note: the life of a backward]) --------------------------------------------
-    def _reached(self, gradient: bool) -> None:
-        """Begin a backward at an output of a layer, or (`gradient` true) at a parameter."""
+    def _reached(self, gradient: bool, is_engine_call: bool = False) -> None:
+        """Begin a backward at an output of a layer, or (`gradient` true) at a parameter.
+
+        `is_engine_call`: the output is that of a call of the engine, not of the raw module.
+        """
         engine = self._engine()
         task = backward_number()
         if (
@@ -170,7 +180,7 @@ class UserBackward:
             return
         if not (gradient or self._trains(engine, task)):
             return
-        _check_scale(engine.optimizer.loss_scale)
+        _check_scale(engine.optimizer.loss_scale, is_engine_call)
         runtime = engine._stack.runtime
         if not runtime.ledger.is_in_step:
             engine._loss_sum = None
@@ -217,10 +227,20 @@ class UserBackward:
         self._timing.close()
 
 
-def _check_scale(expected: float) -> None:
-    """Raise ConfigError unless the running backward's loss was multiplied by `expected`."""
+def _check_scale(expected: float, is_engine_call: bool) -> None:
+    """Raise ConfigError unless the running backward's loss was multiplied by `expected`.
+
+    Warns instead where the raw module was called ([Note: a loss without its scale]).
+    """
     scales = _announced_scales or _scaled_by
     if not scales and expected != 1.0:
+        if not is_engine_call:
+            warn_once(
+                "fp16: loss.backward() after a call of the raw module. The engine cannot see "
+                "whether the loss was scaled, and step() divides gradients by the loss scale, as "
+                "under DeepSpeed. Call engine.scale(loss).backward()"
+            )
+            return
         raise ConfigError(
             "loss.backward() of a loss that was not scaled, in fp16: call "
             "engine.scale(loss).backward() or engine.backward(loss)"

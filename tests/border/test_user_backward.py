@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import stronghold
+from stronghold.config.source import warn_once
 from stronghold.errors import ConfigError
 from tests.laws.test_adapters import checkpointed_lora
 from tests.models import MODELS, loss_of
@@ -244,6 +245,33 @@ def test_a_loss_that_was_not_scaled_is_refused_in_fp16() -> None:
     engine.step()
     assert engine.was_step_applied()
     engine.destroy()
+
+
+def by_the_loss_alone(engine: Any, loss: torch.Tensor) -> None:
+    loss.backward()
+
+
+def by_a_smaller_loss(engine: Any, loss: torch.Tensor) -> None:
+    (engine.scale(loss) / engine.optimizer.loss_scale).backward()
+
+
+def test_a_loss_of_the_raw_module_may_lack_its_scale_in_fp16(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """`step` divides all the same, as under DeepSpeed."""
+    warn_once.cache_clear()  # it warns once per process
+    runs = []
+    for backward in (by_the_loss_alone, by_a_smaller_loss):
+        model, batches = MODELS["gpt"]()
+        settings = config(precision="fp16", section={"window": 1})
+        settings["fp16"]["initial_scale_power"] = 8
+        engine = initialized(model, settings)
+        losses = [loss.clone() for loss in by_the_module(engine, batches, backward)]
+        assert engine.optimizer.loss_scale == 256.0
+        runs.append(Run(losses=losses, moments=moments_of(engine)))
+        engine.destroy()
+    assert_identical(*runs)
+    assert caplog.text.count("divides gradients by the loss scale") == 1
 
 
 @pytest.mark.parametrize("backward", [by_engine, by_user])
