@@ -7,6 +7,7 @@ outcomes inside these processes.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.metadata
 import json
 import os
@@ -20,7 +21,7 @@ from pathlib import Path
 
 from conformance_suite.explanations import Row, explain
 from conformance_suite.pages import FOLDER, table, write_page
-from conformance_suite.recorder import OUTCOMES, SUITE
+from conformance_suite.recorder import ENGINE, OUTCOMES, OWN, SUITE
 from conformance_suite.sources import SourcesError, find_sources
 
 SCRIPTS = Path(__file__).resolve().parents[1]
@@ -56,11 +57,17 @@ class Counts:
 
 @dataclass(slots=True)
 class Report:
-    """Counts by file, counts of reasons, and the tests that nothing explains."""
+    """Counts by file, the tests that pass, the reason of each that cannot apply, and the tests
+    that nothing explains."""
 
     files: dict[str, Counts] = field(default_factory=dict)
-    reasons: Counter[str] = field(default_factory=Counter)
+    passed: set[str] = field(default_factory=set)
+    reason_of: dict[str, str] = field(default_factory=dict)
     unexplained: list[str] = field(default_factory=list)
+
+    @property
+    def reasons(self) -> Counter[str]:
+        return Counter(self.reason_of.values())
 
     @property
     def in_all(self) -> Counts:
@@ -91,6 +98,7 @@ class PytestSuite:
     environment   further variables of the tests' processes
     options       further options of pytest
     limit_s       time limit of one file
+    has_engine    the tests can run with the project's own engine, too
     """
 
     name: str
@@ -110,6 +118,7 @@ class PytestSuite:
     environment: Mapping[str, str] = field(default_factory=dict)
     options: tuple[str, ...] = ()
     limit_s: float = 900.0
+    has_engine: bool = False
 
     # -- command line ------------------------------------------------------------------------------
     def run(self, given: list[str]) -> int:
@@ -129,10 +138,16 @@ class PytestSuite:
                 print(f"conformance {self.name}: error: {error}", file=sys.stderr)
                 return 2
             print(f"{self.project} {version}, tests of {sources}")
+            if arguments.own:
+                self._run_own(sources, arguments.only, arguments.results)
+                return 0
             report = self._run_files(sources, arguments.only, arguments.results)
+            tests_of = self._version_of(sources)
         self._print(report)
         if arguments.page:
-            write_page(self.name, self._page(report, version), arguments.page_folder)
+            own = self._passed_by_own(arguments.beside)
+            lines = self._page(report, version, tests_of, own)
+            write_page(self.name, lines, arguments.page_folder)
         return 1 if report.unexplained else 0
 
     def _parse(self, given: list[str]) -> argparse.Namespace:
@@ -149,7 +164,45 @@ class PytestSuite:
         parser.add_argument(
             "--page-folder", type=Path, default=FOLDER, help="folder of the page"
         )
+        if self.has_engine:
+            parser.add_argument(
+                "--own", action="store_true", help=f"run {self.project}'s own engine"
+            )
+            parser.add_argument(
+                "--beside",
+                type=Path,
+                help="results of --own, which the page shows beside",
+            )
+        parser.set_defaults(own=False, beside=None)
         return parser.parse_args(given)
+
+    def _version_of(self, sources: Path) -> str:
+        """The version of the sources, if they say it."""
+        file = sources / "version.txt"
+        return file.read_text(encoding="utf-8").strip() if file.exists() else ""
+
+    # -- the project's own engine ------------------------------------------------------------------
+    def _run_own(self, sources: Path, only: str, results: Path | None) -> None:
+        """Run the tests with the project's own engine, and print how many pass."""
+        suite = dataclasses.replace(
+            self, rows=(), environment={**self.environment, ENGINE: OWN}
+        )
+        report = suite._run_files(sources, only, results)
+        print(f"{'in all':{WIDTH}} {report.in_all.passed:4}")
+
+    def _passed_by_own(self, results: Path | None) -> set[str] | None:
+        """Return the tests that passed with the project's own engine. None: it was not run."""
+        if results is None:
+            return None
+        passed = set()
+        for file in self.files:
+            outcomes = results / outcomes_name(file)
+            if not outcomes.exists():
+                raise SystemExit(f"conformance {self.name}: error: no {outcomes}")
+            for outcome in read_outcomes(file, outcomes, ""):
+                if outcome.outcome == "passed":
+                    passed.add(outcome.test)
+        return passed
 
     # -- processes ---------------------------------------------------------------------------------
     def _run_files(self, sources: Path, only: str, results: Path | None) -> Report:
@@ -174,7 +227,7 @@ class PytestSuite:
         with tempfile.TemporaryDirectory() as scratch:
             kept = Path(scratch) if results is None else results.resolve()
             kept.mkdir(parents=True, exist_ok=True)
-            outcomes = kept / f"{file.replace('/', '_')}.jsonl"
+            outcomes = kept / outcomes_name(file)
             said = ""
             if not outcomes.exists():
                 outcomes.touch()
@@ -238,6 +291,7 @@ class PytestSuite:
         for outcome in outcomes:
             if outcome.outcome == "passed":
                 counts.passed += 1
+                report.passed.add(outcome.test)
                 continue
             reason: str | None = outcome.text
             if outcome.outcome != "not run":
@@ -249,7 +303,7 @@ class PytestSuite:
                 )
             else:
                 counts.cannot_apply += 1
-                report.reasons[reason] += 1
+                report.reason_of[outcome.test] = reason
         return counts
 
     def _print(self, report: Report) -> None:
@@ -261,27 +315,67 @@ class PytestSuite:
         if report.unexplained:
             print("\nUnexplained:", *report.unexplained, sep="\n  ")
 
-    def _page(self, report: Report, version: str) -> list[str]:
+    def _page(
+        self, report: Report, version: str, tests_of: str, own: set[str] | None
+    ) -> list[str]:
+        """Return the lines of the page.
+
+        tests_of  version of the sources, if it is known
+        own       the tests that pass with the project's own engine, if it was run
+        """
         files = [
             (f"`{file}`", *counts.cells()) for file, counts in report.files.items()
         ]
         files.append(("in all", *report.in_all.cells()))
-        reasons = [
-            (count, self.reasons[key]) for key, count in report.reasons.most_common()
-        ]
         title = self.title or f"{self.project}'s tests"
+        known = f"{self.project} {version}"
+        if tests_of and tests_of != version:
+            known += f", tests of {tests_of}"
         return [
             f"# {title}, against this engine",
             "",
-            f"Written by `scripts/conformance {self.name} --page`: {self.project} {version}.",
+            f"Written by `scripts/conformance {self.name} --page`: {known}.",
             self.page,
             "",
             *table(("file", "pass", "cannot apply", "fail"), files, "lrrr"),
             "",
+            *([] if own is None else self._beside(report, own)),
             "## Why a test cannot apply",
             "",
-            *table(("tests", "reason"), reasons, "rl"),
+            *self._reasons_table(report, own),
         ]
+
+    def _beside(self, report: Report, own: set[str]) -> list[str]:
+        """Lines of the page: how many tests the project's own engine passes."""
+        cannot_apply = len(own & set(report.reason_of))
+        both = len(own & report.passed)
+        return [
+            f"## Beside {self.project}'s own engine",
+            "",
+            f"With {self.project}'s own engine {len(own)} of these tests pass in the same "
+            "processes.",
+            f"Of them {both} pass here, and {cannot_apply} cannot apply: "
+            f"{cannot_apply / max(1, len(own)):.0%}.",
+            "The others fail there too, or are skipped.",
+            "",
+        ]
+
+    def _reasons_table(self, report: Report, own: set[str] | None) -> list[str]:
+        """Lines of the page: the reasons, with the number of their tests."""
+        counts = report.reasons.most_common()
+        if own is None:
+            rows = [(count, self.reasons[key]) for key, count in counts]
+            return table(("tests", "reason"), rows, "rl")
+        passed = Counter(
+            reason for test, reason in report.reason_of.items() if test in own
+        )
+        beside = [(count, passed[key], self.reasons[key]) for key, count in counts]
+        return table(("tests", f"{self.project} passes", "reason"), beside, "rrl")
+
+
+def outcomes_name(file: str) -> str:
+    """The name under which the outcomes of a file of tests are kept."""
+    return f"{file.replace('/', '_')}.jsonl"
 
 
 def read_outcomes(file: str, outcomes: Path, said: str) -> list[Outcome]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
+import json
 import logging
 import re
 import subprocess
@@ -137,6 +139,48 @@ def test_the_program_counts_and_fails_on_what_is_unexplained(tmp_path: Path) -> 
     kept.write_text("".join(known))
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+    own = [*command[:-3], "--own", "--results", str(tmp_path / "own")]
+    done = subprocess.run(own, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"in all +1\n", done.stdout)
+
+
+def kept(folder: Path, file: str, outcomes: dict[str, str]) -> None:
+    """Write outcomes as the recorder does. A failure has the symptom of a refused key."""
+    folder.mkdir()
+    lines = [
+        {
+            "test": f"{file}::{test}",
+            "outcome": outcome,
+            "text": "" if outcome == "passed" else "data_types.buffer_dtype: got bf16",
+        }
+        for test, outcome in outcomes.items()
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / f"{file.replace('/', '_')}.jsonl").write_text(text)
+
+
+def test_a_page_shows_what_the_projects_own_engine_passes(tmp_path: Path) -> None:
+    file = "runtime/test_data.py"
+    unit = tmp_path / "sources" / "tests" / "unit"
+    (unit / "runtime").mkdir(parents=True)
+    (unit / "common.py").touch()
+    (unit / file).touch()
+    (tmp_path / "sources" / "version.txt").write_text("0.1\n")
+    ours = {"test_a": "passed", "test_b": "failed", "test_c": "failed"}
+    kept(tmp_path / "ours", file, ours)
+    theirs = {"test_a": "passed", "test_b": "passed", "test_c": "failed"}
+    kept(tmp_path / "theirs", file, theirs)
+    known = module("suites").load_suite("deepspeed")
+    suite = dataclasses.replace(known, files=(file,))
+    given = [str(tmp_path / "sources"), "--results", str(tmp_path / "ours"), "--page"]
+    given += ["--page-folder", str(tmp_path), "--beside", str(tmp_path / "theirs")]
+    assert suite.run(given) == 0
+    page = (tmp_path / "deepspeed.md").read_text()
+    assert ", tests of 0.1.\n" in page
+    assert "own engine 2 of these tests pass" in page
+    assert "Of them 1 pass here, and 1 cannot apply: 50%." in page
+    assert f"| 2 | 1 | {known.reasons['buffers']} |" in page
 
 
 # --- PEFT's table ---------------------------------------------------------------------------------

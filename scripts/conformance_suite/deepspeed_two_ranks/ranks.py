@@ -22,11 +22,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # noqa: F401  the first optimizer imports it: the server does it once
+import torch._dynamo
 from _pytest.outcomes import Skipped
 
-import stronghold.engine.engine  # noqa: F401  the first engine imports it
-from conformance_suite.deepspeed.process import adapt, adapt_init
+import stronghold.engine.engine  # noqa: F401 - the first engine imports it
+from conformance_suite.deepspeed.process import (
+    adapt,
+    adapt_init,
+    leave_out_partition_checks,
+)
 
 LIMIT_S = 300.0  # of one test
 PATIENCE_S = 8.0  # for the other ranks, after the first that failed
@@ -139,6 +143,7 @@ def run_rank(
     adapt_init()
     try:
         test = pickle.loads(pickled)
+        leave_out_partition_checks(sys.modules[type(test).__module__])
         skipped = test._dist_run(rank, num_ranks, port, init_method)
         outcome, text = ("skipped", skipped) if skipped else ("passed", "")
     except Skipped as skip:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from conformance_suite.deepspeed.suite import PARTITION_CHECKS
 from conformance_suite.deepspeed.suite import SUITE as ONE_RANK
 from conformance_suite.deepspeed_two_ranks.table import FILES, REASONS, ROWS
 
@@ -14,7 +15,8 @@ SUITE = dataclasses.replace(
     about="DeepSpeed's own unit tests for several ranks, on two ranks over gloo.",
     page=(
         "The tests are those of its repository that DeepSpeed runs on two or more ranks. Two\n"
-        'ranks over gloo, no GPU, `"stronghold": {"device": "emulated"}` in each config.'
+        'ranks over gloo, no GPU, `"stronghold": {"device": "emulated"}` in each config.\n'
+        + PARTITION_CHECKS
     ),
     files=FILES,
     rows=ROWS,
