@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from conformance_suite import pretended_gpu
 from conformance_suite.explanations import Row, explain
 from conformance_suite.pages import FOLDER, table, write_page
 from conformance_suite.recorder import ENGINE, OUTCOMES, OWN, SUITE
@@ -96,6 +97,8 @@ class PytestSuite:
     title         of the page, before "against this engine"; absent: the project's tests
     plugin        module of the pytest plugin that puts the engine into the tests' process
     environment   further variables of the tests' processes
+    gpu_files     files that run on the pretended GPU, though the others do not; with the project's
+                  own engine they do not, either
     options       further options of pytest
     limit_s       time limit of one file
     has_engine    the tests can run with the project's own engine, too
@@ -116,6 +119,7 @@ class PytestSuite:
     title: str = ""
     from_index: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
+    gpu_files: frozenset[str] = frozenset()
     options: tuple[str, ...] = ()
     limit_s: float = 900.0
     has_engine: bool = False
@@ -185,7 +189,10 @@ class PytestSuite:
     def _run_own(self, sources: Path, only: str, results: Path | None) -> None:
         """Run the tests with the project's own engine, and print how many pass."""
         suite = dataclasses.replace(
-            self, rows=(), environment={**self.environment, ENGINE: OWN}
+            self,
+            rows=(),
+            environment={**self.environment, ENGINE: OWN},
+            gpu_files=frozenset(),
         )
         report = suite._run_files(sources, only, results)
         print(f"{'in all':{WIDTH}} {report.in_all.passed:4}")
@@ -257,7 +264,7 @@ class PytestSuite:
             done = subprocess.run(
                 command,
                 cwd=sources / self.folder,
-                env=self._environment(outcomes),
+                env=self._environment(file, outcomes),
                 timeout=self.limit_s,
                 capture_output=True,
                 text=True,
@@ -266,8 +273,9 @@ class PytestSuite:
             return f"no end within {self.limit_s:.0f} s"
         return done.stdout[-2000:] + done.stderr[-2000:]
 
-    def _environment(self, outcomes: Path) -> dict[str, str]:
-        """Return this process's environment, with the plugin and stronghold to be found."""
+    def _environment(self, file: str, outcomes: Path) -> dict[str, str]:
+        """Return the environment of one file: this process's, with the plugin and stronghold to be
+        found."""
         path = [str(SCRIPTS), str(SCRIPTS.parent), os.environ.get("PYTHONPATH", "")]
         return {
             **os.environ,
@@ -279,6 +287,7 @@ class PytestSuite:
             "OMP_NUM_THREADS": "1",
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": "29533",
+            **(pretended_gpu.environment() if file in self.gpu_files else {}),
             **self.environment,
             SUITE: self.name,
             OUTCOMES: str(outcomes),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from conformance_suite.deepspeed.table import FILES, REASONS, ROWS
+from conformance_suite.deepspeed.table import FILES, GPU_FILES, REASONS, ROWS
 from conformance_suite.pytest_suite import PytestSuite
 
 PARTITION_CHECKS = (
@@ -18,12 +18,19 @@ SUITE = PytestSuite(
     about="DeepSpeed's own unit tests that need no GPU, on one rank.",
     page=(
         "The tests are those of its repository. One rank, no GPU,\n"
-        '`"stronghold": {"device": "emulated"}` in each config. ' + PARTITION_CHECKS
+        '`"stronghold": {"device": "emulated"}` in each config. '
+        + PARTITION_CHECKS
+        + "\n"
+        "Three files skip tests on a CPU: `checkpoint/test_lr_scheduler.py`,\n"
+        "`checkpoint/test_zero_optimizer.py` and `runtime/zero/test_zero_tensor_fragment.py`.\n"
+        "They run on the pretended GPU of our tests. Further packages are needed: `comet_ml`,\n"
+        "`tensorboard`, `wandb`."
     ),
     marker=Path("tests") / "unit" / "common.py",
     folder=Path("tests"),
     prefix="unit/",
     files=FILES,
+    gpu_files=GPU_FILES,
     rows=ROWS,
     reasons=REASONS,
     plugin="conformance_suite.deepspeed.plugin",

@@ -17,8 +17,10 @@ SUITE = dataclasses.replace(
         "The tests are those of its repository that DeepSpeed runs on two or more ranks. Two\n"
         'ranks over gloo, no GPU, `"stronghold": {"device": "emulated"}` in each config.\n'
         + PARTITION_CHECKS
+        + "\nFurther packages are needed: `comet_ml`, `tensorboard`, `wandb`."
     ),
     files=FILES,
+    gpu_files=frozenset(),
     rows=ROWS,
     reasons=REASONS,
     plugin="conformance_suite.deepspeed_two_ranks.plugin",
