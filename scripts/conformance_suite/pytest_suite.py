@@ -22,7 +22,7 @@ from pathlib import Path
 from conformance_suite import pretended_gpu
 from conformance_suite.explanations import Row, explain
 from conformance_suite.pages import FOLDER, table, write_page
-from conformance_suite.recorder import ENGINE, OUTCOMES, OWN, SUITE
+from conformance_suite.recorder import ENGINE, OUTCOMES, REFERENCE, SUITE
 from conformance_suite.sources import SourcesError, find_sources
 
 SCRIPTS = Path(__file__).resolve().parents[1]
@@ -98,10 +98,10 @@ class PytestSuite:
     plugin        module of the pytest plugin that puts the engine into the tests' process
     environment   further variables of the tests' processes
     gpu_files     files that run on the pretended GPU, though the others do not; with the project's
-                  own engine they do not, either
+                  own engine they stay on the CPU
     options       further options of pytest
     limit_s       time limit of one file
-    has_engine    the tests can run with the project's own engine, too
+    has_reference the tests can run with the project's own engine, too
     """
 
     name: str
@@ -122,7 +122,7 @@ class PytestSuite:
     gpu_files: frozenset[str] = frozenset()
     options: tuple[str, ...] = ()
     limit_s: float = 900.0
-    has_engine: bool = False
+    has_reference: bool = False
 
     # -- command line ------------------------------------------------------------------------------
     def run(self, given: list[str]) -> int:
@@ -142,15 +142,15 @@ class PytestSuite:
                 print(f"conformance {self.name}: error: {error}", file=sys.stderr)
                 return 2
             print(f"{self.project} {version}, tests of {sources}")
-            if arguments.own:
-                self._run_own(sources, arguments.only, arguments.results)
+            if arguments.reference:
+                self._run_reference(sources, arguments.only, arguments.results)
                 return 0
             report = self._run_files(sources, arguments.only, arguments.results)
             tests_of = self._version_of(sources)
         self._print(report)
         if arguments.page:
-            own = self._passed_by_own(arguments.beside)
-            lines = self._page(report, version, tests_of, own)
+            reference = self._passed_by_reference(arguments.beside)
+            lines = self._page(report, version, tests_of, reference)
             write_page(self.name, lines, arguments.page_folder)
         return 1 if report.unexplained else 0
 
@@ -168,16 +168,18 @@ class PytestSuite:
         parser.add_argument(
             "--page-folder", type=Path, default=FOLDER, help="folder of the page"
         )
-        if self.has_engine:
+        if self.has_reference:
             parser.add_argument(
-                "--own", action="store_true", help=f"run {self.project}'s own engine"
+                "--reference",
+                action="store_true",
+                help=f"run {self.project}'s own engine",
             )
             parser.add_argument(
                 "--beside",
                 type=Path,
-                help="results of --own, which the page shows beside",
+                help="results of --reference, which the page shows beside",
             )
-        parser.set_defaults(own=False, beside=None)
+        parser.set_defaults(reference=False, beside=None)
         return parser.parse_args(given)
 
     def _version_of(self, sources: Path) -> str:
@@ -186,18 +188,18 @@ class PytestSuite:
         return file.read_text(encoding="utf-8").strip() if file.exists() else ""
 
     # -- the project's own engine ------------------------------------------------------------------
-    def _run_own(self, sources: Path, only: str, results: Path | None) -> None:
+    def _run_reference(self, sources: Path, only: str, results: Path | None) -> None:
         """Run the tests with the project's own engine, and print how many pass."""
         suite = dataclasses.replace(
             self,
             rows=(),
-            environment={**self.environment, ENGINE: OWN},
+            environment={**self.environment, ENGINE: REFERENCE},
             gpu_files=frozenset(),
         )
         report = suite._run_files(sources, only, results)
         print(f"{'in all':{WIDTH}} {report.in_all.passed:4}")
 
-    def _passed_by_own(self, results: Path | None) -> set[str] | None:
+    def _passed_by_reference(self, results: Path | None) -> set[str] | None:
         """Return the tests that passed with the project's own engine. None: it was not run."""
         if results is None:
             return None
@@ -325,12 +327,12 @@ class PytestSuite:
             print("\nUnexplained:", *report.unexplained, sep="\n  ")
 
     def _page(
-        self, report: Report, version: str, tests_of: str, own: set[str] | None
+        self, report: Report, version: str, tests_of: str, reference: set[str] | None
     ) -> list[str]:
         """Return the lines of the page.
 
-        tests_of  version of the sources, if it is known
-        own       the tests that pass with the project's own engine, if it was run
+        tests_of   version of the sources, if it is known
+        reference  the tests that pass with the project's own engine, if it was run
         """
         files = [
             (f"`{file}`", *counts.cells()) for file, counts in report.files.items()
@@ -348,35 +350,35 @@ class PytestSuite:
             "",
             *table(("file", "pass", "cannot apply", "fail"), files, "lrrr"),
             "",
-            *([] if own is None else self._beside(report, own)),
+            *([] if reference is None else self._beside(report, reference)),
             "## Why a test cannot apply",
             "",
-            *self._reasons_table(report, own),
+            *self._reasons_table(report, reference),
         ]
 
-    def _beside(self, report: Report, own: set[str]) -> list[str]:
+    def _beside(self, report: Report, reference: set[str]) -> list[str]:
         """Lines of the page: how many tests the project's own engine passes."""
-        cannot_apply = len(own & set(report.reason_of))
-        both = len(own & report.passed)
+        cannot_apply = len(reference & set(report.reason_of))
+        both = len(reference & report.passed)
         return [
             f"## Beside {self.project}'s own engine",
             "",
-            f"With {self.project}'s own engine {len(own)} of these tests pass in the same "
+            f"With {self.project}'s own engine {len(reference)} of these tests pass in the same "
             "processes.",
             f"Of them {both} pass here, and {cannot_apply} cannot apply: "
-            f"{cannot_apply / max(1, len(own)):.0%}.",
+            f"{cannot_apply / max(1, len(reference)):.0%}.",
             "The others fail there too, or are skipped.",
             "",
         ]
 
-    def _reasons_table(self, report: Report, own: set[str] | None) -> list[str]:
+    def _reasons_table(self, report: Report, reference: set[str] | None) -> list[str]:
         """Lines of the page: the reasons, with the number of their tests."""
         counts = report.reasons.most_common()
-        if own is None:
+        if reference is None:
             rows = [(count, self.reasons[key]) for key, count in counts]
             return table(("tests", "reason"), rows, "rl")
         passed = Counter(
-            reason for test, reason in report.reason_of.items() if test in own
+            reason for test, reason in report.reason_of.items() if test in reference
         )
         beside = [(count, passed[key], self.reasons[key]) for key, count in counts]
         return table(("tests", f"{self.project} passes", "reason"), beside, "rrl")

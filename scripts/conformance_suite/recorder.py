@@ -4,7 +4,7 @@ The environment says which suite runs, and where the outcomes go:
 
   STRONGHOLD_CONFORMANCE_SUITE     name of the suite; its rows say which tests are not run
   STRONGHOLD_CONFORMANCE_OUTCOMES  a file; each outcome is a line of JSON in it
-  STRONGHOLD_CONFORMANCE_ENGINE    "own": the project's own engine runs, and every test is run
+  STRONGHOLD_CONFORMANCE_ENGINE    "reference": the project's own engine runs, and every test is run
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from conformance_suite.suites import load_suite
 SUITE = "STRONGHOLD_CONFORMANCE_SUITE"
 OUTCOMES = "STRONGHOLD_CONFORMANCE_OUTCOMES"
 ENGINE = "STRONGHOLD_CONFORMANCE_ENGINE"
-OWN = "own"
+REFERENCE = "reference"
 
 
 @pytest.hookimpl(trylast=True)  # after the project's own markers have left tests out
@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
     suite = load_suite(os.environ[SUITE])
-    rows = () if is_own_engine() else suite.rows
+    rows = () if is_reference_engine() else suite.rows
     run = []
     for item in items:
         name = name_of(item, suite.prefix)
@@ -56,9 +56,9 @@ def pytest_runtest_makereport(
         write(name_of(item, load_suite(os.environ[SUITE]).prefix), report.outcome, text)
 
 
-def is_own_engine() -> bool:
+def is_reference_engine() -> bool:
     """True if the project's own engine runs in this process."""
-    return os.environ.get(ENGINE) == OWN
+    return os.environ.get(ENGINE) == REFERENCE
 
 
 def name_of(item: pytest.Item, prefix: str) -> str:

@@ -139,8 +139,8 @@ def test_the_program_counts_and_fails_on_what_is_unexplained(tmp_path: Path) -> 
     kept.write_text("".join(known))
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    own = [*command[:-3], "--own", "--results", str(tmp_path / "own")]
-    done = subprocess.run(own, capture_output=True, text=True, check=False)
+    reference = [*command[:-3], "--reference", "--results", str(tmp_path / "theirs")]
+    done = subprocess.run(reference, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"in all +1\n", done.stdout)
 

@@ -17,7 +17,7 @@ import torch
 
 import stronghold
 from conformance_suite.deepspeed.process import adapt, leave_out_partition_checks
-from conformance_suite.recorder import is_own_engine
+from conformance_suite.recorder import is_reference_engine
 
 pytest_plugins = ("conformance_suite.deepspeed.fixtures",)
 
@@ -51,5 +51,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for tests in {item.module for item in items}:
         leave_out_partition_checks(tests)
     for item in items:
-        if item.path.name == CPU_ADAM_TESTS and not is_own_engine():
+        if item.path.name == CPU_ADAM_TESTS and not is_reference_engine():
             deepspeed.ops.adam.DeepSpeedCPUAdam = stronghold.CPUAdam

@@ -25,7 +25,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 import stronghold
-from conformance_suite.recorder import is_own_engine
+from conformance_suite.recorder import is_reference_engine
 from stronghold.config import read_config
 from stronghold.errors import ConfigError
 from stronghold.model.partition import partition
@@ -37,7 +37,7 @@ PARTITION_CHECKS = ("assert_all_partitioned", "assert_persistent_resident")
 def adapt() -> None:
     """Make this process ready for DeepSpeed's tests."""
     torch.set_num_threads(1)
-    if not is_own_engine():
+    if not is_reference_engine():
         deepspeed.initialize = initialize
     parallel = torch.nn.parallel.DistributedDataParallel
     parallel.__init__ = functools.partialmethod(  # type: ignore[method-assign]
@@ -56,7 +56,7 @@ def adapt() -> None:
 
 def adapt_init() -> None:
     """Let `deepspeed.zero.Init` see our section in every config that it is given."""
-    if is_own_engine():
+    if is_reference_engine():
         return
     init: Any = deepspeed.zero.Init
     init.__init__ = functools.partialmethod(with_section, init.__init__)
@@ -65,7 +65,7 @@ def adapt_init() -> None:
 def leave_out_partition_checks(tests: Any) -> None:
     """Replace the helpers of a module of tests that assert what stage 3 has partitioned."""
     for name in PARTITION_CHECKS:
-        if hasattr(tests, name) and not is_own_engine():
+        if hasattr(tests, name) and not is_reference_engine():
             setattr(tests, name, lambda *_, **__: None)
 
 

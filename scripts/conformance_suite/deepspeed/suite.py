@@ -35,5 +35,5 @@ SUITE = PytestSuite(
     reasons=REASONS,
     plugin="conformance_suite.deepspeed.plugin",
     limit_s=3600.0,
-    has_engine=True,
+    has_reference=True,
 )
