@@ -307,6 +307,10 @@ def read_zero(path: Path) -> ZeroCheckpoint:
         raise CheckpointError(
             f"{path}: has no {STATE}; not a checkpoint of DeepSpeed's"
         )
+    if not optims and (path / "zero").is_dir():
+        raise CheckpointError(
+            f"{path}: a universal checkpoint; import the ZeRO checkpoint of which it was made"
+        )
     if len(list(path.glob("mp_rank_*_model_states.pt"))) > 1:
         raise CheckpointError(
             f"{path}: several model-parallel ranks have saved it; expected one such rank"

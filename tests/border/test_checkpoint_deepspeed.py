@@ -311,5 +311,8 @@ def test_what_is_no_zero_checkpoint_is_refused(
     )
     assert main(["import", str(tmp_path), str(tmp_path / "out")]) == 2
     assert "no optimizer state" in capsys.readouterr().err
+    (tmp_path / "tag" / "zero").mkdir()  # as ds_to_universal writes it
+    assert main(["import", str(tmp_path), str(tmp_path / "out")]) == 2
+    assert "a universal checkpoint; import" in capsys.readouterr().err
     save_model(make_model(), str(tmp_path / "tag" / "model.safetensors"))
     assert not (tmp_path / "out").exists()
