@@ -43,6 +43,9 @@ class KeyRow:
 
 OFF = (None, False, "auto")
 FP32 = ("fp32", "float32", "float", "torch.float32")  # DeepSpeed's spellings
+BF16 = ("bf16", "bfloat16", "torch.bfloat16")
+FP16 = ("fp16", "float16", "half", "torch.float16")
+HALF = (*BF16, *FP16)
 _PARALLEL = "Only data parallelism is supported"
 _REMOVED = "DeepSpeed removed this feature: delete the key."
 _REMOVED_NAMES = """compression_training curriculum_learning eigenvalue elasticity graph_harvesting
@@ -148,8 +151,8 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
         "Masters are fp32. Set it to false or remove it.",
     ),
     "data_types.grad_accum_dtype": (
-        (None, "auto", *FP32),
-        'Micro-batches are added up in fp32: set it to "fp32" or remove it.',
+        (None, "auto", *FP32, *HALF),
+        "Micro-batches are added up in fp32. The log says so if it names another dtype.",
     ),
     "data_types.buffer_dtype": (
         (None,),

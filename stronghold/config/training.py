@@ -20,8 +20,11 @@ from pydantic import ValidationError
 
 from stronghold.config.keys import (
     BATCH_KEYS,
+    BF16,
     BF16_STATES,
+    FP16,
     FP32,
+    HALF,
     ignored_keys,
     refusals,
     unfilled_lines,
@@ -58,8 +61,8 @@ _UNPACKING = (TypeError, AttributeError, KeyError)
 Precision = Literal["fp32", "bf16", "fp16"]
 DTYPE_NAMES: dict[Precision, tuple[str, ...]] = {  # DeepSpeed's spellings
     "fp32": FP32,
-    "bf16": ("bf16", "bfloat16", "torch.bfloat16"),
-    "fp16": ("fp16", "float16", "half", "torch.float16"),
+    "bf16": BF16,
+    "fp16": FP16,
 }
 
 
@@ -148,6 +151,7 @@ def load(
     }
     _raise(refusals(config) + unfilled_lines(config))
     config = {key: value for key, value in config.items() if value != "auto"}
+    config = _with_fp32_sums(config)
     precision = _precision(config)
     optimizer = settings_from_config(config.get("optimizer"))
     scheduler = _scheduler(config.get("scheduler"))
@@ -207,6 +211,19 @@ def check_keys(config: Mapping[str, Any]) -> StrongholdConfig:
 def _raise(problems: list[str]) -> None:
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def _with_fp32_sums(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config with fp32 sums over micro-batches. Logs that they replace half sums."""
+    data_types = config.get("data_types") or {}
+    wanted = data_types.get("grad_accum_dtype")
+    if wanted not in HALF:
+        return config
+    logger.info(
+        "data_types.grad_accum_dtype: %s replaced by fp32 sums, 4 bytes per parameter",
+        wanted,
+    )
+    return {**config, "data_types": {**data_types, "grad_accum_dtype": "fp32"}}
 
 
 def _precision(config: Mapping[str, Any]) -> Precision:

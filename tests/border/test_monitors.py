@@ -210,13 +210,18 @@ def test_dump_state_logs_the_config(caplog: pytest.LogCaptureFixture) -> None:
     )
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "bfloat16"])
-def test_sums_in_half_precision_are_refused_and_fp32_is_what_happens(
-    dtype: str,
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "torch.bfloat16"])
+def test_sums_are_fp32_whichever_dtype_the_config_names(
+    dtype: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = {**config(), "data_types": {"grad_accum_dtype": dtype}}
+    with caplog.at_level(logging.INFO, "stronghold"):
+        engine, _ = train({"data_types": {"grad_accum_dtype": dtype}}, micro_batches=1)
+    assert engine.get_data_types()[1] is torch.float32
+    assert (f"{dtype} replaced by fp32 sums" in caplog.text) == (dtype != "fp32")
+    engine.destroy()
+
+
+def test_sums_in_a_dtype_without_gradients_are_refused() -> None:
+    made = {**config(), "data_types": {"grad_accum_dtype": "int8"}}
     with pytest.raises(ConfigError, match=r"grad_accum_dtype: got .* added up in fp32"):
         stronghold.initialize(model=MODELS["gpt"]()[0], config=made)
-    engine, _ = train({"data_types": {"grad_accum_dtype": "fp32"}}, micro_batches=1)
-    assert engine.get_data_types()[1] is torch.float32
-    engine.destroy()

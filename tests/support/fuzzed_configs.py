@@ -183,7 +183,7 @@ def draw_precision(rng: random.Random, made: Drawn) -> None:
         words = {"fp32": "fp32", "bf16": "bf16", "lean": "bfloat16", "fp16": "fp16"}
         put(made.config, "data_types.param_dtype", words[made.precision])
     if may(rng, 0.2):
-        put(made.config, "data_types.grad_accum_dtype", rng.choice(["fp32", "float32"]))
+        put(made.config, "data_types.grad_accum_dtype", rng.choice(["fp32", "bf16"]))
 
 
 def draw_clipping(rng: random.Random, made: Drawn) -> None:
@@ -373,7 +373,7 @@ FAULTS: list[tuple[str, Any]] = [
     ("bf16", True),
     ("bf16.enabled", "yes"),
     ("fp16.fp16_master_weights_and_grads", True),
-    ("data_types.grad_accum_dtype", "bf16"),
+    ("data_types.grad_accum_dtype", "int8"),
     ("data_types.buffer_dtype", "bf16"),
     ("data_types.param_dtype", "int8"),
     ("zero_optimization.stage", 4),
