@@ -247,7 +247,8 @@ ROWS = (
     # What DeepSpeed itself skips.
     Row(
         "*",
-        r"Skipped: (Local APIs only|Nvme offload not supported) for zero stage",
+        r"Skipped: (Local APIs only|Nvme offload not supported) for zero stage"
+        r"|Skipped: TODO: Frozen weights not currently supported by BF16 Optimizer",
         "combination",
     ),
     Row(
