@@ -63,14 +63,11 @@ def main() -> None:
         sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
         config = LlamaConfig(vocab_size=128, num_hidden_layers=6, **sizes)
         model = LlamaForCausalLM(config)
-        questions = [f"does {i + 1} come after {i}? " for i in range(64)]
-        pairs = {"prompt": questions, "chosen": ["yes"] * 64, "rejected": ["no"] * 64}
-        targets = {"target_modules": "all-linear", "task_type": "CAUSAL_LM"}
-        lora = LoraConfig(r=8, lora_alpha=16, **targets)
-        data = {
-            "train_dataset": Dataset.from_dict(pairs),
-            "processing_class": tokenizer,
-        }
+        pair = {"chosen": "yes", "rejected": "no"}
+        pairs = [{"prompt": f"is {i + 1} after {i}? ", **pair} for i in range(64)]
+        lora = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
+        dataset = Dataset.from_list(pairs)
+        data = {"train_dataset": dataset, "processing_class": tokenizer}
         trainer = DPOTrainer(model, args=settings, peft_config=lora, **data)
         trainer.train()
         for entry in trainer.state.log_history:

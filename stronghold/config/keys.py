@@ -152,7 +152,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     ),
     "data_types.grad_accum_dtype": (
         (None, "auto", *FP32, *HALF),
-        "Micro-batches are added up in fp32. The log says so if it names another dtype.",
+        "Micro-batches are added up in fp32. The log names another dtype.",
     ),
     "data_types.buffer_dtype": (
         (None,),

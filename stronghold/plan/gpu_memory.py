@@ -73,7 +73,7 @@ def activation_parts(
 
 
 # -- buffers --------------------------------------------------------------------------------------
-class GpuMemory:
+class GpuPeak:
     """Bytes of the GPU's peak, for any number of slots.
 
     A plan asks for several numbers of slots. Sums over layers are made once.
@@ -210,15 +210,15 @@ class Slots:
     reason: str
 
 
-def choose_slots(memory: GpuMemory) -> Slots:
+def choose_slots(peak: GpuPeak) -> Slots:
     """The slots that the budget holds, or that the config asks for. BudgetError if they do not fit,
     ConfigError for a prefetch that the window cannot hold."""
-    demand = memory.places.demand
+    demand = peak.places.demand
     if demand.gpu_budget_bytes is None:
-        return _slots_without_budget(memory)
+        return _slots_without_budget(peak)
     if demand.window is not None:
-        return _slots_for_window(memory, demand.window, demand.gpu_budget_bytes)
-    return _slots_within(memory, demand.gpu_budget_bytes)
+        return _slots_for_window(peak, demand.window, demand.gpu_budget_bytes)
+    return _slots_within(peak, demand.gpu_budget_bytes)
 
 
 def most_gradient_slots(places: Places) -> int:
@@ -230,71 +230,71 @@ def most_gradient_slots(places: Places) -> int:
     return 1 if places.updated_on_gpu >= set(trainable) else MAX_GRADIENT_SLOTS
 
 
-def _slots_without_budget(memory: GpuMemory) -> Slots:
-    places, demand = memory.places, memory.places.demand
+def _slots_without_budget(peak: GpuPeak) -> Slots:
+    places, demand = peak.places, peak.places.demand
     wanted = demand.window or max(DEFAULT_WINDOW, 1 + (demand.prefetch or 0))
     window = min(wanted, len(places.streamed))
     why = demand.why("window") if demand.window else "no gpu budget"
     return Slots(
         window=window,
         gradient_slots=most_gradient_slots(places),
-        prefetch=_prefetch(memory, window),
+        prefetch=_prefetch(peak, window),
         reason=f"window: {window} slots ({why})",
     )
 
 
-def _slots_for_window(memory: GpuMemory, wanted: int, budget: int) -> Slots:
+def _slots_for_window(peak: GpuPeak, wanted: int, budget: int) -> Slots:
     """The config's window, and the most gradient slots that fit beside it."""
-    places = memory.places
+    places = peak.places
     window = min(wanted, len(places.streamed))
     gradient_slots = most_gradient_slots(places)
-    while gradient_slots > 1 and memory.total(window, gradient_slots) > budget:
+    while gradient_slots > 1 and peak.total(window, gradient_slots) > budget:
         gradient_slots -= 1
-    need = memory.total(window, gradient_slots)
+    need = peak.total(window, gradient_slots)
     if need > budget:
-        raise _gpu_refusal(memory, need, window, gradient_slots)
+        raise _gpu_refusal(peak, need, window, gradient_slots)
     return Slots(
         window=window,
         gradient_slots=gradient_slots,
-        prefetch=_prefetch(memory, window),
+        prefetch=_prefetch(peak, window),
         reason=f"window: {window} slots ({places.demand.why('window')})",
     )
 
 
-def _slots_within(memory: GpuMemory, budget: int) -> Slots:
+def _slots_within(peak: GpuPeak, budget: int) -> Slots:
     """The most slots that fit."""
-    places = memory.places
+    places = peak.places
     num_streamed = len(places.streamed)
     most_gradients = most_gradient_slots(places)
     gradient_slots = min(1, most_gradients)
-    smallest = smallest_bytes(memory)
+    smallest = smallest_bytes(peak)
     if smallest > budget:
-        raise _gpu_refusal(memory, smallest, min(1, num_streamed), gradient_slots)
+        raise _gpu_refusal(peak, smallest, min(1, num_streamed), gradient_slots)
     # A second gradient slot lets a drain overlap the next backward: worth more than a third
     # weight slot.
-    if memory.total(min(2, num_streamed), most_gradients) <= budget:
+    if peak.total(min(2, num_streamed), most_gradients) <= budget:
         gradient_slots = most_gradients
-    room = budget - memory.total(0, gradient_slots)
-    window = min(num_streamed, room // memory.slot) if memory.slot else num_streamed
+    room = budget - peak.total(0, gradient_slots)
+    window = min(num_streamed, room // peak.slot) if peak.slot else num_streamed
     why = f"the most that {format_size(budget)} hold (stronghold.gpu_memory)"
     return Slots(
         window=window,
         gradient_slots=gradient_slots,
-        prefetch=_prefetch(memory, window),
+        prefetch=_prefetch(peak, window),
         reason=f"window: {window} slots, {why}",
     )
 
 
-def smallest_bytes(memory: GpuMemory) -> int:
+def smallest_bytes(peak: GpuPeak) -> int:
     """Bytes on the GPU with one weight slot and one gradient slot, or none where none is of use."""
-    window = min(1, len(memory.places.streamed))
-    gradient_slots = min(1, most_gradient_slots(memory.places))
-    return memory.total(window, gradient_slots)
+    window = min(1, len(peak.places.streamed))
+    gradient_slots = min(1, most_gradient_slots(peak.places))
+    return peak.total(window, gradient_slots)
 
 
-def _prefetch(memory: GpuMemory, window: int) -> int:
+def _prefetch(peak: GpuPeak, window: int) -> int:
     """How many layers are fetched ahead; one slot of the window holds the layer that computes."""
-    places, demand = memory.places, memory.places.demand
+    places, demand = peak.places, peak.places.demand
     num_streamed = len(places.streamed)
     most = max(0, window - 1)
     wanted = most if demand.prefetch is None else demand.prefetch
@@ -305,7 +305,7 @@ def _prefetch(memory: GpuMemory, window: int) -> int:
         remedy = f"stronghold.window to {wanted + 1}"
     else:
         slots = min(wanted + 1, num_streamed)
-        need = memory.total(slots, most_gradient_slots(places))
+        need = peak.total(slots, most_gradient_slots(places))
         remedy = f"stronghold.gpu_memory to {format_size(need, round_up=True)}"
     raise ConfigError(
         f"stronghold.prefetch: got {wanted}, expected less than the window of {window} slots, one "
@@ -315,13 +315,13 @@ def _prefetch(memory: GpuMemory, window: int) -> int:
 
 # -- refusal --------------------------------------------------------------------------------------
 def _gpu_refusal(
-    memory: GpuMemory, need: int, window: int, gradient_slots: int
+    peak: GpuPeak, need: int, window: int, gradient_slots: int
 ) -> BudgetError:
     """Why a plan of `need` bytes does not fit the GPU: what takes them, and the ways out."""
-    places, demand = memory.places, memory.places.demand
+    places, demand = peak.places, peak.places.demand
     budget = demand.gpu_budget_bytes or 0
     kept = activation_parts(places.layout, places.activations, demand)
-    parts = memory.parts(window, gradient_slots) | kept
+    parts = peak.parts(window, gradient_slots) | kept
     reserved = demand.reserve_bytes - sum(kept.values())
     if reserved > 0:
         parts["reserved for activations"] = reserved
@@ -340,7 +340,7 @@ def _gpu_refusal(
     tokens = f" with {demand.tokens:,} tokens in a micro-batch" if demand.tokens else ""
     at_least = format_size(need, round_up=True)
     ways = [f"raise gpu_memory to at least {at_least}, if the gpu has it"]
-    ways += _ways_with_fewer_buffers(memory, need)
+    ways += _ways_with_fewer_buffers(peak, need)
     if sum(kept.values()) > need // 2:
         ways += _ways_with_fewer_activations(demand, kept)
     return BudgetError(
@@ -351,11 +351,11 @@ def _gpu_refusal(
     )
 
 
-def _ways_with_fewer_buffers(memory: GpuMemory, need: int) -> list[str]:
+def _ways_with_fewer_buffers(peak: GpuPeak, need: int) -> list[str]:
     """Changes of the config with which weights, gradients and states take fewer bytes."""
-    places, demand = memory.places, memory.places.demand
+    places, demand = peak.places, peak.places.demand
     ways = []
-    smallest = smallest_bytes(memory)
+    smallest = smallest_bytes(peak)
     if places.num_blocks and demand.pins("window") and smallest < need:
         fewer = format_size(smallest, round_up=True)
         ways.append(f"leave window out, with which {fewer} suffice")

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field, replace
 from stronghold.errors import BudgetError
 from stronghold.model.layout import ModelLayout
 from stronghold.plan.cost import AGAIN, Demand, Traffic, traffic_of
-from stronghold.plan.gpu_memory import GpuMemory, choose_slots
+from stronghold.plan.gpu_memory import GpuPeak, choose_slots
 from stronghold.plan.homes import Homes, make_homes
 from stronghold.plan.host_memory import (
     BASE,
@@ -191,8 +191,8 @@ def _make_plan(layout: ModelLayout, demand: Demand) -> Plan:
         places.resident,
         places.updated_on_gpu,
     )
-    gpu_memory = GpuMemory(places)
-    slots = choose_slots(gpu_memory)
+    gpu_peak = GpuPeak(places)
+    slots = choose_slots(gpu_peak)
     threads = demand.cpu_threads or max(1, demand.num_cores)
     host = plan_host(places)
     homes = make_homes(
@@ -233,10 +233,10 @@ def _make_plan(layout: ModelLayout, demand: Demand) -> Plan:
         updates=_positions(layout, host.early),
         activations=activations,
         cpu_threads=threads,
-        gpu_bytes=gpu_memory.parts(slots.window, slots.gradient_slots),
+        gpu_bytes=gpu_peak.parts(slots.window, slots.gradient_slots),
         host_bytes=host.host_bytes,
         num_parameters=layout.num_parameters,
-        activation_bytes=gpu_memory.activations,
+        activation_bytes=gpu_peak.activations,
         offloaded_bytes=host.offloaded_bytes,
         recomputed=num_recomputed / max(1, layout.num_parameters),
         reasons=reasons,
