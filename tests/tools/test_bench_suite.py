@@ -578,7 +578,7 @@ def test_a_feature_that_fails_or_hangs_says_how_and_the_others_go_on(
     monkeypatch.setattr(program, "__file__", str(tmp_path / "smoke.py"))
     (tmp_path / "smoke.py").write_text(WAYS)
     for name in ("fails", "hangs", "works"):
-        monkeypatch.setitem(FEATURES, name, Feature(str, 1.0, False, {}))
+        monkeypatch.setitem(FEATURES, name, Feature(str, 3.0, False, {}))
     words = [
         "fails",
         "hangs",
@@ -594,7 +594,7 @@ def test_a_feature_that_fails_or_hangs_says_how_and_the_others_go_on(
     assert re.search(
         r"^FAIL fails +[\d.]+ s  status 1: RuntimeError: no such GPU", said, re.M
     )
-    assert re.search(r"^FAIL hangs +[\d.]+ s  still running after 1 s", said, re.M)
+    assert re.search(r"^FAIL hangs +[\d.]+ s  still running after 3 s", said, re.M)
     assert "in waits_for_ever" in said
     assert re.search(r"^ok +works +[\d.]+ s  it works", said, re.M)
     assert "smoke on cuda: 1 of 3 work" in said
