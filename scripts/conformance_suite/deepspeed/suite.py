@@ -23,7 +23,8 @@ SUITE = PytestSuite(
         + "\nTests of NVMe run though DeepSpeed's operator for it is not built. Three files skip\n"
         "tests on a CPU: `checkpoint/test_lr_scheduler.py`, `checkpoint/test_zero_optimizer.py`\n"
         "and `runtime/zero/test_zero_tensor_fragment.py`. They run on the pretended GPU of our\n"
-        "tests. Further packages are needed: `comet_ml`, `tensorboard`, `wandb`."
+        "tests. A C++ compiler is needed, as DeepSpeed compiles its Adam for some tests, and the\n"
+        "packages `comet_ml`, `tensorboard` and `wandb`."
     ),
     marker=Path("tests") / "unit" / "common.py",
     folder=Path("tests"),

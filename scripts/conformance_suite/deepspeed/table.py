@@ -91,7 +91,7 @@ REASONS = {
     "zero files": "reads files of DeepSpeed's own checkpoint layout; stronghold export writes them",
     "package": "needs a package that is not installed",
     "gpu": "DeepSpeed skips it, or its own reference fails, without a GPU",
-    "operator": "needs an operator that DeepSpeed builds for a GPU, or compiles at run time",
+    "operator": "needs an operator that DeepSpeed builds for a GPU alone",
     "experts": "expert parallelism is refused",
     "superoffload": "an interface of SuperOffload's: subgroups and arithmetic rollback",
     "half masters": "half-precision masters or moments are refused: they are fp32 here",
@@ -101,10 +101,7 @@ REASONS = {
 }
 
 ROWS = (
-    # What is not run: it would compile for minutes, or wait for ranks that are not there.
-    Row("ops/adam/test_cpu_adam.py::*test_fused_adam_equal*", None, "operator"),
-    Row("ops/adam/test_cpu_adam.py::test_zenflow*", None, "operator"),
-    Row("*FusedAdam*", None, "operator"),
+    # What is not run: it would wait for ranks that are not there.
     Row(
         "runtime/half_precision/test_fp16.py::TestFP16OptimizerForMoE::*",
         None,
