@@ -18,6 +18,7 @@ COLD_S = 2e-4
 NAP_S, LATE = 0.01, 1.08  # a quiet machine ends a sleep of 10 ms within 0.4 ms
 SLOW = 1.5
 OTHERS = 0.1  # of a core
+COUNTED_IN_S = 0.05  # the system counts in ticks, on each core
 # what a core of today's servers takes to count, at most
 COUNT, COUNTED_S = 2_000_000, 0.1
 
@@ -98,7 +99,8 @@ class OtherProcesses:
     def busy(self) -> str | None:
         """Why times since then cannot be judged; None where they can."""
         begun, others_s = self._begun
-        share = (self._seconds() - others_s) / (time.perf_counter() - begun)
+        others_s = self._seconds() - others_s - COUNTED_IN_S
+        share = others_s / (time.perf_counter() - begun)
         if share <= OTHERS:
             return None
         return f"others used {share:.0%} of a core meanwhile"
