@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from stronghold.errors import ConfigError
+from stronghold.model.inner_tensors import has_codes
 from stronghold.model.packed_formats import PackedFormat, PackingError
 from stronghold.model.partition import Partition
 from stronghold.model.stored_tensors import PackedParameter, pack
@@ -48,12 +49,28 @@ def choose_packed(
                     names[parameter], parameter, packed_format, dtype
                 )
     if not chosen:
+        if _is_quantised(partitioned):
+            raise ConfigError(
+                f'{KEY}: got "{packed_format.name}", but a library has quantised the weights of '
+                "the blocks already. Leave the key out: they stream as they are. Or load the model "
+                "unquantised"
+            )
         raise ConfigError(
             f'{KEY}: got "{packed_format.name}", but no block has a frozen weight of a linear '
             "layer or of fused experts. Freeze the base (requires_grad_(False)) and add adapters, "
             "or leave the key out"
         )
     return chosen
+
+
+def _is_quantised(partitioned: Partition) -> bool:
+    """True if a block has a weight that a library has quantised."""
+    return any(
+        has_codes(module)
+        for layer in partitioned.streamed
+        for block in layer.modules
+        for module in block.modules()
+    )
 
 
 def kind_of_weight(block: str, name: str) -> str:

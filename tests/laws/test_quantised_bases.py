@@ -468,6 +468,14 @@ def test_a_quantised_weight_that_requires_grad_is_refused_before_training(
     } == places
 
 
+def test_packing_what_a_library_has_quantised_is_refused_with_the_way() -> None:
+    section = {"window": 1, "frozen": "nf4"}
+    with pytest.raises(
+        ConfigError, match=r"stronghold\.frozen: .*already\. Leave the key"
+    ):
+        initialized(plain_model("nf4"), config(precision="bf16", section=section))
+
+
 def test_a_weight_that_is_not_quantised_yet_is_refused_before_training() -> None:
     model = plain_model("nf4")
     later = bitsandbytes.nn.Linear4bit(64, 64, bias=False, compute_dtype=torch.bfloat16)
