@@ -323,6 +323,23 @@ def test_a_frozen_adapter_keeps_its_bits() -> None:
             assert torch.equal(value, before[name].bfloat16()), name
 
 
+def test_the_layout_of_a_packed_weight_is_that_of_its_values() -> None:
+    """Asking for it decodes nothing."""
+    engine = engine_of()
+    train(engine, 1)
+    parameters = dict(engine.module.named_parameters())
+    for name, values in expected_weights().items():
+        parameter = parameters[name]
+        before = type(parameter)
+        assert (parameter.stride(), parameter.stride(0)) == (
+            values.stride(),
+            values.stride(0),
+        )
+        assert parameter.is_contiguous()
+        assert type(parameter) is before is not nn.Parameter
+    engine.destroy()
+
+
 def test_a_packed_weight_that_is_to_train_now_is_refused() -> None:
     engine = engine_of()
     name = next(iter(expected_weights()))

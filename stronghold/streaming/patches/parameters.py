@@ -84,10 +84,13 @@ _READ = """
 """
 _SET = "_backward_hooks _grad _post_accumulate_grad_hooks grad requires_grad"
 _CALLED = """
-    __len__ dim element_size get_device is_complex is_contiguous is_floating_point is_pinned
+    __len__ dim element_size get_device is_complex is_floating_point is_pinned
     is_signed ndimension nelement numel register_hook register_post_accumulate_grad_hook
-    requires_grad_ retain_grad size storage_offset stride
+    requires_grad_ retain_grad size storage_offset
 """
+# Properties of a contiguous tensor of the parameter's shape. A packed parameter at rest has other
+# ones: it points at one element.
+_LAYOUT = "is_contiguous stride"
 
 
 def _attributes(names: str) -> list[Any]:
@@ -101,6 +104,7 @@ _WITHOUT_VALUES = frozenset(
     + [attribute.__set__ for attribute in _attributes(_SET)]
     + [*_attributes(_CALLED), torch.is_complex, torch.is_floating_point, torch.numel]
 )
+_OF_LAYOUT = frozenset(_attributes(_LAYOUT))
 
 
 # -- a class for a while ---------------------------------------------------------------------------
@@ -116,6 +120,10 @@ class _Hidden(nn.Parameter):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if func in _OF_LAYOUT:
+            with without_torch_function():
+                contiguous = torch.empty(args[0].shape, device="meta")
+                return func(contiguous, *args[1:], **kwargs)
         if func not in _WITHOUT_VALUES:
             leaves = tree_leaves((args, kwargs))
             hidden = [leaf for leaf in leaves if isinstance(leaf, _Hidden)]
