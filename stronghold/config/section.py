@@ -225,7 +225,8 @@ class StrongholdConfig(_Section):
         '"int8", "fp8": 8 bits. Each has its scales beside it. The host, the files and the link '
         "carry the packed weights, and each use of a layer decodes them on the GPU. Packing rounds "
         "the weights once, so no plan chooses it. Trainable weights, norms and biases, the "
-        "embedding and the head stay as they came. Left out: frozen weights stay as they came."
+        "embedding, the head and adapters stay as they came. Left out: frozen weights stay as they "
+        "came."
     )
     base: str | None = key(
         "Directory of a prepared base, which `stronghold prepare` wrote. The frozen weights of the "
