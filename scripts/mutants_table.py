@@ -124,7 +124,7 @@ UPDATES = [
         "self._on_gpu.update_prepared(scale)",
         "self._on_gpu.update_prepared(1.0)",
         BITS,
-        "whole and gate and (gpt or megatron_gpt)",
+        "gate and (whole or half or updated)",
     ),
     Mutant(
         "the second part of a gradient takes the first one's place",
@@ -339,7 +339,7 @@ PASSES = [
         "            self._window.outdate(layer)\n",
         "            pass\n",
         BITS,
-        "one and resident and gpt",
+        "one and resident",
     ),
     Mutant(
         "what is pending at the end of backward is in no sum",
@@ -772,8 +772,7 @@ CHECKPOINTS = [
         "checkpoint/load.py",
         "buffer.data.copy_(self._tag.tensors(self._tag.buffers).read(name))",
         "pass",
-        BITS,
-        "buffers and resumed",
+        ("tests/laws/test_checkpoint_version_1.py",),
     ),
     Mutant(
         "a save removes the files of one that runs",
@@ -956,7 +955,7 @@ STEP = [
         "slot.contents == (self.index, self.on_gpu.version)",
         "slot.layer == self.index",
         BITS,
-        "one and resident and gpt",
+        "one and resident",
     ),
     Mutant(
         "gradients stay pending after they were summed",

@@ -568,9 +568,13 @@ class LayerState:
 
     @property
     def positions_of_model(self) -> list[int]:
-        """Positions of the stored tensors whose values the model has, and that are not packed."""
+        """Positions of the stored tensors whose values the model has, and that are not packed.
+
+        ValueError if the layer has another number of parameters than its layout.
+        """
         others = self.of_packed | self.of_base
-        return [k for k in range(len(self.parameters)) if k not in others]
+        pairs = zip(self.layout.slices, self.parameters, strict=True)
+        return [k for k, _ in enumerate(pairs) if k not in others]
 
     @property
     def of_packed(self) -> frozenset[int]:
