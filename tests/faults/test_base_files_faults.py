@@ -14,6 +14,7 @@ from torch import nn
 
 import stronghold
 from stronghold.checkpoint.prepare import prepare
+from stronghold.devices.lane_name import LaneName
 from tests.faults.test_lane_failures import in_time, run_steps
 from tests.models import loss_of
 from tests.support.bases import write_model
@@ -85,6 +86,9 @@ def test_a_base_that_changes_ends_the_run_by_name(
     engine = engine_of(directory, base, tmp_path / "a")
     train(engine, range(1))
     engine.synchronize()
+    # What the next forward needs first is read ahead: that read ends before the file changes.
+    stage = engine.inspect().device.lane(LaneName.STAGE)
+    stage.submit("nothing", lambda: None).wait()
     (path,) = base.glob("*.bin")
     if way == "truncated":
         os.truncate(path, 4096)
