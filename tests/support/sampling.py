@@ -26,15 +26,15 @@ def mark_sampled(items: Iterable[pytest.Item]) -> None:
 
 def _mark(cases: list[pytest.Function]) -> None:
     (every,) = cases[0].get_closest_marker("sampled").args
-    values = {value for case in cases for value in case.callspec.indices.items()}
-    num_values = Counter(name for name, _ in values)
+    num_values = Counter(name for name, _ in set().union(*map(_values, cases)))
     seen: set[tuple[str, int]] = set()
     for number, case in enumerate(cases):
-        short = {
-            (name, index)
-            for name, index in case.callspec.indices.items()
-            if num_values[name] <= every
-        }
+        short = {value for value in _values(case) if num_values[value[0]] <= every}
         if number % every and short <= seen:
             case.add_marker(pytest.mark.slow)
         seen |= short
+
+
+def _values(case: pytest.Function) -> set[tuple[str, int]]:
+    """The case's values of parameters. Each is known by its identity: some have no hash."""
+    return {(name, id(value)) for name, value in case.callspec.params.items()}
