@@ -11,7 +11,7 @@ thread enters, and autograd's thread in backward. The two never run at once.
 3. pending, in one tensor per parameter, if the whole model fits on the GPU (`per_parameter`);
 4. summed over micro-batches, in the fp32 array "accumulated", in RAM, in a file or on the GPU.
 
-[Note: a gradient that comes twice] All of this is allowed. `take` says where a gradient goes,
+[Note: a gradient that comes twice] All of this is allowed. `take` decides where a gradient goes,
 `HostGradients.set_or_add` and `GpuUpdates.set_or_add` add it.
 1. Twice in one backward (two forward calls on a GPU, reentrant checkpoints): added to the array
    "gradients", in the compute dtype, as autograd adds.
