@@ -134,9 +134,11 @@ def _streamed_and_resident(
             f"stronghold.resident_layers: got {num_kept}, but the model has {len(blocks)} "
             'blocks; "all" keeps every one'
         )
-    # The last blocks stay. Forward needs the first ones first, and they may still be updated then.
-    num_streamed = len(blocks) - num_kept
-    return blocks[:num_streamed], blocks[num_streamed:]
+    # Evenly over the depth, the first block among them: behind the clip barrier the host updates
+    # streamed blocks in forward order, and the compute of the residents between them hides it.
+    kept = {place * len(blocks) // num_kept for place in range(num_kept)}
+    streamed = tuple(b for place, b in enumerate(blocks) if place not in kept)
+    return streamed, tuple(blocks[place] for place in sorted(kept))
 
 
 def _is_whole(

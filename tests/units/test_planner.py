@@ -374,10 +374,22 @@ def test_more_resident_layers_than_blocks_are_refused() -> None:
         make_plan(layout_of(MODELS["even"]), demand(resident_layers=7))
 
 
-def test_resident_blocks_are_the_last_ones() -> None:
-    """They are used last in forward and first in backward: the turn costs no fetch."""
-    plan = make_plan(layout_of(MODELS["even"]), demand(resident_layers=2))
-    assert plan.resident == frozenset({0, 5, 6, 7})
+@pytest.mark.parametrize(
+    ("number", "blocks"),
+    [
+        (0, set()),
+        (1, {1}),
+        (2, {1, 4}),
+        (4, {1, 2, 4, 5}),
+        (5, {1, 2, 3, 4, 5}),
+        (6, {1, 2, 3, 4, 5, 6}),
+    ],
+)
+def test_resident_blocks_are_spread_evenly(number: int, blocks: set[int]) -> None:
+    """Their compute hides the updates of the streamed blocks between them. The first block is one
+    of them: nothing hides its update."""
+    plan = make_plan(layout_of(MODELS["even"]), demand(resident_layers=number))
+    assert plan.resident == frozenset({0, 7} | blocks)
 
 
 def test_gradients_wait_where_the_config_needs_them() -> None:
