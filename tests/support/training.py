@@ -385,6 +385,8 @@ class KernelOptimizer:
         groups_of: torch.optim.Optimizer,
         kind: StateKind = "exact",
         optimizer: Optimizer | Sequence[Optimizer] = ADAMW,
+        *,
+        num_threads: int = 1,
     ) -> None:
         groups = groups_of.param_groups
         each = (
@@ -398,7 +400,7 @@ class KernelOptimizer:
         self._kind = kind
         self._groups = groups_of.param_groups
         self.state: dict[nn.Parameter, dict[str, Any]] = {}
-        self._pool = native.Pool(1)
+        self._pool = native.Pool(num_threads)
         self.skipped = False
 
     def moments(self, model: nn.Module) -> dict[str, tuple[torch.Tensor, ...]]:
