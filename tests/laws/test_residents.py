@@ -219,12 +219,13 @@ def detached() -> Any:
 
 
 def test_a_graph_older_than_the_step_is_refused_where_torch_has_handles() -> None:
-    """Blocks that stay beside streamed ones: torch does not see their weights."""
+    """Blocks that stay, in a model that is not whole: torch does not see their weights."""
     model, make_batch = detached()
     model.requires_grad_(False)
     for block in model.blocks:
         block.inner.requires_grad_(True)
-    settings = config(section={**on_gpu("half"), "activations": "keep"})
+    levels = {"recompute": 1, "keep": 2}
+    settings = config(section={**on_gpu("every layer"), "activations": levels})
     engine = initialized(model, settings)
     old = loss_of(engine(**make_batch(0)))
     train(engine, make_batch, range(1))
