@@ -1,6 +1,6 @@
-"""A model of real size: its first steps through the engine beside those of plain torch, to the bit.
+"""The first steps of a model of real size have the bits of plain torch.
 
-    python benchmarks/exact.py --family llama --layers 28 --hidden 3072 ... --steps 3 --gpu-memory 24GB
+    python benchmarks/exact.py --family llama --layers 28 --hidden 3072 --gpu-memory 24GB ...
 
 The plain loop holds the whole model on the device, in the task's dtype, with torch's checkpoint
 around each block. Its gradients are copied to the host, clipped by their global norm, and applied
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from compare import add_task_arguments, task_of, title
@@ -32,11 +31,9 @@ from methods.ours import Stronghold
 from methods.task import Data, Task
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from tests.support.training import KernelOptimizer, Run, assert_identical
-
+import tests.conftest  # noqa: F401 - one rank, and cuBLAS in one order; before torch
 from stronghold import native
+from tests.support.training import KernelOptimizer, Run, assert_identical
 
 
 @contextmanager

@@ -30,7 +30,7 @@ POLL_S = 0.05
 # alone: the memory of some virtual machines grows as it is used.
 LEAST_AVAILABLE_BYTES = 512 << 20
 STACKS = "STRONGHOLD_STACKS"  # the number of a descriptor, and after how many seconds
-STUCK_S = 55.0  # for a step, or for making the model
+STUCK_S = 120.0  # for a step, which may compile, or for making the model
 GIB = float(1 << 30)
 
 
