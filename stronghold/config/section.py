@@ -328,8 +328,8 @@ class StrongholdConfig(_Section):
         "load."
     )
     cpu_threads: Annotated[int, Field(ge=1, le=MAX_THREADS)] | None = key(
-        "Threads of the CPU optimizer. Left out: the cores that torch does not use, less two for "
-        "the lanes if there are eight cores or more."
+        "Threads of the CPU optimizer. Left out: the cores that torch does not use, which are all "
+        "but one on a GPU."
     )
     numa: Literal["auto", "off"] = key(
         'On a machine with several NUMA nodes. "auto": the lanes, the threads of the CPU optimizer '
