@@ -38,6 +38,7 @@ SMALL = Effort(
     copy_bytes=8 * MIB,
     rounds=3,
     product_s=0.01,
+    attention_tokens=(128,),
     pin_s=0.1,
     pin_bytes=64 * MIB,
     disk_bytes=8 * MIB,
@@ -100,7 +101,7 @@ def test_figures_are_positive_and_agree_with_each_other(
     for rates in (machine.attention_flops, machine.attention_backward_flops):
         assert list(rates) == list(machine.flops)
         for by_tokens in rates.values():
-            assert list(by_tokens) == [1024, 4096]
+            assert list(by_tokens) == [1024, 2048]
             assert all(list(by_width) == [32, 128] for by_width in by_tokens.values())
     assert len(machine.measured) == len("2026-01-31")
     on_time(
@@ -243,6 +244,27 @@ def test_a_machine_with_little_free_memory_is_measured_with_little() -> None:
     size = measure.effort(False, 512 * MIB)
     assert size.adam_numel * measure.ADAM_RESIDENT_BYTES <= 64 * MIB
     assert size.copy_bytes <= 32 * MIB
+
+
+@pytest.mark.parametrize("quick", [True, False])
+@pytest.mark.parametrize("cache", [32 * MIB, 300 * MIB, 1152 * MIB])
+def test_rates_are_measured_outside_of_the_caches(
+    cache: int, quick: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure, "last_cache_bytes", lambda: cache)
+    size = measure.effort(quick, 200 << 30)
+    assert size.adam_numel * measure.LEAN_RESIDENT_BYTES >= 2 * cache - 8
+    assert size.copy_bytes >= 2 * cache
+
+
+def test_the_caches_of_all_chiplets_count(tmp_path: Path) -> None:
+    for cpu, (cores, size) in enumerate([("0-1", "32768K")] * 2 + [("2", "16M")]):
+        folder = tmp_path / f"cpu{cpu}" / "cache" / "index3"
+        folder.mkdir(parents=True)
+        (folder / "shared_cpu_list").write_text(f"{cores}\n")
+        (folder / "size").write_text(f"{size}\n")
+    assert measure.last_cache_bytes(tmp_path) == 48 * MIB
+    assert measure.last_cache_bytes(tmp_path / "nothing") == 64 * MIB
 
 
 def test_the_callers_random_numbers_stay_theirs() -> None:

@@ -7,6 +7,7 @@ thread is the compute lane of the measured device, and keeps the queue of the di
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import itertools
@@ -46,13 +47,13 @@ from stronghold.tools.doctor.findings import (
 )
 
 MIB = 1 << 20
-# Bytes of Adam's arrays per parameter: exact states, and the lean states' additional arrays.
-ADAM_RESIDENT_BYTES = (2 + 2 + 4 + 4 + 2) + (1 + 1 + 1 + 0.125)
-_L3 = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
+# Bytes of Adam's arrays per parameter: with lean states, and with these and exact states.
+LEAN_RESIDENT_BYTES = (2 + 2) + (1 + 1 + 1 + 0.125)
+ADAM_RESIDENT_BYTES = LEAN_RESIDENT_BYTES + (2 + 4 + 4)
+CPUS = Path("/sys/devices/system/cpu")
 _COPIES = 4  # in a row, so that the hand-over to a lane's thread does not count
 _LARGEST_MATRIX = 8192
-# Attention is measured over sequences of so many tokens, with heads of these widths.
-_ATTENTION_TOKENS = (1024, 4096)
+# Attention is measured with heads of these widths.
 _HEAD_WIDTHS = (32, 128)
 _MOST_HEADS = 32
 _PIN_BYTES = 32 * MIB
@@ -261,27 +262,28 @@ class Effort:
     copy_bytes: int
     rounds: int
     product_s: float  # for products of one dtype
+    attention_tokens: tuple[int, ...]  # of sequences
     pin_s: float  # for the search for the limit of pinned memory
     pin_bytes: int  # the most that this search pins
     disk_bytes: int
 
 
 def effort(quick: bool, available_bytes: int) -> Effort:
-    """The effort for this machine: arrays larger than its caches, in an eighth of free memory."""
-    if quick:
-        numel, copy_bytes = 8 * MIB, 32 * MIB
-    else:
-        most = min(128 * MIB, int(available_bytes / 8 / ADAM_RESIDENT_BYTES))
-        # 64 Mi parameters take 0.9 GB; a processor of several chiplets names the cache of one.
-        numel = min(
-            most, max(64 * MIB, int(2 * _last_cache_bytes() / ADAM_RESIDENT_BYTES))
-        )
-        copy_bytes = min(256 * MIB, available_bytes // 16)
+    """The effort for this machine: arrays of twice its caches at least, in an eighth of free
+    memory."""
+    outside = 2 * last_cache_bytes()
+    # A lean update moves the fewest bytes per parameter.
+    numel = max((8 if quick else 64) * MIB, int(outside / LEAN_RESIDENT_BYTES))
+    numel = min(numel, int(available_bytes / 8 / ADAM_RESIDENT_BYTES))
+    copy_bytes = max((32 if quick else 256) * MIB, outside)
+    copy_bytes = min(copy_bytes, available_bytes // 16)
     return Effort(
         adam_numel=max(numel, MIB),
         copy_bytes=copy_bytes,
         rounds=3 if quick else 5,
         product_s=0.05 if quick else 0.3,
+        # In fp16 the backward over 4096 tokens takes seconds on some CPUs.
+        attention_tokens=(1024, 2048) if quick else (1024, 4096),
         pin_s=0.3 if quick else 5.0,
         pin_bytes=available_bytes // 2,
         disk_bytes=32 * MIB if quick else 256 * MIB,
@@ -504,8 +506,8 @@ def attention_rates(
     for precision, dtype in DTYPES.items():
         step(f"attention, {precision}")
         for rates in (forward, backward):
-            rates[precision] = {tokens: {} for tokens in _ATTENTION_TOKENS}
-        for tokens, width in itertools.product(_ATTENTION_TOKENS, _HEAD_WIDTHS):
+            rates[precision] = {tokens: {} for tokens in size.attention_tokens}
+        for tokens, width in itertools.product(size.attention_tokens, _HEAD_WIDTHS):
             measured = attention_flops(device, dtype, tokens, width, size)
             for rates, rate in zip((forward, backward), measured, strict=True):
                 rates[precision][tokens][width] = _figure(rate)
@@ -553,7 +555,10 @@ def attention_flops(
 def _sustained(
     device: Device, work: Callable[[], object], once_s: float, size: Effort
 ) -> float:
-    """Median seconds of one `work`, repeated for `size.product_s`. Alone it took `once_s`."""
+    """Median seconds of one `work`, repeated for `size.product_s`. Alone it took `once_s`, which
+    counts if it took longer than that."""
+    if once_s > size.product_s:
+        return once_s
     repeats = max(1, int(size.product_s / 3 / once_s))
     return _on_compute(device, work, 3, repeats)
 
@@ -644,14 +649,16 @@ def _seconds(run: Callable[[], object]) -> float:
     return max(time.perf_counter() - begun_s, 1e-9)
 
 
-def _last_cache_bytes() -> int:
-    try:
-        text = _L3.read_text(encoding="ascii").strip()
-    except OSError:
-        return 64 * MIB
-    digits = text.rstrip("KMG")
-    unit = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[len(digits) :], 1)
-    return int(digits) * unit if digits.isdigit() else 64 * MIB
+def last_cache_bytes(cpus: Path = CPUS) -> int:
+    """The last-level caches of all cores together; 64 MiB if the system does not name them."""
+    caches: dict[str, int] = {}
+    for folder in cpus.glob("cpu[0-9]*/cache/index3"):
+        with contextlib.suppress(OSError):
+            cores = (folder / "shared_cpu_list").read_text(encoding="ascii")
+            size = (folder / "size").read_text(encoding="ascii").strip()
+            unit = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(size[-1:], 1)
+            caches[cores] = int(size.rstrip("KMG")) * unit
+    return sum(caches.values()) or 64 * MIB
 
 
 # -- the disk -------------------------------------------------------------------------------------
