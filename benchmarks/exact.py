@@ -4,8 +4,8 @@
 
 The plain loop holds the whole model on the device, in the task's dtype, with torch's checkpoint
 around each block. Its gradients are copied to the host, clipped by their global norm, and applied
-by the same CPU kernel over each whole tensor. Operators add in one order in both runs. Prints what
-is equal, and ends with status 1 if anything differs.
+by the same CPU kernel over each whole tensor. Operators add in one order in both runs. Prints both
+runs and the first difference. Ends with status 1 if there is one.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ import argparse
 import gc
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,23 +27,15 @@ from methods.memory import device_memory
 from methods.model import build
 from methods.ours import Stronghold
 from methods.task import Data, Task
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import tests.conftest  # noqa: F401 - one rank, and cuBLAS in one order; before torch
+import tests.conftest  # noqa: F401 - the environment of one rank, and cuBLAS in one order
 from stronghold import native
-from tests.support.training import KernelOptimizer, Run, assert_identical
-
-
-@contextmanager
-def operators_in_one_order() -> Iterator[None]:
-    """Flash attention's backward adds in one order only where other operators may raise."""
-    torch.utils.deterministic.fill_uninitialized_memory = False
-    torch.use_deterministic_algorithms(True)
-    backend = (
-        SDPBackend.FLASH_ATTENTION if torch.cuda.is_available() else SDPBackend.MATH
-    )
-    with sdpa_kernel(backend):
-        yield
+from tests.support.training import (
+    KernelOptimizer,
+    Run,
+    assert_identical,
+    flash_in_one_order,
+)
 
 
 def steps_of_plain_torch(task: Task) -> Run:
@@ -80,7 +70,7 @@ def steps_of_ours(task: Task) -> tuple[Run, dict[str, Any]]:
     """The same through the engine, and what it reports of its plan."""
     memory, run = device_memory(task), Run()
     method = Stronghold(task, memory)
-    engine, data = method._engine, Data(task, task.vocab)
+    engine, data = method.engine, Data(task, task.vocab)
     for step in range(task.steps):
         run.losses.append(method.step(data.step(step)).cpu())
         run.norms.append(engine.get_global_grad_norm())
@@ -100,7 +90,7 @@ def main() -> int:
     arguments = parser.parse_args()
     task = replace(task_of(arguments), warmup=0)
     begun = time.perf_counter()
-    with operators_in_one_order():
+    with flash_in_one_order():
         expected = steps_of_plain_torch(replace(task, gpu_memory=None))
         plain_s = time.perf_counter() - begun
         gc.collect()

@@ -1,13 +1,18 @@
-"""What a GPU machine is asked: pieces, one after the other, until a deadline.
+"""Measure a GPU machine in pieces, one after the other, until a deadline.
 
     python benchmarks/gpu.py OUT [PIECE...] [--seconds 400] [--rehearse]
 
 Each piece is a command in a process of its own. It writes OUT/NAME.log and, if it measures,
 OUT/NAME.json. Everything is packed in OUT/results.tgz after each piece, so that a run which is cut
-off loses one piece. A piece that fails does not stop the next. Nothing is installed or built: the
-packages that the machine lacks are unpacked in .gpu/site beforehand, and the kernels are in
-.gpu/libstronghold.so. `--rehearse` takes tiny models, on the emulated device where there is no GPU:
-it shows mistakes of this script, and nothing else.
+off loses one piece. A piece that fails does not stop the next.
+
+A machine without a network needs two things beside this repository: .gpu/site, which `pip install
+--target` fills with DeepSpeed and its requirements, and .gpu/libstronghold.so, the compiled
+kernels. They are used if DeepSpeed is not installed. STRONGHOLD_COMMIT names the commit in the
+results where the tree comes without its history.
+
+`--rehearse` takes tiny models, on the emulated device if there is no GPU. It finds mistakes of this
+script, and measures nothing.
 """
 
 from __future__ import annotations
@@ -29,9 +34,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 UNPACKED = ROOT / ".gpu"
 LEAST_S = 20.0  # a piece that has less is not begun
-HOST_BYTES = (
-    116 * 10**9
-)  # of 126 GiB, since the memory of some machines grows as it is used
+# Of 126 GiB. The memory of some virtual machines grows as it is used, so the plan cannot read it.
+HOST_BYTES = 116 * 10**9
 
 TINY = "--layers 6 --hidden 64 --heads 4 --kv-heads 2 --intermediate 128 --vocab 256"
 LLAMA_3B = "--layers 28 --hidden 3072 --heads 24 --kv-heads 8 --intermediate 8192 --vocab 32768"
@@ -81,7 +85,7 @@ def compare(
 OURS, PINNED = "stronghold", ("--section", PLAN_8B)
 PIECES = {  # in the order of what shows most
     "smoke": command(
-        "features have a plain loop's bits",
+        "each feature has the bits of a plain loop",
         150,
         "benchmarks/smoke.py --logs {out}/smoke",
     ),
@@ -145,13 +149,14 @@ PIECES = {  # in the order of what shows most
     ),
     "3b-fsdp2": compare("FSDP2", 300, "fsdp2-offload", LLAMA_3B, *CAP_24, warmup=2),
     "tests": command(
-        "the laws", 400, "-m pytest -q -p no:cacheprovider -n 4 tests/gpu"
+        "tests of the CUDA path", 400, "-m pytest -q -p no:cacheprovider -n 4 tests/gpu"
     ),
 }
 
 
 def environment() -> dict[str, str]:
-    """Of each piece. A machine without DeepSpeed gets what was unpacked for it."""
+    """The environment of each piece. Where DeepSpeed is not installed, .gpu/site is imported, and
+    the compiled kernels are copied beside the sources."""
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     if importlib.util.find_spec("deepspeed") is None:
         paths.insert(1, str(UNPACKED / "site"))
@@ -190,8 +195,10 @@ def rehearsed(words: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(text.split("\n"))
 
 
-def run(name: str, words: tuple[str, ...], out: Path, limit_s: float) -> str:
-    """Run a piece's command; how it ended, and after how many seconds."""
+def run(
+    name: str, words: tuple[str, ...], out: Path, limit_s: float, env: dict[str, str]
+) -> str:
+    """Run a piece's command. Returns how it ended, and after how many seconds."""
     begun = time.monotonic()
     with (out / f"{name}.log").open("w") as log:
         print(shlex.join(["python", *words]), file=log, flush=True)
@@ -200,14 +207,14 @@ def run(name: str, words: tuple[str, ...], out: Path, limit_s: float) -> str:
             stdout=log,
             stderr=subprocess.STDOUT,
             cwd=ROOT,
-            env=environment(),
+            env=env,
             start_new_session=True,
         )
         try:
             ended = f"status {process.wait(limit_s)}"
         except subprocess.TimeoutExpired:
             ended = "cut off"
-        # what it left behind, too: it may hold memory of the GPU
+        # Its children may hold memory of the GPU.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -215,7 +222,7 @@ def run(name: str, words: tuple[str, ...], out: Path, limit_s: float) -> str:
 
 
 def pack(out: Path) -> None:
-    """Everything in the folder as one archive, which is whole at every moment."""
+    """Pack the folder. The archive of the piece before stays until the new one is complete."""
     aside = out / "results.tgz.part"
     with tarfile.open(aside, "w:gz") as archive:
         for path in sorted(out.rglob("*")):
@@ -247,6 +254,7 @@ def main() -> int:
         parser.error(f"no piece {', '.join(unknown)}; expected {', '.join(PIECES)}")
     deadline, out = time.monotonic() + arguments.seconds, arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
+    env = environment()
     for name in names:
         piece, left = PIECES[name], deadline - time.monotonic()
         if left < LEAST_S:
@@ -256,7 +264,7 @@ def main() -> int:
         words = tuple(
             w.replace("{out}", str(out)).replace("{name}", name) for w in words
         )
-        ended = run(name, words, out, min(piece.limit_s, left))
+        ended = run(name, words, out, min(piece.limit_s, left), env)
         print(f"{name:17} {ended}  {piece.about}", flush=True)
         pack(out)
     return 0

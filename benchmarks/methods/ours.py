@@ -26,26 +26,26 @@ class Stronghold(Method):
 
         model = build(task, recompute=False)
         self.num_parameters = count_parameters(model)
-        self._engine, *_ = stronghold.initialize(
+        self.engine, *_ = stronghold.initialize(
             model=model, model_parameters=model.parameters(), config=config(task)
         )
         self._count_transfers()
         self._count_memory()
         self.notes.append(
-            self._engine.plan.reasons[0] if self._engine.plan.reasons else ""
+            self.engine.plan.reasons[0] if self.engine.plan.reasons else ""
         )
 
     def step(self, batches: list[Batch]) -> torch.Tensor:
         self._moved = {"fetch": 0, "drain": 0}
-        loss = engine_step(self._engine, batches)
+        loss = engine_step(self.engine, batches)
         self.link_bytes = sum(self._moved.values())
         return loss
 
     def synchronize(self) -> None:
-        self._engine.synchronize()
+        self.engine.synchronize()
 
     def report(self) -> dict[str, object]:
-        plan, memory = self._engine.plan, self._engine.memory_report()
+        plan, memory = self.engine.plan, self.engine.memory_report()
         return {
             "window": plan.window,
             "prefetch": plan.prefetch,
@@ -55,12 +55,12 @@ class Stronghold(Method):
         }
 
     def close(self) -> None:
-        self._engine.destroy()
+        self.engine.destroy()
         end_process_group()
 
     def _count_transfers(self) -> None:
         """Sum the bytes of every copy by the lane that makes it."""
-        device = self._engine.inspect().device
+        device = self.engine.inspect().device
         copy, self._moved = device.copy, {"fetch": 0, "drain": 0}
 
         def counted(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -74,7 +74,7 @@ class Stronghold(Method):
         """What the emulated device allocates it counts itself."""
         if self.task.machine == "cuda":
             return
-        device, memory = self._engine.inspect().device, self.device_memory
+        device, memory = self.engine.inspect().device, self.device_memory
         allocate = device.memory._allocate
 
         def uncounted(numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -90,7 +90,7 @@ class Compiled(Stronghold):
 
     def __init__(self, task: Task, device_memory: DeviceMemory) -> None:
         super().__init__(task, device_memory)
-        self._engine.compile(compile_kwargs={"dynamic": False})
+        self.engine.compile(compile_kwargs={"dynamic": False})
 
 
 def config(task: Task) -> dict[str, Any]:

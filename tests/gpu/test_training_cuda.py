@@ -15,8 +15,7 @@ import re
 import subprocess
 import sys
 import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -54,6 +53,7 @@ from tests.support.training import (
     Run,
     assert_identical,
     config,
+    flash_in_one_order,
     initialized,
     on,
     train_windowed,
@@ -399,19 +399,6 @@ def sized_llama(size: Size) -> Any:
         return {"input_ids": tokens, "labels": tokens}
 
     return model, make_batch
-
-
-@contextmanager
-def flash_in_one_order() -> Iterator[None]:
-    """Flash attention. Its backward adds in one order only where operators that cannot may raise,
-    instead of warning."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            yield
-    finally:
-        # as for the other tests
-        torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def test_real_shapes_have_the_plain_loops_bits() -> None:

@@ -150,6 +150,25 @@ def operators_in_one_order() -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = before
 
 
+@contextmanager
+def flash_in_one_order() -> Iterator[None]:
+    """Flash attention, and operators that add in the same order in every run. Flash attention's
+    backward does so only where an operator that cannot raises, instead of warning.
+    """
+    was_on = torch.are_deterministic_algorithms_enabled()
+    warned_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    before = torch.utils.deterministic.fill_uninitialized_memory
+    # it would write beside the lanes
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.use_deterministic_algorithms(True)
+    try:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(was_on, warn_only=warned_only)
+        torch.utils.deterministic.fill_uninitialized_memory = before
+
+
 def on(device: torch.device, batch: Batch) -> Batch:
     """The batch with its tensors on `device`."""
     return {
