@@ -301,7 +301,8 @@ class StrongholdConfig(_Section):
         "4}."
     )
     resident_layers: NotNegative | Literal["all"] | None = key(
-        "Number of layers that stay on the GPU and are never streamed."
+        "Number of layers that stay on the GPU and are never streamed. They are spread evenly over "
+        "the model, the first block among them."
     )
     resident_updates: Literal["gpu", "host"] | None = key(
         'Where the layers that stay on the GPU are updated. "gpu": on the GPU, with masters and '
