@@ -75,18 +75,11 @@ def batch(
     )
     targets = [native.Target(*(array.data_ptr() for array in to))] if to else None
     return native.UpdateBatch(
-        "adam",
-        weight.dtype,
-        grad.dtype,
-        [segment],
-        lean=scales is not None,
-        targets=targets,
+        "adam", weight.dtype, grad.dtype, [segment], lean=scales is not None, targets=targets
     )
 
 
-def optimizers(
-    params: list[torch.nn.Parameter], moments: list[torch.Tensor] | None
-) -> Contenders:
+def optimizers(params: list[torch.nn.Parameter], moments: list[torch.Tensor] | None) -> Contenders:
     """torch's and DeepSpeed's steps on `params`, with the given moments or their own."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -122,12 +115,9 @@ def contenders(
     steps = {} if flows == ["lean"] else optimizers([param], moments)
     fp32 = batch(master, None, moments, grad32)
     bf16 = batch(weight, low, moments, grad16)
-    fp32_to = batch(
-        master, None, moments, grad32, to=[elsewhere[2], master, *elsewhere[:2]]
-    )
+    fp32_to = batch(master, None, moments, grad32, to=[elsewhere[2], master, *elsewhere[:2]])
     bf16_to = batch(
-        *(weight, low, moments, grad16),
-        to=[halves[:numel], halves[numel:], *elsewhere[:2]],
+        *(weight, low, moments, grad16), to=[halves[:numel], halves[numel:], *elsewhere[:2]]
     )
 
     def cast_step_copy() -> None:
@@ -162,9 +152,7 @@ def lean_batches(
     sets = []
     for _ in range(2):
         low, *moments = (host_array(numel, U8) for _ in range(3))
-        scales = [
-            host_array(states.num_items("exp_avg_scale", numel), F32) for _ in range(2)
-        ]
+        scales = [host_array(states.num_items("exp_avg_scale", numel), F32) for _ in range(2)]
         sets.append([host_array(numel, BF16), low, *moments, *scales])
     source, target = sets
     source[0].copy_(weight)
@@ -174,16 +162,12 @@ def lean_batches(
 
 
 def small_contenders(threads: int) -> Contenders:
-    params = [
-        torch.nn.Parameter(torch.randn(SMALL_NUMEL)) for _ in range(SMALL_TENSORS)
-    ]
+    params = [torch.nn.Parameter(torch.randn(SMALL_NUMEL)) for _ in range(SMALL_TENSORS)]
     for param in params:
         param.grad = torch.randn(SMALL_NUMEL)
     ours = CPUAdam(params, lr=1e-4, weight_decay=0.01, num_threads=threads)
     steps = {"CPUAdam": ours.step, **optimizers(params, None)}
-    return {
-        f"{SMALL_TENSORS} x {SMALL_NUMEL} {name}": step for name, step in steps.items()
-    }
+    return {f"{SMALL_TENSORS} x {SMALL_NUMEL} {name}": step for name, step in steps.items()}
 
 
 def measure(numel: int, threads: int, rounds: int, flows: list[str]) -> dict[str, Any]:
@@ -212,18 +196,14 @@ def measure(numel: int, threads: int, rounds: int, flows: list[str]) -> dict[str
 def ratios(median_s: dict[str, float]) -> dict[str, tuple[float, float]]:
     """Name -> (figure, what the project asks for), of the flows that were measured."""
     limit = {
-        flow: min(
-            time for name, time in median_s.items() if name.startswith(f"{flow} limit")
-        )
+        flow: min(time for name, time in median_s.items() if name.startswith(f"{flow} limit"))
         for flow in BYTES
         if f"{flow} limit, in place" in median_s
     }
     ours = {flow: median_s.get(f"{flow} stronghold", 0.0) for flow in BYTES}
     found = {}
     if "fp32" in limit:
-        rivals = min(
-            median_s["fp32 torch fused AdamW"], median_s["fp32 DeepSpeedCPUAdam"]
-        )
+        rivals = min(median_s["fp32 torch fused AdamW"], median_s["fp32 DeepSpeedCPUAdam"])
         found["fp32: speed, of the fastest rival's"] = (rivals / ours["fp32"], 0.97)
     if "bf16" in limit:
         flow = median_s["bf16 DeepSpeed cast, step, copy back"]
@@ -231,10 +211,7 @@ def ratios(median_s: dict[str, float]) -> dict[str, tuple[float, float]]:
         found["bf16: speed, of DeepSpeed's flow"] = (flow / ours["bf16"], 1.5)
     if "lean" in limit:
         found["lean: speed, of memory's limit"] = (limit["lean"] / ours["lean"], 0.80)
-        found["lean: speed, of bf16 with exact states"] = (
-            ours["bf16"] / ours["lean"],
-            1.7,
-        )
+        found["lean: speed, of bf16 with exact states"] = (ours["bf16"] / ours["lean"], 1.7)
     return found
 
 
@@ -266,14 +243,11 @@ def table(results: list[dict[str, Any]], numel: int, record: dict[str, Any]) -> 
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     note = (
         "GB/s count "
-        + ", ".join(
-            f"{count} bytes per parameter in {flow}" for flow, count in BYTES.items()
-        )
+        + ", ".join(f"{count} bytes per parameter in {flow}" for flow, count in BYTES.items())
         + ", for every contender: what one pass must move. The limit has our threads and our way "
         "to choose how far ahead it prefetches. Chosen by ours, in elements: "
         + "; ".join(
-            f"{head}: "
-            + ", ".join(f"{ahead} in {flow}" for flow, ahead in r["prefetch"].items())
+            f"{head}: " + ", ".join(f"{ahead} in {flow}" for flow, ahead in r["prefetch"].items())
             for head, r in zip(heads, results, strict=True)
         )
         + "."
@@ -283,16 +257,12 @@ def table(results: list[dict[str, Any]], numel: int, record: dict[str, Any]) -> 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--params", type=int, default=64, help="millions (2**20) of parameters"
-    )
+    parser.add_argument("--params", type=int, default=64, help="millions (2**20) of parameters")
     parser.add_argument("--rounds", type=int, default=15)
     every = native.available_cores()
     parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, every}))
     parser.add_argument("--flows", nargs="+", choices=list(BYTES), default=list(BYTES))
-    parser.add_argument(
-        "--save", action="store_true", help="write benchmarks/results/adam_CPU.*"
-    )
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/adam_CPU.*")
     # this process's thread count
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -307,17 +277,8 @@ def in_own_process(threads: int, arguments: argparse.Namespace) -> dict[str, Any
     }
     sizes = ["--params", str(arguments.params), "--rounds", str(arguments.rounds)]
     flows = ["--flows", *arguments.flows]
-    command = [
-        sys.executable,
-        str(Path(__file__)),
-        "--one",
-        str(threads),
-        *sizes,
-        *flows,
-    ]
-    result = subprocess.run(
-        command, env=environment, stdout=subprocess.PIPE, text=True, check=True
-    )
+    command = [sys.executable, str(Path(__file__)), "--one", str(threads), *sizes, *flows]
+    result = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     answer: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
     return answer
 
@@ -326,24 +287,16 @@ def main() -> None:
     arguments = parse()
     numel = arguments.params * 2**20
     if arguments.one is not None:
-        print(
-            json.dumps(measure(numel, arguments.one, arguments.rounds, arguments.flows))
-        )
+        print(json.dumps(measure(numel, arguments.one, arguments.rounds, arguments.flows)))
         return
     record = provenance()
     results = [in_own_process(threads, arguments) for threads in arguments.threads]
     markdown = table(results, numel, record)
     print(markdown)
     if arguments.save:
-        which = (
-            ""
-            if set(arguments.flows) == set(BYTES)
-            else "_".join(["", *arguments.flows])
-        )
+        which = "" if set(arguments.flows) == set(BYTES) else "_".join(["", *arguments.flows])
         name = f"adam{which}_{slug(record['machine']['cpu'])}"
-        for path in save(
-            name, markdown, {**record, "numel": numel, "results": results}
-        ):
+        for path in save(name, markdown, {**record, "numel": numel, "results": results}):
             print(f"wrote {path}")
 
 

@@ -25,20 +25,12 @@ MOST_LAYERS = 4096
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--tries", type=Path, metavar="FILE", help="keep every try here, and reuse"
-    )
-    parser.add_argument(
-        "--resolution", type=int, default=1, help="layers between fits and not"
-    )
+    parser.add_argument("--tries", type=Path, metavar="FILE", help="keep every try here, and reuse")
+    parser.add_argument("--resolution", type=int, default=1, help="layers between fits and not")
 
 
 def largest(
-    fits: Callable[[int], bool],
-    *,
-    start: int,
-    most: int = MOST_LAYERS,
-    resolution: int = 1,
+    fits: Callable[[int], bool], *, start: int, most: int = MOST_LAYERS, resolution: int = 1
 ) -> tuple[int, int | None]:
     """(largest that fits, smallest known not to fit), 0 and None where there is none; `fits` must
     be monotone."""
@@ -63,9 +55,7 @@ class Tries:
 
     def __init__(self, machine: cases.Machine, task: Task, file: Path | None) -> None:
         # Two steps: the second holds the optimizer's state and everything else of a steady state.
-        self._task = dataclasses.replace(
-            task, steps=1, warmup=1, window=task.window or 1
-        )
+        self._task = dataclasses.replace(task, steps=1, warmup=1, window=task.window or 1)
         self._machine = machine
         self._file = file
         self.rows: dict[str, Any] = {}
@@ -77,16 +67,8 @@ class Tries:
         key = f"{method} {self._machine.word} {task.to_json()}"
         if key not in self.rows:
             row = self._machine.run(method, task)
-            kept = (
-                "status",
-                "reason",
-                "num_parameters",
-                "device_peak_bytes",
-                "host_peak_bytes",
-            )
-            self.rows[key] = {
-                name: row.get(name) for name in (*kept, "host_anonymous_peak_bytes")
-            }
+            kept = ("status", "reason", "num_parameters", "device_peak_bytes", "host_peak_bytes")
+            self.rows[key] = {name: row.get(name) for name in (*kept, "host_anonymous_peak_bytes")}
             if self._file is not None:
                 self._file.parent.mkdir(parents=True, exist_ok=True)
                 self._file.write_text(json.dumps(self.rows, indent=1) + "\n")
@@ -118,18 +100,12 @@ def search(method: str, tries: Tries, start: int, resolution: int) -> cases.Row:
         "num_parameters": row.get("num_parameters") or 0,
         "device_peak_bytes": row.get("device_peak_bytes"),
         "host_anonymous_peak_bytes": row.get("host_anonymous_peak_bytes"),
-        "reason": tries(method, high)["reason"]
-        if high
-        else f"nothing up to {MOST_LAYERS} layers",
+        "reason": tries(method, high)["reason"] if high else f"nothing up to {MOST_LAYERS} layers",
     }
 
 
 def run(
-    methods: Sequence[str],
-    task: Task,
-    machine: cases.Machine,
-    file: Path | None,
-    resolution: int,
+    methods: Sequence[str], task: Task, machine: cases.Machine, file: Path | None, resolution: int
 ) -> list[cases.Row]:
     tries = Tries(machine, task, file)
     start = 2 if machine.word == "emulated" else 8
@@ -144,19 +120,13 @@ def table(rows: Sequence[cases.Row], task: Task) -> str:
     for row in rows:
         size = row["layers"]
         numbers = (
-            ["", ""]
-            if size is None
-            else [str(size), cases.count_in_words(row["num_parameters"])]
+            ["", ""] if size is None else [str(size), cases.count_in_words(row["num_parameters"])]
         )
         reason = " ".join(str(row["reason"]).split()).replace("|", "/")[:120]
         known = published.get(row["method"])
-        cells.append(
-            [row["method"], *numbers, reason, *([known or ""] if published else [])]
-        )
+        cells.append([row["method"], *numbers, reason, *([known or ""] if published else [])])
     heads = ["method", "layers", "parameters", "what stopped the next size"]
-    return cases.markdown_table(
-        [*heads, *(["layers published*"] if published else [])], cells
-    )
+    return cases.markdown_table([*heads, *(["layers published*"] if published else [])], cells)
 
 
 def rows_are_large(rows: Sequence[cases.Row]) -> bool:
@@ -186,10 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         body=body,
         data={"rows": rows},
         draw=lambda png: draw_bars(
-            {"": bars},
-            png,
-            title="Largest trainable size",
-            unit=f"{word} of parameters",
+            {"": bars}, png, title="Largest trainable size", unit=f"{word} of parameters"
         ),
         task=task,
         machine=machine,

@@ -25,14 +25,10 @@ OURS = "stronghold"
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sizes", help="METHOD=LAYERS, joined by commas")
     parser.add_argument("--largest", type=Path, metavar="FILE", help="case 1's JSON")
-    parser.add_argument(
-        "--resolution", type=int, default=1, help="of the search, in layers"
-    )
+    parser.add_argument("--resolution", type=int, default=1, help="of the search, in layers")
 
 
-def sizes_of(
-    arguments: argparse.Namespace, task: Task, machine: cases.Machine
-) -> dict[str, int]:
+def sizes_of(arguments: argparse.Namespace, task: Task, machine: cases.Machine) -> dict[str, int]:
     """Layers by method; those that train nothing are left out."""
     if arguments.sizes:
         pairs = (word.partition("=") for word in arguments.sizes.split(","))
@@ -40,32 +36,19 @@ def sizes_of(
     if arguments.largest:
         rows = json.loads(arguments.largest.read_text())["rows"]
     elif machine.simulated:
-        return {
-            name: layers
-            for name, layers in cases.PUBLISHED_LARGEST.items()
-            if name != OURS
-        }
+        return {name: layers for name, layers in cases.PUBLISHED_LARGEST.items() if name != OURS}
     else:
-        rows = case1_largest.run(
-            arguments.method, task, machine, None, arguments.resolution
-        )
+        rows = case1_largest.run(arguments.method, task, machine, None, arguments.resolution)
     return {row["method"]: row["layers"] for row in rows if row["layers"]}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments, task, machine = cases.parse(__doc__ or "", argv, add)
-    sizes = {
-        name: n
-        for name, n in sizes_of(arguments, task, machine).items()
-        if name != OURS
-    }
+    sizes = {name: n for name, n in sizes_of(arguments, task, machine).items() if name != OURS}
     found = []
     for name, layers in cases.progress(list(sizes.items()), "sizes"):
         names = [OURS] if machine.simulated else [name, OURS]
-        rows = {
-            r["method"]: r
-            for r in machine.compare(names, cases.at_layers(task, layers))
-        }
+        rows = {r["method"]: r for r in machine.compare(names, cases.at_layers(task, layers))}
         found.append({"baseline": name, "layers": layers, "rows": rows})
     published = cases.is_artifacts(task)
     cells, bars = [], {}

@@ -51,13 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if found:
             bars[name] = found
     bars |= {f"{name}, published*": value for name, value in known.items()}
-    heads = [
-        "method",
-        "samples/s",
-        "of plain's",
-        "ms/step",
-        *(["published*"] if published else []),
-    ]
+    heads = ["method", "samples/s", "of plain's", "ms/step", *(["published*"] if published else [])]
     title = "Throughput at plain's largest size"
     cases.leave(
         arguments,

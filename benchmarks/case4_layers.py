@@ -22,9 +22,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     arguments, task, machine = cases.parse(__doc__ or "", argv, add)
     published = cases.is_artifacts(task)
-    series: dict[str, list[tuple[float, float]]] = {
-        name: [] for name in arguments.method
-    }
+    series: dict[str, list[tuple[float, float]]] = {name: [] for name in arguments.method}
     cells, found = [], []
     sweep = cases.sweep_of(arguments, machine, SMALL, PAPER)
     for layers in cases.progress(sweep, "layers"):
@@ -34,15 +32,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         for row in rows:
             good = cases.speed(row) is not None
             line.append(
-                f"{row['median_step_s'] * 1e3:,.1f}"
-                if good
-                else cases.result_in_words(row)
+                f"{row['median_step_s'] * 1e3:,.1f}" if good else cases.result_in_words(row)
             )
             if good:
                 series[row["method"]].append((layers, row["median_step_s"] * 1e3))
-        cells.append(
-            line + ([cases.PUBLISHED_LAYERS_MS.get(layers, "")] if published else [])
-        )
+        cells.append(line + ([cases.PUBLISHED_LAYERS_MS.get(layers, "")] if published else []))
     heads = ["layers", *(f"{name}, ms" for name in arguments.method)]
     if published:
         heads.append("stronghold published*, ms")
@@ -55,9 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         title=title,
         body=cases.markdown_table(heads, cells),
         data={"sweep": found},
-        draw=lambda png: draw_lines(
-            series, png, title=title, x="layers", y="ms per step"
-        ),
+        draw=lambda png: draw_lines(series, png, title=title, x="layers", y="ms per step"),
         task=task,
         machine=machine,
         layers=", ".join(map(str, sweep)),

@@ -25,9 +25,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments, task, machine = cases.parse(__doc__ or "", argv, add)
-    task = cases.at_layers(
-        task, arguments.layers or (8 if machine.word == "emulated" else 32)
-    )
+    task = cases.at_layers(task, arguments.layers or (8 if machine.word == "emulated" else 32))
     published = cases.is_artifacts(task) and task.layers == 32
     sweep = cases.sweep_of(arguments, machine, SMALL, PAPER)
     points: list[tuple[float, float]] = []
@@ -55,9 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     series = {OURS: points}
     if published:
         heads.append("published*, ms/step")
-        shown = [
-            (float(w), ms) for w, ms in cases.PUBLISHED_WINDOW_MS.items() if w in sweep
-        ]
+        shown = [(float(w), ms) for w, ms in cases.PUBLISHED_WINDOW_MS.items() if w in sweep]
         series["published*"] = shown
     title = "Time of a step against the window"
     cases.leave(
@@ -66,9 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         title=title,
         body=cases.markdown_table(heads, cells),
         data={"sweep": found},
-        draw=lambda png: draw_lines(
-            series, png, title=title, x="slots", y="ms per step"
-        ),
+        draw=lambda png: draw_lines(series, png, title=title, x="slots", y="ms per step"),
         task=task,
         machine=machine,
     )

@@ -29,11 +29,7 @@ def break_even(points: dict[int, dict[str, float]], name: str) -> int | None:
     found = None
     for tokens in sorted(points, reverse=True):
         speeds = points[tokens]
-        if (
-            name not in speeds
-            or "plain" not in speeds
-            or speeds[name] < EVEN * speeds["plain"]
-        ):
+        if name not in speeds or "plain" not in speeds or speeds[name] < EVEN * speeds["plain"]:
             break
         found = tokens
     return found
@@ -44,51 +40,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     points: dict[int, dict[str, float]] = {}
     cells: list[list[object]] = []
     found: list[dict[str, Any]] = []
-    for batch in cases.progress(
-        cases.sweep_of(arguments, machine, SMALL, PAPER), "batches"
-    ):
+    for batch in cases.progress(cases.sweep_of(arguments, machine, SMALL, PAPER), "batches"):
         sized = dataclasses.replace(task, batch=batch)
         rows = machine.compare(arguments.method, sized)
-        found.append(
-            {"batch": batch, "tokens_per_step": sized.tokens_per_step, "rows": rows}
-        )
-        good = {
-            row["method"]: row["tokens_per_s"]
-            for row in rows
-            if cases.speed(row) is not None
-        }
+        found.append({"batch": batch, "tokens_per_step": sized.tokens_per_step, "rows": rows})
+        good = {row["method"]: row["tokens_per_s"] for row in rows if cases.speed(row) is not None}
         points[sized.tokens_per_step] = good
         words = [
-            f"{good[row['method']]:,.0f}"
-            if row["method"] in good
-            else cases.result_in_words(row)
+            f"{good[row['method']]:,.0f}" if row["method"] in good else cases.result_in_words(row)
             for row in rows
         ]
         cells.append([f"{sized.tokens_per_step:,}", *words])
     body = [
-        cases.markdown_table(
-            ["tokens per step", *(f"{n}, /s" for n in arguments.method)], cells
-        )
+        cases.markdown_table(["tokens per step", *(f"{n}, /s" for n in arguments.method)], cells)
     ]
-    even = {
-        name: break_even(points, name) for name in arguments.method if name != "plain"
-    }
+    even = {name: break_even(points, name) for name in arguments.method if name != "plain"}
     if "plain" in arguments.method:
-        body += [
-            "",
-            f"Tokens per step from which a method reaches {EVEN:.0%} of plain:",
-            "",
-        ]
+        body += ["", f"Tokens per step from which a method reaches {EVEN:.0%} of plain:", ""]
         body += [
             f"- {name}: " + (f"{tokens:,}" if tokens else "nowhere in this sweep")
             for name, tokens in even.items()
         ]
     series = {
-        name: [
-            (float(tokens), speeds[name])
-            for tokens, speeds in points.items()
-            if name in speeds
-        ]
+        name: [(float(tokens), speeds[name]) for tokens, speeds in points.items() if name in speeds]
         for name in arguments.method
     }
     title = "Throughput against tokens per step"
@@ -98,9 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         title=title,
         body="\n".join(body),
         data={"sweep": found, "break_even_tokens": even},
-        draw=lambda png: draw_lines(
-            series, png, title=title, x="tokens per step", y="tokens/s"
-        ),
+        draw=lambda png: draw_lines(series, png, title=title, x="tokens per step", y="tokens/s"),
         task=task,
         machine=machine,
     )

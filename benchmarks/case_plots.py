@@ -14,10 +14,7 @@ from matplotlib.figure import Figure
 
 from stronghold.tools.plot import DPI, FAINT, INK
 
-OURS, OTHERS = (
-    "#4e79a7",
-    ("#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#9c755f", "#76b7b2"),
-)
+OURS, OTHERS = ("#4e79a7", ("#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#9c755f", "#76b7b2"))
 PALE = "#c9ced6"
 BAR_INCHES = 0.42
 
@@ -26,16 +23,10 @@ def draw_bars(
     groups: Mapping[str, Mapping[str, float]], png: Path, *, title: str, unit: str
 ) -> None:
     """Horizontal bars: group -> name -> value. Ours are blue, names that end with a star pale."""
-    rows = [
-        (group, name, value)
-        for group, bars in groups.items()
-        for name, value in bars.items()
-    ]
+    rows = [(group, name, value) for group, bars in groups.items() for name, value in bars.items()]
     if not rows:
         return
-    gaps = (
-        max(0, len(groups) - 1) if any(len(bars) > 1 for bars in groups.values()) else 0
-    )
+    gaps = max(0, len(groups) - 1) if any(len(bars) > 1 for bars in groups.values()) else 0
     height = BAR_INCHES * (len(rows) + gaps) + 1.1
     figure, axes = _figure(height)
     place, ticks = 0.0, []
@@ -48,9 +39,7 @@ def draw_bars(
         axes.text(value, place, f" {value:.4g}", va="center", fontsize=9, color=INK)
         ticks.append((place, f"{group}: {name}" if group else name))
         place += 1.0
-    axes.set_yticks(
-        [at for at, _ in ticks], [label for _, label in ticks], color=INK, fontsize=9
-    )
+    axes.set_yticks([at for at, _ in ticks], [label for _, label in ticks], color=INK, fontsize=9)
     axes.invert_yaxis()
     axes.set_xlim(0.0, 1.15 * max(value for *_, value in rows))
     axes.set_xlabel(unit, color=FAINT, fontsize=9)
@@ -58,12 +47,7 @@ def draw_bars(
 
 
 def draw_lines(
-    series: Mapping[str, Sequence[tuple[float, float]]],
-    png: Path,
-    *,
-    title: str,
-    x: str,
-    y: str,
+    series: Mapping[str, Sequence[tuple[float, float]]], png: Path, *, title: str, x: str, y: str
 ) -> None:
     """Curves over a sweep: name -> (x, y) points."""
     figure, axes = _figure(4.6)
@@ -104,13 +88,9 @@ def _figure(height: float) -> tuple[Figure, Axes]:
     return figure, figure.add_subplot()
 
 
-def _finish(
-    figure: Figure, axes: Axes, png: Path, title: str, *, grid: str, left: float
-) -> None:
+def _finish(figure: Figure, axes: Axes, png: Path, title: str, *, grid: str, left: float) -> None:
     height = figure.get_figheight()
-    figure.subplots_adjust(
-        left=left, right=0.975, top=1 - 0.42 / height, bottom=0.55 / height
-    )
+    figure.subplots_adjust(left=left, right=0.975, top=1 - 0.42 / height, bottom=0.55 / height)
     axes.set_title(title, color=INK, fontsize=12, weight="bold", loc="left")
     axes.grid(axis=grid, color="#eceef1", linewidth=0.8)
     axes.set_axisbelow(True)

@@ -57,10 +57,7 @@ class Simulated(Machine):
                 "reason": "stronghold alone is simulated",
             }
         model = from_sizes(task.layers, task.hidden, task.heads, task.vocab, task.seq)
-        sizes, costs = (
-            model.layout,
-            model.costs_of(task.batch, task.seq, task.precision),
-        )
+        sizes, costs = (model.layout, model.costs_of(task.batch, task.seq, task.precision))
         dtype = DTYPES[task.precision]
         demand = Demand(
             states=states_of(dtype, EXACT, DEFAULT.moments),
@@ -71,8 +68,7 @@ class Simulated(Machine):
             prefetch=task.prefetch,
             activations=task.activations,
             work=workload_of(costs, self._profile).layers,
-            num_cores=task.threads
-            or update_cores(self._profile.num_cores, compute_threads=1),
+            num_cores=task.threads or update_cores(self._profile.num_cores, compute_threads=1),
         )
         work = workload_of(costs, self._profile, micro_batches=task.accumulation)
         lanes = rates_of(self._profile, demand.num_cores)

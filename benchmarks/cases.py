@@ -88,14 +88,7 @@ PUBLISHED_LAYERS_MS = {
     78: 17712.0,
     92: 21006.0,
 }
-BASELINES = (
-    "plain",
-    "l2l",
-    "zero-offload",
-    "zero-infinity",
-    "superoffload",
-    "fsdp2-offload",
-)
+BASELINES = ("plain", "l2l", "zero-offload", "zero-infinity", "superoffload", "fsdp2-offload")
 
 
 class Measured(Machine):
@@ -128,11 +121,7 @@ class Measured(Machine):
         trained = compare.trained(task).to_json()
         known = self._references.get(trained)
         result = compare.compare(
-            names,
-            task,
-            self._timeout_s,
-            known,
-            lambda found: self._keep(found["rows"][-1], task),
+            names, task, self._timeout_s, known, lambda found: self._keep(found["rows"][-1], task)
         )
         self._references[trained] = result["reference"]
         rows: list[Row] = result["rows"]
@@ -141,9 +130,7 @@ class Measured(Machine):
     def _keep(self, row: Row, task: Task) -> None:
         self._rows.parent.mkdir(parents=True, exist_ok=True)
         with self._rows.open("a") as lines:
-            lines.write(
-                json.dumps({"task": dataclasses.asdict(task), "row": row}) + "\n"
-            )
+            lines.write(json.dumps({"task": dataclasses.asdict(task), "row": row}) + "\n")
 
 
 def machine_of(arguments: argparse.Namespace, task: Task) -> Machine:
@@ -163,33 +150,21 @@ def parse(
     """A case's arguments, the task they make, and the machine. Sizes left out are the artifact's;
     on the emulated device, small ones."""
     parser = argparse.ArgumentParser(
-        description=doc.splitlines()[0],
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=doc.splitlines()[0], formatter_class=argparse.RawDescriptionHelpFormatter
     )
     compare.add_task_arguments(parser)
+    parser.add_argument("--method", action="append", help="default: all that the machine offers")
+    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for one run")
     parser.add_argument(
-        "--method", action="append", help="default: all that the machine offers"
+        "--output", type=Path, default=ROOT / "runs" / "cases", help="folder for what is left"
     )
-    parser.add_argument(
-        "--timeout", type=float, default=1800.0, help="seconds for one run"
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=ROOT / "runs" / "cases",
-        help="folder for what is left",
-    )
-    parser.add_argument(
-        "--save", action="store_true", help="write to benchmarks/results/"
-    )
+    parser.add_argument("--save", action="store_true", help="write to benchmarks/results/")
     add(parser)
     word = parser.parse_known_args(argv)[0].machine
     if word not in ("here", "emulated") and not word.startswith("simulated"):
         parser.error(f"--machine {word}: expected here, emulated or simulated:PROFILE")
     if word.startswith("simulated") and parser.parse_known_args(argv)[0].save:
-        parser.error(
-            "--save: a prediction is not a result; leave it in a folder with --output"
-        )
+        parser.error("--save: a prediction is not a result; leave it in a folder with --output")
     small = compare.machine_word("here" if word == "here" else "emulated") == "emulated"
     defaults = SMALL if small and not word.startswith("simulated") else ARTIFACT
     parser.set_defaults(**defaults)
@@ -204,10 +179,7 @@ def parse(
 
 
 def add_sweep(
-    parser: argparse.ArgumentParser,
-    what: str,
-    small: Sequence[int],
-    paper: Sequence[int],
+    parser: argparse.ArgumentParser, what: str, small: Sequence[int], paper: Sequence[int]
 ) -> None:
     """`--sweep` of whole numbers; without it the artifact's, or small ones when emulated."""
     parser.add_argument(
@@ -218,10 +190,7 @@ def add_sweep(
 
 
 def sweep_of(
-    arguments: argparse.Namespace,
-    machine: Machine,
-    small: Sequence[int],
-    paper: Sequence[int],
+    arguments: argparse.Namespace, machine: Machine, small: Sequence[int], paper: Sequence[int]
 ) -> list[int]:
     """The sweep asked for, or the machine's default."""
     return list(arguments.sweep or (small if machine.word == "emulated" else paper))
@@ -233,16 +202,7 @@ def at_layers(task: Task, layers: int) -> Task:
 
 def is_artifacts(task: Task) -> bool:
     """Whether published figures are of this task."""
-    fields = (
-        "family",
-        "hidden",
-        "heads",
-        "seq",
-        "batch",
-        "vocab",
-        "precision",
-        "activations",
-    )
+    fields = ("family", "hidden", "heads", "seq", "batch", "vocab", "precision", "activations")
     return all(getattr(task, field) == ARTIFACT[field] for field in fields)
 
 
@@ -274,9 +234,7 @@ def count_in_words(parameters: int) -> str:
 
 def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
-    return "\n".join(
-        [*lines, *("| " + " | ".join(map(str, row)) + " |" for row in rows)]
-    )
+    return "\n".join([*lines, *("| " + " | ".join(map(str, row)) + " |" for row in rows)])
 
 
 def leave(
@@ -306,11 +264,7 @@ def leave(
     print(page)
     (folder / f"{stem}.md").write_text(page)
     everything = {**record, "case": name, "machine_word": machine.word}
-    everything |= {
-        "simulated": machine.simulated,
-        "task": dataclasses.asdict(task),
-        **data,
-    }
+    everything |= {"simulated": machine.simulated, "task": dataclasses.asdict(task), **data}
     (folder / f"{stem}.json").write_text(json.dumps(everything, indent=1) + "\n")
     print(f"wrote {folder / stem}.md, .json" + (", .png" if png.exists() else ""))
 

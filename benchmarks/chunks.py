@@ -65,9 +65,7 @@ def paced(args: argparse.Namespace, *, chunked: bool) -> dict[str, float]:
             model=model, config=config, model_parameters=model.parameters()
         )
         batch = torch.ones(args.sequences // micro_batches, 64)
-        steps = timed_steps(engine, batch, warm_up + args.steps, micro_batches)[
-            warm_up:
-        ]
+        steps = timed_steps(engine, batch, warm_up + args.steps, micro_batches)[warm_up:]
         engine.destroy()
         spans = list(read(trace))
     found = {"step": statistics.median(steps)}
@@ -150,9 +148,7 @@ def page(
     for name, found in order.items():
         cells = [f"{1e3 * found[lane]:.0f}" for lane in found]
         longest = max(value for lane, value in found.items() if lane != "step")
-        lines.append(
-            f"| {name} | {' | '.join(cells)} | {found['step'] / longest:.2f} |"
-        )
+        lines.append(f"| {name} | {' | '.join(cells)} | {found['step'] / longest:.2f} |")
     uses = args.layers * args.sequences
     lines += [
         "",
@@ -185,15 +181,10 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     record = provenance()
-    order = {
-        "micro-batches": paced(args, chunked=False),
-        "chunks": paced(args, chunked=True),
-    }
+    order = {"micro-batches": paced(args, chunked=False), "chunks": paced(args, chunked=True)}
     seconds = host(args)
     data = {**record, "order": order, "seconds": seconds}
-    leave(
-        "chunks", page(order, seconds, record, args), data, to=args.to, keep=args.save
-    )
+    leave("chunks", page(order, seconds, record, args), data, to=args.to, keep=args.save)
 
 
 if __name__ == "__main__":

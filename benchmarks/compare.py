@@ -103,14 +103,8 @@ def judge_rows(rows: list[Row], reference: dict[str, Any]) -> None:
     """Write a verdict on every row that ran."""
     for row in rows:
         if row["status"] == "ok":
-            word, largest, first = verdict(
-                row["losses"], reference["losses"], reference["bounds"]
-            )
-            row |= {
-                "verdict": word,
-                "loss_difference": largest,
-                "first_wrong_step": first,
-            }
+            word, largest, first = verdict(row["losses"], reference["losses"], reference["bounds"])
+            row |= {"verdict": word, "loss_difference": largest, "first_wrong_step": first}
 
 
 def earlier_reference(file: Path, task: Task) -> dict[str, Any]:
@@ -118,9 +112,7 @@ def earlier_reference(file: Path, task: Task) -> dict[str, Any]:
     kept = json.loads(file.read_text())
     other = Task(**kept["task"])
     if trained(other) != trained(task):
-        raise SystemExit(
-            f"{file}: another training: {title(other)}; expected {title(task)}"
-        )
+        raise SystemExit(f"{file}: another training: {title(other)}; expected {title(task)}")
     found: dict[str, Any] = kept["reference"]
     if found["losses"] is None:  # it was cut off before
         return NO_REFERENCE
@@ -130,14 +122,7 @@ def earlier_reference(file: Path, task: Task) -> dict[str, Any]:
 def trained(task: Task) -> Task:
     """The task without what does not change a loss."""
     neutral = Task()
-    names = (
-        "activations",
-        "window",
-        "prefetch",
-        "gpu_memory",
-        "host_memory",
-        "link_gbps",
-    )
+    names = ("activations", "window", "prefetch", "gpu_memory", "host_memory", "link_gbps")
     names += ("threads", "nvme_dir", "trace", "section", "halves")
     return dataclasses.replace(task, **{name: getattr(neutral, name) for name in names})
 
@@ -154,9 +139,7 @@ def join(files: Sequence[Path], by: Path | None = None) -> dict[str, Any]:
     first = found[0]
     for file, other in zip(files, found, strict=True):
         if asked(other) != asked(first):
-            raise SystemExit(
-                f"{file}: another task than {files[0]}'s; join results of one task"
-            )
+            raise SystemExit(f"{file}: another task than {files[0]}'s; join results of one task")
     rows = [row for result in found for row in result["rows"]]
     if by is not None:
         reference = earlier_reference(by, Task(**first["task"]))
@@ -164,18 +147,12 @@ def join(files: Sequence[Path], by: Path | None = None) -> dict[str, Any]:
         theirs = (r["reference"] for r in found if r["reference"]["losses"])
         reference = next(theirs, first["reference"])
     judge_rows(rows, reference)
-    return {
-        "task": dataclasses.asdict(asked(first)),
-        "rows": rows,
-        "reference": reference,
-    }
+    return {"task": dataclasses.asdict(asked(first)), "rows": rows, "reference": reference}
 
 
 def without_caps(task: Task) -> Task:
     """The task as the reference runs it."""
-    return dataclasses.replace(
-        task, gpu_memory=None, host_memory=None, activations="recompute"
-    )
+    return dataclasses.replace(task, gpu_memory=None, host_memory=None, activations="recompute")
 
 
 def find_reference(
@@ -185,9 +162,7 @@ def find_reference(
     `halves` the bound, from the same run in another order of summation."""
     free = without_caps(task)
     for name in ("plain", *STAND_INS):
-        row = next(
-            (r for r in rows if r["method"] == name and r["status"] == "ok"), None
-        )
+        row = next((r for r in rows if r["method"] == name and r["status"] == "ok"), None)
         source = f"{name}, the row above"
         if row is None and name == "plain":
             row, source = run_method(name, free, timeout_s), "plain, without caps"
@@ -281,11 +256,7 @@ def explain(result: dict[str, Any]) -> list[str]:
         f"- losses: largest relative difference from the reference ({reference['source'] or 'none'}"
         f") over {task.num_steps} steps. Wrong: beyond {floor:g}, and beyond {FACTOR:g} times the "
         "distance between two runs of the reference that add in different orders"
-        + (
-            f" (at most {max(reference['bounds']):.1e} here)."
-            if reference["bounds"]
-            else "."
-        ),
+        + (f" (at most {max(reference['bounds']):.1e} here)." if reference["bounds"] else "."),
         f"- samples/s and tokens/s over {task.steps} steps after {task.warmup} of warm-up, until "
         "the last update is done; ms/step is the median of single steps. TFLOPS counts a "
         "recomputed forward as work (k = 4), useful TFLOPS is (6 P T + attention) / s.",
@@ -314,9 +285,7 @@ def loss_table(result: dict[str, Any]) -> list[str]:
         names, columns = ["reference", *names], [reference, *columns]
     lines = ["| step | " + " | ".join(names) + " |", "|---|" + "---|" * len(names)]
     for step, values in enumerate(zip(*columns, strict=True), 1):
-        lines.append(
-            f"| {step} | " + " | ".join(f"{value:.8f}" for value in values) + " |"
-        )
+        lines.append(f"| {step} | " + " | ".join(f"{value:.8f}" for value in values) + " |")
     return lines
 
 
@@ -364,21 +333,15 @@ def add_task_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--kv-heads", type=int, help="llama: heads of keys and values")
     model.add_argument("--intermediate", type=int, help="llama: width of the MLP")
     model.add_argument("--vocab", type=int, default=50304)
-    model.add_argument(
-        "--model", dest="model_dir", metavar="DIR", help="a local HF directory"
-    )
+    model.add_argument("--model", dest="model_dir", metavar="DIR", help="a local HF directory")
     step = parser.add_argument_group("a step")
     step.add_argument("--seq", type=int, default=64)
     step.add_argument("--batch", type=int, default=4, help="samples in a micro-batch")
-    step.add_argument(
-        "--accumulation", type=int, default=1, help="micro-batches in a step"
-    )
+    step.add_argument("--accumulation", type=int, default=1, help="micro-batches in a step")
     step.add_argument("--steps", type=int, default=10, help="measured steps")
     step.add_argument("--warmup", type=int, default=3)
     step.add_argument("--seed", type=int, default=0)
-    step.add_argument(
-        "--precision", choices=["fp32", "bf16"], help="default: bf16 on CUDA"
-    )
+    step.add_argument("--precision", choices=["fp32", "bf16"], help="default: bf16 on CUDA")
     step.add_argument("--optimizer-clipping", dest="clipping", type=float, default=1.0)
     step.add_argument("--lr", type=float, default=3e-4)
     step.add_argument(
@@ -389,27 +352,15 @@ def add_task_arguments(parser: argparse.ArgumentParser) -> None:
     )
     machine = parser.add_argument_group("machine")
     machine.add_argument("--machine", default="here", help="here (default) or emulated")
-    machine.add_argument(
-        "--gpu-memory", type=byte_size, metavar="SIZE", help="cap, as 24GB"
-    )
-    machine.add_argument(
-        "--host-memory", type=byte_size, metavar="SIZE", help="cap, as 90GB"
-    )
+    machine.add_argument("--gpu-memory", type=byte_size, metavar="SIZE", help="cap, as 24GB")
+    machine.add_argument("--host-memory", type=byte_size, metavar="SIZE", help="cap, as 90GB")
     machine.add_argument("--window", type=int, help="stronghold's slots")
     machine.add_argument("--prefetch", type=int, help="stronghold's layers ahead")
-    machine.add_argument(
-        "--link-gbps", type=float, help="pace of the emulated link, stronghold's"
-    )
-    machine.add_argument(
-        "--threads", type=int, help="of torch and of the CPU optimizer"
-    )
+    machine.add_argument("--link-gbps", type=float, help="pace of the emulated link, stronghold's")
+    machine.add_argument("--threads", type=int, help="of torch and of the CPU optimizer")
     machine.add_argument("--nvme-dir", help="for zero-infinity-nvme")
     machine.add_argument(
-        "--section",
-        type=json_object,
-        default={},
-        metavar="JSON",
-        help="more of stronghold's keys",
+        "--section", type=json_object, default={}, metavar="JSON", help="more of stronghold's keys"
     )
     machine.add_argument("--trace", help="stronghold's trace, a file")
 
@@ -423,10 +374,7 @@ def machine_word(word: str) -> str:
 def task_of(arguments: argparse.Namespace) -> Task:
     """The task that parsed arguments ask for."""
     machine = machine_word(arguments.machine)
-    names = {field.name for field in dataclasses.fields(Task)} - {
-        "machine",
-        "precision",
-    }
+    names = {field.name for field in dataclasses.fields(Task)} - {"machine", "precision"}
     values = {name: value for name, value in vars(arguments).items() if name in names}
     precision = arguments.precision or ("bf16" if machine == "cuda" else "fp32")
     for name in ("model_dir", "nvme_dir", "trace"):
@@ -441,9 +389,7 @@ def method_names(words: Sequence[str]) -> list[str]:
     for word in ",".join(words).split(","):
         if word != "all" and word not in METHODS and ":" not in word:
             raise SystemExit(f"--method {word}: expected all, {', '.join(METHODS)}")
-        names += [
-            name for name in (METHODS if word == "all" else [word]) if name not in names
-        ]
+        names += [name for name in (METHODS if word == "all" else [word]) if name not in names]
     return names
 
 
@@ -456,39 +402,23 @@ def page(result: dict[str, Any], record: dict[str, Any]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").splitlines()[0],
-        epilog="methods: "
-        + "; ".join(f"{n}: {entry.about}" for n, entry in METHODS.items()),
+        epilog="methods: " + "; ".join(f"{n}: {entry.about}" for n, entry in METHODS.items()),
     )
-    parser.add_argument(
-        "--method", action="append", help="a name, several with commas, or all"
-    )
+    parser.add_argument("--method", action="append", help="a name, several with commas, or all")
     add_task_arguments(parser)
-    parser.add_argument(
-        "--timeout", type=float, default=3600.0, help="seconds for a method"
-    )
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write everything measured"
-    )
-    parser.add_argument(
-        "--reference", type=Path, metavar="FILE", help="judge by this JSON's"
-    )
-    parser.add_argument(
-        "--no-reference", action="store_true", help="losses stay unchecked"
-    )
+    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for a method")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured")
+    parser.add_argument("--reference", type=Path, metavar="FILE", help="judge by this JSON's")
+    parser.add_argument("--no-reference", action="store_true", help="losses stay unchecked")
     parser.add_argument(
         "--no-halves",
         action="store_true",
         help="leave out the reference's second run, which measures the bound on losses",
     )
     parser.add_argument(
-        "--add-halves",
-        type=Path,
-        metavar="FILE",
-        help="run only what --no-halves left out of it",
+        "--add-halves", type=Path, metavar="FILE", help="run only what --no-halves left out of it"
     )
-    parser.add_argument(
-        "--join", type=Path, nargs="+", metavar="FILE", help="run nothing: join"
-    )
+    parser.add_argument("--join", type=Path, nargs="+", metavar="FILE", help="run nothing: join")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
     arguments = parser.parse_args()
     record = provenance()
@@ -501,11 +431,7 @@ def main() -> int:
         arguments.json = arguments.json or arguments.add_halves
     else:
         task, names = task_of(arguments), method_names(arguments.method or ["all"])
-        kept = (
-            earlier_reference(arguments.reference, task)
-            if arguments.reference
-            else None
-        )
+        kept = earlier_reference(arguments.reference, task) if arguments.reference else None
         kept = NO_REFERENCE if arguments.no_reference else kept
 
         def keep(result: dict[str, Any]) -> None:
@@ -524,9 +450,7 @@ def model_name(task: Task, result: dict[str, Any]) -> str:
     """Such as gpt-1.72b-bf16."""
     if task.model_dir:
         return f"{Path(task.model_dir).name.lower()}-{task.precision}"
-    counts = [
-        row["num_parameters"] for row in result["rows"] if row.get("num_parameters")
-    ]
+    counts = [row["num_parameters"] for row in result["rows"] if row.get("num_parameters")]
     if not counts:
         return f"{task.family}-{task.layers}-layers-{task.precision}"
     unit, letter = (1e9, "b") if counts[0] >= 1e9 else (1e6, "m")

@@ -45,9 +45,7 @@ WARM_UP = 3
 class Contender:
     """One engine, and the seconds of its steps."""
 
-    def __init__(
-        self, load: float, early: int | str, clipping: float, num_layers: int
-    ) -> None:
+    def __init__(self, load: float, early: int | str, clipping: float, num_layers: int) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._trace = Path(self._folder.name) / "trace.json"
         link_gbps = 4 * NUMEL / (0.3 * FORWARD_S) / 1e9
@@ -57,11 +55,7 @@ class Contender:
             "cpu_threads": 1,
             "early_layers": early,
             "trace": str(self._trace),
-            "emulated": {
-                "poison": False,
-                "link_gbps": link_gbps,
-                "update_gbps": update_gbps,
-            },
+            "emulated": {"poison": False, "link_gbps": link_gbps, "update_gbps": update_gbps},
         }
         layers = [(NUMEL, FORWARD_S, 2 * FORWARD_S)] * num_layers
         self._engine = initialized(
@@ -93,8 +87,7 @@ class Contender:
         spans = read(self._trace)
         self._folder.cleanup()
         busy = {
-            lane: sum(span.duration_s for span in spans if span.lane == lane)
-            / (WARM_UP + steps)
+            lane: sum(span.duration_s for span in spans if span.lane == lane) / (WARM_UP + steps)
             for lane in LANES
         }
         return {
@@ -148,19 +141,8 @@ def main() -> None:
     torch.set_num_threads(1)
     record = provenance()
     rows = [row for load in args.loads for row in measure(load, args)]
-    heads = [
-        "updates / backward",
-        "clipped",
-        "early layers",
-        "step, ms",
-        "longest lane, ms",
-    ]
-    heads += [
-        "longest lane / step",
-        "predicted / step",
-        "committed",
-        "left to the gate",
-    ]
+    heads = ["updates / backward", "clipped", "early layers", "step, ms", "longest lane, ms"]
+    heads += ["longest lane / step", "predicted / step", "committed", "left to the gate"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for row in rows:
         cells = [
@@ -189,9 +171,7 @@ def main() -> None:
             *lines,
         ]
     )
-    leave(
-        "early-updates", page, {**record, "rows": rows}, to=args.output, keep=args.save
-    )
+    leave("early-updates", page, {**record, "rows": rows}, to=args.output, keep=args.save)
 
 
 if __name__ == "__main__":

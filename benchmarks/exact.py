@@ -30,12 +30,7 @@ from methods.task import Data, Task
 
 import tests.conftest  # noqa: F401 - the environment of one rank, and cuBLAS in one order
 from stronghold import native
-from tests.support.training import (
-    KernelOptimizer,
-    Run,
-    assert_identical,
-    flash_in_one_order,
-)
+from tests.support.training import KernelOptimizer, Run, assert_identical, flash_in_one_order
 
 
 def steps_of_plain_torch(task: Task) -> Run:
@@ -74,9 +69,7 @@ def steps_of_ours(task: Task) -> tuple[Run, dict[str, Any]]:
     for step in range(task.steps):
         run.losses.append(method.step(data.step(step)).cpu())
         run.norms.append(engine.get_global_grad_norm())
-    run.weights = {
-        name: value.cpu() for name, value in engine.module_state_dict().items()
-    }
+    run.weights = {name: value.cpu() for name, value in engine.module_state_dict().items()}
     report = {**method.report(), "device_peak_bytes": memory.peak_bytes}
     return run, report
 
@@ -84,9 +77,7 @@ def steps_of_ours(task: Task) -> tuple[Run, dict[str, Any]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add_task_arguments(parser)
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write what was found"
-    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found")
     arguments = parser.parse_args()
     task = replace(task_of(arguments), warmup=0)
     begun = time.perf_counter()

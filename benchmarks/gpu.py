@@ -85,18 +85,10 @@ def compare(
 OURS, PINNED = "stronghold", ("--section", PLAN_8B)
 PIECES = {  # in the order of what shows most
     "smoke": command(
-        "each feature has the bits of a plain loop",
-        150,
-        "benchmarks/smoke.py --logs {out}/smoke",
+        "each feature has the bits of a plain loop", 150, "benchmarks/smoke.py --logs {out}/smoke"
     ),
     "3b": compare(
-        "3.0 B in 24 GB",
-        100,
-        OURS,
-        LLAMA_3B,
-        *CAP_24,
-        "--trace",
-        "{out}/{name}-trace.json",
+        "3.0 B in 24 GB", 100, OURS, LLAMA_3B, *CAP_24, "--trace", "{out}/{name}-trace.json"
     ),
     "3b-plain": compare("3.0 B, all of it on the GPU", 70, "plain", LLAMA_3B),
     "exact-3b": command(
@@ -107,23 +99,11 @@ PIECES = {  # in the order of what shows most
         "--section",
         PLAN_3B,
     ),
-    "8b-32k": compare(
-        "Qwen3-8B's shape", 170, OURS, QWEN_8B, *CAP_80, *PINNED, batch=16, warmup=2
-    ),
-    "8b-16k": compare(
-        "half the tokens", 160, OURS, QWEN_8B, *CAP_80, *PINNED, warmup=2
-    ),
-    "8b-32k-automatic": compare(
-        "the engine's own plan", 200, OURS, QWEN_8B, *CAP_80, batch=16
-    ),
+    "8b-32k": compare("Qwen3-8B's shape", 170, OURS, QWEN_8B, *CAP_80, *PINNED, batch=16, warmup=2),
+    "8b-16k": compare("half the tokens", 160, OURS, QWEN_8B, *CAP_80, *PINNED, warmup=2),
+    "8b-32k-automatic": compare("the engine's own plan", 200, OURS, QWEN_8B, *CAP_80, batch=16),
     "3b-unclipped": compare(
-        "clipping off: early updates",
-        90,
-        OURS,
-        LLAMA_3B,
-        *CAP_24,
-        "--optimizer-clipping",
-        "0",
+        "clipping off: early updates", 90, OURS, LLAMA_3B, *CAP_24, "--optimizer-clipping", "0"
     ),
     "8b-compiled": compare(
         "torch.compile around each block",
@@ -141,9 +121,7 @@ PIECES = {  # in the order of what shows most
         "-c",
         "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()",
     ),
-    "3b-zero-offload": compare(
-        "ZeRO-2", 150, "zero-offload", LLAMA_3B, *CAP_24, warmup=2
-    ),
+    "3b-zero-offload": compare("ZeRO-2", 150, "zero-offload", LLAMA_3B, *CAP_24, warmup=2),
     "3b-superoffload": compare(
         "SuperOffload", 200, "superoffload-param", LLAMA_3B, *CAP_24, warmup=2
     ),
@@ -178,16 +156,8 @@ def environment() -> dict[str, str]:
 def rehearsed(words: tuple[str, ...]) -> tuple[str, ...]:
     """The same command with a tiny model."""
     text = "\n".join(words)
-    tiny = {
-        "\n".join(model.split()): "\n".join(TINY.split())
-        for model in (LLAMA_3B, QWEN_8B)
-    }
-    tiny |= {
-        "--seq\n2048": "--seq\n32",
-        "\n124GB": "\n8GB",
-        "\n24GB": "\n1GB",
-        "\n80GB": "\n1GB",
-    }
+    tiny = {"\n".join(model.split()): "\n".join(TINY.split()) for model in (LLAMA_3B, QWEN_8B)}
+    tiny |= {"--seq\n2048": "--seq\n32", "\n124GB": "\n8GB", "\n24GB": "\n1GB", "\n80GB": "\n1GB"}
     tiny |= {'"resident_layers": 9,': '"resident_layers": 2,'}
     tiny |= {'"resident_layers": 14,': '"resident_layers": 2,'}
     for size, small in tiny.items():
@@ -195,9 +165,7 @@ def rehearsed(words: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(text.split("\n"))
 
 
-def run(
-    name: str, words: tuple[str, ...], out: Path, limit_s: float, env: dict[str, str]
-) -> str:
+def run(name: str, words: tuple[str, ...], out: Path, limit_s: float, env: dict[str, str]) -> str:
     """Run a piece's command. Returns how it ended, and after how many seconds."""
     begun = time.monotonic()
     with (out / f"{name}.log").open("w") as log:
@@ -232,21 +200,15 @@ def pack(out: Path) -> None:
 
 
 def main() -> int:
-    listed = "\n".join(
-        f"  {n:17} {p.limit_s:4.0f} s: {p.about}" for n, p in PIECES.items()
-    )
+    listed = "\n".join(f"  {n:17} {p.limit_s:4.0f} s: {p.about}" for n, p in PIECES.items())
     parser = argparse.ArgumentParser(
         description=__doc__,
         epilog=f"pieces, and the most seconds that each takes:\n{listed}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("out", type=Path, metavar="OUT")
-    parser.add_argument(
-        "pieces", nargs="*", metavar="PIECE", help="default: all, in order"
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=3600.0, help="until the deadline"
-    )
+    parser.add_argument("pieces", nargs="*", metavar="PIECE", help="default: all, in order")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="until the deadline")
     parser.add_argument("--rehearse", action="store_true", help="tiny models")
     arguments = parser.parse_args()
     names: list[str] = arguments.pieces or list(PIECES)
@@ -261,9 +223,7 @@ def main() -> int:
             print(f"{name:17} not begun: {left:.0f} s are left", flush=True)
             continue
         words = rehearsed(piece.command) if arguments.rehearse else piece.command
-        words = tuple(
-            w.replace("{out}", str(out)).replace("{name}", name) for w in words
-        )
+        words = tuple(w.replace("{out}", str(out)).replace("{name}", name) for w in words)
         ended = run(name, words, out, min(piece.limit_s, left), env)
         print(f"{name:17} {ended}  {piece.about}", flush=True)
         pack(out)

@@ -53,13 +53,8 @@ def rows_beside(
     over each of `others`."""
     rows = []
     for name, values in seconds.items():
-        of_others = [
-            [a - b for a, b in zip(values, seconds[o], strict=True)] for o in others
-        ]
-        cells = [
-            f"{1e3 * statistics.median(v) / uses:.{digits}f}"
-            for v in (values, *of_others)
-        ]
+        of_others = [[a - b for a, b in zip(values, seconds[o], strict=True)] for o in others]
+        cells = [f"{1e3 * statistics.median(v) / uses:.{digits}f}" for v in (values, *of_others)]
         rows.append(f"| {name} | {' | '.join(cells)} |")
     return rows
 
@@ -81,9 +76,7 @@ def provenance() -> dict[str, Any]:
     """Commit, command, machine, its load, versions and time of this run."""
     return {
         "commit": _commit(),
-        "command": " ".join(
-            ["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]
-        ),
+        "command": " ".join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]),
         "machine": {**_machine(), **_gpu()},
         # Near the number of cores: others were running, and figures with all threads show it.
         "load_average": round(os.getloadavg()[0], 1),
@@ -133,8 +126,7 @@ def describe(record: Mapping[str, Any]) -> str:
             f"- machine: {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB, "
             f"{machine['system']}; load average {record['load_average']} at the start",
             *([f"- GPU: {machine['gpu']}"] if machine.get("gpu") else []),
-            "- versions: "
-            + ", ".join(f"{name} {value}" for name, value in versions.items()),
+            "- versions: " + ", ".join(f"{name} {value}" for name, value in versions.items()),
         ]
     )
 
@@ -143,11 +135,7 @@ def _machine() -> dict[str, Any]:
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
-        names = [
-            line
-            for line in info.read_text().splitlines()
-            if line.startswith("model name")
-        ]
+        names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
         cpu = names[0].split(":", 1)[1].strip() if names else cpu
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
@@ -173,9 +161,7 @@ def _gpu() -> dict[str, str]:
     if not torch.cuda.is_available():
         return {}
     found = torch.cuda.get_device_properties(0)
-    return {
-        "gpu": f"{found.name}, {found.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
-    }
+    return {"gpu": f"{found.name}, {found.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"}
 
 
 def _commit() -> str:
@@ -188,9 +174,7 @@ def _commit() -> str:
 
 def _git(*arguments: str) -> str:
     try:
-        result = subprocess.run(
-            ["git", *arguments], cwd=ROOT, capture_output=True, text=True
-        )
+        result = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
     except OSError:  # not installed
         return ""
     return result.stdout.strip()

@@ -88,9 +88,7 @@ class Measured:
 
 def measure(args: argparse.Namespace) -> Measured:
     """Half of the rounds, the machine's rates, and the other half."""
-    size = Size(
-        hidden=64, intermediate=192, layers=args.layers, heads=2, context=args.tokens
-    )
+    size = Size(hidden=64, intermediate=192, layers=args.layers, heads=2, context=args.tokens)
     tokens = torch.randint(VOCABULARY, (1, args.tokens))
     inputs = {"input_ids": tokens, "labels": tokens}
     engines = {}
@@ -135,9 +133,7 @@ def measure(args: argparse.Namespace) -> Measured:
     measured = Measured(
         seconds={name: first[name] + second[name] for name in contenders},
         traced_s={
-            policy: forecast(
-                engines[other], functools.partial(streamed, other), policy, args.steps
-            )
+            policy: forecast(engines[other], functools.partial(streamed, other), policy, args.steps)
             for policy, other in (POLICIES, POLICIES[::-1])
         },
         planned_s={policy: planned(size, machine, policy) for policy in POLICIES},
@@ -164,18 +160,12 @@ def planned(size: Size, machine: MachineProfile, policy: str) -> float:
         demand = dataclasses.replace(question.demand, activations=policy, whole=False)
         plan = make_plan(question.layout, demand)
         predicted = simulate(
-            question.layout,
-            plan,
-            question.work,
-            question.rates,
-            asynchronous=not machine.emulated,
+            question.layout, plan, question.work, question.rates, asynchronous=not machine.emulated
         )
     return predicted.step_s
 
 
-def forecast(
-    engine: Any, run: Callable[[], object], policy: str, num_steps: int
-) -> float:
+def forecast(engine: Any, run: Callable[[], object], policy: str, num_steps: int) -> float:
     """Seconds of a step of `policy`, simulated from `num_steps` of another policy that `run` takes
     on `engine`."""
     device = engine.inspect().device
@@ -186,11 +176,7 @@ def forecast(
     now = engine.inspect()
     spans = now.operations[begun:]
     workload = measured_workload(
-        spans,
-        now.layout,
-        activations=now.plan.activations,
-        micro_batches=1,
-        num_steps=num_steps,
+        spans, now.layout, activations=now.plan.activations, micro_batches=1, num_steps=num_steps
     )
     plan = make_plan(now.layout, dataclasses.replace(now.demand, activations=policy))
     rates = measured_rates(spans, EMULATED_RATES)
@@ -207,9 +193,7 @@ def profile(run: Callable[[], object], num_uses: int) -> None:
     recorder.runcall(run)
     rows = pstats.Stats(recorder).stats.items()  # type: ignore[attr-defined]
     print("| own us | with callees us | calls | function |\n|---|---|---|---|")
-    for (file, line, name), (_, calls, own, total, _) in sorted(
-        rows, key=lambda r: -r[1][2]
-    )[:60]:
+    for (file, line, name), (_, calls, own, total, _) in sorted(rows, key=lambda r: -r[1][2])[:60]:
         place = f"{Path(file).parent.name}/{Path(file).name}:{line} " if line else ""
         us = (1e6 * own / num_uses, 1e6 * total / num_uses)
         print(f"| {us[0]:.1f} | {us[1]:.1f} | {calls / num_uses:.1f} | {place}{name} |")
@@ -249,16 +233,12 @@ def table(measured: Measured, record: dict[str, Any], args: argparse.Namespace) 
         lines.append(f"| {policy} | {' | '.join(cells)} |")
     machine = measured.profile
     forward, backward = (
-        {
-            tokens: 1e-9 * by_width[min(by_width)]
-            for tokens, by_width in rates["fp32"].items()
-        }
+        {tokens: 1e-9 * by_width[min(by_width)] for tokens, by_width in rates["fp32"].items()}
         for rates in (machine.attention_flops, machine.attention_backward_flops)
     )
     width = min(machine.attention_flops["fp32"][min(forward)])
     attention = ", ".join(
-        f"{forward[tokens]:.0f} and {backward[tokens]:.0f} over {tokens}"
-        for tokens in forward
+        f"{forward[tokens]:.0f} and {backward[tokens]:.0f} over {tokens}" for tokens in forward
     )
     lines += [
         "",
@@ -276,9 +256,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--steps", type=int, default=4, help="in a round")
-    parser.add_argument(
-        "--profile", choices=POLICIES, help="print where its time goes, too"
-    )
+    parser.add_argument("--profile", choices=POLICIES, help="print where its time goes, too")
     parser.add_argument("--to", type=Path, help="write the data as JSON")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
     args = parser.parse_args()

@@ -79,9 +79,7 @@ class Run:
     def _train(self) -> dict[str, Any]:
         asked, config = ROWS[self.row], copy.deepcopy(self.config)
         config["gradient_clipping"] = asked.get("clipping", config["gradient_clipping"])
-        config["optimizer"]["params"]["lr"] = asked.get(
-            "lr", config["optimizer"]["params"]["lr"]
-        )
+        config["optimizer"]["params"]["lr"] = asked.get("lr", config["optimizer"]["params"]["lr"])
         config["scheduler"]["params"]["total_num_steps"] = self.steps
         text = headers() if asked.get("text") == "headers" else read_text(None)
         batch = config["train_micro_batch_size_per_gpu"]
@@ -135,8 +133,7 @@ def run(
                 curves[asked[done]] = done.result()
                 bar.update()
             found[row] = {
-                kind: [curves[kind, seed] for seed in range(args.seeds)]
-                for kind in KINDS
+                kind: [curves[kind, seed] for seed in range(args.seeds)] for kind in KINDS
             }
             yield found
 
@@ -144,9 +141,7 @@ def run(
 def verdicts(found: dict[str, dict[str, list[Curve]]]) -> dict[str, dict[str, Any]]:
     rows = {}
     for row, kinds in found.items():
-        last = {
-            kind: [curve[-1][1] for curve in curves] for kind, curves in kinds.items()
-        }
+        last = {kind: [curve[-1][1] for curve in curves] for kind, curves in kinds.items()}
         exact, mean = last["exact"], statistics.mean(last["lean"])
         pairs = zip(last["lean"], exact, strict=True)
         rows[row] = {
@@ -187,16 +182,11 @@ def draw(found: dict[str, dict[str, list[Curve]]], png: Path) -> None:
     figure = Figure(figsize=(4.2 * len(found), 3.6), dpi=110, layout="constrained")
     columns = figure.subplots(1, len(found), squeeze=False)[0]
     for axes, (row, kinds) in zip(columns, found.items(), strict=True):
-        for kind, colour, style in (
-            ("exact", "#303030", "-"),
-            ("lean", "#d2691e", "--"),
-        ):
+        for kind, colour, style in (("exact", "#303030", "-"), ("lean", "#d2691e", "--")):
             for number, curve in enumerate(kinds[kind]):
                 label = f"{kind} states" if number == 0 else None
                 steps, losses = zip(*curve, strict=True)
-                axes.plot(
-                    steps, losses, style, color=colour, linewidth=1.1, label=label
-                )
+                axes.plot(steps, losses, style, color=colour, linewidth=1.1, label=label)
         axes.set_title(row, fontsize=10)
         axes.set_xlabel("step")
         axes.set_ylabel("held-out loss, nats per byte")
@@ -206,33 +196,23 @@ def draw(found: dict[str, dict[str, list[Curve]]], png: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--tiny", action="store_true", help="the model of 0.7 M parameters"
-    )
+    parser.add_argument("--tiny", action="store_true", help="the model of 0.7 M parameters")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
-    parser.add_argument(
-        "--processes", type=int, default=2, help="runs at once, a thread each"
-    )
+    parser.add_argument("--processes", type=int, default=2, help="runs at once, a thread each")
     parser.add_argument(
         "--folder",
         type=Path,
         default=Path("runs/lean_training"),
         help="what is there is not run again",
     )
-    parser.add_argument(
-        "--save", action="store_true", help="write to benchmarks/results"
-    )
+    parser.add_argument("--save", action="store_true", help="write to benchmarks/results")
     args = parser.parse_args()
     size = TINY if args.tiny else FULL
     config = json.loads((ROOT / "configs" / "quickstart.json").read_text())
     record = provenance()
-    asked = {
-        "steps": args.steps,
-        "seeds": args.seeds,
-        "parameters": size.num_parameters(),
-    }
+    asked = {"steps": args.steps, "seeds": args.seeds, "parameters": size.num_parameters()}
     for curves in run(size, args, config):
         data = {**record, **asked, "rows": verdicts(curves), "curves": curves}
         text = page(size, data)

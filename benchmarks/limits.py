@@ -116,21 +116,11 @@ def judge(result: dict[str, Any], machine: MachineProfile) -> dict[str, Any]:
 def table(judged: dict[str, Any]) -> str:
     """Markdown: the limits' terms, and the methods' distance."""
     streaming, resident = judged["streaming"], judged["resident"]
-    lines = [
-        "| resource | ms of a step, weights streamed | all on the device |",
-        "|---|---|---|",
-    ]
+    lines = ["| resource | ms of a step, weights streamed | all on the device |", "|---|---|---|"]
     for name, seconds in streaming["parts"].items():
-        lines.append(
-            f"| {name} | {seconds * 1e3:,.2f} | {resident['parts'][name] * 1e3:,.2f} |"
-        )
-    for name, key in (
-        ("fill and drain of a layer", "fill_s"),
-        ("**limit**", "seconds"),
-    ):
-        lines.append(
-            f"| {name} | {streaming[key] * 1e3:,.2f} | {resident[key] * 1e3:,.2f} |"
-        )
+        lines.append(f"| {name} | {seconds * 1e3:,.2f} | {resident['parts'][name] * 1e3:,.2f} |")
+    for name, key in (("fill and drain of a layer", "fill_s"), ("**limit**", "seconds")):
+        lines.append(f"| {name} | {streaming[key] * 1e3:,.2f} | {resident[key] * 1e3:,.2f} |")
     lines += [
         "",
         f"Bound by {streaming['bound']}. Compute covers the CPU's Adam from "
@@ -153,9 +143,7 @@ def table(judged: dict[str, Any]) -> str:
 def rates_in_words(machine: MachineProfile) -> str:
     """One line of the rates that were measured."""
     memory = max(machine.memory_gbps.values())
-    flops = ", ".join(
-        f"{name} {rate / 1e12:.3g}" for name, rate in machine.flops.items()
-    )
+    flops = ", ".join(f"{name} {rate / 1e12:.3g}" for name, rate in machine.flops.items())
     return (
         f"Rates of this run: host to device {machine.fetch_gbps:.3g} GB/s, back "
         f"{machine.drain_gbps:.3g}, both {machine.duplex_gbps:.3g}; host memory {memory:.3g} GB/s; "
@@ -184,22 +172,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--method", action="append", help="as compare.py's")
     compare.add_task_arguments(parser)
-    parser.add_argument(
-        "--timeout", type=float, default=3600.0, help="seconds for a method"
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="rougher rates, in seconds"
-    )
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write everything measured"
-    )
+    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for a method")
+    parser.add_argument("--quick", action="store_true", help="rougher rates, in seconds")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
     arguments = parser.parse_args()
     task = compare.task_of(arguments)
     if task.model_dir is not None:
-        parser.error(
-            "--model: the limit is computed for the built-in models; give sizes instead"
-        )
+        parser.error("--model: the limit is computed for the built-in models; give sizes instead")
     names = compare.method_names(arguments.method or ["plain,stronghold"])
     record = provenance()
 
@@ -208,9 +188,7 @@ def main() -> int:
             write(arguments.json, {**record, **result})
 
     result, body = run(names, task, arguments.timeout, arguments.quick, keep)
-    page = "\n".join(
-        ["# Distance to the physical limit", "", body, "", describe(record), ""]
-    )
+    page = "\n".join(["# Distance to the physical limit", "", body, "", describe(record), ""])
     name = f"limits-{compare.model_name(task, result)}"
     leave(name, page, {**record, **result}, to=arguments.json, keep=arguments.save)
     return 0

@@ -133,9 +133,7 @@ def stronghold(
         def run() -> None:
             # Reads that share memory leave a mixture there: nobody looks at it.
             tickets = [
-                submit(
-                    file, offset, regions[index % len(regions)][0], size, commit=False
-                )
+                submit(file, offset, regions[index % len(regions)][0], size, commit=False)
                 for index, offset in enumerate(offsets)
             ]
             queue.commit()
@@ -154,19 +152,13 @@ def fio(task: Task, own: Sequence[dict[str, object]]) -> Spent:
         command += [f"--{name}={value}" for name, value in named.items()]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode != 0:
-        raise SystemExit(
-            f"fio failed: {' '.join(command)}\n{result.stdout}{result.stderr}"
-        )
+        raise SystemExit(f"fio failed: {' '.join(command)}\n{result.stdout}{result.stderr}")
     job = json.loads(result.stdout[result.stdout.index("{") :])["jobs"][0]
     if job[task.kind]["io_bytes"] != task.nbytes:
-        raise SystemExit(
-            f"fio moved {job[task.kind]['io_bytes']} bytes, not {task.nbytes}"
-        )
+        raise SystemExit(f"fio moved {job[task.kind]['io_bytes']} bytes, not {task.nbytes}")
     # Bytes over the rate of the group: `runtime` has milliseconds only, and sums up threads.
     seconds = task.nbytes / job[task.kind]["bw_bytes"]
-    return Spent(
-        seconds, (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000
-    )
+    return Spent(seconds, (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000)
 
 
 def on_io_uring(task: Task, stack: ExitStack) -> tuple[Contender, Contender]:
@@ -203,9 +195,7 @@ def on_async_io(task: Task, stack: ExitStack) -> tuple[Contender, Contender]:
 
     library = AsyncIOBuilder().load(verbose=False)
     handle = library.aio_handle(task.block, task.depth, False, True, 1)
-    memory = handle.new_cpu_locked_tensor(
-        task.nbytes, torch.empty(0, dtype=torch.uint8)
-    )
+    memory = handle.new_cpu_locked_tensor(task.nbytes, torch.empty(0, dtype=torch.uint8))
     stack.callback(handle.free_cpu_locked_tensor, memory)
     fill(memory)
     move = handle.sync_pread if task.kind == READ else handle.sync_pwrite
@@ -250,9 +240,7 @@ def fight(duel: Duel, task: Task, rounds: int, rest_s: float) -> dict[str, list[
 def measure(path: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     with IoQueue(1, MIB) as queue, queue.open(path, arguments.gib * GIB) as file:
         if not file.direct:
-            print(
-                f"no O_DIRECT in {path.parent}: this is memory's speed", file=sys.stderr
-            )
+            print(f"no O_DIRECT in {path.parent}: this is memory's speed", file=sys.stderr)
     results = []
     # Writes first: the untimed round writes the blocks of the new file.
     tasks = [
@@ -265,14 +253,10 @@ def measure(path: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
         for task in tasks:
             spent: dict[str, list[Spent]] = {}
             for duel in chosen:
-                progress.set_description(
-                    f"{task.kind} {task.block // MIB} MiB, {duel.rival}"
-                )
+                progress.set_description(f"{task.kind} {task.block // MIB} MiB, {duel.rival}")
                 spent |= fight(duel, task, arguments.rounds, arguments.rest)
                 progress.update()
-            results.append(
-                {"kind": task.kind, "block_bytes": task.block, "spent": spent}
-            )
+            results.append({"kind": task.kind, "block_bytes": task.block, "spent": spent})
     return results
 
 
@@ -290,9 +274,7 @@ def middle(values: Sequence[float]) -> str:
     return f"{median:.2f} ({low:.2f} to {high:.2f})"
 
 
-def table(
-    results: list[dict[str, Any]], arguments: argparse.Namespace, record: Any
-) -> str:
+def table(results: list[dict[str, Any]], arguments: argparse.Namespace, record: Any) -> str:
     heads = [f"{r['kind']}, {r['block_bytes'] // MIB} MiB" for r in results]
     row = "|---|" + "---|" * len(heads)
     lines = [
@@ -302,28 +284,18 @@ def table(
         f"{arguments.rounds} rounds. In each of them ours and the rival use the same pages of "
         "memory, in the next round others.",
         "",
-        "| rate of ours / of the rival: median (middle half) | "
-        + " | ".join(heads)
-        + " | asked |",
+        "| rate of ours / of the rival: median (middle half) | " + " | ".join(heads) + " | asked |",
         row + "---|",
     ]
     for duel in (IO_URING, THREADS, ASYNC_IO):
         if duel.own in results[0]["spent"]:
-            cells = " | ".join(
-                middle(ratios(result["spent"], duel)) for result in results
-            )
+            cells = " | ".join(middle(ratios(result["spent"], duel)) for result in results)
             lines.append(f"| {duel.own} / {duel.rival} | {cells} | {duel.asked:.2f} |")
-    lines += [
-        "",
-        "| median rate, and CPU time per GiB | " + " | ".join(heads) + " |",
-        row,
-    ]
+    lines += ["", "| median rate, and CPU time per GiB | " + " | ".join(heads) + " |", row]
     for name in results[0]["spent"]:
         rates = []
         for result in results:
-            seconds = statistics.median(
-                spent.seconds for spent in result["spent"][name]
-            )
+            seconds = statistics.median(spent.seconds for spent in result["spent"][name])
             cpu = statistics.median(spent.cpu_s for spent in result["spent"][name])
             rate = arguments.gib * GIB / seconds / 1e9
             rates.append(f"{rate:.2f} GB/s, {cpu / arguments.gib * 1e3:.0f} ms")
@@ -336,18 +308,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--gib", type=int, default=1, help="size of the file")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--depth", type=int, default=8, help="blocks in flight")
-    parser.add_argument(
-        "--rest", type=float, default=0.2, help="seconds of rest before each turn"
-    )
-    parser.add_argument(
-        "--folder", type=Path, help="a folder on the disk to be measured"
-    )
-    parser.add_argument(
-        "--deepspeed", action="store_true", help="measure async_io, too"
-    )
-    parser.add_argument(
-        "--save", action="store_true", help="write benchmarks/results/nvme.*"
-    )
+    parser.add_argument("--rest", type=float, default=0.2, help="seconds of rest before each turn")
+    parser.add_argument("--folder", type=Path, help="a folder on the disk to be measured")
+    parser.add_argument("--deepspeed", action="store_true", help="measure async_io, too")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/nvme.*")
     return parser.parse_args()
 
 
@@ -358,27 +322,17 @@ def main() -> None:
             "fio is missing: `apt-get install fio` on Debian and Ubuntu, `dnf install fio` on "
             "Fedora and RHEL"
         )
-    version = subprocess.run(
-        ["fio", "--version"], capture_output=True, text=True, check=True
-    )
+    version = subprocess.run(["fio", "--version"], capture_output=True, text=True, check=True)
     record = {**provenance(), "fio": version.stdout.strip()}
-    with tempfile.TemporaryDirectory(
-        prefix="stronghold-nvme-", dir=arguments.folder
-    ) as folder:
+    with tempfile.TemporaryDirectory(prefix="stronghold-nvme-", dir=arguments.folder) as folder:
         free = shutil.disk_usage(folder).free
         if free < 2 * arguments.gib * GIB:
-            raise SystemExit(
-                f"{folder} has {free / GIB:.1f} GiB free, too little: see --folder"
-            )
+            raise SystemExit(f"{folder} has {free / GIB:.1f} GiB free, too little: see --folder")
         results = measure(Path(folder) / "file", arguments)
     markdown = table(results, arguments, record)
     print(markdown)
     if arguments.save:
-        sizes = {
-            "gib": arguments.gib,
-            "depth": arguments.depth,
-            "rounds": arguments.rounds,
-        }
+        sizes = {"gib": arguments.gib, "depth": arguments.depth, "rounds": arguments.rounds}
         for path in save("nvme", markdown, {**record, **sizes, "results": results}):
             print(f"wrote {path}")
 

@@ -41,9 +41,7 @@ from tests.support.sleeping import Measured
 LOADS = (COMPUTE_BOUND, 0.6, *BALANCED, 2.0, DISK_BOUND)
 
 
-def repeat(
-    measure: Callable[[float, Path], Measured], load: float, repeats: int
-) -> dict[str, Any]:
+def repeat(measure: Callable[[float, Path], Measured], load: float, repeats: int) -> dict[str, Any]:
     found = []
     for _ in range(repeats):
         with tempfile.TemporaryDirectory() as folder:
@@ -99,9 +97,7 @@ def main() -> None:
     markdown = table(results, record)
     print(markdown)
     if args.save:
-        for path in save(
-            f"nvme-step-{hardware()}", markdown, {**record, "results": results}
-        ):
+        for path in save(f"nvme-step-{hardware()}", markdown, {**record, "results": results}):
             print(f"wrote {path}")
 
 

@@ -19,16 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from harness import (
-    ROOT,
-    alternate,
-    describe,
-    host_array,
-    medians,
-    provenance,
-    save,
-    slug,
-)
+from harness import ROOT, alternate, describe, host_array, medians, provenance, save, slug
 
 from stronghold import native
 
@@ -63,10 +54,7 @@ def num_items(field: str, numel: int) -> int:
 def bytes_per_parameter(optimizer: str, kind: str) -> float:
     """What a step reads and writes: all states both ways, the gradient one way."""
     dtypes = state_dtypes(optimizer, kind)
-    states = sum(
-        dtype.itemsize * num_items(name, GROUP) / GROUP
-        for name, dtype in dtypes.items()
-    )
+    states = sum(dtype.itemsize * num_items(name, GROUP) / GROUP for name, dtype in dtypes.items())
     return 2 * states + BF16.itemsize
 
 
@@ -95,11 +83,7 @@ class Memory:
 
 
 def batch(
-    optimizer: str,
-    kind: str,
-    memory: Memory,
-    sources: Arrays,
-    targets: Arrays | None = None,
+    optimizer: str, kind: str, memory: Memory, sources: Arrays, targets: Arrays | None = None
 ) -> native.UpdateBatch:
     """One call on these arrays; with `targets` it writes there."""
     addresses = {name: array.data_ptr() for name, array in sources.items()}
@@ -109,17 +93,11 @@ def batch(
     )
     to = None
     if targets is not None:
-        to = [
-            native.Target(**{name: array.data_ptr() for name, array in targets.items()})
-        ]
-    return native.UpdateBatch(
-        optimizer, BF16, BF16, [segment], lean=kind == "lean", targets=to
-    )
+        to = [native.Target(**{name: array.data_ptr() for name, array in targets.items()})]
+    return native.UpdateBatch(optimizer, BF16, BF16, [segment], lean=kind == "lean", targets=to)
 
 
-def contenders(
-    optimizer: str, kind: str, memory: Memory, pool: native.Pool
-) -> Contenders:
+def contenders(optimizer: str, kind: str, memory: Memory, pool: native.Pool) -> Contenders:
     dtypes = state_dtypes(optimizer, kind)
     sources = {name: memory.source(name, dtype) for name, dtype in dtypes.items()}
     targets = {name: memory.target(name, dtype) for name, dtype in dtypes.items()}
@@ -141,23 +119,14 @@ def measure(memory: Memory, threads: int, rounds: int) -> dict[str, Any]:
                 every |= contenders(optimizer, kind, memory, pool)
         seconds = alternate(every, rounds)
         isa = pool.isa
-    return {
-        "threads": threads,
-        "isa": isa,
-        "median_s": medians(seconds),
-        "seconds": seconds,
-    }
+    return {"threads": threads, "isa": isa, "median_s": medians(seconds), "seconds": seconds}
 
 
-def figures(
-    median_s: dict[str, float], optimizer: str, kind: str
-) -> tuple[float, float, float]:
+def figures(median_s: dict[str, float], optimizer: str, kind: str) -> tuple[float, float, float]:
     """Seconds of a step, its speed as a part of the limit's, and as a part of Adam's."""
     name = f"{optimizer}, {kind}"
     step = median_s[f"{name}: step"]
-    in_place, past = (
-        median_s[f"{name}: limit, {way}"] for way in ("in place", "past the caches")
-    )
+    in_place, past = (median_s[f"{name}: limit, {way}"] for way in ("in place", "past the caches"))
     return step, min(in_place, past) / step, median_s[f"adam, {kind}: step"] / step
 
 
@@ -199,15 +168,11 @@ def table(results: list[dict[str, Any]], numel: int, record: dict[str, Any]) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--params", type=int, default=64, help="millions (2**20) of parameters"
-    )
+    parser.add_argument("--params", type=int, default=64, help="millions (2**20) of parameters")
     parser.add_argument("--rounds", type=int, default=15)
     every = native.available_cores()
     parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, every}))
-    parser.add_argument(
-        "--save", action="store_true", help="write benchmarks/results/optimizers_*"
-    )
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/optimizers_*")
     arguments = parser.parse_args()
     numel = arguments.params * 2**20
     record = provenance()
@@ -220,9 +185,7 @@ def main() -> None:
     print(markdown)
     if arguments.save:
         name = f"optimizers_{slug(record['machine']['cpu'])}"
-        for path in save(
-            name, markdown, {**record, "numel": numel, "results": results}
-        ):
+        for path in save(name, markdown, {**record, "numel": numel, "results": results}):
             print(f"wrote {path}")
 
 

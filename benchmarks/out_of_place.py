@@ -26,16 +26,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from harness import (
-    ROOT,
-    alternate,
-    describe,
-    host_array,
-    medians,
-    provenance,
-    save,
-    slug,
-)
+from harness import ROOT, alternate, describe, host_array, medians, provenance, save, slug
 
 from stronghold import native
 
@@ -75,9 +66,7 @@ class Case:
         self.grad.copy_(torch.empty(numel).normal_(0.0, 0.02))
         self.sets = [
             {
-                name: host_array(
-                    -(-numel // GROUP) if name.startswith("scale") else numel, dtype
-                )
+                name: host_array(-(-numel // GROUP) if name.startswith("scale") else numel, dtype)
                 for name, dtype in dtypes.items()
             }
             for _ in range(2)
@@ -93,11 +82,7 @@ class Case:
         numel = self.grad.numel()
         hyper = hyper_fields(self.optimizer, grad_scale=1.0, lr=1e-4, weight_decay=0.01)
         segment = native.UpdateSegment(
-            **{"low": 0, **sources},
-            grad=self.grad.data_ptr(),
-            numel=numel,
-            step=10,
-            **hyper,
+            **{"low": 0, **sources}, grad=self.grad.data_ptr(), numel=numel, step=10, **hyper
         )
         return native.UpdateBatch(
             self.optimizer,
@@ -118,22 +103,16 @@ class Before:
             *(address, ctypes.c_char_p, int32, int32, address, ctypes.c_int64)
         ]
         if self._library.sh_abi_version() != 3:
-            raise SystemExit(
-                f"{path}: sh_update had no targets in ABI 3; this is another"
-            )
+            raise SystemExit(f"{path}: sh_update had no targets in ABI 3; this is another")
         self._pool = ctypes.c_void_p()
-        if self._library.sh_pool_create(
-            threads, None, 0, None, ctypes.byref(self._pool)
-        ):
+        if self._library.sh_pool_create(threads, None, 0, None, ctypes.byref(self._pool)):
             raise SystemExit(f"{path}: sh_pool_create failed")
 
     def run(self, case: Case, batch: native.UpdateBatch) -> None:
         lean = case.flow == "lean"
         dtypes = LEAN_CODE if lean else CODES[case.dtype], CODES[case.dtype]
         address = batch.rows.ctypes.data
-        if self._library.sh_update(
-            self._pool, case.optimizer.encode(), *dtypes, address, 1
-        ):
+        if self._library.sh_update(self._pool, case.optimizer.encode(), *dtypes, address, 1):
             raise SystemExit("the earlier library refused the call")
 
 
@@ -153,20 +132,13 @@ def contenders(case: Case, pool: native.Pool, before: Before | None) -> Contende
 
 
 def measure(
-    optimizer: str,
-    flow: str,
-    numel: int,
-    rounds: int,
-    pool: native.Pool,
-    before: Before | None,
+    optimizer: str, flow: str, numel: int, rounds: int, pool: native.Pool, before: Before | None
 ) -> dict[str, Any]:
     case = Case(optimizer, flow, numel)
     # The first steps choose how far ahead each way prefetches.
     seconds = alternate(contenders(case, pool, before), rounds, warmup=4)
     dtypes = state_dtypes(optimizer, flow)
-    states = sum(
-        d.itemsize / (GROUP if n.startswith("scale") else 1) for n, d in dtypes.items()
-    )
+    states = sum(d.itemsize / (GROUP if n.startswith("scale") else 1) for n, d in dtypes.items())
     return {
         "optimizer": optimizer,
         "flow": flow,
@@ -176,14 +148,10 @@ def measure(
     }
 
 
-def table(
-    results: list[dict[str, Any]], arguments: argparse.Namespace, isa: str
-) -> list[str]:
+def table(results: list[dict[str, Any]], arguments: argparse.Namespace, isa: str) -> list[str]:
     has_before = "before" in results[0]["median_s"]
     head = "| optimizer, flow | bytes per parameter | in place | GB/s | out of place | GB/s "
-    head += (
-        "| speed out of place, of in place | the limits' | out of place, of its limit |"
-    )
+    head += "| speed out of place, of in place | the limits' | out of place, of its limit |"
     head += " speed in place, of before |" if has_before else ""
     lines = [
         "# Steps out of place",
@@ -205,9 +173,7 @@ def table(
             f"| {outside * 1e3:.1f} ms | {moved / outside:.1f} | {inside / outside:.2f} "
             f"| {median_s['limit, in place'] / limit:.2f} | {limit / outside:.2f} |"
         )
-        lines.append(
-            line + (f" {median_s['before'] / inside:.2f} |" if has_before else "")
-        )
+        lines.append(line + (f" {median_s['before'] / inside:.2f} |" if has_before else ""))
     asked = f"Asked: {ASKED_OUT_OF_PLACE:.2f} out of place"
     asked += f", {ASKED_OF_BEFORE:.2f} of before." if has_before else "."
     return [*lines, "", asked]
@@ -215,14 +181,10 @@ def table(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--params", type=int, default=64, help="millions (2**20) of parameters"
-    )
+    parser.add_argument("--params", type=int, default=64, help="millions (2**20) of parameters")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=native.available_cores())
-    parser.add_argument(
-        "--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS)
-    )
+    parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
     parser.add_argument("--flows", nargs="+", choices=FLOWS, default=list(FLOWS))
     parser.add_argument("--before", help="a libstronghold.so of ABI 3")
     parser.add_argument(
@@ -233,9 +195,7 @@ def main() -> None:
     before = Before(arguments.before, arguments.threads) if arguments.before else None
     with native.Pool(arguments.threads) as pool:
         results = [
-            measure(
-                name, flow, arguments.params * 2**20, arguments.rounds, pool, before
-            )
+            measure(name, flow, arguments.params * 2**20, arguments.rounds, pool, before)
             for name, flow in itertools.product(arguments.optimizers, arguments.flows)
         ]
         isa = pool.isa

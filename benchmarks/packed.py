@@ -27,12 +27,7 @@ import torch
 from harness import alternate, describe, host_array, medians, provenance, save, slug
 
 from stronghold import native
-from stronghold.model.packed_formats import (
-    FORMATS,
-    PackedTensors,
-    decode_weights,
-    packed_row,
-)
+from stronghold.model.packed_formats import FORMATS, PackedTensors, decode_weights, packed_row
 
 BF16 = torch.bfloat16
 ASKED = 0.7  # of the limit's rate
@@ -85,9 +80,7 @@ def moved_bytes(name: str, shape: tuple[int, int]) -> int:
     return FORMATS[name].packed_bytes(shape) + shape[0] * shape[1] * BF16.itemsize
 
 
-def measure(
-    shape: tuple[int, int], isa: str, threads: int, rounds: int
-) -> dict[str, Any]:
+def measure(shape: tuple[int, int], isa: str, threads: int, rounds: int) -> dict[str, Any]:
     torch.set_num_threads(threads)
     formats: dict[str, Any] = {}
     with native.Pool(threads, isa=isa) as pool:
@@ -98,12 +91,8 @@ def measure(
         return {"threads": threads, "isa": pool.isa, "formats": formats}
 
 
-def table(
-    results: list[dict[str, Any]], shape: tuple[int, int], record: dict[str, Any]
-) -> str:
-    heads = [
-        f"{r['isa']}, {r['threads']} thread{'s'[: r['threads'] > 1]}" for r in results
-    ]
+def table(results: list[dict[str, Any]], shape: tuple[int, int], record: dict[str, Any]) -> str:
+    heads = [f"{r['isa']}, {r['threads']} thread{'s'[: r['threads'] > 1]}" for r in results]
     rounds = len(results[0]["formats"]["nf4"]["seconds"]["decode"])
     lines = [
         "# Packed weights on the CPU",
@@ -144,12 +133,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     every = native.available_cores()
     parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, every}))
-    parser.add_argument(
-        "--isa", nargs="+", default=[native.isa()], choices=native.isas()
-    )
-    parser.add_argument(
-        "--save", action="store_true", help="write benchmarks/results/packed_CPU.*"
-    )
+    parser.add_argument("--isa", nargs="+", default=[native.isa()], choices=native.isas())
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/packed_CPU.*")
     arguments = parser.parse_args()
     shape = arguments.rows, arguments.columns
     record = provenance()
@@ -162,9 +147,7 @@ def main() -> None:
     print(markdown)
     if arguments.save:
         name = f"packed_{slug(record['machine']['cpu'])}"
-        for path in save(
-            name, markdown, {**record, "shape": shape, "results": results}
-        ):
+        for path in save(name, markdown, {**record, "shape": shape, "results": results}):
             print(f"wrote {path}")
 
 

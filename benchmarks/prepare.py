@@ -105,9 +105,7 @@ def peak_bytes(pid: int) -> int:
     return int(match[1]) * 1024 if match else 0
 
 
-def run_command(
-    model: Path, base: Path, frozen: str, limit_bytes: int
-) -> dict[str, Any]:
+def run_command(model: Path, base: Path, frozen: str, limit_bytes: int) -> dict[str, Any]:
     """Run `stronghold prepare`. Returns its peak, its seconds and the times of its first lines."""
     command = [sys.executable, "-m", "stronghold.tools.cli", "prepare", str(model)]
     command += ["--frozen", frozen, "-o", str(base)]
@@ -126,9 +124,7 @@ def run_command(
             time.sleep(0.01)
     text = log.read_text()
     assert process.returncode == 0, text[-3000:]
-    match = re.search(
-        r"([\d.]+) s, of these ([\d.]+) s packing and ([\d.]+) s waiting", text
-    )
+    match = re.search(r"([\d.]+) s, of these ([\d.]+) s packing and ([\d.]+) s waiting", text)
     assert match is not None, text
     seconds, packing_s, waiting_s = map(float, match.groups())
     return {
@@ -195,9 +191,7 @@ def main() -> int:
     try:
         sizes = write_model(folder / "model", arguments.layers)
         limit = int(arguments.limit_gb * 1e9)
-        figures = run_command(
-            folder / "model", folder / "base", arguments.frozen, limit
-        )
+        figures = run_command(folder / "model", folder / "base", arguments.frozen, limit)
         with open_base(folder / "base", frozen=arguments.frozen) as base:
             base.check_contents()
             num_bytes = sum(base.manifest.files.values())
@@ -205,9 +199,7 @@ def main() -> int:
             "frozen": arguments.frozen,
             "limit_gb": arguments.limit_gb,
             "base_bytes": num_bytes,
-            "bytes_per_parameter": 2
-            * num_bytes
-            / (sizes["block_bytes"] * arguments.layers),
+            "bytes_per_parameter": 2 * num_bytes / (sizes["block_bytes"] * arguments.layers),
             "disk_s": disk_seconds(folder, num_bytes),
         }
     finally:

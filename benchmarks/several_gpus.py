@@ -36,9 +36,7 @@ LANES = ("compute", "gather", "reduce", "exchange", "update")
 GIB = 1 << 30
 
 
-def row(
-    name: str, num_ranks: int, machine: MachineProfile, exchange_gbps: float | None
-) -> str:
+def row(name: str, num_ranks: int, machine: MachineProfile, exchange_gbps: float | None) -> str:
     model = from_sizes(*MODELS[name], SEQ)
     layout = for_ranks(model.layout, num_ranks)
     sharing = min(num_ranks, RANKS_OF_NODE)
@@ -64,28 +62,18 @@ def row(
     )
     if exchange_gbps is not None:
         rates = replace(rates, exchange_gbps=exchange_gbps)
-    found = simulate(
-        layout,
-        plan,
-        workload_of(model.costs_of(BATCH, SEQ, "bf16"), machine),
-        rates,
-    )
+    found = simulate(layout, plan, workload_of(model.costs_of(BATCH, SEQ, "bf16"), machine), rates)
     busy = [found.busy.get(lane, 0.0) for lane in LANES]
     host = plan.host_total_bytes * sharing / GIB
     cells = [name, num_ranks, f"{host:.0f}", f"{found.step_s:.2f}"]
-    cells += [
-        f"{BATCH * SEQ * num_ranks / found.step_s:,.0f}",
-        *(f"{share:.0%}" for share in busy),
-    ]
+    cells += [f"{BATCH * SEQ * num_ranks / found.step_s:,.0f}", *(f"{share:.0%}" for share in busy)]
     return f"| {' | '.join(map(str, cells))} |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--machine", default="a100-80gb")
-    parser.add_argument(
-        "--exchange", type=float, metavar="GBPS", help="weights between nodes"
-    )
+    parser.add_argument("--exchange", type=float, metavar="GBPS", help="weights between nodes")
     options = parser.parse_args()
     machine = MachineProfile.load(options.machine)
     heads = ("model", "GPUs", "host GiB per node", "step, s", "tokens/s", *LANES)

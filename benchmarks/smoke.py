@@ -69,52 +69,33 @@ def run(name: str, machine: str, logs: Path) -> tuple[bool, str]:
     else:
         errors = [line for line in lines if ERROR.match(line)]
         last = (errors or [line for line in lines if line] or ["no output"])[-1]
-        ended = (
-            f"still running after {chosen.limit_s:.0f} s"
-            if code is None
-            else f"status {code}"
-        )
+        ended = f"still running after {chosen.limit_s:.0f} s" if code is None else f"status {code}"
         text = f"{ended}: {last[:200]}"
         begins = next((at for at, line in enumerate(lines) if STACKS.match(line)), None)
         if code is None and begins is not None:
-            text = "\n".join(
-                [text, *(f"    {line}" for line in lines[begins : begins + 60])]
-            )
+            text = "\n".join([text, *(f"    {line}" for line in lines[begins : begins + 60])])
     ok = code == 0
-    return (
-        ok,
-        f"{'ok  ' if ok else 'FAIL'} {name:14} {time.monotonic() - begun:5.1f} s  {text}",
-    )
+    return (ok, f"{'ok  ' if ok else 'FAIL'} {name:14} {time.monotonic() - begun:5.1f} s  {text}")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "features", nargs="*", help=f"of {', '.join(FEATURES)}; default: all"
-    )
-    parser.add_argument(
-        "--machine", choices=["cuda", "emulated"], help="default: what is here"
-    )
-    parser.add_argument(
-        "--jobs", type=int, help="at a time (default: a third of the cores)"
-    )
+    parser.add_argument("features", nargs="*", help=f"of {', '.join(FEATURES)}; default: all")
+    parser.add_argument("--machine", choices=["cuda", "emulated"], help="default: what is here")
+    parser.add_argument("--jobs", type=int, help="at a time (default: a third of the cores)")
     parser.add_argument("--logs", type=Path, help="a folder for what each printed")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
         child(arguments.child, arguments.machine)
     if unknown := set(arguments.features) - FEATURES.keys():
-        parser.error(
-            f"no feature {', '.join(sorted(unknown))}; expected {', '.join(FEATURES)}"
-        )
+        parser.error(f"no feature {', '.join(sorted(unknown))}; expected {', '.join(FEATURES)}")
     if (machine := arguments.machine) is None:
         import torch
 
         machine = "cuda" if torch.cuda.is_available() else "emulated"
     names = arguments.features or list(FEATURES)
-    left_out = [
-        name for name in names if FEATURES[name].only_cuda and machine != "cuda"
-    ]
+    left_out = [name for name in names if FEATURES[name].only_cuda and machine != "cuda"]
     names = [name for name in names if name not in left_out]
     jobs = arguments.jobs or max(1, len(os.sched_getaffinity(0)) // 3)
     logs = arguments.logs or Path(tempfile.mkdtemp(prefix="smoke-"))

@@ -39,9 +39,7 @@ def feature(
     limit_s: float = 90.0, *, only_cuda: bool = False, **environment: str
 ) -> Callable[[Callable[[str], str]], Callable[[str], str]]:
     def register(run: Callable[[str], str]) -> Callable[[str], str]:
-        FEATURES[run.__name__.replace("_", "-")] = Feature(
-            run, limit_s, only_cuda, environment
-        )
+        FEATURES[run.__name__.replace("_", "-")] = Feature(run, limit_s, only_cuda, environment)
         return run
 
     return register
@@ -107,9 +105,7 @@ def rebind(machine: str) -> str:
 
     def arrived(p: torch.Tensor) -> None:
         assert p.grad is not None
-        seen.append(
-            (p.device.type, p.grad.device.type, threading.current_thread().name)
-        )
+        seen.append((p.device.type, p.grad.device.type, threading.current_thread().name))
         p.grad = None
 
     parameter.register_post_accumulate_grad_hook(arrived)
@@ -131,22 +127,13 @@ def triton(machine: str) -> str:
 
     from stronghold import native
     from stronghold.devices.cuda import CudaDevice
-    from tests.support.device_kernels import (
-        BF16,
-        F32,
-        assert_same,
-        run_adam,
-        some_arrays,
-        sums,
-    )
+    from tests.support.device_kernels import BF16, F32, assert_same, run_adam, some_arrays, sums
 
     device = CudaDevice()
     on_gpu, on_cpu = torch.device("cuda", 0), torch.device("cpu")
     with native.Pool(2) as host:
         for dtype in (BF16, F32):
-            ours, theirs = (
-                some_arrays((17, 4097), dtype, BF16, d) for d in (on_gpu, on_cpu)
-            )
+            ours, theirs = (some_arrays((17, 4097), dtype, BF16, d) for d in (on_gpu, on_cpu))
             run_adam(device.kernels, ours, (1, 2, 3))
             run_adam(host, theirs, (1, 2, 3))
             assert_same(ours, theirs)
@@ -157,9 +144,7 @@ def triton(machine: str) -> str:
 
 
 # -- steps -----------------------------------------------------------------------------------------
-def trained(
-    machine: str, section: dict[str, Any], name: str = "gpt", **options: Any
-) -> str:
+def trained(machine: str, section: dict[str, Any], name: str = "gpt", **options: Any) -> str:
     """Ten steps have the bits of a plain loop on the same device."""
     from tests.models import MODELS
     from tests.support.training import (
@@ -171,16 +156,11 @@ def trained(
     )
 
     options = {"precision": "fp32", "clipping": 0.5, "accumulation": 1, **options}
-    settings = config(
-        section={"device": machine, "cpu_threads": 2, **section}, **options
-    )
+    settings = config(section={"device": machine, "cpu_threads": 2, **section}, **options)
     plans: list[Any] = []
     with operators_in_one_order():
         run = train_windowed(
-            MODELS[name],
-            steps=10,
-            settings=settings,
-            inspect=lambda e: plans.append(e.plan),
+            MODELS[name], steps=10, settings=settings, inspect=lambda e: plans.append(e.plan)
         )
         if machine == "cuda":
             from tests.gpu.test_training_cuda import plain
@@ -191,19 +171,12 @@ def trained(
     assert_identical(run, expected)
     plan = plans[0]
     return f"a plain loop's bits; window {plan.window}, " + (
-        "whole"
-        if plan.whole
-        else f"{len(plan.updated_on_gpu)} layers updated on the gpu"
+        "whole" if plan.whole else f"{len(plan.updated_on_gpu)} layers updated on the gpu"
     )
 
 
 # Nothing is left open, which would be planned anew after the first steps.
-STREAMED = {
-    "window": 1,
-    "resident_layers": 0,
-    "resident_updates": "host",
-    "activations": "keep",
-}
+STREAMED = {"window": 1, "resident_layers": 0, "resident_updates": "host", "activations": "keep"}
 
 
 @feature()
@@ -269,11 +242,7 @@ def resident(machine: str) -> str:
 
 @feature()
 def whole(machine: str) -> str:
-    section = {
-        "resident_layers": "all",
-        "resident_updates": "gpu",
-        "activations": "keep",
-    }
+    section = {"resident_layers": "all", "resident_updates": "gpu", "activations": "keep"}
     return trained(machine, section, precision="bf16")
 
 
@@ -291,11 +260,7 @@ def hugging_face(machine: str) -> str:
 @feature()
 def nvme(machine: str) -> str:
     with tempfile.TemporaryDirectory(dir=ROOT) as folder:
-        section = {
-            **STREAMED,
-            "window": 2,
-            "nvme": {"path": folder, "spill": "weights"},
-        }
+        section = {**STREAMED, "window": 2, "nvme": {"path": folder, "spill": "weights"}}
         return trained(machine, section, precision="bf16")
 
 
@@ -303,13 +268,7 @@ def nvme(machine: str) -> str:
 def checkpoint(machine: str) -> str:
     import torch
 
-    from tests.support.checkpoints import (
-        assert_same,
-        make_model,
-        session,
-        snapshot,
-        train,
-    )
+    from tests.support.checkpoints import assert_same, make_model, session, snapshot, train
     from tests.support.training import operators_in_one_order
 
     section = {"device": machine, "window": 2, "cpu_threads": 2}
@@ -364,10 +323,7 @@ def nccl(machine: str) -> str:
 
     torch.cuda.set_device(0)
     torch.distributed.init_process_group("cpu:gloo,cuda:nccl")
-    handle, connections = (
-        new_group([0], "nccl", timedelta(minutes=1)),
-        Connections([0], None),
-    )
+    handle, connections = (new_group([0], "nccl", timedelta(minutes=1)), Connections([0], None))
     group = Group([0], 0, handle=handle, backend="nccl", connections=connections)
     for dtype in (torch.bfloat16, torch.float32):
         whole = torch.full((4096,), 3.0, dtype=dtype, device="cuda")
@@ -386,27 +342,14 @@ def comparison(machine: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         trace = str(Path(folder, "trace.json"))
         words = ["--method", "plain,stronghold", *sizes.split(), "--machine", machine]
-        words += [
-            "--precision",
-            "bf16",
-            "--threads",
-            "2",
-            "--timeout",
-            "80",
-            "--trace",
-            trace,
-        ]
+        words += ["--precision", "bf16", "--threads", "2", "--timeout", "80", "--trace", trace]
         run = subprocess.run(
             [sys.executable, str(ROOT / "benchmarks" / "compare.py"), *words],
             capture_output=True,
             text=True,
         )
         print(run.stdout, run.stderr)
-        rows = [
-            line
-            for line in run.stdout.splitlines()
-            if re.match(r"\| (plain|strong)", line)
-        ]
+        rows = [line for line in run.stdout.splitlines() if re.match(r"\| (plain|strong)", line)]
         if len(rows) != 2:
             raise RuntimeError((run.stderr.strip() or "no rows").splitlines()[-1])
         for row in rows:

@@ -52,18 +52,14 @@ class LastOne:
         self.is_likely = norm <= clipping
 
 
-def norms(
-    steps: int, correlation: float, spread: float, clipped: float
-) -> Iterator[float]:
+def norms(steps: int, correlation: float, spread: float, clipped: float) -> Iterator[float]:
     """Norms whose share above 1 is about `clipped`."""
     rng = random.Random(f"{correlation} {spread} {clipped}")
     normal = statistics.NormalDist()
     level = 3.0 if clipped == 1.0 else -normal.inv_cdf(1.0 - clipped) * spread
     state = rng.gauss(0.0, 1.0)
     for _ in range(steps):
-        state = correlation * state + math.sqrt(1.0 - correlation**2) * rng.gauss(
-            0.0, 1.0
-        )
+        state = correlation * state + math.sqrt(1.0 - correlation**2) * rng.gauss(0.0, 1.0)
         yield math.exp(level + spread * state)
 
 
@@ -94,15 +90,11 @@ def main() -> None:
     args = parser.parse_args()
     record = provenance()
     rules: dict[
-        str,
-        tuple[Callable[[], Always | LastOne | early_updates.EarlyUpdateRule], float],
+        str, tuple[Callable[[], Always | LastOne | early_updates.EarlyUpdateRule], float]
     ] = {
         "always": (Always, 0.0),
         "as the step before": (LastOne, 0.0),
-        **{
-            f"pauses, near {near:g}": (early_updates.EarlyUpdateRule, near)
-            for near in NEAR
-        },
+        **{f"pauses, near {near:g}": (early_updates.EarlyUpdateRule, near) for near in NEAR},
     }
     rows = []
     for correlation in CORRELATIONS:
@@ -115,19 +107,12 @@ def main() -> None:
                 for name, (rule, near) in rules.items():
                     with mock.patch.object(early_updates, "NEAR", near):
                         total, worst = saved(rule(), of)
-                    scores[name] = {
-                        "saved": total / best if best else total,
-                        "worst": worst,
-                    }
+                    scores[name] = {"saved": total / best if best else total, "worst": worst}
                 rows.append({**row, "steps_saved_at_best": best, "rules": scores})
     heads = ["correlation", "spread", "clipped", *rules]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for row in rows:
-        cells = [
-            f"{row['correlation']:g}",
-            f"{row['spread']:g}",
-            f"{row['clipped']:.1%}",
-        ]
+        cells = [f"{row['correlation']:g}", f"{row['spread']:g}", f"{row['clipped']:.1%}"]
         for score in row["rules"].values():
             unit = "" if row["steps_saved_at_best"] else " steps"
             cells.append(f"{score['saved']:.2f}{unit} ({score['worst']:+.3f})")
@@ -147,13 +132,7 @@ def main() -> None:
             *lines,
         ]
     )
-    leave(
-        "speculation-rule",
-        page,
-        {**record, "rows": rows},
-        to=args.output,
-        keep=args.save,
-    )
+    leave("speculation-rule", page, {**record, "rows": rows}, to=args.output, keep=args.save)
 
 
 if __name__ == "__main__":

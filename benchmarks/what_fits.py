@@ -99,14 +99,7 @@ class Case:
     @property
     def name(self) -> str:
         """Short name for `--only`."""
-        words = [
-            self.machine,
-            self.host,
-            self.model,
-            self.states,
-            self.nvme,
-            self.frozen,
-        ]
+        words = [self.machine, self.host, self.model, self.states, self.nvme, self.frozen]
         return " ".join(filter(None, words))
 
     @property
@@ -118,22 +111,8 @@ class Case:
 
     def command(self, folder: Path) -> list[str]:
         """The command line, for the model's directory `folder`."""
-        options = [
-            "--model",
-            str(folder),
-            "--machine",
-            self.machine,
-            "--host",
-            self.host,
-        ]
-        options += [
-            "--batch",
-            str(self.batch),
-            "--seq",
-            str(SEQUENCE),
-            "--states",
-            self.states,
-        ]
+        options = ["--model", str(folder), "--machine", self.machine, "--host", self.host]
+        options += ["--batch", str(self.batch), "--seq", str(SEQUENCE), "--states", self.states]
         if self.nvme:
             options += ["--nvme", self.nvme]
         if self.lora:
@@ -149,20 +128,10 @@ CASES = [
     Case(gpu=RTX_3090, machine="rtx3090", model="Llama 3.1 8B", host="128GiB", batch=8),
     Case(gpu=RTX_4090, machine="rtx4090", model="Llama 3.1 8B", host="128GiB", batch=8),
     Case(
-        gpu=RTX_4090,
-        machine="rtx4090",
-        model="Llama 3.1 8B",
-        host="64GiB",
-        batch=8,
-        states="lean",
+        gpu=RTX_4090, machine="rtx4090", model="Llama 3.1 8B", host="64GiB", batch=8, states="lean"
     ),
     Case(
-        gpu=RTX_4090,
-        machine="rtx4090",
-        model="Llama 3.1 8B",
-        host="64GiB",
-        batch=16,
-        nvme="1TiB",
+        gpu=RTX_4090, machine="rtx4090", model="Llama 3.1 8B", host="64GiB", batch=16, nvme="1TiB"
     ),
     Case(gpu=RTX_4090, machine="rtx4090", model="Qwen3 14B", host="256GiB", batch=8),
     Case(
@@ -189,9 +158,7 @@ CASES = [
 def predict(case: Case, folder: Path) -> dict[str, Any]:
     """Run the planner for one row."""
     MODELS[case.model].save_pretrained(folder)
-    result = subprocess.run(
-        case.command(folder), capture_output=True, text=True, check=False
-    )
+    result = subprocess.run(case.command(folder), capture_output=True, text=True, check=False)
     if result.returncode not in (0, 1):
         sys.exit(f"{' '.join(case.command(folder))}\n{result.stderr}")
     answer = json.loads(result.stdout)

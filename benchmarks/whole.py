@@ -17,9 +17,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-os.environ.setdefault(
-    "DS_ACCELERATOR", "cuda" if os.path.exists("/dev/nvidia0") else "cpu"
-)
+os.environ.setdefault("DS_ACCELERATOR", "cuda" if os.path.exists("/dev/nvidia0") else "cpu")
 
 import torch
 from harness import ROOT, alternate, describe, hardware, medians, provenance, save
@@ -78,18 +76,13 @@ def measure(precision: str, batch: int, rounds: int) -> dict[str, list[float]]:
             loss = plain.step(inputs)
         loss.item()
 
-    contenders: dict[str, Callable[[], object]] = {
-        "whole": whole_steps,
-        "plain": plain_steps,
-    }
+    contenders: dict[str, Callable[[], object]] = {"whole": whole_steps, "plain": plain_steps}
     seconds = alternate(contenders, rounds)
     engine.destroy()
     return seconds
 
 
-def table(
-    results: dict[str, dict[str, list[float]]], record: dict[str, Any], args: Any
-) -> str:
+def table(results: dict[str, dict[str, list[float]]], record: dict[str, Any], args: Any) -> str:
     lines = [
         "# A model that fits whole",
         "",
@@ -103,9 +96,7 @@ def table(
         "|---|---|---|---|---|",
     ]
     for precision, seconds in results.items():
-        ratios = [
-            p / w for p, w in zip(seconds["plain"], seconds["whole"], strict=True)
-        ]
+        ratios = [p / w for p, w in zip(seconds["plain"], seconds["whole"], strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
         found = {name: value / STEPS for name, value in medians(seconds).items()}
         lines.append(
@@ -119,12 +110,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batch", type=int, default=2, help="sequences in a step")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument(
-        "--threads", type=int, default=1, help="of torch and of Adam on the device"
-    )
-    parser.add_argument(
-        "--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS)
-    )
+    parser.add_argument("--threads", type=int, default=1, help="of torch and of Adam on the device")
+    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -133,9 +120,7 @@ def main() -> None:
     markdown = table(results, record, args)
     print(markdown)
     if args.save:
-        for path in save(
-            f"whole-{hardware()}", markdown, {**record, "seconds": results}
-        ):
+        for path in save(f"whole-{hardware()}", markdown, {**record, "seconds": results}):
             print(f"wrote {path}")
 
 

@@ -37,8 +37,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     accelerator = Accelerator(
-        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=CONFIG),
-        gradient_accumulation_steps=2,
+        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=CONFIG), gradient_accumulation_steps=2
     )
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
@@ -47,9 +46,7 @@ def main() -> None:
     # The model learns to count. A step has two micro-batches of four rows.
     first = torch.arange(8 * arguments.steps) % 4
     rows = (first[:, None] + torch.arange(64)[None]) % 128
-    model, optimizer, loader = accelerator.prepare(
-        model, optimizer, DataLoader(rows, batch_size=4)
-    )
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(rows, batch_size=4))
     step = 0
     for tokens in loader:
         with accelerator.accumulate(model):

@@ -33,9 +33,7 @@ class Task(lightning.LightningModule):
         super().__init__()
         torch.manual_seed(0)
         sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
-        self.model = LlamaForCausalLM(
-            LlamaConfig(vocab_size=128, num_hidden_layers=6, **sizes)
-        )
+        self.model = LlamaForCausalLM(LlamaConfig(vocab_size=128, num_hidden_layers=6, **sizes))
         self.engine = [None]  # in a list, so that it is no submodule
 
     def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:

@@ -46,9 +46,7 @@ def main() -> None:
     lora = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
     model = get_peft_model(make_model(arguments.model), lora)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    engine, _, _, _ = stronghold.initialize(
-        model=model, model_parameters=trained, config=CONFIG
-    )
+    engine, _, _, _ = stronghold.initialize(model=model, model_parameters=trained, config=CONFIG)
     # The model learns to count.
     tokens = (torch.arange(4)[:, None] + torch.arange(64)[None]).to(engine.device) % 128
     for step in range(arguments.steps):

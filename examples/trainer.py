@@ -53,9 +53,7 @@ def main() -> None:
         )
         torch.manual_seed(0)
         sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
-        model = LlamaForCausalLM(
-            LlamaConfig(vocab_size=128, num_hidden_layers=6, **sizes)
-        )
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=128, num_hidden_layers=6, **sizes))
         # The model learns to count.
         rows = (torch.arange(16)[:, None] + torch.arange(64)[None]) % 128
         dataset = [{"input_ids": row, "labels": row} for row in rows]

@@ -29,9 +29,7 @@ def read_text(path: str | None) -> bytes:
     folder = Path(sysconfig.get_path("stdlib"))
     files = (file.relative_to(folder) for file in folder.rglob("*.py"))
     return b"".join(
-        (folder / file).read_bytes()
-        for file in sorted(files)
-        if not LEFT_OUT & set(file.parts)
+        (folder / file).read_bytes() for file in sorted(files) if not LEFT_OUT & set(file.parts)
     )
 
 
@@ -50,9 +48,7 @@ class Corpus:
         self._training, self._held_out = (_tensor(b"".join(pieces)) for pieces in parts)
         if min(len(self._training), len(self._held_out)) <= context:
             least = HELD_OUT * (context + 1)
-            raise ValueError(
-                f"the text has {len(text)} bytes, at least {least} are needed"
-            )
+            raise ValueError(f"the text has {len(text)} bytes, at least {least} are needed")
         self.device = torch.device("cpu")
         self._batch_size, self._context = batch_size, context
         self.restart()
@@ -78,21 +74,13 @@ class Corpus:
         for _ in range(num_batches):
             yield self._cut(self._held_out, generator)
 
-    def _cut(
-        self, text: torch.Tensor, generator: torch.Generator
-    ) -> dict[str, torch.Tensor]:
-        starts = torch.randint(
-            len(text) - self._context, (self._batch_size,), generator=generator
-        )
-        rows = torch.stack(
-            [text[start : start + self._context] for start in starts.tolist()]
-        )
+    def _cut(self, text: torch.Tensor, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        starts = torch.randint(len(text) - self._context, (self._batch_size,), generator=generator)
+        rows = torch.stack([text[start : start + self._context] for start in starts.tolist()])
         rows = rows.long().to(self.device)
         # The model shifts the labels itself.
         return {"input_ids": rows, "labels": rows}
 
 
 def _tensor(text: bytes) -> torch.Tensor:
-    return (
-        torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0)
-    )
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0)

@@ -32,9 +32,7 @@ def refreshed(page: Path) -> str:
         try:
             source = source_of(PACKAGE / match["file"], match["name"])
         except (OSError, LookupError) as error:
-            raise ValueError(
-                f"{page.name}: {match['file']} {match['name']}: {error}"
-            ) from error
+            raise ValueError(f"{page.name}: {match['file']} {match['name']}: {error}") from error
         return f"{match[1]}{source}```"
 
     return EXCERPT.sub(with_source, page.read_text(encoding="utf-8"))
@@ -50,9 +48,7 @@ def source_of(path: Path, name: str) -> str:
     node: ast.stmt | None = None
     for part in name.split("."):
         kinds = (ast.FunctionDef, ast.ClassDef)
-        matches = [
-            item for item in body if isinstance(item, kinds) and item.name == part
-        ]
+        matches = [item for item in body if isinstance(item, kinds) and item.name == part]
         if not matches:
             raise LookupError(f"there is no {part}")
         node, body = matches[0], matches[0].body

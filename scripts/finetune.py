@@ -34,12 +34,8 @@ def parse_arguments(given: list[str] | None = None) -> argparse.Namespace:
     )
     _add_files(parser.add_argument_group("files"))
     _add_data(parser.add_argument_group("data"))
-    _add_training(
-        parser.add_argument_group("training; without them, what the config says")
-    )
-    _add_adapters(
-        parser.add_argument_group("adapters; without --lora all weights train")
-    )
+    _add_training(parser.add_argument_group("training; without them, what the config says"))
+    _add_adapters(parser.add_argument_group("adapters; without --lora all weights train"))
     _add_logging(parser.add_argument_group("evaluation, checkpoints, logging"))
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args(given)
@@ -51,12 +47,8 @@ def parse_arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 
 def _add_files(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--model", type=Path, required=True, metavar="DIR", help="model directory"
-    )
-    group.add_argument(
-        "--data", type=Path, required=True, metavar="FILE", help="JSONL or text"
-    )
+    group.add_argument("--model", type=Path, required=True, metavar="DIR", help="model directory")
+    group.add_argument("--data", type=Path, required=True, metavar="FILE", help="JSONL or text")
     group.add_argument(
         "--config",
         required=True,
@@ -64,16 +56,10 @@ def _add_files(group: argparse._ArgumentGroup) -> None:
         help='DeepSpeed JSON with a "stronghold" section, or the name of one in configs/',
     )
     group.add_argument(
-        "--output",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="the trained model, checkpoints",
+        "--output", type=Path, required=True, metavar="DIR", help="the trained model, checkpoints"
     )
     group.add_argument(
-        "--resume",
-        action="store_true",
-        help="go on from the newest checkpoint in --output",
+        "--resume", action="store_true", help="go on from the newest checkpoint in --output"
     )
 
 
@@ -98,26 +84,16 @@ def _add_data(group: argparse._ArgumentGroup) -> None:
         help="of the examples, held out at random, at most 256 (default: 0.05; 0: none)",
     )
     group.add_argument(
-        "--validation-data",
-        type=Path,
-        metavar="FILE",
-        help="held-out examples, instead",
+        "--validation-data", type=Path, metavar="FILE", help="held-out examples, instead"
     )
 
 
 def _add_training(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--batch", type=_whole, metavar="N", help="rows in a forward")
+    group.add_argument("--accumulation", type=_whole, metavar="N", help="forwards in a step")
+    group.add_argument("--learning-rate", type=_positive, metavar="LR", help="the highest")
     group.add_argument(
-        "--accumulation", type=_whole, metavar="N", help="forwards in a step"
-    )
-    group.add_argument(
-        "--learning-rate", type=_positive, metavar="LR", help="the highest"
-    )
-    group.add_argument(
-        "--schedule",
-        choices=SCHEDULES,
-        default="cosine",
-        help="after warmup (default: cosine)",
+        "--schedule", choices=SCHEDULES, default="cosine", help="after warmup (default: cosine)"
     )
     group.add_argument(
         "--warmup",
@@ -127,29 +103,17 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         help="of the steps, with a rising rate (default: 0.03)",
     )
     length = group.add_mutually_exclusive_group()
-    length.add_argument(
-        "--epochs", type=_positive, metavar="N", help="over the data (default: 1)"
-    )
-    length.add_argument(
-        "--max-steps", type=_whole, metavar="N", help="stop after so many steps"
-    )
-    group.add_argument(
-        "--seed", type=int, default=0, help="of order and split (default: 0)"
-    )
+    length.add_argument("--epochs", type=_positive, metavar="N", help="over the data (default: 1)")
+    length.add_argument("--max-steps", type=_whole, metavar="N", help="stop after so many steps")
+    group.add_argument("--seed", type=int, default=0, help="of order and split (default: 0)")
 
 
 def _add_adapters(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--lora",
-        type=_whole,
-        metavar="RANK",
-        help="train LoRA adapters of this rank alone",
+        "--lora", type=_whole, metavar="RANK", help="train LoRA adapters of this rank alone"
     )
     group.add_argument(
-        "--lora-alpha",
-        type=_positive,
-        metavar="A",
-        help="scale of the adapters (default: 2 RANK)",
+        "--lora-alpha", type=_positive, metavar="A", help="scale of the adapters (default: 2 RANK)"
     )
     group.add_argument(
         "--lora-targets",
@@ -170,32 +134,18 @@ def _check_adapters(args: argparse.Namespace, parser: argparse.ArgumentParser) -
     for option in ("lora_alpha", "lora_targets", "frozen"):
         if args.lora is None and getattr(args, option) is not None:
             name = option.replace("_", "-")
-            parser.error(
-                f"--{name}: needs --lora RANK, because without adapters all weights train"
-            )
+            parser.error(f"--{name}: needs --lora RANK, because without adapters all weights train")
 
 
 def _add_logging(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--eval-every",
-        type=_whole,
-        default=100,
-        metavar="N",
-        help="steps (default: 100)",
+        "--eval-every", type=_whole, default=100, metavar="N", help="steps (default: 100)"
     )
     group.add_argument(
-        "--save-every",
-        type=_whole,
-        default=500,
-        metavar="N",
-        help="steps (default: 500)",
+        "--save-every", type=_whole, default=500, metavar="N", help="steps (default: 500)"
     )
     group.add_argument(
-        "--keep",
-        type=_whole,
-        default=2,
-        metavar="N",
-        help="newest checkpoints (default: 2)",
+        "--keep", type=_whole, default=2, metavar="N", help="newest checkpoints (default: 2)"
     )
     group.add_argument(
         "--log-every", type=_whole, default=10, metavar="N", help="steps (default: 10)"
@@ -230,9 +180,7 @@ def _positive(text: str) -> float:
 def _fraction(text: str) -> float:
     value = _number(text, float)
     if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(
-            f"got {text}, expected a fraction from 0 to below 1"
-        )
+        raise argparse.ArgumentTypeError(f"got {text}, expected a fraction from 0 to below 1")
     return value
 
 
@@ -276,16 +224,10 @@ def main(given: list[str] | None = None) -> int:
         print(f"finetune: {error}", file=sys.stderr)
         return 2
     except OSError as error:  # a full disk; checkpoints that are whole stay
-        print(
-            f"finetune: {error}; when that is put right, --resume goes on",
-            file=sys.stderr,
-        )
+        print(f"finetune: {error}; when that is put right, --resume goes on", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(
-            "\nfinetune: stopped; --resume goes on from the newest checkpoint",
-            file=sys.stderr,
-        )
+        print("\nfinetune: stopped; --resume goes on from the newest checkpoint", file=sys.stderr)
         return 130
     end_processes()
     return 0

@@ -75,9 +75,7 @@ class Encoder:
         if path.suffix.lower() in RECORDS:
             for number, line in lines:
                 if line.strip():
-                    self._add_record(
-                        found, _record(path, number, line), f"{path}, line {number}"
-                    )
+                    self._add_record(found, _record(path, number, line), f"{path}, line {number}")
         else:
             self._add_text(found, (line for _, line in lines))
         if not found.kept and not found.num_untrained:
@@ -98,9 +96,7 @@ class Encoder:
             tokens = prompt + completion
             trained = [False] * len(prompt) + [True] * len(completion)
         elif "text" in record:
-            self._add_pieces(
-                found, self._ended(self._starting(_string(record, "text", where)))
-            )
+            self._add_pieces(found, self._ended(self._starting(_string(record, "text", where))))
             return
         else:
             keys = ", ".join(sorted(record)) or "no key"
@@ -122,9 +118,7 @@ class Encoder:
 
     def _add(self, found: Examples, tokens: list[int], trained: list[bool]) -> None:
         ids = np.asarray(tokens, dtype=np.int32)
-        labels = np.where(np.asarray(trained, dtype=bool), ids, IGNORED).astype(
-            np.int32
-        )
+        labels = np.where(np.asarray(trained, dtype=bool), ids, IGNORED).astype(np.int32)
         labels[:1] = IGNORED  # in a packed row the token before it is another example's
         example = Example(tokens=ids, labels=labels)
         if example.num_trained:
@@ -134,9 +128,7 @@ class Encoder:
 
     # -- tokens -----------------------------------------------------------------------------------
     def _ids(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)[
-            "input_ids"
-        ]
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return ids
 
     def _starting(self, text: str) -> list[int]:
@@ -174,14 +166,10 @@ class Encoder:
                 messages, tokenize=False, add_generation_prompt=ask
             )
         except Exception as error:  # a template raises what it likes
-            raise DataError(
-                f"{where}: the chat template refuses it: {error}"
-            ) from error
+            raise DataError(f"{where}: the chat template refuses it: {error}") from error
         return rendered
 
-    def _spans(
-        self, messages: list[Any], text: str, where: str
-    ) -> Iterator[tuple[int, int]]:
+    def _spans(self, messages: list[Any], text: str, where: str) -> Iterator[tuple[int, int]]:
         """Where each of the assistant's turns is in `text`: what the model has to write after the
         prompt, its end mark included."""
         for k, message in enumerate(messages):
@@ -194,14 +182,10 @@ class Encoder:
                 # Templates of reasoning models render a turn differently when it is the last, or
                 # ask for more than the turn then has: its text must be found, and its end mark
                 # follows.
-                begin, end = _found(
-                    str(message.get("content") or ""), begin, upto, text, where
-                )
+                begin, end = _found(str(message.get("content") or ""), begin, upto, text, where)
             yield begin, begin + len(text[begin:end].rstrip())
 
-    def _begin_of_turn(
-        self, before: list[Any], text: str, where: str
-    ) -> tuple[int, bool]:
+    def _begin_of_turn(self, before: list[Any], text: str, where: str) -> tuple[int, bool]:
         """Where the turn after `before` begins in `text`, and whether its header is behind that."""
         if not before:
             return 0, False
@@ -215,9 +199,7 @@ class Encoder:
         )
 
 
-def _found(
-    content: str, begin: int, upto: str, text: str, where: str
-) -> tuple[int, int]:
+def _found(content: str, begin: int, upto: str, text: str, where: str) -> tuple[int, int]:
     """Begin and end of the turn that says `content`; `upto` renders it as the last turn."""
     content = content.strip()
     start, start_last = text.find(content, begin), upto.rfind(content)
@@ -236,21 +218,13 @@ def _found(
 def _checked_messages(messages: Any, where: str) -> list[dict[str, Any]]:
     """The messages, with the content of each a string, or null beside tool calls."""
     good = isinstance(messages, list) and all(
-        isinstance(message, dict) and isinstance(message.get("role"), str)
-        for message in messages
+        isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages
     )
     if not good or not messages:
-        raise DataError(
-            f'{where}: messages: expected a list of {{"role": ..., "content": ...}}'
-        )
+        raise DataError(f'{where}: messages: expected a list of {{"role": ..., "content": ...}}')
     if not any(message["role"] == "assistant" for message in messages):
-        raise DataError(
-            f'{where}: messages: no "role": "assistant", so nothing is trained'
-        )
-    return [
-        _with_text(message, f"{where}: messages[{k}]")
-        for k, message in enumerate(messages)
-    ]
+        raise DataError(f'{where}: messages: no "role": "assistant", so nothing is trained')
+    return [_with_text(message, f"{where}: messages[{k}]") for k, message in enumerate(messages)]
 
 
 def _with_text(message: dict[str, Any], where: str) -> dict[str, Any]:
@@ -260,28 +234,20 @@ def _with_text(message: dict[str, Any], where: str) -> dict[str, Any]:
         return message
     if isinstance(content, list) and content and all(map(_is_text, content)):
         return {**message, "content": "".join(part["text"] for part in content)}
-    got = (
-        "a list of other parts than text"
-        if isinstance(content, list)
-        else repr(content)
-    )
+    got = "a list of other parts than text" if isinstance(content, list) else repr(content)
     raise DataError(f"{where}: content: got {got}, expected a string")
 
 
 def _is_text(part: Any) -> bool:
     return (
-        isinstance(part, dict)
-        and part.get("type") == "text"
-        and isinstance(part.get("text"), str)
+        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
     )
 
 
 def _string(record: dict[str, Any], key: str, where: str) -> str:
     value = record[key]
     if not isinstance(value, str):
-        raise DataError(
-            f"{where}: {key}: got {type(value).__name__}, expected a string"
-        )
+        raise DataError(f"{where}: {key}: got {type(value).__name__}, expected a string")
     return value
 
 
@@ -292,9 +258,7 @@ def _lines(path: Path, progress: Progress) -> Iterator[tuple[int, str]]:
                 progress(len(line))
                 yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path}, line {number}: is not UTF-8 ({error.reason})"
-        ) from error
+        raise DataError(f"{path}, line {number}: is not UTF-8 ({error.reason})") from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
 
@@ -306,9 +270,7 @@ def _record(path: Path, number: int, line: str) -> dict[str, Any]:
         hint = " (a JSON array? write one object on each line)" if number == 1 else ""
         raise DataError(f"{path}, line {number}: is not JSON: {error}{hint}") from error
     if not isinstance(record, dict):
-        raise DataError(
-            f"{path}, line {number}: got {type(record).__name__}, expected {FORMS}"
-        )
+        raise DataError(f"{path}, line {number}: got {type(record).__name__}, expected {FORMS}")
     return record
 
 
@@ -370,9 +332,7 @@ class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
     def __init__(self, examples: list[Example], sequence: int, *, packed: bool) -> None:
         self._examples = examples
         lengths = [len(example) for example in examples]
-        self._rows = (
-            pack(lengths, sequence) if packed else [[k] for k in range(len(examples))]
-        )
+        self._rows = pack(lengths, sequence) if packed else [[k] for k in range(len(examples))]
         self._packed = packed
         self.num_tokens = sum(lengths)
 
@@ -386,9 +346,7 @@ class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
             "labels": _joined_tensor([member.labels for member in members]),
         }
         if self._packed:
-            row["position_ids"] = _joined_tensor(
-                [np.arange(len(member)) for member in members]
-            )
+            row["position_ids"] = _joined_tensor([np.arange(len(member)) for member in members])
         return row
 
 

@@ -41,9 +41,7 @@ def newest_checkpoint(folder: Path) -> str | None:
         try:
             json.loads((path / TRAINER_STATE_NAME).read_text())
         except (OSError, ValueError):
-            print(
-                f"finetune: {path} is not used: its writing was interrupted", flush=True
-            )
+            print(f"finetune: {path} is not used: its writing was interrupted", flush=True)
         else:
             return str(path)
     return None
@@ -64,11 +62,7 @@ def checkpoint_to_resume(
         raise NotPossible(f"--resume: there is no checkpoint in {args.output}")
     file = args.output / RECORD
     before = json.loads(file.read_text()) if file.is_file() else {}
-    changed = [
-        f"{k} was {before[k]}, is {v}"
-        for k, v in record.items()
-        if before.get(k, v) != v
-    ]
+    changed = [f"{k} was {before[k]}, is {v}" for k, v in record.items() if before.get(k, v) != v]
     if changed:
         raise NotPossible(
             f"--resume: {newest} was made with other arguments: {'; '.join(changed)}. Give what "

@@ -20,23 +20,12 @@ from finetune_adapters import add_adapters, describe_adapters, has_adapters
 from finetune_data import Collator, DataError, Encoder, Example, Examples, Rows, split
 from finetune_output import RECORD, NotPossible, checkpoint_to_resume, open_output
 from tqdm import tqdm
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 from transformers.integrations import get_available_reporting_integrations
 
 import stronghold
 import stronghold.plugin
-from stronghold.config import (
-    check_keys,
-    read_config,
-    section_enabled,
-    settings_from_config,
-)
+from stronghold.config import check_keys, read_config, section_enabled, settings_from_config
 from stronghold.engine import StrongholdEngine
 from stronghold.errors import BudgetError, CheckpointError, ConfigError
 from stronghold.optim.adam import Adam
@@ -76,19 +65,13 @@ class Setup:
 def read_setup(args: argparse.Namespace) -> Setup:
     """Arguments win over the config. Without a GPU training is in fp32, all that the Trainer does
     there."""
-    config = {
-        k: v for k, v in read_config(args.config).items() if not k.startswith("_")
-    }
+    config = {k: v for k, v in read_config(args.config).items() if not k.startswith("_")}
     if config.get("scheduler"):
-        raise NotPossible(
-            f'{args.config}: remove "scheduler": --schedule and --warmup set it'
-        )
+        raise NotPossible(f'{args.config}: remove "scheduler": --schedule and --warmup set it')
     streamed = section_enabled(config)
     if streamed:
         if args.lora is not None:
-            config["stronghold"] = _section_for_adapters(
-                config["stronghold"], args.frozen
-            )
+            config["stronghold"] = _section_for_adapters(config["stronghold"], args.frozen)
         check_keys(config)  # before the Trainer acts on them
     elif args.frozen is not None:
         raise NotPossible(
@@ -97,18 +80,11 @@ def read_setup(args: argparse.Namespace) -> Setup:
         )
     config.pop("train_batch_size", None)  # follows from these two
     batch = args.batch or _number(config, "train_micro_batch_size_per_gpu", 1)
-    accumulation = args.accumulation or _number(
-        config, "gradient_accumulation_steps", 1
-    )
+    accumulation = args.accumulation or _number(config, "gradient_accumulation_steps", 1)
     clipping = _number(config, "gradient_clipping", 1.0)
-    precision = next(
-        (p for p in ("bf16", "fp16") if config.get(p, {}).get("enabled")), "fp32"
-    )
+    precision = next((p for p in ("bf16", "fp16") if config.get(p, {}).get("enabled")), "fp32")
     if precision != "fp32" and not torch.cuda.is_available():
-        print(
-            f"finetune: no GPU: fp32 instead of {precision}, on an emulated device",
-            flush=True,
-        )
+        print(f"finetune: no GPU: fp32 instead of {precision}, on an emulated device", flush=True)
         precision = "fp32"
     for name in ("bf16", "fp16"):
         config[name] = {**config.get(name, {}), "enabled": name == precision}
@@ -124,9 +100,7 @@ def read_setup(args: argparse.Namespace) -> Setup:
     return Setup(
         config=config,
         streamed=streamed,
-        dtype={"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[
-            precision
-        ],
+        dtype={"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision],
         trainer={
             "per_device_train_batch_size": batch,
             "per_device_eval_batch_size": batch,
@@ -201,9 +175,7 @@ def open_tokenizer(args: argparse.Namespace) -> tuple[Any, Any]:
             "tokenizer.json and tokenizer_config.json there"
         ) from error
     if not tokenizer.is_fast:
-        raise NotPossible(
-            f"--model: {args.model} needs a fast tokenizer (tokenizer.json)"
-        )
+        raise NotPossible(f"--model: {args.model} needs a fast tokenizer (tokenizer.json)")
     return config, tokenizer
 
 
@@ -213,9 +185,7 @@ def sequence_length(args: argparse.Namespace, config: Any) -> int:
     if args.sequence is None:
         return min(DEFAULT_SEQUENCE, most or DEFAULT_SEQUENCE)
     if most is not None and args.sequence > most:
-        raise NotPossible(
-            f"--sequence: got {args.sequence}, but the model has {most} positions"
-        )
+        raise NotPossible(f"--sequence: got {args.sequence}, but the model has {most} positions")
     return int(args.sequence)
 
 
@@ -224,14 +194,10 @@ def load_model(directory: Path, setup: Setup) -> Any:
     converted transformers loads it whole."""
     if setup.streamed:
         try:
-            return stronghold.from_pretrained(
-                directory, dtype=setup.dtype, use_cache=False
-            )
+            return stronghold.from_pretrained(directory, dtype=setup.dtype, use_cache=False)
         except ConfigError as error:
             print(f"finetune: loading with transformers, because {error}", flush=True)
-    return AutoModelForCausalLM.from_pretrained(
-        directory, dtype=setup.dtype, use_cache=False
-    )
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=setup.dtype, use_cache=False)
 
 
 # -- data -----------------------------------------------------------------------------------------
@@ -244,9 +210,7 @@ def read_rows(
     if args.validation_data is not None:
         training, held_out = found.kept, _read(encoder, args.validation_data).kept
     else:
-        training, held_out = split(
-            found.kept, args.validation, MOST_VALIDATION_EXAMPLES, args.seed
-        )
+        training, held_out = split(found.kept, args.validation, MOST_VALIDATION_EXAMPLES, args.seed)
     _check_vocabulary(training + held_out, vocabulary, args.model)
     rows = Rows(training, sequence, packed=args.packing)
     evaluated = Rows(held_out, sequence, packed=args.packing) if held_out else None
@@ -273,13 +237,9 @@ def _read(encoder: Encoder, path: Path) -> Examples:
     ) as bar:
         found = encoder.read(path, bar.update)
     if found.num_cut:
-        print(
-            f"finetune: {path}: {found.num_cut} examples were cut at the end of a row"
-        )
+        print(f"finetune: {path}: {found.num_cut} examples were cut at the end of a row")
     if found.num_untrained:
-        print(
-            f"finetune: {path}: {found.num_untrained} examples have nothing to train on"
-        )
+        print(f"finetune: {path}: {found.num_untrained} examples have nothing to train on")
     return found
 
 
@@ -302,17 +262,13 @@ class StreamedTrainer(Trainer):
     at the end: a checkpoint holds them in the engine's own files. Adapters are small: each
     checkpoint has them in PEFT's format, too."""
 
-    def save_model(
-        self, output_dir: str | None = None, _internal_call: bool = False
-    ) -> None:
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         engine = self.model_wrapped
         folder = output_dir or self.args.output_dir
         if not isinstance(engine, StrongholdEngine):
             super().save_model(output_dir, _internal_call)
         elif has_adapters(self.model):
-            weights = engine._zero3_consolidated_16bit_state_dict(
-                exclude_frozen_parameters=True
-            )
+            weights = engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True)
             self._save(folder, state_dict=weights)
         elif _internal_call:
             Path(folder).mkdir(parents=True, exist_ok=True)
@@ -382,9 +338,7 @@ def finetune(args: argparse.Namespace) -> Trainer:
     setup = read_setup(args)
     config, tokenizer = open_tokenizer(args)
     sequence = sequence_length(args, config)
-    rows, evaluated = read_rows(
-        args, tokenizer, sequence, config.get_text_config().vocab_size
-    )
+    rows, evaluated = read_rows(args, tokenizer, sequence, config.get_text_config().vocab_size)
     record = describe(args, setup, rows)
     num_steps = args.max_steps or math.ceil(
         args.epochs * math.ceil(len(rows) / setup.rows_per_step)
@@ -402,10 +356,7 @@ def finetune(args: argparse.Namespace) -> Trainer:
         data_collator=Collator(pad if pad is not None else tokenizer.eos_token_id or 0),
         processing_class=tokenizer,
     )
-    print(
-        f"finetune: {num_steps} steps of {setup.rows_per_step} rows, {setup.dtype}",
-        flush=True,
-    )
+    print(f"finetune: {num_steps} steps of {setup.rows_per_step} rows, {setup.dtype}", flush=True)
     (args.output / RECORD).write_text(json.dumps(record, indent=2) + "\n")
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
@@ -430,9 +381,7 @@ def _report(trainer: Trainer, output: Path) -> None:
     adapters = has_adapters(trainer.model)
     held_out = [entry["eval_loss"] for entry in log if "eval_loss" in entry]
     if held_out:
-        print(
-            f"finetune: loss on held-out examples {held_out[0]:.4f} -> {held_out[-1]:.4f}"
-        )
+        print(f"finetune: loss on held-out examples {held_out[0]:.4f} -> {held_out[-1]:.4f}")
     if adapters:
         print(
             f"finetune: the trained adapters are in {output}; `stronghold export --merge {output} "

@@ -14,9 +14,7 @@ README = Path(__file__).resolve().parents[1] / "README.md"
 RELATIVE = re.compile(r"!?\[([^\]]*)\]\((?!https?://|#)[^)]*\)")
 
 
-def dynamic_metadata(
-    settings: Mapping[str, Any], project: Mapping[str, Any]
-) -> dict[str, Any]:
+def dynamic_metadata(settings: Mapping[str, Any], project: Mapping[str, Any]) -> dict[str, Any]:
     """The field, as `[[tool.dynamic-metadata]]` defines it."""
     text = RELATIVE.sub(r"\1", README.read_text(encoding="utf-8"))
     return {"readme": {"content-type": "text/markdown", "text": text}}

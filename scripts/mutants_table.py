@@ -804,8 +804,8 @@ RANKS = [
     Mutant(
         "a layer is reduced before its turn",
         "distributed/order.py",
-        " and self._layers[self._next] in self._closed\n",
-        " and self._closed\n",
+        " and self._layers[self._next] in self._closed:",
+        " and self._closed:",
         ORDER,
     ),
     Mutant(
@@ -900,11 +900,7 @@ RANKS = [
         TEAM,
     ),
     Mutant(
-        "a mean is a sum",
-        "distributed/process_groups.py",
-        "= total / len(order)",
-        "= total",
-        TEAM,
+        "a mean is a sum", "distributed/process_groups.py", "= total / len(order)", "= total", TEAM
     ),
     Mutant(
         "a layer is new when one rank's part is",

@@ -70,9 +70,7 @@ class Training:
 
     def seconds(self, step_s: float) -> float:
         evaluations = 1 + len(self.evaluated_after)
-        return step_s * (
-            self.steps + evaluations * self.held_out_batches * FORWARD_SHARE
-        )
+        return step_s * (self.steps + evaluations * self.held_out_batches * FORWARD_SHARE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,15 +111,9 @@ def fit(
     """
     budget_s = watch.budget_s
     if compared_steps is None:
-        compared_steps = _within(
-            COMPARED_SHARE * budget_s / (2 * step_s), 1, MOST_COMPARED
-        )
+        compared_steps = _within(COMPARED_SHARE * budget_s / (2 * step_s), 1, MOST_COMPARED)
     compared_steps = max(compared_steps, measured_steps)
-    timed_s = (
-        TIMED_SHARE * budget_s
-        if timed and can_time(step_s, TIMED_SHARE * budget_s)
-        else 0.0
-    )
+    timed_s = TIMED_SHARE * budget_s if timed and can_time(step_s, TIMED_SHARE * budget_s) else 0.0
     chunked_steps = steps_in_chunks(step_s, watch, trained_steps)
     before = Fit(
         step_s=step_s,
@@ -135,9 +127,7 @@ def fit(
     return replace(before, training=fit_training(step_s, left_s, trained_steps))
 
 
-def steps_in_chunks(
-    step_s: float, watch: Watch, trained_steps: int | None = None
-) -> int:
+def steps_in_chunks(step_s: float, watch: Watch, trained_steps: int | None = None) -> int:
     """How many fit, at most as many as are trained; 0 when too few fit."""
     steps = int(CHUNKED_SHARE * watch.budget_s / (CHUNKED_COST * step_s))
     most = MOST_CHUNKED if trained_steps is None else min(MOST_CHUNKED, trained_steps)
@@ -149,9 +139,7 @@ def fit_training(step_s: float, left_s: float, steps: int | None = None) -> Trai
     left_s = max(0.0, left_s - CLOSING_S)
     if steps is not None:
         return Training(
-            steps=steps,
-            evaluated_after=_evaluations(steps),
-            held_out_batches=MOST_HELD_OUT_BATCHES,
+            steps=steps, evaluated_after=_evaluations(steps), held_out_batches=MOST_HELD_OUT_BATCHES
         )
     # An evaluation before the training and one after it.
     evaluated_s = 2 * FORWARD_SHARE * step_s
@@ -160,12 +148,8 @@ def fit_training(step_s: float, left_s: float, steps: int | None = None) -> Trai
         room = left_s / step_s - (1 + count) * batches * FORWARD_SHARE
         if room >= LEAST_CURVE:
             break
-    steps = _within(
-        room, LEAST_TRAINED, MOST_TRAINED if room >= LEAST_CURVE else LEAST_CURVE - 1
-    )
-    return Training(
-        steps=steps, evaluated_after=_evaluations(steps), held_out_batches=batches
-    )
+    steps = _within(room, LEAST_TRAINED, MOST_TRAINED if room >= LEAST_CURVE else LEAST_CURVE - 1)
+    return Training(steps=steps, evaluated_after=_evaluations(steps), held_out_batches=batches)
 
 
 def _evaluations(steps: int) -> tuple[int, ...]:

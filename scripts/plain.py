@@ -31,11 +31,7 @@ class PlainLoop:
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        config: dict[str, Any],
-        exact: bool,
-        states: str = "exact",
+        self, model: PreTrainedModel, config: dict[str, Any], exact: bool, states: str = "exact"
     ) -> None:
         self._model = model
         self._exact = exact
@@ -89,9 +85,7 @@ class PlainLoop:
         if not self._clipping:
             return
         if not self._exact:
-            torch.nn.utils.clip_grad_norm_(
-                [master for _, master in self._pairs], self._clipping
-            )
+            torch.nn.utils.clip_grad_norm_([master for _, master in self._pairs], self._clipping)
             return
         squares = math.fsum(float(g.double().square().sum()) for g in gradients)
         coefficient = min(1.0, self._clipping / (math.sqrt(squares) + CLIPPING_EPSILON))
@@ -133,16 +127,12 @@ def compare_times(
     begun_s = clock()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    section = {
-        key: value for key, value in config["stronghold"].items() if key != "trace"
-    }
+    section = {key: value for key, value in config["stronghold"].items() if key != "trace"}
     if data.device.type == "cpu":
         section["emulated"] = {**section["emulated"], "poison": False, "jitter_s": 0.0}
     model = build()
     engine, *_ = stronghold.initialize(
-        model=model,
-        model_parameters=model.parameters(),
-        config={**config, "stronghold": section},
+        model=model, model_parameters=model.parameters(), config={**config, "stronghold": section}
     )
     plain = PlainLoop(build().to(data.device), config, exact=False)
 
@@ -181,15 +171,11 @@ def alternate(
             for name, block in blocks.items():
                 taken[name].append(_seconds(block, turns.block_steps, clock))
             bar.update()
-    medians = {
-        name: median(values) / turns.block_steps for name, values in taken.items()
-    }
+    medians = {name: median(values) / turns.block_steps for name, values in taken.items()}
     return {**medians, "turns": turns.count, "steps_per_turn": turns.block_steps}
 
 
-def _seconds(
-    block: Callable[[int], None], num_steps: int, clock: Callable[[], float]
-) -> float:
+def _seconds(block: Callable[[int], None], num_steps: int, clock: Callable[[], float]) -> float:
     begun_s = clock()
     block(num_steps)
     return clock() - begun_s

@@ -49,15 +49,7 @@ from pace import (
 )
 from plain import PlainLoop, compare_times, operators_in_one_order
 from progress import progress
-from report import (
-    compare_losses,
-    compare_memory,
-    count,
-    device_name,
-    leave,
-    say,
-    times_in_words,
-)
+from report import compare_losses, compare_memory, count, device_name, leave, say, times_in_words
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import stronghold
@@ -104,9 +96,7 @@ class Size:
 
     def num_parameters(self) -> int:
         """Of what `build` makes."""
-        layer = (
-            4 * self.hidden**2 + 3 * self.hidden * self.intermediate + 2 * self.hidden
-        )
+        layer = 4 * self.hidden**2 + 3 * self.hidden * self.intermediate + 2 * self.hidden
         return self.layers * layer + 2 * VOCABULARY * self.hidden + self.hidden
 
 
@@ -131,9 +121,7 @@ def train(
             losses.append(loss.detach())
             ends = step == training.steps or ends_early()
             if ends or step in training.evaluated_after:
-                held_out.append(
-                    (float(step), evaluate(engine, data, training.held_out_batches))
-                )
+                held_out.append((float(step), evaluate(engine, data, training.held_out_batches)))
             if step % shown_every == 0:
                 bar.set_postfix_str(f"loss {losses[-1]:.3f}", refresh=False)
             bar.update()
@@ -143,22 +131,16 @@ def train(
 
 
 @torch.no_grad()
-def evaluate(
-    engine: Any, data: Corpus, num_batches: int = NUM_HELD_OUT_BATCHES
-) -> float:
+def evaluate(engine: Any, data: Corpus, num_batches: int = NUM_HELD_OUT_BATCHES) -> float:
     """Mean loss over the held-out text, in nats per byte."""
     engine.eval()
-    losses = [
-        engine(**batch).loss.item() for batch in data.held_out_batches(num_batches)
-    ]
+    losses = [engine(**batch).loss.item() for batch in data.held_out_batches(num_batches)]
     engine.train()
     return sum(losses) / len(losses)
 
 
 @torch.no_grad()
-def write_text(
-    engine: Any, prompt: bytes, context: int, num_bytes: int, watch: Watch
-) -> str:
+def write_text(engine: Any, prompt: bytes, context: int, num_bytes: int, watch: Watch) -> str:
     """Continue `prompt` byte by byte, through the window: by `num_bytes`, or by what it writes in
     `WRITING_S` seconds."""
     end_s = watch.elapsed_s() + WRITING_S
@@ -166,12 +148,7 @@ def write_text(
     generator = torch.Generator().manual_seed(0)
     text = torch.tensor([list(prompt)])
     for _ in range(num_bytes):
-        logits = (
-            engine(input_ids=text[:, -context:].to(engine.device))
-            .logits[:, -1]
-            .float()
-            .cpu()
-        )
+        logits = engine(input_ids=text[:, -context:].to(engine.device)).logits[:, -1].float().cpu()
         following = torch.multinomial(
             torch.softmax(logits / TEMPERATURE, -1), 1, generator=generator
         )
@@ -195,9 +172,7 @@ def fast_bf16() -> bool:
     return bool(words & {"amx_bf16", "avx512_bf16", "bf16"})
 
 
-def adapt(
-    path: str, args: argparse.Namespace, size: Size
-) -> tuple[dict[str, Any], torch.dtype]:
+def adapt(path: str, args: argparse.Namespace, size: Size) -> tuple[dict[str, Any], torch.dtype]:
     """The config file with what it cannot know: precision, and where output goes.
 
     Without fast bf16 training is in fp32. The GPU budget keeps its share of the model's weights.
@@ -249,24 +224,17 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         help="compare the losses of exactly so many steps (default: what fits, at most 20)",
     )
     parser.add_argument(
-        "--no-timing",
-        action="store_true",
-        help="leave out the comparison of step times",
+        "--no-timing", action="store_true", help="leave out the comparison of step times"
     )
     parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("runs/quickstart"),
-        help="folder for what is left",
+        "--output", type=Path, default=Path("runs/quickstart"), help="folder for what is left"
     )
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
     args = deepspeed.add_config_arguments(parser).parse_args(given)
     for option in ("steps", "compare_steps"):
         value = getattr(args, option)
         if value is not None and value < 1:
-            parser.error(
-                f"--{option.replace('_', '-')}: got {value}, expected at least 1"
-            )
+            parser.error(f"--{option.replace('_', '-')}: got {value}, expected at least 1")
     if not 0 < args.minutes < math.inf:
         parser.error(f"--minutes: got {args.minutes}, expected a number above 0")
     return args
@@ -311,9 +279,7 @@ def prepare(args: argparse.Namespace, watch: Watch) -> Task:
     data = Corpus(text, batch_size=batch_size, context=size.context)
     data.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     args.output.mkdir(parents=True, exist_ok=True)
-    task = Task(
-        size=size, dtype=dtype, config=config, text=text, data=data, watch=watch
-    )
+    task = Task(size=size, dtype=dtype, config=config, text=text, data=data, watch=watch)
     say(
         f"a Llama of {size.num_parameters() / 1e6:.1f} M parameters, {str(dtype)[6:]}: "
         f"{task.weight_bytes / MIB:.1f} MiB of weights, "
@@ -395,9 +361,7 @@ def announce(args: argparse.Namespace, task: Task, fitted: Fit) -> None:
         )
 
 
-def run_with_window(
-    task: Task, steps: int
-) -> tuple[list[float], dict[str, int], float]:
+def run_with_window(task: Task, steps: int) -> tuple[list[float], dict[str, int], float]:
     """Losses of the first steps, the bytes of the run, and median seconds of a step."""
     config = copy.deepcopy(task.config)
     del config["stronghold"]["trace"]
@@ -448,11 +412,7 @@ def run_in_chunks(task: Task, steps: int) -> dict[str, Any]:
     train_s = clock() - begun_s
     report = engine.memory_report()
     engine.destroy()
-    verdict = (
-        "as planned"
-        if report.gpu_peak == report.gpu_planned
-        else "NOT AS PLANNED: a bug"
-    )
+    verdict = "as planned" if report.gpu_peak == report.gpu_planned else "NOT AS PLANNED: a bug"
     say(
         f"3. a batch of {CHUNKED['batch']} in chunks of {CHUNKED['chunk']}: "
         f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {count(steps, 'step')}; "
@@ -462,9 +422,7 @@ def run_in_chunks(task: Task, steps: int) -> dict[str, Any]:
 
 
 # -- the training ---------------------------------------------------------------------------------
-def run_training(
-    args: argparse.Namespace, task: Task, training: Training
-) -> dict[str, Any]:
+def run_training(args: argparse.Namespace, task: Task, training: Training) -> dict[str, Any]:
     """Train, and show what was learned; the numbers of the run."""
     watch, data = task.watch, task.data
     args.deepspeed_config = str(args.output / "config.json")
@@ -487,11 +445,7 @@ def run_training(
     engine.synchronize()
     train_s = watch.clock() - begun_s
     if len(losses) < training.steps:
-        reason = (
-            "Ctrl-C"
-            if was_interrupted
-            else "steps became slower than they were measured"
-        )
+        reason = "Ctrl-C" if was_interrupted else "steps became slower than they were measured"
         say(f"   ended after {len(losses)} of {training.steps} steps: {reason}")
     before, after = held_out[0][1], held_out[-1][1]
     say(
@@ -502,9 +456,7 @@ def run_training(
         # A tiny model knows no words.
         num_bytes = WRITTEN_BYTES if task.size is FULL else WRITTEN_BYTES // 8
         text = write_text(engine, PROMPT, task.size.context, num_bytes, watch)
-        unwise = (
-            " (words take some hundred steps)" if len(losses) < MOST_TRAINED else ""
-        )
+        unwise = " (words take some hundred steps)" if len(losses) < MOST_TRAINED else ""
         say(f"   it writes{unwise}: {text}")
     memory = asdict(engine.memory_report())
     engine.destroy()  # writes the trace
@@ -563,16 +515,12 @@ def run(args: argparse.Namespace, task: Task) -> int:
     step_s = numbers["window_step_s"]
     times = {}
     if fitted.timed_s:
-        times = compare_times(
-            task.build, task.config, task.data, fitted.timed_s, watch.clock
-        )
+        times = compare_times(task.build, task.config, task.data, fitted.timed_s, watch.clock)
     if times:
         overheads = "; of a tiny model mostly overheads" if args.tiny else ""
         say(f"2. time of a step: {times_in_words(times)}{overheads}")
     else:
-        say(
-            f"2. time of a step: left out, {'--no-timing' if args.no_timing else NO_TIME}"
-        )
+        say(f"2. time of a step: left out, {'--no-timing' if args.no_timing else NO_TIME}")
     num_chunked = steps_in_chunks(step_s, watch, args.steps)
     chunked = run_in_chunks(task, num_chunked) if num_chunked else None
     if chunked is None:
@@ -599,10 +547,7 @@ def run(args: argparse.Namespace, task: Task) -> int:
     show_next(args, numbers)
     if numbers["interrupted"]:
         return INTERRUPTED
-    kept = (
-        chunked is None
-        or chunked["memory"]["gpu_peak"] == chunked["memory"]["gpu_planned"]
-    )
+    kept = chunked is None or chunked["memory"]["gpu_peak"] == chunked["memory"]["gpu_planned"]
     return 0 if numbers["losses_equal"] and numbers["bytes_as_planned"] and kept else 1
 
 

@@ -40,9 +40,7 @@ def main() -> int:
     too_hard = []
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         name = str(path.relative_to(ROOT))
-        grade = textstat.flesch_kincaid_grade(
-            prose_of(path.read_text(encoding="utf-8"))
-        )
+        grade = textstat.flesch_kincaid_grade(prose_of(path.read_text(encoding="utf-8")))
         most = EASY_GRADE if path.name in EASY_PAGES else OTHER_GRADE
         if grade > most:
             too_hard.append(name)

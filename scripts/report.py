@@ -31,11 +31,7 @@ def say(text: str, indent: str = "") -> None:
     """Print one paragraph; its later lines begin three columns further in."""
     later = f"{indent}   "
     lines = textwrap.wrap(
-        text,
-        COLUMNS,
-        initial_indent=indent,
-        subsequent_indent=later,
-        break_on_hyphens=False,
+        text, COLUMNS, initial_indent=indent, subsequent_indent=later, break_on_hyphens=False
     )
     print("\n".join(lines), flush=True)
 
@@ -63,11 +59,7 @@ def compare_memory(report: Mapping[str, int], budget_bytes: int) -> bool:
         planned, peak = report[f"{tier}_planned"], report[f"{tier}_peak"]
         within = within and planned == peak
         parts.append(f"{name} {peak / MIB:.2f} of {planned / MIB:.2f} MiB")
-    verdict = (
-        "every peak is what was planned"
-        if within
-        else "THE PEAKS ARE NOT AS PLANNED: a bug"
-    )
+    verdict = "every peak is what was planned" if within else "THE PEAKS ARE NOT AS PLANNED: a bug"
     say(f"   {verdict}: {', '.join(parts)}")
     return within
 
@@ -139,9 +131,7 @@ def _git(*arguments: str) -> str | None:
     """What git answers about this checkout, None where there is no git or no checkout."""
     here = Path(__file__).resolve().parent
     with contextlib.suppress(OSError):
-        answer = subprocess.run(
-            ["git", *arguments], cwd=here, capture_output=True, text=True
-        )
+        answer = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True)
         return answer.stdout.strip() or None
     return None
 
@@ -154,9 +144,7 @@ def _processor() -> str | None:
     return None
 
 
-def draw_losses(
-    curves: Mapping[str, Sequence[Point]], png: str | Path, *, title: str
-) -> None:
+def draw_losses(curves: Mapping[str, Sequence[Point]], png: str | Path, *, title: str) -> None:
     """Draw (step, loss) curves to `png`, each over the ones before it.
 
     The first is wide and pale and the others thin, so that equal curves show as one inside the
@@ -171,9 +159,7 @@ def draw_losses(
         ("#59a14f", 1.6, "--"),
     ]
     spacing = _spacing(next(iter(curves.values()), []))
-    for (name, points), (colour, width, dashes) in zip(
-        curves.items(), styles, strict=False
-    ):
+    for (name, points), (colour, width, dashes) in zip(curves.items(), styles, strict=False):
         if not points:
             continue
         axes.plot(
@@ -197,6 +183,4 @@ def draw_losses(
 
 def _spacing(points: Sequence[Point]) -> float:
     """Mean distance of a curve's points along the axis of steps."""
-    return (
-        (points[-1][0] - points[0][0]) / (len(points) - 1) if len(points) > 1 else 0.0
-    )
+    return (points[-1][0] - points[0][0]) / (len(points) - 1) if len(points) > 1 else 0.0

@@ -50,13 +50,9 @@ def on_files(files: Files, config: Any) -> Files:
         path = ROOT / target
         if path.is_dir():
             names = sorted(
-                entry.name
-                for entry in path.iterdir()
-                if not entry.name.startswith("__")
+                entry.name for entry in path.iterdir() if not entry.name.startswith("__")
             )
-            files.append(
-                File.generated(config, place(target), content="\n".join(names) + "\n")
-            )
+            files.append(File.generated(config, place(target), content="\n".join(names) + "\n"))
         else:
             files.append(File.generated(config, place(target), abs_src_path=str(path)))
     return files
@@ -65,11 +61,7 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> str:
     """Point links outside docs/ to the site's copy."""
     if page.file.src_uri.startswith("benchmarks/"):
-        return (
-            re.sub(r"\]\((?!https?:)[^)]*\)", "]", markdown)
-            if "](" in markdown
-            else markdown
-        )
+        return re.sub(r"\]\((?!https?:)[^)]*\)", "]", markdown) if "](" in markdown else markdown
     name = page.file.src_uri
 
     def inside(match: re.Match[str]) -> str:

@@ -53,9 +53,7 @@ def page_link(page: ErrorPage) -> str:
         if label == "Documentation":
             return f"{site.strip().rstrip('/')}/errors/{page.value}.html"
     name = f"{page.value}.md"
-    folder = next(
-        (folder for folder in _FOLDERS if (folder / name).exists()), _FOLDERS[0]
-    )
+    folder = next((folder for folder in _FOLDERS if (folder / name).exists()), _FOLDERS[0])
     return (folder / name).as_uri()
 
 
@@ -96,11 +94,7 @@ class BudgetError(ConfigError):
     """
 
     def __init__(
-        self,
-        message: str,
-        *,
-        need_bytes: int | None = None,
-        page: ErrorPage | None = None,
+        self, message: str, *, need_bytes: int | None = None, page: ErrorPage | None = None
     ) -> None:
         super().__init__(message, page=page)
         self.need_bytes = need_bytes
@@ -128,9 +122,7 @@ class LaneError(StrongholdError, RuntimeError):
     """
 
     def __init__(self, lane: str, operation: str, cause: BaseException) -> None:
-        super().__init__(
-            f"{operation} failed on the {lane} lane: {type(cause).__name__}: {cause}"
-        )
+        super().__init__(f"{operation} failed on the {lane} lane: {type(cause).__name__}: {cause}")
         self.lane = lane
         self.operation = operation
         self.surfaced = False

@@ -130,11 +130,7 @@ def memory_groups(root: Path = _ROOT) -> list[tuple[int, int]]:
     for folder in _group_folders(root, "memory"):
         is_version_1 = "fs/cgroup/memory" in folder.as_posix()
         if is_version_1:
-            names = (
-                "memory.limit_in_bytes",
-                "memory.usage_in_bytes",
-                "total_inactive_file",
-            )
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         else:
             names = ("memory.max", "memory.current", "inactive_file")
         limit_file, usage_file, cache_statistic = names
@@ -171,9 +167,7 @@ def _group_folders(root: Path, controller: str) -> list[Path]:
         if controllers == "":  # version 2
             mounts = [root / "sys/fs/cgroup"]
         elif controller in controllers.split(","):
-            mounts = [
-                root / "sys/fs/cgroup" / name for name in (controller, controllers)
-            ]
+            mounts = [root / "sys/fs/cgroup" / name for name in (controller, controllers)]
         else:
             continue
         for mount in mounts:

@@ -47,9 +47,7 @@ class _Decisions:
 
         return dispatch.initialize(*args, **kwargs)
 
-    def fp32_state(
-        self, path: Path, tag: Any, *, exclude_frozen: bool
-    ) -> dict[str, Any] | None:
+    def fp32_state(self, path: Path, tag: Any, *, exclude_frozen: bool) -> dict[str, Any] | None:
         """Return the weights of a checkpoint in fp32.
 
         None if this engine did not write the checkpoint, or if the plugin is disabled.

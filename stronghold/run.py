@@ -22,9 +22,7 @@ from pathlib import Path
 
 from stronghold import plugin
 
-USAGE = (
-    "usage: python -m stronghold.run [--local_rank=N] (SCRIPT | -m MODULE) [ARGS ...]"
-)
+USAGE = "usage: python -m stronghold.run [--local_rank=N] (SCRIPT | -m MODULE) [ARGS ...]"
 # DeepSpeed's launcher puts the rank right behind the module that it starts: before the script.
 RANK = re.compile(r"--local[-_]rank(=.*)?")
 

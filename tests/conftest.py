@@ -54,9 +54,7 @@ GRACE_S = 2.0
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line(
-        "markers", "gpu: needs a CUDA GPU; skipped where there is none"
-    )
+    config.addinivalue_line("markers", "gpu: needs a CUDA GPU; skipped where there is none")
 
 
 # where the processes of one session of pytest-xdist take turns
@@ -128,9 +126,7 @@ def folders(tmp_path: Path) -> list[Path]:
 
 def lane_threads() -> list[str]:
     """Names of the lane threads that are alive."""
-    return sorted(
-        t.name for t in threading.enumerate() if t.name.startswith(LANE_PREFIX)
-    )
+    return sorted(t.name for t in threading.enumerate() if t.name.startswith(LANE_PREFIX))
 
 
 def choose_kernels() -> None:
@@ -177,6 +173,4 @@ def no_lane_thread_is_left() -> Iterator[None]:
         time.sleep(0.01)
     left = lane_threads()
     if len(left) > len(before):
-        pytest.fail(
-            f"the test left lane threads alive: {', '.join(left)}; close its engine"
-        )
+        pytest.fail(f"the test left lane threads alive: {', '.join(left)}; close its engine")

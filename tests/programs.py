@@ -60,10 +60,7 @@ def adapted(name: str) -> Callable[..., Any]:
 DROPPING = ("gpt", "torch_transformer", "gpt2", "bert", "t5")
 FACTORIES: dict[str, Callable[..., Any]] = {
     **{name: MODELS[name] for name in (*PLAIN, *HUGGING_FACE)},
-    **{
-        f"{name} with dropout": functools.partial(MODELS[name], dropout=0.2)
-        for name in DROPPING
-    },
+    **{f"{name} with dropout": functools.partial(MODELS[name], dropout=0.2) for name in DROPPING},
     **{name: adapted(name) for name in CASES},
 }
 # Transformers' heads that can be computed in parts of the tokens.
@@ -84,10 +81,7 @@ def train(s: Any, r: random.Random) -> None:
 
 
 def outcome(s: Any) -> None:
-    s.say(
-        "norm",
-        "not finite" if s.norm is not None and not math.isfinite(s.norm) else s.norm,
-    )
+    s.say("norm", "not finite" if s.norm is not None and not math.isfinite(s.norm) else s.norm)
     s.say("applied", s.applied)
 
 
@@ -116,9 +110,7 @@ ODD = ["read", "evaluation", "dropped", "sum", "retained", "two backwards", "pen
 ODD += ["gradients", "read after", "no backward"]
 
 
-def before_backward(
-    what: str, s: Any, r: random.Random, loss: torch.Tensor
-) -> torch.Tensor:
+def before_backward(what: str, s: Any, r: random.Random, loss: torch.Tensor) -> torch.Tensor:
     """The loss of which backward is to be called."""
     if what == "read":
         read(s, r)
@@ -151,9 +143,7 @@ def gradients(s: Any, r: random.Random) -> None:
 
 
 def trained(s: Any) -> list[str]:
-    return [
-        name for name, p in s.named().items() if p.requires_grad and name in s.trains
-    ]
+    return [name for name, p in s.named().items() if p.requires_grad and name in s.trains]
 
 
 def read(s: Any, r: random.Random) -> None:
@@ -163,9 +153,7 @@ def read(s: Any, r: random.Random) -> None:
             s.say(name, value)
         return
     name = r.choice(trained(s))
-    s.say(
-        name, s.master(name) if what == "master" else s.moment(name, r.choice(MOMENTS))
-    )
+    s.say(name, s.master(name) if what == "master" else s.moment(name, r.choice(MOMENTS)))
 
 
 def evaluate(s: Any, r: random.Random) -> None:
@@ -205,9 +193,7 @@ def boom(s: Any, r: random.Random) -> None:
         raise Boom
 
     forward, ended = r.random() < 0.5, False
-    hook = (
-        module.register_forward_hook if forward else module.register_full_backward_hook
-    )(fail)
+    hook = (module.register_forward_hook if forward else module.register_full_backward_hook)(fail)
     try:
         s.backward(s.loss(APART + 7))
     except Boom:
@@ -284,9 +270,7 @@ def write(s: Any, r: random.Random) -> None:
     if how in ("all", "some"):
         values = s.weights()
         chosen = names if how == "all" else r.sample(names, 2)
-        s.load_weights(
-            {n: values[n] * 0.95 for n in chosen}, r.choice(["engine", "model"])
-        )
+        s.load_weights({n: values[n] * 0.95 for n in chosen}, r.choice(["engine", "model"]))
     elif how == "master":
         name = r.choice(trained(s))
         s.set_master(name, s.master(name) * 0.9)
@@ -299,24 +283,18 @@ def write(s: Any, r: random.Random) -> None:
 
 def hook(s: Any, r: random.Random) -> None:
     """A hook of the user's, until the next."""
-    kind = r.choice(
-        ["gradient", "accumulated", "output", "input", "backward", "before", "peek"]
-    )
+    kind = r.choice(["gradient", "accumulated", "output", "input", "backward", "before", "peek"])
     if s.hooks:
         s.hooks.pop().remove()
         return
     s.say("hook", kind)
     parameter = s.named()[r.choice(trained(s))]
-    modules = [
-        n for n, m in s.model.named_modules() if isinstance(m, nn.Linear | nn.LayerNorm)
-    ]
+    modules = [n for n, m in s.model.named_modules() if isinstance(m, nn.Linear | nn.LayerNorm)]
     module = s.model.get_submodule(r.choice(modules))
     if kind == "gradient":
         s.hooks.append(parameter.register_hook(lambda g: g * 0.5))
     elif kind == "accumulated":
-        s.hooks.append(
-            parameter.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5))
-        )
+        s.hooks.append(parameter.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5)))
     elif kind == "output":
         s.hooks.append(module.register_forward_hook(lambda _m, _a, o: o * 0.9))
     elif kind == "input":
@@ -328,9 +306,7 @@ def hook(s: Any, r: random.Random) -> None:
             )
         )
     elif kind == "before":
-        s.hooks.append(
-            module.register_full_backward_pre_hook(lambda _m, g: (g[0] * 0.9,))
-        )
+        s.hooks.append(module.register_full_backward_pre_hook(lambda _m, g: (g[0] * 0.9,)))
     else:  # another layer's weight
         peek = lambda _m, _a, o: o + parameter.detach().flatten()[:1].to(o.dtype)  # noqa: E731
         s.hooks.append(module.register_forward_hook(peek))
@@ -402,10 +378,7 @@ def states(s: Any, r: random.Random) -> None:
 
 def replan(s: Any, r: random.Random) -> None:
     def change(engine: Any) -> None:
-        if (
-            not {"nvme", "gpu_memory"}.isdisjoint(s.section)
-            or s.section == EVERYTHING_THERE
-        ):
+        if not {"nvme", "gpu_memory"}.isdisjoint(s.section) or s.section == EVERYTHING_THERE:
             return
         now = engine.inspect()
         if now.is_in_step:  # it is for between two steps
@@ -426,19 +399,7 @@ def replan(s: Any, r: random.Random) -> None:
 ACTIONS: dict[str, Action] = {
     f.__name__: f
     for f in (
-        *(
-            train,
-            odd_step,
-            read,
-            evaluate,
-            boom,
-            throw_away,
-            bad,
-            freeze,
-            rate,
-            write,
-            hook,
-        ),
+        *(train, odd_step, read, evaluate, boom, throw_away, bad, freeze, rate, write, hook),
         *(exchange, save, load, resume, states, replan, copied, by_hand),
     )
 }
@@ -494,9 +455,7 @@ def drawn(seed: int, device: str = "emulated") -> Case:
         scaling={"initial_scale_power": r.choice([8, 24]), "loss_scale_window": 2},
         section=section,
         device=device,
-        actions=tuple(
-            (r.choice(CHOICES), r.randrange(10**6)) for _ in range(r.randrange(4, 13))
-        ),
+        actions=tuple((r.choice(CHOICES), r.randrange(10**6)) for _ in range(r.randrange(4, 13))),
     )
     actions = list(made.actions)
     if r.random() < 0.3:
@@ -505,26 +464,16 @@ def drawn(seed: int, device: str = "emulated") -> Case:
     return replace(made, actions=tuple(actions))
 
 
-EVERYTHING_THERE: dict[str, Any] = {
-    "window": 64,
-    "activations": "keep",
-    "resident_layers": 0,
-}
+EVERYTHING_THERE: dict[str, Any] = {"window": 64, "activations": "keep", "resident_layers": 0}
 
 
 def placed(case: Case, r: random.Random, folder: Path) -> dict[str, Any]:
     """A section that changes no bit."""
-    made: dict[str, Any] = {
-        "activations": r.choice(list(LEVELS)),
-        "cpu_threads": r.choice([1, 2]),
-    }
+    made: dict[str, Any] = {"activations": r.choice(list(LEVELS)), "cpu_threads": r.choice([1, 2])}
     # the first plan is changed by what it shows
     if r.random() < 0.3 and case.device == "emulated":
         made["gpu_memory"] = int(r.choice([150, 250, 400, 600, 900]) * 1000)
-        paces = {
-            "link_gbps": r.choice([0.05, 0.3]),
-            "update_gbps": r.choice([0.1, 1.0]),
-        }
+        paces = {"link_gbps": r.choice([0.05, 0.3]), "update_gbps": r.choice([0.1, 1.0])}
         return {**made, "emulated": paces}
     made |= PLACES[r.choice(list(PLACES))]
     if made.get("window", 1) > 1 and r.random() < 0.3:
@@ -549,9 +498,7 @@ def placed(case: Case, r: random.Random, folder: Path) -> dict[str, Any]:
 # --- performing it --------------------------------------------------------------------------------
 
 
-def performed(
-    case: Case, *, reference: bool
-) -> tuple[list[tuple[str, Any]], Exception | None]:
+def performed(case: Case, *, reference: bool) -> tuple[list[tuple[str, Any]], Exception | None]:
     """What was logged, and what ended it."""
     r, s = random.Random(case.seed), None
     with tempfile.TemporaryDirectory() as folder:
@@ -586,9 +533,7 @@ def performed(
 
 def same(found: Any, expected: Any) -> bool:
     if isinstance(expected, dict):  # moments, of what the reference has updated
-        pairs = [
-            (a, b) for n in expected for a, b in zip(found[n], expected[n], strict=True)
-        ]
+        pairs = [(a, b) for n in expected for a, b in zip(found[n], expected[n], strict=True)]
         return all(same(a, b) for a, b in pairs)
     if not isinstance(expected, torch.Tensor):
         return bool(found == expected)
@@ -622,11 +567,7 @@ def judged(case: Case) -> tuple[str, str]:
 
 def shortest(case: Case, kind: str) -> Case:
     """Without the options and actions that it does not take."""
-    plainer: list[dict[str, Any]] = [
-        {"section": {}},
-        {"accumulation": 1},
-        {"groups": False},
-    ]
+    plainer: list[dict[str, Any]] = [{"section": {}}, {"accumulation": 1}, {"groups": False}]
     for options in [*plainer, {"warmup": False}, {"precision": "fp32"}]:
         less = replace(case, **options)
         case = less if judged(less)[0] == kind else case
@@ -640,10 +581,7 @@ def shortest(case: Case, kind: str) -> Case:
 def many_pieces() -> Iterator[None]:
     """Tiny layers take several pieces, and whatever is saved is worth sending to the host."""
     pieces = mock.patch("stronghold.plan.host_memory.PIECE_BYTES", SMALLEST_PIECE)
-    with (
-        pieces,
-        mock.patch("stronghold.streaming.activations.offload.MIN_OFFLOAD_BYTES", 1),
-    ):
+    with pieces, mock.patch("stronghold.streaming.activations.offload.MIN_OFFLOAD_BYTES", 1):
         yield
 
 
@@ -654,9 +592,7 @@ def check(seed: int, device: str = "emulated") -> tuple[str, str]:
         kind, why = judged(case)
         if kind in ("different", "error"):
             case = shortest(case, kind)
-            raise AssertionError(
-                f"{case}\n{placed(case, random.Random(seed), Path())}\n{why}"
-            )
+            raise AssertionError(f"{case}\n{placed(case, random.Random(seed), Path())}\n{why}")
         return kind, why
 
 

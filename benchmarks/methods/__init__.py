@@ -20,30 +20,16 @@ class Entry:
 
 METHODS = {
     "plain": Entry("methods.plain:Plain", "the whole model on the device, fused AdamW"),
-    "l2l": Entry(
-        "methods.l2l:L2L", "one layer at a time on the device, optimizer there too"
-    ),
-    "zero-offload": Entry(
-        "methods.zero:ZeroOffload", "DeepSpeed ZeRO-2, optimizer on the CPU"
-    ),
-    "zero-infinity": Entry(
-        "methods.zero:ZeroInfinity", "DeepSpeed ZeRO-3, all states in RAM"
-    ),
-    "zero-infinity-nvme": Entry(
-        "methods.zero:ZeroInfinityNvme", "DeepSpeed ZeRO-3, NVMe"
-    ),
-    "superoffload": Entry(
-        "methods.zero:SuperOffload", "DeepSpeed SuperOffload as its scripts do"
-    ),
+    "l2l": Entry("methods.l2l:L2L", "one layer at a time on the device, optimizer there too"),
+    "zero-offload": Entry("methods.zero:ZeroOffload", "DeepSpeed ZeRO-2, optimizer on the CPU"),
+    "zero-infinity": Entry("methods.zero:ZeroInfinity", "DeepSpeed ZeRO-3, all states in RAM"),
+    "zero-infinity-nvme": Entry("methods.zero:ZeroInfinityNvme", "DeepSpeed ZeRO-3, NVMe"),
+    "superoffload": Entry("methods.zero:SuperOffload", "DeepSpeed SuperOffload as its scripts do"),
     "superoffload-param": Entry(
         "methods.zero:SuperOffloadParam", "DeepSpeed SuperOffload, weights in RAM too"
     ),
-    "fsdp2-offload": Entry(
-        "methods.fsdp2:Fsdp2Offload", "torch fully_shard, CPUOffloadPolicy"
-    ),
-    "torchao-offload": Entry(
-        "methods.torchao:TorchaoOffload", "torchao CPUOffloadOptimizer"
-    ),
+    "fsdp2-offload": Entry("methods.fsdp2:Fsdp2Offload", "torch fully_shard, CPUOffloadPolicy"),
+    "torchao-offload": Entry("methods.torchao:TorchaoOffload", "torchao CPUOffloadOptimizer"),
     "stronghold": Entry("methods.ours:Stronghold", "this package"),
 }
 

@@ -95,9 +95,7 @@ def clip(gradients: Sequence[torch.Tensor], largest: float) -> None:
         norms = torch.stack(torch._foreach_norm(list(gradients)))
     else:
         norms = torch.cat([norms_of_pieces(g.reshape(-1)) for g in gradients])
-    coefficient = largest / (
-        torch.linalg.vector_norm(norms.double()) + CLIPPING_EPSILON
-    )
+    coefficient = largest / (torch.linalg.vector_norm(norms.double()) + CLIPPING_EPSILON)
     torch._foreach_mul_(list(gradients), coefficient.clamp(max=1.0).float())
 
 

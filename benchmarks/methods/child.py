@@ -158,9 +158,7 @@ def classify(error: BaseException) -> dict[str, Any]:
 
 def _says_memory(error: BaseException) -> bool:
     message = str(error).lower()
-    return isinstance(error, RuntimeError | OSError) and any(
-        w in message for w in OUT_OF_MEMORY
-    )
+    return isinstance(error, RuntimeError | OSError) and any(w in message for w in OUT_OF_MEMORY)
 
 
 def status_bytes(key: str) -> int:

@@ -30,9 +30,7 @@ class Fsdp2Offload(Method):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.data = parameter.data.float()
-        precision = MixedPrecisionPolicy(
-            param_dtype=task.dtype, reduce_dtype=torch.float32
-        )
+        precision = MixedPrecisionPolicy(param_dtype=task.dtype, reduce_dtype=torch.float32)
         options = {
             "mesh": mesh,
             "mp_policy": precision,

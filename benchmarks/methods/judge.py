@@ -48,8 +48,6 @@ def verdict(
         return "wrong", math.inf, min(len(losses), len(reference)) + 1
     found = [difference(a, b) for a, b in zip(losses, reference, strict=True)]
     beyond = [
-        step
-        for step, (d, most) in enumerate(zip(found, allowed, strict=True), 1)
-        if d > most
+        step for step, (d, most) in enumerate(zip(found, allowed, strict=True), 1) if d > most
     ]
     return ("wrong" if beyond else "equal"), max(found), (beyond[0] if beyond else None)

@@ -37,9 +37,7 @@ class LayerStore:
 
         self.weights = room(task.dtype)
         torch.cat(weights, out=self.weights)
-        self.master = (
-            self.weights if task.dtype is torch.float32 else room(torch.float32)
-        )
+        self.master = self.weights if task.dtype is torch.float32 else room(torch.float32)
         self.master.copy_(self.weights)
         self.exp_avg, self.exp_avg_sq = room(torch.float32), room(torch.float32)
         self.gradient = room(torch.float32)
@@ -52,9 +50,7 @@ class L2L(Method):
         super().__init__(task, device_memory)
         self.activations = "recompute"
         if task.model_dir is not None:
-            raise Unavailable(
-                "not offered with --model: it must know where the blocks are"
-            )
+            raise Unavailable("not offered with --model: it must know where the blocks are")
         model = build(task, recompute=False)
         assert isinstance(model, Model)
         self.num_parameters = count_parameters(model)
@@ -96,9 +92,7 @@ class L2L(Method):
                 current = [self._block(x) for x in current]
         return inputs, [x.requires_grad_() for x in current], embedded
 
-    def _head(
-        self, outputs: list[torch.Tensor], batches: list[Batch]
-    ) -> list[torch.Tensor]:
+    def _head(self, outputs: list[torch.Tensor], batches: list[Batch]) -> list[torch.Tensor]:
         losses = []
         for x, batch in zip(outputs, batches, strict=True):
             loss = self._model.loss(x, batch["labels"])
@@ -115,9 +109,7 @@ class L2L(Method):
         """Gradients of all layers to the host; sums of their squares."""
         upstream = [x.grad for x in outputs]
         squares = []
-        for store, layer_inputs in zip(
-            reversed(self._stores), reversed(inputs), strict=True
-        ):
+        for store, layer_inputs in zip(reversed(self._stores), reversed(inputs), strict=True):
             self._load(store)
             sums: torch.Tensor | None = None
             for index, x in enumerate(layer_inputs):
@@ -137,9 +129,7 @@ class L2L(Method):
         return squares
 
     def _update(self, squares: list[torch.Tensor]) -> None:
-        outside = [
-            m.grad.square().sum() for m in self._outside.masters if m.grad is not None
-        ]
+        outside = [m.grad.square().sum() for m in self._outside.masters if m.grad is not None]
         scale = self._coefficient(torch.stack([*squares, *outside]).sum())
         for master in self._outside.masters:
             if master.grad is not None:
@@ -187,16 +177,14 @@ class L2L(Method):
         flat = self._bring(store.weights)
         offset = 0
         for parameter in self._block.parameters():
-            parameter.data = flat[offset : offset + parameter.numel()].view(
-                parameter.shape
-            )
+            parameter.data = flat[offset : offset + parameter.numel()].view(parameter.shape)
             offset += parameter.numel()
 
     def _bring(self, tensor: torch.Tensor) -> torch.Tensor:
         self._taken += tensor.nbytes
-        return torch.empty_like(
-            tensor, device=self.task.device, pin_memory=False
-        ).copy_(tensor, non_blocking=True)
+        return torch.empty_like(tensor, device=self.task.device, pin_memory=False).copy_(
+            tensor, non_blocking=True
+        )
 
     def _move(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self._taken += source.nbytes

@@ -126,11 +126,7 @@ class _Counter(TorchDispatchMode):
         self.paused = False
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: Any = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if not self.paused:
@@ -149,6 +145,4 @@ class _Counter(TorchDispatchMode):
 
 
 def device_memory(task: Task) -> DeviceMemory:
-    return (
-        CudaMemory(task) if task.machine == "cuda" else EmulatedMemory(task.gpu_memory)
-    )
+    return CudaMemory(task) if task.machine == "cuda" else EmulatedMemory(task.gpu_memory)

@@ -41,9 +41,7 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, seq, hidden = x.shape
         shape = (batch, seq, self._heads, hidden // self._heads)
-        q, k, v = (
-            part.view(shape).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1)
-        )
+        q, k, v = (part.view(shape).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(mixed.transpose(1, 2).reshape(batch, seq, hidden))
 
@@ -61,9 +59,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.norm1(x))
-        return x + self.down(
-            functional.gelu(self.up(self.norm2(x)), approximate="tanh")
-        )
+        return x + self.down(functional.gelu(self.up(self.norm2(x)), approximate="tanh"))
 
 
 class RMSNorm(nn.Module):
@@ -74,18 +70,13 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(hidden))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (
-            functional.rms_norm(x.float(), x.shape[-1:], eps=1e-5).to(x.dtype)
-            * self.weight
-        )
+        return functional.rms_norm(x.float(), x.shape[-1:], eps=1e-5).to(x.dtype) * self.weight
 
 
 class LlamaBlock(nn.Module):
     """Grouped-query attention with rotary positions, and SwiGLU; no biases."""
 
-    def __init__(
-        self, hidden: int, heads: int, kv_heads: int, intermediate: int
-    ) -> None:
+    def __init__(self, hidden: int, heads: int, kv_heads: int, intermediate: int) -> None:
         super().__init__()
         self._heads, self._kv_heads, self._size = heads, kv_heads, hidden // heads
         self.norm1, self.norm2 = RMSNorm(hidden), RMSNorm(hidden)
@@ -154,9 +145,7 @@ class Model(nn.Module):
         """What the first block is given."""
         x = self.embedding(input_ids)
         if self.positions is not None:
-            x = x + self.positions(
-                torch.arange(input_ids.shape[1], device=input_ids.device)
-            )
+            x = x + self.positions(torch.arange(input_ids.shape[1], device=input_ids.device))
         return x
 
     def loss(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -166,25 +155,18 @@ class Model(nn.Module):
         pieces = zip(rows.split(LOSS_ROWS), targets.split(LOSS_ROWS), strict=True)
         if len(rows) <= LOSS_ROWS:
             return self._sum_of_losses(rows, targets) / targets.numel()
-        sums = [
-            checkpoint(self._sum_of_losses, *piece, use_reentrant=False)
-            for piece in pieces
-        ]
+        sums = [checkpoint(self._sum_of_losses, *piece, use_reentrant=False) for piece in pieces]
         return torch.stack(sums).sum() / targets.numel()
 
     def _sum_of_losses(self, rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return functional.cross_entropy(
-            self.head(rows).float(), targets, reduction="sum"
-        )
+        return functional.cross_entropy(self.head(rows).float(), targets, reduction="sum")
 
 
 def make_block(task: Task) -> nn.Module:
     if task.family == "gpt":
         return Block(task.hidden, task.heads)
     intermediate = task.intermediate or -(-8 * task.hidden // 3 // 256) * 256
-    return LlamaBlock(
-        task.hidden, task.heads, task.kv_heads or task.heads, intermediate
-    )
+    return LlamaBlock(task.hidden, task.heads, task.kv_heads or task.heads, intermediate)
 
 
 def build(task: Task, *, recompute: bool) -> nn.Module:
@@ -211,9 +193,7 @@ def draw_weights(model: nn.Module, task: Task) -> None:
     generator = torch.Generator(task.device).manual_seed(task.seed)
     for name, parameter in model.named_parameters():
         if parameter.dim() >= 2:
-            drawn = torch.empty(
-                parameter.shape, dtype=torch.float32, device=task.device
-            )
+            drawn = torch.empty(parameter.shape, dtype=torch.float32, device=task.device)
             parameter.copy_(drawn.normal_(0.0, 0.02, generator=generator))
         else:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)

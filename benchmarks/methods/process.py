@@ -65,25 +65,13 @@ def environment(machine: str, port: int) -> dict[str, str]:
 
 
 def run(
-    method: str,
-    task_json: str,
-    *,
-    machine: str,
-    host_cap_bytes: int | None,
-    timeout_s: float,
+    method: str, task_json: str, *, machine: str, host_cap_bytes: int | None, timeout_s: float
 ) -> dict[str, Any]:
     """The result of `method` on a task; every way to end is a result with a `status`."""
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="compare-") as folder:
         result_file, log_file = Path(folder, "result.json"), Path(folder, "log")
-        command = [
-            sys.executable,
-            "-m",
-            "methods.child",
-            method,
-            task_json,
-            str(result_file),
-        ]
+        command = [sys.executable, "-m", "methods.child", method, task_json, str(result_file)]
         # a method that is stuck shows its stacks here, not in its log
         stacks = os.dup(2)
         stuck_s = min(STUCK_S, 0.8 * timeout_s)  # before it is killed
@@ -151,9 +139,7 @@ def watch(
             text = f"{used / GIB:.2f} GiB of host memory, the cap is {cap_bytes / GIB:.2f}: killed"
             killed = {"status": "out of memory", "reason": text}
         elif (
-            cap_bytes is None
-            and available < LEAST_AVAILABLE_BYTES
-            and used > LEAST_AVAILABLE_BYTES
+            cap_bytes is None and available < LEAST_AVAILABLE_BYTES and used > LEAST_AVAILABLE_BYTES
         ):
             text = f"the machine's memory ran out at {used / GIB:.2f} GiB: killed"
             killed = {"status": "out of memory", "reason": text}
@@ -173,14 +159,9 @@ def resident_bytes(pid: int) -> int:
     """Anonymous and shared resident bytes of a process and its children, from /proc/PID/status."""
     total = 0
     with contextlib.suppress(psutil.Error):
-        for process in [
-            psutil.Process(pid),
-            *psutil.Process(pid).children(recursive=True),
-        ]:
+        for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
             with contextlib.suppress(OSError):
-                for line in (
-                    Path(f"/proc/{process.pid}/status").read_text().splitlines()
-                ):
+                for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
                     if line.startswith(("RssAnon:", "RssShmem:")):
                         total += int(line.split()[1]) * 1024
     return total

@@ -66,9 +66,7 @@ class Task:
 
     @property
     def device(self) -> torch.device:
-        return (
-            torch.device("cuda", 0) if self.machine == "cuda" else torch.device("cpu")
-        )
+        return torch.device("cuda", 0) if self.machine == "cuda" else torch.device("cpu")
 
     @property
     def num_steps(self) -> int:
@@ -111,9 +109,7 @@ class Data:
         self._task = task
         self._vocab = min(vocab, 256)
         generator = torch.Generator().manual_seed(task.seed)
-        self._successors = torch.randint(
-            self._vocab, (self._vocab, 4), generator=generator
-        )
+        self._successors = torch.randint(self._vocab, (self._vocab, 4), generator=generator)
 
     def step(self, index: int) -> list[Batch]:
         """The micro-batches of step `index`, on the task's device."""
@@ -140,17 +136,10 @@ class Data:
 
 def gpt_parameters(*, layers: int, hidden: int, vocab: int, seq: int) -> int:
     """Of a GPT with a tied head: Megatron-LM's count (Narayanan et al. 2021)."""
-    return (
-        layers * (12 * hidden**2 + 13 * hidden)
-        + vocab * hidden
-        + seq * hidden
-        + 2 * hidden
-    )
+    return layers * (12 * hidden**2 + 13 * hidden) + vocab * hidden + seq * hidden + 2 * hidden
 
 
-def tflops_megatron(
-    parameters: int, tokens: int, seconds: float, recomputes: bool
-) -> float:
+def tflops_megatron(parameters: int, tokens: int, seconds: float, recomputes: bool) -> float:
     """`billions * k * 2 * tokens / (seconds * 1e3)`, k = 4 with recomputation, else 3.
 
     Counts the recomputed pass as work, as the STRONGHOLD and DeepSpeed papers do.

@@ -19,11 +19,7 @@ from methods.ours import deepspeed_config
 from methods.task import Batch, Task
 
 CPU: dict[str, Any] = {"device": "cpu", "pin_memory": True}
-STAGE_3: dict[str, Any] = {
-    "stage": 3,
-    "contiguous_gradients": True,
-    "overlap_comm": True,
-}
+STAGE_3: dict[str, Any] = {"stage": 3, "contiguous_gradients": True, "overlap_comm": True}
 # What DeepSpeed's own SuperOffload scripts set; 4e8 elements are several GB of buffers, so that a
 # small card takes its defaults instead.
 SUPER_BUCKETS: dict[str, Any] = {"reduce_bucket_size": 4e8, "sub_group_size": 4e8}
@@ -55,11 +51,7 @@ class DeepSpeedMethod(Method):
         settings = deepspeed_config(task)
         settings["zero_optimization"] = self.zero()
         if self.needs_nvme:
-            settings["aio"] = {
-                "block_size": 1 << 20,
-                "queue_depth": 8,
-                "overlap_events": True,
-            }
+            settings["aio"] = {"block_size": 1 << 20, "queue_depth": 8, "overlap_events": True}
         self._engine, *_ = deepspeed.initialize(
             model=model, model_parameters=model.parameters(), config=settings
         )
@@ -74,9 +66,7 @@ class DeepSpeedMethod(Method):
         from deepspeed.ops.op_builder import AsyncIOBuilder
 
         if not AsyncIOBuilder().is_compatible(verbose=False):
-            raise Unavailable(
-                "needs libaio's headers (libaio-dev) to compile DeepSpeed's async_io"
-            )
+            raise Unavailable("needs libaio's headers (libaio-dev) to compile DeepSpeed's async_io")
 
     def step(self, batches: list[Batch]) -> torch.Tensor:
         return engine_step(self._engine, batches)
@@ -113,11 +103,7 @@ class ZeroInfinityNvme(DeepSpeedMethod):
     def zero(self) -> dict[str, Any]:
         nvme = {"device": "nvme", "nvme_path": self.task.nvme_dir, "pin_memory": True}
         pipelined = {"pipeline_read": True, "pipeline_write": True}
-        return {
-            **STAGE_3,
-            "offload_optimizer": {**nvme, **pipelined},
-            "offload_param": nvme,
-        }
+        return {**STAGE_3, "offload_optimizer": {**nvme, **pipelined}, "offload_param": nvme}
 
 
 class SuperOffload(DeepSpeedMethod):
@@ -127,20 +113,10 @@ class SuperOffload(DeepSpeedMethod):
     needs_cuda = "DeepSpeed's SuperOffload refuses other accelerators"
 
     def zero(self) -> dict[str, Any]:
-        offload = {
-            **CPU,
-            "super_offload": True,
-            "cpuadam_cores_perc": 0.9,
-            "ratio": 0.9,
-        }
+        offload = {**CPU, "super_offload": True, "cpuadam_cores_perc": 0.9, "ratio": 0.9}
         cap = self.task.gpu_memory
         buckets = SUPER_BUCKETS if cap is None or cap >= LARGE_CARD_BYTES else {}
-        return {
-            "stage": 3,
-            "overlap_comm": False,
-            **buckets,
-            "offload_optimizer": offload,
-        }
+        return {"stage": 3, "overlap_comm": False, **buckets, "offload_optimizer": offload}
 
 
 class SuperOffloadParam(SuperOffload):

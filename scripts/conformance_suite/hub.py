@@ -29,9 +29,7 @@ def environment(hub: Path) -> dict[str, str]:
     }
 
 
-def snapshot(
-    hub: Path, name: str, revision: str = REVISION, kind: str = "models"
-) -> Path:
+def snapshot(hub: Path, name: str, revision: str = REVISION, kind: str = "models") -> Path:
     """An empty folder for the files of a repository; `name` is "owner/name" or "name"."""
     repository = hub / "hub" / "--".join([kind, *name.split("/")])
     files = repository / "snapshots" / revision
@@ -74,9 +72,7 @@ def add_dataset(hub: Path, name: str, config: str, splits: Mapping[str, Any]) ->
     described = SplitDict(dataset_name=short)
     for split, rows in DatasetDict(splits).items():
         _write_arrow(rows, folder / f"{short}-{split}.arrow")
-        described[split] = SplitInfo(
-            name=split, num_examples=len(rows), dataset_name=short
-        )
+        described[split] = SplitInfo(name=split, num_examples=len(rows), dataset_name=short)
     info = DatasetInfo(
         features=next(iter(splits.values())).features,
         splits=described,
@@ -107,21 +103,12 @@ def add_metric(hub: Path, name: str, source: Path) -> None:
     shutil.copy(source, folder / f"{name}.py")
 
 
-def word_tokenizer(
-    texts: Iterable[str], inputs: Sequence[str], lower: bool = False
-) -> Any:
+def word_tokenizer(texts: Iterable[str], inputs: Sequence[str], lower: bool = False) -> Any:
     """A tokenizer of the words in `texts`, with BERT's special tokens.
 
     inputs  the arguments that the model takes: "input_ids", "attention_mask", ...
     """
-    from tokenizers import (
-        Tokenizer,
-        models,
-        normalizers,
-        pre_tokenizers,
-        processors,
-        trainers,
-    )
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
     special = {
@@ -143,8 +130,5 @@ def word_tokenizer(
         ("[SEP]", numbers["[SEP]"]), ("[CLS]", numbers["[CLS]"])
     )
     return PreTrainedTokenizerFast(
-        tokenizer_object=words,
-        model_max_length=128,
-        model_input_names=list(inputs),
-        **special,
+        tokenizer_object=words, model_max_length=128, model_input_names=list(inputs), **special
     )

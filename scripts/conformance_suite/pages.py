@@ -8,9 +8,7 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "conformance"
 
 
-def table(
-    header: Sequence[str], rows: Sequence[Sequence[object]], align: str
-) -> list[str]:
+def table(header: Sequence[str], rows: Sequence[Sequence[object]], align: str) -> list[str]:
     """Return the lines of a Markdown table. `align`: "l" or "r" for each column."""
     rule = "|".join("---:" if side == "r" else "---" for side in align)
     lines = [f"| {' | '.join(header)} |", f"|{rule}|"]

@@ -22,12 +22,7 @@ def environment() -> dict[str, str]:
     """
     found = {"DS_ACCELERATOR": "cuda"}
     if not built_for_cuda():
-        path = [
-            str(ROOT / "scripts"),
-            str(ROOT),
-            str(SITE),
-            os.environ.get("PYTHONPATH", ""),
-        ]
+        path = [str(ROOT / "scripts"), str(ROOT), str(SITE), os.environ.get("PYTHONPATH", "")]
         found["PYTHONPATH"] = os.pathsep.join(filter(None, path))
         found["STRONGHOLD_PRETENDED"] = "1"
     return found

@@ -155,9 +155,7 @@ class PytestSuite:
         return 1 if report.unexplained else 0
 
     def _parse(self, given: list[str]) -> argparse.Namespace:
-        parser = argparse.ArgumentParser(
-            prog=f"conformance {self.name}", description=self.about
-        )
+        parser = argparse.ArgumentParser(prog=f"conformance {self.name}", description=self.about)
         where = f"a folder that holds {self.marker}"
         if self.from_index:
             where += ", or the source distribution; pip downloads it if it is absent"
@@ -165,19 +163,13 @@ class PytestSuite:
         parser.add_argument("--only", default="", help="files whose name contains this")
         parser.add_argument("--results", type=Path, help="a folder that keeps outcomes")
         parser.add_argument("--page", action="store_true", help=f"write {self.name}.md")
-        parser.add_argument(
-            "--page-folder", type=Path, default=FOLDER, help="folder of the page"
-        )
+        parser.add_argument("--page-folder", type=Path, default=FOLDER, help="folder of the page")
         if self.has_reference:
             parser.add_argument(
-                "--reference",
-                action="store_true",
-                help=f"run {self.project}'s own engine",
+                "--reference", action="store_true", help=f"run {self.project}'s own engine"
             )
             parser.add_argument(
-                "--beside",
-                type=Path,
-                help="results of --reference, which the page shows beside",
+                "--beside", type=Path, help="results of --reference, which the page shows beside"
             )
         parser.set_defaults(reference=False, beside=None)
         return parser.parse_args(given)
@@ -229,9 +221,7 @@ class PytestSuite:
             print(f"{file:{WIDTH}} {passed:4} {cannot_apply:13} {failed:5}", flush=True)
         return report
 
-    def _outcomes(
-        self, file: str, sources: Path, results: Path | None
-    ) -> list[Outcome]:
+    def _outcomes(self, file: str, sources: Path, results: Path | None) -> list[Outcome]:
         """Run one file. With `results`, its outcomes are kept there, and read if they are there."""
         with tempfile.TemporaryDirectory() as scratch:
             kept = Path(scratch) if results is None else results.resolve()
@@ -245,22 +235,8 @@ class PytestSuite:
 
     def _run_file(self, file: str, sources: Path, outcomes: Path, scratch: str) -> str:
         """Run one file under pytest. Returns the end of what pytest said."""
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "conformance_suite.recorder",
-        ]
-        command += [
-            "-p",
-            self.plugin,
-            "-p",
-            "no:cacheprovider",
-            "--basetemp",
-            f"{scratch}/tmp",
-        ]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "conformance_suite.recorder"]
+        command += ["-p", self.plugin, "-p", "no:cacheprovider", "--basetemp", f"{scratch}/tmp"]
         command += [*self.options, f"{self.prefix}{file}"]
         try:
             done = subprocess.run(
@@ -282,9 +258,7 @@ class PytestSuite:
         return {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, path)),
-            "PATH": os.pathsep.join(
-                [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
-            ),
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
             "DS_ACCELERATOR": "cpu",
             "OMP_NUM_THREADS": "1",
             "MASTER_ADDR": "127.0.0.1",
@@ -309,9 +283,7 @@ class PytestSuite:
                 reason = explain(self.rows, outcome.test, outcome.text)
             if reason is None:
                 counts.failed += 1
-                report.unexplained.append(
-                    f"{outcome.test}: {first_error(outcome.text)}"
-                )
+                report.unexplained.append(f"{outcome.test}: {first_error(outcome.text)}")
             else:
                 counts.cannot_apply += 1
                 report.reason_of[outcome.test] = reason
@@ -334,9 +306,7 @@ class PytestSuite:
         tests_of   version of the sources, if it is known
         reference  the tests that pass with the project's own engine, if it was run
         """
-        files = [
-            (f"`{file}`", *counts.cells()) for file, counts in report.files.items()
-        ]
+        files = [(f"`{file}`", *counts.cells()) for file, counts in report.files.items()]
         files.append(("in all", *report.in_all.cells()))
         title = self.title or f"{self.project}'s tests"
         known = f"{self.project} {version}"
@@ -377,9 +347,7 @@ class PytestSuite:
         if reference is None:
             rows = [(count, self.reasons[key]) for key, count in counts]
             return table(("tests", "reason"), rows, "rl")
-        passed = Counter(
-            reason for test, reason in report.reason_of.items() if test in reference
-        )
+        passed = Counter(reason for test, reason in report.reason_of.items() if test in reference)
         beside = [(count, passed[key], self.reasons[key]) for key, count in counts]
         return table(("tests", f"{self.project} passes", "reason"), beside, "rrl")
 

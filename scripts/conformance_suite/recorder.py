@@ -26,9 +26,7 @@ REFERENCE = "reference"
 
 
 @pytest.hookimpl(trylast=True)  # after the project's own markers have left tests out
-def pytest_collection_modifyitems(
-    config: pytest.Config, items: list[pytest.Item]
-) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     suite = load_suite(os.environ[SUITE])
     rows = () if is_reference_engine() else suite.rows
     run = []
@@ -44,9 +42,7 @@ def pytest_collection_modifyitems(
 
 
 @pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_makereport(
-    item: pytest.Item, call: pytest.CallInfo[None]
-) -> Iterator[Any]:
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[Any]:
     outcome: Any = yield
     report = outcome.get_result()
     if report.when == "call" or report.outcome != "passed":

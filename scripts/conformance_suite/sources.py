@@ -13,12 +13,7 @@ class SourcesError(Exception):
 
 
 def find_sources(
-    given: Path | None,
-    *,
-    distribution: str | None,
-    version: str,
-    marker: Path,
-    scratch: Path,
+    given: Path | None, *, distribution: str | None, version: str, marker: Path, scratch: Path
 ) -> Path:
     """Return the folder that holds `marker`.
 
@@ -31,18 +26,14 @@ def find_sources(
     """
     if given is None:
         if distribution is None:
-            raise SourcesError(
-                f"give a checkout of the project: a folder that holds {marker}"
-            )
+            raise SourcesError(f"give a checkout of the project: a folder that holds {marker}")
         given = _download(f"{distribution}=={version}", scratch)
     if given.is_file():
         with tarfile.open(given) as packed:
             packed.extractall(scratch, filter="data")
         (given,) = (path for path in scratch.iterdir() if path.is_dir())
     if not (given / marker).exists():
-        raise SourcesError(
-            f"{given} has no {marker}: give a checkout or a source distribution"
-        )
+        raise SourcesError(f"{given} has no {marker}: give a checkout or a source distribution")
     return given.resolve()
 
 
@@ -51,8 +42,6 @@ def _download(requirement: str, scratch: Path) -> Path:
     command += ["--no-binary", ":all:", "--no-build-isolation", requirement]
     done = subprocess.run([*command, "--dest", str(scratch)], check=False)
     if done.returncode:
-        raise SourcesError(
-            f"pip cannot download {requirement}: give a checkout of the project"
-        )
+        raise SourcesError(f"pip cannot download {requirement}: give a checkout of the project")
     (packed,) = scratch.glob("*.tar.gz")
     return packed

@@ -40,13 +40,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from stronghold.checkpoint.files import HeldFile, MissingError, raw_bytes, write_durably
 from stronghold.checkpoint.manifest import Count, Dtype, FileName, Name, Shape
 from stronghold.checkpoint.pretrained import files_of_tensors
-from stronghold.errors import (
-    CheckpointError,
-    ConfigError,
-    StateError,
-    did_you_mean,
-    explain,
-)
+from stronghold.errors import CheckpointError, ConfigError, StateError, did_you_mean, explain
 from stronghold.model.arrays import ArrayMap
 from stronghold.model.file_ranges import FileRange, FrozenFile
 from stronghold.model.layout import ParameterSlice
@@ -96,9 +90,7 @@ def stored_place(weights: ArrayMap, part: ParameterSlice) -> StoredPlace:
     """
     section = weights.sections[part.range]
     offset = section.byte_of(part.offset)
-    return StoredPlace(
-        name=part.name, dtype=section.dtype, shape=part.shape, offset=offset
-    )
+    return StoredPlace(name=part.name, dtype=section.dtype, shape=part.shape, offset=offset)
 
 
 def view_of(memory: torch.Tensor, place: StoredPlace) -> torch.Tensor:
@@ -120,9 +112,7 @@ class StoredTensorRecord(BaseModel):
 
     @property
     def place(self) -> StoredPlace:
-        return StoredPlace(
-            name=self.name, dtype=self.dtype, shape=self.shape, offset=self.offset
-        )
+        return StoredPlace(name=self.name, dtype=self.dtype, shape=self.shape, offset=self.offset)
 
 
 class LayerRecord(BaseModel):
@@ -144,9 +134,7 @@ class LayerRecord(BaseModel):
     @model_validator(mode="after")
     def _consistent(self) -> LayerRecord:
         if self.offset % ALIGNMENT or self.num_bytes % ALIGNMENT:
-            raise ValueError(
-                f"expected offset and num_bytes to be multiples of {ALIGNMENT}"
-            )
+            raise ValueError(f"expected offset and num_bytes to be multiples of {ALIGNMENT}")
         end = 0
         for tensor in self.tensors:
             place = tensor.place
@@ -157,9 +145,7 @@ class LayerRecord(BaseModel):
                 )
             end = place.end
         if end > self.num_bytes:
-            raise ValueError(
-                f"num_bytes: got {self.num_bytes}, and its tensors end at {end}"
-            )
+            raise ValueError(f"num_bytes: got {self.num_bytes}, and its tensors end at {end}")
         return self
 
 
@@ -193,9 +179,7 @@ class BaseManifest(BaseModel):
         ends = dict.fromkeys(self.files, 0)
         for layer in self.layers:
             if layer.file not in ends:
-                raise ValueError(
-                    f"files: {layer.file} is missing, which holds {layer.name}"
-                )
+                raise ValueError(f"files: {layer.file} is missing, which holds {layer.name}")
             if layer.offset != ends[layer.file]:
                 raise ValueError(
                     f"layers: {layer.name} begins at {layer.offset} of {layer.file}, expected "
@@ -204,9 +188,7 @@ class BaseManifest(BaseModel):
             ends[layer.file] += layer.num_bytes
         for name, num_bytes in self.files.items():
             if ends[name] != num_bytes:
-                raise ValueError(
-                    f"files: {name} has {num_bytes} bytes, its layers {ends[name]}"
-                )
+                raise ValueError(f"files: {name} has {num_bytes} bytes, its layers {ends[name]}")
         return self
 
     def write(self, directory: Path) -> None:
@@ -247,10 +229,7 @@ class Base:
         return self.manifest.layers
 
     def read_into(
-        self,
-        layer: int,
-        memory: torch.Tensor,
-        places: Sequence[StoredPlace] | None = None,
+        self, layer: int, memory: torch.Tensor, places: Sequence[StoredPlace] | None = None
     ) -> None:
         """Fill `memory` with a layer's stored tensors, and compare their checksums.
 
@@ -270,9 +249,7 @@ class Base:
         else:
             pairs = self._paired(layer, places)
             runs = list(_runs(pairs))
-        view = _bytes_of(
-            record, memory, max((end + shift for _, end, shift in runs), default=0)
-        )
+        view = _bytes_of(record, memory, max((end + shift for _, end, shift in runs), default=0))
         file = self._files[record.file]
         for begin, end, distance in runs:
             piece = view[begin + distance : end + distance]
@@ -296,9 +273,7 @@ class Base:
         Then the file's bytes may be mapped, or read at once. Raises ConfigError if the layer has
         other tensors.
         """
-        return all(
-            place.offset == to.offset for place, to in self._paired(layer, places)
-        )
+        return all(place.offset == to.offset for place, to in self._paired(layer, places))
 
     def file_ranges(
         self, layer: int, ranges: Sequence[PlacedRange]
@@ -311,24 +286,14 @@ class Base:
         its tensors at other distances there. Raises ConfigError if the layer has other tensors.
         """
         record = self.layers[layer]
-        pairs = self._paired(
-            layer, [place for placed in ranges for place in placed.places]
-        )
-        distances = {
-            to.name: place.offset - to.offset
-            for place, to in pairs
-            if to.end > to.offset
-        }
+        pairs = self._paired(layer, [place for placed in ranges for place in placed.places])
+        distances = {to.name: place.offset - to.offset for place, to in pairs if to.end > to.offset}
         ends = {to.name: place.end for place, to in pairs}
         held = self._files[record.file]
-        file = FrozenFile(
-            path=str(held.path), opened=held.system_path, num_bytes=held.num_bytes
-        )
+        file = FrozenFile(path=str(held.path), opened=held.system_path, num_bytes=held.num_bytes)
         result: list[FileRange] = []
         for placed in ranges:
-            of_range = {
-                distances[to.name] for to in placed.places if to.name in distances
-            }
+            of_range = {distances[to.name] for to in placed.places if to.name in distances}
             if len(of_range) != 1:
                 return None
             begin = placed.begin + of_range.pop()
@@ -367,16 +332,14 @@ class Base:
             pairs.append((place, to))
         if len({place.name for place, _ in pairs}) != len(record.tensors):
             raise self._foreign(
-                record,
-                f"has {len(record.tensors)} stored tensors, expected {len(places)}",
+                record, f"has {len(record.tensors)} stored tensors, expected {len(places)}"
             )
         return sorted(pairs, key=lambda pair: pair[0].offset)
 
     def _places_by_name(self, layer: int) -> dict[str, StoredPlace]:
         """The layer's stored tensors by name, without the wrappers of adapters."""
         return {
-            _without_wrappers(tensor.name): tensor.place
-            for tensor in self.layers[layer].tensors
+            _without_wrappers(tensor.name): tensor.place for tensor in self.layers[layer].tensors
         }
 
     def _foreign(self, record: LayerRecord, problem: str) -> ConfigError:
@@ -407,9 +370,7 @@ class Base:
 
 def _bytes_of(record: LayerRecord, memory: torch.Tensor, num_bytes: int) -> memoryview:
     """The bytes of `memory`. Raises StateError if it has fewer than `num_bytes`."""
-    is_flat = (
-        memory.dtype is torch.uint8 and memory.dim() == 1 and memory.is_contiguous()
-    )
+    is_flat = memory.dtype is torch.uint8 and memory.dim() == 1 and memory.is_contiguous()
     if not is_flat or memory.device.type != "cpu" or memory.numel() < num_bytes:
         raise StateError(
             f"layer {record.name}: got {memory.dtype} of shape {list(memory.shape)} on "
@@ -418,9 +379,7 @@ def _bytes_of(record: LayerRecord, memory: torch.Tensor, num_bytes: int) -> memo
     return raw_bytes(memory)
 
 
-def _runs(
-    pairs: Sequence[tuple[StoredPlace, StoredPlace]],
-) -> Iterator[tuple[int, int, int]]:
+def _runs(pairs: Sequence[tuple[StoredPlace, StoredPlace]]) -> Iterator[tuple[int, int, int]]:
     """Bytes of the layer that one read fills: (begin, end, distance to their place in memory).
 
     `pairs` are in the order of the file. Neighbours at one distance are read together, with the
@@ -544,9 +503,7 @@ def source_mark(directory: Path) -> str:
         for name, info in sorted(file.tensors.items()):
             mark.update(f"{name} {info.dtype} {info.shape} {info.begin}\n".encode())
         last = max(held.num_bytes - SAMPLE_BYTES, 0)
-        for begin in sorted(
-            {last * number // (SAMPLES - 1) for number in range(SAMPLES)}
-        ):
+        for begin in sorted({last * number // (SAMPLES - 1) for number in range(SAMPLES)}):
             sample = bytearray(min(SAMPLE_BYTES, held.num_bytes - begin))
             held.read_into(memoryview(sample), begin, "a sample")
             mark.update(sample)

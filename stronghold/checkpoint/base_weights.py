@@ -104,9 +104,7 @@ class BaseWeights:
                 )
         return self._base.file_ranges(number, ranges)
 
-    def _read(
-        self, number: int, places: Sequence[StoredPlace], memory: torch.Tensor
-    ) -> None:
+    def _read(self, number: int, places: Sequence[StoredPlace], memory: torch.Tensor) -> None:
         self._base.read_into(number, memory, places)
 
     def close(self) -> None:

@@ -144,12 +144,7 @@ class Conversion:
     """
 
     def __init__(
-        self,
-        rule: Any,
-        target: str,
-        expected: ExpectedTensors,
-        config: Any,
-        block_rows: int = 0,
+        self, rule: Any, target: str, expected: ExpectedTensors, config: Any, block_rows: int = 0
     ) -> None:
         self.target = target
         self._rule = rule
@@ -237,9 +232,7 @@ class Conversion:
         """Free converted parameters that were not read."""
         self._unread = {}
 
-    def _convert(
-        self, dtype: torch.dtype | None, *, is_meta: bool
-    ) -> dict[str, torch.Tensor]:
+    def _convert(self, dtype: torch.dtype | None, *, is_meta: bool) -> dict[str, torch.Tensor]:
         """The parameters by name. `dtype`: of floats that are read; None: the files'."""
         if self._rule is None:
             source = self._sources[0]
@@ -271,21 +264,13 @@ class Conversion:
         while first < groups.count:
             # A short last group is converted alone.
             end = min(first + step, num_whole) if first < num_whole else groups.count
-            values = self._convert_groups(
-                groups, first, end, target.dtype, is_meta=False
-            )
+            values = self._convert_groups(groups, first, end, target.dtype, is_meta=False)
             begin = first * groups.result_rows
             target[begin : begin + values.shape[0]].copy_(values)
             first = end
 
     def _convert_groups(
-        self,
-        groups: _Groups,
-        first: int,
-        end: int,
-        dtype: torch.dtype | None,
-        *,
-        is_meta: bool,
+        self, groups: _Groups, first: int, end: int, dtype: torch.dtype | None, *, is_meta: bool
     ) -> torch.Tensor:
         """The rows of groups [first, end) of the result."""
         rule = deepcopy(self._rule)
@@ -315,9 +300,7 @@ class Conversion:
             return None
         shape = self._expected.tensors[self.target].shape
         operations = self._rule.operations
-        if not all(
-            _treats_rows_apart(operation, len(shape)) for operation in operations
-        ):
+        if not all(_treats_rows_apart(operation, len(shape)) for operation in operations):
             return None
         num_of_pattern = Counter(source.pattern for source in self._sources)
         if any(_joins_experts(operation) for operation in operations):
@@ -339,9 +322,7 @@ class Conversion:
         if 0 in rows:
             return None
         *source_rows, result_rows = rows
-        return _Groups(
-            count=count, result_rows=result_rows, source_rows=tuple(source_rows)
-        )
+        return _Groups(count=count, result_rows=result_rows, source_rows=tuple(source_rows))
 
 
 def _rows_of_group(num_rows: int, count: int, block_rows: int) -> int:
@@ -382,10 +363,7 @@ def _treats_rows_apart(operation: Any, num_dimensions: int) -> bool:
 
 
 def conversions(
-    model: Any,
-    files: Mapping[str, TensorFile],
-    expected: ExpectedTensors,
-    stored: StoredWeights,
+    model: Any, files: Mapping[str, TensorFile], expected: ExpectedTensors, stored: StoredWeights
 ) -> dict[str, Conversion]:
     """The conversion that gives each name of the model's state dict, by Transformers' own rules.
 
@@ -435,17 +413,11 @@ def _matched(
     Pattern and rule are None for a tensor that is taken as it is. A rule that matches is marked as
     used.
     """
-    from transformers.core_model_loading import (
-        WeightConverter,
-        WeightRenaming,
-        rename_source_key,
-    )
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-    by_pattern = {
-        pattern: rule for rule in converters for pattern in rule.source_patterns
-    }
+    by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     prefix = model.base_model_prefix
     tensors = expected.tensors
     for key in keys:

@@ -55,13 +55,9 @@ AT_FDCWD = -100  # fcntl.h
 NAME_IS_TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 CANNOT_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM)
 # Releases that wrote version 1 had more words before the last eight digits.
-HIDDEN = re.compile(
-    r"\.(?P<name>.+)\.(?P<kind>tmp|old)-[0-9a-f-]*[0-9a-f]{8}", re.ASCII
-)
+HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<kind>tmp|old)-[0-9a-f-]*[0-9a-f]{8}", re.ASCII)
 WAIT_S = 10.0  # a network file system shows another machine's files after some seconds
-ADVICE = (
-    "save and load in a folder that every node sees under one path (NFS, Lustre, ...)"
-)
+ADVICE = "save and load in a folder that every node sees under one path (NFS, Lustre, ...)"
 Result = TypeVar("Result")
 P = ParamSpec("P")
 
@@ -186,9 +182,7 @@ def remove_leftovers(parent: Path) -> None:
 def _remove_unlocked(path: Path) -> None:
     """Remove a hidden directory of this user, if no process has it locked."""
     try:
-        descriptor = os.open(
-            path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-        )
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:  # another process has removed it, or it is no directory of a save
         return
     try:
@@ -303,12 +297,8 @@ def resolve(load_dir: Path, tag: str) -> Path:
     for folder in sorted(load_dir.glob("*")):
         if folder.is_dir() and not folder.name.startswith("."):
             tags.append(folder.name)
-    listed = (
-        f"the tags there are {', '.join(tags)}" if tags else "there is no tag in it"
-    )
-    raise CheckpointError(
-        f"{path}: no such checkpoint; {listed}.{did_you_mean(tag, tags)}"
-    )
+    listed = f"the tags there are {', '.join(tags)}" if tags else "there is no tag in it"
+    raise CheckpointError(f"{path}: no such checkpoint; {listed}.{did_you_mean(tag, tags)}")
 
 
 # -- one directory for all ranks ------------------------------------------------------------------
@@ -324,9 +314,7 @@ class CheckpointRanks:
     def __init__(self, ranks: Ranks) -> None:
         self.rank, self.num_ranks = ranks.control.rank, ranks.num_ranks
         self.several = ranks.several
-        self.slices = Slices(
-            rank=ranks.model_parallel_rank, size=ranks.model_parallel_size
-        )
+        self.slices = Slices(rank=ranks.model_parallel_rank, size=ranks.model_parallel_size)
         self._group, self._node_name = ranks.files, ranks.node_name
         self._numbers = ranks.files.members  # the ranks of all slices
         self._sharing = ranks.control.members  # the ranks that share this rank's slices
@@ -343,9 +331,7 @@ class CheckpointRanks:
         """Select, from the result of `exchange`, the values of the ranks that share our slices."""
         return [values[self._numbers.index(number)] for number in self._sharing]
 
-    def all_or_raise(
-        self, work: Callable[P, Result], *args: P.args, **kwargs: P.kwargs
-    ) -> Result:
+    def all_or_raise(self, work: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Result:
         """Return the result of `work(*args, **kwargs)`. Waits for the other ranks.
 
         If it raises on one rank, all ranks raise. That rank raises its own error. The others raise

@@ -150,9 +150,7 @@ def _file_bytes(entries: Sequence[Entry]) -> Iterator[memoryview]:
                 yield data[begin : begin + PIECE_BYTES]
             num_bytes += len(data)
         if num_bytes != entry.num_bytes:
-            raise StateError(
-                f"{entry.name}: {num_bytes} bytes of {entry.num_bytes} were given"
-            )
+            raise StateError(f"{entry.name}: {num_bytes} bytes of {entry.num_bytes} were given")
 
 
 def _header(entries: Sequence[Entry]) -> bytes:
@@ -161,9 +159,7 @@ def _header(entries: Sequence[Entry]) -> bytes:
     end = 0
     for entry in entries:
         if entry.dtype not in NAMES:
-            raise CheckpointError(
-                f"{entry.name}: safetensors has no type for {entry.dtype}"
-            )
+            raise CheckpointError(f"{entry.name}: safetensors has no type for {entry.dtype}")
         if entry.name == METADATA:
             raise CheckpointError(
                 f"{entry.name}: safetensors keeps this name for itself; rename the tensor"
@@ -221,9 +217,7 @@ class HeldFile:
     def __init__(self, path: Path, within: int | None = None) -> None:
         self.path = path
         try:
-            self._descriptor = _open(
-                path if within is None else Path(path.name), within
-            )
+            self._descriptor = _open(path if within is None else Path(path.name), within)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise MissingError(f"{path}: the file is missing") from error
         # ValueError: a name that no file can have
@@ -394,16 +388,10 @@ class TensorFile:
         info = self.info(name)
         flat = target.view(-1)
         if begin + flat.numel() > info.numel:
-            raise StateError(
-                f"{name}: {info.shape} does not fill the target from {begin} on"
-            )
+            raise StateError(f"{name}: {info.shape} does not fill the target from {begin} on")
         is_direct = target.dtype is info.dtype and target.device.type == "cpu"
         size = flat.numel() if is_direct else PIECE_BYTES // 4
-        buffer = (
-            flat
-            if is_direct
-            else torch.empty(min(size, flat.numel()), dtype=info.dtype)
-        )
+        buffer = flat if is_direct else torch.empty(min(size, flat.numel()), dtype=info.dtype)
         for first in range(0, flat.numel(), max(size, 1)):
             piece = buffer[: flat.numel() - first]
             position = info.begin + (begin + first) * info.dtype.itemsize

@@ -94,9 +94,7 @@ class Load:
             records = [match.record for match in self._matches]
             self._tag.check_headers(records, state=optimizer is not None)
             self._check_frozen()
-            self.state = unpack_state(
-                self._tag.file(team.slices.state), trusted=trusted
-            )
+            self.state = unpack_state(self._tag.file(team.slices.state), trusted=trusted)
             if self.within_step and self.state is not None:
                 self._check_loss_scale(optimizer, self.state.loss_scale or {})
         except BaseException:
@@ -117,9 +115,7 @@ class Load:
         matches, missing = [], []
         for index, layer in enumerate(self._stack.partition.layers):
             parts = self._stack.layout.layers[index].slices
-            for k, (named, part) in enumerate(
-                zip(layer.parameters, parts, strict=True)
-            ):
+            for k, (named, part) in enumerate(zip(layer.parameters, parts, strict=True)):
                 known.update(named.aliases)
                 record = self._record_of(named.aliases)
                 if record is not None:
@@ -196,9 +192,7 @@ class Load:
         saved = self.manifest.groups
         live = named_groups(self._stack, optimizer) or ()
         if saved is None:
-            raise ConfigError(
-                f"{self._path} was saved by an engine without an optimizer; {advice}"
-            )
+            raise ConfigError(f"{self._path} was saved by an engine without an optimizer; {advice}")
         self._check_moments(advice)
         first_name = {alias: record.name for alias, record in self._records.items()}
         saved_names = [set(group["params"]) for group in saved]
@@ -220,9 +214,7 @@ class Load:
         self, optimizer: EngineOptimizer, saved: tuple[dict[str, Any], ...], advice: str
     ) -> None:
         """Raise CheckpointError for a saved value that cannot take a live value's place."""
-        for index, (group, stored) in enumerate(
-            zip(optimizer.param_groups, saved, strict=True)
-        ):
+        for index, (group, stored) in enumerate(zip(optimizer.param_groups, saved, strict=True)):
             for key, value in stored.items():
                 if key in group and key != "params" and not _is_like(group[key], value):
                     raise CheckpointError(
@@ -259,9 +251,7 @@ class Load:
                 "load_optimizer_states=False to load the weights and begin a step"
             )
 
-    def _check_loss_scale(
-        self, optimizer: EngineOptimizer | None, saved: dict[str, Any]
-    ) -> None:
+    def _check_loss_scale(self, optimizer: EngineOptimizer | None, saved: dict[str, Any]) -> None:
         """Raise ConfigError if sums over micro-batches carry another loss scale than this run's."""
         assert optimizer is not None
         saved_scale = float(saved.get("cur_scale", 1.0))
@@ -383,9 +373,7 @@ class Load:
         """Yield a parameter's elements of these arrays, in pieces, as `ArrayAccess.pieces`."""
         begin = match.part.offset
         end = begin + match.part.numel
-        return self._stack.host.access.pieces(
-            match.layer, arrays, begin, end, mode=mode
-        )
+        return self._stack.host.access.pieces(match.layer, arrays, begin, end, mode=mode)
 
     def _convert_weights(self, match: Match, with_master: bool) -> None:
         """Write weights of another dtype or kind of states, from the values of the masters."""
@@ -397,9 +385,7 @@ class Load:
                 host.access.write_master(match.layer, part, begin, master)
             else:
                 first, last = part.offset + begin, part.offset + end
-                pieces = host.access.pieces(
-                    match.layer, (WEIGHTS,), first, last, mode="replace"
-                )
+                pieces = host.access.pieces(match.layer, (WEIGHTS,), first, last, mode="replace")
                 for elements, views in pieces:
                     views[WEIGHTS].copy_(master[elements])
             begin = end
@@ -471,16 +457,12 @@ class Load:
                 for moment in states.moments:
                     encoded = states.encode(moment, decoded[moment.name])
                     for array, values in encoded.items():
-                        target = items(
-                            array, begin - elements.start, end - elements.start
-                        )
+                        target = items(array, begin - elements.start, end - elements.start)
                         views[array][target].copy_(values)
 
     def _hyper_parameters(self, optimizer: EngineOptimizer) -> None:
         """Write saved hyper-parameters into the live groups. A tensor keeps its identity."""
-        for group, saved in zip(
-            optimizer.param_groups, self.manifest.groups or (), strict=True
-        ):
+        for group, saved in zip(optimizer.param_groups, self.manifest.groups or (), strict=True):
             for key, value in saved.items():
                 live = group.get(key)
                 if key == "params":
@@ -503,9 +485,7 @@ class Load:
         return tensors
 
 
-def masters(
-    tag: OpenTag, record: TensorRecord, *, exact: bool
-) -> Iterator[torch.Tensor]:
+def masters(tag: OpenTag, record: TensorRecord, *, exact: bool) -> Iterator[torch.Tensor]:
     """Yield a parameter in fp32, flat, in pieces.
 
     `exact`: the values are the exact master's, else the weights'.
@@ -517,9 +497,7 @@ def masters(
         yield join_master(weights, low)
 
 
-def moments_of(
-    tag: OpenTag, record: TensorRecord, begin: int, end: int
-) -> dict[str, torch.Tensor]:
+def moments_of(tag: OpenTag, record: TensorRecord, begin: int, end: int) -> dict[str, torch.Tensor]:
     """Return the moments of a parameter's elements [begin, end), by name, flat, in fp32.
 
     `begin` is a multiple of a group. Empty if the record has no moments.

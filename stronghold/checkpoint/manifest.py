@@ -128,9 +128,7 @@ def _dtype_of(value: Any) -> torch.dtype:
 def _trained_dtype_of(value: Any) -> torch.dtype:
     dtype = _dtype_of(value)
     if dtype not in LOW_DTYPE:
-        raise ValueError(
-            f"expected one of {', '.join(NAMES[dtype] for dtype in LOW_DTYPE)}"
-        )
+        raise ValueError(f"expected one of {', '.join(NAMES[dtype] for dtype in LOW_DTYPE)}")
     return dtype
 
 
@@ -146,9 +144,7 @@ Name = Annotated[str, Field(min_length=1)]
 FileName = Annotated[str, AfterValidator(_file_name)]
 OptimizerName = Annotated[str, AfterValidator(_optimizer_name)]
 Shape = tuple[Count, ...]
-Dtype = Annotated[
-    torch.dtype, PlainValidator(_dtype_of), PlainSerializer(NAMES.__getitem__)
-]
+Dtype = Annotated[torch.dtype, PlainValidator(_dtype_of), PlainSerializer(NAMES.__getitem__)]
 TrainedDtype = Annotated[
     torch.dtype, PlainValidator(_trained_dtype_of), PlainSerializer(NAMES.__getitem__)
 ]
@@ -252,14 +248,10 @@ class TensorRecord(BaseModel):
         if WEIGHTS not in self.pieces:
             raise ValueError("pieces: weights are missing")
         if not self.trainable and len(self.pieces) > 1:
-            raise ValueError(
-                "expected neither masters, moments nor sums of a frozen parameter"
-            )
+            raise ValueError("expected neither masters, moments nor sums of a frozen parameter")
         if self.trainable and self.dtype not in LOW_DTYPE:
             names = ", ".join(NAMES[dtype] for dtype in LOW_DTYPE)
-            raise ValueError(
-                f"expected one of {names} of what trains, got {NAMES[self.dtype]}"
-            )
+            raise ValueError(f"expected one of {names} of what trains, got {NAMES[self.dtype]}")
         if self.has_low and LOW_DTYPE[self.dtype] is None:
             raise ValueError(f"expected no masters beside {NAMES[self.dtype]}")
         for array, pieces in self.pieces.items():
@@ -316,9 +308,7 @@ class Manifest(BaseModel):
         if missing := {*COUNTERS, GAS} - self.counters.keys():
             raise ValueError(f"counters: {min(missing)} is missing")
         if self.counters[GAS] < 1:
-            raise ValueError(
-                f"counters.{GAS}: got {self.counters[GAS]}, expected at least 1"
-            )
+            raise ValueError(f"counters.{GAS}: got {self.counters[GAS]}, expected at least 1")
         if self.states == LEAN and self.dtype is not torch.bfloat16:
             raise ValueError("states: expected exact ones of weights that are not bf16")
         self._check_groups()
@@ -334,18 +324,14 @@ class Manifest(BaseModel):
         known = {*names, *self.excluded}
         for index, group in enumerate(self.groups or ()):
             listed = group.get("params")
-            if not isinstance(listed, list) or not all(
-                isinstance(name, str) for name in listed
-            ):
+            if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
                 raise ValueError(f"groups.{index}.params: expected a list of names")
             if unknown := set(listed) - known:
                 raise ValueError(f"groups: {min(unknown)} is none of the tensors")
 
     def _check_tensor(self, tensor: TensorRecord) -> None:
         """Raise ValueError for arrays that are not its optimizer's, and for files not listed."""
-        moments = (
-            tensor.states(self.states).moment_dtypes.keys() if tensor.trainable else ()
-        )
+        moments = tensor.states(self.states).moment_dtypes.keys() if tensor.trainable else ()
         others = tensor.pieces.keys() - {WEIGHTS, LOW, SUMS}
         if tensor.has_moments and others != set(moments):
             raise ValueError(
@@ -353,26 +339,18 @@ class Manifest(BaseModel):
                 f"moments are {', '.join(moments)}"
             )
         if unlisted := tensor.files() - self.files.keys():
-            raise ValueError(
-                f"files: {min(unlisted)} is missing, which holds {tensor.name}"
-            )
+            raise ValueError(f"files: {min(unlisted)} is missing, which holds {tensor.name}")
 
     def write(self, directory: Path) -> None:
         """Write the manifest into a directory that has all its files. Waits for the disk."""
-        body = {
-            "format": FORMAT,
-            "version": self.version,
-            **self.model_dump(mode="json"),
-        }
+        body = {"format": FORMAT, "version": self.version, **self.model_dump(mode="json")}
         body["files"] = dict(sorted(body["files"].items()))
         crc32 = zlib.crc32(json.dumps(body, sort_keys=True).encode())
         text = json.dumps({"crc32": crc32, "manifest": body}, indent=1)
         write_durably(directory / self.model_parallel.name(MANIFEST), text.encode())
 
     @staticmethod
-    def read(
-        directory: Path, slices: Slices | None = None, within: int | None = None
-    ) -> Manifest:
+    def read(directory: Path, slices: Slices | None = None, within: int | None = None) -> Manifest:
         """Read the manifest of `slices` in `directory`.
 
         slices  None: a model that is not split
@@ -383,9 +361,7 @@ class Manifest(BaseModel):
         """
         slices = slices or Slices()
         path = directory / slices.name(MANIFEST)
-        _check_split(
-            directory, slices, os.listdir(directory if within is None else within)
-        )
+        _check_split(directory, slices, os.listdir(directory if within is None else within))
         try:
             file = HeldFile(path, within)
         except MissingError as error:
@@ -393,25 +369,13 @@ class Manifest(BaseModel):
         try:
             document = json.loads(file.read(LARGEST))
             body = document["manifest"]
-            if document["crc32"] != zlib.crc32(
-                json.dumps(body, sort_keys=True).encode()
-            ):
-                raise CheckpointError(
-                    f"{path}: its checksum is not that of its contents"
-                )
+            if document["crc32"] != zlib.crc32(json.dumps(body, sort_keys=True).encode()):
+                raise CheckpointError(f"{path}: its checksum is not that of its contents")
             version = body["format"], body["version"]
             if version == (FORMAT, 1):
                 body = _from_version_1(body)
-        except (
-            ValueError,
-            KeyError,
-            TypeError,
-            AttributeError,
-            RecursionError,
-        ) as error:
-            raise CheckpointError(
-                f"{path}: not a readable manifest: {error!r}"
-            ) from error
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{path}: not a readable manifest: {error!r}") from error
         finally:
             file.close()
         if version not in [(FORMAT, number) for number in VERSIONS]:
@@ -454,9 +418,7 @@ def _from_version_1(body: dict[str, Any]) -> dict[str, Any]:
     return {**body, "tensors": tensors}
 
 
-def _files_of_version_1(
-    tensor: dict[str, Any], kind: StateKind
-) -> Iterator[tuple[str, Any]]:
+def _files_of_version_1(tensor: dict[str, Any], kind: StateKind) -> Iterator[tuple[str, Any]]:
     """(array, file) of a tensor. The file is None if the parameter has no such state."""
     yield WEIGHTS, tensor[WEIGHTS]
     yield LOW, tensor[LOW]
@@ -491,6 +453,4 @@ def _foreign(directory: Path) -> str:
             f"{directory}: weights without {MANIFEST}; load them with stronghold.from_pretrained "
             "or the model's own loader"
         )
-    return (
-        f"{directory / MANIFEST}: the file is missing; not a checkpoint of stronghold's"
-    )
+    return f"{directory / MANIFEST}: the file is missing; not a checkpoint of stronghold's"

@@ -92,17 +92,13 @@ def placeholders(model: nn.Module) -> Iterator[None]:
             )
 
 
-def _make_placeholders(
-    model: nn.Module, source: WeightSource
-) -> dict[int, _Placeholder]:
+def _make_placeholders(model: nn.Module, source: WeightSource) -> dict[int, _Placeholder]:
     """A placeholder of each meta parameter of the model, by the parameter's id."""
     made: dict[int, _Placeholder] = {}
     for parameter in model.parameters():
         if parameter.is_meta:
             value = torch.full((), float("nan"), dtype=parameter.dtype)
-            placeholder = _Placeholder(
-                value.expand(parameter.shape), parameter.requires_grad
-            )
+            placeholder = _Placeholder(value.expand(parameter.shape), parameter.requires_grad)
             placeholder.original = parameter
             placeholder.source = source
             placeholder.is_written = False

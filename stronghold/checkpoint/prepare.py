@@ -46,11 +46,7 @@ from stronghold.checkpoint.base import (
     view_of,
 )
 from stronghold.checkpoint.files import raw_bytes
-from stronghold.checkpoint.pretrained import (
-    DirectorySource,
-    from_pretrained,
-    open_source,
-)
+from stronghold.checkpoint.pretrained import DirectorySource, from_pretrained, open_source
 from stronghold.checkpoint.save import versions
 from stronghold.devices.worker import open_worker
 from stronghold.errors import ConfigError, did_you_mean, format_size
@@ -223,9 +219,7 @@ def _plan(
     page = page_items(formats.formats, in_files=True)
     plans: list[_LayerPlan] = []
     number, end = 0, 0
-    for layer, placed in zip(
-        parts.layers, layout(parts, 1, page, formats.of).layers, strict=True
-    ):
+    for layer, placed in zip(parts.layers, layout(parts, 1, page, formats.of).layers, strict=True):
         if not layer.streamed:
             continue
         weights = weight_map(placed, formats.formats)
@@ -333,16 +327,12 @@ class _Writer:
                 for following in parts[number + 1 : number + 2]:
                     if following.weight is None and len(written) >= NUM_SLABS - 1:
                         self._wait(written[1 - NUM_SLABS])
-                    read = reader.submit(
-                        self._read, following, parts[number + 2 : number + 3]
-                    )
+                    read = reader.submit(self._read, following, parts[number + 2 : number + 3])
                 if part.weight is not None:
                     self._pack(part, part.weight, pool)
                 if part.is_last:
                     file = files[part.plan.file]
-                    written.append(
-                        writer.submit(_write, queue, file, part.plan, part.slab)
-                    )
+                    written.append(writer.submit(_write, queue, file, part.plan, part.slab))
                     self._progress(len(written), plans)
             records = [self._wait(layer) for layer in written]
         for name in files:
@@ -359,9 +349,7 @@ class _Writer:
     def _parts(self, plans: Sequence[_LayerPlan]) -> list[_Part]:
         """All parts of all layers, in the order in which they are read and packed."""
         largest = max(plan.num_bytes for plan in plans)
-        slabs = [
-            map_slab(largest, torch.uint8) for _ in range(min(NUM_SLABS, len(plans)))
-        ]
+        slabs = [map_slab(largest, torch.uint8) for _ in range(min(NUM_SLABS, len(plans)))]
         sizes = [packed.parameter.numel() for plan in plans for packed in plan.packed]
         buffers = [map_slab(max(sizes, default=0), self._dtype) for _ in range(2)]
         parts: list[_Part] = []
@@ -376,11 +364,7 @@ class _Writer:
                 weights.append(_Weight(packed=packed, values=values))
             parts += [
                 _Part(
-                    plan=plan,
-                    slab=slab,
-                    views=views,
-                    weight=weight,
-                    is_last=weight is weights[-1],
+                    plan=plan, slab=slab, views=views, weight=weight, is_last=weight is weights[-1]
                 )
                 for weight in weights
             ]
@@ -407,9 +391,7 @@ class _Writer:
         except ConfigError as reason:
             raise ConfigError(f"{packed.name}: {reason}") from reason
         self.clock.packing_s += time.perf_counter() - begun
-        self._errors.setdefault(kind_of_weight(part.plan.name, packed.name), []).append(
-            error
-        )
+        self._errors.setdefault(kind_of_weight(part.plan.name, packed.name), []).append(error)
 
     def _wait(self, call: Future[Result]) -> Result:
         """Return the result of a call of another thread. Raises what it raised."""
@@ -430,9 +412,7 @@ class _Writer:
         )
 
 
-def _write(
-    queue: IoQueue, file: IoFile, plan: _LayerPlan, slab: torch.Tensor
-) -> LayerRecord:
+def _write(queue: IoQueue, file: IoFile, plan: _LayerPlan, slab: torch.Tensor) -> LayerRecord:
     """Write a layer's slab to its place in the file. Returns the layer's record."""
     ticket = queue.write(file, plan.offset, slab.data_ptr(), plan.num_bytes)
     data = raw_bytes(slab)

@@ -71,9 +71,7 @@ def from_pretrained(
     with _parameters_on_meta():
         model = build(config, dtype=model_dtype)
         stored.prepare(model, model_dtype)
-    if (path / "generation_config.json").is_file() and hasattr(
-        model, "generation_config"
-    ):
+    if (path / "generation_config.json").is_file() and hasattr(model, "generation_config"):
         model.generation_config = transformers.GenerationConfig.from_pretrained(path)
     source = DirectorySource(model, files, path, stored)
     source.fill_buffers(model)
@@ -141,9 +139,7 @@ def files_of_tensors(path: Path) -> dict[str, TensorFile]:
 def _files_of_index(path: Path, index: Path) -> dict[str, TensorFile]:
     """The file of each tensor in the index of a sharded directory."""
     try:
-        shard_of_tensor = dict(
-            json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        )
+        shard_of_tensor = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
         shards = sorted(set(shard_of_tensor.values()))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{index}: not a readable index: {error!r}") from error
@@ -161,11 +157,7 @@ class DirectorySource:
     """Source of the values of a model's parameters: the tensors of one directory."""
 
     def __init__(
-        self,
-        model: Any,
-        files: dict[str, TensorFile],
-        path: Path,
-        stored: StoredWeights,
+        self, model: Any, files: dict[str, TensorFile], path: Path, stored: StoredWeights
     ) -> None:
         self.path = path
         self._conversion_of = conversions(model, files, ExpectedTensors(model), stored)

@@ -186,9 +186,7 @@ class Save:
             for name, buffer in persistent_buffers(stack.partition)
         }
         slices = team.slices.size
-        self._state = pack_state(
-            client, counters, self._versions, model_parallel_size=slices
-        )
+        self._state = pack_state(client, counters, self._versions, model_parallel_size=slices)
         self._config = model_config(model)
         self._groups = named_groups(stack, optimizer)
         num_layers = len(stack.host.layers)
@@ -276,9 +274,7 @@ class Save:
         if isinstance(self._failure, LaneError):
             raise surfacing(self._failure)
         if self._failure is not None:
-            raise LaneError(
-                LaneName.IO, f"publish {self._tag}", self._failure
-            ) from self._failure
+            raise LaneError(LaneName.IO, f"publish {self._tag}", self._failure) from self._failure
 
     def write_guarded(self, layer: int, job: _LayerJob | None = None) -> None:
         """Write a layer, and keep its error for `_finish`.
@@ -306,9 +302,7 @@ class Save:
             # a program writes such weights in their slot, and the save reads host arrays
             return
         present = stack.runtime.versions_of(layer)
-        for part, before, now in zip(
-            state.layout.slices, versions, present, strict=True
-        ):
+        for part, before, now in zip(state.layout.slices, versions, present, strict=True):
             if before != now:
                 raise ConfigError(
                     f"{part.name} was written in place while a checkpoint was saved beside "
@@ -328,9 +322,7 @@ class Save:
         """Publish the files of every rank, if no rank has failed ([Note: one tag])."""
         team = self._team
         with self._cleanup:
-            of_all = team.exchange(
-                team.all_or_raise(self._end_of_jobs), "files and pieces"
-            )
+            of_all = team.exchange(team.all_or_raise(self._end_of_jobs), "files and pieces")
             of_slices = team.of_slices(of_all)
             team.all_or_raise(self._describe, of_slices)
             team.all_or_raise(self._publish)
@@ -386,9 +378,7 @@ class Save:
                 if array != WEIGHTS and host.access.has(index, array):
                     yield array
 
-    def _write_layer(
-        self, index: int, memory: Mapping[str, torch.Tensor] | None
-    ) -> None:
+    def _write_layer(self, index: int, memory: Mapping[str, torch.Tensor] | None) -> None:
         """Write this rank's share of a layer, in a file for each kind of arrays.
 
         `memory`: as in `ArrayAccess.pieces`.
@@ -408,13 +398,9 @@ class Save:
                     if array not in saved.arrays:
                         continue
                     for begin, end in self._shares(index, saved.part):
-                        entries.append(
-                            self._entry(index, array, saved.part, begin, end, memory)
-                        )
+                        entries.append(self._entry(index, array, saved.part, begin, end, memory))
                         span = items(array, begin, end)
-                        piece = WrittenPiece(
-                            saved.part.name, array, span.start, span.stop, file
-                        )
+                        piece = WrittenPiece(saved.part.name, array, span.start, span.stop, file)
                         self._written.pieces.append(piece)
             if entries:
                 self._written.files[file] = write_tensors(self._hidden / file, entries)
@@ -424,9 +410,7 @@ class Save:
         state = self._stack.host.layers[index]
         if part.numel == 0 and self._team.rank == 0:
             yield 0, 0
-        for low, high in state.shards.within(
-            state.layout, part.offset, part.offset + part.numel
-        ):
+        for low, high in state.shards.within(state.layout, part.offset, part.offset + part.numel):
             yield low - part.offset, high - part.offset
 
     def _entry(
@@ -470,9 +454,7 @@ class Save:
         records = []
         for layer in self._saved:
             for saved in layer:
-                records.append(
-                    TensorRecord(**saved.described, pieces=pieces[saved.part.name])
-                )
+                records.append(TensorRecord(**saved.described, pieces=pieces[saved.part.name]))
         kept = {record.name for record in records}
         parameters = [part for layer in stack.layout.layers for part in layer.slices]
         Manifest(
@@ -481,9 +463,7 @@ class Save:
             counters=self._counters,
             tensors=tuple(records),
             excluded=tuple(part.name for part in parameters if part.name not in kept),
-            buffers={
-                name: tuple(buffer.shape) for name, buffer in self._buffers.items()
-            },
+            buffers={name: tuple(buffer.shape) for name, buffer in self._buffers.items()},
             groups=self._groups,
             files=files,
             versions=self._versions,
@@ -498,10 +478,7 @@ class Save:
             name = slices.name(BUFFERS)
             entries = [entry_of(*item) for item in self._buffers.items()]
             files[name] = write_tensors(self._hidden / name, entries)
-        for name, data in {
-            slices.state: self._state,
-            slices.name(CONFIG): self._config,
-        }.items():
+        for name, data in {slices.state: self._state, slices.name(CONFIG): self._config}.items():
             if data is not None:
                 files[name] = write_durably(self._hidden / name, data)
         return files
@@ -515,9 +492,7 @@ class Save:
             directory.write_latest(self._save_dir, self._tag)
 
 
-def _pieces_by_name(
-    of_ranks: list[Written],
-) -> dict[str, dict[str, tuple[StoredPiece, ...]]]:
+def _pieces_by_name(of_ranks: list[Written]) -> dict[str, dict[str, tuple[StoredPiece, ...]]]:
     """The pieces of all ranks by parameter and array, in the order of their items."""
     written_pieces: list[WrittenPiece] = []
     for written in of_ranks:
@@ -566,9 +541,7 @@ def named_groups(
             names[named.parameter] = named.name
     groups = []
     for group in optimizer.param_groups:
-        listed = [
-            names[parameter] for parameter in group["params"] if parameter in names
-        ]
+        listed = [names[parameter] for parameter in group["params"] if parameter in names]
         groups.append(plain_group(group, listed))
     return tuple(groups)
 

@@ -24,9 +24,7 @@ from stronghold.errors import CheckpointError
 
 logger = logging.getLogger("stronghold")
 
-NOTE = (
-    "the weights are in the .safetensors files beside this one: see `stronghold export`"
-)
+NOTE = "the weights are in the .safetensors files beside this one: see `stronghold export`"
 # For each key of the file: the field, and the types of its values. Older files may lack keys.
 STORED: dict[str, tuple[str, tuple[type, ...]]] = {
     "lr_scheduler": ("scheduler", (dict, type(None))),

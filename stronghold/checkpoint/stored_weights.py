@@ -54,9 +54,7 @@ class StoredWeights:
     def prepare(self, model: nn.Module, dtype: torch.dtype) -> None:
         """Replace modules of `model` by the library's modules, if the format is kept."""
         if self.reading is Reading.KEPT:
-            self.quantiser.preprocess_model(
-                model=model, dtype=dtype, device_map={"": "cpu"}
-            )
+            self.quantiser.preprocess_model(model=model, dtype=dtype, device_map={"": "cpu"})
 
     def finish(self, model: Any) -> None:
         """Mark `model` as quantised, as Transformers does, if the format is kept."""
@@ -91,9 +89,7 @@ def stored_weights(config: Any, path: Path) -> StoredWeights:
     block = getattr(quantiser.quantization_config, "weight_block_size", None)
     if reading is Reading.DECODED:
         del owner.quantization_config
-    return StoredWeights(
-        quantiser=quantiser, reading=reading, block_rows=block[0] if block else 0
-    )
+    return StoredWeights(quantiser=quantiser, reading=reading, block_rows=block[0] if block else 0)
 
 
 def quantised_as(config: Any) -> str | None:

@@ -57,9 +57,7 @@ class OpenTag(Closeable):
                 return
             self.close()
             time.sleep(0.01)
-        raise CheckpointError(
-            f"{path}: is replaced again and again; nothing of it can be read"
-        )
+        raise CheckpointError(f"{path}: is replaced again and again; nothing of it can be read")
 
     def close(self) -> None:
         """Close every file."""
@@ -76,9 +74,7 @@ class OpenTag(Closeable):
             return False
         try:
             self.manifest = Manifest.read(self.path, slices, within)
-            first = HeldFile(
-                self.path / Slices(size=slices.size).name(MANIFEST), within
-            )
+            first = HeldFile(self.path / Slices(size=slices.size).name(MANIFEST), within)
             self.mark = zlib.crc32(first.read(LARGEST))
             first.close()
             for name in self.manifest.files:
@@ -124,9 +120,7 @@ class OpenTag(Closeable):
                     continue
                 dtype = record.dtype_of(array, self.manifest.states)
                 for piece in pieces:
-                    stored = stored_as(
-                        array, record.name, record.shape, piece.begin, piece.end
-                    )
+                    stored = stored_as(array, record.name, record.shape, piece.begin, piece.end)
                     self._check_header(piece.file, *stored, dtype)
         for name, shape in self.manifest.buffers.items():
             self._check_header(self.buffers, name, shape, None)
@@ -168,9 +162,7 @@ class OpenTag(Closeable):
             self._tensors[name] = TensorFile(self.file(name))
         return self._tensors[name]
 
-    def read_into(
-        self, record: TensorRecord, array: str, begin: int, target: torch.Tensor
-    ) -> None:
+    def read_into(self, record: TensorRecord, array: str, begin: int, target: torch.Tensor) -> None:
         """Fill `target` with the items of a parameter's array from `begin` on.
 
         `target` is flat and contiguous. The items come from the files of all ranks that wrote them.
@@ -179,15 +171,11 @@ class OpenTag(Closeable):
         for piece in record.pieces[array]:
             first, last = max(begin, piece.begin), min(end, piece.end)
             if first < last:
-                name, _ = stored_as(
-                    array, record.name, record.shape, piece.begin, piece.end
-                )
+                name, _ = stored_as(array, record.name, record.shape, piece.begin, piece.end)
                 part = target[first - begin : last - begin]
                 self.tensors(piece.file).read_into(name, first - piece.begin, part)
 
-    def read(
-        self, record: TensorRecord, array: str, begin: int, end: int
-    ) -> torch.Tensor:
+    def read(self, record: TensorRecord, array: str, begin: int, end: int) -> torch.Tensor:
         """Return items [begin, end) of a parameter's array in fresh memory, flat."""
         dtype = record.dtype_of(array, self.manifest.states)
         target = torch.empty(end - begin, dtype=dtype)

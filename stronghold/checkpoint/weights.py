@@ -50,9 +50,7 @@ SMALL_FILES = (".json", ".txt", ".model", ".jinja")  # configuration and tokeniz
 
 
 # -- of a live engine -----------------------------------------------------------------------------
-def live_weights(
-    stack: Stack, *, exclude_frozen: bool = False
-) -> dict[str, torch.Tensor]:
+def live_weights(stack: Stack, *, exclude_frozen: bool = False) -> dict[str, torch.Tensor]:
     """Return the model's state dict. The caller has waited for pending updates.
 
     Parameters are CPU tensors over the host arrays, without a copy. Each has a storage of its own
@@ -84,9 +82,7 @@ def _live_parameter(state: LayerState, part: ParameterSlice) -> torch.Tensor:
     return flat.view(values.shape)
 
 
-def write_weights(
-    weights: dict[str, torch.Tensor], save_dir: Path, filename: str
-) -> None:
+def write_weights(weights: dict[str, torch.Tensor], save_dir: Path, filename: str) -> None:
     """Write a state dict to one file, which appears complete or not at all. Waits for the disk.
 
     safetensors knows no ties: it gets the first of tied names. torch's format keeps ties.
@@ -110,15 +106,11 @@ def locate(path: Path, tag: str | None) -> Path:
     It is `path` itself if `path` is a checkpoint, else `tag` in it, else the tag that `latest`
     names. Raises CheckpointError if there is none.
     """
-    if tag is None and (
-        (path / MANIFEST).exists() or any(path.glob("*_optim_states.pt"))
-    ):
+    if tag is None and ((path / MANIFEST).exists() or any(path.glob("*_optim_states.pt"))):
         return path
     tag = tag or directory.read_latest(path)
     if tag is None:
-        raise CheckpointError(
-            f"{path}: neither a checkpoint nor a directory with a file latest"
-        )
+        raise CheckpointError(f"{path}: neither a checkpoint nor a directory with a file latest")
     return directory.resolve(path, directory.check_tag(tag))
 
 
@@ -165,9 +157,7 @@ def export_hf(
     return sorted(out.iterdir())
 
 
-def fp32_state(
-    source: Path, *, exclude_frozen: bool = False
-) -> dict[str, torch.Tensor]:
+def fp32_state(source: Path, *, exclude_frozen: bool = False) -> dict[str, torch.Tensor]:
     """Return the state dict of the checkpoint directory `source`, in fp32.
 
     Trained parameters are the exact masters. Each parameter has all its names. Buffers keep their
@@ -176,11 +166,7 @@ def fp32_state(
     """
     with OpenTag(source) as tag:
         manifest = tag.manifest
-        wanted = [
-            record
-            for record in manifest.tensors
-            if record.trainable or not exclude_frozen
-        ]
+        wanted = [record for record in manifest.tensors if record.trainable or not exclude_frozen]
         needed = {BUFFERS} if manifest.buffers else set()
         for record in wanted:
             needed |= record.files({WEIGHTS, LOW})
@@ -211,18 +197,14 @@ class _StoredWeights:
 def _entry(tag: OpenTag, record: TensorRecord) -> Entry:
     """An entry that copies a parameter's weights from the tag to another file."""
     pieces = _StoredWeights(tag=tag, record=record)
-    return Entry(
-        name=record.name, dtype=record.dtype, shape=record.shape, pieces=pieces
-    )
+    return Entry(name=record.name, dtype=record.dtype, shape=record.shape, pieces=pieces)
 
 
 def _num_bytes(entry: Entry) -> int:
     return entry.num_bytes
 
 
-def shards(
-    items: Sequence[Item], most: int, size: Callable[[Item], int]
-) -> list[list[Item]]:
+def shards(items: Sequence[Item], most: int, size: Callable[[Item], int]) -> list[list[Item]]:
     """Divide items, in order, into shards whose sizes add up to at most `most`.
 
     An item that is larger has a shard of its own.
@@ -254,10 +236,7 @@ def write_shards(out: Path, filled: list[list[Entry]]) -> None:
 
 
 def write_small_files(
-    out: Path,
-    described: dict[str, Any] | None,
-    model_dir: Path | None,
-    changes: dict[str, Any],
+    out: Path, described: dict[str, Any] | None, model_dir: Path | None, changes: dict[str, Any]
 ) -> None:
     """Write `config.json` with `changes`. Copy the tokenizer's files of `model_dir`.
 
@@ -290,11 +269,7 @@ def _read_config(file: HeldFile) -> dict[str, Any]:
     try:
         described = json.loads(file.read(LARGEST))
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{file.path}: cannot be read as JSON: {error}"
-        ) from error
+        raise CheckpointError(f"{file.path}: cannot be read as JSON: {error}") from error
     if not isinstance(described, dict):
-        raise CheckpointError(
-            f"{file.path}: got {type(described).__name__}, expected an object"
-        )
+        raise CheckpointError(f"{file.path}: got {type(described).__name__}, expected an object")
     return described

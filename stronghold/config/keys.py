@@ -50,9 +50,7 @@ _PARALLEL = "Only data parallelism is supported"
 _REMOVED = "DeepSpeed removed this feature: delete the key."
 _REMOVED_NAMES = """compression_training curriculum_learning eigenvalue elasticity graph_harvesting
     nebula progressive_layer_drop quantize_training sparse_attention sparse_gradients"""
-_WRITER = (
-    "DeepSpeed's writer: train_loss, lr and loss_scale of each step, over samples."
-)
+_WRITER = "DeepSpeed's writer: train_loss, lr and loss_scale of each step, over samples."
 
 HONOURED = {
     "train_batch_size": "Micro-batch size x accumulation steps x ranks.",
@@ -62,9 +60,7 @@ HONOURED = {
     "backwards before it are added up in fp32.",
     "gradient_clipping": "Largest global L2 norm. Absent: 1.0, as in DeepSpeed. 0 is off.",
     "optimizer.type": " ".join(cls.note for cls in OPTIMIZERS),
-    "optimizer.params": " ".join(
-        f"{cls.name}: {cls.params_note}." for cls in OPTIMIZERS
-    ),
+    "optimizer.params": " ".join(f"{cls.name}: {cls.params_note}." for cls in OPTIMIZERS),
     "scheduler.type": "DeepSpeed's LR schedules and those of torch.optim.lr_scheduler.",
     "scheduler.params": "Arguments of the schedule.",
     "bf16.enabled": "bf16 weights and gradients; exact fp32 masters and moments on the host.",
@@ -142,69 +138,36 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
         (None, "auto", 0, 1, 2, 3),
         "Stages 0 to 3 have no effect: the model streams at each. Set one, or remove the key.",
     ),
-    "zero_optimization.zenflow": (
-        (None,),
-        "No update of stronghold is stale. Remove the section.",
-    ),
-    "fp16.fp16_master_weights_and_grads": (
-        OFF,
-        "Masters are fp32. Set it to false or remove it.",
-    ),
+    "zero_optimization.zenflow": ((None,), "No update of stronghold is stale. Remove the section."),
+    "fp16.fp16_master_weights_and_grads": (OFF, "Masters are fp32. Set it to false or remove it."),
     "data_types.grad_accum_dtype": (
         (None, "auto", *FP32, *HALF),
         "Micro-batches are added up in fp32. The log names another dtype.",
     ),
-    "data_types.buffer_dtype": (
-        (None,),
-        "Buffers keep their dtype. Cast them before initialize.",
-    ),
-    "torch_autocast.enabled": (
-        OFF,
-        'Streamed weights have one dtype. Use "bf16" instead.',
-    ),
+    "data_types.buffer_dtype": ((None,), "Buffers keep their dtype. Cast them before initialize."),
+    "torch_autocast.enabled": (OFF, 'Streamed weights have one dtype. Use "bf16" instead.'),
     "gradient_allreduce_op": (
         (None, "auto", "mean"),
         'Gradients are averaged over ranks. Set it to "mean" or remove it.',
     ),
-    "hybrid_engine.enabled": (
-        OFF,
-        "It selects another engine of DeepSpeed's. Remove the section.",
-    ),
-    "pipeline": (
-        (None, {}),
-        f"{_PARALLEL}. Remove the section and pass a plain module.",
-    ),
+    "hybrid_engine.enabled": (OFF, "It selects another engine of DeepSpeed's. Remove the section."),
+    "pipeline": ((None, {}), f"{_PARALLEL}. Remove the section and pass a plain module."),
     "tensor_parallel.autotp_size": ((*OFF, 0, 1), f"{_PARALLEL}: set it to 0."),
     "tensor_parallel.tp.tp_size": ((*OFF, 1), f"{_PARALLEL}: set it to 1."),
-    "tensor_parallel.tensor_parallel.tp_size": (
-        (*OFF, 1),
-        f"{_PARALLEL}: set it to 1.",
-    ),
+    "tensor_parallel.tensor_parallel.tp_size": ((*OFF, 1), f"{_PARALLEL}: set it to 1."),
     "sequence_parallel_size": ((None, "auto", 1), f"{_PARALLEL}: set it to 1."),
     "expert_parallel.enabled": (OFF, f"{_PARALLEL}: remove the section."),
-    "data_efficiency.enabled": (
-        OFF,
-        "It changes batches behind the engine. Remove the section.",
-    ),
-    "weight_quantization": (
-        (None, {}),
-        "Training is in full precision. Remove the section.",
-    ),
+    "data_efficiency.enabled": (OFF, "It changes batches behind the engine. Remove the section."),
+    "weight_quantization": ((None, {}), "Training is in full precision. Remove the section."),
     "compile.deepcompile": (OFF, "It rewrites the graph around ZeRO. Set it to false."),
-    "amp": (
-        (),
-        'DeepSpeed removed Apex. Delete the key and use "bf16": {"enabled": true}.',
-    ),
+    "amp": ((), 'DeepSpeed removed Apex. Delete the key and use "bf16": {"enabled": true}.'),
     **dict.fromkeys(_REMOVED_NAMES.split(), ((), _REMOVED)),
 }
 
 KEYS: tuple[KeyRow, ...] = (
     *(KeyRow(name, Effect.HONOURED, note) for name, note in HONOURED.items()),
     *(KeyRow(name, Effect.IGNORED, note) for name, note in IGNORED.items()),
-    *(
-        KeyRow(name, Effect.REFUSED, note, harmless)
-        for name, (harmless, note) in REFUSED.items()
-    ),
+    *(KeyRow(name, Effect.REFUSED, note, harmless) for name, (harmless, note) in REFUSED.items()),
 )
 ROWS: dict[str, KeyRow] = {row.name: row for row in KEYS}
 SECTIONS = frozenset(name.partition(".")[0] for name in ROWS if "." in name)
@@ -222,11 +185,7 @@ BF16_STATES = {
         "lean": "8-bit moments, 2.1 bytes instead of 4",
     },
 }
-BATCH_KEYS = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-)
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 def _is_count(value: object) -> bool:
@@ -311,11 +270,7 @@ def ignored_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
     keys = []
     for dotted, value in _walk(config):
         row = row_for(dotted)
-        if (
-            row is not None
-            and row.effect is Effect.IGNORED
-            and not isinstance(value, Mapping)
-        ):
+        if row is not None and row.effect is Effect.IGNORED and not isinstance(value, Mapping):
             keys.append(dotted)
     return tuple(sorted(keys))
 

@@ -43,9 +43,7 @@ UNITS = {
     "tib": 1024**4,
 }
 SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]+)\s*", re.IGNORECASE)
-BYTES_EXPECTED = (
-    'bytes: an integer, "24GB" (1e9 bytes each) or "24GiB" (2**30 bytes each)'
-)
+BYTES_EXPECTED = 'bytes: an integer, "24GB" (1e9 bytes each) or "24GiB" (2**30 bytes each)'
 
 # These limits, and MAX_DEPTH, must match stronghold_io.h.
 BLOCK_ALIGNMENT, MAX_BLOCK_BYTES = 4096, 1 << 30
@@ -88,12 +86,7 @@ Name = Annotated[str, Field(min_length=1)]
 Positive = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
 Level = Literal[  # in this order; `plan.cost` defines each
-    "keep",
-    "offload",
-    "attention",
-    "attention_offload",
-    "recompute",
-    "recompute_offload",
+    "keep", "offload", "attention", "attention_offload", "recompute", "recompute_offload"
 ]
 
 
@@ -106,9 +99,7 @@ def key(description: str, *, default: Any = None, **limits: Any) -> Any:
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
@@ -116,11 +107,7 @@ class _Section(BaseModel):
         """Drop keys whose value is null or "auto": they count as left out."""
         if not isinstance(data, Mapping):
             return data
-        return {
-            key: value
-            for key, value in data.items()
-            if value is not None and value != "auto"
-        }
+        return {key: value for key, value in data.items() if value is not None and value != "auto"}
 
 
 class EmulatedConfig(_Section):
@@ -131,9 +118,7 @@ class EmulatedConfig(_Section):
         default=True,
     )
     jitter_s: float = key(
-        "Largest random delay before each operation on a lane, in seconds.",
-        default=0.0,
-        ge=0,
+        "Largest random delay before each operation on a lane, in seconds.", default=0.0, ge=0
     )
     seed: NotNegative = key("Seed of the random delays.", default=0)
     link_gbps: float | None = key(
@@ -156,9 +141,7 @@ class EmulatedConfig(_Section):
         "the speed of the files.",
         gt=0,
     )
-    numa_node: NotNegative | None = key(
-        "NUMA node next to which the device lies. Left out: none."
-    )
+    numa_node: NotNegative | None = key("NUMA node next to which the device lies. Left out: none.")
 
 
 class NvmeConfig(_Section):
@@ -200,9 +183,7 @@ class NvmeConfig(_Section):
 class StrongholdConfig(_Section):
     """The section as the user wrote it. None: the key was left out."""
 
-    enabled: bool = key(
-        "Use stronghold. With false, DeepSpeed runs the program.", default=True
-    )
+    enabled: bool = key("Use stronghold. With false, DeepSpeed runs the program.", default=True)
     dtypes: Literal["cast", "own"] | None = key(
         'The dtype in which parameters are trained. "cast": all have the precision of the config, '
         'as in DeepSpeed. "own": each keeps its dtype, such as fp32 adapters or routers in a bf16 '
@@ -258,9 +239,7 @@ class StrongholdConfig(_Section):
     prefetch: NotNegative | None = key(
         "Number of layers that are fetched ahead of compute. Less than the window."
     )
-    activations: (
-        Level | Annotated[dict[Level, Positive], Field(min_length=1)] | None
-    ) = key(
+    activations: Level | Annotated[dict[Level, Positive], Field(min_length=1)] | None = key(
         "What happens to the tensors that autograd saves in a block's forward (activation "
         'checkpointing). "keep": they stay on the GPU. "offload": they go to the host and come '
         'back. "recompute": backward computes them again from the inputs of the block. '
@@ -370,11 +349,7 @@ class StrongholdConfig(_Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> StrongholdConfig:
-        if (
-            self.window is not None
-            and self.prefetch is not None
-            and self.prefetch >= self.window
-        ):
+        if self.window is not None and self.prefetch is not None and self.prefetch >= self.window:
             raise ValueError(
                 f"{SECTION}.prefetch: got {self.prefetch}, expected less than {SECTION}.window "
                 f"({self.window}): a layer that is fetched needs a slot beside the one in use. "
@@ -529,9 +504,7 @@ def resolve_nvme(
         raise ConfigError("\n".join(problems))
     nvme = ours.model_copy(update=update)
     if not nvme.paths:
-        key = (
-            f"{next(iter(offloads))}.nvme_path" if offloads else f"{SECTION}.nvme.path"
-        )
+        key = f"{next(iter(offloads))}.nvme_path" if offloads else f"{SECTION}.nvme.path"
         expected = 'a directory on an NVMe disk, such as "/mnt/nvme0"'
         raise ConfigError(f"{key}: missing, expected {expected}.")
     return section.model_copy(update={"nvme": nvme})
@@ -559,11 +532,7 @@ def _deepspeed_values(
         yield "path", " and ".join(paths), value
     if offloads:
         deepest = list(offloads)[-1]
-        yield (
-            "spill",
-            f"{deepest}.device",
-            "weights" if "param" in deepest else "masters",
-        )
+        yield ("spill", f"{deepest}.device", "weights" if "param" in deepest else "masters")
     for name, key in (("depth", "queue_depth"), ("block", "block_size")):
         setting = aio.get(key)
         if setting is None:
@@ -572,9 +541,7 @@ def _deepspeed_values(
             parsed = NvmeConfig.model_validate({name: setting})
         except ValidationError as error:
             expected = describe_type(NvmeConfig.model_json_schema()["properties"][name])
-            raise ConfigError(
-                f"aio.{key}: got {setting!r}, expected {expected}."
-            ) from error
+            raise ConfigError(f"aio.{key}: got {setting!r}, expected {expected}.") from error
         yield name, f"aio.{key}", getattr(parsed, name)
 
 

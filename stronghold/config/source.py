@@ -78,18 +78,14 @@ def section_enabled(config: Mapping[str, Any]) -> bool:
     """
     for key in config:
         is_other_key = key != SECTION and isinstance(key, str)
-        if is_other_key and difflib.get_close_matches(
-            key.lower(), [SECTION], cutoff=0.8
-        ):
+        if is_other_key and difflib.get_close_matches(key.lower(), [SECTION], cutoff=0.8):
             warn_once(f'config key "{key}" is ignored. Did you mean "{SECTION}"?')
     section = section_of(config)
     enabled = False if section is None else section.get("enabled")
     if enabled is None or enabled == "auto":
         return True
     if not isinstance(enabled, bool):
-        raise ConfigError(
-            f"{SECTION}.enabled: got {enabled!r}, expected true or false."
-        )
+        raise ConfigError(f"{SECTION}.enabled: got {enabled!r}, expected true or false.")
     return enabled
 
 
@@ -138,9 +134,7 @@ def _read_text(path: Path) -> str:
             f"UTF-8."
         ) from error
     except OSError as error:
-        raise ConfigError(
-            f'config file "{path}" cannot be read: {error.strerror}.'
-        ) from error
+        raise ConfigError(f'config file "{path}" cannot be read: {error.strerror}.') from error
 
 
 def _decode_base64(text: str) -> str | None:
@@ -178,9 +172,7 @@ def _parse(text: str, name: str) -> dict[str, Any]:
         return parsed
     if json_error is not None:
         raise ConfigError(_not_json(name, text, *json_error))
-    raise ConfigError(
-        f"{name} holds {type(parsed).__name__}, expected a JSON object {{...}}."
-    )
+    raise ConfigError(f"{name} holds {type(parsed).__name__}, expected a JSON object {{...}}.")
 
 
 _TOO_DEEP = f"nested more than {MAX_LEVELS} levels deep, and no key needs that"
@@ -246,13 +238,7 @@ def _json_error(text: str) -> tuple[int, int, str] | None:
     return None
 
 
-def _not_json(
-    name: str,
-    text: str,
-    line: int,
-    column: int,
-    reason: str,
-) -> str:
+def _not_json(name: str, text: str, line: int, column: int, reason: str) -> str:
     lines = text.splitlines()
     excerpt = lines[line - 1].strip() if line <= len(lines) else ""
     return f"{name} is not JSON: line {line}, column {column}: {reason}, in: {excerpt[:80]}"

@@ -31,13 +31,7 @@ from stronghold.config.keys import (
     warn_of_misspelt,
 )
 from stronghold.config.section import StrongholdConfig, parse_section, resolve_nvme
-from stronghold.config.source import (
-    SECTION,
-    Source,
-    check_key_types,
-    read_config,
-    warn_once,
-)
+from stronghold.config.source import SECTION, Source, check_key_types, read_config, warn_once
 from stronghold.errors import ConfigError, did_you_mean, with_unknown_key_page
 from stronghold.optim import (
     Optimizer,
@@ -128,10 +122,7 @@ class Settings:
 
 
 def load(
-    source: Source,
-    args: object | None = None,
-    world_size: int | None = None,
-    mpu: Any = None,
+    source: Source, args: object | None = None, world_size: int | None = None, mpu: Any = None
 ) -> Settings:
     """Read and check the whole config.
 
@@ -144,11 +135,7 @@ def load(
     original = read_config(source, args)
     check_key_types(original)
     section = parse_section(original)
-    config = {
-        key: value
-        for key, value in original.items()
-        if key != SECTION and value is not None
-    }
+    config = {key: value for key, value in original.items() if key != SECTION and value is not None}
     _raise(refusals(config) + unfilled_lines(config))
     config = {key: value for key, value in config.items() if value != "auto"}
     config = _with_fp32_sums(config)
@@ -158,9 +145,7 @@ def load(
     _check_log_level(config.get("log_level"))
     deepspeed = _deepspeed_config(config, world_size, mpu)
     section = resolve_nvme(section, deepspeed.zero_config, config.get("aio"))
-    _check_states(
-        section, precision, config.get("bf16") or config.get("bfloat16") or {}
-    )
+    _check_states(section, precision, config.get("bf16") or config.get("bfloat16") or {})
     warn_of_misspelt(config)
     steps_per_print = config.get("steps_per_print")
     if steps_per_print in (0, math.inf):  # accelerate writes infinity for "never"
@@ -171,11 +156,8 @@ def load(
         stronghold=section,
         precision=precision,
         gradient_accumulation_steps=deepspeed.gradient_accumulation_steps,
-        gradient_clipping=float(
-            config.get("gradient_clipping", deepspeed.gradient_clipping)
-        ),
-        skip_on_overflow=precision != "bf16"
-        or bool(deepspeed.bfloat16_config.check_grad_overflow),
+        gradient_clipping=float(config.get("gradient_clipping", deepspeed.gradient_clipping)),
+        skip_on_overflow=precision != "bf16" or bool(deepspeed.bfloat16_config.check_grad_overflow),
         managed=bool(deepspeed.managed_gradient_accumulation),
         optimizer=optimizer,
         scheduler=scheduler,
@@ -200,9 +182,7 @@ def check_keys(config: Mapping[str, Any]) -> StrongholdConfig:
     check_key_types(config)
     section = parse_section(config)
     other_keys = {
-        key: value
-        for key, value in config.items()
-        if key != SECTION and value is not None
+        key: value for key, value in config.items() if key != SECTION and value is not None
     }
     _raise(refusals(other_keys))
     return section
@@ -220,8 +200,7 @@ def _with_fp32_sums(config: dict[str, Any]) -> dict[str, Any]:
     if wanted not in HALF:
         return config
     logger.info(
-        "data_types.grad_accum_dtype: %s replaced by fp32 sums, 4 bytes per parameter",
-        wanted,
+        "data_types.grad_accum_dtype: %s replaced by fp32 sums, 4 bytes per parameter", wanted
     )
     return {**config, "data_types": {**data_types, "grad_accum_dtype": "fp32"}}
 
@@ -250,9 +229,7 @@ def _precision(config: Mapping[str, Any]) -> Precision:
     return precision
 
 
-def _check_states(
-    section: StrongholdConfig, precision: Precision, bf16: Mapping[str, Any]
-) -> None:
+def _check_states(section: StrongholdConfig, precision: Precision, bf16: Mapping[str, Any]) -> None:
     """Refuse lean states of weights that are not bf16.
 
     Logs the states that replace those of DeepSpeed's keys for bf16.
@@ -277,9 +254,7 @@ def _check_states(
 def _check_log_level(value: object) -> None:
     from deepspeed.utils.logging import log_levels
 
-    if value is not None and not (
-        isinstance(value, str) and value.lower() in log_levels
-    ):
+    if value is not None and not (isinstance(value, str) and value.lower() in log_levels):
         words = ", ".join(f'"{word}"' for word in log_levels)
         raise ConfigError(f"log_level: got {value!r}, expected one of {words}.")
 
@@ -297,12 +272,8 @@ def _scheduler(section: Any) -> SchedulerSettings | None:
     problems = []
     for key in params:
         if key not in accepted:
-            hint = (
-                did_you_mean(key, accepted) or f" {name} takes: {', '.join(accepted)}."
-            )
-            problems.append(
-                f"scheduler.params.{key}: unknown parameter of {name}.{hint}"
-            )
+            hint = did_you_mean(key, accepted) or f" {name} takes: {', '.join(accepted)}."
+            problems.append(f"scheduler.params.{key}: unknown parameter of {name}.{hint}")
     for key, parameter in accepted.items():
         if parameter.default is parameter.empty and key not in params:
             problems.append(f"scheduler.params.{key}: missing, and {name} needs it.")
@@ -328,9 +299,7 @@ def _schedule_class(name: str) -> type:
 def _batch_sizes(config: Mapping[str, Any], ranks: int) -> dict[str, int]:
     """Derive all of BATCH_KEYS from those in the config, by DeepSpeed's rules."""
     sizes_given = [config.get(key) for key in BATCH_KEYS]
-    configured: list[Any] = [
-        None if size is None else int(size) for size in sizes_given
-    ]
+    configured: list[Any] = [None if size is None else int(size) for size in sizes_given]
     total, micro, steps = configured
     if total is None and micro is None:
         raise ConfigError(
@@ -371,9 +340,7 @@ def _ranks(mpu: Any) -> int:
     return int(count())
 
 
-def _deepspeed_config(
-    config: dict[str, Any], world_size: int | None, mpu: Any
-) -> DeepSpeedConfig:
+def _deepspeed_config(config: dict[str, Any], world_size: int | None, mpu: Any) -> DeepSpeedConfig:
     """DeepSpeed's reading of the config, for `world_size` data-parallel ranks."""
     from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 
@@ -391,9 +358,7 @@ def _deepspeed_config(
         refusal: type[Exception] = ConfigError
         if isinstance(error, DeepSpeedConfigError):  # programs catch this class
             refusal = type("ConfigError", (ConfigError, DeepSpeedConfigError), {})
-        raise refusal(
-            f"DeepSpeed refuses the config: {type(error).__name__}: {error}"
-        ) from error
+        raise refusal(f"DeepSpeed refuses the config: {type(error).__name__}: {error}") from error
     power = deepspeed.float16_config.initial_scale_power
     if power not in FP32_POWERS:
         raise ConfigError(
@@ -424,9 +389,7 @@ def _explain(error: ValidationError) -> str:
         steps = [str(step) for step in (section, *detail["loc"])]
         key = ".".join(step for step in steps if step)
         if detail["type"] == "extra_forbidden":
-            lines.append(
-                f"{key}: unknown key.{_hint(error.title, str(detail['loc'][-1]))}"
-            )
+            lines.append(f"{key}: unknown key.{_hint(error.title, str(detail['loc'][-1]))}")
         else:
             lines.append(f"{key}: got {detail['input']!r}. {detail['msg']}.")
     return with_unknown_key_page("\n".join(lines))
@@ -436,10 +399,7 @@ def _hint(title: str, key: str) -> str:
     from deepspeed.runtime import precision_config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    precisions = (
-        precision_config.DeepSpeedBF16Config,
-        precision_config.DeepSpeedFP16Config,
-    )
+    precisions = (precision_config.DeepSpeedBF16Config, precision_config.DeepSpeedFP16Config)
     model = {cls.__name__: cls for cls in (*precisions, DeepSpeedZeroConfig)}.get(title)
     fields = {} if model is None else model.model_fields
     known = [field.alias or name for name, field in fields.items()]
@@ -465,9 +425,7 @@ def settings_from_config(optimizer: object) -> OptimizerSettings | None:
         )
     name, params = optimizer.get("type"), optimizer.get("params")
     if not isinstance(name, str):
-        raise ConfigError(
-            f"optimizer.type: got {name!r}, expected one of {_usable_types()}."
-        )
+        raise ConfigError(f"optimizer.type: got {name!r}, expected one of {_usable_types()}.")
     cls = optimizer_of_type(name)
     if cls is None:
         raise ConfigError(
@@ -528,9 +486,7 @@ def settings_of_group(
         return configured
     cls = optimizer_of_type(word) if isinstance(word, str) else None
     if cls is None:
-        raise ConfigError(
-            f"{where}.optimizer: got {word!r}, expected {_usable_types()}."
-        )
+        raise ConfigError(f"{where}.optimizer: got {word!r}, expected {_usable_types()}.")
     params = {key: configured.hyperparameters.get(key) for key in cls.defaults}
     known = {*cls.expected, *cls.params, *cls.fixed}
     params.update({key: value for key, value in group.items() if key in known})

@@ -257,9 +257,7 @@ def dependences(
     return tuple(fences)
 
 
-def record_accesses(
-    fence: Fence, reads: Iterable[Record], writes: Iterable[Record]
-) -> Fence:
+def record_accesses(fence: Fence, reads: Iterable[Record], writes: Iterable[Record]) -> Fence:
     """Enter the accesses of the operation of `fence` in the records, and return the fence."""
     for record in reads:
         record.read(fence)
@@ -275,9 +273,7 @@ def off_lanes(work: Callable[[], object]) -> None:
     the end of the process waits for that thread.
     """
     if threading.current_thread().name.startswith(THREAD_PREFIX):
-        threading.Thread(
-            target=_run_quietly, args=(work,), name=THREAD_PREFIX + "handover"
-        ).start()
+        threading.Thread(target=_run_quietly, args=(work,), name=THREAD_PREFIX + "handover").start()
     else:
         _run_quietly(work)
 
@@ -326,15 +322,11 @@ class Lane(ABC):
 
         Returns the fence of the operation. Raises StateError after `close`.
         """
-        fence = self._enqueue(
-            operation, work, dependences(after, reads, writes), nbytes
-        )
+        fence = self._enqueue(operation, work, dependences(after, reads, writes), nbytes)
         return record_accesses(fence, reads, writes)
 
     @abstractmethod
-    def _enqueue(
-        self, operation: str, work: Work, after: tuple[Fence, ...], nbytes: int
-    ) -> Fence:
+    def _enqueue(self, operation: str, work: Work, after: tuple[Fence, ...], nbytes: int) -> Fence:
         """Queue an operation that waits for `after`, and return its fence."""
 
     def withdraw(self, fences: Sequence[Fence]) -> int:
@@ -408,21 +400,15 @@ class ThreadLane(Lane):
         self._closed = False
         self._process = os.getpid()
         self._queue: queue.SimpleQueue[_Item | Fence | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(
-            target=self._loop, name=THREAD_PREFIX + name, daemon=True
-        )
+        self._thread = threading.Thread(target=self._loop, name=THREAD_PREFIX + name, daemon=True)
         with naming_threads(f"the {name} lane"):
             self._thread.start()
         _turns.begin()
 
-    def _enqueue(
-        self, operation: str, work: Work, after: tuple[Fence, ...], nbytes: int
-    ) -> Fence:
+    def _enqueue(self, operation: str, work: Work, after: tuple[Fence, ...], nbytes: int) -> Fence:
         check_not_forked(self._process, operation)
         if self._closed:
-            raise StateError(
-                f"{operation} was submitted to the {self.name} lane after its close"
-            )
+            raise StateError(f"{operation} was submitted to the {self.name} lane after its close")
         fence = Fence(self.name, operation)
         previous, self._newest = self._newest, fence
         if previous.issued and self._is_short(after, nbytes):
@@ -524,9 +510,7 @@ class ThreadLane(Lane):
 class HostLane(ThreadLane):
     """A lane whose work happens on the host: `work` returns when it is done."""
 
-    def _run(
-        self, operation: str, work: Work, after: tuple[Fence, ...], nbytes: int
-    ) -> None:
+    def _run(self, operation: str, work: Work, after: tuple[Fence, ...], nbytes: int) -> None:
         for fence in after:  # the lane's thread waits for operations of other lanes
             fence.wait()
         begun_s = time.perf_counter()
@@ -534,9 +518,7 @@ class HostLane(ThreadLane):
             work()
         finally:
             ended_s = time.perf_counter()
-            self._device.trace.record(
-                self.name, operation, begun_s, ended_s, **bytes_moved(nbytes)
-            )
+            self._device.trace.record(self.name, operation, begun_s, ended_s, **bytes_moved(nbytes))
 
 
 class ComputeLane(Lane):
@@ -550,9 +532,7 @@ class ComputeLane(Lane):
         self._device = device
         self._waits: list[Seconds] = []
 
-    def _enqueue(
-        self, operation: str, work: Work, after: tuple[Fence, ...], nbytes: int
-    ) -> Fence:
+    def _enqueue(self, operation: str, work: Work, after: tuple[Fence, ...], nbytes: int) -> Fence:
         for fence in after:
             if fence.lane is LaneName.COMPUTE:
                 continue  # earlier compute is in order with this work
@@ -681,11 +661,7 @@ class Device(ABC):
     compute: ComputeLane
 
     def __init__(
-        self,
-        name: str,
-        memory: DeviceMemory,
-        trace: Trace | None,
-        cores: tuple[int, ...] = (),
+        self, name: str, memory: DeviceMemory, trace: Trace | None, cores: tuple[int, ...] = ()
     ) -> None:
         self.name = name
         self.cores = cores
@@ -705,9 +681,7 @@ class Device(ABC):
             for name in EVERY_DEVICE:
                 undo.callback(self.lane(name).close)
             undo.pop_all()
-        self.fetch, self.drain, self.gradients, self.update = map(
-            self.lane, EVERY_DEVICE
-        )
+        self.fetch, self.drain, self.gradients, self.update = map(self.lane, EVERY_DEVICE)
 
     def lane(self, name: LaneName) -> Lane:
         """Return the lane. The first call makes it."""

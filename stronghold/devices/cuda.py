@@ -262,9 +262,7 @@ class GpuMemory(DeviceMemory):
     `budget_bytes` limits slots alone. Activations come from torch's allocator, which counts them.
     """
 
-    def __init__(
-        self, owner: CudaDevice, device: torch.device, budget_bytes: int | None
-    ) -> None:
+    def __init__(self, owner: CudaDevice, device: torch.device, budget_bytes: int | None) -> None:
         super().__init__(str(device), budget_bytes)
         self._owner = owner
         self._device = device
@@ -317,10 +315,7 @@ class GpuMemory(DeviceMemory):
         torch.accelerator.reset_peak_memory_stats(self._device)
 
     def activation_peak_bytes(self) -> int:
-        return (
-            int(torch.accelerator.max_memory_allocated(self._device))
-            - self.allocated_bytes
-        )
+        return int(torch.accelerator.max_memory_allocated(self._device)) - self.allocated_bytes
 
     def fragment_bytes(self) -> int:
         used = int(torch.accelerator.max_memory_allocated(self._device))
@@ -365,9 +360,7 @@ class GpuSpans:
         event.record(stream)
         return event
 
-    def end(
-        self, lane: str, name: str, begun: Any, stream: Any, nbytes: int = 0
-    ) -> Any:
+    def end(self, lane: str, name: str, begun: Any, stream: Any, nbytes: int = 0) -> Any:
         """Close the span that `begun` opened, and return its last event.
 
         `settle` reads the times. Returns None while the trace is off.
@@ -562,9 +555,7 @@ class CudaDevice(Device):
     ) -> None:
         device = device_of(index)
         self.kind = _kind()
-        super().__init__(
-            str(device), GpuMemory(self, device, budget_bytes), trace, cores
-        )
+        super().__init__(str(device), GpuMemory(self, device, budget_bytes), trace, cores)
         self._device = device
         torch.accelerator.set_device_index(index)
         self.spans = GpuSpans(self.kind, device, self.trace)
@@ -578,9 +569,7 @@ class CudaDevice(Device):
         self._open_lanes()
         transfers = (self.fetch, self.drain)
         streams = [lane.stream for lane in transfers if isinstance(lane, StreamLane)]
-        self.pinning = GpuPinning(
-            self.kind, device, [*streams, self._copy_stream], cores
-        )
+        self.pinning = GpuPinning(self.kind, device, [*streams, self._copy_stream], cores)
 
     @property
     def torch_device(self) -> torch.device:
@@ -595,9 +584,7 @@ class CudaDevice(Device):
         address = self.kind.raw_stream(self._device.index)
         stream = self._streams.get(address)
         if stream is None:
-            stream = self._streams[address] = self.kind.module.current_stream(
-                self._device
-            )
+            stream = self._streams[address] = self.kind.module.current_stream(self._device)
         return stream
 
     @property

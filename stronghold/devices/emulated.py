@@ -55,9 +55,9 @@ HOST_LANES = (LaneName.GRADIENTS, LaneName.UPDATE)
 WIRE_LANES = (LaneName.GATHER, LaneName.REDUCE, LaneName.EXCHANGE)
 NAN_BYTE = 0xFF  # 0xFFFF and 0xFFFFFFFF are NaN in bfloat16, float16 and float32
 
-_move_small = ctypes.PYFUNCTYPE(
-    ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
-)(ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0)
+_move_small = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
+    ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
+)
 
 
 class _Arrival:
@@ -113,9 +113,7 @@ class _EmulatedLane(ThreadLane):
         begun_s = time.perf_counter()
         work()
         ended_s = time.perf_counter()
-        begin_s, end_s = device.pace(
-            self.name, nbytes, max(begun_s, ready_s), ended_s - begun_s
-        )
+        begin_s, end_s = device.pace(self.name, nbytes, max(begun_s, ready_s), ended_s - begun_s)
         device.trace.record(self.name, operation, begin_s, end_s, **bytes_moved(nbytes))
         return _Arrival(begin_s, end_s) if end_s > ended_s else None
 
@@ -142,9 +140,7 @@ class _EmulatedLane(ThreadLane):
         if not fence.issued or fence.failed:
             return False
         arrival = fence.wait_issued()
-        return isinstance(arrival, _Arrival) and self._device.take_back(
-            self.name, arrival
-        )
+        return isinstance(arrival, _Arrival) and self._device.take_back(self.name, arrival)
 
 
 class EmulatedMemory(DeviceMemory):
@@ -220,9 +216,7 @@ class EmulatedDevice(Device):
         wire_gbps: float | None = None,
         cores: tuple[int, ...] = (),
     ) -> None:
-        super().__init__(
-            "emulated", EmulatedMemory(budget_bytes, poison=poison), trace, cores
-        )
+        super().__init__("emulated", EmulatedMemory(budget_bytes, poison=poison), trace, cores)
         self.compute = EmulatedCompute(self)
         self._jitter_s = jitter_s
         self._seed = seed
@@ -231,9 +225,7 @@ class EmulatedDevice(Device):
         gbps_of_lanes |= dict.fromkeys(LINK_LANES, link_gbps)
         gbps_of_lanes |= dict.fromkeys(WIRE_LANES, wire_gbps)
         gbps_of_lanes |= dict.fromkeys(DISK_LANES, nvme_gbps)
-        self._paces = {
-            lane: gbps * 1e9 for lane, gbps in gbps_of_lanes.items() if gbps is not None
-        }
+        self._paces = {lane: gbps * 1e9 for lane, gbps in gbps_of_lanes.items() if gbps is not None}
         self._clocks_lock = threading.Lock()
         # The time at which a resource has ended its operations, by its clock.
         self._free_s: dict[str, float] = defaultdict(float)

@@ -34,10 +34,7 @@ class DeviceMemory(ABC):
         `purpose` names the buffer in errors. Raises BudgetError if it would pass the budget.
         """
         nbytes = numel * dtype.itemsize
-        if (
-            self.budget_bytes is not None
-            and self.allocated_bytes + nbytes > self.budget_bytes
-        ):
+        if self.budget_bytes is not None and self.allocated_bytes + nbytes > self.budget_bytes:
             raise BudgetError(
                 f"{purpose}: {format_size(nbytes)} on {self._name} would pass the budget of "
                 f"{format_size(self.budget_bytes)} ({format_size(self.allocated_bytes)} in use); "
@@ -68,9 +65,7 @@ class DeviceMemory(ABC):
 
     def release(self, *buffers: torch.Tensor) -> None:
         """Take buffers of `allocate` out of the count. Their owner is about to drop them."""
-        self.allocated_bytes -= sum(
-            buffer.numel() * buffer.element_size() for buffer in buffers
-        )
+        self.allocated_bytes -= sum(buffer.numel() * buffer.element_size() for buffer in buffers)
 
     def peak_with(self, beside_bytes: int) -> int:
         """Return the peak of buffers and `beside_bytes` of torch's tensors together.

@@ -104,11 +104,7 @@ def neighbourhood_of(node: int | None) -> Neighbourhood | None:
     alone. Warns if it has none of the device's node.
     """
     allowed = os.sched_getaffinity(0)
-    usable = {
-        each.number: each.cores & allowed
-        for each in memory_nodes()
-        if each.cores & allowed
-    }
+    usable = {each.number: each.cores & allowed for each in memory_nodes() if each.cores & allowed}
     if node is None or len(usable) < 2:
         if node is not None and usable and node not in usable:
             logger.warning(
@@ -123,9 +119,7 @@ def neighbourhood_of(node: int | None) -> Neighbourhood | None:
         return None
     if node not in usable:
         return None
-    return Neighbourhood(
-        node=node, num_nodes=len(usable), cores=tuple(sorted(usable[node]))
-    )
+    return Neighbourhood(node=node, num_nodes=len(usable), cores=tuple(sorted(usable[node])))
 
 
 # -- threads ---------------------------------------------------------------------------------------

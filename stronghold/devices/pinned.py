@@ -219,9 +219,7 @@ class GpuPinning(HostPinning):
             status = calls.register(tensor.data_ptr(), nbytes)
         if status != 0:
             self._forget_error()
-            failure = (
-                f"{calls.register_name} of {nbytes} bytes failed with status {status}"
-            )
+            failure = f"{calls.register_name} of {nbytes} bytes failed with status {status}"
             if status == calls.already_registered:
                 raise StateError(f"{failure}: a part of it is registered already")
             raise OSError(failure)
@@ -245,9 +243,7 @@ class GpuPinning(HostPinning):
                 except OSError:
                     nbytes //= 2
                     continue
-                self._rings[stream.stream_id] = _Ring(
-                    self._kind, (slab[:nbytes], slab[nbytes:])
-                )
+                self._rings[stream.stream_id] = _Ring(self._kind, (slab[:nbytes], slab[nbytes:]))
                 break
 
     def unpin(self, tensor: torch.Tensor) -> None:
@@ -260,12 +256,8 @@ class GpuPinning(HostPinning):
         status = calls.unregister(address)
         if status != 0:
             self._forget_error()
-            raise StateError(
-                f"{calls.unregister_name} failed with status {status}: never pinned?"
-            )
-        self._registered = [
-            region for region in self._registered if region[0] != address
-        ]
+            raise StateError(f"{calls.unregister_name} failed with status {status}: never pinned?")
+        self._registered = [region for region in self._registered if region[0] != address]
 
     def _forget_error(self) -> None:
         """Launch a kernel that takes the error of a failed call.
@@ -292,10 +284,7 @@ class GpuPinning(HostPinning):
         offsets = [0, *(edge - address for edge in edges), host.nbytes]
         for begin, end in pairwise(offsets):
             self._copy_bytes(
-                target_bytes[begin:end],
-                source_bytes[begin:end],
-                address + begin,
-                stream,
+                target_bytes[begin:end], source_bytes[begin:end], address + begin, stream
             )
 
     def _copy_bytes(

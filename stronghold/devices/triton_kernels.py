@@ -42,11 +42,7 @@ MAX_TABLES = 1024
 
 # The dtype of the master remainder beside each weight dtype. An fp32 weight has none; its program
 # reads none.
-_LOW = {
-    torch.float32: torch.float32,
-    torch.bfloat16: torch.int16,
-    torch.float16: torch.float32,
-}
+_LOW = {torch.float32: torch.float32, torch.bfloat16: torch.int16, torch.float16: torch.float32}
 
 _Rows = npt.NDArray[np.int64]  # [segments, 1 + arrays]: numel, addresses
 
@@ -128,9 +124,7 @@ class TritonKernels(Kernels):
             native.check_targets(optimizer, weight_dtype, grad_dtype, fields, targets)
             written = {name: dtype for name, dtype in arrays.items() if name != "grad"}
             columns += _target_columns(fields, targets, written)
-            arrays |= {
-                f"the target of {name}": dtype for name, dtype in written.items()
-            }
+            arrays |= {f"the target of {name}": dtype for name, dtype in written.items()}
         rows = np.stack(columns, axis=1)
         _check_arrays(rows, arrays)
         launches: list[tuple[_Group, _Launch]] = []
@@ -138,9 +132,7 @@ class TritonKernels(Kernels):
             for launch in self._element_launches(rows[group.indices], BLOCK):
                 launches.append((group, launch))
         dtypes = weight_dtype, grad_dtype
-        return _PreparedUpdate(
-            self, launches, formula, dtypes, in_place=targets is None
-        )
+        return _PreparedUpdate(self, launches, formula, dtypes, in_place=targets is None)
 
     def _launch_update(
         self,
@@ -192,9 +184,7 @@ class TritonKernels(Kernels):
                     **EXACT,
                 )
 
-    def sum_squares(
-        self, dtype: torch.dtype, segments: Sequence[tuple[int, int]]
-    ) -> list[float]:
+    def sum_squares(self, dtype: torch.dtype, segments: Sequence[tuple[int, int]]) -> list[float]:
         sums: list[float] = self.sum_squares_async(dtype, segments).tolist()
         return sums
 
@@ -203,9 +193,7 @@ class TritonKernels(Kernels):
     ) -> torch.Tensor:
         rows = np.array(segments, dtype=np.int64).reshape(-1, 2)[:, ::-1]
         _check_arrays(rows, {"x": dtype})
-        sums = torch.empty(
-            len(rows), dtype=torch.float64, device=self._device.torch_device
-        )
+        sums = torch.empty(len(rows), dtype=torch.float64, device=self._device.torch_device)
         first = 0
         for launch in self._element_launches(rows, SUM_BLOCK):
             partials = sums.new_empty(launch.num_blocks)
@@ -230,9 +218,7 @@ class TritonKernels(Kernels):
             first += launch.num_rows
         return sums
 
-    def decode(
-        self, format: str, dtype: torch.dtype, weights: Sequence[PackedWeight]
-    ) -> None:
+    def decode(self, format: str, dtype: torch.dtype, weights: Sequence[PackedWeight]) -> None:
         decoder = self._packed.DECODERS[format]
         fields = native.packed_rows(weights)
         numel = fields["rows"] * fields["columns"]
@@ -326,9 +312,7 @@ class TritonKernels(Kernels):
             torch.int16: tl.int16,  # remainders
         }
         if dtype not in elements:
-            raise ConfigError(
-                f"the kernels take float32, bfloat16 and float16, got {dtype}"
-            )
+            raise ConfigError(f"the kernels take float32, bfloat16 and float16, got {dtype}")
         return elements[dtype]
 
 
@@ -378,9 +362,7 @@ def _target_columns(
     """The addresses to which the update writes each of the `written` arrays, a column for each."""
     if written["weight"] == torch.float32:  # it has no remainder, and none is written
         targets["low"] = targets["weight"]
-    return [
-        np.where(targets[name] == 0, fields[name], targets[name]) for name in written
-    ]
+    return [np.where(targets[name] == 0, fields[name], targets[name]) for name in written]
 
 
 def _check_arrays(rows: _Rows, arrays: dict[str, torch.dtype]) -> None:
@@ -388,9 +370,7 @@ def _check_arrays(rows: _Rows, arrays: dict[str, torch.dtype]) -> None:
     numel = rows[:, 0]
     _check(numel >= 0, "numel", numel, ">= 0")
     addresses = {name: rows[:, column] for column, name in enumerate(arrays, start=1)}
-    _check_addresses(
-        numel, addresses, {name: dtype.itemsize for name, dtype in arrays.items()}
-    )
+    _check_addresses(numel, addresses, {name: dtype.itemsize for name, dtype in arrays.items()})
 
 
 def _check_addresses(

@@ -57,9 +57,7 @@ class CommonSlots(SlotAgreement):
     def leave(self) -> None:
         if self.are_common:
             self._places = self._window.places()
-            self._outdated = [
-                k for k in self._refreshed if not self._layers[k].is_fetched
-            ]
+            self._outdated = [k for k in self._refreshed if not self._layers[k].is_fetched]
             self.are_common = False
 
     def extra(self) -> list[int]:

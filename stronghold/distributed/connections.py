@@ -65,9 +65,7 @@ class Connections:
         for rank in self._others:
             try:
                 byte = torch.zeros(1, dtype=torch.uint8)
-                self._sent.append(
-                    distributed.isend(byte, rank, group=self.handle, tag=TAG)
-                )
+                self._sent.append(distributed.isend(byte, rank, group=self.handle, tag=TAG))
             except RuntimeError:
                 lost.append(rank)
         return lost
@@ -83,9 +81,7 @@ class Connections:
         with self._lock:
             if not self._reason:
                 self._reason = self._find_reason(operation)
-        words = re.sub(
-            r"^\[[^]]*\.cc:\d+\] ", "", str(error).partition("\n")[0]
-        ).partition(". ")[0]
+        words = re.sub(r"^\[[^]]*\.cc:\d+\] ", "", str(error).partition("\n")[0]).partition(". ")[0]
         result = RankError(f"{operation}: {self._reason} ({words}). {ADVICE}")
         logger.error("%s", result)  # before a launcher ends this process
         self.end(result)
@@ -97,9 +93,7 @@ class Connections:
         if self.failure is None:
             self.failure = error
             self._reason = self._reason or str(error)
-            self._endings.append(
-                partial(close_connections, self.handle, self._others[0])
-            )
+            self._endings.append(partial(close_connections, self.handle, self._others[0]))
             for end in self._endings:
                 with contextlib.suppress(RuntimeError):  # ended by itself meanwhile
                     end()
@@ -113,16 +107,12 @@ class Connections:
         operations: list[Any] = [""] * (len(self._others) + 1)
         try:
             meet = timedelta(seconds=MEET_S)
-            distributed.monitored_barrier(
-                self.handle, timeout=meet, wait_all_ranks=True
-            )
+            distributed.monitored_barrier(self.handle, timeout=meet, wait_all_ranks=True)
             distributed.all_gather_object(operations, operation, group=self.handle)
         except RuntimeError as error:
             lost = self.closed()
             return _closed_by(lost) if lost else str(error).partition("\n")[0]
-        waits = ", ".join(
-            f"rank {rank} in {name}" for rank, name in enumerate(operations)
-        )
+        waits = ", ".join(f"rank {rank} in {name}" for rank, name in enumerate(operations))
         return f"the ranks wait for each other: {waits}"
 
     def close(self) -> None:

@@ -64,9 +64,7 @@ class NodeWeights:
 
     def room(self, index: int) -> torch.Tensor:
         """The layer's whole weight array, as bytes."""
-        return self._memory.part(
-            self._begins[index], self._maps[index].nbytes, torch.uint8
-        )
+        return self._memory.part(self._begins[index], self._maps[index].nbytes, torch.uint8)
 
     def close(self) -> None:
         """The model is given back: from now on each process writes pages of its own."""
@@ -103,19 +101,11 @@ class NodeWeights:
             looked_s = now_s
             ranks.check(operation)
             if now_s - begun_s > ranks.timeout.total_seconds():
-                late = [
-                    r
-                    for r, n in zip(ranks.gather.members, versions, strict=True)
-                    if n < count
-                ]
-                raise RankError(
-                    f"{operation}: ranks {late} have not written them in time"
-                )
+                late = [r for r, n in zip(ranks.gather.members, versions, strict=True) if n < count]
+                raise RankError(f"{operation}: ranks {late} have not written them in time")
 
 
-def shared_weights(
-    layout: ModelLayout, formats: Formats, ranks: Ranks
-) -> NodeWeights | None:
+def shared_weights(layout: ModelLayout, formats: Formats, ranks: Ranks) -> NodeWeights | None:
     """The node's weights; None where a process trains alone."""
     return NodeWeights(layout, formats, ranks) if ranks.several else None
 

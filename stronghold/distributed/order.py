@@ -109,9 +109,7 @@ class OneOrder(Order):
     def further(self, gathering: Sequence[int]) -> list[int]:
         if not self._layers:
             return []
-        flags = torch.tensor(
-            [layer in gathering for layer in self._layers], dtype=torch.uint8
-        )
+        flags = torch.tensor([layer in gathering for layer in self._layers], dtype=torch.uint8)
         wanted = self._control.numbers(flags, "further gradients").any(dim=0)
         return [self._layers[place] for place in wanted.nonzero().flatten().tolist()]
 
@@ -120,10 +118,7 @@ class OneOrder(Order):
 
     def begin_again(self) -> None:
         complete = dict.fromkeys(self._complete)
-        self._seen = [
-            *complete,
-            *(layer for layer in self._layers if layer not in complete),
-        ]
+        self._seen = [*complete, *(layer for layer in self._layers if layer not in complete)]
         self._next = 0
         self._closed.clear()
         self._reached.clear()
@@ -132,9 +127,7 @@ class OneOrder(Order):
     def _close(self, layers: Iterable[int]) -> list[int]:
         self._closed.update(layers)
         begin = self._next
-        while (
-            self._next < len(self._layers) and self._layers[self._next] in self._closed
-        ):
+        while self._next < len(self._layers) and self._layers[self._next] in self._closed:
             self._next += 1
         return self._layers[begin : self._next]
 

@@ -76,10 +76,7 @@ Result = TypeVar("Result")
 
 NODE_VARIABLE = "STRONGHOLD_NODE"
 # Errors that a user can mend keep their class on the other ranks.
-MENDABLE: dict[str, type[ValueError]] = {
-    "ConfigError": ConfigError,
-    "BudgetError": BudgetError,
-}
+MENDABLE: dict[str, type[ValueError]] = {"ConfigError": ConfigError, "BudgetError": BudgetError}
 LABEL_BYTES = 96  # of a collective's name
 SHARED_NUMEL = 1 << 22  # elements that ranks give each other at once
 PIECE_NUMEL = 1 << 18  # elements that are added at once: they stay in the cache
@@ -124,14 +121,10 @@ class Group:
     def gather(self, whole: torch.Tensor, shard: torch.Tensor, operation: str) -> None:
         """All-gather: fill `whole` with every rank's equal part, in order. `shard`: this rank's
         view of it."""
-        self._run(
-            operation, _all_gather, whole.view(torch.uint8), shard.view(torch.uint8)
-        )
+        self._run(operation, _all_gather, whole.view(torch.uint8), shard.view(torch.uint8))
         self._count(whole)
 
-    def mean(
-        self, whole: torch.Tensor, room: torch.Tensor | None, operation: str
-    ) -> None:
+    def mean(self, whole: torch.Tensor, room: torch.Tensor | None, operation: str) -> None:
         """Reduce-scatter: put the mean over the ranks into this rank's equal part of `whole`.
 
         The other parts are undefined then. `room` has as many elements as `whole`; NCCL needs none.
@@ -140,31 +133,19 @@ class Group:
         shard = whole[self.rank * share : (self.rank + 1) * share]
         if self._backend == "nccl":
             self._run(
-                operation,
-                partial(_reduce_scatter, op=distributed.ReduceOp.AVG),
-                shard,
-                whole,
+                operation, partial(_reduce_scatter, op=distributed.ReduceOp.AVG), shard, whole
             )
         else:
             assert room is not None
             pieces = room[: whole.numel()]
             source = whole.view(torch.uint8)
-            self._run(
-                operation,
-                distributed.all_to_all_single,
-                pieces.view(torch.uint8),
-                source,
-            )
+            self._run(operation, distributed.all_to_all_single, pieces.view(torch.uint8), source)
             mean_of(pieces.view(self.num_ranks, share), shard, self._order)
         self._count(whole)
 
     def send(self, whole: torch.Tensor, operation: str) -> None:
         """Broadcast the first rank's `whole` to all others. gloo alone."""
-        self._run(
-            operation,
-            partial(distributed.broadcast, group_src=0),
-            whole.view(torch.uint8),
-        )
+        self._run(operation, partial(distributed.broadcast, group_src=0), whole.view(torch.uint8))
 
     def _count(self, whole: torch.Tensor) -> None:
         share = whole.numel() * whole.element_size() // self.num_ranks
@@ -215,9 +196,7 @@ class Group:
         self.numbers(torch.zeros(1, dtype=torch.uint8), operation)
 
     # -- waiting ----------------------------------------------------------------------------------
-    def _run(
-        self, operation: str, collective: Callable[..., Any], *arguments: Any
-    ) -> None:
+    def _run(self, operation: str, collective: Callable[..., Any], *arguments: Any) -> None:
         """Run a collective of torch.
 
         Raises RankError if another rank has gone, does not come within the group's time-out, or has
@@ -246,9 +225,7 @@ class Group:
         _all_gather(labels.view(-1), label, group=self.handle)
         if bool((labels == label).all()):
             return
-        names = (
-            bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in labels
-        )
+        names = (bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in labels)
         pairs = zip(self.members, names, strict=True)
         raise RankError(
             "the ranks have come for different operations: "
@@ -276,9 +253,7 @@ class SilentGroup(Group):
     def gather(self, whole: torch.Tensor, shard: torch.Tensor, operation: str) -> None:
         self._count(whole)
 
-    def mean(
-        self, whole: torch.Tensor, room: torch.Tensor | None, operation: str
-    ) -> None:
+    def mean(self, whole: torch.Tensor, room: torch.Tensor | None, operation: str) -> None:
         self._count(whole)
 
     def numbers(self, values: torch.Tensor, operation: str) -> torch.Tensor:
@@ -308,9 +283,7 @@ def this_node() -> tuple[object, ...]:
     return socket.gethostname(), boot_id(), pid_namespace()
 
 
-def mesh_of(
-    data_parallel: Sequence[Sequence[int]], node_of: Sequence[object]
-) -> torch.Tensor:
+def mesh_of(data_parallel: Sequence[Sequence[int]], node_of: Sequence[object]) -> torch.Tensor:
     """Return the global ranks of each data-parallel group: (groups, nodes, ranks of a node).
 
     Nodes are in the order of their first ranks. `node_of[rank]`: the rank's `this_node`. Raises
@@ -324,9 +297,7 @@ def mesh_of(
         sizes = [len(ranks) for ranks in nodes.values()]
         if len(set(sizes)) > 1:
             names = [node[0] if isinstance(node, tuple) else node for node in nodes]
-            counts = ", ".join(
-                f"{size} on {name}" for size, name in zip(sizes, names, strict=True)
-            )
+            counts = ", ".join(f"{size} on {name}" for size, name in zip(sizes, names, strict=True))
             raise ConfigError(
                 f"the {len(members)} data-parallel ranks are divided unequally over {len(sizes)} "
                 f"nodes ({counts}): start as many on each"
@@ -363,9 +334,7 @@ def share_of_cores(allowed: Sequence[object], index: int) -> tuple[int, ...]:
 def local_rank_of(args: Any) -> int:
     """This process's number on its node: a launcher's argument, or its environment."""
     named = getattr(args, "local_rank", None)  # -1 where no launcher gave the argument
-    given = (
-        os.environ.get("LOCAL_RANK", 0) if named is None or int(named) < 0 else named
-    )
+    given = os.environ.get("LOCAL_RANK", 0) if named is None or int(named) < 0 else named
     return int(given)
 
 
@@ -475,14 +444,7 @@ class Ranks:
 
     @property
     def groups(self) -> list[Group]:
-        groups = (
-            self.norms,
-            self.exchange,
-            self.files,
-            self.reduce,
-            self.gather,
-            self.control,
-        )
+        groups = (self.norms, self.exchange, self.files, self.reduce, self.gather, self.control)
         return [group for group in groups if group is not None]
 
     @property
@@ -538,9 +500,7 @@ class Ranks:
     def fail(self, reason: str) -> None:
         """End this rank's groups, because it cannot go on. No rank waits in them afterwards."""
         if self.connections is not None:
-            self.connections.end(
-                RankError(f"this rank cannot go on: {reason}. {ADVICE}")
-            )
+            self.connections.end(RankError(f"this rank cannot go on: {reason}. {ADVICE}"))
 
     def close(self) -> None:
         """Leave the groups. Waits for no other rank. Safe to call twice."""
@@ -608,9 +568,7 @@ class _Maker:
             try:
                 made[members] = new_group(members, backend, self.timeout)
             except RuntimeError as error:
-                raise self.connections.explain(
-                    "making process groups", error
-                ) from error
+                raise self.connections.explain("making process groups", error) from error
         members = next(members for members in made if self.rank in members)
         group = Group(
             members,
@@ -639,9 +597,7 @@ def new_group(members: Sequence[int], backend: str, timeout: timedelta) -> Any:
     return distributed.new_group(list(members), **options)
 
 
-def _join(
-    mpu: Any, backend: str, timeout: timedelta, undo: contextlib.ExitStack
-) -> Ranks:
+def _join(mpu: Any, backend: str, timeout: timedelta, undo: contextlib.ExitStack) -> Ranks:
     rank, world = distributed.get_rank(), range(distributed.get_world_size())
     memberships: list[Any] = [None for _ in world]
     with joining("stronghold.initialize"):
@@ -663,9 +619,7 @@ def _join(
     maker = _Maker(rank=rank, timeout=timeout, connections=connections, undo=undo)
     model_parallel_rank, model_parallel_size = model_parallel_place(mpu)
     ranks = Ranks(
-        shards=Shards(
-            num_ranks=len(members), rank=by_range.index(rank), num_nodes=num_nodes
-        ),
+        shards=Shards(num_ranks=len(members), rank=by_range.index(rank), num_nodes=num_nodes),
         control=maker.make("gloo", data_parallel),
         gather=maker.make(backend, mesh.flatten(0, 1).tolist()),
         reduce=maker.make(
@@ -674,12 +628,8 @@ def _join(
             order=list(map(by_range.index, members)),
             num_far=len(members) - num_local,
         ),
-        exchange=maker.make(
-            "gloo", by_index.flatten(0, 1).tolist(), num_far=num_nodes - 1
-        ),
-        files=maker.make(
-            "gloo", [all_ranks] if len(all_ranks) == len(world) else data_parallel
-        ),
+        exchange=maker.make("gloo", by_index.flatten(0, 1).tolist(), num_far=num_nodes - 1),
+        files=maker.make("gloo", [all_ranks] if len(all_ranks) == len(world) else data_parallel),
         norms=maker.make("gloo", model_parallel) if model_parallel_size > 1 else None,
         global_rank=rank,
         world_size=len(world),
@@ -697,9 +647,7 @@ def _join(
     )
     near = mesh[of_group, node].tolist()
     ranks.on_node = NodeRanks(ranks.control, [members.index(other) for other in near])
-    same_disks = [
-        k for k, other in enumerate(all_ranks) if node_of[other] == node_of[rank]
-    ]
+    same_disks = [k for k, other in enumerate(all_ranks) if node_of[other] == node_of[rank]]
     ranks.on_disks = NodeRanks(ranks.files, same_disks)
     return ranks
 
@@ -719,9 +667,7 @@ def _connect(ranks: Ranks, device: torch.device) -> None:
         cuda.wait_for_queued(device.index, partial(ranks.check, operation))
         group.received_bytes = group.far_bytes = 0  # of layers alone
     ranks.communicator_bytes = before - cuda.physical_bytes(device.index)
-    logger.info(
-        "communicators take %.2f GiB of %s", ranks.communicator_bytes / 2**30, device
-    )
+    logger.info("communicators take %.2f GiB of %s", ranks.communicator_bytes / 2**30, device)
 
 
 def simulated_ranks(num_ranks: int, num_nodes: int) -> Ranks:
@@ -753,10 +699,6 @@ def _members(group: Any) -> list[int]:
 def _around(text: str, texts: list[str]) -> str:
     """Quote this text and the first other one, around the place where they differ."""
     other = next((candidate for candidate in texts if candidate != text), "")
-    place = next(
-        (k for k, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), -1
-    )
+    place = next((k for k, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), -1)
     begin = max(0, place - 40)
-    return (
-        f"...{text[begin : begin + 80]!r}, elsewhere ...{other[begin : begin + 80]!r}"
-    )
+    return f"...{text[begin : begin + 80]!r}, elsewhere ...{other[begin : begin + 80]!r}"

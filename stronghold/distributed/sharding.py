@@ -100,15 +100,11 @@ class Team:
         them."""
         return frozenset()
 
-    def reduce(
-        self, state: LayerState, slot: GradientSlot, after: Sequence[Fence]
-    ) -> None:
+    def reduce(self, state: LayerState, slot: GradientSlot, after: Sequence[Fence]) -> None:
         """Queue the reduce-scatter that makes this rank's range of the slot the mean over the
         ranks."""
 
-    def publishing(
-        self, state: LayerState, work: Callable[[], None]
-    ) -> Callable[[], None]:
+    def publishing(self, state: LayerState, work: Callable[[], None]) -> Callable[[], None]:
         """Wrap `work`, the end of an update of the layer. Other ranks may read the layer after
         it."""
         return work
@@ -121,9 +117,7 @@ class Team:
     def prepare_training(self) -> None:
         """Allocate before the first backward."""
 
-    def meet(
-        self, layers: Sequence[LayerState], square_sums: list[float]
-    ) -> list[float]:
+    def meet(self, layers: Sequence[LayerState], square_sums: list[float]) -> list[float]:
         """Meet the other ranks at the gate.
 
         `square_sums`: of this rank's gradients. Returns those of every rank. Each layer then has
@@ -176,9 +170,7 @@ class RankTeam(Team):
 
     writable = False
 
-    def __init__(
-        self, device: Device, layers: Sequence[LayerState], weights: NodeWeights
-    ) -> None:
+    def __init__(self, device: Device, layers: Sequence[LayerState], weights: NodeWeights) -> None:
         ranks = weights.ranks
         self._device = device
         device.is_single_process = False
@@ -203,9 +195,7 @@ class RankTeam(Team):
         self._read_apart.add(state.index)
         # The fetch lane's next operation is the copy.
         layer, count = state.index, self._weights.submitted(state.index)
-        self._device.fetch.submit(
-            f"await {layer}", partial(self._weights.wait, layer, count)
-        )
+        self._device.fetch.submit(f"await {layer}", partial(self._weights.wait, layer, count))
         return super().fetched(state, together=together)
 
     def gather(self, state: LayerState, slot: Slot, *, together: bool) -> None:
@@ -223,9 +213,7 @@ class RankTeam(Team):
 
         def gather() -> None:
             for whole, block in parts:
-                group.gather(
-                    slot.weights[whole], slot.weights[block], f"{name} ({state.name})"
-                )
+                group.gather(slot.weights[whole], slot.weights[block], f"{name} ({state.name})")
 
         had = sum(block.stop - block.start for _, block in parts)
         nbytes = state.maps["weights"].nbytes - had
@@ -244,15 +232,12 @@ class RankTeam(Team):
     def absent(self, state: LayerState, slot: GradientSlot) -> frozenset[int]:
         return state.optimizer.trained - slot.arrived
 
-    def reduce(
-        self, state: LayerState, slot: GradientSlot, after: Sequence[Fence]
-    ) -> None:
+    def reduce(self, state: LayerState, slot: GradientSlot, after: Sequence[Fence]) -> None:
         self.note("reduce", state.index)
         self._touched.update((state.index, k) for k in slot.arrived)
         places = state.maps["weights"]
         gradients = [
-            places.view(slot.gradients, *each.span)
-            for each in state.layout.trainable_ranges
+            places.view(slot.gradients, *each.span) for each in state.layout.trainable_ranges
         ]
         group, room, name = self._ranks.reduce, self._room, f"reduce {state.index}"
 
@@ -261,16 +246,12 @@ class RankTeam(Team):
                 memory = None if room is None else room[: flat.nbytes].view(flat.dtype)
                 group.mean(flat, memory, f"{name} ({state.name})")
 
-        received = (
-            sum(flat.nbytes for flat in gradients) - state.maps["gradients"].nbytes
-        )
+        received = sum(flat.nbytes for flat in gradients) - state.maps["gradients"].nbytes
         self._device.lane(LaneName.REDUCE).submit(
             name, reduce, after, writes=(slot.record,), nbytes=received
         )
 
-    def publishing(
-        self, state: LayerState, work: Callable[[], None]
-    ) -> Callable[[], None]:
+    def publishing(self, state: LayerState, work: Callable[[], None]) -> Callable[[], None]:
         weights, layer = self._weights, state.index
         weights.expect(layer)
         if self._exchanges:
@@ -288,9 +269,7 @@ class RankTeam(Team):
         name = f"exchange {state.index}"
         shards, bytes_of = self._ranks.shards, state.maps["weights"].bytes_of
         blocks = [
-            bytes_of(*block)
-            for each, block, _ in shards.exchanged(state.layout)
-            if each.trainable
+            bytes_of(*block) for each, block, _ in shards.exchanged(state.layout) if each.trainable
         ]
         received = sum(block.stop - block.start for block in blocks)
 
@@ -331,13 +310,9 @@ class RankTeam(Team):
         )
         largest = max((part.stop - part.start for part in ranges), default=0)
         if self._room is None and self._device.torch_device.type == "cpu" and largest:
-            self._room = self._device.memory.allocate(
-                largest, torch.uint8, "reduced gradients"
-            )
+            self._room = self._device.memory.allocate(largest, torch.uint8, "reduced gradients")
 
-    def meet(
-        self, layers: Sequence[LayerState], square_sums: list[float]
-    ) -> list[float]:
+    def meet(self, layers: Sequence[LayerState], square_sums: list[float]) -> list[float]:
         for layer in self._read_apart:
             self._layers[layer].records["weights"].wait()
         self._read_apart.clear()
@@ -356,9 +331,7 @@ class RankTeam(Team):
             for state in layers
             for k in range(len(state.layout.slices))
         ]
-        numbers = torch.tensor(
-            [_sum(sums), *map(float, marks), *flags], dtype=torch.float64
-        )
+        numbers = torch.tensor([_sum(sums), *map(float, marks), *flags], dtype=torch.float64)
         rows = self._ranks.control.numbers(numbers, "gate")
         self._check_same(rows[:, ISSUED].tolist())
         if len(set(rows[:, SEEN_ORDER].tolist())) == 1:

@@ -16,10 +16,7 @@ from deepspeed.runtime.engine import EngineTimers
 from torch import nn
 
 from stronghold.distributed.process_groups import Ranks
-from stronghold.streaming.patches.tensors import (
-    flatten_dense_tensors,
-    unflatten_dense_tensors,
-)
+from stronghold.streaming.patches.tensors import flatten_dense_tensors, unflatten_dense_tensors
 
 # Methods that return whether a feature is on. DeepSpeed had them up to 0.19.6, and has neither the
 # features nor the methods now.
@@ -56,9 +53,7 @@ def unused_attributes(
     profiles = bool(config.flops_profiler_config.enabled)
     return {
         # the model and its data
-        "param_names": {
-            parameter: name for name, parameter in module.named_parameters()
-        },
+        "param_names": {parameter: name for name, parameter in module.named_parameters()},
         "training_data": training_data,
         "dont_change_device": False,
         "losses": None,

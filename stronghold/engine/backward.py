@@ -169,12 +169,7 @@ class UserBackward:
         """
         engine = self._engine()
         task = backward_number()
-        if (
-            engine is None
-            or engine._destroyed
-            or engine.optimizer is None
-            or task == NO_BACKWARD
-        ):
+        if engine is None or engine._destroyed or engine.optimizer is None or task == NO_BACKWARD:
             return
         if self._is_announced or self._task is not None:
             return

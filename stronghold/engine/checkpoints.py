@@ -31,11 +31,7 @@ from stronghold.checkpoint.directory import CheckpointRanks
 from stronghold.checkpoint.load import Load
 from stronghold.checkpoint.manifest import COUNTERS, GAS
 from stronghold.checkpoint.save import Save
-from stronghold.checkpoint.state import (
-    ClientState,
-    random_states,
-    restore_random_states,
-)
+from stronghold.checkpoint.state import ClientState, random_states, restore_random_states
 from stronghold.checkpoint.weights import live_weights, write_weights
 from stronghold.errors import ConfigError
 from stronghold.streaming.optimizer import EngineOptimizer, restore_scaler, scaler_state
@@ -101,9 +97,7 @@ class Checkpoints:
         counters = {name: getattr(engine, name) for name in COUNTERS}
         counters[GAS] = int(engine.gradient_accumulation_steps())
         if not save_dir:
-            raise ConfigError(
-                f"save_checkpoint: save_dir is {save_dir!r}, expected a directory"
-            )
+            raise ConfigError(f"save_checkpoint: save_dir is {save_dir!r}, expected a directory")
         self.wait()
         runtime = self._stack.runtime
         runtime.ledger.check()
@@ -131,9 +125,7 @@ class Checkpoints:
             scheduler=_state_of(engine.lr_scheduler),
             loader=_state_of(engine.training_dataloader),
             client=client,
-            loss_scale=None
-            if optimizer is None
-            else scaler_state(optimizer.loss_scaler),
+            loss_scale=None if optimizer is None else scaler_state(optimizer.loss_scaler),
             random=random,
             random_of_ranks=of_ranks if self._team.several else None,
             unfinished=unfinished,
@@ -207,9 +199,7 @@ class Checkpoints:
             latest = team.all_or_raise(directory.read_latest, root)
             tag = team.exchange(latest, "latest")[0]
         if tag is None:
-            logger.warning(
-                "load_checkpoint: no file named latest in %s; nothing is loaded", root
-            )
+            logger.warning("load_checkpoint: no file named latest in %s; nothing is loaded", root)
             return None, None
         name = directory.check_tag(tag)
         team.check_same(root / name)
@@ -242,11 +232,7 @@ class Checkpoints:
                     "loaded without the optimizer's state, and the next micro-batch begins a step",
                     path,
                 )
-        client = (
-            None
-            if state is None
-            else _with_version(state.client, load.manifest.versions)
-        )
+        client = None if state is None else _with_version(state.client, load.manifest.versions)
         return str(path / team.slices.state), client
 
     def _restore(self, engine: Any, saved: ClientState, load: Load) -> None:
@@ -261,9 +247,7 @@ class Checkpoints:
             self._restore_step(engine, saved.unfinished)
         elif load.manifest.has_sums:
             engine._begin_step_again()
-        if saved.loader is not None and hasattr(
-            engine.training_dataloader, "load_state_dict"
-        ):
+        if saved.loader is not None and hasattr(engine.training_dataloader, "load_state_dict"):
             engine.training_dataloader.load_state_dict(saved.loader)
         if self._optimizer is not None and saved.loss_scale is not None:
             restore_scaler(self._optimizer.loss_scaler, saved.loss_scale)
@@ -291,9 +275,7 @@ class Checkpoints:
         engine._loss_sum = None if loss_sum is None else loss_sum.to(engine.device)
 
     # -- weights alone ----------------------------------------------------------------------------
-    def save_weights(
-        self, save_dir: str | Path, filename: str, *, exclude_frozen: bool
-    ) -> None:
+    def save_weights(self, save_dir: str | Path, filename: str, *, exclude_frozen: bool) -> None:
         """Write the state dict in the compute dtype to one file, on the first rank.
 
         Waits for pending updates and for the running save. Raises OSError of the disk, and
@@ -308,13 +290,9 @@ class Checkpoints:
                 "parts together from every rank's state_dict, or use save_checkpoint"
             )
         self.wait()
-        self._team.all_or_raise(
-            self._write_weights, Path(save_dir), filename, exclude_frozen
-        )
+        self._team.all_or_raise(self._write_weights, Path(save_dir), filename, exclude_frozen)
 
-    def _write_weights(
-        self, save_dir: Path, filename: str, exclude_frozen: bool
-    ) -> None:
+    def _write_weights(self, save_dir: Path, filename: str, exclude_frozen: bool) -> None:
         if self._team.leader:
             weights = live_weights(self._stack, exclude_frozen=exclude_frozen)
             write_weights(weights, save_dir, filename)
@@ -328,9 +306,7 @@ class Checkpoints:
         return live_weights(self._stack, exclude_frozen=exclude_frozen)
 
 
-def _restore_scheduler(
-    scheduler: Any, saved: dict[str, Any] | None, path: Path
-) -> None:
+def _restore_scheduler(scheduler: Any, saved: dict[str, Any] | None, path: Path) -> None:
     """Load a schedule of learning rates. It comes first: if its code raises, nothing has changed.
 
     Raises ConfigError, with the old schedule restored.

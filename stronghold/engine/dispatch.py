@@ -23,12 +23,7 @@ from torch import nn
 
 from stronghold import config as configs
 from stronghold.devices import cuda
-from stronghold.distributed.process_groups import (
-    data_parallel_size,
-    join,
-    joining,
-    local_rank_of,
-)
+from stronghold.distributed.process_groups import data_parallel_size, join, joining, local_rank_of
 from stronghold.engine import StrongholdEngine
 from stronghold.errors import ConfigError, ErrorPage
 from stronghold.optim.cpu_optimizer import CPUOptimizer
@@ -86,18 +81,14 @@ def initialize(
     source = config if config is not None else config_params
     if not configs.section_enabled(configs.read_config(source, args)):
         show_log()
-        logger.info(
-            'the config has no enabled "stronghold" section: DeepSpeed\'s own engine'
-        )
+        logger.info('the config has no enabled "stronghold" section: DeepSpeed\'s own engine')
         return deepspeed.initialize(**arguments)  # type: ignore[no-any-return]
     if model is None:
         raise ConfigError("stronghold.initialize: model is missing")
     _check_model(model)
     show_log()
     # As DeepSpeed's own engine does: programs look for this line in its log.
-    log_dist(
-        f"DeepSpeed info: version={deepspeed.__version__}, engine=stronghold", ranks=[0]
-    )
+    log_dist(f"DeepSpeed info: version={deepspeed.__version__}, engine=stronghold", ranks=[0])
     num_ranks = data_parallel_size(mpu)
     settings = configs.load(source, args=args, world_size=num_ranks, mpu=mpu)
     section = settings.stronghold
@@ -107,9 +98,7 @@ def initialize(
         timeout = deepspeed.constants.default_pg_timeout
         if section.rank_timeout_s is not None:
             timeout = timedelta(seconds=section.rank_timeout_s)
-        _init_distributed(
-            settings, timeout, distributed_port, dist_init_required, on_gpu=on_gpu
-        )
+        _init_distributed(settings, timeout, distributed_port, dist_init_required, on_gpu=on_gpu)
         device = cuda.device_of(local_rank_of(args)) if on_gpu else None
         ranks = join(mpu, device=device, timeout=timeout)
         try:
@@ -196,10 +185,7 @@ def _partition_of(parameter: Any) -> torch.Tensor | None:
 
     None if one rank does not have all of its partition in memory.
     """
-    if (
-        parameter.numel() == parameter.ds_numel
-        and parameter.shape == parameter.ds_shape
-    ):
+    if parameter.numel() == parameter.ds_numel and parameter.shape == parameter.ds_shape:
         gathered: torch.Tensor = parameter.detach()
         return gathered
     partition = parameter.ds_tensor
@@ -210,10 +196,7 @@ def _partition_of(parameter: Any) -> torch.Tensor | None:
 
 
 def make_optimizer(
-    model: nn.Module,
-    optimizer: ClientOptimizer,
-    model_parameters: Any,
-    settings: configs.Settings,
+    model: nn.Module, optimizer: ClientOptimizer, model_parameters: Any, settings: configs.Settings
 ) -> EngineOptimizer | None:
     """Make the optimizer that the engine shows.
 
@@ -288,9 +271,7 @@ def make_scheduler(
 
 def _groups(model: nn.Module, model_parameters: Any) -> list[dict[str, Any]]:
     """Parameter groups; frozen parameters stay out, since nothing updates them."""
-    listed: list[Any] = list(
-        model.parameters() if model_parameters is None else model_parameters
-    )
+    listed: list[Any] = list(model.parameters() if model_parameters is None else model_parameters)
     if not listed or not isinstance(listed[0], dict):
         listed = [{"params": listed}]
     groups = []
@@ -312,14 +293,10 @@ def _parameters(params: Any) -> list[Any]:
     return [item[1] if isinstance(item, tuple) else item for item in params]
 
 
-def _check_owned(
-    model: nn.Module, groups: Iterable[dict[str, Any]], argument: str
-) -> None:
+def _check_owned(model: nn.Module, groups: Iterable[dict[str, Any]], argument: str) -> None:
     """Raise ConfigError if a group has parameters that are not the model's."""
     owned = set(model.parameters())
-    num_foreign = sum(
-        parameter not in owned for group in groups for parameter in group["params"]
-    )
+    num_foreign = sum(parameter not in owned for group in groups for parameter in group["params"])
     if num_foreign:
         raise ConfigError(
             f"{argument}: {num_foreign} of its parameters are not the model's, and would never be "

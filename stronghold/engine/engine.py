@@ -109,10 +109,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         self.local_rank = local_rank_of(args)
         self._ranks = ranks
         self.global_rank, self.world_size = ranks.global_rank, ranks.world_size
-        self.dp_world_size, self.mp_world_size = (
-            ranks.num_ranks,
-            ranks.model_parallel_size,
-        )
+        self.dp_world_size, self.mp_world_size = (ranks.num_ranks, ranks.model_parallel_size)
         self.mpu = mpu
         unused = unused_attributes(
             module=model, config=self._config, ranks=ranks, training_data=training_data
@@ -146,9 +143,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         live_engines.end_previous_engines(model, trains=optimizer is not None)
         check_free(model)
         if optimizer is not None:
-            optimizer.connect(
-                self.step, self.zero_grad, self.offload_states, self.reload_states
-            )
+            optimizer.connect(self.step, self.zero_grad, self.offload_states, self.reload_states)
             if settings.precision == "fp16":
                 stage = self.zero_optimization_stage()
                 optimizer.loss_scaler = make_scaler(self._config.float16_config, stage)
@@ -226,10 +221,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
             self._refinement.begin_forward(size, trains=with_graph, waits=waits)
         if self.module.training and with_graph:
             self._stack.metrics.add_tokens(size.tokens)
-        with (
-            self._instruments.forward(self.global_steps),
-            self._stack.runtime.forward_pass(),
-        ):
+        with self._instruments.forward(self.global_steps), self._stack.runtime.forward_pass():
             output = self._call_module(inputs, kwargs)
         if self.optimizer is not None and torch.is_grad_enabled():
             self._user_backward.watch(output)
@@ -301,9 +293,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
             if not is_refusal:  # a refusal has changed nothing
                 self._abandon_step()
             if isinstance(error, torch.OutOfMemoryError):
-                raise self._refinement.out_of_memory(
-                    "engine.backward", error
-                ) from error
+                raise self._refinement.out_of_memory("engine.backward", error) from error
             raise
         value = divided.detach()
         self._loss_sum = value if self._loss_sum is None else self._loss_sum + value
@@ -353,9 +343,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
             if not isinstance(error, Exception):
                 self._abandon_step()
             raise
-        self._instruments.end_micro_batch(
-            step=step, samples=self.global_samples, boundary=boundary
-        )
+        self._instruments.end_micro_batch(step=step, samples=self.global_samples, boundary=boundary)
         self.micro_steps += 1
 
     def _take_step(self, optimizer: EngineOptimizer, lr_kwargs: dict[str, Any]) -> None:
@@ -377,9 +365,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         optimizer.count_step()
         if gate.overflow:
             self.skipped_steps += 1
-            logger.warning(
-                "step %d skipped: the gradients are not finite", self.global_steps + 1
-            )
+            logger.warning("step %d skipped: the gradients are not finite", self.global_steps + 1)
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
         self.global_steps += 1
@@ -422,9 +408,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         if steps_per_print and self.global_steps % steps_per_print == 0:
             logger.info("%s", stack.metrics.format(record))
         scale = optimizer.loss_scale if self.fp16_enabled() else None
-        self._instruments.end_step(
-            record, samples=self.global_samples, loss_scale=scale
-        )
+        self._instruments.end_step(record, samples=self.global_samples, loss_scale=scale)
 
     def was_step_applied(self) -> bool:
         """Return True if the last `step` changed weights. Waits for nothing.
@@ -451,9 +435,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
 
     def _check_alive(self, method: str) -> None:
         if self._destroyed:
-            raise ConfigError(
-                f"engine.{method}: this engine was destroyed; initialize a new one"
-            )
+            raise ConfigError(f"engine.{method}: this engine was destroyed; initialize a new one")
 
     def _needed_optimizer(self, method: str) -> EngineOptimizer:
         """The optimizer. ConfigError without one, after `destroy`, and after `offload_states`."""
@@ -590,14 +572,10 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
             logger.warning("engine.offload_states: device none: nothing is moved")
             return
         if device_name != "cpu":
-            raise ConfigError(
-                f'engine.offload_states: device: got {device!r}, expected "cpu"'
-            )
+            raise ConfigError(f'engine.offload_states: device: got {device!r}, expected "cpu"')
         kinds = _kinds_of_state(include)
         if kinds:
-            self._stack.leave_device(
-                keeps_weights=OffloadStateTypeEnum.lp_params not in kinds
-            )
+            self._stack.leave_device(keeps_weights=OffloadStateTypeEnum.lp_params not in kinds)
             self.empty_partition_cache()
 
     def reload_states(self, non_blocking: bool = False) -> None:
@@ -669,9 +647,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
                 "whole model; leave them out"
             )
         if not self._is_compiled:
-            compiler = BlockCompiler(
-                options={**(compile_kwargs or {}), "backend": backend}
-            )
+            compiler = BlockCompiler(options={**(compile_kwargs or {}), "backend": backend})
             self._stack.compile_blocks(compiler.compile)
             self._is_compiled = True
 
@@ -759,9 +735,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         be merged, and for an iterator that is used after a further step or load.
         """
         self._check_alive("named_weights")
-        placement = Placement(
-            device=None if device is None else torch.device(device), dtype=dtype
-        )
+        placement = Placement(device=None if device is None else torch.device(device), dtype=dtype)
         return named_weights(self._stack, placement, merges_adapters=merge_adapters)
 
     def module_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -774,11 +748,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         return state
 
     def load_module_state_dict(
-        self,
-        checkpoint: Any,
-        strict: bool = True,
-        custom_load_fn: Any = None,
-        **zero3: Any,
+        self, checkpoint: Any, strict: bool = True, custom_load_fn: Any = None, **zero3: Any
     ) -> None:
         """Load weights into the user's module. Masters become these weights, and moments stay.
 
@@ -1001,9 +971,7 @@ def _open_stack(
         return Stack(model, settings, optimizer, local_rank=local_rank, ranks=ranks)
     base = BaseWeights(Path(section.base), model, frozen=section.frozen)
     with contextlib.closing(base):
-        return Stack(
-            model, settings, optimizer, local_rank=local_rank, ranks=ranks, base=base
-        )
+        return Stack(model, settings, optimizer, local_rank=local_rank, ranks=ranks, base=base)
 
 
 def _kinds_of_state(include: Iterable[Any] | None) -> set[OffloadStateTypeEnum]:

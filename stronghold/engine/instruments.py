@@ -40,9 +40,7 @@ def timers_of(kind: Literal["MICRO", "GLOBAL"], *phases: Phase) -> dict[str, str
     `phases` selects the timers of these phases. Without `phases` all are returned.
     """
     words = [word for phase in phases or TIMERS for word in TIMERS[phase]]
-    return {
-        word.lower(): getattr(deepspeed_timer, f"{word}_{kind}_TIMER") for word in words
-    }
+    return {word.lower(): getattr(deepspeed_timer, f"{word}_{kind}_TIMER") for word in words}
 
 
 class NoMonitor:
@@ -71,9 +69,7 @@ class Instruments:
             self.profiler = FlopsProfiler(module, proxy, options.recompute_fwd_factor)
         self.timers = deepspeed_timer.SynchronizedWallClockTimer()
         self.throughput = deepspeed_timer.ThroughputTimer(
-            config.timers_config,
-            batch_size=config.train_batch_size,
-            steps_per_output=None,
+            config.timers_config, batch_size=config.train_batch_size, steps_per_output=None
         )
         monitors = config.monitor_config
         self.monitor: Any = MonitorMaster(monitors) if monitors.enabled else NoMonitor()
@@ -127,9 +123,7 @@ class Instruments:
         is_due = step == self._config.flops_profiler_config.profile_step
         return self.profiler if is_due else None
 
-    def end_step(
-        self, record: StepRecord, *, samples: int, loss_scale: float | None
-    ) -> None:
+    def end_step(self, record: StepRecord, *, samples: int, loss_scale: float | None) -> None:
         """Send a step's values to the monitors. Reads the loss, so it waits for compute.
 
         `samples` counts the samples of all steps so far. `loss_scale` is None except in fp16.

@@ -16,15 +16,11 @@ import torch
 
 from stronghold.errors import ConfigError
 
-_PARALLEL = (
-    "stronghold runs data-parallel ranks only: shard the model with DeepSpeed itself"
-)
+_PARALLEL = "stronghold runs data-parallel ranks only: shard the model with DeepSpeed itself"
 _REDUCE = "gradients leave for the host layer by layer during backward: nothing is left to reduce"
 _DATA = "build the data loader yourself and pass batches to the engine"
 _COMPILE = "DeepCompile rewrites the graph of the whole model: engine.compile() compiles each block"
-_ALIEN = (
-    "stronghold's optimizer runs: set its type in the config, or pass a torch optimizer"
-)
+_ALIEN = "stronghold's optimizer runs: set its type in the config, or pass a torch optimizer"
 
 # Reasons that several methods share.
 _METHODS_BY_REASON = {
@@ -40,11 +36,7 @@ _METHODS_BY_REASON = {
 }
 # Reason of each refused method, by the method's name.
 REFUSED: dict[str, str] = {
-    **{
-        name: reason
-        for reason, names in _METHODS_BY_REASON.items()
-        for name in names.split()
-    },
+    **{name: reason for reason, names in _METHODS_BY_REASON.items() for name in names.split()},
     "clip_fp32_gradients": "engine.step clips by the global norm: set gradient_clipping",
     "print_forward_breakdown": "set stronghold.trace to a file for a timeline of the step",
     "random_ltd_initialize": "random layer-token drop changes the model's layers while they stream",
@@ -61,9 +53,7 @@ class RefusedMethod:
         self._reason = reason
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        raise ConfigError(
-            f"engine.{self.__name__} does not apply to stronghold: {self._reason}"
-        )
+        raise ConfigError(f"engine.{self.__name__} does not apply to stronghold: {self._reason}")
 
 
 def refused_methods() -> dict[str, RefusedMethod]:

@@ -31,9 +31,7 @@ class ArrayAccess:
     `has_state`: masters and moments exist, in staged homes too.
     """
 
-    def __init__(
-        self, layers: Sequence[LayerState], tiers: Tiers, device: Device
-    ) -> None:
+    def __init__(self, layers: Sequence[LayerState], tiers: Tiers, device: Device) -> None:
         self._layers = layers
         self._tiers = tiers
         self._device = device
@@ -71,9 +69,7 @@ class ArrayAccess:
         Each rank gets its shares. Arrays that lie on the host come as one piece per range.
         """
         is_on_gpu = self._layers[index].home is GPU
-        for elements, views in self._in_place(
-            index, arrays, begin, end, mode, memory or {}
-        ):
+        for elements, views in self._in_place(index, arrays, begin, end, mode, memory or {}):
             if is_on_gpu:
                 yield from self._copied(elements, views, mode)
             else:
@@ -87,13 +83,10 @@ class ArrayAccess:
         room: Views = {}
         for first in range(0, numel, COPIED_NUMEL):
             last = min(first + COPIED_NUMEL, numel)
-            targets = {
-                name: view[items(name, first, last)] for name, view in gpu_views.items()
-            }
+            targets = {name: view[items(name, first, last)] for name, view in gpu_views.items()}
             if not room:
                 room = {
-                    name: torch.empty_like(view, device="cpu")
-                    for name, view in targets.items()
+                    name: torch.empty_like(view, device="cpu") for name, view in targets.items()
                 }
             piece = {name: room[name][: view.numel()] for name, view in targets.items()}
             if mode != "replace":
@@ -123,9 +116,7 @@ class ArrayAccess:
         for name in arrays:
             if name in staged:
                 continue
-            in_memory[name] = (
-                memory[name] if name in memory else self._in_memory(state, name)
-            )
+            in_memory[name] = memory[name] if name in memory else self._in_memory(state, name)
         for layer_range, span in state.layout.within(begin, end):
             share = state.shards.of(layer_range)
             low = max(span[0], share[0])
@@ -173,9 +164,7 @@ class ArrayAccess:
                 stored = views["weights"].view(torch.uint8)
                 if not torch.equal(seen, stored):
                     byte = int((seen != stored).nonzero()[0])
-                    return _tensor_at(
-                        state, first + byte * (last - first) // seen.numel()
-                    )
+                    return _tensor_at(state, first + byte * (last - first) // seen.numel())
         return None
 
     def restore_frozen(self, index: int) -> None:
@@ -197,18 +186,12 @@ class ArrayAccess:
         flat = master.view(-1)
         begin = parameter.offset
         arrays = self._master_arrays(index)
-        for elements, views in self.pieces(
-            index, arrays, begin, begin + parameter.numel
-        ):
+        for elements, views in self.pieces(index, arrays, begin, begin + parameter.numel):
             flat[elements] = join_master(views["weights"], views.get("low"))
         return master
 
     def write_master(
-        self,
-        index: int,
-        parameter: ParameterSlice,
-        begin: int,
-        master: torch.Tensor,
+        self, index: int, parameter: ParameterSlice, begin: int, master: torch.Tensor
     ) -> None:
         """Write `master` as the master of the parameter's elements from `begin` on.
 
@@ -225,9 +208,7 @@ class ArrayAccess:
             if low is not None:
                 views["low"].copy_(low)
 
-    def restart_master(
-        self, index: int, positions: Collection[int] | None = None
-    ) -> None:
+    def restart_master(self, index: int, positions: Collection[int] | None = None) -> None:
         """Make masters equal to the weights, which were written from outside.
 
         `positions`: the parameters, or None for all.

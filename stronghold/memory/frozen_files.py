@@ -126,9 +126,7 @@ class FrozenFiles:
             registered.append((staging.data_ptr(), staging.nbytes))
         with contextlib.ExitStack() as undo:
             undo.callback(spilled.close)
-            queue = open_queue(
-                depth or DEPTH, block_bytes or BLOCK_BYTES, engine, registered
-            )
+            queue = open_queue(depth or DEPTH, block_bytes or BLOCK_BYTES, engine, registered)
             undo.callback(queue.close)
             self._queue: IoQueue = queue
             for of_layer in self._ranges.values():
@@ -145,9 +143,7 @@ class FrozenFiles:
 
     def _report(self) -> None:
         num_bytes = sum(
-            file_range.num_stored
-            for of_layer in self._ranges.values()
-            for file_range in of_layer
+            file_range.num_stored for of_layer in self._ranges.values() for file_range in of_layer
         )
         logger.info(
             "the frozen weights of %d layers (%s) are read from the prepared base in each pass, "
@@ -155,9 +151,7 @@ class FrozenFiles:
             len(self._ranges),
             format_size(num_bytes),
         )
-        cached = [
-            file.path for file, opened in self._files.items() if not opened.io.direct
-        ]
+        cached = [file.path for file, opened in self._files.items() if not opened.io.direct]
         if cached:
             logger.warning(
                 "no O_DIRECT for %s: reads of the prepared base pass through the page cache, which "
@@ -189,13 +183,7 @@ class FrozenFiles:
     def file_bytes(self) -> int:
         return self._spilled.file_bytes
 
-    def submit(
-        self,
-        verb: Verb,
-        extent: Extent,
-        begin: int,
-        memory: torch.Tensor,
-    ) -> Transfer:
+    def submit(self, verb: Verb, extent: Extent, begin: int, memory: torch.Tensor) -> Transfer:
         """Start a transfer as `NvmeStore.submit` does, from or to the place of the bytes.
 
         Bytes in memory are copied before the call returns, and count as no transfer.
@@ -207,9 +195,7 @@ class FrozenFiles:
         if not ranges:
             return self._spilled.submit(verb, extent, begin, memory)
         if self._is_closed:
-            raise StateError(
-                f"{verb} of {extent}: the files of the prepared base are closed"
-            )
+            raise StateError(f"{verb} of {extent}: the files of the prepared base are closed")
         check_range(verb, extent, begin, memory)
         end = begin + memory.nbytes
         if end <= ranges[0].begin:
@@ -245,9 +231,7 @@ class FrozenFiles:
         self._in_flight.add(pending)
         if num_stored:
             try:
-                ticket = self._queue.read(
-                    opened.io, offset, memory.data_ptr(), num_stored
-                )
+                ticket = self._queue.read(opened.io, offset, memory.data_ptr(), num_stored)
             except BaseException:
                 self._in_flight.remove(pending)
                 raise
@@ -286,9 +270,7 @@ class FrozenFiles:
             )
             num_padding = file_range.end - file_range.begin - file_range.num_stored
             parts.append(MappedPart(descriptor=NO_FILE, offset=0, nbytes=num_padding))
-        return map_files(
-            parts, f"the weights of layer {layer} in {ranges[0].file.path}"
-        )
+        return map_files(parts, f"the weights of layer {layer} in {ranges[0].file.path}")
 
     def restore(self, layer: int) -> None:
         """Drop what a program wrote into the frozen bytes of a layer at rest.

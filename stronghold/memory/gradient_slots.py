@@ -39,9 +39,7 @@ def sum_view(slot: GradientSlot, state: LayerState, position: int) -> torch.Tens
     # a parameter got two gradients, which is rare and not planned
     if slot.sums is None:
         numel = state.layout.trainable_numel
-        slot.sums = torch.empty(
-            numel, dtype=torch.float32, device=slot.gradients.device
-        )
+        slot.sums = torch.empty(numel, dtype=torch.float32, device=slot.gradients.device)
     parameter = state.layout.slices[position]
     begin = parameter.offset
     key = False, begin, torch.float32, parameter.shape
@@ -71,19 +69,14 @@ def round_sums(slot: GradientSlot, state: LayerState) -> None:
 
 
 def _round_section(
-    slot: GradientSlot,
-    sums: torch.Tensor,
-    state: LayerState,
-    section: Section,
+    slot: GradientSlot, sums: torch.Tensor, state: LayerState, section: Section
 ) -> None:
     """Round all parameters of an empty section with one copy."""
     if section.dtype is torch.float32:
         return
     gradients = state.maps["weights"].view(slot.gradients, section.begin, section.end)
     gradients.copy_(sums[section.begin : section.end])
-    rounded = [
-        position for position in slot.summing if state.sections[position] is section
-    ]
+    rounded = [position for position in slot.summing if state.sections[position] is section]
     slot.arrived.update(rounded)
     for position in rounded:
         del slot.summing[position]

@@ -171,9 +171,7 @@ class HostStore:
             self._write_weights(index, slices[position], values)
         for packed in state.packed_of_model:
             inner = {
-                name: torch.empty(
-                    slices[position].shape, dtype=state.sections[position].dtype
-                )
+                name: torch.empty(slices[position].shape, dtype=state.sections[position].dtype)
                 for name, position in packed.positions.items()
             }
             state.encode(packed, inner, source)
@@ -220,9 +218,7 @@ class HostStore:
         self._make_ring_entries(self._ring_entries - len(self._ring))
         self._is_prepared = True
 
-    def make_arrays(
-        self, state: LayerState, zeros: Callable[[str, int], torch.Tensor]
-    ) -> None:
+    def make_arrays(self, state: LayerState, zeros: Callable[[str, int], torch.Tensor]) -> None:
         """Make the arrays that the layer needs for training and lacks.
 
         `zeros`: makes the flat memory of an array from its name and bytes.
@@ -235,10 +231,7 @@ class HostStore:
                 self.access.restart_master(state.index)
 
     def apply_plan(
-        self,
-        held: frozenset[int],
-        ring_entries: int,
-        early: frozenset[int] = frozenset(),
+        self, held: frozenset[int], ring_entries: int, early: frozenset[int] = frozenset()
     ) -> None:
         """Make the gradient entries and second arrays that another plan has, and free all others.
 
@@ -258,9 +251,7 @@ class HostStore:
         if self.training:
             self._make_held_entries()
             self._make_second_arrays()
-            if any(
-                entry.memory.nbytes < self._largest_gradients for entry in self._ring
-            ):
+            if any(entry.memory.nbytes < self._largest_gradients for entry in self._ring):
                 self._drop_ring()
             self._make_ring_entries(ring_entries - len(self._ring))
 
@@ -283,9 +274,7 @@ class HostStore:
     @property
     def _largest_gradients(self) -> int:
         """Bytes of the largest layer's gradients."""
-        return max(
-            (state.maps["gradients"].nbytes for state in self._host_layers), default=0
-        )
+        return max((state.maps["gradients"].nbytes for state in self._host_layers), default=0)
 
     def _make_ring_entries(self, num_entries: int) -> None:
         for _ in range(num_entries if self._host_layers else 0):
@@ -345,9 +334,7 @@ class HostStore:
         disk then keeps their bytes until the model is dropped. Raises `OSError` if a file
         cannot be read: the weights of its layers are NaN then, never another number.
         """
-        spilled = [
-            state for state in self._host_layers if state.home_of("weights").is_staged
-        ]
+        spilled = [state for state in self._host_layers if state.home_of("weights").is_staged]
         need = sum(state.weights.nbytes for state in spilled)
         if need > available_bytes:
             logger.warning(
@@ -399,9 +386,7 @@ class HostStore:
         """
         state = self.layers[index]
         self._free(state.weights, *state.arrays.values(), *state.drop_second())
-        arrays = {
-            name: array for name, array in state.arrays.items() if name != "gradients"
-        }
+        arrays = {name: array for name, array in state.arrays.items() if name != "gradients"}
         state.weights = torch.empty(0, dtype=torch.uint8)
         state.drop_arrays()
         state.homes = dict.fromkeys(state.maps, GPU)

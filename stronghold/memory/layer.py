@@ -24,20 +24,8 @@ from torch import nn
 from stronghold.devices.base import Fence, Record
 from stronghold.errors import ConfigError, StateError
 from stronghold.memory.buffers import GradientSlot, Slot
-from stronghold.model.arrays import (
-    ArrayMap,
-    Section,
-    array_maps,
-    contiguous_strides,
-    state_arrays,
-)
-from stronghold.model.layout import (
-    LayerLayout,
-    ParameterSlice,
-    Shards,
-    Span,
-    decoded_bytes,
-)
+from stronghold.model.arrays import ArrayMap, Section, array_maps, contiguous_strides, state_arrays
+from stronghold.model.layout import LayerLayout, ParameterSlice, Shards, Span, decoded_bytes
 from stronghold.model.packed_formats import PackedFormat, PackingError
 from stronghold.model.partition import WeightSource
 from stronghold.model.stored_tensors import PackedParameter
@@ -298,18 +286,11 @@ class UpdatedElements:
 
     def has_any(self, begin: int, end: int) -> bool:
         """True if some of the elements are among elements [begin, end) of the layer."""
-        return any(
-            begin < first + numel and first < end for _, first, numel in self.spans
-        )
+        return any(begin < first + numel and first < end for _, first, numel in self.spans)
 
     def moved_bytes(self, bytes_each: Callable[[Format], float]) -> int:
         """Bytes that an operation moves, at `bytes_each(format)` per element."""
-        return int(
-            sum(
-                bytes_each(element_format) * numel
-                for element_format, numel in self.numels
-            )
-        )
+        return int(sum(bytes_each(element_format) * numel for element_format, numel in self.numels))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -345,9 +326,7 @@ class PackedPlace:
         offset = (memory.storage_offset() + self.offset) // dtype.itemsize
         with torch.inference_mode(False):  # autograd must be able to save it
             view = torch.empty(0, dtype=dtype, device=memory.device)
-            view.set_(
-                memory.untyped_storage(), offset, shape, contiguous_strides(shape)
-            )
+            view.set_(memory.untyped_storage(), offset, shape, contiguous_strides(shape))
         return view
 
 
@@ -359,9 +338,7 @@ def packed_weights(
     result = []
     offset = 0
     for described in packed:
-        positions = {
-            name: position_of[id(inner)] for name, inner in described.inner.items()
-        }
+        positions = {name: position_of[id(inner)] for name, inner in described.inner.items()}
         one_item = torch.full((1,), torch.nan, dtype=described.dtype)
         placeholder = one_item.expand(described.shape)
         result.append(PackedPlace(described, positions, offset, placeholder))
@@ -428,9 +405,7 @@ class LayerState:
     # By position: the elements that this rank updates.
     _elements: tuple[Span, ...] = field(init=False)
     # By array, first element, last element, and the identity of the memory.
-    _views: dict[tuple[str, int, int, int], torch.Tensor | None] = field(
-        default_factory=dict
-    )
+    _views: dict[tuple[str, int, int, int], torch.Tensor | None] = field(default_factory=dict)
     # The last result of `updated_elements`.
     _updated: UpdatedElements = UpdatedElements(frozenset(), (), ())
 
@@ -470,9 +445,7 @@ class LayerState:
             facts.append(f"{num_arrived} gradients arrived")
         for name, record in self.records.items():
             if not record.writer.done:
-                facts.append(
-                    f"{name} after {record.writer.lane}: {record.writer.operation}"
-                )
+                facts.append(f"{name} after {record.writer.lane}: {record.writer.operation}")
         return f"<layer {self.index} {self.name}: {', '.join(facts)}>"
 
     @property
@@ -519,9 +492,7 @@ class LayerState:
         """Change the layer's residency. Raises StateError if `TRANSITIONS` lacks the change."""
         residency = self.on_gpu.residency
         if to not in TRANSITIONS[residency]:
-            raise StateError(
-                f"layer {self.index} cannot go from {residency.value} to {to.value}"
-            )
+            raise StateError(f"layer {self.index} cannot go from {residency.value} to {to.value}")
         self.on_gpu.residency = to
 
     def fill(self, weights: torch.Tensor, source: WeightSource | None) -> None:
@@ -543,9 +514,7 @@ class LayerState:
         for packed in self.packed_of_model:
             self.encode(packed, self.packed_tensors(packed, weights), source)
 
-    def packed_tensors(
-        self, packed: PackedPlace, memory: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
+    def packed_tensors(self, packed: PackedPlace, memory: torch.Tensor) -> dict[str, torch.Tensor]:
         """The packed tensors of a parameter by name. `memory`: the flat bytes of the weights."""
         weights, slices = self.maps["weights"], self.layout.slices
         return {
@@ -562,9 +531,7 @@ class LayerState:
     def trained_bytes(self) -> int:
         """Bytes of the trainable ranges, the first ones of the array of weights."""
         num_ranges = len(self.layout.trainable_ranges)
-        return sum(
-            section.nbytes for section in self.maps["weights"].sections[:num_ranges]
-        )
+        return sum(section.nbytes for section in self.maps["weights"].sections[:num_ranges])
 
     @property
     def positions_of_model(self) -> list[int]:
@@ -587,10 +554,7 @@ class LayerState:
         return self.packed if self.read_frozen is None else ()
 
     def encode(
-        self,
-        packed: PackedPlace,
-        inner: Mapping[str, torch.Tensor],
-        source: WeightSource | None,
+        self, packed: PackedPlace, inner: Mapping[str, torch.Tensor], source: WeightSource | None
     ) -> None:
         """Write the packed tensors of a parameter. Notes the error of the packed form.
 
@@ -618,9 +582,7 @@ class LayerState:
         staged = self.staged
         return tuple(a for a in arrays if a not in staged and self.array(a) is not None)
 
-    def views_of(
-        self, arrays: Iterable[str], begin: int, end: int
-    ) -> dict[str, torch.Tensor]:
+    def views_of(self, arrays: Iterable[str], begin: int, end: int) -> dict[str, torch.Tensor]:
         """Elements [begin, end) of each of the arrays that their range has, by name, as `view`."""
         views: dict[str, torch.Tensor] = {}
         for array in arrays:
@@ -645,13 +607,7 @@ class LayerState:
         assert self.second is not None
         return self._view(self.second.arrays[array], array, begin, end)
 
-    def _view(
-        self,
-        flat: torch.Tensor,
-        array: str,
-        begin: int,
-        end: int,
-    ) -> torch.Tensor | None:
+    def _view(self, flat: torch.Tensor, array: str, begin: int, end: int) -> torch.Tensor | None:
         is_kept = array != "weights"
         key = array, begin, end, id(flat)
         if is_kept and key in self._views:
@@ -677,9 +633,7 @@ class LayerState:
 
     def all_arrays(self) -> dict[str, torch.Tensor]:
         """Every array in memory that outlives the step, the weights first."""
-        lasting = {
-            name: array for name, array in self.arrays.items() if name != "gradients"
-        }
+        lasting = {name: array for name, array in self.arrays.items() if name != "gradients"}
         return {"weights": self.weights, **lasting}
 
     def drop_array(self, name: str) -> torch.Tensor:

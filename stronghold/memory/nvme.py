@@ -46,13 +46,7 @@ from pathlib import Path
 
 import torch
 
-from stronghold.errors import (
-    BudgetError,
-    ConfigError,
-    ErrorPage,
-    StateError,
-    format_size,
-)
+from stronghold.errors import BudgetError, ConfigError, ErrorPage, StateError, format_size
 from stronghold.memory.neighbours import ALONE, Neighbours
 from stronghold.memory.slab import MappedPart, map_files, map_slab
 from stronghold.memory.stores import Extent, Verb
@@ -94,9 +88,7 @@ def lay_out(requests: Sequence[Extent]) -> dict[tuple[int, str], Extent]:
         if key in extents:
             raise StateError(f"extent {key}: requested twice")
         if request.nbytes < 0 or request.nbytes % ALIGNMENT:
-            raise StateError(
-                f"extent {key}: got {request.nbytes} bytes, expected n * {ALIGNMENT}"
-            )
+            raise StateError(f"extent {key}: got {request.nbytes} bytes, expected n * {ALIGNMENT}")
         extents[key] = replace(request, begin=begin)
         begin += request.nbytes
     return extents
@@ -111,9 +103,7 @@ class Striping:
 
     def __init__(self, rates: Sequence[float], unit_bytes: int) -> None:
         if not rates or not all(math.isfinite(rate) and rate > 0 for rate in rates):
-            raise ConfigError(
-                f"rates: got {list(rates)}, expected a number > 0 for each path"
-            )
+            raise ConfigError(f"rates: got {list(rates)}, expected a number > 0 for each path")
         if unit_bytes < ALIGNMENT or unit_bytes % ALIGNMENT:
             raise ConfigError(f"unit_bytes: got {unit_bytes}, expected n * {ALIGNMENT}")
         self._unit_bytes = unit_bytes
@@ -215,16 +205,12 @@ class SpillFile:
     ) -> None:
         self.folder, self.nbytes = folder, nbytes
         with contextlib.ExitStack() as undo:
-            queues = [
-                open_queue(depth, block_bytes, engine, registered) for _ in range(2)
-            ]
+            queues = [open_queue(depth, block_bytes, engine, registered) for _ in range(2)]
             for queue in queues:
                 undo.callback(queue.close)
             self._reading, self._writing = queues
             try:
-                self.descriptor, name = tempfile.mkstemp(
-                    prefix="stronghold-spill-", dir=folder
-                )
+                self.descriptor, name = tempfile.mkstemp(prefix="stronghold-spill-", dir=folder)
             except OSError as error:
                 if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
                     raise unwritable_error(folder, error) from error
@@ -281,18 +267,14 @@ class SpillFile:
         note = self._writing.note
         return f"{self._writing.engine} ({note})" if note else self._writing.engine
 
-    def submit(
-        self, verb: Verb, segment: FileSegment, address: int
-    ) -> tuple[IoQueue, int]:
+    def submit(self, verb: Verb, segment: FileSegment, address: int) -> tuple[IoQueue, int]:
         """Queue one segment of a transfer whose memory begins at `address`.
 
         Returns the queue and the ticket. The caller commits the queue, which starts the transfer.
         """
         queue, file = self._sides[verb]
         start = queue.read if verb == "read" else queue.write
-        ticket = start(
-            file, segment.offset, address + segment.begin, segment.nbytes, commit=False
-        )
+        ticket = start(file, segment.offset, address + segment.begin, segment.nbytes, commit=False)
         return queue, ticket
 
     def check_length(self, verb: str, segment: FileSegment) -> None:
@@ -460,9 +442,7 @@ class NvmeStore(Closeable):
 
     def _rates(self, rates: Sequence[float] | None) -> tuple[float, ...]:
         if rates is not None and len(rates) != len(self.paths):
-            raise ConfigError(
-                f"rates: got {len(rates)}, expected one for each of {self.paths}"
-            )
+            raise ConfigError(f"rates: got {len(rates)}, expected one for each of {self.paths}")
         if rates is not None:
             return tuple(rates)
         if len(self.paths) == 1:
@@ -480,20 +460,13 @@ class NvmeStore(Closeable):
         if self._staging is not None and self._staging.nbytes:
             registered.append((self._staging.data_ptr(), self._staging.nbytes))
         file = SpillFile(
-            path,
-            nbytes,
-            depth=depth,
-            block_bytes=block_bytes,
-            engine=engine,
-            registered=registered,
+            path, nbytes, depth=depth, block_bytes=block_bytes, engine=engine, registered=registered
         )
         self._stack.callback(file.close)
         return file
 
     def _report(self) -> None:
-        logger.info(
-            "%d bytes of NVMe files, by %s", self.file_bytes, self._files[0].engine
-        )
+        logger.info("%d bytes of NVMe files, by %s", self.file_bytes, self._files[0].engine)
         cached = [str(file.folder) for file in self._files if not file.direct]
         if cached:
             logger.warning(
@@ -502,11 +475,7 @@ class NvmeStore(Closeable):
                 ", ".join(cached),
                 PATH_KEY,
             )
-        sparse = [
-            str(file.folder)
-            for file in self._files
-            if file.nbytes and not file.preallocated
-        ]
+        sparse = [str(file.folder) for file in self._files if file.nbytes and not file.preallocated]
         if sparse:
             logger.warning(
                 "the file system of %s cannot reserve space: if others fill the disk, the run "
@@ -578,11 +547,7 @@ class NvmeStore(Closeable):
             file.check_length("mapping", whole)
 
     def submit(
-        self,
-        verb: Verb,
-        extent: Extent,
-        begin: int,
-        memory: torch.Tensor,
+        self, verb: Verb, extent: Extent, begin: int, memory: torch.Tensor
     ) -> PendingTransfer:
         """Start to read the bytes of `extent` from byte `begin` on into all of `memory`, or to
         write them from there.
@@ -614,12 +579,7 @@ class NvmeStore(Closeable):
         return pending
 
 
-def check_range(
-    verb: Verb,
-    extent: Extent,
-    begin: int,
-    memory: torch.Tensor,
-) -> None:
+def check_range(verb: Verb, extent: Extent, begin: int, memory: torch.Tensor) -> None:
     """Raise StateError for a range outside of the extent: a bug of ours, not the user's."""
     nbytes, address = memory.nbytes, memory.data_ptr()
     if not memory.is_contiguous() or memory.device.type != "cpu":
@@ -636,13 +596,7 @@ def check_range(
 
 
 # -- disks -----------------------------------------------------------------------------------------
-def measure_rate(
-    path: Path,
-    *,
-    depth: int,
-    block_bytes: int,
-    engine: str | None = None,
-) -> float:
+def measure_rate(path: Path, *, depth: int, block_bytes: int, engine: str | None = None) -> float:
     """Measure a disk with a probe of 64 MiB under `path`, past the page cache if that works.
 
     Returns 1e9 bytes/s of a piece that is read and then written, as moments are: the piece's bytes
@@ -650,9 +604,7 @@ def measure_rate(
     """
     pieces = map_slab(PROBE_BYTES, torch.uint8)
     pieces.fill_(0x5A)  # not zeros: some disks store those for nothing
-    probe = SpillFile(
-        path, PROBE_BYTES, depth=depth, block_bytes=block_bytes, engine=engine
-    )
+    probe = SpillFile(path, PROBE_BYTES, depth=depth, block_bytes=block_bytes, engine=engine)
     with contextlib.closing(probe):
         # Twice: the first write of fresh blocks also pays for the file system's bookkeeping.
         _seconds(probe, "write", pieces)
@@ -673,10 +625,7 @@ def _seconds(file: SpillFile, verb: Verb, pieces: torch.Tensor) -> float:
 
 
 def open_queue(
-    depth: int,
-    block_bytes: int,
-    engine: str | None,
-    registered: Sequence[tuple[int, int]] = (),
+    depth: int, block_bytes: int, engine: str | None, registered: Sequence[tuple[int, int]] = ()
 ) -> IoQueue:
     """Open an `IoQueue`. Raises ConfigError if the kernel refuses the engine of the config."""
     try:
@@ -693,9 +642,7 @@ def open_queue(
 def check_paths(paths: Sequence[Path]) -> None:
     """Raise ConfigError for a path that is missing, no directory, read-only, or named twice."""
     if not paths:
-        raise ConfigError(
-            f"{PATH_KEY}: got no path, expected a directory on an NVMe disk."
-        )
+        raise ConfigError(f"{PATH_KEY}: got no path, expected a directory on an NVMe disk.")
     for path in paths:
         if not path.is_dir():
             problem = "is not a directory" if path.exists() else "does not exist"
@@ -704,14 +651,10 @@ def check_paths(paths: Sequence[Path]) -> None:
                 "Make it (and mount the disk), or name another."
             )
         if not os.access(path, os.W_OK | os.X_OK):
-            raise unwritable_error(
-                path, OSError(errno.EACCES, os.strerror(errno.EACCES))
-            )
+            raise unwritable_error(path, OSError(errno.EACCES, os.strerror(errno.EACCES)))
     if len({path.resolve() for path in paths}) < len(paths):
         names = ", ".join(map(str, paths))
-        raise ConfigError(
-            f"{PATH_KEY}: got one directory twice in {names}. Name each once."
-        )
+        raise ConfigError(f"{PATH_KEY}: got one directory twice in {names}. Name each once.")
 
 
 def unwritable_error(path: Path, error: OSError) -> ConfigError:
@@ -734,9 +677,7 @@ def check_space(need_bytes: Mapping[Path, int]) -> None:
             raise no_space_error(paths, need, have)
 
 
-def no_space_error(
-    paths: Sequence[Path], need_bytes: int, have_bytes: int
-) -> BudgetError:
+def no_space_error(paths: Sequence[Path], need_bytes: int, have_bytes: int) -> BudgetError:
     """The error for a disk that is too small."""
     names = ", ".join(f'"{path}"' for path in paths)
     need = format_size(need_bytes, round_up=True)

@@ -99,9 +99,7 @@ def _slab(mapping: mmap.mmap, dtype: torch.dtype, numel: int) -> torch.Tensor:
 def _reserve_in_child() -> None:
     """Occupy the addresses of the slabs that this child did not inherit."""
     libc = _libc()
-    flags = (
-        mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED_NOREPLACE
-    )
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED_NOREPLACE
     for mapping, address in list(_live.items()):
         libc.mmap(address, len(mapping), _PROT_NONE, flags, -1, 0)
 
@@ -166,12 +164,7 @@ def map_files(parts: Sequence[MappedPart], name: str) -> torch.Tensor:
             if part.descriptor == NO_FILE:
                 flags = _MAP_FIXED | mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
             mapped = libc.mmap(
-                address,
-                part.nbytes,
-                _PROT_READ_WRITE,
-                flags,
-                part.descriptor,
-                part.offset,
+                address, part.nbytes, _PROT_READ_WRITE, flags, part.descriptor, part.offset
             )
             _checked(mapped, name)
             address += part.nbytes
@@ -209,13 +202,9 @@ def flush(mapped: torch.Tensor) -> None:
 
 def discard_changes(mapped: torch.Tensor) -> None:
     """Drop all writes to private parts of a mapping: they show the bytes of their files again."""
-    if mapped.nbytes and _libc().madvise(
-        mapped.data_ptr(), mapped.nbytes, _MADV_DONTNEED
-    ):
+    if mapped.nbytes and _libc().madvise(mapped.data_ptr(), mapped.nbytes, _MADV_DONTNEED):
         number = ctypes.get_errno()
-        raise OSError(
-            number, f"madvise of {mapped.nbytes} bytes: {os.strerror(number)}"
-        )
+        raise OSError(number, f"madvise of {mapped.nbytes} bytes: {os.strerror(number)}")
 
 
 def _checked(address: int | None, name: str) -> int:
@@ -227,12 +216,7 @@ def _checked(address: int | None, name: str) -> int:
 
 def _libc() -> Any:
     libc = ctypes.CDLL(None, use_errno=True)
-    pointer, size, number, offset = (
-        ctypes.c_void_p,
-        ctypes.c_size_t,
-        ctypes.c_int,
-        ctypes.c_long,
-    )
+    pointer, size, number, offset = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_long)
     libc.mmap.restype = pointer
     libc.mmap.argtypes = [pointer, size, number, number, number, offset]
     libc.munmap.argtypes = [pointer, size]
@@ -260,9 +244,7 @@ class PinnedPool:
     autograd's thread in backward. Any thread may give them back.
     """
 
-    def __init__(
-        self, device: Device, room_bytes: int | None, *, expected_bytes: int = 0
-    ) -> None:
+    def __init__(self, device: Device, room_bytes: int | None, *, expected_bytes: int = 0) -> None:
         self._device = device
         self._room_bytes = room_bytes
         self._expected_bytes = expected_bytes

@@ -37,10 +37,7 @@ class StagingRing:
 
 
 NO_RING = StagingRing(
-    memory=torch.empty(0, dtype=torch.uint8),
-    piece_bytes=0,
-    num_updates=0,
-    nbytes=0,
+    memory=torch.empty(0, dtype=torch.uint8), piece_bytes=0, num_updates=0, nbytes=0
 )
 
 
@@ -64,8 +61,5 @@ def open_ring(
         device.pinning.pin(memory)
         undo.callback(device.pinning.unpin, memory)
     return StagingRing(
-        memory=memory,
-        piece_bytes=piece_bytes,
-        num_updates=num_updates,
-        nbytes=memory.nbytes,
+        memory=memory, piece_bytes=piece_bytes, num_updates=num_updates, nbytes=memory.nbytes
     )

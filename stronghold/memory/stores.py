@@ -56,13 +56,7 @@ class Store(Protocol):
     @property
     def file_bytes(self) -> int: ...
 
-    def submit(
-        self,
-        verb: Verb,
-        extent: Extent,
-        begin: int,
-        memory: torch.Tensor,
-    ) -> Transfer:
+    def submit(self, verb: Verb, extent: Extent, begin: int, memory: torch.Tensor) -> Transfer:
         """Start to read the bytes of `extent` from byte `begin` on into all of `memory`, or to
         write them from there.
 
@@ -92,13 +86,7 @@ class NullStore:
     def __init__(self, extents: Sequence[Extent] = ()) -> None:
         self.file_bytes = sum(extent.nbytes for extent in extents)
 
-    def submit(
-        self,
-        verb: Verb,
-        extent: Extent,
-        begin: int,
-        memory: torch.Tensor,
-    ) -> NullStore:
+    def submit(self, verb: Verb, extent: Extent, begin: int, memory: torch.Tensor) -> NullStore:
         return self
 
     def wait(self) -> None:

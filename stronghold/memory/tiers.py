@@ -23,14 +23,7 @@ from typing import Literal
 
 import torch
 
-from stronghold.devices.base import (
-    Device,
-    Fence,
-    Lane,
-    Record,
-    dependences,
-    record_accesses,
-)
+from stronghold.devices.base import Device, Fence, Lane, Record, dependences, record_accesses
 from stronghold.devices.lane_name import LaneName
 from stronghold.memory.buffers import EntryRing, HostEntry
 from stronghold.memory.frozen_files import FrozenFiles
@@ -164,9 +157,7 @@ class Tiers:
         self.homes = homes
         self.stores = dict(stores or {})
         self.ring = ring
-        self._maps = [
-            array_maps(layer, formats, self.shards) for layer in layout.layers
-        ]
+        self._maps = [array_maps(layer, formats, self.shards) for layer in layout.layers]
         extents = extent_requests(layout, formats, homes, self.shards)
         self._extents = {(extent.layer, extent.array): extent for extent in extents}
         self._store_of = {key: self.stores[homes[key]] for key in self._extents}
@@ -174,9 +165,7 @@ class Tiers:
         first_update, first_fetch = 1, 1 + ring.num_updates
         self.updates = EntryRing(entries[first_update:first_fetch])
         self.fetches = EntryRing(entries[first_fetch:])
-        self._access_memory = (
-            entries[0].memory if entries else torch.empty(0, dtype=torch.uint8)
-        )
+        self._access_memory = entries[0].memory if entries else torch.empty(0, dtype=torch.uint8)
         self._access_lock = threading.Lock()
         self._transfers = {lane: Transfers() for lane in FILE_LANES}
 
@@ -207,11 +196,7 @@ class Tiers:
 
     # -- pieces -----------------------------------------------------------------------------------
     def piece_spans(
-        self,
-        layer: int,
-        arrays: Sequence[str],
-        begin: int = 0,
-        end: int | None = None,
+        self, layer: int, arrays: Sequence[str], begin: int = 0, end: int | None = None
     ) -> Iterator[tuple[int, int]]:
         """Yield the pieces that cover elements [begin, end) of a layer's arrays.
 
@@ -233,9 +218,7 @@ class Tiers:
                 yield first, min(first + step, last)
                 first += step
 
-    def _stored_spans(
-        self, layer: int, arrays: Sequence[str]
-    ) -> Iterator[tuple[int, int]]:
+    def _stored_spans(self, layer: int, arrays: Sequence[str]) -> Iterator[tuple[int, int]]:
         """The spans of elements that the stores have of these arrays.
 
         The weights alone: every range. Else: this rank's shares of the ranges that train and have
@@ -253,12 +236,7 @@ class Tiers:
                 yield begin, end
 
     def piece_views(
-        self,
-        memory: torch.Tensor,
-        layer: int,
-        arrays: Sequence[str],
-        begin: int,
-        end: int,
+        self, memory: torch.Tensor, layer: int, arrays: Sequence[str], begin: int, end: int
     ) -> Views:
         """Views of elements [begin, end) of each array in an entry's memory ([Note: a piece]).
 
@@ -277,13 +255,7 @@ class Tiers:
             offset += nbytes
         return views
 
-    def nbytes(
-        self,
-        layer: int,
-        arrays: Sequence[str],
-        begin: int,
-        end: int,
-    ) -> int:
+    def nbytes(self, layer: int, arrays: Sequence[str], begin: int, end: int) -> int:
         """Bytes of the piece with elements [begin, end) of the arrays."""
         total = 0
         for array in arrays:
@@ -293,14 +265,7 @@ class Tiers:
                 total += span.stop - span.start
         return total
 
-    def begin(
-        self,
-        verb: Verb,
-        layer: int,
-        begin: int,
-        end: int,
-        views: Views,
-    ) -> Wait:
+    def begin(self, verb: Verb, layer: int, begin: int, end: int, views: Views) -> Wait:
         """Start to read elements [begin, end) of each array into its view, or to write them.
 
         The result waits until nothing is in flight, also after an error. It raises `OSError` with
@@ -335,12 +300,7 @@ class Tiers:
         """
         views = self.piece_views(entry.memory, state.index, arrays, begin, end)
         transfer = _PieceTransfer(
-            tiers=self,
-            verb="read",
-            layer=state.index,
-            begin=begin,
-            end=end,
-            views=views,
+            tiers=self, verb="read", layer=state.index, begin=begin, end=end, views=views
         )
         self._transfers[lane].submit(
             device.lane(lane),
@@ -370,12 +330,7 @@ class Tiers:
         the operation's name.
         """
         transfer = _PieceTransfer(
-            tiers=self,
-            verb="write",
-            layer=layer,
-            begin=begin,
-            end=end,
-            views=views,
+            tiers=self, verb="write", layer=layer, begin=begin, end=end, views=views
         )
         return self._transfers[LaneName.SPILL].submit(
             device.lane(LaneName.SPILL),
@@ -388,12 +343,7 @@ class Tiers:
 
     # -- outside of the lanes ---------------------------------------------------------------------
     def staged_pieces(
-        self,
-        layer: int,
-        arrays: Sequence[str],
-        begin: int,
-        end: int,
-        mode: Mode,
+        self, layer: int, arrays: Sequence[str], begin: int, end: int, mode: Mode
     ) -> Iterator[tuple[int, int, Views]]:
         """Yield elements [begin, end) of staged arrays, piece by piece: (begin, end, views).
 
@@ -431,24 +381,11 @@ class Tiers:
             if has_entry:
                 self._access_lock.release()
 
-    def _transfer_now(
-        self,
-        verb: Verb,
-        layer: int,
-        begin: int,
-        end: int,
-        views: Views,
-    ) -> None:
+    def _transfer_now(self, verb: Verb, layer: int, begin: int, end: int, views: Views) -> None:
         wait = self.begin(verb, layer, begin, end, views)
         wait()
 
-    def _load_page(
-        self,
-        layer: int,
-        low: int,
-        first: int,
-        views: Views,
-    ) -> None:
+    def _load_page(self, layer: int, low: int, first: int, views: Views) -> None:
         """Load one page of elements, from `first` on, of a piece that begins at element `low`."""
         last = first + self._page_numel
         page = {array: view[items(array, first, last)] for array, view in views.items()}
@@ -469,11 +406,7 @@ class Tiers:
 
 
 def extent_requests(
-    layout: ModelLayout,
-    formats: Formats,
-    homes: Homes,
-    shards: Shards,
-    home: Home | None = None,
+    layout: ModelLayout, formats: Formats, homes: Homes, shards: Shards, home: Home | None = None
 ) -> list[Extent]:
     """The extents of all arrays at `home`, or at any staged home, layer by layer.
 
@@ -481,11 +414,7 @@ def extent_requests(
     """
     requests = []
     for layer in layout.layers:
-        arrays = (
-            homes.staged(layer.index)
-            if home is None
-            else homes.arrays(layer.index, home)
-        )
+        arrays = homes.staged(layer.index) if home is None else homes.arrays(layer.index, home)
         if not arrays:
             continue
         maps = array_maps(layer, formats, shards)

@@ -63,9 +63,7 @@ class Window:
             for number in range(num_slots if streamed else 0)
         ]
         self._residents = [
-            state
-            for state in layers
-            if state.index in resident and state.home is not GPU
+            state for state in layers if state.index in resident and state.home is not GPU
         ]
         for state in layers:
             state.on_gpu.slot = None
@@ -81,15 +79,11 @@ class Window:
     def _allocate_slot(self, nbytes: int, purpose: str) -> Slot:
         return Slot(self._device.memory.allocate(nbytes, torch.uint8, purpose))
 
-    def _allocate_gradient_slot(
-        self, nbytes: int, sum_numel: int, purpose: str
-    ) -> GradientSlot:
+    def _allocate_gradient_slot(self, nbytes: int, sum_numel: int, purpose: str) -> GradientSlot:
         gradients = self._device.memory.allocate(nbytes, torch.uint8, purpose)
         if not sum_numel:
             return GradientSlot(gradients)
-        sums = self._device.memory.allocate(
-            sum_numel, torch.float32, f"sums, {purpose}"
-        )
+        sums = self._device.memory.allocate(sum_numel, torch.float32, f"sums, {purpose}")
         return GradientSlot(gradients, sums)
 
     def prepare_training(self) -> None:
@@ -100,19 +94,12 @@ class Window:
         if self._is_prepared:
             return
         sum_numel = self._sum_numel if self._has_sums else 0
-        while (
-            self._gradient_bytes and len(self._gradient_slots) < self.num_gradient_slots
-        ):
+        while self._gradient_bytes and len(self._gradient_slots) < self.num_gradient_slots:
             purpose = f"gradient slot {len(self._gradient_slots)}"
-            slot = self._allocate_gradient_slot(
-                self._gradient_bytes, sum_numel, purpose
-            )
+            slot = self._allocate_gradient_slot(self._gradient_bytes, sum_numel, purpose)
             self._gradient_slots.append(slot)
         for state in self._layers:
-            if (
-                state.index in self._own_gradients
-                and state.on_gpu.own_gradient_slot is None
-            ):
+            if state.index in self._own_gradients and state.on_gpu.own_gradient_slot is None:
                 self._allocate_own_gradient_slot(state)
         self._is_prepared = True
 
@@ -123,9 +110,7 @@ class Window:
         has_sums = self._has_sums and state.layout.streamed
         sum_numel = slot_sum_numel(state) if has_sums else 0
         purpose = f"gradients of resident layer {state.index}"
-        state.on_gpu.own_gradient_slot = self._allocate_gradient_slot(
-            nbytes, sum_numel, purpose
-        )
+        state.on_gpu.own_gradient_slot = self._allocate_gradient_slot(nbytes, sum_numel, purpose)
 
     def start_again(self) -> None:
         """Empty every slot, whatever was under way.
@@ -176,13 +161,9 @@ class Window:
 
         Every layer keeps its slot.
         """
-        slot_of_layer = {
-            slot.layer: slot for slot in self._slots if slot.layer is not None
-        }
+        slot_of_layer = {slot.layer: slot for slot in self._slots if slot.layer is not None}
         free = iter([slot for slot in self._slots if slot.layer is None])
-        self._slots = [
-            next(free) if layer is None else slot_of_layer[layer] for layer in places
-        ]
+        self._slots = [next(free) if layer is None else slot_of_layer[layer] for layer in places]
 
     def free_slot(self) -> Slot | None:
         """A slot that no layer claims, or None. Its last operations may be under way."""
@@ -195,9 +176,7 @@ class Window:
         """
         state = self._layers[layer]
         if slot.layer not in (None, layer):
-            raise StateError(
-                f"layer {layer} cannot take the slot of layer {slot.layer}"
-            )
+            raise StateError(f"layer {layer} cannot take the slot of layer {slot.layer}")
         if state in self._residents and slot is not state.on_gpu.slot:
             raise StateError(f"layer {layer} is resident and has a slot of its own")
         state.move(Residency.FETCHING)
@@ -244,9 +223,7 @@ class Window:
         """
         kept_slot = self._layers[layer].on_gpu.own_gradient_slot
         if kept_slot is None:
-            return next(
-                (slot for slot in self._gradient_slots if slot.layer is None), None
-            )
+            return next((slot for slot in self._gradient_slots if slot.layer is None), None)
         if kept_slot.is_pending:
             return GradientSlot(torch.empty_like(kept_slot.gradients), is_extra=True)
         return kept_slot
@@ -285,10 +262,7 @@ class Window:
 
         Raises StateError if `slot` is a shared one.
         """
-        if (
-            slot.layer is None
-            or self._layers[slot.layer].on_gpu.own_gradient_slot is not slot
-        ):
+        if slot.layer is None or self._layers[slot.layer].on_gpu.own_gradient_slot is not slot:
             raise StateError("gradients can be held in a layer's own slot alone")
         self._layers[slot.layer].on_gpu.gradient_slot = None
         slot.layer = None
@@ -312,9 +286,7 @@ class Window:
         """
         shared = self.layers_in_shared_slots()
         gathering = [
-            state.index
-            for state in self._layers
-            if state.on_gpu.gradient_slot is not None
+            state.index for state in self._layers if state.on_gpu.gradient_slot is not None
         ]
         not_shared = [index for index in gathering if index not in shared]
         return [*shared, *not_shared]
@@ -322,9 +294,7 @@ class Window:
     def close(self) -> None:
         """Free every slot. Safe to call twice."""
         resident_slots = [state.on_gpu.slot for state in self._residents]
-        weights = [
-            slot.weights for slot in (*self._slots, *resident_slots) if slot is not None
-        ]
+        weights = [slot.weights for slot in (*self._slots, *resident_slots) if slot is not None]
         self._device.memory.release(*weights)
         gradient_slots = [*self._gradient_slots, *self._all_own_gradient_slots()]
         self._device.memory.release(*(slot.gradients for slot in gradient_slots))
@@ -343,11 +313,7 @@ class Window:
 def _trainable_sections(state: LayerState) -> Iterable[Section]:
     """The sections of the weights that train: they come first in a layer."""
     trainable = state.layout.trainable_numel
-    return (
-        section
-        for section in state.maps["weights"].sections
-        if section.end <= trainable
-    )
+    return (section for section in state.maps["weights"].sections if section.end <= trainable)
 
 
 def slot_gradient_bytes(state: LayerState) -> int:

@@ -28,9 +28,7 @@ def split_targets(
     """
     if names is None:
         return EVERY_LINEAR, None
-    leaves = [
-        name for name, module in model.named_modules() if not list(module.children())
-    ]
+    leaves = [name for name, module in model.named_modules() if not list(module.children())]
     tensors = [name for name, _ in model.named_parameters()]
     modules: list[str] = []
     parameters: list[str] = []

@@ -70,9 +70,7 @@ class ArrayMap:
         """The section that has elements [begin, end). StateError if none has all of them."""
         section = self.find(begin, end)
         if section is None:
-            raise StateError(
-                f"elements [{begin}, {end}) lie in no one section of {self.sections}"
-            )
+            raise StateError(f"elements [{begin}, {end}) lie in no one section of {self.sections}")
         return section
 
     def find(self, begin: int, end: int) -> Section | None:
@@ -102,9 +100,7 @@ class ArrayMap:
         """Elements [begin, end) of one section of `memory`, as a flat tensor of its dtype."""
         return self.section(begin, end).view(memory, begin, end)
 
-    def parameter(
-        self, memory: torch.Tensor, parameter: ParameterSlice
-    ) -> torch.Tensor:
+    def parameter(self, memory: torch.Tensor, parameter: ParameterSlice) -> torch.Tensor:
         """The parameter's elements in `memory`, in the parameter's shape, without a copy.
 
         The array must have every range of the layer.
@@ -130,9 +126,7 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def make_map(
-    spans: Iterable[tuple[int, Span, torch.dtype]], group: int = 1
-) -> ArrayMap:
+def make_map(spans: Iterable[tuple[int, Span, torch.dtype]], group: int = 1) -> ArrayMap:
     """The map of an array with these sections: a range's number, a span of elements, a dtype."""
     sections: list[Section] = []
     offset = 0
@@ -196,9 +190,7 @@ def array_bytes(
     return total
 
 
-def _range_dtype(
-    layer_range: Range, formats: Sequence[Format], array: str
-) -> torch.dtype | None:
+def _range_dtype(layer_range: Range, formats: Sequence[Format], array: str) -> torch.dtype | None:
     """The dtype of an array's items for a range; None if the range has no such array."""
     storage_format = formats[layer_range.format]
     if array == "weights":
@@ -249,7 +241,5 @@ def file_order(layer: LayerLayout, formats: Sequence[Format]) -> tuple[str, ...]
 
     The arrays that an update reads lie together.
     """
-    states = [
-        name for name in state_arrays(layer, formats) if name not in ("weights", "low")
-    ]
+    states = [name for name in state_arrays(layer, formats) if name not in ("weights", "low")]
     return (*states, "low", "weights", "gradients", "accumulated")

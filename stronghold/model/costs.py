@@ -63,15 +63,7 @@ from stronghold.model.product_gradients import ProductGradients
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Attributes that number a block.
 INDEX_NAMES = frozenset(
-    {
-        "block_idx",
-        "idx",
-        "index",
-        "layer_id",
-        "layer_idx",
-        "layer_index",
-        "layer_number",
-    }
+    {"block_idx", "idx", "index", "layer_id", "layer_idx", "layer_index", "layer_number"}
 )
 MAX_CONTAINER = 100  # longer containers are compared by identity
 # A block's number in a module's path, which PEFT's layers keep in a dict.
@@ -216,10 +208,7 @@ def _token_inputs(model: nn.Module, batch: int, seq: int) -> dict[str, Any]:
     arguments = {name: value for name, value in known.items() if name in parameters}
     unknown: list[str] = []
     for name, parameter in parameters.items():
-        is_variadic = parameter.kind in (
-            parameter.VAR_KEYWORD,
-            parameter.VAR_POSITIONAL,
-        )
+        is_variadic = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
         is_required = parameter.default is parameter.empty and not is_variadic
         if is_required and name not in arguments:
             unknown.append(name)
@@ -240,10 +229,7 @@ def _without_memory(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Ten
     for name, parameter in model.named_parameters():
         weight_dtype = dtype if parameter.is_floating_point() else parameter.dtype
         weight = torch.empty_like(
-            parameter,
-            dtype=weight_dtype,
-            device="meta",
-            requires_grad=parameter.requires_grad,
+            parameter, dtype=weight_dtype, device="meta", requires_grad=parameter.requires_grad
         )
         if parameter.requires_grad:
             weight.register_post_accumulate_grad_hook(_drop_gradient)
@@ -261,9 +247,7 @@ def _drop_gradient(parameter: torch.Tensor) -> None:
 class _Tracer:
     """The records of one forward pass: the running layers, saved tensors, and blocks' inputs."""
 
-    def __init__(
-        self, partition: Partition, weights: Mapping[str, torch.Tensor]
-    ) -> None:
+    def __init__(self, partition: Partition, weights: Mapping[str, torch.Tensor]) -> None:
         self._partition = partition
         self._flops = [0.0] * len(partition.layers)
         self._causal_flops = [0.0] * len(partition.layers)
@@ -309,9 +293,7 @@ class _Tracer:
                     if layer.streamed:
                         call = _BlockCall(self, layer.index, module)
                     elif module not in inside_blocks:
-                        call = functools.partial(
-                            self._run_resident, layer.index, module.forward
-                        )
+                        call = functools.partial(self._run_resident, layer.index, module.forward)
                     else:
                         continue
                     undo.enter_context(_calling(module, call))
@@ -382,9 +364,7 @@ class _Tracer:
                     causal_flops=self._causal_flops[index],
                     head_width=self._head_width.get(ran, 0),
                     operator_bytes=self._operator_bytes[index],
-                    gradients_per_product=self._gradients_per_product(
-                        index, attention.flops
-                    ),
+                    gradients_per_product=self._gradients_per_product(index, attention.flops),
                 )
             )
         return tuple(layers)
@@ -406,9 +386,7 @@ class _Tracer:
         with self._running_layer(layer):
             return forward(*args, **kwargs)
 
-    def run_block(
-        self, call: _BlockCall, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def run_block(self, call: _BlockCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the forward of a block, or answer like an earlier call ([Note: alike])."""
         layer = call.layer
         is_recomputation = self._forward_is_over or layer in self._running
@@ -426,9 +404,7 @@ class _Tracer:
             num_attended = len(self._attended[layer])
             output = call.forward(*args, **kwargs)
             counts = self._settle()
-            saved = {
-                storage: self._bytes[storage] for _, storage in self._saved[num_saved:]
-            }
+            saved = {storage: self._bytes[storage] for _, storage in self._saved[num_saved:]}
             answer = answer_like(saved, leaves, output, self._key)
             if answer is not None:
                 attended = self._attended[layer][num_attended:]
@@ -486,11 +462,7 @@ class _Tracer:
             self._around.setdefault(key, self._outside)
 
     def attend(
-        self,
-        kernel: Any,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        results: Sequence[Any],
+        self, kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[Any]
     ) -> None:
         """Record a call of an attention kernel."""
         if not self._running or self._forward_is_over:
@@ -512,9 +484,7 @@ class _Tracer:
 
     def _total(self) -> _Counts:
         flops = float(self._counter.get_total_flops())
-        return _Counts(
-            flops, self._causal, float(self._moved.total), self._gradients.total
-        )
+        return _Counts(flops, self._causal, float(self._moved.total), self._gradients.total)
 
     def _charge(self, layer: int, counts: _Counts) -> None:
         """Add the counts to the layer's costs."""
@@ -637,9 +607,7 @@ def _constant(leaf: Any, _: Sequence[Any]) -> Any:
     return leaf
 
 
-def _new(
-    shape: Any, stride: Any, dtype: torch.dtype, requires_grad: bool, _: Any
-) -> torch.Tensor:
+def _new(shape: Any, stride: Any, dtype: torch.dtype, requires_grad: bool, _: Any) -> torch.Tensor:
     new = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
     # The clone is no leaf: the model may change its blocks' outputs in place.
     return new.requires_grad_().clone() if requires_grad else new
@@ -650,15 +618,11 @@ def structure(block: nn.Module) -> tuple[Any, ...]:
     modules: list[Any] = []
     for name, module in block.named_modules():
         settings = [
-            (key, _setting(value))
-            for key, value in vars(module).items()
-            if key not in _IRRELEVANT
+            (key, _setting(value)) for key, value in vars(module).items() if key not in _IRRELEVANT
         ]
         parameters = [(key, _kind(value)) for key, value in module._parameters.items()]
         buffers = [(key, _kind(value)) for key, value in module._buffers.items()]
-        modules.append(
-            (name, type(module), tuple(settings), tuple(parameters), tuple(buffers))
-        )
+        modules.append((name, type(module), tuple(settings), tuple(parameters), tuple(buffers)))
     return tuple(modules)
 
 

@@ -64,9 +64,7 @@ def is_causal(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bo
     return bool(kwargs.get("is_causal", False))
 
 
-def attention_cost(
-    inputs: Sequence[torch.Tensor], results: Sequence[Any]
-) -> AttentionCost:
+def attention_cost(inputs: Sequence[torch.Tensor], results: Sequence[Any]) -> AttentionCost:
     """The cost of a call with `inputs` q, k and v, each [batch, heads, tokens, head size]."""
     query, key, value = (tensor.shape for tensor in inputs)
     nbytes: dict[int, int] = {}  # by storage: results that share memory count once
@@ -238,9 +236,7 @@ def _flash(
     size = query.shape[-1]
     missing = -size % FLASH_HEAD_MULTIPLE
     if missing:
-        query, key, value = (
-            F.pad(tensor, (0, missing)) for tensor in (query, key, value)
-        )
+        query, key, value = (F.pad(tensor, (0, missing)) for tensor in (query, key, value))
         scale = size**-0.5 if scale is None else scale
     output: torch.Tensor = aten._scaled_dot_product_flash_attention(
         query, key, value, dropout_p, is_causal, False, scale=scale
@@ -248,9 +244,7 @@ def _flash(
     return output[..., :size] if missing else output
 
 
-def _bias(
-    mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor
-) -> torch.Tensor | None:
+def _bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
     """The additive mask in the query's dtype, seen as [batch, heads, rows, columns], not copied."""
     if mask is None:
         return None

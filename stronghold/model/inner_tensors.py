@@ -205,9 +205,7 @@ def _inner_wrapper(parameter: Any) -> tuple[InnerTensor, ...]:
         raise Unmovable(
             "is a DTensor: sharded weights are not supported. Wrap the model before it is sharded."
         )
-    return tuple(
-        InnerTensor(name=name, tensor=tensor) for name, tensor in _dense(parameter)
-    )
+    return tuple(InnerTensor(name=name, tensor=tensor) for name, tensor in _dense(parameter))
 
 
 def _dense(wrapper: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -323,9 +321,7 @@ def _check_ordinary(parameter: nn.Parameter, name: str) -> None:
         )
     if cls is nn.Parameter:
         return
-    held = [
-        key for key, value in vars(parameter).items() if isinstance(value, torch.Tensor)
-    ]
+    held = [key for key, value in vars(parameter).items() if isinstance(value, torch.Tensor)]
     if held and not parameter.requires_grad:
         raise ConfigError(
             f'parameter "{name}" is a {cls.__module__}.{cls.__name__}, a class that no storage '
@@ -355,9 +351,7 @@ class HeldTensors:
                 self._held.append((module, key, parameter, name))
                 for holder, attribute in row.holders(parameter):
                     held = getattr(holder, attribute)
-                    self._held.append(
-                        (holder, attribute, held, f"{name} ({attribute})")
-                    )
+                    self._held.append((holder, attribute, held, f"{name} ({attribute})"))
 
     def check(self) -> None:
         """ConfigError if a program has put another object in the place of one of these."""
@@ -387,20 +381,11 @@ def settle(model: nn.Module) -> None:
         if weight is None:
             continue
         state: Any = getattr(module, "state", None)
-        if (
-            _BITSANDBYTES_INT8.matches(weight)
-            and weight.CB is None
-            and state is not None
-        ):
+        if _BITSANDBYTES_INT8.matches(weight) and weight.CB is None and state is not None:
             weight.CB, weight.SCB = state.CB, state.SCB
         bias, dtype = parameters.get("bias"), getattr(module, "compute_dtype", None)
         is_4bit = _BITSANDBYTES_4BIT.matches(weight)
-        if (
-            is_4bit
-            and bias is not None
-            and dtype is not None
-            and bias.dtype is not dtype
-        ):
+        if is_4bit and bias is not None and dtype is not None and bias.dtype is not dtype:
             bias.data = bias.data.to(dtype)
 
 
@@ -412,16 +397,12 @@ def has_codes(module: nn.Module) -> bool:
     Transformers' FP8Linear stay fp32.
     """
     parameters = module.parameters(recurse=False)
-    return any(
-        _is_code(parameter) for parameter in parameters if not parameter.requires_grad
-    )
+    return any(_is_code(parameter) for parameter in parameters if not parameter.requires_grad)
 
 
 def _is_code(parameter: nn.Parameter) -> bool:
     is_matrix = parameter.dim() > 1
-    return format_of(parameter) is not None or (
-        is_matrix and parameter.dtype not in _COMPUTED
-    )
+    return format_of(parameter) is not None or (is_matrix and parameter.dtype not in _COMPUTED)
 
 
 # -- wrappers --------------------------------------------------------------------------------------

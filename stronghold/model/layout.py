@@ -140,9 +140,7 @@ class LayerLayout:
     @property
     def trainable_ranges(self) -> tuple[Range, ...]:
         """The ranges that train. They cover the prefix `trainable_numel`."""
-        return tuple(
-            layer_range for layer_range in self.ranges if layer_range.trainable
-        )
+        return tuple(layer_range for layer_range in self.ranges if layer_range.trainable)
 
     def within(self, begin: int, end: int) -> Iterator[tuple[Range, Span]]:
         """Each range that has elements of [begin, end), with the span of these."""
@@ -230,9 +228,7 @@ def decoded_bytes(packed: PackedParameter) -> int:
     return _padded(nbytes, DECODED_ALIGN_BYTES)
 
 
-def for_ranks(
-    layout: ModelLayout, num_ranks: int, page_numel: int = PAGE_NUMEL
-) -> ModelLayout:
+def for_ranks(layout: ModelLayout, num_ranks: int, page_numel: int = PAGE_NUMEL) -> ModelLayout:
     """The layout of the same parameters, padded for `num_ranks` shards of whole pages."""
     layers = (
         layer_layout(
@@ -276,9 +272,7 @@ def layer_layout(
     pairs = zip(order, parameters, strict=True)
     for (is_frozen, format_number), members in groupby(pairs, itemgetter(0)):
         begin = ranges[-1].end if ranges else 0
-        placed, end = _place(
-            [parameter for _, parameter in members], begin, len(ranges)
-        )
+        placed, end = _place([parameter for _, parameter in members], begin, len(ranges))
         slices += placed
         ranges.append(
             Range(
@@ -410,13 +404,10 @@ class Shards:
         """
         ranks_per_node = self.num_ranks // self.num_nodes
         node = Shards(num_ranks=ranks_per_node, rank=self.rank // self.num_nodes)
-        return tuple(
-            (layer_range, node.of(layer_range)) for layer_range in layer.ranges
-        )
+        return tuple((layer_range, node.of(layer_range)) for layer_range in layer.ranges)
 
     def exchanged(self, layer: LayerLayout) -> tuple[tuple[Range, Span, Span], ...]:
         """(a range, the block of this rank and its peers, this rank's shard in that block)."""
         return tuple(
-            (layer_range, block, self.of(layer_range))
-            for layer_range, block in self.fetched(layer)
+            (layer_range, block, self.of(layer_range)) for layer_range, block in self.fetched(layer)
         )

@@ -157,10 +157,7 @@ class _Head(torch.autograd.Function):
 
 
 def _lazy(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    age: Callable[[], Any],
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, age: Callable[[], Any]
 ) -> torch.Tensor:
     """Return `Logits` of the hidden states.
 
@@ -214,9 +211,7 @@ class _Losses(torch.autograd.Function):
             torch.sub(logs[chunk], label_logits, out=losses[chunk])
             if gradient is not None:
                 logits.div_(sums[:, None])
-                logits.scatter_add_(
-                    1, label, logits.new_full((), -1.0).expand(label.shape)
-                )
+                logits.scatter_add_(1, label, logits.new_full((), -1.0).expand(label.shape))
                 torch.mm(logits.to(hidden.dtype), weight, out=gradient[chunk])
             del logits
         losses.masked_fill_(ignored, 0.0)
@@ -307,9 +302,7 @@ class Forward:
 class _Loss:
     """Replaces a model's `loss_function`, which is `plain`. A copy of the model has `plain`."""
 
-    def __init__(
-        self, plain: Callable[..., torch.Tensor], loss_chunk: int | None
-    ) -> None:
+    def __init__(self, plain: Callable[..., torch.Tensor], loss_chunk: int | None) -> None:
         self._plain = plain
         self._loss_chunk = loss_chunk
         self.num_divided = 0  # calls that computed the loss in chunks
@@ -328,9 +321,7 @@ class _Loss:
         **more: Any,
     ) -> torch.Tensor:
         targets = labels if shift_labels is None else shift_labels
-        if not isinstance(logits, Logits) or not self._divides(
-            logits, targets, vocab_size
-        ):
+        if not isinstance(logits, Logits) or not self._divides(logits, targets, vocab_size):
             return self._plain(
                 logits._whole() if isinstance(logits, Logits) else logits,
                 labels,
@@ -378,9 +369,7 @@ def _never_updated(weight: torch.Tensor) -> int:
 class _WeightAge:
     """Changes with the values of a weight: its version, and the number of its updates."""
 
-    def __init__(
-        self, weight: torch.Tensor, updates: Callable[[torch.Tensor], int | None]
-    ) -> None:
+    def __init__(self, weight: torch.Tensor, updates: Callable[[torch.Tensor], int | None]) -> None:
         self._weight = weight
         self._updates = updates
 
@@ -468,10 +457,7 @@ class LogitsInParts:
         if head._backward_hooks or head._backward_pre_hooks:
             return False
         every_module = nn.modules.module
-        if (
-            every_module._global_backward_hooks
-            or every_module._global_backward_pre_hooks
-        ):
+        if every_module._global_backward_hooks or every_module._global_backward_pre_hooks:
             return False
         tokens = hidden.numel() // hidden.size(-1)
         return part_of(tokens, head.weight.size(0), self._loss_chunk) > 0
@@ -481,11 +467,7 @@ def _known_loss(module: nn.Module) -> Callable[..., torch.Tensor] | None:
     """Return Transformers' loss for causal language models, if the model's class has this loss."""
     is_of_class = isinstance(getattr(type(module), "loss_function", None), property)
     attributes = vars(module)
-    if (
-        not is_of_class
-        or "_loss_function" in attributes
-        or attributes.get("loss_type") is None
-    ):
+    if not is_of_class or "_loss_function" in attributes or attributes.get("loss_type") is None:
         return None
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 

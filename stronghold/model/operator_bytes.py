@@ -21,22 +21,11 @@ from torch.utils.flop_counter import flop_registry
 
 from stronghold.model.gpu_operators import ATTENTION_KERNELS, MORE_FLOPS
 
-PRODUCTS = {
-    *flop_registry,
-    *MORE_FLOPS,
-    *(kernel.overloadpacket for kernel in ATTENTION_KERNELS),
-}
+PRODUCTS = {*flop_registry, *MORE_FLOPS, *(kernel.overloadpacket for kernel in ATTENTION_KERNELS)}
 # Names of operators, without a trailing underscore.
 # Operators that touch no memory, though their schemas do not call them views.
 MOVE_NOTHING = frozenset(
-    {
-        "empty",
-        "empty_like",
-        "empty_strided",
-        "new_empty",
-        "new_empty_strided",
-        "_unsafe_view",
-    }
+    {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view"}
 )
 # Operators that read nothing.
 ONLY_WRITE = frozenset(
@@ -44,9 +33,7 @@ ONLY_WRITE = frozenset(
     | {"ones", "ones_like", "zero", "zeros", "zeros_like"}
 )
 # Operators that read as much of their first argument as they write.
-GATHERS = frozenset(
-    {"embedding", "gather", "index", "index_select", "nll_loss_forward"}
-)
+GATHERS = frozenset({"embedding", "gather", "index", "index_select", "nll_loss_forward"})
 # In-place operators that read and write as much of their first argument as their last tensor has.
 SCATTERS = frozenset({"index_add", "index_copy", "index_put", "scatter", "scatter_add"})
 
@@ -70,9 +57,7 @@ class OperatorBytes(TorchDispatchMode):
         return result
 
 
-def moved_bytes(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
-) -> int:
+def moved_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
     """Bytes that one call of an operator reads and writes. 0 for a product and for a view."""
     name, is_in_place = _name_of(func)
     is_product = func.overloadpacket in PRODUCTS

@@ -187,19 +187,13 @@ class PackedFormat(ABC):
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Pieces of `weight` as views, each with its decoded values in fp32, before rounding."""
 
-    def check_inner(
-        self, shape: Sequence[int], inner: Mapping[str, torch.Tensor]
-    ) -> None:
+    def check_inner(self, shape: Sequence[int], inner: Mapping[str, torch.Tensor]) -> None:
         """ConfigError unless `inner` has the tensors of this shape."""
         for expected in self.inner(shape):
             tensor = inner.get(expected.name)
             if tensor is None:
-                raise ConfigError(
-                    f"{self.name}: the inner tensor {expected.name!r} is missing"
-                )
-            is_right = (
-                tensor.dtype == expected.dtype and tuple(tensor.shape) == expected.shape
-            )
+                raise ConfigError(f"{self.name}: the inner tensor {expected.name!r} is missing")
+            is_right = tensor.dtype == expected.dtype and tuple(tensor.shape) == expected.shape
             if not is_right or not tensor.is_contiguous():
                 raise ConfigError(
                     f"{self.name}: {expected.name}: got {tensor.dtype} of shape "
@@ -253,16 +247,12 @@ class Nf4(PackedFormat):
     ) -> None:
         # The kernel writes the codes and the exact absmax.
         absmax = torch.empty(len(inner["absmax"]))
-        row = packed_row(PackedTensors(self, inner, weight))._replace(
-            inner2=absmax.data_ptr()
-        )
+        row = packed_row(PackedTensors(self, inner, weight))._replace(inner2=absmax.data_ptr())
         pool.encode(self.name, weight.dtype, [row])
         _check_finite(self.name, absmax)
         self._encode_absmax(absmax, inner)
 
-    def _encode_absmax(
-        self, absmax: torch.Tensor, inner: Mapping[str, torch.Tensor]
-    ) -> None:
+    def _encode_absmax(self, absmax: torch.Tensor, inner: Mapping[str, torch.Tensor]) -> None:
         """Write the inner tensors of the absmax, fp32 [blocks]: the double quantisation."""
         offset = _mean(absmax)
         scaled, nested_absmax = _scaled_blocks(absmax - offset, NF4_NESTED_BLOCK)
@@ -277,20 +267,15 @@ class Nf4(PackedFormat):
         flat = weight.view(-1)
         nested = inner["nested_absmax"].repeat_interleave(NF4_NESTED_BLOCK)
         products = (
-            dynamic_map(weight.device)[inner["absmax"].int()]
-            * nested[: len(inner["absmax"])]
+            dynamic_map(weight.device)[inner["absmax"].int()] * nested[: len(inner["absmax"])]
         )
         absmax = products + inner["nested_offset"]
         values = nf4_map(weight.device)
         for first in range(0, len(flat), _PIECE):
             piece = flat[first : first + _PIECE]
             packed = inner["codes"][first // 2 : _ceil_div(first + len(piece), 2)]
-            codes = torch.stack([packed >> 4, packed & 15], dim=1).view(-1)[
-                : len(piece)
-            ]
-            blocks = absmax[
-                first // NF4_BLOCK : _ceil_div(first + len(piece), NF4_BLOCK)
-            ]
+            codes = torch.stack([packed >> 4, packed & 15], dim=1).view(-1)[: len(piece)]
+            blocks = absmax[first // NF4_BLOCK : _ceil_div(first + len(piece), NF4_BLOCK)]
             scales = blocks.repeat_interleave(NF4_BLOCK)[: len(piece)]
             yield piece, values[codes.int()] * scales
 
@@ -434,11 +419,7 @@ def decode_weights(kernels: native.Kernels, packed: Sequence[PackedTensors]) -> 
 def packed_row(packed: PackedTensors) -> native.PackedWeight:
     """A packed weight by addresses, for the kernels. ConfigError for other dtypes or shapes."""
     format, inner, weight = packed
-    if (
-        weight.dtype not in DTYPES
-        or not weight.is_contiguous()
-        or weight.dim() not in (2, 3)
-    ):
+    if weight.dtype not in DTYPES or not weight.is_contiguous() or weight.dim() not in (2, 3):
         raise ConfigError(
             f"{format.name}: got a weight in {weight.dtype} of shape {list(weight.shape)} with "
             f"strides {list(weight.stride())}, expected 2 or 3 contiguous dimensions in bfloat16, "
@@ -517,9 +498,7 @@ class _Scaling(NamedTuple):
 
     def inverse(self) -> torch.Tensor:
         """The factors that bring the numbers back: 1 for a block of zeros."""
-        return torch.where(
-            self.factor == 0.0, 1.0, torch.reciprocal(self.factor) * self.lift
-        )
+        return torch.where(self.factor == 0.0, 1.0, torch.reciprocal(self.factor) * self.lift)
 
 
 def _scaling(absmax: torch.Tensor, largest: float) -> _Scaling:
@@ -578,9 +557,7 @@ def _in_blocks(x: torch.Tensor) -> torch.Tensor:
     right, bottom = -x.shape[1] % FP8_BLOCK, -x.shape[0] % FP8_BLOCK
     if right or bottom:
         x = torch.nn.functional.pad(x, (0, right, 0, bottom))
-    return x.view(
-        x.shape[0] // FP8_BLOCK, FP8_BLOCK, x.shape[1] // FP8_BLOCK, FP8_BLOCK
-    )
+    return x.view(x.shape[0] // FP8_BLOCK, FP8_BLOCK, x.shape[1] // FP8_BLOCK, FP8_BLOCK)
 
 
 def _out_of_blocks(blocks: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

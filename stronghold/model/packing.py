@@ -45,9 +45,7 @@ def choose_packed(
             dtype = dtype_of(parameter)
             is_of_block = parameter in names and not parameter.requires_grad
             if is_of_block and packed_format.can_pack(tuple(parameter.shape), dtype):
-                chosen[parameter] = pack(
-                    names[parameter], parameter, packed_format, dtype
-                )
+                chosen[parameter] = pack(names[parameter], parameter, packed_format, dtype)
     if not chosen:
         if _is_quantised(partitioned):
             raise ConfigError(
@@ -92,9 +90,7 @@ def _candidates(modules: tuple[nn.Module, ...]) -> Iterator[nn.Parameter]:
     """The weights of linear layers and of fused experts in these modules, without adapters."""
     for block in modules:
         for module in _without_adapters(block):
-            is_linear = (
-                isinstance(module, nn.Linear) or type(module).__name__ in _LINEAR_NAMES
-            )
+            is_linear = isinstance(module, nn.Linear) or type(module).__name__ in _LINEAR_NAMES
             is_convolution = isinstance(module, (nn.Conv1d, nn.ConvTranspose1d))
             for name, parameter in module.named_parameters(recurse=False):
                 is_matrix = is_linear and name == "weight"

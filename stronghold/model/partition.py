@@ -48,13 +48,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from stronghold.errors import (
-    ConfigError,
-    ErrorPage,
-    StateError,
-    did_you_mean,
-    with_page,
-)
+from stronghold.errors import ConfigError, ErrorPage, StateError, did_you_mean, with_page
 from stronghold.model.file_ranges import FileRange
 from stronghold.model.stored_tensors import (
     NOTHING_PACKED,
@@ -111,9 +105,7 @@ class Partition:
     @functools.cached_property
     def stored(self) -> frozenset[torch.Tensor]:
         """The stored tensors of all layers."""
-        return frozenset(
-            named.parameter for layer in self.layers for named in layer.parameters
-        )
+        return frozenset(named.parameter for layer in self.layers for named in layer.parameters)
 
     @property
     def streamed(self) -> tuple[Layer, ...]:
@@ -130,9 +122,7 @@ class Partition:
             for named in layer.parameters:
                 for alias in named.aliases:
                     names = alias.split(".")[:-1]
-                    holders.update(
-                        ".".join(names[:depth]) for depth in range(len(names) + 1)
-                    )
+                    holders.update(".".join(names[:depth]) for depth in range(len(names) + 1))
         return [
             module
             for name, module in self.model.named_modules()
@@ -192,9 +182,7 @@ def partition(
                 )
             )
     stay = {tensor for tensor in stored.buffers if owners[tensor] is None}
-    moving = {
-        tensor: aliases for tensor, aliases in names.items() if tensor not in stay
-    }
+    moving = {tensor: aliases for tensor, aliases in names.items() if tensor not in stay}
     check_exactly_once(moving, result)
     return Partition(layers=tuple(result), model=model)
 
@@ -230,9 +218,7 @@ def _named(tensor: torch.Tensor, stored: StoredTensors) -> NamedParameter:
     )
 
 
-def _holders(
-    model: nn.Module, stored: StoredTensors
-) -> dict[torch.Tensor, list[nn.Module]]:
+def _holders(model: nn.Module, stored: StoredTensors) -> dict[torch.Tensor, list[nn.Module]]:
     """The modules that hold each stored tensor directly, in registration order."""
     holders: dict[torch.Tensor, list[nn.Module]] = {}
     for module in model.modules():
@@ -248,9 +234,7 @@ def _owners(
     residents])."""
     users: dict[torch.Tensor, list[nn.Module | None]] = {}
     for block in blocks:
-        of_block = (
-            tensor for module in block.modules() for tensor in stored.held_by(module)
-        )
+        of_block = (tensor for module in block.modules() for tensor in stored.held_by(module))
         for tensor in dict.fromkeys(of_block):
             users.setdefault(tensor, []).append(block)
     for module in _outside(model, set(blocks)):
@@ -313,13 +297,9 @@ def _check_movable(names: dict[torch.Tensor, list[str]]) -> None:
     for number, parameter in enumerate(names):
         # A parameter without an address (the meta device, tensors that wrap others) is not checked.
         if parameter.numel() and parameter.is_contiguous() and parameter.data_ptr():
-            spans.append(
-                (parameter.device.type, parameter.data_ptr(), number, parameter)
-            )
+            spans.append((parameter.device.type, parameter.data_ptr(), number, parameter))
     spans.sort(key=itemgetter(0, 1, 2))
-    for (device, begin, _, first), (next_device, next_begin, _, second) in pairwise(
-        spans
-    ):
+    for (device, begin, _, first), (next_device, next_begin, _, second) in pairwise(spans):
         end = begin + first.numel() * first.element_size()
         overlaps = device == next_device and next_begin < end
         if overlaps and (first.requires_grad or second.requires_grad):
@@ -330,9 +310,7 @@ def _check_movable(names: dict[torch.Tensor, list[str]]) -> None:
             )
 
 
-def check_exactly_once(
-    names: Mapping[torch.Tensor, list[str]], layers: list[Layer]
-) -> None:
+def check_exactly_once(names: Mapping[torch.Tensor, list[str]], layers: list[Layer]) -> None:
     """StateError unless every tensor of `names` is in exactly one layer, and no other parameter is
     in any."""
     placed = Counter(named.parameter for layer in layers for named in layer.parameters)
@@ -342,9 +320,7 @@ def check_exactly_once(
                 f'parameter "{aliases[0]}" is in {placed[parameter]} layers, expected exactly one'
             )
     if len(placed) != len(names):
-        raise StateError(
-            f"{len(placed) - len(names)} tensors in layers are not the model's own"
-        )
+        raise StateError(f"{len(placed) - len(names)} tensors in layers are not the model's own")
 
 
 # -- which modules are blocks ---------------------------------------------------------------------
@@ -418,9 +394,7 @@ CLASS_NAMES: dict[str, tuple[str, ...]] = {
 }
 
 
-def find_blocks(
-    model: nn.Module, layers: str | Sequence[str] | None = None
-) -> list[nn.Module]:
+def find_blocks(model: nn.Module, layers: str | Sequence[str] | None = None) -> list[nn.Module]:
     """Find the distinct blocks of `model` that hold parameters. None lies inside another.
 
     `layers` has dotted paths of block containers or of blocks; `*` matches within one component.
@@ -428,9 +402,7 @@ def find_blocks(
     or for nested blocks.
     """
     if layers is not None:
-        blocks = _named_blocks(
-            model, [layers] if isinstance(layers, str) else list(layers)
-        )
+        blocks = _named_blocks(model, [layers] if isinstance(layers, str) else list(layers))
     else:
         blocks = _family_blocks(model) or _structural_blocks(model)
     return _distinct(blocks)
@@ -475,9 +447,7 @@ def _matches(path: str, names: Iterable[str]) -> list[str]:
     split_names = [name.split(".") for name in names if name]
     exact = [components for components in split_names if _fits(components, pattern)]
     length = len(pattern)
-    suffix = [
-        components for components in split_names if _fits(components[-length:], pattern)
-    ]
+    suffix = [components for components in split_names if _fits(components[-length:], pattern)]
     return [".".join(components) for components in exact or _outermost(suffix)]
 
 
@@ -499,11 +469,7 @@ def _outermost(names: list[list[str]]) -> list[list[str]]:
 
 def _unknown_path(model: nn.Module, path: str, names: Iterable[str]) -> str:
     """The message for a path that matches no module."""
-    lists = [
-        name.split(".")
-        for name, module in model.named_modules()
-        if _is_container(module)
-    ]
+    lists = [name.split(".") for name, module in model.named_modules() if _is_container(module)]
     quoted: list[str] = []
     for components in _outermost(lists)[:4]:
         name = ".".join(components)
@@ -589,9 +555,7 @@ def _structural_blocks(model: nn.Module) -> list[nn.Module]:
         return repeated
     plain = _large_groups(model, _plain_layers)
     plain_numel = sum(map(_numel, plain))
-    embeddings = {
-        module for module in model.modules() if isinstance(module, nn.Embedding)
-    }
+    embeddings = {module for module in model.modules() if isinstance(module, nn.Embedding)}
     numel_but_embeddings = _numel(model) - sum(map(_numel, embeddings))
     return plain if 2 * plain_numel >= numel_but_embeddings else []
 
@@ -746,10 +710,7 @@ def why_no_blocks(model: nn.Module) -> str:
     largest = sorted(
         ((_numel(child), name) for name, child in model.named_children()), reverse=True
     )[:3]
-    held = (
-        ", ".join(f'"{name}" ({numel:,} parameters)' for numel, name in largest)
-        or "none"
-    )
+    held = ", ".join(f'"{name}" ({numel:,} parameters)' for numel, name in largest) or "none"
     message = (
         f"no repeated blocks found in {type(model).__name__}. Looked for a known family "
         "(config.model_type or class name), then for a ModuleList, Sequential or numbered "
@@ -801,9 +762,7 @@ class FrozenSource(Protocol):
         stored tensor that the source has. Raises ConfigError if the source has other tensors.
         """
 
-    def file_ranges(
-        self, number: int, weights: Any, layer: Any
-    ) -> Sequence[FileRange] | None:
+    def file_ranges(self, number: int, weights: Any, layer: Any) -> Sequence[FileRange] | None:
         """The files' bytes that are a layer's frozen ranges, in order, up to the layer's end.
 
         `number`: of the block in the model. `weights`: the layer's `ArrayMap`. `layer`: its
@@ -815,9 +774,7 @@ class FrozenSource(Protocol):
         """Close the files."""
 
 
-_SOURCES: weakref.WeakKeyDictionary[nn.Module, WeightSource] = (
-    weakref.WeakKeyDictionary()
-)
+_SOURCES: weakref.WeakKeyDictionary[nn.Module, WeightSource] = weakref.WeakKeyDictionary()
 
 
 def set_source(model: nn.Module, source: WeightSource) -> None:

@@ -109,9 +109,7 @@ class StoredTensors:
         """The stored tensors of the parameters and buffers that the module holds directly."""
         return self._of_module.get(module, ())
 
-    def packed_among(
-        self, tensors: Iterable[torch.Tensor]
-    ) -> tuple[PackedParameter, ...]:
+    def packed_among(self, tensors: Iterable[torch.Tensor]) -> tuple[PackedParameter, ...]:
         """The packed parameters whose packed tensors are among `tensors`."""
         among = set(tensors)
         return tuple(
@@ -131,17 +129,13 @@ def stored_tensors(
         held: dict[torch.Tensor, None] = {}
         dot = "." if prefix else ""
         is_quantised = has_codes(module)
-        for name, parameter in module.named_parameters(
-            recurse=False, remove_duplicate=False
-        ):
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             full_name = f"{prefix}{dot}{name}"
             inner = _inner(full_name, parameter, packed)
             has_format = parameter not in packed and format_of(parameter) is not None
             if has_format or parameter in packed:
                 numel = math.prod(decoded(parameter).shape)
-                stored.num_weights.update(
-                    dict.fromkeys((tensor.tensor for tensor in inner), 0)
-                )
+                stored.num_weights.update(dict.fromkeys((tensor.tensor for tensor in inner), 0))
                 stored.num_weights[inner[0].tensor] = numel
             for tensor in inner:
                 inner_name = f"{full_name}.{tensor.name}" if tensor.name else full_name
@@ -157,9 +151,7 @@ def stored_tensors(
         stored._of_module[module] = list(held)
         if is_quantised:
             stored.quantised.update(held)
-    of_packed = (
-        inner for described in packed.values() for inner in described.inner.values()
-    )
+    of_packed = (inner for described in packed.values() for inner in described.inner.values())
     stored.fixed.update(stored.quantised, of_packed)
     return stored
 
@@ -183,8 +175,4 @@ def _moved_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     )
     if not is_quantised:
         return []
-    return [
-        (name, buffer)
-        for name, buffer in buffers
-        if buffer.nbytes >= MOVED_BUFFER_BYTES
-    ]
+    return [(name, buffer) for name, buffer in buffers if buffer.nbytes >= MOVED_BUFFER_BYTES]

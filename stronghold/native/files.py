@@ -97,19 +97,12 @@ class IoQueue(Closeable):
     ) -> None:
         self._handle: int | None = None
         handle = ctypes.c_void_p()
-        regions = (_Region * len(registered))(
-            *(_Region(*region) for region in registered)
-        )
+        regions = (_Region * len(registered))(*(_Region(*region) for region in registered))
         name = None if engine is None else engine.encode()
         with naming_threads("an I/O queue"):
             check(
                 library().sh_io_create(
-                    depth,
-                    block_bytes,
-                    name,
-                    regions,
-                    len(registered),
-                    ctypes.byref(handle),
+                    depth, block_bytes, name, regions, len(registered), ctypes.byref(handle)
                 )
             )
         self._handle = handle.value
@@ -173,13 +166,7 @@ class IoQueue(Closeable):
         return IoFile(self, name, size, opened)
 
     def read(
-        self,
-        file: IoFile,
-        offset: int,
-        address: int,
-        nbytes: int,
-        *,
-        commit: bool = True,
+        self, file: IoFile, offset: int, address: int, nbytes: int, *, commit: bool = True
     ) -> int:
         """Submit a read into memory that stays valid until its end. Returns its ticket.
 
@@ -188,13 +175,7 @@ class IoQueue(Closeable):
         return self._submit("sh_io_read", file, commit, offset, address, nbytes)
 
     def write(
-        self,
-        file: IoFile,
-        offset: int,
-        address: int,
-        nbytes: int,
-        *,
-        commit: bool = True,
+        self, file: IoFile, offset: int, address: int, nbytes: int, *, commit: bool = True
     ) -> int:
         """Submit a write from memory to the file. The memory must not change until its end.
 
@@ -223,9 +204,7 @@ class IoQueue(Closeable):
         if handle is not None:
             library().sh_io_destroy(handle)
 
-    def _submit(
-        self, function: str, file: IoFile, commit: bool, *arguments: int
-    ) -> int:
+    def _submit(self, function: str, file: IoFile, commit: bool, *arguments: int) -> int:
         """Call a function of the C ABI that submits an operation. Returns the ticket.
 
         ConfigError for a file of another queue.

@@ -143,11 +143,7 @@ def constants(
 
 
 def check_targets(
-    optimizer: str,
-    weight_dtype: torch.dtype,
-    grad_dtype: torch.dtype,
-    fields: Rows,
-    targets: Rows,
+    optimizer: str, weight_dtype: torch.dtype, grad_dtype: torch.dtype, fields: Rows, targets: Rows
 ) -> None:
     """ConfigError if a target overlaps an array of its segment, or another target of the segment.
 
@@ -224,9 +220,7 @@ class Kernels(ABC):
         """
 
     @abstractmethod
-    def sum_squares(
-        self, dtype: torch.dtype, segments: Sequence[tuple[int, int]]
-    ) -> list[float]:
+    def sum_squares(self, dtype: torch.dtype, segments: Sequence[tuple[int, int]]) -> list[float]:
         """The sum of squares of each segment, (address, numel), in double.
 
         Finite input never overflows. NaN or infinity makes the sum non-finite. On a GPU the call
@@ -243,9 +237,7 @@ class Kernels(ABC):
         return torch.tensor(self.sum_squares(dtype, segments), dtype=torch.float64)
 
     @abstractmethod
-    def decode(
-        self, format: str, dtype: torch.dtype, weights: Sequence[PackedWeight]
-    ) -> None:
+    def decode(self, format: str, dtype: torch.dtype, weights: Sequence[PackedWeight]) -> None:
         """Write weights of this dtype from their inner tensors.
 
         `format` is one of `formats()`. [Note: packed formats] of `stronghold.h` has the rules.
@@ -264,10 +256,7 @@ class Pool(Kernels, Closeable):
     __slots__ = ("_handle", "_num_threads")
 
     def __init__(
-        self,
-        num_threads: int,
-        cores: Sequence[int] | None = None,
-        isa: str | None = None,
+        self, num_threads: int, cores: Sequence[int] | None = None, isa: str | None = None
     ) -> None:
         self._handle: int | None = None
         self._num_threads = num_threads
@@ -351,15 +340,9 @@ class Pool(Kernels, Closeable):
     ) -> None:
         fields = np.array(segments, dtype=np.int64)
         dtype = _dtype_code(grad_dtype)
-        check(
-            library().sh_accumulate(
-                self.handle, dtype, fields.ctypes.data, len(segments)
-            )
-        )
+        check(library().sh_accumulate(self.handle, dtype, fields.ctypes.data, len(segments)))
 
-    def sum_squares(
-        self, dtype: torch.dtype, segments: Sequence[tuple[int, int]]
-    ) -> list[float]:
+    def sum_squares(self, dtype: torch.dtype, segments: Sequence[tuple[int, int]]) -> list[float]:
         fields = np.array(segments, dtype=np.int64)
         results = np.empty(len(segments), dtype=np.float64)
         check(
@@ -374,9 +357,7 @@ class Pool(Kernels, Closeable):
         sums: list[float] = results.tolist()
         return sums
 
-    def decode(
-        self, format: str, dtype: torch.dtype, weights: Sequence[PackedWeight]
-    ) -> None:
+    def decode(self, format: str, dtype: torch.dtype, weights: Sequence[PackedWeight]) -> None:
         self._packed("sh_decode", format, dtype, weights)
 
     def decode_traffic(
@@ -388,9 +369,7 @@ class Pool(Kernels, Closeable):
         """
         self._packed("sh_decode_traffic", format, dtype, weights)
 
-    def encode(
-        self, format: str, dtype: torch.dtype, weights: Sequence[PackedWeight]
-    ) -> None:
+    def encode(self, format: str, dtype: torch.dtype, weights: Sequence[PackedWeight]) -> None:
         """Write inner tensors from weights of this dtype.
 
         "nf4" writes inner tensor 0, and the exact absmax in fp32 to inner tensor 2. A block with
@@ -454,9 +433,7 @@ def _dtype_code(dtype: torch.dtype) -> int:
     """The C ABI's number of a dtype. ConfigError for a dtype that the kernels do not take."""
     code = _DTYPES.get(dtype)
     if code is None:
-        raise ConfigError(
-            f"the kernels take float32, bfloat16 and float16, got {dtype}"
-        )
+        raise ConfigError(f"the kernels take float32, bfloat16 and float16, got {dtype}")
     return code
 
 

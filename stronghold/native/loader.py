@@ -101,10 +101,7 @@ def library() -> ctypes.CDLL:
         "sh_pool_isa": (text, [address]),
         "sh_update": (int32, [address, text, int32, int32, address, address, int64]),
         "sh_check_targets": (int32, [text, int32, int32, address, address, int64]),
-        "sh_update_traffic": (
-            int32,
-            [address, text, int32, int32, address, address, int64],
-        ),
+        "sh_update_traffic": (int32, [address, text, int32, int32, address, address, int64]),
         "sh_update_prefetch": (int32, [address, text, int32, int32, address]),
         "sh_update_constants": (int32, [text, address, int64, address, address]),
         "sh_accumulate": (int32, [address, int32, address, int64]),
@@ -133,11 +130,7 @@ def library() -> ctypes.CDLL:
             raise _of_another_version(loaded) from None
         function.restype = result
         function.argtypes = arguments
-    sizes = (
-        loaded.sh_segment_bytes(),
-        loaded.sh_target_bytes(),
-        loaded.sh_packed_bytes(),
-    )
+    sizes = (loaded.sh_segment_bytes(), loaded.sh_target_bytes(), loaded.sh_packed_bytes())
     rows = ROW.itemsize, TARGET_ROW.itemsize, PACKED_ROW.itemsize
     if loaded.sh_abi_version() != _ABI_VERSION or sizes != rows:
         raise _of_another_version(loaded)

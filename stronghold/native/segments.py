@@ -113,9 +113,7 @@ def rows(segments: Segments) -> Rows:
 def target_rows(targets: Targets, num_segments: int) -> Rows:
     """A copy of `targets` as rows. ConfigError unless there is one for each segment."""
     if len(targets) != num_segments:
-        raise ConfigError(
-            f"targets: got {len(targets)}, expected one for each of {num_segments}"
-        )
+        raise ConfigError(f"targets: got {len(targets)}, expected one for each of {num_segments}")
     return np.array(targets, dtype=TARGET_ROW)
 
 

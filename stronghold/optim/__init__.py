@@ -81,9 +81,7 @@ def optimizer_of_state(names: Iterable[str]) -> type[Optimizer]:
     for optimizer in OPTIMIZERS:
         if moments == {moment.name for moment in optimizer.possible_moments}:
             return optimizer
-    raise ConfigError(
-        f"optimizer state {sorted(moments)} is of none of the optimizers here"
-    )
+    raise ConfigError(f"optimizer state {sorted(moments)} is of none of the optimizers here")
 
 
 def hyperparameter_names() -> frozenset[str]:

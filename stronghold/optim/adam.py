@@ -74,9 +74,7 @@ class Adam(Optimizer):
         "bias_correction": BOOLEAN,
     }
     fixed: ClassVar[Mapping[str, FixedKey]] = {
-        "amsgrad": FixedKey(
-            False, "the CPU kernel has no AMSGrad; set it to false or remove it"
-        ),
+        "amsgrad": FixedKey(False, "the CPU kernel has no AMSGrad; set it to false or remove it"),
         "maximize": FixedKey(
             False, "the CPU kernel minimizes; set it to false, and negate the loss"
         ),
@@ -91,9 +89,7 @@ class Adam(Optimizer):
     }
     without_effect = frozenset({"foreach", "fused", "capturable", "set_grad_none"})
     note = "Adam or AdamW, in any case. Adam means AdamW unless adam_w_mode is false."
-    params_note = (
-        "lr, betas, eps, weight_decay, bias_correction, adam_w_mode, torch_adam"
-    )
+    params_note = "lr, betas, eps, weight_decay, bias_correction, adam_w_mode, torch_adam"
     example: ClassVar[Mapping[str, Any]] = {
         "type": "AdamW",
         "params": {"lr": 1e-5, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
@@ -121,9 +117,7 @@ class Adam(Optimizer):
         return float(group["lr"])
 
     @classmethod
-    def from_params(
-        cls, type_name: str, params: Mapping[str, Any]
-    ) -> tuple[Optimizer, Group]:
+    def from_params(cls, type_name: str, params: Mapping[str, Any]) -> tuple[Optimizer, Group]:
         """Make the optimizer by DeepSpeed's rules.
 
         "Adam" means AdamW unless `adam_w_mode` is false. "AdamW" always means AdamW. `torch_adam`
@@ -140,15 +134,11 @@ class Adam(Optimizer):
         group = dict(params)
         if params.get("torch_adam") and is_adamw:
             group.setdefault("weight_decay", TORCH_ADAMW_WEIGHT_DECAY)
-        optimizer = cls(
-            adamw=is_adamw, bias_correction=bool(params.get("bias_correction", True))
-        )
+        optimizer = cls(adamw=is_adamw, bias_correction=bool(params.get("bias_correction", True)))
         return optimizer, cls.hyperparameters(group)
 
     @classmethod
-    def from_group(
-        cls, optimizer: object, base: type, group: Mapping[str, Any]
-    ) -> Optimizer:
+    def from_group(cls, optimizer: object, base: type, group: Mapping[str, Any]) -> Optimizer:
         return cls(
             adamw=_is_adamw(optimizer, base, group),
             bias_correction=bool(group.get("bias_correction", True)),

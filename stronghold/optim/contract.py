@@ -50,16 +50,7 @@ def _is_below_one(value: object) -> bool:
 
 BETAS = Expected(_is_pair_of_betas, "two numbers in [0, 1), such as [0.9, 0.999]")
 BELOW_ONE = Expected(_is_below_one, "a number in [0, 1)")
-__all__ = [
-    "BELOW_ONE",
-    "BETAS",
-    "BOOLEAN",
-    "NUMBER",
-    "Expected",
-    "FixedKey",
-    "Moment",
-    "Optimizer",
-]
+__all__ = ["BELOW_ONE", "BETAS", "BOOLEAN", "NUMBER", "Expected", "FixedKey", "Moment", "Optimizer"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,9 +139,7 @@ class Optimizer(ABC):
     # -- construction and checks ------------------------------------------------------------------
     @classmethod
     @abstractmethod
-    def from_params(
-        cls, type_name: str, params: Mapping[str, Any]
-    ) -> tuple[Optimizer, Group]:
+    def from_params(cls, type_name: str, params: Mapping[str, Any]) -> tuple[Optimizer, Group]:
         """Make the optimizer and a group's hyper-parameters from the config.
 
         `type_name` is `optimizer.type` in lower case. `params` are the checked `optimizer.params`
@@ -159,9 +148,7 @@ class Optimizer(ABC):
 
     @classmethod
     @abstractmethod
-    def from_group(
-        cls, optimizer: object, base: type, group: Mapping[str, Any]
-    ) -> Optimizer:
+    def from_group(cls, optimizer: object, base: type, group: Mapping[str, Any]) -> Optimizer:
         """Make the optimizer of one group of a client's object.
 
         `base` is the class of `classes` whose `step` the object has.
@@ -170,9 +157,7 @@ class Optimizer(ABC):
     @classmethod
     def hyperparameters(cls, group: Mapping[str, Any]) -> Group:
         """The group's values of the keys in `defaults`, as plain numbers."""
-        return {
-            key: _plain(group.get(key, value)) for key, value in cls.defaults.items()
-        }
+        return {key: _plain(group.get(key, value)) for key, value in cls.defaults.items()}
 
     @classmethod
     def wrong_param(cls, key: str, value: Any) -> str | None:

@@ -124,17 +124,11 @@ class CPUOptimizer(torch.optim.Optimizer):
         # torch casts all state to the parameter's dtype. That would round the moments of
         # half-precision parameters and destroy their remainders. So load the saved values again.
         saved_states = state_dict["state"]
-        for saved_group, group in zip(
-            state_dict["param_groups"], self.param_groups, strict=True
-        ):
-            for saved_id, param in zip(
-                saved_group["params"], group["params"], strict=True
-            ):
+        for saved_group, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
+            for saved_id, param in zip(saved_group["params"], group["params"], strict=True):
                 if saved_id in saved_states:
                     states = self._states(self._optimizer(group), param)
-                    self.state[param] = _loaded_state(
-                        param, saved_states[saved_id], states
-                    )
+                    self.state[param] = _loaded_state(param, saved_states[saved_id], states)
 
     @torch.no_grad()
     def step(self, closure: _Closure | None = None) -> torch.Tensor | float | None:  # type: ignore[override]
@@ -155,9 +149,7 @@ class CPUOptimizer(torch.optim.Optimizer):
         for _, param, _ in work:
             self._check_parameter(param)
         # One native call per kernel and pair of dtypes: many small tensors cost as one large one.
-        calls: dict[tuple[str, torch.dtype, torch.dtype], list[UpdateSegment]] = (
-            defaultdict(list)
-        )
+        calls: dict[tuple[str, torch.dtype, torch.dtype], list[UpdateSegment]] = defaultdict(list)
         weights: list[torch.Tensor] = []
         # contiguous copies must live until the calls are done
         grads: list[torch.Tensor] = []
@@ -247,9 +239,7 @@ class CPUOptimizer(torch.optim.Optimizer):
             )
         elif not param.is_contiguous() and _overlaps(param):
             problem = "has elements that overlap in memory; pass its .clone()"
-        elif grad is not None and (
-            grad.dtype not in LOW_DTYPE or grad.layout != torch.strided
-        ):
+        elif grad is not None and (grad.dtype not in LOW_DTYPE or grad.layout != torch.strided):
             problem = (
                 f"has a gradient that is {grad.dtype}, {grad.layout}; expected dense {_EXPECTED} "
                 "(of an embedding: sparse=False)"
@@ -272,9 +262,7 @@ def _initial_state(weight: torch.Tensor, states: States) -> dict[str, Any]:
     return state
 
 
-def _loaded_state(
-    param: torch.Tensor, saved: dict[str, Any], states: States
-) -> dict[str, Any]:
+def _loaded_state(param: torch.Tensor, saved: dict[str, Any], states: States) -> dict[str, Any]:
     """A copy of the saved state, with the dtypes and the kind of `states`.
 
     Missing values are the initial ones of the parameter. ConfigError for an array of another shape.

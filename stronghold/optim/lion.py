@@ -10,15 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from stronghold.optim.contract import (
-    BETAS,
-    NUMBER,
-    Expected,
-    FixedKey,
-    Group,
-    Moment,
-    Optimizer,
-)
+from stronghold.optim.contract import BETAS, NUMBER, Expected, FixedKey, Group, Moment, Optimizer
 from stronghold.optim.cpu_optimizer import CPUOptimizer
 from stronghold.optim.states import EXACT, StateKind
 
@@ -31,17 +23,9 @@ class Lion(Optimizer):
     possible_moments = (Moment(name="exp_avg"),)
     types = ("lion",)
     classes = frozenset(
-        {
-            ("deepspeed", "DeepSpeedCPULion"),
-            ("deepspeed", "FusedLion"),
-            ("stronghold", "CPULion"),
-        }
+        {("deepspeed", "DeepSpeedCPULion"), ("deepspeed", "FusedLion"), ("stronghold", "CPULion")}
     )
-    defaults: ClassVar[Mapping[str, Any]] = {
-        "lr": 1e-3,
-        "betas": (0.9, 0.999),
-        "weight_decay": 0.0,
-    }
+    defaults: ClassVar[Mapping[str, Any]] = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}
     expected: ClassVar[Mapping[str, Expected]] = {
         "lr": NUMBER,
         "betas": BETAS,
@@ -71,26 +55,17 @@ class Lion(Optimizer):
 
     def numbers(self, group: Group) -> tuple[float, ...]:
         beta1, beta2 = group["betas"]
-        return (
-            float(group["lr"]),
-            float(beta1),
-            float(beta2),
-            float(group["weight_decay"]),
-        )
+        return (float(group["lr"]), float(beta1), float(beta2), float(group["weight_decay"]))
 
     def step_size(self, group: Group) -> float | None:
         return float(group["lr"])
 
     @classmethod
-    def from_params(
-        cls, type_name: str, params: Mapping[str, Any]
-    ) -> tuple[Optimizer, Group]:
+    def from_params(cls, type_name: str, params: Mapping[str, Any]) -> tuple[Optimizer, Group]:
         return cls(), cls.hyperparameters(params)
 
     @classmethod
-    def from_group(
-        cls, optimizer: object, base: type, group: Mapping[str, Any]
-    ) -> Optimizer:
+    def from_group(cls, optimizer: object, base: type, group: Mapping[str, Any]) -> Optimizer:
         return cls()
 
 
@@ -111,10 +86,5 @@ class CPULion(CPUOptimizer):
         states: StateKind = EXACT,
         num_threads: int | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "weight_decay": weight_decay,
-            "maximize": maximize,
-        }
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults, Lion, states=states, num_threads=num_threads)

@@ -75,10 +75,7 @@ class SGD(Optimizer):
     without_effect = frozenset({"foreach", "fused"})
     note = "SGD, as torch's."
     params_note = "lr, momentum, weight_decay, nesterov; dampening must be 0"
-    example: ClassVar[Mapping[str, Any]] = {
-        "type": "SGD",
-        "params": {"lr": 1e-3, "momentum": 0.9},
-    }
+    example: ClassVar[Mapping[str, Any]] = {"type": "SGD", "params": {"lr": 1e-3, "momentum": 0.9}}
 
     @property
     def kernel(self) -> str:
@@ -101,16 +98,12 @@ class SGD(Optimizer):
         return float(group["lr"]), momentum, float(group["weight_decay"])
 
     @classmethod
-    def from_params(
-        cls, type_name: str, params: Mapping[str, Any]
-    ) -> tuple[Optimizer, Group]:
+    def from_params(cls, type_name: str, params: Mapping[str, Any]) -> tuple[Optimizer, Group]:
         group = cls.hyperparameters(params)
         return cls.from_group(None, cls, group), group
 
     @classmethod
-    def from_group(
-        cls, optimizer: object, base: type, group: Mapping[str, Any]
-    ) -> Optimizer:
+    def from_group(cls, optimizer: object, base: type, group: Mapping[str, Any]) -> Optimizer:
         has_momentum = float(group["momentum"]) > 0.0
         nesterov = bool(group.get("nesterov", False))
         if nesterov and not has_momentum:

@@ -153,9 +153,7 @@ class States:
     def moment_bytes(self) -> float:
         """Bytes of all moments of one parameter."""
         dtypes = self.moment_dtypes
-        return sum(
-            dtype.itemsize / group_size(array) for array, dtype in dtypes.items()
-        )
+        return sum(dtype.itemsize / group_size(array) for array, dtype in dtypes.items())
 
     @functools.cached_property
     def dtypes(self) -> dict[str, torch.dtype]:
@@ -211,9 +209,7 @@ class States:
         encoded = encode_root(values) if moment.is_root else encode_signed(values)
         return dict(zip(self.arrays_of(moment), encoded, strict=True))
 
-    def decode(
-        self, moment: Moment, arrays: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
+    def decode(self, moment: Moment, arrays: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Decode a moment: the inverse of `encode`. Returns fp32 values, as a step reads them."""
         if not self.is_lean:
             return arrays[moment.name]
@@ -236,9 +232,7 @@ class Format:
     def trained(self) -> States:
         """The states of a trainable range. StateError for a format of frozen ranges."""
         if self.states is None:
-            raise StateError(
-                f"a range of {self.dtype} trains, and its format has no states"
-            )
+            raise StateError(f"a range of {self.dtype} trains, and its format has no states")
         return self.states
 
 
@@ -252,21 +246,15 @@ def one_format(states: States, kernel: str = "") -> Formats:
 
 
 @functools.cache
-def states_of(
-    dtype: torch.dtype, kind: StateKind, moments: tuple[Moment, ...]
-) -> States:
+def states_of(dtype: torch.dtype, kind: StateKind, moments: tuple[Moment, ...]) -> States:
     """The states with these arguments. Equal arguments give one object."""
     return States(dtype, kind, moments)
 
 
-def _moment_dtypes(
-    moments: tuple[Moment, ...], kind: StateKind
-) -> dict[str, torch.dtype]:
+def _moment_dtypes(moments: tuple[Moment, ...], kind: StateKind) -> dict[str, torch.dtype]:
     if kind == EXACT:
         return {moment.name: torch.float32 for moment in moments}
-    codes = {
-        moment.name: torch.uint8 if moment.is_root else torch.int8 for moment in moments
-    }
+    codes = {moment.name: torch.uint8 if moment.is_root else torch.int8 for moment in moments}
     return codes | {moment.name + SCALE: torch.float32 for moment in moments}
 
 
@@ -374,9 +362,7 @@ def encode_root(exp_avg_sq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return codes.maximum(lowest).to(torch.uint8), scales
 
 
-def _compressed(
-    magnitudes: torch.Tensor, top: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _compressed(magnitudes: torch.Tensor, top: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Return codes as fp32, with the magnitudes' shape, and one fp32 scale per group.
 
     `top` is the largest code's value.

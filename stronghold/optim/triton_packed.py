@@ -80,12 +80,7 @@ def _tile(table, num_rows, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def decode_nf4(
-    table,
-    num_rows,
-    books,
-    OUT: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    table, num_rows, books, OUT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
 ):
     """BLOCK elements of a flat nf4 weight. `books`: fp32 [16 + 256]."""
     table_row, _, start, numel = _tile(table, num_rows, BLOCK)
@@ -114,21 +109,14 @@ def decode_nf4(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def decode_int8(
-    table,
-    num_rows,
-    books,
-    OUT: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    table, num_rows, books, OUT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
 ):
     """BLOCK columns of a row of an int8 weight."""
     table_row, row, start, columns = _tile(table, num_rows, BLOCK)
     column = start + tl.arange(0, BLOCK)
     at = row * columns + column
     code = tl.load(
-        _array(table, table_row, 0, tl.int8, ALIGNED) + at,
-        mask=column < columns,
-        other=0,
+        _array(table, table_row, 0, tl.int8, ALIGNED) + at, mask=column < columns, other=0
     )
     scale = tl.load(_array(table, table_row, 1, tl.float32, False) + row)
     value = code.to(tl.float32) * scale * INT8_RECIPROCAL
@@ -137,12 +125,7 @@ def decode_int8(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def decode_fp8(
-    table,
-    num_rows,
-    books,
-    OUT: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    table, num_rows, books, OUT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
 ):
     """BLOCK columns of a row of an fp8 weight."""
     table_row, row, start, columns = _tile(table, num_rows, BLOCK)
@@ -152,13 +135,9 @@ def decode_fp8(
     column = start + tl.arange(0, BLOCK)
     at = row * columns + column
     code = tl.load(
-        _array(table, table_row, 0, tl.int8, ALIGNED) + at,
-        mask=column < columns,
-        other=0,
+        _array(table, table_row, 0, tl.int8, ALIGNED) + at, mask=column < columns, other=0
     )
-    scales = (
-        _array(table, table_row, 1, tl.float32, False) + first + column // FP8_BLOCK
-    )
+    scales = _array(table, table_row, 1, tl.float32, False) + first + column // FP8_BLOCK
     value = _e4m3(code) * tl.load(scales, mask=column < columns, other=0.0)
     _store(_array(table, table_row, WEIGHT, OUT, ALIGNED) + at, value, column < columns)
 

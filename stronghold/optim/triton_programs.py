@@ -126,9 +126,7 @@ def adam_step(p, g, moments, constants, VARIANT: tl.constexpr):
     """Adam, with decoupled weight decay in variant 1."""
     m, v = moments
     weight_decay, decay_factor, beta1, one_minus_beta1 = constants[1:5]
-    beta2, one_minus_beta2, inv_sqrt_bias_correction2, eps, neg_step_size = constants[
-        5:10
-    ]
+    beta2, one_minus_beta2, inv_sqrt_bias_correction2, eps, neg_step_size = constants[5:10]
     if VARIANT == 1:
         p = p * decay_factor
     else:
@@ -151,9 +149,7 @@ def _sign(x):
 def lion_step(p, g, moments, constants, VARIANT: tl.constexpr):
     """Lion, with decoupled weight decay."""
     (m,) = moments
-    decay_factor, beta1, one_minus_beta1, beta2, one_minus_beta2, neg_lr = constants[
-        1:7
-    ]
+    decay_factor, beta1, one_minus_beta1, beta2, one_minus_beta2, neg_lr = constants[1:7]
     u = tl.fma(beta1, m, one_minus_beta1 * g)
     p = _canonical(tl.fma(neg_lr, _sign(u), p * decay_factor))
     m = _canonical(tl.fma(beta2, m, one_minus_beta2 * g))
@@ -262,9 +258,7 @@ def update(
         to_low = _array(table, row, 4 + NUM_MOMENTS, LOW, ALIGNED) + start + i
         to_moments = ()
         for k in tl.static_range(NUM_MOMENTS):
-            moment = (
-                _array(table, row, 5 + NUM_MOMENTS + k, tl.float32, ALIGNED) + start + i
-            )
+            moment = _array(table, row, 5 + NUM_MOMENTS + k, tl.float32, ALIGNED) + start + i
             to_moments = to_moments + (moment,)  # noqa: RUF005
     if rest >= BLOCK:  # without a mask, loads and stores take 16 bytes
         _update_block(

@@ -66,9 +66,7 @@ class Growth:
     square: float = 1.0
 
     @classmethod
-    def between(
-        cls, known: BatchSize, wanted: BatchSize, margin: float = 1.0
-    ) -> Growth:
+    def between(cls, known: BatchSize, wanted: BatchSize, margin: float = 1.0) -> Growth:
         """The growth from a measured batch to a wanted one, times `margin`."""
         linear = margin * max(
             _ratio(wanted.tokens, known.tokens),
@@ -118,9 +116,7 @@ class LayerWork:
             boundary_bytes=by.of(self.boundary_bytes, self.square_boundary_bytes),
             attention_bytes=by.of(self.attention_bytes),
             square_saved_bytes=by.of(self.square_saved_bytes, self.square_saved_bytes),
-            square_boundary_bytes=by.of(
-                self.square_boundary_bytes, self.square_boundary_bytes
-            ),
+            square_boundary_bytes=by.of(self.square_boundary_bytes, self.square_boundary_bytes),
         )
 
     def recompute_s(self, level: str) -> float:
@@ -388,34 +384,24 @@ def traffic_of(
     """
     formats = demand.formats
     num_ranks = demand.num_ranks
-    streamed = [
-        layer
-        for layer in layout.layers
-        if layer.streamed and layer.index not in resident
-    ]
+    streamed = [layer for layer in layout.layers if layer.streamed and layer.index not in resident]
     streamed_indices = {layer.index for layer in streamed}
     elsewhere = streamed_indices | on_gpu
     refreshed = [layer for layer in layout.layers if layer.index not in elsewhere]
     on_device = [layer for layer in layout.layers if layer.index in on_gpu]
     sharers = demand.sharers("weights")
-    largest = sorted(
-        (weight_bytes(layer, formats) // sharers for layer in streamed), reverse=True
-    )
+    largest = sorted((weight_bytes(layer, formats) // sharers for layer in streamed), reverse=True)
     # The order of this sum decides its last bit.
-    host_update_bytes = sum(
-        step_bytes(layer, formats) for layer in [*streamed, *refreshed]
-    )
+    host_update_bytes = sum(step_bytes(layer, formats) for layer in [*streamed, *refreshed])
     device_update_bytes = sum(step_bytes(layer, formats) for layer in on_device)
     nvme_read_bytes, nvme_written_bytes = nvme
     return Traffic(
         micro_batches=demand.micro_batches,
         streamed_bytes=sum(largest),
         window_bytes=sum(largest[:window]),
-        refreshed_bytes=sum(trained_bytes(layer, formats) for layer in refreshed)
-        // num_ranks,
+        refreshed_bytes=sum(trained_bytes(layer, formats) for layer in refreshed) // num_ranks,
         layer_bytes=next(iter(largest), 0),
-        trained_bytes=sum(trained_bytes(layer, formats) for layer in streamed)
-        // num_ranks,
+        trained_bytes=sum(trained_bytes(layer, formats) for layer in streamed) // num_ranks,
         trained_parameters=sum(layer.num_trainable for layer in streamed) // num_ranks,
         update_bytes=int(host_update_bytes / num_ranks),
         device_update_bytes=int(device_update_bytes),
@@ -499,9 +485,7 @@ def physical_limit(
     link_bytes = traffic.fetch_bytes + traffic.drain_bytes
     memory_gbps = max(machine.memory_gbps.values())
     parts = {
-        COMPUTE: traffic.micro_batches
-        * (3.0 * forward_flops + recomputed_flops)
-        / rate,
+        COMPUTE: traffic.micro_batches * (3.0 * forward_flops + recomputed_flops) / rate,
         FETCH: traffic.fetch_bytes / (machine.fetch_gbps * 1e9),
         DRAIN: traffic.drain_bytes / (machine.drain_gbps * 1e9),
         DUPLEX: link_bytes / (machine.duplex_gbps * 1e9),
@@ -514,9 +498,7 @@ def physical_limit(
     hidden_s = 3.0 * staying_flops / rate
     fill_s = max(0.0, transfer_s - hidden_s)
     bound = max(parts, key=parts.__getitem__)
-    return Limits(
-        seconds=parts[bound] + fill_s, bound=bound, parts=parts, fill_s=fill_s
-    )
+    return Limits(seconds=parts[bound] + fill_s, bound=bound, parts=parts, fill_s=fill_s)
 
 
 def _disk_s(traffic: Traffic, machine: MachineProfile) -> float:
@@ -529,9 +511,7 @@ def _disk_s(traffic: Traffic, machine: MachineProfile) -> float:
     return disk_s(traffic, read, write, machine.nvme_mixed_gbps or read + write)
 
 
-def disk_s(
-    traffic: Traffic, read_gbps: float, write_gbps: float, mixed_gbps: float
-) -> float:
+def disk_s(traffic: Traffic, read_gbps: float, write_gbps: float, mixed_gbps: float) -> float:
     """The least seconds of a disk with these rates of reads, of writes, and of both together.
 
     Reads and writes run together at the mixed rate, or one after the other, whichever is faster.
@@ -587,10 +567,7 @@ def bytes_per_parameter(states: States, micro_batches: int = 1) -> float:
     which reads and writes the weight and its whole fp32 master.
     """
     moved = Traffic.of_parameters(
-        states,
-        streamed=MANY_PARAMETERS,
-        trained=MANY_PARAMETERS,
-        micro_batches=micro_batches,
+        states, streamed=MANY_PARAMETERS, trained=MANY_PARAMETERS, micro_batches=micro_batches
     )
     return moved.memory_bytes / MANY_PARAMETERS
 
@@ -612,10 +589,7 @@ class Workload:
         """All micro-batches merged into one."""
         layers: list[LayerWork] = []
         for layer in self.layers:
-            scaled = {
-                name: self.micro_batches * value
-                for name, value in asdict(layer).items()
-            }
+            scaled = {name: self.micro_batches * value for name, value in asdict(layer).items()}
             layers.append(LayerWork(**scaled))
         return Workload(layers=tuple(layers))
 
@@ -658,9 +632,7 @@ def attention_s(
     )
 
 
-def workload_of(
-    costs: ModelCosts, machine: MachineProfile, *, micro_batches: int = 1
-) -> Workload:
+def workload_of(costs: ModelCosts, machine: MachineProfile, *, micro_batches: int = 1) -> Workload:
     """The seconds that `machine` needs for `costs`, with one kernel after the other.
 
     1. Matrix products take their FLOPs at the machine's rate of products.
@@ -683,9 +655,7 @@ def workload_of(
         work = LayerWork(
             forward_s=products_s + attention_forward_s + operators_s,
             backward_s=(
-                layer.gradients_per_product * products_s
-                + attention_backward_s
-                + 2 * operators_s
+                layer.gradients_per_product * products_s + attention_backward_s + 2 * operators_s
             ),
             saved_bytes=layer.saved_bytes + transient_bytes,
             boundary_bytes=layer.boundary_bytes,

@@ -25,9 +25,7 @@ MAX_GRADIENT_SLOTS = 2  # one gathers while the other drains
 
 
 # -- activations ----------------------------------------------------------------------------------
-def activation_bytes(
-    layout: ModelLayout, activations: Sequence[str], demand: Demand
-) -> int:
+def activation_bytes(layout: ModelLayout, activations: Sequence[str], demand: Demand) -> int:
     """Bytes of activations on the gpu when forward has ended and backward begins: the sum of
     `activation_parts`."""
     return sum(activation_parts(layout, activations, demand).values())
@@ -139,9 +137,7 @@ def decoded_buffer_bytes(layout: ModelLayout) -> int:
 
 def sum_numel(layer: LayerLayout, formats: Formats) -> int:
     """Items of a layer's fp32 sums of chunks: none where all its gradients are fp32."""
-    dtypes = {
-        formats[layer_range.format].dtype for layer_range in layer.trainable_ranges
-    }
+    dtypes = {formats[layer_range.format].dtype for layer_range in layer.trainable_ranges}
     if dtypes <= {torch.float32}:
         return 0
     return layer.trainable_numel
@@ -149,9 +145,7 @@ def sum_numel(layer: LayerLayout, formats: Formats) -> int:
 
 def _bytes(layers: Iterable[LayerLayout], formats: Formats, *arrays: str) -> int:
     """Bytes of these arrays of these layers."""
-    return sum(
-        array_bytes(layer, formats, array) for layer in layers for array in arrays
-    )
+    return sum(array_bytes(layer, formats, array) for layer in layers for array in arrays)
 
 
 def _largest_bytes(layers: Iterable[LayerLayout], formats: Formats, array: str) -> int:
@@ -189,12 +183,8 @@ def _chunk_sums_bytes(places: Places) -> tuple[int, int]:
     if not demand.training or demand.chunk is None:
         return 0, 0
     formats = demand.formats
-    largest = max(
-        (sum_numel(layer, formats) for layer in places.shared_slots), default=0
-    )
-    unshared = sum(
-        sum_numel(layer, formats) for layer in places.own_slots if layer.streamed
-    )
+    largest = max((sum_numel(layer, formats) for layer in places.shared_slots), default=0)
+    unshared = sum(sum_numel(layer, formats) for layer in places.own_slots if layer.streamed)
     return 4 * largest, 4 * unshared
 
 
@@ -314,9 +304,7 @@ def _prefetch(peak: GpuPeak, window: int) -> int:
 
 
 # -- refusal --------------------------------------------------------------------------------------
-def _gpu_refusal(
-    peak: GpuPeak, need: int, window: int, gradient_slots: int
-) -> BudgetError:
+def _gpu_refusal(peak: GpuPeak, need: int, window: int, gradient_slots: int) -> BudgetError:
     """Why a plan of `need` bytes does not fit the GPU: what takes them, and the ways out."""
     places, demand = peak.places, peak.places.demand
     budget = demand.gpu_budget_bytes or 0
@@ -326,13 +314,9 @@ def _gpu_refusal(
     if reserved > 0:
         parts["reserved for activations"] = reserved
     descending = sorted(parts.items(), key=itemgetter(1), reverse=True)
-    named = ", ".join(
-        f"{name} {format_size(size)}" for name, size in descending if size
-    )
+    named = ", ".join(f"{name} {format_size(size)}" for name, size in descending if size)
     if not places.num_blocks:
-        which = (
-            "the model has no repeated blocks, so that all of it stays on the gpu, and"
-        )
+        which = "the model has no repeated blocks, so that all of it stays on the gpu, and"
     elif demand.pins("window"):
         which = f"stronghold.window of {window} slots"
     else:
@@ -383,8 +367,6 @@ def _ways_with_fewer_activations(demand: Demand, kept: dict[str, int]) -> list[s
     if demand.sequences > 1:
         ways.append("lower the micro-batch")
         if demand.chunk is None and kept["activations of one block"]:
-            ways.append(
-                "set stronghold.chunk to 1 (blocks then take one sequence at a time)"
-            )
+            ways.append("set stronghold.chunk to 1 (blocks then take one sequence at a time)")
     ways.append("shorten the sequences")
     return ways

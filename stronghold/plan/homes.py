@@ -51,9 +51,7 @@ class Homes:
     on_gpu: frozenset[int] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        on_gpu = [
-            layer for layer, row in enumerate(self.rows) if ("weights", GPU) in row
-        ]
+        on_gpu = [layer for layer, row in enumerate(self.rows) if ("weights", GPU) in row]
         object.__setattr__(self, "on_gpu", frozenset(on_gpu))
 
     def __getitem__(self, key: tuple[int, str]) -> Home:

@@ -53,14 +53,7 @@ from stronghold.errors import BudgetError, ConfigError, ErrorPage, format_size
 from stronghold.model.arrays import array_bytes, moment_arrays
 from stronghold.model.layout import LayerLayout, Range
 from stronghold.model.packed_formats import DTYPES, FORMATS
-from stronghold.optim.states import (
-    EXACT,
-    LEAN,
-    PAGE_BYTES,
-    Formats,
-    group_size,
-    states_of,
-)
+from stronghold.optim.states import EXACT, LEAN, PAGE_BYTES, Formats, group_size, states_of
 from stronghold.plan.cost import Demand
 from stronghold.plan.places import Places
 
@@ -149,10 +142,7 @@ def plan_host(places: Places) -> HostMemory:
         offloaded_bytes=_offloaded_bytes(sizes, spilled),
         read_bytes=read_bytes,
         written_bytes=written_bytes,
-        reasons=(
-            *_base_reasons(sizes, spilled),
-            *_spill_reasons(places.demand, nvme_bytes),
-        ),
+        reasons=(*_base_reasons(sizes, spilled), *_spill_reasons(places.demand, nvme_bytes)),
     )
     _check_files(places.demand, host)
     _check_memory(places, host)
@@ -207,9 +197,7 @@ class _HostSizes:
     @property
     def largest_gradients(self) -> int:
         """Bytes of the gradients of the largest layer."""
-        return max(
-            (e.trained["trained weights"] for e in self.of_ranges.values()), default=0
-        )
+        return max((e.trained["trained weights"] for e in self.of_ranges.values()), default=0)
 
     def of_layer(self, index: int) -> _RangeSizes:
         return self.of_ranges[self.ranges[index]]
@@ -223,9 +211,7 @@ def _host_sizes(places: Places) -> _HostSizes:
         if layer.ranges not in of_ranges:
             of_ranges[layer.ranges] = _RangeSizes(
                 trained=_trained_bytes(layer, demand, kinds["moments"]),
-                weights=array_bytes(
-                    layer, demand.formats, "weights", demand.sharers("weights")
-                ),
+                weights=array_bytes(layer, demand.formats, "weights", demand.sharers("weights")),
             )
     return _HostSizes(
         places=places,
@@ -235,9 +221,7 @@ def _host_sizes(places: Places) -> _HostSizes:
     )
 
 
-def _trained_bytes(
-    layer: LayerLayout, demand: Demand, moments: Sequence[str]
-) -> dict[str, int]:
+def _trained_bytes(layer: LayerLayout, demand: Demand, moments: Sequence[str]) -> dict[str, int]:
     """Bytes on this rank of each array of what trains of a layer, if it has any."""
     arrays = ["trained weights"]
     if demand.training:
@@ -262,15 +246,11 @@ class _EqualLayers(NamedTuple):
     from_base: bool
 
 
-def _equal_layers(
-    sizes: _HostSizes, spilled: Spilled
-) -> Iterator[tuple[_EqualLayers, int]]:
+def _equal_layers(sizes: _HostSizes, spilled: Spilled) -> Iterator[tuple[_EqualLayers, int]]:
     """Groups of equal layers, with the number of layers in each."""
     blocks = frozenset(_blocks_in_base(sizes))
     groups = Counter(
-        _EqualLayers(
-            ranges, spilled[index], index in blocks and "weights" in spilled[index]
-        )
+        _EqualLayers(ranges, spilled[index], index in blocks and "weights" in spilled[index])
         for index, ranges in sizes.ranges.items()
     )
     yield from groups.items()
@@ -281,11 +261,7 @@ def _blocks_in_base(sizes: _HostSizes) -> list[int]:
     if not sizes.demand.base_in_file:
         return []
     blocks = sizes.places.layout.streamed
-    return [
-        index
-        for index in blocks
-        if index in sizes.ranges and sizes.of_layer(index).frozen
-    ]
+    return [index for index in blocks if index in sizes.ranges and sizes.of_layer(index).frozen]
 
 
 def _array_sums(sizes: _HostSizes, spilled: Spilled, *, in_files: bool) -> Counter[str]:
@@ -328,10 +304,7 @@ def _nvme_bytes(sizes: _HostSizes, spilled: Spilled) -> dict[str, int]:
     if not any(spilled):
         return {}
     sums = _array_sums(sizes, spilled, in_files=True)
-    in_files = {
-        kind: sum(sums[array] for array in arrays)
-        for kind, arrays in sizes.kinds.items()
-    }
+    in_files = {kind: sum(sums[array] for array in arrays) for kind, arrays in sizes.kinds.items()}
     if sizes.demand.base_in_file:
         in_files[BASE] = sums[BASE]
     return in_files
@@ -418,8 +391,7 @@ def _with_base(spilled: Spilled, blocks: Sequence[int], count: int) -> Spilled:
     """`spilled`, and the weights of `count` of the blocks, evenly over the depth."""
     in_base = {blocks[len(blocks) * number // count] for number in range(count)}
     return tuple(
-        arrays | {"weights"} if index in in_base else arrays
-        for index, arrays in enumerate(spilled)
+        arrays | {"weights"} if index in in_base else arrays for index, arrays in enumerate(spilled)
     )
 
 
@@ -439,10 +411,7 @@ def _fits(sizes: _HostSizes, spilled: Spilled) -> bool:
     budget = sizes.demand.host_budget_bytes
     if budget is None:
         return True
-    return (
-        _offloaded_bytes(sizes, spilled) + sum(_host_bytes(sizes, spilled).values())
-        <= budget
-    )
+    return _offloaded_bytes(sizes, spilled) + sum(_host_bytes(sizes, spilled).values()) <= budget
 
 
 def _base_reasons(sizes: _HostSizes, spilled: Spilled) -> tuple[str, ...]:
@@ -464,16 +433,10 @@ def _spill_reasons(demand: Demand, nvme_bytes: Mapping[str, int]) -> tuple[str, 
         return ()
     if demand.spill is None:
         kinds = [kind for kind, nbytes in nvme_bytes.items() if nbytes and kind != BASE]
-        what = (
-            f"{', '.join(kinds)} spill, the last layers first"
-            if kinds
-            else "nothing spills"
-        )
+        what = f"{', '.join(kinds)} spill, the last layers first" if kinds else "nothing spills"
         return (f"nvme: {what}; host memory holds the rest",)
     if demand.homes is None:
-        return (
-            f"nvme: {demand.spill} spill, and all that goes first (stronghold.nvme)",
-        )
+        return (f"nvme: {demand.spill} spill, and all that goes first (stronghold.nvme)",)
     return ()
 
 
@@ -501,9 +464,7 @@ def spread(layers: Sequence[LayerLayout], count: int) -> frozenset[int]:
         below += layer.trainable_numel
         # The middle of each of `count` equal parts; as many as are left, where layers are uneven.
         is_due = count * below >= (len(chosen) + 0.5) * total
-        if len(chosen) < count and (
-            is_due or len(layers) - position == count - len(chosen)
-        ):
+        if len(chosen) < count and (is_due or len(layers) - position == count - len(chosen)):
             chosen.append(layer.index)
     return frozenset(chosen)
 
@@ -540,8 +501,7 @@ def _why_none_is_early(places: Places, host: HostMemory) -> Iterator[str]:
     layers = [layer for layer in places.on_host if layer.numel]
     frozen = sum(layer.trainable_numel < layer.numel for layer in layers)
     in_files = sum(
-        layer.trainable_numel == layer.numel and bool(host.spilled[layer.index])
-        for layer in layers
+        layer.trainable_numel == layer.numel and bool(host.spilled[layer.index]) for layer in layers
     )
     if places.on_gpu:
         yield f"{len(places.on_gpu)} layers are updated on the gpu"
@@ -575,18 +535,14 @@ def _staging(sizes: _HostSizes, spilled: Spilled) -> Staging:
         layer = sizes.of_ranges[ranges]
         if "weights" in arrays:
             has_fetches = True
-            element_bytes += [
-                _item_bytes(demand, layer_range, "weights") for layer_range in ranges
-            ]
+            element_bytes += [_item_bytes(demand, layer_range, "weights") for layer_range in ranges]
             layer_bytes.append(layer.weights)
         if arrays and _is_trained(sizes, ranges):
             has_updates = True
             layer_bytes.append(_update_bytes(layer, arrays))
             for layer_range in ranges:
                 if layer_range.trainable:
-                    item_bytes = [
-                        _item_bytes(demand, layer_range, array) for array in arrays
-                    ]
+                    item_bytes = [_item_bytes(demand, layer_range, array) for array in arrays]
                     element_bytes.append(sum(item_bytes))
     # A piece has a page of every array at least, and no more bytes than the largest layer.
     page_bytes = int(sizes.places.layout.page_numel * max(element_bytes))
@@ -600,9 +556,7 @@ def _staging(sizes: _HostSizes, spilled: Spilled) -> Staging:
 
 
 def _is_trained(sizes: _HostSizes, ranges: Ranges) -> bool:
-    return (
-        sizes.demand.training and sizes.of_ranges[ranges].trained["trained weights"] > 0
-    )
+    return sizes.demand.training and sizes.of_ranges[ranges].trained["trained weights"] > 0
 
 
 def _update_bytes(layer: _RangeSizes, arrays: frozenset[str]) -> int:
@@ -638,9 +592,7 @@ def _file_traffic(sizes: _HostSizes, spilled: Spilled) -> tuple[int, int]:
             if from_base and array == "weights":
                 read += count * 2 * micro_batches * layer.frozen
                 continue
-            nbytes = layer.trained.get(
-                "trained weights" if array == "weights" else array, 0
-            )
+            nbytes = layer.trained.get("trained weights" if array == "weights" else array, 0)
             nbytes *= micro_batches if array == "accumulated" else 1
             read += count * nbytes
             written += count * nbytes
@@ -658,9 +610,7 @@ def bytes_on_disk(nvme_bytes: Mapping[str, int]) -> int:
 def _check_files(demand: Demand, host: HostMemory) -> None:
     on_disk, capacity = bytes_on_disk(host.nvme_bytes), demand.nvme_capacity_bytes
     if capacity is not None and on_disk > capacity:
-        on_ranks = (
-            f" on each of {demand.num_ranks} ranks" if demand.num_ranks > 1 else ""
-        )
+        on_ranks = f" on each of {demand.num_ranks} ranks" if demand.num_ranks > 1 else ""
         raise BudgetError(
             "stronghold.nvme.capacity: what spills needs "
             f"{format_size(on_disk, round_up=True)}{on_ranks}, {format_size(capacity)} are "
@@ -676,19 +626,14 @@ def _check_memory(places: Places, host: HostMemory) -> None:
     need, budget = sum(wanted.values()), demand.host_budget_bytes
     if budget is None or need <= budget:
         return
-    parts = ", ".join(
-        f"{name} {format_size(size)}" for name, size in wanted.items() if size
-    )
+    parts = ", ".join(f"{name} {format_size(size)}" for name, size in wanted.items() if size)
     at_least = format_size(need, round_up=True)
     advice = (
-        f"raise stronghold.host_memory or add RAM to at least {at_least}, "
-        "or train fewer parameters"
+        f"raise stronghold.host_memory or add RAM to at least {at_least}, or train fewer parameters"
     )
     second = host.host_bytes[SECOND_ARRAYS]
     if second and demand.pins("early_layers"):
-        advice += (
-            f"; or lower stronghold.early_layers, which takes {format_size(second)}"
-        )
+        advice += f"; or lower stronghold.early_layers, which takes {format_size(second)}"
     saved = _saved_by_lean_states(demand, host)
     if saved:
         advice += (
@@ -700,9 +645,7 @@ def _check_memory(places: Places, host: HostMemory) -> None:
         advice += "; or name a directory on an NVMe disk in stronghold.nvme.path: "
         advice += f"{format_size(need - budget)} and more can lie there"
     elif demand.spill not in (None, "weights"):
-        advice += (
-            f'; or leave stronghold.nvme.spill ("{demand.spill}") out: more can spill'
-        )
+        advice += f'; or leave stronghold.nvme.spill ("{demand.spill}") out: more can spill'
     raise BudgetError(
         f"host memory: the plan needs {at_least} ({parts}), {format_size(budget)} are "
         f"available; {advice}",
@@ -740,7 +683,5 @@ def _saved_by_lean_states(demand: Demand, host: HostMemory) -> int:
     moments = host.host_bytes["moments"]
     remainders = host.host_bytes["rest of the masters"]
     lean = states_of(exact.dtype, LEAN, exact.moments)
-    lean_moments = (
-        moments * lean.moment_bytes / exact.moment_bytes if exact.moments else 0
-    )
+    lean_moments = moments * lean.moment_bytes / exact.moment_bytes if exact.moments else 0
     return remainders // 2 + moments - int(lean_moments)

@@ -165,13 +165,7 @@ class MachineProfile:
         return _interpolate(self.adam_gbps, threads) * LEAN_RATE
 
     def attention_s(
-        self,
-        dtype: str,
-        *,
-        tokens: int,
-        width: int,
-        causal_flops: float,
-        other_flops: float = 0.0,
+        self, dtype: str, *, tokens: int, width: int, causal_flops: float, other_flops: float = 0.0
     ) -> tuple[float, float]:
         """(seconds of fused attention's forward, seconds of its backward).
 
@@ -185,9 +179,7 @@ class MachineProfile:
             return seconds, 2 * seconds
         flops = causal_flops + 2 * other_flops
         forward_rate = _attention_rate(self.attention_flops[dtype], tokens, width)
-        backward_rate = _attention_rate(
-            self.attention_backward_flops[dtype], tokens, width
-        )
+        backward_rate = _attention_rate(self.attention_backward_flops[dtype], tokens, width)
         return flops / forward_rate, 2 * flops / backward_rate
 
     def share(self, num_ranks: int) -> MachineProfile:
@@ -197,9 +189,7 @@ class MachineProfile:
         """
         return dataclasses.replace(
             self,
-            memory_gbps={
-                count: rate / num_ranks for count, rate in self.memory_gbps.items()
-            },
+            memory_gbps={count: rate / num_ranks for count, rate in self.memory_gbps.items()},
             nvme_read_gbps=_divided(self.nvme_read_gbps, num_ranks),
             nvme_write_gbps=_divided(self.nvme_write_gbps, num_ranks),
             nvme_mixed_gbps=_divided(self.nvme_mixed_gbps, num_ranks),
@@ -207,10 +197,7 @@ class MachineProfile:
 
     def to_json(self) -> str:
         """The profile with its version, as JSON that a person can read and edit."""
-        return (
-            json.dumps({"version": VERSION, **dataclasses.asdict(self)}, indent=2)
-            + "\n"
-        )
+        return json.dumps({"version": VERSION, **dataclasses.asdict(self)}, indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str, where: str) -> MachineProfile:
@@ -221,9 +208,7 @@ class MachineProfile:
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{where}: not JSON: {error}; {_AGAIN}") from error
         if not isinstance(raw, dict):
-            raise ConfigError(
-                f"{where}: got a {type(raw).__name__}, expected an object; {_AGAIN}"
-            )
+            raise ConfigError(f"{where}: got a {type(raw).__name__}, expected an object; {_AGAIN}")
         version = raw.pop("version", None)
         if version != VERSION:
             raise ConfigError(
@@ -234,9 +219,7 @@ class MachineProfile:
             return TypeAdapter(cls).validate_json(json.dumps(raw))
         except ValidationError as error:
             known = [field.name for field in dataclasses.fields(cls)]
-            raise ConfigError(
-                f"{where}: {explain(error, 'profile', known)}; {_AGAIN}"
-            ) from error
+            raise ConfigError(f"{where}: {explain(error, 'profile', known)}; {_AGAIN}") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the JSON, whole or not at all. Missing directories are made."""
@@ -262,9 +245,7 @@ class MachineProfile:
                 "`stronghold doctor` measures this one"
             ) from None
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"machine profile {name!r}: cannot be read: {error}"
-            ) from error
+            raise ConfigError(f"machine profile {name!r}: cannot be read: {error}") from error
 
 
 def machine_names() -> list[str]:
@@ -322,13 +303,9 @@ def _interpolate(rates: Mapping[int, float], count: int) -> float:
     return rates[known[-1]]
 
 
-def _attention_rate(
-    rates: Mapping[int, Mapping[int, float]], tokens: int, width: int
-) -> float:
+def _attention_rate(rates: Mapping[int, Mapping[int, float]], tokens: int, width: int) -> float:
     """The FLOP/s for sequences of so many tokens and heads of this width."""
-    by_tokens = {
-        count: _interpolate(by_width, width) for count, by_width in rates.items()
-    }
+    by_tokens = {count: _interpolate(by_width, width) for count, by_width in rates.items()}
     return _interpolate(by_tokens, tokens)
 
 

@@ -58,9 +58,7 @@ class Places:
     @property
     def resident(self) -> frozenset[int]:
         """The layers whose weights stay on the GPU."""
-        return frozenset(
-            layer.index for layer in (*self.outside, *self.resident_blocks)
-        )
+        return frozenset(layer.index for layer in (*self.outside, *self.resident_blocks))
 
     @property
     def updated_on_gpu(self) -> frozenset[int]:
@@ -74,9 +72,7 @@ def place_layers(layout: ModelLayout, demand: Demand) -> Places:
     outside = tuple(layer for layer in layout.layers if not layer.streamed)
     on_gpu = (*outside, *resident_blocks) if demand.resident_updates == "gpu" else ()
     updated_on_gpu = frozenset(layer.index for layer in on_gpu)
-    on_host = tuple(
-        layer for layer in layout.layers if layer.index not in updated_on_gpu
-    )
+    on_host = tuple(layer for layer in layout.layers if layer.index not in updated_on_gpu)
     is_packed = any(layer.decoded_bytes for layer in layout.layers)
     whole = _is_whole(demand, activations, on_host, is_packed=is_packed)
     # Until the gate opens, gradients on the GPU stay where they were gathered. The gradients of
@@ -118,14 +114,10 @@ def levels_of(layout: ModelLayout, counts: Mapping[str, int]) -> tuple[str, ...]
             f"stronghold.activations: got levels of {sum(counts.values())} blocks, expected "
             f"{len(layout.streamed)}, as many as the model has"
         )
-    return tuple(
-        next(of_block) if layer.streamed else "keep" for layer in layout.layers
-    )
+    return tuple(next(of_block) if layer.streamed else "keep" for layer in layout.layers)
 
 
-def _streamed_and_resident(
-    layout: ModelLayout, demand: Demand
-) -> tuple[Layers, Layers]:
+def _streamed_and_resident(layout: ModelLayout, demand: Demand) -> tuple[Layers, Layers]:
     """The blocks that pass the window, and those that stay on the GPU."""
     blocks = tuple(layer for layer in layout.layers if layer.streamed)
     num_kept = demand.resident_layers or 0
@@ -171,9 +163,7 @@ def _offloaded(
         nbytes = work.moved_bytes(level)
         if nbytes:
             inputs_bytes = work.boundary_bytes if level in AGAIN else 0
-            offloaded[index] = OffloadedActivations(
-                nbytes=nbytes, inputs_bytes=inputs_bytes
-            )
+            offloaded[index] = OffloadedActivations(nbytes=nbytes, inputs_bytes=inputs_bytes)
     return offloaded
 
 

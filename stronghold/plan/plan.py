@@ -33,13 +33,7 @@ from stronghold.model.layout import ModelLayout
 from stronghold.plan.cost import AGAIN, Demand, Traffic, traffic_of
 from stronghold.plan.gpu_memory import GpuPeak, choose_slots
 from stronghold.plan.homes import Homes, make_homes
-from stronghold.plan.host_memory import (
-    BASE,
-    Staging,
-    bytes_on_disk,
-    early_reasons,
-    plan_host,
-)
+from stronghold.plan.host_memory import BASE, Staging, bytes_on_disk, early_reasons, plan_host
 from stronghold.plan.places import MIB, Places, place_layers
 from stronghold.plan.schedule import Position
 
@@ -93,9 +87,7 @@ class Plan:
     def early(self) -> frozenset[int]:
         """Layers that are updated before the norm is known. They have their arrays twice."""
         return frozenset(
-            layer
-            for layer, position in self.updates.items()
-            if position is Position.EARLY
+            layer for layer, position in self.updates.items() if position is Position.EARLY
         )
 
     @property
@@ -128,15 +120,11 @@ class Plan:
         lines += _table("gpu", gpu, num_parameters, ranks)
         lines += _table("host", host, num_parameters, ranks)
         if self.nvme_bytes:
-            written = {
-                kind: size for kind, size in self.nvme_bytes.items() if kind != BASE
-            }
+            written = {kind: size for kind, size in self.nvme_bytes.items() if kind != BASE}
             if any(written.values()):
                 lines += _table("nvme", written, num_parameters, ranks)
             if self.nvme_bytes.get(BASE):
-                lines += _table(
-                    "base", {BASE: self.nvme_bytes[BASE]}, num_parameters, ranks
-                )
+                lines += _table("base", {BASE: self.nvme_bytes[BASE]}, num_parameters, ranks)
             lines.append(f"  {self.wear()}")
         return "\n".join(lines)
 
@@ -154,19 +142,13 @@ class Plan:
         return f"{line}; {hourly / 1e12:.3f} TB written per hour of such steps ({step_s:.2f} s)"
 
 
-def _table(
-    title: str, parts: dict[str, int], num_parameters: int, ranks: str
-) -> list[str]:
+def _table(title: str, parts: dict[str, int], num_parameters: int, ranks: str) -> list[str]:
     """The lines for one tier: its bytes in all, and those of its parts."""
     total = sum(parts.values())
     per_parameter = total / max(1, num_parameters)
     return [
         f"  {title:<5}{total / MIB:>12.2f} MiB = {per_parameter:.2f} bytes/parameter{ranks}",
-        *(
-            f"    {name:<24}{size / MIB:>10.2f} MiB"
-            for name, size in parts.items()
-            if size
-        ),
+        *(f"    {name:<24}{size / MIB:>10.2f} MiB" for name, size in parts.items() if size),
     ]
 
 
@@ -186,11 +168,7 @@ def make_plan(layout: ModelLayout, demand: Demand) -> Plan:
 
 def _make_plan(layout: ModelLayout, demand: Demand) -> Plan:
     places = place_layers(layout, demand)
-    activations, resident, on_gpu = (
-        places.activations,
-        places.resident,
-        places.updated_on_gpu,
-    )
+    activations, resident, on_gpu = (places.activations, places.resident, places.updated_on_gpu)
     gpu_peak = GpuPeak(places)
     slots = choose_slots(gpu_peak)
     threads = demand.cpu_threads or max(1, demand.num_cores)
@@ -204,9 +182,7 @@ def _make_plan(layout: ModelLayout, demand: Demand) -> Plan:
         resident=resident,
         on_gpu=on_gpu,
         window=slots.window,
-        offloaded_bytes=sum(
-            offloaded.nbytes for offloaded in places.offloaded.values()
-        ),
+        offloaded_bytes=sum(offloaded.nbytes for offloaded in places.offloaded.values()),
         nvme=(host.read_bytes, host.written_bytes),
     )
     recomputed = [layer for layer in layout.layers if activations[layer.index] in AGAIN]
@@ -259,9 +235,7 @@ def _positions(layout: ModelLayout, early: frozenset[int]) -> dict[int, Position
 def _activations_reason(places: Places, threads: int) -> str:
     counts = Counter(places.activations[index] for index in places.layout.streamed)
     if len(counts) > 1:
-        policies = ", ".join(
-            f"{policy} {count}" for policy, count in sorted(counts.items())
-        )
+        policies = ", ".join(f"{policy} {count}" for policy, count in sorted(counts.items()))
     else:
         policies = next(iter(counts), "keep")
     gradients = "accumulated" if places.demand.accumulate else "pending until the gate"
@@ -271,9 +245,7 @@ def _activations_reason(places: Places, threads: int) -> str:
 def _numa_reasons(demand: Demand) -> tuple[str, ...]:
     if not demand.numa:
         return ()
-    return (
-        f"numa: lanes, update threads and pinned memory on {demand.numa}, next to the gpu",
-    )
+    return (f"numa: lanes, update threads and pinned memory on {demand.numa}, next to the gpu",)
 
 
 def _states_reasons(places: Places) -> tuple[str, ...]:

@@ -120,9 +120,7 @@ class Schedule:
     def early(self) -> tuple[int, ...]:
         """The layers whose updates stand before the gate, in the order of these updates."""
         before_gate, _ = self._around_gate
-        return tuple(
-            action.layer for action in before_gate if action.kind is Kind.UPDATE
-        )
+        return tuple(action.layer for action in before_gate if action.kind is Kind.UPDATE)
 
     @property
     def behind_gate(self) -> tuple[Action, ...]:
@@ -134,9 +132,7 @@ class Schedule:
     def offloads(self) -> tuple[int, ...]:
         """The layers whose gradients are offloaded, in order."""
         before_gate, _ = self._around_gate
-        return tuple(
-            action.layer for action in before_gate if action.kind is Kind.OFFLOAD
-        )
+        return tuple(action.layer for action in before_gate if action.kind is Kind.OFFLOAD)
 
     @property
     def _around_gate(self) -> tuple[tuple[Action, ...], tuple[Action, ...]]:
@@ -225,18 +221,14 @@ def make_schedule(
     steps, end = planner.run(start, keep=alternates)
     steps[0] = _first_step(end - start, steps[0])
     after = _after_uses(uses, updates, expected)
-    after[-1] += [
-        Action(kind=Kind.RELEASE, layer=layer) for layer in sorted(planner.outdated)
-    ]
+    after[-1] += [Action(kind=Kind.RELEASE, layer=layer) for layer in sorted(planner.outdated)]
     return Schedule(uses=uses, steps=tuple(steps), after=tuple(map(tuple, after)))
 
 
 def update_order(updates: Mapping[int, Position]) -> list[int]:
     """Layers in the order in which a step updates them."""
     early = [layer for layer in sorted(updates) if updates[layer] is Position.EARLY]
-    behind_gate = [
-        layer for layer in sorted(updates) if updates[layer] is Position.GATE
-    ]
+    behind_gate = [layer for layer in sorted(updates) if updates[layer] is Position.GATE]
     return [*reversed(early), *behind_gate]
 
 
@@ -249,9 +241,7 @@ def _after_uses(
     head) comes with the layers around it in `expected`.
     """
     after: list[list[Action]] = [[] for _ in uses]
-    last_backward = {
-        use.layer: k for k, use in enumerate(uses) if use.kind is Kind.BACKWARD
-    }
+    last_backward = {use.layer: k for k, use in enumerate(uses) if use.kind is Kind.BACKWARD}
     first_end = min(last_backward.values(), default=len(uses))
     use_index = max(0, first_end - 1)
     for layer in expected:
@@ -267,9 +257,7 @@ def _after_uses(
     return after
 
 
-def _first_step(
-    leftover: frozenset[int], step: tuple[Action, ...]
-) -> tuple[Action, ...]:
+def _first_step(leftover: frozenset[int], step: tuple[Action, ...]) -> tuple[Action, ...]:
     """The first step of a pass whose predecessor left `leftover` in slots, too.
 
     It releases those of them that the step does not fetch, and fetches none of the others.
@@ -329,9 +317,7 @@ class _Pass:
         """
         present = {*start, *self._steady}
         self._kept = start if keep else frozenset(self._positions)
-        steps = [
-            self._actions(position, present) for position in range(len(self._uses))
-        ]
+        steps = [self._actions(position, present) for position in range(len(self._uses))]
         in_slots = frozenset(present - self._resident)
         self.outdated = in_slots & self._updated
         return steps, in_slots - self._updated
@@ -355,9 +341,7 @@ class _Pass:
 
     def _victim(self, position: int, candidates: Iterable[int]) -> int:
         """The layer whose next use lies farthest ahead; of equals the last one."""
-        _, victim = max(
-            (self._distance(position, layer), layer) for layer in candidates
-        )
+        _, victim = max((self._distance(position, layer), layer) for layer in candidates)
         return victim
 
     def _distance(self, position: int, layer: int) -> int:

@@ -67,13 +67,7 @@ UPDATE_PLACES = ("host", "gpu")  # the places at which resident layers may be up
 WHOLE_MARGIN = 1.03  # a plan that keeps the whole model on the gpu
 NEARLY_FASTEST = 1.01  # a plan with fewer early updates, which take room
 EQUAL_SHARE = 1e-3  # plans whose times differ by a smaller share count as equal
-SEARCHED_KEYS = (
-    "window",
-    "resident_layers",
-    "resident_updates",
-    "activations",
-    "early_layers",
-)
+SEARCHED_KEYS = ("window", "resident_layers", "resident_updates", "activations", "early_layers")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,9 +89,7 @@ def lower_bound(layout: ModelLayout, plan: Plan, work: Workload, rates: Rates) -
     """The work of the busiest lane in a step of `plan`, in seconds ([Note: lower bounds first])."""
     traffic = plan.traffic
     update_s = traffic.update_bytes * 1e-9 / rates.update_gbps
-    compute_s = work.micro_batches * (
-        work.forward_s + work.backward_s(plan.activations)
-    )
+    compute_s = work.micro_batches * (work.forward_s + work.backward_s(plan.activations))
     compute_s += _waits_s(layout, plan, work, rates)
     return max(
         compute_s,
@@ -221,9 +213,7 @@ class Search:
             shares |= {margin * backward_s / update_s for margin in EARLY_MARGINS}
         counts = {round(num_able * min(1.0, share)) for share in shares}
         largest = _last_fitting(
-            self.layout,
-            num_able,
-            lambda count: replace(plan.demand, early_layers=count),
+            self.layout, num_able, lambda count: replace(plan.demand, early_layers=count)
         )
         demands = [
             replace(plan.demand, early_layers=count)
@@ -303,12 +293,7 @@ class Search:
         """The `count` fastest choices so far. Of equals, the one that takes least of the gpu."""
         unit_s = EQUAL_SHARE * min(choice.step_s for choice in self.tried)
         keys = [
-            (
-                round(choice.step_s / unit_s),
-                _gpu_peak(choice.plan),
-                _num_early(choice),
-                number,
-            )
+            (round(choice.step_s / unit_s), _gpu_peak(choice.plan), _num_early(choice), number)
             for number, choice in enumerate(self.tried)
         ]
         return [self.tried[number] for *_, number in sorted(keys)[:count]]
@@ -330,9 +315,7 @@ class Search:
             self.tried.append(choice)
             least_s = min(least_s, choice.step_s)
 
-    def _demands(
-        self, residents: Iterable[int], windows: Iterable[int]
-    ) -> Iterator[Demand]:
+    def _demands(self, residents: Iterable[int], windows: Iterable[int]) -> Iterator[Demand]:
         """The demand with each number of resident blocks, each window that is possible with it, and
         each place of updates that is open."""
         pinned = self.demand.window
@@ -345,9 +328,7 @@ class Search:
         for num_resident in residents:
             num_streamed = len(self.layout.streamed) - num_resident
             if pinned is None:
-                possible = sorted(
-                    {max(1, min(window, num_streamed)) for window in windows}
-                )
+                possible = sorted({max(1, min(window, num_streamed)) for window in windows})
             else:
                 possible = [pinned]
             for window, place in product(possible, places):
@@ -386,9 +367,7 @@ class Search:
             for filled, ladder in _filled(self.layout, demand, ladders):
                 yield from self._new([filled], ladder)
 
-    def _new(
-        self, demands: Iterable[Demand], ladder: Ladder
-    ) -> Iterator[tuple[Plan, Ladder]]:
+    def _new(self, demands: Iterable[Demand], ladder: Ladder) -> Iterator[tuple[Plan, Ladder]]:
         """The plans of these demands that fit and are new."""
         for demand in demands:
             try:
@@ -443,16 +422,11 @@ def _filled(
 
 
 def _raised(
-    layout: ModelLayout,
-    demand: Demand,
-    counts: Mapping[str, int],
-    below: str,
-    level: str,
+    layout: ModelLayout, demand: Demand, counts: Mapping[str, int], below: str, level: str
 ) -> dict[str, int]:
     """The numbers of blocks by level, with the most blocks at `level` in place of `below`."""
     raised = [
-        {**counts, below: counts[below] - count, level: count}
-        for count in range(counts[below] + 1)
+        {**counts, below: counts[below] - count, level: count} for count in range(counts[below] + 1)
     ]
     most = _last_fitting(
         layout, counts[below], lambda count: _with_levels(layout, demand, raised[count])
@@ -460,9 +434,7 @@ def _raised(
     return raised[most]
 
 
-def _with_levels(
-    layout: ModelLayout, demand: Demand, counts: Mapping[str, int]
-) -> Demand:
+def _with_levels(layout: ModelLayout, demand: Demand, counts: Mapping[str, int]) -> Demand:
     """The demand with so many blocks at each level. The last blocks have the last level, because
     backward needs them first."""
     return replace(demand, activations=levels_of(layout, counts))
@@ -477,9 +449,7 @@ def _fits(layout: ModelLayout, demand: Demand) -> bool:
     return True
 
 
-def _last_fitting(
-    layout: ModelLayout, most: int, demand_of: Callable[[int], Demand]
-) -> int:
+def _last_fitting(layout: ModelLayout, most: int, demand_of: Callable[[int], Demand]) -> int:
     """The largest count up to `most` whose demand fits. Larger counts need more; 0 fits."""
     return last_that(lambda count: _fits(layout, demand_of(count)), 0, most)
 
@@ -558,18 +528,12 @@ def fits(layout: ModelLayout, demand: Demand) -> bool:
 def _refusal(layout: ModelLayout, demand: Demand) -> BudgetError:
     """The error of the plan that needs least of the tier that is too small."""
     demands = list(_least(layout, demand))
-    fitting_gpu = [
-        d for d in demands if _fits(layout, replace(d, host_budget_bytes=None))
-    ]
+    fitting_gpu = [d for d in demands if _fits(layout, replace(d, host_budget_bytes=None))]
     if fitting_gpu:
-        _, least = min(
-            (_host_need(layout, d), number) for number, d in enumerate(fitting_gpu)
-        )
+        _, least = min((_host_need(layout, d), number) for number, d in enumerate(fitting_gpu))
         smallest = fitting_gpu[least]
     else:
-        _, least = min(
-            (_gpu_need(layout, d), number) for number, d in enumerate(demands)
-        )
+        _, least = min((_gpu_need(layout, d), number) for number, d in enumerate(demands))
         smallest = demands[least]
     try:
         make_plan(layout, smallest)
@@ -593,9 +557,7 @@ def _host_need(layout: ModelLayout, demand: Demand) -> int:
 
 
 def _plan_without_budgets(layout: ModelLayout, demand: Demand) -> Plan:
-    return make_plan(
-        layout, replace(demand, gpu_budget_bytes=None, host_budget_bytes=None)
-    )
+    return make_plan(layout, replace(demand, gpu_budget_bytes=None, host_budget_bytes=None))
 
 
 def largest_micro_batch(fits: Callable[[int], bool], limit: int = 1 << 20) -> int:

@@ -170,9 +170,7 @@ class Measurements:
     usable: int | None
     beside: int | None
 
-    def loads(
-        self, size: BatchSize, margin: float
-    ) -> tuple[tuple[LayerWork, ...], int]:
+    def loads(self, size: BatchSize, margin: float) -> tuple[tuple[LayerWork, ...], int]:
         """Each layer's load with batches of another size, and the bytes that come beside them.
 
         `margin`: factor on the estimate.
@@ -272,9 +270,7 @@ class Refinement:
         elif lacks_room and may_change and not self._is_aliased():
             self._make_room(size, trains=trains)
             lacks_room = False
-        stack.runtime.activations.spares = (
-            lacks_room and stack.section.activations is None
-        )
+        stack.runtime.activations.spares = lacks_room and stack.section.activations is None
 
     def _is_aliased(self) -> bool:
         """True if something keeps aliases of weights: a change of plan would move the weights."""
@@ -282,9 +278,7 @@ class Refinement:
         all_layers = range(len(self._stack.parameters))
         return bool(self._stack.runtime.executor.aliased(all_layers))
 
-    def out_of_memory(
-        self, call: str, error: torch.OutOfMemoryError
-    ) -> OutOfMemoryError:
+    def out_of_memory(self, call: str, error: torch.OutOfMemoryError) -> OutOfMemoryError:
         """The error that the engine's `call` raises in place of `error` ([Note: out of memory])."""
         # from an engine inside of this one's call
         if isinstance(error, OutOfMemoryError):
@@ -295,11 +289,7 @@ class Refinement:
         remedy = "use a smaller batch, or shorter sequences"
         if self._can_leave_more():
             self._lacks_room = True
-            when = (
-                "at the next step's end"
-                if stack.ranks.several
-                else "before the next forward"
-            )
+            when = "at the next step's end" if stack.ranks.several else "before the next forward"
             remedy = (
                 f"the plan changes to one that leaves more room {when}, and the same batch may "
                 f"train then; else {remedy}"
@@ -336,9 +326,7 @@ class Refinement:
         demand = self._demand(size)
         if trains:
             return activation_bytes(layout, plan.activations, demand)
-        resident_bytes = sum(
-            demand.work[index].saved_bytes for index in layout.resident
-        )
+        resident_bytes = sum(demand.work[index].saved_bytes for index in layout.resident)
         streamed_bytes = [demand.work[index].saved_bytes for index in layout.streamed]
         return resident_bytes + max(streamed_bytes, default=0)
 
@@ -381,10 +369,7 @@ class Refinement:
             stack.replan(replace(plan, cpu_threads=stack.plan.cpu_threads))
             self._roomy = dict.fromkeys(self._roomy, BatchSize())
             logger.info(
-                "another plan, for a batch of %d tokens (%s): %s",
-                size.tokens,
-                room,
-                stack.plan,
+                "another plan, for a batch of %d tokens (%s): %s", size.tokens, room, stack.plan
             )
             self.restart()
         if self._may_warn and not self._has_room(size, trains=trains):
@@ -406,19 +391,14 @@ class Refinement:
         sizes_of_rank = [*self._waiting[True], *self._waiting[False]]
         lacks_room = self._lacks_room or any(sizes_of_rank)
         is_stuck = lacks_room and self._is_aliased()
-        of_rank = torch.tensor([self._lacks_room, is_stuck, *sizes_of_rank]).to(
-            torch.int64
-        )
+        of_rank = torch.tensor([self._lacks_room, is_stuck, *sizes_of_rank]).to(torch.int64)
         of_all = group.numbers(of_rank, "sizes of batches")
         ran_out, any_stuck, *sizes_of_all = of_all.amax(dim=0).tolist()
         if any_stuck:  # weights of some rank have aliases: the plan stays
             return
         self._waiting = dict.fromkeys(self._waiting, BatchSize())
         width = len(BatchSize())
-        sizes = {
-            True: BatchSize(*sizes_of_all[:width]),
-            False: BatchSize(*sizes_of_all[width:]),
-        }
+        sizes = {True: BatchSize(*sizes_of_all[:width]), False: BatchSize(*sizes_of_all[width:])}
         self._lacks_room = bool(ran_out)
         for trains, size in sizes.items():
             if trains:
@@ -492,9 +472,7 @@ class Refinement:
             return stack.demand
         loads, beside = self._loads(size)
         work = list(loads)
-        not_streamed = [
-            layer.index for layer in stack.layout.layers if not layer.streamed
-        ]
+        not_streamed = [layer.index for layer in stack.layout.layers if not layer.streamed]
         if not_streamed:
             head = not_streamed[-1]
             saved_bytes = work[head].saved_bytes + beside
@@ -505,9 +483,7 @@ class Refinement:
             gpu_budget_bytes=budget,
             work=tuple(work),
             chunks=measured.chunks,
-            reserve_bytes=0
-            if section.gpu_memory is None
-            else budget - section.gpu_memory,
+            reserve_bytes=0 if section.gpu_memory is None else budget - section.gpu_memory,
         )
 
     # -- the refinement, once ---------------------------------------------------------------------
@@ -519,9 +495,7 @@ class Refinement:
         runtime.settle()
         stack.device.settle()
         spans = stack.trace.spans(self._first_span)
-        rates = measured_rates(
-            spans, DEFAULT_RATES if self._is_asynchronous else EMULATED_RATES
-        )
+        rates = measured_rates(spans, DEFAULT_RATES if self._is_asynchronous else EMULATED_RATES)
         workload = measured_workload(
             spans,
             stack.layout,
@@ -548,9 +522,7 @@ class Refinement:
         # [Note: one plan]
         measured: Any = (rates, workload, memory, is_aliased)
         of_ranks: Any = ranks.control.objects(measured, "refining the plan")
-        rates, workload = slowest(
-            [(rates, workload) for rates, workload, _, _ in of_ranks]
-        )
+        rates, workload = slowest([(rates, workload) for rates, workload, _, _ in of_ranks])
         memory = _least_room([memory for _, _, memory, _ in of_ranks])
         self._measured = _measurements(stack, workload, rates, memory)
         self._largest = memory.largest
@@ -568,9 +540,7 @@ class Refinement:
         plan, room = chosen
         plan = replace(plan, cpu_threads=stack.plan.cpu_threads)
         if stack.replan(plan):
-            logger.info(
-                "refined after %d steps%s: %s", self._num_steps, room, stack.plan
-            )
+            logger.info("refined after %d steps%s: %s", self._num_steps, room, stack.plan)
         else:
             logger.warning(
                 "the plan stays as it is: a faster one needs %d bytes on the GPU, and other "
@@ -608,11 +578,7 @@ class Refinement:
     def _step_s(self, plan: Plan, workload: Workload, rates: Rates) -> float:
         """Predicted seconds of a step of the plan."""
         prediction = simulate(
-            self._stack.layout,
-            plan,
-            workload,
-            rates,
-            asynchronous=self._is_asynchronous,
+            self._stack.layout, plan, workload, rates, asynchronous=self._is_asynchronous
         )
         return prediction.step_s
 
@@ -626,11 +592,7 @@ class Refinement:
         if count < 2 or stack.demand.chunk is not None or not stack.layout.streamed:
             return
         demand = replace(
-            _present_demand(stack),
-            accumulate=False,
-            micro_batches=1,
-            chunk=1,
-            chunks=count,
+            _present_demand(stack), accumulate=False, micro_batches=1, chunk=1, chunks=count
         )
         try:
             plan = make_plan(stack.layout, demand)
@@ -702,9 +664,7 @@ def _least_room(memories: Sequence[RankMemory]) -> RankMemory:
     for memory in memories:
         size = size.maximum(memory.size)
         largest = largest.maximum(memory.largest)
-    reachable = [
-        memory.reachable for memory in memories if memory.reachable is not None
-    ]
+    reachable = [memory.reachable for memory in memories if memory.reachable is not None]
     peaks = [memory.peak for memory in memories if memory.peak is not None]
     is_known = len(reachable) == len(peaks) == len(memories)
     return RankMemory(
@@ -718,10 +678,7 @@ def _least_room(memories: Sequence[RankMemory]) -> RankMemory:
 
 
 def _measurements(
-    stack: Stack,
-    workload: Workload,
-    rates: Rates,
-    memory: RankMemory,
+    stack: Stack, workload: Workload, rates: Rates, memory: RankMemory
 ) -> Measurements:
     usable = beside = None
     if memory.reachable is not None and memory.peak is not None:

@@ -88,12 +88,7 @@ def _without_collection() -> Iterator[None]:
 
 @_without_collection()
 def simulate(
-    layout: ModelLayout,
-    plan: Plan,
-    workload: Workload,
-    rates: Rates,
-    *,
-    asynchronous: bool = True,
+    layout: ModelLayout, plan: Plan, workload: Workload, rates: Rates, *, asynchronous: bool = True
 ) -> Prediction:
     """Predict a step of `plan`.
 
@@ -104,9 +99,7 @@ def simulate(
     Raises StateError if the workload has another number of layers.
     """
     if len(workload.layers) != len(layout.layers):
-        raise StateError(
-            f"simulate: {len(workload.layers)} loads for {len(layout.layers)} layers"
-        )
+        raise StateError(f"simulate: {len(workload.layers)} loads for {len(layout.layers)} layers")
     run = _Run(condensed(layout), plan, workload, rates, asynchronous)
     ends = []
     for _ in range(NUM_STEPS):
@@ -156,9 +149,7 @@ def fastest_plan(
     near: Sequence[tuple[int, int]] = (),
 ) -> Choice:
     """Find the fastest plan for `demand` by simulation. `Search.run` has `ladders` and `near`."""
-    predictor = _Predictor(
-        layout=layout, workload=workload, rates=rates, asynchronous=asynchronous
-    )
+    predictor = _Predictor(layout=layout, workload=workload, rates=rates, asynchronous=asynchronous)
     search = Search(layout, demand, workload, rates, predictor.predict, ladders)
     return search.run(near)
 
@@ -167,12 +158,7 @@ class _Run:
     """The parts of one engine on a simulated device, and the calls of a step."""
 
     def __init__(
-        self,
-        layout: ModelLayout,
-        plan: Plan,
-        workload: Workload,
-        rates: Rates,
-        asynchronous: bool,
+        self, layout: ModelLayout, plan: Plan, workload: Workload, rates: Rates, asynchronous: bool
     ) -> None:
         self._plan = plan
         self._workload = workload
@@ -292,10 +278,7 @@ class _Run:
     def _offload(self, index: int) -> None:
         computed = self.device.compute.record("activations")
         self._offloaded[index] = self.device.drain.submit(
-            f"offload {index}",
-            _nothing,
-            (computed,),
-            nbytes=self._offloaded_bytes(index),
+            f"offload {index}", _nothing, (computed,), nbytes=self._offloaded_bytes(index)
         )
 
     def _onload(self, index: int) -> None:
@@ -305,10 +288,7 @@ class _Run:
             return
         has_room = self.device.compute.record("room for activations")
         self._returning[index] = self.device.fetch.submit(
-            f"onload {index}",
-            _nothing,
-            (offloaded, has_room),
-            nbytes=self._offloaded_bytes(index),
+            f"onload {index}", _nothing, (offloaded, has_room), nbytes=self._offloaded_bytes(index)
         )
 
 
@@ -354,17 +334,13 @@ def _tiers(layout: ModelLayout, plan: Plan, shards: Shards | None) -> Tiers:
     return Tiers(layout, formats, homes, stores, ring, shards=shards)
 
 
-def _busy_shares(
-    operations: Sequence[Operation], end_s: float, since_s: float
-) -> dict[str, float]:
+def _busy_shares(operations: Sequence[Operation], end_s: float, since_s: float) -> dict[str, float]:
     """By lane: the share of the time from `since_s` to `end_s` in which it is busy."""
     shares: dict[str, float] = defaultdict(float)
     period_s = end_s - since_s
     for operation in operations:
         inside_s = min(operation.end_s, end_s) - max(operation.start_s, since_s)
-        shares[operation.lane] += (
-            max(0.0, inside_s) / period_s if period_s > 0.0 else 0.0
-        )
+        shares[operation.lane] += max(0.0, inside_s) / period_s if period_s > 0.0 else 0.0
     return dict(shares)
 
 

@@ -83,10 +83,7 @@ class Contention:
     def end_of(self, lane: LaneName, start_s: float, nbytes: int) -> float:
         """Return the end of an operation of `nbytes` that starts on the lane at `start_s`."""
         if lane == LaneName.UPDATE:
-            full_rate, beside = (
-                self._rates.update_gbps * 1e9,
-                self._beside_transfers(start_s),
-            )
+            full_rate, beside = (self._rates.update_gbps * 1e9, self._beside_transfers(start_s))
         else:
             full_rate, shared = self._alone_and_beside.get(lane, (0.0, {}))
             beside = self._overlaps(shared, start_s)
@@ -167,9 +164,7 @@ class Contention:
                 intervals.append(_RateInterval(begin_s, end_s, rate_left))
         return intervals
 
-    def _overlaps(
-        self, shared: dict[LaneName, float], from_s: float
-    ) -> list[_RateInterval]:
+    def _overlaps(self, shared: dict[LaneName, float], from_s: float) -> list[_RateInterval]:
         """Return disjoint intervals after `from_s` in which others run, with the rate left."""
         busy = sorted(
             (other.begin_s, other.end_s, rate)
@@ -186,42 +181,25 @@ class Contention:
         return disjoint
 
 
-def _alone_and_beside(
-    rates: Rates,
-) -> dict[LaneName, tuple[float, dict[LaneName, float]]]:
+def _alone_and_beside(rates: Rates) -> dict[LaneName, tuple[float, dict[LaneName, float]]]:
     """Bytes/s of each lane alone, and beside each lane that shares its resource."""
     beside_loads, beside_spills = (
         rates.io_gbps - rates.load_gbps,
         rates.io_gbps - rates.spill_gbps,
     )
     lanes: dict[LaneName, tuple[float, dict[LaneName, float]]] = {
-        LaneName.FETCH: (
-            rates.fetch_gbps,
-            {LaneName.DRAIN: rates.duplex_gbps - rates.drain_gbps},
-        ),
-        LaneName.DRAIN: (
-            rates.drain_gbps,
-            {LaneName.FETCH: rates.duplex_gbps - rates.fetch_gbps},
-        ),
+        LaneName.FETCH: (rates.fetch_gbps, {LaneName.DRAIN: rates.duplex_gbps - rates.drain_gbps}),
+        LaneName.DRAIN: (rates.drain_gbps, {LaneName.FETCH: rates.duplex_gbps - rates.fetch_gbps}),
         LaneName.GATHER: (rates.wire_gbps, {}),
         LaneName.REDUCE: (rates.reduce_gbps, {}),
         LaneName.GRADIENTS: (rates.update_gbps, {}),
-        LaneName.EXCHANGE: (
-            rates.exchange_gbps,
-            {LaneName.REDUCE: rates.exchange_gbps / 2},
-        ),
+        LaneName.EXCHANGE: (rates.exchange_gbps, {LaneName.REDUCE: rates.exchange_gbps / 2}),
         LaneName.SPILL: (
             rates.spill_gbps,
             {LaneName.LOAD: beside_loads, LaneName.STAGE: beside_loads},
         ),
-        LaneName.LOAD: (
-            rates.load_gbps,
-            {LaneName.SPILL: beside_spills, LaneName.STAGE: 0.0},
-        ),
-        LaneName.STAGE: (
-            rates.load_gbps,
-            {LaneName.SPILL: beside_spills, LaneName.LOAD: 0.0},
-        ),
+        LaneName.LOAD: (rates.load_gbps, {LaneName.SPILL: beside_spills, LaneName.STAGE: 0.0}),
+        LaneName.STAGE: (rates.load_gbps, {LaneName.SPILL: beside_spills, LaneName.LOAD: 0.0}),
     }
     rates_of_lanes: dict[LaneName, tuple[float, dict[LaneName, float]]] = {}
     for lane, (full_gbps, shared) in lanes.items():
@@ -305,9 +283,7 @@ class SimulatedFence(Fence):
 class SimulatedLane(Lane):
     """A lane with a clock. `streams`: its thread only enqueues copies, as for a GPU's stream."""
 
-    def __init__(
-        self, name: LaneName, device: SimulatedDevice, *, streams: bool
-    ) -> None:
+    def __init__(self, name: LaneName, device: SimulatedDevice, *, streams: bool) -> None:
         super().__init__(name)
         self._device = device
         self._streams = streams
@@ -316,9 +292,7 @@ class SimulatedLane(Lane):
         self._last = -1
         self._before: dict[int, int] = {}  # each operation's predecessor on the lane
 
-    def _enqueue(
-        self, operation: str, work: Work, after: tuple[Fence, ...], nbytes: int
-    ) -> Fence:
+    def _enqueue(self, operation: str, work: Work, after: tuple[Fence, ...], nbytes: int) -> Fence:
         device = self._device
         issued_s = max(self._issued_s, device.caller_s + device.rates.handover_s)
         start_s, cause = self.free_s, self._last
@@ -330,10 +304,7 @@ class SimulatedLane(Lane):
             if fence.done_s > start_s:
                 start_s, cause = fence.done_s, fence.index
         if issued_s > start_s:
-            start_s, cause = (
-                issued_s,
-                (cause if start_s == issued_s else device.caller_cause),
-            )
+            start_s, cause = (issued_s, (cause if start_s == issued_s else device.caller_cause))
         end_s = device.contention.end_of(self.name, start_s, nbytes)
         self._issued_s = issued_s if self._streams else end_s
         self.free_s = end_s
@@ -342,20 +313,11 @@ class SimulatedLane(Lane):
         self._before[self._last] = before
         work()
         fence = SimulatedFence(
-            device,
-            self.name,
-            operation,
-            issued_s=self._issued_s,
-            done_s=end_s,
-            index=self._last,
+            device, self.name, operation, issued_s=self._issued_s, done_s=end_s, index=self._last
         )
         if end_s > start_s:
             moving = TimedOperation(
-                lane=self.name,
-                begin_s=start_s,
-                end_s=end_s,
-                nbytes=nbytes,
-                fence=fence,
+                lane=self.name, begin_s=start_s, end_s=end_s, nbytes=nbytes, fence=fence
             )
             device.contention.add(moving)
             if self.name in BESIDE_UPDATES:  # it takes memory from updates before it
@@ -370,17 +332,11 @@ class SimulatedLane(Lane):
         withdrawn: list[SimulatedFence] = []
         for fence in fences:
             assert isinstance(fence, SimulatedFence)
-            if (
-                fence.index != self._last
-                or operations[fence.index].start_s <= device.caller_s
-            ):
+            if fence.index != self._last or operations[fence.index].start_s <= device.caller_s:
                 break
             operation = operations[fence.index]
             device.cancel(fence)
-            self.free_s, self._last = (
-                operation.start_s,
-                self._before.pop(fence.index, -1),
-            )
+            self.free_s, self._last = (operation.start_s, self._before.pop(fence.index, -1))
             withdrawn.append(fence)
         for fence in withdrawn:
             fence.issued_s = fence.done_s = self.free_s
@@ -427,9 +383,7 @@ class SimulatedCompute(ComputeLane):
             return 0.0
         device = self._device
         before_s = max(device.compute_s, device.caller_s)
-        device.hold_caller(
-            fence.issued_s if device.asynchronous else fence.done_s, fence.index
-        )
+        device.hold_caller(fence.issued_s if device.asynchronous else fence.done_s, fence.index)
         if fence.done_s > device.compute_s:
             device.compute_s, device.compute_cause = fence.done_s, fence.index
         return max(0.0, fence.done_s - before_s)
@@ -448,14 +402,10 @@ class NullKernels(Kernels):
     ) -> None:
         """Nothing."""
 
-    def sum_squares(
-        self, dtype: torch.dtype, segments: Sequence[tuple[int, int]]
-    ) -> list[float]:
+    def sum_squares(self, dtype: torch.dtype, segments: Sequence[tuple[int, int]]) -> list[float]:
         return [0.0] * len(segments)
 
-    def decode(
-        self, format: str, dtype: torch.dtype, weights: Sequence[PackedWeight]
-    ) -> None:
+    def decode(self, format: str, dtype: torch.dtype, weights: Sequence[PackedWeight]) -> None:
         """Nothing."""
 
 
@@ -487,9 +437,7 @@ class SimulatedDevice(Device):
         self._open_lanes()
 
     def _make_lane(self, name: LaneName) -> Lane:
-        return SimulatedLane(
-            name, self, streams=self.asynchronous and name in STREAM_LANES
-        )
+        return SimulatedLane(name, self, streams=self.asynchronous and name in STREAM_LANES)
 
     # -- time -------------------------------------------------------------------------------------
     def is_stream(self, lane: LaneName) -> bool:
@@ -510,15 +458,11 @@ class SimulatedDevice(Device):
         if self.caller_s > start_s:
             start_s, cause = self.caller_s, self.caller_cause
         self.compute_s = start_s + seconds
-        self.compute_cause = self.note(
-            LaneName.COMPUTE, name, start_s, self.compute_s, cause
-        )
+        self.compute_cause = self.note(LaneName.COMPUTE, name, start_s, self.compute_s, cause)
         if not self.asynchronous:
             self.caller_s, self.caller_cause = self.compute_s, self.compute_cause
 
-    def note(
-        self, lane: LaneName, name: str, start_s: float, end_s: float, cause: int
-    ) -> int:
+    def note(self, lane: LaneName, name: str, start_s: float, end_s: float, cause: int) -> int:
         """Remember an operation; returns its index."""
         self._operations.append(Operation(lane, name, start_s, end_s, cause))
         return len(self._operations) - 1

@@ -32,12 +32,7 @@ import torch
 from stronghold.devices.base import Record
 from stronghold.errors import ConfigError
 from stronghold.memory.layer import LayerState
-from stronghold.model.packed_formats import (
-    PackedTensors,
-    Rows,
-    decode_rows,
-    packed_rows,
-)
+from stronghold.model.packed_formats import PackedTensors, Rows, decode_rows, packed_rows
 from stronghold.streaming.parameter_views import held_elsewhere
 from stronghold.streaming.parts import Parts
 from stronghold.streaming.patches.autograd import without_torch_function
@@ -96,9 +91,7 @@ class DecodedWeights:
         compute.wait_for_all_streams()
         place = layer, packed_memory.data_ptr()  # slots are few, and stay
         if place not in self._rows:
-            self._rows[place] = packed_rows(
-                _packed_tensors(state, packed_memory, views)
-            )
+            self._rows[place] = packed_rows(_packed_tensors(state, packed_memory, views))
         decoded = compute.submit(
             f"decode {layer}",
             partial(decode_rows, self._device.kernels, self._rows[place]),
@@ -221,9 +214,7 @@ def _packed_tensors(
     ]
 
 
-def _decoded_at_home(
-    state: LayerState, device: torch.device | None = None
-) -> list[torch.Tensor]:
+def _decoded_at_home(state: LayerState, device: torch.device | None = None) -> list[torch.Tensor]:
     """Decode the layer's packed tensors where they lie between steps, by plain torch.
 
     The kernels' threads may be at work for an update. Each weight has memory of its own, on

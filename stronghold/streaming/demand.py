@@ -89,8 +89,7 @@ def demand_of(
         resident_layers=len(layout.streamed) if resident == "all" else resident,
         resident_updates=_resident_updates(section, ranks, on_gpu=on_gpu),
         # On a GPU, before the first steps are measured: the policy that takes least memory.
-        activations=pinned_activations(section, layout)
-        or ("recompute" if on_gpu else None),
+        activations=pinned_activations(section, layout) or ("recompute" if on_gpu else None),
         chunk=section.chunk,
         streams=section.streams or 1,
         cpu_threads=section.cpu_threads,
@@ -109,22 +108,15 @@ def demand_of(
     )
 
 
-def _resident_updates(
-    section: StrongholdConfig, ranks: Ranks, *, on_gpu: bool
-) -> str | None:
+def _resident_updates(section: StrongholdConfig, ranks: Ranks, *, on_gpu: bool) -> str | None:
     """Choose the place of resident layers' updates. The GPU updates them on one rank alone, and
     exact states alone. None leaves the choice to the search."""
     ways = 'set it to "host"'
     why = "which this release does on one rank alone" if ranks.several else ""
     if not why and section.states == LEAN and on_gpu:
-        why, ways = (
-            "but lean states are updated on the host",
-            'set stronghold.states to "exact"',
-        )
+        why, ways = ("but lean states are updated on the host", 'set stronghold.states to "exact"')
     if why and section.resident_updates == "gpu":
-        raise ConfigError(
-            f'stronghold.resident_updates: got "gpu", {why}: leave it out, or {ways}'
-        )
+        raise ConfigError(f'stronghold.resident_updates: got "gpu", {why}: leave it out, or {ways}')
     return "host" if why else section.resident_updates
 
 
@@ -146,7 +138,5 @@ def pinned_activations(
         counts = Counter({policies: num_blocks - num_kept}) + Counter(keep=num_kept)
         return levels_of(layout, counts)
     if isinstance(policies, dict):
-        return levels_of(
-            layout, {str(level): count for level, count in policies.items()}
-        )
+        return levels_of(layout, {str(level): count for level, count in policies.items()})
     return policies

@@ -79,11 +79,7 @@ class EarlyUpdates:
     """Starts, withdraws and commits early updates of layers that have second arrays."""
 
     def __init__(self, parts: Parts, on_host: HostUpdates, bindings: Bindings) -> None:
-        self._device, self._layers, self._steps = (
-            parts.device,
-            parts.layers,
-            parts.steps,
-        )
+        self._device, self._layers, self._steps = (parts.device, parts.layers, parts.steps)
         self._metrics, self._on_host = parts.metrics, on_host
         self._bindings, self._performed = bindings, parts.performed
         self._worth = EarlyUpdateRule()
@@ -143,15 +139,9 @@ class EarlyUpdates:
         self._performed.add(Kind.UPDATE, state.index)
 
     def _may_start(self, state: LayerState) -> bool:
-        if (
-            state.second is None
-            or not self._worth.is_likely
-            or self._bindings.is_seen(state.index)
-        ):
+        if state.second is None or not self._worth.is_likely or self._bindings.is_seen(state.index):
             return False
-        summed = [
-            layer for layer in self._unsummed if layer.records["norms"].writer.done
-        ]
+        summed = [layer for layer in self._unsummed if layer.records["norms"].writer.done]
         for layer in summed:
             self._unsummed.remove(layer)
             self._square_sum += math.fsum(layer.gradients.square_sums.values())
@@ -221,14 +211,10 @@ class EarlyUpdates:
         elif state.index in self._order and state.index not in self._dropped:
             self._metrics.count_early(EarlyOutcome.LEFT)
 
-    def end_step(
-        self, *, norm: float | None, clipping: float, loss_scale: float
-    ) -> None:
+    def end_step(self, *, norm: float | None, clipping: float, loss_scale: float) -> None:
         """The gate has closed with this norm. None: the norm is not read yet."""
         self._scale = 1.0 / loss_scale
-        self._clip_square_sum = (
-            (clipping * loss_scale) ** 2 if clipping > 0.0 else math.inf
-        )
+        self._clip_square_sum = (clipping * loss_scale) ** 2 if clipping > 0.0 else math.inf
         if norm is not None and math.isfinite(norm):
             self._worth.end_step(norm=norm, clipping=clipping)
 

@@ -29,14 +29,7 @@ from stronghold.errors import ConfigError
 from stronghold.memory.layer import ExpectedGradients, LayerState, Residency
 from stronghold.memory.window import Window
 from stronghold.plan.plan import Plan
-from stronghold.plan.schedule import (
-    Action,
-    Kind,
-    Position,
-    Schedule,
-    canonical_uses,
-    make_schedule,
-)
+from stronghold.plan.schedule import Action, Kind, Position, Schedule, canonical_uses, make_schedule
 from stronghold.streaming.compute_span import ComputeSpan
 from stronghold.streaming.gradients import GradientOffload
 from stronghold.streaming.ledger import Ledger
@@ -91,11 +84,7 @@ class Executor:
         self._device, self._host, self.layers = device, host, host.layers
         self._window, self._step, self._ledger, self._plan = window, step, ledger, plan
         self.bindings, self.performed = bindings, parts.performed
-        self._metrics, self._team, self.outside = (
-            parts.metrics,
-            parts.team,
-            parts.outside,
-        )
+        self._metrics, self._team, self.outside = (parts.metrics, parts.team, parts.outside)
         self.phase = Phase.IDLE
         self.weights = LayerWeights(parts, window, plan, self.bindings)
         self._on_gpu = device.torch_device.type != "cpu"
@@ -104,12 +93,9 @@ class Executor:
         # blocks whose forward is running now, outermost first
         self._inside: list[int] = []
         self._span = ComputeSpan(device)
-        forward = canonical_uses(
-            [layer.index for layer in host.layout.layers], backward=False
-        )
+        forward = canonical_uses([layer.index for layer in host.layout.layers], backward=False)
         backward = canonical_uses(
-            [layer.index for layer in host.layout.layers if layer.streamed],
-            backward=True,
+            [layer.index for layer in host.layout.layers if layer.streamed], backward=True
         )
         both = forward + backward[len(backward) // 2 :]
         self._training = Track(self._schedule(both, updates=plan.updates))
@@ -118,9 +104,7 @@ class Executor:
         self._slots = parts.team.slots(window, self.weights.refreshed)
         self._step.follow(self.schedule)
         expected = self.schedule.offloads
-        self.gradients = GradientOffload(
-            parts, window, step.pending, expected, span=self._span
-        )
+        self.gradients = GradientOffload(parts, window, step.pending, expected, span=self._span)
 
     def _schedule(
         self,
@@ -243,10 +227,7 @@ class Executor:
             track.cursor = 0
 
     def _adopt(
-        self,
-        track: Track,
-        uses: tuple[Action, ...],
-        offloads: tuple[int, ...] | None = None,
+        self, track: Track, uses: tuple[Action, ...], offloads: tuple[int, ...] | None = None
     ) -> None:
         if not 0 < len(uses) <= MAX_RECORDED_USES:
             return
@@ -404,9 +385,7 @@ class Executor:
             is_in_use = action.layer == keep or action.layer in self._inside
             if not is_in_use and action.layer in self._window.held_layers():
                 self._release(action.layer)
-        elif self.weights.needs_fetch(action.layer) and self.weights.has_room(
-            action.layer
-        ):
+        elif self.weights.needs_fetch(action.layer) and self.weights.has_room(action.layer):
             self._fetch(action.layer, keep=keep)
 
     def make_ready(self, layer: int) -> None:
@@ -463,9 +442,7 @@ class Executor:
         return decoded.memory
 
     # -- gradients --------------------------------------------------------------------------------
-    def gradient_arrived(
-        self, state: LayerState, position: int, parameter: torch.Tensor
-    ) -> None:
+    def gradient_arrived(self, state: LayerState, position: int, parameter: torch.Tensor) -> None:
         """Autograd has accumulated into `parameter.grad`: add it to the layer's gradient slot."""
         # its data may be elsewhere by now
         gradient, parameter.grad = parameter.grad, None

@@ -80,9 +80,7 @@ def model_formats(
             continue
         if weight_dtype not in LOW_DTYPE:
             can_cast = weight_dtype in COMPUTED
-            way = (
-                f", or leave {KEY} out, which trains it in {dtype}" if can_cast else ""
-            )
+            way = f", or leave {KEY} out, which trains it in {dtype}" if can_cast else ""
             raise ConfigError(
                 f"{name} is {weight_dtype} and trains: expected float32, bfloat16 or float16. "
                 f"Convert it before stronghold.initialize, freeze it (requires_grad_(False)){way}"
@@ -116,6 +114,4 @@ def page_items(formats: Formats, *, in_files: bool) -> int:
     """Return a number of elements that fills whole pages in every array of these formats."""
     kinds = {f.states.kind for f in formats if f.states is not None} or {EXACT}
     smallest = min((f.dtype.itemsize for f in formats), default=2)
-    return max(
-        PAGE_BYTES // smallest, *(page_numel(kind, in_files=in_files) for kind in kinds)
-    )
+    return max(PAGE_BYTES // smallest, *(page_numel(kind, in_files=in_files) for kind in kinds))

@@ -64,9 +64,7 @@ class Fragment(Access):
         self._refuse_partitions()
         return self.get(optim_state_key).view(-1)
 
-    def set_local(
-        self, value: torch.Tensor, optim_state_key: str | None = None
-    ) -> None:
+    def set_local(self, value: torch.Tensor, optim_state_key: str | None = None) -> None:
         """Call `set`. ConfigError on several ranks."""
         self._refuse_partitions()
         self.set(value, optim_state_key)
@@ -140,11 +138,7 @@ class Fragment(Access):
 
         Raises ConfigError if no gradients wait for a step.
         """
-        pending, state, position = (
-            self._pending_gradients(),
-            self._state,
-            self._position,
-        )
+        pending, state, position = (self._pending_gradients(), self._state, self._position)
         flat = torch.zeros(self._part.numel)
         if position in state.gradients.arrived:
             for elements, gradient in pending.pieces(state, position):
@@ -154,11 +148,7 @@ class Fragment(Access):
     def set_gradient(self, value: torch.Tensor) -> None:
         """Write the gradient, before the gate. Norm, clipping and update use the new value."""
         flat = self._flat(value)
-        pending, state, position = (
-            self._pending_gradients(),
-            self._state,
-            self._position,
-        )
+        pending, state, position = (self._pending_gradients(), self._state, self._position)
         if position not in state.gradients.arrived:
             if flat.count_nonzero():
                 raise ConfigError(

@@ -48,11 +48,7 @@ class GpuUpdates:
     """Works on the arrays of layers whose home is the GPU. `window` has their gradient slots."""
 
     def __init__(self, parts: Parts, window: Window) -> None:
-        self._device, self._steps, self._metrics = (
-            parts.device,
-            parts.steps,
-            parts.metrics,
-        )
+        self._device, self._steps, self._metrics = (parts.device, parts.steps, parts.metrics)
         self._window = window
         self._prepared: _PendingUpdate | None = None
 
@@ -77,9 +73,7 @@ class GpuUpdates:
             else:
                 self._merge(gradients, added_positions)
 
-    def _keep_per_parameter(
-        self, gradients: LayerGradients, added: frozenset[int]
-    ) -> None:
+    def _keep_per_parameter(self, gradients: LayerGradients, added: frozenset[int]) -> None:
         """Keep one tensor for each parameter. A gradient in a slot is cloned: another layer takes
         the slot next."""
         per_parameter = gradients.state.gradients.per_parameter
@@ -109,9 +103,7 @@ class GpuUpdates:
             writes=(own_slot.record,),
         )
 
-    def _accumulate(
-        self, batch: Sequence[LayerGradients], added: Sequence[frozenset[int]]
-    ) -> None:
+    def _accumulate(self, batch: Sequence[LayerGradients], added: Sequence[frozenset[int]]) -> None:
         """Add gradients to their layers' fp32 sums. Gradients that are not `added` begin a sum."""
         added_of_layer: dict[int, frozenset[int]] = {}
         moved = 0
@@ -129,9 +121,7 @@ class GpuUpdates:
         self, added_of_layer: Mapping[int, frozenset[int]], pieces: Sequence[Piece]
     ) -> None:
         """Work of the compute lane: one launch for each dtype of gradients."""
-        segments: dict[torch.dtype, list[tuple[int, int, int, bool]]] = defaultdict(
-            list
-        )
+        segments: dict[torch.dtype, list[tuple[int, int, int, bool]]] = defaultdict(list)
         for piece in pieces:
             sums = piece.views["accumulated"]
             added = added_of_layer[piece.gradients.state.index]
@@ -143,9 +133,7 @@ class GpuUpdates:
             self._device.kernels.accumulate(dtype, dtype_segments)
 
     # -- the gate ---------------------------------------------------------------------------------
-    def close(
-        self, pending: Sequence[LayerGradients]
-    ) -> Callable[[], list[float]] | None:
+    def close(self, pending: Sequence[LayerGradients]) -> Callable[[], list[float]] | None:
         """The gate closes with these gradients pending: prepare their updates.
 
         Returns a function that waits for the sums of squares of all these gradients; None if there
@@ -178,9 +166,7 @@ class GpuUpdates:
         """Return the sum of squares of each gradient, fp64, on the device. Later work of the
         compute lane may read it."""
         sums: list[torch.Tensor] = []
-        moved = sum(
-            gradients.elements.moved_bytes(gradient_bytes) for gradients in batch
-        )
+        moved = sum(gradients.elements.moved_bytes(gradient_bytes) for gradients in batch)
         self._submit(Verb.NORM, batch, (), partial(self._launch_norms, sums), moved)
         return sums[0]
 
@@ -191,9 +177,7 @@ class GpuUpdates:
             for k, first, numel in piece.parameters():
                 segments[piece.grad_dtype].append((piece.address(k, first), numel))
         kernels = self._device.kernels
-        launched = [
-            kernels.sum_squares_async(dtype, rows) for dtype, rows in segments.items()
-        ]
+        launched = [kernels.sum_squares_async(dtype, rows) for dtype, rows in segments.items()]
         sums.append(launched[0] if len(launched) == 1 else torch.cat(launched))
 
     def _prepare(self, batch: Sequence[LayerGradients]) -> _PendingUpdate:
@@ -201,9 +185,7 @@ class GpuUpdates:
 
         It takes the present hyper-parameters. The factor of the gradients is not known yet.
         """
-        calls: dict[tuple[Format, torch.dtype], list[native.UpdateSegment]] = (
-            defaultdict(list)
-        )
+        calls: dict[tuple[Format, torch.dtype], list[native.UpdateSegment]] = defaultdict(list)
         moved = 0
         for gradients in batch:
             state = gradients.state
@@ -243,9 +225,7 @@ class GpuUpdates:
         nbytes: int,
     ) -> None:
         """Run `work` on the compute lane, in one launch for all layers of `batch`."""
-        pieces = [
-            piece for gradients in batch for piece in self._pieces(gradients, changed)
-        ]
+        pieces = [piece for gradients in batch for piece in self._pieces(gradients, changed)]
         records = [
             gradients.state.records[array]
             for gradients in batch
@@ -286,7 +266,4 @@ def _tensors(gradients: LayerGradients) -> Iterator[tuple[int, torch.Tensor]]:
             yield k, source.tensors[k]
         else:
             assert isinstance(source, InBuffer)
-            yield (
-                k,
-                state.maps["weights"].parameter(source.memory, state.layout.slices[k]),
-            )
+            yield (k, state.maps["weights"].parameter(source.memory, state.layout.slices[k]))

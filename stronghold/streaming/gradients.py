@@ -100,17 +100,11 @@ class GradientOffload:
                     self._offload_all(self._order.complete(layer))
 
     def _add(
-        self,
-        layer: int,
-        gradients: Sequence[tuple[int, torch.Tensor]],
-        *,
-        chunk: bool = False,
+        self, layer: int, gradients: Sequence[tuple[int, torch.Tensor]], *, chunk: bool = False
     ) -> GradientSlot:
         slot = self._last
         if slot is None or slot.layer != layer:
-            slot = self._last = self._layers[layer].on_gpu.gradient_slot or self._claim(
-                layer
-            )
+            slot = self._last = self._layers[layer].on_gpu.gradient_slot or self._claim(layer)
         state = self._layers[layer]
         if not slot.summing:
             in_both = slot.arrived & state.gradients.pending
@@ -154,16 +148,12 @@ class GradientOffload:
             slot = window.free_gradient_slot(layer)
             if slot is None:
                 # Every slot gathers for a layer whose other parameters may never get a gradient.
-                self._offload_all(
-                    self._order.making_room(window.layers_in_shared_slots())
-                )
+                self._offload_all(self._order.making_room(window.layers_in_shared_slots()))
                 slot = window.free_gradient_slot(layer)
         if self._order.passed(layer):
             slot = self._extra_slot(layer)
         if slot is None:
-            raise StateError(
-                f"layer {layer}: no gradient slot is free after an offload"
-            )
+            raise StateError(f"layer {layer}: no gradient slot is free after an offload")
         window.claim_gradients(slot, layer)
         return slot
 
@@ -180,9 +170,7 @@ class GradientOffload:
         if stream not in slot.writers:
             for fence in slot.record.users:
                 with self._span.waiting(fence):
-                    self._metrics.waited(
-                        WaitCause.DRAIN, self._device.compute.wait(fence)
-                    )
+                    self._metrics.waited(WaitCause.DRAIN, self._device.compute.wait(fence))
             slot.writers.append(stream)
 
     def _produced(self, layer: int, slot: GradientSlot) -> list[Fence]:
@@ -226,9 +214,7 @@ class GradientOffload:
         positions = absent.union(slot.arrived)
         # After several calls more gradients may come. Pending gradients are added to sums with all
         # others of the layer when backward has ended.
-        more = state.gradients.expected.num_pending_backwards > 1 or bool(
-            state.gradients.pending
-        )
+        more = state.gradients.expected.num_pending_backwards > 1 or bool(state.gradients.pending)
         self._performed.add(Kind.OFFLOAD, layer)
         self._offloaded.append(layer)
         array = self._pending.array_for(more_may_come=more)
@@ -246,18 +232,10 @@ class GradientOffload:
         self._pending.take([gradients], array, is_complete=not more)
 
     def _copy(
-        self,
-        state: LayerState,
-        slot: GradientSlot,
-        positions: frozenset[int],
-        entry: HostEntry,
+        self, state: LayerState, slot: GradientSlot, positions: frozenset[int], entry: HostEntry
     ) -> None:
         """Queue the copy of the slot's gradients to `entry`, and release the slot."""
-        device, memory, copies = (
-            self._device,
-            slot.gradients,
-            list(_copies(state, positions)),
-        )
+        device, memory, copies = (self._device, slot.gradients, list(_copies(state, positions)))
         nbytes = sum(target.stop - target.start for target, _ in copies)
 
         def copy() -> None:
@@ -281,11 +259,7 @@ class GradientOffload:
         self.offloaded_bytes += nbytes
 
     def _keep(
-        self,
-        state: LayerState,
-        slot: GradientSlot,
-        positions: frozenset[int],
-        array: str,
+        self, state: LayerState, slot: GradientSlot, positions: frozenset[int], array: str
     ) -> None:
         """Keep the gradients of a layer that is updated on the GPU: they do not cross the link.
         Pending gradients stay in the layer's own slot."""
@@ -305,9 +279,7 @@ def _copies(state: LayerState, arrived: Iterable[int]) -> Iterator[tuple[slice, 
     parameters at the positions `arrived`."""
     slices, shares = state.layout.slices, state.shares
     host, device = state.maps["gradients"], state.maps["weights"]
-    for number, parts in groupby(
-        map(slices.__getitem__, sorted(arrived)), attrgetter("range")
-    ):
+    for number, parts in groupby(map(slices.__getitem__, sorted(arrived)), attrgetter("range")):
         first, last = shares[number]  # trainable ranges are the layer's first
         for low, high in _runs(list(parts)):
             begin, end = max(low, first), min(high, last)

@@ -89,9 +89,7 @@ def serves(hook: Any) -> bool:
 Layers = Sequence[int]
 
 
-def _own_storages(
-    module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
-) -> None:
+def _own_storages(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Give each tensor of a state dict a storage as large as itself, over the parameter's memory.
 
     A program that saves the tensor then saves no other parameter. The tensor keeps the parameter's
@@ -99,11 +97,7 @@ def _own_storages(
     """
     for name, parameter in parameter_table(module).items():
         value = state.get(prefix + name)
-        if (
-            isinstance(value, torch.Tensor)
-            and value is not parameter
-            and not value.is_meta
-        ):
+        if isinstance(value, torch.Tensor) and value is not parameter and not value.is_meta:
             whole = value.untyped_storage().nbytes()
             if value.is_contiguous() and value.nbytes < whole and value.nbytes:
                 point(value, with_own_storage(value.detach()))
@@ -159,9 +153,7 @@ class StateHooks:
             )
 
     def _layers_of(self, module: nn.Module, *, recurse: bool) -> list[int]:
-        return sorted(
-            {self._place_of[p][0] for p in self._held(module, recurse=recurse)}
-        )
+        return sorted({self._place_of[p][0] for p in self._held(module, recurse=recurse)})
 
     def _held(self, module: nn.Module, *, recurse: bool) -> set[torch.Tensor]:
         modules = module.modules() if recurse else (module,)
@@ -173,9 +165,7 @@ class StateHooks:
         self._wait(layers)
         follow_device(self._wrappers)
 
-    def _before_load(
-        self, module: Any, state: Any, prefix: Any, metadata: Any, *_: Any
-    ) -> None:
+    def _before_load(self, module: Any, state: Any, prefix: Any, metadata: Any, *_: Any) -> None:
         if self._loading is not None and len(prefix) > len(self._loading[1]):
             self._note(module, state, prefix)
             return  # inside the load of a larger part
@@ -194,10 +184,7 @@ class StateHooks:
     def _note(self, module: nn.Module, state: Any, prefix: str) -> None:
         for name, parameter in parameter_table(module).items():
             value = state.get(prefix + name)
-            if (
-                parameter in self._versions
-                and getattr(value, "shape", None) == parameter.shape
-            ):
+            if parameter in self._versions and getattr(value, "shape", None) == parameter.shape:
                 self._named.add(parameter)
 
     def _after_load(self, module: nn.Module, *_: Any) -> None:

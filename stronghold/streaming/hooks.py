@@ -134,9 +134,7 @@ class Hooks:
                     self._attach(module, before, after)
                 else:
                     hook = OwnHook(partial(self._before_resident, layer.index))
-                    self._handles.append(
-                        module.register_forward_pre_hook(hook, prepend=True)
-                    )
+                    self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
             state = executor.layers[layer.index]
             for position, parameter in enumerate(state.parameters):
                 if parameter.requires_grad:
@@ -199,9 +197,7 @@ class Hooks:
         self._residents.called(index)
         self._executor.begin_use(index, Kind.FORWARD)
 
-    def _before_layer(
-        self, index: int, module: nn.Module, args: Any, kwargs: Any
-    ) -> Any:
+    def _before_layer(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
         recomputing = self._executor.phase is Phase.BACKWARD
         self._running.append((index, module))
         self._called_by_itself()
@@ -214,9 +210,7 @@ class Hooks:
             num_chunks = self._chunks.count(args, kwargs)
             self._activations.sizes.divide(index, (args, kwargs), num_chunks)
             return without_cache(args, kwargs)  # each chunk enters by itself
-        return self._activations.enter(
-            index, module, args, kwargs, recomputing=recomputing
-        )
+        return self._activations.enter(index, module, args, kwargs, recomputing=recomputing)
 
     @contextlib.contextmanager
     def _around_chunk(
@@ -234,9 +228,7 @@ class Hooks:
         finally:
             self._activations.leave(index, chunk=True)
 
-    def _chunk_again(
-        self, index: int, module: nn.Module, *args: Any, **kwargs: Any
-    ) -> None:
+    def _chunk_again(self, index: int, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         assert self._chunks is not None
         self._running.append((index, module))
         self._executor.begin_use(index, Kind.FORWARD)
@@ -248,9 +240,7 @@ class Hooks:
             self._activations.leave(index)
             self._executor.end_forward(index)
 
-    def _after_layer(
-        self, index: int, module: nn.Module, args: Any, output: Any
-    ) -> None:
+    def _after_layer(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
         if self._running and self._running[-1] == (index, module):
             self._running.pop()
         self._activations.leave(index)
@@ -263,9 +253,7 @@ class Hooks:
             if error is not None and "support saved tensor hooks" in str(error):
                 error.args = (NO_TRANSFORMS,)  # torch's own ends with its issue tracker
         if torch.is_grad_enabled():
-            for tensor in (
-                [output] if isinstance(output, torch.Tensor) else tree_leaves(output)
-            ):
+            for tensor in [output] if isinstance(output, torch.Tensor) else tree_leaves(output):
                 if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
                     tensor.register_hook(partial(self._before_backward, index))
 
@@ -277,9 +265,7 @@ class Hooks:
             if following is not None:
                 self._activations.prefetch(following)
 
-    def _arrived(
-        self, state: LayerState, position: int, parameter: torch.Tensor
-    ) -> None:
+    def _arrived(self, state: LayerState, position: int, parameter: torch.Tensor) -> None:
         if parameter.grad is None:  # of chunks, whose gradients went another way
             return
         if position not in state.optimizer.trained:

@@ -35,9 +35,7 @@ class HostGradients:
         self._kernels, self._host = parts.kernels, parts.host
         self._operations = LayerOperations(parts.device, parts.host.tiers)
 
-    def set_or_add(
-        self, batch: Sequence[LayerGradients], array: str, *, norms: bool
-    ) -> None:
+    def set_or_add(self, batch: Sequence[LayerGradients], array: str, *, norms: bool) -> None:
         """Bring gradients to an array of their layers, "gradients" or "accumulated".
 
         A parameter's gradient is added if the array has one already, else it is set. `norms`: take
@@ -49,11 +47,7 @@ class HostGradients:
             added = gradients.positions & positions
             needs_load = bool(positions)
             positions |= gradients.positions
-            taken = (
-                PieceNorms(self._kernels, state.gradients.square_sums)
-                if norms
-                else None
-            )
+            taken = PieceNorms(self._kernels, state.gradients.square_sums) if norms else None
             is_sum = array == "accumulated"
             verb = Verb.ACCUMULATE if is_sum else Verb.NORM if norms else Verb.MERGE
             self._operations.queue(
@@ -108,9 +102,7 @@ class HostGradients:
         parameter, array = state.layout.slices[k], state.gradients.array
         state.records[array].wait()
         first, stop = parameter.offset, parameter.offset + parameter.numel
-        for elements, views in self._host.access.pieces(
-            state.index, (array,), first, stop
-        ):
+        for elements, views in self._host.access.pieces(state.index, (array,), first, stop):
             piece_begin, piece_end = first + elements.start, first + elements.stop
             norms.add_part(views[array], piece_begin, piece_end, k, begin, end - begin)
 

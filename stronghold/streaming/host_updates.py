@@ -25,16 +25,10 @@ class HostUpdates:
     """Steps layers whose home is the host, or a file."""
 
     def __init__(self, parts: Parts) -> None:
-        self._device, self._kernels, self._team = (
-            parts.device,
-            parts.kernels,
-            parts.team,
-        )
+        self._device, self._kernels, self._team = (parts.device, parts.kernels, parts.team)
         self._operations = LayerOperations(parts.device, parts.host.tiers)
 
-    def update_in_place(
-        self, gradients: LayerGradients, steps: Sequence[ParameterStep]
-    ) -> None:
+    def update_in_place(self, gradients: LayerGradients, steps: Sequence[ParameterStep]) -> None:
         """Queue one optimizer step of a layer, in place. `steps` has one entry for each parameter
         with a gradient, in the order of positions."""
         numbers = dict(zip(sorted(gradients.positions), steps, strict=True))
@@ -46,9 +40,7 @@ class HostUpdates:
         )
         self._team.exchange(gradients.state)
 
-    def update_early(
-        self, gradients: LayerGradients, steps: Sequence[ParameterStep]
-    ) -> Fence:
+    def update_early(self, gradients: LayerGradients, steps: Sequence[ParameterStep]) -> Fence:
         """Queue the same step out of place: it reads the layer's arrays and writes its second ones.
 
         It writes every element of the second arrays: parameters without a step are copied. The
@@ -62,11 +54,7 @@ class HostUpdates:
         pieces = pieces_in_memory(gradients, (*state.changed, *gradients.arrays))
         targets = [piece.targets() for piece in pieces]
         others = sorted(frozenset(range(len(state.parameters))) - gradients.positions)
-        copies = [
-            copy
-            for k in others
-            for copy in _without_step(state, state.layout.slices[k])
-        ]
+        copies = [copy for k in others for copy in _without_step(state, state.layout.slices[k])]
 
         def work() -> None:
             for piece, of_piece in zip(pieces, targets, strict=True):
@@ -105,9 +93,6 @@ def _without_step(
     """Yield (view in a second array, view in the array) of a parameter, for each changed array."""
     begin, end = part.offset, part.offset + part.numel
     for array in state.changed:
-        source, target = (
-            state.view(array, begin, end),
-            state.second_view(array, begin, end),
-        )
+        source, target = (state.view(array, begin, end), state.second_view(array, begin, end))
         if source is not None and target is not None:
             yield target, source

@@ -8,9 +8,7 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 
-def run_and_restore(
-    work: Callable[[], Result], restore: Callable[[], object]
-) -> Result:
+def run_and_restore(work: Callable[[], Result], restore: Callable[[], object]) -> Result:
     """Call `work`, then `restore`, however `work` ends.
 
     A KeyboardInterrupt may come between any two bytecodes, also of `restore`. Then `restore` runs

@@ -114,9 +114,7 @@ class LayerOperations:
         kept = tuple(a for a in arrays if a not in filed)
         spills = tuple(a for a in filed if a in changed)
         reads = () if gradients.array in filed else (gradients.record,)
-        spilled = tuple(
-            fence for each in state.records_of(spills) for fence in each.users
-        )
+        spilled = tuple(fence for each in state.records_of(spills) for fence in each.users)
         cuts = list(self._cuts(gradients, filed))
         if not cuts:  # no element of this rank's has a gradient
             run = _nothing if last is None else last(_nothing)
@@ -137,18 +135,9 @@ class LayerOperations:
                 nbytes=int(bytes_each(piece.format) * (end - begin)),
             )
             if entry is not None and any(array in spills for array in from_files):
-                views = {
-                    array: piece.views[array] for array in from_files if array in spills
-                }
+                views = {array: piece.views[array] for array in from_files if array in spills}
                 fence = self._tiers.queue_spill(
-                    device,
-                    state.index,
-                    begin,
-                    end,
-                    views,
-                    entry,
-                    spilled,
-                    what=WHAT[verb],
+                    device, state.index, begin, end, views, entry, spilled, what=WHAT[verb]
                 )
                 spilled = (fence,)
         for record in state.records_of(spills) if cuts and spilled else ():
@@ -162,18 +151,12 @@ class LayerOperations:
         state = gradients.state
         for share in state.shares:
             arrays = tuple(a for a in filed if state.maps[a].has(*share))
-            cuts = (
-                self._tiers.piece_spans(state.index, arrays, *share)
-                if arrays
-                else iter([share])
-            )
+            cuts = self._tiers.piece_spans(state.index, arrays, *share) if arrays else iter([share])
             for begin, end in cuts:
                 if gradients.elements.has_any(begin, end):
                     yield begin, end, arrays
 
-    def _stage(
-        self, verb: Verb, piece: Piece, filed: tuple[str, ...], *, needs_load: bool
-    ) -> None:
+    def _stage(self, verb: Verb, piece: Piece, filed: tuple[str, ...], *, needs_load: bool) -> None:
         """Give the piece a staging entry, and queue its load if it needs one."""
         state, begin, end = piece.gradients.state, piece.begin, piece.end
         piece.entry = self._tiers.updates.next()

@@ -53,9 +53,7 @@ class Ledger:
     def abandon_backward(self) -> None:
         """Backward raised: the step's gradients are void."""
         if self.is_in_step:
-            logger.warning(
-                "backward failed: the gradients of this step so far are dropped"
-            )
+            logger.warning("backward failed: the gradients of this step so far are dropped")
 
     def forget(self) -> None:
         """Drop the gradients of a step that has ended, or is abandoned."""

@@ -104,9 +104,7 @@ class _QuantisedModule:
 
     def pairs(self, device: torch.device | None) -> Iterator[NamedTensor]:
         """Yield the tensors of its state dict, without those of modules below it."""
-        below = tuple(
-            f"{self.prefix}{name}." for name, _ in self.module.named_children()
-        )
+        below = tuple(f"{self.prefix}{name}." for name, _ in self.module.named_children())
         for name, value in self.module.state_dict(prefix=self.prefix).items():
             if isinstance(value, torch.Tensor) and not name.startswith(below):
                 yield name, value
@@ -129,14 +127,8 @@ class _AdaptedModule:
         with _copied(self.module, device) as originals, _merge_undone(self.module):
             merged = _merge(self.module)
             tensors = [
-                (
-                    self.names.get(originals.get(id(tensor), 0), f"{self.name}.{key}"),
-                    tensor,
-                )
-                for key, tensor in (
-                    *merged.named_parameters(),
-                    *_persistent_buffers(merged),
-                )
+                (self.names.get(originals.get(id(tensor), 0), f"{self.name}.{key}"), tensor)
+                for key, tensor in (*merged.named_parameters(), *_persistent_buffers(merged))
             ]
         while tensors:
             yield tensors.pop(0)
@@ -213,13 +205,9 @@ def _groups(stack: Stack, *, merges_adapters: bool) -> list[_LayerGroup]:
         if module in adapted:
             layers = _layers_of(stack, layer_of, module.parameters())
             names_of_base = {
-                id(p): names[id(p)]
-                for p in _merged_parameters(module)
-                if id(p) in names
+                id(p): names[id(p)] for p in _merged_parameters(module) if id(p) in names
             }
-            one = _AdaptedModule(
-                name=_base_name(prefix), module=module, names=names_of_base
-            )
+            one = _AdaptedModule(name=_base_name(prefix), module=module, names=names_of_base)
             members.append((layers, one))
         elif id(module) not in of_adapted and _is_quantised(module):
             layers = _layers_of(stack, layer_of, module.parameters(recurse=False))
@@ -265,9 +253,7 @@ def _layers_of(
     return tuple(sorted(layers))
 
 
-def _held_tensors(
-    module: nn.Module, prefix: str, given: set[int]
-) -> Iterator[NamedTensor]:
+def _held_tensors(module: nn.Module, prefix: str, given: set[int]) -> Iterator[NamedTensor]:
     """Yield the parameters and persistent buffers that the module holds directly, and that are not
     in `given`. Adds them to `given`."""
     parameters = module.named_parameters(recurse=False)
@@ -334,11 +320,7 @@ def _refuse_quantised(name: str, module: Any) -> None:
 def _merged_parameters(module: Any) -> list[nn.Parameter]:
     """The base's parameters into which the adapters are merged: none if a trained copy takes the
     place of the base's module."""
-    return (
-        []
-        if hasattr(module, MERGE_SPECIAL)
-        else list(module.get_base_layer().parameters())
-    )
+    return [] if hasattr(module, MERGE_SPECIAL) else list(module.get_base_layer().parameters())
 
 
 def _merge(module: Any) -> nn.Module:

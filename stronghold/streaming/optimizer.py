@@ -14,11 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from deepspeed.runtime.fp16.loss_scaler import (
-    DynamicLossScaler,
-    LossScaler,
-    LossScalerBase,
-)
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler, LossScalerBase
 from deepspeed.runtime.precision_config import DeepSpeedFP16Config
 from torch import nn
 
@@ -190,11 +186,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         """Stand in for stage 3's hooks, which DeepSpeed's and TRL's
         `unwrap_model_for_generation` remove and restore. This engine has none: generation
         streams."""
-        none: dict[str, Any] = {
-            "forward_hooks": [],
-            "backward_hooks": [],
-            "module": nn.Module(),
-        }
+        none: dict[str, Any] = {"forward_hooks": [], "backward_hooks": [], "module": nn.Module()}
         return SimpleNamespace(_register_deepspeed_module=lambda module: None, **none)
 
     def override_loss_scale(self, loss_scale: float) -> None:
@@ -204,9 +196,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     def connect(self, *methods: Callable[..., None]) -> None:
         """Make the optimizer's methods call the engine's methods of the same names: `step`,
         `zero_grad`, `offload_states` and `reload_states`. They keep no engine alive."""
-        self._engine_methods = {
-            method.__name__: weakref.WeakMethod(method) for method in methods
-        }
+        self._engine_methods = {method.__name__: weakref.WeakMethod(method) for method in methods}
 
     def _engine_method(self, name: str) -> Callable[..., None] | None:
         """Return the engine's method. None without an engine, or after its end."""
@@ -216,9 +206,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     def _needed_engine_method(self, name: str) -> Callable[..., None]:
         method = self._engine_method(name)
         if method is None:
-            raise ConfigError(
-                f"optimizer.{name}: this optimizer is not connected to an engine"
-            )
+            raise ConfigError(f"optimizer.{name}: this optimizer is not connected to an engine")
         return method
 
     def count_step(self) -> None:
@@ -243,10 +231,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         }
 
     def _of_groups(self) -> list[list[int]]:
-        return [
-            [id(parameter) for parameter in group["params"]]
-            for group in self.param_groups
-        ]
+        return [[id(parameter) for parameter in group["params"]] for group in self.param_groups]
 
     def check_groups(self) -> None:
         """Raise ConfigError if the parameters of a group, also of the client's, have changed."""
@@ -280,12 +265,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     ) -> None:
         """Call the engine's `offload_states`. Programs for ZeRO call the optimizer's."""
         offload = self._needed_engine_method("offload_states")
-        offload(
-            include=include,
-            device=device,
-            pin_memory=pin_memory,
-            non_blocking=non_blocking,
-        )
+        offload(include=include, device=device, pin_memory=pin_memory, non_blocking=non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Call the engine's `reload_states`."""

@@ -74,34 +74,21 @@ class OptimizerStep:
     """
 
     def __init__(
-        self,
-        parts: Parts,
-        ledger: Ledger,
-        plan: Plan,
-        window: Window,
-        bindings: Bindings,
+        self, parts: Parts, ledger: Ledger, plan: Plan, window: Window, bindings: Bindings
     ) -> None:
         self._layers, self._window, self._ledger = parts.layers, window, ledger
-        self._steps, self._team, self._performed = (
-            parts.steps,
-            parts.team,
-            parts.performed,
-        )
+        self._steps, self._team, self._performed = (parts.steps, parts.team, parts.performed)
         self._on_host = HostUpdates(parts)
         self._on_gpu = GpuUpdates(parts, window)
         self._early = EarlyUpdates(parts, self._on_host, bindings)
-        self.pending = PendingGradients(
-            parts, ledger, plan, window, self._on_gpu, self._early
-        )
+        self.pending = PendingGradients(parts, ledger, plan, window, self._on_gpu, self._early)
         self._gate_order: Sequence[int] = ()
 
     def follow(self, schedule: Schedule) -> None:
         """Update layers where `schedule` has their updates, from the next backward on."""
         self._early.follow(schedule)
         self._gate_order = [
-            action.layer
-            for action in schedule.behind_gate
-            if action.kind is not Kind.RELEASE
+            action.layer for action in schedule.behind_gate if action.kind is not Kind.RELEASE
         ]
 
     def begin_backward(self) -> None:

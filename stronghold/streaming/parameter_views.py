@@ -45,12 +45,7 @@ import torch
 
 from stronghold.errors import ConfigError
 from stronghold.memory.access import ArrayAccess
-from stronghold.memory.layer import (
-    CopyElsewhere,
-    LayerState,
-    OwnStorage,
-    ParameterPlace,
-)
+from stronghold.memory.layer import CopyElsewhere, LayerState, OwnStorage, ParameterPlace
 from stronghold.streaming.patches.autograd import without_torch_function
 from stronghold.streaming.patches.parameters import hide, point, show
 from stronghold.streaming.patches.tensors import (
@@ -72,9 +67,7 @@ _WAITS: tuple[Callable[[], object], ...] = (
 )
 
 
-def refuse_aliases(
-    state: LayerState, slot: torch.Tensor, ours: Sequence[torch.Tensor]
-) -> None:
+def refuse_aliases(state: LayerState, slot: torch.Tensor, ours: Sequence[torch.Tensor]) -> None:
     """Raise ConfigError if an object holds the slot's memory beside `slot` and `ours`, its
     views."""
     if held_elsewhere(slot, len(ours)):
@@ -163,11 +156,7 @@ class Bindings:
         state.views.place = place
 
     def _make_place(self, state: LayerState, flat: torch.Tensor) -> ParameterPlace:
-        slices, weights, address = (
-            state.layout.slices,
-            state.maps["weights"],
-            flat.data_ptr(),
-        )
+        slices, weights, address = (state.layout.slices, state.maps["weights"], flat.data_ptr())
         storages: tuple[OwnStorage, ...] = ()
         views = [weights.parameter(flat, part) for part in slices]
         if state.index not in self._resident and address != state.weights.data_ptr():
@@ -194,20 +183,13 @@ class Bindings:
         if state.views.copies:
             _refuse_written_copies(state)
         with _unasked():
-            if (
-                place is None
-                or tuple(map(_address, state.parameters)) == place.addresses
-            ):
+            if place is None or tuple(map(_address, state.parameters)) == place.addresses:
                 return
-            for k, (parameter, view) in enumerate(
-                zip(state.parameters, place.views, strict=True)
-            ):
+            for k, (parameter, view) in enumerate(zip(state.parameters, place.views, strict=True)):
                 if parameter.data_ptr() != place.addresses[k]:
                     _take_back(state.layout.slices[k].name, parameter, view)
 
-    def note_copy(
-        self, layer: int, parameter: torch.Tensor, copy: torch.Tensor
-    ) -> None:
+    def note_copy(self, layer: int, parameter: torch.Tensor, copy: torch.Tensor) -> None:
         """A program pointed the parameter at a copy of its values on another device. It is not kept
         alive."""
         state = self._layers[layer]
@@ -216,9 +198,7 @@ class Bindings:
             for held, part in zip(state.parameters, state.layout.slices, strict=True)
             if held is parameter
         ]
-        noted = CopyElsewhere(
-            (*names, state.name)[0], weakref.ref(copy), version_of(copy)
-        )
+        noted = CopyElsewhere((*names, state.name)[0], weakref.ref(copy), version_of(copy))
         state.views.copies.append(noted)
 
     def rest(self, layer: int) -> None:
@@ -239,9 +219,7 @@ class Bindings:
     def move_rest(self, layer: int, before: torch.Tensor) -> None:
         """Point parameters at rest at the layer's weights, which lay in `before`."""
         place = self._layers[layer].views.place
-        if place is None or place is self._layers[layer].views.places.get(
-            before.data_ptr()
-        ):
+        if place is None or place is self._layers[layer].views.places.get(before.data_ptr()):
             self.point(layer, self._layers[layer].weights)
 
     # -- readers and writers ----------------------------------------------------------------------

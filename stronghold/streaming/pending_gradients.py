@@ -41,12 +41,7 @@ from stronghold.streaming.gpu_updates import GpuUpdates, pending_on_gpu
 from stronghold.streaming.host_gradients import HostGradients
 from stronghold.streaming.ledger import Ledger
 from stronghold.streaming.parts import Parts
-from stronghold.streaming.pieces import (
-    InArray,
-    LayerGradients,
-    PerParameter,
-    gradients_in_array,
-)
+from stronghold.streaming.pieces import InArray, LayerGradients, PerParameter, gradients_in_array
 
 
 class PendingGradients:
@@ -76,15 +71,9 @@ class PendingGradients:
         It is "gradients" for pending ones, or "accumulated" for sums over micro-batches. If more
         gradients may come in this backward, they are pending until its end.
         """
-        return (
-            "gradients"
-            if more_may_come or not self._plan.accumulates
-            else "accumulated"
-        )
+        return "gradients" if more_may_come or not self._plan.accumulates else "accumulated"
 
-    def entry_for(
-        self, state: LayerState, positions: frozenset[int], array: str
-    ) -> HostEntry:
+    def entry_for(self, state: LayerState, positions: frozenset[int], array: str) -> HostEntry:
         """Return the host buffer for gradients of the parameters at `positions`, on their way to
         `array`.
 
@@ -111,11 +100,7 @@ class PendingGradients:
         if batch[0].state.home is GPU:
             self._on_gpu.set_or_add(batch, array)
             return
-        ends_step = (
-            self._ledger.boundary
-            if array == "accumulated"
-            else not self._plan.accumulates
-        )
+        ends_step = self._ledger.boundary if array == "accumulated" else not self._plan.accumulates
         self._on_host.set_or_add(batch, array, norms=ends_step)
         if is_complete and self._ledger.boundary:
             for gradients in batch:
@@ -137,9 +122,7 @@ class PendingGradients:
         """The parameters that got a gradient on this rank in this step, by layer."""
         return [self._team.arrived(state) for state in self._layers]
 
-    def restore_sums(
-        self, state: LayerState, positions: frozenset[int]
-    ) -> frozenset[int]:
+    def restore_sums(self, state: LayerState, positions: frozenset[int]) -> frozenset[int]:
         """Begin a step in which the parameters at `positions` have sums over micro-batches.
 
         The layer has no gradients before. Returns the positions whose sums the caller writes to the

@@ -189,9 +189,7 @@ class Piece:
             targets.append(native.Target(*addresses))
         return targets
 
-    def segments(
-        self, steps: Mapping[int, ParameterStep]
-    ) -> list[native.UpdateSegment]:
+    def segments(self, steps: Mapping[int, ParameterStep]) -> list[native.UpdateSegment]:
         """Segments of the update kernel, one for each parameter that has a gradient in the piece.
         The caller keeps the piece's arrays alive until the kernel has run."""
         items = self._kernel_items(self.views)
@@ -201,17 +199,7 @@ class Piece:
             weight, low, *moments = addresses
             numbers, scale, count, flags = steps[k]
             gradient = self.address(k, first)
-            fields = (
-                weight,
-                low,
-                gradient,
-                numel,
-                *moments,
-                *numbers,
-                scale,
-                count,
-                flags,
-            )
+            fields = (weight, low, gradient, numel, *moments, *numbers, scale, count, flags)
             segments.append(native.UpdateSegment._make(fields))
         return segments
 
@@ -223,9 +211,7 @@ class Piece:
             if array is None or flat is None:
                 items.append(_Items(0, 0, 1))
             else:
-                items.append(
-                    _Items(flat.data_ptr(), flat.element_size(), group_size(array))
-                )
+                items.append(_Items(flat.data_ptr(), flat.element_size(), group_size(array)))
         return items
 
 

@@ -27,12 +27,7 @@ from stronghold.devices.cuda import CudaDevice
 from stronghold.devices.emulated import EmulatedDevice
 from stronghold.devices.forks import check_not_forked, forked_from
 from stronghold.devices.lane_name import LaneName
-from stronghold.devices.numa import (
-    Neighbourhood,
-    neighbourhood_of,
-    node_of_pci,
-    placing_on,
-)
+from stronghold.devices.numa import Neighbourhood, neighbourhood_of, node_of_pci, placing_on
 from stronghold.distributed.node_weights import shared_weights
 from stronghold.distributed.process_groups import Ranks, share_of_cores
 from stronghold.distributed.sharding import check_alike
@@ -64,11 +59,7 @@ from stronghold.model.partition import (
     source_of,
     why_no_blocks,
 )
-from stronghold.model.stored_tensors import (
-    PackedParameter,
-    stored_tensors,
-    tensor_has_memory,
-)
+from stronghold.model.stored_tensors import PackedParameter, stored_tensors, tensor_has_memory
 from stronghold.optim.states import States, states_of
 from stronghold.plan.cost import Demand
 from stronghold.plan.homes import FILE, GPU, Home
@@ -87,14 +78,7 @@ from stronghold.telemetry.metrics import Metrics
 from stronghold.telemetry.trace import Trace, open_path
 
 # Keys without effect where there are no blocks.
-OF_BLOCKS = (
-    "window",
-    "prefetch",
-    "activations",
-    "kept_activations",
-    "chunk",
-    "streams",
-)
+OF_BLOCKS = ("window", "prefetch", "activations", "kept_activations", "chunk", "streams")
 # of the model's own memory may wait in the heap when it was taken over
 TRIM_BYTES = 256 << 20
 
@@ -171,22 +155,15 @@ class Stack:
             default=None if optimizer is None else optimizer.default,
         )
         self.formats = chosen.formats
-        self.partition: Partition = partition(
-            model, section.layers, chosen.of, self.stored.packed
-        )
+        self.partition: Partition = partition(model, section.layers, chosen.of, self.stored.packed)
         self._base = base
         self._besides_base = self._besides(base)
         _check_parameters(
-            self._values_of_model(),
-            settings.precision,
-            source_of(model),
-            cast=rule == CAST,
+            self._values_of_model(), settings.precision, source_of(model), cast=rule == CAST
         )
         self.ranks = ranks
         page = page_items(self.formats, in_files=section.nvme is not None)
-        self.layout: ModelLayout = layout(
-            self.partition, self.ranks.num_ranks, page, chosen.of
-        )
+        self.layout: ModelLayout = layout(self.partition, self.ranks.num_ranks, page, chosen.of)
         kind = section.device or ("cuda" if cuda.available() else "emulated")
         on_gpu = kind == "cuda" and cuda.available()
         on_device, host_reserved_bytes = reserved_bytes()
@@ -217,9 +194,7 @@ class Stack:
         rank = self.ranks.global_rank
         self._trace_path = section.trace and open_path(section.trace, rank)
         self.plan: Plan = make_plan(self.layout, self.demand)
-        if FILE not in {
-            self.plan.homes[index, "weights"] for index in self.file_ranges
-        }:
+        if FILE not in {self.plan.homes[index, "weights"] for index in self.file_ranges}:
             # Host memory holds the base. No later plan moves a layer back to its files.
             self.demand = replace(self.demand, base_in_file=False)
         check_alike(self.ranks, self.layout, self.plan, settings.precision)
@@ -246,9 +221,7 @@ class Stack:
                 self._build(model, optimizer, self._open_tiers(undo), undo)
             if self.demand.training:
                 forbid_caches(model, undo)
-            undo.callback(
-                LogitsInParts(model, section.loss_chunk, self._updates_of).close
-            )
+            undo.callback(LogitsInParts(model, section.loss_chunk, self._updates_of).close)
             self._parts = undo.pop_all()
         self._planned = (self.plan.gpu_total_bytes, self.plan.host_total_bytes)
         _open.add(self)
@@ -340,9 +313,7 @@ class Stack:
         in_base: dict[int, Sequence[FileRange]] = {}
         for number, index in enumerate(self.layout.streamed):
             layer = self.layout.layers[index]
-            ranges = self._base.file_ranges(
-                number, weight_map(layer, self.formats), layer
-            )
+            ranges = self._base.file_ranges(number, weight_map(layer, self.formats), layer)
             if ranges is None:
                 logger.warning(
                     "stronghold.base: has the tensors of %s in another order than this run, so its "
@@ -358,9 +329,7 @@ class Stack:
 
     def _updates_of(self, weight: torch.Tensor) -> int | None:
         """Number of updates of the layer of a parameter. None for a streamed layer."""
-        for layer, parameters in zip(
-            self.partition.layers, self.parameters, strict=True
-        ):
+        for layer, parameters in zip(self.partition.layers, self.parameters, strict=True):
             if any(parameter is weight for parameter in parameters):
                 counts = self.host.layers[layer.index].optimizer.counts
                 return None if layer.streamed else sum(counts)
@@ -372,9 +341,7 @@ class Stack:
         for layer in self.partition.layers:
             tensors = [named.parameter for named in layer.parameters]
             tensors += [described.parameter for described in layer.packed]
-            nbytes += sum(
-                tensor.nbytes for tensor in tensors if tensor_has_memory(tensor)
-            )
+            nbytes += sum(tensor.nbytes for tensor in tensors if tensor_has_memory(tensor))
         return nbytes
 
     def _open_device(self, kind: str, local_rank: int) -> Device:
@@ -382,21 +349,14 @@ class Stack:
         near = () if self.neighbourhood is None else self.neighbourhood.cores
         if kind == "cuda":
             return CudaDevice(
-                local_rank,
-                budget_bytes=section.gpu_memory,
-                trace=self.trace,
-                cores=near,
+                local_rank, budget_bytes=section.gpu_memory, trace=self.trace, cores=near
             )
         settings = section.emulated.model_dump()  # EmulatedDevice has the same names
         del settings["numa_node"]
         settings["cores"] = near
         if section.emulated.nvme_gbps is not None:  # ranks share the node's disks
-            settings["nvme_gbps"] = (
-                section.emulated.nvme_gbps / self.ranks.on_node.count
-            )
-        return EmulatedDevice(
-            budget_bytes=section.gpu_memory, trace=self.trace, **settings
-        )
+            settings["nvme_gbps"] = section.emulated.nvme_gbps / self.ranks.on_node.count
+        return EmulatedDevice(budget_bytes=section.gpu_memory, trace=self.trace, **settings)
 
     def _open_tiers(self, undo: contextlib.ExitStack) -> Tiers:
         """Open the stores of the plan's staged homes. `undo` closes them. Every rank calls it."""
@@ -417,16 +377,12 @@ class Stack:
 
             ranks.on_disks.together(make_ring)  # if it fails on one rank, all raise
             for home in homes.staged_homes:
-                extents = extent_requests(
-                    self.layout, self.formats, homes, ranks.shards, home
-                )
+                extents = extent_requests(self.layout, self.formats, homes, ranks.shards, home)
                 stores[home] = STORES[home](self, extents, ring)
                 undo.callback(stores[home].close)
             # closed first: lanes may still use the stores
             undo.callback(self.device.close)
-        return Tiers(
-            self.layout, self.formats, homes, stores, ring, shards=ranks.shards
-        )
+        return Tiers(self.layout, self.formats, homes, stores, ring, shards=ranks.shards)
 
     def _build(
         self,
@@ -437,8 +393,7 @@ class Stack:
     ) -> None:
         """Assemble the parts, take the model over layer by layer, and attach the hooks."""
         parameters = [
-            [named.parameter for named in layer.parameters]
-            for layer in self.partition.layers
+            [named.parameter for named in layer.parameters] for layer in self.partition.layers
         ]
         shared = shared_weights(self.layout, self.formats, self.ranks)
         self._made = made = assemble(
@@ -486,12 +441,8 @@ class Stack:
         source = source_of(model)
         freed_bytes = 0
         for index, layer_parameters in enumerate(bar):
-            packed = [
-                described.parameter for described in self.partition.layers[index].packed
-            ]
-            freed_bytes += sum(
-                p.nbytes for p in (*layer_parameters, *packed) if not p.is_meta
-            )
+            packed = [described.parameter for described in self.partition.layers[index].packed]
+            freed_bytes += sum(p.nbytes for p in (*layer_parameters, *packed) if not p.is_meta)
             made.adopt(index, source)
             for parameter in (*layer_parameters, *packed):
                 if parameter.is_meta:
@@ -515,9 +466,7 @@ class Stack:
         errors: dict[str, list[PackingError]] = {}
         for state in self.host.layers:
             for name, error in state.packing_errors.items():
-                errors.setdefault(kind_of_weight(state.layout.name, name), []).append(
-                    error
-                )
+                errors.setdefault(kind_of_weight(state.layout.name, name), []).append(error)
         for kind, of_kind in errors.items():
             error = sum_of_errors(of_kind)
             logger.info(
@@ -552,18 +501,14 @@ class Stack:
         self.host.layers[layer].wait()
         self.runtime.executor.weights.decoded.decode_at_rest(layer)
 
-    def note_copy(
-        self, layer: int, parameter: nn.Parameter, copy: torch.Tensor
-    ) -> None:
+    def note_copy(self, layer: int, parameter: nn.Parameter, copy: torch.Tensor) -> None:
         """A program pointed a parameter at a copy of its values on another device."""
         self.runtime.executor.bindings.note_copy(layer, parameter, copy)
 
     def _make_runtime(self, plan: Plan) -> Runtime:
         budget = self.demand.host_budget_bytes
         room = None if budget is None else budget - plan.host_total_bytes
-        return Runtime(
-            self._made, plan, host_room_bytes=room, check_trains=self.check_here
-        )
+        return Runtime(self._made, plan, host_room_bytes=room, check_trains=self.check_here)
 
     def check_process(self, operation: str) -> None:
         """Raise ConfigError in a forked child."""
@@ -639,9 +584,7 @@ class Stack:
         """
         back = self.plan.updated_on_gpu - plan.updated_on_gpu
         if (back and self.demand.nvme) or plan.accumulates is not self.plan.accumulates:
-            raise StateError(
-                f"replan: layers {sorted(back)} or gradients cannot change places"
-            )
+            raise StateError(f"replan: layers {sorted(back)} or gradients cannot change places")
         keep_gradients = self.plan.accumulates and not self.ranks.several
         # while the slots still have the values that a program wrote
         self.runtime.adopt_edited()
@@ -679,10 +622,7 @@ class Stack:
         self.metrics.recomputed = plan.recomputed
         self._start(plan)
         gpu, host = self._planned
-        self._planned = (
-            max(gpu, plan.gpu_total_bytes),
-            max(host, plan.host_total_bytes),
-        )
+        self._planned = (max(gpu, plan.gpu_total_bytes), max(host, plan.host_total_bytes))
         return fits
 
     def compile_blocks(self, compiled: Callable[[Any], Any]) -> None:
@@ -693,14 +633,10 @@ class Stack:
         """
         self.check_here("engine.compile")
         if self.runtime.ledger.is_in_step:
-            raise ConfigError(
-                "engine.compile: call it between two steps, after engine.step"
-            )
+            raise ConfigError("engine.compile: call it between two steps, after engine.step")
         self.runtime.settle()
         self.runtime.detach()
-        for module in (
-            module for layer in self.partition.streamed for module in layer.modules
-        ):
+        for module in (module for layer in self.partition.streamed for module in layer.modules):
             self._parts.callback(_give_forward, module, vars(module).get("forward"))
             run = compiled(module.forward)
             run.__wrapped__ = module.forward
@@ -870,14 +806,10 @@ def _open_files(stack: Stack, extents: Sequence[Extent], ring: StagingRing) -> S
     )
 
 
-def _open_spill_files(
-    stack: Stack, extents: Sequence[Extent], ring: StagingRing
-) -> NvmeStore:
+def _open_spill_files(stack: Stack, extents: Sequence[Extent], ring: StagingRing) -> NvmeStore:
     nvme = stack.section.nvme
     if nvme is None:
-        raise StateError(
-            "the plan has arrays in files, and the config names no directory for them"
-        )
+        raise StateError("the plan has arrays in files, and the config names no directory for them")
     mapped = sum(extent.nbytes for extent in extents if extent.array == "weights")
     check_mappings(mapped, len(nvme.paths), nvme.block or BLOCK_BYTES)
     return NvmeStore(
@@ -892,9 +824,7 @@ def _open_spill_files(
 
 
 # Functions that open the store of each staged home. The extents pass the ring.
-STORES: dict[Home, Callable[[Stack, Sequence[Extent], StagingRing], Store]] = {
-    FILE: _open_files
-}
+STORES: dict[Home, Callable[[Stack, Sequence[Extent], StagingRing], Store]] = {FILE: _open_files}
 
 _open: weakref.WeakSet[Stack] = weakref.WeakSet()
 
@@ -920,11 +850,7 @@ def reserved_bytes(but: Stack | None = None) -> tuple[int, int]:
 
 
 def _check_parameters(
-    parameters: Sequence[NamedParameter],
-    precision: str,
-    source: WeightSource | None,
-    *,
-    cast: bool,
+    parameters: Sequence[NamedParameter], precision: str, source: WeightSource | None, *, cast: bool
 ) -> None:
     """Raise ConfigError for a parameter without values, or in another precision than the config.
     Warn of parameters that are not contiguous."""
@@ -936,21 +862,14 @@ def _check_parameters(
                 f"{named.name} is on the meta device: load its values before "
                 "stronghold.initialize, or build the model with stronghold.from_pretrained"
             )
-        if (
-            cast
-            and precision == "fp32"
-            and dtype in COMPUTED
-            and dtype is not torch.float32
-        ):
+        if cast and precision == "fp32" and dtype in COMPUTED and dtype is not torch.float32:
             section = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype)
             add = f'add "{section}": {{"enabled": true}} or ' if section else ""
             raise ConfigError(
                 f"{named.name} is {dtype}, but the config asks for fp32: "
                 f"{add}load the model in torch.float32"
             )
-    strided = [
-        named.name for named in parameters if not named.parameter.is_contiguous()
-    ]
+    strided = [named.name for named in parameters if not named.parameter.is_contiguous()]
     if strided:
         # Kernels are chosen by strides, too: transposed weights multiply in another order.
         logger.warning(

@@ -61,13 +61,9 @@ class OptimizerSteps:
         for state in layers:
             numbered = list(enumerate(state.parameters))
             state.optimizer.counts = [0] * len(numbered)
-            state.optimizer.trained = frozenset(
-                k for k, p in numbered if p in self._groups
-            )
+            state.optimizer.trained = frozenset(k for k, p in numbered if p in self._groups)
             slices = state.layout.slices
-            self._frozen += [
-                (slices[k].name, p) for k, p in numbered if not p.requires_grad
-            ]
+            self._frozen += [(slices[k].name, p) for k, p in numbered if not p.requires_grad]
             self._frozen += [(packed.name, packed.parameter) for packed in state.packed]
 
     def refuse_unfrozen(self) -> None:
@@ -87,10 +83,7 @@ class OptimizerSteps:
 
     def optimizers_of(self, state: LayerState) -> dict[int, Optimizer]:
         """Optimizer of each trained parameter of the layer, by position."""
-        return {
-            k: self._groups[state.parameters[k]][1]
-            for k in sorted(state.optimizer.trained)
-        }
+        return {k: self._groups[state.parameters[k]][1] for k in sorted(state.optimizer.trained)}
 
     def next(
         self, state: LayerState, positions: frozenset[int], scale: float
@@ -118,17 +111,13 @@ class OptimizerSteps:
     def step_sizes(self) -> list[float]:
         """Estimate how far a step moves a weight, for each trained parameter whose optimizer can
         tell."""
-        sizes = (
-            optimizer.step_size(group) for group, optimizer in self._groups.values()
-        )
+        sizes = (optimizer.step_size(group) for group, optimizer in self._groups.values())
         return [size for size in sizes if size is not None]
 
     def step_sizes_of(self, state: LayerState) -> list[tuple[ParameterSlice, float]]:
         """Return (slice, step size) of the layer's parameters, as `step_sizes`."""
         sizes = []
-        for parameter_slice, parameter in zip(
-            state.layout.slices, state.parameters, strict=True
-        ):
+        for parameter_slice, parameter in zip(state.layout.slices, state.parameters, strict=True):
             if parameter in self._groups:
                 group, optimizer = self._groups[parameter]
                 size = optimizer.step_size(group)
@@ -160,9 +149,7 @@ class StalledWeights:
             return
         sizes, before = self._steps.step_sizes(), self._before
         self._before = sizes
-        if before is None or any(
-            now > then for now, then in zip(sizes, before, strict=True)
-        ):
+        if before is None or any(now > then for now, then in zip(sizes, before, strict=True)):
             return
         self._looks = False
         stalled: list[str] = []
@@ -195,9 +182,7 @@ class StalledWeights:
             least = 2.0 ** (math.floor(math.log2(size)) + 17)  # [Note: half a unit]
             begin = parameter_slice.offset
             end = begin + parameter_slice.numel
-            for _, views in self._host.access.pieces(
-                state.index, ("weights",), begin, end
-            ):
+            for _, views in self._host.access.pieces(state.index, ("weights",), begin, end):
                 weights = views["weights"]
                 numel += weights.numel()
                 for block in weights.split(PIECE_NUMEL):

@@ -100,21 +100,15 @@ class Runtime:
         self._hooks: Hooks | None = None
         # Layers on whose arrays a program's write to a parameter does not show: they are updated on
         # the host, and the parameter lies on the device, or has a master of its own (fp16).
-        in_fp16 = any(
-            made.dtype is torch.float16 and made.states for made in host.formats
-        )
+        in_fp16 = any(made.dtype is torch.float16 and made.states for made in host.formats)
         everything = range(len(parts.layers)) if in_fp16 else plan.resident
-        self._unseen = [
-            layer for layer in everything if layer not in plan.updated_on_gpu
-        ]
+        self._unseen = [layer for layer in everything if layer not in plan.updated_on_gpu]
         for state in parts.layers:
             state.views.saved_versions = None
         self._has_warned_of_aliases = False
         self._num_calls = 0  # calls of the engine that are running
         device.side_streams.open(plan.demand.streams)
-        self.executor = Executor(
-            parts, self.window, self.step, self.ledger, plan, bindings
-        )
+        self.executor = Executor(parts, self.window, self.step, self.ledger, plan, bindings)
         self.activations = Activations(parts, plan, self.executor, host_room_bytes)
 
     # -- life -------------------------------------------------------------------------------------
@@ -123,9 +117,7 @@ class Runtime:
         if self._plan.whole:
             return
         chunk = self._plan.demand.chunk
-        self._hooks = Hooks(
-            partition, self.executor, self.activations, self._device, chunk
-        )
+        self._hooks = Hooks(partition, self.executor, self.activations, self._device, chunk)
         self.settle()
 
     def detach(self) -> None:
@@ -299,9 +291,7 @@ class Runtime:
         """Take the gradients of a model that fits on the device out of `.grad`."""
         taken: dict[int, dict[int, torch.Tensor]] = {}
         nbytes = sum(
-            g.nbytes
-            for state in self._host.layers
-            for g in state.gradients.per_parameter.values()
+            g.nbytes for state in self._host.layers for g in state.gradients.per_parameter.values()
         )
         for state, k, parameter in self._with_gradient():
             gradient = parameter.grad
@@ -371,9 +361,7 @@ class Runtime:
             # earlier writes are gone
             self._host.layers[layer].views.saved_versions = None
             if layer in self._plan.updated_on_gpu:
-                torch.autograd.graph.increment_version(
-                    self._host.layers[layer].parameters
-                )
+                torch.autograd.graph.increment_version(self._host.layers[layer].parameters)
         self.executor.weights_changed(chosen)
 
     def adopt_edited(self, *, through_aliases: bool = True) -> None:
@@ -400,10 +388,7 @@ class Runtime:
     def versions_of(self, layer: int) -> list[int]:
         """Version of each parameter: torch counts writes in place."""
         with without_torch_function():  # else hidden parameters take long
-            return [
-                version_of(parameter)
-                for parameter in self._host.layers[layer].parameters
-            ]
+            return [version_of(parameter) for parameter in self._host.layers[layer].parameters]
 
     def adopt_weights(self, written: Written | None = None) -> None:
         """Make new values of these parameters, or of all (None), the arrays' values and masters.
@@ -418,9 +403,7 @@ class Runtime:
             self._host.layers[index].views.saved_versions = self.versions_of(index)
             self.executor.bindings.written(index)
         self._team.barrier("after new weights")
-        self.executor.weights_changed(
-            [i for i in layers if i not in self._plan.resident]
-        )
+        self.executor.weights_changed([i for i in layers if i not in self._plan.resident])
 
     def _save(self, layer: int) -> None:
         """Copy values from the memory that the layer's parameters point to into its arrays."""
@@ -429,9 +412,7 @@ class Runtime:
         # None where the model is away, too: then they point at the arrays
         slot = state.on_gpu.slot
         if layer in self._plan.resident and state.home is not GPU and slot is not None:
-            save = partial(
-                device.copy, state.weights, slot.weights[: state.weights.numel()]
-            )
+            save = partial(device.copy, state.weights, slot.weights[: state.weights.numel()])
             nbytes = state.weights.numel() * state.weights.element_size()
             device.drain.submit(
                 f"save {layer}",

@@ -35,15 +35,9 @@ from stronghold.telemetry.metrics import WaitCause
 class LayerWeights:
     """Fetches layers to slots of `window` and releases them, and binds their parameters."""
 
-    def __init__(
-        self, parts: Parts, window: Window, plan: Plan, bindings: Bindings
-    ) -> None:
+    def __init__(self, parts: Parts, window: Window, plan: Plan, bindings: Bindings) -> None:
         self._device, self._layers = parts.device, parts.layers
-        self._tiers, self._team, self._metrics = (
-            parts.host.tiers,
-            parts.team,
-            parts.metrics,
-        )
+        self._tiers, self._team, self._metrics = (parts.host.tiers, parts.team, parts.metrics)
         self._window, self._plan, self._bindings = window, plan, bindings
         # Resident layers that are updated on the host. Other residents are never outdated.
         self.refreshed = plan.resident - plan.updated_on_gpu
@@ -66,10 +60,7 @@ class LayerWeights:
     # -- questions --------------------------------------------------------------------------------
     def needs_fetch(self, layer: int) -> bool:
         """True if no slot has, or will have, the layer's newest weights."""
-        return (
-            layer not in self._plan.updated_on_gpu
-            and not self._layers[layer].is_fetched
-        )
+        return layer not in self._plan.updated_on_gpu and not self._layers[layer].is_fetched
 
     def has_room(self, layer: int) -> bool:
         """True if the layer can be fetched without a release."""
@@ -116,9 +107,7 @@ class LayerWeights:
         slot = state.on_gpu.slot if resident else window.free_slot()
         if slot is None:
             busy = {layer, *keep}
-            victim = next(
-                (held for held in window.held_layers() if held not in busy), None
-            )
+            victim = next((held for held in window.held_layers() if held not in busy), None)
             if victim is None:
                 raise ConfigError(
                     f"layer {state.name} is called inside another layer, and the window of "
@@ -140,11 +129,7 @@ class LayerWeights:
         """Queue the copy of the layer's newest weights to its slot. Weights in a file are copied
         piece by piece. Returns the bytes."""
         device, tiers, state = self._device, self._tiers, self._layers[layer]
-        source, copy, bytes_of = (
-            state.weights,
-            device.copy,
-            state.maps["weights"].bytes_of,
-        )
+        source, copy, bytes_of = (state.weights, device.copy, state.maps["weights"].bytes_of)
         target, weights = slot.weights, state.records["weights"]
         if not state.home_of("weights").is_staged:
             parts = self._team.fetched(state, together=together)
@@ -155,11 +140,7 @@ class LayerWeights:
                     copy(target[part], source[part])
 
             device.fetch.submit(
-                f"fetch {layer}",
-                fetch,
-                reads=(weights,),
-                writes=(slot.record,),
-                nbytes=nbytes,
+                f"fetch {layer}", fetch, reads=(weights,), writes=(slot.record,), nbytes=nbytes
             )
             self._team.gather(state, slot, together=together)
             return nbytes
@@ -202,9 +183,7 @@ class LayerWeights:
                 self._bindings.hide(state.index)
             # A resident layer's never change device: autograd keeps one leaf for its calls.
             slot = state.on_gpu.slot
-            self._bindings.point(
-                state.index, state.weights if slot is None else slot.weights
-            )
+            self._bindings.point(state.index, state.weights if slot is None else slot.weights)
 
 
 def _addresses(state: LayerState, weights: torch.Tensor) -> Iterator[int]:

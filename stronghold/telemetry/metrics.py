@@ -155,9 +155,7 @@ class Metrics:
             grad_norm=_detached(grad_norm),
             learning_rate=learning_rate,
             tokens_per_s=self._num_tokens / step_s if step_s > 0.0 else 0.0,
-            tflops=tflops(
-                self._num_parameters, self._num_tokens, step_s, self.recomputed
-            ),
+            tflops=tflops(self._num_parameters, self._num_tokens, step_s, self.recomputed),
             step_s=step_s,
             wait_fetch_s=_sum(self._waits[WaitCause.FETCH]),
             wait_drain_s=_sum(self._waits[WaitCause.DRAIN]),
@@ -208,12 +206,7 @@ def _no_waits() -> dict[WaitCause, list[LazyNumber]]:
     return {cause: [] for cause in WaitCause}
 
 
-def tflops(
-    num_parameters: int,
-    num_tokens: int,
-    seconds: float,
-    recomputed: float,
-) -> float:
+def tflops(num_parameters: int, num_tokens: int, seconds: float, recomputed: float) -> float:
     """Useful TFLOP/s of a dense model, without attention: 2 * passes * parameters * tokens / time.
 
     As in the Megatron and DeepSpeed papers, there are 3 passes over the weights: forward 1,
@@ -288,9 +281,7 @@ def batch_size(args: Sequence[Any], kwargs: Mapping[str, Any]) -> BatchSize:
     """
     named = [*named_tensors(kwargs), *named_tensors(args)]
     values = sum(tensor.numel() for _, tensor in named if tensor.is_floating_point())
-    tables = [
-        tensor for _, tensor in named if tensor.dim() >= 2 and _is_integer(tensor)
-    ]
+    tables = [tensor for _, tensor in named if tensor.dim() >= 2 and _is_integer(tensor)]
     integers = sum(tensor.numel() for tensor in tables)
     named_ids = [tensor for name, tensor in named if name == "input_ids"]
     ids = named_ids + tables

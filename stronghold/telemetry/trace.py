@@ -77,9 +77,7 @@ class Trace:
         self._num_dropped = 0
         self._dropping = threading.Lock()
 
-    def record(
-        self, lane: str, name: str, start_s: float, end_s: float, **args: Any
-    ) -> None:
+    def record(self, lane: str, name: str, start_s: float, end_s: float, **args: Any) -> None:
         """Record an operation from `start_s` to `end_s` (`time.perf_counter()` seconds)."""
         if self.recording:
             self._spans.append((lane, name, start_s, end_s, args))
@@ -170,9 +168,7 @@ def read(path: str | Path) -> list[Span]:
         }
         spans = [_span(event, rows) for event in events if event["ph"] == "X"]
     except OSError as error:
-        raise ConfigError(
-            f"trace {path}: cannot be read ({error.strerror or error})"
-        ) from error
+        raise ConfigError(f"trace {path}: cannot be read ({error.strerror or error})") from error
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"trace {path}: not a trace that stronghold wrote ({type(error).__name__}: {error}); "
@@ -214,12 +210,7 @@ def _row_names(rows: Mapping[str, int], rank: int) -> Iterator[dict[str, Any]]:
         yield {**event, "name": "thread_sort_index", "args": {"sort_index": row}}
 
 
-def _event(
-    span: Span,
-    row: int,
-    rank: int,
-    origin_s: float,
-) -> dict[str, Any]:
+def _event(span: Span, row: int, rank: int, origin_s: float) -> dict[str, Any]:
     """A complete event. Times are microseconds, with the clock's nanoseconds kept."""
     return {
         "ph": "X",

@@ -25,6 +25,4 @@ def write_text(option: str, path: Path, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(
-            f"{option} {path}: cannot be written: {error.strerror}"
-        ) from error
+        raise ConfigError(f"{option} {path}: cannot be written: {error.strerror}") from error

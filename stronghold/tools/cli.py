@@ -87,17 +87,13 @@ def command_parser() -> argparse.ArgumentParser:
         "step by default. The file itself opens in ui.perfetto.dev.",
     )
     trace.add_argument("file", type=Path, help="the trace, JSON")
-    trace.add_argument(
-        "-o", "--output", type=Path, help="the picture (default: FILE.png)"
-    )
+    trace.add_argument("-o", "--output", type=Path, help="the picture (default: FILE.png)")
     extent = trace.add_argument_group("extent")
     extent.add_argument("--step", type=int, help="draw this step")
     for option, what in (("from", "start"), ("to", "end")):
         words = f"{what} at this second of the trace"
         dest = f"{option}_s"
-        extent.add_argument(
-            f"--{option}", type=float, dest=dest, metavar="S", help=words
-        )
+        extent.add_argument(f"--{option}", type=float, dest=dest, metavar="S", help=words)
     trace.set_defaults(run=LateCommand("stronghold.tools.trace:run"))
     commands.add_parser(
         "test",
@@ -107,9 +103,7 @@ def command_parser() -> argparse.ArgumentParser:
         "whether the peak bytes are those of the plan, and the rate of the link to the GPU. Exit "
         "with 1 if a check fails.",
     ).set_defaults(
-        run=LateCommand(
-            "stronghold.tools.doctor.selftest:command", "torch and DeepSpeed"
-        )
+        run=LateCommand("stronghold.tools.doctor.selftest:command", "torch and DeepSpeed")
     )
     _add_doctor(commands)
     _add_plan(commands)
@@ -127,9 +121,7 @@ def _add_doctor(commands: Any) -> None:
         "a disk, in less than a minute. Print what each bounds, and write the profile from which "
         "plans are made. Without a GPU the emulated device is measured, which is CPU memory.",
     )
-    doctor.add_argument(
-        "--json", type=Path, metavar="PATH", help="write the profile there"
-    )
+    doctor.add_argument("--json", type=Path, metavar="PATH", help="write the profile there")
     doctor.add_argument(
         "--path",
         type=Path,
@@ -137,12 +129,8 @@ def _add_doctor(commands: Any) -> None:
         metavar="DIR",
         help="measure this directory's disk with a temporary file (default: the current one's)",
     )
-    doctor.add_argument(
-        "--device", choices=["cuda", "emulated"], help="default: a GPU if any"
-    )
-    doctor.add_argument(
-        "--quick", action="store_true", help="rougher, in a few seconds"
-    )
+    doctor.add_argument("--device", choices=["cuda", "emulated"], help="default: a GPU if any")
+    doctor.add_argument("--quick", action="store_true", help="rougher, in a few seconds")
     report = doctor.add_argument_group("report")
     report.add_argument(
         "--report",
@@ -150,12 +138,8 @@ def _add_doctor(commands: Any) -> None:
         help="measure nothing; print versions, the machine, its profile and a config for a bug "
         "report, without paths, secrets and names",
     )
-    report.add_argument(
-        "--config", type=Path, metavar="FILE", help="the DeepSpeed config"
-    )
-    report.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="write the report there"
-    )
+    report.add_argument("--config", type=Path, metavar="FILE", help="the DeepSpeed config")
+    report.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the report there")
     doctor.set_defaults(run=LateCommand("stronghold.tools.doctor.command:run", "torch"))
 
 
@@ -168,17 +152,11 @@ def _add_plan(commands: Any) -> None:
         "that runs. Needs neither a GPU nor the model's weights. Exits with 1 if nothing fits.",
     )
     model = plan.add_argument_group("model")
-    model.add_argument(
-        "--model", type=Path, metavar="DIR", help="a Hugging Face model's, or file"
-    )
+    model.add_argument("--model", type=Path, metavar="DIR", help="a Hugging Face model's, or file")
     for name in ("layers", "hidden", "heads", "vocab"):
-        model.add_argument(
-            f"--{name}", type=int, metavar="N", help="a GPT's, without --model"
-        )
+        model.add_argument(f"--{name}", type=int, metavar="N", help="a GPT's, without --model")
     adapters = plan.add_argument_group("adapters; without --lora all weights train")
-    adapters.add_argument(
-        "--lora", type=int, metavar="RANK", help="LoRA over frozen weights"
-    )
+    adapters.add_argument("--lora", type=int, metavar="RANK", help="LoRA over frozen weights")
     adapters.add_argument(
         "--lora-targets",
         nargs="+",
@@ -198,23 +176,13 @@ def _add_plan(commands: Any) -> None:
     )
     machine = plan.add_argument_group("machine")
     machine.add_argument(
-        "--machine",
-        metavar="PROFILE",
-        help="a name or a file (default: what doctor wrote here)",
+        "--machine", metavar="PROFILE", help="a name or a file (default: what doctor wrote here)"
     )
     machine.add_argument("--gpu", metavar="SIZE", help="GPU memory, such as 24GiB")
-    machine.add_argument(
-        "--gpus", type=int, default=1, metavar="N", help="ranks on each node"
-    )
-    machine.add_argument(
-        "--nodes", type=int, default=1, metavar="N", help="of such GPUs and hosts"
-    )
-    machine.add_argument(
-        "--wire", type=float, metavar="GBPS", help="1e9 bytes/s in a node"
-    )
-    machine.add_argument(
-        "--network", type=float, metavar="GBPS", help="and between nodes, per GPU"
-    )
+    machine.add_argument("--gpus", type=int, default=1, metavar="N", help="ranks on each node")
+    machine.add_argument("--nodes", type=int, default=1, metavar="N", help="of such GPUs and hosts")
+    machine.add_argument("--wire", type=float, metavar="GBPS", help="1e9 bytes/s in a node")
+    machine.add_argument("--network", type=float, metavar="GBPS", help="and between nodes, per GPU")
     machine.add_argument("--host", metavar="SIZE", help="host memory")
     machine.add_argument("--nvme", metavar="SIZE", help="files on NVMe (default: none)")
     machine.add_argument("--nvme-path", type=Path, metavar="DIR", help="where they lie")
@@ -227,9 +195,7 @@ def _add_plan(commands: Any) -> None:
         help="sequences of a micro-batch; max: the most that fit",
     )
     training.add_argument("--seq", type=int, metavar="N", help="tokens of a sequence")
-    training.add_argument(
-        "--accumulation", type=int, default=1, metavar="N", help="micro-batches"
-    )
+    training.add_argument("--accumulation", type=int, default=1, metavar="N", help="micro-batches")
     training.add_argument(
         "--chunk",
         type=_chunk,
@@ -243,9 +209,7 @@ def _add_plan(commands: Any) -> None:
         metavar="K",
         help="of the GPU, on which chunks take turns: counted in memory, not in seconds",
     )
-    training.add_argument(
-        "--precision", choices=["bf16", "fp16", "fp32"], default="bf16"
-    )
+    training.add_argument("--precision", choices=["bf16", "fp16", "fp32"], default="bf16")
     training.add_argument(
         "--optimizer",
         default="AdamW",
@@ -259,9 +223,7 @@ def _add_plan(commands: Any) -> None:
         help="lean: bf16 with 8-bit moments, with two of them 5.1 bytes per parameter instead of "
         "12; rounds otherwise",
     )
-    training.add_argument(
-        "--clipping", type=float, default=1.0, metavar="NORM", help="0: none"
-    )
+    training.add_argument("--clipping", type=float, default=1.0, metavar="NORM", help="0: none")
     training.add_argument(
         "--no-overflow-check",
         action="store_true",
@@ -274,20 +236,12 @@ def _add_plan(commands: Any) -> None:
         help="layers that are updated before the norm is known; 0: none (default: the fastest)",
     )
     output = plan.add_argument_group("output")
-    output.add_argument(
-        "--write", type=Path, metavar="FILE", help="write the config there"
-    )
+    output.add_argument("--write", type=Path, metavar="FILE", help="write the config there")
     output.add_argument("--json", action="store_true", help="print the figures as JSON")
-    output.add_argument(
-        "--sweep", choices=["window", "batch", "seq", "layers"], help="draw a plot"
-    )
-    output.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="the plot (sweep.png)"
-    )
+    output.add_argument("--sweep", choices=["window", "batch", "seq", "layers"], help="draw a plot")
+    output.add_argument("-o", "--output", type=Path, metavar="FILE", help="the plot (sweep.png)")
     plan.set_defaults(
-        run=LateCommand(
-            "stronghold.tools.estimate.command:run", "torch and transformers"
-        )
+        run=LateCommand("stronghold.tools.estimate.command:run", "torch and transformers")
     )
 
 
@@ -296,9 +250,7 @@ def _batch(text: str) -> int | None:
     try:
         return None if text == "max" else int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(
-            f'got {text!r}, expected a number or "max"'
-        ) from None
+        raise argparse.ArgumentTypeError(f'got {text!r}, expected a number or "max"') from None
 
 
 def _chunk(text: str) -> int:
@@ -306,9 +258,7 @@ def _chunk(text: str) -> int:
     if text == "auto":
         return 0
     if not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(
-            f'got {text!r}, expected a number above 0 or "auto"'
-        )
+        raise argparse.ArgumentTypeError(f'got {text!r}, expected a number above 0 or "auto"')
     return int(text)
 
 
@@ -327,13 +277,9 @@ def _add_export(commands: Any) -> None:
         help="what save_checkpoint was given, or a tag; with --merge a directory of adapters",
     )
     export.add_argument("out", type=Path, help="a new directory")
-    export.add_argument(
-        "--tag", help="the tag (default: the one that the file latest names)"
-    )
+    export.add_argument("--tag", help="the tag (default: the one that the file latest names)")
     export.add_argument("--to", choices=["hf", "zero-stage2"], default="hf")
-    export.add_argument(
-        "--max-shard-size", default="5GB", metavar="SIZE", help="hf: of one file"
-    )
+    export.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="hf: of one file")
     export.add_argument(
         "--model-dir",
         type=Path,
@@ -356,13 +302,9 @@ def _add_import(commands: Any) -> None:
         description="Convert a checkpoint that DeepSpeed saved (ZeRO stage 0 to 3), fp32 masters "
         "and moments included. Such files are pickles: import only what you trust.",
     )
-    parser.add_argument(
-        "checkpoint", type=Path, help="DeepSpeed's save_dir, or a tag in it"
-    )
+    parser.add_argument("checkpoint", type=Path, help="DeepSpeed's save_dir, or a tag in it")
     parser.add_argument("out", type=Path, help="the directory for load_checkpoint")
-    parser.add_argument(
-        "--tag", help="the tag (default: the one that the file latest names)"
-    )
+    parser.add_argument("--tag", help="the tag (default: the one that the file latest names)")
     parser.set_defaults(run=LateCommand("stronghold.tools.convert:run_import"))
 
 
@@ -375,16 +317,9 @@ def _add_prepare(commands: Any) -> None:
         "base, which runs open read-only. Takes the memory of two layers. Prints the error of "
         "each kind of layer.",
     )
+    parser.add_argument("model_dir", type=Path, metavar="MODEL_DIR", help="with safetensors")
     parser.add_argument(
-        "model_dir", type=Path, metavar="MODEL_DIR", help="with safetensors"
-    )
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        required=True,
-        metavar="BASE",
-        help="a new directory",
+        "-o", "--output", type=Path, required=True, metavar="BASE", help="a new directory"
     )
     parser.add_argument(
         "--frozen",
@@ -399,19 +334,12 @@ def _add_prepare(commands: Any) -> None:
         help="of the runs: weights are cast to it before they are packed (default: bf16)",
     )
     parser.add_argument(
-        "--layers",
-        metavar="PATH",
-        help="the blocks, as the config names them (default: searched)",
+        "--layers", metavar="PATH", help="the blocks, as the config names them (default: searched)"
     )
     parser.add_argument(
-        "--max-file-size",
-        default="16GiB",
-        metavar="SIZE",
-        help="of one file (default: 16GiB)",
+        "--max-file-size", default="16GiB", metavar="SIZE", help="of one file (default: 16GiB)"
     )
-    parser.set_defaults(
-        run=LateCommand("stronghold.tools.prepare:run", "torch and transformers")
-    )
+    parser.set_defaults(run=LateCommand("stronghold.tools.prepare:run", "torch and transformers"))
 
 
 def _version(_: argparse.Namespace) -> Answer:

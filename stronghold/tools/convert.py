@@ -26,26 +26,18 @@ def run_export(arguments: argparse.Namespace, _: Callable[[str], None]) -> Answe
     try:
         size = parse_bytes(arguments.max_shard_size)
     except ValueError as error:
-        raise ConfigError(
-            f"--max-shard-size {arguments.max_shard_size}: {error}"
-        ) from error
+        raise ConfigError(f"--max-shard-size {arguments.max_shard_size}: {error}") from error
     out, model_dir = arguments.out, arguments.model_dir
     if arguments.merge:
         for option, is_given in (("tag", arguments.tag), ("to", arguments.to != HF)):
             if is_given:
-                raise ConfigError(
-                    f"--{option}: is of checkpoints, and --merge takes adapters"
-                )
+                raise ConfigError(f"--{option}: is of checkpoints, and --merge takes adapters")
         adapters = arguments.checkpoint
-        files = merge.export_merged(
-            adapters, out, max_shard_bytes=size, model_dir=model_dir
-        )
+        files = merge.export_merged(adapters, out, max_shard_bytes=size, model_dir=model_dir)
         return Answer(text="\n".join(str(path) for path in files))
     source = weights.locate(arguments.checkpoint, arguments.tag)
     if arguments.to == HF:
-        files = weights.export_hf(
-            source, out, max_shard_bytes=size, model_dir=model_dir
-        )
+        files = weights.export_hf(source, out, max_shard_bytes=size, model_dir=model_dir)
     else:
         files = zero.export_zero(source, out)
     return Answer(text="\n".join(str(path) for path in files))

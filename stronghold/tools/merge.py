@@ -24,12 +24,7 @@ from stronghold.checkpoint.placeholders import placeholders
 from stronghold.checkpoint.pretrained import from_pretrained
 from stronghold.checkpoint.stored_weights import READINGS, Reading, quantised_as
 from stronghold.errors import ConfigError, StateError
-from stronghold.model.partition import (
-    NamedParameter,
-    WeightSource,
-    partition,
-    source_of,
-)
+from stronghold.model.partition import NamedParameter, WeightSource, partition, source_of
 from stronghold.streaming.patches.modules import parameter_table
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -58,9 +53,7 @@ def export_merged(
     dtype = str(opened.model.config.dtype).removeprefix("torch.")
     changes = {"tie_word_embeddings": False} if opened.unties else {}
     with directory.appearing(out) as hidden:
-        weights.write_shards(
-            hidden, weights.shards(entries, max_shard_bytes, _num_bytes)
-        )
+        weights.write_shards(hidden, weights.shards(entries, max_shard_bytes, _num_bytes))
         weights.write_small_files(hidden, None, base, {"dtype": dtype, **changes})
     return sorted(out.iterdir())
 
@@ -93,9 +86,7 @@ def _base_directory(adapters: Path, model_dir: Path | None) -> Path:
             "save_pretrained or scripts/finetune --lora wrote"
         ) from error
     except (ValueError, AttributeError, RecursionError) as error:
-        raise ConfigError(
-            f"{file}: cannot be read as a JSON object: {error}"
-        ) from error
+        raise ConfigError(f"{file}: cannot be read as a JSON object: {error}") from error
     if model_dir is not None:
         return model_dir
     if not named or not Path(named).is_dir():
@@ -131,9 +122,7 @@ def _open(adapters: Path, base: Path) -> _Opened:
         import peft
         import transformers
     except ImportError as error:
-        raise ConfigError(
-            f"stronghold export --merge needs {error.name}: install it"
-        ) from error
+        raise ConfigError(f"stronghold export --merge needs {error.name}: install it") from error
     config = transformers.AutoConfig.from_pretrained(base)
     method = quantised_as(config)
     if method is not None and READINGS.get(method) is not Reading.DECODED:
@@ -142,9 +131,7 @@ def _open(adapters: Path, base: Path) -> _Opened:
             "weights. Give the directory of the base in bf16 with --model-dir"
         )
     architectures = getattr(config, "architectures", None) or [""]
-    model = from_pretrained(
-        base, auto_class=getattr(transformers, architectures[0], None)
-    )
+    model = from_pretrained(base, auto_class=getattr(transformers, architectures[0], None))
     source = source_of(model)
     if source is None:
         raise StateError(f"{base}: the model that was opened has no source of weights")
@@ -154,13 +141,9 @@ def _open(adapters: Path, base: Path) -> _Opened:
     buffers = {name: value for name, value in model.named_buffers() if name in saved}
     try:
         with placeholders(model):
-            wrapped = peft.PeftModel.from_pretrained(
-                model, adapters, torch_device="cpu"
-            )
+            wrapped = peft.PeftModel.from_pretrained(model, adapters, torch_device="cpu")
     except (ValueError, RuntimeError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{adapters}: PEFT cannot open it on {base}: {error}"
-        ) from error
+        raise ConfigError(f"{adapters}: PEFT cannot open it on {base}: {error}") from error
     settings = wrapped.active_peft_config
     if settings.is_prompt_learning:
         raise ConfigError(
@@ -209,10 +192,7 @@ class _Adapted:
         """
         from peft.utils import ModulesToSaveWrapper
 
-        if (
-            not isinstance(self.module, ModulesToSaveWrapper)
-            or not self.module.active_adapters
-        ):
+        if not isinstance(self.module, ModulesToSaveWrapper) or not self.module.active_adapters:
             return {}
         copy = self.module.modules_to_save[self.module.active_adapter]
         if hasattr(copy, "get_base_layer"):  # it has adapters, too, which merge into it
@@ -278,8 +258,7 @@ class _Unit:
             for adapted in self.adapted:
                 adapted.merge()
         merged = {
-            name: real[id(named.parameter)].detach()
-            for name, named in self.parameters.items()
+            name: real[id(named.parameter)].detach() for name, named in self.parameters.items()
         }
         for adapted in self.adapted:
             merged |= adapted.copied_tensors()
@@ -325,15 +304,11 @@ def _joined(
 
     A module with parameters in several layers joins them.
     """
-    layer_of = {
-        id(named.parameter): k for k, layer in enumerate(layers) for named in layer
-    }
+    layer_of = {id(named.parameter): k for k, layer in enumerate(layers) for named in layer}
     joined_to = list(range(len(layers)))  # by layer: the first layer of its unit
     held: dict[int, list[_Adapted]] = {}
     for one in adapted:
-        touched = {
-            layer_of[id(p)] for p in one.module.parameters() if id(p) in layer_of
-        }
+        touched = {layer_of[id(p)] for p in one.module.parameters() if id(p) in layer_of}
         firsts = {joined_to[k] for k in touched}
         first = min(firsts)
         joined_to = [first if k in firsts else k for k in joined_to]
@@ -341,12 +316,8 @@ def _joined(
     units = []
     for first in sorted(set(joined_to)):
         parts = [layer for k, layer in enumerate(layers) if joined_to[k] == first]
-        modules = [
-            one for k, ones in held.items() if joined_to[k] == first for one in ones
-        ]
-        units.append(
-            (tuple(named for layer in parts for named in layer), tuple(modules))
-        )
+        modules = [one for k, ones in held.items() if joined_to[k] == first for one in ones]
+        units.append((tuple(named for layer in parts for named in layer), tuple(modules)))
     return units
 
 
@@ -366,17 +337,9 @@ def _unit(
         names = [alias for alias in named.aliases if alias not in copied]
         if names:
             written[names[0]] = named
-    described = {
-        name: named.parameter.detach().to("meta") for name, named in written.items()
-    }
+    described = {name: named.parameter.detach().to("meta") for name, named in written.items()}
     for one in adapted:
-        described |= {
-            name: value.to("meta") for name, value in one.copied_tensors().items()
-        }
+        described |= {name: value.to("meta") for name, value in one.copied_tensors().items()}
     return _Unit(
-        model=model,
-        source=source,
-        parameters=written,
-        adapted=adapted,
-        described=described,
+        model=model, source=source, parameters=written, adapted=adapted, described=described
     )

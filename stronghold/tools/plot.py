@@ -72,27 +72,19 @@ def draw_timeline(
     figure = new_figure(WIDTH_INCHES, ROW_INCHES * len(lanes) + 1.3, title)
     axes = figure.add_subplot()
     for row, lane in enumerate(lanes):
-        _draw_lane(
-            axes, row, [span for span in visible if span.lane == lane], begin_s, end_s
-        )
+        _draw_lane(axes, row, [span for span in visible if span.lane == lane], begin_s, end_s)
     for span in spans:
         if span.lane == STEP_LANE and begin_s < span.end_s < end_s:
             end_ms = (span.end_s - begin_s) * 1e3
             axes.axvline(end_ms, **LIMIT_LINE)
-            axes.text(
-                end_ms, -0.5, f"end of {span.name}", ha="right", va="bottom", fontsize=8
-            )
+            axes.text(end_ms, -0.5, f"end of {span.name}", ha="right", va="bottom", fontsize=8)
     axes.set_xlim(0.0, (end_s - begin_s) * 1e3)
     axes.set_ylim(len(lanes) - 0.5, -0.5)
-    busy = [
-        f"{lane}\n{_busy(visible, lane, begin_s, end_s):.0%} busy" for lane in lanes
-    ]
+    busy = [f"{lane}\n{_busy(visible, lane, begin_s, end_s):.0%} busy" for lane in lanes]
     axes.set_yticks(range(len(lanes)), busy)
     style(axes, "ms", "")
     kinds = {span.kind for span in visible}
-    entries = [
-        Patch(color=COLOURS[kind], label=kind) for kind in COLOURS if kind in kinds
-    ]
+    entries = [Patch(color=COLOURS[kind], label=kind) for kind in COLOURS if kind in kinds]
     if kinds - set(COLOURS):
         entries.append(Patch(color=OTHER_COLOUR, label="other"))
     add_legend(figure, entries)
@@ -119,9 +111,7 @@ def style(axes: Axes, x: str, y: str) -> None:
 def add_legend(figure: Figure, entries: Sequence[Any]) -> None:
     """Put the legend in one row below the axes."""
     place = "outside lower center"
-    figure.legend(
-        handles=entries, loc=place, ncols=len(entries), frameon=False, labelcolor=INK
-    )
+    figure.legend(handles=entries, loc=place, ncols=len(entries), frameon=False, labelcolor=INK)
 
 
 def _extent(
@@ -141,9 +131,7 @@ def _extent(
     title = "all steps"
     if step is not None and step not in steps:
         known = f"steps {min(steps)} to {max(steps)}" if steps else "no steps"
-        raise ConfigError(
-            f"timeline: step {step} is not in the trace, which has {known}"
-        )
+        raise ConfigError(f"timeline: step {step} is not in the trace, which has {known}")
     if steps and from_s is None and to_s is None:
         shown = max(steps) if step is None else step
         begin_s, end_s = steps[shown]
@@ -160,9 +148,7 @@ def _extent(
     return begin_s, end_s, title
 
 
-def _draw_lane(
-    axes: Axes, row: int, spans: Sequence[Span], begin_s: float, end_s: float
-) -> None:
+def _draw_lane(axes: Axes, row: int, spans: Sequence[Span], begin_s: float, end_s: float) -> None:
     """Draw the boxes of one lane, the enclosing before the enclosed.
 
     Boxes of a kind have labels, names or else layers, if all but the narrowest have room. A label
@@ -175,9 +161,7 @@ def _draw_lane(
         boxes = [_box(span, begin_s, end_s) for span in members]
         place = (row - ROW_HEIGHT / 2, ROW_HEIGHT)
         colour = COLOURS.get(kind, OTHER_COLOUR)
-        axes.broken_barh(
-            boxes, place, facecolor=colour, edgecolor="white", linewidth=0.2
-        )
+        axes.broken_barh(boxes, place, facecolor=colour, edgecolor="white", linewidth=0.2)
         durations_s = sorted(span.duration_s for span in members)
         narrow_s = durations_s[len(members) // 5]
         num_letters = LETTERS * narrow_s / (end_s - begin_s)

@@ -23,9 +23,7 @@ def run(arguments: argparse.Namespace, report: Callable[[str], None]) -> Answer:
     try:
         max_file_bytes = parse_bytes(arguments.max_file_size)
     except ValueError as error:
-        raise ConfigError(
-            f"--max-file-size {arguments.max_file_size}: {error}"
-        ) from error
+        raise ConfigError(f"--max-file-size {arguments.max_file_size}: {error}") from error
     prepared = prepare(
         arguments.model_dir,
         arguments.output,

@@ -41,12 +41,7 @@ from stronghold.checkpoint.manifest import (
     TensorRecord,
 )
 from stronghold.checkpoint.save import plain_group, versions
-from stronghold.checkpoint.state import (
-    ClientState,
-    pack_state,
-    unpack_state,
-    unsafe_reason,
-)
+from stronghold.checkpoint.state import ClientState, pack_state, unpack_state, unsafe_reason
 from stronghold.checkpoint.tag import OpenTag
 from stronghold.checkpoint.weights import shards
 from stronghold.errors import CheckpointError, ConfigError
@@ -120,9 +115,7 @@ def import_zero(source: Path, out: Path, tag: str) -> Path:
     zero = read_zero(source)
     dtypes = {parameter.dtype for parameter in zero.parameters if parameter.trainable}
     if len(dtypes) != 1 or not dtypes <= LOW_DTYPE.keys():
-        raise CheckpointError(
-            f"{source}: weights in {dtypes}, expected one floating-point type"
-        )
+        raise CheckpointError(f"{source}: weights in {dtypes}, expected one floating-point type")
     with directory.appearing(out / directory.check_tag(tag)) as hidden:
         _write_imported(zero, hidden, dtypes.pop())
     directory.write_latest(out, tag)
@@ -135,15 +128,9 @@ def _write_imported(zero: ZeroCheckpoint, out: Path, dtype: torch.dtype) -> None
     has_moments = any(parameter.moments is not None for parameter in zero.parameters)
     optimizer = _optimizer_of(zero)
     for number, batch in enumerate(shards(zero.parameters, FILE_NUMEL, _numel)):
-        entries_of_kinds: dict[str, list[Entry]] = {
-            "weights": [],
-            "masters": [],
-            "moments": [],
-        }
+        entries_of_kinds: dict[str, list[Entry]] = {"weights": [], "masters": [], "moments": []}
         for parameter in batch:
-            for kind, entry in _entries(
-                parameter, dtype, optimizer if has_moments else None
-            ):
+            for kind, entry in _entries(parameter, dtype, optimizer if has_moments else None):
                 entries_of_kinds[kind].append(entry)
         names = {kind: f"{kind}-{number:05d}.safetensors" for kind in entries_of_kinds}
         for kind, entries in entries_of_kinds.items():
@@ -160,9 +147,7 @@ def _write_imported(zero: ZeroCheckpoint, out: Path, dtype: torch.dtype) -> None
                 array: (StoredPiece(file=names[kind], begin=0, end=parameter.numel),)
                 for array, kind in kinds_of_arrays.items()
             }
-            tied = [
-                alias for alias, name in zero.aliases.items() if name == parameter.name
-            ]
+            tied = [alias for alias, name in zero.aliases.items() if name == parameter.name]
             records.append(
                 TensorRecord(
                     name=parameter.name,
@@ -177,9 +162,7 @@ def _write_imported(zero: ZeroCheckpoint, out: Path, dtype: torch.dtype) -> None
             )
     buffers = _buffers(zero.model)
     if buffers:
-        entries = [
-            entry_of(name, value.contiguous()) for name, value in buffers.items()
-        ]
+        entries = [entry_of(name, value.contiguous()) for name, value in buffers.items()]
         files[BUFFERS] = write_tensors(out / BUFFERS, entries)
     counters = _counters(zero.model)
     client = ClientState(
@@ -223,9 +206,7 @@ def _counters(model: dict[str, Any]) -> dict[str, int]:
 class _Pieces:
     """The elements of flat views, converted piece by piece, for an `Entry`."""
 
-    def __init__(
-        self, views: Views, convert: Callable[[torch.Tensor], torch.Tensor]
-    ) -> None:
+    def __init__(self, views: Views, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._views = views
         self._convert = convert
 
@@ -281,10 +262,7 @@ def _entries(
         views = (parameter.moments or {}).get(moment.name, zeros)
         pieces = _Pieces(views, torch.Tensor.float)
         moment_name = f"{moment.name}.{name}"
-        yield (
-            "moments",
-            Entry(name=moment_name, dtype=torch.float32, shape=shape, pieces=pieces),
-        )
+        yield ("moments", Entry(name=moment_name, dtype=torch.float32, shape=shape, pieces=pieces))
 
 
 def _optimizer_of(zero: ZeroCheckpoint) -> type[Optimizer]:
@@ -304,9 +282,7 @@ def read_zero(path: Path) -> ZeroCheckpoint:
     models = sorted(path.glob("*_model_states.pt"), key=_natural)
     optims = sorted(path.glob("*_optim_states.pt"), key=_natural)
     if not models:
-        raise CheckpointError(
-            f"{path}: has no {STATE}; not a checkpoint of DeepSpeed's"
-        )
+        raise CheckpointError(f"{path}: has no {STATE}; not a checkpoint of DeepSpeed's")
     if not optims and (path / "zero").is_dir():
         raise CheckpointError(
             f"{path}: a universal checkpoint; import the ZeRO checkpoint of which it was made"
@@ -321,17 +297,8 @@ def read_zero(path: Path) -> ZeroCheckpoint:
             return _stage_0(path, states[0])
         optimizer_states = [_load(file)["optimizer_state_dict"] for file in optims]
         return _sharded(path, states, optimizer_states)
-    except (
-        KeyError,
-        TypeError,
-        AttributeError,
-        IndexError,
-        ValueError,
-        RuntimeError,
-    ) as error:
-        raise CheckpointError(
-            f"{path}: not laid out as DeepSpeed does: {error!r}"
-        ) from error
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{path}: not laid out as DeepSpeed does: {error!r}") from error
 
 
 def _natural(path: Path) -> list[int]:
@@ -430,20 +397,13 @@ def _stage_2(
         states = []
         for shard in shards:
             base = shard["base_optimizer_state"]
-            states.append(
-                base["state"].get(group, {}) if isinstance(base, dict) else base[group]
-            )
-        flats = {
-            name: [state[name] for state in states] for name in _moment_names(states)
-        }
+            states.append(base["state"].get(group, {}) if isinstance(base, dict) else base[group])
+        flats = {name: [state[name] for state in states] for name in _moment_names(states)}
         step = _step(states[0], shards[0])
         begin = 0
         for index, (name, shape) in enumerate(group_shapes.items()):
             numel = math.prod(shape)
-            moments = {
-                moment: _joined(flat, begin, numel, path)
-                for moment, flat in flats.items()
-            }
+            moments = {moment: _joined(flat, begin, numel, path) for moment, flat in flats.items()}
             yield _OptimizerState(
                 name=name,
                 shape=tuple(shape),
@@ -470,9 +430,7 @@ def _stage_3(
     # The flat tensors of each rank's groups, by moment.
     flats: dict[str, list[list[torch.Tensor]]] = {}
     for name in _moment_names(group_states):
-        flats[name] = [
-            [state[group][name] for group in sorted(state)] for state in states
-        ]
+        flats[name] = [[state[group][name] for group in sorted(state)] for state in states]
     begin = 0
     for group_shapes in shapes:
         for name, shape in group_shapes.items():
@@ -540,9 +498,7 @@ def _joined(flats: Sequence[torch.Tensor], begin: int, numel: int, path: Path) -
             views.append(flat.detach()[low - flat_begin : high - flat_begin])
         flat_begin = flat_end
     if sum(view.numel() for view in views) != numel:
-        raise CheckpointError(
-            f"{path}: the partitions end at {flat_begin}, within a parameter"
-        )
+        raise CheckpointError(f"{path}: the partitions end at {flat_begin}, within a parameter")
     return views
 
 
@@ -566,9 +522,7 @@ def _frozen(
     shapes = model.get("frozen_param_shapes")
     if shapes is None:
         known = trained | set(_buffers(model)) | set(model.get("shared_params") or {})
-        stored = {
-            name: value for name, value in model["module"].items() if name not in known
-        }
+        stored = {name: value for name, value in model["module"].items() if name not in known}
         shapes = {name: tuple(value.shape) for name, value in stored.items()}
         fragments = [stored]
     else:
@@ -590,9 +544,7 @@ def _buffers(model: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {name: model["module"][name] for name in model["buffer_names"] or ()}
 
 
-def _groups(
-    shard: dict[str, Any], shapes: Sequence[dict[str, Any]]
-) -> list[dict[str, Any]]:
+def _groups(shard: dict[str, Any], shapes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return each group's hyper-parameters, with the names of its parameters.
 
     Stage 3 lists names by sub-groups, not by groups. With one group these are all its names.
@@ -607,25 +559,18 @@ def _groups(
             f"the parameters of {len(groups)} groups in stage 3 have no group; convert the "
             "checkpoint with DeepSpeed's stage 2 first"
         )
-    return [
-        _hyper(group, names)
-        for group, names in zip(groups, names_of_groups, strict=True)
-    ]
+    return [_hyper(group, names) for group, names in zip(groups, names_of_groups, strict=True)]
 
 
 def _hyper(group: dict[str, Any], names: list[str]) -> dict[str, Any]:
-    return plain_group(
-        {key: group[key] for key in HYPER_PARAMETERS if key in group}, names
-    )
+    return plain_group({key: group[key] for key in HYPER_PARAMETERS if key in group}, names)
 
 
 def _stage_0(path: Path, model: dict[str, Any]) -> ZeroCheckpoint:
     """Read stage 0: an ordinary optimizer of whole parameters, in the module's order."""
     optimizer = model["optimizer"]
     if optimizer is None:
-        raise CheckpointError(
-            f"{path}: holds no optimizer state and no *_optim_states.pt"
-        )
+        raise CheckpointError(f"{path}: holds no optimizer state and no *_optim_states.pt")
     base = optimizer.get("optimizer_state_dict", optimizer)
     groups = base["param_groups"]
     if len(groups) != 1:
@@ -668,10 +613,7 @@ def _stage_0(path: Path, model: dict[str, Any]) -> ZeroCheckpoint:
             )
         )
     return ZeroCheckpoint(
-        model=model,
-        parameters=parameters,
-        groups=[_hyper(groups[0], names)],
-        aliases=aliases,
+        model=model, parameters=parameters, groups=[_hyper(groups[0], names)], aliases=aliases
     )
 
 
@@ -699,9 +641,7 @@ def export_zero(source: Path, out: Path) -> list[Path]:
     directory.check_new(out)
     with OpenTag(source) as opened:
         manifest = opened.manifest
-        if manifest.groups is None or not any(
-            record.has_moments for record in manifest.tensors
-        ):
+        if manifest.groups is None or not any(record.has_moments for record in manifest.tensors):
             raise ConfigError(
                 f"{source}: has no masters and moments, which ZeRO's layout needs; it was saved "
                 "before the first backward or without an optimizer. Export it with --to hf"
@@ -727,20 +667,14 @@ def export_zero(source: Path, out: Path) -> list[Path]:
     return sorted((out / source.name).iterdir())
 
 
-def _write_zero(
-    opened: OpenTag, client: ClientState | None, out: Path, scratch: Path
-) -> None:
+def _write_zero(opened: OpenTag, client: ClientState | None, out: Path, scratch: Path) -> None:
     """Write both pickles of DeepSpeed to `out`."""
     manifest = opened.manifest
-    record_of_name = {
-        alias: record for record in manifest.tensors for alias in record.aliases
-    }
+    record_of_name = {alias: record for record in manifest.tensors for alias in record.aliases}
     groups = []
     for group in manifest.groups or ():
         # A group also names frozen parameters that the checkpoint left out.
-        records = [
-            record_of_name[name] for name in group["params"] if name in record_of_name
-        ]
+        records = [record_of_name[name] for name in group["params"] if name in record_of_name]
         groups.append(records)
     origin = {
         "ds_config": {GAS: manifest.counters[GAS]},
@@ -751,22 +685,18 @@ def _write_zero(
         scaler = deepspeeds_scaler((client and client.loss_scale) or {})
         if scaler is None:
             logger.warning(
-                "%s does not hold the whole loss scale: DeepSpeed begins with its config's",
-                STATE,
+                "%s does not hold the whole loss scale: DeepSpeed begins with its config's", STATE
             )
         else:
             optimizer |= {"loss_scaler": scaler, "dynamic_loss_scale": scaler.dynamic}
     optimizer["ds_version"] = origin["ds_version"]
     prefix = "bf16_" if manifest.dtype is torch.bfloat16 else ""
-    optimizer_file = (
-        f"{prefix}zero_pp_rank_0_{STATE.replace('model_states', 'optim_states')}"
-    )
+    optimizer_file = f"{prefix}zero_pp_rank_0_{STATE.replace('model_states', 'optim_states')}"
     torch.save({"optimizer_state_dict": optimizer, **origin}, out / optimizer_file)
     model_state = _model_state(opened, client, groups)
     user_state = client.client if client else {}
     torch.save(
-        {**user_state, **model_state, **origin, "universal_checkpoint_info": {}},
-        out / STATE,
+        {**user_state, **model_state, **origin, "universal_checkpoint_info": {}}, out / STATE
     )
 
 
@@ -786,9 +716,7 @@ def _model_state(
             if alias != record.name:
                 shared_names[alias] = record.name
     module.update(buffers)
-    counters = {
-        key: value for key, value in manifest.counters.items() if key in OWN_KEYS
-    }
+    counters = {key: value for key, value in manifest.counters.items() if key in OWN_KEYS}
     return {
         "module": module,
         "buffer_names": list(buffers),

@@ -91,9 +91,7 @@ def torch_parts(model: nn.Module) -> Parts:
     others = [p for p in model.parameters() if p.ndim >= 2]
     groups = [{"params": others}, {"params": norms, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, weight_decay=0.1)
-    return optimizer, torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: 1 / (1 + step)
-    )
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
 
 
 def dummy_parts(model: nn.Module) -> Parts:
@@ -101,9 +99,7 @@ def dummy_parts(model: nn.Module) -> Parts:
     return optimizer, DummyScheduler(optimizer, total_num_steps=6, warmup_num_steps=2)
 
 
-def user_loop(
-    deepspeed: dict[str, Any] | None, parts: Callable[[nn.Module], Parts]
-) -> Loop:
+def user_loop(deepspeed: dict[str, Any] | None, parts: Callable[[nn.Module], Parts]) -> Loop:
     """The loop of Accelerate's own examples; `deepspeed` is all that differs."""
     reset_accelerate(ranked=deepspeed is not None)
     settings = {} if deepspeed is None else {"hf_ds_config": deepspeed}
@@ -168,30 +164,20 @@ def test_an_unmodified_loop_trains_as_without_deepspeed(loop: Any) -> None:
     assert streamed.losses == pytest.approx(plain.losses, abs=LOSS_BOUND)
     assert streamed.evaluated == pytest.approx(plain.evaluated, abs=LOSS_BOUND)
     assert streamed.norms == pytest.approx(plain.norms, rel=1e-4)
-    assert max(plain.norms) > 0.5, (
-        "no step was clipped: the test would not see clipping"
-    )
+    assert max(plain.norms) > 0.5, "no step was clipped: the test would not see clipping"
     assert streamed.rates == plain.rates
     assert_same_weights(streamed, plain)
 
 
 def test_optimizer_and_schedule_of_the_config(loop: Any) -> None:
     auto = {"lr": "auto", "weight_decay": "auto"}
-    warmup = {
-        "warmup_min_lr": "auto",
-        "warmup_max_lr": "auto",
-        "warmup_num_steps": "auto",
-    }
+    warmup = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"}
     streamed = loop(
         ds_config(
             optimizer={"type": "AdamW", "params": auto},
             scheduler={
                 "type": "WarmupDecayLR",
-                "params": {
-                    **warmup,
-                    "total_num_steps": "auto",
-                    "warmup_type": "linear",
-                },
+                "params": {**warmup, "total_num_steps": "auto", "warmup_type": "linear"},
             },
         ),
         dummy_parts,
@@ -199,9 +185,7 @@ def test_optimizer_and_schedule_of_the_config(loop: Any) -> None:
     engine = streamed.model
     assert "auto" not in str(engine.config)
     # DeepSpeed's linear warmup over 2 steps, then down to 0 at step 6; it begins to count at 0.
-    expected = [
-        LEARNING_RATE * min(step / 2, (6 - step) / 4) for step in range(EPOCHS * 3)
-    ]
+    expected = [LEARNING_RATE * min(step / 2, (6 - step) / 4) for step in range(EPOCHS * 3)]
     seen = [streamed.rates[k] for k in (2, 5, 6, 9, 12, 13)]
     assert seen == pytest.approx(expected)
     assert streamed.losses[-1] < streamed.losses[0]
@@ -247,9 +231,7 @@ def test_a_saved_state_is_the_state_again(loop: Any, tmp_path: Path) -> None:
     expected = go_on(first)
     first.accelerator.load_state(str(tmp_path))
     assert go_on(first) == expected
-    second = loop(
-        ds_config(stronghold={"device": "emulated", "window": 2}), torch_parts
-    )
+    second = loop(ds_config(stronghold={"device": "emulated", "window": 2}), torch_parts)
     go_on(second)
     second.accelerator.load_state(str(tmp_path))
     assert go_on(second) == expected
@@ -283,10 +265,7 @@ def test_keys_without_effect_are_named_after_what_accelerate_warns_of(
                 optimizer={"type": "AdamW", "params": {"lr": 1e-3}},
             )
         )
-        for name, key in (
-            ("policy", "overlap_comm"),
-            ("reference", "contiguous_gradients"),
-        )
+        for name, key in (("policy", "overlap_comm"), ("reference", "contiguous_gradients"))
     }
     accelerator = Accelerator(deepspeed_plugins=plugins)
     policy, _ = MODELS["gpt"]()
@@ -296,17 +275,11 @@ def test_keys_without_effect_are_named_after_what_accelerate_warns_of(
     reference.requires_grad_(False)
 
     def warnings(logger: str) -> list[str]:
-        records = [
-            r
-            for r in caplog.records
-            if r.name == logger and r.levelno >= logging.WARNING
-        ]
+        records = [r for r in caplog.records if r.name == logger and r.levelno >= logging.WARNING]
         return [record.getMessage() for record in records]
 
     reference = accelerator.prepare(reference)
-    assert (
-        "A wrapped DeepSpeed engine reference" in warnings("accelerate.accelerator")[-1]
-    )
+    assert "A wrapped DeepSpeed engine reference" in warnings("accelerate.accelerator")[-1]
     assert warnings("stronghold") == []
     for engine in (policy, reference, policy, reference):
         engine(**token_batch(0))
@@ -324,9 +297,7 @@ def test_without_a_launcher_what_is_gathered_is_the_process_own() -> None:
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     reset_accelerate(ranked=False)
-    accelerator = Accelerator(
-        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=ds_config())
-    )
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=ds_config()))
     model, _ = MODELS["gpt"]()
     accelerator.prepare(model, torch_parts(model)[0], batches(0, 1))
     accelerator.wait_for_everyone()
@@ -349,9 +320,7 @@ def test_a_surviving_auto_in_the_section_is_refused_by_accelerate() -> None:
 def plain_scalars(rows_per_step: int) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The norms and weights of a plain loop over the same rows."""
     model = RegressionModel()
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=accelerate_program.LEARNING_RATE
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=accelerate_program.LEARNING_RATE)
     data = RegressionDataset(length=accelerate_program.ROWS, seed=0)
     norms = []
     for rows in DataLoader(data, batch_size=rows_per_step):
@@ -364,9 +333,7 @@ def plain_scalars(rows_per_step: int) -> tuple[list[float], dict[str, torch.Tens
 
 @pytest.mark.slow  # test_plugin.py has a launcher of Accelerate's in the default run
 @pytest.mark.parametrize("num_processes", [1, 2])
-def test_accelerates_own_check_of_a_machine_passes(
-    num_processes: int, tmp_path: Path
-) -> None:
+def test_accelerates_own_check_of_a_machine_passes(num_processes: int, tmp_path: Path) -> None:
     """`accelerate test` is `accelerate launch` of its script, which trains nothing with DeepSpeed:
     two scalars, which are no repeated blocks, are trained after it."""
     settings = {
@@ -381,10 +348,7 @@ def test_accelerates_own_check_of_a_machine_passes(
     template = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "DEEPSPEED",
-        "deepspeed_config": {
-            "deepspeed_config_file": "ds.json",
-            "zero3_init_flag": False,
-        },
+        "deepspeed_config": {"deepspeed_config_file": "ds.json", "zero3_init_flag": False},
         "num_machines": 1,
         "num_processes": num_processes,
         "machine_rank": 0,
@@ -403,9 +367,7 @@ def test_accelerates_own_check_of_a_machine_passes(
         cwd=tmp_path,
         env={
             **{name: value for name, value in os.environ.items() if name not in RANK},
-            "PYTHONPATH": os.pathsep.join(
-                [str(ROOT), os.environ.get("PYTHONPATH", "")]
-            ),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
             "OMP_NUM_THREADS": "1",
             "DS_ACCELERATOR": "cpu",
         },
@@ -414,11 +376,7 @@ def test_accelerates_own_check_of_a_machine_passes(
         timeout=240,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    said = [
-        line
-        for line in done.stderr.splitlines()
-        if "no repeated blocks found in" in line
-    ]
+    said = [line for line in done.stderr.splitlines() if "no repeated blocks found in" in line]
     assert len(said) == 1
     norms, weights = plain_scalars(num_processes * accelerate_program.BATCH)
     for rank in range(num_processes):

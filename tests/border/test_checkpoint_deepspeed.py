@@ -44,17 +44,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_master_survives_its_split_bit_for_bit() -> None:
     bits = torch.randint(-(2**31), 2**31, (1 << 16,), dtype=torch.int64).to(torch.int32)
-    edges = torch.tensor(
-        [0.0, -0.0, 1.0, -1.0, 3.4e38, 1e-45, float("inf"), -float("inf")]
-    )
+    edges = torch.tensor([0.0, -0.0, 1.0, -1.0, 3.4e38, 1e-45, float("inf"), -float("inf")])
     master = torch.cat([edges, bits.view(torch.float32)])
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         again = join_master(*adam_states(dtype).split(master))
         nan = master.isnan()
         assert torch.equal(again.isnan(), nan)
-        assert torch.equal(
-            again[~nan].view(torch.int32), master[~nan].view(torch.int32)
-        )
+        assert torch.equal(again[~nan].view(torch.int32), master[~nan].view(torch.int32))
     # but for ties, which are rounded to even there alone
     ordinary = torch.randn(1 << 12)
     ordinary = ordinary[ordinary.view(torch.int32) & 0xFFFF != 0x8000]
@@ -69,17 +65,13 @@ def gloo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @contextmanager
-def deepspeeds_engine(
-    stage: int, precision: str, seed: int = 0, frozen: bool = False
-) -> Any:
+def deepspeeds_engine(stage: int, precision: str, seed: int = 0, frozen: bool = False) -> Any:
     model = make_model(seed=seed)
     if frozen:
         freeze(model)
     groups = two_groups(model) if 0 < stage < 3 else None
     bf16 = precision == "bf16"
-    with stock.deepspeeds_engine(
-        model, stage=stage, bf16=bf16, groups=groups
-    ) as engine:
+    with stock.deepspeeds_engine(model, stage=stage, bf16=bf16, groups=groups) as engine:
         torch.manual_seed(1)
         yield engine
 
@@ -104,11 +96,7 @@ CASES = [(0, "fp32"), (0, "bf16"), (1, "bf16"), (2, "bf16"), (2, "fp32"), (3, "b
 
 @pytest.mark.parametrize(("stage", "precision"), CASES)
 def test_a_checkpoint_of_deepspeeds_is_imported_bit_for_bit(
-    stage: int,
-    precision: str,
-    tmp_path: Path,
-    gloo: None,
-    caplog: pytest.LogCaptureFixture,
+    stage: int, precision: str, tmp_path: Path, gloo: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     frozen = stage in (1, 2)
     with deepspeeds_engine(stage, precision, frozen=frozen) as theirs:
@@ -148,9 +136,7 @@ def states_0(theirs: Any) -> dict[str, list[torch.Tensor]]:
     masters = groups[0] if groups else list(named.values())
     state = getattr(optimizer, "optimizer", optimizer).state
     return {
-        name: [
-            v.detach().clone().view(-1) for v in (p, *(state[p][m] for m in MOMENTS))
-        ]
+        name: [v.detach().clone().view(-1) for v in (p, *(state[p][m] for m in MOMENTS))]
         for name, p in zip(named, masters, strict=True)
     }
 
@@ -177,19 +163,14 @@ def states_3(theirs: Any) -> dict[str, list[torch.Tensor]]:
     return {
         name: [
             safe_get_full_fp32_param(parameter).clone().view(-1),
-            *(
-                safe_get_full_optimizer_state(parameter, m).clone().view(-1)
-                for m in MOMENTS
-            ),
+            *(safe_get_full_optimizer_state(parameter, m).clone().view(-1) for m in MOMENTS),
         ]
         for name, parameter in theirs.module.named_parameters()
     }
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_deepspeed_trains_on_from_our_export(
-    precision: str, tmp_path: Path, gloo: None
-) -> None:
+def test_deepspeed_trains_on_from_our_export(precision: str, tmp_path: Path, gloo: None) -> None:
     model = make_model()
     freeze(model)
     with imported_session(model, 2, precision) as ours:
@@ -204,9 +185,7 @@ def test_deepspeed_trains_on_from_our_export(
         assert path is not None
         assert client["epoch"] == 3
         assert theirs.global_steps == 3
-        for group, saved_group in zip(
-            theirs.optimizer.param_groups, (0.1, 0.0), strict=True
-        ):
+        for group, saved_group in zip(theirs.optimizer.param_groups, (0.1, 0.0), strict=True):
             assert group["weight_decay"] == saved_group
         theirs.micro_steps = 3
         torch.set_rng_state(state)
@@ -216,9 +195,7 @@ def test_deepspeed_trains_on_from_our_export(
         assert torch.allclose(
             torch.stack(continued).float(), torch.stack(losses).float(), rtol=1e-2
         )
-    merged = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(
-        str(tmp_path / "zero")
-    )
+    merged = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "zero"))
     assert merged["lm_head.weight"].shape == merged["transformer.wte.weight"].shape
     for name, master in masters.items():
         assert torch.equal(merged[name].float(), master), name
@@ -259,12 +236,8 @@ def test_a_loss_scale_goes_to_deepspeed_and_comes_back(tmp_path: Path) -> None:
 
 
 def test_deepspeeds_functions_read_our_checkpoints(saved: Path, plugin: None) -> None:
-    merged = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(
-        str(saved), lazy_mode=True
-    )
-    model = zero_to_fp32.load_state_dict_from_zero_checkpoint(
-        make_model(seed=9), str(saved)
-    )
+    merged = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(saved), lazy_mode=True)
+    model = zero_to_fp32.load_state_dict_from_zero_checkpoint(make_model(seed=9), str(saved))
     for name, master in torch.load(saved / "plain.pt")["masters"].items():
         assert torch.equal(merged[name].contiguous(), master), name
     for name, value in model.state_dict().items():
@@ -289,14 +262,10 @@ def test_the_installed_converters_read_our_export(saved: Path, tmp_path: Path) -
     for name, master in masters.items():
         assert torch.equal(merged[name], master)
         file = tmp_path / "universal" / "zero" / name / "fp32.pt"
-        assert torch.equal(
-            torch.load(file, weights_only=False)["param"].view(-1), master.view(-1)
-        )
+        assert torch.equal(torch.load(file, weights_only=False)["param"].view(-1), master.view(-1))
 
 
-def test_what_is_no_zero_checkpoint_is_refused(
-    saved: Path, tmp_path: Path, capsys: Any
-) -> None:
+def test_what_is_no_zero_checkpoint_is_refused(saved: Path, tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "tag").mkdir()
     (tmp_path / "latest").write_text("tag")
     for name, data, message in (
@@ -306,9 +275,7 @@ def test_what_is_no_zero_checkpoint_is_refused(
         (tmp_path / "tag" / name).write_bytes(data)
         assert main(["import", str(tmp_path), str(tmp_path / "out")]) == 2
         assert message in capsys.readouterr().err
-    torch.save(
-        {"module": {}, "optimizer": None, "buffer_names": []}, tmp_path / "tag" / name
-    )
+    torch.save({"module": {}, "optimizer": None, "buffer_names": []}, tmp_path / "tag" / name)
     assert main(["import", str(tmp_path), str(tmp_path / "out")]) == 2
     assert "no optimizer state" in capsys.readouterr().err
     (tmp_path / "tag" / "zero").mkdir()  # as ds_to_universal writes it

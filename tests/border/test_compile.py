@@ -45,10 +45,7 @@ def compile_plain(model: nn.Module, backend: str) -> None:
         ({**STREAMED, "activations": "keep", "chunk": 1}, "fp32", "aot_eager"),
         ({"window": None, "resident_layers": "all"}, "bf16", "aot_eager"),
         pytest.param(
-            {**STREAMED, "activations": "recompute"},
-            "bf16",
-            "inductor",
-            marks=pytest.mark.slow,
+            {**STREAMED, "activations": "recompute"}, "bf16", "inductor", marks=pytest.mark.slow
         ),
     ],
 )
@@ -78,18 +75,12 @@ def test_blocks_that_the_engine_compiles_have_the_bits_of_compiled_plain_ones(
         with torch.no_grad():
             expected = both.on(3)(both.model)
             next(both.model.blocks[0].parameters()).mul_(2.0)
-            assert torch.equal(both.on(3)(copied), expected), (
-                "it runs the original's blocks"
-            )
+            assert torch.equal(both.on(3)(copied), expected), "it runs the original's blocks"
             next(both.model.blocks[0].parameters()).div_(2.0)
 
 
-@pytest.mark.parametrize(
-    ("activations", "first"), [("keep", True), ("recompute", False)]
-)
-def test_a_block_that_compiles_itself_has_the_same_bits(
-    activations: str, first: bool
-) -> None:
+@pytest.mark.parametrize(("activations", "first"), [("keep", True), ("recompute", False)])
+def test_a_block_that_compiles_itself_has_the_same_bits(activations: str, first: bool) -> None:
     model = MODELS["gpt"]()[0]
 
     def compile_blocks() -> None:

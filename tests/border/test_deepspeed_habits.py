@@ -20,9 +20,7 @@ from tests.support.training import config
 from tests.support.twin import Twin, twin
 
 
-def test_a_model_in_torchs_data_parallelism_is_refused_with_the_way(
-    tmp_path: Path,
-) -> None:
+def test_a_model_in_torchs_data_parallelism_is_refused_with_the_way(tmp_path: Path) -> None:
     model, _ = MODELS["gpt"]()
     with one_rank(tmp_path):
         wrapped = nn.parallel.DistributedDataParallel(model)
@@ -40,9 +38,7 @@ def test_emptying_the_partition_cache_changes_nothing() -> None:
 def test_generation_without_the_hooks_of_stage_3_changes_nothing() -> None:
     with twin() as both:
         both.train(0)
-        with deepspeed.runtime.zero.unwrap_model_for_generation(
-            both.engine
-        ) as unwrapped:
+        with deepspeed.runtime.zero.unwrap_model_for_generation(both.engine) as unwrapped:
             assert all(p.numel() for p in unwrapped.parameters())
         both.train(1)
 
@@ -72,17 +68,13 @@ def test_the_config_sets_the_level_of_deepspeeds_logger() -> None:
 
 def test_what_deepspeed_refuses_is_its_own_error_too() -> None:
     wrong = {"train_batch_size": 1, "checkpoint": {"tag_validation": "foo"}}
-    with pytest.raises(
-        deepspeed.DeepSpeedConfigError, match="tag_validation"
-    ) as refusal:
+    with pytest.raises(deepspeed.DeepSpeedConfigError, match="tag_validation") as refusal:
         configs.load(wrong)
     assert isinstance(refusal.value, ConfigError)
 
 
 def test_the_loss_scale_goes_on_after_a_checkpoint(tmp_path: Path) -> None:
-    section = {
-        "fp16": {"enabled": True, "initial_scale_power": 6, "loss_scale_window": 1}
-    }
+    section = {"fp16": {"enabled": True, "initial_scale_power": 6, "loss_scale_window": 1}}
     first, second = (Twin(extra=section) for _ in range(2))
     try:
         for micro in range(3):
@@ -99,34 +91,24 @@ def test_the_loss_scale_goes_on_after_a_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_where_no_loss_is_scaled_the_scale_is_1_and_fixed(
-    precision: str, tmp_path: Path
-) -> None:
+def test_where_no_loss_is_scaled_the_scale_is_1_and_fixed(precision: str, tmp_path: Path) -> None:
     """As DeepSpeed's optimizer says. Its engine answers with `fp16.loss_scale` of the config, which
     is 0, for dynamic, where there is no such section."""
     with one_rank(tmp_path):
         theirs_model, _ = MODELS["gpt"]()
         bf16 = precision == "bf16"
         with deepspeeds_engine(theirs_model, stage=1, bf16=bf16) as theirs:
-            theirs_scale = (
-                theirs.optimizer.loss_scale,
-                theirs.optimizer.dynamic_loss_scale,
-            )
+            theirs_scale = (theirs.optimizer.loss_scale, theirs.optimizer.dynamic_loss_scale)
     with twin(precision=precision) as both:
         optimizer = both.engine.optimizer
         assert (optimizer.loss_scale, optimizer.dynamic_loss_scale) == theirs_scale
-        assert (
-            both.engine.loss_scale(),
-            both.engine.dynamic_loss_scale(),
-        ) == theirs_scale
+        assert (both.engine.loss_scale(), both.engine.dynamic_loss_scale()) == theirs_scale
 
 
 @pytest.mark.parametrize(
     ("section", "expected"), [({}, (0.0, True)), ({"loss_scale": 64}, (64.0, False))]
 )
-def test_in_fp16_the_engines_scale_is_the_configs(
-    section: dict[str, Any], expected: Any
-) -> None:
+def test_in_fp16_the_engines_scale_is_the_configs(section: dict[str, Any], expected: Any) -> None:
     """0 means dynamic: `optimizer.loss_scale` is what the next loss is multiplied with."""
     both = Twin(extra={"fp16": {"enabled": True, **section}})
     assert (both.engine.loss_scale(), both.engine.dynamic_loss_scale()) == expected

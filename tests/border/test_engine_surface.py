@@ -45,9 +45,7 @@ PUBLIC = [
     if not name.startswith("_")
     and getattr(deepspeed.DeepSpeedEngine, name) is not getattr(nn.Module, name, None)
 ]
-OWN = [
-    one for one in StrongholdEngine.__mro__ if one.__module__.startswith("stronghold")
-]
+OWN = [one for one in StrongholdEngine.__mro__ if one.__module__.startswith("stronghold")]
 IMPLEMENTED = {name for one in OWN for name in vars(one)} - {*REFUSED}
 
 
@@ -116,9 +114,7 @@ def make(name: str = "gpt", **options: Any) -> tuple[StrongholdEngine, Any]:
 def test_every_public_name_of_deepspeeds_engine_has_its_place() -> None:
     places = (IMPLEMENTED, set(REFUSED), INHERITED)
     strangers = [name for name in PUBLIC if not any(name in place for place in places)]
-    assert strangers == [], (
-        "implement them, or list them in stronghold/engine/refusals.py or above"
-    )
+    assert strangers == [], "implement them, or list them in stronghold/engine/refusals.py or above"
     twice = [name for name in PUBLIC if sum(name in place for place in places) > 1]
     assert twice == []
 
@@ -128,9 +124,7 @@ def test_the_tables_name_nothing_that_deepspeed_does_not_have() -> None:
     assert set(REFUSED) <= set(PUBLIC)
 
 
-def test_a_step_of_several_micro_batches_is_absent_as_in_deepspeeds_plain_engine() -> (
-    None
-):
+def test_a_step_of_several_micro_batches_is_absent_as_in_deepspeeds_plain_engine() -> None:
     """DeepSpeed's pipeline engine alone takes an iterator."""
     engine, _ = make()
     for name in ("train_batch", "eval_batch"):
@@ -142,9 +136,7 @@ def test_a_step_of_several_micro_batches_is_absent_as_in_deepspeeds_plain_engine
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_every_attribute_that_deepspeeds_engine_gives_itself_is_there(
-    training: bool,
-) -> None:
+def test_every_attribute_that_deepspeeds_engine_gives_itself_is_there(training: bool) -> None:
     model, _ = MODELS["gpt"]()
     settings = {**config(), **({} if training else {"optimizer": None})}
     engine, *_ = stronghold.initialize(model=model, config=settings)
@@ -156,9 +148,7 @@ def test_every_attribute_that_deepspeeds_engine_gives_itself_is_there(
     engine.destroy()
 
 
-def test_what_is_not_enabled_has_the_value_that_deepspeed_gives_it(
-    tmp_path: Path,
-) -> None:
+def test_what_is_not_enabled_has_the_value_that_deepspeed_gives_it(tmp_path: Path) -> None:
     ours, _ = make()
     with one_rank(tmp_path):
         model, _ = MODELS["gpt"]()
@@ -166,12 +156,9 @@ def test_what_is_not_enabled_has_the_value_that_deepspeed_gives_it(
             compared = [
                 name
                 for name in ASSIGNED
-                if name not in OTHERWISE
-                and isinstance(getattr(theirs, name, ...), PLAIN)
+                if name not in OTHERWISE and isinstance(getattr(theirs, name, ...), PLAIN)
             ]
-            assert {"losses", "mesh_device", "num_experts", "scale_wrt_gas"} <= set(
-                compared
-            )
+            assert {"losses", "mesh_device", "num_experts", "scale_wrt_gas"} <= set(compared)
             names = list(theirs.param_names.values())
             assert list(ours.param_names.values()) == names
             assert [*ours.param_names] == [*ours.module.parameters()]
@@ -182,9 +169,7 @@ def test_what_is_not_enabled_has_the_value_that_deepspeed_gives_it(
             assert vars(ours.engine_timers) == vars(theirs.engine_timers)
             for group in ("data_parallel_group", "seq_data_parallel_group"):
                 of_ranks = torch.distributed.get_process_group_ranks
-                assert of_ranks(getattr(ours, group)) == of_ranks(
-                    getattr(theirs, group)
-                )
+                assert of_ranks(getattr(ours, group)) == of_ranks(getattr(theirs, group))
     ours.destroy()
 
 
@@ -196,11 +181,7 @@ def test_the_timers_that_are_on_are_deepspeeds_and_so_are_their_times() -> None:
     engine.step()
     times = engine.engine_timers_cache
     assert times == engine.get_wall_clock_timers()
-    assert (
-        {"fwd", "bwd", "step"}
-        <= times.keys()
-        <= {*engine.engine_timers.active_timers()}
-    )
+    assert {"fwd", "bwd", "step"} <= times.keys() <= {*engine.engine_timers.active_timers()}
     engine.destroy()
 
 
@@ -214,9 +195,7 @@ def test_the_timers_that_are_on_are_deepspeeds_and_so_are_their_times() -> None:
         ("quantizer", None),
     ],
 )
-def test_what_deepspeed_has_removed_is_off_for_those_who_ask(
-    name: str, expected: Any
-) -> None:
+def test_what_deepspeed_has_removed_is_off_for_those_who_ask(name: str, expected: Any) -> None:
     """0.19.0 to 0.19.6 had these, with these values where a config did not ask for more."""
     engine, _ = make()
     found = getattr(engine, name)
@@ -264,10 +243,7 @@ def test_every_inherited_name_answers_on_a_live_engine(training: bool) -> None:
 
 @pytest.mark.parametrize("name", sorted(set(PUBLIC) & IMPLEMENTED))
 def test_an_implemented_method_takes_what_deepspeeds_takes(name: str) -> None:
-    theirs, ours = (
-        getattr(deepspeed.DeepSpeedEngine, name),
-        getattr(StrongholdEngine, name),
-    )
+    theirs, ours = (getattr(deepspeed.DeepSpeedEngine, name), getattr(StrongholdEngine, name))
     if not callable(theirs):
         assert not callable(ours)
         return
@@ -275,24 +251,14 @@ def test_an_implemented_method_takes_what_deepspeeds_takes(name: str) -> None:
     parameters = list(inspect.signature(theirs).parameters.values())[1:]
     if name == "backward":  # behind a decorator that hides its signature
         inner = deepspeed.DeepSpeedEngine.backward.__closure__
-        (theirs,) = (
-            c.cell_contents for c in inner if inspect.isfunction(c.cell_contents)
-        )
+        (theirs,) = (c.cell_contents for c in inner if inspect.isfunction(c.cell_contents))
         parameters = list(inspect.signature(theirs).parameters.values())[1:]
-    required = [
-        p
-        for p in parameters
-        if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD
-    ]
-    ordinary = [
-        p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    ]
+    required = [p for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    ordinary = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     engine = object()
     signature.bind(engine, *[0 for _ in required])
     signature.bind(engine, **{p.name: 0 for p in ordinary})
-    signature.bind(
-        engine, *[0 for p in ordinary if p.kind is p.POSITIONAL_OR_KEYWORD][:3]
-    )
+    signature.bind(engine, *[0 for p in ordinary if p.kind is p.POSITIONAL_OR_KEYWORD][:3])
 
 
 def test_initialize_takes_what_deepspeeds_takes() -> None:
@@ -324,15 +290,10 @@ def num_hooks_of(model: nn.Module) -> int:
     return on_modules + sum(map(num_hooks, model.parameters()))
 
 
-@pytest.mark.parametrize(
-    "name", ["gpt", "gpt_tied", "weird_model", "frozen", "unused", "llama"]
-)
+@pytest.mark.parametrize("name", ["gpt", "gpt_tied", "weird_model", "frozen", "unused", "llama"])
 def test_parameters_keep_identity_dtype_and_shape(name: str) -> None:
     model, make_batch = MODELS[name]()
-    before = {
-        k: (p, p.dtype, p.shape)
-        for k, p in model.named_parameters(remove_duplicate=False)
-    }
+    before = {k: (p, p.dtype, p.shape) for k, p in model.named_parameters(remove_duplicate=False)}
     keys = list(model.state_dict())
 
     def check() -> None:
@@ -366,10 +327,7 @@ def test_nothing_is_written_on_the_users_modules_but_hooks_that_go_again() -> No
         engine.backward(loss_of(engine(**make_batch(step))))
         engine.step()
     assert [set(vars(module)) for module in model.modules()] == names
-    assert all(
-        set(vars(parameter)) == set(ACCESS_ATTRIBUTES)
-        for parameter in model.parameters()
-    )
+    assert all(set(vars(parameter)) == set(ACCESS_ATTRIBUTES) for parameter in model.parameters())
     engine.destroy()
     assert all(set(vars(parameter)) == set() for parameter in model.parameters())
     assert anatomy(model) == before
@@ -384,14 +342,10 @@ def test_after_destroy_the_model_trains_on_in_plain_pytorch(precision: str) -> N
     both.engine.destroy()
     both.engine.destroy()
     assert lane_threads() == []
-    for ours, theirs in zip(
-        both.model.parameters(), both.plain.parameters(), strict=True
-    ):
+    for ours, theirs in zip(both.model.parameters(), both.plain.parameters(), strict=True):
         assert ours.device.type == "cpu"
         assert torch.equal(ours, theirs)
-    optimizers = [
-        torch.optim.SGD(m.parameters(), lr=0.1) for m in (both.model, both.plain)
-    ]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (both.model, both.plain)]
     for step in range(2):
         losses = [both.on(step)(model) for model in (both.model, both.plain)]
         assert torch.equal(*losses)
@@ -399,9 +353,7 @@ def test_after_destroy_the_model_trains_on_in_plain_pytorch(precision: str) -> N
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-    for ours, theirs in zip(
-        both.model.parameters(), both.plain.parameters(), strict=True
-    ):
+    for ours, theirs in zip(both.model.parameters(), both.plain.parameters(), strict=True):
         assert torch.equal(ours, theirs)
 
 
@@ -456,12 +408,8 @@ def test_generation_runs_through_the_engine_and_the_raw_model() -> None:
     prompt = make_batch(0)["input_ids"][:, :4]
     engine.eval()
     expected = plain.eval().generate(prompt, max_new_tokens=4, do_sample=False)
-    assert torch.equal(
-        engine.generate(prompt, max_new_tokens=4, do_sample=False), expected
-    )
-    assert torch.equal(
-        engine.module.generate(prompt, max_new_tokens=4, do_sample=False), expected
-    )
+    assert torch.equal(engine.generate(prompt, max_new_tokens=4, do_sample=False), expected)
+    assert torch.equal(engine.module.generate(prompt, max_new_tokens=4, do_sample=False), expected)
     engine.destroy()
 
 
@@ -486,21 +434,13 @@ ZEROES: dict[str, Any] = {
     "engine": lambda both: both.engine.zero_grad(),
     "optimizer": lambda both: both.engine.optimizer.zero_grad(set_to_none=False),
     "model": lambda both: both.model.zero_grad(),
-    "a model around it": lambda both: nn.Sequential(both.model).zero_grad(
-        set_to_none=True
-    ),
-    "client's optimizer": lambda both: torch.optim.SGD(
-        both.model.parameters()
-    ).zero_grad(),
+    "a model around it": lambda both: nn.Sequential(both.model).zero_grad(set_to_none=True),
+    "client's optimizer": lambda both: torch.optim.SGD(both.model.parameters()).zero_grad(),
 }
 PLACES: dict[str, dict[str, Any]] = {
     "streamed": {"window": 1},
     "resident": {"resident_layers": 1, "window": 1},
-    "updated on the gpu": {
-        "resident_layers": 1,
-        "resident_updates": "gpu",
-        "window": 1,
-    },
+    "updated on the gpu": {"resident_layers": 1, "resident_updates": "gpu", "window": 1},
     "whole": {"resident_layers": "all", "resident_updates": "gpu"},
 }
 
@@ -552,9 +492,7 @@ def test_gradients_of_a_part_are_not_thrown_away_alone() -> None:
     with twin() as both:
         both.model.blocks[0].zero_grad()
         both.backward(both.on(0))
-        with pytest.raises(
-            ConfigError, match=r"zero_grad .* of a part of the model, without"
-        ):
+        with pytest.raises(ConfigError, match=r"zero_grad .* of a part of the model, without"):
             both.model.blocks[0].zero_grad()
         both.step()
 
@@ -618,9 +556,7 @@ def test_engines_do_not_know_of_each_other() -> None:
     assert lane_threads() == []
 
 
-def test_an_engine_plans_with_what_the_others_have_left(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_engine_plans_with_what_the_others_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """Masters, moments and gradients are taken at the first backward: planned is not free."""
     gc.collect()
     monkeypatch.setattr(demand, "available_host_bytes", lambda: 1 << 30)
@@ -628,9 +564,7 @@ def test_an_engine_plans_with_what_the_others_have_left(
     for _ in range(3):
         model, make_batch = MODELS["gpt"]()
         engines.append(
-            initialized(
-                model, config(section={"activations": "recompute", "window": 1})
-            )
+            initialized(model, config(section={"activations": "recompute", "window": 1}))
         )
         # the first one takes what is its own, and leaves the device
         if len(engines) == 2:
@@ -641,9 +575,7 @@ def test_an_engine_plans_with_what_the_others_have_left(
     before, first, second, third = reserved
     plan = engines[1].plan
     assert plan.activation_bytes <= first[0] - before[0] <= plan.gpu_total_bytes
-    assert (
-        first[1] - before[1] == plan.host_total_bytes - engines[1].inspect().host_bytes
-    )
+    assert first[1] - before[1] == plan.host_total_bytes - engines[1].inspect().host_bytes
     assert second == first != before
     assert third > second
     budgets = [engine.inspect().demand.host_budget_bytes for engine in engines]
@@ -658,16 +590,12 @@ def test_a_model_that_an_engine_trains_is_refused_until_it_is_given_back() -> No
     a second one that trains takes over (below)."""
     both = Twin()
     both.train(0)
-    reference = {
-        key: value for key, value in both.settings.items() if key != "optimizer"
-    }
+    reference = {key: value for key, value in both.settings.items() if key != "optimizer"}
     inside = nn.Sequential(both.model)
 
     def refused(model: nn.Module, settings: dict[str, Any]) -> None:
         with pytest.raises(ConfigError, match=r"already; call its destroy\(\) first"):
-            stronghold.initialize(
-                model=model, config=settings, model_parameters=model.parameters()
-            )
+            stronghold.initialize(model=model, config=settings, model_parameters=model.parameters())
 
     refused(inside, both.settings)
     refused(both.model, reference)
@@ -745,11 +673,7 @@ def test_an_inspection_says_what_a_bug_report_needs() -> None:
         assert (now.ranks.rank, now.ranks.num_ranks) == (now.ranks.node, 1) == (0, 1)
         assert now.ranks.received_bytes == now.ranks.received_from_nodes_bytes == 0
         assert now.traffic.num_fetches > before.traffic.num_fetches
-        parts = {
-            part.name: (layer, part)
-            for layer in now.layers
-            for part in layer.layout.slices
-        }
+        parts = {part.name: (layer, part) for layer in now.layers for part in layer.layout.slices}
         for name, parameter in both.model.named_parameters():
             layer, part = parts[name]
             assert torch.equal(layer.read("weights", part).view(part.shape), parameter)
@@ -774,9 +698,7 @@ def test_a_plan_is_not_changed_while_gradients_wait_for_their_step() -> None:
         both.backward(both.on(1))
         now = both.engine.inspect()
         other = make_plan(now.layout, dataclasses.replace(now.demand, window=2))
-        with pytest.raises(
-            ConfigError, match=r"engine\.replan: gradients .* are waiting"
-        ):
+        with pytest.raises(ConfigError, match=r"engine\.replan: gradients .* are waiting"):
             both.engine.replan(other)
         both.step()
         assert both.engine.replan(other)

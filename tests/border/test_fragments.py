@@ -55,9 +55,7 @@ def pairs_of(both: Twin) -> list[tuple[str, nn.Parameter, nn.Parameter]]:
 def master_of(both: Twin, plain: nn.Parameter) -> torch.Tensor:
     low = both.adam.state[plain].get("low")
     flat = plain.detach().reshape(-1).contiguous()
-    return (
-        join_master(flat, low).view(plain.shape) if low is not None else plain.detach()
-    )
+    return join_master(flat, low).view(plain.shape) if low is not None else plain.detach()
 
 
 def write_plain(both: Twin, plain: nn.Parameter, master: torch.Tensor) -> None:
@@ -70,24 +68,18 @@ def write_plain(both: Twin, plain: nn.Parameter, master: torch.Tensor) -> None:
 
 def check_states(both: Twin) -> None:
     for name, ours, plain in pairs_of(both):
-        assert torch.equal(
-            utils.safe_get_full_fp32_param(ours), master_of(both, plain)
-        ), name
+        assert torch.equal(utils.safe_get_full_fp32_param(ours), master_of(both, plain)), name
         for moment in MOMENTS:
             states = both.adam.states(plain)
             decoded = states.decode(states.moment(moment), both.adam.state[plain])
             expected = decoded.view(plain.shape)
-            assert torch.equal(
-                utils.safe_get_full_optimizer_state(ours, moment), expected
-            ), name
+            assert torch.equal(utils.safe_get_full_optimizer_state(ours, moment), expected), name
             local = utils.safe_get_local_optimizer_state(ours, moment)
             assert torch.equal(local, expected.view(-1)), name
 
 
 @pytest.mark.parametrize(("place", "mode"), each(list(PLACES), list(MODES)))
-def test_what_is_written_is_read_and_trained_on(
-    place: str, mode: str, tmp_path: Path
-) -> None:
+def test_what_is_written_is_read_and_trained_on(place: str, mode: str, tmp_path: Path) -> None:
     """Against a plain loop whose masters, moments and gradients are written by hand."""
     with twin("gpt", section=placed(place, tmp_path), **MODES[mode]) as both:
         seeds = iter(range(99))
@@ -103,9 +95,7 @@ def test_what_is_written_is_read_and_trained_on(
                 written = states.decode(kept, arrays) * 0.75
                 for array, values in states.encode(kept, written).items():
                     arrays[array].copy_(values)
-                utils.safe_set_full_optimizer_state(
-                    ours, written.view(plain.shape), moment
-                )
+                utils.safe_set_full_optimizer_state(ours, written.view(plain.shape), moment)
         check_states(both)
         both.check()
         for _ in range(2):
@@ -121,9 +111,7 @@ def test_what_is_written_is_read_and_trained_on(
                     with torch.no_grad():
                         waits.mul_(0.5)
                     utils.safe_set_full_grad(ours, waits)
-                    assert torch.equal(
-                        utils.safe_get_local_grad(ours), waits.float().view(-1)
-                    )
+                    assert torch.equal(utils.safe_get_local_grad(ours), waits.float().view(-1))
             both.step()
         check_states(both)
 
@@ -135,9 +123,7 @@ def gloo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_values_are_those_that_deepspeed_gives_at_the_same_calls(
-    stage: int, gloo: None
-) -> None:
+def test_values_are_those_that_deepspeed_gives_at_the_same_calls(stage: int, gloo: None) -> None:
     """To the bit where nothing was computed but the gradient; Adam's rounding is torch's there."""
     model, make_batch = MODELS["gpt"]()
     theirs_model = MODELS["gpt"]()[0]
@@ -159,9 +145,7 @@ def test_values_are_those_that_deepspeed_gives_at_the_same_calls(
                     found, expected = look(p), look(q).float()
                     assert found.shape == expected.shape
                     bound = 0.0 if step == 0 else 2e-2
-                    assert torch.allclose(
-                        found, expected, rtol=bound, atol=bound / 10
-                    ), (k, step)
+                    assert torch.allclose(found, expected, rtol=bound, atol=bound / 10), (k, step)
             for engine in (ours, theirs):
                 engine.step()
     ours.destroy()
@@ -172,34 +156,24 @@ def test_states_can_be_read_and_written_before_the_first_step() -> None:
         for _, ours, plain in pairs_of(both):
             assert torch.equal(utils.safe_get_full_fp32_param(ours), plain.float())
             zeros = torch.zeros(plain.shape)
-            assert torch.equal(
-                utils.safe_get_full_optimizer_state(ours, "exp_avg"), zeros
-            )
+            assert torch.equal(utils.safe_get_full_optimizer_state(ours, "exp_avg"), zeros)
             master = plain.detach().float() * 1.001
             utils.safe_set_full_fp32_param(ours, master)
             assert torch.equal(utils.safe_get_local_fp32_param(ours), master.view(-1))
             with torch.no_grad():
-                plain.copy_(
-                    both.adam.states(plain).split(master.view(-1))[0].view(plain.shape)
-                )
+                plain.copy_(both.adam.states(plain).split(master.view(-1))[0].view(plain.shape))
 
 
-def test_a_written_master_counts_when_its_layer_was_fetched_ahead(
-    tmp_path: Path,
-) -> None:
+def test_a_written_master_counts_when_its_layer_was_fetched_ahead(tmp_path: Path) -> None:
     """An evaluation leaves layers in slots; fp16 has masters beside the weights."""
     extra = {"fp16": {"enabled": True, "initial_scale_power": 4}}
     both = Twin(extra=extra)
     for _, ours, _ in pairs_of(both):
-        utils.safe_set_full_fp32_param(
-            ours, utils.safe_get_full_fp32_param(ours) + 0.25
-        )
+        utils.safe_set_full_fp32_param(ours, utils.safe_get_full_fp32_param(ours) + 0.25)
     with torch.no_grad():
         before = both.on(0)(both.engine)
         for _, ours, _ in pairs_of(both):
-            utils.safe_set_full_fp32_param(
-                ours, utils.safe_get_full_fp32_param(ours) - 0.25
-            )
+            utils.safe_set_full_fp32_param(ours, utils.safe_get_full_fp32_param(ours) - 0.25)
         after = both.on(0)(both.engine)
     assert not torch.equal(before, after)
     plain = both.plain.half()
@@ -215,9 +189,7 @@ def test_a_written_master_counts_when_its_layer_was_fetched_ahead(
 def test_what_cannot_be_had_is_refused_with_the_way() -> None:
     both = Twin(clipping=0.0)
     weight = both.model.head.weight
-    with pytest.raises(
-        ValueError, match=r"head.weight: gradients are only available after"
-    ):
+    with pytest.raises(ValueError, match=r"head.weight: gradients are only available after"):
         utils.safe_get_full_grad(weight)
     with pytest.raises(ValueError, match=r"optimizer state 'momentum' not found"):
         utils.safe_get_full_optimizer_state(weight, "momentum")
@@ -245,9 +217,7 @@ def test_local_functions_that_were_imported_before_the_engine_answer() -> None:
 
 
 @pytest.mark.parametrize("is_written", [False, True])
-def test_gradients_that_early_updates_have_used_are_read_and_written(
-    is_written: bool,
-) -> None:
+def test_gradients_that_early_updates_have_used_are_read_and_written(is_written: bool) -> None:
     with twin(clipping=0.0, early="all") as both:
         for step in range(3):
             both.backward(both.on(step))
@@ -268,13 +238,9 @@ def test_a_parameter_without_a_gradient_reads_zeros() -> None:
         for name, ours, theirs in pairs_of(both):
             if theirs.grad is None:
                 assert not utils.safe_get_full_grad(ours).any(), name
-                with pytest.raises(
-                    ConfigError, match="got no gradient in this backward"
-                ):
+                with pytest.raises(ConfigError, match="got no gradient in this backward"):
                     utils.safe_set_full_grad(ours, torch.ones(ours.shape))
-        utils.safe_update_full_grad_vectorized(
-            list(both.model.parameters()), lambda g, p: g * 2
-        )
+        utils.safe_update_full_grad_vectorized(list(both.model.parameters()), lambda g, p: g * 2)
         for p in both.parameters:
             if p.grad is not None:
                 p.grad.mul_(2)
@@ -287,15 +253,9 @@ def test_copies_have_no_attributes_and_gathered_parameters_are_the_newest() -> N
         kept = io.BytesIO()
         torch.save(both.engine.module, kept)
         kept.seek(0)
-        for model in (
-            copy.deepcopy(both.engine.module),
-            torch.load(kept, weights_only=False),
-        ):
+        for model in (copy.deepcopy(both.engine.module), torch.load(kept, weights_only=False)):
             assert all(vars(p) == {} for p in model.parameters())
-        with (
-            GatheredParameters(list(both.model.parameters()), modifier_rank=0),
-            torch.no_grad(),
-        ):
+        with GatheredParameters(list(both.model.parameters()), modifier_rank=0), torch.no_grad():
             both.check()
             for _, ours, plain in pairs_of(both):
                 ours.mul_(1.5)

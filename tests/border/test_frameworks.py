@@ -40,15 +40,11 @@ EVIDENCE = re.compile(r"(?:accelerate|transformers)/[\w/]+\.py:[\w.]+")
 def rows(heading: str) -> dict[str, list[str]]:
     """member -> evidence in the two packages, of the table under `heading`."""
     page = PAGE.read_text(encoding="utf-8")
-    [section] = [
-        part for part in re.split(r"^## ", page, flags=re.M) if part.startswith(heading)
-    ]
+    [section] = [part for part in re.split(r"^## ", page, flags=re.M) if part.startswith(heading)]
     found = {}
     for line in section.splitlines():
         if line.startswith("| `"):
-            member, touched, here = (
-                cell.strip() for cell in line.strip("|").split("|")
-            )
+            member, touched, here = (cell.strip() for cell in line.strip("|").split("|"))
             assert here
             found[member.strip("`")] = EVIDENCE.findall(touched)
     return found
@@ -62,9 +58,7 @@ def rows(heading: str) -> dict[str, list[str]]:
 def test_the_table_is_what_the_installed_sources_touch(
     heading: str, uses: Callable[[], set[Use]]
 ) -> None:
-    listed = {
-        (member, place) for member, places in rows(heading).items() for place in places
-    }
+    listed = {(member, place) for member, places in rows(heading).items() for place in places}
     installed = uses()
     assert installed - listed == set(), "uses that docs/members.md lacks"
     assert listed - installed == set(), "rows of docs/members.md whose use is gone"
@@ -77,13 +71,9 @@ def test_no_other_file_holds_an_engine() -> None:
         for path in (root / package).rglob("*.py"):
             text = path.read_text(encoding="utf-8")
             distinct = ENGINE_NAMES - {"engine", "self.engine"}
-            if "test_utils" in path.parts or not any(
-                f"{name}." in text for name in distinct
-            ):
+            if "test_utils" in path.parts or not any(f"{name}." in text for name in distinct):
                 continue
-            named = distinct & {
-                receiver for _, receiver, _ in accesses(ast.parse(text))
-            }
+            named = distinct & {receiver for _, receiver, _ in accesses(ast.parse(text))}
             if named and path.relative_to(root).as_posix() not in MODEL_IS_ENGINE:
                 strangers.add(path.relative_to(root).as_posix())
     assert strangers == set()
@@ -159,9 +149,7 @@ def check_config(live: Live) -> None:
 
 
 def check_module_state(live: Live) -> None:
-    state = {
-        name: value.clone() for name, value in live.engine.module_state_dict().items()
-    }
+    state = {name: value.clone() for name, value in live.engine.module_state_dict().items()}
     for parameter in live.model.parameters():
         parameter.data.zero_()
     live.engine.load_module_state_dict(state)
@@ -200,9 +188,7 @@ def check_checkpoint(live: Live) -> None:
     save = live.engine.save_checkpoint
     assert "exclude_frozen_parameters" in inspect.signature(save).parameters
     save(str(live.folder), client_state={"epoch": 3})
-    saved = {
-        name: value.clone() for name, value in live.engine.module_state_dict().items()
-    }
+    saved = {name: value.clone() for name, value in live.engine.module_state_dict().items()}
     for seed in range(2):
         live.engine.backward(live.loss(seed))
         live.engine.step()
@@ -278,9 +264,7 @@ ENGINE: dict[str, Callable[[Live], None]] = {
     "is_gradient_accumulation_boundary": check_boundary,
     "was_step_applied": check_boundary,
     "global_steps": check_boundary,
-    "get_global_grad_norm": true(
-        lambda live: float(live.engine.get_global_grad_norm()) > 0.0
-    ),
+    "get_global_grad_norm": true(lambda live: float(live.engine.get_global_grad_norm()) > 0.0),
     "no_sync": check_no_sync,
     "set_requires_gradient_sync": absent("set_requires_gradient_sync"),
     "zero_grad": true(lambda live: live.engine.zero_grad() is None),
@@ -299,9 +283,7 @@ ENGINE: dict[str, Callable[[Live], None]] = {
         )
     ),
     "modules": true(lambda live: live.model in set(live.engine.modules())),
-    "buffers": true(
-        lambda live: list(live.engine.buffers()) == list(live.model.buffers())
-    ),
+    "buffers": true(lambda live: list(live.engine.buffers()) == list(live.model.buffers())),
     "state_dict": true(
         lambda live: (
             live.engine.state_dict().keys()
@@ -328,12 +310,8 @@ ENGINE: dict[str, Callable[[Live], None]] = {
     "register_post_step_hook": absent("register_post_step_hook"),
     "train_batch_size": true(lambda live: live.engine.train_batch_size() == 4),
     "get_lr": true(lambda live: live.engine.get_lr() == [1e-2]),
-    "zero_optimization_stage": true(
-        lambda live: live.engine.zero_optimization_stage() == 0
-    ),
-    "optimizer": true(
-        lambda live: isinstance(live.engine.optimizer, torch.optim.Optimizer)
-    ),
+    "zero_optimization_stage": true(lambda live: live.engine.zero_optimization_stage() == 0),
+    "optimizer": true(lambda live: isinstance(live.engine.optimizer, torch.optim.Optimizer)),
     "lr_scheduler": check_scheduler,
     "training_dataloader": true(lambda live: live.engine.training_dataloader is None),
     "device": true(lambda live: live.engine.device == torch.device("cpu")),
@@ -348,9 +326,7 @@ ENGINE: dict[str, Callable[[Live], None]] = {
 
 
 def check_live_groups(live: Live) -> None:
-    before = {
-        name: value.clone() for name, value in live.engine.module_state_dict().items()
-    }
+    before = {name: value.clone() for name, value in live.engine.module_state_dict().items()}
     live.optimizer.param_groups[0]["lr"] = 0.0
     for _ in range(2):
         live.engine.backward(live.loss(2))
@@ -387,13 +363,7 @@ OPTIMIZER: dict[str, Callable[[Live], None]] = {
     "loss_scale": true(lambda live: live.optimizer.loss_scale == 1.0),
     **{
         name: absent_from_optimizer(name)
-        for name in (
-            "train",
-            "eval",
-            "optimizer",
-            "local_state_dict",
-            "clip_master_grads",
-        )
+        for name in ("train", "eval", "optimizer", "local_state_dict", "clip_master_grads")
     },
 }
 

@@ -43,10 +43,7 @@ def rows(folder: Path, name: str) -> list[tuple[int, float]]:
     (written,) = folder.rglob(f"Train_Samples_{name}.csv")
     lines = written.read_text().splitlines()
     assert lines[0] == f"step,{name}"
-    return [
-        (int(samples), float(found))
-        for samples, found in (x.split(",") for x in lines[1:])
-    ]
+    return [(int(samples), float(found)) for samples, found in (x.split(",") for x in lines[1:])]
 
 
 def train(extra: dict[str, Any], *, micro_batches: int, accumulation: int = 1) -> Any:
@@ -63,14 +60,10 @@ def train(extra: dict[str, Any], *, micro_batches: int, accumulation: int = 1) -
 
 
 def csv(folder: Path) -> dict[str, Any]:
-    return {
-        "csv_monitor": {"enabled": True, "output_path": str(folder), "job_name": "run"}
-    }
+    return {"csv_monitor": {"enabled": True, "output_path": str(folder), "job_name": "run"}}
 
 
-def test_monitors_get_the_mean_loss_and_the_rate_of_each_step_over_samples(
-    tmp_path: Path,
-) -> None:
+def test_monitors_get_the_mean_loss_and_the_rate_of_each_step_over_samples(tmp_path: Path) -> None:
     extra = {**csv(tmp_path), "scheduler": WARMUP}
     engine, losses = train(extra, micro_batches=6, accumulation=2)
     engine.destroy()
@@ -92,9 +85,7 @@ def test_monitors_get_the_early_updates_of_each_step(tmp_path: Path) -> None:
     kinds = ("committed", "left", "dropped")
     found = [rows(tmp_path, f"early_{kind}") for kind in kinds]
     assert [samples for samples, _ in found[0]] == [2, 4, 6]
-    assert [sum(n for _, n in row) for row in zip(*found, strict=True)] == [
-        num_early
-    ] * 3
+    assert [sum(n for _, n in row) for row in zip(*found, strict=True)] == [num_early] * 3
 
 
 def test_monitors_get_the_loss_scale_in_fp16(tmp_path: Path) -> None:
@@ -114,9 +105,7 @@ def test_a_writer_that_is_not_installed_is_an_import_error_and_frees_the_model(
     model, make_batch = MODELS["gpt"]()
     made = {**config(), "wandb": {"enabled": True}}
     with pytest.raises(ImportError):
-        stronghold.initialize(
-            model=model, config=made, model_parameters=model.parameters()
-        )
+        stronghold.initialize(model=model, config=made, model_parameters=model.parameters())
     model(**make_batch(0)).backward()
 
 
@@ -177,16 +166,10 @@ def test_instruments_never_change_training(tmp_path: Path) -> None:
     measured = {
         **csv(tmp_path),
         "wall_clock_breakdown": True,
-        "flops_profiler": {
-            "enabled": True,
-            "profile_step": 1,
-            "output_file": f"{tmp_path}/flops",
-        },
+        "flops_profiler": {"enabled": True, "profile_step": 1, "output_file": f"{tmp_path}/flops"},
     }
     runs = [
-        train_windowed(
-            MODELS["gpt"], steps=3, settings={**config(accumulation=2), **extra}
-        )
+        train_windowed(MODELS["gpt"], steps=3, settings={**config(accumulation=2), **extra})
         for extra in ({}, measured)
     ]
     assert_identical(*runs)
@@ -205,9 +188,7 @@ def test_dump_state_logs_the_config(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "DeepSpeed"):
         engine, _ = train({"dump_state": True}, micro_batches=1)
     engine.destroy()
-    assert any(
-        "gradient_accumulation_steps" in record.message for record in caplog.records
-    )
+    assert any("gradient_accumulation_steps" in record.message for record in caplog.records)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "torch.bfloat16"])

@@ -65,9 +65,7 @@ def expected_of(engine: Any) -> dict[str, torch.Tensor]:
     return result
 
 
-def assert_same(
-    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
-) -> None:
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert found[name].dtype is value.dtype, name
@@ -81,17 +79,13 @@ def assert_same(
         ["fp32", "bf16"],
     ),
 )
-def test_they_are_the_state_dict_after_a_step(
-    section: dict[str, Any], precision: str
-) -> None:
+def test_they_are_the_state_dict_after_a_step(section: dict[str, Any], precision: str) -> None:
     with twin(precision=precision, section=section) as both:
         for seed in range(2):
             both.train(seed)
             found = given(both.engine)
             assert_same(found, expected_of(both.engine))
-        assert list(found) == [
-            name for name in both.plain.state_dict() if name in found
-        ]
+        assert list(found) == [name for name in both.plain.state_dict() if name in found]
         both.train(2)
 
 
@@ -145,9 +139,7 @@ def test_no_tensor_is_copied_that_lies_where_it_is_wanted() -> None:
         both.train(0)
         both.engine.synchronize()
         addresses = {name: p.data_ptr() for name, p in both.model.named_parameters()}
-        for name, tensor in both.engine.named_weights(
-            device="cpu", dtype=torch.bfloat16
-        ):
+        for name, tensor in both.engine.named_weights(device="cpu", dtype=torch.bfloat16):
             assert tensor.data_ptr() == addresses[name]
             assert tensor.untyped_storage().nbytes() == tensor.nbytes
             assert not tensor.requires_grad
@@ -180,10 +172,7 @@ def test_tensors_that_are_kept_are_of_one_step() -> None:
         both.train(0)
         kept = dict(both.engine.named_weights())
         both.train(1)
-        assert_same(
-            {name: value.clone() for name, value in kept.items()},
-            expected_of(both.engine),
-        )
+        assert_same({name: value.clone() for name, value in kept.items()}, expected_of(both.engine))
 
 
 def test_an_iterator_over_two_steps_is_refused(tmp_path: Path) -> None:
@@ -209,11 +198,7 @@ def test_an_iterator_over_two_steps_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_between_backward_and_step_they_are_the_old_ones(accumulation: int) -> None:
     """Early updates write elsewhere: they change no bit of what is given, or of the step."""
-    options: dict[str, Any] = {
-        "accumulation": accumulation,
-        "early": "all",
-        "section": STREAMED,
-    }
+    options: dict[str, Any] = {"accumulation": accumulation, "early": "all", "section": STREAMED}
     with twin(precision="bf16", **options) as both:
         both.train(*range(accumulation))
         before = given(both.engine)
@@ -305,9 +290,7 @@ def test_a_destroyed_engine_says_so() -> None:
 
 # -- adapters --------------------------------------------------------------------------------------
 def token_batch(seed: int) -> dict[str, Any]:
-    tokens = torch.randint(
-        VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(seed)
-    )
+    tokens = torch.randint(VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(seed))
     return {"input_ids": tokens, "labels": tokens}
 
 
@@ -315,10 +298,7 @@ def adapted(kind: str) -> Any:
     """A tiny Llama with adapters of a kind, with the same bits at each call."""
     torch.manual_seed(0)
     base = llama_of(24, 52, 2, 2, 1, VOCABULARY)
-    targets: dict[str, Any] = {
-        "target_modules": ["q_proj", "down_proj"],
-        "task_type": "CAUSAL_LM",
-    }
+    targets: dict[str, Any] = {"target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"}
     settings = {
         "lora": peft.LoraConfig(r=4, init_lora_weights=False, **targets),
         "dora": peft.LoraConfig(r=4, init_lora_weights=False, use_dora=True, **targets),
@@ -348,10 +328,7 @@ def adapted(kind: str) -> Any:
     [
         "lora",
         "head",
-        *(
-            pytest.param(k, marks=pytest.mark.slow)
-            for k in ("dora", "tokens", "embedding", "ia3")
-        ),
+        *(pytest.param(k, marks=pytest.mark.slow) for k in ("dora", "tokens", "embedding", "ia3")),
     ],
 )
 def test_merged_adapters_are_pefts(kind: str) -> None:

@@ -10,10 +10,7 @@ import deepspeed
 import pytest
 import torch
 from deepspeed import utils
-from deepspeed.runtime.zero.offload_config import (
-    OffloadDeviceEnum,
-    OffloadStateTypeEnum,
-)
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
@@ -79,9 +76,7 @@ def test_masters_of_their_own_take_what_was_written_while_the_model_was_away() -
     both.engine.destroy()
 
 
-def test_a_checkpoint_of_a_model_that_is_away_is_that_of_one_that_is_not(
-    tmp_path: Path,
-) -> None:
+def test_a_checkpoint_of_a_model_that_is_away_is_that_of_one_that_is_not(tmp_path: Path) -> None:
     with twin(section=MIXED) as both, twin(section=MIXED) as other:
         both.train(0)
         both.engine.offload_states()
@@ -145,30 +140,21 @@ WITHOUT_WEIGHTS = [
 
 @pytest.mark.parametrize(
     ("section", "precision"),
-    each(
-        {"streamed": {}, "mixed": MIXED, "fresh": FRESH, "whole": WHOLE},
-        ["fp32", "bf16"],
-    ),
+    each({"streamed": {}, "mixed": MIXED, "fresh": FRESH, "whole": WHOLE}, ["fp32", "bf16"]),
 )
-def test_weights_that_stay_are_evaluated(
-    section: dict[str, Any], precision: str
-) -> None:
+def test_weights_that_stay_are_evaluated(section: dict[str, Any], precision: str) -> None:
     """As OpenRLHF calls it: optimizer states leave at first, and log-probabilities are computed
     while they are away."""
     with twin(precision=precision, section=section) as both:
         optimizer, device = both.engine.optimizer, both.engine.inspect().device
-        optimizer.offload_states(
-            include=WITHOUT_WEIGHTS, pin_memory=True, non_blocking=True
-        )
+        optimizer.offload_states(include=WITHOUT_WEIGHTS, pin_memory=True, non_blocking=True)
         both.engine.empty_partition_cache()
         both.engine.reload_states(non_blocking=True)
         before = device.memory.allocated_bytes
         both.train(0)
         assert device.memory.allocated_bytes > before
         for _ in range(2):
-            optimizer.offload_states(
-                include=WITHOUT_WEIGHTS, device=OffloadDeviceEnum.cpu
-            )
+            optimizer.offload_states(include=WITHOUT_WEIGHTS, device=OffloadDeviceEnum.cpu)
         assert device.memory.allocated_bytes == before
         with torch.no_grad():
             for model in (both.engine, both.engine.module):
@@ -188,9 +174,7 @@ def test_states_that_are_away_are_not_trained() -> None:
         losses = [both.on(1)(both.engine)]
         backwards = (lambda: both.engine.backward(losses[0]), losses[0].backward)
         for call in (*backwards, both.engine.step):
-            with pytest.raises(
-                ConfigError, match=r"masters, moments and gradients .*reload"
-            ):
+            with pytest.raises(ConfigError, match=r"masters, moments and gradients .*reload"):
                 call()
         losses.clear()
         del backwards, call
@@ -256,9 +240,7 @@ def test_a_graph_from_before_is_refused_by_name() -> None:
 def test_after_a_call_of_the_module_that_raised_everything_leaves() -> None:
     with twin(section=MIXED) as both:
         both.train(0)
-        block = next(
-            m for m in both.model.modules() if isinstance(m, torch.nn.LayerNorm)
-        )
+        block = next(m for m in both.model.modules() if isinstance(m, torch.nn.LayerNorm))
 
         def fail(*_: Any) -> None:
             raise KeyboardInterrupt
@@ -282,9 +264,7 @@ def test_within_a_pass_nothing_leaves() -> None:
                 both.engine.offload_states()
             seen.append("forward")
 
-        block = next(
-            m for m in both.model.modules() if isinstance(m, torch.nn.LayerNorm)
-        )
+        block = next(m for m in both.model.modules() if isinstance(m, torch.nn.LayerNorm))
         handle = block.register_forward_hook(look)
         both.train(0)
         handle.remove()
@@ -316,15 +296,11 @@ def test_an_engine_that_is_destroyed_or_gone_says_so() -> None:
     optimizer = both.engine.optimizer
     both.engine.destroy()
     for call in (optimizer.offload_states, optimizer.reload_states):
-        with pytest.raises(
-            ConfigError, match=f"engine.{call.__name__}: .* was destroyed"
-        ):
+        with pytest.raises(ConfigError, match=f"engine.{call.__name__}: .* was destroyed"):
             call()
     both.engine = None
     for call in (optimizer.offload_states, optimizer.reload_states):
-        with pytest.raises(
-            ConfigError, match=f"optimizer.{call.__name__}.* not connected"
-        ):
+        with pytest.raises(ConfigError, match=f"optimizer.{call.__name__}.* not connected"):
             call()
 
 
@@ -332,10 +308,7 @@ def test_an_engine_that_is_destroyed_or_gone_says_so() -> None:
 def test_signatures_are_deepspeeds(name: str) -> None:
     def arguments(of: type) -> list[tuple[str, Any]]:
         signature = inspect.signature(getattr(of, name))
-        return [
-            (parameter.name, parameter.default)
-            for parameter in signature.parameters.values()
-        ]
+        return [(parameter.name, parameter.default) for parameter in signature.parameters.values()]
 
     expected = arguments(deepspeed.DeepSpeedEngine)
     for cls in (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3):

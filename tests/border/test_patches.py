@@ -32,13 +32,7 @@ from deepspeed.utils import zero_to_fp32
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
-from transformers import (
-    DynamicCache,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers.core_model_loading import WeightRenaming
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -91,12 +85,7 @@ def gpt2(**changes: Any) -> GPT2LMHeadModel:
 
 
 def llama() -> LlamaForCausalLM:
-    sizes = {
-        "hidden_size": 8,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "vocab_size": 11,
-    }
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 11}
     return LlamaForCausalLM(LlamaConfig(intermediate_size=8, **sizes))
 
 
@@ -111,12 +100,8 @@ MAKERS: dict[Any, Callable[[], Any]] = {
 
 # -- the table -------------------------------------------------------------------------------------
 def test_every_row_has_one_test_and_every_test_one_row() -> None:
-    tests = {
-        name.removeprefix("test_") for name in globals() if name.startswith("test_")
-    }
-    about_the_table = {
-        name for name in tests if name.startswith(("every_", "an_untried_"))
-    }
+    tests = {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
+    about_the_table = {name for name in tests if name.startswith(("every_", "an_untried_"))}
     assert tests - about_the_table == set(ROWS)
     assert len(ROWS) == len(PATCHES)
 
@@ -128,20 +113,14 @@ def test_every_name_exists(key: str) -> None:
 
 
 def test_every_row_says_how_long_its_change_lasts() -> None:
-    assert all(
-        (p.lifetime is Lifetime.NOTHING) is (p.manner is Manner.USED) for p in PATCHES
-    )
+    assert all((p.lifetime is Lifetime.NOTHING) is (p.manner is Manner.USED) for p in PATCHES)
 
 
 def test_every_pinned_version_was_tried() -> None:
     pins = (Path(__file__).parents[2] / "constraints.txt").read_text(encoding="utf-8")
-    pinned = dict(
-        line.split(" ;")[0].split("==") for line in pins.splitlines() if "==" in line
-    )
+    pinned = dict(line.split(" ;")[0].split("==") for line in pins.splitlines() if "==" in line)
     packages = {patch.package for patch in PATCHES if patch.package.name != "python"}
-    assert {
-        p.name: pinned[p.name] for p in packages if pinned[p.name] not in p.tried
-    } == {}
+    assert {p.name: pinned[p.name] for p in packages if pinned[p.name] not in p.tried} == {}
 
 
 def test_an_untried_version_is_one_phrase() -> None:
@@ -158,10 +137,7 @@ def test_an_untried_version_is_one_phrase() -> None:
 def test_an_untried_version_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    packages = [
-        Package(name="torch", tried=("1.0",)),
-        Package(name="not_imported", tried=("1",)),
-    ]
+    packages = [Package(name="torch", tried=("1.0",)), Package(name="not_imported", tried=("1",))]
     monkeypatch.setattr("stronghold.streaming.patches.versions.PACKAGES", packages)
     report_untried.cache_clear()
     report_untried()
@@ -175,18 +151,14 @@ def test_an_untried_version_is_logged_once(
 
 # -- DeepSpeed and Accelerate ----------------------------------------------------------------------
 def test_initialize() -> None:
-    assert {"args", "config", "config_params"} <= set(
-        parameters_of(deepspeed.initialize)
-    )
+    assert {"args", "config", "config_params"} <= set(parameters_of(deepspeed.initialize))
     source = inspect.getsource(importlib.import_module("accelerate.accelerator"))
     assert "import deepspeed" in source
     assert "deepspeed.initialize" in source  # read at the call, not imported once
 
 
 def test_zero_init() -> None:
-    assert {"config_dict_or_path", "config"} <= set(
-        parameters_of(deepspeed.zero.Init.__init__)
-    )
+    assert {"config_dict_or_path", "config"} <= set(parameters_of(deepspeed.zero.Init.__init__))
     context = deepspeed.zero.Init.__new__(deepspeed.zero.Init)
     context.enabled = False
     with context:
@@ -201,9 +173,7 @@ def test_zero_to_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     assert names <= set(parameters_of(named(name)))
     state = {"weight": torch.ones(1, 1), "bias": torch.zeros(1)}
     monkeypatch.setattr(zero_to_fp32, name.rpartition(".")[2], lambda *_, **__: state)
-    loaded = zero_to_fp32.load_state_dict_from_zero_checkpoint(
-        nn.Linear(1, 1), "nowhere"
-    )
+    loaded = zero_to_fp32.load_state_dict_from_zero_checkpoint(nn.Linear(1, 1), "nowhere")
     assert loaded.weight.item() == 1.0
 
 
@@ -275,11 +245,7 @@ def test_data() -> None:
     other = torch.zeros(3)
     descriptor: Any = torch.Tensor.data
     descriptor.__set__(parameter, other)
-    assert (
-        parameter.data_ptr()
-        == descriptor.__get__(parameter).data_ptr()
-        == other.data_ptr()
-    )
+    assert parameter.data_ptr() == descriptor.__get__(parameter).data_ptr() == other.data_ptr()
     assert parameter.requires_grad
     assert parameter.is_leaf
 
@@ -328,9 +294,7 @@ def test_clipping(monkeypatch: pytest.MonkeyPatch) -> None:
     owner, _, attribute = name.rpartition(".")
     assert parameters_of(named(name))[:3] == ["parameters", "max_norm", "total_norm"]
     calls: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(
-        named(owner), attribute, lambda *given, **_: calls.append(given)
-    )
+    monkeypatch.setattr(named(owner), attribute, lambda *given, **_: calls.append(given))
     parameter = nn.Parameter(torch.ones(3))
     nn.utils.clip_grad_norm_([parameter], 0.5)  # without a gradient, too
     parameter.grad = torch.ones(3)
@@ -398,9 +362,7 @@ def kept_on_context(function: Any, *args: Any) -> list[str]:
     context.save_for_backward = lambda *tensors: None
     function.forward(context, *args)
     values = vars(context).items()
-    return [
-        name for name, value in values if isinstance(value, torch.Tensor | list | tuple)
-    ]
+    return [name for name, value in values if isinstance(value, torch.Tensor | list | tuple)]
 
 
 def test_products() -> None:
@@ -408,15 +370,11 @@ def test_products() -> None:
     x = torch.randn(2, 64)
     linear = bitsandbytes.nn.Linear4bit(64, 8, bias=False).to("cpu")
     state = linear.weight.quant_state
-    assert kept_on_context(
-        functions.MatMul4Bit, x, linear.weight.data, None, None, state
-    ) == [
+    assert kept_on_context(functions.MatMul4Bit, x, linear.weight.data, None, None, state) == [
         "needs_input_grad",
         "tensors",
     ]
-    linear = bitsandbytes.nn.Linear8bitLt(64, 8, bias=False, has_fp16_weights=False).to(
-        "cpu"
-    )
+    linear = bitsandbytes.nn.Linear8bitLt(64, 8, bias=False, has_fp16_weights=False).to("cpu")
     linear(x)
     assert linear.weight.CB is None  # `settle` gives it back
     arguments = (x, linear.weight.data, None, None, linear.state)
@@ -424,17 +382,13 @@ def test_products() -> None:
     assert "tensors" in kept_on_context(functions.MatMul8bitLt, *arguments)
     # they read the names at each call
     for function in (functions.matmul, functions.matmul_4bit):
-        assert re.search(
-            r"MatMul\w+\.apply\(A, B, out, bias, ", inspect.getsource(function)
-        )
+        assert re.search(r"MatMul\w+\.apply\(A, B, out, bias, ", inspect.getsource(function))
 
 
 def test_evaluation_layout() -> None:
     forward = inspect.getsource(bitsandbytes.nn.Linear4bit.forward)
     assert "_convert_weight_packed_for_cpu(self.weight.data, quant_state)" in forward
-    assert parameters_of(
-        named("bitsandbytes.nn.modules._convert_weight_packed_for_cpu")
-    )[:2] == [
+    assert parameters_of(named("bitsandbytes.nn.modules._convert_weight_packed_for_cpu"))[:2] == [
         "qweight",
         "quant_state",
     ]
@@ -471,9 +425,7 @@ def test_hidden_class() -> None:
 
     class Hidden(nn.Parameter):
         @classmethod
-        def __torch_function__(
-            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ):
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None):
             functions.append(func)
             with autograd.without_torch_function():
                 return func(*args, **(kwargs or {}))
@@ -503,29 +455,18 @@ def test_full_functions() -> None:
         calls.append((name, *given, *options.values()))
         return name
 
-    mapping, *methods = (
-        name.rpartition(".")[2] for name in ROWS["full_functions"].names
-    )
+    mapping, *methods = (name.rpartition(".")[2] for name in ROWS["full_functions"].names)
     setattr(parameter, mapping, object())
     for name in methods:
-        setattr(
-            parameter,
-            name,
-            lambda *given, name=name, **more: answer(name, *given, **more),
-        )
+        setattr(parameter, name, lambda *given, name=name, **more: answer(name, *given, **more))
     value = torch.zeros(3)
     assert functions.safe_get_full_fp32_param(parameter) == "get_full_hp_param"
-    assert (
-        functions.safe_get_full_optimizer_state(parameter, "exp_avg")
-        == "get_full_hp_param"
-    )
+    assert functions.safe_get_full_optimizer_state(parameter, "exp_avg") == "get_full_hp_param"
     assert functions.safe_get_full_grad(parameter) == "get_full_hp_grad"
     functions.safe_set_full_fp32_param(parameter, value)
     functions.safe_set_full_optimizer_state(parameter, value, "exp_avg")
     functions.safe_set_full_grad(parameter, value)
-    assert [(call[0], call[-1]) for call in calls[1:2]] == [
-        ("get_full_hp_param", "exp_avg")
-    ]
+    assert [(call[0], call[-1]) for call in calls[1:2]] == [("get_full_hp_param", "exp_avg")]
     assert [call[0] for call in calls[3:]] == [
         "set_full_hp_param",
         "set_full_hp_param",
@@ -576,9 +517,7 @@ def test_loss_function() -> None:
     torch.testing.assert_close(result.loss, expected)
     calls = []
     name = ROWS["loss_function"].names[0].rpartition(".")[2]
-    vars(model)[name] = lambda *given, **options: (
-        calls.append((given, options)) or result.loss
-    )
+    vars(model)[name] = lambda *given, **options: calls.append((given, options)) or result.loss
     assert model(ids, labels=ids).loss is result.loss
     assert len(calls) == 1
     del vars(model)[name]
@@ -609,9 +548,7 @@ def test_opt_called() -> None:
         return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1)
 
     _, unmarked = schedule()
-    with pytest.warns(
-        UserWarning, match=r"lr_scheduler\.step\(\)` before `optimizer\.step"
-    ):
+    with pytest.warns(UserWarning, match=r"lr_scheduler\.step\(\)` before `optimizer\.step"):
         unmarked.step()
     optimizer, marked = schedule()
     modules.mark_stepped(optimizer)
@@ -645,9 +582,7 @@ def test_backward_number() -> None:
             numbers.append(autograd.backward_number())
             with torch.enable_grad():
                 inner = torch.ones(1, requires_grad=True) * 1.0
-                inner.register_hook(
-                    lambda _: numbers.append(autograd.backward_number())
-                )
+                inner.register_hook(lambda _: numbers.append(autograd.backward_number()))
                 inner.backward()
             numbers.append(autograd.backward_number())
             return gradient
@@ -706,9 +641,7 @@ def test_end_of_backward() -> None:
     weight = torch.ones(1, requires_grad=True)
     weight.register_post_accumulate_grad_hook(lambda _: order.append("gradient"))
     result = weight * 1.0
-    result.register_hook(
-        lambda _: autograd.at_end_of_backward(lambda: order.append("end"))
-    )
+    result.register_hook(lambda _: autograd.at_end_of_backward(lambda: order.append("end")))
     result.backward()
     assert order == ["gradient", "end"]
     with pytest.raises(RuntimeError):
@@ -757,9 +690,7 @@ def test_function_modes() -> None:
 
     class Refusing(torch.Tensor):
         @classmethod
-        def __torch_function__(
-            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ):
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None):
             raise AssertionError(func)
 
     tensor = torch.ones(2).as_subclass(Refusing)
@@ -771,9 +702,7 @@ def test_dispatch_mode() -> None:
     seen = []
 
     class Seen(autograd.TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
             seen.append(func)
             return func(*args, **(kwargs or {}))
 
@@ -809,9 +738,7 @@ def test_version() -> None:
         weight.add_(1.0)
         weight[0].mul_(2.0)  # of a view
         weight.view(2).copy_(torch.ones(2))
-    assert (
-        tensors.version_of(weight) == tensors.version_of(weight.detach()) == before + 3
-    )
+    assert tensors.version_of(weight) == tensors.version_of(weight.detach()) == before + 3
     with torch.inference_mode():
         tensor = torch.ones(1)
     with pytest.raises(RuntimeError, match="version counter"):
@@ -867,9 +794,7 @@ def test_one_storage_object() -> None:
 
 
 def test_sparse_parts() -> None:
-    twice = torch.sparse_coo_tensor(
-        torch.tensor([[1, 1]]), torch.tensor([2.0, 3.0]), (4,)
-    )
+    twice = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), torch.tensor([2.0, 3.0]), (4,))
     with pytest.raises(RuntimeError, match="uncoalesced"):
         twice.indices()
     indices, values = tensors.sparse_parts(twice)
@@ -879,10 +804,7 @@ def test_sparse_parts() -> None:
 def test_schema() -> None:
     add = tensors.arguments_of(torch.ops.aten.add_.Tensor)
     assert [argument.name for argument in add] == ["self", "other", "alpha"]
-    writes = [
-        argument.alias_info is not None and argument.alias_info.is_write
-        for argument in add
-    ]
+    writes = [argument.alias_info is not None and argument.alias_info.is_write for argument in add]
     assert writes == [True, False, False]
     view = tensors.arguments_of(torch.ops.aten.view.default)[0]
     assert not view.alias_info.is_write
@@ -914,9 +836,7 @@ def test_lazy_logits() -> None:
         __torch_function__ = function
 
         @classmethod
-        def __torch_dispatch__(
-            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ):
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None):
             return torch.full((2, 3), 7.0)
 
     empty = make(Empty, (2, 3), dtype=torch.float32, device=torch.device("cpu"))
@@ -941,9 +861,7 @@ def test_raw_stream() -> None:
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         assert address(torch.cuda.current_device()) == stream.cuda_stream
-    assert (
-        address(torch.cuda.current_device()) == torch.cuda.current_stream().cuda_stream
-    )
+    assert address(torch.cuda.current_device()) == torch.cuda.current_stream().cuda_stream
 
 
 # -- modules and parameters ------------------------------------------------------------------------
@@ -958,12 +876,7 @@ def test_compiled() -> None:
 
 
 def test_batch_norm() -> None:
-    norms = [
-        nn.BatchNorm1d(2),
-        nn.BatchNorm2d(2),
-        nn.BatchNorm3d(2),
-        nn.SyncBatchNorm(2),
-    ]
+    norms = [nn.BatchNorm1d(2), nn.BatchNorm2d(2), nn.BatchNorm3d(2), nn.SyncBatchNorm(2)]
     assert all(map(modules.is_batch_norm, [*norms, nn.LazyBatchNorm1d()]))
     others = [nn.LayerNorm(2), nn.GroupNorm(1, 2), nn.RMSNorm(2), nn.InstanceNorm1d(2)]
     assert not any(map(modules.is_batch_norm, others))
@@ -1003,9 +916,7 @@ def test_gradient_hooks() -> None:
     assert not modules.hooks_on_gradient(weight)
     assert modules.hooks_after_gradient(weight) == {}
     one, two = (
-        weight.register_post_accumulate_grad_hook(
-            lambda _, number=number: order.append(number)
-        )
+        weight.register_post_accumulate_grad_hook(lambda _, number=number: order.append(number))
         for number in (1, 2)
     )
     hooks = modules.hooks_after_gradient(weight)

@@ -72,9 +72,7 @@ def engine_from(*args: Any, **kwargs: Any) -> Any:
 
 def test_an_enabled_section_gets_strongholds_engine(original: DeepSpeeds) -> None:
     model, _ = MODELS["gpt"]()
-    engine = engine_from(
-        model=model, config=config(), model_parameters=model.parameters()
-    )
+    engine = engine_from(model=model, config=config(), model_parameters=model.parameters())
     assert isinstance(engine, StrongholdEngine)
     assert isinstance(engine, deepspeed.DeepSpeedEngine)
     assert original.calls == []
@@ -90,15 +88,10 @@ def test_deepspeeds_log_names_its_version(
             engine_from(model=MODELS["gpt"]()[0], config=config())
         finally:
             deepspeed_logger.removeHandler(caplog.handler)
-    assert (
-        f"DeepSpeed info: version={deepspeed.__version__}, engine=stronghold"
-        in caplog.text
-    )
+    assert f"DeepSpeed info: version={deepspeed.__version__}, engine=stronghold" in caplog.text
 
 
-def test_every_way_to_pass_a_config_is_seen(
-    original: DeepSpeeds, tmp_path: Path
-) -> None:
+def test_every_way_to_pass_a_config_is_seen(original: DeepSpeeds, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config()))
     args = Namespace(deepspeed_config=str(path), local_rank=0)
@@ -289,29 +282,15 @@ def test_a_module_runs_as_with_python_m(
     assert found["name"] == "__main__"
 
 
-@pytest.mark.parametrize(
-    "words", [[], ["--local_rank=0"], ["--lr", "1"], ["-m"], ["missing.py"]]
-)
+@pytest.mark.parametrize("words", [[], ["--local_rank=0"], ["--lr", "1"], ["-m"], ["missing.py"]])
 def test_a_command_line_without_a_script_ends_with_the_usage(words: list[str]) -> None:
     with pytest.raises(SystemExit, match=r"usage: python -m stronghold\.run"):
         run.main(words)
 
 
 LAUNCHERS = {
-    "torchrun": [
-        "-m",
-        "torch.distributed.run",
-        "--nproc_per_node=2",
-        "-m",
-        "stronghold.run",
-    ],
-    "deepspeed": [
-        "-m",
-        "deepspeed.launcher.runner",
-        "--num_gpus=2",
-        "--module",
-        "stronghold.run",
-    ],
+    "torchrun": ["-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "stronghold.run"],
+    "deepspeed": ["-m", "deepspeed.launcher.runner", "--num_gpus=2", "--module", "stronghold.run"],
     "accelerate": [
         *("-m", "accelerate.commands.launch", "--use_deepspeed", "--num_processes=2"),
         *("--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"),
@@ -346,9 +325,7 @@ def test_launchers_start_a_script_through_run(launcher: str, script: Path) -> No
         check=False,
     )
     assert ended.returncode == 0, ended.stderr[-2000:]
-    of_ranks = [
-        json.loads(text) for text in re.findall(r"FOUND(\{.*?\})", ended.stdout)
-    ]
+    of_ranks = [json.loads(text) for text in re.findall(r"FOUND(\{.*?\})", ended.stdout)]
     assert len(of_ranks) == 2, ended.stdout
     for found in of_ranks:
         assert found["engine"] == "StrongholdEngine"
@@ -380,11 +357,7 @@ print("ENABLED", sys.modules["stronghold.plugin"].enabled())
 
 def test_the_import_enables_the_plugin_when_deepspeed_is_imported() -> None:
     ended = subprocess.run(
-        [sys.executable, "-c", PROBE],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+        [sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=120, check=False
     )
     assert ended.returncode == 0, ended.stderr
     assert "ENABLED True" in ended.stdout

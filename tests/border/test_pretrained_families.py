@@ -19,15 +19,7 @@ from tests.support.checkpoints import session, train
 from tests.support.tiny import SMALL, tiny
 
 # One of each way of converting: none, other names, experts stacked and joined, split, interleaved.
-FEW = (
-    "llama",
-    "gpt_neox",
-    "mixtral",
-    "deepseek_v3",
-    "bailing_hybrid",
-    "hrm_text",
-    "inkling2_text",
-)
+FEW = ("llama", "gpt_neox", "mixtral", "deepseek_v3", "bailing_hybrid", "hrm_text", "inkling2_text")
 
 
 @pytest.mark.parametrize(
@@ -49,9 +41,7 @@ def test_what_was_saved_is_what_is_streamed(family: str, tmp_path: Path) -> None
     model.save_pretrained(tmp_path)
     ours = stronghold.from_pretrained(tmp_path, auto_class=type(model))
     source = source_of(ours)
-    for (name, parameter), own in zip(
-        model.named_parameters(), ours.parameters(), strict=True
-    ):
+    for (name, parameter), own in zip(model.named_parameters(), ours.parameters(), strict=True):
         found = torch.full(parameter.shape, torch.nan, dtype=parameter.dtype)
         source.read_into(own, found)
         assert torch.equal(found, parameter), name
@@ -70,32 +60,17 @@ def test_experts_train_and_save_as_those_of_the_loaded_model(tmp_path: Path) -> 
         runs.append((losses, load_file(tmp_path / "saved" / "model.safetensors")))
     (losses, weights), (ours, saved) = runs
     assert all(map(torch.equal, ours, losses))
-    assert (
-        saved.keys()
-        == weights.keys()
-        == load_file(tmp_path / "made/model.safetensors").keys()
-    )
+    assert saved.keys() == weights.keys() == load_file(tmp_path / "made/model.safetensors").keys()
     assert all(torch.equal(saved[name], value) for name, value in weights.items())
 
 
-def test_the_advice_for_weights_that_a_directory_lacks_leads_to_a_way(
-    tmp_path: Path,
-) -> None:
-    sizes = {
-        name: value for name, value in SMALL.items() if name in BertConfig().to_dict()
-    }
-    made = BertLMHeadModel(
-        BertConfig(**sizes, is_decoder=True, tie_word_embeddings=False)
-    )
+def test_the_advice_for_weights_that_a_directory_lacks_leads_to_a_way(tmp_path: Path) -> None:
+    sizes = {name: value for name, value in SMALL.items() if name in BertConfig().to_dict()}
+    made = BertLMHeadModel(BertConfig(**sizes, is_decoder=True, tie_word_embeddings=False))
     made.bert.save_pretrained(tmp_path / "body")
-    with pytest.raises(
-        ConfigError, match="use its from_pretrained, then save_pretrained"
-    ):
+    with pytest.raises(ConfigError, match="use its from_pretrained, then save_pretrained"):
         stronghold.from_pretrained(tmp_path / "body", auto_class=BertLMHeadModel)
-    BertLMHeadModel.from_pretrained(tmp_path / "body").save_pretrained(
-        tmp_path / "whole"
-    )
+    BertLMHeadModel.from_pretrained(tmp_path / "body").save_pretrained(tmp_path / "whole")
     assert isinstance(
-        stronghold.from_pretrained(tmp_path / "whole", auto_class=BertLMHeadModel),
-        nn.Module,
+        stronghold.from_pretrained(tmp_path / "whole", auto_class=BertLMHeadModel), nn.Module
     )

@@ -12,12 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    BitsAndBytesConfig,
-    GptOssConfig,
-    GptOssForCausalLM,
-)
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GptOssConfig, GptOssForCausalLM
 
 import stronghold
 from stronghold.checkpoint import conversions
@@ -52,17 +47,13 @@ def write_fp8(family: str, directory: Path, block: tuple[int, int] = BLOCK) -> N
 
 
 def write_mxfp4(directory: Path) -> None:
-    sizes = {
-        name: value for name, value in SMALL.items() if name in GptOssConfig().to_dict()
-    }
+    sizes = {name: value for name, value in SMALL.items() if name in GptOssConfig().to_dict()}
     sizes |= {"intermediate_size": 64, "num_local_experts": 4, "layer_types": None}
     tensors = save(GptOssForCausalLM(GptOssConfig(**sizes)), directory)
     rewrite(directory, mxfp4_tensors(tensors), MXFP4_SETTINGS)
 
 
-def values_of(
-    model: nn.Module, dtype: torch.dtype | None = None
-) -> dict[str, torch.Tensor]:
+def values_of(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
     """The parameters' values from the model's source, by name."""
     source = source_of(model)
     assert source is not None
@@ -81,9 +72,7 @@ def assert_decoded_alike(directory: Path) -> None:
     for name, parameter in theirs.named_parameters():
         assert parameter.dtype is values[name].dtype is torch.bfloat16
         assert torch.equal(values[name], parameter), name
-    for (name, buffer), other in zip(
-        theirs.named_buffers(), ours.buffers(), strict=True
-    ):
+    for (name, buffer), other in zip(theirs.named_buffers(), ours.buffers(), strict=True):
         assert torch.equal(other, buffer), name
     assert getattr(ours.config, "quantization_config", None) is None
 
@@ -126,9 +115,7 @@ def test_fp8_blocks_that_do_not_divide_the_rows(tmp_path: Path) -> None:
     assert short == 2
 
 
-def test_fp8_decodes_into_other_dtypes_as_it_does_in_transformers(
-    tmp_path: Path,
-) -> None:
+def test_fp8_decodes_into_other_dtypes_as_it_does_in_transformers(tmp_path: Path) -> None:
     write_fp8("llama", tmp_path)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     ours = values_of(stronghold.from_pretrained(tmp_path, dtype=torch.float32))
@@ -139,9 +126,7 @@ def test_fp8_decodes_into_other_dtypes_as_it_does_in_transformers(
 
 
 @pytest.mark.parametrize("stored", ["fp8", "mxfp4"])
-def test_a_decoded_model_trains_and_is_saved_as_a_plain_one(
-    stored: str, tmp_path: Path
-) -> None:
+def test_a_decoded_model_trains_and_is_saved_as_a_plain_one(stored: str, tmp_path: Path) -> None:
     made = tmp_path / "made"
     if stored == "mxfp4":
         write_mxfp4(made)
@@ -170,9 +155,7 @@ def test_a_scale_grid_that_fits_no_rule_is_refused_by_name(tmp_path: Path) -> No
     name = "model.layers.1.mlp.up_proj.weight"
     tensors[f"{name}_scale_inv"] = torch.ones(7, 4)  # of 48 rows
     rewrite(tmp_path, iter(tensors.items()), fp8_settings(BLOCK))
-    with pytest.raises(
-        ConfigError, match=r"layers\.1\.mlp\.up_proj.*not divisible by scale grid"
-    ):
+    with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.up_proj.*not divisible by scale grid"):
         stronghold.from_pretrained(tmp_path)
 
 
@@ -180,9 +163,7 @@ def test_other_formats_are_refused_with_the_way(tmp_path: Path) -> None:
     save(tiny("llama"), tmp_path)
     path = tmp_path / "config.json"
     config = json.loads(path.read_text())
-    path.write_text(
-        json.dumps({**config, "quantization_config": {"quant_method": "gptq"}})
-    )
+    path.write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
     with pytest.raises(ConfigError, match=r"'gptq'.*Load the model with transformers"):
         stronghold.from_pretrained(tmp_path)
 
@@ -193,32 +174,24 @@ BITSANDBYTES = {
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
     ),
     "fp4 in bf16": BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="fp4",
-        bnb_4bit_quant_storage=torch.bfloat16,
+        load_in_4bit=True, bnb_4bit_quant_type="fp4", bnb_4bit_quant_storage=torch.bfloat16
     ),
     "int8": BitsAndBytesConfig(load_in_8bit=True),
 }
 
 
 @pytest.mark.parametrize("stored", BITSANDBYTES)
-def test_bitsandbytes_weights_are_opened_as_they_are(
-    stored: str, tmp_path: Path
-) -> None:
+def test_bitsandbytes_weights_are_opened_as_they_are(stored: str, tmp_path: Path) -> None:
     save(tiny("llama"), tmp_path / "plain")
     settings = BITSANDBYTES[stored]
-    made = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "plain", quantization_config=settings
-    )
+    made = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=settings)
     made.save_pretrained(tmp_path / "stored")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "stored")
     ours = stronghold.from_pretrained(tmp_path / "stored")
     assert ours.is_quantized
     assert ours.hf_quantizer.is_trainable
     num_packed = 0
-    for (name, parameter), other in zip(
-        ours.named_parameters(), theirs.parameters(), strict=True
-    ):
+    for (name, parameter), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert type(parameter) is type(other), name
         if type(parameter) is nn.Parameter:
             assert parameter.is_meta
@@ -231,32 +204,24 @@ def test_bitsandbytes_weights_are_opened_as_they_are(
         assert torch.equal(parameter.view(torch.uint8), other.view(torch.uint8)), name
         ours_inner, theirs_inner = inner_tensors(parameter), inner_tensors(other)
         assert ours_inner.keys() == theirs_inner.keys()
-        assert all(
-            torch.equal(ours_inner[key], value) for key, value in theirs_inner.items()
-        ), name
+        assert all(torch.equal(ours_inner[key], value) for key, value in theirs_inner.items()), name
     assert num_packed == 14
 
 
-@pytest.mark.parametrize(
-    "stored", ["nf4 twice", pytest.param("int8", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("stored", ["nf4 twice", pytest.param("int8", marks=pytest.mark.slow)])
 def test_adapters_over_a_bitsandbytes_directory_train_as_over_the_loaded_model(
     stored: str, tmp_path: Path
 ) -> None:
     write_model(tmp_path / "plain")
     settings = BITSANDBYTES[stored]
-    made = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "plain", quantization_config=settings
-    )
+    made = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=settings)
     made.save_pretrained(tmp_path / "stored")
     runs = []
     for load in (AutoModelForCausalLM.from_pretrained, stronghold.from_pretrained):
         model = load(tmp_path / "stored")
         torch.manual_seed(0)
         with stronghold.placeholders(model):
-            chosen = peft.LoraConfig(
-                task_type="CAUSAL_LM", r=4, target_modules="all-linear"
-            )
+            chosen = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear")
             model = peft.get_peft_model(model, chosen)
         with session(model.train(), precision="bf16", section={"window": 1}) as engine:
             runs.append(train(engine, 3))
@@ -270,6 +235,4 @@ def inner_tensors(parameter: Any) -> dict[str, torch.Tensor]:
     if hasattr(parameter, "SCB"):
         return {"SCB": parameter.SCB}
     state = parameter.quant_state.as_dict(packed=True)
-    return {
-        name: value for name, value in state.items() if isinstance(value, torch.Tensor)
-    }
+    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}

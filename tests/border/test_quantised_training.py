@@ -18,12 +18,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer
 from tests.border.test_trainer import CLIENT, VOCABULARY, samples
 from tests.border.test_trl import GIVEN, NUM_SAMPLES, tiny, tokenizer
 from tests.models.families import llama_of
-from tests.support.frameworks import (
-    LOSS_BOUND,
-    fresh_accelerate,
-    plugin,
-    trainer_arguments,
-)
+from tests.support.frameworks import LOSS_BOUND, fresh_accelerate, plugin, trainer_arguments
 
 pytestmark = [pytest.mark.usefixtures("fresh_accelerate", "plugin"), pytest.mark.slow]
 
@@ -34,11 +29,7 @@ __all__ = ["fresh_accelerate", "plugin"]
 # 8.1e-5 (SFT) and 3.5e-5 (DPO). Weights differ by 0.075 of a step of each weight.
 WITHOUT_MASTERS = {"bound": 3e-4, "share": 0.15}
 SECTION = {**CLIENT, "stronghold": {"device": "emulated", "window": 1}}
-LORA: dict[str, Any] = {
-    "r": 4,
-    "target_modules": "all-linear",
-    "task_type": "CAUSAL_LM",
-}
+LORA: dict[str, Any] = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 
 
 @pytest.fixture(autouse=True)
@@ -68,24 +59,17 @@ def quantised(folder: Path, *, bits: int = 4, bias: bool = False) -> Any:
 
 
 def adapted(base: Any, *, checkpointing: bool = False) -> Any:
-    model = peft.prepare_model_for_kbit_training(
-        base, use_gradient_checkpointing=checkpointing
-    )
+    model = peft.prepare_model_for_kbit_training(base, use_gradient_checkpointing=checkpointing)
     torch.manual_seed(5)
     return peft.get_peft_model(model, peft.LoraConfig(**LORA))
 
 
 def by_trainer(folder: Path, settings: Any, **options: Any) -> Trainer:
-    arguments = trainer_arguments(
-        folder / "out", settings, learning_rate=1e-3, adam_beta2=0.999
-    )
+    arguments = trainer_arguments(folder / "out", settings, learning_rate=1e-3, adam_beta2=0.999)
     checkpointing = options.pop("checkpointing", False)
     model = adapted(quantised(folder / "base", **options), checkpointing=checkpointing)
     return Trainer(
-        model=model,
-        args=arguments,
-        train_dataset=samples(1),
-        eval_dataset=samples(2, 4),
+        model=model, args=arguments, train_dataset=samples(1), eval_dataset=samples(2, 4)
     )
 
 
@@ -102,11 +86,7 @@ TRAINED: dict[str, Callable[[Path, Any], Trainer]] = {
 def outcome(trainer: Trainer) -> tuple[list[dict[str, float]], list[torch.Tensor]]:
     """The log, and the adapters."""
     trainer.train()
-    log = [
-        entry
-        for entry in trainer.state.log_history
-        if "loss" in entry or "eval_loss" in entry
-    ]
+    log = [entry for entry in trainer.state.log_history if "loss" in entry or "eval_loss" in entry]
     weights = [
         parameter.detach().clone()
         for parameter in trainer.model.parameters()
@@ -116,9 +96,7 @@ def outcome(trainer: Trainer) -> tuple[list[dict[str, float]], list[torch.Tensor
     return log, weights
 
 
-def assert_close(
-    ours: Any, plain: Any, *, bound: float = LOSS_BOUND, share: float = 0.05
-) -> None:
+def assert_close(ours: Any, plain: Any, *, bound: float = LOSS_BOUND, share: float = 0.05) -> None:
     """`bound`: of losses after the first. `share`: of the way that weights can have moved."""
     (log, weights), (expected_log, expected) = ours, plain
     assert len(log) == len(expected_log) > 3
@@ -127,9 +105,7 @@ def assert_close(
         for key in ("loss", "eval_loss"):
             if key in of_plain:
                 assert entry[key] == pytest.approx(of_plain[key], abs=bound)
-    far = sum(
-        (a - b).abs().sum().item() for a, b in zip(weights, expected, strict=True)
-    )
+    far = sum((a - b).abs().sum().item() for a, b in zip(weights, expected, strict=True))
     moved = 1e-3 * sum(weight.numel() for weight in weights)
     assert far < share * moved, "adapters of another step"
 
@@ -143,12 +119,8 @@ def test_a_trainer_over_a_quantised_base_trains_as_on_plain_pytorch(
 
 
 # -- TRL -------------------------------------------------------------------------------------------
-def supervised(
-    trl: Any, dataset: Any, base: Any, given: dict[str, Any], tokens: Any
-) -> Trainer:
-    texts = [
-        f"{i} comes after {i - 1}, and {i + 1} is next" for i in range(NUM_SAMPLES)
-    ]
+def supervised(trl: Any, dataset: Any, base: Any, given: dict[str, Any], tokens: Any) -> Trainer:
+    texts = [f"{i} comes after {i - 1}, and {i + 1} is next" for i in range(NUM_SAMPLES)]
     torch.manual_seed(5)
     return trl.SFTTrainer(
         model=base,
@@ -159,9 +131,7 @@ def supervised(
     )
 
 
-def preferences(
-    trl: Any, dataset: Any, base: Any, given: dict[str, Any], tokens: Any
-) -> Trainer:
+def preferences(trl: Any, dataset: Any, base: Any, given: dict[str, Any], tokens: Any) -> Trainer:
     """Without a reference model: it is the base, without adapters."""
     numbers = range(NUM_SAMPLES)
     columns = {

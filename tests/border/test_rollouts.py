@@ -17,10 +17,7 @@ from deepspeed.runtime.rollout import (
     generalized_jsd_loss,
 )
 from deepspeed.runtime.rollout.hybrid_engine_rollout import HybridEngineRolloutConfig
-from deepspeed.runtime.zero.offload_config import (
-    OffloadDeviceEnum,
-    OffloadStateTypeEnum,
-)
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from torch import nn
 
@@ -44,18 +41,14 @@ def causal_model(seed: int = 0, **options: Any) -> Any:
 
 def prompts(seed: int) -> RolloutRequest:
     """Two prompts of five tokens. The first has one token of padding before it."""
-    tokens = torch.randint(
-        2, VOCABULARY, (2, 5), generator=torch.Generator().manual_seed(seed)
-    )
+    tokens = torch.randint(2, VOCABULARY, (2, 5), generator=torch.Generator().manual_seed(seed))
     mask = torch.ones_like(tokens)
     tokens[0, 0] = mask[0, 0] = 0
     return RolloutRequest(prompt_ids=tokens, prompt_attention_mask=mask)
 
 
 GREEDY = SamplingConfig(max_new_tokens=6, temperature=0.0)
-SAMPLED = SamplingConfig(
-    max_new_tokens=6, temperature=0.8, top_k=7, n_samples_per_prompt=2
-)
+SAMPLED = SamplingConfig(max_new_tokens=6, temperature=0.8, top_k=7, n_samples_per_prompt=2)
 
 
 @pytest.mark.parametrize("section", SECTIONS)
@@ -76,9 +69,7 @@ def test_deepspeeds_distillation_on_its_own_samples(section: str) -> None:
             rollout.sync_weights(step)
         assert torch.equal(batches[0].input_ids, batches[1].input_ids)
         assert torch.equal(batches[0].attention_mask, batches[1].attention_mask)
-        losses = [
-            distilled(student, teacher, batches[0]) for student in (engine, plain)
-        ]
+        losses = [distilled(student, teacher, batches[0]) for student in (engine, plain)]
         assert torch.equal(losses[0], losses[1])
         engine.backward(losses[0])
         engine.step()
@@ -133,9 +124,7 @@ def test_openrlhfs_colocated_loop(section: str) -> None:
         offload(engine)
         received = {}
         for name, parameter in engine.module.named_parameters():
-            with GatheredParameters(
-                [parameter], enabled=engine.zero_optimization_stage() == 3
-            ):
+            with GatheredParameters([parameter], enabled=engine.zero_optimization_stage() == 3):
                 received[name] = parameter.data.clone()
         for name, value in plain.named_parameters():
             assert torch.equal(received[name], value), name

@@ -35,11 +35,7 @@ ADAM = {
 }
 WARMUP = {
     "type": "WarmupLR",
-    "params": {
-        "warmup_min_lr": "auto",
-        "warmup_max_lr": "auto",
-        "warmup_num_steps": "auto",
-    },
+    "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
 }
 BATCHES = dict.fromkeys(
     (
@@ -140,9 +136,7 @@ def example(name: str, folder: Path) -> dict[str, Any]:
 
 
 def stage_0(settings: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in settings.items() if k != "aio"} | {
-        "zero_optimization": {"stage": 0}
-    }
+    return {k: v for k, v in settings.items() if k != "aio"} | {"zero_optimization": {"stage": 0}}
 
 
 # -- Trainer, Accelerate, deepspeed.initialize -----------------------------------------------------
@@ -157,9 +151,7 @@ def by_trainer(settings: dict[str, Any], folder: Path) -> Trained:
     assert isinstance(engine, StrongholdEngine)
     assert not is_deepspeed_zero3_enabled()
     trainer.save_model(str(folder / "saved"))
-    weights = {
-        name: value.clone() for name, value in engine.module_state_dict().items()
-    }
+    weights = {name: value.clone() for name, value in engine.module_state_dict().items()}
     saved = LlamaForCausalLM.from_pretrained(folder / "saved").state_dict()
     assert all(torch.equal(saved[key], value) for key, value in weights.items())
     trainer.accelerator.free_memory()
@@ -168,13 +160,8 @@ def by_trainer(settings: dict[str, Any], folder: Path) -> Trained:
 
 def by_accelerate(settings: dict[str, Any], folder: Path) -> Trained:
     settings["gradient_accumulation_steps"] = 2
-    settings["optimizer"] = {
-        "type": "AdamW",
-        "params": {"lr": "auto", "weight_decay": "auto"},
-    }
-    accelerator = Accelerator(
-        cpu=False, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=settings)
-    )
+    settings["optimizer"] = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}
+    accelerator = Accelerator(cpu=False, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=settings))
     model = tiny_llama()
     optimizer = DummyOptim(model.parameters(), lr=1e-2)
     loader = DataLoader(samples(1, 8), batch_size=2)  # type: ignore[arg-type]
@@ -208,18 +195,14 @@ def by_initialize(settings: dict[str, Any], folder: Path) -> Trained:
         engine.step()
         losses.append(loss.item())
     assert engine.zero_optimization_stage() == zero["stage"]
-    weights = {
-        name: value.clone() for name, value in engine.module_state_dict().items()
-    }
+    weights = {name: value.clone() for name, value in engine.module_state_dict().items()}
     engine.destroy()
     return losses, weights
 
 
 @pytest.mark.parametrize("run", [by_trainer, by_accelerate, by_initialize])
 @pytest.mark.slow
-def test_an_example_trains_as_stage_0(
-    run: Callable[..., Trained], tmp_path: Path
-) -> None:
+def test_an_example_trains_as_stage_0(run: Callable[..., Trained], tmp_path: Path) -> None:
     expected = None
     for name in (None, *EXAMPLES):
         settings = example(name or "cpu", tmp_path)
@@ -228,9 +211,7 @@ def test_an_example_trains_as_stage_0(
         if expected is None:
             expected = losses, weights
         assert losses == expected[0], name
-        assert all(
-            torch.equal(value, expected[1][key]) for key, value in weights.items()
-        ), name
+        assert all(torch.equal(value, expected[1][key]) for key, value in weights.items()), name
 
 
 # -- what partitions by itself ---------------------------------------------------------------------
@@ -293,9 +274,7 @@ def test_an_engine_that_is_made_inside_zero_init_has_its_own_dtypes(gloo: None) 
         options = {"dtype": torch.bfloat16, "enabled": is_inside}
         with deepspeed.zero.Init(**options):
             made, *_ = deepspeed.initialize(model=model, config=config())
-            assert torch.zeros(1).dtype == (
-                torch.bfloat16 if is_inside else torch.float32
-            )
+            assert torch.zeros(1).dtype == (torch.bfloat16 if is_inside else torch.float32)
         losses.append([])
         for step in range(2):
             loss = made(**{k: v[None] for k, v in samples(step + 1, 1)[0].items()}).loss
@@ -316,8 +295,6 @@ def test_a_partition_that_is_not_the_whole_is_refused_with_the_way(gloo: None) -
     model = made_under_init()
     weight = model.lm_head.weight
     weight.ds_tensor.data = weight.ds_tensor.data[: weight.ds_numel // 2]
-    with pytest.raises(
-        ConfigError, match=r"lm_head\.weight was partitioned.*import stronghold"
-    ):
+    with pytest.raises(ConfigError, match=r"lm_head\.weight was partitioned.*import stronghold"):
         deepspeed.initialize(model=model, config=config())
     assert hasattr(model.model.norm.weight, "ds_id")  # nothing was undone

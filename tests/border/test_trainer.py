@@ -46,21 +46,14 @@ CONFIGURED: dict[str, Any] = {
     **CLIENT,
     "optimizer": {
         "type": "AdamW",
-        "params": {
-            "lr": "auto",
-            "betas": "auto",
-            "eps": "auto",
-            "weight_decay": "auto",
-        },
+        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
     },
 }
 
 
 def tiny_llama(*, tied: bool = False) -> nn.Module:
     torch.manual_seed(0)
-    return llama_of(
-        24, 52, 3, 2, 1, VOCABULARY, tie_word_embeddings=tied, use_cache=True
-    )
+    return llama_of(24, 52, 3, 2, 1, VOCABULARY, tie_word_embeddings=tied, use_cache=True)
 
 
 def samples(seed: int, number: int = NUM_SAMPLES) -> list[dict[str, torch.Tensor]]:
@@ -145,16 +138,11 @@ def test_the_trainer_trains_as_without_deepspeed(trained: Any, kept: str) -> Non
     changed: dict[str, Any] = {}
     if kept != "activations kept":
         reentrant = {"use_reentrant": kept == "reentrant"}
-        changed = {
-            "gradient_checkpointing": True,
-            "gradient_checkpointing_kwargs": reentrant,
-        }
+        changed = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": reentrant}
     streamed, plain = trained(CLIENT, **changed), trained(None, **changed)
     assert_same_training(streamed, plain)
     assert curve(streamed).rates == curve(plain).rates
-    assert max(curve(plain).norms) > 0.5, (
-        "no step was clipped: the test would not see clipping"
-    )
+    assert max(curve(plain).norms) > 0.5, "no step was clipped: the test would not see clipping"
     weight_decays = {group["weight_decay"] for group in streamed.optimizer.param_groups}
     assert weight_decays == {0.1, 0.0}, "the Trainer's decay and no-decay groups"
 
@@ -177,9 +165,7 @@ def test_early_updates_train_as_without_deepspeed(trained: Any) -> None:
 
 
 def test_deepspeed_itself_trains_the_same_without_the_section(trained: Any) -> None:
-    stock = trained(
-        {key: value for key, value in CLIENT.items() if key != "stronghold"}
-    )
+    stock = trained({key: value for key, value in CLIENT.items() if key != "stronghold"})
     assert type(stock.model_wrapped) is deepspeed.DeepSpeedEngine
     streamed = trained(CLIENT)
     assert isinstance(streamed.model_wrapped, StrongholdEngine)
@@ -191,10 +177,7 @@ def test_deepspeed_itself_trains_the_same_without_the_section(trained: Any) -> N
 
 def test_auto_values_are_the_trainers(trained: Any) -> None:
     # With the optimizer in the config every parameter decays: equal to the plain run without decay.
-    streamed, plain = (
-        trained(CONFIGURED, weight_decay=0.0),
-        trained(None, weight_decay=0.0),
-    )
+    streamed, plain = (trained(CONFIGURED, weight_decay=0.0), trained(None, weight_decay=0.0))
     assert_same_training(streamed, plain)
     engine = streamed.model_wrapped
     assert "auto" not in str(engine.config)
@@ -297,21 +280,15 @@ def test_adapters_train_and_resume_in_the_trainer(trained: Any, tmp_path: Path) 
     import peft
 
     def adapted() -> nn.Module:
-        settings = peft.LoraConfig(
-            task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"]
-        )
+        settings = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"])
         return peft.get_peft_model(tiny_llama(), settings)
 
     changed = {**SAVING, "gradient_checkpointing": True}
     whole = trained(CLIENT, adapted(), **changed)
     assert_same_training(whole, trained(None, adapted(), **changed))
-    resumed = trained(
-        CLIENT, adapted(), resume=tmp_path / "0" / "checkpoint-4", **changed
-    )
+    resumed = trained(CLIENT, adapted(), resume=tmp_path / "0" / "checkpoint-4", **changed)
     assert curve(resumed) == curve(whole)
     resumed.save_model(str(tmp_path / "saved"))
-    opened = peft.PeftModel.from_pretrained(
-        tiny_llama(), tmp_path / "saved"
-    ).state_dict()
+    opened = peft.PeftModel.from_pretrained(tiny_llama(), tmp_path / "saved").state_dict()
     for name, weight in resumed.model.state_dict().items():
         assert torch.equal(weight, opened[name]), name

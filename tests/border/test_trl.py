@@ -18,12 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Trainer
 
 from tests.border.test_trainer import CLIENT
-from tests.support.frameworks import (
-    LOSS_BOUND,
-    fresh_accelerate,
-    plugin,
-    trainer_arguments,
-)
+from tests.support.frameworks import LOSS_BOUND, fresh_accelerate, plugin, trainer_arguments
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate", "plugin")
 
@@ -50,9 +45,7 @@ GIVEN: dict[str, Any] = {
 def tokenizer() -> Any:
     """One token a printable character."""
     words = ["<pad>", "<eos>", "<unk>", *map(chr, range(32, 127))]
-    model = models.WordLevel(
-        {word: i for i, word in enumerate(words)}, unk_token="<unk>"
-    )
+    model = models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
     made = Tokenizer(model)
     made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     return PreTrainedTokenizerFast(
@@ -66,21 +59,15 @@ def tiny(folder: Path, tokens: Any) -> LlamaForCausalLM:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
     made = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokens), pad_token_id=0, eos_token_id=1, **sizes, **heads
-        )
+        LlamaConfig(vocab_size=len(tokens), pad_token_id=0, eos_token_id=1, **sizes, **heads)
     )
     made.save_pretrained(folder)
     tokens.save_pretrained(folder)
     return LlamaForCausalLM.from_pretrained(folder)
 
 
-def supervised(
-    trl: Any, dataset: Any, base: Any, given: dict[str, Any], tokens: Any
-) -> Trainer:
-    texts = [
-        f"{i} comes after {i - 1}, and {i + 1} is next" for i in range(NUM_SAMPLES)
-    ]
+def supervised(trl: Any, dataset: Any, base: Any, given: dict[str, Any], tokens: Any) -> Trainer:
+    texts = [f"{i} comes after {i - 1}, and {i + 1} is next" for i in range(NUM_SAMPLES)]
     return trl.SFTTrainer(
         model=base,
         args=trl.SFTConfig(max_length=64, **given),
@@ -92,14 +79,10 @@ def supervised(
 def lora() -> Any:
     peft = pytest.importorskip("peft")
     torch.manual_seed(5)
-    return peft.LoraConfig(
-        r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
-    )
+    return peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 
 
-def adapters(
-    trl: Any, dataset: Any, base: Any, given: dict[str, Any], tokens: Any
-) -> Trainer:
+def adapters(trl: Any, dataset: Any, base: Any, given: dict[str, Any], tokens: Any) -> Trainer:
     texts = [f"{i} comes after {i - 1}" for i in range(NUM_SAMPLES)]
     return trl.SFTTrainer(
         model=base,
@@ -120,9 +103,7 @@ def preferences(
         "chosen": [f"{i} {i + 1}" for i in numbers],
         "rejected": [f"{i} {i - 1} no" for i in numbers],
     }
-    more = more or {
-        "ref_model": LlamaForCausalLM.from_pretrained(base.config.name_or_path)
-    }
+    more = more or {"ref_model": LlamaForCausalLM.from_pretrained(base.config.name_or_path)}
     return trl.DPOTrainer(
         model=base,
         args=trl.DPOConfig(max_length=64, **given),
@@ -144,16 +125,10 @@ def rewards(
     given |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
     return trl.GRPOTrainer(
         model=base,
-        args=trl.GRPOConfig(
-            num_generations=4, max_completion_length=8, beta=0.04, **given
-        ),
-        train_dataset=dataset.from_dict(
-            {"prompt": [f"{i}: " for i in range(NUM_SAMPLES)]}
-        ),
+        args=trl.GRPOConfig(num_generations=4, max_completion_length=8, beta=0.04, **given),
+        train_dataset=dataset.from_dict({"prompt": [f"{i}: " for i in range(NUM_SAMPLES)]}),
         processing_class=tokens,
-        reward_funcs=lambda completions, **_: [
-            float(len(set(text))) for text in completions
-        ],
+        reward_funcs=lambda completions, **_: [float(len(set(text))) for text in completions],
         **more,
     )
 
@@ -165,14 +140,7 @@ def rewards_of_adapters(*arguments: Any) -> Trainer:
 
 @pytest.mark.parametrize(
     "made",
-    [
-        supervised,
-        adapters,
-        preferences,
-        preferences_of_adapters,
-        rewards,
-        rewards_of_adapters,
-    ],
+    [supervised, adapters, preferences, preferences_of_adapters, rewards, rewards_of_adapters],
 )
 def test_trainers_of_trl_train_as_on_plain_pytorch(
     made: Callable[..., Trainer], tmp_path: Path
@@ -184,14 +152,10 @@ def test_trainers_of_trl_train_as_on_plain_pytorch(
         given = {**GIVEN, "output_dir": str(tmp_path / "out")}
         given |= {"use_cpu": shared.use_cpu, "deepspeed": settings}
         tokens = tokenizer()
-        trainer = made(
-            trl, datasets.Dataset, tiny(tmp_path / "base", tokens), given, tokens
-        )
+        trainer = made(trl, datasets.Dataset, tiny(tmp_path / "base", tokens), given, tokens)
         trainer.train()
         log = [entry for entry in trainer.state.log_history if "loss" in entry]
-        weights = [
-            parameter.detach().clone() for parameter in trainer.model.parameters()
-        ]
+        weights = [parameter.detach().clone() for parameter in trainer.model.parameters()]
         runs.append((log, weights))
         trainer.accelerator.free_memory()
     (plain, expected), (ours, weights) = runs
@@ -199,9 +163,7 @@ def test_trainers_of_trl_train_as_on_plain_pytorch(
     for entry, of_plain in zip(ours, plain, strict=True):
         assert entry["loss"] == pytest.approx(of_plain["loss"], abs=LOSS_BOUND)
         assert entry["grad_norm"] == pytest.approx(of_plain["grad_norm"], rel=1e-4)
-    far = sum(
-        (a - b).abs().sum().item() for a, b in zip(weights, expected, strict=True)
-    )
+    far = sum((a - b).abs().sum().item() for a, b in zip(weights, expected, strict=True))
     moved = GIVEN["learning_rate"] * sum(weight.numel() for weight in weights)
     assert far < 0.05 * moved, "weights of another step"
 
@@ -229,16 +191,11 @@ def test_lightnings_strategy_trains_as_on_plain_pytorch(tmp_path: Path) -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
-    batches = list(
-        torch.randint(3, 90, (6, 2, 16), generator=torch.Generator().manual_seed(1))
-    )
+    batches = list(torch.randint(3, 90, (6, 2, 16), generator=torch.Generator().manual_seed(1)))
     runs = []
     for settings in (None, SECTION):
         trainer_arguments(tmp_path / "out", settings)
-        own = {
-            name: SECTION[name]
-            for name in ("zero_allow_untested_optimizer", "stronghold")
-        }
+        own = {name: SECTION[name] for name in ("zero_allow_untested_optimizer", "stronghold")}
         own["train_micro_batch_size_per_gpu"] = 2
         StrategyRegistry.register("stronghold", OnCPU, override=True, config=own)
         strategy = "auto" if settings is None else "stronghold"

@@ -16,9 +16,7 @@ import torch
 from stronghold.engine import StrongholdEngine
 from tests.support.training import config
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "upstream.md").read_text(
-    encoding="utf-8"
-)
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "upstream.md").read_text(encoding="utf-8")
 FILE, LINES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 ANCHOR = "config = load_ds_config(config)\n"
 
@@ -34,12 +32,8 @@ def another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A package that is no more than its entry point."""
     info = tmp_path / "another-1.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: another\nVersion: 1.0\n"
-    )
-    (info / "entry_points.txt").write_text(
-        "[deepspeed.engines]\nanother = json:loads\n"
-    )
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: another\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[deepspeed.engines]\nanother = json:loads\n")
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
@@ -55,9 +49,7 @@ def test_a_section_chooses_its_engine() -> None:
 def test_two_sections_that_ask_are_refused() -> None:
     chosen_by = engines().chosen_by
     assert chosen_by({"another": {}}).name == "another"
-    assert (
-        chosen_by({"another": {}, "stronghold": {"enabled": False}}).name == "another"
-    )
+    assert chosen_by({"another": {}, "stronghold": {"enabled": False}}).name == "another"
     with pytest.raises(ValueError, match=r"several engines \(another, stronghold\)"):
         chosen_by({"another": {}, "stronghold": {}})
 

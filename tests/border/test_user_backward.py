@@ -20,13 +20,7 @@ from tests.laws.test_adapters import checkpointed_lora
 from tests.models import MODELS, loss_of
 from tests.support import stock
 from tests.support.pairs import each
-from tests.support.training import (
-    Run,
-    assert_identical,
-    config,
-    initialized,
-    moments_of,
-)
+from tests.support.training import Run, assert_identical, config, initialized, moments_of
 from tests.support.twin import failing_once, twin
 
 MIXED = {"window": 1, "resident_layers": 1}
@@ -51,9 +45,7 @@ def plain(engine: Any, batches: Batches, backward: Backward) -> Iterator[torch.T
         yield loss
 
 
-def two_losses(
-    engine: Any, batches: Batches, backward: Backward
-) -> Iterator[torch.Tensor]:
+def two_losses(engine: Any, batches: Batches, backward: Backward) -> Iterator[torch.Tensor]:
     for step in range(3):
         losses = [loss_of(engine(**batches(2 * step + k))) for k in range(2)]
         for loss in losses:
@@ -62,9 +54,7 @@ def two_losses(
         yield from losses
 
 
-def retained(
-    engine: Any, batches: Batches, backward: Backward
-) -> Iterator[torch.Tensor]:
+def retained(engine: Any, batches: Batches, backward: Backward) -> Iterator[torch.Tensor]:
     for step in range(3):
         loss = loss_of(engine(**batches(step)))
         backward(engine, loss, retain_graph=True)
@@ -73,9 +63,7 @@ def retained(
         yield loss
 
 
-def outside(
-    engine: Any, batches: Batches, backward: Backward
-) -> Iterator[torch.Tensor]:
+def outside(engine: Any, batches: Batches, backward: Backward) -> Iterator[torch.Tensor]:
     for step in range(3):
         loss = engine(**batches(step)).square() * 0.7
         backward(engine, loss)
@@ -83,9 +71,7 @@ def outside(
         yield loss
 
 
-def evaluated_between(
-    engine: Any, batches: Batches, backward: Backward
-) -> Iterator[torch.Tensor]:
+def evaluated_between(engine: Any, batches: Batches, backward: Backward) -> Iterator[torch.Tensor]:
     for step in range(3):
         loss = loss_of(engine(**batches(step)))
         with torch.no_grad():
@@ -96,9 +82,7 @@ def evaluated_between(
         engine.step()
 
 
-def failed_once(
-    engine: Any, batches: Batches, backward: Backward
-) -> Iterator[torch.Tensor]:
+def failed_once(engine: Any, batches: Batches, backward: Backward) -> Iterator[torch.Tensor]:
     for step in range(3):
         if step == 1:
             loss = loss_of(engine(**batches(7)))
@@ -113,9 +97,7 @@ def failed_once(
         yield loss
 
 
-def boundary_set(
-    engine: Any, batches: Batches, backward: Backward
-) -> Iterator[torch.Tensor]:
+def boundary_set(engine: Any, batches: Batches, backward: Backward) -> Iterator[torch.Tensor]:
     for step in range(3):
         for micro in range(3):
             engine.set_gradient_accumulation_boundary(micro == 2)
@@ -126,9 +108,7 @@ def boundary_set(
             yield loss
 
 
-def dropped(
-    engine: Any, batches: Batches, backward: Backward
-) -> Iterator[torch.Tensor]:
+def dropped(engine: Any, batches: Batches, backward: Backward) -> Iterator[torch.Tensor]:
     for step in range(3):
         backward(engine, loss_of(engine(**batches(9))))
         engine.zero_grad()
@@ -138,9 +118,7 @@ def dropped(
         yield loss
 
 
-def checkpointed(
-    engine: Any, batches: Batches, backward: Backward
-) -> Iterator[torch.Tensor]:
+def checkpointed(engine: Any, batches: Batches, backward: Backward) -> Iterator[torch.Tensor]:
     """By torch, with a backward inside of the backward."""
     for block in engine.module.blocks:
         whole = block.forward
@@ -152,9 +130,7 @@ def checkpointed(
             del block.forward
 
 
-def by_the_module(
-    engine: Any, batches: Batches, backward: Backward
-) -> Iterator[torch.Tensor]:
+def by_the_module(engine: Any, batches: Batches, backward: Backward) -> Iterator[torch.Tensor]:
     for step in range(3):
         loss = loss_of(engine.module(**batches(step)))
         backward(engine, loss)
@@ -280,9 +256,7 @@ def test_one_loss_of_several_engines_is_scaled_for_all_of_them_or_refused(
 ) -> None:
     model, batches = MODELS["gpt"]()
     alone, *both = (
-        stronghold.initialize(
-            model=copy.deepcopy(model), config=config(precision="fp16")
-        )[0]
+        stronghold.initialize(model=copy.deepcopy(model), config=config(precision="fp16"))[0]
         for _ in range(3)
     )
     backward(alone, loss_of(alone(**batches(0))))
@@ -293,9 +267,7 @@ def test_one_loss_of_several_engines_is_scaled_for_all_of_them_or_refused(
         norms.add(engine.get_global_grad_norm())
     assert len(norms) == 1
     both[1].optimizer.override_loss_scale(2.0)
-    with pytest.raises(
-        ConfigError, match=r"scaled by .* loss scale is 2\.0: give both"
-    ):
+    with pytest.raises(ConfigError, match=r"scaled by .* loss scale is 2\.0: give both"):
         backward(both[0], sum(loss_of(engine(**batches(0))) for engine in both))
     for engine in (alone, *both):
         engine.destroy()
@@ -304,9 +276,7 @@ def test_one_loss_of_several_engines_is_scaled_for_all_of_them_or_refused(
 def test_what_a_whole_model_finds_in_grad_is_refused_with_the_way() -> None:
     with twin(section=PLACES["whole"]) as both:
         both.on(1)(both.engine.module).backward()
-        with pytest.raises(
-            ConfigError, match=r"call the engine, not its module.*full_grad"
-        ):
+        with pytest.raises(ConfigError, match=r"call the engine, not its module.*full_grad"):
             both.engine.step()
         both.train(0)
 
@@ -343,10 +313,7 @@ CALLS: dict[str, tuple[tuple[str, ...], Callable[[Any, Any], None]]] = {
     "outside": (("hidden",), lambda _, out: out["hidden"].square().mean().backward()),
     "gradient": (("hidden",), lambda _, out: out["hidden"].backward(out["hidden"] / 8)),
     "divided": (("loss",), lambda engine, out: (out["loss"] / 2).backward()),
-    "unscaled": (
-        ("loss",),
-        lambda e, out: e.backward(out["loss"] / 2, scale_wrt_gas=False),
-    ),
+    "unscaled": (("loss",), lambda e, out: e.backward(out["loss"] / 2, scale_wrt_gas=False)),
     "both": (("hidden", "loss"), lambda _, out: out["loss"].backward()),
 }
 
@@ -369,29 +336,22 @@ def gradients(engine: Any, call: Any) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("name", CALLS)
-def test_accumulation_is_deepspeeds_at_the_same_call(
-    name: str, stage: int, gloo: None
-) -> None:
+def test_accumulation_is_deepspeeds_at_the_same_call(name: str, stage: int, gloo: None) -> None:
     names, call = CALLS[name]
-    ours, *_ = stronghold.initialize(
-        model=Outputs(*names), config=config(accumulation=2)
-    )
+    ours, *_ = stronghold.initialize(model=Outputs(*names), config=config(accumulation=2))
     with stock.deepspeeds_engine(
         Outputs(*names), stage=stage, gradient_accumulation_steps=2
     ) as theirs:
         # Divided at both outputs there, one of which the other was made of; here once.
         factor = 2.0 if name == "both" else 1.0
-        for found, expected in zip(
-            gradients(ours, call), gradients(theirs, call), strict=True
-        ):
+        for found, expected in zip(gradients(ours, call), gradients(theirs, call), strict=True):
             torch.testing.assert_close(found, expected * factor, rtol=1e-6, atol=1e-8)
     ours.destroy()
 
 
 # -- steps that the program ends -------------------------------------------------------------------
 @pytest.mark.parametrize(
-    ("section", "backward"),
-    [({"window": 1}, by_engine), ({"resident_layers": "all"}, by_user)],
+    ("section", "backward"), [({"window": 1}, by_engine), ({"resident_layers": "all"}, by_user)]
 )
 def test_unmanaged_steps_are_those_of_boundaries_that_are_set(
     section: dict[str, Any], backward: Backward
@@ -413,9 +373,7 @@ def test_unmanaged_steps_are_those_of_boundaries_that_are_set(
             engine.step()
             assert engine.was_step_applied()
             run.norms.append(engine.get_global_grad_norm())
-        run.weights = {
-            name: value.clone() for name, value in engine.module_state_dict().items()
-        }
+        run.weights = {name: value.clone() for name, value in engine.module_state_dict().items()}
         run.moments = moments_of(engine)
         found.append(run)
         if not managed:
@@ -469,9 +427,7 @@ def test_a_block_may_take_gradients_itself(policy: str) -> None:
     plain = descending("autograd", None)
     assert len(plain) == 18
     assert all(map(torch.equal, descending("autograd", section), plain))
-    with pytest.raises(
-        ConfigError, match=r"use torch\.autograd\.grad .*resident_layers"
-    ):
+    with pytest.raises(ConfigError, match=r"use torch\.autograd\.grad .*resident_layers"):
         descending("func", section)
     whole = {"resident_layers": "all", "resident_updates": "gpu"}
     assert all(map(torch.equal, descending("func", whole), descending("func", None)))
@@ -479,9 +435,7 @@ def test_a_block_may_take_gradients_itself(policy: str) -> None:
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_torchs_transforms_are_refused_of_the_raw_module_too(inside: bool) -> None:
-    model = nn.Sequential(
-        *(Descends("func" if inside else "autograd") for _ in range(3))
-    )
+    model = nn.Sequential(*(Descends("func" if inside else "autograd") for _ in range(3)))
     engine = initialized(model, config(section={"window": 1}))
     inputs = torch.linspace(-1, 1, 32).view(4, 8)
     call = model if inside else torch.func.grad(lambda x: model(x).sum())
@@ -499,10 +453,7 @@ def test_one_loss_of_several_engines_goes_on_after_deepspeeds_epilogue() -> None
     with twin(section={"window": 1}) as first, twin(section={"window": 2}) as second:
         both = (first, second)
         for step in range(2):
-            for one, other in (
-                (t.engine.module for t in both),
-                (t.plain for t in both),
-            ):
+            for one, other in ((t.engine.module for t in both), (t.plain for t in both)):
                 (first.on(step)(one) + second.on(step)(other) / 2).backward()
             for each in both:
                 each.engine._backward_epilogue()
@@ -511,31 +462,21 @@ def test_one_loss_of_several_engines_goes_on_after_deepspeeds_epilogue() -> None
 
 def test_an_actor_a_critic_and_a_frozen_reference_train_as_plain_ones() -> None:
     """Three engines of one process, one of which only runs forward."""
-    model, settings = (
-        MODELS["gpt"]()[0].requires_grad_(False),
-        config(section={"window": 2}),
-    )
+    model, settings = (MODELS["gpt"]()[0].requires_grad_(False), config(section={"window": 2}))
     before = MODELS["gpt"]()[0]
     reference: Any = stronghold.initialize(model=model, config=settings)[0]
     assert reference.optimizer is None
-    with (
-        twin(section={"window": 1}) as actor,
-        twin(precision="bf16", section=MIXED) as critic,
-    ):
+    with twin(section={"window": 1}) as actor, twin(precision="bf16", section=MIXED) as critic:
         for step in range(3):
             with torch.no_grad():
                 told = actor.on(step)(reference)
                 assert torch.equal(told, actor.on(step)(before))
 
-            def policy(
-                of: Any, told: torch.Tensor = told, step: int = step
-            ) -> torch.Tensor:
+            def policy(of: Any, told: torch.Tensor = told, step: int = step) -> torch.Tensor:
                 loss = actor.on(step)(of)
                 return loss + 0.1 * (loss - told) ** 2
 
-            def value(
-                of: Any, told: torch.Tensor = told, step: int = step
-            ) -> torch.Tensor:
+            def value(of: Any, told: torch.Tensor = told, step: int = step) -> torch.Tensor:
                 return (critic.on(step)(of).float() - told) ** 2
 
             for each, objective in ((actor, policy), (critic, value)):

@@ -31,12 +31,8 @@ def halve(parameter: torch.Tensor) -> None:
 
 
 HOOKS = {
-    "tensor": lambda parameter: parameter.register_hook(
-        lambda gradient: gradient * 0.5
-    ),
-    "post-accumulate": lambda parameter: parameter.register_post_accumulate_grad_hook(
-        halve
-    ),
+    "tensor": lambda parameter: parameter.register_hook(lambda gradient: gradient * 0.5),
+    "post-accumulate": lambda parameter: parameter.register_post_accumulate_grad_hook(halve),
 }
 
 
@@ -46,9 +42,7 @@ UPDATES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("place", "hook", "updates"), pairs(list(PLACES), list(HOOKS), UPDATES)
-)
+@pytest.mark.parametrize(("place", "hook", "updates"), pairs(list(PLACES), list(HOOKS), UPDATES))
 def test_hooks_of_after_initialize_change_gradients(
     place: str, hook: str, updates: dict[str, Any]
 ) -> None:
@@ -68,15 +62,11 @@ def test_a_grad_that_is_set_by_hand_is_refused_with_the_way(place: str) -> None:
     with twin(section=PLACES[place]) as both:
         weight = both.model.blocks[0].mlp.up.weight
         weight.grad = torch.ones_like(weight)
-        with pytest.raises(
-            ConfigError, match=r"mlp\.up\.weight\.grad was set by hand.*safe_set_"
-        ):
+        with pytest.raises(ConfigError, match=r"mlp\.up\.weight\.grad was set by hand.*safe_set_"):
             both.engine.backward(both.on(0)(both.engine))
         both.backward(both.on(1))
         weight.grad = torch.ones_like(weight)
-        with pytest.raises(
-            ConfigError, match=r"mlp\.up\.weight\.grad was set by hand.*safe_set_"
-        ):
+        with pytest.raises(ConfigError, match=r"mlp\.up\.weight\.grad was set by hand.*safe_set_"):
             both.engine.step()
         assert weight.grad is None
         both.step()
@@ -87,9 +77,7 @@ def test_clipping_by_hand_is_the_configs_or_refused_with_the_way(place: str) -> 
     """Under the name that a program imported before."""
     with twin(section=PLACES[place], clipping=0.5) as both:
         both.backward(both.on(0))
-        with pytest.raises(
-            ConfigError, match=r"got 0\.5\. Set \"gradient_clipping\": 9\.0"
-        ):
+        with pytest.raises(ConfigError, match=r"got 0\.5\. Set \"gradient_clipping\": 9\.0"):
             clip_grad_norm_(both.model.parameters(), 9.0)
         with pytest.warns(UserWarning, match="the engine clips in step"):
             clip_grad_norm_(both.engine.parameters(), 0.5)
@@ -115,9 +103,7 @@ def test_freezing_between_forward_and_backward_drops_the_gradient(place: str) ->
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("place", ["streamed", "resident", "whole"])
-def test_what_a_state_dict_gives_out_saves_as_what_it_is(
-    place: str, precision: str
-) -> None:
+def test_what_a_state_dict_gives_out_saves_as_what_it_is(place: str, precision: str) -> None:
     """And is the parameter's memory as before: what is written into it is trained."""
     with twin(section=PLACES[place], precision=precision) as both:
         both.train(0)
@@ -126,9 +112,7 @@ def test_what_a_state_dict_gives_out_saves_as_what_it_is(
             assert value.untyped_storage().nbytes() == value.nbytes, name
         kept = io.BytesIO()
         torch.save(state, kept)
-        assert kept.tell() < 2 * sum(
-            value.nbytes for value in state.values()
-        ) + 700 * len(state)
+        assert kept.tell() < 2 * sum(value.nbytes for value in state.values()) + 700 * len(state)
         plain = both.plain.blocks[1].state_dict()
         with torch.no_grad():
             for name, value in state.items():
@@ -154,9 +138,7 @@ def test_a_relative_path_is_that_of_the_call(tmp_path: Path, monkeypatch: Any) -
 
 
 @pytest.mark.parametrize("without", ["optimizer", "steps_per_print"])
-def test_an_engine_takes_the_model_over_from_one_that_has_not_trained(
-    without: str,
-) -> None:
+def test_an_engine_takes_the_model_over_from_one_that_has_not_trained(without: str) -> None:
     """As DPO's precompute_ref_log_probs: the same model is prepared for inference, then trained."""
     model, make_batch = MODELS["gpt"]()
     settings = config()
@@ -171,9 +153,7 @@ def test_an_engine_takes_the_model_over_from_one_that_has_not_trained(
     engine.step()
     assert engine.was_step_applied()
     with torch.no_grad():
-        assert torch.equal(
-            loss_of(reference(**make_batch(0))), loss_of(engine(**make_batch(0)))
-        )
+        assert torch.equal(loss_of(reference(**make_batch(0))), loss_of(engine(**make_batch(0))))
     with pytest.raises(ConfigError, match="destroyed"):
         reference.step()
     reference.destroy()  # is over already, and changes nothing

@@ -68,9 +68,7 @@ def refused(
         assert re.search(words, message), f"{words!r} is not in: {message}"
     assert allocations == [], "something was allocated first"
     assert lane_threads() == []
-    assert [
-        (p, p.data_ptr(), p.dtype, p.shape, p.device) for p in model.parameters()
-    ] == before
+    assert [(p, p.data_ptr(), p.dtype, p.shape, p.device) for p in model.parameters()] == before
     assert [list(vars(module)) for module in model.modules()] == names
     assert [tables_of(module) for module in model.modules()] == tables
     return caught.value
@@ -97,11 +95,7 @@ def least(error: ConfigError) -> int:
     """The exact bytes that are needed; the size in the message is that, or hardly more."""
     assert isinstance(error, BudgetError)
     assert error.need_bytes is not None
-    assert (
-        error.need_bytes
-        <= named_size(str(error), "to at least")
-        <= 1.01 * error.need_bytes
-    )
+    assert error.need_bytes <= named_size(str(error), "to at least") <= 1.01 * error.need_bytes
     return error.need_bytes
 
 
@@ -116,11 +110,7 @@ def test_a_gpu_budget_below_the_smallest_window(
         return config(precision=precision, section={"gpu_memory": budget})
 
     error = refused(
-        allocations,
-        model,
-        settings(100),
-        BudgetError,
-        r"stronghold\.gpu_memory: got 100 bytes",
+        allocations, model, settings(100), BudgetError, r"stronghold\.gpu_memory: got 100 bytes"
     )
     enough = least(error)
     again = refused(allocations, model, settings(enough - 1), BudgetError)
@@ -129,19 +119,12 @@ def test_a_gpu_budget_below_the_smallest_window(
     assert report.gpu_peak <= enough
 
 
-def test_a_gpu_budget_below_the_window_that_is_asked_for(
-    allocations: list[str],
-) -> None:
+def test_a_gpu_budget_below_the_window_that_is_asked_for(allocations: list[str]) -> None:
     model, make_batch = MODELS["gpt"](num_layers=4)
     section: dict[str, Any] = {"window": 3, "gpu_memory": 60_000}
     settings = config(section=section)
     error = refused(
-        allocations,
-        model,
-        settings,
-        BudgetError,
-        "window of 3 slots needs",
-        "leave window out",
+        allocations, model, settings, BudgetError, "window of 3 slots needs", "leave window out"
     )
     enough = least(error)
     trains(model, make_batch, config(section={"window": 3, "gpu_memory": enough}))
@@ -150,9 +133,7 @@ def test_a_gpu_budget_below_the_window_that_is_asked_for(
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_host_with_too_little_memory(
-    accumulation: int, allocations: list[str]
-) -> None:
+def test_a_host_with_too_little_memory(accumulation: int, allocations: list[str]) -> None:
     model, make_batch = MODELS["gpt"]()
 
     def settings(budget: int | str, early: int | str = 0) -> dict[str, Any]:
@@ -160,12 +141,7 @@ def test_a_host_with_too_little_memory(
         return config(accumulation=accumulation, section=section)
 
     error = refused(
-        allocations,
-        model,
-        settings("1KiB"),
-        BudgetError,
-        "1024 bytes are available",
-        "host_memory",
+        allocations, model, settings("1KiB"), BudgetError, "1024 bytes are available", "host_memory"
     )
     assert "early_layers" not in str(error)
     enough = least(error)
@@ -174,9 +150,7 @@ def test_a_host_with_too_little_memory(
     assert report.host_peak == report.host_planned == enough
     error = refused(allocations[:0], model, settings(1, early="all"), BudgetError)
     more = least(error)
-    assert (
-        named_size(str(error), "stronghold.early_layers, which takes") == more - enough
-    )
+    assert named_size(str(error), "stronghold.early_layers, which takes") == more - enough
     report = trains(model, make_batch, settings(more, early="all"))
     assert report.host_peak == report.host_planned == more
 
@@ -202,16 +176,11 @@ class InBuffer(nn.Module):
         return self.second(self.first(x)).mean()
 
 
-def test_a_gpu_budget_below_a_model_in_which_nothing_repeats(
-    allocations: list[str],
-) -> None:
+def test_a_gpu_budget_below_a_model_in_which_nothing_repeats(allocations: list[str]) -> None:
     def settings(budget: int | str) -> dict[str, Any]:
         return config(section={"gpu_memory": budget})
 
-    model, advice = (
-        InBuffer(),
-        (r"stronghold\.layers", "no repeated blocks", "got 100 bytes"),
-    )
+    model, advice = (InBuffer(), (r"stronghold\.layers", "no repeated blocks", "got 100 bytes"))
     error = refused(allocations, model, settings(100), BudgetError, *advice)
     report = trains(model, lambda seed: {"x": torch.ones(2, 3)}, settings(least(error)))
     assert report.gpu_peak == report.gpu_planned
@@ -232,28 +201,11 @@ ENDLESS: dict[str, Any] = ours()
 ENDLESS["stronghold"]["emulated"] = ENDLESS["stronghold"]
 FILE = "LICENSE/trace.json"  # below what is no folder
 BF16 = {"bf16": {"enabled": True}}
-MODELS_REFUSED: dict[
-    str, tuple[Any, dict[str, Any], tuple[str, ...], dict[str, Any] | None]
-] = {
-    "layers that are not there": (
-        None,
-        ours(layers="bloks"),
-        ("bloks", "blocks"),
-        ours(),
-    ),
+MODELS_REFUSED: dict[str, tuple[Any, dict[str, Any], tuple[str, ...], dict[str, Any] | None]] = {
+    "layers that are not there": (None, ours(layers="bloks"), ("bloks", "blocks"), ours()),
     "meta": (lambda m: m.to("meta"), {}, ("meta device", "load its values"), None),
-    "one memory": (
-        same_memory,
-        {},
-        ("same memory", "assigning the same nn.Param"),
-        None,
-    ),
-    "bf16": (
-        lambda m: m.bfloat16(),
-        {},
-        (r'add "bf16": \{"enabled": true\}', "float32"),
-        BF16,
-    ),
+    "one memory": (same_memory, {}, ("same memory", "assigning the same nn.Param"), None),
+    "bf16": (lambda m: m.bfloat16(), {}, (r'add "bf16": \{"enabled": true\}', "float32"), BF16),
     # Refused in fp32; in bf16 all are cast, as DeepSpeed does.
     "two dtypes": (
         lambda m: m.blocks[1].bfloat16() and None,
@@ -286,12 +238,7 @@ MODELS_REFUSED: dict[
         (r"stronghold\.trace: .*cannot be written",),
         ours(),
     ),
-    "no GPU": (
-        None,
-        ours(device="cuda"),
-        ('got "cuda"', '"device": "emulated"'),
-        ours(),
-    ),
+    "no GPU": (None, ours(device="cuda"), ('got "cuda"', '"device": "emulated"'), ours()),
 }
 CONFIGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "batch sizes": (
@@ -372,9 +319,7 @@ def test_parameters_with_strides_of_their_own_train_as_contiguous_ones(
     both.restart_plain()
     with caplog.at_level(logging.WARNING, "stronghold"):
         both.engine = initialized(both.model, both.settings)
-    (said,) = [
-        record.message for record in caplog.records if "contiguous" in record.message
-    ]
+    (said,) = [record.message for record in caplog.records if "contiguous" in record.message]
     assert "blocks.0.mlp.down." + ("bias" if kind == "expanded" else "weight") in said
     both.train(0)
     both.train(1)
@@ -398,9 +343,7 @@ def test_ranks_without_a_process_group(
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
     advice = ("WORLD_SIZE: got 2", "deepspeed.init_distributed")
-    refused(
-        allocations, model, config(), ConfigError, *advice, dist_init_required=False
-    )
+    refused(allocations, model, config(), ConfigError, *advice, dist_init_required=False)
 
 
 def test_a_clients_schedule_that_fails(allocations: list[str]) -> None:
@@ -411,9 +354,6 @@ def test_a_clients_schedule_that_fails(allocations: list[str]) -> None:
 
     with pytest.raises(RuntimeError, match="no such schedule"):
         stronghold.initialize(
-            model=model,
-            config=config(),
-            model_parameters=model.parameters(),
-            lr_scheduler=broken,
+            model=model, config=config(), model_parameters=model.parameters(), lr_scheduler=broken
         )
     assert allocations == []

@@ -56,9 +56,7 @@ def train(engine: Any, steps: range) -> list[torch.Tensor]:
     return losses
 
 
-@pytest.mark.parametrize(
-    "way", ["removed", pytest.param("replaced", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("way", ["removed", pytest.param("replaced", marks=pytest.mark.slow)])
 def test_a_base_that_is_removed_or_replaced_is_read_on(
     way: str, directory: Path, base: Path, tmp_path: Path
 ) -> None:

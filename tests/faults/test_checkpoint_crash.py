@@ -84,14 +84,9 @@ def crash_and_load(save_dir: Path, kills: int, seed: int) -> int:
     """Kill `kills` times; returns how often a save was cut in two."""
     chosen, cut = random.Random(seed), 0
     for kill in range(kills):
-        step = kill_while_saving(
-            save_dir, kill % 2 == 1, chosen.uniform(0.0, LONGEST_S)
-        )
+        step = kill_while_saving(save_dir, kill % 2 == 1, chosen.uniform(0.0, LONGEST_S))
         cut += any(path.is_dir() and path.name[0] == "." for path in save_dir.iterdir())
-        assert (save_dir / "latest").read_text() in (
-            f"global_step{step}",
-            f"global_step{step + 1}",
-        )
+        assert (save_dir / "latest").read_text() in (f"global_step{step}", f"global_step{step + 1}")
         for tag in (None, REPEATED):
             with session(**OPTIONS) as engine:
                 engine.load_checkpoint(save_dir, tag=tag)
@@ -114,9 +109,7 @@ def test_kill_9_at_a_random_instant_costs_one_save(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_kill_9_fifty_times(tmp_path: Path) -> None:
     cut = crash_and_load(tmp_path, kills=50, seed=1)
-    print(
-        f"50 kills, {cut} of them within a save; the newest complete checkpoint loaded 50 times"
-    )
+    print(f"50 kills, {cut} of them within a save; the newest complete checkpoint loaded 50 times")
     assert cut >= 10, f"only {cut} of 50 kills hit a save: the test shows little"
 
 
@@ -145,12 +138,8 @@ def test_leftovers_of_a_living_process_are_kept(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_leftovers_of_releases_that_named_the_process_are_removed(
-    tmp_path: Path,
-) -> None:
-    (
-        tmp_path / ".tag.tmp-1f2e3d4c5b6a-0123456789ab-4026531836-77-123456-deadbeef"
-    ).mkdir()
+def test_leftovers_of_releases_that_named_the_process_are_removed(tmp_path: Path) -> None:
+    (tmp_path / ".tag.tmp-1f2e3d4c5b6a-0123456789ab-4026531836-77-123456-deadbeef").mkdir()
     save_begins(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -218,14 +207,9 @@ with directory.hidden_directory(Path(sys.argv[1]), "tag") as hidden:
 
 
 @pytest.mark.slow
-def test_a_save_in_a_container_of_the_same_host_name_is_left_alone(
-    tmp_path: Path,
-) -> None:
+def test_a_save_in_a_container_of_the_same_host_name_is_left_alone(tmp_path: Path) -> None:
     container = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
-    if (
-        os.geteuid() != 0
-        or subprocess.run([*container, "true"], check=False).returncode
-    ):
+    if os.geteuid() != 0 or subprocess.run([*container, "true"], check=False).returncode:
         pytest.skip("this user may make no PID name space")
     command = [*container, sys.executable, "-c", IN_A_CONTAINER, str(tmp_path)]
     with subprocess.Popen(
@@ -250,9 +234,7 @@ weights.write_weights({}, Path(sys.argv[1]), "pytorch_model.bin")
 """
 
 
-def test_the_next_file_of_weights_removes_what_a_killed_one_left(
-    tmp_path: Path,
-) -> None:
+def test_the_next_file_of_weights_removes_what_a_killed_one_left(tmp_path: Path) -> None:
     assert Child(KILLED, tmp_path).wait() == -signal.SIGKILL
     (left,) = tmp_path.iterdir()
     assert left.name.startswith(".pytorch_model.bin.tmp-")
@@ -260,9 +242,7 @@ def test_the_next_file_of_weights_removes_what_a_killed_one_left(
     assert [path.name for path in tmp_path.iterdir()] == ["pytorch_model.bin"]
 
 
-def test_two_engines_that_save_one_tag_beside_each_other_leave_a_whole_one(
-    tmp_path: Path,
-) -> None:
+def test_two_engines_that_save_one_tag_beside_each_other_leave_a_whole_one(tmp_path: Path) -> None:
     section = {"async_checkpoint": True}
     with (
         session(section=section, **OPTIONS) as one,
@@ -274,14 +254,8 @@ def test_two_engines_that_save_one_tag_beside_each_other_leave_a_whole_one(
                 engine.save_checkpoint(tmp_path, tag=REPEATED)
             for engine in (one, two):
                 engine.wait_for_checkpoint()
-            assert sorted(path.name for path in tmp_path.iterdir()) == [
-                "latest",
-                REPEATED,
-            ]
-            saved = [
-                engine.module_state_dict()["transformer.wte.weight"]
-                for engine in (one, two)
-            ]
+            assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", REPEATED]
+            saved = [engine.module_state_dict()["transformer.wte.weight"] for engine in (one, two)]
             saved = [values.clone() for values in saved]
             with session(**OPTIONS) as third:
                 third.load_checkpoint(tmp_path)
@@ -319,10 +293,7 @@ def save_and_die(save_dir: Path, content: str, number: int) -> None:
         return call
 
     for owner, names in (
-        (
-            os,
-            ("open", "write", "fsync", "unlink", "rmdir", "rename", "replace", "mkdir"),
-        ),
+        (os, ("open", "write", "fsync", "unlink", "rmdir", "rename", "replace", "mkdir")),
         (directory, ("exchange_names", "remove")),
     ):
         for name in names:
@@ -399,10 +370,7 @@ def test_a_tag_that_stepped_aside_comes_back(
         assert tag.is_dir()
         tag.rename(tmp_path / directory.hidden_name(tag.name, "old"))
         engine.save_checkpoint(tmp_path)
-        assert sorted(path.name for path in tmp_path.iterdir()) == [
-            "global_step1",
-            "latest",
-        ]
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step1", "latest"]
         engine.load_checkpoint(tmp_path)
 
 
@@ -417,16 +385,11 @@ def test_what_a_user_has_put_aside_is_left_alone(
         train(engine, 1)
         engine.save_checkpoint(tmp_path)
         (tmp_path / "global_step1").rename(tmp_path / ".global_step1.old")
-        expected = sorted(
-            path.name for path in (tmp_path / ".global_step1.old").iterdir()
-        )
+        expected = sorted(path.name for path in (tmp_path / ".global_step1.old").iterdir())
         for _ in range(2):
             engine.save_checkpoint(tmp_path)
             engine.load_checkpoint(tmp_path)
-    assert (
-        sorted(path.name for path in (tmp_path / ".global_step1.old").iterdir())
-        == expected
-    )
+    assert sorted(path.name for path in (tmp_path / ".global_step1.old").iterdir()) == expected
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {".global_step1.old", "global_step1", "latest"}
 
@@ -462,9 +425,7 @@ def test_tensors_survive(tmp_path: Path) -> None:
         engine.save_checkpoint(tmp_path)
         expected = train(engine, 3)
     kill_while_saving(tmp_path / "elsewhere", False, 0.0)
-    step = int(
-        (tmp_path / "elsewhere" / "latest").read_text().removeprefix("global_step")
-    )
+    step = int((tmp_path / "elsewhere" / "latest").read_text().removeprefix("global_step"))
     with session(**OPTIONS) as engine:
         engine.load_checkpoint(tmp_path / "elsewhere", tag="global_step1")
         train(engine, 1)

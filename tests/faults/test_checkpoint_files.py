@@ -24,13 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from stronghold.checkpoint import directory, files
-from stronghold.checkpoint.files import (
-    HeldFile,
-    TensorFile,
-    entry_of,
-    write_durably,
-    write_tensors,
-)
+from stronghold.checkpoint.files import HeldFile, TensorFile, entry_of, write_durably, write_tensors
 from stronghold.checkpoint.load import Load
 from stronghold.checkpoint.manifest import (
     COUNTERS,
@@ -122,9 +116,7 @@ def copy(saved: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / "copy"))
 
 
-def refused(
-    engine: Any, where: Path, error: type[Exception], match: str, **options: Any
-) -> None:
+def refused(engine: Any, where: Path, error: type[Exception], match: str, **options: Any) -> None:
     before = snapshot(engine)
     with at_most(20), pytest.raises(error, match=match):
         engine.load_checkpoint(where, **options)
@@ -163,9 +155,7 @@ def test_a_damaged_file_is_named_and_nothing_changes(
     name: str, damage: str, engine: Any, copy: Path
 ) -> None:
     path = copy / TAG / name
-    path.unlink() if damage == "removed" else path.write_bytes(
-        DAMAGES[damage](path.read_bytes())
-    )
+    path.unlink() if damage == "removed" else path.write_bytes(DAMAGES[damage](path.read_bytes()))
     match = f"{copy / TAG}.*manifest" if name == MANIFEST else f"{path}: "
     refused(engine, copy, CheckpointError, match)
 
@@ -178,17 +168,10 @@ def test_the_undamaged_copy_loads(engine: Any, copy: Path) -> None:
 
 def test_another_version_is_refused(engine: Any, copy: Path) -> None:
     rewrite(copy / TAG, lambda body: body.update(version=7))
-    refused(
-        engine,
-        copy,
-        CheckpointError,
-        "version 7, expected stronghold checkpoint version 3",
-    )
+    refused(engine, copy, CheckpointError, "version 7, expected stronghold checkpoint version 3")
 
 
-def test_a_file_that_says_other_than_the_manifest_is_refused(
-    engine: Any, copy: Path
-) -> None:
+def test_a_file_that_says_other_than_the_manifest_is_refused(engine: Any, copy: Path) -> None:
     tensors = load_file(copy / TAG / FILES[0])
     name = sorted(tensors)[0]
     tensors[name] = tensors[name][:1].clone()
@@ -196,14 +179,10 @@ def test_a_file_that_says_other_than_the_manifest_is_refused(
     data = (copy / TAG / FILES[0]).read_bytes()
     record = {"num_bytes": len(data), "crc32": zlib.crc32(data)}
     rewrite(copy / TAG, lambda body: body["files"].update({FILES[0]: record}))
-    refused(
-        engine, copy, CheckpointError, f"{FILES[0]}: {name} is .* and the manifest has"
-    )
+    refused(engine, copy, CheckpointError, f"{FILES[0]}: {name} is .* and the manifest has")
 
 
-def test_a_missing_tag_is_answered_with_those_that_are_there(
-    engine: Any, copy: Path
-) -> None:
+def test_a_missing_tag_is_answered_with_those_that_are_there(engine: Any, copy: Path) -> None:
     refused(
         engine,
         copy,
@@ -213,9 +192,7 @@ def test_a_missing_tag_is_answered_with_those_that_are_there(
     )
     (copy / "latest").write_text("global_step9")
     refused(engine, copy, CheckpointError, "global_step9: no such checkpoint")
-    refused(
-        engine, copy, ConfigError, "the name of one directory", tag="../global_step3"
-    )
+    refused(engine, copy, ConfigError, "the name of one directory", tag="../global_step3")
 
 
 def test_foreign_directories_are_told_apart(engine: Any, tmp_path: Path) -> None:
@@ -233,22 +210,10 @@ def test_foreign_directories_are_told_apart(engine: Any, tmp_path: Path) -> None
 
 def test_a_checkpoint_of_another_model_is_refused(engine: Any, saved: Path) -> None:
     for other, match in (
-        (
-            WithBuffer(num_layers=2),
-            r"this model has no body\.transformer\.h\.2\..* and 7 more",
-        ),
-        (
-            WithBuffer(num_layers=4),
-            r"it has no body\.transformer\.h\.3\..*Did you mean|it has no",
-        ),
-        (
-            WithBuffer(width=32),
-            r"has the shape \[61, 24\] there, and \[61, 32\] in this model",
-        ),
-        (
-            make_model(),
-            r"it has no transformer\.wte\.weight.*Did you mean \"body\.transformer",
-        ),
+        (WithBuffer(num_layers=2), r"this model has no body\.transformer\.h\.2\..* and 7 more"),
+        (WithBuffer(num_layers=4), r"it has no body\.transformer\.h\.3\..*Did you mean|it has no"),
+        (WithBuffer(width=32), r"has the shape \[61, 24\] there, and \[61, 32\] in this model"),
+        (make_model(), r"it has no transformer\.wte\.weight.*Did you mean \"body\.transformer"),
     ):
         with session(other, precision="bf16") as stranger:
             train(stranger, 1)
@@ -257,20 +222,14 @@ def test_a_checkpoint_of_another_model_is_refused(engine: Any, saved: Path) -> N
 
 def test_names_need_not_match_on_request(saved: Path) -> None:
     with session(WithBuffer(num_layers=2, seed=9), precision="bf16") as smaller:
-        refused(
-            smaller, saved, ConfigError, "parameter groups", load_module_strict=False
-        )
-        smaller.load_checkpoint(
-            saved, load_module_strict=False, load_optimizer_states=False
-        )
+        refused(smaller, saved, ConfigError, "parameter groups", load_module_strict=False)
+        smaller.load_checkpoint(saved, load_module_strict=False, load_optimizer_states=False)
         weights = load_file(saved / TAG / "weights-00001.safetensors")
         name = sorted(weights)[0]
         assert torch.equal(smaller.module_state_dict()[name], weights[name])
 
 
-def test_a_checkpoint_without_an_optimizer_says_so(
-    saved: Path, copy: Path, engine: Any
-) -> None:
+def test_a_checkpoint_without_an_optimizer_says_so(saved: Path, copy: Path, engine: Any) -> None:
     rewrite(copy / TAG, lambda body: body.update(groups=None))
     refused(engine, copy, ConfigError, "saved by an engine without an optimizer")
     rewrite(copy / TAG, lambda body: body.update(groups=[]))
@@ -289,9 +248,7 @@ def test_the_library_reads_what_is_written_and_we_read_what_it_writes(
         f"t{k}": (torch.arange(torch.Size(shape).numel()) % 127).view(shape).to(dtype)
         for k, shape in enumerate(SHAPES)
     }
-    record = write_tensors(
-        tmp_path / "ours", [entry_of(*item) for item in tensors.items()]
-    )
+    record = write_tensors(tmp_path / "ours", [entry_of(*item) for item in tensors.items()])
     HeldFile(tmp_path / "ours").check(record)
     save_file(tensors, tmp_path / "theirs")
     read, file = load_file(tmp_path / "ours"), TensorFile(tmp_path / "theirs")
@@ -300,10 +257,7 @@ def test_the_library_reads_what_is_written_and_we_read_what_it_writes(
         assert torch.equal(file.read(name), tensor)
         assert torch.equal(file.mapped(name), tensor)
         middle = tensor.view(-1)[tensor.numel() // 3 : tensor.numel() // 2]
-        for target in (
-            torch.empty_like(middle),
-            torch.empty(middle.shape, dtype=torch.complex64),
-        ):
+        for target in (torch.empty_like(middle), torch.empty(middle.shape, dtype=torch.complex64)):
             file.read_into(name, tensor.numel() // 3, target)
             assert torch.equal(target, middle.to(target.dtype))
 
@@ -328,9 +282,7 @@ def test_what_is_no_safetensors_file_is_refused(data: bytes, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_any_range_is_read_across_the_pieces_of_ranks(
-    seed: int, tmp_path: Path
-) -> None:
+def test_any_range_is_read_across_the_pieces_of_ranks(seed: int, tmp_path: Path) -> None:
     chosen, tag = random.Random(seed), tmp_path
     numel = chosen.randint(1, 300)
     cuts = [chosen.randint(0, numel) for _ in range(seed % 5)]
@@ -366,9 +318,7 @@ def test_any_range_is_read_across_the_pieces_of_ranks(
         for _ in range(50):
             begin = chosen.randint(0, numel)
             end = chosen.randint(begin, numel)
-            assert torch.equal(
-                opened.read(record, "weights", begin, end), values[begin:end]
-            )
+            assert torch.equal(opened.read(record, "weights", begin, end), values[begin:end])
 
 
 def test_the_manifest_is_what_was_written(saved: Path) -> None:
@@ -406,10 +356,7 @@ def replace(save_dir: Path, tag: str, source: Path) -> None:
 
 
 def before_read(
-    number: int,
-    prefix: str,
-    work: Callable[[], object],
-    monkeypatch: pytest.MonkeyPatch,
+    number: int, prefix: str, work: Callable[[], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`work` is done once, before a load reads the tensor of this number, from 1 on, whose name
     begins with `prefix`."""
@@ -510,9 +457,7 @@ def test_a_file_that_is_written_to_while_it_is_read_is_noticed(
     other = (saved / "five" / file.name).read_bytes()
     before_read(1, "exp_avg.", lambda: file.write_bytes(other), monkeypatch)
     with session(WithBuffer(seed=9), precision="bf16") as engine:
-        with pytest.raises(
-            CheckpointError, match=r"moments-00001\.safetensors: was written to"
-        ):
+        with pytest.raises(CheckpointError, match=r"moments-00001\.safetensors: was written to"):
             engine.load_checkpoint(copy, tag=TAG)
         monkeypatch.undo()
         engine.load_checkpoint(saved)
@@ -565,9 +510,9 @@ CRAFTED: dict[str, Callable[[dict[str, Any]], Any]] = {
     ),
     "no weights": lambda body: body["tensors"][3]["pieces"].pop("weights"),
     "a moment less": lambda body: body["tensors"][3]["pieces"].pop("exp_avg"),
-    "an array that the optimizer does not have": lambda body: body["tensors"][3][
-        "pieces"
-    ].update(momentum=body["tensors"][3]["pieces"]["exp_avg"]),
+    "an array that the optimizer does not have": lambda body: body["tensors"][3]["pieces"].update(
+        momentum=body["tensors"][3]["pieces"]["exp_avg"]
+    ),
     "an unknown key": tensor("strange", 1),
     "a tensor twice": lambda body: body["tensors"].append(body["tensors"][0]),
     "tensors are an object": lambda body: body.update(tensors={}),
@@ -577,9 +522,7 @@ CRAFTED: dict[str, Callable[[dict[str, Any]], Any]] = {
         accumulated=body["tensors"][0]["pieces"]["exp_avg"]
     ),
     "a counter is a word": lambda body: body["counters"].update(micro_steps="x"),
-    "no accumulation": lambda body: body["counters"].update(
-        gradient_accumulation_steps=0
-    ),
+    "no accumulation": lambda body: body["counters"].update(gradient_accumulation_steps=0),
     "lr is a word": lambda body: body["groups"][0].update(lr="x"),
     "lr is missing a number": lambda body: body["groups"][0].update(lr=None),
     "lr is endless": lambda body: body["groups"][0].update(lr=10**400),
@@ -590,9 +533,7 @@ CRAFTED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "sizes of files are words": lambda body: body["files"][STATE].update(num_bytes="x"),
     "a file without a checksum": lambda body: body["files"][STATE].pop("crc32"),
     "buffers are a list": lambda body: body.update(buffers=[1]),
-    "of two model-parallel ranks": lambda body: body.update(
-        model_parallel={"rank": 1, "size": 2}
-    ),
+    "of two model-parallel ranks": lambda body: body.update(model_parallel={"rank": 1, "size": 2}),
 }
 
 
@@ -604,19 +545,10 @@ def test_a_crafted_manifest_is_refused_before_memory_changes(
     refused(engine, copy, CheckpointError, str(copy / TAG))
 
 
-@pytest.mark.parametrize(
-    "text", ["[" * 100_000, '{"manifest":' * 50_000, "{}", "[]", "7", "\0"]
-)
-def test_a_manifest_of_another_form_is_refused(
-    text: str, engine: Any, copy: Path
-) -> None:
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"manifest":' * 50_000, "{}", "[]", "7", "\0"])
+def test_a_manifest_of_another_form_is_refused(text: str, engine: Any, copy: Path) -> None:
     (copy / TAG / MANIFEST).write_text(text)
-    refused(
-        engine,
-        copy,
-        CheckpointError,
-        f"{copy / TAG / MANIFEST}: not a readable manifest",
-    )
+    refused(engine, copy, CheckpointError, f"{copy / TAG / MANIFEST}: not a readable manifest")
 
 
 def refuses_or_loads(engine: Any, where: Path, before: dict[str, torch.Tensor]) -> Any:
@@ -632,9 +564,7 @@ def refuses_or_loads(engine: Any, where: Path, before: dict[str, torch.Tensor]) 
     return before
 
 
-def fuzz_manifests(
-    engine: Any, copy: Path, cases: int, seed: int, tag: str = TAG
-) -> int:
+def fuzz_manifests(engine: Any, copy: Path, cases: int, seed: int, tag: str = TAG) -> int:
     """How many of `cases` were refused."""
     body = json.loads((copy / tag / MANIFEST).read_text())["manifest"]
     before, num_refused = snapshot(engine), 0
@@ -701,12 +631,8 @@ def test_many_mutations(engine: Any, saved: Path, copy: Path, tmp_path: Path) ->
 
 
 # -- names ----------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    "content", [b"\xff\xfe\x00", b"", b"../elsewhere", b"a\0b", b"x" * 9999]
-)
-def test_a_latest_that_names_no_tag_is_refused(
-    content: bytes, engine: Any, copy: Path
-) -> None:
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"", b"../elsewhere", b"a\0b", b"x" * 9999])
+def test_a_latest_that_names_no_tag_is_refused(content: bytes, engine: Any, copy: Path) -> None:
     (copy / "latest").write_bytes(content)
     refused(engine, copy, CheckpointError, f"{copy / 'latest'}: ")
     assert main(["export", str(copy), str(copy / "out")]) == 2
@@ -716,17 +642,10 @@ def test_a_latest_that_names_no_tag_is_refused(
     "name", ["latest", f"{TAG}/{MANIFEST}", f"{TAG}/moments-00001.safetensors"]
 )
 @pytest.mark.parametrize("kind", ["pipe", "directory"])
-def test_what_is_no_file_is_refused(
-    kind: str, name: str, engine: Any, copy: Path
-) -> None:
+def test_what_is_no_file_is_refused(kind: str, name: str, engine: Any, copy: Path) -> None:
     (copy / name).unlink()
     os.mkfifo(copy / name) if kind == "pipe" else (copy / name).mkdir()
-    refused(
-        engine,
-        copy,
-        CheckpointError,
-        f"{copy / name}: cannot be read: it is no regular file",
-    )
+    refused(engine, copy, CheckpointError, f"{copy / name}: cannot be read: it is no regular file")
 
 
 @pytest.mark.parametrize("tag", ["a\0b", "a ", " a", "a\nb", "latest", ".a", "a/b", ""])
@@ -763,14 +682,10 @@ def test_a_name_may_begin_with_two_underscores(precision: str, tmp_path: Path) -
 
 
 def test_the_formats_own_key_is_refused_as_a_name(tmp_path: Path) -> None:
-    with pytest.raises(
-        CheckpointError, match="__metadata__: safetensors keeps this name"
-    ):
+    with pytest.raises(CheckpointError, match="__metadata__: safetensors keeps this name"):
         write_tensors(tmp_path / "file", [entry_of("__metadata__", torch.ones(3))])
     with session(Underscored("__metadata__")) as engine:
-        with pytest.raises(
-            CheckpointError, match="__metadata__: safetensors keeps this name"
-        ):
+        with pytest.raises(CheckpointError, match="__metadata__: safetensors keeps this name"):
             engine.save_checkpoint(tmp_path / "saved")
         assert list((tmp_path / "saved").iterdir()) == []
 

@@ -71,9 +71,7 @@ USES: dict[str, Callable[[Any, Path], object]] = {
     "parameters": lambda engine, _: first_value(engine),
     "state_dict": lambda engine, _: engine.module.state_dict(),
     "module_state_dict": lambda engine, _: engine.module_state_dict(),
-    "load_state_dict": lambda engine, _: engine.module.load_state_dict(
-        {}, strict=False
-    ),
+    "load_state_dict": lambda engine, _: engine.module.load_state_dict({}, strict=False),
     "copy": lambda engine, _: copy.deepcopy(engine.module),
     "pickle": lambda engine, _: torch.save(engine.module, io.BytesIO()),
     "synchronize": lambda engine, _: engine.synchronize(),
@@ -89,9 +87,7 @@ CALLS = {"the model itself": lambda engine, _: engine.module(**batch_of(engine))
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("section", "uses"), [(STREAMED, USES | CALLS), (WHOLE, USES)])
 def test_whatever_uses_an_engine_in_a_child_is_refused_at_once(
-    section: dict[str, Any],
-    uses: dict[str, Callable[[Any, Path], object]],
-    tmp_path: Path,
+    section: dict[str, Any], uses: dict[str, Callable[[Any, Path], object]], tmp_path: Path
 ) -> None:
     with session(section={**section, "emulated": {}}) as engine:
         expected = train(engine, len(uses) + 1)
@@ -120,9 +116,7 @@ ENDS: dict[str, Callable[[list[Any]], object]] = {
 
 
 @pytest.mark.parametrize("section", [STREAMED, WHOLE], ids=["streamed", "whole"])
-def test_a_child_ends_an_engine_without_a_trace(
-    section: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_child_ends_an_engine_without_a_trace(section: dict[str, Any], tmp_path: Path) -> None:
     section = {**section, "async_checkpoint": True}
     with session(section={**section, "emulated": {}}) as engine:
         expected = train(engine, len(ENDS) + 1)
@@ -133,9 +127,7 @@ def test_a_child_ends_an_engine_without_a_trace(
             assert forked(lambda end=end: end([engine])) == "", name
             losses += train(engine, 1)
         engine.wait_for_checkpoint()
-        assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
-            [*ENDS, "latest"]
-        )
+        assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*ENDS, "latest"])
     assert all(map(torch.equal, losses, expected))
 
 

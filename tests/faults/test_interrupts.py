@@ -36,9 +36,7 @@ main()
 def interrupt(folder: Path, first: int, count: int) -> None:
     """These seeds of `tests.support.interrupts`, in a process of their own, which may hang."""
     with (folder / "said").open("w+") as said:
-        status, errors = children.run(
-            PROGRAM, folder, first, count, folder=folder, stdout=said
-        )
+        status, errors = children.run(PROGRAM, folder, first, count, folder=folder, stdout=said)
     text = (folder / "said").read_text()
     lines = [line for line in text.splitlines() if line.startswith("seed ")]
     assert status == 0, f"{lines[-1:]}\n{errors[-6000:]}"
@@ -90,9 +88,7 @@ def train(block: nn.Module, x: Tensor) -> list[Tensor]:
     """The gradients and the buffers after a forward and a backward."""
     torch.manual_seed(5)
     block(x).square().sum().backward()
-    return [p.grad for p in block.parameters() if p.grad is not None] + list(
-        block.buffers()
-    )
+    return [p.grad for p in block.parameters() if p.grad is not None] + list(block.buffers())
 
 
 @pytest.mark.slow
@@ -111,12 +107,7 @@ def test_an_interrupt_while_a_block_runs_again_leaves_it_as_it_was() -> None:
             block(*args)
 
     recomputed = RecomputedModule(block, list(block.parameters()))
-    options: Any = {
-        "name": "block",
-        "device": device,
-        "check": lambda: None,
-        "run": again,
-    }
+    options: Any = {"name": "block", "device": device, "check": lambda: None, "run": again}
     kept = Recomputation(recomputed, (x,), {}, **options)
     with saved_tensors_hooks(kept.save, lambda place: place.kept.tensor):
         block(x)
@@ -160,12 +151,8 @@ def test_an_interrupt_while_a_block_runs_again_leaves_it_as_it_was() -> None:
 def test_an_interrupt_while_a_chunk_runs_leaves_the_block_its_parameters() -> None:
     """At each bytecode of what gives a block views of its parameters, and takes them away."""
     torch.manual_seed(0)
-    model = nn.Sequential(
-        *(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))
-    )
-    engine = initialized(
-        model, config(section={"chunk": 1, "window": 1, "layers": ["0", "1"]})
-    )
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)))
+    engine = initialized(model, config(section={"chunk": 1, "window": 1, "layers": ["0", "1"]}))
     x, within = torch.randn(2, 4), "/stronghold/streaming/activations/chunks.py"
     work = lambda: engine(x)  # noqa: E731
     expected = work()
@@ -173,12 +160,8 @@ def test_an_interrupt_while_a_chunk_runs_leaves_the_block_its_parameters() -> No
     for number in range(1, count + 1):
         with pytest.raises(Stopped):
             at_bytecode(work, number, within=within)
-        kinds = [
-            type(p) for part in model.modules() for p in part.parameters(recurse=False)
-        ]
-        assert all(issubclass(kind, nn.Parameter) for kind in kinds), (
-            f"bytecode {number}"
-        )
+        kinds = [type(p) for part in model.modules() for p in part.parameters(recurse=False)]
+        assert all(issubclass(kind, nn.Parameter) for kind in kinds), f"bytecode {number}"
     assert torch.equal(work(), expected)
     engine.destroy()
 

@@ -49,9 +49,7 @@ def test_a_file_truncated_under_a_read_is_an_error(
         error = failure(queue, queue.read(file, 0, memory.address, memory.nbytes))
         assert error.errno == errno.ENODATA
         assert str(path) in str(error)
-        found = re.search(
-            r"read of (\d+) bytes at offset (\d+) \(in a read of 262144", str(error)
-        )
+        found = re.search(r"read of (\d+) bytes at offset (\d+) \(in a read of 262144", str(error))
         assert found is not None, str(error)
         offset = int(found[2])
         expected = left // PAGE * PAGE if file.direct else left
@@ -62,9 +60,7 @@ def test_a_file_truncated_under_a_read_is_an_error(
         queue.wait(queue.read(file, 0, memory.address, memory.nbytes))
 
 
-def test_a_full_disk_is_an_error_with_file_and_offset(
-    engine: str, small_disk: Path
-) -> None:
+def test_a_full_disk_is_an_error_with_file_and_offset(engine: str, small_disk: Path) -> None:
     memory, path = Memory(512, seed=10), small_disk / "file"
     with IoQueue(4, 16 * PAGE, engine) as queue:
         with pytest.raises(OSError, match="fallocate of 2097152 bytes") as refused:
@@ -73,9 +69,7 @@ def test_a_full_disk_is_an_error_with_file_and_offset(
         file = queue.open(path, memory.nbytes, preallocate=False)
         error = failure(queue, queue.write(file, 0, memory.address, memory.nbytes))
         assert error.errno == errno.ENOSPC
-        assert re.search(
-            r"write of \d+ bytes at offset \d+ \(in a write of 2097152", str(error)
-        )
+        assert re.search(r"write of \d+ bytes at offset \d+ \(in a write of 2097152", str(error))
         assert str(path) in str(error)
         assert os.strerror(errno.ENOSPC) in str(error)
     path.unlink()
@@ -87,9 +81,7 @@ def device(queue: IoQueue, path: str) -> IoFile:
     return queue.open(path, 1 << 62, create=False, preallocate=False)
 
 
-def test_an_input_output_error_is_reported_where_it_happened(
-    engine: str, tmp_path: Path
-) -> None:
+def test_an_input_output_error_is_reported_where_it_happened(engine: str, tmp_path: Path) -> None:
     """/proc/self/mem gives EIO for pages that cannot be had, after a short read of those before:
     here those of a mapping whose file was truncated."""
     path, memory = tmp_path / "file", Memory(8)
@@ -104,9 +96,7 @@ def test_an_input_output_error_is_reported_where_it_happened(
         assert error.errno == errno.EIO
         place = f"read of {3 * PAGE} bytes at offset {address + 5 * PAGE}"
         whole = f"(in a read of {8 * PAGE} bytes at offset {address})"
-        assert str(error).endswith(
-            f"{place} {whole}: {os.strerror(errno.EIO)}: /proc/self/mem"
-        )
+        assert str(error).endswith(f"{place} {whole}: {os.strerror(errno.EIO)}: /proc/self/mem")
         assert (memory.bytes[: 5 * PAGE] == 7).all()
         assert not memory.bytes[5 * PAGE :].any()
 
@@ -129,9 +119,7 @@ def test_a_read_only_path_is_an_error(engine: str, tmp_path: Path) -> None:
             queue.open("a\0b", PAGE)
 
 
-def test_a_file_too_large_is_an_error_and_no_signal(
-    engine: str, tmp_path: Path
-) -> None:
+def test_a_file_too_large_is_an_error_and_no_signal(engine: str, tmp_path: Path) -> None:
     memory = Memory(16)
 
     def write() -> object:

@@ -63,10 +63,7 @@ def in_time(work: Callable[[], None]) -> BaseException | None:
 
 
 def fail_in(
-    engine: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    operation: str,
-    only: int | None = None,
+    engine: Any, monkeypatch: pytest.MonkeyPatch, operation: str, only: int | None = None
 ) -> None:
     """Let the engine's next operations of this name fail; with `only` the one of that number, from
     1 on."""
@@ -149,9 +146,7 @@ def test_a_failure_of_the_last_step_is_told_by_destroy(
     last = f"update {engine.inspect().layout.layers[0].index}"
     fail_in(engine, monkeypatch, last)
     model = engine.module
-    error = in_time(
-        lambda: (run_steps(engine, make_batch, range(1, 2)), engine.destroy())
-    )
+    error = in_time(lambda: (run_steps(engine, make_batch, range(1, 2)), engine.destroy()))
     assert isinstance(error, stronghold.LaneError)
     assert str(error).startswith(f"{last} failed")
     assert in_time(engine.destroy) is None
@@ -188,24 +183,16 @@ def test_an_engine_that_is_collected_on_a_lane_ends_like_another() -> None:
     """The collector comes upon it in the first update, for which the next forward's fetch waits."""
     engine, make_batch = make_engine()
     engine.callbacks = [engine]  # a cycle, which the collector alone frees
-    model, lane, dropped = (
-        engine.module,
-        engine.inspect().device.update,
-        threading.Event(),
-    )
+    model, lane, dropped = (engine.module, engine.inspect().device.update, threading.Event())
     submit = lane.submit
 
-    def submit_collecting(
-        name: str, work: Any, after: Any = (), **declared: Any
-    ) -> Any:
+    def submit_collecting(name: str, work: Any, after: Any = (), **declared: Any) -> Any:
         def collect() -> None:
             dropped.wait()
             gc.collect()
             work()
 
-        return submit(
-            name, collect if name.startswith("update") else work, after, **declared
-        )
+        return submit(name, collect if name.startswith("update") else work, after, **declared)
 
     gc.collect()
     gc.disable()  # until a lane calls it

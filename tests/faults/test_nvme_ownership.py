@@ -33,10 +33,7 @@ store = NvmeStore(
 """
 WAIT = "print('ready', flush=True); sys.stdin.read()\n"
 # The same, killed between creation and unlink.
-KILLED = (
-    "import pathlib, os\npathlib.Path.unlink = lambda _: os.kill(os.getpid(), 9)\n"
-    + RUN
-)
+KILLED = "import pathlib, os\npathlib.Path.unlink = lambda _: os.kill(os.getpid(), 9)\n" + RUN
 
 
 @contextmanager
@@ -66,10 +63,7 @@ def store_under(path: Path) -> NvmeStore:
 def test_a_killed_run_gives_its_bytes_back_at_once(tmp_path: Path) -> None:
     with running(RUN + WAIT, tmp_path) as (process, _, _):
         assert list(tmp_path.iterdir()) == []
-        links = [
-            f"/proc/{process.pid}/fd/{fd}"
-            for fd in os.listdir(f"/proc/{process.pid}/fd")
-        ]
+        links = [f"/proc/{process.pid}/fd/{fd}" for fd in os.listdir(f"/proc/{process.pid}/fd")]
         held = {os.stat(link).st_size for link in links if "spill" in os.readlink(link)}
         assert held == {512 * PAGE}
     assert list(tmp_path.iterdir()) == []

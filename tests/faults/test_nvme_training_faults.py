@@ -33,9 +33,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stronghold.plan.host_memory.PIECE_BYTES", PAGE_NUMEL * 24)
 
 
-def make_engine(
-    path: Path, spill: str, clipping: float = 0.5, accumulation: int = 1
-) -> Any:
+def make_engine(path: Path, spill: str, clipping: float = 0.5, accumulation: int = 1) -> Any:
     torch.manual_seed(0)
     model, make_batch = MODELS["gpt"](num_layers=4)
     section = {"window": 2, "nvme": {"path": str(path), "spill": spill}}
@@ -65,8 +63,7 @@ def test_a_disk_that_fails_is_an_error_within_one_step(
     assert isinstance(cause, OSError)
     assert cause.errno == number
     assert re.search(
-        r"(load|stage|spill)[a-z ]* \d+ failed on the (load|stage|spill) lane",
-        str(error),
+        r"(load|stage|spill)[a-z ]* \d+ failed on the (load|stage|spill) lane", str(error)
     )
     assert re.search(rf"{verb} of \d+ bytes at offset \d+", str(error))
     assert f"{tmp_path}/stronghold-spill-" in str(error)
@@ -75,10 +72,7 @@ def test_a_disk_that_fails_is_an_error_within_one_step(
     ended = in_time(engine.destroy)
     if (verb, spill) == ("read", "weights"):
         assert isinstance(ended, OSError)
-        assert (
-            "cannot be read back from NVMe, and are NaN now; load a checkpoint"
-            in str(ended)
-        )
+        assert "cannot be read back from NVMe, and are NaN now; load a checkpoint" in str(ended)
         assert all(p.isnan().all() for p in model.parameters())
     else:
         assert ended is None
@@ -92,9 +86,7 @@ def test_a_disk_that_fails_is_an_error_within_one_step(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_after_a_failure_every_weight_is_of_one_step_or_the_next(
-    mode: str, tmp_path: Path
-) -> None:
+def test_after_a_failure_every_weight_is_of_one_step_or_the_next(mode: str, tmp_path: Path) -> None:
     clipping, accumulation = MODES[mode]
     found = []
     for steps in (2, 3):
@@ -104,16 +96,11 @@ def test_after_a_failure_every_weight_is_of_one_step_or_the_next(
         found.append(weights(engine.module))
     for layer in engine.inspect().layout.streamed[::2]:
         for verb in ("load", "spill", "update"):
-            engine, make_batch = make_engine(
-                tmp_path, "moments", clipping, accumulation
-            )
+            engine, make_batch = make_engine(tmp_path, "moments", clipping, accumulation)
             run_steps(engine, make_batch, range(2))
             with pytest.MonkeyPatch.context() as patch:
                 fail_in(engine, patch, f"{verb} {layer}")
-                assert (
-                    in_time(partial(run_steps, engine, make_batch, range(2, 4)))
-                    is not None
-                )
+                assert in_time(partial(run_steps, engine, make_batch, range(2, 4))) is not None
             engine.destroy()
             after = weights(engine.module)
             names = [part.name for part in engine.inspect().layout.layers[layer].slices]
@@ -131,9 +118,7 @@ def test_a_failing_piece_fails_the_layer(tmp_path: Path) -> None:
         layer = engine.inspect().layout.streamed[1]
         with pytest.MonkeyPatch.context() as patch:
             fail_in(engine, patch, f"{verb} {layer}", only=1)
-            assert (
-                in_time(partial(run_steps, engine, make_batch, range(1, 3))) is not None
-            )
+            assert in_time(partial(run_steps, engine, make_batch, range(1, 3))) is not None
         with pytest.raises(stronghold.LaneError, match=f"{verb} {layer} failed"):
             engine.inspect().layers[layer].wait()
         engine.destroy()
@@ -169,15 +154,9 @@ def test_a_read_only_path_is_refused_before_the_run(tmp_path: Path) -> None:
     before = weights(model)
     with mounted(tmp_path, "-t", "tmpfs", "-o", "ro", "tmpfs"):
         settings = config(section={"nvme": {"path": str(tmp_path), "spill": "moments"}})
-        with pytest.raises(
-            ConfigError, match=r"stronghold.nvme.path.*cannot be written"
-        ):
-            stronghold.initialize(
-                model=model, config=settings, model_parameters=model.parameters()
-            )
-    assert all(
-        torch.equal(value, before[name]) for name, value in weights(model).items()
-    )
+        with pytest.raises(ConfigError, match=r"stronghold.nvme.path.*cannot be written"):
+            stronghold.initialize(model=model, config=settings, model_parameters=model.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in weights(model).items())
 
 
 @pytest.mark.parametrize("beside", [False, True])
@@ -210,9 +189,7 @@ def test_weights_that_do_not_fit_stay_in_the_files(
 ) -> None:
     engine, make_batch = make_engine(tmp_path, "weights")
     run_steps(engine, make_batch, range(2))
-    expected = {
-        name: value.clone() for name, value in engine.module_state_dict().items()
-    }
+    expected = {name: value.clone() for name, value in engine.module_state_dict().items()}
     monkeypatch.setattr("stronghold.streaming.stack.available_host_bytes", lambda: 0)
     engine.destroy()
     assert "save a checkpoint" in caplog.text

@@ -93,12 +93,8 @@ def test_kill_9_at_a_random_instant_leaves_whole_bases_alone(tmp_path: Path) -> 
 @pytest.mark.slow
 def test_kill_9_fifty_times(tmp_path: Path) -> None:
     num_cut = kill_and_open(tmp_path, kills=50, seed=1)
-    print(
-        f"50 kills, {num_cut} of them within a base; all others opened with their checksums"
-    )
-    assert num_cut >= 10, (
-        f"only {num_cut} of 50 kills hit a base: the test shows little"
-    )
+    print(f"50 kills, {num_cut} of them within a base; all others opened with their checksums")
+    assert num_cut >= 10, f"only {num_cut} of 50 kills hit a base: the test shows little"
 
 
 MOMENTS = ("write", "manifest", "publish")

@@ -64,15 +64,11 @@ def test_launchers_end_all_ranks_in_seconds(
         assert not Path("/proc", path.read_text()).exists(), path
 
 
-def test_a_rank_that_never_comes_ends_the_other_after_the_time_out(
-    tmp_path: Path,
-) -> None:
+def test_a_rank_that_never_comes_ends_the_other_after_the_time_out(tmp_path: Path) -> None:
     """Each process was started by hand: no launcher ends the others."""
     environment = {"MOMENT": "start", "VICTIM": "1"}
     run = f"{PROGRAM}:train"
-    with Launch(
-        run=run, num_ranks=2, folder=tmp_path, environment=environment
-    ) as launch:
+    with Launch(run=run, num_ranks=2, folder=tmp_path, environment=environment) as launch:
         status = launch.processes[0].wait(timeout=120)
         seconds = time.time() - float((tmp_path / "died").read_text())
         output = launch.output(0)

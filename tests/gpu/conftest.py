@@ -20,10 +20,7 @@ def same_order_in_every_run() -> Iterator[None]:
     try:
         torch.cuda.synchronize()
     except RuntimeError as error:
-        print(
-            f"a test before has lost the GPU to this process: {error}",
-            file=sys.__stderr__,
-        )
+        print(f"a test before has lost the GPU to this process: {error}", file=sys.__stderr__)
         if "PYTEST_XDIST_WORKER" in os.environ:  # another process goes on
             os._exit(1)
         pytest.exit("a test before has lost the GPU", returncode=1)

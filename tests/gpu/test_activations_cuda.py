@@ -14,12 +14,7 @@ from tests.support.training import config, initialized
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
-SECTION = {
-    "device": "cuda",
-    "window": 1,
-    "resident_layers": 0,
-    "activations": "offload",
-}
+SECTION = {"device": "cuda", "window": 1, "resident_layers": 0, "activations": "offload"}
 NUM_BLOCKS = 20
 HALF = NUM_BLOCKS // 2
 WIDTH = 64
@@ -89,9 +84,7 @@ def test_offload_bounds_memory_while_compute_is_layers_behind_the_host() -> None
                     loss = engine(x)
                 else:
                     engine.backward(loss)
-                peaks.append(
-                    active_bytes("peak") - device.memory.allocated_bytes - before
-                )
+                peaks.append(active_bytes("peak") - device.memory.allocated_bytes - before)
             engine.step()
             # Two layers' are kept. Beside them, what a block computes with: in forward what it is
             # about to save, in backward that and the gradients of it.

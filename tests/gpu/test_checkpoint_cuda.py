@@ -32,9 +32,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_on_a_gpu(
         engine.save_checkpoint(tmp_path)
         losses, expected = train(engine, 10), snapshot(engine)
     for layout in LAYOUTS:
-        with session(
-            make_model(seed=9), section={"device": "cuda", **layout}, **options
-        ) as engine:
+        with session(make_model(seed=9), section={"device": "cuda", **layout}, **options) as engine:
             engine.load_checkpoint(tmp_path)
             assert all(map(torch.equal, train(engine, 10), losses)), layout
             assert_same(snapshot(engine), expected)

@@ -56,9 +56,6 @@ def test_our_row_plans_with_the_whole_cap() -> None:
         for index in range(TASK.num_steps):
             method.step(data.step(index))
         after = method.report()
-        assert before <= GIB // 2 < after["device_planned_bytes"] <= GIB, (
-            before,
-            after["plan"],
-        )
+        assert before <= GIB // 2 < after["device_planned_bytes"] <= GIB, (before, after["plan"])
     finally:
         method.close()

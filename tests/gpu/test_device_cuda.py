@@ -98,9 +98,7 @@ def test_a_registered_slab_is_pinned_until_it_is_unregistered(
     assert not slab.is_pinned()
 
 
-def test_registering_twice_or_unregistering_nothing_is_an_error(
-    device: CudaDevice,
-) -> None:
+def test_registering_twice_or_unregistering_nothing_is_an_error(device: CudaDevice) -> None:
     slab = map_slab(4097, torch.float32)
     with pytest.raises(StateError, match="cudaHostUnregister"):
         device.pinning.unpin(slab)
@@ -133,9 +131,7 @@ def test_a_copy_may_span_registered_and_other_memory(
     device.pinning.unpin(mine)
 
 
-def test_transfers_use_no_pinned_memory_of_torchs(
-    device: CudaDevice, slab: torch.Tensor
-) -> None:
+def test_transfers_use_no_pinned_memory_of_torchs(device: CudaDevice, slab: torch.Tensor) -> None:
     """Torch's allocator rounds up to powers of two: a staging buffer there would be our failure."""
     before = taken_by_torch()
     buffer = device.memory.allocate(NUMEL, torch.float32, "slot")
@@ -145,9 +141,7 @@ def test_transfers_use_no_pinned_memory_of_torchs(
     assert taken_by_torch() == before
 
 
-def test_transfers_allocate_nothing_on_the_device(
-    device: CudaDevice, slab: torch.Tensor
-) -> None:
+def test_transfers_allocate_nothing_on_the_device(device: CudaDevice, slab: torch.Tensor) -> None:
     buffer = device.memory.allocate(NUMEL, torch.float32, "slot")
     device.fetch.submit("first", lambda: device.copy(buffer, slab)).wait()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
@@ -166,9 +160,7 @@ def test_fetches_and_drains_finish_while_compute_is_busy(
     sleep_on_device()
     busy = device.compute.record("busy")
     fetched = device.fetch.submit("fetch", lambda: device.copy(buffer, slab))
-    drained = device.drain.submit(
-        "drain", lambda: device.copy(back, buffer), (fetched,)
-    )
+    drained = device.drain.submit("drain", lambda: device.copy(back, buffer), (fetched,))
     drained.wait()
     assert not busy.done, "the copies waited for compute"
     assert torch.equal(back, slab)
@@ -176,9 +168,7 @@ def test_fetches_and_drains_finish_while_compute_is_busy(
     device.pinning.unpin(back)
 
 
-def test_a_drain_does_not_wait_for_a_fetch(
-    device: CudaDevice, slab: torch.Tensor
-) -> None:
+def test_a_drain_does_not_wait_for_a_fetch(device: CudaDevice, slab: torch.Tensor) -> None:
     """Each lane has a stream: a fetch held back by compute holds no drain back."""
     back = map_slab(NUMEL, torch.float32)
     device.pinning.pin(back)
@@ -189,9 +179,7 @@ def test_a_drain_does_not_wait_for_a_fetch(
     sleep_on_device()
     used = device.compute.record("release")
     fetched = device.fetch.submit("fetch", lambda: device.copy(slot, slab), (used,))
-    device.drain.submit(
-        "drain", lambda: device.copy(back, gradients), (produced,)
-    ).wait()
+    device.drain.submit("drain", lambda: device.copy(back, gradients), (produced,)).wait()
     assert not fetched.done
     assert torch.equal(back, torch.full((NUMEL,), 5.0))
     fetched.wait()
@@ -199,9 +187,7 @@ def test_a_drain_does_not_wait_for_a_fetch(
     device.pinning.unpin(back)
 
 
-def test_a_fence_is_issued_before_it_is_done(
-    device: CudaDevice, slab: torch.Tensor
-) -> None:
+def test_a_fence_is_issued_before_it_is_done(device: CudaDevice, slab: torch.Tensor) -> None:
     """Nothing on the host waits for the device: submission, issue and compute's wait all return."""
     buffer = device.memory.allocate(NUMEL, torch.float32, "slot")
     sleep_on_device()
@@ -218,9 +204,7 @@ def test_a_fence_is_issued_before_it_is_done(
     assert total.item() == 3.0 * NUMEL
 
 
-def test_what_a_lane_has_finished_is_there(
-    device: CudaDevice, slab: torch.Tensor
-) -> None:
+def test_what_a_lane_has_finished_is_there(device: CudaDevice, slab: torch.Tensor) -> None:
     """Its buffers may be dropped, or taken by others, then."""
     buffer = device.memory.allocate(NUMEL, torch.float32, "slot")
     sleep_on_device()
@@ -258,9 +242,7 @@ def test_a_drain_after_a_long_kernel_reads_its_result(
     sleep_on_device()
     gradients.fill_(7.0)
     produced = device.compute.record("gradients")
-    device.drain.submit(
-        "drain", lambda: device.copy(slab, gradients), (produced,)
-    ).wait()
+    device.drain.submit("drain", lambda: device.copy(slab, gradients), (produced,)).wait()
     assert torch.equal(slab, torch.full((NUMEL,), 7.0))
 
 
@@ -273,9 +255,7 @@ def test_compute_on_the_users_own_stream_is_ordered_too(
         sleep_on_device()
         gradients.fill_(9.0)
         produced = device.compute.record("gradients")
-        drained = device.drain.submit(
-            "drain", lambda: device.copy(slab, gradients), (produced,)
-        )
+        drained = device.drain.submit("drain", lambda: device.copy(slab, gradients), (produced,))
         device.compute.wait(drained)
         gradients.zero_()
     drained.wait()
@@ -293,9 +273,7 @@ def test_a_buffer_is_not_the_memory_of_kernels_that_still_run(
     dying.fill_(1.0)
     del dying
     buffer = device.memory.allocate(NUMEL, torch.float32, "slot")
-    assert buffer.data_ptr() == address, (
-        "the allocator chose other memory: the test shows nothing"
-    )
+    assert buffer.data_ptr() == address, "the allocator chose other memory: the test shows nothing"
     device.fetch.submit("fetch", lambda: device.copy(buffer, slab)).wait()
     torch.cuda.synchronize()
     assert torch.equal(buffer.cpu(), slab)
@@ -329,9 +307,7 @@ def test_waits_are_the_streams_and_not_the_hosts() -> None:
     assert device.compute.wait(slow) is None, "nobody measured it"
     device.record_spans(True)
     device.close()
-    assert [span.name for span in device.trace.spans() if span.lane == "wait"] == [
-        "fetch 3"
-    ]
+    assert [span.name for span in device.trace.spans() if span.lane == "wait"] == ["fetch 3"]
 
 
 def test_spans_are_device_times_on_the_hosts_clock(slab: torch.Tensor) -> None:
@@ -364,13 +340,9 @@ def test_copies_outside_of_lanes_share_a_stream(
     buffer = device.memory.allocate(NUMEL, torch.float32, "slot")
     made: list[object] = []
     stream = torch.cuda.Stream
-    monkeypatch.setattr(
-        torch.cuda, "Stream", lambda *place: made.append(0) or stream(*place)
-    )
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *place: made.append(0) or stream(*place))
     threads = [
-        threading.Thread(
-            target=device.copy_now, args=(buffer[k::4][:1000], slab[k::4][:1000])
-        )
+        threading.Thread(target=device.copy_now, args=(buffer[k::4][:1000], slab[k::4][:1000]))
         for k in range(4)
     ]
     for thread in threads:
@@ -383,9 +355,7 @@ def test_copies_outside_of_lanes_share_a_stream(
 # -- errors ---------------------------------------------------------------------------------------
 def test_a_rank_without_a_gpu_is_refused() -> None:
     count = torch.cuda.device_count()
-    with pytest.raises(
-        ConfigError, match=f"local rank {count} has no GPU: torch finds {count}"
-    ):
+    with pytest.raises(ConfigError, match=f"local rank {count} has no GPU: torch finds {count}"):
         CudaDevice(count)
 
 

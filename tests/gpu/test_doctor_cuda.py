@@ -37,10 +37,7 @@ def test_a_gpu_is_measured_as_what_it_is(tmp_path: Path) -> None:
 def test_the_address_is_one_of_the_pci_buss() -> None:
     address = cuda.identity(0)[2]
     folder = Path("/sys/bus/pci/devices")
-    vendors = {
-        found.parent.name: found.read_text().strip()
-        for found in folder.glob("*/vendor")
-    }
+    vendors = {found.parent.name: found.read_text().strip() for found in folder.glob("*/vendor")}
     if NVIDIA not in vendors.values():
         pytest.skip("the system shows no GPU on a PCI bus")
     assert vendors[address] == NVIDIA
@@ -59,10 +56,6 @@ def test_a_gpu_that_has_the_hosts_memory_is_named(
         def __getattr__(self, name: str) -> Any:
             return getattr(properties(0), name)
 
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda device=None: Properties()
-    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: Properties())
     problems = problems_of(examine("cuda", quick=True))
-    assert (
-        "CPU and GPU share one memory" in [each.what for each in problems]
-    ) == integrated
+    assert ("CPU and GPU share one memory" in [each.what for each in problems]) == integrated

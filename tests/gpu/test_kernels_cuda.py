@@ -66,14 +66,7 @@ def test_updates_on_the_gpu_have_the_hosts_bits(
 ) -> None:
     optimizer, flags = UPDATES[update]
     ours, theirs = (
-        some_arrays(
-            SIZES,
-            weight_dtype,
-            grad_dtype,
-            device,
-            special=special,
-            optimizer=optimizer,
-        )
+        some_arrays(SIZES, weight_dtype, grad_dtype, device, special=special, optimizer=optimizer)
         for device in (CUDA, CPU)
     )
     for first in (1, 2, 10):  # the first steps show where it begins to differ
@@ -87,11 +80,7 @@ def test_updates_on_the_gpu_have_the_hosts_bits(
 @pytest.mark.parametrize("update", UPDATES)
 @pytest.mark.parametrize("skip", [0, 1])
 def test_updates_on_the_gpu_out_of_place_have_the_hosts_bits(
-    host: Pool,
-    kernels: TritonKernels,
-    weight_dtype: torch.dtype,
-    update: str,
-    skip: int,
+    host: Pool, kernels: TritonKernels, weight_dtype: torch.dtype, update: str, skip: int
 ) -> None:
     for in_place in ((), ("weight",)):
         assert_out_of_place_is_in_place(
@@ -123,21 +112,12 @@ def test_updates_on_the_gpu_have_the_hosts_bits_where_hazards_meet(
 @pytest.mark.parametrize("skip", [1, 8])
 @pytest.mark.parametrize("update", UPDATES)
 def test_updates_on_the_gpu_take_arrays_at_any_element(
-    host: Pool,
-    kernels: TritonKernels,
-    weight_dtype: torch.dtype,
-    skip: int,
-    update: str,
+    host: Pool, kernels: TritonKernels, weight_dtype: torch.dtype, skip: int, update: str
 ) -> None:
     optimizer, flags = UPDATES[update]
     ours, theirs = (
         some_arrays(
-            (1, 17, 4097, 70_000),
-            weight_dtype,
-            F16,
-            device,
-            skip=skip,
-            optimizer=optimizer,
+            (1, 17, 4097, 70_000), weight_dtype, F16, device, skip=skip, optimizer=optimizer
         )
         for device in (CUDA, CPU)
     )
@@ -189,8 +169,7 @@ def test_sums_on_the_gpu_have_the_hosts_bits(
 ) -> None:
     sizes = (*SIZES, 65_535, 65_536, 65_537, 0, (1 << 22) + 33)
     assert torch.equal(
-        sums(kernels, sizes, dtype, CUDA, special),
-        sums(host, sizes, dtype, CPU, special),
+        sums(kernels, sizes, dtype, CUDA, special), sums(host, sizes, dtype, CPU, special)
     )
     many = [k % 40 for k in range(150)]
     assert torch.equal(sums(kernels, many, dtype, CUDA), sums(host, many, dtype, CPU))
@@ -207,10 +186,7 @@ def test_launches_wait_for_nothing_and_keep_the_streams_order(
     gradient = warm[0].grads[0]
     kernels.sum_squares(BF16, [(gradient.data_ptr(), 33)])
     gradient.mul_(2.0).zero_()  # loads these kernels, which may wait for the device
-    room = [
-        torch.empty(nbytes, dtype=torch.uint8).pin_memory()
-        for nbytes in (2048, 4096) * 8
-    ]
+    room = [torch.empty(nbytes, dtype=torch.uint8).pin_memory() for nbytes in (2048, 4096) * 8]
     del room  # as many tables as are on their way at once
     ours, theirs = (some_arrays((4097, 1 << 20), BF16, BF16, d) for d in (CUDA, CPU))
     torch.cuda.synchronize()
@@ -229,14 +205,10 @@ def test_launches_wait_for_nothing_and_keep_the_streams_order(
     run_adam(host, theirs, (1,))
     assert_same(ours, theirs)
     gradient = theirs[1].grads[1]
-    assert norms.tolist() == host.sum_squares(
-        BF16, [(gradient.data_ptr(), gradient.numel())]
-    )
+    assert norms.tolist() == host.sum_squares(BF16, [(gradient.data_ptr(), gradient.numel())])
 
 
-def test_the_callers_stream_is_the_one_that_computes(
-    host: Pool, kernels: TritonKernels
-) -> None:
+def test_the_callers_stream_is_the_one_that_computes(host: Pool, kernels: TritonKernels) -> None:
     """A table that another stream sent serves too, and dropping it harms nobody."""
     ours, theirs = (some_arrays((70_000,), F32, BF16, d) for d in (CUDA, CPU))
     run_adam(kernels, ours, (1, 2, 3))
@@ -257,9 +229,7 @@ def test_the_callers_stream_is_the_one_that_computes(
     assert_same(ours, theirs)
 
 
-def test_a_finished_sum_does_not_change_when_its_input_does(
-    kernels: TritonKernels,
-) -> None:
+def test_a_finished_sum_does_not_change_when_its_input_does(kernels: TritonKernels) -> None:
     x = values(100_000, 1).to(CUDA)
     found = kernels.sum_squares_async(F32, [(x.data_ptr(), x.numel())])
     before = bits(found).clone()

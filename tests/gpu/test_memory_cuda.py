@@ -58,9 +58,7 @@ class Capped:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def test_a_trial_that_finds_no_room_leaves_none_of_its_parts(
-    device: CudaDevice,
-) -> None:
+def test_a_trial_that_finds_no_room_leaves_none_of_its_parts(device: CudaDevice) -> None:
     before = settled()
     with Capped(300 * MIB):
         assert not device.memory.has_room(400 * MIB, 200 * MIB)
@@ -72,9 +70,7 @@ def test_a_trial_that_finds_no_room_leaves_none_of_its_parts(
 def test_what_the_allocator_cannot_use_is_counted(device: CudaDevice) -> None:
     settled()
     device.memory.restart_activation_peak()
-    first, second = (
-        torch.empty(64 * MIB, dtype=torch.uint8, device="cuda") for _ in range(2)
-    )
+    first, second = (torch.empty(64 * MIB, dtype=torch.uint8, device="cuda") for _ in range(2))
     assert device.memory.fragment_bytes() < 16 * MIB
     del first
     # 64 are free, and too few
@@ -103,9 +99,7 @@ def test_the_programs_own_peak_is_not_lost_when_steps_are_measured() -> None:
     del large
     peak = torch.cuda.max_memory_allocated()
     model, _ = MODELS["llama"]()
-    engine = initialized(
-        model, config(section={"device": "cuda", "resident_layers": 0})
-    )
+    engine = initialized(model, config(section={"device": "cuda", "resident_layers": 0}))
     steps(engine, [SHORT] * REFINED)
     assert torch.cuda.max_memory_allocated() < 256 * MIB  # of the measured steps alone
     assert engine.memory_report().gpu_process_peak >= peak >= 256 * MIB
@@ -163,17 +157,13 @@ def run_of(section: dict[str, Any], lengths: list[int]) -> tuple[Run, int, list[
     torch.cuda.reset_peak_memory_stats()
     torch.manual_seed(0)
     model, _ = MODELS["llama"](max_position_embeddings=LONG)
-    engine = initialized(
-        model, config(precision="bf16", section={"device": "cuda", **section})
-    )
+    engine = initialized(model, config(precision="bf16", section={"device": "cuda", **section}))
     run = steps(engine, lengths[:-1])
     plans = [engine.plan]
     last = steps(engine, lengths[-1:])
     plans.append(engine.plan)
     run.losses += last.losses
-    run.weights = {
-        name: value.clone() for name, value in engine.module_state_dict().items()
-    }
+    run.weights = {name: value.clone() for name, value in engine.module_state_dict().items()}
     engine.destroy()
     return run, torch.cuda.max_memory_allocated() - before, plans
 

@@ -22,12 +22,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def trained(section: dict[str, Any], **settings: Any) -> Run:
-    streamed = {
-        "device": "cuda",
-        "window": 2,
-        "resident_layers": 0,
-        "activations": "keep",
-    }
+    streamed = {"device": "cuda", "window": 2, "resident_layers": 0, "activations": "keep"}
     settings = config(section={**streamed, **section}, **settings)
     run = train_windowed(MODELS["gpt"], steps=STEPS, settings=settings)
     run.losses = [loss.cpu() for loss in run.losses]
@@ -41,11 +36,7 @@ def trained(section: dict[str, Any], **settings: Any) -> Run:
 def test_what_spills_never_changes_a_bit(
     spill: str, clipping: float, accumulation: int, precision: str, tmp_path: Path
 ) -> None:
-    settings = {
-        "precision": precision,
-        "clipping": clipping,
-        "accumulation": accumulation,
-    }
+    settings = {"precision": precision, "clipping": clipping, "accumulation": accumulation}
     section = {"nvme": {"path": str(tmp_path), "spill": spill}}
     expected = trained({}, **settings)
     assert_identical(trained(section, **settings), expected)

@@ -38,9 +38,7 @@ def test_a_packed_base_has_the_bits_of_its_decoded_weights(
 
 
 @pytest.mark.parametrize("streams", [1, 2])
-def test_chunks_on_several_streams_have_the_bits_of_the_decoded_weights(
-    streams: int,
-) -> None:
+def test_chunks_on_several_streams_have_the_bits_of_the_decoded_weights(streams: int) -> None:
     chunked = {"window": 1, "chunk": 1, "streams": streams}
     expected = trained(with_decoded_weights(MODELS["llama"], "nf4", "bf16"), **chunked)
     assert_identical(trained(MODELS["llama"], frozen="nf4", **chunked), expected)

@@ -28,8 +28,7 @@ from tests.support.training import assert_identical, config, train_windowed
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not hasattr(torch.cuda.cudart, "limit"),
-        reason="a real system does not refuse on demand",
+        not hasattr(torch.cuda.cudart, "limit"), reason="a real system does not refuse on demand"
     ),
 ]
 
@@ -93,28 +92,20 @@ def test_a_fetch_through_the_ring_waits_for_the_drain_that_writes_its_source(
     nbytes = 7 * RING
     slab = map_slab(nbytes, torch.uint8)
     device.pinning.pin(slab)
-    source, target = (
-        device.memory.allocate(nbytes, torch.uint8, "slot") for _ in range(2)
-    )
+    source, target = (device.memory.allocate(nbytes, torch.uint8, "slot") for _ in range(2))
     source.fill_(7)
     target.zero_()
     sleep_on_stream(500_000_000)
     produced = device.compute.record("activation")
-    stored = device.drain.submit(
-        "offload", lambda: device.copy(slab, source), (produced,)
-    )
+    stored = device.drain.submit("offload", lambda: device.copy(slab, source), (produced,))
     room = device.compute.record("room")
-    device.fetch.submit(
-        "onload", lambda: device.copy(target, slab), (stored, room)
-    ).wait()
+    device.fetch.submit("onload", lambda: device.copy(target, slab), (stored, room)).wait()
     assert target.cpu().eq(7).all()
     device.pinning.unpin(slab)
 
 
 def test_one_log_line_names_the_refusal(
-    device: CudaDevice,
-    refuse_beyond: Callable[[int], None],
-    caplog: pytest.LogCaptureFixture,
+    device: CudaDevice, refuse_beyond: Callable[[int], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     first = map_slab(1 << 20, torch.uint8)
     refuse_beyond(first.nbytes + 300_000)
@@ -151,12 +142,7 @@ def test_a_host_that_refuses_to_pin_trains_with_the_same_bits(
         report = engine.memory_report()
         assert report.host_peak == report.host_planned
 
-    section = {
-        "device": "cuda",
-        "window": 1,
-        "resident_layers": 0,
-        "activations": policy,
-    }
+    section = {"device": "cuda", "window": 1, "resident_layers": 0, "activations": policy}
     options = {"precision": "fp32", "clipping": 0.5, "accumulation": 1}
     settings = config(section=section, **options)
     with caplog.at_level(logging.WARNING, "stronghold"):
@@ -168,9 +154,7 @@ def test_a_host_that_refuses_to_pin_trains_with_the_same_bits(
     assert seen[0] <= limit
 
 
-def test_doctor_says_how_much_could_be_pinned(
-    refuse_beyond: Callable[[int], None],
-) -> None:
+def test_doctor_says_how_much_could_be_pinned(refuse_beyond: Callable[[int], None]) -> None:
     refuse_beyond(192 << 20)
     findings = examine("cuda", quick=True)
     (problem,) = [each for each in problems_of(findings) if "pin" in each.what]
@@ -180,9 +164,7 @@ def test_doctor_says_how_much_could_be_pinned(
 MANY_THREADS_BYTES = 96 << 20  # several times what one thread commits at a time
 
 
-def test_a_large_slab_is_committed_before_it_is_registered(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_large_slab_is_committed_before_it_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     """By several threads: registration would clear its pages with one."""
     slab = map_slab(MANY_THREADS_BYTES + 17, torch.uint8)
     before, seen = resident_bytes(), []

@@ -44,9 +44,7 @@ def on_host(mode: str, precision: str) -> Run:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("place", ON_GPU)
-def test_updates_on_the_gpu_have_the_hosts_bits(
-    place: str, mode: str, precision: str
-) -> None:
+def test_updates_on_the_gpu_have_the_hosts_bits(place: str, mode: str, precision: str) -> None:
     settings = config(precision=precision, section=there(place), **MODES[mode])
     run = train_windowed(llama, steps=STEPS, settings=settings, inspect=as_planned)
     assert_identical(run, on_host(mode, precision))
@@ -57,9 +55,7 @@ def test_updates_on_the_gpu_have_the_hosts_bits(
 @pytest.mark.parametrize("name", [*PLAIN, *HUGGING_FACE])
 def test_any_model_is_updated_on_the_gpu_as_on_the_host(name: str, place: str) -> None:
     runs = [
-        train_windowed(
-            MODELS[name], steps=4, settings=config(clipping=0.5, section=section)
-        )
+        train_windowed(MODELS[name], steps=4, settings=config(clipping=0.5, section=section))
         for section in (there(place), HOST)
     ]
     assert_identical(*runs)
@@ -68,9 +64,7 @@ def test_any_model_is_updated_on_the_gpu_as_on_the_host(name: str, place: str) -
 def test_fp16_with_overflows_is_the_same_everywhere() -> None:
     runs = [
         train_windowed(
-            MODELS["gpt"],
-            steps=24,
-            settings={**config(clipping=0.1, section=section), **FP16},
+            MODELS["gpt"], steps=24, settings={**config(clipping=0.1, section=section), **FP16}
         )
         for section in (HOST, *(there(place) for place in ON_GPU))
     ]

@@ -71,12 +71,7 @@ WINDOWS = [STREAMED, {**STREAMED, "window": 2}, {"resident_layers": "all"}]
 
 
 def train_plain_on_gpu(
-    factory: Any,
-    *,
-    precision: str,
-    clipping: float,
-    accumulation: int,
-    steps: int = STEPS,
+    factory: Any, *, precision: str, clipping: float, accumulation: int, steps: int = STEPS
 ) -> Run:
     """Autograd on the GPU; gradients copied to the CPU, added in fp32, applied by the kernel."""
     torch.manual_seed(0)
@@ -128,9 +123,7 @@ def check(name: str, section: dict[str, Any], **options: Any) -> None:
     settings = config(section={"device": "cuda", **section}, **options)
     run = train_windowed(factory, steps=STEPS, settings=settings)
     run.weights = {key: value.cpu() for key, value in run.weights.items()}
-    assert_identical(
-        run, plain(name, **{"precision": "fp32", "accumulation": 1, **options})
-    )
+    assert_identical(run, plain(name, **{"precision": "fp32", "accumulation": 1, **options}))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -142,11 +135,7 @@ def test_window_and_policy_never_change_a_bit(
     for window, policy in itertools.product(WINDOWS, POLICIES):
         section = {**window, "activations": policy}
         check(
-            "odd llama",
-            section,
-            precision=precision,
-            clipping=clipping,
-            accumulation=accumulation,
+            "odd llama", section, precision=precision, clipping=clipping, accumulation=accumulation
         )
 
 
@@ -166,11 +155,7 @@ FUSED = [
 def check_fused_attention(kernel: SDPBackend, precision: str) -> None:
     """What the kernel gave is given again: beside tensors numbers, and tensors that are not there.
     Sequences are too short for it to add in another order."""
-    options: dict[str, Any] = {
-        "precision": precision,
-        "clipping": 0.5,
-        "accumulation": 1,
-    }
+    options: dict[str, Any] = {"precision": precision, "clipping": 0.5, "accumulation": 1}
     with sdpa_kernel(kernel):
         expected = train_plain_on_gpu(MODELS["gpt"], **options)
         for policy in ("attention", "attention_offload"):
@@ -202,9 +187,7 @@ class CalledFourTimes(nn.Module):
         self.model = MODELS["called_twice"]()[0]
 
     def forward(self, **batch: Any) -> torch.Tensor:
-        halves = (
-            {key: value[at::2] for key, value in batch.items()} for at in range(2)
-        )
+        halves = ({key: value[at::2] for key, value in batch.items()} for at in range(2))
         first, second = (loss_of(self.model(**half)) for half in halves)
         return first + 2.0 * second
 
@@ -222,15 +205,9 @@ def test_calls_of_one_backward_are_added_as_autograd_adds_them(
         return CalledFourTimes(), MODELS["called_twice"]()[1]
 
     factory = chunks.called_twice if calls == 2 else four_times
-    options: dict[str, Any] = {
-        "precision": "bf16",
-        "clipping": 0.5,
-        "accumulation": accumulation,
-    }
+    options: dict[str, Any] = {"precision": "bf16", "clipping": 0.5, "accumulation": accumulation}
     section = {"device": "cuda", **STREAMED, "window": window, "activations": "keep"}
-    run = train_windowed(
-        factory, steps=STEPS, settings=config(section=section, **options)
-    )
+    run = train_windowed(factory, steps=STEPS, settings=config(section=section, **options))
     assert_identical(run, train_plain_on_gpu(factory, **options))
 
 
@@ -243,8 +220,7 @@ def test_a_plan_of_its_own_never_changes_a_bit(precision: str) -> None:
 
 def test_lean_states_on_the_gpu_are_refused() -> None:
     settings = config(
-        precision="lean",
-        section={"device": "cuda", "resident_updates": "gpu", **STREAMED},
+        precision="lean", section={"device": "cuda", "resident_updates": "gpu", **STREAMED}
     )
     with pytest.raises(ConfigError, match="lean states are updated on the host"):
         train_windowed(llama, steps=1, settings=settings)
@@ -296,10 +272,7 @@ CYCLES = 10_000_000  # milliseconds
 @pytest.mark.parametrize("clipping", [0.0, 0.5])
 @pytest.mark.parametrize("section", [STREAMED, {**STREAMED, "resident_layers": 5}])
 def test_blocks_may_compute_on_several_streams(
-    section: dict[str, Any],
-    clipping: float,
-    held_up: str,
-    monkeypatch: pytest.MonkeyPatch,
+    section: dict[str, Any], clipping: float, held_up: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gradients leave when all streams have written theirs, and none of them writes into a slot
     that is still on its way out: one of the streams takes long here, or the way out."""
@@ -316,9 +289,7 @@ def test_blocks_may_compute_on_several_streams(
     def factory() -> Any:
         return Decoder([TwoStreams() for _ in range(6)]), token_batch
 
-    expected = train_plain_on_gpu(
-        factory, precision="fp32", clipping=clipping, accumulation=1
-    )
+    expected = train_plain_on_gpu(factory, precision="fp32", clipping=clipping, accumulation=1)
     monkeypatch.setattr(cuda.StreamLane, "submit", late)
     monkeypatch.setattr(Late, "cycles", CYCLES if held_up == "stream" else 0)
     settings = config(
@@ -364,9 +335,7 @@ def test_attention_at_real_lengths_adds_in_one_order() -> None:
     found = []
     for _ in range(2):
         q, k, v = (part.clone().requires_grad_() for part in parts[:3])
-        nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).backward(
-            parts[3]
-        )
+        nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).backward(parts[3])
         found.append((q.grad, k.grad, v.grad))
     assert all(map(torch.equal, *found))
 
@@ -387,15 +356,11 @@ SIZE = Size(64, 256, 4, 2, 61, 96) if PRETENDED else Size(2048, 8192, 32, 8, 819
 
 
 def sized_llama(size: Size) -> Any:
-    model = llama_of(
-        size.hidden, size.inner, 4, size.heads, size.pairs, size.vocabulary
-    )
+    model = llama_of(size.hidden, size.inner, 4, size.heads, size.pairs, size.vocabulary)
 
     def make_batch(seed: int) -> Any:
         generator = torch.Generator().manual_seed(seed)
-        tokens = torch.randint(
-            0, size.vocabulary, (1, size.tokens), generator=generator
-        )
+        tokens = torch.randint(0, size.vocabulary, (1, size.tokens), generator=generator)
         return {"input_ids": tokens, "labels": tokens}
 
     return model, make_batch
@@ -410,9 +375,7 @@ def test_real_shapes_have_the_plain_loops_bits() -> None:
         expected = train_plain_on_gpu(factory, steps=3, **options)
         for policy in ("keep", "recompute"):
             section = {"device": "cuda", **STREAMED, "activations": policy}
-            run = train_windowed(
-                factory, steps=3, settings=config(section=section, **options)
-            )
+            run = train_windowed(factory, steps=3, settings=config(section=section, **options))
             assert_identical(run, expected)
             assert run.norms == expected.norms
 
@@ -453,15 +416,8 @@ finally:
 
 def test_a_kernel_that_fails_ends_the_program_by_its_error() -> None:
     """From then on every call of CUDA's fails, those that end the engine too."""
-    pretended = {
-        "STRONGHOLD_PRETENDED": "1",
-        "PYTHONPATH": f"{ROOT}/tests/pretended/site:{ROOT}",
-    }
-    environment = {
-        **os.environ,
-        "DS_ACCELERATOR": "cuda",
-        **(pretended if PRETENDED else {}),
-    }
+    pretended = {"STRONGHOLD_PRETENDED": "1", "PYTHONPATH": f"{ROOT}/tests/pretended/site:{ROOT}"}
+    environment = {**os.environ, "DS_ACCELERATOR": "cuda", **(pretended if PRETENDED else {})}
     command = [sys.executable, "-c", TOKEN_OUT_OF_RANGE]
     ended = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
@@ -491,9 +447,7 @@ def test_what_torch_keeps_of_tensors_that_are_gone_is_free() -> None:
     torch.cuda.empty_cache()
 
 
-def test_a_plan_is_made_anew_from_what_is_free_then(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_plan_is_made_anew_from_what_is_free_then(monkeypatch: pytest.MonkeyPatch) -> None:
     """Others may have taken memory since the engine was made, or given it back."""
     seen: list[int] = []
     taken = 1 << 28
@@ -502,9 +456,7 @@ def test_a_plan_is_made_anew_from_what_is_free_then(
         free, total = torch.accelerator.get_memory_info()
         for left in (free, free - taken):
             monkeypatch.setattr(
-                torch.accelerator,
-                "get_memory_info",
-                lambda index=None, left=left: (left, total),
+                torch.accelerator, "get_memory_info", lambda index=None, left=left: (left, total)
             )
             found = engine.inspect().device.memory.reachable_bytes()
             seen.append(found)
@@ -517,11 +469,7 @@ def test_a_plan_is_made_anew_from_what_is_free_then(
 @pytest.mark.usefixtures("warm_products")
 @pytest.mark.parametrize(
     "place",
-    [
-        STREAMED,
-        {"resident_layers": "all"},
-        {"resident_layers": "all", "resident_updates": "gpu"},
-    ],
+    [STREAMED, {"resident_layers": "all"}, {"resident_layers": "all", "resident_updates": "gpu"}],
 )
 def test_states_that_leave_the_gpu_leave_it_to_others(place: dict[str, Any]) -> None:
     torch.cuda.empty_cache()
@@ -537,20 +485,13 @@ def test_states_that_leave_the_gpu_leave_it_to_others(place: dict[str, Any]) -> 
         engine.step()
 
     train_windowed(
-        llama,
-        steps=1,
-        settings=config(section={"device": "cuda", **place}),
-        inspect=inspect,
+        llama, steps=1, settings=config(section={"device": "cuda", **place}), inspect=inspect
     )
-    assert there[1] < 4096 < there[0], (
-        "more than the loss and the norm of the last step"
-    )
+    assert there[1] < 4096 < there[0], "more than the loss and the norm of the last step"
 
 
 @pytest.mark.usefixtures("warm_products")
-@pytest.mark.parametrize(
-    "place", [STREAMED, {"resident_layers": "all", "resident_updates": "gpu"}]
-)
+@pytest.mark.parametrize("place", [STREAMED, {"resident_layers": "all", "resident_updates": "gpu"}])
 def test_weights_that_stay_are_all_that_stays(place: dict[str, Any]) -> None:
     """Of masters, moments and gradients nothing is on the GPU, by torch's own count."""
     gc.collect()  # engines of other tests
@@ -571,29 +512,18 @@ def test_weights_that_stay_are_all_that_stays(place: dict[str, Any]) -> None:
         there.append(taken())
         now = engine.inspect()
         largest = max(layer.numel for layer in now.layout.layers if layer.streamed)
-        staying = [
-            layer.numel
-            for layer in now.layout.layers
-            if layer.index in now.plan.resident
-        ]
-        slots = (
-            now.plan.window * largest if len(staying) < len(now.layout.layers) else 0
-        )
+        staying = [layer.numel for layer in now.layout.layers if layer.index in now.plan.resident]
+        slots = now.plan.window * largest if len(staying) < len(now.layout.layers) else 0
         there.append((slots + sum(staying)) * 4)
         engine.reload_states()
         engine.backward(loss_of(engine(**on(torch.device("cuda"), llama()[1](0)))))
         engine.step()
 
     train_windowed(
-        llama,
-        steps=1,
-        settings=config(section={"device": "cuda", **place}),
-        inspect=inspect,
+        llama, steps=1, settings=config(section={"device": "cuda", **place}), inspect=inspect
     )
     everything, away, evaluated, weights = there
-    assert weights <= away <= weights + 4096, (
-        "more than the loss and the norm of the last step"
-    )
+    assert weights <= away <= weights + 4096, "more than the loss and the norm of the last step"
     assert evaluated <= away + 4096
     assert away < everything
 
@@ -695,9 +625,7 @@ def test_weights_are_given_on_the_gpu_one_at_a_time() -> None:
     engine.step()
     engine.synchronize()
     largest = max(p.nbytes for p in engine.module.parameters())
-    expected = {
-        name: value.cuda() for name, value in engine.module.state_dict().items()
-    }
+    expected = {name: value.cuda() for name, value in engine.module.state_dict().items()}
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -806,14 +734,10 @@ PLACES: list[dict[str, Any]] = [
 @functools.cache
 def in_chunks(precision: str, clipping: float, accumulation: int) -> Run:
     """On one stream; a plain loop is the oracle on the CPU (`tests/laws/test_chunks.py`)."""
-    return train_chunks(
-        precision, clipping, accumulation, **PLACES[2], activations="keep"
-    )
+    return train_chunks(precision, clipping, accumulation, **PLACES[2], activations="keep")
 
 
-def train_chunks(
-    precision: str, clipping: float, accumulation: int, **section: Any
-) -> Run:
+def train_chunks(precision: str, clipping: float, accumulation: int, **section: Any) -> Run:
     settings = config(
         precision=precision,
         clipping=clipping,
@@ -853,12 +777,7 @@ def test_streams_and_places_of_chunks_never_change_a_bit(
 ) -> None:
     monkeypatch.setattr("stronghold.streaming.activations.offload.MIN_OFFLOAD_BYTES", 1)
     run = train_chunks(
-        precision,
-        clipping,
-        accumulation,
-        streams=streams,
-        activations=policy,
-        **PLACES[place],
+        precision, clipping, accumulation, streams=streams, activations=policy, **PLACES[place]
     )
     expected = in_chunks(precision, clipping, accumulation)
     assert_identical(run, expected)
@@ -880,29 +799,23 @@ def ranks_on_gpus() -> dict[str, str]:
 
 
 @pytest.mark.skipif(
-    not PRETENDED and torch.cuda.device_count() < 2,
-    reason="each rank needs a GPU of its own",
+    not PRETENDED and torch.cuda.device_count() < 2, reason="each rank needs a GPU of its own"
 )
 def test_streams_of_two_ranks_never_change_a_bit(tmp_path: Path) -> None:
     """Weights are gathered and gradients reduced beside them."""
-    for two, one in run_ranks(
-        f"{RANK_PROGRAMS}:streams", 2, tmp_path, **ranks_on_gpus()
-    ):
+    for two, one in run_ranks(f"{RANK_PROGRAMS}:streams", 2, tmp_path, **ranks_on_gpus()):
         assert_identical(two, one)
         assert two.norms == one.norms
 
 
 @pytest.mark.skipif(
-    not PRETENDED and torch.cuda.device_count() < 2,
-    reason="each rank needs a GPU of its own",
+    not PRETENDED and torch.cuda.device_count() < 2, reason="each rank needs a GPU of its own"
 )
 def test_communicators_are_made_before_the_plan_and_the_lanes(tmp_path: Path) -> None:
     """Where a lane makes one, kernels of another may be in flight: the pretended device refuses
     that. The plan begins with what they leave of the device."""
     environment = ranks_on_gpus()
-    for found in run_ranks(
-        f"{RANK_PROGRAMS}:communicators", 2, tmp_path, **environment
-    ):
+    for found in run_ranks(f"{RANK_PROGRAMS}:communicators", 2, tmp_path, **environment):
         assert found["counted"] == 0  # of layers
         assert found["budget"] <= GPU_SHARE * (found["before"] - found["taken"])
         if PRETENDED:
@@ -921,9 +834,7 @@ def test_the_trial_of_a_block_draws_none_of_the_devices_numbers() -> None:
     batch = on(torch.device("cuda"), make_batch(0))
     num_draws = len(model.model.layers) * len(batch["input_ids"])
     model.eval()
-    settings = config(
-        section={"device": "cuda", "chunk": 1, **STREAMED, "activations": "keep"}
-    )
+    settings = config(section={"device": "cuda", "chunk": 1, **STREAMED, "activations": "keep"})
     engine = initialized(model, settings)
     torch.cuda.manual_seed(5)
     loss = loss_of(engine(**batch))
@@ -984,12 +895,7 @@ def test_what_a_block_carries_from_chunk_to_chunk_is_there(
             carrying_llama,
             steps=2,
             settings=config(
-                section={
-                    "device": "cuda",
-                    "chunk": 1,
-                    "streams": k,
-                    "activations": policy,
-                }
+                section={"device": "cuda", "chunk": 1, "streams": k, "activations": policy}
             ),
         )
         for k in (1, 2)
@@ -1008,9 +914,7 @@ def test_a_penalty_on_weights_that_rest_on_the_host_is_refused() -> None:
     try:
         loss = loss_of(engine(**on(torch.device("cuda"), make_batch(0))))
         weight = next(model.blocks[0].parameters())
-        with pytest.raises(
-            ConfigError, match=r"came on the CPU.*stronghold.resident_layers"
-        ):
+        with pytest.raises(ConfigError, match=r"came on the CPU.*stronghold.resident_layers"):
             engine.backward(loss + 0.1 * weight.square().sum())
     finally:
         engine.destroy()
@@ -1023,9 +927,7 @@ def test_two_chunks_compute_at_once_on_two_streams(streams: int) -> None:
         device.record_spans(True)
         for _ in range(2):  # before the first, classes of blocks are tried
             mark = device.trace.mark()
-            engine.backward(
-                loss_of(engine(**on(torch.device("cuda"), slow_llama()[1](0))))
-            )
+            engine.backward(loss_of(engine(**on(torch.device("cuda"), slow_llama()[1](0)))))
             engine.step()
         torch.cuda.synchronize()
         device.settle()
@@ -1035,19 +937,12 @@ def test_two_chunks_compute_at_once_on_two_streams(streams: int) -> None:
             for one, other in itertools.combinations(spans, 2)
             if one.start_s < other.end_s and other.start_s < one.end_s
         ]
-        assert {s.lane for s in spans} == (
-            set() if streams == 1 else {"compute 1", "compute 2"}
-        )
+        assert {s.lane for s in spans} == (set() if streams == 1 else {"compute 1", "compute 2"})
         for half in ("chunk", "backward"):
             found = any(pair[0].startswith(half) for pair in at_once)
             assert found == (streams > 1), at_once
 
-    section = {
-        "device": "cuda",
-        "chunk": 1,
-        "streams": streams,
-        "activations": "recompute",
-    }
+    section = {"device": "cuda", "chunk": 1, "streams": streams, "activations": "recompute"}
     settings = config(section={**section, **PLACES[0]})
     train_windowed(slow_llama, steps=1, settings=settings, inspect=inspect)
 
@@ -1059,9 +954,7 @@ class Counter(nn.Module):
         super().__init__()
         self.total = torch.zeros(3)
 
-    def _apply(
-        self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
-    ) -> Any:
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         self.total = fn(self.total)
         return super()._apply(fn, recurse)
 

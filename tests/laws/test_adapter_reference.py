@@ -60,9 +60,7 @@ def sequences(step: int, number: int = 4) -> torch.Tensor:
 def log_probabilities(model: Policy, tokens: torch.Tensor) -> torch.Tensor:
     """Of each next token: (sequences, tokens - 1), in fp32."""
     logits = model(input_ids=tokens).logits[:, :-1].float()
-    chosen: torch.Tensor = (
-        logits.log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
-    )
+    chosen: torch.Tensor = logits.log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
     return chosen
 
 
@@ -104,9 +102,7 @@ LOSSES: dict[str, Loss] = {"dpo": dpo, "grpo": grpo}
 
 
 @functools.cache
-def plain(
-    kind: str, precision: str
-) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+def plain(kind: str, precision: str) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """Losses, norms and weights of a plain loop."""
     model = policy_model(DTYPES[precision]).train()
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -119,11 +115,7 @@ def plain(
         losses.append(loss.item())
         norms.append(adam.step({p: p.grad for p in parameters}, CLIPPING))
         model.zero_grad()
-    return (
-        losses,
-        norms,
-        {name: value.clone() for name, value in model.state_dict().items()},
-    )
+    return (losses, norms, {name: value.clone() for name, value in model.state_dict().items()})
 
 
 SECTIONS: dict[str, dict[str, Any]] = {
@@ -144,8 +136,7 @@ DAILY = [("window 1", "bf16"), ("window 2, kept", "fp32"), ("all on the GPU", "f
     ("section", "precision"),
     [
         pytest.param(
-            *(section, precision),
-            marks=() if (section, precision) in DAILY else pytest.mark.slow,
+            *(section, precision), marks=() if (section, precision) in DAILY else pytest.mark.slow
         )
         for section in SECTIONS
         for precision in ("fp32", "bf16")
@@ -163,9 +154,7 @@ def test_training_with_the_base_as_reference_has_the_bits_of_a_plain_loop(
         chosen["nvme"] = {**chosen["nvme"], "path": str(tmp_path)}
     settings = config(clipping=CLIPPING, precision=precision, section=chosen)
     trained = [p for p in model.parameters() if p.requires_grad]
-    engine: Any = stronghold.initialize(
-        model=model, config=settings, model_parameters=trained
-    )[0]
+    engine: Any = stronghold.initialize(model=model, config=settings, model_parameters=trained)[0]
     try:
         torch.manual_seed(2)
         for step in range(STEPS):
@@ -194,9 +183,7 @@ def test_a_reference_takes_no_memory_of_the_host(asks: bool) -> None:
     model = policy_model(torch.bfloat16)
     settings = config(precision="bf16", section={"window": 1, "dtypes": "own"})
     trained = [p for p in model.parameters() if p.requires_grad]
-    engine: Any = stronghold.initialize(
-        model=model, config=settings, model_parameters=trained
-    )[0]
+    engine: Any = stronghold.initialize(model=model, config=settings, model_parameters=trained)[0]
     try:
         for step in range(2):
             asked = reference(engine.module, sequences(step)) if asks else None
@@ -220,9 +207,9 @@ def test_a_reference_between_forward_and_backward_changes_no_gradient() -> None:
         model = policy_model(torch.float32)
         settings = config(section={"window": 1, "activations": "recompute"})
         trained = [p for p in model.parameters() if p.requires_grad]
-        engine: Any = stronghold.initialize(
-            model=model, config=settings, model_parameters=trained
-        )[0]
+        engine: Any = stronghold.initialize(model=model, config=settings, model_parameters=trained)[
+            0
+        ]
         torch.manual_seed(2)
         for step in range(2):
             loss = -log_probabilities(engine, sequences(step)).mean()
@@ -241,8 +228,7 @@ def test_the_reference_of_a_packed_base_is_the_packed_base(name: str) -> None:
     """As an engine has it that only runs forward, before and after steps of the adapters."""
     section = {"window": 1, "dtypes": "own", "frozen": name}
     base: Any = stronghold.initialize(
-        model=wide_model().requires_grad_(False),
-        config=config(precision="bf16", section=section),
+        model=wide_model().requires_grad_(False), config=config(precision="bf16", section=section)
     )[0]
     torch.manual_seed(1)
     settings = peft.LoraConfig(
@@ -251,16 +237,10 @@ def test_the_reference_of_a_packed_base_is_the_packed_base(name: str) -> None:
     model = peft.get_peft_model(wide_model(), settings)
     trained = [p for p in model.parameters() if p.requires_grad]
     engine: Any = stronghold.initialize(
-        model=model,
-        config=config(precision="bf16", section=section),
-        model_parameters=trained,
+        model=model, config=config(precision="bf16", section=section), model_parameters=trained
     )[0]
     try:
-        assert (
-            engine.inspect().layout.num_parameters
-            > base.inspect().layout.num_trainable
-            == 0
-        )
+        assert engine.inspect().layout.num_parameters > base.inspect().layout.num_trainable == 0
         for step in range(3):
             tokens = sequences(step)
             with torch.no_grad():

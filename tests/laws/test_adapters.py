@@ -55,9 +55,7 @@ Batches = Callable[[int], dict[str, Any]]
 
 
 def token_batch(seed: int) -> dict[str, Any]:
-    tokens = torch.randint(
-        VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(seed)
-    )
+    tokens = torch.randint(VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(seed))
     return {"input_ids": tokens, "labels": tokens}
 
 
@@ -67,11 +65,7 @@ def base_model() -> nn.Module:
 
 def lora(**options: Any) -> tuple[nn.Module, Batches]:
     """A tiny Llama with adapters whose second factor is not zero, so that every factor learns."""
-    chosen = {
-        "target_modules": ["q_proj", "v_proj"],
-        "init_lora_weights": False,
-        **options,
-    }
+    chosen = {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, **options}
     settings = peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, **chosen)
     return peft.get_peft_model(base_model(), settings), token_batch
 
@@ -89,13 +83,9 @@ def sparse(kind: str) -> tuple[nn.Module, Batches]:
     """Adapters whose weight is a sparse tensor: SHiRA's is made of a product, FRoD's of the
     parameter's own memory."""
     if kind == "shira":
-        settings: Any = peft.ShiraConfig(
-            r=2, target_modules=["q_proj"], init_weights=False
-        )
+        settings: Any = peft.ShiraConfig(r=2, target_modules=["q_proj"], init_weights=False)
     else:
-        settings = peft.FrodConfig(
-            target_modules=["q_proj", "v_proj"], init_weights=False
-        )
+        settings = peft.FrodConfig(target_modules=["q_proj", "v_proj"], init_weights=False)
     settings.task_type = "CAUSAL_LM"
     return peft.get_peft_model(base_model(), settings), token_batch
 
@@ -105,14 +95,10 @@ CASES: dict[str, Factory] = {
     "lora with dropout": functools.partial(lora, lora_dropout=0.3),
     "lora on everything": functools.partial(lora, target_modules="all-linear"),
     "lora and a whole head": functools.partial(lora, modules_to_save=["lm_head"]),
-    "lora and whole norms": functools.partial(
-        lora, modules_to_save=["input_layernorm"]
-    ),
+    "lora and whole norms": functools.partial(lora, modules_to_save=["input_layernorm"]),
     "dora": functools.partial(lora, use_dora=True),
     "lora, checkpointed": functools.partial(checkpointed_lora, reentrant=False),
-    "lora, checkpointed reentrant": functools.partial(
-        checkpointed_lora, reentrant=True
-    ),
+    "lora, checkpointed reentrant": functools.partial(checkpointed_lora, reentrant=True),
 }
 
 
@@ -123,8 +109,7 @@ CASES: dict[str, Factory] = {
         *((case, "fp32") for case in CASES),
         *(
             pytest.param(
-                *(case, "bf16"),
-                marks=() if case in ("lora", "dora") else pytest.mark.slow,
+                *(case, "bf16"), marks=() if case in ("lora", "dora") else pytest.mark.slow
             )
             for case in CASES
         ),
@@ -171,11 +156,7 @@ def test_sparse_adapters_train_exactly_as_in_a_plain_loop(
     kind: str, policy: str, precision: str
 ) -> None:
     factory = functools.partial(sparse, kind)
-    options: dict[str, Any] = {
-        "accumulation": 2,
-        "clipping": 0.5,
-        "precision": precision,
-    }
+    options: dict[str, Any] = {"accumulation": 2, "clipping": 0.5, "precision": precision}
     settings = config(section={"window": 1, "activations": policy}, **options)
     run = train_windowed(factory, steps=3, settings=settings)
     expected = train_plain(factory, steps=3, **options)
@@ -183,24 +164,18 @@ def test_sparse_adapters_train_exactly_as_in_a_plain_loop(
     assert run.norms == expected.norms
 
 
-def test_an_adapter_that_points_its_parameter_elsewhere_is_refused_with_its_name() -> (
-    None
-):
+def test_an_adapter_that_points_its_parameter_elsewhere_is_refused_with_its_name() -> None:
     """CPT projects what it learns in each forward, and assigns the result to `.data`."""
     masks = {"cpt_mask": [1, 1, 1], "cpt_tokens_type_mask": [1, 2, 4]}
 
     def cpt() -> tuple[nn.Module, Batches]:
-        settings = peft.CPTConfig(
-            task_type="CAUSAL_LM", cpt_token_ids=[5, 6, 7], **masks
-        )
+        settings = peft.CPTConfig(task_type="CAUSAL_LM", cpt_token_ids=[5, 6, 7], **masks)
         return peft.get_peft_model(base_model(), settings), lambda seed: {
             **token_batch(seed),
             "input_type_mask": torch.full((2, 9), 4),
         }
 
-    with pytest.raises(
-        ConfigError, match=r"prompt_encoder.*delta_embedding.*other memory"
-    ):
+    with pytest.raises(ConfigError, match=r"prompt_encoder.*delta_embedding.*other memory"):
         train_windowed(cpt, steps=2, settings=config(section={"window": 1}))
 
 
@@ -217,27 +192,17 @@ class Attending(nn.Module):
 
 
 def adapted_attention(*targets: str) -> tuple[nn.Module, Batches]:
-    settings = peft.LoraConfig(
-        r=2, target_modules=list(targets), init_lora_weights=False
-    )
-    return peft.get_peft_model(
-        Decoder([Attending() for _ in range(3)]), settings
-    ), short_batch
+    settings = peft.LoraConfig(r=2, target_modules=list(targets), init_lora_weights=False)
+    return peft.get_peft_model(Decoder([Attending() for _ in range(3)]), settings), short_batch
 
 
-def test_an_adapter_that_replaces_its_parameters_is_refused_with_the_name_of_one() -> (
-    None
-):
+def test_an_adapter_that_replaces_its_parameters_is_refused_with_the_name_of_one() -> None:
     """PEFT makes the weights of an nn.MultiheadAttention anew in each forward."""
     settings = config(section={"window": 1})
     match = r'"base_model\.model\.blocks\.0\.attention\.\S*weight" is another.*target_modules'
     with pytest.raises(ConfigError, match=match):
-        train_windowed(
-            lambda: adapted_attention("attention", "linear"), steps=1, settings=settings
-        )
-    run = train_windowed(
-        lambda: adapted_attention("linear"), steps=2, settings=settings
-    )
+        train_windowed(lambda: adapted_attention("attention", "linear"), steps=1, settings=settings)
+    run = train_windowed(lambda: adapted_attention("linear"), steps=2, settings=settings)
     assert_identical(run, train_plain(lambda: adapted_attention("linear"), steps=2))
 
 
@@ -254,9 +219,7 @@ def test_prefixes_are_inputs_of_blocks_that_run_again(policy: str) -> None:
     assert_identical(run, train_plain(prefix_tuning, steps=3, clipping=0.5))
 
 
-def test_adalora_reads_gradients_before_the_step_and_drops_ranks_as_in_a_plain_loop() -> (
-    None
-):
+def test_adalora_reads_gradients_before_the_step_and_drops_ranks_as_in_a_plain_loop() -> None:
     """It asks Transformers whether DeepSpeed trains, and DeepSpeed for the gradient then."""
 
     def make() -> nn.Module:
@@ -296,18 +259,14 @@ def test_adalora_reads_gradients_before_the_step_and_drops_ranks_as_in_a_plain_l
         loss = loss_of(engine(**token_batch(step)))
         engine.backward(loss)
         model.base_model.update_and_allocate(step)
-        dropped += sum(
-            int((p == 0).sum()) for n, p in model.named_parameters() if "lora_E" in n
-        )
+        dropped += sum(int((p == 0).sum()) for n, p in model.named_parameters() if "lora_E" in n)
         engine.step()
         losses.append(loss.item())
     engine.destroy()
     del hf
     assert losses == expected
     assert dropped, "no rank went"
-    for (name, value), other in zip(
-        model.named_parameters(), plain.parameters(), strict=True
-    ):
+    for (name, value), other in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert torch.equal(value, other), name
 
 
@@ -340,11 +299,7 @@ def test_saved_adapters_open_on_the_base_model(tmp_path: Path) -> None:
     engine.module.save_pretrained(tmp_path)
     torch.manual_seed(0)
     opened = peft.PeftModel.from_pretrained(base_model(), tmp_path)
-    expected = {
-        k: v
-        for k, v in engine.module_state_dict().items()
-        if "lora_" in k or "saved" in k
-    }
+    expected = {k: v for k, v in engine.module_state_dict().items() if "lora_" in k or "saved" in k}
     assert expected
     for name, weight in opened.state_dict().items():
         if name in expected:
@@ -394,9 +349,7 @@ def test_adapters_of_weights_in_files_are_those_of_weights_in_memory(
     """The same initial values, and training to the same bits."""
     make, more = IN_FILES[case]
     folder = make(tmp_path)
-    settings = peft.LoraConfig(
-        task_type="CAUSAL_LM", r=4, target_modules=["q_proj"], **more
-    )
+    settings = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"], **more)
 
     def in_memory() -> tuple[nn.Module, Batches]:
         base = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").train()
@@ -412,18 +365,14 @@ def test_adapters_of_weights_in_files_are_those_of_weights_in_memory(
         return model, token_batch
 
     section = {"window": 1, "dtypes": "own"}
-    run = train_windowed(
-        in_files, steps=3, settings=config(precision="bf16", section=section)
-    )
+    run = train_windowed(in_files, steps=3, settings=config(precision="bf16", section=section))
     expected = train_windowed(
         in_memory, steps=3, settings=config(precision="bf16", section=section)
     )
     assert_identical(run, expected)
 
 
-def test_initial_values_that_follow_from_weights_in_files_are_refused(
-    tmp_path: Path,
-) -> None:
+def test_initial_values_that_follow_from_weights_in_files_are_refused(tmp_path: Path) -> None:
     base = stronghold.from_pretrained(directory_of_base(tmp_path))
     settings = peft.LoraConfig(r=4, target_modules=["q_proj"], use_dora=True)
     match = r"lora_magnitude_vector.*follow from the model's weights"
@@ -443,14 +392,9 @@ def test_a_model_in_memory_needs_no_placeholders() -> None:
 def test_weights_come_back_if_the_block_raises(tmp_path: Path) -> None:
     base = stronghold.from_pretrained(directory_of_base(tmp_path))
     before = {name: id(parameter) for name, parameter in base.named_parameters()}
-    with (
-        pytest.raises(ValueError, match="Target modules"),
-        stronghold.placeholders(base),
-    ):
+    with pytest.raises(ValueError, match="Target modules"), stronghold.placeholders(base):
         peft.get_peft_model(base, peft.LoraConfig(target_modules=["nothing"]))
-    assert {
-        name: id(parameter) for name, parameter in base.named_parameters()
-    } == before
+    assert {name: id(parameter) for name, parameter in base.named_parameters()} == before
 
 
 # --- without adapters -----------------------------------------------------------------------------
@@ -511,9 +455,7 @@ EXPERTS = {"one tensor": starving_mixtral, "a module each": MODELS["experts"]}
 
 @pytest.mark.parametrize("kind", EXPERTS)
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_unused_experts_are_updated_as_in_a_plain_loop(
-    kind: str, accumulation: int
-) -> None:
+def test_unused_experts_are_updated_as_in_a_plain_loop(kind: str, accumulation: int) -> None:
     """Zero gradients inside one tensor of all experts; no gradient, no update, on its own."""
     model = EXPERTS[kind]
     settings = config(accumulation=accumulation, clipping=0.5, section={"window": 1})
@@ -542,9 +484,7 @@ def experts_lora(family: str) -> tuple[nn.Module, Batches]:
     if family == "gpt_oss":
         base: nn.Module = GptOssForCausalLM(GptOssConfig(num_local_experts=4, **shape))
     else:
-        base = Qwen3MoeForCausalLM(
-            Qwen3MoeConfig(num_experts=4, moe_intermediate_size=16, **shape)
-        )
+        base = Qwen3MoeForCausalLM(Qwen3MoeConfig(num_experts=4, moe_intermediate_size=16, **shape))
     settings = peft.LoraConfig(
         task_type="CAUSAL_LM",
         r=2,
@@ -556,10 +496,7 @@ def experts_lora(family: str) -> tuple[nn.Module, Batches]:
     return peft.get_peft_model(base, settings), token_batch
 
 
-FUSED = {
-    family: functools.partial(experts_lora, family)
-    for family in ("gpt_oss", "qwen3_moe")
-}
+FUSED = {family: functools.partial(experts_lora, family) for family in ("gpt_oss", "qwen3_moe")}
 EXPERT_SECTIONS: list[dict[str, Any]] = [
     {"window": 1, "activations": "recompute"},
     {"window": 2, "activations": "keep"},
@@ -587,9 +524,7 @@ def test_adapters_of_fused_experts_train_exactly_as_in_a_plain_loop(
         "clipping": 0.5,
         "precision": precision,
     }
-    run = train_windowed(
-        FUSED[family], steps=3, settings=config(section=section, **options)
-    )
+    run = train_windowed(FUSED[family], steps=3, settings=config(section=section, **options))
     chunks = (streamed_blocks, section["chunk"]) if "chunk" in section else None
     expected = train_plain(FUSED[family], steps=3, chunks=chunks, **options)
     assert_identical(run, expected)
@@ -607,16 +542,12 @@ def test_adapters_of_fused_experts_resume_exactly(tmp_path: Path) -> None:
     train(engine, token_batch, range(2))
     engine.save_checkpoint(tmp_path)
     train(engine, token_batch, range(2, 4))
-    expected = {
-        name: value.clone() for name, value in engine.module_state_dict().items()
-    }
+    expected = {name: value.clone() for name, value in engine.module_state_dict().items()}
     engine.destroy()
     engine = engine_of_them()
     engine.load_checkpoint(tmp_path)
     train(engine, token_batch, range(2, 4))
-    assert all(
-        torch.equal(v, expected[k]) for k, v in engine.module_state_dict().items()
-    )
+    assert all(torch.equal(v, expected[k]) for k, v in engine.module_state_dict().items())
     engine.destroy()
 
 
@@ -626,9 +557,7 @@ class Renorming(Block):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight = self.mlp.up.weight
         parametrize.register_parametrization(self.mlp.up, "weight", Halved())
-        parametrize.remove_parametrizations(
-            self.mlp.up, "weight", leave_parametrized=True
-        )
+        parametrize.remove_parametrizations(self.mlp.up, "weight", leave_parametrized=True)
         assert self.mlp.up.weight is weight
         return super().forward(x)
 
@@ -639,9 +568,7 @@ class Halved(nn.Module):
 
 
 @pytest.mark.parametrize("policy", ["keep", "recompute"])
-def test_a_parametrization_that_writes_the_weight_in_forward_is_refused(
-    policy: str,
-) -> None:
+def test_a_parametrization_that_writes_the_weight_in_forward_is_refused(policy: str) -> None:
     def factory() -> tuple[nn.Module, Batches]:
         return Decoder([Renorming() for _ in range(2)]), short_batch
 
@@ -660,15 +587,11 @@ def mixed_lora() -> nn.Module:
     return peft.get_peft_model(base_model().bfloat16(), settings)
 
 
-@pytest.mark.parametrize(
-    "make", [lambda: t5_model(torch.bfloat16), mixed_lora], ids=["t5", "peft"]
-)
+@pytest.mark.parametrize("make", [lambda: t5_model(torch.bfloat16), mixed_lora], ids=["t5", "peft"])
 def test_bf16_training_casts_every_parameter_as_deepspeed_does(make: Any) -> None:
     model = make()
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16, torch.float32}
-    before = {
-        name: parameter.detach().clone() for name, parameter in model.named_parameters()
-    }
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     engine = initialized(model, config(precision="bf16", section={"window": 1}))
     for name, parameter in engine.module.named_parameters():
         assert parameter.dtype is torch.bfloat16
@@ -681,9 +604,7 @@ def test_bf16_training_casts_every_parameter_as_deepspeed_does(make: Any) -> Non
 
 
 def test_fp32_training_refuses_a_parameter_of_fewer_bits() -> None:
-    with pytest.raises(
-        ConfigError, match=r'bfloat16, but the config asks for fp32: add "bf16"'
-    ):
+    with pytest.raises(ConfigError, match=r'bfloat16, but the config asks for fp32: add "bf16"'):
         stronghold.initialize(model=mixed_lora(), config=config())
 
 

@@ -43,9 +43,7 @@ class _ByAttribute(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         weight = ctx.weight.t() if ctx.how == "transposed" else ctx.weight
         if ctx.how == "data":  # part of it
-            weight = torch.cat(
-                [gradient.new_zeros(2, x.shape[-1]), weight.view(-1, x.shape[-1])]
-            )
+            weight = torch.cat([gradient.new_zeros(2, x.shape[-1]), weight.view(-1, x.shape[-1])])
         return gradient @ weight, gradient.flatten(0, 1).t() @ x.flatten(0, 1), None
 
 
@@ -75,9 +73,7 @@ class _Kernel(nn.Module):
             return self._linear(x)
 
     def _copying(self, x: Tensor) -> Tensor:
-        with saved_tensors_hooks(
-            lambda tensor: tensor.detach().clone(), lambda tensor: tensor
-        ):
+        with saved_tensors_hooks(lambda tensor: tensor.detach().clone(), lambda tensor: tensor):
             return self._linear(x)
 
     def _closure(self, x: Tensor) -> Tensor:
@@ -138,17 +134,13 @@ REFUSED = r"blocks\.0\.kernel\.weight: .*save_for_backward"
         # Under each policy the two that are most unlike; keep has them all.
         pytest.param(
             *(how, policy),
-            marks=()
-            if policy == "keep" or how in ("data", "closure")
-            else pytest.mark.slow,
+            marks=() if policy == "keep" or how in ("data", "closure") else pytest.mark.slow,
         )
         for how in ALIASES
         for policy in POLICIES
     ],
 )
-def test_a_view_of_weights_that_outlives_their_block_is_refused(
-    how: str, policy: str
-) -> None:
+def test_a_view_of_weights_that_outlives_their_block_is_refused(how: str, policy: str) -> None:
     settings = config(section={"window": 2, "activations": policy})
     with pytest.raises(ConfigError, match=REFUSED):
         train_windowed(factory_of(how), steps=1, settings=settings)
@@ -178,13 +170,9 @@ def test_what_needs_no_view_is_right(how: str, policy: str) -> None:
     assert_identical(run, train_plain(factory_of(how), steps=3))
 
 
-@pytest.mark.parametrize(
-    "how", ["transposed", "detached", "hooked", "closure", "remembered"]
-)
+@pytest.mark.parametrize("how", ["transposed", "detached", "hooked", "closure", "remembered"])
 def test_views_of_weights_that_stay_are_right(how: str) -> None:
-    run = train_windowed(
-        factory_of(how), steps=3, settings=config(section=on_gpu("whole"))
-    )
+    run = train_windowed(factory_of(how), steps=3, settings=config(section=on_gpu("whole")))
     assert_identical(run, train_plain(factory_of(how), steps=3))
 
 
@@ -221,9 +209,7 @@ class SparseMap(nn.Module):
         if self.layout == "coo":
             matrix = torch.sparse_coo_tensor(self.indices, self.weight, size)
         else:
-            matrix = torch.sparse_csr_tensor(
-                self.starts, self.indices[1], self.weight, size
-            )
+            matrix = torch.sparse_csr_tensor(self.starts, self.indices[1], self.weight, size)
         return torch.sparse.mm(matrix, x.flatten(0, 1).t()).t().view_as(x)
 
 

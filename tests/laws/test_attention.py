@@ -34,9 +34,7 @@ LAYERS, BATCH, SEQ = 3, 4, 16
 LEVELS = ["attention", "attention_offload", "recompute_offload"]
 
 
-def gpt2(
-    attention_dropout: float = 0.0,
-) -> tuple[nn.Module, Callable[[int], dict[str, Any]]]:
+def gpt2(attention_dropout: float = 0.0) -> tuple[nn.Module, Callable[[int], dict[str, Any]]]:
     """Dropout stands before and after attention, whose fused kernel on the CPU has none."""
     shape = GPT2Config(
         n_embd=32,
@@ -66,9 +64,7 @@ def everything_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def trained(section: dict[str, Any], precision: str = "fp32") -> Run:
     return train_windowed(
-        gpt2,
-        steps=3,
-        settings=config(precision=precision, section={"window": 1, **section}),
+        gpt2, steps=3, settings=config(precision=precision, section={"window": 1, **section})
     )
 
 
@@ -85,9 +81,7 @@ def test_levels_are_mixed_and_chunked_without_changing_a_bit() -> None:
     assert_identical(trained({"activations": mixed, "chunk": 1}), expected)
 
 
-def counted(
-    query: torch.Size, key: torch.Size, value: torch.Size, *_: Any, **__: Any
-) -> int:
+def counted(query: torch.Size, key: torch.Size, value: torch.Size, *_: Any, **__: Any) -> int:
     """Of the CPU's kernel, which torch's counter does not know."""
     return int(sdpa_flop_count(query, key, value))
 
@@ -96,11 +90,7 @@ def counted(
 def test_none_of_attentions_products_is_computed_twice(chunk: int | None) -> None:
     flops = {}
     for level in ("keep", "recompute", *LEVELS[:2]):
-        section = {
-            "window": 1,
-            "activations": level,
-            **({"chunk": chunk} if chunk else {}),
-        }
+        section = {"window": 1, "activations": level, **({"chunk": chunk} if chunk else {})}
         model, make_batch = gpt2()
         engine = initialized(model, config(section=section))
         engine(**make_batch(0))  # a chunk is tried once
@@ -122,16 +112,12 @@ def test_attention_that_no_kernel_computes_is_computed_again_and_said_once(
     settings = config(section={"window": 1, "activations": "attention"})
     run = train_windowed(lambda: gpt2(0.2), steps=3, settings=settings)
     assert_identical(run, train_plain(lambda: gpt2(0.2), steps=3))
-    said = [
-        record.message for record in caplog.records if "fused kernel" in record.message
-    ]
+    said = [record.message for record in caplog.records if "fused kernel" in record.message]
     assert len(said) == 1
     assert said[0].startswith("GPT2Block")
 
 
-def test_a_function_that_stands_before_ours_stays(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_function_that_stands_before_ours_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = F.scaled_dot_product_attention
     monkeypatch.setattr(F, "scaled_dot_product_attention", plain)
     ours, name = Replacements(), "scaled_dot_product_attention"
@@ -147,9 +133,7 @@ def test_a_function_that_stands_before_ours_stays(
     assert F.scaled_dot_product_attention is theirs
     ours.put(F, name, intercepted)  # must not call itself through theirs
     query = torch.randn(1, 1, 4, 8)
-    assert torch.equal(
-        F.scaled_dot_product_attention(*[query] * 3), plain(*[query] * 3)
-    )
+    assert torch.equal(F.scaled_dot_product_attention(*[query] * 3), plain(*[query] * 3))
     F.scaled_dot_product_attention = inner
     ours.undo()
     assert F.scaled_dot_product_attention is plain

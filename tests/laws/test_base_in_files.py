@@ -20,12 +20,7 @@ import torch
 from torch import nn
 
 import stronghold
-from stronghold.checkpoint.base import (
-    BaseManifest,
-    LayerRecord,
-    StoredTensorRecord,
-    open_base,
-)
+from stronghold.checkpoint.base import BaseManifest, LayerRecord, StoredTensorRecord, open_base
 from stronghold.checkpoint.prepare import prepare
 from stronghold.errors import CheckpointError, ConfigError
 from stronghold.plan.homes import FILE
@@ -34,13 +29,7 @@ from stronghold.tools.estimate.question import question_from_options
 from tests.models import loss_of
 from tests.support.bases import write_model
 from tests.support.packed import adapted, token_batch
-from tests.support.training import (
-    Run,
-    assert_identical,
-    config,
-    initialized,
-    train_windowed,
-)
+from tests.support.training import Run, assert_identical, config, initialized, train_windowed
 
 STEPS = 3
 ALL = {"spill": "weights"}
@@ -108,24 +97,18 @@ def run_over(
 ) -> Run:
     if precision == "own":
         precision, section = "bf16", {**section, "dtypes": "own"}
-    settings = config(
-        accumulation=accumulation, clipping=0.5, precision=precision, section=section
-    )
+    settings = config(accumulation=accumulation, clipping=0.5, precision=precision, section=section)
     factory = functools.partial(adapted_from, directory)
     return train_windowed(factory, steps=STEPS, settings=settings, inspect=inspect)
 
 
 @functools.cache
-def in_memory(
-    directory: Path, base: Path, precision: str = "bf16", accumulation: int = 1
-) -> Run:
+def in_memory(directory: Path, base: Path, precision: str = "bf16", accumulation: int = 1) -> Run:
     section = {"window": 2, "base": str(base)}
     return run_over(directory, section, precision=precision, accumulation=accumulation)
 
 
-def engine_of(
-    directory: Path, base: Path, folder: Path, place: str = "one slot"
-) -> Any:
+def engine_of(directory: Path, base: Path, folder: Path, place: str = "one slot") -> Any:
     torch.manual_seed(0)
     model, _ = adapted_from(directory)
     section = section_of(place, base, folder)
@@ -145,19 +128,13 @@ def train(engine: Any, steps: range) -> list[torch.Tensor]:
 
 def layers_in_files(now: Any) -> list[int]:
     """The blocks whose weights lie in files."""
-    return [
-        k for k in now.layout.streamed if now.layers[k].homes.get("weights") is FILE
-    ]
+    return [k for k in now.layout.streamed if now.layers[k].homes.get("weights") is FILE]
 
 
 def marks(base: Path) -> dict[str, tuple[int, int, int]]:
     """By file of a base: its checksum, its bytes, and the time of its last change."""
     return {
-        path.name: (
-            zlib.crc32(path.read_bytes()),
-            path.stat().st_size,
-            path.stat().st_mtime_ns,
-        )
+        path.name: (zlib.crc32(path.read_bytes()), path.stat().st_size, path.stat().st_mtime_ns)
         for path in sorted(base.iterdir())
     }
 
@@ -212,9 +189,7 @@ def test_a_base_in_files_has_the_bits_of_a_base_in_memory(
     assert "in another order" not in caplog.text
 
 
-def test_two_runs_read_one_base_at_once(
-    directory: Path, base: Path, tmp_path: Path
-) -> None:
+def test_two_runs_read_one_base_at_once(directory: Path, base: Path, tmp_path: Path) -> None:
     before = marks(base)
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
@@ -231,16 +206,12 @@ def test_two_runs_read_one_base_at_once(
         engine.destroy()
     alone = engine_of(directory, base, folders[0])
     losses.append(train(alone, range(STEPS)))
-    weights.append(
-        {name: value.clone() for name, value in alone.module_state_dict().items()}
-    )
+    weights.append({name: value.clone() for name, value in alone.module_state_dict().items()})
     alone.destroy()
     for other, names in zip(losses[1:], weights[1:], strict=True):
         assert all(map(torch.equal, losses[0], other))
         assert names.keys() == weights[0].keys()
-        assert all(
-            torch.equal(value, weights[0][name]) for name, value in names.items()
-        )
+        assert all(torch.equal(value, weights[0][name]) for name, value in names.items())
     assert marks(base) == before
 
 
@@ -254,9 +225,7 @@ def test_the_model_is_given_back_with_its_decoded_weights(
         section = {"window": 1, "base": str(base)}
         if place is not None:
             section = section_of(place, base, tmp_path)
-        engine = initialized(
-            model, config(clipping=0.5, precision="bf16", section=section)
-        )
+        engine = initialized(model, config(clipping=0.5, precision="bf16", section=section))
         train(engine, range(1))
         engine.destroy()
         given.append({name: p.detach().clone() for name, p in model.named_parameters()})
@@ -264,23 +233,15 @@ def test_the_model_is_given_back_with_its_decoded_weights(
     assert all(torch.equal(value, given[1][name]) for name, value in given[0].items())
 
 
-def test_a_forward_only_engine_reads_the_base(
-    directory: Path, base: Path, tmp_path: Path
-) -> None:
+def test_a_forward_only_engine_reads_the_base(directory: Path, base: Path, tmp_path: Path) -> None:
     """Nothing trains: a layer has no byte in memory."""
     logits: list[torch.Tensor] = []
     for place in ("one slot", None):
-        model = stronghold.from_pretrained(directory, use_cache=False).requires_grad_(
-            False
-        )
+        model = stronghold.from_pretrained(directory, use_cache=False).requires_grad_(False)
         section: dict[str, Any] = {"device": "emulated", "window": 1, "base": str(base)}
         if place is not None:
             section |= section_of(place, base, tmp_path)
-        settings = {
-            "train_batch_size": 2,
-            "bf16": {"enabled": True},
-            "stronghold": section,
-        }
+        settings = {"train_batch_size": 2, "bf16": {"enabled": True}, "stronghold": section}
         engine = stronghold.initialize(model=model, config=settings)[0]
         for step in range(2):
             logits.append(engine(**token_batch(step)).logits.detach().clone())
@@ -291,9 +252,7 @@ def test_a_forward_only_engine_reads_the_base(
 
 
 # -- bytes -----------------------------------------------------------------------------------------
-def test_a_run_writes_no_weight_of_a_block(
-    directory: Path, base: Path, tmp_path: Path
-) -> None:
+def test_a_run_writes_no_weight_of_a_block(directory: Path, base: Path, tmp_path: Path) -> None:
     """Taking the model over writes the layers that are no blocks. A step writes states of adapters,
     as the plan counts them."""
     engine = engine_of(directory, base, tmp_path)
@@ -310,9 +269,7 @@ def test_a_run_writes_no_weight_of_a_block(
                 first, last = part.offset // page, -(-end // page)
                 written += (last - first) * page * item_bytes
             elif not part.trainable:
-                num_pages = -(
-                    -(end - layer.ranges[part.range].begin) * item_bytes // 4096
-                )
+                num_pages = -(-(end - layer.ranges[part.range].begin) * item_bytes // 4096)
                 stored[layer.index, part.range] = num_pages * 4096
     assert now.traffic.written_bytes == written
     moved = []
@@ -328,16 +285,12 @@ def test_a_run_writes_no_weight_of_a_block(
     # Of three equal blocks forward fetches three, and backward two: the turn keeps the last one.
     assert of_step[0] == of_step[1] + 5 * sum(stored.values()) // 3
     assert of_step[0] <= plan.traffic.nvme_read_bytes
-    assert any(
-        "of 3 layers" in reason and "never written" in reason for reason in plan.reasons
-    )
+    assert any("of 3 layers" in reason and "never written" in reason for reason in plan.reasons)
     assert engine.memory_report().nvme_peak == plan.nvme_total_bytes
     engine.destroy()
 
 
-@pytest.mark.parametrize(
-    "has_nvme", [False, pytest.param(True, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("has_nvme", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_what_memory_cannot_hold_is_read_in_each_pass(
     has_nvme: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -437,9 +390,7 @@ def reordered(base: Path, out: Path) -> None:
             with open(out / record.file, "r+b") as file:
                 file.seek(record.offset)
                 file.write(written.numpy().tobytes())
-            tensors = tuple(
-                sorted((after for _, after in moved), key=lambda t: t.offset)
-            )
+            tensors = tuple(sorted((after for _, after in moved), key=lambda t: t.offset))
             layers.append(record.model_copy(update={"tensors": tensors}))
     (out / "base.json").unlink()
     BaseManifest(**{**dict(manifest), "layers": tuple(layers)}).write(out)
@@ -449,16 +400,10 @@ def _exchanged(
     record: LayerRecord, first: StoredTensorRecord, second: StoredTensorRecord
 ) -> list[tuple[StoredTensorRecord, StoredTensorRecord]]:
     """Each record, and the record with its new offset. The two tensors are neighbours."""
-    new = {
-        first.name: first.offset + second.place.end - second.offset,
-        second.name: first.offset,
-    }
+    new = {first.name: first.offset + second.place.end - second.offset, second.name: first.offset}
     new[first.name] = -(-new[first.name] // 128) * 128
     return [
-        (
-            tensor,
-            tensor.model_copy(update={"offset": new.get(tensor.name, tensor.offset)}),
-        )
+        (tensor, tensor.model_copy(update={"offset": new.get(tensor.name, tensor.offset)}))
         for tensor in record.tensors
     ]
 
@@ -523,18 +468,12 @@ def test_what_a_program_writes_into_an_adapter_is_trained_on(
         section: dict[str, Any] = {"window": 1, "base": str(base)}
         if place is not None:
             section = section_of(place, base, tmp_path)
-        engine = initialized(
-            model, config(clipping=0.5, precision="bf16", section=section)
-        )
+        engine = initialized(model, config(clipping=0.5, precision="bf16", section=section))
         before = train(engine, range(1))
         with torch.no_grad():
             model.get_parameter(name).mul_(3.0)
         after = train(engine, range(1, 2))
-        adapters = {
-            key: 0.5 * p.detach()
-            for key, p in model.named_parameters()
-            if "lora" in key
-        }
+        adapters = {key: 0.5 * p.detach() for key, p in model.named_parameters() if "lora" in key}
         model.load_state_dict(adapters, strict=False)
         losses.append(before + after + train(engine, range(2, 4)))
         engine.destroy()
@@ -554,9 +493,7 @@ def test_a_checkpoint_goes_from_memory_to_files_and_back(
         section: dict[str, Any] = {"window": 1, "base": str(base)}
         if place is not None:
             section = section_of(place, base, tmp_path)
-        engine = initialized(
-            model, config(clipping=0.5, precision="bf16", section=section)
-        )
+        engine = initialized(model, config(clipping=0.5, precision="bf16", section=section))
         train(engine, range(1))
         saved = str(tmp_path / f"saved {place}")
         engine.save_checkpoint(saved, exclude_frozen_parameters=exclude)
@@ -568,9 +505,7 @@ def test_a_checkpoint_goes_from_memory_to_files_and_back(
         section = {"window": 1, "base": str(base)}
         if place is not None:
             section = section_of(place, base, tmp_path)
-        engine = initialized(
-            model, config(clipping=0.5, precision="bf16", section=section)
-        )
+        engine = initialized(model, config(clipping=0.5, precision="bf16", section=section))
         engine.load_checkpoint(str(tmp_path / saved))
         assert all(map(torch.equal, train(engine, range(1, 3)), expected))
         engine.destroy()
@@ -580,9 +515,7 @@ def test_a_checkpoint_goes_from_memory_to_files_and_back(
 def test_a_checkpoint_over_another_base_is_refused(
     directory: Path, base: Path, tmp_path: Path
 ) -> None:
-    other_model, other_base, folder = (
-        tmp_path / name for name in ("model", "base", "files")
-    )
+    other_model, other_base, folder = (tmp_path / name for name in ("model", "base", "files"))
     folder.mkdir()
     write_model(other_model, scale=2.0)
     prepare(other_model, other_base, frozen="nf4")

@@ -50,11 +50,7 @@ PLACES: dict[str, dict[str, Any]] = {
     "every slot": {"window": 64},
     "one resident": {"window": 1, "resident_layers": 1},
     "half on the gpu": {"window": 2, "resident_layers": 1, **ON_GPU},
-    "updated on the gpu": {
-        "resident_layers": "all",
-        "activations": "recompute",
-        **ON_GPU,
-    },
+    "updated on the gpu": {"resident_layers": "all", "activations": "recompute", **ON_GPU},
     "whole": {"resident_layers": "all", **ON_GPU},
 }
 UPDATES: dict[str, tuple[float, dict[str, Any]]] = {  # where in the step
@@ -109,11 +105,7 @@ def drawn(count: int) -> Iterator[Case]:
 
 @functools.cache
 def plain(
-    name: str,
-    clipping: float,
-    accumulation: int,
-    precision: str,
-    optimizer: str = "adamw",
+    name: str, clipping: float, accumulation: int, precision: str, optimizer: str = "adamw"
 ) -> Run:
     return train_plain(
         MODELS[name],
@@ -137,11 +129,7 @@ def engine_of(name: str, settings: dict[str, Any], seed: int) -> Iterator[Any]:
 
 def section_of(of: dict[str, str], folder: Path) -> dict[str, Any]:
     threads = of["cores"].split()[1]
-    section = {
-        "activations": of["activations"],
-        "cpu_threads": int(threads),
-        **PLACES[of["place"]],
-    }
+    section = {"activations": of["activations"], "cpu_threads": int(threads), **PLACES[of["place"]]}
     section |= UPDATES[of["update"]][1]
     if of["home"] != "ram":
         section["nvme"] = {"path": str(folder), "spill": of["home"]}
@@ -168,10 +156,7 @@ def trained(of: dict[str, str], folder: Path) -> Run:
     parts = [(range(STEPS), of)]
     # the second part of the run in another place, and home
     if of["between"] == "resumed":
-        there = {
-            "place": after(of["place"], "place"),
-            "home": after(of["home"], "home"),
-        }
+        there = {"place": after(of["place"], "place"), "home": after(of["home"], "home")}
         parts = [(range(1), of), (range(1, STEPS), {**of, **there})]
     run = Run()
     torch.manual_seed(1)
@@ -209,17 +194,11 @@ def trained(of: dict[str, str], folder: Path) -> Run:
 
 
 def check_schedule(
-    performed: Sequence[Action],
-    schedule: Sequence[Action],
-    whole: bool,
-    of: dict[str, str],
+    performed: Sequence[Action], schedule: Sequence[Action], whole: bool, of: dict[str, str]
 ) -> None:
     """The last step performed its schedule. Not where uses differ from step to step, where a model
     is whole and nothing moves, or where a step has several passes."""
-    is_steady = of["model"] not in UNSTEADY and of["between"] in (
-        "nothing",
-        "evaluation",
-    )
+    is_steady = of["model"] not in UNSTEADY and of["between"] in ("nothing", "evaluation")
     if is_steady and of["micro-batches"] == "1" and not whole:
         assert_as_scheduled(performed, schedule)
 
@@ -234,27 +213,21 @@ def check_homes(engine: Any) -> None:
 def interrupt(what: str, name: str, engine: Any, make_batch: Any) -> None:
     if what == "evaluation":  # the raw model, without gradients
         fresh, _ = MODELS[name]()
-        for parameter, trained in zip(
-            fresh.parameters(), engine.parameters(), strict=True
-        ):
+        for parameter, trained in zip(fresh.parameters(), engine.parameters(), strict=True):
             parameter.data = trained.detach().clone()
         # also those that a forward made
         for path, buffer in engine.module.named_buffers():
             owner, _, leaf = path.rpartition(".")
             fresh.get_submodule(owner).register_buffer(leaf, buffer.clone())
         with torch.no_grad():
-            found, expected = (
-                loss_of(m.eval()(**make_batch(9))) for m in (engine.module, fresh)
-            )
+            found, expected = (loss_of(m.eval()(**make_batch(9))) for m in (engine.module, fresh))
         engine.module.train()
         assert torch.equal(found, expected)
     elif what == "replanned":
         now = engine.inspect()
         streamed = now.layout.streamed
         resident = min(1 + len(now.plan.resident & set(streamed)), len(streamed))
-        demand = replace(
-            now.demand, window=2, resident_layers=resident, activations="recompute"
-        )
+        demand = replace(now.demand, window=2, resident_layers=resident, activations="recompute")
         assert engine.replan(make_plan(now.layout, demand))
 
 
@@ -283,17 +256,12 @@ OTHER_LLAMAS = [(name, *ARRAY[37 * k][1:]) for k, name in enumerate(LIKE_LLAMA)]
 @pytest.mark.parametrize(
     "case",
     [
-        *(
-            pytest.param(c, marks=() if c in DEFAULT else pytest.mark.slow)
-            for c in ARRAY
-        ),
+        *(pytest.param(c, marks=() if c in DEFAULT else pytest.mark.slow) for c in ARRAY),
         *OTHER_LLAMAS,
     ],
     ids="-".join,
 )
-def test_nothing_changes_a_bit(
-    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_changes_a_bit(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check(case, tmp_path, monkeypatch)
 
 
@@ -307,15 +275,9 @@ def test_no_case_of_the_whole_product_changes_a_bit(
 
 @pytest.mark.parametrize(
     ("name", "reentrant", "policy"),
-    pairs(
-        ["llama", "gpt2", "bert"],
-        {"anew": False, "reentrant": True},
-        list(AXES["activations"]),
-    ),
+    pairs(["llama", "gpt2", "bert"], {"anew": False, "reentrant": True}, list(AXES["activations"])),
 )
-def test_own_gradient_checkpointing_keeps_working(
-    name: str, reentrant: bool, policy: str
-) -> None:
+def test_own_gradient_checkpointing_keeps_working(name: str, reentrant: bool, policy: str) -> None:
     def factory() -> Any:
         model, make_batch = MODELS[name]()
         model.gradient_checkpointing_enable(

@@ -32,9 +32,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # -- Hugging Face ---------------------------------------------------------------------------------
 @pytest.mark.parametrize("size", ["5GB", "20kB"])
-def test_an_export_opens_in_transformers(
-    size: str, saved: Path, tmp_path: Path
-) -> None:
+def test_an_export_opens_in_transformers(size: str, saved: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     command("export", saved, out, "--max-shard-size", size)
     shards = sorted(out.glob("*.safetensors"))
@@ -43,9 +41,7 @@ def test_an_export_opens_in_transformers(
         == (size == "5GB")
         == (not (out / "model.safetensors.index.json").exists())
     )
-    assert "lm_head.weight" not in {
-        name for shard in shards for name in load_file(shard)
-    }
+    assert "lm_head.weight" not in {name for shard in shards for name in load_file(shard)}
     model = AutoModelForCausalLM.from_pretrained(out)
     expected = torch.load(saved / "plain.pt")["weights"]
     assert model.dtype is torch.bfloat16
@@ -60,34 +56,19 @@ def test_an_export_takes_configuration_and_tokenizer_from_a_directory(
     model_dir = tmp_path / "model"
     make_model().save_pretrained(model_dir)
     (model_dir / "vocab.json").write_text("{}")
-    command(
-        "export", saved / "global_step4", tmp_path / "out", "--model-dir", model_dir
-    )
+    command("export", saved / "global_step4", tmp_path / "out", "--model-dir", model_dir)
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert names == {
-        "config.json",
-        "generation_config.json",
-        "vocab.json",
-        "model.safetensors",
-    }
+    assert names == {"config.json", "generation_config.json", "vocab.json", "model.safetensors"}
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
 
-def test_an_export_is_whole_or_not_there(
-    saved: Path, tmp_path: Path, capsys: Any
-) -> None:
+def test_an_export_is_whole_or_not_there(saved: Path, tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "file").touch()
     for arguments, message in (
         ((saved, tmp_path / "used"), "is not empty"),
-        (
-            (saved, tmp_path / "out", "--model-dir", tmp_path / "used"),
-            "has no config.json",
-        ),
-        (
-            (saved, tmp_path / "out", "--max-shard-size", "large"),
-            "--max-shard-size large",
-        ),
+        ((saved, tmp_path / "out", "--model-dir", tmp_path / "used"), "has no config.json"),
+        ((saved, tmp_path / "out", "--max-shard-size", "large"), "--max-shard-size large"),
         ((saved, tmp_path / "out", "--tag", "none"), "no such checkpoint"),
         ((tmp_path, tmp_path / "out"), "neither a checkpoint nor"),
         ((saved, tmp_path / "used" / "file" / "out"), "used/file"),
@@ -110,14 +91,10 @@ def test_an_export_touches_no_name_that_it_did_not_make(
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_from_pretrained_trains_as_the_loaded_model_does(
-    precision: str, tmp_path: Path
-) -> None:
+def test_from_pretrained_trains_as_the_loaded_model_does(precision: str, tmp_path: Path) -> None:
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     make_model().to(dtype).save_pretrained(tmp_path, max_shard_size="20kB")
-    with session(
-        AutoModelForCausalLM.from_pretrained(tmp_path).train(), precision=precision
-    ) as e:
+    with session(AutoModelForCausalLM.from_pretrained(tmp_path).train(), precision=precision) as e:
         losses, expected = train(e, 4), snapshot(e)
     model = stronghold.from_pretrained(tmp_path)
     assert not model.training
@@ -126,10 +103,7 @@ def test_from_pretrained_trains_as_the_loaded_model_does(
     identities = [id(parameter) for parameter in model.parameters()]
     with session(model.train(), precision=precision) as engine:
         assert all(map(torch.equal, train(engine, 4), losses))
-        assert all(
-            torch.equal(value, expected[name])
-            for name, value in snapshot(engine).items()
-        )
+        assert all(torch.equal(value, expected[name]) for name, value in snapshot(engine).items())
     assert identities == [id(parameter) for parameter in model.parameters()]
     assert model.lm_head.weight is model.transformer.wte.weight
     model(**make_batch(0))  # given back whole
@@ -137,13 +111,9 @@ def test_from_pretrained_trains_as_the_loaded_model_does(
         train(engine, 1)
 
 
-def test_an_export_goes_round_through_from_pretrained(
-    saved: Path, tmp_path: Path
-) -> None:
+def test_an_export_goes_round_through_from_pretrained(saved: Path, tmp_path: Path) -> None:
     command("export", saved, tmp_path / "out")
-    with session(
-        stronghold.from_pretrained(tmp_path / "out").train(), precision="bf16"
-    ) as engine:
+    with session(stronghold.from_pretrained(tmp_path / "out").train(), precision="bf16") as engine:
         expected = torch.load(saved / "plain.pt")["weights"]
         for name, value in engine.module_state_dict().items():
             assert torch.equal(value, expected[name])
@@ -162,13 +132,9 @@ def test_from_pretrained_refuses_what_it_cannot_stream(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config\.json"):
         stronghold.from_pretrained(tmp_path / "nowhere")
     make_model().save_pretrained(tmp_path)
-    with pytest.raises(
-        ConfigError, match=r"has no transformer\.h\.3\..* and 11 more parameters"
-    ):
+    with pytest.raises(ConfigError, match=r"has no transformer\.h\.3\..* and 11 more parameters"):
         stronghold.from_pretrained(tmp_path, n_layer=4)
-    with pytest.raises(
-        ConfigError, match=r"has the shape \[61, 24\], and the model expects"
-    ):
+    with pytest.raises(ConfigError, match=r"has the shape \[61, 24\], and the model expects"):
         stronghold.from_pretrained(tmp_path, vocab_size=62)
     config = (tmp_path / "config.json").read_text()
     (tmp_path / "config.json").write_text("[" * 100_000)
@@ -176,13 +142,7 @@ def test_from_pretrained_refuses_what_it_cannot_stream(tmp_path: Path) -> None:
         stronghold.from_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(config)
     index = tmp_path / "model.safetensors.index.json"
-    for names in (
-        '["a"]',
-        '{"a": 7}',
-        '{"a": "../../etc/passwd"}',
-        '{"a": []}',
-        "[" * 100_000,
-    ):
+    for names in ('["a"]', '{"a": 7}', '{"a": "../../etc/passwd"}', '{"a": []}', "[" * 100_000):
         index.write_text(f'{{"weight_map": {names}}}')
         with pytest.raises(CheckpointError, match=str(index)):
             stronghold.from_pretrained(tmp_path)
@@ -199,29 +159,20 @@ def test_from_pretrained_refuses_what_it_cannot_stream(tmp_path: Path) -> None:
 def test_a_meta_model_of_nobody_is_refused() -> None:
     with torch.device("meta"):
         model = make_model()
-    with (
-        pytest.raises(ConfigError, match=r"stronghold\.from_pretrained"),
-        session(model),
-    ):
+    with pytest.raises(ConfigError, match=r"stronghold\.from_pretrained"), session(model):
         pass
 
 
 # -- weights alone --------------------------------------------------------------------------------
-def test_save_16bit_model_writes_what_torch_and_safetensors_read(
-    tmp_path: Path,
-) -> None:
+def test_save_16bit_model_writes_what_torch_and_safetensors_read(tmp_path: Path) -> None:
     with session(precision="bf16", section={"resident_layers": 1}) as engine:
         train(engine, 3)
         assert engine.save_16bit_model(tmp_path) is True
         assert engine.save_16bit_model(tmp_path, "model.safetensors") is True
-        expected = {
-            name: value.clone() for name, value in engine.module_state_dict().items()
-        }
+        expected = {name: value.clone() for name, value in engine.module_state_dict().items()}
         total = sum(p.numel() * 2 for p in engine.module.parameters())
         live = weights_for_accelerate(engine)
-        assert {
-            v.untyped_storage().nbytes() == v.numel() * 2 for v in live.values()
-        } == {True}
+        assert {v.untyped_storage().nbytes() == v.numel() * 2 for v in live.values()} == {True}
         assert live["lm_head.weight"] is live["transformer.wte.weight"]
         train(engine, 3)
     read = torch.load(tmp_path / "pytorch_model.bin")
@@ -229,9 +180,7 @@ def test_save_16bit_model_writes_what_torch_and_safetensors_read(
     for name, value in read.items():
         assert torch.equal(value, expected[name])
     assert (tmp_path / "pytorch_model.bin").stat().st_size < 1.5 * total
-    assert (
-        read["lm_head.weight"].data_ptr() == read["transformer.wte.weight"].data_ptr()
-    )
+    assert read["lm_head.weight"].data_ptr() == read["transformer.wte.weight"].data_ptr()
     tensors = load_file(tmp_path / "model.safetensors")
     assert tensors.keys() == expected.keys() - {"lm_head.weight"}
     assert all(torch.equal(value, expected[name]) for name, value in tensors.items())

@@ -27,9 +27,7 @@ def status(key: str) -> int:
     raise AssertionError(key)
 
 
-def measure(
-    work: Path, hidden: int, intermediate: int, num_layers: int
-) -> dict[str, int]:
+def measure(work: Path, hidden: int, intermediate: int, num_layers: int) -> dict[str, int]:
     """Growth of peak resident memory over steady state, in bytes, of each way to save and load."""
     from transformers import LlamaConfig
 
@@ -85,9 +83,7 @@ def measure(
     write_model(shape, work / "model")
     model = stronghold.from_pretrained(work / "model").train()
     weights = 2 * sum(p.numel() for p in model.parameters())
-    engine = peak(
-        "from_pretrained and initialize", lambda: engine_of(model), steady=weights
-    )
+    engine = peak("from_pretrained and initialize", lambda: engine_of(model), steady=weights)
     step(engine), step(engine)
     peak("save", lambda: engine.save_checkpoint(work / "saved"))
     peak("load", lambda: engine.load_checkpoint(work / "saved"))
@@ -124,20 +120,14 @@ def write_model(shape: Any, out: Path) -> None:
             flat = torch.randn(parameter.numel()) * 0.02
             yield flat.to(torch.bfloat16)
 
-        return Entry(
-            name=name, dtype=torch.bfloat16, shape=tuple(parameter.shape), pieces=pieces
-        )
+        return Entry(name=name, dtype=torch.bfloat16, shape=tuple(parameter.shape), pieces=pieces)
 
     out.mkdir()
     shape.save_pretrained(out)
-    write_tensors(
-        out / "model.safetensors", [entry(*item) for item in model.named_parameters()]
-    )
+    write_tensors(out / "model.safetensors", [entry(*item) for item in model.named_parameters()])
 
 
-def in_a_process(
-    measure: Callable[..., dict[str, int]], work: Path, *sizes: int
-) -> dict[str, int]:
+def in_a_process(measure: Callable[..., dict[str, int]], work: Path, *sizes: int) -> dict[str, int]:
     code = (
         "import json, sys, pathlib; from tests.laws import test_checkpoint_memory as here; "
         f"found = here.{measure.__name__}(pathlib.Path(sys.argv[1]), *map(int, sys.argv[2:])); "
@@ -145,11 +135,7 @@ def in_a_process(
     )
     root = Path(__file__).resolve().parents[2]
     # One arena: memory that other threads freed would otherwise count as grown.
-    environment = {
-        **os.environ,
-        "MALLOC_ARENA_MAX": "1",
-        "MALLOC_TRIM_THRESHOLD_": "65536",
-    }
+    environment = {**os.environ, "MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": "65536"}
     done = subprocess.run(
         [sys.executable, "-c", code, str(work), *map(str, sizes)],
         cwd=root,
@@ -163,19 +149,12 @@ def in_a_process(
 
 
 @pytest.mark.slow
-def test_300_million_parameters_are_saved_and_loaded_within_one_layer(
-    tmp_path: Path,
-) -> None:
+def test_300_million_parameters_are_saved_and_loaded_within_one_layer(tmp_path: Path) -> None:
     grown = in_a_process(measure, tmp_path, 1024, 2816, 24)
-    print(
-        "\n".join(f"{what:32} {size / 2**20:9.1f} MiB" for what, size in grown.items())
-    )
+    print("\n".join(f"{what:32} {size / 2**20:9.1f} MiB" for what, size in grown.items()))
     layer = grown["layer"]
     for what, size in grown.items():
-        assert what in ("layer", "layer's weights", "slabs") or size <= layer, (
-            what,
-            size,
-        )
+        assert what in ("layer", "layer's weights", "slabs") or size <= layer, (what, size)
 
 
 # -- of what lies in files: it never passes through RAM --------------------------------------------

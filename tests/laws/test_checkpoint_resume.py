@@ -50,9 +50,7 @@ RUNS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", RUNS, ids=str)
-def test_a_resumed_run_is_the_uninterrupted_one(
-    options: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_resumed_run_is_the_uninterrupted_one(options: dict[str, Any], tmp_path: Path) -> None:
     with session(**options) as engine:
         losses = []
         for _ in range(STOPS):
@@ -67,9 +65,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(
             path, _ = engine.load_checkpoint(tmp_path, tag=f"global_step{stop}")
             assert Path(path).parent == tmp_path / f"global_step{stop}"
             resumed = train(engine, STOPS - stop + NEXT)
-            assert all(map(torch.equal, resumed, losses[stop * gas :])), (
-                f"stop {stop}, {layout}"
-            )
+            assert all(map(torch.equal, resumed, losses[stop * gas :])), f"stop {stop}, {layout}"
             assert len(resumed) == len(losses) - stop * gas
             assert_same(snapshot(engine), expected)
 
@@ -100,17 +96,11 @@ def test_counters_tags_client_state_and_generators_return(tmp_path: Path) -> Non
         assert path == str(tmp_path / "global_step3" / "mp_rank_00_model_states.pt")
         version = importlib.metadata.version("deepspeed")
         assert client == {"epoch": 2, "best": [0.5, None], "ds_version": version}
-        assert (engine.global_steps, engine.micro_steps, engine.global_samples) == (
-            3,
-            3,
-            6,
-        )
+        assert (engine.global_steps, engine.micro_steps, engine.global_samples) == (3, 3, 6)
         assert (random.random(), np.random.random(), torch.rand(1)) == expected
 
 
-def test_another_number_of_accumulation_steps_starts_at_a_boundary(
-    tmp_path: Path,
-) -> None:
+def test_another_number_of_accumulation_steps_starts_at_a_boundary(tmp_path: Path) -> None:
     with session(accumulation=2) as engine:
         train(engine, 3)
         engine.save_checkpoint(tmp_path)
@@ -125,9 +115,7 @@ def test_weights_alone_leave_everything_else(tmp_path: Path) -> None:
     with session(precision="bf16") as engine:
         train(engine, 3)
         engine.save_checkpoint(tmp_path)
-        saved = {
-            name: value.clone() for name, value in engine.module_state_dict().items()
-        }
+        saved = {name: value.clone() for name, value in engine.module_state_dict().items()}
     for name in ("masters", "moments"):
         for path in (tmp_path / "global_step3").glob(f"{name}-*"):
             path.unlink()  # they are not needed
@@ -138,9 +126,7 @@ def test_weights_alone_leave_everything_else(tmp_path: Path) -> None:
         after = snapshot(engine)
         for name, value in engine.module_state_dict().items():
             assert torch.equal(value, saved[name])
-        changed = {
-            name for name in before if not torch.equal(before[name], after[name])
-        }
+        changed = {name for name in before if not torch.equal(before[name], after[name])}
         assert {name.split()[0] for name in changed} == {"weight", "low"}
         assert all(not after[name].any() for name in after if name.startswith("low"))
         train(engine, 2)
@@ -150,9 +136,7 @@ def test_weights_load_into_an_engine_that_only_runs_forward(tmp_path: Path) -> N
     with session(precision="bf16") as engine:
         train(engine, 2)
         engine.save_checkpoint(tmp_path)
-        saved = {
-            name: value.clone() for name, value in engine.module_state_dict().items()
-        }
+        saved = {name: value.clone() for name, value in engine.module_state_dict().items()}
     settings = {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
@@ -227,9 +211,7 @@ def test_a_save_beside_training_equals_one_that_stops_it(
     files = sorted((stopped / "global_step2").glob("*.safetensors"))
     assert len(files) > 10
     for file in files:
-        assert (
-            file.read_bytes() == (beside / "global_step2" / file.name).read_bytes()
-        ), file
+        assert file.read_bytes() == (beside / "global_step2" / file.name).read_bytes(), file
 
 
 @pytest.mark.parametrize("told_by", ["wait", "forward", "save", "load"])
@@ -266,11 +248,7 @@ def test_after_a_failed_save_beside_training_is_told_of_once_everything_goes_on(
             assert all(map(torch.equal, train(engine, 2), losses[2:4]))
             engine.save_checkpoint(tmp_path, tag="next")
             assert all(map(torch.equal, train(engine, 2), losses[4:]))
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "good",
-        "latest",
-        "next",
-    ]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["good", "latest", "next"]
     with session() as engine:
         engine.load_checkpoint(tmp_path)
         assert all(map(torch.equal, train(engine, 2), losses[4:]))
@@ -322,9 +300,7 @@ def test_weights_that_are_loaded_beside_a_save_are_not_in_it(
     slow_saves(monkeypatch)
     with session(section={"async_checkpoint": True}) as engine:
         train(engine, 1)
-        saved = {
-            name: value.clone() for name, value in engine.module.state_dict().items()
-        }
+        saved = {name: value.clone() for name, value in engine.module.state_dict().items()}
         engine.save_checkpoint(tmp_path)
         zeros = {name: torch.zeros_like(value) for name, value in saved.items()}
         engine.load_module_state_dict(zeros, custom_load_fn=place if custom else None)
@@ -348,9 +324,7 @@ def test_a_save_beside_writes_in_place_fails_and_leaves_nothing(
         engine.save_checkpoint(tmp_path)
         engine.module.transformer.h[1].mlp.c_fc.bias.data.mul_(0.9)
         written.set()
-        with pytest.raises(
-            LaneError, match=r"1\.mlp\.c_fc\.bias was written in place while"
-        ):
+        with pytest.raises(LaneError, match=r"1\.mlp\.c_fc\.bias was written in place while"):
             engine.wait_for_checkpoint()
         assert list(tmp_path.iterdir()) == []
 
@@ -384,9 +358,7 @@ def test_a_failed_save_leaves_training_and_the_disk_as_they_were(
     with session() as engine:
         resumed = train(engine, 2)
         with monkeypatch.context() as patched:
-            patched.setattr(
-                directory, "publish", lambda *_: (_ for _ in ()).throw(OSError(28))
-            )
+            patched.setattr(directory, "publish", lambda *_: (_ for _ in ()).throw(OSError(28)))
             with pytest.raises(OSError):
                 engine.save_checkpoint(tmp_path)
         assert list(tmp_path.iterdir()) == []
@@ -429,9 +401,7 @@ def test_weights_can_be_placed_by_the_caller(tmp_path: Path) -> None:
         train(engine, 1)
 
 
-def test_a_backward_that_failed_between_early_updates_needs_no_checkpoint(
-    tmp_path: Path,
-) -> None:
+def test_a_backward_that_failed_between_early_updates_needs_no_checkpoint(tmp_path: Path) -> None:
     """The weights are those of the step before. A load is exact, too."""
 
     def fail(gradient: torch.Tensor) -> None:
@@ -474,15 +444,11 @@ def test_weights_alone_that_are_in_part_there_change_the_masters_of_these_alone(
     with session(precision=precision) as engine:
         train(engine, 4)
         before = masters_of(engine)
-        engine.load_checkpoint(
-            tmp_path, load_module_only=True, load_module_strict=False
-        )
+        engine.load_checkpoint(tmp_path, load_module_only=True, load_module_strict=False)
         weights, after = engine.module_state_dict(), masters_of(engine)
         for name, master in after.items():
             loaded = name.startswith(("transformer.h.0.", "transformer.h.1."))
-            assert torch.equal(
-                master, weights[name].float() if loaded else before[name]
-            ), name
+            assert torch.equal(master, weights[name].float() if loaded else before[name]), name
             assert loaded or not torch.equal(master, weights[name].float()), name
 
 

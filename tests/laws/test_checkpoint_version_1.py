@@ -49,11 +49,7 @@ class Small(nn.Module):
 def session(states: str, **section: Any) -> Iterator[Any]:
     torch.manual_seed(9)
     model = Small()
-    section = {
-        "layers": "blocks",
-        **({"states": states} if states == "lean" else {}),
-        **section,
-    }
+    section = {"layers": "blocks", **({"states": states} if states == "lean" else {}), **section}
     engine, *_ = stronghold.initialize(
         model=model,
         config=config(precision="bf16", section=section),
@@ -87,9 +83,7 @@ def stored(tag: str, kind: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("section", [{}, {"resident_layers": "all"}], ids=str)
 @pytest.mark.parametrize("tag", TAGS)
 def test_every_bit_of_version_1_is_loaded(tag: str, section: dict[str, Any]) -> None:
-    weights, lows, moments = (
-        stored(tag, kind) for kind in ("weights", "masters", "moments")
-    )
+    weights, lows, moments = (stored(tag, kind) for kind in ("weights", "masters", "moments"))
     with session(tag, **section) as engine:
         train(engine, 1)
         path, client = engine.load_checkpoint(SAVED, tag=tag)
@@ -104,9 +98,7 @@ def test_every_bit_of_version_1_is_loaded(tag: str, section: dict[str, Any]) -> 
             for array, values in moments.items():
                 if array.endswith(f".{name}"):
                     flat = values.view(-1)
-                    assert any(
-                        a.dtype is flat.dtype and torch.equal(a, flat) for a in arrays
-                    ), name
+                    assert any(a.dtype is flat.dtype and torch.equal(a, flat) for a in arrays), name
         counts = [count for layer in engine.inspect().layers for count in layer.counts]
         assert sorted(counts) == [0, 3, 3, 3, 3, 3]
         state = torch.load(SAVED / tag / STATE, weights_only=False)
@@ -150,9 +142,7 @@ def test_version_1_is_exported(tmp_path: Path) -> None:
     command("export", SAVED / "exact", tmp_path / "zero", "--to", "zero-stage2")
 
 
-@pytest.mark.parametrize(
-    "name", sorted(path.name for path in (SAVED / "exact").iterdir())
-)
+@pytest.mark.parametrize("name", sorted(path.name for path in (SAVED / "exact").iterdir()))
 def test_a_damaged_file_of_version_1_is_refused(name: str, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(SAVED, tmp_path / "copy"))
     file = copy / "exact" / name
@@ -176,9 +166,7 @@ CRAFTED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "sizes are words": lambda body: body["tensors"][0].update(shape=["a"]),
     "sizes are negative": lambda body: body["tensors"][0].update(shape=[-15, -15]),
     "states are a list": lambda body: body.update(states=[]),
-    "a file elsewhere": lambda body: body["tensors"][0].update(
-        low="../low.safetensors"
-    ),
+    "a file elsewhere": lambda body: body["tensors"][0].update(low="../low.safetensors"),
 }
 
 

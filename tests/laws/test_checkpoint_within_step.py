@@ -65,9 +65,7 @@ class Case:
         return make_batch(number) if self.model == "gpt" else CHOOSY_BATCH(number)
 
     @contextmanager
-    def engine(
-        self, section: dict[str, Any] | None = None, *, seed: int = 0
-    ) -> Iterator[Any]:
+    def engine(self, section: dict[str, Any] | None = None, *, seed: int = 0) -> Iterator[Any]:
         """An engine over a fresh model, destroyed at the end."""
         section = self.section if section is None else section
         options = {"precision": "bf16", "clipping": 0.5, **self.options}
@@ -78,9 +76,7 @@ class Case:
             model, _ = choosy(alike=1)
             torch.nn.init.constant_(model.first.bias, float(seed))
         engine, *_ = stronghold.initialize(
-            model=model,
-            config={**settings, **self.extra},
-            model_parameters=two_groups(model),
+            model=model, config={**settings, **self.extra}, model_parameters=two_groups(model)
         )
         try:
             yield engine
@@ -92,18 +88,12 @@ RECOMPUTE = {"window": 1, "activations": "recompute"}
 _, CHOOSY_BATCH = choosy(alike=1)
 CASES = {
     "keep": Case(section={"window": 2}, elsewhere=RECOMPUTE),
-    "recompute": Case(
-        options={"precision": "fp32"}, section=RECOMPUTE, elsewhere={"window": 3}
-    ),
+    "recompute": Case(options={"precision": "fp32"}, section=RECOMPUTE, elsewhere={"window": 3}),
     "chunks": Case(section={"chunk": 1}, elsewhere={"chunk": 1, "window": 1}),
     "residents": Case(section={"resident_layers": 2}, elsewhere=on_gpu("half")),
     "updated on the gpu": Case(section=on_gpu("half"), elsewhere=on_gpu("whole")),
-    "whole": Case(
-        options={"clipping": 0.0}, section=on_gpu("whole"), elsewhere={"window": 2}
-    ),
-    "early": Case(
-        options={"clipping": 0.0}, section={"early_layers": "all"}, elsewhere={}
-    ),
+    "whole": Case(options={"clipping": 0.0}, section=on_gpu("whole"), elsewhere={"window": 2}),
+    "early": Case(options={"clipping": 0.0}, section={"early_layers": "all"}, elsewhere={}),
     "lean": Case(options={"precision": "lean"}, elsewhere=RECOMPUTE),
     "fp16": Case(
         options={"precision": "fp16"},
@@ -118,9 +108,7 @@ CASES = {
             }
         },
     ),
-    "other parameters": Case(
-        model="choosy", section={"window": 2}, elsewhere=on_gpu("half")
-    ),
+    "other parameters": Case(model="choosy", section={"window": 2}, elsewhere=on_gpu("half")),
     "momentum": Case(options={"optimizer": "nesterov"}, elsewhere=RECOMPUTE),
 }
 
@@ -180,9 +168,7 @@ def assert_resumes(
             first = number if ran_backward else number + 1
             missing = (number, "loss") if ran_backward else None
             expected = {
-                key: value
-                for key, value in seen.items()
-                if key[0] >= first and key != missing
+                key: value for key, value in seen.items() if key[0] >= first and key != missing
             }
             assert_same_events(resumed, expected)
             assert_same(state_of(engine), end)
@@ -208,18 +194,14 @@ def assert_same_events(found: dict[Any, Any], expected: dict[Any, Any]) -> None:
 @pytest.mark.parametrize(
     ("name", "stop"), [("keep", (5, "backward")), ("other parameters", (4, "step"))]
 )
-def test_a_run_resumes_within_a_step(
-    name: str, stop: tuple[int, str], tmp_path: Path
-) -> None:
+def test_a_run_resumes_within_a_step(name: str, stop: tuple[int, str], tmp_path: Path) -> None:
     assert_resumes(CASES[name], [stop], tmp_path)
 
 
 @SLOW
 @pytest.mark.parametrize("elsewhere", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_a_run_resumes_after_every_micro_batch(
-    name: str, elsewhere: bool, tmp_path: Path
-) -> None:
+def test_a_run_resumes_after_every_micro_batch(name: str, elsewhere: bool, tmp_path: Path) -> None:
     stops = FIRST_STEP + SECOND_STEP
     assert_resumes(CASES[name], stops, tmp_path, elsewhere=elsewhere)
 
@@ -303,9 +285,7 @@ def test_a_save_beside_the_next_micro_batches_writes_the_same_files(
             assert file.read_bytes() == same, file
 
 
-def test_only_a_tag_with_sums_has_the_version_that_older_releases_refuse(
-    tmp_path: Path,
-) -> None:
+def test_only_a_tag_with_sums_has_the_version_that_older_releases_refuse(tmp_path: Path) -> None:
     """The sums are those that DeepSpeed's accessors read. A parameter without a gradient has
     none."""
     case = CASES["other parameters"]
@@ -339,9 +319,7 @@ def test_only_a_tag_with_sums_has_the_version_that_older_releases_refuse(
 def test_gradients_that_are_in_no_sum_are_refused_by_name(tmp_path: Path) -> None:
     with session(precision="bf16") as engine:
         engine.backward(engine(**make_batch(0)).loss)
-        with pytest.raises(
-            ConfigError, match=r"wait for engine\.step: call that first"
-        ):
+        with pytest.raises(ConfigError, match=r"wait for engine\.step: call that first"):
             engine.save_checkpoint(tmp_path)
         engine.step()
         engine.save_checkpoint(tmp_path)
@@ -369,9 +347,7 @@ def saved_within_step(folder: Path, case: Case = CASES["keep"]) -> None:
 
 
 @pytest.mark.parametrize("tag", [pytest.param("boundary", marks=SLOW), "within"])
-def test_a_load_within_a_step_drops_the_sums_of_the_engine(
-    tag: str, tmp_path: Path
-) -> None:
+def test_a_load_within_a_step_drops_the_sums_of_the_engine(tag: str, tmp_path: Path) -> None:
     case = CASES["keep"]
     saved_within_step(tmp_path)
     with case.engine(seed=9) as engine:
@@ -387,10 +363,7 @@ def test_a_load_within_a_step_drops_the_sums_of_the_engine(
 @pytest.mark.parametrize("tag", [pytest.param("boundary", marks=SLOW), "within"])
 @pytest.mark.parametrize(
     "options",
-    [
-        pytest.param({"load_module_only": True}, marks=SLOW),
-        {"load_optimizer_states": False},
-    ],
+    [pytest.param({"load_module_only": True}, marks=SLOW), {"load_optimizer_states": False}],
     ids=str,
 )
 def test_a_load_without_the_optimizers_state_begins_a_step(
@@ -443,9 +416,7 @@ def test_sums_are_the_same_numbers_in_bf16_and_fp32(tmp_path: Path) -> None:
 
 
 @SLOW
-def test_exports_take_the_weights_and_name_what_they_leave(
-    tmp_path: Path, caplog: Any
-) -> None:
+def test_exports_take_the_weights_and_name_what_they_leave(tmp_path: Path, caplog: Any) -> None:
     saved_within_step(tmp_path / "saved")
     tag = tmp_path / "saved" / "within"
     command("export", tag, tmp_path / "hf")

@@ -60,9 +60,7 @@ def blocks_of(model: Any) -> list[nn.Module]:
 
 
 @functools.cache
-def plain(
-    chunk: int, precision: str, accumulation: int = 1, clipping: float = 0.5
-) -> Run:
+def plain(chunk: int, precision: str, accumulation: int = 1, clipping: float = 0.5) -> Run:
     return train_plain(
         llama,
         steps=STEPS,
@@ -139,8 +137,7 @@ def test_calls_with_and_without_chunks_are_added_before_the_sums_of_micro_batche
 
 
 @pytest.mark.parametrize(
-    ("chunk", "precision", "policy"),
-    pairs([1, 2, 3], ["fp32", "bf16"], ["keep", "recompute"]),
+    ("chunk", "precision", "policy"), pairs([1, 2, 3], ["fp32", "bf16"], ["keep", "recompute"])
 )
 def test_every_chunk_has_the_bits_of_a_plain_loop_with_it(
     chunk: int, precision: str, policy: str
@@ -167,9 +164,7 @@ def test_streams_without_chunks_are_refused() -> None:
 def test_a_batch_of_one_chunk_is_as_without_the_key() -> None:
     settings = config(precision="bf16", section={"chunk": BATCH, "window": 2})
     run = train_windowed(llama, steps=STEPS, settings=settings)
-    assert_identical(
-        run, train_plain(llama, steps=STEPS, clipping=1.0, precision="bf16")
-    )
+    assert_identical(run, train_plain(llama, steps=STEPS, clipping=1.0, precision="bf16"))
 
 
 class CalledTwice(nn.Module):
@@ -201,13 +196,7 @@ def plain_twice(precision: str, accumulation: int, clipping: float = 0.5) -> Run
     )
 
 
-SUMS = [
-    ("fp32", 1, 0.5),
-    ("fp32", 2, 0.5),
-    ("bf16", 1, 0.5),
-    ("bf16", 2, 0.5),
-    ("bf16", 1, 0.0),
-]
+SUMS = [("fp32", 1, 0.5), ("fp32", 2, 0.5), ("bf16", 1, 0.5), ("bf16", 2, 0.5), ("bf16", 1, 0.0)]
 CALLED_IN: list[dict[str, Any]] = [
     {"window": 1, "activations": "recompute"},
     {"window": 2, "resident_layers": 2, "activations": "keep", "streams": 2},
@@ -222,9 +211,7 @@ SLOW_SUMS = {(1, 0), (1, 2), (1, 4), (2, 1)}  # indices of CALLED_IN and of SUMS
     [
         # show whether the sums of two calls are rounded apart. With accumulation 2, and only there,
         # a layer that is updated on the GPU has no gradient slot of its own.
-        pytest.param(
-            place, *sums, marks=pytest.mark.slow if (k, n) in SLOW_SUMS else ()
-        )
+        pytest.param(place, *sums, marks=pytest.mark.slow if (k, n) in SLOW_SUMS else ())
         for k, place in enumerate(CALLED_IN)
         for n, sums in enumerate(SUMS)
     ],
@@ -252,9 +239,7 @@ def streamed_modules(model: nn.Module) -> list[nn.Module]:
 
 @functools.cache
 def plain_zoo(name: str) -> Run:
-    return train_plain(
-        MODELS[name], steps=3, clipping=0.5, chunks=(streamed_modules, 1)
-    )
+    return train_plain(MODELS[name], steps=3, clipping=0.5, chunks=(streamed_modules, 1))
 
 
 @pytest.mark.sampled(3)
@@ -263,37 +248,26 @@ def plain_zoo(name: str) -> Run:
     [
         {"window": 2, "activations": "recompute"},
         pytest.param({"window": 1, "activations": "keep"}, marks=pytest.mark.slow),
-        pytest.param(
-            {"resident_layers": "all", "resident_updates": "gpu"},
-            marks=pytest.mark.slow,
-        ),
+        pytest.param({"resident_layers": "all", "resident_updates": "gpu"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("name", HUGGING_FACE)
-def test_the_zoo_trains_in_chunks_as_a_plain_loop_does(
-    name: str, section: dict[str, Any]
-) -> None:
+def test_the_zoo_trains_in_chunks_as_a_plain_loop_does(name: str, section: dict[str, Any]) -> None:
     settings = config(clipping=0.5, section={"chunk": 1, **section})
-    assert_identical(
-        train_windowed(MODELS[name], steps=3, settings=settings), plain_zoo(name)
-    )
+    assert_identical(train_windowed(MODELS[name], steps=3, settings=settings), plain_zoo(name))
 
 
 # -- arguments with several rows for each sequence -------------------------------------------------
 HEADS = 2
 
 
-def alibi(
-    family: str, dropout: float = 0.1
-) -> tuple[nn.Module, Callable[[int], dict[str, Any]]]:
+def alibi(family: str, dropout: float = 0.1) -> tuple[nn.Module, Callable[[int], dict[str, Any]]]:
     """Bloom gives its blocks biases of (batch * heads) rows, Falcon of (batch, heads)."""
     drops = {"hidden_dropout": dropout, "attention_dropout": dropout}
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 16}
     if family == "bloom":
-        model: Any = BloomForCausalLM(
-            BloomConfig(n_layer=3, n_head=HEADS, **sizes, **drops)
-        )
+        model: Any = BloomForCausalLM(BloomConfig(n_layer=3, n_head=HEADS, **sizes, **drops))
     else:
         more = {"num_hidden_layers": 3, "num_attention_heads": HEADS, "alibi": True}
         model = FalconForCausalLM(FalconConfig(**more, **sizes, **drops))
@@ -308,11 +282,7 @@ def test_biases_of_heads_are_split_with_their_sequences(
     family: str, precision: str, policy: str
 ) -> None:
     factory = functools.partial(alibi, family)
-    options: dict[str, Any] = {
-        "clipping": 0.5,
-        "precision": precision,
-        "accumulation": 2,
-    }
+    options: dict[str, Any] = {"clipping": 0.5, "precision": precision, "accumulation": 2}
     section = {"chunk": 2, "window": 1, "activations": policy}
     run = train_windowed(factory, steps=3, settings=config(section=section, **options))
     chunks = (streamed_modules, 2)
@@ -369,9 +339,7 @@ def test_rows_are_split_only_where_a_sequence_has_its_own(kind: str) -> None:
     engine = stronghold.initialize(model=BiasedStack(kind), config=settings)[0]
     try:
         if kind in REFUSED:
-            words = (
-                rf"^stronghold.chunk: blocks\.0.*argument 1 has 2 rows.*{REFUSED[kind]}"
-            )
+            words = rf"^stronghold.chunk: blocks\.0.*argument 1 has 2 rows.*{REFUSED[kind]}"
             with pytest.raises(ConfigError, match=words):
                 engine(torch.randn(4, 8))
         else:
@@ -426,12 +394,8 @@ def test_gradients_are_nearer_to_fp32_than_the_whole_batchs() -> None:
         one(**batch).loss.backward()
         if sums is not None:
             sums.to_grad()
-        pairs = zip(
-            one.model.layers.parameters(), exact.model.layers.parameters(), strict=True
-        )
-        return max(
-            ((p.grad.float() - q.grad).norm() / q.grad.norm()).item() for p, q in pairs
-        )
+        pairs = zip(one.model.layers.parameters(), exact.model.layers.parameters(), strict=True)
+        return max(((p.grad.float() - q.grad).norm() / q.grad.norm()).item() for p, q in pairs)
 
     assert error(1) <= 1.1 * error(None)
 
@@ -474,9 +438,7 @@ class Stack(nn.Module):
         self.kind = kind
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        seen = {"list": [], "table": {}, "namespace": types.SimpleNamespace()}.get(
-            self.kind
-        )
+        seen = {"list": [], "table": {}, "namespace": types.SimpleNamespace()}.get(self.kind)
         for block in self.blocks:
             x = block(x, seen)
         return x.square().mean()
@@ -489,22 +451,16 @@ def test_what_cannot_be_divided_is_refused_by_name_before_it_trains(kind: str) -
     before = [p.detach().clone() for p in model.parameters()]
 
     def first_call() -> None:
-        engine, *_ = stronghold.initialize(
-            model=model, config=config(section={"chunk": 2})
-        )
+        engine, *_ = stronghold.initialize(model=model, config=config(section={"chunk": 2}))
         try:
             engine(torch.randn(4, 8))
         finally:
             engine.destroy()
 
     words = r"\.0 changes a .*eave" if kind in KEEPING else r"\.0.*eave"
-    with pytest.raises(
-        ConfigError, match=rf"^stronghold.chunk: blocks{words} the key out"
-    ):
+    with pytest.raises(ConfigError, match=rf"^stronghold.chunk: blocks{words} the key out"):
         first_call()
-    assert all(
-        torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)
-    )
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
 
 
 SCRATCH = torch.zeros(3)
@@ -537,9 +493,7 @@ def writes_what_others_have_read(x: torch.Tensor, kept: list[Any]) -> torch.Tens
     return SCRATCH.mul_(2) if len(kept) == 3 else x
 
 
-@pytest.mark.parametrize(
-    "block", [pure, passes_on, uses_a_global, writes_what_others_have_read]
-)
+@pytest.mark.parametrize("block", [pure, passes_on, uses_a_global, writes_what_others_have_read])
 def test_what_a_block_carries_from_chunk_to_chunk_is_seen(block: Any) -> None:
     """Such a block's chunks may not be on several streams (tests/gpu/test_training_cuda.py)."""
     seen, kept = Carried(), list[Any]()
@@ -567,25 +521,19 @@ def test_the_model_is_given_back_whole() -> None:
     assert torch.equal(losses[0], losses[2])
 
 
-@pytest.mark.parametrize(
-    "kind", ["register_hook", "register_post_accumulate_grad_hook"]
-)
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_a_hook_on_a_gradient_is_refused(kind: str) -> None:
     model, make_batch = llama()
     engine, *_ = stronghold.initialize(model=model, config=config(section={"chunk": 2}))
     try:
         getattr(model.model.layers[0].mlp.up_proj.weight, kind)(lambda given: None)
-        with pytest.raises(
-            ConfigError, match=r"layers\.0\.mlp\.up_proj\.weight has a hook"
-        ):
+        with pytest.raises(ConfigError, match=r"layers\.0\.mlp\.up_proj\.weight has a hook"):
             engine(**make_batch(0))
     finally:
         engine.destroy()
 
 
-def test_inputs_wait_where_the_gradients_will_lie(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_inputs_wait_where_the_gradients_will_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     """As far as these go; and move where gradients come before they are used: of several graphs
     one goes backward first."""
     monkeypatch.setattr("stronghold.streaming.activations.offload.MIN_OFFLOAD_BYTES", 1)
@@ -614,18 +562,12 @@ def test_inputs_wait_where_the_gradients_will_lie(
             assert len(left) == inputs
             assert pinned == []
             if step == 0:
-                assert (
-                    engine.memory_report().host_activations
-                    == engine.plan.offloaded_bytes
-                    == 0
-                )
+                assert engine.memory_report().host_activations == engine.plan.offloaded_bytes == 0
             losses += [engine(**make_batch(10 * step + k)).loss for k in range(5)]
             assert len(left) == 6 * inputs
             assert bool(pinned) == bool(inputs)
             lent = len(left) - len(pinned)
-            assert lent >= 2 * inputs, (
-                "those of the first graph alone would have nothing to move"
-            )
+            assert lent >= 2 * inputs, "those of the first graph alone would have nothing to move"
             pinned.clear()
             for loss in losses:
                 engine.backward(loss)

@@ -38,9 +38,7 @@ STEPS = 3
 
 
 # -- every family of Transformers that keeps modules in fp32 ---------------------------------------
-def test_every_family_that_keeps_modules_in_fp32_is_trained_here_or_has_its_reason() -> (
-    None
-):
+def test_every_family_that_keeps_modules_in_fp32_is_trained_here_or_has_its_reason() -> None:
     """Transformers 5 obeys `_keep_in_fp32_modules_strict` in a bf16 model, and the other list in
     an fp16 model alone."""
     assert strict_folders() == {*FAMILIES, *UNTRIED}
@@ -51,8 +49,7 @@ SLOW = {"nemotron_h", "nemotron3_5_transcribe"}
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in FAMILIES],
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in FAMILIES]
 )
 def test_families_that_keep_modules_in_fp32_train_as_in_a_plain_loop(name: str) -> None:
     factory = factory_of(name)
@@ -68,18 +65,11 @@ def test_families_that_keep_modules_in_fp32_train_as_in_a_plain_loop(name: str) 
 
 
 # DeepSeek V4 in fp16 has no plain loop: its own forward multiplies fp16 with fp32.
-@pytest.mark.parametrize(
-    "family", ["afmoe", "gpt_oss", "hy_v4", "longcat_flash", "rwkv"]
-)
-def test_what_an_fp16_model_keeps_in_fp32_trains_as_in_a_plain_loop(
-    family: str,
-) -> None:
+@pytest.mark.parametrize("family", ["afmoe", "gpt_oss", "hy_v4", "longcat_flash", "rwkv"])
+def test_what_an_fp16_model_keeps_in_fp32_trains_as_in_a_plain_loop(family: str) -> None:
     """By both lists of Transformers; RWKV overflows at the first loss scale."""
     factory = of_family(family, torch.float16)
-    assert {p.dtype for p in factory()[0].parameters()} == {
-        torch.float16,
-        torch.float32,
-    }
+    assert {p.dtype for p in factory()[0].parameters()} == {torch.float16, torch.float32}
     options: dict[str, Any] = {"clipping": 0.5, "precision": "fp16"}
     settings = config(section={"window": 1, **OWN}, **options)
     settings["fp16"]["hysteresis"] = 1
@@ -111,15 +101,11 @@ def never(*values: str) -> bool:
     search knows no chunks of a change of plan."""
     files = not {"moments", "masters", "weights"}.isdisjoint(values)
     chunks = not {"chunk 1", "chunk 2"}.isdisjoint(values)
-    return ("replanned" in values and files) or (
-        chunks and not {"t5", "ernie"}.isdisjoint(values)
-    )
+    return ("replanned" in values and files) or (chunks and not {"t5", "ernie"}.isdisjoint(values))
 
 
 @functools.cache
-def plain(
-    name: str, clipping: float, accumulation: int, precision: str, chunk: int
-) -> Run:
+def plain(name: str, clipping: float, accumulation: int, precision: str, chunk: int) -> Run:
     return train_plain(
         MIXED[name](DTYPES[precision]),
         steps=STEPS,
@@ -169,10 +155,7 @@ def trained(of: dict[str, str], folder: Path) -> Run:
     parts = [(range(STEPS), of)]
     # the second part of the run in another place, and home
     if of["between"] == "resumed":
-        there = {
-            "place": after(of["place"], "place"),
-            "home": after(of["home"], "home"),
-        }
+        there = {"place": after(of["place"], "place"), "home": after(of["home"], "home")}
         parts = [(range(1), of), (range(1, STEPS), {**of, **there})]
     run = Run()
     torch.manual_seed(1)
@@ -206,17 +189,13 @@ def between(of: dict[str, str], engine: Any, make_batch: Any) -> None:
     what = of["between"]
     if what == "evaluation":
         fresh, _ = MIXED[of["model"]](DTYPES[of["precision"]])()
-        for parameter, trained in zip(
-            fresh.parameters(), engine.parameters(), strict=True
-        ):
+        for parameter, trained in zip(fresh.parameters(), engine.parameters(), strict=True):
             assert parameter.dtype is trained.dtype
             parameter.data = trained.detach().clone()
         for own, buffer in zip(fresh.buffers(), engine.module.buffers(), strict=True):
             own.data = buffer.clone()
         with torch.no_grad():
-            found, expected = (
-                loss_of(m.eval()(**make_batch(9))) for m in (engine.module, fresh)
-            )
+            found, expected = (loss_of(m.eval()(**make_batch(9))) for m in (engine.module, fresh))
         engine.module.train()
         assert torch.equal(found, expected)
     elif what == "offloaded":
@@ -228,9 +207,7 @@ def between(of: dict[str, str], engine: Any, make_batch: Any) -> None:
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", covering(list(AXES.values()), never), ids="-".join)
-def test_nothing_changes_a_bit(
-    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_changes_a_bit(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     of = dict(zip(AXES, case, strict=True))
     monkeypatch.setattr("stronghold.plan.host_memory.PIECE_BYTES", SMALLEST_PIECE)
     monkeypatch.setattr("stronghold.streaming.activations.offload.MIN_OFFLOAD_BYTES", 1)
@@ -243,13 +220,9 @@ def test_nothing_changes_a_bit(
 
 # -- what the key changes, and what it refuses -----------------------------------------------------
 @pytest.mark.parametrize("half", [torch.float32, torch.bfloat16], ids=str)
-def test_cast_trains_base_and_adapters_in_the_precision_of_the_config(
-    half: torch.dtype,
-) -> None:
+def test_cast_trains_base_and_adapters_in_the_precision_of_the_config(half: torch.dtype) -> None:
     options: dict[str, Any] = {"clipping": 0.5, "precision": "bf16"}
-    run = train_windowed(
-        lora(half), steps=STEPS, settings=config(section={"window": 1}, **options)
-    )
+    run = train_windowed(lora(half), steps=STEPS, settings=config(section={"window": 1}, **options))
     assert {weight.dtype for weight in run.weights.values()} == {torch.bfloat16}
     assert_identical(run, train_plain(lora(half), steps=STEPS, **options))
 
@@ -272,9 +245,7 @@ class Strange(nn.Module):
 
 
 @pytest.mark.parametrize("rule", ["own", "cast"])
-@pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.float8_e4m3fn, torch.complex64], ids=str
-)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float8_e4m3fn, torch.complex64], ids=str)
 def test_a_dtype_that_cannot_be_trained_is_refused_with_a_way_on(
     dtype: torch.dtype, rule: str
 ) -> None:

@@ -98,11 +98,7 @@ def test_what_two_ranks_save_resumes_on_two_and_on_one(
     elsewhere = {
         "one": rank_dtypes.session(name, None, Path(saved), steps=2),
         "one, in files": rank_dtypes.session(
-            name,
-            None,
-            Path(saved),
-            steps=2,
-            nvme={"path": str(tmp_path), "spill": "weights"},
+            name, None, Path(saved), steps=2, nvme={"path": str(tmp_path), "spill": "weights"}
         ),
     }
     for found in two:
@@ -124,11 +120,7 @@ def test_bytes_of_each_rank_are_those_of_its_formats(
         assert seen["host"][0] == seen["host"][1] == seen["formula"]
         assert seen["gpu"][0] == seen["gpu"][1]
         on_files = found["memory on files"][name]
-        assert (
-            on_files["host"][0]
-            == on_files["host"][1]
-            < seen["host"][0] + on_files["nvme"][0]
-        )
+        assert on_files["host"][0] == on_files["host"][1] < seen["host"][0] + on_files["nvme"][0]
         assert on_files["nvme"][0] == on_files["nvme"][1] > 0
 
 
@@ -186,9 +178,7 @@ def test_a_simulated_rank_has_the_bytes_of_its_plan(
     )
     plan = make_plan(layout, demand)
     workload = workload_of(SUBJECT.costs_of(4, 1024, "bf16"), MACHINE)
-    rates = rates_of(
-        MACHINE, MACHINE.num_cores // num_ranks, sharing=num_ranks, wire_gbps=100.0
-    )
+    rates = rates_of(MACHINE, MACHINE.num_cores // num_ranks, sharing=num_ranks, wire_gbps=100.0)
     prediction = simulate(layout, plan, workload, rates)
     assert prediction.host_peak_bytes == plan.host_total_bytes
     assert prediction.gpu_peak_bytes == plan.gpu_total_bytes
@@ -196,10 +186,5 @@ def test_a_simulated_rank_has_the_bytes_of_its_plan(
         assert plan.host_total_bytes == sum(
             array_bytes(layer, formats, array, num_ranks)
             for layer in layers
-            for array in (
-                "weights",
-                "gradients",
-                "low",
-                *formats[0].trained.moment_dtypes,
-            )
+            for array in ("weights", "gradients", "low", *formats[0].trained.moment_dtypes)
         )

@@ -75,14 +75,10 @@ def train(engine: Any, steps: int) -> list[torch.Tensor]:
 def state_of(engine: Any) -> dict[str, torch.Tensor]:
     """Weights, masters and moments."""
     engine.synchronize()
-    found = {
-        f"weight {k}": v.cpu().clone() for k, v in engine.module_state_dict().items()
-    }
+    found = {f"weight {k}": v.cpu().clone() for k, v in engine.module_state_dict().items()}
     found |= {f"master {k}": v for k, v in masters_of(engine).items()}
     moments = moments_of(engine)
-    return found | {
-        f"moment {i} {k}": m for k, v in moments.items() for i, m in enumerate(v)
-    }
+    return found | {f"moment {i} {k}": m for k, v in moments.items() for i, m in enumerate(v)}
 
 
 @pytest.mark.sampled(3)
@@ -110,8 +106,7 @@ def test_a_training_that_moves_on_at_each_step_is_the_one_that_goes_straight_on(
 # -- across the key --------------------------------------------------------------------------------
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
-    ("name", "precision"),
-    [("lora", "bf16"), ("t5", "bf16"), ("odd", "bf16"), ("odd", "fp16")],
+    ("name", "precision"), [("lora", "bf16"), ("t5", "bf16"), ("odd", "bf16"), ("odd", "fp16")]
 )
 @pytest.mark.parametrize("place", ["one slot", "all in files", "updated on the gpu"])
 def test_masters_cross_the_key_without_a_change_of_value(
@@ -127,9 +122,7 @@ def test_masters_cross_the_key_without_a_change_of_value(
             values = state_of(engine)
             steps = [layer.counts for layer in engine.inspect().layers]
             trained = set(masters_of(engine))
-        with session(
-            name, tmp_path, place, seed=1, rule=other, precision=precision
-        ) as engine:
+        with session(name, tmp_path, place, seed=1, rule=other, precision=precision) as engine:
             engine.load_checkpoint(tmp_path / rule)
             found = state_of(engine)
             assert [layer.counts for layer in engine.inspect().layers] == steps
@@ -171,9 +164,7 @@ def test_lean_states_cross_the_key_rounded_to_their_24_bits(
 
 
 @pytest.mark.parametrize(("rule", "other"), [("cast", "own"), ("own", "cast")])
-def test_weights_alone_cross_the_key_by_value(
-    rule: str, other: str, tmp_path: Path
-) -> None:
+def test_weights_alone_cross_the_key_by_value(rule: str, other: str, tmp_path: Path) -> None:
     with session("lora", tmp_path, rule=rule) as engine:
         train(engine, 2)
         engine.save_checkpoint(tmp_path / "saved")
@@ -205,9 +196,7 @@ def test_masters_moments_and_gradients_are_read_and_written_in_their_own_formats
             moment = safe_get_full_optimizer_state(p, "exp_avg")
             if not lossy:
                 assert torch.equal(moment.flatten(), moments[n][0]), n
-            values = torch.linspace(-0.01, 0.011 + 1e-4 * number, p.numel()).view(
-                p.shape
-            )
+            values = torch.linspace(-0.01, 0.011 + 1e-4 * number, p.numel()).view(p.shape)
             safe_set_full_fp32_param(p, values)
             read = safe_get_full_fp32_param(p)
             assert torch.equal(read, values) or lossy, n
@@ -244,16 +233,11 @@ def test_exports_have_every_parameter_in_its_own_dtype_and_every_master(
         engine.save_16bit_model(tmp_path / "plain", "model.safetensors")
         model = type(engine.module)
     command("export", tmp_path / "saved", tmp_path / "hf")
-    for written in (
-        tmp_path / "hf" / "model.safetensors",
-        tmp_path / "plain/model.safetensors",
-    ):
+    for written in (tmp_path / "hf" / "model.safetensors", tmp_path / "plain/model.safetensors"):
         for name, value in load_file(written).items():
             assert value.dtype is weights[name].dtype, name
             assert torch.equal(value, weights[name]), name
-    assert (
-        json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "bfloat16"
-    )
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "bfloat16"
     opened = model.from_pretrained(tmp_path / "hf", dtype="auto")
     for name, value in opened.state_dict().items():
         assert value.dtype is weights[name].dtype, name
@@ -262,10 +246,7 @@ def test_exports_have_every_parameter_in_its_own_dtype_and_every_master(
     tag = tmp_path / "zero" / (tmp_path / "saved" / "latest").read_text()
     (optimizer,) = tag.glob("*_optim_states.pt")
     found = torch.load(optimizer, weights_only=False)["optimizer_state_dict"]
-    (flat,), (places,) = (
-        found["single_partition_of_fp32_groups"],
-        found["param_slice_mappings"],
-    )
+    (flat,), (places,) = (found["single_partition_of_fp32_groups"], found["param_slice_mappings"])
     assert places.keys() == masters.keys()
     for name, place in places.items():
         piece = flat[place.start : place.start + place.numel]

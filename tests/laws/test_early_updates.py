@@ -65,16 +65,10 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def engine_of(
-    model: nn.Module,
-    section: dict[str, Any],
-    *,
-    clipping: float = 0.0,
-    precision: str = "fp32",
+    model: nn.Module, section: dict[str, Any], *, clipping: float = 0.0, precision: str = "fp32"
 ) -> Any:
     section = {"window": 2, **section}
-    return initialized(
-        model, config(clipping=clipping, precision=precision, section=section)
-    )
+    return initialized(model, config(clipping=clipping, precision=precision, section=section))
 
 
 def step(engine: Any, make_batch: Any, seed: int) -> None:
@@ -126,21 +120,13 @@ CASES = {
     "lean sgd": Case(options={"optimizer": "nesterov", "precision": "lean"}),
     "fp16 sgd": Case(options={"optimizer": "nesterov", **FP16}, scale=SCALE),
     "sums": Case(options={"accumulation": 3, **BF16}),
-    "chunks": Case(
-        factory=MODELS["llama"], section=CHUNKED, options=BF16, chunk_blocks=blocks_of
-    ),
+    "chunks": Case(factory=MODELS["llama"], section=CHUNKED, options=BF16, chunk_blocks=blocks_of),
     "files": Case(has_files=True, options=BF16),
-    "inputs on the host": Case(
-        section={"activations": "recompute_offload"}, options=BF16
-    ),
-    "resident": Case(
-        section={"resident_layers": "all", "resident_updates": "host"}, options=BF16
-    ),
+    "inputs on the host": Case(section={"activations": "recompute_offload"}, options=BF16),
+    "resident": Case(section={"resident_layers": "all", "resident_updates": "host"}, options=BF16),
     "on the gpu": Case(section=on_gpu("half", window=1), options=BF16),
     "own dtypes": Case(
-        factory=MIXED["t5"](torch.bfloat16),
-        section=OWN,
-        options={"dtypes": "own", **BF16},
+        factory=MIXED["t5"](torch.bfloat16), section=OWN, options={"dtypes": "own", **BF16}
     ),
     "a frozen part": Case(factory=MODELS["frozen"]),
     "blocks left out": Case(factory=MODELS["layer_drop"]),
@@ -180,9 +166,7 @@ def clipping_of(name: str, clip: str) -> float:
     }[clip]
 
 
-def trained(
-    name: str, clipping: float, early: Any, path: Path, after: Any = None
-) -> Run:
+def trained(name: str, clipping: float, early: Any, path: Path, after: Any = None) -> Run:
     case = CASES[name]
     section = {"window": 2, **case.section, **JITTER, "early_layers": early}
     if case.has_files:
@@ -191,15 +175,11 @@ def trained(
     settings = config(clipping=clipping, section=section, **options)
     if case.scale is not None:
         settings["fp16"] = {"enabled": True, **case.scale}
-    return train_windowed(
-        case.factory, steps=steps_of(case), settings=settings, after=after
-    )
+    return train_windowed(case.factory, steps=steps_of(case), settings=settings, after=after)
 
 
 @pytest.mark.parametrize(("name", "clip"), each(list(CASES), CLIPS))
-def test_early_updates_have_the_bits_of_a_plain_loop(
-    name: str, clip: str, tmp_path: Path
-) -> None:
+def test_early_updates_have_the_bits_of_a_plain_loop(name: str, clip: str, tmp_path: Path) -> None:
     clipping, commits = clipping_of(name, clip), list[int]()
 
     def after(engine: Any, micro: int) -> None:
@@ -208,10 +188,7 @@ def test_early_updates_have_the_bits_of_a_plain_loop(
             assert engine.plan.nvme_bytes["moments"] > 0
         commits.append(len(committed(engine)))
 
-    run, expected = (
-        trained(name, clipping, "all", tmp_path, after),
-        plain(name, clipping),
-    )
+    run, expected = (trained(name, clipping, "all", tmp_path, after), plain(name, clipping))
     assert_identical(run, expected)
     assert run.norms == expected.norms
     if clip == "below all norms":
@@ -235,14 +212,10 @@ def test_updates_behind_the_gate_have_the_bits_of_a_plain_loop(
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_a_step_that_is_skipped_leaves_the_values_before_it(
-    bad: float, accumulation: int
-) -> None:
+def test_a_step_that_is_skipped_leaves_the_values_before_it(bad: float, accumulation: int) -> None:
     """The early updates of such a step have written their second arrays."""
     section = {**ALL, **JITTER}
-    with twin(
-        precision="bf16", clipping=1e4, accumulation=accumulation, section=section
-    ) as both:
+    with twin(precision="bf16", clipping=1e4, accumulation=accumulation, section=section) as both:
         numbers = range(accumulation)
         for number in (0, 1):
             both.train(*(10 * number + k for k in numbers))
@@ -282,9 +255,7 @@ def test_any_number_that_is_changed_before_the_gate_is_this_steps(number: str) -
         both.backward(both.on(1))
         both.engine.synchronize()  # the updates have ended
         for optimizer in (both.engine.optimizer, both.shown):
-            optimizer.param_groups[0][number] = (
-                (0.5, 0.6) if number == "betas" else 0.25
-            )
+            optimizer.param_groups[0][number] = (0.5, 0.6) if number == "betas" else 0.25
         both.step()
         assert not committed(both.engine)
         both.train(2)
@@ -311,9 +282,7 @@ def test_a_gradient_that_is_set_before_the_gate_is_used(ends: bool) -> None:
             assert is_any_early(both.engine)
             if ends:
                 both.engine.synchronize()
-            for ours, other in zip(
-                both.model.parameters(), both.plain.parameters(), strict=True
-            ):
+            for ours, other in zip(both.model.parameters(), both.plain.parameters(), strict=True):
                 assert other.grad is not None
                 other.grad.mul_(0.5)
                 safe_set_full_grad(ours, other.grad)
@@ -334,9 +303,7 @@ def test_weights_between_backward_and_step_are_those_before(ends: bool) -> None:
             with torch.no_grad():
                 assert torch.equal(both.on(9)(both.engine), both.on(9)(both.plain))
             both.step()
-            assert all(
-                map(torch.equal, both.model.parameters(), both.plain.parameters())
-            )
+            assert all(map(torch.equal, both.model.parameters(), both.plain.parameters()))
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["under way", "ended"])
@@ -391,12 +358,8 @@ def when_backward_ends(model: Any, run: Callable[[nn.Parameter], None]) -> None:
 
 
 @pytest.mark.parametrize("section", [{}, SLOW, {"resident_layers": "all"}], ids=str)
-def test_an_alias_that_backward_makes_shows_the_new_values(
-    section: dict[str, Any],
-) -> None:
-    with twin(
-        section={**ALL, "resident_updates": "host", **section}, clipping=1e4
-    ) as both:
+def test_an_alias_that_backward_makes_shows_the_new_values(section: dict[str, Any]) -> None:
+    with twin(section={**ALL, "resident_updates": "host", **section}, clipping=1e4) as both:
         kept: list[torch.Tensor] = []
         when_backward_ends(both.model, lambda weight: kept.append(weight.data))
         for number in range(3):
@@ -413,9 +376,7 @@ def test_what_is_written_in_backward_is_stepped_from(section: dict[str, Any]) ->
     def halve(weight: nn.Parameter) -> None:
         weight.mul_(0.5)
 
-    with twin(
-        section={**ALL, "resident_updates": "host", **section}, clipping=1e4
-    ) as both:
+    with twin(section={**ALL, "resident_updates": "host", **section}, clipping=1e4) as both:
         for model in (both.model, both.plain):
             when_backward_ends(model, halve)
         for number in range(3):
@@ -462,21 +423,15 @@ def halves() -> Any:
 
 @pytest.mark.parametrize("early", [1, 3, "all"])
 @pytest.mark.parametrize("optimizer", ["adamw", "lion", "nesterov"])
-def test_parameters_without_a_gradient_keep_their_values(
-    optimizer: str, early: Any
-) -> None:
+def test_parameters_without_a_gradient_keep_their_values(optimizer: str, early: Any) -> None:
     commits: list[int] = []
-    settings = config(
-        clipping=0.0, optimizer=optimizer, section={**JITTER, "early_layers": early}
-    )
+    settings = config(clipping=0.0, optimizer=optimizer, section={**JITTER, "early_layers": early})
 
     def after(engine: Any, micro: int) -> None:
         commits.append(len(committed(engine)))
 
     run = train_windowed(halves, steps=STEPS, settings=settings, after=after)
-    assert_identical(
-        run, train_plain(halves, steps=STEPS, clipping=0.0, optimizer=optimizer)
-    )
+    assert_identical(run, train_plain(halves, steps=STEPS, clipping=0.0, optimizer=optimizer))
     assert any(commits[step] for step in (2, 3, 5))
 
 
@@ -485,13 +440,9 @@ def test_parameters_without_a_gradient_keep_their_values(
 @pytest.mark.parametrize("count", [0, 1, 3, "all"])
 @pytest.mark.parametrize("name", ["gpt", "weird_model", "frozen", "uneven"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "lean"])
-def test_peaks_equal_the_plan_and_the_simulator(
-    precision: str, name: str, count: Any
-) -> None:
+def test_peaks_equal_the_plan_and_the_simulator(precision: str, name: str, count: Any) -> None:
     model, make_batch = MODELS[name]()
-    engine = engine_of(
-        model, {"early_layers": count}, clipping=1e4, precision=precision
-    )
+    engine = engine_of(model, {"early_layers": count}, clipping=1e4, precision=precision)
     step(engine, make_batch, 0)
     step(engine, make_batch, 1)
     report, plan, now = engine.memory_report(), engine.plan, engine.inspect()
@@ -503,9 +454,7 @@ def test_peaks_equal_the_plan_and_the_simulator(
         if array not in ("gradients", "accumulated")
     )
     engine.destroy()
-    able = [
-        layer for layer in now.layout.layers if layer.trainable_numel == layer.numel > 0
-    ]
+    able = [layer for layer in now.layout.layers if layer.trainable_numel == layer.numel > 0]
     wanted = len(able) if count == "all" else count
     positions = middles([layer.numel for layer in able], wanted)
     assert sorted(plan.early) == [able[position].index for position in positions]
@@ -515,21 +464,14 @@ def test_peaks_equal_the_plan_and_the_simulator(
     loads = (LayerWork(forward_s=1e-3, backward_s=2e-3),) * len(now.layout.layers)
     work, machine = Workload(layers=loads), rates(1.0, memory_gbps=4.0)
     found = simulate(now.layout, plan, work, machine, asynchronous=False)
-    assert (found.gpu_peak_bytes, found.host_peak_bytes) == (
-        report.gpu_peak,
-        report.host_peak,
-    )
+    assert (found.gpu_peak_bytes, found.host_peak_bytes) == (report.gpu_peak, report.host_peak)
 
 
-@pytest.mark.parametrize(
-    ("precision", "bytes_each"), [("bf16", 12), ("fp32", 12), ("lean", 5.125)]
-)
+@pytest.mark.parametrize(("precision", "bytes_each"), [("bf16", 12), ("fp32", 12), ("lean", 5.125)])
 def test_an_early_layer_has_its_weights_masters_and_moments_twice(
     precision: str, bytes_each: float
 ) -> None:
-    engine = engine_of(
-        SleepingModel([(1 << 15, 0.0, 0.0)] * 4), ALL, precision=precision
-    )
+    engine = engine_of(SleepingModel([(1 << 15, 0.0, 0.0)] * 4), ALL, precision=precision)
     plan = engine.plan
     engine.destroy()
     assert plan.host_bytes[SECOND] == bytes_each * 4 * (1 << 15)
@@ -579,15 +521,11 @@ def test_the_lanes_do_what_the_schedule_has_in_its_order() -> None:
     updates = [s.name for s in now.operations if s.lane == "update"]
     behind = [f"update {layer}" for layer in range(8) if layer not in early]
     assert [name for name in updates if name in behind] == behind
-    assert [n for n in updates if n not in behind] == [
-        f"update early {k}" for k in early[::-1]
-    ]
+    assert [n for n in updates if n not in behind] == [f"update early {k}" for k in early[::-1]]
     drains = [s.name for s in now.operations if s.name.startswith("drain ")]
     offloads = [action.layer for action in now.schedule if action.kind is Kind.OFFLOAD]
     assert drains == [f"drain {layer}" for layer in offloads]
-    gated = [a.layer for a in now.schedule if a.kind in (Kind.COMMIT, Kind.UPDATE)][
-        len(early) :
-    ]
+    gated = [a.layer for a in now.schedule if a.kind in (Kind.COMMIT, Kind.UPDATE)][len(early) :]
     assert gated == list(range(8))
 
 
@@ -631,9 +569,7 @@ def test_whoever_looks_sees_the_same_weights_with_any_number_of_early_layers(
             found.append((seen, moments_of(engine)))
     for (seen, moments), (other, others) in itertools.pairwise(found):
         assert all(map(torch.equal, seen, other))
-        assert all(
-            all(map(torch.equal, moments[name], others[name])) for name in moments
-        )
+        assert all(all(map(torch.equal, moments[name], others[name])) for name in moments)
 
 
 def test_a_failed_backward_with_every_layer_early_changes_nothing() -> None:
@@ -646,9 +582,7 @@ def test_a_failed_backward_with_every_layer_early_changes_nothing() -> None:
                 fail_backward(engine, make_batch)
                 assert not is_any_early(engine)
                 now = engine.module_state_dict()
-                assert all(
-                    torch.equal(now[name], value) for name, value in before.items()
-                )
+                assert all(torch.equal(now[name], value) for name, value in before.items())
             step(engine, make_batch, 1)
             weights = {k: v.clone() for k, v in engine.module_state_dict().items()}
             runs.append(Run(weights=weights, moments=moments_of(engine)))
@@ -676,15 +610,11 @@ def test_a_failing_operation_of_an_early_layer_names_itself(
         step(engine, make_batch, 0)
         layer = min(engine.plan.early)
         fail_in(engine, monkeypatch, f"update early {layer}")
-        with pytest.raises(
-            LaneError, match=f"update early {layer} failed on the update lane"
-        ):
+        with pytest.raises(LaneError, match=f"update early {layer} failed on the update lane"):
             run_steps(engine, make_batch, range(1, 4))
 
 
-def test_a_committed_update_that_failed_is_told_by_destroy(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_committed_update_that_failed_is_told_by_destroy(monkeypatch: pytest.MonkeyPatch) -> None:
     model, make_batch = MODELS["gpt"]()
     engine = engine_of(model, ALL)
     step(engine, make_batch, 0)
@@ -715,9 +645,7 @@ def test_an_engine_that_is_closed_before_the_step_gives_the_old_weights_back(
         both.engine.synchronize()
     both.engine.destroy()
     expected = both.plain.state_dict()
-    assert all(
-        torch.equal(v, expected[name]) for name, v in both.model.state_dict().items()
-    )
+    assert all(torch.equal(v, expected[name]) for name, v in both.model.state_dict().items())
 
 
 def test_a_withdrawn_update_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -756,10 +684,7 @@ def test_a_withdrawn_update_does_not_run(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_record_of_a_step_counts_its_early_updates(clip: str) -> None:
     """Each early layer is committed, or dropped, or left to the gate."""
     counts = []
-    with made({**ALL, **JITTER}, clipping=1e6 if clip == "never" else 1e-6) as (
-        engine,
-        make_batch,
-    ):
+    with made({**ALL, **JITTER}, clipping=1e6 if clip == "never" else 1e-6) as (engine, make_batch):
         num_early = len(engine.plan.early)
         for number in range(4):
             step(engine, make_batch, number)
@@ -803,9 +728,7 @@ def test_a_reader_after_the_gate_waits_for_a_committed_update(
     with twin(section=ALL, clipping=1e4, precision="bf16") as both:
         lane, begun = both.engine.inspect().device.update, threading.Event()
 
-        def late(
-            name: str, work: Callable[[], None], *args: Any, **declared: Any
-        ) -> Any:
+        def late(name: str, work: Callable[[], None], *args: Any, **declared: Any) -> Any:
             def sleeping() -> None:
                 begun.set()
                 time.sleep(0.05)
@@ -822,9 +745,7 @@ def test_a_reader_after_the_gate_waits_for_a_committed_update(
             assert begun.wait(WITHIN_S)
             both.step()
             if first == "a read":
-                assert all(
-                    map(torch.equal, both.model.parameters(), both.plain.parameters())
-                )
+                assert all(map(torch.equal, both.model.parameters(), both.plain.parameters()))
             elif first == "a checkpoint":
                 both.engine.save_checkpoint(tmp_path)
             assert Action(kind=Kind.COMMIT, layer=0) in both.engine.inspect().performed

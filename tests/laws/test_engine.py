@@ -44,11 +44,7 @@ def test_the_boundary_is_every_accumulation_steps_micro_batch() -> None:
                 assert not engine.was_step_applied()
                 for name, parameter in engine.named_parameters():
                     assert torch.equal(parameter, before[name])
-        assert (engine.micro_steps, engine.global_steps, engine.global_samples) == (
-            7,
-            2,
-            12,
-        )
+        assert (engine.micro_steps, engine.global_steps, engine.global_samples) == (7, 2, 12)
         both.drop_plain()
 
 
@@ -87,9 +83,7 @@ def test_two_backwards_before_a_step_add_up(
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_second_backward_adds_to_gradients_that_early_updates_have_used(
-    precision: str,
-) -> None:
+def test_a_second_backward_adds_to_gradients_that_early_updates_have_used(precision: str) -> None:
     with twin(clipping=0.0, precision=precision, early="all") as both:
         both.train(0)
         both.backward(both.on(1))
@@ -100,8 +94,7 @@ def test_a_second_backward_adds_to_gradients_that_early_updates_have_used(
 
 
 @pytest.mark.parametrize(
-    ("updates", "precision", "policy"),
-    pairs(UPDATES, ["fp32", "bf16"], POLICIES),
+    ("updates", "precision", "policy"), pairs(UPDATES, ["fp32", "bf16"], POLICIES)
 )
 def test_two_forwards_before_one_backward_equal_plain_pytorch(
     updates: dict[str, Any], precision: str, policy: str
@@ -112,9 +105,7 @@ def test_two_forwards_before_one_backward_equal_plain_pytorch(
         for step in range(3):
             first, second = both.on(2 * step), both.on(2 * step + 1)
 
-            def preference(
-                model: Any, first: Any = first, second: Any = second
-            ) -> torch.Tensor:
+            def preference(model: Any, first: Any = first, second: Any = second) -> torch.Tensor:
                 return -nn.functional.logsigmoid(first(model) - second(model))
 
             both.backward(preference)
@@ -128,24 +119,17 @@ def test_a_loss_that_is_no_scalar_or_has_no_graph_is_refused() -> None:
     with twin() as both:
         loss = both.on(0)(both.engine)
         for wrong in (loss.expand(3), loss.detach(), torch.tensor(1.0), 1.0, None):
-            with pytest.raises(
-                ConfigError, match="expected a scalar loss with a graph"
-            ):
+            with pytest.raises(ConfigError, match="expected a scalar loss with a graph"):
                 both.engine.backward(wrong)
         both.engine.eval()
-        with (
-            torch.no_grad(),
-            pytest.raises(ConfigError, match="expected a scalar loss"),
-        ):
+        with torch.no_grad(), pytest.raises(ConfigError, match="expected a scalar loss"):
             both.engine.backward(both.on(0)(both.engine))
         both.engine.train()
         both.train(1)
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_a_gradient_through_another_engines_model_is_that_ones_too(
-    frozen: bool,
-) -> None:
+def test_a_gradient_through_another_engines_model_is_that_ones_too(frozen: bool) -> None:
     """As a generator's comes through its critic."""
     with twin("sequential") as critic, twin("sequential") as generator:
 
@@ -202,13 +186,9 @@ def test_a_forward_only_engine_refuses_backward_and_step_and_says_why() -> None:
         assert engine.optimizer is None
         with torch.no_grad():
             assert torch.equal(both.on(0)(engine.eval()), both.on(0)(both.plain.eval()))
-        with pytest.raises(
-            ConfigError, match=r"engine\.backward: this engine has no optimizer"
-        ):
+        with pytest.raises(ConfigError, match=r"engine\.backward: this engine has no optimizer"):
             engine.backward(both.on(0)(engine))
-        with pytest.raises(
-            ConfigError, match=r"engine\.step: this engine has no optimizer"
-        ):
+        with pytest.raises(ConfigError, match=r"engine\.step: this engine has no optimizer"):
             engine.step()
         assert engine.get_lr() == []
         report = engine.memory_report()
@@ -271,9 +251,7 @@ def test_the_csv_monitor_gets_the_learning_rate_of_each_step(
     ]
 
 
-def test_a_monitor_without_a_process_group_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_monitor_without_a_process_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deepspeed.comm, "is_initialized", lambda: False)
     with (
         pytest.raises(ConfigError, match=r"deepspeed\.init_distributed\(\) first"),
@@ -299,13 +277,9 @@ def test_batch_sizes_are_read_and_changed_as_in_deepspeed() -> None:
             engine.set_train_batch_size(5)
 
 
-def test_more_accumulation_steps_than_were_planned_for_are_refused_without_effect() -> (
-    None
-):
+def test_more_accumulation_steps_than_were_planned_for_are_refused_without_effect() -> None:
     with twin() as both:
-        with pytest.raises(
-            ConfigError, match="start with gradient_accumulation_steps above 1"
-        ):
+        with pytest.raises(ConfigError, match="start with gradient_accumulation_steps above 1"):
             both.engine.set_train_batch_size(4)
         assert both.engine.train_batch_size() == 2
         assert both.engine.gradient_accumulation_steps() == 1

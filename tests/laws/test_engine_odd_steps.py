@@ -58,9 +58,7 @@ def test_a_forward_that_is_stopped_by_hand_leaves_nothing_behind(
         for step in range(3):
             if step == 1 and (where != "a recomputation" or policy == "recompute"):
                 # The block's first call is the forward's, its second is in backward.
-                calls_to_stop[:] = (
-                    [True, False] if where == "a recomputation" else [True]
-                )
+                calls_to_stop[:] = [True, False] if where == "a recomputation" else [True]
                 with pytest.raises(KeyboardInterrupt):
                     stopped(both)
                 assert calls_to_stop == []
@@ -76,9 +74,7 @@ def test_a_forward_that_is_stopped_by_hand_leaves_nothing_behind(
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize(
-    "error", [RuntimeError("a hook of the user's"), KeyboardInterrupt()]
-)
+@pytest.mark.parametrize("error", [RuntimeError("a hook of the user's"), KeyboardInterrupt()])
 @pytest.mark.parametrize("place", ["streamed", "resident", "whole"])
 @pytest.mark.parametrize("mode", ["gated", "accumulated"])
 def test_a_gradient_that_its_hook_kept_from_leaving_is_no_further_steps(
@@ -128,9 +124,7 @@ def test_an_engine_that_is_destroyed_after_a_stopped_call_leaves_no_hook() -> No
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("mode", MODES)
-def test_a_penalty_on_the_gradient_of_the_input_is_exact(
-    mode: str, policy: str
-) -> None:
+def test_a_penalty_on_the_gradient_of_the_input_is_exact(mode: str, policy: str) -> None:
     """Backward of a backward needs weights whose slots have held other layers since."""
 
     def penalised(both: Twin, seed: int) -> Any:
@@ -196,9 +190,7 @@ def memory_of(engine: Any) -> list[torch.Tensor]:
     engine.synchronize()
     held = []
     for state in engine.inspect().layers:
-        arrays = {
-            name: array for name, array in state.arrays.items() if name != "accumulated"
-        }
+        arrays = {name: array for name, array in state.arrays.items() if name != "accumulated"}
         held += [array.clone() for array in arrays.values()]
     return held
 
@@ -238,10 +230,7 @@ BAD = {
         {"precision": "bf16", "clipping": 0.5},
         {"precision": "bf16", "clipping": 0.0, "extra": {"bf16": {"enabled": True}}},
         {"precision": "fp32", "clipping": 0.5, "accumulation": 2},
-        *(
-            {"precision": "bf16", "section": on_gpu(place)}
-            for place in ("half", "whole")
-        ),
+        *({"precision": "bf16", "section": on_gpu(place)} for place in ("half", "whole")),
     ],
     ids=[
         "fp32",
@@ -310,9 +299,7 @@ def test_a_step_that_is_not_to_be_skipped_has_the_bits_of_a_plain_loop(
     for name, expected in both.plain.state_dict().items():
         spoiled += int(expected.isnan().sum())
         assert torch.equal(found[name].nan_to_num(7.0), expected.nan_to_num(7.0)), name
-    assert spoiled == (
-        1 if bad == torch.inf else sum(p.numel() for p in both.parameters)
-    )
+    assert spoiled == (1 if bad == torch.inf else sum(p.numel() for p in both.parameters))
     both.engine.destroy()
 
 
@@ -325,9 +312,7 @@ def test_the_norm_is_torchs_norm_before_clipping() -> None:
             both.step()
             expected = torch.nn.utils.get_total_norm(gradients).item()
             # Sums of squares in another order and precision: fp32 rounding of the total.
-            assert both.engine.get_global_grad_norm() == pytest.approx(
-                expected, rel=1e-6
-            )
+            assert both.engine.get_global_grad_norm() == pytest.approx(expected, rel=1e-6)
             assert both.engine.get_global_grad_norm() > 1e-3
 
 
@@ -343,10 +328,7 @@ def test_the_norm_is_torchs_norm_before_clipping() -> None:
         {
             "two slots": {"window": 2},
             "resident": {"resident_layers": 1},
-            **{
-                place: on_gpu(place)
-                for place in ("embedding and head", "every layer", "whole")
-            },
+            **{place: on_gpu(place) for place in ("embedding and head", "every layer", "whole")},
         },
     ),
 )
@@ -370,9 +352,7 @@ def test_loaded_weights_become_the_masters(
         if way == "model":
             both.model.load_state_dict(new)
         elif way == "engine":
-            both.engine.load_state_dict(
-                {f"module.{name}": value for name, value in new.items()}
-            )
+            both.engine.load_state_dict({f"module.{name}": value for name, value in new.items()})
         elif way == "module":
             both.engine.load_module_state_dict(new)
         elif way == "checkpoint":

@@ -43,14 +43,8 @@ HOMES: dict[str, tuple[str, Chosen]] = {
     "moments": ("moments", lambda layer, array: True),
     "masters": ("masters", lambda layer, array: True),
     "all but weights": ("weights", lambda layer, array: array != "weights"),
-    "mixed": (
-        "weights",
-        lambda layer, array: array in ("exp_avg", "accumulated", "low"),
-    ),
-    "every other layer": (
-        "weights",
-        lambda layer, array: array != "weights" and layer % 2 == 0,
-    ),
+    "mixed": ("weights", lambda layer, array: array in ("exp_avg", "accumulated", "low")),
+    "every other layer": ("weights", lambda layer, array: array != "weights" and layer % 2 == 0),
 }
 UPDATES: dict[str, tuple[float, dict[str, Any]]] = {  # where in the step
     "gate": (0.5, {}),
@@ -60,12 +54,7 @@ UPDATES: dict[str, tuple[float, dict[str, Any]]] = {  # where in the step
 
 def compressed(homes: Homes, chosen: Chosen) -> Homes:
     rows = enumerate(homes.rows)
-    which = {
-        (layer, array)
-        for layer, row in rows
-        for array, _ in row
-        if chosen(layer, array)
-    }
+    which = {(layer, array) for layer, row in rows for array, _ in row if chosen(layer, array)}
     return homes.replaced(FILE, COMPRESSED, which)
 
 
@@ -87,24 +76,13 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def section_of(path: Path, spill: str, more: dict[str, Any]) -> dict[str, Any]:
     nvme = {"path": str(path), "spill": spill}
-    return {
-        "window": 2,
-        "nvme": nvme,
-        "emulated": {"jitter_s": 0.0002, "seed": 1},
-        **more,
-    }
+    return {"window": 2, "nvme": nvme, "emulated": {"jitter_s": 0.0002, "seed": 1}, **more}
 
 
 @functools.cache
-def plain(
-    name: str, clipping: float, accumulation: int, precision: str, steps: int
-) -> Run:
+def plain(name: str, clipping: float, accumulation: int, precision: str, steps: int) -> Run:
     return train_plain(
-        MODELS[name],
-        steps=steps,
-        clipping=clipping,
-        accumulation=accumulation,
-        precision=precision,
+        MODELS[name], steps=steps, clipping=clipping, accumulation=accumulation, precision=precision
     )
 
 
@@ -141,11 +119,7 @@ def test_a_fourth_home_never_changes_a_bit(
     def inspect(engine: Any) -> None:
         check_homes(engine, chosen, tmp_path)
 
-    options = {
-        "clipping": clipping,
-        "accumulation": accumulation,
-        "precision": precision,
-    }
+    options = {"clipping": clipping, "accumulation": accumulation, "precision": precision}
     run = train_windowed(
         MODELS[name],
         steps=STEPS,
@@ -238,13 +212,9 @@ def test_the_laws_see_a_store_that_loses_a_write(
 ) -> None:
     spill, chosen = HOMES["masters"]
     compress(monkeypatch, chosen)
-    settings = config(
-        clipping=0.5, precision="bf16", section=section_of(tmp_path, spill, {})
-    )
+    settings = config(clipping=0.5, precision="bf16", section=section_of(tmp_path, spill, {}))
     expected = plain("gpt", 0.5, 1, "bf16", STEPS)
-    assert_identical(
-        train_windowed(MODELS["gpt"], steps=STEPS, settings=settings), expected
-    )
+    assert_identical(train_windowed(MODELS["gpt"], steps=STEPS, settings=settings), expected)
     monkeypatch.setitem(stack.STORES, COMPRESSED, Forgetful)
     run = train_windowed(MODELS["gpt"], steps=STEPS, settings=settings)
     with pytest.raises(AssertionError, match="differs"):

@@ -22,45 +22,14 @@ from tests.support.training import (
     train_windowed,
 )
 
-OVERFLOWS = [
-    0,
-    1,
-    0,
-    0,
-    0,
-    1,
-    1,
-    0,
-    1,
-    1,
-    1,
-    0,
-    0,
-    0,
-    0,
-    0,
-    0,
-    1,
-    0,
-    0,
-    1,
-    1,
-    1,
-    1,
-    1,
-    0,
-    0,
-    0,
-]
+OVERFLOWS = [0, 1, 0, 0, 0, 1, 1, 0, 1, 1, 1, 0, 0, 0, 0, 0, 0, 1, 0, 0, 1, 1, 1, 1, 1, 0, 0, 0]
 
 
 def fp16(**section: Any) -> dict[str, Any]:
     return {"fp16": {"enabled": True, **section}}
 
 
-def settings(
-    *, accumulation: int, clipping: float, section: Any, **window: Any
-) -> dict[str, Any]:
+def settings(*, accumulation: int, clipping: float, section: Any, **window: Any) -> dict[str, Any]:
     made = config(accumulation=accumulation, clipping=clipping, section=window)
     return {**made, **fp16(**section)}
 
@@ -82,9 +51,7 @@ def test_fp16_training_equals_the_plain_loop(
     run = train_windowed(
         MODELS["gpt"],
         steps=steps,
-        settings=settings(
-            accumulation=accumulation, clipping=clipping, section=section, window=1
-        ),
+        settings=settings(accumulation=accumulation, clipping=clipping, section=section, window=1),
         inspect=lambda engine: scales.append(engine.optimizer.cur_scale),
     )
     assert_identical(
@@ -126,17 +93,11 @@ def test_an_overflow_skips_the_step_the_schedule_and_halves_the_scale() -> None:
             engine.backward(engine(**make_batch(0)) * factor)
             engine.step()
             applied = factor == 1.0
-            assert (engine.was_step_applied(), optimizer.overflow) == (
-                applied,
-                not applied,
+            assert (engine.was_step_applied(), optimizer.overflow) == (applied, not applied)
+            assert (schedule.last_batch_iteration - rate, engine.skipped_steps - skipped) == (
+                (1, 0) if applied else (0, 1)
             )
-            assert (
-                schedule.last_batch_iteration - rate,
-                engine.skipped_steps - skipped,
-            ) == ((1, 0) if applied else (0, 1))
-            same = [
-                torch.equal(v, before[k]) for k, v in engine.module_state_dict().items()
-            ]
+            same = [torch.equal(v, before[k]) for k, v in engine.module_state_dict().items()]
             assert all(same) is not applied
         assert engine.global_steps == 4
     finally:
@@ -151,10 +112,7 @@ def test_backward_returns_the_loss_without_its_scale() -> None:
         loss = engine(**make_batch(0))
         assert torch.equal(engine.backward(loss), loss / 2)
         engine.optimizer.override_loss_scale(4.0)
-        assert (engine.optimizer.loss_scale, engine.optimizer.dynamic_loss_scale) == (
-            4.0,
-            False,
-        )
+        assert (engine.optimizer.loss_scale, engine.optimizer.dynamic_loss_scale) == (4.0, False)
     finally:
         engine.destroy()
 
@@ -204,9 +162,7 @@ def test_at_the_smallest_scale_zero_raises_and_stage_0_goes_on() -> None:
 
 
 def test_a_scaler_goes_on_where_its_state_was_taken() -> None:
-    section = DeepSpeedFP16Config(
-        enabled=True, initial_scale_power=8, loss_scale_window=3
-    )
+    section = DeepSpeedFP16Config(enabled=True, initial_scale_power=8, loss_scale_window=3)
     first = make_scaler(section, 1)
     for overflow in OVERFLOWS[:9]:
         first.update_scale(bool(overflow))

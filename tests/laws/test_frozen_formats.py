@@ -34,11 +34,7 @@ PLACES: dict[str, dict[str, Any]] = {
     "recomputed": {"window": 2, "activations": "recompute"},
     "offloaded": {"window": 1, "activations": "offload"},
     "one resident": {"window": 1, "resident_layers": 1},
-    "updated on the gpu": {
-        "resident_layers": 1,
-        "resident_updates": "gpu",
-        "window": 1,
-    },
+    "updated on the gpu": {"resident_layers": 1, "resident_updates": "gpu", "window": 1},
     "whole": {"resident_layers": "all", "resident_updates": "gpu"},
     "moments in files": {"window": 1, "nvme": {"spill": "moments"}},
     "all in files": {"window": 1, "nvme": {"spill": "weights"}},
@@ -77,11 +73,7 @@ def same_bytes(run: Run, expected: Run) -> None:
 @pytest.mark.parametrize("stored", BYTES, ids=str)
 @pytest.mark.parametrize("place", PLACES)
 def test_frozen_bytes_train_what_is_beside_them_as_in_a_plain_loop(
-    place: str,
-    stored: torch.dtype,
-    rule: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    place: str, stored: torch.dtype, rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("stronghold.plan.host_memory.PIECE_BYTES", 4096 * 24)
     monkeypatch.setattr("stronghold.streaming.activations.offload.MIN_OFFLOAD_BYTES", 1)
@@ -115,12 +107,8 @@ def test_frozen_bytes_train_what_is_beside_them_as_in_a_plain_loop(
 
 @pytest.mark.parametrize("stored", BYTES, ids=str)
 def test_an_fp16_config_leaves_frozen_bytes_too(stored: torch.dtype) -> None:
-    settings = config(
-        precision="fp16", clipping=0.5, section={"window": 1, "dtypes": "own"}
-    )
-    run = train_windowed(
-        quantised(stored, torch.float16), steps=STEPS, settings=settings
-    )
+    settings = config(precision="fp16", clipping=0.5, section={"window": 1, "dtypes": "own"})
+    run = train_windowed(quantised(stored, torch.float16), steps=STEPS, settings=settings)
     same_bytes(run, plain(stored, "fp16", "own", 1))
 
 
@@ -142,9 +130,7 @@ def test_a_frozen_number_costs_one_byte_on_the_host_and_on_the_link(
     now = engine.inspect()
     layers, formats = now.layers, now.formats
     held = {
-        part.name: formats[part.format].dtype
-        for layer in layers
-        for part in layer.layout.slices
+        part.name: formats[part.format].dtype for layer in layers for part in layer.layout.slices
     }
     for name, parameter in model.named_parameters():
         assert held[name] is parameter.dtype
@@ -155,9 +141,7 @@ def test_a_frozen_number_costs_one_byte_on_the_host_and_on_the_link(
             assert (each.end - each.begin) % page == 0
             expected += (each.end - each.begin) * formats[each.format].dtype.itemsize
         if layer.layout.streamed:
-            (frozen,) = (
-                e for e in layer.layout.ranges if formats[e.format].dtype is stored
-            )
+            (frozen,) = (e for e in layer.layout.ranges if formats[e.format].dtype is stored)
             assert 2 * 95 * 33 <= frozen.end - frozen.begin < 2 * 95 * 33 + page + 256
         assert layer.arrays["weights"].nbytes == expected
     of_layer = [layer.arrays["weights"].nbytes for layer in layers]
@@ -201,9 +185,7 @@ def test_destroy_gives_frozen_bytes_back_unchanged(
     rested = {name: raw(p) for name, p in named.items()}
     engine.destroy()
     assert dict(model.named_parameters()).keys() == named.keys()
-    for (name, parameter), old in zip(
-        model.named_parameters(), before.parameters(), strict=True
-    ):
+    for (name, parameter), old in zip(model.named_parameters(), before.parameters(), strict=True):
         assert parameter is named[name]
         assert parameter.device.type == "cpu"
         assert torch.equal(raw(parameter), rested[name]), name
@@ -221,9 +203,7 @@ def test_checkpoints_have_frozen_bytes_and_resume_in_another_place(
     losses: dict[str, list[torch.Tensor]] = {}
     for place in ("one slot", "all in files", "updated on the gpu"):
         model = quantised_model(stored, seed=0 if not losses else 1)
-        settings = config(
-            precision="bf16", clipping=0.5, section=placed(place, tmp_path)
-        )
+        settings = config(precision="bf16", clipping=0.5, section=placed(place, tmp_path))
         engine = initialized(model, settings)
         if losses:
             engine.load_checkpoint(tmp_path / "saved")
@@ -255,9 +235,7 @@ def test_numbers_of_another_format_are_refused(tmp_path: Path) -> None:
     engine.save_checkpoint(tmp_path)
     engine.destroy()
     engine = initialized(quantised_model(torch.float8_e4m3fn), settings)
-    with pytest.raises(
-        ConfigError, match=r"is torch\.int8 there, and torch\.float8_e4m3fn"
-    ):
+    with pytest.raises(ConfigError, match=r"is torch\.int8 there, and torch\.float8_e4m3fn"):
         engine.load_checkpoint(tmp_path)
     engine.destroy()
 
@@ -307,9 +285,7 @@ def test_numbers_of_every_dtype_move_as_bytes_and_are_saved_where_files_have_the
     engine.backward(engine(torch.ones(2, 8)))
     engine.step()
     if stored is torch.float4_e2m1fn_x2:
-        with pytest.raises(
-            ConfigError, match=r"blocks\.0\.stored is torch\.float4.*torch\.uint8"
-        ):
+        with pytest.raises(ConfigError, match=r"blocks\.0\.stored is torch\.float4.*torch\.uint8"):
             engine.save_checkpoint(tmp_path / "saved")
         engine.save_checkpoint(tmp_path / "saved", exclude_frozen_parameters=True)
     else:

@@ -18,13 +18,7 @@ from stronghold.streaming.optimizer import make_scaler
 from tests.models import LENGTH, MODELS, VOCAB, Decoder, loss_of
 from tests.models.families import llama_of
 from tests.support.fuzzed_configs import BATCH, NUM_BLOCKS, Drawn, drawn
-from tests.support.training import (
-    Run,
-    assert_identical,
-    initialized,
-    moments_of,
-    train_plain,
-)
+from tests.support.training import Run, assert_identical, initialized, moments_of, train_plain
 
 NUM_CONFIGS = 120
 STEPS = 4
@@ -58,11 +52,7 @@ def schedule_of(drawn_config: Drawn) -> Callable[[torch.optim.Optimizer], Any] |
     section = drawn_config.config.get("scheduler")
     if section is None:
         return None
-    module = (
-        lr_schedules
-        if hasattr(lr_schedules, section["type"])
-        else torch.optim.lr_scheduler
-    )
+    module = lr_schedules if hasattr(lr_schedules, section["type"]) else torch.optim.lr_scheduler
     return functools.partial(getattr(module, section["type"]), **section["params"])
 
 
@@ -103,9 +93,7 @@ def trained(case: Drawn) -> tuple[Run, Any]:
                 engine.step()
             if ends and engine.was_step_applied():
                 run.norms.append(engine.get_global_grad_norm())
-        run.weights = {
-            name: value.clone() for name, value in engine.module_state_dict().items()
-        }
+        run.weights = {name: value.clone() for name, value in engine.module_state_dict().items()}
         run.moments = moments_of(engine)
         return run, getattr(engine.optimizer, "cur_scale", None)
     finally:
@@ -116,10 +104,7 @@ def trained(case: Drawn) -> tuple[Run, Any]:
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.parametrize(
     "number",
-    [
-        pytest.param(n, marks=() if n < DAILY else pytest.mark.slow)
-        for n in range(NUM_CONFIGS)
-    ],
+    [pytest.param(n, marks=() if n < DAILY else pytest.mark.slow) for n in range(NUM_CONFIGS)],
 )
 def test_a_config_trains_as_the_plain_loop_or_is_refused_by_name(
     number: int, tmp_path: Path

@@ -23,16 +23,9 @@ WHICH = (
     "and (t5 or llama or cache_dependent or structured or called_twice)"
 )
 
-FEWEST = {
-    "ATEN_CPU_CAPABILITY": "default",
-    "ONEDNN_MAX_CPU_ISA": "SSE41",
-    "MKL_CBWR": "COMPATIBLE",
-}
+FEWEST = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_CBWR": "COMPATIBLE"}
 CHOICES = {
-    "no vector instructions, one sum, two threads": {
-        **FEWEST,
-        "STRONGHOLD_TEST_THREADS": "2",
-    }
+    "no vector instructions, one sum, two threads": {**FEWEST, "STRONGHOLD_TEST_THREADS": "2"}
 }
 ONE_BY_ONE = {
     "no vector instructions, one sum": FEWEST,
@@ -45,24 +38,12 @@ ONE_BY_ONE = {
     "mkl sse4.2": {"MKL_ENABLE_INSTRUCTIONS": "SSE4_2"},
     "mkl avx2": {"MKL_ENABLE_INSTRUCTIONS": "AVX2"},
     "no onednn": {"STRONGHOLD_TEST_ONEDNN": "0"},
-    "no onednn, two threads": {
-        "STRONGHOLD_TEST_ONEDNN": "0",
-        "STRONGHOLD_TEST_THREADS": "2",
-    },
+    "no onednn, two threads": {"STRONGHOLD_TEST_ONEDNN": "0", "STRONGHOLD_TEST_THREADS": "2"},
 }
 
 
 def check(choice: dict[str, str], laws: tuple[str, ...], which: str) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-p",
-        "no:cacheprovider",
-        *laws,
-    ]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *laws]
     run = subprocess.run(
         [*command, "-k", which],
         cwd=ROOT,
@@ -76,11 +57,7 @@ def check(choice: dict[str, str], laws: tuple[str, ...], which: str) -> None:
 
 @pytest.mark.parametrize("choice", CHOICES.values(), ids=list(CHOICES))
 def test_bits_hold_under_other_kernels(choice: dict[str, str]) -> None:
-    check(
-        choice,
-        LAWS[:1],
-        "nothing_changes and not late and (t5 or odd_llama or cache_dependent)",
-    )
+    check(choice, LAWS[:1], "nothing_changes and not late and (t5 or odd_llama or cache_dependent)")
 
 
 @pytest.mark.slow

@@ -69,12 +69,7 @@ def attempt(engine: Any, batch: dict[str, Any], plain_backward: bool) -> torch.T
 
 
 def trained(
-    factory: Any,
-    steps: int,
-    settings: dict[str, Any],
-    look: Any,
-    *,
-    plain_backward: bool = False,
+    factory: Any, steps: int, settings: dict[str, Any], look: Any, *, plain_backward: bool = False
 ) -> tuple[Run, list[str]]:
     """The run of the engine, in which what ran out of memory is tried again, from the beginning of
     its step where that was given up; and the words of these errors. `look` is called with the
@@ -84,9 +79,7 @@ def trained(
     engine, run, errors = initialized(model, settings), Run(), list[str]()
     torch.manual_seed(1)
     with engine.inspect().device.counted():
-        while (
-            micro := engine.micro_steps
-        ) < steps * engine.gradient_accumulation_steps():
+        while (micro := engine.micro_steps) < steps * engine.gradient_accumulation_steps():
             assert len(errors) < 8, errors
             del run.losses[micro:]
             try:
@@ -102,17 +95,13 @@ def trained(
             engine.step()
             run.losses.append(loss)
             look(engine)
-    run.weights = {
-        name: value.clone() for name, value in engine.module_state_dict().items()
-    }
+    run.weights = {name: value.clone() for name, value in engine.module_state_dict().items()}
     run.moments = moments_of(engine)
     engine.destroy()
     return run, errors
 
 
-@pytest.mark.parametrize(
-    ("mode", "total_bytes"), each(list(MODES), [SMALL_BYTES, MIDDLE_BYTES])
-)
+@pytest.mark.parametrize(("mode", "total_bytes"), each(list(MODES), [SMALL_BYTES, MIDDLE_BYTES]))
 @law_of_time
 def test_a_run_whose_batches_grow_trains_with_the_same_bits(
     mode: str, total_bytes: int, monkeypatch: pytest.MonkeyPatch
@@ -150,9 +139,7 @@ class Hiding(nn.Module):
 def hidden(factory: Any) -> Any:
     def made() -> Any:
         model, make_batch = factory()
-        return Hiding(model), lambda micro: {
-            "batch": SimpleNamespace(**make_batch(micro))
-        }
+        return Hiding(model), lambda micro: {"batch": SimpleNamespace(**make_batch(micro))}
 
     return made
 
@@ -166,9 +153,7 @@ RUNS_OUT_IN = {
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize(
-    ("place", "mode"), each(list(RUNS_OUT_IN), ["gated", "accumulated"])
-)
+@pytest.mark.parametrize(("place", "mode"), each(list(RUNS_OUT_IN), ["gated", "accumulated"]))
 @law_of_time
 def test_what_runs_out_of_memory_is_given_up_and_the_next_plan_has_more_room(
     mode: str, place: str, monkeypatch: pytest.MonkeyPatch
@@ -194,10 +179,7 @@ def test_what_runs_out_of_memory_is_given_up_and_the_next_plan_has_more_room(
     assert error.startswith("False True" if call == "loss.backward" else "True True")
     if call != "loss.backward":
         assert f"It was in {call}" in error
-        assert (
-            "the plan changes to one that leaves more room before the next forward"
-            in error
-        )
+        assert "the plan changes to one that leaves more room before the next forward" in error
     assert plans[-1] is not plans[first - 1]
 
 
@@ -213,17 +195,12 @@ def logged(
     monkeypatch.setattr("stronghold.predict.refine.CHANGE_SHARE", 1e9)
     made, _ = MODELS["llama"](**model)
     engine = initialized(made, config(section=section_of(50_000_000)))
-    with (
-        caplog.at_level("INFO", logger="stronghold"),
-        engine.inspect().device.counted(),
-    ):
+    with caplog.at_level("INFO", logger="stronghold"), engine.inspect().device.counted():
         for step, length in enumerate(lengths):
             attempt(engine, token_batch(step, length=length), False)
             engine.step()
     engine.destroy()
-    return next(
-        m for m in caplog.messages if m.startswith(f"refined after {REFINED} steps")
-    )
+    return next(m for m in caplog.messages if m.startswith(f"refined after {REFINED} steps"))
 
 
 @pytest.mark.parametrize("longest", [32, 131072])
@@ -238,17 +215,12 @@ def test_batches_of_one_size_have_all_of_the_device(
 
 @pytest.mark.parametrize(("longest", "room"), [(131072, 192), (80, 160), (64, 128)])
 def test_batches_that_differ_have_headroom_up_to_the_models_longest(
-    longest: int,
-    room: int,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    longest: int, room: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Also where the largest of them came before steps were measured."""
     model = {"max_position_embeddings": longest}
     said = logged([SHORT, *[24] * (REFINED - 1)], monkeypatch, caplog, **model)
-    expected = (
-        f"with room for batches of {room} tokens, since they differ: up to 128 so far"
-    )
+    expected = f"with room for batches of {room} tokens, since they differ: up to 128 so far"
     assert expected in said
 
 
@@ -259,15 +231,10 @@ def test_fragments_are_left_out_and_many_of_them_get_a_hint(
     total_bytes = 10_000_000
     of_bytes(total_bytes, monkeypatch)
     fragments = int(share * total_bytes)
-    monkeypatch.setattr(
-        "tests.support.counted.CountedMemory.fragment_bytes", lambda _: fragments
-    )
+    monkeypatch.setattr("tests.support.counted.CountedMemory.fragment_bytes", lambda _: fragments)
     made, _ = MODELS["llama"]()
     engine = initialized(made, config(section=section_of(total_bytes)))
-    with (
-        caplog.at_level("INFO", logger="stronghold"),
-        engine.inspect().device.counted(),
-    ):
+    with caplog.at_level("INFO", logger="stronghold"), engine.inspect().device.counted():
         for step in range(REFINED):
             attempt(engine, token_batch(step, length=SHORT), False)
             engine.step()
@@ -290,16 +257,12 @@ def two_graphs(engine: Any, batches: list[Any]) -> list[torch.Tensor]:
 
 
 @law_of_time
-def test_while_a_graph_waits_a_larger_batch_keeps_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_while_a_graph_waits_a_larger_batch_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan cannot change then: that forward is computed again in backward. It changes when the
     graph is gone."""
     total_bytes = 5_600_000
     of_bytes(total_bytes, monkeypatch)
-    settings = config(
-        accumulation=2, section={**section_of(total_bytes), "resident_layers": 0}
-    )
+    settings = config(accumulation=2, section={**section_of(total_bytes), "resident_layers": 0})
     model, _ = MODELS["llama"]()
     engine, plans = initialized(model, settings), []
     found: list[torch.Tensor] = []
@@ -312,10 +275,7 @@ def test_while_a_graph_waits_a_larger_batch_keeps_nothing(
         for pair in batches:
             found += two_graphs(engine, pair)
             plans.append(engine.plan)
-    run = Run(
-        losses=found,
-        weights={k: v.clone() for k, v in engine.module_state_dict().items()},
-    )
+    run = Run(losses=found, weights={k: v.clone() for k, v in engine.module_state_dict().items()})
     engine.destroy()
     plain, _ = llama(lambda _: SHORT)()
     expected = train_plain(
@@ -363,11 +323,7 @@ def test_aliases_of_weights_never_stay_behind(monkeypatch: pytest.MonkeyPatch) -
 def test_ranks_make_room_together_at_the_end_of_the_step(tmp_path: Path) -> None:
     """The batches of one rank grow: it trains on, and all change to one plan."""
     found = run_ranks("tests.support.rank_programs:larger", 2, tmp_path)
-    losses = [
-        loss
-        for pair in zip(*(f["losses"] for f in found), strict=True)
-        for loss in pair
-    ]
+    losses = [loss for pair in zip(*(f["losses"] for f in found), strict=True) for loss in pair]
     lengths = found[1]["lengths"]
 
     def factory() -> Any:

@@ -55,9 +55,7 @@ class Stack(nn.Module):
 
 
 def batch(number: int) -> torch.Tensor:
-    return torch.randn(
-        4, HIDDEN, generator=torch.Generator().manual_seed(number)
-    ).bfloat16()
+    return torch.randn(4, HIDDEN, generator=torch.Generator().manual_seed(number)).bfloat16()
 
 
 def engine_of(section: dict[str, Any], *, clipping: float = 0.0, **more: Any) -> Any:
@@ -129,10 +127,7 @@ def test_pieces_change_no_bit_of_the_plain_loops(
         train(engine, range(2, 4))
         assert_same(arrays_of(engine), plain)
         report = engine.memory_report()
-        assert (report.host_peak, report.nvme_peak) == (
-            report.host_planned,
-            report.nvme_planned,
-        )
+        assert (report.host_peak, report.nvme_peak) == (report.host_planned, report.nvme_planned)
         # gradients with them
         kept = {"moments": 5.0, "masters": 4.0, "weights": 0.0}[home]
         rings = sum(n for k, n in engine.plan.host_bytes.items() if "ring" in k)
@@ -164,11 +159,7 @@ def test_a_parameter_takes_five_bytes_and_two_more_for_a_gradient_that_waits(
 
 
 def test_exact_and_lean_states_load_each_other_by_their_values(tmp_path: Path) -> None:
-    folder = {
-        "lean": tmp_path / "lean",
-        "exact": tmp_path / "exact",
-        "again": tmp_path / "again",
-    }
+    folder = {"lean": tmp_path / "lean", "exact": tmp_path / "exact", "again": tmp_path / "again"}
     engine = engine_of({})
     train(engine, range(2))
     engine.save_checkpoint(folder["lean"], tag="a")
@@ -184,9 +175,7 @@ def test_exact_and_lean_states_load_each_other_by_their_values(tmp_path: Path) -
             expected = join_master(of["weights"], of["low"])
             assert torch.equal(layer.master(part).flatten(), expected)
             for moment in MOMENTS:
-                codes, scales = (
-                    found[f"{moment}{s} of {part.name}"] for s in ("", "_scale")
-                )
+                codes, scales = (found[f"{moment}{s} of {part.name}"] for s in ("", "_scale"))
                 decoded = DECODED[moment](codes, scales)
                 assert torch.equal(layer.read(moment, part), decoded)
     exact.save_checkpoint(folder["exact"], tag="a")
@@ -214,19 +203,12 @@ def test_zeros_layout_has_the_decoded_values(tmp_path: Path) -> None:
     files = export_zero(tmp_path / "saved" / "a", tmp_path / "out")
     (zero,) = (torch.load(f, weights_only=False) for f in files if "optim" in f.name)
     zero = zero["optimizer_state_dict"]
-    names = [
-        name.removeprefix("weights of ") for name in found if name.startswith("weights")
-    ]
-    master = [
-        join_master(found[f"weights of {n}"], found[f"low of {n}"]) for n in names
-    ]
+    names = [name.removeprefix("weights of ") for name in found if name.startswith("weights")]
+    master = [join_master(found[f"weights of {n}"], found[f"low of {n}"]) for n in names]
     assert torch.equal(zero["single_partition_of_fp32_groups"][0], torch.cat(master))
     for moment in MOMENTS:
         decode = DECODED[moment]
-        of = [
-            decode(found[f"{moment} of {n}"], found[f"{moment}_scale of {n}"])
-            for n in names
-        ]
+        of = [decode(found[f"{moment} of {n}"], found[f"{moment}_scale of {n}"]) for n in names]
         numel = sum(values.numel() for values in of)
         there = zero["base_optimizer_state"]["state"][0][moment]
         assert torch.equal(there[:numel], torch.cat(of))
@@ -236,12 +218,8 @@ def test_zeros_layout_has_the_decoded_values(tmp_path: Path) -> None:
 def test_lean_states_of_other_weights_are_refused(precision: str) -> None:
     settings = config(precision=precision, section={"states": "lean"})
     model = Stack()
-    with pytest.raises(
-        ConfigError, match=f"weights are {precision}: lean states are a layout of"
-    ):
-        stronghold.initialize(
-            model=model, config=settings, model_parameters=model.parameters()
-        )
+    with pytest.raises(ConfigError, match=f"weights are {precision}: lean states are a layout of"):
+        stronghold.initialize(model=model, config=settings, model_parameters=model.parameters())
 
 
 def test_a_lean_optimizer_needs_a_lean_engine() -> None:
@@ -255,9 +233,7 @@ def test_a_lean_optimizer_needs_a_lean_engine() -> None:
 
 
 def test_a_plan_that_does_not_fit_says_what_lean_states_would_save() -> None:
-    with pytest.raises(
-        BudgetError, match=r'stronghold.states to "lean".*saves about [0-9.]+ '
-    ):
+    with pytest.raises(BudgetError, match=r'stronghold.states to "lean".*saves about [0-9.]+ '):
         engine_of({"states": "exact", "host_memory": 10 * PARAMETERS})
     engine_of({"host_memory": 10 * PARAMETERS}).destroy()
 
@@ -269,9 +245,7 @@ def test_deepspeeds_words_for_small_states_are_met_and_the_log_says_by_what(
     keys = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
     with caplog.at_level(logging.INFO, "stronghold"):
         engine_of(
-            {"states": kind},
-            bf16={"enabled": True, **keys},
-            zero_optimization={"stage": 2},
+            {"states": kind}, bf16={"enabled": True, **keys}, zero_optimization={"stage": 2}
         ).destroy()
     said = [r.getMessage() for r in caplog.records if "replaced by" in r.getMessage()]
     assert len(said) == 2
@@ -304,6 +278,4 @@ def test_a_learning_rate_that_does_not_move_the_largest_weights_is_said_once(
         engine.destroy()
     assert said[:3] == [0] * 3
     assert said[-1] == bool(standing)
-    assert (
-        standing == 0 or f"{standing} of {PARAMETERS // 3} in blocks.1" in caplog.text
-    )
+    assert standing == 0 or f"{standing} of {PARAMETERS // 3} in blocks.1" in caplog.text

@@ -39,9 +39,7 @@ def llama(*, tied: bool = False, bias: bool = False) -> Any:
 
 
 def batch(**more: Any) -> dict[str, Any]:
-    ids = torch.randint(
-        0, VOCABULARY, (3, 11), generator=torch.Generator().manual_seed(1)
-    )
+    ids = torch.randint(0, VOCABULARY, (3, 11), generator=torch.Generator().manual_seed(1))
     labels = ids.clone()
     labels[1, 5:] = -100
     return {"input_ids": ids, "labels": labels, **more}
@@ -54,19 +52,14 @@ GIVEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "bias": ({"bias": True}, {}),
     "number of items": ({}, {"num_items_in_batch": torch.tensor(17)}),
     "shifted labels": ({}, {"shift_labels": SHIFTED}),
-    "another word is ignored": (
-        {},
-        {"ignore_index": 3, "labels": batch()["input_ids"]},
-    ),
+    "another word is ignored": ({}, {"ignore_index": 3, "labels": batch()["input_ids"]}),
 }
 
 
 def gradients(model: Any, given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     loss = model(**batch(**given)).loss
     loss.backward()
-    found = [
-        p.grad.double().flatten() for p in model.parameters() if p.grad is not None
-    ]
+    found = [p.grad.double().flatten() for p in model.parameters() if p.grad is not None]
     return loss.detach(), torch.cat(found)
 
 
@@ -105,9 +98,7 @@ def in_parts(name: str, part: int) -> Callable[[], Any]:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["odd_llama", "qwen2", "gpt2"])
-def test_the_engine_has_the_bits_of_a_plain_loop_in_parts(
-    name: str, precision: str
-) -> None:
+def test_the_engine_has_the_bits_of_a_plain_loop_in_parts(name: str, precision: str) -> None:
     section = {"loss_chunk": 5, "window": 2, "activations": "recompute"}
     run = train_windowed(
         MODELS[name], steps=4, settings=config(precision=precision, section=section)
@@ -125,9 +116,7 @@ def test_logits_of_a_gib_in_fp32_are_in_parts_without_being_asked(
     # The engine takes that way by itself: a border that small logits reach stands for the large.
     monkeypatch.setattr("stronghold.model.logits.LARGE_BYTES", 1)
     monkeypatch.setattr("stronghold.model.logits.TOKENS", 5)
-    run = train_windowed(
-        MODELS["odd_llama"], steps=3, settings=config(section={"window": 2})
-    )
+    run = train_windowed(MODELS["odd_llama"], steps=3, settings=config(section={"window": 2}))
     assert_identical(run, train_plain(in_parts("odd_llama", 5), steps=3))
 
 
@@ -140,13 +129,9 @@ def test_small_logits_and_those_that_are_switched_off_are_plain_to_the_bit(
     assert_identical(run, train_plain(MODELS["odd_llama"], steps=3))
 
 
-@pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="Liger's are GPU kernels"
-)
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="Liger's are GPU kernels")
 @pytest.mark.parametrize("tied", [False, True])
-def test_ligers_fused_loss_lives_beside_ours(
-    tied: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_ligers_fused_loss_lives_beside_ours(tied: bool, caplog: pytest.LogCaptureFixture) -> None:
     """As `use_liger_kernel` of a Trainer puts it in: ours has no work then, except in evaluation.
 
     Triton's interpreter takes the kernels of head and loss alone, with numpy before 2.4.
@@ -168,14 +153,9 @@ def test_ligers_fused_loss_lives_beside_ours(
         assert loss.num_divided == 1
 
     section = {"window": 1, "loss_chunk": 5}
-    run = train_windowed(
-        fused, steps=3, settings=config(section=section), inspect=inspect
-    )
+    run = train_windowed(fused, steps=3, settings=config(section=section), inspect=inspect)
     assert_identical(run, train_plain(fused, steps=3))
-    assert (
-        "LlamaForCausalLM: liger_kernel computes head and loss in training"
-        in caplog.text
-    )
+    assert "LlamaForCausalLM: liger_kernel computes head and loss in training" in caplog.text
 
 
 class Outside(torch.autograd.Function):
@@ -205,9 +185,7 @@ def written(logits: torch.Tensor) -> torch.Tensor:
     ],
     ids=["index", "label smoothing", "torch function", "autograd function", "in place"],
 )
-def test_whatever_else_asks_for_logits_gets_them(
-    use: Callable[[torch.Tensor], Any],
-) -> None:
+def test_whatever_else_asks_for_logits_gets_them(use: Callable[[torch.Tensor], Any]) -> None:
     model = llama()
     plain = copy.deepcopy(model)
     LogitsInParts(model, 7)
@@ -219,9 +197,7 @@ def test_whatever_else_asks_for_logits_gets_them(
         assert logits.shape == (3, 11, VOCABULARY)
         value = use(logits)
         value.backward()
-        results.append(
-            (value, each.lm_head.weight.grad, each.model.embed_tokens.weight.grad)
-        )
+        results.append((value, each.lm_head.weight.grad, each.model.embed_tokens.weight.grad))
     assert torch.equal(results[0][0], results[1][0])
     for expected, found in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
@@ -281,9 +257,7 @@ def test_logits_are_read_before_the_step(resident_updates: str) -> None:
             assert early.logits.argmax(-1).shape == (3, 11)
             engine.step()
             early.logits.sum()
-            with pytest.raises(
-                ConfigError, match=r"outputs.logits before engine.step\(\)"
-            ):
+            with pytest.raises(ConfigError, match=r"outputs.logits before engine.step\(\)"):
                 late.logits.sum()
     finally:
         engine.destroy()
@@ -292,9 +266,7 @@ def test_logits_are_read_before_the_step(resident_updates: str) -> None:
 def test_the_model_is_given_back_whole_and_copies_are_their_own() -> None:
     model = llama()
     before = {name: set(vars(module)) for name, module in model.named_modules()}
-    engine, *_ = stronghold.initialize(
-        model=model, config=config(section={"loss_chunk": 7})
-    )
+    engine, *_ = stronghold.initialize(model=model, config=config(section={"loss_chunk": 7}))
     try:
         assert type(model(**batch()).logits) is Logits
         for made in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):

@@ -63,10 +63,7 @@ def test_a_parameter_takes_the_bytes_of_its_optimizer(
     """And 2 more: gradients wait for the gate."""
     model = llama_of(128, 352, 16, 4, 4, 256)
     settings = config(
-        clipping=clipping,
-        precision=precision,
-        section={"window": 2},
-        optimizer=optimizer,
+        clipping=clipping, precision=precision, section={"window": 2}, optimizer=optimizer
     )
     engine = initialized(model, settings)
     tokens = torch.arange(32).view(2, 16)
@@ -82,12 +79,8 @@ def test_a_parameter_takes_the_bytes_of_its_optimizer(
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("window", [1, 2, 3, 64])
-def test_weights_cross_at_most_twice_and_gradients_once(
-    window: int, accumulation: int
-) -> None:
-    engine, make_batch = trained(
-        "gpt", section={"window": window}, accumulation=accumulation
-    )
+def test_weights_cross_at_most_twice_and_gradients_once(window: int, accumulation: int) -> None:
+    engine, make_batch = trained("gpt", section={"window": window}, accumulation=accumulation)
     layout, before = engine.inspect().layout, engine.inspect().traffic
     steps = 4
     train(engine, make_batch, range(STEPS, STEPS + steps))
@@ -110,9 +103,7 @@ def test_weights_cross_at_most_twice_and_gradients_once(
     engine.destroy()
 
 
-@pytest.mark.parametrize(
-    "section", [{"window": 2}, on_gpu("whole")], ids=["streamed", "whole"]
-)
+@pytest.mark.parametrize("section", [{"window": 2}, on_gpu("whole")], ids=["streamed", "whole"])
 def test_a_forward_only_engine_costs_the_weights_alone(section: dict[str, Any]) -> None:
     model, make_batch = MODELS["gpt"]()
     settings = config(precision="bf16", section=section)

@@ -43,12 +43,7 @@ MODES: dict[str, dict[str, Any]] = {
 PLACES: dict[str, dict[str, Any]] = {
     "derived": {},
     "updated on the host": {"resident_updates": "host"},
-    "with keys of blocks": {
-        "window": 2,
-        "prefetch": 1,
-        "chunk": 1,
-        "activations": "recompute",
-    },
+    "with keys of blocks": {"window": 2, "prefetch": 1, "chunk": 1, "activations": "recompute"},
 }
 WARNING = "no repeated blocks found in"
 
@@ -59,9 +54,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 # -- bits ------------------------------------------------------------------------------------------
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize(
-    ("name", "mode", "place"), pairs(TOYS, list(MODES), list(PLACES))
-)
+@pytest.mark.parametrize(("name", "mode", "place"), pairs(TOYS, list(MODES), list(PLACES)))
 def test_a_toy_trains_as_in_a_plain_loop(name: str, mode: str, place: str) -> None:
     options = MODES[mode]
     plans: list[Any] = []
@@ -106,19 +99,13 @@ def test_a_model_with_blocks_is_not_warned_of(caplog: pytest.LogCaptureFixture) 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "lean"])
 @pytest.mark.parametrize("window", [None, 2])
-def test_too_little_room_is_refused_with_what_fits(
-    precision: str, window: int | None
-) -> None:
+def test_too_little_room_is_refused_with_what_fits(precision: str, window: int | None) -> None:
     """First the state leaves the device, since the model trains without it there; then nothing
     more can."""
 
     def engine_within(budget: int | str) -> Any:
-        section: dict[str, Any] = {"gpu_memory": budget} | (
-            {"window": window} if window else {}
-        )
-        return initialized(
-            MODELS["one_block"]()[0], config(precision=precision, section=section)
-        )
+        section: dict[str, Any] = {"gpu_memory": budget} | ({"window": window} if window else {})
+        return initialized(MODELS["one_block"]()[0], config(precision=precision, section=section))
 
     engine = engine_within("1GiB")
     assert engine.plan.whole
@@ -151,9 +138,7 @@ def test_what_is_pinned_about_blocks_is_refused_where_there_are_none() -> None:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["two_scalars", "one_weird_block", "half_frozen"])
-def test_a_resumed_run_is_the_uninterrupted_one(
-    name: str, mode: str, tmp_path: Path
-) -> None:
+def test_a_resumed_run_is_the_uninterrupted_one(name: str, mode: str, tmp_path: Path) -> None:
     """Whole, then updated on the host, then whole again."""
     places = [PLACES["derived"], PLACES["updated on the host"], PLACES["derived"]]
 
@@ -189,12 +174,8 @@ def test_its_checkpoint_turns_into_what_others_read(name: str, tmp_path: Path) -
     assert all(torch.equal(read[key], value) for key, value in weights.items())
     engine.destroy()
     command("export", tmp_path / "ours", tmp_path / "zero", "--to", "zero-stage2")
-    merged = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(
-        str(tmp_path / "zero")
-    )
-    assert all(
-        torch.equal(merged[key].float(), value) for key, value in masters.items()
-    )
+    merged = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "zero"))
+    assert all(torch.equal(merged[key].float(), value) for key, value in masters.items())
     command("import", tmp_path / "zero", tmp_path / "again")
     engine = initialized(MODELS[name](seed=1)[0], config(precision="bf16"))
     engine.load_checkpoint(tmp_path / "again")
@@ -210,13 +191,9 @@ def test_masters_are_read_and_written(name: str, mode: str) -> None:
         for ours in both.model.parameters():
             master = utils.safe_get_full_fp32_param(ours)
             assert master.shape == ours.shape
-            assert (
-                utils.safe_get_full_optimizer_state(ours, "exp_avg").shape == ours.shape
-            )
+            assert utils.safe_get_full_optimizer_state(ours, "exp_avg").shape == ours.shape
         both.backward(both.on(1))
-        for ours, plain in zip(
-            both.model.parameters(), both.plain.parameters(), strict=True
-        ):
+        for ours, plain in zip(both.model.parameters(), both.plain.parameters(), strict=True):
             gradient = utils.safe_get_full_grad(ours)
             assert torch.equal(gradient, plain.grad.float())
             utils.safe_set_full_grad(ours, gradient * 0.5)
@@ -256,9 +233,7 @@ def test_an_engine_of_it_alone_computes_what_the_optimizer_does_not_own() -> Non
     """The optimizer has one of two scalars: the other stays as it is."""
     model, make_batch = MODELS["two_scalars"]()
     before = model.b.detach().clone()
-    engine, *_ = stronghold.initialize(
-        model=model, config=config(), model_parameters=[model.a]
-    )
+    engine, *_ = stronghold.initialize(model=model, config=config(), model_parameters=[model.a])
     train(engine, make_batch, range(2))
     engine.synchronize()
     assert torch.equal(model.b, before)

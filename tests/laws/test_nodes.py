@@ -35,9 +35,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", node_programs.BITS)
-def test_nodes_have_the_bits_of_one_rank_that_accumulates(
-    name: str, two: list[Any]
-) -> None:
+def test_nodes_have_the_bits_of_one_rank_that_accumulates(name: str, two: list[Any]) -> None:
     """And so, by `test_ranks`, those of as many ranks of one node."""
     one = rank_cases.CASES[name]()
     losses = interleaved([found["bits"][name] for found in two])
@@ -47,9 +45,7 @@ def test_nodes_have_the_bits_of_one_rank_that_accumulates(
         assert run.norms == pytest.approx(one.norms, rel=1e-12)
 
 
-def test_host_bytes_are_the_plans_with_the_weights_on_every_node(
-    two: list[Any],
-) -> None:
+def test_host_bytes_are_the_plans_with_the_weights_on_every_node(two: list[Any]) -> None:
     """bf16 with held gradients: 2 bytes of weights, and 12 that all ranks share."""
     for found in two:
         report = found["memory"]
@@ -58,9 +54,7 @@ def test_host_bytes_are_the_plans_with_the_weights_on_every_node(
         assert "x 2 ranks on 2 nodes, each with the weights" in report["plan"]
 
 
-def test_the_wire_between_nodes_carries_weights_once_and_gradients_once(
-    two: list[Any],
-) -> None:
+def test_the_wire_between_nodes_carries_weights_once_and_gradients_once(two: list[Any]) -> None:
     """Of each the half that the other node has; ZeRO-3 receives weights twice."""
     for found in two:
         traffic = found["traffic"]
@@ -126,8 +120,7 @@ def test_a_folder_that_the_nodes_do_not_share_is_refused_before_it_is_written(
 
 # -- failures --------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    "how",
-    ["kill", *(pytest.param(how, marks=pytest.mark.slow) for how in ("raise", "stop"))],
+    "how", ["kill", *(pytest.param(how, marks=pytest.mark.slow) for how in ("raise", "stop"))]
 )
 def test_a_rank_that_is_lost_on_another_node_is_named(how: str, tmp_path: Path) -> None:
     """By its closed connection, or because it does not come."""
@@ -177,15 +170,11 @@ def test_nodes_with_unequal_numbers_of_ranks_are_refused() -> None:
 def test_two_nodes_of_two_ranks(two: list[Any], tmp_path: Path) -> None:
     """Bits, bytes, and a checkpoint of two nodes of one rank."""
     source = Path(two[0]["checkpoint"]["saved"])
-    four = run_ranks(
-        f"{PROGRAMS}:four_ranks", 4, tmp_path, num_nodes=2, CHECKPOINT=str(source)
-    )
+    four = run_ranks(f"{PROGRAMS}:four_ranks", 4, tmp_path, num_nodes=2, CHECKPOINT=str(source))
     for name, run in rank_programs.four_ranks(tmp_path).items():
         losses = interleaved([found["bits"][name] for found in four])
         for found in four:
-            assert_identical(
-                Run(losses=losses, weights=found["bits"][name].weights), run
-            )
+            assert_identical(Run(losses=losses, weights=found["bits"][name].weights), run)
             assert found["bits"][name].norms == pytest.approx(run.norms, rel=1e-12)
     for found in four:
         report, traffic = found["memory"], found["traffic"]
@@ -193,10 +182,7 @@ def test_two_nodes_of_two_ranks(two: list[Any], tmp_path: Path) -> None:
         assert report["host_peak"] == (2 / 2 + 12 / 4) * report["padded_numel"]
         # Weights: of its half of the node's the half that its peer has. Gradients: over gloo every
         # rank's piece comes by itself, two from the other node.
-        assert (
-            traffic["received"]
-            == (traffic["trained"] + 2 * traffic["trained"]) * 4 // 4
-        )
+        assert traffic["received"] == (traffic["trained"] + 2 * traffic["trained"]) * 4 // 4
         for name, weight in two[0]["checkpoint"]["first"]["weights"].items():
             assert torch.equal(found["elsewhere"]["weights"][name], weight), name
     again = tmp_path / "again" / "global_step2"
@@ -215,9 +201,7 @@ AGENT = (
 @pytest.mark.slow
 def test_two_machines_under_torchrun(tmp_path: Path) -> None:
     """Namespaces of their own: neither sees the other's processes."""
-    tried = subprocess.run(
-        [*UNSHARE, "hostname", "elsewhere"], capture_output=True, text=True
-    )
+    tried = subprocess.run([*UNSHARE, "hostname", "elsewhere"], capture_output=True, text=True)
     if tried.returncode:
         pytest.skip(f"unshare: {tried.stderr.strip()}")
     port, agents = str(free_port()), []
@@ -242,9 +226,7 @@ def test_two_machines_under_torchrun(tmp_path: Path) -> None:
         for agent in agents:
             agent.kill()
             agent.wait()
-    found = [
-        pickle.loads((tmp_path / f"result-{rank}").read_bytes()) for rank in range(2)
-    ]
+    found = [pickle.loads((tmp_path / f"result-{rank}").read_bytes()) for rank in range(2)]
     assert found[0]["processes"] != found[1]["processes"]
     one = rank_cases.CASES["gpt"]()
     for rank, of_rank in enumerate(found):

@@ -25,9 +25,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stronghold.plan.host_memory.PIECE_BYTES", PAGE_NUMEL * 24)
 
 
-def engine_of(
-    model: nn.Module, path: Path, section: dict[str, Any], **settings: Any
-) -> Any:
+def engine_of(model: nn.Module, path: Path, section: dict[str, Any], **settings: Any) -> Any:
     nvme = {"path": str(path), **section.pop("nvme", {})}
     section = {"window": 2, **section, "nvme": nvme}
     return initialized(model, config(section=section, **settings))
@@ -50,11 +48,7 @@ def test_peaks_equal_the_plan_on_all_tiers(
 ) -> None:
     model, make_batch = MODELS[name]()
     clipping, accumulation, precision = mode
-    settings = {
-        "clipping": clipping,
-        "accumulation": accumulation,
-        "precision": precision,
-    }
+    settings = {"clipping": clipping, "accumulation": accumulation, "precision": precision}
     engine = engine_of(model, tmp_path, {"nvme": {"spill": spill}}, **settings)
     train(engine, make_batch, range(2))
     report = engine.memory_report()
@@ -80,14 +74,8 @@ def test_a_step_moves_the_planned_bytes(tmp_path: Path) -> None:
         ("weights", 1.0, 3),
     ):
         model, make_batch = MODELS["gpt"](num_layers=4)
-        settings = {
-            "clipping": clipping,
-            "accumulation": accumulation,
-            "precision": "bf16",
-        }
-        engine = engine_of(
-            model, tmp_path, {"window": 1, "nvme": {"spill": spill}}, **settings
-        )
+        settings = {"clipping": clipping, "accumulation": accumulation, "precision": "bf16"}
+        engine = engine_of(model, tmp_path, {"window": 1, "nvme": {"spill": spill}}, **settings)
         moved = []
         for step in range(4):
             train(engine, make_batch, range(step, step + 1))
@@ -96,9 +84,7 @@ def test_a_step_moves_the_planned_bytes(tmp_path: Path) -> None:
                 layer.wait()
             store = engine.inspect().files
             moved.append((store.bytes_read, store.bytes_written))
-        read, written = (
-            late - early for early, late in zip(moved[2], moved[3], strict=True)
-        )
+        read, written = (late - early for early, late in zip(moved[2], moved[3], strict=True))
         plan = engine.plan
         engine.destroy()
         assert written == plan.traffic.nvme_written_bytes
@@ -114,14 +100,8 @@ def test_the_wear_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
         written = engine.plan.traffic.nvme_written_bytes
         train(engine, make_batch, range(4))
         engine.destroy()
-    assert written == 8 * sum(
-        layer.trainable_numel for layer in engine.inspect().layout.layers
-    )
-    told = [
-        record.message
-        for record in caplog.records
-        if "TB written per hour" in record.message
-    ]
+    assert written == 8 * sum(layer.trainable_numel for layer in engine.inspect().layout.layers)
+    told = [record.message for record in caplog.records if "TB written per hour" in record.message]
     assert len(told) == 1
     assert f"{written / (1 << 20):.2f} MiB written" in told[0]
 
@@ -129,9 +109,7 @@ def test_the_wear_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
 def test_what_is_replaced_costs_no_more_than_itself(tmp_path: Path) -> None:
     """Taking the model over writes its weights once, and pages that two parameters share twice."""
     model, _ = MODELS["gpt"](num_layers=4)
-    engine = engine_of(
-        model, tmp_path, {"nvme": {"spill": "weights"}}, precision="bf16"
-    )
+    engine = engine_of(model, tmp_path, {"nvme": {"spill": "weights"}}, precision="bf16")
     store, layers = engine.inspect().files, engine.inspect().layout.layers
     edges = 2 * sum(len(layer.slices) for layer in layers) * 2 * PAGE_NUMEL
     weights = sum(layer.numel for layer in layers) * 2
@@ -148,10 +126,7 @@ def test_host_bytes_per_parameter_are_few(
 ) -> None:
     settings = {"precision": "bf16", "clipping": clipping, "accumulation": accumulation}
     engine = engine_of(
-        llama_of(128, 352, 8, 4, 4, 256),
-        tmp_path,
-        {"nvme": {"spill": spill}},
-        **settings,
+        llama_of(128, 352, 8, 4, 4, 256), tmp_path, {"nvme": {"spill": spill}}, **settings
     )
     tokens = torch.arange(32).view(2, 16)
     for _ in range(2 * accumulation):
@@ -185,12 +160,8 @@ def test_state_of_three_times_the_host_budget_trains(tmp_path: Path) -> None:
     state = found[0][0].host_peak
     for budget in (state, state // 2, state // 3):
         nvme = {"path": str(tmp_path)}
-        here = config(
-            section={**section, "host_memory": budget, "nvme": nvme}, **settings
-        )
-        assert_identical(
-            train_windowed(factory, steps=3, settings=here, inspect=inspect), run
-        )
+        here = config(section={**section, "host_memory": budget, "nvme": nvme}, **settings)
+        assert_identical(train_windowed(factory, steps=3, settings=here, inspect=inspect), run)
         report, plan = found[-1]
         assert report.host_peak == report.host_planned <= budget
         assert report.nvme_peak == report.nvme_planned
@@ -206,9 +177,7 @@ def test_what_does_not_fit_is_refused_with_what_helps(tmp_path: Path) -> None:
     def refusal(section: dict[str, Any]) -> str:
         settings = config(precision="bf16", section={"window": 2, **section})
         with pytest.raises(BudgetError) as caught:
-            stronghold.initialize(
-                model=model, config=settings, model_parameters=model.parameters()
-            )
+            stronghold.initialize(model=model, config=settings, model_parameters=model.parameters())
         assert list(tmp_path.iterdir()) == []
         return str(caught.value)
 

@@ -42,17 +42,13 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def trained(name: str, section: dict[str, Any], **settings: Any) -> Run:
     return train_windowed(
-        MODELS[name],
-        steps=STEPS,
-        settings=config(section={"window": 2, **section}, **settings),
+        MODELS[name], steps=STEPS, settings=config(section={"window": 2, **section}, **settings)
     )
 
 
 @functools.cache
 def in_memory(name: str, precision: str, clipping: float, accumulation: int) -> Run:
-    return trained(
-        name, {}, precision=precision, clipping=clipping, accumulation=accumulation
-    )
+    return trained(name, {}, precision=precision, clipping=clipping, accumulation=accumulation)
 
 
 def spilling(path: Path, spill: str, **emulated: Any) -> dict[str, Any]:
@@ -66,19 +62,13 @@ def test_several_disks_never_change_a_bit(engine: str, tmp_path: Path) -> None:
     for path in paths:
         path.mkdir()
     nvme = {"path": [str(path) for path in paths], "spill": "weights", "block": 4096}
-    run = trained(
-        "gpt", {"nvme": {**nvme, "engine": engine}}, precision="bf16", clipping=0.5
-    )
+    run = trained("gpt", {"nvme": {**nvme, "engine": engine}}, precision="bf16", clipping=0.5)
     assert_identical(run, in_memory("gpt", "bf16", 0.5, 1))
 
 
-def test_a_file_system_without_direct_transfers_never_changes_a_bit(
-    tmp_path: Path,
-) -> None:
+def test_a_file_system_without_direct_transfers_never_changes_a_bit(tmp_path: Path) -> None:
     with mounted(tmp_path, "-t", "tmpfs", "tmpfs"):
-        run = trained(
-            "gpt", spilling(tmp_path, "weights"), precision="bf16", clipping=0.5
-        )
+        run = trained("gpt", spilling(tmp_path, "weights"), precision="bf16", clipping=0.5)
         assert_identical(run, in_memory("gpt", "bf16", 0.5, 1))
 
 
@@ -87,16 +77,9 @@ def test_spilled_weights_are_real_between_steps(tmp_path: Path) -> None:
     """Every value, after every step, through the parameters; with transfers past the page cache
     between the reads."""
     found: dict[str, list[dict[str, torch.Tensor]]] = {}
-    for name, section in (
-        ("ram", {}),
-        ("nvme", spilling(tmp_path, "weights", jitter_s=0.0003)),
-    ):
-        engine, make_batch = made(
-            {"window": 1, **section}, precision="bf16", clipping=0.5
-        )
-        shapes = {
-            n: (p.shape, p.dtype, p.device) for n, p in engine.module.named_parameters()
-        }
+    for name, section in (("ram", {}), ("nvme", spilling(tmp_path, "weights", jitter_s=0.0003))):
+        engine, make_batch = made({"window": 1, **section}, precision="bf16", clipping=0.5)
+        shapes = {n: (p.shape, p.dtype, p.device) for n, p in engine.module.named_parameters()}
         found[name] = []
         for step in range(4):
             engine.backward(loss_of(engine(**make_batch(step))))
@@ -118,9 +101,7 @@ def test_loaded_weights_are_trained(spill: str, tmp_path: Path) -> None:
     other, _ = MODELS["gpt"](seed=7)
     runs, masters = [], []
     for section in ({}, spilling(tmp_path, spill)):
-        engine, make_batch = made(
-            {"window": 2, **section}, precision="bf16", clipping=0.5
-        )
+        engine, make_batch = made({"window": 2, **section}, precision="bf16", clipping=0.5)
         late(engine)
         losses = []
         for step in range(4):
@@ -179,9 +160,7 @@ def test_a_forward_only_engine_spills_its_weights(tmp_path: Path) -> None:
 
 
 def test_the_weights_alone_are_saved_from_where_they_lie(tmp_path: Path) -> None:
-    engine, make_batch = made(
-        {"window": 2, **spilling(tmp_path, "weights")}, precision="bf16"
-    )
+    engine, make_batch = made({"window": 2, **spilling(tmp_path, "weights")}, precision="bf16")
     engine.backward(loss_of(engine(**make_batch(0))))
     engine.step()
     for name in ("model.safetensors", "model.bin"):
@@ -221,9 +200,7 @@ def test_a_checkpoint_beside_training_is_of_its_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_layers_that_are_updated_on_the_gpu_never_spill(
-    accumulation: int, tmp_path: Path
-) -> None:
+def test_layers_that_are_updated_on_the_gpu_never_spill(accumulation: int, tmp_path: Path) -> None:
     section = {
         "resident_layers": 1,
         "resident_updates": "gpu",
@@ -251,11 +228,7 @@ def test_layers_that_are_updated_on_the_gpu_never_spill(
 
 def test_a_plan_whose_layers_all_stay_on_the_gpu_is_refined(tmp_path: Path) -> None:
     """Files were asked for, and hold nothing: what is left open is which updates are early."""
-    section = {
-        "resident_layers": "all",
-        "resident_updates": "gpu",
-        "activations": "recompute",
-    }
+    section = {"resident_layers": "all", "resident_updates": "gpu", "activations": "recompute"}
     section |= {"early_layers": None, "host_memory": 1 << 30}
     steps = refine.WARM_UP_STEPS + refine.TRACED_STEPS + 1
     settings = config(section=section | spilling(tmp_path, "moments"), clipping=0.0)
@@ -292,9 +265,7 @@ def resumed(saved: Path, settings: dict[str, Any], steps: range) -> Run:
         engine.backward(loss)
         engine.step()
         run.losses.append(loss.detach().clone())
-    run.weights = {
-        name: value.clone() for name, value in engine.module_state_dict().items()
-    }
+    run.weights = {name: value.clone() for name, value in engine.module_state_dict().items()}
     run.moments = moments_of(engine)
     engine.destroy()
     return run

@@ -19,11 +19,7 @@ from tests.support.twin import Twin, twin
 
 SCHEDULES: dict[str, dict[str, Any]] = {
     "WarmupLR": {"warmup_min_lr": 1e-4, "warmup_max_lr": 1e-2, "warmup_num_steps": 4},
-    "WarmupDecayLR": {
-        "total_num_steps": 6,
-        "warmup_max_lr": 1e-2,
-        "warmup_num_steps": 2,
-    },
+    "WarmupDecayLR": {"total_num_steps": 6, "warmup_max_lr": 1e-2, "warmup_num_steps": 2},
     "WarmupCosineLR": {"total_num_steps": 6, "warmup_num_steps": 2},
     "OneCycle": {
         "cycle_min_lr": 1e-3,
@@ -63,12 +59,8 @@ def train_with(both: Twin, schedule: Any, steps: int = 7) -> list[list[float]]:
     """Train both; the plain half asks `schedule`, made for `both.shown`. Returns the rates."""
     rates = []
     for step in range(steps):
-        assert both.engine.get_lr() == [
-            group["lr"] for group in both.shown.param_groups
-        ]
-        assert both.engine.get_mom() == [
-            group["betas"] for group in both.shown.param_groups
-        ]
+        assert both.engine.get_lr() == [group["lr"] for group in both.shown.param_groups]
+        assert both.engine.get_mom() == [group["betas"] for group in both.shown.param_groups]
         rates.append(both.engine.get_lr())
         both.train(step)
         if schedule is not None:
@@ -128,15 +120,9 @@ def test_a_rate_that_is_written_is_used_at_the_next_step(clipping: float) -> Non
             both.train(step)
 
 
-@pytest.mark.parametrize(
-    "section", [{}, {"resident_layers": 1, "resident_updates": "gpu"}]
-)
-@pytest.mark.parametrize(
-    "updates", [{"clipping": 0.5}, {"clipping": 0.0, "early": "all"}]
-)
-def test_a_rate_that_is_written_after_backward_is_this_steps(
-    section: Any, updates: Any
-) -> None:
+@pytest.mark.parametrize("section", [{}, {"resident_layers": 1, "resident_updates": "gpu"}])
+@pytest.mark.parametrize("updates", [{"clipping": 0.5}, {"clipping": 0.0, "early": "all"}])
+def test_a_rate_that_is_written_after_backward_is_this_steps(section: Any, updates: Any) -> None:
     with twin(section=section, **updates) as both:
         both.train(0)
         both.backward(both.on(1))
@@ -150,22 +136,13 @@ def test_a_rate_that_is_written_after_backward_is_this_steps(
 
 @pytest.mark.parametrize("section", [{}, {"resident_layers": 1}])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_parameter_groups_mean_what_they_meant(
-    precision: str, section: dict[str, Any]
-) -> None:
+def test_parameter_groups_mean_what_they_meant(precision: str, section: dict[str, Any]) -> None:
     model, _ = MODELS["gpt"]()
     both = Twin(
-        of=model,
-        model_parameters=decayed_groups(model),
-        precision=precision,
-        section=section,
+        of=model, model_parameters=decayed_groups(model), precision=precision, section=section
     )
     both.restart_plain(decayed_groups(both.plain))
-    assert [group["weight_decay"] for group in both.engine.optimizer.param_groups] == [
-        0.2,
-        0,
-        0.1,
-    ]
+    assert [group["weight_decay"] for group in both.engine.optimizer.param_groups] == [0.2, 0, 0.1]
     train_with(both, None, steps=4)
     both.check()
     both.engine.destroy()
@@ -188,10 +165,7 @@ def test_a_clients_adam_is_the_optimizer(name: str, way: str) -> None:
     groups = decayed_groups if "no decay" not in name else nn.Module.parameters
     optimizer = make if way == "callable" else make(groups(model))
     both = Twin(
-        of=model,
-        optimizer=optimizer,
-        model_parameters=groups(model),
-        extra={"optimizer": None},
+        of=model, optimizer=optimizer, model_parameters=groups(model), extra={"optimizer": None}
     )
     both.restart_plain(groups(both.plain), hyper)
     train_with(both, None, steps=3)
@@ -253,51 +227,33 @@ def test_a_parameter_may_be_frozen_between_steps_and_thawed_again(whole: bool) -
             both.train(step)
 
 
-@pytest.mark.parametrize(
-    "section", [{}, {"resident_layers": "all", "resident_updates": "gpu"}]
-)
-def test_a_parameter_that_was_frozen_from_the_start_cannot_be_thawed(
-    section: Any,
-) -> None:
+@pytest.mark.parametrize("section", [{}, {"resident_layers": "all", "resident_updates": "gpu"}])
+def test_a_parameter_that_was_frozen_from_the_start_cannot_be_thawed(section: Any) -> None:
     """It would be in no step, without a word."""
     with twin("frozen", section=section) as both:
         both.train(0)
         both.model.embedding.requires_grad_(True)
-        with pytest.raises(
-            ConfigError, match=r"embedding\.weight was frozen in stronghold\.init"
-        ):
+        with pytest.raises(ConfigError, match=r"embedding\.weight was frozen in stronghold\.init"):
             both.engine.backward(both.on(1)(both.engine))
         both.model.embedding.requires_grad_(False)
         both.train(1)
 
 
-@pytest.mark.parametrize(
-    "way", ["named", "generator", "one tensor", "named groups", "callable"]
-)
+@pytest.mark.parametrize("way", ["named", "generator", "one tensor", "named groups", "callable"])
 def test_parameters_may_be_given_in_every_form_that_torch_takes(way: str) -> None:
     model, _ = MODELS["gpt"]()
     named = dict(model.named_parameters())
     single = named.pop("embedding.weight")
     forms: dict[str, Any] = {
         "named": {"model_parameters": model.named_parameters()},
-        "generator": {
-            "model_parameters": filter(lambda p: p.requires_grad, model.parameters())
-        },
+        "generator": {"model_parameters": filter(lambda p: p.requires_grad, model.parameters())},
         "one tensor": {
-            "model_parameters": [
-                {"params": single},
-                {"params": (p for p in named.values())},
-            ]
+            "model_parameters": [{"params": single}, {"params": (p for p in named.values())}]
         },
         "named groups": {
-            "model_parameters": [
-                {"params": named.items()},
-                {"params": [("embedding", single)]},
-            ]
+            "model_parameters": [{"params": named.items()}, {"params": [("embedding", single)]}]
         },
-        "callable": {
-            "optimizer": lambda parameters: torch.optim.AdamW(parameters, **ADAM)
-        },
+        "callable": {"optimizer": lambda parameters: torch.optim.AdamW(parameters, **ADAM)},
     }
     both = Twin(of=model, **forms[way])
     both.train(0)
@@ -311,9 +267,7 @@ def test_parameters_may_be_given_in_every_form_that_torch_takes(way: str) -> Non
 def test_another_optimizer_is_refused_by_name(optimizer: Any, way: str) -> None:
     model, _ = MODELS["gpt"]()
     make = functools.partial(optimizer, lr=0.1)
-    with pytest.raises(
-        ConfigError, match=rf"{optimizer.__name__} cannot run.*Pass torch"
-    ):
+    with pytest.raises(ConfigError, match=rf"{optimizer.__name__} cannot run.*Pass torch"):
         stronghold.initialize(
             model=model,
             config=config(),
@@ -326,9 +280,7 @@ def test_an_optimizer_with_moments_is_refused() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     loss_of(model(**make_batch(0))).backward()
     optimizer.step()
-    with pytest.raises(
-        ConfigError, match="moments cannot be taken over: pass a new one"
-    ):
+    with pytest.raises(ConfigError, match="moments cannot be taken over: pass a new one"):
         stronghold.initialize(model=model, config=config(), optimizer=optimizer)
 
 
@@ -349,9 +301,7 @@ def test_parameters_outside_the_optimizer_stay_as_they_are() -> None:
     model, _ = MODELS["gpt"]()
     trained = [p for name, p in model.named_parameters() if "mlp" in name]
     both = Twin(of=model, model_parameters=trained)
-    both.restart_plain(
-        [p for name, p in both.plain.named_parameters() if "mlp" in name]
-    )
+    both.restart_plain([p for name, p in both.plain.named_parameters() if "mlp" in name])
     for step in range(3):
         both.backward(both.on(step))
         both.engine.step()
@@ -360,10 +310,7 @@ def test_parameters_outside_the_optimizer_stay_as_they_are() -> None:
             for name, p in both.plain.named_parameters()
             if "mlp" in name and p.grad is not None
         }
-        assert (
-            both.adam.step(gradients, both.clipping)
-            == both.engine.get_global_grad_norm()
-        )
+        assert both.adam.step(gradients, both.clipping) == both.engine.get_global_grad_norm()
         both.drop_plain()
     both.check()
     both.engine.destroy()
@@ -377,18 +324,14 @@ def test_the_optimizers_step_is_the_engines() -> None:
         assert both.engine.global_steps == 1
         assert both.engine.was_step_applied()
         both.check()
-        with pytest.raises(
-            ConfigError, match=r"engine\.backward\(loss\) and engine\.step\(\)"
-        ):
+        with pytest.raises(ConfigError, match=r"engine\.backward\(loss\) and engine\.step\(\)"):
             both.engine.optimizer.step(lambda: 0.0)
 
 
 def test_a_group_cannot_be_added_later() -> None:
     with twin() as both:
         with pytest.raises(ConfigError, match="pass every group to initialize"):
-            both.engine.optimizer.add_param_group(
-                {"params": [nn.Parameter(torch.ones(3))]}
-            )
+            both.engine.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
         assert len(both.engine.optimizer.param_groups) == 1
         both.train(0)
         both.engine.optimizer.param_groups[0]["params"].pop()
@@ -411,9 +354,7 @@ def test_the_optimizers_state_dict_carries_its_hyper_parameters() -> None:
         optimizer.load_state_dict(saved)
         both.train(2)
         with pytest.raises(ConfigError, match="moments cannot be loaded"):
-            optimizer.load_state_dict(
-                {**saved, "state": {0: {"exp_avg": torch.ones(1)}}}
-            )
+            optimizer.load_state_dict({**saved, "state": {0: {"exp_avg": torch.ones(1)}}})
         with pytest.raises(ConfigError, match="got groups of"):
             optimizer.load_state_dict({"state": {}, "param_groups": []})
 

@@ -16,13 +16,7 @@ from stronghold.optim.adam import Adam
 from stronghold.optim.lion import Lion
 from stronghold.optim.sgd import SGD
 from tests.models import MODELS, loss_of, without_caches
-from tests.support.training import (
-    DTYPES,
-    KernelOptimizer,
-    Run,
-    assert_identical,
-    config,
-)
+from tests.support.training import DTYPES, KernelOptimizer, Run, assert_identical, config
 
 STEPS = 4
 PLACES: dict[str, dict[str, Any]] = {
@@ -42,11 +36,7 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     special = [named.pop("embedding.weight"), named.pop("head.weight")]
     return [
         {"params": [p for p in named.values() if p.dim() > 1]},
-        {
-            "params": [p for p in named.values() if p.dim() <= 1],
-            "optimizer": "Lion",
-            "lr": 1e-3,
-        },
+        {"params": [p for p in named.values() if p.dim() <= 1], "optimizer": "Lion", "lr": 1e-3},
         {"params": special[:1], "optimizer": "SGD", "lr": 0.05, "weight_decay": 0.0},
         {"params": special[1:], "optimizer": "sgd", "lr": 0.02, "momentum": 0.9},
     ]
@@ -110,10 +100,7 @@ def windowed(
         torch.manual_seed(0)
         model, make_batch = MODELS["gpt"]()
         settings = config(
-            section=here,
-            precision=precision,
-            clipping=clipping,
-            accumulation=accumulation,
+            section=here, precision=precision, clipping=clipping, accumulation=accumulation
         )
         engine, *_ = stronghold.initialize(
             model=model, config=settings, model_parameters=groups(model)
@@ -172,20 +159,14 @@ def test_a_run_goes_on_elsewhere(precision: str, tmp_path: Path) -> None:
 def test_states_have_torchs_names() -> None:
     model, make_batch = MODELS["gpt"]()
     engine, *_ = stronghold.initialize(
-        model=model,
-        config=config(section={"window": 1}),
-        model_parameters=groups(model),
+        model=model, config=config(section={"window": 1}), model_parameters=groups(model)
     )
     try:
         engine.backward(loss_of(engine(**make_batch(0))))
         engine.step()
         named = dict(model.named_parameters())
-        assert safe_get_full_optimizer_state(
-            named["head.weight"], "momentum_buffer"
-        ).any()
-        with pytest.raises(
-            ConfigError, match=r"'exp_avg' not found: expected one of \[\]"
-        ):
+        assert safe_get_full_optimizer_state(named["head.weight"], "momentum_buffer").any()
+        with pytest.raises(ConfigError, match=r"'exp_avg' not found: expected one of \[\]"):
             safe_get_full_optimizer_state(named["embedding.weight"], "exp_avg")
     finally:
         engine.destroy()
@@ -200,9 +181,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
         )
         try:
             if fails:
-                with pytest.raises(
-                    ConfigError, match=r"updated by Lion.*load_optimizer_states"
-                ):
+                with pytest.raises(ConfigError, match=r"updated by Lion.*load_optimizer_states"):
                     engine.load_checkpoint(tmp_path)
                 engine.load_checkpoint(tmp_path, load_optimizer_states=False)
             engine.backward(loss_of(engine(**make_batch(0))))

@@ -32,10 +32,7 @@ UPDATED = 28 / 32  # of the bytes that pass memory: the norm reads the rest
 COMPUTE_BOUND = 0.15  # a disk's work in a step, in the time of compute's
 BALANCED = (0.8, 1.0, 1.25)
 DISK_BOUND = 20.0
-SLOW_BUT_LAST = [
-    *(pytest.param(x, marks=pytest.mark.slow) for x in BALANCED[:-1]),
-    BALANCED[-1],
-]
+SLOW_BUT_LAST = [*(pytest.param(x, marks=pytest.mark.slow) for x in BALANCED[:-1]), BALANCED[-1]]
 
 
 def measure(
@@ -48,12 +45,7 @@ def measure(
     """The median step's seconds, and how busy each lane was in one; the plan."""
     path.mkdir(exist_ok=True)
     model = SleepingModel(layers)
-    section = {
-        "window": 3,
-        "cpu_threads": 1,
-        "trace": str(path / "trace.json"),
-        **section,
-    }
+    section = {"window": 3, "cpu_threads": 1, "trace": str(path / "trace.json"), **section}
     section["emulated"] = {"poison": False, **emulated}
     engine = initialized(model, config(clipping=clipping, section=section))
     steps = timed_steps(engine, torch.ones(1024), WARM_UP + MEASURED)[WARM_UP:]
@@ -82,16 +74,12 @@ def test_step_takes_the_longest_lane(
     bound = max(busy[lane] for lane in LANES)
     on_time(busy["step"] <= SLACK * bound, busy)
     # Not vacuous: without overlap the step would be the sum.
-    on_time(
-        sum(busy[lane] for lane in ("compute", "fetch", "drain")) > 1.3 * bound, busy
-    )
+    on_time(sum(busy[lane] for lane in ("compute", "fetch", "drain")) > 1.3 * bound, busy)
 
 
 @pytest.mark.parametrize("load", SLOW_BUT_LAST)
 @law_of_time
-def test_early_updates_hide_behind_forward_and_backward(
-    load: float, tmp_path: Path
-) -> None:
+def test_early_updates_hide_behind_forward_and_backward(load: float, tmp_path: Path) -> None:
     """Also where the CPU's Adam takes longer than backward: the other layers, which lie between
     the early ones, are updated in forward."""
     # what backward has time for, and a little more
@@ -170,17 +158,14 @@ def measure_step(load: float, path: Path, clipping: float = 0.0) -> Measured:
     disk_s = load * compute_s
     layers = [(ON_DISK_NUMEL, forward_s, 2 * forward_s)] * ON_DISK_LAYERS
     section = {"nvme": {"path": str(path), "spill": "moments"}}
-    busy, plan = measure(
-        layers, section, {"nvme_gbps": nbytes / disk_s / 1e9}, clipping, path
-    )
+    busy, plan = measure(layers, section, {"nvme_gbps": nbytes / disk_s / 1e9}, clipping, path)
     assert plan.traffic.nvme_read_bytes == plan.traffic.nvme_written_bytes == nbytes
     # Sleeps and Python take what the machine makes of them.
     compute_s = min(busy["compute"], 1.2 * compute_s)
     backward_s = 2 / 3 * compute_s
     return Measured(
         step_s=busy["step"],
-        bound_s=backward_s
-        + max(compute_s / 3, disk_s, busy["fetch"] / 2, busy["update"]),
+        bound_s=backward_s + max(compute_s / 3, disk_s, busy["fetch"] / 2, busy["update"]),
         alone_s=busy["load"] + busy["spill"] + compute_s,
         num_early=len(plan.early),
     )

@@ -52,11 +52,7 @@ PLACES: dict[str, dict[str, Any]] = {
     "hostile": {"window": 2, "emulated": {"jitter_s": 1e-3}},
     "offloaded": {"window": 2, "activations": "offload"},
     "one resident": {"window": 1, "resident_layers": 1},
-    "updated on the gpu": {
-        "window": 1,
-        "resident_layers": 1,
-        "resident_updates": "gpu",
-    },
+    "updated on the gpu": {"window": 1, "resident_layers": 1, "resident_updates": "gpu"},
     "all resident": {"resident_layers": "all"},
     "all on the gpu": {"resident_layers": "all", "resident_updates": "gpu"},
     "moments in files": {"window": 1, "nvme": {"spill": "moments"}},
@@ -82,11 +78,7 @@ def placed(place: str, folder: Path, **more: Any) -> dict[str, Any]:
 def plain(model: str, name: str, precision: str, accumulation: int = 1) -> Run:
     factory = with_decoded_weights(MODELS[model], name, precision)
     return train_plain(
-        factory,
-        steps=STEPS,
-        clipping=0.5,
-        precision=precision,
-        accumulation=accumulation,
+        factory, steps=STEPS, clipping=0.5, precision=precision, accumulation=accumulation
     )
 
 
@@ -127,14 +119,9 @@ def test_a_packed_base_has_the_bits_of_its_decoded_weights(
         for case in itertools.product(["fp32", "lean"], FORMATS)
     ],
 )
-def test_a_packed_base_accumulates_in_other_precisions(
-    name: str, precision: str
-) -> None:
+def test_a_packed_base_accumulates_in_other_precisions(name: str, precision: str) -> None:
     settings = config(
-        accumulation=3,
-        clipping=0.5,
-        precision=precision,
-        section={"window": 1, "frozen": name},
+        accumulation=3, clipping=0.5, precision=precision, section={"window": 1, "frozen": name}
     )
     run = train_windowed(llama, steps=STEPS, settings=settings)
     assert_identical(run, plain("llama", name, precision, accumulation=3))
@@ -149,17 +136,13 @@ def test_a_packed_base_accumulates_in_other_precisions(
         pytest.param("all on the gpu", 2, marks=pytest.mark.slow),
     ],
 )
-def test_chunks_have_the_bits_of_the_decoded_weights_in_chunks(
-    place: str, streams: int
-) -> None:
+def test_chunks_have_the_bits_of_the_decoded_weights_in_chunks(place: str, streams: int) -> None:
     """A chunk changes bits: both sides have it."""
     section = {**PLACES[place], "chunk": 1, "streams": streams}
     run = train_windowed(
         llama,
         steps=STEPS,
-        settings=config(
-            clipping=0.5, precision="bf16", section={**section, "frozen": "nf4"}
-        ),
+        settings=config(clipping=0.5, precision="bf16", section={**section, "frozen": "nf4"}),
     )
     expected = train_windowed(
         with_decoded_weights(llama, "nf4", "bf16"),
@@ -174,10 +157,7 @@ def engine_of(place: str = "one slot", folder: Path = Path(), name: str = "nf4")
     torch.manual_seed(0)
     model, _ = llama()
     return initialized(
-        model,
-        config(
-            clipping=0.5, precision="bf16", section=placed(place, folder, frozen=name)
-        ),
+        model, config(clipping=0.5, precision="bf16", section=placed(place, folder, frozen=name))
     )
 
 
@@ -208,9 +188,7 @@ def expected_weights(name: str = "nf4") -> dict[str, torch.Tensor]:
         pytest.param("all in files", marks=pytest.mark.slow),
     ],
 )
-def test_a_program_reads_the_decoded_weights_at_any_time(
-    place: str, tmp_path: Path
-) -> None:
+def test_a_program_reads_the_decoded_weights_at_any_time(place: str, tmp_path: Path) -> None:
     engine = engine_of(place, tmp_path)
     expected = expected_weights()
     model = engine.module
@@ -267,9 +245,7 @@ def test_after_a_refused_write_the_weight_is_the_packed_one(place: str) -> None:
         engine(**token_batch(9))
     hook.remove()
     with torch.no_grad():
-        loss, expected = (
-            loss_of(each(**token_batch(9))) for each in (engine, untouched)
-        )
+        loss, expected = (loss_of(each(**token_batch(9))) for each in (engine, untouched))
     assert torch.equal(loss, expected)
     assert torch.equal(train(engine, 1)[0], train(untouched, 1)[0])
     engine.destroy()
@@ -305,15 +281,10 @@ def test_a_frozen_adapter_keeps_its_bits() -> None:
                 parameter.requires_grad_(False)
         return model, make_batch
 
-    settings = config(
-        clipping=0.5, precision="bf16", section={"window": 1, "frozen": "nf4"}
-    )
+    settings = config(clipping=0.5, precision="bf16", section={"window": 1, "frozen": "nf4"})
     run = train_windowed(make, steps=2, settings=settings)
     expected = train_plain(
-        with_decoded_weights(make, "nf4", "bf16"),
-        steps=2,
-        clipping=0.5,
-        precision="bf16",
+        with_decoded_weights(make, "nf4", "bf16"), steps=2, clipping=0.5, precision="bf16"
     )
     assert_identical(run, expected)
     torch.manual_seed(0)
@@ -331,10 +302,7 @@ def test_the_layout_of_a_packed_weight_is_that_of_its_values() -> None:
     for name, values in expected_weights().items():
         parameter = parameters[name]
         before = type(parameter)
-        assert (parameter.stride(), parameter.stride(0)) == (
-            values.stride(),
-            values.stride(0),
-        )
+        assert (parameter.stride(), parameter.stride(0)) == (values.stride(), values.stride(0))
         assert parameter.is_contiguous()
         assert type(parameter) is before is not nn.Parameter
     engine.destroy()
@@ -404,12 +372,8 @@ def test_nothing_to_pack_is_refused_before_anything_is_taken() -> None:
     torch.manual_seed(0)
     model, _ = llama()
     model.requires_grad_(True)
-    before = {
-        name: parameter.data_ptr() for name, parameter in model.named_parameters()
-    }
-    with pytest.raises(
-        ConfigError, match=r'stronghold\.frozen: got "nf4", but no block has'
-    ):
+    before = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    with pytest.raises(ConfigError, match=r'stronghold\.frozen: got "nf4", but no block has'):
         initialized(model, config(precision="bf16", section={"frozen": "nf4"}))
     assert {name: p.data_ptr() for name, p in model.named_parameters()} == before
 
@@ -438,20 +402,14 @@ def test_a_checkpoint_resumes_in_another_place(
     for loss, other in zip(train(resumed, 2), losses, strict=True):
         assert torch.equal(loss.cpu(), other.cpu())
     assert_same(
-        {
-            f"{k} {i}": m
-            for k, v in moments_of(resumed).items()
-            for i, m in enumerate(v)
-        },
+        {f"{k} {i}": m for k, v in moments_of(resumed).items() for i, m in enumerate(v)},
         {f"{k} {i}": m for k, v in moments.items() for i, m in enumerate(v)},
     )
     resumed.destroy()
 
 
 # -- bytes -----------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("name", "most"), [("nf4", 0.56), ("int8", 1.02), ("fp8", 1.02)]
-)
+@pytest.mark.parametrize(("name", "most"), [("nf4", 0.56), ("int8", 1.02), ("fp8", 1.02)])
 def test_a_packed_weight_costs_its_format_on_the_host_and_on_the_link(
     name: str, most: float
 ) -> None:
@@ -460,10 +418,7 @@ def test_a_packed_weight_costs_its_format_on_the_host_and_on_the_link(
     blocks = nn.ModuleList(nn.Linear(1024, 1024, bias=False) for _ in range(3))
     model = Stacked(blocks)
     engine = initialized(
-        model,
-        config(
-            precision="bf16", section={"window": 1, "frozen": name, "layers": "blocks"}
-        ),
+        model, config(precision="bf16", section={"window": 1, "frozen": name, "layers": "blocks"})
     )
     x = torch.randn(2, 1024, dtype=torch.bfloat16)
     before = 0
@@ -570,11 +525,7 @@ def test_a_base_of_another_format_or_model_is_refused(
 ) -> None:
     write_model(tmp_path, scale=2.0)
     cases = [
-        (
-            directory,
-            {"frozen": "int8", "base": str(base)},
-            r"is a base in nf4.*frozen is",
-        ),
+        (directory, {"frozen": "int8", "base": str(base)}, r"is a base in nf4.*frozen is"),
         (tmp_path, {"base": str(base)}, r"is a base of another model"),
         (directory, {"base": str(tmp_path)}, r"is no prepared base"),
     ]

@@ -153,9 +153,7 @@ def test_blocks_that_are_checkpointed_from_outside_hand_over_each_call_by_itself
     assert_identical(run, expected)
 
 
-@pytest.mark.parametrize(
-    "place", [{"window": 1}, {"window": 1, "resident_layers": 2}], ids=str
-)
+@pytest.mark.parametrize("place", [{"window": 1}, {"window": 1, "resident_layers": 2}], ids=str)
 def test_calls_are_known_in_each_of_two_backwards(place: dict[str, Any]) -> None:
     """Checkpoints inside of blocks: a resident's gradients come together without them."""
     model, batch = model_of(partial(Model, Checkpointed))
@@ -164,10 +162,7 @@ def test_calls_are_known_in_each_of_two_backwards(place: dict[str, Any]) -> None
     engine: Any = initialized(model, settings)
     sums = [torch.zeros_like(p) for p in plain.parameters()]
     for _ in range(2):
-        for each, backward in (
-            (plain, lambda x: (x / 3).backward()),
-            (engine, engine.backward),
-        ):
+        for each, backward in ((plain, lambda x: (x / 3).backward()), (engine, engine.backward)):
             for loss in [each(**batch(number)) for number in range(2)]:
                 backward(loss)
                 for p, total in zip(plain.parameters(), sums, strict=True):
@@ -222,9 +217,7 @@ class CheckpointedBefore(Model):
 
 
 @pytest.mark.parametrize("jitter_s", [0.0, 0.0003])
-@pytest.mark.parametrize(
-    "make", [partial(Once, CheckpointedInside), CheckpointedBefore]
-)
+@pytest.mark.parametrize("make", [partial(Once, CheckpointedInside), CheckpointedBefore])
 def test_a_gradient_that_comes_after_its_early_update_is_in_the_step(
     make: Any, jitter_s: float
 ) -> None:
@@ -237,22 +230,14 @@ def test_a_gradient_that_comes_after_its_early_update_is_in_the_step(
     assert run.norms == expected.norms
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the parts of one backward are summed up one by one"
-)
-@pytest.mark.parametrize(
-    "make", [partial(Once, CheckpointedInside), CheckpointedBefore]
-)
-def test_a_further_gradient_is_added_to_the_first_before_both_are_summed_up(
-    make: Any,
-) -> None:
+@pytest.mark.xfail(strict=True, reason="the parts of one backward are summed up one by one")
+@pytest.mark.parametrize("make", [partial(Once, CheckpointedInside), CheckpointedBefore])
+def test_a_further_gradient_is_added_to_the_first_before_both_are_summed_up(make: Any) -> None:
     """What a call hands over in two parts is one gradient of its micro-batch."""
     factory_of_it = partial(model_of, make)
     settings = config(clipping=0.5, accumulation=2, section={"window": 1})
     run = train_windowed(factory_of_it, steps=3, settings=settings)
-    assert_identical(
-        run, train_plain(factory_of_it, steps=3, clipping=0.5, accumulation=2)
-    )
+    assert_identical(run, train_plain(factory_of_it, steps=3, clipping=0.5, accumulation=2))
 
 
 class TwoInside(Block):

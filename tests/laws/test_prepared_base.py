@@ -19,10 +19,7 @@ from stronghold.optim.states import Formats
 from tests.support.bases import write_model
 from tests.support.training import config
 
-TARGETS = {
-    "attention": ["q_proj", "v_proj"],
-    "all": "all-linear",
-}
+TARGETS = {"attention": ["q_proj", "v_proj"], "all": "all-linear"}
 SECTIONS: dict[str, dict[str, Any]] = {
     "one read": {},
     "lean states in files": {"states": "lean", "nvme": {}},
@@ -45,9 +42,7 @@ def frozen_places(layout: LayerLayout, formats: Formats) -> list[StoredPlace]:
     ],
 )
 @pytest.mark.parametrize("section", SECTIONS)
-def test_a_base_has_the_bytes_that_a_run_packs(
-    frozen: str, section: str, tmp_path: Path
-) -> None:
+def test_a_base_has_the_bytes_that_a_run_packs(frozen: str, section: str, tmp_path: Path) -> None:
     write_model(tmp_path / "model")
     prepare(tmp_path / "model", tmp_path / "base", frozen=frozen)
     plain = stronghold.from_pretrained(tmp_path / "model")
@@ -59,13 +54,9 @@ def test_a_base_has_the_bytes_that_a_run_packs(
     chosen = {"frozen": frozen, **SECTIONS[section]}
     if "nvme" in chosen:
         chosen["nvme"] = {"path": str(tmp_path), "spill": "moments"}
-    parameters = [
-        parameter for parameter in model.parameters() if parameter.requires_grad
-    ]
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     engine = stronghold.initialize(
-        model=model,
-        config=config(precision="bf16", section=chosen),
-        model_parameters=parameters,
+        model=model, config=config(precision="bf16", section=chosen), model_parameters=parameters
     )[0]
     try:
         inspection = engine.inspect()

@@ -33,9 +33,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 BLOCK = 128
 
 
-def stored(
-    name: str, tensor: torch.Tensor, kind: str
-) -> Iterator[tuple[str, Any, Any]]:
+def stored(name: str, tensor: torch.Tensor, kind: str) -> Iterator[tuple[str, Any, Any]]:
     """(name, dtype, shape) of the tensors that a directory has for one tensor of a model."""
     shape = tuple(tensor.shape)
     if kind == "bitsandbytes" and "proj" in name:
@@ -54,9 +52,7 @@ def stored(
         yield name, torch.bfloat16, shape
 
 
-def split_experts(
-    name: str, tensor: torch.Tensor
-) -> Iterator[tuple[str, torch.Tensor]]:
+def split_experts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """The names that a file of Qwen3-MoE has for the joined experts of a model."""
     if "experts" not in name:
         yield name, tensor
@@ -95,25 +91,19 @@ def write_directory(config: Any, out: Path, kind: str) -> None:
     entries = []
     for name, parameter in model.named_parameters():
         is_split = kind == "fp8 experts"
-        parts = (
-            split_experts(name, parameter) if is_split else iter([(name, parameter)])
-        )
+        parts = split_experts(name, parameter) if is_split else iter([(name, parameter)])
         for part, tensor in parts:
             if kind == "bitsandbytes" and "proj" in part:
                 key = f"{part}.quant_state.bitsandbytes__nf4"
                 entries.append(entry_of(key, quant_state(tensor)))
             for stored_name, dtype, shape in stored(part, tensor, kind):
                 pieces = RandomPieces(dtype, shape)
-                entries.append(
-                    Entry(name=stored_name, dtype=dtype, shape=shape, pieces=pieces)
-                )
+                entries.append(Entry(name=stored_name, dtype=dtype, shape=shape, pieces=pieces))
     write_tensors(out / "model.safetensors", entries)
     fp8 = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
     settings = SETTINGS.get(kind, fp8)
     path = out / "config.json"
-    path.write_text(
-        json.dumps({**json.loads(path.read_text()), "quantization_config": settings})
-    )
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": settings}))
 
 
 class RandomPieces:
@@ -157,20 +147,14 @@ def measure(work: Path, kind: str, width: int, num_layers: int) -> dict[str, int
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-        "stronghold": {
-            "device": "emulated",
-            "window": 2,
-            "emulated": {"poison": False},
-        },
+        "stronghold": {"device": "emulated", "window": 2, "emulated": {"poison": False}},
     }
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     initialize = stronghold.initialize  # imports DeepSpeed, which takes memory, too
     engines = []
 
     def take_over() -> None:
-        engines.append(
-            initialize(model=model, config=settings, model_parameters=trained)[0]
-        )
+        engines.append(initialize(model=model, config=settings, model_parameters=trained)[0])
 
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
     before = status("VmRSS")
@@ -187,9 +171,7 @@ def measure(work: Path, kind: str, width: int, num_layers: int) -> dict[str, int
     }
 
 
-def measured_in_a_process(
-    work: Path, kind: str, width: int, num_layers: int
-) -> dict[str, int]:
+def measured_in_a_process(work: Path, kind: str, width: int, num_layers: int) -> dict[str, int]:
     """`measure` in a process of its own."""
     code = (
         "import json, sys, pathlib; from tests.laws.test_pretrained_memory import measure; "
@@ -197,11 +179,7 @@ def measured_in_a_process(
         "print(json.dumps(measure(pathlib.Path(work), kind, *map(int, sizes))))"
     )
     # One arena: memory that other threads freed would otherwise count as grown.
-    environment = {
-        **os.environ,
-        "MALLOC_ARENA_MAX": "1",
-        "MALLOC_TRIM_THRESHOLD_": "65536",
-    }
+    environment = {**os.environ, "MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": "65536"}
     done = subprocess.run(
         [sys.executable, "-c", code, str(work), kind, str(width), str(num_layers)],
         cwd=Path(__file__).resolve().parents[2],

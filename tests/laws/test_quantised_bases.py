@@ -51,11 +51,7 @@ PLACES: dict[str, dict[str, Any]] = {
     "moments in files": {"window": 1, "nvme": {"spill": "moments"}},
     "all in files": {"window": 2, "activations": "keep", "nvme": {"spill": "weights"}},
     "early updates": {"window": 2, "early_layers": "all", "activations": "keep"},
-    "slow lanes": {
-        "window": 2,
-        "activations": "keep",
-        "emulated": {"jitter_s": 5e-4, "seed": 3},
-    },
+    "slow lanes": {"window": 2, "activations": "keep", "emulated": {"jitter_s": 5e-4, "seed": 3}},
 }
 
 
@@ -89,12 +85,8 @@ def plain(kind: str, accumulation: int = 1, chunk: int = 0) -> Run:
         )
 
 
-def trained(
-    kind: str, section: dict[str, Any], accumulation: int = 1, **more: Any
-) -> Run:
-    settings = config(
-        clipping=0.5, precision="bf16", accumulation=accumulation, section=section
-    )
+def trained(kind: str, section: dict[str, Any], accumulation: int = 1, **more: Any) -> Run:
+    settings = config(clipping=0.5, precision="bf16", accumulation=accumulation, section=section)
     return train_windowed(BASES[kind], steps=STEPS, settings=settings, **more)
 
 
@@ -105,19 +97,14 @@ def is_daily(kind: str, place: str) -> bool:
 
 def daily(*kinds: str) -> list[Any]:
     """All formats. Those that are not `kinds` run with the slow tests."""
-    return [
-        pytest.param(kind, marks=() if kind in kinds else pytest.mark.slow)
-        for kind in BASES
-    ]
+    return [pytest.param(kind, marks=() if kind in kinds else pytest.mark.slow) for kind in BASES]
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "place"),
     [
-        pytest.param(
-            kind, place, marks=() if is_daily(kind, place) else pytest.mark.slow
-        )
+        pytest.param(kind, place, marks=() if is_daily(kind, place) else pytest.mark.slow)
         for kind in BASES
         for place in PLACES
     ],
@@ -127,9 +114,7 @@ def test_adapters_train_over_a_quantised_base_as_in_a_plain_loop(
 ) -> None:
     reports: list[Any] = []
     run = trained(
-        kind,
-        placed(place, tmp_path),
-        inspect=lambda engine: reports.append(engine.memory_report()),
+        kind, placed(place, tmp_path), inspect=lambda engine: reports.append(engine.memory_report())
     )
     expected = plain(kind)
     assert_identical(run, expected)
@@ -143,25 +128,17 @@ def test_adapters_train_over_a_quantised_base_as_in_a_plain_loop(
 
 
 @pytest.mark.parametrize("kind", daily("nf4 double"))
-@pytest.mark.parametrize(
-    "policy", ["keep", pytest.param("recompute", marks=pytest.mark.slow)]
-)
-def test_chunks_over_a_quantised_base_are_those_of_a_plain_loop(
-    kind: str, policy: str
-) -> None:
+@pytest.mark.parametrize("policy", ["keep", pytest.param("recompute", marks=pytest.mark.slow)])
+def test_chunks_over_a_quantised_base_are_those_of_a_plain_loop(kind: str, policy: str) -> None:
     section = {"window": 1, "chunk": 1, "streams": 2, "activations": policy}
     assert_identical(trained(kind, section), plain(kind, chunk=1))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", BASES)
-def test_micro_batches_over_a_quantised_base_are_those_of_a_plain_loop(
-    kind: str,
-) -> None:
+def test_micro_batches_over_a_quantised_base_are_those_of_a_plain_loop(kind: str) -> None:
     section = {"window": 1, "activations": "keep"}
-    assert_identical(
-        trained(kind, section, accumulation=3), plain(kind, accumulation=3)
-    )
+    assert_identical(trained(kind, section, accumulation=3), plain(kind, accumulation=3))
 
 
 def test_dora_over_a_4_bit_base_trains_as_in_a_plain_loop() -> None:
@@ -205,14 +182,10 @@ def plain_model(kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", daily("nf4"))
-def test_evaluation_and_a_reference_without_adapters_have_the_bits_of_the_model(
-    kind: str,
-) -> None:
+def test_evaluation_and_a_reference_without_adapters_have_the_bits_of_the_model(kind: str) -> None:
     """As TRL's DPO asks: the base is the policy without adapters. Then training goes on."""
     plain_one = plain_model(kind)
-    engine = initialized(
-        plain_model(kind), config(precision="bf16", section={"window": 1})
-    )
+    engine = initialized(plain_model(kind), config(precision="bf16", section={"window": 1}))
     # One after the other: while the engine lives, evaluation is that of CPUs without AVX512-BF16.
     for model in (engine, plain_one):
         model.eval()
@@ -225,10 +198,7 @@ def test_evaluation_and_a_reference_without_adapters_have_the_bits_of_the_model(
     assert not torch.equal(logits, reference)
     for model in (engine, plain_one):
         model.train()
-    loss, expected = (
-        loss_of(engine(**token_batch(0))),
-        loss_of(plain_one(**token_batch(0))),
-    )
+    loss, expected = (loss_of(engine(**token_batch(0))), loss_of(plain_one(**token_batch(0))))
     assert torch.equal(loss, expected)
     engine.backward(loss)
     engine.step()
@@ -247,9 +217,7 @@ def test_the_model_is_given_back_whole(kind: str) -> None:
     with torch.no_grad():
         expected = engine(**token_batch(3)).logits
     engine.destroy()
-    assert {
-        name: id(parameter) for name, parameter in model.named_parameters()
-    } == identities
+    assert {name: id(parameter) for name, parameter in model.named_parameters()} == identities
     with torch.no_grad():
         assert torch.equal(model(**token_batch(3)).logits, expected)
     for name, value in dense_copies(model.state_dict()).items():
@@ -264,35 +232,18 @@ def test_every_tensor_of_a_quantised_base_moves_under_its_name() -> None:
     names: dict[str, set[str]] = {}
     experts: dict[str, set[str]] = {}
     for kind in BASES:
-        engine = initialized(
-            plain_model(kind), config(precision="bf16", section={"window": 1})
-        )
-        block = next(
-            layer for layer in engine.inspect().layout.layers if layer.streamed
-        )
+        engine = initialized(plain_model(kind), config(precision="bf16", section={"window": 1}))
+        block = next(layer for layer in engine.inspect().layout.layers if layer.streamed)
         found = {part.name for part in block.slices}
-        names[kind] = {
-            name.partition("k_proj.")[2] for name in found if "k_proj" in name
-        }
-        experts[kind] = {
-            name.partition("experts.")[2] for name in found if "experts." in name
-        }
+        names[kind] = {name.partition("k_proj.")[2] for name in found if "k_proj" in name}
+        experts[kind] = {name.partition("experts.")[2] for name in found if "experts." in name}
         engine.destroy()
     bitsandbytes = {"weight", "weight.absmax", "weight.quant_map"}
     nested = {f"weight.nested_{name}" for name in ("absmax", "quant_map", "offset")}
     assert names["nf4"] == bitsandbytes
-    assert (
-        names["nf4 double"]
-        == names["nf4 in bf16"]
-        == names["fp4"]
-        == bitsandbytes | nested
-    )
+    assert names["nf4 double"] == names["nf4 in bf16"] == names["fp4"] == bitsandbytes | nested
     assert names["int8"] == {"weight", "weight.SCB"}
-    assert names["torchao int8"] == {
-        "weight.qdata",
-        "weight.scale",
-        "weight.zero_point",
-    }
+    assert names["torchao int8"] == {"weight.qdata", "weight.scale", "weight.zero_point"}
     assert names["torchao float8"] == {"weight.qdata", "weight.scale"}
     assert names["FP8Linear"] == names["FP8Experts"] == {"weight", "weight_scale_inv"}
     fused = {"gate_up_proj", "down_proj"}
@@ -304,13 +255,7 @@ def test_every_tensor_of_a_quantised_base_moves_under_its_name() -> None:
 # -- bytes -----------------------------------------------------------------------------------------
 # Most bytes per weight of a linear, at these small sizes: codes, scales, code books, and each
 # tensor's place at a multiple of 512 bytes.
-MOST_BYTES = {
-    "nf4": 0.9,
-    "nf4 double": 1.2,
-    "int8": 1.3,
-    "torchao int8": 1.3,
-    "FP8Linear": 1.2,
-}
+MOST_BYTES = {"nf4": 0.9, "nf4 double": 1.2, "int8": 1.3, "torchao int8": 1.3, "FP8Linear": 1.2}
 
 
 @pytest.mark.parametrize(
@@ -329,9 +274,7 @@ def test_bytes_cross_the_link_as_they_are_stored(kind: str) -> None:
     streamed = [state for state in now.layers if state.layout.streamed]
     linear_weights = 2 * 64 * 64 + 2 * 32 * 64 + 3 * 128 * 64
     for state in streamed:
-        trained_bytes = sum(
-            2 * part.numel for part in state.layout.slices if part.trainable
-        )
+        trained_bytes = sum(2 * part.numel for part in state.layout.slices if part.trainable)
         frozen_bytes = state.arrays["weights"].nbytes - trained_bytes
         assert frozen_bytes < MOST_BYTES[kind] * linear_weights + 8 * 4096
     engine.destroy()
@@ -348,19 +291,12 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Run]]:
 def test_two_ranks_over_a_quantised_base_have_the_bits_of_one(
     kind: str, two: list[dict[str, Run]]
 ) -> None:
-    one = quantised_ranks.trained(
-        quantised_ranks.KINDS[0] if kind == "in files" else kind
-    )
+    one = quantised_ranks.trained(quantised_ranks.KINDS[0] if kind == "in files" else kind)
     runs = [results[kind] for results in two]
-    losses = [
-        loss
-        for pair in zip(runs[0].losses, runs[1].losses, strict=True)
-        for loss in pair
-    ]
+    losses = [loss for pair in zip(runs[0].losses, runs[1].losses, strict=True) for loss in pair]
     for run in runs:
         assert_identical(
-            Run(losses=losses, weights=run.weights),
-            Run(losses=one.losses, weights=one.weights),
+            Run(losses=losses, weights=run.weights), Run(losses=one.losses, weights=one.weights)
         )
 
 
@@ -406,18 +342,12 @@ REPLACED = {
 
 
 @pytest.mark.parametrize("case", REPLACED)
-def test_new_values_in_the_place_of_a_quantised_weight_are_refused_by_name(
-    case: str,
-) -> None:
+def test_new_values_in_the_place_of_a_quantised_weight_are_refused_by_name(case: str) -> None:
     kind, write, name = REPLACED[case]
-    engine = initialized(
-        plain_model(kind), config(precision="bf16", section={"window": 1})
-    )
+    engine = initialized(plain_model(kind), config(precision="bf16", section={"window": 1}))
     train(engine, token_batch, range(2))
     write(engine.module)
-    with pytest.raises(
-        ConfigError, match=name + r".* another object.*Merge after engine\.destroy"
-    ):
+    with pytest.raises(ConfigError, match=name + r".* another object.*Merge after engine\.destroy"):
         engine(**token_batch(2))
     engine.destroy()
 
@@ -433,9 +363,7 @@ def test_a_quantised_weight_that_a_forward_writes_is_refused_by_name(kind: str) 
     model = plain_model(kind)
     layer_of(model).register_forward_pre_hook(write)
     engine = initialized(model, config(precision="bf16", section={"window": 1}))
-    with pytest.raises(
-        ConfigError, match=r"layers\.1 wrote into its parameters in place"
-    ):
+    with pytest.raises(ConfigError, match=r"layers\.1 wrote into its parameters in place"):
         engine(**token_batch(0))
     engine.destroy()
 
@@ -443,14 +371,8 @@ def test_a_quantised_weight_that_a_forward_writes_is_refused_by_name(kind: str) 
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (
-            "FP8Linear",
-            r"q_proj\.base_layer\.weight is torch\.float8_e4m3fn and trains.*freeze it",
-        ),
-        (
-            "torchao int8",
-            r'q_proj\.base_layer\.weight" is a Int8Tensor .*requires grad',
-        ),
+        ("FP8Linear", r"q_proj\.base_layer\.weight is torch\.float8_e4m3fn and trains.*freeze it"),
+        ("torchao int8", r'q_proj\.base_layer\.weight" is a Int8Tensor .*requires grad'),
     ],
 )
 def test_a_quantised_weight_that_requires_grad_is_refused_before_training(
@@ -458,21 +380,15 @@ def test_a_quantised_weight_that_requires_grad_is_refused_before_training(
 ) -> None:
     model = plain_model(kind)
     layer_of(model).weight.requires_grad_(True)
-    places = {
-        name: p.data_ptr() for name, p in model.named_parameters() if p.dim() == 1
-    }
+    places = {name: p.data_ptr() for name, p in model.named_parameters() if p.dim() == 1}
     with pytest.raises(ConfigError, match=message):
         initialized(model, config(precision="bf16", section={"window": 1}))
-    assert {
-        name: p.data_ptr() for name, p in model.named_parameters() if p.dim() == 1
-    } == places
+    assert {name: p.data_ptr() for name, p in model.named_parameters() if p.dim() == 1} == places
 
 
 def test_packing_what_a_library_has_quantised_is_refused_with_the_way() -> None:
     section = {"window": 1, "frozen": "nf4"}
-    with pytest.raises(
-        ConfigError, match=r"stronghold\.frozen: .*already\. Leave the key"
-    ):
+    with pytest.raises(ConfigError, match=r"stronghold\.frozen: .*already\. Leave the key"):
         initialized(plain_model("nf4"), config(precision="bf16", section=section))
 
 
@@ -480,9 +396,7 @@ def test_a_weight_that_is_not_quantised_yet_is_refused_before_training() -> None
     model = plain_model("nf4")
     later = bitsandbytes.nn.Linear4bit(64, 64, bias=False, compute_dtype=torch.bfloat16)
     blocks_of(model)[1].self_attn.o_proj = later
-    with pytest.raises(
-        ConfigError, match=r'o_proj\.weight" is a Params4bit.*not quantised yet'
-    ):
+    with pytest.raises(ConfigError, match=r'o_proj\.weight" is a Params4bit.*not quantised yet'):
         initialized(model, config(precision="bf16", section={"window": 1}))
 
 
@@ -494,18 +408,14 @@ def test_scales_keep_their_dtype_where_weights_are_cast(kind: str) -> None:
         for name, tensor in model.named_parameters()
         if name.endswith("weight_scale_inv")
     }
-    engine = initialized(
-        model, config(precision="bf16", section={"window": 1, "dtypes": "cast"})
-    )
+    engine = initialized(model, config(precision="bf16", section={"window": 1, "dtypes": "cast"}))
     now = engine.inspect()
     dtypes = {
         part.name: now.formats[part.format].dtype
         for layer in now.layers
         for part in layer.layout.slices
     }
-    kept = [
-        dtype for name, dtype in dtypes.items() if "absmax" in name or name in scales
-    ]
+    kept = [dtype for name, dtype in dtypes.items() if "absmax" in name or name in scales]
     assert kept
     assert torch.bfloat16 not in kept
     assert torch.bfloat16 in dtypes.values()

@@ -42,11 +42,7 @@ def test_ranks_have_the_bits_of_one_that_accumulates(name: str, two: list[Any]) 
 
 def interleaved(runs: list[Run]) -> list[torch.Tensor]:
     """The losses of all ranks in the order of their micro-batches."""
-    return [
-        loss
-        for of_all in zip(*(run.losses for run in runs), strict=True)
-        for loss in of_all
-    ]
+    return [loss for of_all in zip(*(run.losses for run in runs), strict=True) for loss in of_all]
 
 
 @pytest.mark.parametrize("name", rank_cases.CLOSE)
@@ -90,14 +86,8 @@ def test_bytes_of_files_are_the_plans_and_half_of_one_ranks(two: list[Any]) -> N
     for found in two:
         report = found["memory on files"]
         assert report["host_peak"] == report["host_planned"]
-        assert (
-            report["host_peak"] == 4 * report["padded_numel"] // 2 + report["staging"]
-        )
-        assert (
-            report["nvme_peak"]
-            == report["nvme_planned"]
-            == 10 * report["padded_numel"] // 2
-        )
+        assert report["host_peak"] == 4 * report["padded_numel"] // 2 + report["staging"]
+        assert report["nvme_peak"] == report["nvme_planned"] == 10 * report["padded_numel"] // 2
         # The first step's reads and writes; nothing is read or written to make the files.
         assert report["moved"] == report["traffic"]
 
@@ -122,9 +112,7 @@ def test_one_rank_may_evaluate_alone(two: list[Any]) -> None:
     rank_cases.assert_trained_as_one(two)
 
 
-def test_ranks_load_what_they_made_of_their_weights_and_write_none_in_place(
-    two: list[Any],
-) -> None:
+def test_ranks_load_what_they_made_of_their_weights_and_write_none_in_place(two: list[Any]) -> None:
     for found in two:
         assert all(found["halved"]["equal"])
         assert all(said is True for said in found["halved"]["refused"]), found["halved"]
@@ -146,24 +134,18 @@ def test_what_the_engine_says_of_ranks(two: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_gradients_are_read_and_written_whole_on_every_rank(
-    precision: str, two: list[Any]
-) -> None:
+def test_gradients_are_read_and_written_whole_on_every_rank(precision: str, two: list[Any]) -> None:
     """The mean of what each rank's batch gives in plain PyTorch."""
     sums: list[torch.Tensor] = []
     for batch in range(2):
         model, make_batch = MODELS["gpt"]()
         model.to(DTYPES[precision])
         loss_of(model(**make_batch(batch))).backward()
-        sums = [
-            p.grad + s
-            for p, s in zip(model.parameters(), sums or [0] * 99, strict=False)
-        ]
+        sums = [p.grad + s for p, s in zip(model.parameters(), sums or [0] * 99, strict=False)]
     norm = torch.stack([(s / 2).float().norm() for s in sums]).norm().item()
     for found in (of_rank["gradients"][precision] for of_rank in two):
         assert all(
-            torch.equal(g, (s / 2).float())
-            for g, s in zip(found["read"], sums, strict=True)
+            torch.equal(g, (s / 2).float()) for g, s in zip(found["read"], sums, strict=True)
         )
         assert found["norm"] == pytest.approx(norm / 2, rel=1e-2)
         assert "safe_get_full_*" in found["local"]
@@ -185,9 +167,7 @@ def test_what_several_ranks_cannot_do_yet_is_refused(two: list[Any]) -> None:
 
 def test_a_disk_that_refuses_one_rank_ends_all(two: list[Any]) -> None:
     said = [found["refused"]["disk"] for found in two]
-    assert said[0].startswith(
-        "RankError: rank 1: OSError: [Errno 28] No space left on device"
-    )
+    assert said[0].startswith("RankError: rank 1: OSError: [Errno 28] No space left on device")
     assert said[1].startswith("OSError: [Errno 28] No space left on device")
 
 
@@ -227,14 +207,10 @@ def test_gathers_and_reductions_hide_behind_compute(tmp_path: Path) -> None:
         assert hidden > 0.5 * bound, busy  # not vacuous
 
 
-def test_ranks_that_go_different_ways_are_named_before_a_weight_changes(
-    two: list[Any],
-) -> None:
+def test_ranks_that_go_different_ways_are_named_before_a_weight_changes(two: list[Any]) -> None:
     """Where collectives have no names (over NCCL) the gate compares checksums."""
     for said in (said for found in two for said in found["astray"]):
-        assert (
-            "gathered or reduced different layers in this step: [0] against [1]" in said
-        )
+        assert "gathered or reduced different layers in this step: [0] against [1]" in said
 
 
 @pytest.mark.parametrize("way", rank_programs.WAYS)
@@ -242,16 +218,11 @@ def test_a_rank_that_diverges_is_named_with_its_layer(way: str, two: list[Any]) 
     """On both ranks, before a weight changes: what each came for, or waited for."""
     for found in two:
         text = found["diverged"][way]
-        expected = (
-            r"rank 0 (for|in) [a-z ]+\d* ?.*, rank 1 (for|in) gather \d+ \(blocks\.\d\)"
-        )
+        expected = r"rank 0 (for|in) [a-z ]+\d* ?.*, rank 1 (for|in) gather \d+ \(blocks\.\d\)"
         assert re.search(expected, text), text
         # there rank 0 has come to the gate, where rank 1 never comes
         if way != "backward":
-            assert (
-                "the ranks have come for different operations: rank 0 for gather"
-                in text
-            )
+            assert "the ranks have come for different operations: rank 0 for gather" in text
 
 
 def test_a_backward_that_fails_on_one_rank_ends_all(two: list[Any]) -> None:
@@ -272,9 +243,7 @@ def test_what_ranks_save_resumes_to_the_bit(two: list[Any]) -> None:
             assert torch.equal(saved["on"]["weights"][name], weight), name
 
 
-def test_what_ranks_save_in_memory_resumes_on_files_and_the_other_way(
-    two: list[Any],
-) -> None:
+def test_what_ranks_save_in_memory_resumes_on_files_and_the_other_way(two: list[Any]) -> None:
     for found in two:
         saved = found["checkpoint"]
         assert saved["on files"]["losses"] == saved["on"]["losses"]
@@ -287,8 +256,7 @@ def test_what_ranks_save_in_memory_resumes_on_files_and_the_other_way(
 
 def test_a_save_beside_training_writes_the_same_files(two: list[Any]) -> None:
     saved, beside = (
-        Path(two[0]["checkpoint"][which]) / "global_step2"
-        for which in ("saved", "beside")
+        Path(two[0]["checkpoint"][which]) / "global_step2" for which in ("saved", "beside")
     )
     names = sorted(path.name for path in saved.iterdir())
     assert names == sorted(path.name for path in beside.iterdir())
@@ -299,18 +267,11 @@ def test_one_rank_loads_what_two_saved(two: list[Any], tmp_path: Path) -> None:
     """And saves the same tensors."""
     source = Path(two[0]["checkpoint"]["saved"])
     found = rank_checkpoints.session(tmp_path / "again", source, steps=0)
-    assert_same_save(
-        found, two[0]["checkpoint"]["first"], source, tmp_path / "again", steps=2
-    )
+    assert_same_save(found, two[0]["checkpoint"]["first"], source, tmp_path / "again", steps=2)
 
 
 def assert_same_save(
-    found: dict[str, Any],
-    expected: dict[str, Any],
-    source: Path,
-    again: Path,
-    *,
-    steps: int,
+    found: dict[str, Any], expected: dict[str, Any], source: Path, again: Path, *, steps: int
 ) -> None:
     """Loaded from `source` and saved in `again`: the weights, and every array in the files."""
     for name, weight in expected["weights"].items():
@@ -361,9 +322,7 @@ def test_ranks_resume_within_every_step(tmp_path: Path) -> None:
     for found in run_ranks(loads, 2, tmp_path / "elsewhere", CHECKPOINT=one):
         assert len(found["on"]["losses"]) == 1
     again = tmp_path / "elsewhere" / "again" / "global_step1"
-    assert_same(
-        stored_tensors(again), stored_tensors(tmp_path / "one" / "global_step1")
-    )
+    assert_same(stored_tensors(again), stored_tensors(tmp_path / "one" / "global_step1"))
 
 
 def test_each_rank_writes_its_share(two: list[Any]) -> None:
@@ -371,19 +330,14 @@ def test_each_rank_writes_its_share(two: list[Any]) -> None:
     tag = Path(two[0]["checkpoint"]["saved"]) / "global_step2"
     for kind in ("weights", "masters", "moments"):
         layers = [
-            {
-                path.name.split("-")[1]
-                for path in tag.glob(f"{kind}-*-0000{rank}.safetensors")
-            }
+            {path.name.split("-")[1] for path in tag.glob(f"{kind}-*-0000{rank}.safetensors")}
             for rank in range(2)
         ]
         assert layers[1]
         assert layers[0] > layers[1]
 
 
-def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_nothing(
-    two: list[Any],
-) -> None:
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_nothing(two: list[Any]) -> None:
     said = [found["full disk"]["error"] for found in two]
     assert said[0].startswith(
         "CheckpointError: the checkpoint failed on rank 1: OSError: [Errno 28]"
@@ -397,10 +351,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_nothing(
 def test_ranks_never_load_two_saves_of_one_tag(two: list[Any]) -> None:
     for found in two:
         assert found["replaced"].startswith("CheckpointError: ")
-        assert (
-            "was replaced while it was loaded: rank 1 has opened another"
-            in found["replaced"]
-        )
+        assert "was replaced while it was loaded: rank 1 has opened another" in found["replaced"]
 
 
 @pytest.mark.parametrize("spill", [None, "weights"])
@@ -410,9 +361,7 @@ def test_one_rank_loads_what_two_saved_from_files(
     source = Path(two[0]["checkpoint"]["from files"])
     section = {"nvme": {"path": str(tmp_path), "spill": spill}} if spill else {}
     found = rank_checkpoints.session(tmp_path / "again", source, steps=0, **section)
-    assert_same_save(
-        found, two[0]["checkpoint"]["on files"], source, tmp_path / "again", steps=4
-    )
+    assert_same_save(found, two[0]["checkpoint"]["on files"], source, tmp_path / "again", steps=4)
 
 
 def test_ranks_refine_one_plan_without_a_change_of_bits(two: list[Any]) -> None:
@@ -421,9 +370,7 @@ def test_ranks_refine_one_plan_without_a_change_of_bits(two: list[Any]) -> None:
     for found in two:
         assert found["refined"]["changed"]
         assert found["refined"]["plan"] == two[0]["refined"]["plan"]
-        assert_identical(
-            Run(losses=losses, weights=found["refined"]["run"].weights), one
-        )
+        assert_identical(Run(losses=losses, weights=found["refined"]["run"].weights), one)
 
 
 def test_each_model_parallel_rank_saves_and_resumes_its_slices(two: list[Any]) -> None:
@@ -439,14 +386,10 @@ def test_each_model_parallel_rank_saves_and_resumes_its_slices(two: list[Any]) -
             assert f"mp_rank_0{rank}_{name}" in split["names"]
         assert all(name.startswith("mp_rank_0") for name in split["names"])
     weights = [found["slices"]["on"]["weights"] for found in two]
-    assert not any(
-        torch.equal(weights[0][name], weights[1][name]) for name in weights[0]
-    )
+    assert not any(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
-def test_slices_are_loaded_under_as_many_model_parallel_ranks_alone(
-    two: list[Any],
-) -> None:
+def test_slices_are_loaded_under_as_many_model_parallel_ranks_alone(two: list[Any]) -> None:
     for found in two:
         split = found["slices"]
         assert "saved by 2 model-parallel ranks, expected 1" in split["whole"]
@@ -469,9 +412,7 @@ def test_slices_resume_in_another_number_of_data_parallel_places(
 
 
 @pytest.mark.slow
-def test_four_ranks_load_what_one_saved_and_what_two_saved(
-    two: list[Any], tmp_path: Path
-) -> None:
+def test_four_ranks_load_what_one_saved_and_what_two_saved(two: list[Any], tmp_path: Path) -> None:
     one = rank_checkpoints.session(tmp_path / "one", None, steps=2)
     for source, expected in (
         (tmp_path / "one", one),
@@ -479,10 +420,7 @@ def test_four_ranks_load_what_one_saved_and_what_two_saved(
     ):
         folder = tmp_path / source.name / "four"
         for found in run_ranks(
-            "tests.support.rank_checkpoints:load_elsewhere",
-            4,
-            folder,
-            CHECKPOINT=str(source),
+            "tests.support.rank_checkpoints:load_elsewhere", 4, folder, CHECKPOINT=str(source)
         ):
             for name, weight in expected["weights"].items():
                 assert torch.equal(found["weights"][name], weight), name
@@ -523,22 +461,12 @@ FAILURES = {
 
 @pytest.mark.parametrize(
     "how",
-    [
-        "kill",
-        *(
-            pytest.param(how, marks=pytest.mark.slow)
-            for how in ("raise", "stop", "disk")
-        ),
-    ],
+    ["kill", *(pytest.param(how, marks=pytest.mark.slow) for how in ("raise", "stop", "disk"))],
 )
-def test_a_rank_that_is_lost_is_named_and_the_others_end(
-    how: str, tmp_path: Path
-) -> None:
+def test_a_rank_that_is_lost_is_named_and_the_others_end(how: str, tmp_path: Path) -> None:
     environment = {"HOW": how}
     run = f"{PROGRAMS}:fail"
-    with Launch(
-        run=run, num_ranks=2, folder=tmp_path, environment=environment
-    ) as launch:
+    with Launch(run=run, num_ranks=2, folder=tmp_path, environment=environment) as launch:
         status = launch.processes[0].wait(timeout=120)
         seconds = time.time() - float((tmp_path / "failing").read_text())
         assert FAILURES[how] in launch.output(0)

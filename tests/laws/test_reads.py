@@ -84,21 +84,15 @@ READS: dict[str, Way] = {
     "get_parameter": lambda p: p.model.get_parameter("blocks.0.mlp.up.weight").norm(),
     "parameters()": lambda p: [w.abs().max() for w in p.model.parameters()],
     "named_parameters()": lambda p: [w.clone() for _, w in p.model.named_parameters()],
-    "parameters() of a part": lambda p: [
-        w.clone() for w in p.model.blocks[2].parameters()
-    ],
+    "parameters() of a part": lambda p: [w.clone() for w in p.model.blocks[2].parameters()],
     "param_groups": lambda p: [w.clone() for g in p.groups for w in g["params"]],
     "a list that was kept": lambda p: [w.clone() for w in p.listed],
     "a dict that was kept": lambda p: [w.mean() for w in p.named.values()],
     "weak references": lambda p: [ref().clone() for ref in p.weak],
     "a closure": lambda p: p.hidden_in_closure().clone(),
     "state_dict()": lambda p: [w.clone() for w in p.model.state_dict().values()],
-    "state_dict() of a part": lambda p: [
-        w.clone() for w in p.model.head.state_dict().values()
-    ],
-    "state_dict(keep_vars)": lambda p: [
-        w + 0 for w in p.model.state_dict(keep_vars=True).values()
-    ],
+    "state_dict() of a part": lambda p: [w.clone() for w in p.model.head.state_dict().values()],
+    "state_dict(keep_vars)": lambda p: [w + 0 for w in p.model.state_dict(keep_vars=True).values()],
     ".data": lambda p: [w.data.clone() for w in p.listed],
     ".detach()": lambda p: [w.detach().clone() for w in p.listed],
     "NumPy": lambda p: [torch.tensor(w.detach().numpy()) for w in p.listed],
@@ -113,28 +107,20 @@ READS: dict[str, Way] = {
     "torch._foreach": lambda p: nn.utils.get_total_norm(p.listed, foreach=True),
     "torch.stack": lambda p: torch.stack([b.norm1.weight for b in p.model.blocks]),
     "parameters_to_vector": lambda p: nn.utils.parameters_to_vector(p.listed),
-    "an average": lambda p: torch.zeros(()).lerp(
-        p.listed[0].detach().float().sum(), 0.5
-    ),
+    "an average": lambda p: torch.zeros(()).lerp(p.listed[0].detach().float().sum(), 0.5),
     "AveragedModel": averaged,
     "copy.deepcopy": lambda p: copy.deepcopy(p.listed[0]),
     "copy.copy": lambda p: copy.copy(p.listed[-1]),
-    "copy.deepcopy of a part": lambda p: list(
-        copy.deepcopy(p.model.blocks[1]).parameters()
-    ),
+    "copy.deepcopy of a part": lambda p: list(copy.deepcopy(p.model.blocks[1]).parameters()),
     "torch.save": lambda p: through_pickle(p.listed[2]),
-    "torch.save of a part": lambda p: list(
-        through_pickle(p.model.blocks[0]).parameters()
-    ),
+    "torch.save of a part": lambda p: list(through_pickle(p.model.blocks[0]).parameters()),
     "functional_call": lambda p: functional_call(
         nn.Linear(HIDDEN, VOCAB, bias=False),
         {"weight": p.model.head.weight.float()},
         torch.ones(1, HIDDEN),
     ),
     "torch.ops": lambda p: torch.ops.aten.mul.Tensor(p.listed[0], p.listed[0]),
-    "nn.Parameter.data.__get__": lambda p: torch.Tensor.data.__get__(
-        p.listed[1]
-    ).clone(),
+    "nn.Parameter.data.__get__": lambda p: torch.Tensor.data.__get__(p.listed[1]).clone(),
 }
 
 
@@ -150,9 +136,7 @@ def assert_equal(found: Any, expected: Any, what: str) -> None:
         for one, other in zip(found, expected, strict=True):
             assert_equal(one, other, what)
     elif isinstance(expected, torch.Tensor):
-        assert torch.equal(found.detach().cpu(), expected.detach()), (
-            f"{what}: of another step"
-        )
+        assert torch.equal(found.detach().cpu(), expected.detach()), f"{what}: of another step"
         assert type(found) is type(expected), what
     else:
         assert found == expected, what
@@ -181,9 +165,7 @@ def test_every_way_to_come_by_a_parameter_shows_the_last_step(
         ways = list(READS.items())
         # what one reads is not all that is under way
         at_once = 1 if place == "streamed" else 3
-        steps = [
-            ways[first : first + at_once] for first in range(0, len(ways), at_once)
-        ]
+        steps = [ways[first : first + at_once] for first in range(0, len(ways), at_once)]
         for step, some in enumerate(steps):
             both.train(step)
             waited += pending(both)
@@ -191,10 +173,7 @@ def test_every_way_to_come_by_a_parameter_shows_the_last_step(
                 # it has no bf16
                 if precision == "fp32" or way not in ("NumPy", "np.asarray"):
                     assert_equal(read(ours), read(plain), way)
-    on_time(
-        place == "whole" or waited > len(steps) // 4,
-        "updates were done before the reads",
-    )
+    on_time(place == "whole" or waited > len(steps) // 4, "updates were done before the reads")
 
 
 UPDATES: dict[str, dict[str, Any]] = {
@@ -204,9 +183,7 @@ UPDATES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("updates", UPDATES.values(), ids=UPDATES)
-@pytest.mark.parametrize(
-    "place", ["streamed", "all resident", "on the device", "whole"]
-)
+@pytest.mark.parametrize("place", ["streamed", "all resident", "on the device", "whole"])
 def test_weights_between_backward_and_step_are_of_the_step_before(
     place: str, updates: dict[str, Any]
 ) -> None:
@@ -214,9 +191,7 @@ def test_weights_between_backward_and_step_are_of_the_step_before(
         for step in range(3):
             both.backward(both.on(step))
             now = both.engine.inspect()
-            assert any(layer.is_updated_early for layer in now.layers) == bool(
-                now.plan.early
-            )
+            assert any(layer.is_updated_early for layer in now.layers) == bool(now.plan.early)
             assert_same(both.model, both.plain)
             with torch.no_grad():
                 assert torch.equal(both.on(9)(both.engine), both.on(9)(both.plain))
@@ -234,9 +209,7 @@ KEPT: dict[str, Callable[[nn.Parameter], Any]] = {
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize(
-    ("place", "keep", "updates"), pairs(list(PLACES), list(KEPT), UPDATES)
-)
+@pytest.mark.parametrize(("place", "keep", "updates"), pairs(list(PLACES), list(KEPT), UPDATES))
 def test_an_alias_that_was_kept_shows_the_last_step(
     place: str, keep: str, updates: dict[str, Any], tmp_path: Path, caplog: Any
 ) -> None:
@@ -257,15 +230,11 @@ def test_an_alias_that_was_kept_shows_the_last_step(
                 alias *= 0.5
             with torch.no_grad():
                 assert torch.equal(both.on(9)(both.engine), both.on(9)(both.plain))
-        told = [
-            record for record in caplog.records if "keeps aliases" in record.message
-        ]
+        told = [record for record in caplog.records if "keeps aliases" in record.message]
         assert len(told) == (place != "whole")
 
 
-def test_nothing_waits_for_a_program_that_keeps_no_alias(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_nothing_waits_for_a_program_that_keeps_no_alias(caplog: pytest.LogCaptureFixture) -> None:
     """A step that waits says so."""
     with twin("gpt", section=SLOW) as both:
         for step in range(3):
@@ -284,16 +253,8 @@ def test_what_needs_no_value_does_not_wait() -> None:
         before = pending(both)
         last = both.model.blocks[2].mlp.down.weight
         fence = both.engine.inspect().layers[3].writers["weights"]
-        assert (last.shape, last.dtype, last.grad) == (
-            (HIDDEN, 4 * HIDDEN),
-            torch.float32,
-            None,
-        )
-        assert (last.requires_grad, last.is_leaf, last.numel()) == (
-            True,
-            True,
-            4 * HIDDEN**2,
-        )
+        assert (last.shape, last.dtype, last.grad) == ((HIDDEN, 4 * HIDDEN), torch.float32, None)
+        assert (last.requires_grad, last.is_leaf, last.numel()) == (True, True, 4 * HIDDEN**2)
         assert isinstance(last, nn.Parameter)
         assert {last} == {both.model.get_parameter("blocks.2.mlp.down.weight")}
         nn.utils.clip_grad_norm_(both.model.parameters(), 1.0)
@@ -336,9 +297,7 @@ def test_a_part_of_the_model_waits_for_its_own_updates_alone() -> None:
 def test_a_pass_may_ask_for_parameters_in_its_middle() -> None:
     with twin("gpt", section=SLOW) as both:
         seen = []
-        block = max(
-            both.model.modules(), key=lambda module: isinstance(module, nn.ModuleList)
-        )
+        block = max(both.model.modules(), key=lambda module: isinstance(module, nn.ModuleList))
         handle = block[1].register_forward_pre_hook(
             lambda *_: seen.append([p.sum() for p in both.model.parameters()])
         )
@@ -402,9 +361,7 @@ engine.itself = engine, done
 """
 
 
-def test_a_program_that_ends_while_a_lane_computes_is_not_aborted(
-    tmp_path: Path,
-) -> None:
+def test_a_program_that_ends_while_a_lane_computes_is_not_aborted(tmp_path: Path) -> None:
     """The interpreter ends threads that are in torch's code by aborting the process."""
     status, said = run(BUSY, folder=tmp_path)
     assert (status, "terminate" in said) == (0, False), said
@@ -413,9 +370,7 @@ def test_a_program_that_ends_while_a_lane_computes_is_not_aborted(
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_that_are_loaded_into_a_part_become_its_masters(
-    kind: str, precision: str
-) -> None:
+def test_weights_that_are_loaded_into_a_part_become_its_masters(kind: str, precision: str) -> None:
     """Those of the other parts keep every bit."""
     with twin("gpt", section=KINDS[kind], precision=precision) as both:
         both.train(0)

@@ -57,9 +57,7 @@ def decoder() -> nn.Module:
     return Decoder([Block(dropout=0.1) for _ in range(3)])
 
 
-def train(
-    model: nn.Module, hook: Callable[[nn.Module], Any], section: Any, remove: bool
-) -> Run:
+def train(model: nn.Module, hook: Callable[[nn.Module], Any], section: Any, remove: bool) -> Run:
     """Steps with hooks that are registered after initialize; removed, they are gone in backward."""
     engine = engine_of(model, section)
     run = Run()
@@ -75,9 +73,7 @@ def train(
         run.losses.append(loss.detach().clone())
         if remove:
             handles = hook(model)
-    run.weights = {
-        name: value.clone() for name, value in engine.module_state_dict().items()
-    }
+    run.weights = {name: value.clone() for name, value in engine.module_state_dict().items()}
     engine.destroy()
     for handle in handles:
         handle.remove()
@@ -120,8 +116,7 @@ def on_all(model: nn.Module) -> list[Any]:
 def test_hooks_that_change_arguments_change_them_once(hook: Any, remove: bool) -> None:
     kept = {"window": 2, "activations": "keep"}
     assert_identical(
-        train(decoder(), hook, SECTION, remove),
-        train(decoder(), hook, kept, remove=False),
+        train(decoder(), hook, SECTION, remove), train(decoder(), hook, kept, remove=False)
     )
 
 
@@ -159,18 +154,13 @@ class Writing(Block):
 
     def forward(self, x: Tensor, state: Any = None, **more: Any) -> Tensor:
         state = more.get("state", state)
-        get = (
-            state.get if isinstance(state, dict) else lambda name: getattr(state, name)
-        )
+        get = state.get if isinstance(state, dict) else lambda name: getattr(state, name)
         scale, seen, summed = get("scale"), get("seen"), get("summed")
         y = super().forward(x * scale) / (1 + len(seen))
         if summed is not None:
             y = y + 0.1 * summed
         seen.append(len(seen))
-        new = {
-            "scale": scale * 0.75,
-            "summed": y.mean(0) if summed is None else summed + y.mean(0),
-        }
+        new = {"scale": scale * 0.75, "summed": y.mean(0) if summed is None else summed + y.mean(0)}
         if isinstance(state, dict):
             state.update(new)
         else:
@@ -188,9 +178,7 @@ MAKES: dict[str, Callable[[], Any]] = {
 
 
 class Carrying(Decoder):
-    def __init__(
-        self, blocks: list[nn.Module], make: Callable[[], Any], named: bool
-    ) -> None:
+    def __init__(self, blocks: list[nn.Module], make: Callable[[], Any], named: bool) -> None:
         super().__init__(blocks)
         self.make, self.named = make, named
 
@@ -205,9 +193,7 @@ class Carrying(Decoder):
 
 @pytest.mark.parametrize("named", [False, True], ids=["in order", "by name"])
 @pytest.mark.parametrize("kind", MAKES)
-def test_what_a_block_writes_into_its_arguments_is_written_once(
-    kind: str, named: bool
-) -> None:
+def test_what_a_block_writes_into_its_arguments_is_written_once(kind: str, named: bool) -> None:
     def factory() -> Any:
         return Carrying([Writing() for _ in range(3)], MAKES[kind], named), token_batch
 
@@ -264,9 +250,7 @@ class Counting(Block):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         # Before the block's operators, which save it: behind them no gradient would differ.
-        y = super().forward(
-            x * (1.0 if self.calls % 2 else 0.5) / (1 + len(self.history))
-        )
+        y = super().forward(x * (1.0 if self.calls % 2 else 0.5) / (1 + len(self.history)))
         if self.last is not None:
             y = y + 0.1 * self.last.detach()
         if len(self.history) < 4:
@@ -339,15 +323,11 @@ class Summing(Block):
 
 
 @pytest.mark.parametrize("buffer", [True, False], ids=["buffer", "attribute"])
-def test_a_tensor_of_the_block_that_is_written_in_place_is_written_once(
-    buffer: bool,
-) -> None:
+def test_a_tensor_of_the_block_that_is_written_in_place_is_written_once(buffer: bool) -> None:
     check(lambda: (Decoder([Summing(buffer=buffer) for _ in range(3)]), token_batch))
 
 
-def test_a_tensor_of_the_block_that_the_program_writes_before_backward_is_refused() -> (
-    None
-):
+def test_a_tensor_of_the_block_that_the_program_writes_before_backward_is_refused() -> None:
     model = Decoder([Summing(buffer=True) for _ in range(2)])
     for block in model.blocks:
         # it writes nothing itself
@@ -389,18 +369,12 @@ class Drawing(Block):
         super().__init__()
         self.how = how
         self.own = torch.Generator().manual_seed(1)
-        self.several = [
-            np.random.default_rng(2),
-            random.Random(3),
-            np.random.RandomState(4),
-        ]
+        self.several = [np.random.default_rng(2), random.Random(3), np.random.RandomState(4)]
 
     def forward(self, x: Tensor, generator: Any = None) -> Tensor:
         draws: dict[str, Callable[[], Any]] = {
             "attribute": lambda: torch.rand((), generator=self.own),
-            "numpy attribute": lambda: (
-                self.several[0].random() + self.several[2].random()
-            ),
+            "numpy attribute": lambda: self.several[0].random() + self.several[2].random(),
             "python attribute": lambda: self.several[1].random(),
             "argument": lambda: torch.rand((), generator=generator),
             "python": random.random,
@@ -463,9 +437,7 @@ def test_generators_go_on_from_where_the_forward_left_them(how: str) -> None:
 def test_a_generator_behind_a_global_name_is_refused_with_the_way() -> None:
     with (
         seeded(),
-        pytest.raises(
-            CheckpointError, match=r"blocks\.2: .*a generator behind a global"
-        ),
+        pytest.raises(CheckpointError, match=r"blocks\.2: .*a generator behind a global"),
     ):
         train_windowed(
             lambda: (Handing([Drawing("global") for _ in range(3)]), token_batch),
@@ -499,9 +471,7 @@ class Stepping(Decoder):
 
 
 @pytest.mark.parametrize("when", [(1,), (3,), (2, 4)])
-def test_a_change_in_any_call_is_kept_in_that_call(
-    when: tuple[int, ...], caplog: Any
-) -> None:
+def test_a_change_in_any_call_is_kept_in_that_call(when: tuple[int, ...], caplog: Any) -> None:
     models = []
 
     def factory() -> Any:
@@ -510,9 +480,7 @@ def test_a_change_in_any_call_is_kept_in_that_call(
 
     with logged(caplog) as lines:
         check(factory, steps=5)
-    assert [len(block.history) for model in models for block in model.blocks] == [
-        1 + len(when)
-    ] * 6
+    assert [len(block.history) for model in models for block in model.blocks] == [1 + len(when)] * 6
     assert len(lines) == 1
     assert lines[0].startswith("Late: its forward changes Late.history")
     assert "17792 bytes on the device in this call" in lines[0]
@@ -647,9 +615,7 @@ def test_a_counter_behind_a_global_name_is_refused(first: int) -> None:
     def factory() -> Any:
         return Decoder([CountingInAGlobal(first) for _ in range(3)]), token_batch
 
-    with pytest.raises(
-        CheckpointError, match="computes other values when it runs again"
-    ):
+    with pytest.raises(CheckpointError, match="computes other values when it runs again"):
         train_windowed(factory, steps=4, settings=config(section=SECTION))
 
 
@@ -702,21 +668,14 @@ class Otherwise(Block):
         out = super().forward(hidden)
         if not again:
             return out + torch.sin(hidden) + torch.cos(hidden)
-        return (
-            out
-            if self.how == "fewer"
-            else out + torch.sin(hidden) + torch.cos(hidden.sum(0))
-        )
+        return out if self.how == "fewer" else out + torch.sin(hidden) + torch.cos(hidden.sum(0))
 
 
 @pytest.mark.parametrize(
     ("how", "match"),
     [
         ("fewer", r"saved \d+ tensors, expected \d+"),
-        (
-            "other shapes",
-            r"tensor \d+: got torch.float32 \[.*\] on cpu, expected torch.float32",
-        ),
+        ("other shapes", r"tensor \d+: got torch.float32 \[.*\] on cpu, expected torch.float32"),
     ],
 )
 def test_a_second_run_that_saves_other_tensors_is_refused(how: str, match: str) -> None:
@@ -859,9 +818,7 @@ def test_a_graph_that_is_kept_is_recomputed_for_each_backward(times: int) -> Non
         torch.manual_seed(1)
         hidden = torch.randn(2, 3, HIDDEN, requires_grad=True)
         out = model.blocks[1](hidden).sin().sum()
-        found = [
-            torch.autograd.grad(out, hidden, retain_graph=True)[0] for _ in range(times)
-        ]
+        found = [torch.autograd.grad(out, hidden, retain_graph=True)[0] for _ in range(times)]
         assert all(torch.equal(found[0], other) for other in found)
         gradients.append(found[0])
         engine.destroy()

@@ -48,16 +48,9 @@ def test_a_refined_plan_goes_on_with_the_same_bits(
     clipping: float, accumulation: int, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     factory = MODELS["llama"]
-    section = {
-        "gpu_memory": budget_of(factory, SHARE),
-        "cpu_threads": 1,
-        "emulated": dict(SLOW),
-    }
+    section = {"gpu_memory": budget_of(factory, SHARE), "cpu_threads": 1, "emulated": dict(SLOW)}
     settings = config(
-        clipping=clipping,
-        accumulation=accumulation,
-        precision=precision,
-        section=section,
+        clipping=clipping, accumulation=accumulation, precision=precision, section=section
     )
     seen: dict[str, Any] = {}
 
@@ -79,9 +72,7 @@ def test_a_refined_plan_goes_on_with_the_same_bits(
     )
     assert_identical(run, expected)
     # What was measured decides: not vacuous where the paced lanes were the slow ones.
-    on_time(
-        bool(seen["plan"].updated_on_gpu), "the search left every layer on the host"
-    )
+    on_time(bool(seen["plan"].updated_on_gpu), "the search left every layer on the host")
 
 
 @pytest.mark.parametrize("taken", [False, True])
@@ -95,16 +86,12 @@ def test_a_plan_that_finds_no_room_is_not_changed_to(taken: bool) -> None:
         if step != 1:
             return
         now = engine.inspect()
-        demand = replace(
-            now.demand, window=None, resident_layers=None, resident_updates="gpu"
-        )
+        demand = replace(now.demand, window=None, resident_layers=None, resident_updates="gpu")
         if taken:
             now.device.memory.budget_bytes = now.device.memory.allocated_bytes
         seen.append(engine.replan(make_plan(now.layout, demand)))
 
-    run = train_windowed(
-        factory, steps=REFINED + 3, settings=config(section=section), after=change
-    )
+    run = train_windowed(factory, steps=REFINED + 3, settings=config(section=section), after=change)
     assert seen == [not taken]
     assert_identical(run, train_plain(factory, steps=REFINED + 3))
 
@@ -113,11 +100,7 @@ def test_a_plan_that_finds_no_room_is_not_changed_to(taken: bool) -> None:
 def test_a_refined_plan_is_faster_and_the_trace_is_gone() -> None:
     model = SleepingModel([(1 << 14, 0.001, 0.002)] * 4)
     numel = sum(p.numel() for p in model.parameters())
-    section = {
-        "gpu_memory": 10 * numel,
-        "cpu_threads": 1,
-        "emulated": {**SLOW, "poison": False},
-    }
+    section = {"gpu_memory": 10 * numel, "cpu_threads": 1, "emulated": {**SLOW, "poison": False}}
     engine = initialized(model, config(section=section))
     before, x, seconds = engine.plan, torch.ones(1, 1 << 10), []
     for _ in range(REFINED + 3):
@@ -155,11 +138,7 @@ def test_a_pinned_plan_stays(tmp_path: Any) -> None:
 
 def test_parameters_are_whole_after_a_change_of_plan() -> None:
     factory = MODELS["llama"]
-    section = {
-        "gpu_memory": budget_of(factory, SHARE),
-        "cpu_threads": 1,
-        "emulated": dict(SLOW),
-    }
+    section = {"gpu_memory": budget_of(factory, SHARE), "cpu_threads": 1, "emulated": dict(SLOW)}
     model, make_batch = factory()
     engine = initialized(model, config(section=section))
     identities = [id(p) for p in model.parameters()]
@@ -220,12 +199,7 @@ def run_of_changing_plans(name: str, change: bool) -> list[torch.Tensor]:
     """20 losses, and the weights at the end; a plan for all of them, or another every third step,
     up to the whole model."""
     model, _ = MODELS[name](**ODD[name])
-    section = {
-        "window": 1,
-        "activations": "recompute",
-        "cpu_threads": 1,
-        "gpu_memory": 1 << 30,
-    }
+    section = {"window": 1, "activations": "recompute", "cpu_threads": 1, "gpu_memory": 1 << 30}
     engine = initialized(model, config(section={**section, "resident_layers": 0}))
     now, found = engine.inspect(), []
     for step in range(20):
@@ -237,9 +211,7 @@ def run_of_changing_plans(name: str, change: bool) -> list[torch.Tensor]:
             policy = dict(POLICIES[step // 3])
             if policy["resident_layers"] == "all":
                 policy["resident_layers"] = len(now.layout.streamed)
-            engine.replan(
-                make_plan(now.layout, replace(now.demand, window=None, **policy))
-            )
+            engine.replan(make_plan(now.layout, replace(now.demand, window=None, **policy)))
     found += [weight.clone() for weight in engine.module_state_dict().values()]
     whole = engine.plan.whole
     engine.destroy()
@@ -279,22 +251,14 @@ def replaced(engine: Any, place: dict[str, Any]) -> None:
     now, wanted = engine.inspect(), dict(place)
     if wanted["resident_layers"] == "all":
         wanted["resident_layers"] = len(now.layout.streamed)
-    assert engine.replan(
-        make_plan(now.layout, replace(now.demand, window=None, **wanted))
-    )
+    assert engine.replan(make_plan(now.layout, replace(now.demand, window=None, **wanted)))
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["llama", "gpt_tied", "frozen", "uneven"])
 @pytest.mark.parametrize(
     ("clipping", "accumulation", "precision"),
-    [
-        (1.0, 1, "bf16"),
-        (0.0, 1, "fp32"),
-        (1.0, 3, "bf16"),
-        (0.0, 4, "fp32"),
-        (1.0, 3, "lean"),
-    ],
+    [(1.0, 1, "bf16"), (0.0, 1, "fp32"), (1.0, 3, "bf16"), (0.0, 4, "fp32"), (1.0, 3, "lean")],
 )
 def test_layers_come_back_from_the_device_with_all_that_they_have(
     name: str, clipping: float, accumulation: int, precision: str
@@ -303,10 +267,7 @@ def test_layers_come_back_from_the_device_with_all_that_they_have(
     factory, steps = MODELS[name], 7
     section = {**PLACES[0], "window": 1, "cpu_threads": 1, "gpu_memory": 1 << 30}
     settings = config(
-        clipping=clipping,
-        accumulation=accumulation,
-        precision=precision,
-        section=section,
+        clipping=clipping, accumulation=accumulation, precision=precision, section=section
     )
     torch.manual_seed(0)
     model, make_batch = factory()
@@ -322,20 +283,14 @@ def test_layers_come_back_from_the_device_with_all_that_they_have(
         engine.backward(loss)
         engine.step()
         run.losses.append(loss.detach().clone())
-    run.weights = {
-        name: value.clone() for name, value in engine.module_state_dict().items()
-    }
+    run.weights = {name: value.clone() for name, value in engine.module_state_dict().items()}
     run.moments = moments_of(engine)
     engine.destroy()
     assert moved
     assert_identical(
         run,
         train_plain(
-            factory,
-            steps=steps,
-            clipping=clipping,
-            accumulation=accumulation,
-            precision=precision,
+            factory, steps=steps, clipping=clipping, accumulation=accumulation, precision=precision
         ),
     )
 
@@ -343,11 +298,7 @@ def test_layers_come_back_from_the_device_with_all_that_they_have(
 @law_of_time
 def test_a_model_that_fits_becomes_whole() -> None:
     factory = MODELS["llama"]
-    section = {
-        "gpu_memory": budget_of(factory, 2.0),
-        "cpu_threads": 1,
-        "emulated": dict(SLOW),
-    }
+    section = {"gpu_memory": budget_of(factory, 2.0), "cpu_threads": 1, "emulated": dict(SLOW)}
     plans: list[Any] = []
     run = train_windowed(
         factory,
@@ -369,9 +320,7 @@ def test_many_micro_batches_are_told_what_chunks_would_take(
     settings = config(accumulation=accumulation, section=section)
     with caplog.at_level("INFO", logger="stronghold"):
         train_windowed(factory, steps=REFINED + 1, settings=settings)
-    told = [
-        r.getMessage() for r in caplog.records if "in chunks they are" in r.getMessage()
-    ]
+    told = [r.getMessage() for r in caplog.records if "in chunks they are" in r.getMessage()]
     assert len(told) == (accumulation > 1)
     if told:
         assert "train_micro_batch_size_per_gpu by 4" in told[0]
@@ -379,13 +328,7 @@ def test_many_micro_batches_are_told_what_chunks_would_take(
 
 def test_where_every_block_stays_training_goes_on() -> None:
     """There is no window of which anything could be said."""
-    section = {
-        "resident_layers": "all",
-        "resident_updates": "host",
-        "gpu_memory": 1 << 24,
-    }
+    section = {"resident_layers": "all", "resident_updates": "host", "gpu_memory": 1 << 24}
     settings = config(accumulation=4, section=section)
     run = train_windowed(MODELS["gpt"], steps=4 * (REFINED + 1), settings=settings)
-    assert_identical(
-        run, train_plain(MODELS["gpt"], steps=4 * (REFINED + 1), accumulation=4)
-    )
+    assert_identical(run, train_plain(MODELS["gpt"], steps=4 * (REFINED + 1), accumulation=4))

@@ -56,9 +56,7 @@ def as_planned(engine: Any) -> None:
 def engine_of(place: str, mode: str = "gated", **options: Any) -> tuple[Any, Any]:
     model, make_batch = MODELS["gpt"](num_layers=4)
     section = on_gpu(place, early_layers="all" if mode == "early" else 0)
-    return initialized(
-        model, config(section=section, **{**MODES[mode], **options})
-    ), make_batch
+    return initialized(model, config(section=section, **{**MODES[mode], **options})), make_batch
 
 
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 30, "loss_scale_window": 2}}
@@ -67,9 +65,7 @@ FP16 = {"fp16": {"enabled": True, "initial_scale_power": 30, "loss_scale_window"
 def test_fp16_with_overflows_is_the_same_everywhere() -> None:
     runs = [
         train_windowed(
-            MODELS["gpt"],
-            steps=24,
-            settings={**config(clipping=0.1, section=section), **FP16},
+            MODELS["gpt"], steps=24, settings={**config(clipping=0.1, section=section), **FP16}
         )
         for section in ({"window": 1}, *(on_gpu(place) for place in ON_GPU))
     ]
@@ -91,9 +87,7 @@ def test_what_is_updated_on_the_gpu_has_no_slab_and_no_transfer(
     submitted: list[str] = []
     for lane in map(now.device.lane, ("fetch", "drain", "gradients", "update")):
 
-        def noted(
-            name: str, *args: Any, submit: Any = lane.submit, **kwargs: Any
-        ) -> Any:
+        def noted(name: str, *args: Any, submit: Any = lane.submit, **kwargs: Any) -> Any:
             submitted.append(name)
             return submit(name, *args, **kwargs)
 
@@ -108,9 +102,7 @@ def test_what_is_updated_on_the_gpu_has_no_slab_and_no_transfer(
     assert engine.plan.whole == (place == "whole")
     away = [layer for layer in now.layout.layers if layer.index not in here]
     assert engine.plan.host_bytes["weights"] == 4 * sum(layer.numel for layer in away)
-    assert engine.plan.host_bytes["moments"] == 8 * sum(
-        layer.trainable_numel for layer in away
-    )
+    assert engine.plan.host_bytes["moments"] == 8 * sum(layer.trainable_numel for layer in away)
     as_planned(engine)
     engine.destroy()
 
@@ -140,9 +132,7 @@ def test_nothing_stands_on_the_path_of_a_model_that_is_whole() -> None:
 def test_closing_gives_the_model_back_in_memory_of_its_own(place: str) -> None:
     engine, make_batch = engine_of(place)
     train(engine, make_batch, range(2))
-    expected = {
-        name: value.clone() for name, value in engine.module_state_dict().items()
-    }
+    expected = {name: value.clone() for name, value in engine.module_state_dict().items()}
     arrays = [state.weights for state in engine.inspect().layers if state.home is GPU]
     model = engine.module
     engine.destroy()
@@ -165,11 +155,7 @@ def test_a_simulated_step_takes_what_the_plan_says(mode: dict[str, bool]) -> Non
     for resident, whole in ((0, None), (2, None), (4, False), (4, None)):
         given = {"accumulate": False, **mode}
         wish = Demand(states=adam_states(torch.bfloat16), **given)
-        places = {
-            "resident_layers": resident,
-            "resident_updates": "gpu",
-            "whole": whole,
-        }
+        places = {"resident_layers": resident, "resident_updates": "gpu", "whole": whole}
         plan = make_plan(found, dataclasses.replace(wish, window=2, **places))
         prediction = simulate.simulate(found, plan, workload, machine)
         peaks = prediction.gpu_peak_bytes, prediction.host_peak_bytes
@@ -178,15 +164,11 @@ def test_a_simulated_step_takes_what_the_plan_says(mode: dict[str, bool]) -> Non
 
 # -- gradients that come twice, late, never, or not finite -----------------------------------------
 @pytest.mark.parametrize("place", ON_GPU)
-def test_two_backwards_before_a_step_add_up_wherever_layers_are_updated(
-    place: str,
-) -> None:
+def test_two_backwards_before_a_step_add_up_wherever_layers_are_updated(place: str) -> None:
     with twin(section=on_gpu(place), clipping=0.0, early="all") as both:
         both.backward(both.on(0))
         now = both.engine.inspect()
-        assert any(layer.is_updated_early for layer in now.layers) == bool(
-            now.plan.early
-        )
+        assert any(layer.is_updated_early for layer in now.layers) == bool(now.plan.early)
         both.backward(both.on(1))
         both.step()
         both.train(2)
@@ -257,9 +239,7 @@ def test_a_failing_kernel_names_what_it_did(
 
     with monkeypatch.context() as patched:
         patched.setattr(native.UpdateBatch, "run", broken)
-        with pytest.raises(
-            stronghold.LaneError, match=r"update \d+.* on the compute lane: Stat"
-        ):
+        with pytest.raises(stronghold.LaneError, match=r"update \d+.* on the compute lane: Stat"):
             train(engine, make_batch, range(1, 2))
     with pytest.raises(stronghold.LaneError, match=r"update \d+.* failed"):
         train(engine, make_batch, range(2, 3))

@@ -12,13 +12,7 @@ import torch
 from stronghold.plan.schedule import GATE, Action, Kind, Schedule, make_schedule
 from tests.models import MODELS, loss_of
 from tests.support.performed import assert_as_scheduled, started
-from tests.support.training import (
-    Run,
-    assert_identical,
-    config,
-    initialized,
-    moments_of,
-)
+from tests.support.training import Run, assert_identical, config, initialized, moments_of
 
 STEPS = 4
 Change = Callable[[list[Action]], list[Action]]
@@ -90,9 +84,7 @@ def run(name: str) -> tuple[Run, Sequence[Action], Sequence[Action]]:
     return result, schedule, performed
 
 
-@pytest.mark.parametrize(
-    "change", [updates_exchanged, one_behind_the_gate, gate_reversed]
-)
+@pytest.mark.parametrize("change", [updates_exchanged, one_behind_the_gate, gate_reversed])
 def test_a_changed_schedule_changes_what_is_performed_and_no_bit(
     change: Change, monkeypatch: pytest.MonkeyPatch
 ) -> None:

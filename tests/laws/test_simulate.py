@@ -81,8 +81,7 @@ def run(case: Case) -> tuple[float, Prediction, tuple[int, int]]:
     section = {**case.section, "emulated": emulated}
     model = SleepingModel(case.layers)
     engine = initialized(
-        model,
-        config(clipping=case.clipping, accumulation=case.accumulation, section=section),
+        model, config(clipping=case.clipping, accumulation=case.accumulation, section=section)
     )
     # the first layer has a backward too
     x = torch.ones(1, INPUT_NUMEL, requires_grad=True)
@@ -91,14 +90,10 @@ def run(case: Case) -> tuple[float, Prediction, tuple[int, int]]:
     layout, plan = engine.inspect().layout, engine.plan
     engine.destroy()
     disk = () if case.nvme_gbps is None else (case.nvme_gbps,)
-    machine = rates(
-        case.link_gbps, *disk, update_gbps=case.update_gbps, handover_s=5e-5
-    )
+    machine = rates(case.link_gbps, *disk, update_gbps=case.update_gbps, handover_s=5e-5)
     workload = Workload(
         layers=tuple(
-            LayerWork(
-                forward_s=forward_s, backward_s=backward_s, saved_bytes=4 * INPUT_NUMEL
-            )
+            LayerWork(forward_s=forward_s, backward_s=backward_s, saved_bytes=4 * INPUT_NUMEL)
             for _, forward_s, backward_s in case.layers
         ),
         micro_batches=case.accumulation,
@@ -116,9 +111,7 @@ def spilling_case(seed: int, path: Path) -> Case:
         random_case(seed),
         {"path": str(path), "spill": rng.choice(["moments", "weights"])},
     )
-    return replace(
-        case, section={**case.section, "nvme": nvme}, nvme_gbps=rng.uniform(0.05, 0.4)
-    )
+    return replace(case, section={**case.section, "nvme": nvme}, nvme_gbps=rng.uniform(0.05, 0.4))
 
 
 def error_of(case: Case) -> float:
@@ -149,7 +142,5 @@ def test_the_prediction_is_what_a_step_takes_for_thirty_plans() -> None:
 
 @pytest.mark.slow
 @law_of_time
-def test_the_prediction_is_what_a_step_takes_for_thirty_plans_with_files(
-    tmp_path: Path,
-) -> None:
+def test_the_prediction_is_what_a_step_takes_for_thirty_plans_with_files(tmp_path: Path) -> None:
     compare(spilling_case(seed, tmp_path) for seed in range(NUM_PLANS))

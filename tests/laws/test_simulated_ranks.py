@@ -84,12 +84,8 @@ def test_a_simulated_rank_has_the_bytes_of_its_plan(num_ranks: int) -> None:
     assert (early.host_total_bytes, early.early) == (plan.host_total_bytes, frozenset())
 
 
-def test_updates_wait_for_the_gate_also_where_each_rank_has_a_part_of_the_model() -> (
-    None
-):
-    demand = Demand(
-        states=adam_states(torch.bfloat16), accumulate=False, early_layers=4
-    )
+def test_updates_wait_for_the_gate_also_where_each_rank_has_a_part_of_the_model() -> None:
+    demand = Demand(states=adam_states(torch.bfloat16), accumulate=False, early_layers=4)
     assert len(make_plan(SUBJECT.layout, demand).early) == 4
     plan = make_plan(SUBJECT.layout, replace(demand, shares_weights=True))
     assert not plan.early
@@ -129,9 +125,7 @@ def test_ranks_of_one_node_take_the_step_of_one() -> None:
     """They divide the optimizer's work and the memory's bandwidth alike; gathers hide."""
     alone = predict(1).step_s
     for num_ranks in (2, 8):
-        assert predict(num_ranks, wire_gbps=200.0).step_s == pytest.approx(
-            alone, rel=0.05
-        )
+        assert predict(num_ranks, wire_gbps=200.0).step_s == pytest.approx(alone, rel=0.05)
 
 
 def test_a_slow_wire_sets_the_step() -> None:
@@ -139,9 +133,7 @@ def test_a_slow_wire_sets_the_step() -> None:
     wire_gbps, num_ranks = 0.5, 4
     prediction = predict(num_ranks, wire_gbps=wire_gbps, window=2)
     streamed = [layer for layer in SUBJECT.layout.layers if layer.streamed]
-    nbytes = (
-        2 * 2 * sum(layer.numel for layer in streamed) * (num_ranks - 1) / num_ranks
-    )
+    nbytes = 2 * 2 * sum(layer.numel for layer in streamed) * (num_ranks - 1) / num_ranks
     assert prediction.bound == "gather"
     assert prediction.step_s >= 0.9 * nbytes / (wire_gbps * 1e9)
 
@@ -149,10 +141,7 @@ def test_a_slow_wire_sets_the_step() -> None:
 @pytest.mark.parametrize(("num_ranks", "num_nodes"), [(2, 2), (8, 2), (32, 4)])
 def test_nodes_have_the_bytes_of_their_plan(num_ranks: int, num_nodes: int) -> None:
     """2 bytes of weights for those of a node, 12 for all ranks."""
-    prediction, plan = (
-        predict(num_ranks, num_nodes=num_nodes),
-        plan_of(num_ranks, 4, num_nodes),
-    )
+    prediction, plan = (predict(num_ranks, num_nodes=num_nodes), plan_of(num_ranks, 4, num_nodes))
     assert prediction.host_peak_bytes == plan.host_total_bytes
     num_local = num_ranks // num_nodes
     padded = sum(layer.numel for layer in for_ranks(SUBJECT.layout, num_ranks).layers)
@@ -164,21 +153,12 @@ def test_the_exchange_takes_the_networks_time() -> None:
     is slow enough sets the step, with the gradients' way before it."""
     network_gbps, num_ranks, num_nodes = 0.25, 4, 2
     prediction = predict(num_ranks, num_nodes=num_nodes, network_gbps=network_gbps)
-    numel = sum(
-        layer.trainable_numel for layer in for_ranks(SUBJECT.layout, num_ranks).layers
-    )
-    exchange_s = (
-        numel * 2 / num_nodes * (num_nodes - 1) / num_nodes / (network_gbps * 1e9)
-    )
-    busy_s = sum(
-        op.end_s - op.start_s for op in prediction.operations if op.lane == "exchange"
-    )
+    numel = sum(layer.trainable_numel for layer in for_ranks(SUBJECT.layout, num_ranks).layers)
+    exchange_s = numel * 2 / num_nodes * (num_nodes - 1) / num_nodes / (network_gbps * 1e9)
+    busy_s = sum(op.end_s - op.start_s for op in prediction.operations if op.lane == "exchange")
     assert busy_s == pytest.approx(exchange_s, rel=1e-6)
     assert prediction.step_s >= 2 * exchange_s
-    assert max(prediction.critical, key=prediction.critical.__getitem__) in (
-        "reduce",
-        "exchange",
-    )
+    assert max(prediction.critical, key=prediction.critical.__getitem__) in ("reduce", "exchange")
 
 
 def test_a_fast_network_adds_nothing_to_the_step() -> None:
@@ -188,13 +168,11 @@ def test_a_fast_network_adds_nothing_to_the_step() -> None:
 
 
 def test_layouts_of_ranks_keep_every_parameter() -> None:
-    for one, many in zip(
-        SUBJECT.layout.layers, for_ranks(SUBJECT.layout, 8).layers, strict=True
-    ):
+    for one, many in zip(SUBJECT.layout.layers, for_ranks(SUBJECT.layout, 8).layers, strict=True):
         assert [part.name for part in many.slices] == [part.name for part in one.slices]
-        assert replace(
-            many, slices=(), ranges=(), trainable_numel=0, numel=0
-        ) == replace(one, slices=(), ranges=(), trainable_numel=0, numel=0)
+        assert replace(many, slices=(), ranges=(), trainable_numel=0, numel=0) == replace(
+            one, slices=(), ranges=(), trainable_numel=0, numel=0
+        )
         assert many.numel % (8 * 2048) == many.trainable_numel % (8 * 2048) == 0
 
 
@@ -202,9 +180,7 @@ def test_the_command_plans_several_ranks(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     command = "plan --layers 4 --hidden 1024 --heads 16 --vocab 32000 --machine rtx4090 --seq 1024"
-    assert main(
-        [*command.split(), "--host", "16GiB", "--gpus", "4", "--wire", "20"]
-    ) in (None, 0)
+    assert main([*command.split(), "--host", "16GiB", "--gpus", "4", "--wire", "20"]) in (None, 0)
     page = capsys.readouterr().out
     assert "x 4 ranks = 4,096 tokens" in page
     assert "each receives 20 GB/s from the others" in " ".join(page.split())

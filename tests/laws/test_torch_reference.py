@@ -58,17 +58,13 @@ def train_with_torch(precision: str, clipping: float) -> Run:
         with torch.no_grad():
             for master, parameter in zip(masters, parameters, strict=True):
                 parameter.copy_(master)
-    run.weights = {
-        name: value.detach().float() for name, value in model.named_parameters()
-    }
+    run.weights = {name: value.detach().float() for name, value in model.named_parameters()}
     return run
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("clipping", [0.0, 0.5])
-def test_twenty_steps_differ_from_torch_by_rounding_alone(
-    clipping: float, precision: str
-) -> None:
+def test_twenty_steps_differ_from_torch_by_rounding_alone(clipping: float, precision: str) -> None:
     expected = train_with_torch(precision, clipping)
     settings = settings_of(clipping=clipping, precision=precision)
     run = train_windowed(llama, steps=STEPS, settings=settings)
@@ -80,9 +76,7 @@ def test_twenty_steps_differ_from_torch_by_rounding_alone(
     assert mean <= BOUND[precision] * STEPS * RATES["lr"]
     for loss, other in zip(run.losses, expected.losses, strict=True):
         assert abs(loss.item() - other.item()) <= LOSS_BOUND[precision]
-    assert run.norms == pytest.approx(
-        expected.norms, rel=1e-5 if precision == "fp32" else 2e-2
-    )
+    assert run.norms == pytest.approx(expected.norms, rel=1e-5 if precision == "fp32" else 2e-2)
 
 
 def test_the_bound_tells_a_wrong_optimizer() -> None:
@@ -93,8 +87,7 @@ def test_the_bound_tells_a_wrong_optimizer() -> None:
     settings["optimizer"]["type"] = "Adam"
     run = train_windowed(llama, steps=STEPS, settings=settings)
     difference = sum(
-        (run.weights[name] - weight).abs().sum().item()
-        for name, weight in expected.weights.items()
+        (run.weights[name] - weight).abs().sum().item() for name, weight in expected.weights.items()
     )
     mean = difference / sum(weight.numel() for weight in expected.weights.values())
     assert mean > 100 * BOUND["fp32"] * STEPS * RATES["lr"]

@@ -26,10 +26,7 @@ NEAR = 0.2  # other processes were busy in one of the two measurements, perhaps
     ("activations", "accumulation"),
     [
         *(("keep", 2), ("recompute", 1)),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("keep", 1), ("recompute", 2))
-        ),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("keep", 1), ("recompute", 2))),
     ],
 )
 @law_of_time
@@ -84,9 +81,7 @@ def test_traced_steps_predict_the_following(
 
 
 def test_a_lane_that_moved_nothing_keeps_its_known_rate() -> None:
-    span = Span(
-        lane="fetch", name="fetch 1", start_s=0.0, end_s=2.0, args={"nbytes": 10**9}
-    )
+    span = Span(lane="fetch", name="fetch 1", start_s=0.0, end_s=2.0, args={"nbytes": 10**9})
     found = measured_rates([span], rates(7.0))
     assert found.fetch_gbps == pytest.approx(0.5)
     assert (found.drain_gbps, found.update_gbps, found.load_gbps) == (7.0, 7.0, 1.0)

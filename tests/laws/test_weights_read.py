@@ -86,9 +86,7 @@ def test_a_part_of_the_model_may_be_called_by_itself(section: str, head: str) ->
             if head == "called":
                 return cross_entropy(model.head(hidden), batch["labels"])
             with below_python() if head == "read below python" else nullcontext():
-                return cross_entropy(
-                    F.linear(hidden, model.head.weight), batch["labels"]
-                )
+                return cross_entropy(F.linear(hidden, model.head.weight), batch["labels"])
 
         return loss
 
@@ -137,9 +135,7 @@ def a_penalty_after(model: Any, x: Tensor, input_ids: Tensor) -> Tensor:
 
 
 def another_blocks_weight(model: Any, x: Tensor, input_ids: Tensor) -> Tensor:
-    for block, other in zip(
-        model.blocks, (*model.blocks[1:], model.blocks[0]), strict=True
-    ):
+    for block, other in zip(model.blocks, (*model.blocks[1:], model.blocks[0]), strict=True):
         x = block(x) * other.norm1.weight.detach()
     return F.linear(x, model.blocks[0].attention.out.weight)
 
@@ -165,9 +161,7 @@ RUNS = [
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize(
-    ("place", "run", "updates"), pairs(list(PLACES), RUNS, UPDATES)
-)
+@pytest.mark.parametrize(("place", "run", "updates"), pairs(list(PLACES), RUNS, UPDATES))
 def test_weights_of_a_block_that_are_read_outside_of_its_call_are_new(
     place: str, run: Callable[[Any, Tensor, Tensor], Tensor], updates: dict[str, Any]
 ) -> None:
@@ -201,10 +195,7 @@ WHERE: dict[str, Callable[[Any], nn.Module]] = {
 @pytest.mark.parametrize(
     ("place", "through", "where", "precision"),
     pairs(
-        ["one slot", "recompute", "resident", "whole"],
-        list(WRITES),
-        list(WHERE),
-        ["fp32", "bf16"],
+        ["one slot", "recompute", "resident", "whole"], list(WRITES), list(WHERE), ["fp32", "bf16"]
     ),
 )
 def test_what_a_forward_writes_into_its_weights_counts_or_is_refused(
@@ -220,8 +211,7 @@ def test_what_a_forward_writes_into_its_weights_counts_or_is_refused(
 
     both = Twin("gpt", section=section, precision=precision)
     hooks = [
-        WHERE[where](model).register_forward_pre_hook(write)
-        for model in (both.model, both.plain)
+        WHERE[where](model).register_forward_pre_hook(write) for model in (both.model, both.plain)
     ]
     block = "block" in where
     if block and place in ("one slot", "recompute"):
@@ -245,9 +235,7 @@ def test_what_a_forward_writes_into_its_weights_counts_or_is_refused(
 
 @pytest.mark.parametrize("activations", ["keep", "offload", "recompute"])
 @pytest.mark.parametrize("when", ["in place", "by a step"])
-def test_a_graph_whose_weights_were_written_since_is_refused(
-    activations: str, when: str
-) -> None:
+def test_a_graph_whose_weights_were_written_since_is_refused(activations: str, when: str) -> None:
     """As autograd does."""
     both = Twin("gpt", section={"window": 1, "activations": activations})
     loss = both.on(0)(both.engine)

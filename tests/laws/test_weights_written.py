@@ -24,11 +24,7 @@ SLOW = {"emulated": {"update_gbps": 0.05}}  # else a write finds nothing under w
 SECTIONS: dict[str, dict[str, Any]] = {
     "streamed": {"window": 2, **SLOW},
     "resident": {"resident_layers": "all", "resident_updates": "host", **SLOW},
-    "updated on the gpu": {
-        "resident_layers": 1,
-        "resident_updates": "gpu",
-        "window": 1,
-    },
+    "updated on the gpu": {"resident_layers": 1, "resident_updates": "gpu", "window": 1},
     "whole": {"resident_layers": "all", "resident_updates": "gpu"},
 }
 
@@ -114,16 +110,12 @@ WRITES = [
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize(
-    ("section", "updates", "write"), pairs(list(SECTIONS), UPDATES, WRITES)
-)
+@pytest.mark.parametrize(("section", "updates", "write"), pairs(list(SECTIONS), UPDATES, WRITES))
 def test_what_is_written_in_place_is_used_and_trained(
     section: str, updates: dict[str, Any], write: Callable[[nn.Module], None]
 ) -> None:
     with twin(section=SECTIONS[section], **updates) as both:
-        KEPT.update(
-            {id(model): list(model.parameters()) for model in (both.model, both.plain)}
-        )
+        KEPT.update({id(model): list(model.parameters()) for model in (both.model, both.plain)})
         for step in range(4):
             both.train(step)
             write(both.model)
@@ -184,16 +176,12 @@ def test_weights_that_are_pruned_are_zeros_and_so_are_their_masters(
     assert (safe_get_full_fp32_param(weight)[pruned].abs() < 1e-38).all()
     both.engine.backward(both.on(2)(both.engine))
     both.engine.step()
-    assert all(
-        value.isfinite().all() for value in both.engine.module_state_dict().values()
-    )
+    assert all(value.isfinite().all() for value in both.engine.module_state_dict().values())
     both.engine.destroy()
 
 
 @pytest.mark.parametrize("section", SECTIONS)
-def test_what_is_written_is_saved_and_leaves_the_device(
-    section: str, tmp_path: Path
-) -> None:
+def test_what_is_written_is_saved_and_leaves_the_device(section: str, tmp_path: Path) -> None:
     """Also where parameters point at the device, in which no step has looked yet."""
     with twin(section=SECTIONS[section]) as both:
         both.train(0)
@@ -258,9 +246,7 @@ def test_a_parameter_that_points_at_other_values_is_refused(
 
 
 @pytest.mark.parametrize("section", SECTIONS)
-def test_a_parameter_that_points_at_a_copy_of_itself_is_taken_back(
-    section: str,
-) -> None:
+def test_a_parameter_that_points_at_a_copy_of_itself_is_taken_back(section: str) -> None:
     """`model.to(device)` makes one where the model rests elsewhere."""
     with twin(section=SECTIONS[section]) as both:
         both.train(0)
@@ -274,10 +260,7 @@ def test_a_parameter_that_points_at_a_copy_of_itself_is_taken_back(
 def test_what_is_written_after_a_backward_that_failed_counts(section: str) -> None:
     with twin(section=SECTIONS[section]) as both:
         both.train(0)
-        with (
-            failing_once(both.model.norm, "backward"),
-            pytest.raises(torch.OutOfMemoryError),
-        ):
+        with failing_once(both.model.norm, "backward"), pytest.raises(torch.OutOfMemoryError):
             both.engine.backward(both.on(9)(both.engine))
         for model in (both.model, both.plain):
             halve_in_place(model)

@@ -82,9 +82,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, hidden = x.shape
-        q, k, v = (
-            self.qkv(x).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        )
+        q, k, v = self.qkv(x).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(mixed.transpose(1, 2).reshape(batch, length, hidden))
 
@@ -100,9 +98,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(
-        self, hidden: int = HIDDEN, inner: int = 4 * HIDDEN, dropout: float = 0.0
-    ) -> None:
+    def __init__(self, hidden: int = HIDDEN, inner: int = 4 * HIDDEN, dropout: float = 0.0) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(hidden)
         self.attention = Attention(hidden)

@@ -52,11 +52,7 @@ class _StructuredBlock(Block):
     """Takes a tuple and keyword arguments, among them a dict; returns a dict in a tuple."""
 
     def forward(  # type: ignore[override]
-        self,
-        state: tuple[Tensor, int],
-        *,
-        context: dict[str, Tensor],
-        scale: float = 1.0,
+        self, state: tuple[Tensor, int], *, context: dict[str, Tensor], scale: float = 1.0
     ) -> tuple[dict[str, Any], int]:
         x, depth = state
         x = super().forward(x * context["mask"].unsqueeze(-1))
@@ -64,9 +60,7 @@ class _StructuredBlock(Block):
 
 
 class _Structured(Decoder):
-    def forward(
-        self, input_ids: Tensor, labels: Tensor, *, mask: Tensor
-    ) -> dict[str, Any]:
+    def forward(self, input_ids: Tensor, labels: Tensor, *, mask: Tensor) -> dict[str, Any]:
         x, depth = self.embedding(input_ids) + self.positions, 0
         penalty = x.new_zeros(())
         for block in self.blocks:
@@ -121,9 +115,7 @@ class _ExpertBlock(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(HIDDEN)
         self.router = nn.Linear(HIDDEN, num_experts, bias=False)
-        self.experts = nn.ModuleList(
-            MLP(HIDDEN, 2 * HIDDEN) for _ in range(num_experts)
-        )
+        self.experts = nn.ModuleList(MLP(HIDDEN, 2 * HIDDEN) for _ in range(num_experts))
 
     def forward(self, x: Tensor) -> Tensor:
         inputs = self.norm(x).flatten(0, 1)
@@ -132,9 +124,7 @@ class _ExpertBlock(nn.Module):
         for index, expert in enumerate(self.experts):
             mine = (choice == index).nonzero().squeeze(-1)
             if mine.numel():
-                mixed = mixed.index_add(
-                    0, mine, expert(inputs[mine]) * weight[mine].unsqueeze(-1)
-                )
+                mixed = mixed.index_add(0, mine, expert(inputs[mine]) * weight[mine].unsqueeze(-1))
         return x + mixed.view_as(x)
 
 

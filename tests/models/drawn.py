@@ -14,15 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.models.base import (
-    HIDDEN,
-    LENGTH,
-    MLP,
-    VOCAB,
-    Attention,
-    Batch,
-    cross_entropy,
-)
+from tests.models.base import HIDDEN, LENGTH, MLP, VOCAB, Attention, Batch, cross_entropy
 
 Context = dict[str, Any]  # what a model gives all of its blocks
 
@@ -53,17 +45,13 @@ class _Part(nn.Module):
         self.words = nn.Embedding(VOCAB, HIDDEN)
         self.convolution = nn.Conv1d(HIDDEN, HIDDEN, 3, padding=1)
         used = {"attention": "mix", "words": "words", "convolution": "convolution"}
-        used |= dict.fromkeys(
-            ("mlp", "checkpointed", "reentrant", "loop", "branch"), "mlp"
-        )
+        used |= dict.fromkeys(("mlp", "checkpointed", "reentrant", "loop", "branch"), "mlp")
         for name in {"mlp", "mix", "words", "convolution"} - {used.get(kind)}:
             delattr(self, name)
         if kind == "parametrized":
             nn.utils.parametrizations.weight_norm(self.linear)
         self.register_buffer("mean", torch.zeros(HIDDEN))
-        self.register_buffer(
-            "passing", torch.zeros((), dtype=torch.int64), persistent=False
-        )
+        self.register_buffer("passing", torch.zeros((), dtype=torch.int64), persistent=False)
         self.calls, self.history, self.aside = 0, [], torch.zeros(())
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
@@ -134,9 +122,7 @@ class _Part(nn.Module):
 
     def routed(self, y: Tensor, chosen: Tensor) -> Tensor:
         """Of some tokens, or of none."""
-        return torch.zeros_like(y).masked_scatter(
-            chosen.unsqueeze(-1), self.linear(y[chosen])
-        )
+        return torch.zeros_like(y).masked_scatter(chosen.unsqueeze(-1), self.linear(y[chosen]))
 
 
 KINDS: dict[str, Callable[[Any, Tensor, Context], Tensor]] = {
@@ -148,9 +134,7 @@ KINDS: dict[str, Callable[[Any, Tensor, Context], Tensor]] = {
     "autocast": lambda p, y, c: p.narrow(y).to(y.dtype),
     "checkpointed": lambda p, y, c: checkpoint(p.mlp, y, use_reentrant=False),
     "reentrant": lambda p, y, c: checkpoint(p.mlp, y, use_reentrant=True),
-    "noise": lambda p, y, c: (
-        p.linear(y) * (torch.rand_like(y) < (0.8 if p.training else 2.0))
-    ),
+    "noise": lambda p, y, c: p.linear(y) * (torch.rand_like(y) < (0.8 if p.training else 2.0)),
     "python's": lambda p, y, c: p.linear(y) * (random.random() if p.training else 1.0),
     "counted": lambda p, y, c: p.counted(y),
     "remembered": lambda p, y, c: p.remembered(y),
@@ -158,18 +142,12 @@ KINDS: dict[str, Callable[[Any, Tensor, Context], Tensor]] = {
     "new average": lambda p, y, c: p.averaged(y, anew=True),
     "left": lambda p, y, c: p.left(y, c),
     "gradient": lambda p, y, c: p.gradient(y),
-    "stopped": lambda p, y, c: p.linear(
-        torch.cat([y[..., :8], y[..., 8:].detach()], -1)
-    ),
+    "stopped": lambda p, y, c: p.linear(torch.cat([y[..., :8], y[..., 8:].detach()], -1)),
     "without": lambda p, y, c: p.without(y) * y,
     "parametrized": lambda p, y, c: p.linear(y),
     "twice": lambda p, y, c: F.linear(p.linear(y).tanh(), p.linear.weight.t()),
-    "derived": lambda p, y, c: F.linear(
-        y, p.linear.weight / p.linear.weight.norm(dim=1).add(1)
-    ),
-    "branch": lambda p, y, c: (
-        p.mlp(y) if float(y.detach()[:1, :1, :3].sum()) > 0 else p.linear(y)
-    ),
+    "derived": lambda p, y, c: F.linear(y, p.linear.weight / p.linear.weight.norm(dim=1).add(1)),
+    "branch": lambda p, y, c: p.mlp(y) if float(y.detach()[:1, :1, :3].sum()) > 0 else p.linear(y),
     "loop": lambda p, y, c: p.repeated(y, 1 + int(c["tokens"].sum()) % 3),
     "hooked": lambda p, y, c: p.hooked(y),
     "in fp32": lambda p, y, c: F.linear(y.float(), p.linear.weight.float()).to(y.dtype),
@@ -201,10 +179,7 @@ RETURNS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
     "list": (lambda x: [None, x, x[:, :1]], lambda o: o[1] + 0.1 * o[2]),
     "dict": (lambda x: {"x": x, "mean": x.mean()}, lambda o: o["x"] + 0.1 * o["mean"]),
     "dataclass": (_Result, lambda o: o.hidden),
-    "named": (
-        lambda x: _Named(x, (x.square().mean(), 3)),
-        lambda o: o.hidden + 0.1 * o.extra[0],
-    ),
+    "named": (lambda x: _Named(x, (x.square().mean(), 3)), lambda o: o.hidden + 0.1 * o.extra[0]),
     "same twice": (lambda x: (x, x), lambda o: o[0] + 0.5 * o[1]),
     "halves": (lambda x: tuple(x.chunk(2, -1)), lambda o: torch.cat(o, -1)),
 }
@@ -249,18 +224,11 @@ class Drawn(nn.Module):
         self.given = r.choice(["context", "names", "list"])
         self.function = r.choice(["tanh", "closure", "module"])
         self.lengths, self.empty = r.random() < 0.5, r.random() < 0.2
-        returns, passes, alike = (
-            r.choice(list(RETURNS)),
-            r.random() < 0.15,
-            r.random() < 0.5,
-        )
+        returns, passes, alike = (r.choice(list(RETURNS)), r.random() < 0.15, r.random() < 0.5)
         counts = [r.choice([1, 2, 3]) for _ in range(r.choice([2, 3, 4]))]
         kinds = [[r.choice(list(KINDS)) for _ in range(count)] for count in counts]
         blocks = [_Block(kinds[0] if alike else own, returns, passes) for own in kinds]
-        self.embedding, self.own = (
-            nn.Embedding(VOCAB, HIDDEN),
-            nn.Linear(HIDDEN, HIDDEN),
-        )
+        self.embedding, self.own = (nn.Embedding(VOCAB, HIDDEN), nn.Linear(HIDDEN, HIDDEN))
         self.blocks, self.norm = nn.ModuleList(blocks), nn.LayerNorm(HIDDEN)
         self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
         first, last = blocks[0].parts[0], blocks[-1].parts[0]
@@ -297,17 +265,12 @@ class Drawn(nn.Module):
         if self.way == "by sequence":  # each has a block of its own
             each = [{**context, "tokens": row.unsqueeze(0)} for row in tokens]
             found = [
-                self.call(blocks[k % len(blocks)], x[k : k + 1], own)
-                for k, own in enumerate(each)
+                self.call(blocks[k % len(blocks)], x[k : k + 1], own) for k, own in enumerate(each)
             ]
             return torch.cat(found) if found else x, hidden, context
         for block in blocks:
             beside = self.way == "beside"
-            x = (
-                x + self.call(block, hidden[0], context)
-                if beside
-                else self.call(block, x, context)
-            )
+            x = x + self.call(block, hidden[0], context) if beside else self.call(block, x, context)
             hidden.append(x)
         return x, hidden, context
 
@@ -319,9 +282,7 @@ class Drawn(nn.Module):
         if self.loss == "penalty" and not first.requires_grad:
             first.requires_grad_(torch.is_grad_enabled())
         with torch.no_grad():
-            teacher = (
-                self.run(first.clone(), given)[0] if self.loss == "teacher" else None
-            )
+            teacher = self.run(first.clone(), given)[0] if self.loss == "teacher" else None
         x, hidden, context = self.run(first, given)
         if self.loss == "stopped":
             x, hidden, context = self.run(x.detach(), given)
@@ -330,10 +291,7 @@ class Drawn(nn.Module):
         if teacher is not None:
             loss = loss + 0.1 * (x - teacher).square().mean()
         if self.loss == "two passes":
-            loss = (
-                loss
-                + (x * self.run(self.embedding(input_ids.flip(1)), given)[0]).mean()
-            )
+            loss = loss + (x * self.run(self.embedding(input_ids.flip(1)), given)[0]).mean()
         for each in hidden[1:-1] if self.loss == "deep" else ():
             loss = loss + 0.1 * cross_entropy(self.head(self.norm(each)), labels)
         for part in context.get("asides", ()):
@@ -356,9 +314,6 @@ def drawn_model(number: int, seed: int = 0) -> tuple[nn.Module, Callable[[int], 
         rows = (2, 1, 3, 2, 0 if model.empty else 2)[seed % 5]
         chance = torch.Generator().manual_seed(seed)
         tokens = torch.randint(VOCAB, (rows, length + 1), generator=chance)
-        return {
-            "input_ids": tokens[:, :-1].contiguous(),
-            "labels": tokens[:, 1:].contiguous(),
-        }
+        return {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
 
     return model, make_batch

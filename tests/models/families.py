@@ -80,9 +80,7 @@ class BertModel(GPTModel):
     def forward(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         hidden = self.language_model(tokens)
         inner = F.gelu(self.lm_head.dense(hidden))
-        loss = cross_entropy(
-            F.linear(inner, self._head_weight(), self.lm_head.bias), labels
-        )
+        loss = cross_entropy(F.linear(inner, self._head_weight(), self.lm_head.bias), labels)
         return loss, self.binary_head(hidden[:, 0])
 
 
@@ -114,9 +112,7 @@ class _TwoStacks(nn.Module):
         self.head = nn.Linear(HIDDEN, VOCAB)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        x = self.transformer(
-            self.embedding(input_ids), self.embedding(labels.roll(1, dims=1))
-        )
+        x = self.transformer(self.embedding(input_ids), self.embedding(labels.roll(1, dims=1)))
         return {"loss": cross_entropy(self.head(x), labels)}
 
 
@@ -149,22 +145,12 @@ def _causal(name: str, base: dict[str, Any], config: dict[str, Any]) -> Any:
 
 
 def llama_of(
-    hidden: int,
-    inner: int,
-    layers: int,
-    heads: int,
-    pairs: int,
-    vocabulary: int,
-    **more: Any,
+    hidden: int, inner: int, layers: int, heads: int, pairs: int, vocabulary: int, **more: Any
 ) -> Any:
     """A Llama of these sizes; `pairs` are of keys and values."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "vocab_size": vocabulary,
-    }
+    sizes = {"hidden_size": hidden, "intermediate_size": inner, "vocab_size": vocabulary}
     counts = {"num_attention_heads": heads, "num_key_value_heads": pairs}
     more = {"use_cache": False, "num_hidden_layers": layers, **more}
     return LlamaForCausalLM(LlamaConfig(**sizes, **counts, **more))
@@ -179,17 +165,11 @@ def llama(**config: Any) -> Any:
 def odd_llama(num_layers: int = 5) -> Any:
     """Heads of 12, an odd vocabulary, an odd sequence."""
     odd = {"hidden_size": 24, "intermediate_size": 52, "head_dim": 12, "vocab_size": 61}
-    heads = {
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "num_hidden_layers": num_layers,
-    }
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": num_layers}
     model, _ = _causal("Llama", _LLAMA, {**odd, **heads})
 
     def make_batch(seed: int) -> Batch:
-        tokens = torch.randint(
-            0, 61, (2, 11), generator=torch.Generator().manual_seed(seed)
-        )
+        tokens = torch.randint(0, 61, (2, 11), generator=torch.Generator().manual_seed(seed))
         return {"input_ids": tokens, "labels": tokens}
 
     return model, make_batch
@@ -234,9 +214,7 @@ def mixtral(**config: Any) -> Any:
 
 @hugging_face
 def gemma2(**config: Any) -> Any:
-    return _causal(
-        "Gemma2", {**_LLAMA, "sliding_window": 4, "query_pre_attn_scalar": 8}, config
-    )
+    return _causal("Gemma2", {**_LLAMA, "sliding_window": 4, "query_pre_attn_scalar": 8}, config)
 
 
 @hugging_face
@@ -251,14 +229,7 @@ def qwen3_next(**config: Any) -> Any:
     heads = {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     kinds = ["linear_attention", "full_attention"]
-    base = {
-        **_LLAMA,
-        "num_hidden_layers": 2,
-        "layer_types": kinds,
-        **linear,
-        **heads,
-        **experts,
-    }
+    base = {**_LLAMA, "num_hidden_layers": 2, "layer_types": kinds, **linear, **heads, **experts}
     return _causal("Qwen3Next", {**base, "shared_expert_intermediate_size": 16}, config)
 
 
@@ -266,13 +237,7 @@ def qwen3_next(**config: Any) -> Any:
 def gpt2(dropout: float = 0.0, **config: Any) -> Any:
     import transformers
 
-    base = {
-        "vocab_size": VOCAB,
-        "n_embd": 32,
-        "n_layer": 3,
-        "n_head": 4,
-        "n_positions": 16,
-    }
+    base = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 16}
     drop = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
     model_config = transformers.GPT2Config(**{**base, **drop, **_NO_TOKENS, **config})
     return transformers.GPT2LMHeadModel(model_config), token_batch
@@ -299,10 +264,7 @@ def bert(dropout: float = 0.0, **config: Any) -> Any:
 
 def _masked_batch(seed: int) -> Batch:
     batch = token_batch(seed)
-    hidden = (
-        torch.rand(batch["labels"].shape, generator=torch.Generator().manual_seed(seed))
-        < 0.5
-    )
+    hidden = torch.rand(batch["labels"].shape, generator=torch.Generator().manual_seed(seed)) < 0.5
     hidden[:, 0] = True
     labels = torch.where(hidden, batch["labels"], -100)
     return {**batch, "labels": labels, "attention_mask": torch.ones_like(labels)}

@@ -16,9 +16,7 @@ from tests.models.base import HIDDEN, Batch, Block, Decoder, plain, token_batch
 
 @plain
 def gpt(num_layers: int = 3, dropout: float = 0.0, tied: bool = False) -> Any:
-    return Decoder(
-        [Block(dropout=dropout) for _ in range(num_layers)], tied=tied
-    ), token_batch
+    return Decoder([Block(dropout=dropout) for _ in range(num_layers)], tied=tied), token_batch
 
 
 @plain
@@ -41,9 +39,7 @@ class _Checkpointed(Decoder):
 
 
 @plain
-def gpt_checkpointed(
-    num_layers: int = 3, dropout: float = 0.1, use_reentrant: bool = False
-) -> Any:
+def gpt_checkpointed(num_layers: int = 3, dropout: float = 0.1, use_reentrant: bool = False) -> Any:
     """The user's own gradient checkpointing: blocks run again in backward, with the same
     dropout."""
     model = _Checkpointed([Block(dropout=dropout) for _ in range(num_layers)])
@@ -71,9 +67,7 @@ class WeirdBlock(nn.Module):
         low, high = self.first[:HIDDEN], self.last[:HIDDEN]
         mixed = self.table[: HIDDEN * HIDDEN].view(HIDDEN, HIDDEN)
         rest = (
-            self.table[HIDDEN * HIDDEN :].square().mean()
-            + self.last[HIDDEN]
-            + self.nothing.sum()
+            self.table[HIDDEN * HIDDEN :].square().mean() + self.last[HIDDEN] + self.nothing.sum()
         )
         shifted = torch.cat([x[..., :15] * low, x[..., 15:]], dim=-1) + high
         return x + self.scale * torch.tanh(shifted @ mixed) * self.gain + rest
@@ -156,9 +150,7 @@ def tied_blocks(num_layers: int = 4) -> Any:
     with block 0."""
     model = Decoder([Block() for _ in range(num_layers)])
     model.blocks[2].mlp.up.weight = model.blocks[0].mlp.up.weight
-    model.blocks[1].mlp.down.weight = nn.Parameter(
-        model.blocks[1].mlp.down.weight.detach().clone()
-    )
+    model.blocks[1].mlp.down.weight = nn.Parameter(model.blocks[1].mlp.down.weight.detach().clone())
     model.blocks[1].again = nn.Linear(4 * HIDDEN, HIDDEN)
     model.blocks[1].again.weight = model.blocks[1].mlp.down.weight
     model.blocks[3].norm1 = model.blocks[0].norm1

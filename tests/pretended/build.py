@@ -18,17 +18,13 @@ from pathlib import Path
 NAME = "pretended_cuda"
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-SOURCES = [
-    HERE / name for name in ("device.cpp", "memory.h", "streams.h", "workspaces.h")
-]
+SOURCES = [HERE / name for name in ("device.cpp", "memory.h", "streams.h", "workspaces.h")]
 FLAGS = ["-O1", "-g0", "-Wall", "-Wextra", "-Werror"]
 
 
 def folder() -> Path:
     """Where the library of these sources, this torch and this Python belongs."""
-    known = hashlib.sha256(
-        f"{metadata.version('torch')} {sys.version} {FLAGS}".encode()
-    )
+    known = hashlib.sha256(f"{metadata.version('torch')} {sys.version} {FLAGS}".encode())
     for source in SOURCES:
         known.update(source.read_bytes())
     return ROOT / "build" / "pretended" / known.hexdigest()[:16]
@@ -45,13 +41,9 @@ def compiled() -> Path:
         if not done.exists():
             command = [sys.executable, "-m", "tests.pretended.build"]
             plain = {k: v for k, v in os.environ.items() if k != "STRONGHOLD_PRETENDED"}
-            result = subprocess.run(
-                command, cwd=ROOT, env=plain, capture_output=True, text=True
-            )
+            result = subprocess.run(command, cwd=ROOT, env=plain, capture_output=True, text=True)
             if result.returncode != 0:
-                raise RuntimeError(
-                    f"the pretended device does not compile:\n{result.stderr}"
-                )
+                raise RuntimeError(f"the pretended device does not compile:\n{result.stderr}")
             done.touch()
     return found
 

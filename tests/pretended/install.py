@@ -31,13 +31,7 @@ DELAY = "STRONGHOLD_PRETENDED_DELAY_S"
 LAUNCH_DELAY = "STRONGHOLD_PRETENDED_LAUNCH_DELAY_S"
 
 # As CUDA numbers them.
-SUCCESS, ALREADY_REGISTERED, NOT_REGISTERED, INVALID_VALUE, OUT_OF_MEMORY = (
-    0,
-    712,
-    713,
-    1,
-    2,
-)
+SUCCESS, ALREADY_REGISTERED, NOT_REGISTERED, INVALID_VALUE, OUT_OF_MEMORY = (0, 712, 713, 1, 2)
 LAUNCH_FAILED = 719
 
 
@@ -68,9 +62,7 @@ def install() -> ModuleType:
     """The extension, with `torch` imported on it. Raises `Refused`."""
     found = metadata.version("torch")
     if found.split("+")[0].rsplit(".", 1)[0] != TORCH:
-        raise Refused(
-            f"the pretended device is written for torch {TORCH}, here is torch {found}"
-        )
+        raise Refused(f"the pretended device is written for torch {TORCH}, here is torch {found}")
     if "torch" in sys.modules:
         raise Refused("the pretended device must be installed before torch is imported")
     # As many threads for an operator on a stream's thread as on the program's: sums have one order.
@@ -79,9 +71,7 @@ def install() -> ModuleType:
     import torch
 
     if torch.version.cuda is not None:
-        raise Refused(
-            f"the pretended device needs torch without CUDA, here is torch {found}"
-        )
+        raise Refused(f"the pretended device needs torch without CUDA, here is torch {found}")
     extension.set_delay(float(os.environ.get(DELAY, "0")))
     extension.set_launch_delay(float(os.environ.get(LAUNCH_DELAY, "0")))
     # Python's launches need the interpreter: none may be left when it ends.
@@ -130,12 +120,8 @@ def _streams(torch: Any, extension: Any) -> None:
             self.wait_event(other.record_event())
 
     class EventType(type):
-        def __call__(
-            cls, enable_timing: bool = False, blocking: bool = False, **_: bool
-        ) -> Any:
-            return torch.Event(
-                device="cuda", enable_timing=enable_timing, blocking=blocking
-            )
+        def __call__(cls, enable_timing: bool = False, blocking: bool = False, **_: bool) -> Any:
+            return torch.Event(device="cuda", enable_timing=enable_timing, blocking=blocking)
 
         def __instancecheck__(cls, found: object) -> bool:
             return isinstance(found, torch.Event)
@@ -254,10 +240,7 @@ def _memory(torch: Any, extension: Any) -> None:
     cuda.mem_get_info = of_the_device
     cuda.memory_stats = statistics
     # Pinned memory of torch's own: none is kept, so that none is counted.
-    cuda.host_memory_stats = lambda: {
-        "allocations.allocated": 0,
-        "allocated_bytes.allocated": 0,
-    }
+    cuda.host_memory_stats = lambda: {"allocations.allocated": 0, "allocated_bytes.allocated": 0}
     cuda.memory_allocated = lambda device=None: extension.allocated()
     cuda.memory_reserved = lambda device=None: extension.reserved()
     cuda.max_memory_allocated = lambda device=None: extension.peak()
@@ -325,10 +308,7 @@ def _identity(torch: Any, extension: Any) -> None:
     cuda.set_device = set_device
     cuda.device = cuda.device_of = _Device
     cuda.get_device_name = lambda device=None: _Properties.name
-    cuda.get_device_capability = lambda device=None: (
-        _Properties.major,
-        _Properties.minor,
-    )
+    cuda.get_device_capability = lambda device=None: (_Properties.major, _Properties.minor)
     cuda.get_device_properties = lambda device=None: _Properties()
     cuda.can_device_access_peer = lambda device, peer: False
     # For profilers, of which there is none.
@@ -348,9 +328,7 @@ def _numbers(torch: Any, extension: Any) -> None:
     torch.Generator = Generator
     for names in (cuda, cuda.random):  # Transformers' Trainer uses the module's
         names.get_rng_state = lambda device="cuda": extension.random_state()
-        names.set_rng_state = lambda state, device="cuda": extension.set_random_state(
-            state
-        )
+        names.set_rng_state = lambda state, device="cuda": extension.set_random_state(state)
         names.get_rng_state_all = lambda: [extension.random_state()]
         names.set_rng_state_all = lambda states: extension.set_random_state(states[0])
         names.manual_seed = names.manual_seed_all = extension.seed

@@ -55,13 +55,9 @@ class Memory:
         """A launch's segments as they lie on the device now, with addresses for the host."""
         size = (2 + num_arrays) * ROWS
         words = (ctypes.c_int64 * size).from_address(self.address(address))
-        found = (
-            np.frombuffer(words, dtype=np.int64).reshape(-1, ROWS)[:, :num_rows].copy()
-        )
+        found = np.frombuffer(words, dtype=np.int64).reshape(-1, ROWS)[:, :num_rows].copy()
         for column in range(2, len(found)):
-            found[column] = [
-                self.address(*pair) for pair in found[[column, 1]].T.tolist()
-            ]
+            found[column] = [self.address(*pair) for pair in found[[column, 1]].T.tolist()]
         return found
 
     def packed_weights(self, address: int, num_rows: int) -> list[PackedWeight]:
@@ -93,8 +89,7 @@ class Programs:
 
     ROWS = SimpleNamespace(value=ROWS)
     FORMULAS: ClassVar = {
-        name: SimpleNamespace(step=name, num_moments=number)
-        for name, number in NUM_MOMENTS.items()
+        name: SimpleNamespace(step=name, num_moments=number) for name, number in NUM_MOMENTS.items()
     }
 
     def __init__(self, extension: Any, memory: Memory, host: native.Pool) -> None:
@@ -104,13 +99,7 @@ class Programs:
         self.sum_blocks = Program(self._sum_blocks)
 
     def _accumulate(
-        self,
-        table: torch.Tensor,
-        num_rows: int,
-        *,
-        GRAD: torch.dtype,
-        ADD: bool,
-        **_: Any,
+        self, table: torch.Tensor, num_rows: int, *, GRAD: torch.dtype, ADD: bool, **_: Any
     ) -> None:
         address = table.data_ptr()
 
@@ -200,9 +189,7 @@ class PackedPrograms:
         self._memory.address(books.data_ptr())
 
         def run() -> None:
-            self._host.decode(
-                format, OUT, self._memory.packed_weights(address, num_rows)
-            )
+            self._host.decode(format, OUT, self._memory.packed_weights(address, num_rows))
 
         self._extension.launch(run)
 
@@ -270,9 +257,7 @@ def install(extension: Any) -> None:
                     targets = native.target_rows([native.Target()] * num_rows, num_rows)
                     for name, array in zip(written, arrays[len(names) :], strict=True):
                         targets[name] = array
-                self._host.prepare_update(
-                    formula.step, *dtypes, chosen, targets=targets
-                )(scale)
+                self._host.prepare_update(formula.step, *dtypes, chosen, targets=targets)(scale)
 
             extension.launch(run)
 

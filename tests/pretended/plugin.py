@@ -39,14 +39,10 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     return (yield)
 
 
-def pytest_collection_modifyitems(
-    config: pytest.Config, items: list[pytest.Item]
-) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     names = [item.nodeid.split("[")[0] for item in items]
     out = [item for item, name in zip(items, names, strict=True) if name in DESELECTED]
-    config.stash[SKIPPED] = {
-        name: names.count(name) for name in DESELECTED if name in names
-    }
+    config.stash[SKIPPED] = {name: names.count(name) for name in DESELECTED if name in names}
     config.hook.pytest_deselected(items=out)
     items[:] = [item for item in items if item not in out]
 

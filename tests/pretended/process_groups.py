@@ -92,9 +92,7 @@ def install() -> None:
     names = [name for name in STAGED if hasattr(torch.distributed, name)]
     of_hosts = {name: getattr(torch.distributed, name) for name in names}
 
-    gather = of_hosts[
-        next(name for name in STAGED if "gather" in name and name in of_hosts)
-    ]
+    gather = of_hosts[next(name for name in STAGED if "gather" in name and name in of_hosts)]
 
     def staged(name: str) -> Any:
         def run(*given: Any, **options: Any) -> Any:
@@ -108,9 +106,7 @@ def install() -> None:
             found = torch.empty(num_ranks, input.numel(), dtype=input.dtype)
             gather(found.view(-1), input.cpu().view(-1), group=group)
             if "reduce" in name:
-                own = found.view(num_ranks, num_ranks, -1)[
-                    :, torch.distributed.get_rank(group)
-                ]
+                own = found.view(num_ranks, num_ranks, -1)[:, torch.distributed.get_rank(group)]
                 # AVG, the only one that is asked for
                 found = own.float().sum(0) / num_ranks
             output.copy_(found.view(output.shape))
@@ -134,9 +130,7 @@ def install() -> None:
 
         return run
 
-    replaced = {name: staged(name) for name in names} | {
-        name: in_place(name) for name in IN_PLACE
-    }
+    replaced = {name: staged(name) for name in names} | {name: in_place(name) for name in IN_PLACE}
     # Of a torch without NCCL, where no group is of this class.
     distributed_c10d.ProcessGroupNCCL = type("ProcessGroupNCCL", (), {})  # type: ignore[misc]
     for module in (torch.distributed, distributed_c10d):

@@ -12,9 +12,7 @@ from tests.support.stored_weights import random_weights
 NUM_LAYERS = 3
 
 
-def write_model(
-    directory: Path, *, num_layers: int = NUM_LAYERS, scale: float = 1.0
-) -> None:
+def write_model(directory: Path, *, num_layers: int = NUM_LAYERS, scale: float = 1.0) -> None:
     """A bf16 Llama in shards. Its widths are no multiples of the formats' blocks."""
     config = LlamaConfig(
         hidden_size=72,

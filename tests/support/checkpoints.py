@@ -28,11 +28,7 @@ SCHEDULE = {
 def make_model(num_layers: int = 3, seed: int = 0, width: int = 24) -> GPT2LMHeadModel:
     """A small GPT-2: dropout everywhere, head tied to the embedding."""
     shape = GPT2Config(
-        n_embd=width,
-        n_layer=num_layers,
-        n_head=2,
-        n_positions=16,
-        vocab_size=VOCABULARY,
+        n_embd=width, n_layer=num_layers, n_head=2, n_positions=16, vocab_size=VOCABULARY
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -40,9 +36,7 @@ def make_model(num_layers: int = 3, seed: int = 0, width: int = 24) -> GPT2LMHea
 
 
 def make_batch(seed: int) -> dict[str, torch.Tensor]:
-    tokens = torch.randint(
-        0, VOCABULARY, (2, 11), generator=torch.Generator().manual_seed(seed)
-    )
+    tokens = torch.randint(0, VOCABULARY, (2, 11), generator=torch.Generator().manual_seed(seed))
     return {"input_ids": tokens, "labels": tokens}
 
 
@@ -104,21 +98,15 @@ def train(engine: Any, steps: int) -> list[torch.Tensor]:
 def snapshot(engine: Any) -> dict[str, torch.Tensor]:
     """Everything that a load may change, by name."""
     engine.synchronize()
-    found = {
-        f"weight {k}": v.cpu().clone() for k, v in engine.module_state_dict().items()
-    }
+    found = {f"weight {k}": v.cpu().clone() for k, v in engine.module_state_dict().items()}
     now = engine.inspect()
     if now.has_trained:
         moments = moments_of(engine)
-        found |= {
-            f"moment {i} {k}": m for k, v in moments.items() for i, m in enumerate(v)
-        }
+        found |= {f"moment {i} {k}": m for k, v in moments.items() for i, m in enumerate(v)}
         for layer in now.layers:
             if "low" in layer.arrays:
                 found[f"low {layer.index}"] = layer.arrays["low"].to("cpu", copy=True)
-    found["steps"] = torch.tensor(
-        [step for layer in now.layers for step in layer.counts]
-    )
+    found["steps"] = torch.tensor([step for layer in now.layers for step in layer.counts])
     found["torch's random state"] = torch.get_rng_state()
     rates = [group["lr"] for group in engine.optimizer.param_groups]
     counters = [engine.global_steps, engine.micro_steps, engine.global_samples]
@@ -141,11 +129,7 @@ def stored_tensors(tag: Path) -> dict[str, torch.Tensor]:
     tensors = dict(files.pop("buffers.safetensors", {}))
     for record in manifest["tensors"]:
         for array, pieces in record["pieces"].items():
-            name = (
-                record["name"]
-                if array in ("weights", "low")
-                else f"{array}.{record['name']}"
-            )
+            name = record["name"] if array in ("weights", "low") else f"{array}.{record['name']}"
             parts = []
             for piece in pieces:
                 file, span = files[piece["file"]], f"[{piece['begin']}:{piece['end']}]"
@@ -177,9 +161,7 @@ def saved_run(where: Path) -> Path:
 
 
 def save_plain(engine: Any, path: Path) -> None:
-    weights = {
-        name: value.clone() for name, value in engine.module_state_dict().items()
-    }
+    weights = {name: value.clone() for name, value in engine.module_state_dict().items()}
     torch.save({"weights": weights, "masters": masters_of(engine)}, path)
 
 
@@ -195,9 +177,7 @@ def imported_session(model: Any, stage: int, precision: str) -> Iterator[Any]:
     del settings["scheduler"]
     groups = two_groups(model) if 0 < stage < 3 else model.parameters()
     torch.manual_seed(1)
-    engine, *_ = stronghold.initialize(
-        model=model, config=settings, model_parameters=groups
-    )
+    engine, *_ = stronghold.initialize(model=model, config=settings, model_parameters=groups)
     try:
         yield engine
     finally:

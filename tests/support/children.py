@@ -49,13 +49,8 @@ class Child:
     ) -> None:
         self.returncode: int | None = None
         self._line = _line(server)
-        files = [
-            f if isinstance(f, int) else f.fileno() for f in (stdin, stdout, stderr)
-        ]
-        request = (
-            [code, "-c", *map(str, arguments)],
-            dict(os.environ) if env is None else env,
-        )
+        files = [f if isinstance(f, int) else f.fileno() for f in (stdin, stdout, stderr)]
+        request = ([code, "-c", *map(str, arguments)], dict(os.environ) if env is None else env)
         socket.send_fds(self._line, [pickle.dumps(request)], files)
         self.pid: int = pickle.loads(self._line.recv(LONGEST))
 

@@ -38,19 +38,13 @@ class Sums:
         for sums in self._calls.values():
             for parameter, total in sums.items():
                 rounded = total.to(parameter.dtype)
-                parameter.grad = (
-                    rounded if parameter.grad is None else parameter.grad + rounded
-                )
+                parameter.grad = rounded if parameter.grad is None else parameter.grad + rounded
         self._calls.clear()
 
 
 def parts_of(value: Any, batch: int, size: int, rows: int = 1) -> list[Any]:
     """`rows`: how many a tensor may have for each sequence, beside one."""
-    if (
-        isinstance(value, torch.Tensor)
-        and value.dim()
-        and value.size(0) in (batch, rows * batch)
-    ):
+    if isinstance(value, torch.Tensor) and value.dim() and value.size(0) in (batch, rows * batch):
         return list(value.split(value.size(0) // batch * size))
     count = -(-batch // size)
     if isinstance(value, tuple | list):
@@ -84,9 +78,7 @@ def chunk_blocks(
     return sums
 
 
-def _chunk(
-    block: nn.Module, size: int, sums: Sums, checkpointed: bool, rows: int
-) -> None:
+def _chunk(block: nn.Module, size: int, sums: Sums, checkpointed: bool, rows: int) -> None:
     inner = block.forward
     places = [
         (table, name, parameter)
@@ -96,19 +88,13 @@ def _chunk(
     ]
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        tensors = (
-            v
-            for v in (*args, *kwargs.values())
-            if isinstance(v, torch.Tensor) and v.dim()
-        )
+        tensors = (v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor) and v.dim())
         batch = next(tensors).size(0)
         if batch <= size or not torch.is_grad_enabled():
             return inner(*args, **kwargs)
         outputs, call = [], sums.call()
         for of_args, of_kwargs in zip(
-            parts_of(args, batch, size, rows),
-            parts_of(kwargs, batch, size, rows),
-            strict=True,
+            parts_of(args, batch, size, rows), parts_of(kwargs, batch, size, rows), strict=True
         ):
             leaves = {}
             for _, _, parameter in places:

@@ -23,9 +23,7 @@ class _Counting(TorchDispatchMode):
         self._memory = memory
         self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         if self._memory.allocates:
             return found
@@ -60,9 +58,7 @@ class CountedMemory(EmulatedMemory):
     """`total_bytes` are all that there is. `used_bytes` are those of tensors that `counted` has
     seen and that live; buffers come beside them."""
 
-    def __init__(
-        self, total_bytes: int, budget_bytes: int | None, *, poison: bool
-    ) -> None:
+    def __init__(self, total_bytes: int, budget_bytes: int | None, *, poison: bool) -> None:
         super().__init__(budget_bytes, poison=poison)
         self.total_bytes = total_bytes
         self.used_bytes = self._peak = self._failures = 0
@@ -116,9 +112,7 @@ class CountedDevice(EmulatedDevice):
 
     def __init__(self, *, poison: bool = True, **settings: Any) -> None:
         super().__init__(poison=poison, **settings)
-        self.memory = CountedMemory(
-            self.total_bytes, self.memory.budget_bytes, poison=poison
-        )
+        self.memory = CountedMemory(self.total_bytes, self.memory.budget_bytes, poison=poison)
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:

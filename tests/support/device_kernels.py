@@ -24,19 +24,7 @@ GUARD = 16  # elements: one vector of any kernel
 # A lone bit pattern per hardware hazard: NaN, infinities, both zeros, denormals of fp32 and of
 # fp16, the largest numbers, and squares that underflow.
 SPECIAL = [
-    *(
-        math.nan,
-        math.inf,
-        -math.inf,
-        0.0,
-        -0.0,
-        1e-40,
-        -1e-45,
-        3.4e38,
-        -3.4e38,
-        1e-20,
-        65519.0,
-    ),
+    *(math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-40, -1e-45, 3.4e38, -3.4e38, 1e-20, 65519.0),
     *(65520.0, 6e-8, 5.9e-8, -3e-8, 2.98e-8, 6.1e-5),
 ]
 
@@ -115,9 +103,7 @@ class Arrays:
             grad=self.grads[step % 3].data_ptr(),
             numel=self.weight.numel(),
             step=step,
-            **{
-                f"moment{k}": address for k, address in enumerate(moments[:num_moments])
-            },
+            **{f"moment{k}": address for k, address in enumerate(moments[:num_moments])},
             **hyper_fields(self.optimizer, **changes),
         )
 
@@ -130,9 +116,7 @@ class Arrays:
     def target(self, in_place: Collection[str] = ()) -> native.Target:
         """These arrays as a step's targets, but those of the fields `in_place`."""
         fields = [name for name in self.written() if name not in in_place]
-        return native.Target(
-            **{name: getattr(self, name).data_ptr() for name in fields}
-        )
+        return native.Target(**{name: getattr(self, name).data_ptr() for name in fields})
 
     def state(self) -> list[torch.Tensor]:
         return [surroundings(getattr(self, name)) for name in STATE]
@@ -156,11 +140,7 @@ def meetings(device: torch.device, optimizer: str) -> Arrays:
     hazards = torch.tensor([*SPECIAL, 1.0])
     triples = torch.cartesian_prod(hazards, hazards, hazards)
     arrays = Arrays(len(triples), F32, F32, device=device, optimizer=optimizer)
-    for part, column in (
-        (arrays.weight, 0),
-        (arrays.moment0, 1),
-        *((g, 2) for g in arrays.grads),
-    ):
+    for part, column in ((arrays.weight, 0), (arrays.moment0, 1), *((g, 2) for g in arrays.grads)):
         part.copy_(triples[:, column])
     arrays.moment1.copy_(triples.roll(1, dims=0)[:, 2].abs())
     return arrays
@@ -177,9 +157,7 @@ def run_steps(
             arrays[0].optimizer,
             *dtypes,
             [
-                part.segment(
-                    step + k % 2, weight_decay=(0.1, 0.0, 0.01)[k % 3], **changes
-                )
+                part.segment(step + k % 2, weight_decay=(0.1, 0.0, 0.01)[k % 3], **changes)
                 for k, part in enumerate(arrays)
             ],
         )
@@ -200,9 +178,7 @@ def assert_out_of_place_is_in_place(
     and what is around targets stay. Fields `in_place` are written where they were read."""
     optimizer, flags = UPDATES[update]
     options["optimizer"] = optimizer
-    sources, before, targets = (
-        some_arrays(sizes, *dtypes, device, **options) for _ in range(3)
-    )
+    sources, before, targets = (some_arrays(sizes, *dtypes, device, **options) for _ in range(3))
     expected = some_arrays(sizes, *dtypes, torch.device("cpu"), **options)
     fields = set(targets[0].written()) - set(in_place)
     for part in targets:
@@ -210,27 +186,16 @@ def assert_out_of_place_is_in_place(
             getattr(part, name).fill_(7)
     segments = [part.segment(2, **flags) for part in sources]
     kernels.update(
-        optimizer,
-        *dtypes,
-        segments,
-        targets=[part.target(in_place) for part in targets],
+        optimizer, *dtypes, segments, targets=[part.target(in_place) for part in targets]
     )
     host.update(optimizer, *dtypes, [part.segment(2, **flags) for part in expected])
-    for source, old, target, result in zip(
-        sources, before, targets, expected, strict=True
-    ):
+    for source, old, target, result in zip(sources, before, targets, expected, strict=True):
         for name in STATE:
-            of_source, of_target = (
-                surroundings(getattr(a, name)) for a in (source, target)
-            )
+            of_source, of_target = (surroundings(getattr(a, name)) for a in (source, target))
             of_old, of_result = (surroundings(getattr(a, name)) for a in (old, result))
             is_moved = name in fields
-            assert torch.equal(of_source, of_old if is_moved else of_result), (
-                f"source: {name}"
-            )
-            assert torch.equal(of_target, of_result if is_moved else of_old), (
-                f"target: {name}"
-            )
+            assert torch.equal(of_source, of_old if is_moved else of_result), f"source: {name}"
+            assert torch.equal(of_target, of_result if is_moved else of_old), f"target: {name}"
 
 
 def run_adam(
@@ -240,9 +205,7 @@ def run_adam(
     run_steps(kernels, arrays, steps, **changes)
 
 
-def assert_same(
-    left: Sequence[Arrays], right: Sequence[Arrays], where: str = ""
-) -> None:
+def assert_same(left: Sequence[Arrays], right: Sequence[Arrays], where: str = "") -> None:
     for a, b in zip(left, right, strict=True):
         for name, x, y in zip(STATE, a.state(), b.state(), strict=True):
             differ = int((x != y).sum())
@@ -250,11 +213,7 @@ def assert_same(
 
 
 def accumulated(
-    kernels: Kernels,
-    sizes: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device,
-    skip: int = 0,
+    kernels: Kernels, sizes: Sequence[int], dtype: torch.dtype, device: torch.device, skip: int = 0
 ) -> list[torch.Tensor]:
     """Accumulators after both forms of `accumulate`, special values included."""
     pairs = list(itertools.product(enumerate(sizes), (False, True)))
@@ -278,10 +237,6 @@ def sums(
     special: bool = False,
 ) -> torch.Tensor:
     """The bits of `sum_squares_async` over segments of these sizes."""
-    arrays = [
-        values(n, k, special and k % 2 == 0).to(dtype) for k, n in enumerate(sizes)
-    ]
+    arrays = [values(n, k, special and k % 2 == 0).to(dtype) for k, n in enumerate(sizes)]
     arrays = [placed(x, device, k % 2) for k, x in enumerate(arrays)]
-    return bits(
-        kernels.sum_squares_async(dtype, [(x.data_ptr(), x.numel()) for x in arrays])
-    )
+    return bits(kernels.sum_squares_async(dtype, [(x.data_ptr(), x.numel()) for x in arrays]))

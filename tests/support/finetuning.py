@@ -24,12 +24,7 @@ TEMPLATE = (
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    characters = [
-        *sorted(pre_tokenizers.ByteLevel.alphabet()),
-        "<eos>",
-        "<user>",
-        "<assistant>",
-    ]
+    characters = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<eos>", "<user>", "<assistant>"]
     vocabulary = {character: k for k, character in enumerate(characters)}
     bytes_alone = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     bytes_alone.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -12,26 +12,8 @@ from stronghold.tools.estimate.advice import with_advice
 from stronghold.tools.estimate.estimate import Estimate, estimate
 from stronghold.tools.estimate.question import Question, question_from_options
 
-SIZES = [
-    "--layers",
-    "6",
-    "--hidden",
-    "128",
-    "--heads",
-    "4",
-    "--vocab",
-    "500",
-    "--seq",
-    "64",
-]
-SMALL = {
-    "layers": 6,
-    "hidden": 128,
-    "heads": 4,
-    "vocab": 500,
-    "seq": 64,
-    "machine": "rtx4090",
-}
+SIZES = ["--layers", "6", "--hidden", "128", "--heads", "4", "--vocab", "500", "--seq", "64"]
+SMALL = {"layers": 6, "hidden": 128, "heads": 4, "vocab": 500, "seq": 64, "machine": "rtx4090"}
 LLAMA_70B = LlamaConfig(
     hidden_size=8192,
     intermediate_size=28672,

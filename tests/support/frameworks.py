@@ -53,9 +53,7 @@ def reset_accelerate(*, ranked: bool = True) -> None:
         os.environ.update(RANK)
 
 
-def weights_for_accelerate(
-    engine: Any, *, tensor_parallel: bool = False
-) -> dict[str, Any]:
+def weights_for_accelerate(engine: Any, *, tensor_parallel: bool = False) -> dict[str, Any]:
     """The state dict that Accelerate asks an engine for, of stage 3 or with tensor parallelism."""
     settings = {
         "zero_optimization": {"stage": 0 if tensor_parallel else 3},

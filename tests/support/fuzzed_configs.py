@@ -24,14 +24,7 @@ BATCH = 4  # sequences in a micro-batch
 CAUSAL = "llama"  # the model whose head "stronghold.loss_chunk" takes apart
 NVME_DIRECTORIES = ("nvme0", "nvme1")
 FAULTY = 0.3  # of the configs
-LEVELS = [
-    "keep",
-    "offload",
-    "attention",
-    "attention_offload",
-    "recompute",
-    "recompute_offload",
-]
+LEVELS = ["keep", "offload", "attention", "attention_offload", "recompute", "recompute_offload"]
 Keys = dict[str, Any]
 
 
@@ -114,12 +107,9 @@ def optimizer_of(rng: random.Random) -> Trains:
         if kind == "adam" and may(rng, 0.5):
             flags["adam_w_mode"] = rng.choice([True, False])
         adam = Adam(
-            adamw=flags.get("adam_w_mode", True),
-            bias_correction=flags.get("bias_correction", True),
+            adamw=flags.get("adam_w_mode", True), bias_correction=flags.get("bias_correction", True)
         )
-        words = rng.choice(
-            ["Adam", "adam"] if kind == "adam" else ["AdamW", "adamw", "ADAMW"]
-        )
+        words = rng.choice(["Adam", "adam"] if kind == "adam" else ["AdamW", "adamw", "ADAMW"])
         return Trains(type=words, hyperparameters=numbers, optimizer=adam, flags=flags)
     if kind == "lion":
         numbers = {"lr": rate / 4, "betas": (0.9, 0.99), "weight_decay": decay}
@@ -141,11 +131,7 @@ def draw_batch(rng: random.Random, made: Drawn) -> None:
         "gradient_accumulation_steps": made.accumulation,
     }
     left_out = rng.choice([*sizes, None])
-    if (
-        left_out == "gradient_accumulation_steps"
-        or made.accumulation > 1
-        or left_out is None
-    ):
+    if left_out == "gradient_accumulation_steps" or made.accumulation > 1 or left_out is None:
         sizes.pop(left_out or "", None)
     made.config |= sizes
     if may(rng, 0.15):
@@ -224,10 +210,7 @@ def draw_section(rng: random.Random, made: Drawn, folder: Path) -> None:
         if may(rng, chance):
             section[key] = rng.choice(choices)
     if may(rng, 0.4):
-        emulated = {
-            "poison": rng.choice([True, False]),
-            "jitter_s": rng.choice([0.0, 0.0003]),
-        }
+        emulated = {"poison": rng.choice([True, False]), "jitter_s": rng.choice([0.0, 0.0003])}
         section["emulated"] = {**emulated, "seed": rng.randrange(9)}
     if may(rng, 0.25):
         paths = [str(folder / name) for name in NVME_DIRECTORIES]
@@ -252,23 +235,11 @@ def draw_schedule(rng: random.Random, made: Drawn) -> None:
     if may(rng, 0.5):
         return
     schedules: dict[str, Keys] = {
-        "WarmupLR": {
-            "warmup_max_lr": 5e-3,
-            "warmup_num_steps": 3,
-            "warmup_type": "linear",
-        },
-        "WarmupDecayLR": {
-            "total_num_steps": 6,
-            "warmup_num_steps": 2,
-            "warmup_max_lr": 4e-3,
-        },
+        "WarmupLR": {"warmup_max_lr": 5e-3, "warmup_num_steps": 3, "warmup_type": "linear"},
+        "WarmupDecayLR": {"total_num_steps": 6, "warmup_num_steps": 2, "warmup_max_lr": 4e-3},
         "WarmupCosineLR": {"total_num_steps": 6, "warmup_num_steps": 2},
         "LRRangeTest": {"lr_range_test_min_lr": 1e-3, "lr_range_test_step_size": 2},
-        "OneCycle": {
-            "cycle_min_lr": 1e-3,
-            "cycle_max_lr": 5e-3,
-            "cycle_first_step_size": 2,
-        },
+        "OneCycle": {"cycle_min_lr": 1e-3, "cycle_max_lr": 5e-3, "cycle_first_step_size": 2},
         "StepLR": {"step_size": 2, "gamma": 0.5},
         "ExponentialLR": {"gamma": 0.9},
         "CosineAnnealingLR": {"T_max": 4},
@@ -342,10 +313,7 @@ def draw_others(rng: random.Random, made: Drawn, folder: Path) -> None:
         if may(rng, 0.08):
             put(made.config, path, value)
             if path == "csv_monitor.enabled":
-                made.config["csv_monitor"] |= {
-                    "output_path": str(folder),
-                    "job_name": "job",
-                }
+                made.config["csv_monitor"] |= {"output_path": str(folder), "job_name": "job"}
     if may(rng, 0.05):
         made.config["flops_profiler"] = {
             "enabled": True,
@@ -434,16 +402,11 @@ def _prefetch_needs_a_slot(made: Drawn) -> bool:
 
 
 def _streams_without_chunk(made: Drawn) -> bool:
-    return made.section.get("streams", 1) > 1 and not isinstance(
-        made.section.get("chunk"), int
-    )
+    return made.section.get("streams", 1) > 1 and not isinstance(made.section.get("chunk"), int)
 
 
 def _kept_without_one_word(made: Drawn) -> bool:
-    return (
-        "kept_activations" in made.section
-        and made.section.get("activations") not in LEVELS
-    )
+    return "kept_activations" in made.section and made.section.get("activations") not in LEVELS
 
 
 def _small_masters_without_zero(made: Drawn) -> bool:

@@ -25,9 +25,7 @@ def hooks_of(owner: object, *kinds: str) -> Tables:
     return {
         name: table
         for name, table in tables_of(owner).items()
-        if table
-        and "hooks" in name
-        and (not kinds or any(kind in name for kind in kinds))
+        if table and "hooks" in name and (not kinds or any(kind in name for kind in kinds))
     }
 
 

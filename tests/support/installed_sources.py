@@ -18,21 +18,11 @@ ENGINE_NAMES = {
     "self.model_wrapped",
 }
 MODEL_IS_ENGINE = {
-    "accelerate/accelerator.py": {
-        "no_sync",
-        "save_state",
-        "load_state",
-        "get_state_dict",
-    }
+    "accelerate/accelerator.py": {"no_sync", "save_state", "load_state", "get_state_dict"}
     | {"save_model"},
     "accelerate/utils/other.py": {"extract_model_from_parallel"},
     "transformers/trainer.py": {"_inner_training_loop", "_run_epoch", "training_step"}
-    | {
-        "_clip_grad_norm",
-        "_get_grad_norm",
-        "_has_mixed_mesh_grads",
-        "_mixed_mesh_grad_norm",
-    }
+    | {"_clip_grad_norm", "_get_grad_norm", "_has_mixed_mesh_grads", "_mixed_mesh_grad_norm"}
     | {"evaluation_loop"},
     "transformers/trainer_pt_utils.py": {"get_model_param_count"},
     "transformers/integrations/deepspeed.py": set(),
@@ -49,14 +39,10 @@ Use = tuple[str, str]  # member, "file:function"
 def dotted(node: ast.AST) -> str:
     if isinstance(node, ast.Name):
         return node.id
-    return (
-        f"{dotted(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else "?"
-    )
+    return f"{dotted(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else "?"
 
 
-def accesses(
-    tree: ast.AST, inside: tuple[str, ...] = ()
-) -> Iterator[tuple[str, str, str]]:
+def accesses(tree: ast.AST, inside: tuple[str, ...] = ()) -> Iterator[tuple[str, str, str]]:
     """(function, receiver, member) of every attribute, also through getattr and hasattr."""
     for node in ast.iter_child_nodes(tree):
         scope = inside
@@ -79,9 +65,7 @@ def source_root(package: str) -> Path:
 def uses_of_engine() -> set[Use]:
     found = set()
     for file, functions in MODEL_IS_ENGINE.items():
-        tree = ast.parse(
-            (source_root(file.split("/")[0]) / file).read_text(encoding="utf-8")
-        )
+        tree = ast.parse((source_root(file.split("/")[0]) / file).read_text(encoding="utf-8"))
         for function, receiver, member in accesses(tree):
             is_model = receiver == "model" and function.split(".")[-1] in functions
             if is_model or receiver in ENGINE_NAMES:
@@ -92,9 +76,7 @@ def uses_of_engine() -> set[Use]:
 def uses_of_optimizer() -> set[Use]:
     found = set()
     for file in OPTIMIZER_FILES:
-        tree = ast.parse(
-            (source_root(file.split("/")[0]) / file).read_text(encoding="utf-8")
-        )
+        tree = ast.parse((source_root(file.split("/")[0]) / file).read_text(encoding="utf-8"))
         for function, receiver, member in accesses(tree):
             if receiver == "self.optimizer":
                 found.add((member, f"{file}:{function}"))

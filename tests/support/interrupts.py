@@ -170,9 +170,7 @@ class Place:
                 assert torch.equal(loss, other), f"{where}: micro-batch {step} differs"
             assert_same(snapshot(engine), self.end)
         with session(**self._options) as engine:  # a later engine
-            assert all(map(torch.equal, train(engine, BEFORE), self.first)), (
-                f"{where}: later"
-            )
+            assert all(map(torch.equal, train(engine, BEFORE), self.first)), f"{where}: later"
         assert not has_saved_tensor_hooks()
         return f"{way}, {'fresh' if fresh else 'warm'}, in {where}"
 
@@ -199,9 +197,7 @@ def _where(error: BaseException) -> str:
     while trace is not None:
         code = trace.tb_frame.f_code
         if "/stronghold/" in code.co_filename:
-            names.append(
-                f"{Path(code.co_filename).stem}.{code.co_name}:{trace.tb_lineno}"
-            )
+            names.append(f"{Path(code.co_filename).stem}.{code.co_name}:{trace.tb_lineno}")
         trace = trace.tb_next
     return " > ".join([*names[:1], *names[-2:]]) or "the program"
 

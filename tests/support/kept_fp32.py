@@ -33,23 +33,14 @@ SIZES: dict[str, Any] = {
 ONE = {**SIZES, "num_hidden_layers": 1}
 FULL_HEADS = {**SIZES, "num_key_value_heads": 4, "head_dim": 8}
 DENSE_THEN_SPARSE = {"mlp_layer_types": ["dense", "sparse"]}
-IMAGE = {
-    "depth": 1,
-    "num_heads": 4,
-    "image_size": 32,
-    "patch_size": 8,
-    "out_hidden_size": 32,
-}
+IMAGE = {"depth": 1, "num_heads": 4, "image_size": 32, "patch_size": 8, "out_hidden_size": 32}
 ROTATED = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
 Half = torch.bfloat16
 
 
 def text_of(model_type: str, **own: Any) -> dict[str, Any]:
     """The small configuration of a text model that is a part of another."""
-    return {
-        **small(CONFIG_MAPPING[model_type], own, parts=True),
-        "model_type": model_type,
-    }
+    return {**small(CONFIG_MAPPING[model_type], own, parts=True), "model_type": model_type}
 
 
 def made(family: str, name: str, config: Any) -> nn.Module:
@@ -143,16 +134,8 @@ def transcribing() -> nn.Module:
         "num_mel_bins": 16,
         "model_type": heard["audio_config"]["model_type"],
     }
-    heard["head_config"] = {
-        **heard["head_config"],
-        "audio_hidden_size": 32,
-        "hidden_size": 16,
-    }
-    asr = {
-        **audio,
-        "num_mel_bins": 16,
-        "model_type": "nemotron3_5_transcribe_asr_audio",
-    }
+    heard["head_config"] = {**heard["head_config"], "audio_hidden_size": 32, "hidden_size": 16}
+    asr = {**audio, "num_mel_bins": 16, "model_type": "nemotron3_5_transcribe_asr_audio"}
     return made(
         "nemotron3_5_transcribe",
         name,
@@ -191,11 +174,7 @@ def table_recognition() -> nn.Module:
         "global_attn_indexes": [1],
         "model_type": "slanext_vision",
     }
-    sizes = {
-        "post_conv_in_channels": 16,
-        "post_conv_out_channels": 32,
-        "out_channels": 12,
-    }
+    sizes = {"post_conv_in_channels": 16, "post_conv_out_channels": 32, "out_channels": 12}
     more = {"hidden_size": 32, "max_text_length": 4, "vision_config": vision}
     return made("slanext", "SLANeXtForTableRecognition", {**sizes, **more})
 
@@ -218,27 +197,15 @@ def heard_codes() -> nn.Module:
         "upsample_groups": 16,
         "model_type": "mimi",
     }
-    tokens = {
-        "vocab_size": 64,
-        "codebook_vocab_size": 17,
-        "num_codebooks": 2,
-        "pad_token_id": 0,
-    }
+    tokens = {"vocab_size": 64, "codebook_vocab_size": 17, "num_codebooks": 2, "pad_token_id": 0}
     audio = {"audio_bos_token_id": 16, "audio_pad_token_id": 63, "bos_token_id": 1}
     more = {"ffn_dim": 96, "max_position_embeddings": 64, "codec_config": codec}
     sizes = {**FULL_HEADS, **tokens, **audio, **more}
-    return made(
-        "kyutai_speech_to_text", "KyutaiSpeechToTextForConditionalGeneration", sizes
-    )
+    return made("kyutai_speech_to_text", "KyutaiSpeechToTextForConditionalGeneration", sizes)
 
 
 def hearing() -> nn.Module:
-    audio = {
-        **SIZES,
-        "intermediate_size": 128,
-        "num_mel_bins": 8,
-        "max_source_positions": 8,
-    }
+    audio = {**SIZES, "intermediate_size": 128, "num_mel_bins": 8, "max_source_positions": 8}
     parts = {
         "audio_config": {**audio, "model_type": "voxtral_encoder"},
         "text_config": text_of("llama"),
@@ -251,9 +218,7 @@ def of_ctc() -> nn.Module:
     sizes = {**FULL_HEADS, "num_mel_bins": 16, "context_size": 8, "vocab_size": 64}
     encoder = {**sizes, "model_type": "granite_speech5_encoder"}
     return made(
-        "granite_speech5",
-        "GraniteSpeech5ForCTC",
-        {"encoder_config": encoder, "vocab_size": 64},
+        "granite_speech5", "GraniteSpeech5ForCTC", {"encoder_config": encoder, "vocab_size": 64}
     )
 
 
@@ -270,20 +235,12 @@ def glm5_next() -> nn.Module:
         num_key_value_heads=4,
         qk_rope_head_dim=0,
         qk_nope_head_dim=8,
-        **{
-            "layer_types": ["linear_attention", "full_attention"],
-            **DENSE_THEN_SPARSE,
-            **index,
-        },
+        **{"layer_types": ["linear_attention", "full_attention"], **DENSE_THEN_SPARSE, **index},
         indexer_types=["full", "full"],
         linear_head_dim=8,
         linear_num_heads=4,
     )
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "projection_intermediate_size": 48,
-    }
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "projection_intermediate_size": 48}
     vision = {**IMAGE, **sizes, "model_type": "glm5_next_vision"}
     name = "Glm5NextForConditionalGeneration"
     return seeing("glm5_next", name, text_config=text, vision_config=vision)
@@ -299,11 +256,7 @@ def muse_spark() -> nn.Module:
     )
     audio = {"out_hidden_size": 32, "hidden_sizes": [8] * 4, "depths": [1] * 4}
     tokens = {"image_token_id": 61, "video_token_id": 62, "audio_token_id": 63}
-    vision = {
-        **ONE,
-        "layer_types": ["full_attention"],
-        "model_type": "muse_spark_vision",
-    }
+    vision = {**ONE, "layer_types": ["full_attention"], "model_type": "muse_spark_vision"}
     return made(
         "muse_spark",
         "MuseSparkForConditionalGeneration",
@@ -321,32 +274,20 @@ def muse_spark() -> nn.Module:
 def mistral_large4() -> nn.Module:
     index = {"index_n_heads": 4, "index_head_dim": 8}
     text = text_of(
-        "mistral_large4_text",
-        num_key_value_heads=4,
-        head_dim=4,
-        **index,
-        **DENSE_THEN_SPARSE,
+        "mistral_large4_text", num_key_value_heads=4, head_dim=4, **index, **DENSE_THEN_SPARSE
     )
-    return seeing(
-        "mistral_large4", "MistralLarge4ForConditionalGeneration", text_config=text
-    )
+    return seeing("mistral_large4", "MistralLarge4ForConditionalGeneration", text_config=text)
 
 
 def glm4v_moe() -> nn.Module:
-    text = text_of(
-        "glm4v_moe_text", rope_parameters={**ROTATED, "partial_rotary_factor": 1.0}
-    )
+    text = text_of("glm4v_moe_text", rope_parameters={**ROTATED, "partial_rotary_factor": 1.0})
     return seeing("glm4v_moe", "Glm4vMoeForConditionalGeneration", text_config=text)
 
 
 def ernie4_5_vl_moe() -> nn.Module:
     experts = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": [16, 8]}
-    text = text_of(
-        "ernie4_5_vl_moe_text", rope_parameters=ROTATED, **experts, **DENSE_THEN_SPARSE
-    )
-    return seeing(
-        "ernie4_5_vl_moe", "Ernie4_5_VLMoeForConditionalGeneration", text_config=text
-    )
+    text = text_of("ernie4_5_vl_moe_text", rope_parameters=ROTATED, **experts, **DENSE_THEN_SPARSE)
+    return seeing("ernie4_5_vl_moe", "Ernie4_5_VLMoeForConditionalGeneration", text_config=text)
 
 
 # -- all of them -----------------------------------------------------------------------------------
@@ -362,23 +303,15 @@ class Family:
 
 
 def _causal(*names: str, mixed: bool) -> dict[str, Family]:
-    return {
-        name.removesuffix("_text"): Family(make=name, mixed=mixed) for name in names
-    }
+    return {name.removesuffix("_text"): Family(make=name, mixed=mixed) for name in names}
 
 
 FAMILIES: dict[str, Family] = {
-    **_causal(
-        "bailing_hybrid", "beam", "deepseek_v4", "ernie4_5_moe", "flint", mixed=True
-    ),
+    **_causal("bailing_hybrid", "beam", "deepseek_v4", "ernie4_5_moe", "flint", mixed=True),
     **_causal("hy_v4", "inkling_text", "inkling2_text", mixed=True),
     **_causal("axk1", "axk2", "deepseek_v3", "deepseek_v32", "dots1", mixed=False),
-    **_causal(
-        "dots3_note_text", "exaone_moe", "glm4_moe", "glm4_moe_lite", mixed=False
-    ),
-    **_causal(
-        "glm_moe_dsa", "hy_v3", "kolibri1", "mimo_v2_flash", "nemotron_h", mixed=False
-    ),
+    **_causal("dots3_note_text", "exaone_moe", "glm4_moe", "glm4_moe_lite", mixed=False),
+    **_causal("glm_moe_dsa", "hy_v3", "kolibri1", "mimo_v2_flash", "nemotron_h", mixed=False),
     **_causal("solar_open", mixed=False),
     "ernie4_5_vl_moe": Family(make=ernie4_5_vl_moe, mixed=True),
     "glm4v_moe": Family(make=glm4v_moe, mixed=False),
@@ -419,9 +352,7 @@ FAMILIES: dict[str, Family] = {
     "voxtral": Family(make=hearing, mixed=True, batch=spoken_batch),
 }
 # Why a family is not among them.
-UNTRIED = {
-    "esmfold2": "it gives no loss, and its batch is a structure that its processor makes"
-}
+UNTRIED = {"esmfold2": "it gives no loss, and its batch is a structure that its processor makes"}
 
 
 def strict_folders() -> set[str]:

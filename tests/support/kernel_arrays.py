@@ -27,9 +27,7 @@ def misaligned(tensor: torch.Tensor, skip: int) -> torch.Tensor:
     raw = torch.zeros(tensor.nbytes + 128, dtype=torch.uint8)
     start = -raw.data_ptr() % 64 + skip
     out = torch.from_numpy(
-        np.frombuffer(
-            raw.numpy().data, dtype=np.uint8, offset=start, count=tensor.nbytes
-        )
+        np.frombuffer(raw.numpy().data, dtype=np.uint8, offset=start, count=tensor.nbytes)
     )
     if tensor.numel():
         out.copy_(tensor.view(torch.uint8))
@@ -66,13 +64,9 @@ class Arrays:
     def segment(self, step: int = 1, **changes: float) -> native.UpdateSegment:
         addresses = {name: part.data_ptr() for name, part in self.parts.items()}
         fields = hyper_fields(self.optimizer, **changes)
-        return native.UpdateSegment(
-            **{**addresses, "numel": self.numel, "step": step, **fields}
-        )
+        return native.UpdateSegment(**{**addresses, "numel": self.numel, "step": step, **fields})
 
-    def run(
-        self, pool: native.Pool, steps: Sequence[int] = (1, 2, 3), **changes: float
-    ) -> None:
+    def run(self, pool: native.Pool, steps: Sequence[int] = (1, 2, 3), **changes: float) -> None:
         for step in steps:
             segments = [self.segment(step, **changes)]
             pool.update(self.optimizer, self.weight_dtype, self.grad_dtype, segments)
@@ -106,22 +100,9 @@ def values(numel: int, seed: int, special: bool = False) -> torch.Tensor:
     x = torch.randn(numel, generator=generator)
     x *= torch.pow(10.0, torch.randint(-6, 3, (numel,), generator=generator).float())
     if special and numel:
-        odd = [
-            math.nan,
-            math.inf,
-            -math.inf,
-            0.0,
-            -0.0,
-            1e-40,
-            -1e-45,
-            3.4e38,
-            1e-20,
-            -3.4e38,
-        ]
+        odd = [math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-40, -1e-45, 3.4e38, 1e-20, -3.4e38]
         at = torch.arange(0, numel, 3)
-        x[at] = torch.tensor(odd)[
-            torch.randint(0, len(odd), (len(at),), generator=generator)
-        ]
+        x[at] = torch.tensor(odd)[torch.randint(0, len(odd), (len(at),), generator=generator)]
     return x
 
 

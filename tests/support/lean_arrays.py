@@ -15,11 +15,7 @@ class LeanArrays:
     the segment's fields."""
 
     def __init__(
-        self,
-        master: torch.Tensor,
-        grad: torch.Tensor,
-        skip: int = 0,
-        optimizer: str = "adam",
+        self, master: torch.Tensor, grad: torch.Tensor, skip: int = 0, optimizer: str = "adam"
     ) -> None:
         self.optimizer, self.moments = optimizer, OPTIMIZERS[optimizer].moments
         self.numel, self.grad_dtype = master.numel(), grad.dtype
@@ -51,26 +47,20 @@ class LeanArrays:
 
     def read(self) -> list[torch.Tensor]:
         """The master and the moments, decoded as the reference does."""
-        out = [
-            states.join_master(self.get("weight", BF16), self.get("low", torch.int8))
-        ]
+        out = [states.join_master(self.get("weight", BF16), self.get("low", torch.int8))]
         for k, name in enumerate(self.moments):
             scales = self.get(f"scale{k}", F32)
             if name == "exp_avg_sq":
                 codes = self.get(f"moment{k}", torch.uint8)
                 out.append(states.decode_root(codes, scales))
             else:
-                out.append(
-                    states.decode_signed(self.get(f"moment{k}", torch.int8), scales)
-                )
+                out.append(states.decode_signed(self.get(f"moment{k}", torch.int8), scales))
         return out
 
     def segment(self, step: int = 1, **changes: float) -> native.UpdateSegment:
         addresses = {name: part.data_ptr() for name, part in self.parts.items()}
         fields = hyper_fields(self.optimizer, **changes)
-        return native.UpdateSegment(
-            **{**addresses, "numel": self.numel, "step": step, **fields}
-        )
+        return native.UpdateSegment(**{**addresses, "numel": self.numel, "step": step, **fields})
 
     def run(self, pool: native.Pool, step: int = 1, **changes: float) -> None:
         segments = [self.segment(step, **changes)]
@@ -95,8 +85,4 @@ class LeanArrays:
 
 
 def differing(left: LeanArrays, right: LeanArrays) -> list[str]:
-    return [
-        name
-        for name in left.parts
-        if not torch.equal(left.parts[name], right.parts[name])
-    ]
+    return [name for name in left.parts if not torch.equal(left.parts[name], right.parts[name])]

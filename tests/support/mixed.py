@@ -31,9 +31,7 @@ OWN: dict[str, Any] = {"dtypes": "own"}
 
 
 def token_batch(seed: int, rows: int = 3, length: int = 9) -> dict[str, Any]:
-    tokens = torch.randint(
-        3, 60, (rows, length), generator=torch.Generator().manual_seed(seed)
-    )
+    tokens = torch.randint(3, 60, (rows, length), generator=torch.Generator().manual_seed(seed))
     return {"input_ids": tokens, "labels": tokens}
 
 
@@ -44,11 +42,7 @@ def lora_model(half: torch.dtype, seed: int = 0, **options: Any) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         base = llama_of(24, 52, 3, 2, 1, VOCABULARY).to(half)
-        chosen = {
-            "target_modules": ["q_proj", "v_proj"],
-            "init_lora_weights": False,
-            **options,
-        }
+        chosen = {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, **options}
         settings = peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, **chosen)
         return peft.get_peft_model(base, settings).train()
 
@@ -133,12 +127,7 @@ class OddBlock(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         half, full = self.inner.weight.dtype, self.norm.weight.dtype
         y = self.norm(x.to(full))
-        y = (
-            y
-            + self.kept(y)
-            + self.table[: y.shape[-1]]
-            + 0.1 * self.table.tanh().mean()
-        )
+        y = y + self.kept(y) + self.table[: y.shape[-1]] + 0.1 * self.table.tanh().mean()
         y = self.outer(F.gelu(self.inner(y.to(half)))) + self.fixed(y.to(half))
         return x + (self.scale * y.to(full)).to(x.dtype)
 
@@ -177,7 +166,4 @@ MIXED: dict[str, Callable[[torch.dtype], Factory]] = {
     "ernie": functools.partial(of_family, "ernie4_5_moe"),
     "odd": odd,
 }
-BLOCKS: dict[str, Callable[[Any], list[nn.Module]]] = {
-    "lora": lora_blocks,
-    "odd": odd_blocks,
-}
+BLOCKS: dict[str, Callable[[Any], list[nn.Module]]] = {"lora": lora_blocks, "odd": odd_blocks}

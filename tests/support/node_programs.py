@@ -45,16 +45,12 @@ def four_ranks(folder: Path) -> dict[str, Any]:
     """Two nodes of two ranks."""
     return {
         "bits": {
-            name: train(
-                name, config(clipping=0.0), steps=2, batches_per_step=4, options=options
-            )
+            name: train(name, config(clipping=0.0), steps=2, batches_per_step=4, options=options)
             for name, options in rank_programs.FOUR.items()
         },
         "memory": memory(),
         "traffic": traffic(),
-        "elsewhere": rank_checkpoints.load_elsewhere(folder)
-        if "CHECKPOINT" in os.environ
-        else {},
+        "elsewhere": rank_checkpoints.load_elsewhere(folder) if "CHECKPOINT" in os.environ else {},
     }
 
 
@@ -68,9 +64,7 @@ def memory() -> dict[str, Any]:
         return {
             "host_peak": report.host_peak,
             "host_planned": report.host_planned,
-            "padded_numel": sum(
-                layer.numel for layer in engine.inspect().layout.layers
-            ),
+            "padded_numel": sum(layer.numel for layer in engine.inspect().layout.layers),
             "plan": str(engine.plan),
         }
     finally:
@@ -132,10 +126,7 @@ def new_weights() -> dict[str, torch.Tensor]:
     """A state dict of other values on every rank."""
     engine = engine_of(Wide(16, 2), config(section={"layers": "blocks"}))
     try:
-        state = {
-            k: torch.full_like(v, 1.0 + rank())
-            for k, v in engine.module.state_dict().items()
-        }
+        state = {k: torch.full_like(v, 1.0 + rank()) for k, v in engine.module.state_dict().items()}
         engine.module.load_state_dict(state)
         return {name: p.detach().clone() for name, p in engine.named_parameters()}
     finally:
@@ -160,9 +151,7 @@ def machine(folder: Path) -> dict[str, Any]:
     engine.destroy()
     return found | {
         "run": train("gpt", config(clipping=0.0)),
-        "checkpoint": rank_checkpoints.session(folder / "saved", None, steps=1)[
-            "losses"
-        ],
+        "checkpoint": rank_checkpoints.session(folder / "saved", None, steps=1)["losses"],
     }
 
 

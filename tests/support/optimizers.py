@@ -22,13 +22,7 @@ class Hyper:
 
 OPTIMIZERS = {
     "adam": Hyper(
-        numbers={
-            "lr": 1e-3,
-            "beta1": 0.9,
-            "beta2": 0.999,
-            "eps": 1e-8,
-            "weight_decay": 0.1,
-        },
+        numbers={"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1},
         flags={"adamw": 1, "bias_correction": 2},
         set_flags=("adamw", "bias_correction"),
         moments=("exp_avg", "exp_avg_sq"),
@@ -43,11 +37,7 @@ OPTIMIZERS = {
         flags={"nesterov": 1},
         moments=("momentum_buffer",),
     ),
-    "sgd": Hyper(
-        numbers={"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.1},
-        flags={},
-        moments=(),
-    ),
+    "sgd": Hyper(numbers={"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.1}, flags={}, moments=()),
 }
 
 # Every form of every formula: the optimizer, and what distinguishes the form.

@@ -24,20 +24,14 @@ VOCABULARY = 61
 
 
 def token_batch(seed: int) -> dict[str, Any]:
-    tokens = torch.randint(
-        VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(seed)
-    )
+    tokens = torch.randint(VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(seed))
     return {"input_ids": tokens, "labels": tokens}
 
 
 def adapted(base: nn.Module, targets: list[str]) -> nn.Module:
     """LoRA whose second factor is not zero, so that every factor learns."""
     settings = peft.LoraConfig(
-        task_type="CAUSAL_LM",
-        r=4,
-        lora_alpha=8,
-        target_modules=targets,
-        init_lora_weights=False,
+        task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False
     )
     model: nn.Module = peft.get_peft_model(base, settings)
     return model

@@ -8,56 +8,22 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from stronghold.model.packed_formats import (
-    FORMATS,
-    PackedFormat,
-    PackedTensors,
-    decode_weights,
-)
+from stronghold.model.packed_formats import FORMATS, PackedFormat, PackedTensors, decode_weights
 from stronghold.native import Kernels
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Odd sizes, one element, less than a block, whole blocks, an edge of a block, and fused experts.
-SHAPES = (
-    (1, 1),
-    (3, 5),
-    (1, 63),
-    (1, 4097),
-    (2, 128),
-    (130, 257),
-    (257, 64),
-    (3, 65, 200),
-)
+SHAPES = ((1, 1), (3, 5), (1, 63), (1, 4097), (2, 128), (130, 257), (257, 64), (3, 65, 200))
 GUARD = 64  # bytes around a decoded weight
 # Scales of a bad file are among them: a kernel must not make other bits of them.
 SCALES = (
-    *(
-        0.0,
-        -0.0,
-        1.0,
-        -1.0,
-        0.02,
-        1 / 3,
-        3.4e38,
-        -3.4e38,
-        1e30,
-        65504.0,
-        1e-3,
-        1e-38,
-        1e-40,
-    ),
+    *(0.0, -0.0, 1.0, -1.0, 0.02, 1 / 3, 3.4e38, -3.4e38, 1e30, 65504.0, 1e-3, 1e-38, 1e-40),
     *(-1e-45, 6e-8, 3e-8, math.inf, -math.inf, math.nan),
 )
 # Scales of fp8 at the bounds of normal products, and some whose products carry or are ties in bf16.
 FP8_SCALES = (
     *(2.0**-121, 2.0**-120 * (1 - 2.0**-24), 2.0**-120, 2.0**-119 * (1 - 2.0**-24)),
-    *(
-        2.0**118,
-        2.0**119 * (1 - 2.0**-24),
-        2.0**119,
-        2.0**120 * (1 - 2.0**-24),
-        2.0**120,
-    ),
+    *(2.0**118, 2.0**119 * (1 - 2.0**-24), 2.0**119, 2.0**120 * (1 - 2.0**-24), 2.0**120),
     *(1 - 2.0**-24, 1 - 2.0**-9, 1 + 2.0**-8, 1 + 3 * 2.0**-8, 1 + 2.0**-8 + 2.0**-23),
 )
 INTEGERS = {2: torch.int16, 4: torch.int32}
@@ -67,14 +33,11 @@ Inner = dict[str, torch.Tensor]
 
 def empty_inner(format: PackedFormat, shape: tuple[int, ...]) -> Inner:
     return {
-        inner.name: torch.empty(inner.shape, dtype=inner.dtype)
-        for inner in format.inner(shape)
+        inner.name: torch.empty(inner.shape, dtype=inner.dtype) for inner in format.inner(shape)
     }
 
 
-def weight_of(
-    shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0
-) -> torch.Tensor:
+def weight_of(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(shape, generator=generator) * 0.02).to(dtype)
 
@@ -83,9 +46,7 @@ def hazardous(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Rows and blocks of zeros, of tiny and of large magnitudes, and of one magnitude."""
     weight = weight_of(shape, torch.float32, 1).view(-1, shape[-1])
     largest = 6e4 if dtype == torch.float16 else 1e36
-    for row, factor in zip(
-        weight, itertools.cycle((0.0, 1e-37, 1e-43, 1.0, 1e-20)), strict=False
-    ):
+    for row, factor in zip(weight, itertools.cycle((0.0, 1e-37, 1e-43, 1.0, 1e-20)), strict=False):
         row *= factor
     weight[-1] = torch.linspace(-largest, largest, shape[-1])
     if len(weight) > 2:
@@ -104,9 +65,7 @@ def inner_bytes(inner: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def assert_same_inner(left: Inner, right: Inner, where: object) -> None:
     for name, tensor in inner_bytes(left).items():
         differ = int((tensor != inner_bytes(right)[name]).sum())
-        assert differ == 0, (
-            f"{where}: {name}: {differ} bytes of {tensor.numel()} differ"
-        )
+        assert differ == 0, f"{where}: {name}: {differ} bytes of {tensor.numel()} differ"
 
 
 def exhaustive(name: str) -> list[tuple[tuple[int, ...], Inner]]:
@@ -153,17 +112,13 @@ def _exhaustive_fp8() -> list[tuple[tuple[int, ...], Inner]]:
 def fp8_with_random_scales(num_scales: int) -> tuple[tuple[int, ...], Inner]:
     """A shape and inner tensors: every code but NaN meets scales of random bits."""
     generator = torch.Generator().manual_seed(0)
-    scales = torch.randint(
-        0, 2**31, (num_scales,), generator=generator, dtype=torch.int32
-    )
+    scales = torch.randint(0, 2**31, (num_scales,), generator=generator, dtype=torch.int32)
     codes = torch.arange(256, dtype=torch.uint8)
     codes[(codes & 0x7F) == 0x7F] = 0
     return _fp8_case(codes, scales.view(torch.float32).tolist())
 
 
-def _fp8_case(
-    codes: torch.Tensor, scales: Sequence[float]
-) -> tuple[tuple[int, ...], Inner]:
+def _fp8_case(codes: torch.Tensor, scales: Sequence[float]) -> tuple[tuple[int, ...], Inner]:
     """Two rows. In them each scale has one block, and the block has all 256 codes."""
     shape = (2, len(scales) * 128)
     inner = empty_inner(FORMATS["fp8"], shape)
@@ -196,14 +151,10 @@ def assert_decodes_like_torch(
         expected.append(reference)
         rooms.append((room, first, numel))
     decode_weights(kernels, packed)
-    for (name, shape, _), tensors, reference in zip(
-        cases, packed, expected, strict=True
-    ):
+    for (name, shape, _), tensors, reference in zip(cases, packed, expected, strict=True):
         differ = bits(tensors.weight) != bits(reference)
         values = tensors.weight[differ][:3].tolist(), reference[differ][:3].tolist()
-        assert not differ.any(), (
-            f"{name} {shape} {dtype}: {int(differ.sum())} differ: {values}"
-        )
+        assert not differ.any(), f"{name} {shape} {dtype}: {int(differ.sum())} differ: {values}"
     for room, first, numel in rooms:
         outside = torch.cat([room[:first], room[first + numel :]])
         assert (outside == 7.0).all()
@@ -220,6 +171,4 @@ def encoded_cases() -> list[tuple[str, tuple[int, ...], Inner]]:
 
 
 def exhaustive_cases() -> list[tuple[str, tuple[int, ...], Inner]]:
-    return [
-        (name, shape, inner) for name in FORMATS for shape, inner in exhaustive(name)
-    ]
+    return [(name, shape, inner) for name in FORMATS for shape, inner in exhaustive(name)]

@@ -28,9 +28,7 @@ def io_uring_is_permitted() -> bool:
 ENGINES = [
     pytest.param(
         "io_uring",
-        marks=pytest.mark.skipif(
-            not io_uring_is_permitted(), reason="the kernel refuses io_uring"
-        ),
+        marks=pytest.mark.skipif(not io_uring_is_permitted(), reason="the kernel refuses io_uring"),
     ),
     "threads",
 ]
@@ -45,9 +43,7 @@ class Memory:
         self.nbytes = pages * PAGE
         self.address = self.bytes.ctypes.data
         if seed is not None:
-            self.bytes[:] = np.random.default_rng(seed).integers(
-                0, 256, self.nbytes, np.uint8
-            )
+            self.bytes[:] = np.random.default_rng(seed).integers(0, 256, self.nbytes, np.uint8)
 
 
 @contextlib.contextmanager
@@ -97,9 +93,7 @@ def refuse_io_uring(number: int) -> None:
         (answer, 0, 0, 0x00050000 | number),  # SECCOMP_RET_ERRNO
         (answer, 0, 0, 0x7FFF0000),  # SECCOMP_RET_ALLOW
     ]
-    code = ctypes.create_string_buffer(
-        b"".join(struct.pack("HBBI", *rule) for rule in rules)
-    )
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *rule) for rule in rules))
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.prctl(38, 1, 0, 0, 0) == 0, "PR_SET_NO_NEW_PRIVS"
     program = Program(len(rules), ctypes.addressof(code))

@@ -23,9 +23,7 @@ def each(*axes: Mapping[str, Any] | Iterable[Any]) -> list[Any]:
     """Like `pairs`, but the default run has each value of each axis once or more, not each pair."""
     named = [_by_name(axis) for axis in axes]
     longest = max(map(len, named))
-    chosen = {
-        tuple(list(axis)[k % len(axis)] for axis in named) for k in range(longest)
-    }
+    chosen = {tuple(list(axis)[k % len(axis)] for axis in named) for k in range(longest)}
     return _parameters(named, chosen)
 
 
@@ -41,9 +39,7 @@ def _parameters(named: list[dict[str, Any]], chosen: set[Case]) -> list[Any]:
     ]
 
 
-def covering(
-    axes: list[list[str]], never: Callable[..., bool] = lambda *_: False
-) -> list[Case]:
+def covering(axes: list[list[str]], never: Callable[..., bool] = lambda *_: False) -> list[Case]:
     """Few cases that together have every pair of values: an array of strength two. A new case
     begins with a pair that is missing, and takes on each further axis the value that brings most
     missing pairs, of these the one that was taken least. `never` tells of two values that they
@@ -64,12 +60,8 @@ def covering(
             if any(value in case for value in place):
                 continue
             possible = [v for v in place if not any(never(v[1], o[1]) for o in case)]
-            gains = [
-                sum(frozenset((v, other)) in left for other in case) for v in possible
-            ]
-            best = [
-                v for v, gain in zip(possible, gains, strict=True) if gain == max(gains)
-            ]
+            gains = [sum(frozenset((v, other)) in left for other in case) for v in possible]
+            best = [v for v, gain in zip(possible, gains, strict=True) if gain == max(gains)]
             case.append(min(best, key=taken.__getitem__))
         taken.update(case)
         for pair in combinations(case, 2):
@@ -85,9 +77,7 @@ def thinned(array: list[Case], axis: int, *, least: int) -> list[Case]:
     taken: Counter[str] = Counter()
     chosen = []
     for case in array:
-        others = [
-            (number, value) for number, value in enumerate(case) if number != axis
-        ]
+        others = [(number, value) for number, value in enumerate(case) if number != axis]
         new = set(combinations(others, 2)) - covered
         if new or taken[case[axis]] < least:
             covered |= new

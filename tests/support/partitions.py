@@ -19,25 +19,13 @@ MEGATRON = [
 ]
 BERT_EMBEDDINGS = [
     f"bert.embeddings.{name}"
-    for name in (
-        "word_embeddings",
-        "position_embeddings",
-        "token_type_embeddings",
-        "LayerNorm",
-    )
+    for name in ("word_embeddings", "position_embeddings", "token_type_embeddings", "LayerNorm")
 ]
 T5_STACKS = ["encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1"]
 
 ONE_BLOCK = [
     f"blocks.0.{name}"
-    for name in (
-        "norm1",
-        "attention.qkv",
-        "attention.out",
-        "norm2",
-        "mlp.up",
-        "mlp.down",
-    )
+    for name in ("norm1", "attention.qkv", "attention.out", "norm2", "mlp.up", "mlp.down")
 ]
 
 
@@ -79,8 +67,7 @@ EXPECTED: dict[str, tuple[list[str], list[str]]] = {
         [*MEGATRON, "lm_head", "lm_head.dense", "binary_head"],
     ),
     "torch_transformer": (
-        numbered("transformer.encoder.layers", 2)
-        + numbered("transformer.decoder.layers", 2),
+        numbered("transformer.encoder.layers", 2) + numbered("transformer.decoder.layers", 2),
         ["embedding", "transformer.encoder.norm", "transformer.decoder.norm", "head"],
     ),
     "llama": LLAMA,
@@ -112,10 +99,7 @@ EXPECTED: dict[str, tuple[list[str], list[str]]] = {
     "one_block": ([], [*AROUND[:2], *ONE_BLOCK, *AROUND[2:]]),
     "one_weird_block": ([], [*AROUND[:2], "blocks.0", *AROUND[2:]]),
     "half_frozen": ([], [*AROUND[:2], *ONE_BLOCK, *AROUND[2:]]),
-    "t5": (
-        T5_STACKS,
-        ["shared", "encoder.final_layer_norm", "decoder.final_layer_norm"],
-    ),
+    "t5": (T5_STACKS, ["shared", "encoder.final_layer_norm", "decoder.final_layer_norm"]),
 }
 
 
@@ -132,9 +116,7 @@ def resident(found: Partition) -> list[str]:
 
 
 def layer_of(found: Partition, parameter: nn.Parameter) -> Layer:
-    (layer,) = [
-        x for x in found.layers if any(n.parameter is parameter for n in x.parameters)
-    ]
+    (layer,) = [x for x in found.layers if any(n.parameter is parameter for n in x.parameters)]
     return layer
 
 

@@ -48,9 +48,7 @@ def started(actions: Iterable[Action]) -> list[int]:
     return layers
 
 
-def assert_as_scheduled(
-    performed: Sequence[Action], schedule: Sequence[Action]
-) -> None:
+def assert_as_scheduled(performed: Sequence[Action], schedule: Sequence[Action]) -> None:
     """A step performed its schedule, in its order on each lane."""
     wanted = expected(schedule, performed)
     for lane in LANES:

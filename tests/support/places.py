@@ -31,10 +31,7 @@ def on_gpu(place: str, **section: Any) -> dict[str, Any]:
 
 
 def assert_resumed_through(
-    places: Sequence[dict[str, Any]],
-    folder: Path,
-    section: dict[str, Any],
-    **options: Any,
+    places: Sequence[dict[str, Any]], folder: Path, section: dict[str, Any], **options: Any
 ) -> None:
     """A training that stops after each step, and goes on in the next of `places`, is the one that
     goes straight on in `section`."""

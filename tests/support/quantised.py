@@ -16,9 +16,7 @@ WIDTH = 33
 class Dequantised(nn.Module):
     """y = x (weight * scale) + x A B + bias: the weight is stored in one byte for each number."""
 
-    def __init__(
-        self, inputs: int, outputs: int, stored: torch.dtype, half: torch.dtype
-    ) -> None:
+    def __init__(self, inputs: int, outputs: int, stored: torch.dtype, half: torch.dtype) -> None:
         super().__init__()
         numbers = torch.randint(-100, 101, (outputs, inputs))
         numbers = numbers.abs() if stored is torch.uint8 else numbers
@@ -50,9 +48,7 @@ class Quantised(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH, dtype=half)
         self.embedding.requires_grad_(False)
-        self.blocks = nn.ModuleList(
-            QuantisedBlock(stored, half) for _ in range(num_layers)
-        )
+        self.blocks = nn.ModuleList(QuantisedBlock(stored, half) for _ in range(num_layers))
         self.head = nn.Linear(WIDTH, VOCABULARY, dtype=half)
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -63,10 +59,7 @@ class Quantised(nn.Module):
 
 
 def quantised_model(
-    stored: torch.dtype,
-    half: torch.dtype = torch.bfloat16,
-    num_layers: int = 3,
-    seed: int = 0,
+    stored: torch.dtype, half: torch.dtype = torch.bfloat16, num_layers: int = 3, seed: int = 0
 ) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(seed)

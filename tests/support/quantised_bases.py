@@ -62,9 +62,7 @@ class Packed(torch.autograd.Function):
         return gradient @ unpacked(*packed).to(gradient.dtype), *(None for _ in packed)
 
 
-def unpacked(
-    qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor
-) -> torch.Tensor:
+def unpacked(qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """(outputs, inputs) from int32 words of eight codes along the inputs, as GPTQ has them."""
     shifts = torch.arange(0, 32, 4, dtype=torch.int32)
     codes = (qweight.unsqueeze(1) >> shifts.view(1, 8, 1)) & 15
@@ -84,12 +82,8 @@ class PackedLinear(nn.Linear):
         words = {"dtype": torch.int32}
         least, most = -(2**31), 2**31 - 1
         groups = inputs // GROUP
-        self.register_buffer(
-            "qweight", torch.randint(least, most, (inputs // 8, outputs), **words)
-        )
-        self.register_buffer(
-            "qzeros", torch.randint(least, most, (groups, outputs // 8), **words)
-        )
+        self.register_buffer("qweight", torch.randint(least, most, (inputs // 8, outputs), **words))
+        self.register_buffer("qzeros", torch.randint(least, most, (groups, outputs // 8), **words))
         self.register_buffer("scales", 0.02 * torch.rand(groups, outputs).bfloat16())
 
     @property
@@ -115,12 +109,7 @@ def fp8_on_cpus() -> Iterator[None]:
         return F.linear(x, weight.to(x.dtype) * rows.repeat_interleave(block[1], 1))
 
     def of_experts(
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        scale: torch.Tensor,
-        ends: Any,
-        _: Any,
-        block: Any,
+        x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, ends: Any, _: Any, block: Any
     ) -> torch.Tensor:
         bounds = [0, *ends.tolist()]
         parts = [
@@ -174,9 +163,7 @@ def by_torchao(linear: nn.Linear, make_config: Callable[[], Any]) -> nn.Module:
 
 
 def by_torchao_nf4(linear: nn.Linear) -> nn.Module:
-    module = importlib.import_module(
-        "torchao.quantization.quantize_.workflows.nf4.nf4_tensor"
-    )
+    module = importlib.import_module("torchao.quantization.quantize_.workflows.nf4.nf4_tensor")
     weight = module.to_nf4(linear.weight.detach(), 64, 32)
     linear.weight = nn.Parameter(weight, requires_grad=False)
     return linear
@@ -193,12 +180,8 @@ def float8_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def float8(linear: nn.Linear) -> nn.Module:
-    quantised = finegrained_fp8.FP8Linear(
-        linear.in_features, linear.out_features, BLOCK
-    )
-    quantised.weight.data, quantised.weight_scale_inv.data = float8_weight(
-        linear.weight
-    )
+    quantised = finegrained_fp8.FP8Linear(linear.in_features, linear.out_features, BLOCK)
+    quantised.weight.data, quantised.weight_scale_inv.data = float8_weight(linear.weight)
     return quantised.requires_grad_(False)
 
 
@@ -231,18 +214,12 @@ def int4_groups() -> Any:
 LINEARS: dict[str, Callable[[nn.Linear], nn.Module]] = {
     "nf4": functools.partial(four_bits, quant_type="nf4", compress_statistics=False),
     "nf4 double": functools.partial(four_bits, quant_type="nf4"),
-    "nf4 in bf16": functools.partial(
-        four_bits, quant_type="nf4", quant_storage=torch.bfloat16
-    ),
+    "nf4 in bf16": functools.partial(four_bits, quant_type="nf4", quant_storage=torch.bfloat16),
     "fp4": functools.partial(four_bits, quant_type="fp4"),
     "int8": eight_bits,
-    "torchao int8": functools.partial(
-        by_torchao, make_config=torchao.Int8WeightOnlyConfig
-    ),
+    "torchao int8": functools.partial(by_torchao, make_config=torchao.Int8WeightOnlyConfig),
     "torchao int4": functools.partial(by_torchao, make_config=int4_groups),
-    "torchao float8": functools.partial(
-        by_torchao, make_config=torchao.Float8WeightOnlyConfig
-    ),
+    "torchao float8": functools.partial(by_torchao, make_config=torchao.Float8WeightOnlyConfig),
     "torchao nf4": by_torchao_nf4,
     "FP8Linear": float8,
     "packed buffers": packed_buffers,
@@ -252,9 +229,7 @@ LINEARS: dict[str, Callable[[nn.Linear], nn.Module]] = {
 # -- models ----------------------------------------------------------------------------------------
 def base(kind: str, *, layers: int = 3, bias: bool = False) -> nn.Module:
     """A bf16 Llama whose blocks have linears of the format. `bias`: of its attention."""
-    model = llama_of(
-        HIDDEN, INNER, layers, 2, 1, VOCABULARY, attention_bias=bias
-    ).bfloat16()
+    model = llama_of(HIDDEN, INNER, layers, 2, 1, VOCABULARY, attention_bias=bias).bfloat16()
     quantise_blocks(model, LINEARS[kind])
     # Transformers sets these, and PEFT then takes its classes for bitsandbytes.
     model.is_loaded_in_4bit = "Linear4bit" in str(model)
@@ -322,9 +297,7 @@ def adapted(
 
 BASES: dict[str, Callable[[], Made]] = {
     **{kind: functools.partial(adapted, base, kind) for kind in LINEARS},
-    "FP8Experts": functools.partial(
-        adapted, base_of_experts, "eager", targets=ATTENTION
-    ),
+    "FP8Experts": functools.partial(adapted, base_of_experts, "eager", targets=ATTENTION),
     "FP8Experts grouped": functools.partial(
         adapted, base_of_experts, "grouped_mm", targets=ATTENTION
     ),

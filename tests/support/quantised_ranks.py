@@ -39,18 +39,14 @@ def trained(kind: str, folder: Path | None = None) -> Run:
     `folder` weights are in files."""
     section = SECTION if folder is None else {**SECTION, "nvme": {"path": str(folder)}}
     accumulation = 2 // num_ranks()
-    settings = config(
-        precision="bf16", clipping=0.0, accumulation=accumulation, section=section
-    )
+    settings = config(precision="bf16", clipping=0.0, accumulation=accumulation, section=section)
     run = Run()
     with fp8_on_cpus(), small_buffers_move():
         model, make_batch = fp32_adapters(kind)
         engine = initialized(model, settings)
         for step in range(STEPS):
             for micro in range(accumulation):
-                loss = loss_of(
-                    engine(**make_batch(2 * step + micro * num_ranks() + rank()))
-                )
+                loss = loss_of(engine(**make_batch(2 * step + micro * num_ranks() + rank())))
                 engine.backward(loss)
                 engine.step()
                 run.losses.append(loss.detach().clone())

@@ -60,9 +60,7 @@ def written() -> Run:
             assert torch.equal(utils.safe_get_full_fp32_param(parameter), master)
             moment = utils.safe_get_full_optimizer_state(parameter, "exp_avg") * 0.5
             utils.safe_set_full_optimizer_state(parameter, moment, "exp_avg")
-            assert torch.equal(
-                utils.safe_get_full_optimizer_state(parameter, "exp_avg"), moment
-            )
+            assert torch.equal(utils.safe_get_full_optimizer_state(parameter, "exp_avg"), moment)
 
     return train("gpt", config(clipping=0.0), each_step=each_step)
 
@@ -144,9 +142,7 @@ def on_files(
             spilled.update(engine.plan.homes.named(FILE))
 
         run = train(name, settings, each_step=note, **more)
-    assert spilled >= ({"exp_avg", "exp_avg_sq"} if spill else EVERYTHING[precision]), (
-        spilled
-    )
+    assert spilled >= ({"exp_avg", "exp_avg_sq"} if spill else EVERYTHING[precision]), spilled
     return run
 
 
@@ -164,9 +160,7 @@ CASES: dict[str, Callable[[], Run]] = {
         f"{ways}, {window} slots, {activations}": partial(
             train,
             "choosy",
-            config(
-                clipping=0.0, section={"window": window, "activations": activations}
-            ),
+            config(clipping=0.0, section={"window": window, "activations": activations}),
             steps=5,
             options={"ways": ways},
         )
@@ -179,26 +173,17 @@ CASES: dict[str, Callable[[], Run]] = {
             ("order", 2, "keep"),
         )
     },
-    **{
-        f"no blocks, {name}": partial(train, name, config(clipping=0.0))
-        for name in TOYS
-    },
+    **{f"no blocks, {name}": partial(train, name, config(clipping=0.0)) for name in TOYS},
     "weird sizes": partial(train, "weird_model", config(clipping=0.0)),
-    "recomputed": partial(
-        train, "gpt", config(clipping=0.0, section={"activations": "recompute"})
-    ),
+    "recomputed": partial(train, "gpt", config(clipping=0.0, section={"activations": "recompute"})),
     "chunks": partial(train, "gpt", config(clipping=0.0, section={"chunk": 1})),
     "chunks, recomputed": partial(
         train,
         "gpt",
-        config(
-            clipping=0.5, section={"chunk": 1, "window": 1, "activations": "recompute"}
-        ),
+        config(clipping=0.5, section={"chunk": 1, "window": 1, "activations": "recompute"}),
     ),
     "hostile": partial(
-        train,
-        "gpt",
-        config(clipping=0.0, section={"window": 2, "emulated": {"jitter_s": 2e-3}}),
+        train, "gpt", config(clipping=0.0, section={"window": 2, "emulated": {"jitter_s": 2e-3}})
     ),
     # A norm above which nothing is clipped.
     "experts, clipped at a large norm": partial(train, "experts", config(clipping=1e9)),
@@ -206,9 +191,7 @@ CASES: dict[str, Callable[[], Run]] = {
     "early layers": partial(
         train,
         "choosy",
-        config(
-            clipping=0.0, section={"early_layers": 3, "emulated": {"jitter_s": 1e-3}}
-        ),
+        config(clipping=0.0, section={"early_layers": 3, "emulated": {"jitter_s": 1e-3}}),
     ),
     "parts": in_parts,
     "failed and alone": failed_and_alone,
@@ -216,17 +199,11 @@ CASES: dict[str, Callable[[], Run]] = {
     "loss.backward()": partial(train, "choosy", config(clipping=0.0), by_user=True),
     # The ranks' ranges are cut within parameters.
     "lean": partial(
-        train,
-        "choosy",
-        config(clipping=0.0, precision="lean"),
-        options={"width": 384},
-        same=True,
+        train, "choosy", config(clipping=0.0, precision="lean"), options={"width": 384}, same=True
     ),
     # One rank alone takes the same steps in memory.
     "moments in files": lambda: on_files("experts", clipping=0.0, spill="moments"),
-    "moments in files, choosy": lambda: on_files(
-        "choosy", clipping=0.0, spill="moments"
-    ),
+    "moments in files, choosy": lambda: on_files("choosy", clipping=0.0, spill="moments"),
     "all in files": lambda: on_files("choosy", clipping=1e9),
     "files, parts": lambda: in_parts(section=files("masters")),
 }
@@ -235,12 +212,8 @@ CASES: dict[str, Callable[[], Run]] = {
 # With files, beside the same in memory.
 FILES: dict[str, Callable[..., Run]] = {
     "held": partial(on_files, "choosy", clipping=0.5, precision="bf16"),
-    "accumulated": partial(
-        on_files, "choosy", clipping=0.5, precision="bf16", batches_per_step=4
-    ),
-    "lean": partial(
-        on_files, "choosy", clipping=0.5, precision="lean", spill="masters"
-    ),
+    "accumulated": partial(on_files, "choosy", clipping=0.5, precision="bf16", batches_per_step=4),
+    "lean": partial(on_files, "choosy", clipping=0.5, precision="lean", spill="masters"),
 }
 
 
@@ -270,19 +243,12 @@ def refined() -> dict[str, Any]:
 
     try:
         section = {"gpu_memory": 400 << 10}
-        run = train(
-            "gpt", config(clipping=0.0, section=section), steps=6, each_step=each_step
-        )
+        run = train("gpt", config(clipping=0.0, section=section), steps=6, each_step=each_step)
     finally:
         refine.CHANGE_SHARE = worth
     first, last = plans[0], plans[-1]
     return {
         "run": run,
         "changed": last is not first,
-        "plan": (
-            last.window,
-            sorted(last.resident),
-            sorted(last.early),
-            last.activations,
-        ),
+        "plan": (last.window, sorted(last.resident), sorted(last.early), last.activations),
     }

@@ -17,9 +17,7 @@ from tests.support.rank_models import Wide, choosy, engine_of, num_ranks, rank
 from tests.support.training import config
 
 
-def session(
-    save: Path | None, load: Path | None, *, steps: int, **section: Any
-) -> dict[str, Any]:
+def session(save: Path | None, load: Path | None, *, steps: int, **section: Any) -> dict[str, Any]:
     """Load, train on two micro-batches a step, and save; the state, whole on every rank."""
     model, make_batch = MODELS["gpt"]()
     settings = config(precision="bf16", section=section)
@@ -51,9 +49,7 @@ def checkpoint(folder: Path) -> dict[str, Any]:
         "first": session(folder / "saved", None, steps=2),
         "on": session(None, folder / "saved", steps=2),
         "beside": session(folder / "beside", None, steps=2, async_checkpoint=True),
-        "on files": session(
-            folder / "from files", folder / "saved", steps=2, **files("masters")
-        ),
+        "on files": session(folder / "from files", folder / "saved", steps=2, **files("masters")),
         "off files": session(None, folder / "from files", steps=1),
         "straight on": session(None, folder / "saved", steps=3),
         "straight": session(None, None, steps=4),
@@ -106,9 +102,7 @@ def resumed_within_steps(folder: Path) -> dict[str, Any]:
     for name, section in (("memory", {}), ("files", files("masters"))):
         for last in (1, 3):
             name_of_run = f"{name} {last}"
-            found[name_of_run] = resumed_within_step(
-                folder / name_of_run, last, **section
-            )
+            found[name_of_run] = resumed_within_step(folder / name_of_run, last, **section)
     return found
 
 
@@ -122,9 +116,7 @@ def within_step_elsewhere(folder: Path) -> dict[str, Any]:
 def load_elsewhere(folder: Path) -> dict[str, Any]:
     """Load what other ranks saved, and save it again untrained."""
     source = Path(os.environ["CHECKPOINT"])
-    return session(folder / "again", source, steps=0) | {
-        "trained": session(None, source, steps=1)
-    }
+    return session(folder / "again", source, steps=0) | {"trained": session(None, source, steps=1)}
 
 
 def different_tags(folder: Path) -> dict[str, str]:
@@ -197,9 +189,7 @@ class Units:
     def __init__(self) -> None:
         world, new = range(num_ranks()), torch.distributed.new_group
         self._place, self._unit = divmod(rank(), 2)
-        self._alike = [new([r for r in world if r % 2 == unit]) for unit in range(2)][
-            self._unit
-        ]
+        self._alike = [new([r for r in world if r % 2 == unit]) for unit in range(2)][self._unit]
         self._both = [new([r, r + 1]) for r in world[::2]][self._place]
 
     def get_data_parallel_world_size(self) -> int:
@@ -227,12 +217,8 @@ def model_parallel(**section: Any) -> dict[str, Any]:
     model = Wide(16, 2)
     for block in model.blocks:
         block.weight.tensor_model_parallel = True
-    gradients = [
-        torch.full_like(p, 1.0 + rank() * (p.dim() > 1)) for p in model.parameters()
-    ]
-    engine = engine_of(
-        model, config(section={"layers": "blocks", **section}), mpu=Units()
-    )
+    gradients = [torch.full_like(p, 1.0 + rank() * (p.dim() > 1)) for p in model.parameters()]
+    engine = engine_of(model, config(section={"layers": "blocks", **section}), mpu=Units())
     try:
         parts = zip(model.parameters(), gradients, strict=True)
         engine.backward(sum((p * g).sum() for p, g in parts))

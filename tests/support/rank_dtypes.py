@@ -29,9 +29,7 @@ MODELS: dict[str, Factory] = {
 }
 
 
-def settings_of(
-    precision: str = "bf16", clipping: float = 0.0, **section: Any
-) -> dict[str, Any]:
+def settings_of(precision: str = "bf16", clipping: float = 0.0, **section: Any) -> dict[str, Any]:
     return config(clipping=clipping, precision=precision, section={**OWN, **section})
 
 
@@ -68,18 +66,14 @@ CASES: dict[str, Callable[[], Run]] = {
         trained, "packed", settings_of(resident_layers="all", frozen="nf4"), same=True
     ),
     **{
-        f"{name}, {precision}": partial(
-            trained, name, settings_of(precision, window=1), same=True
-        )
+        f"{name}, {precision}": partial(trained, name, settings_of(precision, window=1), same=True)
         for name in ("t5", "odd", "int8", "float8")
         for precision in ("bf16", "lean")
     },
 }
 
 
-def on_files(
-    name: str, spill: str, precision: str = "bf16", *, in_memory: bool = False
-) -> Run:
+def on_files(name: str, spill: str, precision: str = "bf16", *, in_memory: bool = False) -> Run:
     """Pieces of few pages, so that layers take several."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("stronghold.plan.host_memory.PIECE_BYTES", 1)
@@ -121,10 +115,7 @@ def session(
         if save is not None:
             engine.save_checkpoint(save)
         weights = {n: p.detach().clone() for n, p in engine.named_parameters()}
-        return {
-            "losses": losses[:: engine.gradient_accumulation_steps()],
-            "weights": weights,
-        }
+        return {"losses": losses[:: engine.gradient_accumulation_steps()], "weights": weights}
     finally:
         engine.destroy()
 
@@ -152,10 +143,7 @@ def memory(name: str, precision: str, **section: Any) -> dict[str, Any]:
         total = 0.0
         for layer in now.layout.layers:
             for each in layer.ranges:
-                made, share = (
-                    now.formats[each.format],
-                    (each.end - each.begin) // num_ranks(),
-                )
+                made, share = (now.formats[each.format], (each.end - each.begin) // num_ranks())
                 total += share * made.dtype.itemsize
                 # what an update changes, and the gradients that wait for it
                 if each.trainable:
@@ -208,9 +196,7 @@ def two_ranks(folder: Path) -> dict[str, Any]:
             for name in MEASURED
             for precision in ("bf16", "lean")
         },
-        "memory on files": {
-            name: memory(name, "bf16", **files("masters")) for name in MEASURED
-        },
+        "memory on files": {name: memory(name, "bf16", **files("masters")) for name in MEASURED},
     }
 
 

@@ -48,10 +48,7 @@ def memory(*, clipping: float, **section: Any) -> dict[str, Any]:
             "nvme_peak": report.nvme_peak,
             "nvme_planned": report.nvme_planned,
             "staging": now.plan.staging.nbytes,
-            "traffic": (
-                now.plan.traffic.nvme_read_bytes,
-                now.plan.traffic.nvme_written_bytes,
-            ),
+            "traffic": (now.plan.traffic.nvme_read_bytes, now.plan.traffic.nvme_written_bytes),
             "moved": (now.traffic.read_bytes, now.traffic.written_bytes),
             "weights_bytes": padded_numel * 2,
             "weights_pss": _pss("stronghold weights"),
@@ -83,9 +80,7 @@ def traffic() -> dict[str, int]:
             before = engine.inspect().ranks.received_bytes
             engine.backward(loss_of(engine(**make_batch(2 * step + rank()))))
             engine.step()
-            engine.inspect().device.lane(LaneName.GATHER).submit(
-                "wait", lambda: None
-            ).wait()
+            engine.inspect().device.lane(LaneName.GATHER).submit("wait", lambda: None).wait()
         now = engine.inspect()
         received, layers = now.ranks.received_bytes - before, now.layout.layers
         twice = sum(layer.numel for layer in layers if layer.streamed)
@@ -118,10 +113,7 @@ def alone() -> dict[str, Any]:
                 assert torch.equal(tensor, state[name]), name
             engine.train()
 
-    return {
-        "alone": train("gpt", config(clipping=0.0), each_step=each_step),
-        "alone loss": loss,
-    }
+    return {"alone": train("gpt", config(clipping=0.0), each_step=each_step), "alone loss": loss}
 
 
 def halved() -> dict[str, Any]:
@@ -135,9 +127,7 @@ def halved() -> dict[str, Any]:
         values = engine.module.state_dict()
         time.sleep(0.2 * rank())
         model.load_state_dict({name: value * 0.5 for name, value in values.items()})
-        found["equal"] = [
-            torch.equal(values[name], expected[name]) for name in expected
-        ]
+        found["equal"] = [torch.equal(values[name], expected[name]) for name in expected]
         for used in range(2):  # before what stays on the device is there, and after
             if used:
                 model.load_state_dict(expected)
@@ -189,11 +179,7 @@ def gradients(precision: str) -> dict[str, Any]:
         engine.step()
         with pytest.raises(ConfigError) as refusal:
             utils.safe_get_local_fp32_param(next(model.parameters()))
-        return {
-            "read": read,
-            "norm": engine.get_global_grad_norm(),
-            "local": str(refusal.value),
-        }
+        return {"read": read, "norm": engine.get_global_grad_norm(), "local": str(refusal.value)}
     finally:
         engine.destroy()
 
@@ -201,9 +187,7 @@ def gradients(precision: str) -> dict[str, Any]:
 def overflow() -> dict[str, Any]:
     """fp16: one rank's loss is NaN."""
     model, make_batch = MODELS["gpt"]()
-    engine = engine_of(
-        model, {**config(precision="fp16"), "zero_optimization": {"stage": 0}}
-    )
+    engine = engine_of(model, {**config(precision="fp16"), "zero_optimization": {"stage": 0}})
     try:
         before = {k: v.clone() for k, v in engine.module_state_dict().items()}
         loss = loss_of(engine(**make_batch(rank())))
@@ -234,9 +218,7 @@ def refused() -> dict[str, str]:
             if name == "disk" and rank() == 1:  # rank 0 has looked at the disk for both
                 patch.setattr("stronghold.memory.nvme.free_bytes", full)
             try:
-                engine_of(
-                    model, config(section={"layers": "blocks", **section})
-                ).destroy()
+                engine_of(model, config(section={"layers": "blocks", **section})).destroy()
             except (ConfigError, RankError, OSError) as error:
                 found[name] = f"{type(error).__name__}: {error}"
     return found
@@ -296,8 +278,7 @@ def overlap(folder: Path) -> dict[str, float]:
     lanes = ("compute", "fetch", "gather", "reduce", "drain", "update")
     spans = read(file_of_rank(trace, rank()))
     busy = {
-        lane: sum(span.duration_s for span in spans if span.lane == lane) / steps
-        for lane in lanes
+        lane: sum(span.duration_s for span in spans if span.lane == lane) / steps for lane in lanes
     }
     pairs = itertools.pairwise(stamps)
     return busy | {"step": statistics.median(end - begin for begin, end in pairs)}

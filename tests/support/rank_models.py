@@ -164,11 +164,7 @@ def train(
     try:
         for step in range(steps):
             for micro in range(accumulation):
-                index = (
-                    step
-                    if same
-                    else step * batches_per_step + micro * num_ranks() + rank()
-                )
+                index = step if same else step * batches_per_step + micro * num_ranks() + rank()
                 with engine.no_sync():
                     loss = loss_of(engine(**on(engine.device, make_batch(index))))
                     loss.backward() if by_user else engine.backward(loss)
@@ -177,9 +173,7 @@ def train(
             run.norms.append(engine.get_global_grad_norm())
             if each_step is not None:
                 each_step(engine, step)
-        run.weights = {
-            n: p.detach().to("cpu", copy=True) for n, p in engine.named_parameters()
-        }
+        run.weights = {n: p.detach().to("cpu", copy=True) for n, p in engine.named_parameters()}
     finally:
         engine.destroy()
     return run

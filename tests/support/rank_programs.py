@@ -76,17 +76,9 @@ def two_ranks(folder: Path) -> dict[str, Any]:
 
 def streams(_: Path) -> list[Run]:
     """On GPUs: chunks that take turns on two streams, and on one."""
-    section = {
-        "device": "cuda",
-        "window": 1,
-        "resident_layers": 0,
-        "activations": "recompute",
-    }
+    section = {"device": "cuda", "window": 1, "resident_layers": 0, "activations": "recompute"}
     return [
-        train(
-            "gpt",
-            config(clipping=0.5, section={**section, "chunk": 1, "streams": count}),
-        )
+        train("gpt", config(clipping=0.5, section={**section, "chunk": 1, "streams": count}))
         for count in (2, 1)
     ]
 
@@ -108,9 +100,7 @@ def larger(_: Path) -> dict[str, Any]:
         with engine.inspect().device.counted():
             for step, length in enumerate(lengths):
                 found["plans"].append(" ".join(engine.plan.activations))
-                batch = token_batch(
-                    2 * step + rank(), length=length if rank() == 1 else 64
-                )
+                batch = token_batch(2 * step + rank(), length=length if rank() == 1 else 64)
                 loss = loss_of(engine(**batch))
                 engine.backward(loss)
                 engine.step()
@@ -149,9 +139,7 @@ FOUR: dict[str, dict[str, Any]] = {"gpt": {}, "experts": {}, "choosy": {"alike":
 def four_ranks(folder: Path) -> dict[str, Run]:
     """Cases that are exact with four ranks too."""
     return {
-        name: train(
-            name, config(clipping=0.0), steps=2, batches_per_step=4, options=options
-        )
+        name: train(name, config(clipping=0.0), steps=2, batches_per_step=4, options=options)
         for name, options in FOUR.items()
     }
 
@@ -180,9 +168,7 @@ def fail(folder: Path) -> None:
                 store = engine.inspect().files
                 store.submit = partial(submit_or_fail, store.submit)
             else:
-                os.kill(
-                    os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP
-                )
+                os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
         engine.backward(loss)
         engine.step()
     engine.synchronize()

@@ -64,9 +64,7 @@ class Launch:
                         command, cwd=ROOT, env=env, stdout=log, stderr=log
                     )
                 else:
-                    process = Child(
-                        *words, env=env, server=rank % 2, stdout=log, stderr=log
-                    )
+                    process = Child(*words, env=env, server=rank % 2, stdout=log, stderr=log)
             self.processes.append(process)
         return self
 
@@ -90,10 +88,7 @@ class Launch:
                         process.wait(timeout=30)
                 break
             time.sleep(0.01)
-        return [
-            (process.poll(), self.output(rank))
-            for rank, process in enumerate(self.processes)
-        ]
+        return [(process.poll(), self.output(rank)) for rank, process in enumerate(self.processes)]
 
     def output(self, rank: int) -> str:
         return (self.folder / f"log-{rank}").read_text(errors="replace")
@@ -105,11 +100,7 @@ def run_ranks(
     """What the function returned on every rank; fails with the output of one that failed."""
     folder.mkdir(parents=True, exist_ok=True)
     with Launch(
-        run=run,
-        num_ranks=num_ranks,
-        folder=folder,
-        environment=environment,
-        num_nodes=num_nodes,
+        run=run, num_ranks=num_ranks, folder=folder, environment=environment, num_nodes=num_nodes
     ) as launch:
         ended = launch.finish()
     said = "\n".join(
@@ -117,10 +108,7 @@ def run_ranks(
         for rank, (status, output) in enumerate(ended)
     )
     assert not any(status for status, _ in ended), said
-    return [
-        pickle.loads((folder / f"result-{rank}").read_bytes())
-        for rank in range(num_ranks)
-    ]
+    return [pickle.loads((folder / f"result-{rank}").read_bytes()) for rank in range(num_ranks)]
 
 
 def ranks_once(

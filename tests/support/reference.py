@@ -49,9 +49,7 @@ class LionHyper:
     weight_decay: float = 0.0
 
 
-def lion_step(
-    p: Array, m: Array, grad: Array, hyper: LionHyper
-) -> tuple[Array, Array, Array]:
+def lion_step(p: Array, m: Array, grad: Array, hyper: LionHyper) -> tuple[Array, Array, Array]:
     """One step in fp64: Chen et al. 2023, program 1. Returns p, m and the interpolation whose sign
     the step has."""
     u = hyper.beta1 * m + (1.0 - hyper.beta1) * grad
@@ -68,9 +66,7 @@ class SgdHyper:
     nesterov: bool = False
 
 
-def sgd_step(
-    p: Array, buffer: Array, grad: Array, hyper: SgdHyper
-) -> tuple[Array, Array]:
+def sgd_step(p: Array, buffer: Array, grad: Array, hyper: SgdHyper) -> tuple[Array, Array]:
     """One step in fp64: Sutskever et al. 2013, in the form that torch documents, undampened. With
     momentum 0 the buffer is the gradient with its weight decay."""
     grad = grad + hyper.weight_decay * p
@@ -88,9 +84,7 @@ def split_bf16(master: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.int16], 
     return upper.astype(np.uint16).view(np.int16), low.astype(np.int16)
 
 
-def join_bf16(
-    upper: npt.NDArray[np.int16], low: npt.NDArray[np.int16]
-) -> npt.NDArray[np.float32]:
+def join_bf16(upper: npt.NDArray[np.int16], low: npt.NDArray[np.int16]) -> npt.NDArray[np.float32]:
     """(bf16 bits, remainder) -> fp32: the inverse of `split_bf16`; a remainder that would change
     the sign, of a zero that was written, is none."""
     high = upper.view(np.uint16).astype(np.int64) << 16

@@ -29,15 +29,7 @@ from stronghold.errors import ConfigError
 from stronghold.optim.states import join_master
 from stronghold.streaming.optimizer import make_scaler, restore_scaler, scaler_state
 from tests.models import loss_of, without_caches
-from tests.support.training import (
-    ADAM,
-    DTYPES,
-    WARMUP,
-    KernelOptimizer,
-    config,
-    moments_of,
-    on,
-)
+from tests.support.training import ADAM, DTYPES, WARMUP, KernelOptimizer, config, moments_of, on
 
 Change = Callable[[torch.Tensor], Any]  # of a weight, in place
 Edit = Callable[[nn.Module], None]
@@ -73,9 +65,7 @@ class Side:
         made = self.make_batch(seed)
         tensors = [v for v in made.values() if isinstance(v, torch.Tensor)]
         if seed % 5 == 3 and all(v.dim() and len(v) == 2 for v in tensors):
-            made = {
-                k: v[:1] if isinstance(v, torch.Tensor) else v for k, v in made.items()
-            }
+            made = {k: v[:1] if isinstance(v, torch.Tensor) else v for k, v in made.items()}
         return on(self.device, made)
 
     def loss(self, seed: int) -> torch.Tensor:
@@ -91,15 +81,8 @@ class Side:
         trained = [self.named()[name] for name in self.trains]
         if not self.case.groups:
             return trained
-        parts = {
-            0.0: [p for p in trained if p.dim() < 2],
-            0.1: [p for p in trained if p.dim() > 1],
-        }
-        return [
-            {"params": part, "weight_decay": decay}
-            for decay, part in parts.items()
-            if part
-        ]
+        parts = {0.0: [p for p in trained if p.dim() < 2], 0.1: [p for p in trained if p.dim() > 1]}
+        return [{"params": part, "weight_decay": decay} for decay, part in parts.items() if part]
 
 
 class Plain(Side):
@@ -160,9 +143,7 @@ class Plain(Side):
             each.use_cache = True
         return self.model.generate(tokens, max_new_tokens=3, do_sample=False)
 
-    def backward(
-        self, loss: torch.Tensor, *, retain: bool = False, by: str = "engine"
-    ) -> None:
+    def backward(self, loss: torch.Tensor, *, retain: bool = False, by: str = "engine") -> None:
         """The loss is divided by the accumulation steps, by the engine or the "caller", or, as
         DeepSpeed has it in a backward of the "user"'s, the gradients are. They are this backward's
         alone."""
@@ -192,17 +173,13 @@ class Plain(Side):
         case, fp16 = self.case, self.case.precision == "fp16"
         self._micros += 1
         self.applied = False
-        if not (
-            self._micros % case.accumulation == 0 if self._ends is None else self._ends
-        ):
+        if not (self._micros % case.accumulation == 0 if self._ends is None else self._ends):
             return
         self.norm = self._adam.step(
             self._sums,
             case.clipping,
             self._scaler.cur_scale if fp16 else 1.0,
-            skips=fp16
-            or case.clipping > 0
-            or (case.precision == "fp32" and case.accumulation > 1),
+            skips=fp16 or case.clipping > 0 or (case.precision == "fp32" and case.accumulation > 1),
         )
         self.applied = not self._adam.skipped
         if self._schedule is not None and self.applied:
@@ -225,9 +202,7 @@ class Plain(Side):
         for p in (self.named()[name] for name in weights):
             low = self._adam.begin(p).get("low")
             if low is not None:
-                low.copy_(
-                    p.detach().flatten() if low.is_floating_point() else torch.tensor(0)
-                )
+                low.copy_(p.detach().flatten() if low.is_floating_point() else torch.tensor(0))
 
     def write(self, name: str, change: Change, _: str) -> None:
         """What is below a weight stays, which may be written back."""
@@ -262,15 +237,11 @@ class Plain(Side):
             self._adam.begin(p)[array].copy_(values)
 
     def moments(self) -> dict[str, Any]:
-        return {
-            n: m for n, m in self._adam.moments(self.model).items() if n in self.trains
-        }
+        return {n: m for n, m in self._adam.moments(self.model).items() if n in self.trains}
 
     def gradient(self, name: str) -> torch.Tensor:
         p = self.named()[name]
-        return (
-            self._sums[p].float().clone() if p in self._sums else torch.zeros(p.shape)
-        )
+        return self._sums[p].float().clone() if p in self._sums else torch.zeros(p.shape)
 
     def set_gradient(self, name: str, value: torch.Tensor) -> None:
         self._sums[self.named()[name]].copy_(value)
@@ -279,9 +250,7 @@ class Plain(Side):
     def save(self) -> None:
         kept = {
             "weights": self.model.state_dict(),
-            "states": {
-                name: self._adam.begin(self.named()[name]) for name in self.trains
-            },
+            "states": {name: self._adam.begin(self.named()[name]) for name in self.trains},
             "rates": [group["lr"] for group in self.optimizer.param_groups],
             "scaler": scaler_state(self._scaler),
             "schedule": self._schedule and self._schedule.state_dict(),
@@ -293,9 +262,7 @@ class Plain(Side):
     def load(self) -> None:
         kept = copy.deepcopy(self.saved)
         self.model.load_state_dict(kept["weights"])
-        self._adam.state = {
-            self.named()[name]: state for name, state in kept["states"].items()
-        }
+        self._adam.state = {self.named()[name]: state for name, state in kept["states"].items()}
         for group, rate in zip(self.optimizer.param_groups, kept["rates"], strict=True):
             group["lr"] = rate
         restore_scaler(self._scaler, kept["scaler"])
@@ -314,9 +281,7 @@ class Plain(Side):
 class ByEngine(Side):
     """`section`: the next engine's, with the folder of its files."""
 
-    def __init__(
-        self, case: Any, folder: Path, section: Callable[[Path], dict[str, Any]]
-    ) -> None:
+    def __init__(self, case: Any, folder: Path, section: Callable[[Path], dict[str, Any]]) -> None:
         super().__init__(case)
         self._folder, self._section = folder, section
         self._open(seed=0)
@@ -352,20 +317,14 @@ class ByEngine(Side):
     def generated(self, tokens: torch.Tensor) -> Any:
         return self.engine.module.generate(tokens, max_new_tokens=3, do_sample=False)
 
-    def backward(
-        self, loss: torch.Tensor, *, retain: bool = False, by: str = "engine"
-    ) -> None:
+    def backward(self, loss: torch.Tensor, *, retain: bool = False, by: str = "engine") -> None:
         if by == "user":
-            (
-                self.engine.scale(loss) if self.case.precision == "fp16" else loss
-            ).backward()
+            (self.engine.scale(loss) if self.case.precision == "fp16" else loss).backward()
             return
         try:
             if by == "caller":
                 with self.engine.no_sync():
-                    self.engine.backward(
-                        loss / self.case.accumulation, scale_wrt_gas=False
-                    )
+                    self.engine.backward(loss / self.case.accumulation, scale_wrt_gas=False)
             else:
                 self.engine.backward(loss, retain_graph=retain)
         except Exception as error:

@@ -24,9 +24,7 @@ class _Sleep(torch.autograd.Function):
     """Passes `x` on; takes `forward_s` in forward and `backward_s` in backward."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, forward_s: float, backward_s: float
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, forward_s: float, backward_s: float) -> torch.Tensor:
         ctx.backward_s = backward_s
         time.sleep(forward_s)
         return x.clone()
@@ -89,9 +87,7 @@ def rates(link_gbps: float, disk_gbps: float = 1.0, **others: float) -> Rates:
     )
 
 
-def timed_steps(
-    engine: Any, x: torch.Tensor, number: int, accumulation: int = 1
-) -> list[float]:
+def timed_steps(engine: Any, x: torch.Tensor, number: int, accumulation: int = 1) -> list[float]:
     """Seconds from the beginning of each step to the beginning of the next, where there is one."""
     stamps = []
     for _ in range(number):

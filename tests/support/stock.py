@@ -46,12 +46,7 @@ def one_rank(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def deepspeeds_engine(
-    model: nn.Module,
-    *,
-    stage: int,
-    bf16: bool = False,
-    groups: Any = None,
-    **extra: Any,
+    model: nn.Module, *, stage: int, bf16: bool = False, groups: Any = None, **extra: Any
 ) -> Iterator[Any]:
     """It trains `model` with torch's AdamW, without a cache, as ours does."""
     without_caches(model)
@@ -62,8 +57,6 @@ def deepspeeds_engine(
         **extra,
     }
     parameters = list(model.parameters()) if groups is None else groups
-    engine, *_ = deepspeed.initialize(
-        model=model, config=settings, model_parameters=parameters
-    )
+    engine, *_ = deepspeed.initialize(model=model, config=settings, model_parameters=parameters)
     yield engine
     engine.destroy()

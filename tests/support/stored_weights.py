@@ -19,9 +19,7 @@ FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FP4_BLOCK = 32  # values that share an exponent
 
 
-def fp8_blocks(
-    weight: torch.Tensor, rows: int, columns: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def fp8_blocks(weight: torch.Tensor, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
     """DeepSeek-V3's layout: codes of the weight's shape, and an fp32 scale for each block. The last
     block of a row or a column may be smaller."""
     height, width = weight.shape
@@ -29,10 +27,7 @@ def fp8_blocks(
     codes = torch.empty(height, width, dtype=FP8)
     for i in range(scales.shape[0]):
         for j in range(scales.shape[1]):
-            place = (
-                slice(i * rows, (i + 1) * rows),
-                slice(j * columns, (j + 1) * columns),
-            )
+            place = (slice(i * rows, (i + 1) * rows), slice(j * columns, (j + 1) * columns))
             block = weight[place].float()
             scales[i, j] = block.abs().max() / FP8_LARGEST
             codes[place] = (block / scales[i, j]).to(FP8)
@@ -69,9 +64,7 @@ def fp8_tensors(
         yield f"{name}_scale_inv", scales
 
 
-def mxfp4_tensors(
-    tensors: dict[str, torch.Tensor],
-) -> Iterator[tuple[str, torch.Tensor]]:
+def mxfp4_tensors(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of gpt-oss: the weights of its experts are blocks and scales."""
     for name, tensor in tensors.items():
         if tensor.dim() != 3:
@@ -92,9 +85,7 @@ def random_weights(model: nn.Module) -> None:
 
 
 def rewrite(
-    directory: Path,
-    tensors: Iterator[tuple[str, torch.Tensor]],
-    settings: dict[str, Any],
+    directory: Path, tensors: Iterator[tuple[str, torch.Tensor]], settings: dict[str, Any]
 ) -> None:
     """Make a directory of `save_pretrained`, with one file, one of these tensors. `settings`: its
     quantization_config."""

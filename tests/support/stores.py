@@ -40,13 +40,9 @@ def descriptors(folder: Path) -> list[str]:
     """This process's open files under `folder`, as paths of /proc, in the order of opening. Of each
     spill file there are three: to look at it, to write and to read."""
     found = []
-    for link in sorted(
-        Path("/proc/self/fd").iterdir(), key=lambda path: int(path.name)
-    ):
+    for link in sorted(Path("/proc/self/fd").iterdir(), key=lambda path: int(path.name)):
         try:
-            if os.readlink(link).startswith(f"{folder}/") and "spill" in os.readlink(
-                link
-            ):
+            if os.readlink(link).startswith(f"{folder}/") and "spill" in os.readlink(link):
                 found.append(str(link))
         except OSError:
             continue

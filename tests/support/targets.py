@@ -18,10 +18,7 @@ class Targets:
     of the fields `in_place` none. `views` are the targets' bytes, by field."""
 
     def __init__(
-        self,
-        parts: dict[str, torch.Tensor],
-        skip: int = 0,
-        in_place: Collection[str] = (),
+        self, parts: dict[str, torch.Tensor], skip: int = 0, in_place: Collection[str] = ()
     ) -> None:
         self._rooms: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.views: dict[str, torch.Tensor] = {}
@@ -32,9 +29,7 @@ class Targets:
     def _make(self, nbytes: int, skip: int) -> torch.Tensor:
         raw = torch.full((nbytes + 2 * GUARD + 64 + skip,), FENCE, dtype=torch.uint8)
         start = -raw.data_ptr() % 64 + GUARD + skip
-        buffer = np.frombuffer(
-            raw.numpy().data, dtype=np.uint8, offset=start, count=nbytes
-        )
+        buffer = np.frombuffer(raw.numpy().data, dtype=np.uint8, offset=start, count=nbytes)
         view = torch.from_numpy(buffer).fill_(OLD)
         guards = torch.ones(len(raw), dtype=torch.bool)
         guards[start : start + nbytes] = False
@@ -42,9 +37,7 @@ class Targets:
         return view
 
     def target(self) -> native.Target:
-        return native.Target(
-            **{name: view.data_ptr() for name, view in self.views.items()}
-        )
+        return native.Target(**{name: view.data_ptr() for name, view in self.views.items()})
 
     def are_guards_untouched(self) -> bool:
         return all(bool((raw[guards] == FENCE).all()) for raw, guards in self._rooms)

@@ -23,9 +23,7 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim"), 4),
     **dict.fromkeys(("head_dim", "v_head_dim", "qk_head_dim", "patch_size"), 8),
     **dict.fromkeys(("vocab_size", "max_position_embeddings", "n_positions"), 64),
-    **dict.fromkeys(
-        ("entity_vocab_size", "vocab_size_per_layer_input", "codebook_size"), 64
-    ),
+    **dict.fromkeys(("entity_vocab_size", "vocab_size_per_layer_input", "codebook_size"), 64),
     **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "bos_token_id"), 1),
     **dict.fromkeys(("num_key_value_heads", "num_experts_per_tok", "eos_token_id"), 2),
     "hidden_size_per_layer_input": 8,
@@ -52,15 +50,8 @@ OWN: dict[str, dict[str, Any]] = {
         "axial_pos_shape": [8, 8],
         "attn_layers": ["local", "lsh"],
     },
-    "roc_bert": {
-        "is_decoder": True,
-        "pronunciation_vocab_size": 64,
-        "shape_vocab_size": 64,
-    },
-    "zamba2": {
-        "layer_types": ["mamba", "hybrid"],
-        "layers_block_type": ["mamba", "hybrid"],
-    },
+    "roc_bert": {"is_decoder": True, "pronunciation_vocab_size": 64, "shape_vocab_size": 64},
+    "zamba2": {"layer_types": ["mamba", "hybrid"], "layers_block_type": ["mamba", "hybrid"]},
     "zaya": {"num_experts_per_tok": 1},
 }
 LARGEST = 5_000_000  # parameters
@@ -73,10 +64,7 @@ def small(cls: Any, own: dict[str, Any], *, parts: bool) -> dict[str, Any]:
     for name in cls.sub_configs if parts else ():
         part = getattr(default, name, None)
         if part is not None:
-            made[name] = {
-                **small(type(part), {}, parts=True),
-                "model_type": part.model_type,
-            }
+            made[name] = {**small(type(part), {}, parts=True), "model_type": part.model_type}
     return made | own
 
 

@@ -11,9 +11,7 @@ import pytest
 
 GPU = "0000:c1:00.0"
 CORES = sorted(os.sched_getaffinity(0))
-needs_two_cores = pytest.mark.skipif(
-    len(CORES) < 2, reason="a node needs a core of its own"
-)
+needs_two_cores = pytest.mark.skipif(len(CORES) < 2, reason="a node needs a core of its own")
 
 
 def topology(

@@ -26,12 +26,7 @@ from tests.support.chunked import chunk_blocks
 
 Batch = dict[str, Any]
 Factory = Callable[[], tuple[nn.Module, Callable[[int], Batch]]]
-ADAM: dict[str, Any] = {
-    "lr": 1e-2,
-    "betas": (0.9, 0.99),
-    "eps": 1e-8,
-    "weight_decay": 0.1,
-}
+ADAM: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
 ADAMW = Adam()
 LION: dict[str, Any] = {"lr": 3e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}
 
@@ -64,28 +59,17 @@ class Trains:
 OPTIMIZERS = {
     "adamw": Trains(type="AdamW", hyperparameters=ADAM, optimizer=ADAMW),
     "lion": Trains(type="Lion", hyperparameters=LION, optimizer=Lion()),
-    "sgd": Trains(
-        type="SGD", hyperparameters={"lr": 0.05, "weight_decay": 0.1}, optimizer=SGD()
-    ),
+    "sgd": Trains(type="SGD", hyperparameters={"lr": 0.05, "weight_decay": 0.1}, optimizer=SGD()),
     "nesterov": Trains(
         type="SGD",
-        hyperparameters={
-            "lr": 0.02,
-            "momentum": 0.9,
-            "weight_decay": 0.1,
-            "nesterov": True,
-        },
+        hyperparameters={"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1, "nesterov": True},
         optimizer=SGD(has_momentum=True, nesterov=True),
     ),
 }
 WARMUP = {
     "scheduler": {
         "type": "WarmupLR",
-        "params": {
-            "warmup_max_lr": 1e-2,
-            "warmup_num_steps": 10,
-            "warmup_type": "linear",
-        },
+        "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 10, "warmup_type": "linear"},
     }
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -110,9 +94,7 @@ def same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
         return True
     if one.dtype is not two.dtype or one.shape != two.shape:
         return False
-    bytes_of = [
-        tensor.contiguous().flatten().view(torch.uint8) for tensor in (one, two)
-    ]
+    bytes_of = [tensor.contiguous().flatten().view(torch.uint8) for tensor in (one, two)]
     return torch.equal(*bytes_of)
 
 
@@ -126,9 +108,7 @@ def assert_identical(run: Run, expected: Run) -> None:
         assert same_bits(weight, expected.weights[name]), f"{name} differs"
     assert run.moments.keys() >= expected.moments.keys()
     for name in expected.moments:
-        for moment, other in zip(
-            run.moments[name], expected.moments[name], strict=True
-        ):
+        for moment, other in zip(run.moments[name], expected.moments[name], strict=True):
             assert torch.equal(moment, other), f"a moment of {name} differs"
 
 
@@ -171,9 +151,7 @@ def flash_in_one_order() -> Iterator[None]:
 
 def on(device: torch.device, batch: Batch) -> Batch:
     """The batch with its tensors on `device`."""
-    return {
-        k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()
-    }
+    return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
 
 
 def config(
@@ -207,9 +185,9 @@ def config(
 
 def initialized(model: nn.Module, settings: dict[str, Any]) -> Any:
     """An engine that trains all of the model."""
-    return stronghold.initialize(
-        model=model, config=settings, model_parameters=model.parameters()
-    )[0]
+    return stronghold.initialize(model=model, config=settings, model_parameters=model.parameters())[
+        0
+    ]
 
 
 def train_windowed(
@@ -275,9 +253,7 @@ def moments_of(engine: Any) -> dict[str, tuple[torch.Tensor, ...]]:
         for part in layer.layout.slices:
             if part.trainable:
                 states = now.formats[part.format].trained
-                found[part.name] = tuple(
-                    layer.read(array, part) for array in states.moment_dtypes
-                )
+                found[part.name] = tuple(layer.read(array, part) for array in states.moment_dtypes)
     return found
 
 
@@ -313,9 +289,7 @@ def train_plain(
     groups_of = trains.groups(groups(model) if groups else parameters)
     schedules = [] if schedule is None else [schedule(groups_of)]
     stepping = KernelOptimizer(
-        groups_of,
-        "lean" if precision == "lean" else "exact",
-        trains.optimizer,
+        groups_of, "lean" if precision == "lean" else "exact", trains.optimizer
     )
     sums: dict[nn.Parameter, torch.Tensor] = {}
     run = Run()
@@ -350,9 +324,7 @@ def cast(model: nn.Module, dtype: torch.dtype) -> None:
     """What the rule "cast" does: not to frozen tensors of a module that has a matrix of codes."""
     for module in model.modules():
         parameters = list(module.parameters(recurse=False))
-        codes = [
-            p for p in parameters if not p.requires_grad and p.dim() > 1 and _is_code(p)
-        ]
+        codes = [p for p in parameters if not p.requires_grad and p.dim() > 1 and _is_code(p)]
         for parameter in parameters:
             is_kept = _is_code(parameter) or (codes and not parameter.requires_grad)
             if not is_kept:
@@ -364,15 +336,11 @@ def _is_code(parameter: nn.Parameter) -> bool:
     return is_library_s or parameter.dtype not in COMPUTED
 
 
-def _add_up(
-    parameters: list[nn.Parameter], sums: dict[nn.Parameter, torch.Tensor]
-) -> None:
+def _add_up(parameters: list[nn.Parameter], sums: dict[nn.Parameter, torch.Tensor]) -> None:
     for parameter in parameters:
         if parameter.grad is not None:
             gradient = parameter.grad.float()
-            sums[parameter] = (
-                sums[parameter] + gradient if parameter in sums else gradient
-            )
+            sums[parameter] = sums[parameter] + gradient if parameter in sums else gradient
             parameter.grad = None
 
 
@@ -383,9 +351,7 @@ def _step(
     clipping: float,
     scale: float,
 ) -> float:
-    gradients = (
-        dict(sums) if sums else {p: p.grad for p in parameters if p.grad is not None}
-    )
+    gradients = dict(sums) if sums else {p: p.grad for p in parameters if p.grad is not None}
     norm = optimizer.step(gradients, clipping, scale)
     sums.clear()
     for parameter in parameters:
@@ -408,13 +374,9 @@ class KernelOptimizer:
         num_threads: int = 1,
     ) -> None:
         groups = groups_of.param_groups
-        each = (
-            [optimizer] * len(groups) if isinstance(optimizer, Optimizer) else optimizer
-        )
+        each = [optimizer] * len(groups) if isinstance(optimizer, Optimizer) else optimizer
         self._optimizers = {
-            p: one
-            for group, one in zip(groups, each, strict=True)
-            for p in group["params"]
+            p: one for group, one in zip(groups, each, strict=True) for p in group["params"]
         }
         self._kind = kind
         self._groups = groups_of.param_groups
@@ -478,20 +440,14 @@ class KernelOptimizer:
         return self.state[parameter]
 
     def _update(
-        self,
-        parameter: nn.Parameter,
-        gradient: torch.Tensor,
-        group: dict[str, Any],
-        scale: float,
+        self, parameter: nn.Parameter, gradient: torch.Tensor, group: dict[str, Any], scale: float
     ) -> None:
         states, state = self.states(parameter), self.begin(parameter)
         state["step"] += 1
         gradient, weight = gradient.contiguous(), parameter.detach().contiguous()
         places = {array: state[array].data_ptr() for array in state if array != "step"}
         places["weights"] = weight.data_ptr()
-        address, low, *moments = (
-            places.get(str(array), 0) for array in states.kernel_arrays
-        )
+        address, low, *moments = (places.get(str(array), 0) for array in states.kernel_arrays)
         optimizer = self._optimizers[parameter]
         numbers = optimizer.numbers(group)
         segment = native.UpdateSegment(
@@ -507,11 +463,7 @@ class KernelOptimizer:
             optimizer.flags,
         )
         self._pool.update(
-            optimizer.kernel,
-            parameter.dtype,
-            gradient.dtype,
-            [segment],
-            lean=states.is_lean,
+            optimizer.kernel, parameter.dtype, gradient.dtype, [segment], lean=states.is_lean
         )
         if not parameter.is_contiguous():  # else it was written where it lies
             parameter.data.copy_(weight)

@@ -19,9 +19,7 @@ def turn(folder: Path, *, alone: bool) -> Iterator[None]:
     """Hold the machine together with others or, `alone`, without them. All processes name the same
     folder; a process that dies gives its turn back.
     """
-    gate, room = (
-        os.open(folder / name, os.O_CREAT | os.O_RDWR) for name in ("gate", "room")
-    )
+    gate, room = (os.open(folder / name, os.O_CREAT | os.O_RDWR) for name in ("gate", "room"))
     try:
         fcntl.flock(gate, fcntl.LOCK_EX)
         fcntl.flock(room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)

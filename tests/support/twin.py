@@ -61,9 +61,7 @@ class Twin:
         self.parameters = [p for p in self.plain.parameters() if p.requires_grad]
         self.restart_plain()
 
-    def restart_plain(
-        self, groups: Any = None, hyper: dict[str, Any] | None = None
-    ) -> None:
+    def restart_plain(self, groups: Any = None, hyper: dict[str, Any] | None = None) -> None:
         """A new optimizer for the plain model: moments and sums are gone."""
         self.shown = torch.optim.AdamW(groups or self.parameters, **(hyper or ADAM))
         self.adam = KernelOptimizer(self.shown, self.kind)
@@ -82,9 +80,7 @@ class Twin:
                 if parameter.grad is not None:
                     gradient = parameter.grad.float()
                     before = self.sums.get(parameter)
-                    self.sums[parameter] = (
-                        gradient if before is None else before + gradient
-                    )
+                    self.sums[parameter] = gradient if before is None else before + gradient
                     parameter.grad = None
         return loss
 

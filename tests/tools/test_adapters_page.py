@@ -28,16 +28,7 @@ __all__ = ["fresh_accelerate", "plugin"]
 ROOT = SCRIPTS.parent
 PAGE = (ROOT / "docs" / "adapters.md").read_text(encoding="utf-8")
 # What makes a run short.
-SHORT = [
-    "--sequence",
-    "32",
-    "--accumulation",
-    "1",
-    "--save-every",
-    "2",
-    "--log-every",
-    "1",
-]
+SHORT = ["--sequence", "32", "--accumulation", "1", "--save-every", "2", "--log-every", "1"]
 
 
 @pytest.fixture
@@ -47,10 +38,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     tokenizer = byte_tokenizer()
     tokenizer.save_pretrained("BASE")
     tiny_llama(len(tokenizer)).save_pretrained("BASE")
-    jsonl(
-        Path("FILE.jsonl"),
-        *({"prompt": f"{a}+1=", "completion": f"{a + 1}"} for a in range(40)),
-    )
+    jsonl(Path("FILE.jsonl"), *({"prompt": f"{a}+1=", "completion": f"{a + 1}"} for a in range(40)))
     settings = json.loads((ROOT / "configs" / "8b_24gb_ram.json").read_text())
     settings["stronghold"] = {"device": "emulated", "window": 1}
     Path("tiny.json").write_text(json.dumps(settings))
@@ -129,9 +117,7 @@ def test_the_counts_are_those_of_the_conformance_page() -> None:
     totals: dict[str, int] = {}
     for count, outcome in rows:
         totals[outcome] = totals.get(outcome, 0) + int(count)
-    here = re.findall(
-        r"^\| (\d+) \| (equal to the bit|refused)\b", PAGE, flags=re.MULTILINE
-    )
+    here = re.findall(r"^\| (\d+) \| (equal to the bit|refused)\b", PAGE, flags=re.MULTILINE)
     assert [int(count) for count, _ in here] == [
         totals["equal"],
         totals["equal with `resident_layers`"],
@@ -156,12 +142,8 @@ def test_an_adapter_of_an_8b_model_takes_what_the_page_names() -> None:
     sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
     heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            LlamaConfig(vocab_size=128256, **sizes, **heads)
-        )
-        adapted = peft.get_peft_model(
-            model, peft.LoraConfig(r=16, target_modules="all-linear")
-        )
+        model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=128256, **sizes, **heads))
+        adapted = peft.get_peft_model(model, peft.LoraConfig(r=16, target_modules="all-linear"))
     trained, _ = adapted.get_nb_trainable_parameters()
     assert f"{trained / 1e6:.0f} M\nparameters" in PAGE
     assert f"{16 * trained / 1e9:.1f} GB of host memory" in PAGE

@@ -24,18 +24,7 @@ from methods.task import Task, gpt_parameters, tflops_megatron  # noqa: E402
 
 from tests.support.bench_rows import run_here  # noqa: E402
 
-TINY = [
-    "--machine",
-    "emulated",
-    "--hidden",
-    "32",
-    "--heads",
-    "2",
-    "--vocab",
-    "64",
-    "--seq",
-    "16",
-]
+TINY = ["--machine", "emulated", "--hidden", "32", "--heads", "2", "--vocab", "64", "--seq", "16"]
 TINY += ["--steps", "2", "--warmup", "1"]
 SIMULATED = ["--machine", "simulated:v100-32gb"]
 
@@ -79,9 +68,7 @@ def test_the_search_finds_the_largest_that_fits(most: int, start: int) -> None:
 
 
 def test_a_coarse_search_leaves_no_larger_gap_than_asked() -> None:
-    low, high = case1_largest.largest(
-        lambda layers: layers <= 45, start=8, resolution=4
-    )
+    low, high = case1_largest.largest(lambda layers: layers <= 45, start=8, resolution=4)
     assert low <= 45 < (high or 0) <= low + 4
     assert case1_largest.largest(lambda _: True, start=8, most=64) == (64, None)
 
@@ -95,9 +82,7 @@ def test_tries_survive_an_interruption(tmp_path: Path) -> None:
     again = Shelf({"plain": 5})
     assert case1_largest.run(["plain"], task, again, file, 1) == first
     assert again.asked == []
-    other = case1_largest.run(
-        ["plain"], dataclasses.replace(task, seq=128), again, file, 1
-    )
+    other = case1_largest.run(["plain"], dataclasses.replace(task, seq=128), again, file, 1)
     assert other[0]["layers"] == 5
     assert again.asked, "another task is another search"
 
@@ -110,12 +95,7 @@ def test_a_method_that_cannot_run_has_no_size_and_a_reason() -> None:
 
 # -- figures --------------------------------------------------------------------------------------
 def test_wrong_losses_have_no_speed() -> None:
-    row = {
-        "status": "ok",
-        "verdict": "wrong",
-        "samples_per_s": 9.0,
-        "first_wrong_step": 2,
-    }
+    row = {"status": "ok", "verdict": "wrong", "samples_per_s": 9.0, "first_wrong_step": 2}
     assert cases.speed(row) is None
     assert cases.result_in_words(row) == "wrong losses from step 2"
     assert cases.speed({**row, "verdict": "equal"}) == 9.0
@@ -127,9 +107,7 @@ def test_the_published_figures_are_those_of_the_formulas() -> None:
         count = gpt_parameters(layers=layers, hidden=2048, vocab=50304, seq=1024)
         assert count / 1e9 == pytest.approx(billions, abs=6e-4)
     count = gpt_parameters(layers=32, hidden=2048, vocab=50304, seq=1024)
-    assert tflops_megatron(count, 1024, 1 / 0.7496, True) == pytest.approx(
-        10.54, abs=0.01
-    )
+    assert tflops_megatron(count, 1024, 1 / 0.7496, True) == pytest.approx(10.54, abs=0.01)
 
 
 def test_break_even_is_where_a_method_keeps_up_from_there_on() -> None:
@@ -159,15 +137,7 @@ def test_the_largest_size_on_the_emulated_device_is_found(
 ) -> None:
     """One layer of 12,704 parameters at 16 bytes, and activations."""
     run_here(monkeypatch, ["plain"])
-    arguments = [
-        *TINY,
-        "--gpu-memory",
-        "420000",
-        "--method",
-        "plain",
-        "--output",
-        str(tmp_path),
-    ]
+    arguments = [*TINY, "--gpu-memory", "420000", "--method", "plain", "--output", str(tmp_path)]
     assert case1_largest.main(arguments) == 0
     (row,) = left(tmp_path)["rows"]
     assert row["layers"] == 1
@@ -176,9 +146,7 @@ def test_the_largest_size_on_the_emulated_device_is_found(
 
 
 @pytest.mark.slow
-def test_a_window_sweep_on_the_emulated_device_has_times_and_bytes(
-    tmp_path: Path,
-) -> None:
+def test_a_window_sweep_on_the_emulated_device_has_times_and_bytes(tmp_path: Path) -> None:
     arguments = [*TINY, "--layers", "3", "--sweep", "1", "--output", str(tmp_path)]
     assert case5_window.main(arguments) == 0
     (point,) = left(tmp_path)["sweep"]
@@ -189,9 +157,7 @@ def test_a_window_sweep_on_the_emulated_device_has_times_and_bytes(
 
 # -- predicted, at the artifact's sizes -----------------------------------------------------------
 @pytest.mark.slow
-def test_predicted_cases_say_so_and_stand_beside_the_published_figures(
-    tmp_path: Path,
-) -> None:
+def test_predicted_cases_say_so_and_stand_beside_the_published_figures(tmp_path: Path) -> None:
     mains = {
         case1_largest: [],
         case2_each_largest: [],
@@ -212,22 +178,15 @@ def test_predicted_cases_say_so_and_stand_beside_the_published_figures(
 
 
 @pytest.mark.slow
-def test_the_predicted_largest_size_is_bounded_by_the_hosts_memory(
-    tmp_path: Path,
-) -> None:
+def test_the_predicted_largest_size_is_bounded_by_the_hosts_memory(tmp_path: Path) -> None:
     """16 bytes per parameter in fp32 with held gradients, 90 GB."""
-    assert (
-        case1_largest.main([*SIMULATED, "--window", "15", "--output", str(tmp_path)])
-        == 0
-    )
+    assert case1_largest.main([*SIMULATED, "--window", "15", "--output", str(tmp_path)]) == 0
     (row,) = left(tmp_path)["rows"]
     assert 0.97 * 90e9 <= 16 * row["num_parameters"] <= 90e9
     assert "host memory" in row["reason"]
 
 
-def test_a_prediction_is_not_saved_as_a_result(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_prediction_is_not_saved_as_a_result(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         case3_plains_largest.main([*SIMULATED, "--save"])
     assert "a prediction is not a result" in capsys.readouterr().err
@@ -235,14 +194,7 @@ def test_a_prediction_is_not_saved_as_a_result(
 
 def test_others_are_not_predicted(tmp_path: Path) -> None:
     small = ["--layers", "16", "--window", "4"]
-    arguments = [
-        *SIMULATED,
-        *small,
-        "--method",
-        "plain,stronghold",
-        "--output",
-        str(tmp_path),
-    ]
+    arguments = [*SIMULATED, *small, "--method", "plain,stronghold", "--output", str(tmp_path)]
     assert case3_plains_largest.main(arguments) == 0
     rows = {row["method"]: row for row in left(tmp_path)["rows"]}
     assert rows["plain"]["status"] == "not here"
@@ -250,12 +202,8 @@ def test_others_are_not_predicted(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "case", [case2_each_largest, case3_plains_largest, case4_layers]
-)
-def test_the_other_cases_run_on_the_emulated_device(
-    case: object, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("case", [case2_each_largest, case3_plains_largest, case4_layers])
+def test_the_other_cases_run_on_the_emulated_device(case: object, tmp_path: Path) -> None:
     more = {
         case2_each_largest: ["--sizes", "plain=2,l2l=4"],
         case3_plains_largest: ["--layers", "2"],

@@ -16,9 +16,7 @@ from methods.task import Task, gpt_parameters  # noqa: E402
 
 from stronghold.plan.machine import MachineProfile  # noqa: E402
 
-TASK = Task(
-    layers=6, hidden=256, heads=4, vocab=512, seq=128, batch=2, precision="bf16"
-)
+TASK = Task(layers=6, hidden=256, heads=4, vocab=512, seq=128, batch=2, precision="bf16")
 MACHINE = MachineProfile.load("h200")
 
 
@@ -28,9 +26,7 @@ def test_the_load_is_the_formula_of_a_gpt() -> None:
     blocks = TASK.layers * (12 * 256**2 + 13 * 256)
     assert load.streamed_bytes == load.trained_bytes == 2 * blocks
     assert load.layer_bytes == 2 * blocks // 6
-    matrices = (
-        gpt_parameters(layers=6, hidden=256, vocab=512, seq=128) - 128 * 256 - 2 * 256
-    )
+    matrices = gpt_parameters(layers=6, hidden=256, vocab=512, seq=128) - 128 * 256 - 2 * 256
     tokens = TASK.batch * TASK.seq
     forward = 2 * matrices * tokens + 2 * 6 * 256 * 128 * tokens
     assert flops["forward_flops"] == pytest.approx(forward)
@@ -50,11 +46,7 @@ def test_streaming_is_never_faster_than_residence() -> None:
 
 def test_shares_are_of_methods_whose_losses_are_right() -> None:
     row = {"status": "ok", "verdict": "equal", "wall_s": 2.0, "method": "ours"}
-    rows = [
-        row,
-        row | {"method": "bad", "verdict": "wrong"},
-        {"status": "failed", "method": "x"},
-    ]
+    rows = [row, row | {"method": "bad", "verdict": "wrong"}, {"status": "failed", "method": "x"}]
     judged = limits.judge({"task": dataclasses.asdict(TASK), "rows": rows}, MACHINE)
     assert list(judged["shares"]) == ["ours"]
     share = judged["shares"]["ours"]

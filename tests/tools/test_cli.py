@@ -57,9 +57,7 @@ def test_a_picture_that_cannot_be_written_is_a_mistake_of_one_line(
 @pytest.mark.parametrize("arguments", [["version"], ["--version"]])
 def test_the_installed_command_knows_its_version(arguments: list[str]) -> None:
     command = [sys.executable, "-m", "stronghold.tools.cli", *arguments]
-    result = subprocess.run(
-        command, capture_output=True, text=True, timeout=60, check=True
-    )
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     name, version = result.stdout.split()
     assert name == "stronghold"
     assert version[0].isdigit()

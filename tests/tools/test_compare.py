@@ -34,15 +34,7 @@ from tests.support.bench_rows import run_here  # noqa: E402
 
 WRONG = "tests.support.wrong_method:LosesMicroBatches"
 TASK = Task(
-    layers=2,
-    hidden=32,
-    heads=2,
-    vocab=128,
-    seq=16,
-    batch=2,
-    accumulation=2,
-    steps=3,
-    warmup=1,
+    layers=2, hidden=32, heads=2, vocab=128, seq=16, batch=2, accumulation=2, steps=3, warmup=1
 )
 TASK = dataclasses.replace(TASK, window=1, threads=1)
 TIMEOUT_S = 120.0
@@ -68,16 +60,12 @@ def run(method: str, task: Task) -> dict[str, Any]:
 
 # -- rows -----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("method", ["plain", "l2l", "stronghold", "fsdp2-offload"])
-def test_correct_methods_have_the_references_losses(
-    result: dict[str, Any], method: str
-) -> None:
+def test_correct_methods_have_the_references_losses(result: dict[str, Any], method: str) -> None:
     row = row_of(result, method)
     assert len(row["losses"]) == TASK.num_steps
     assert row["verdict"] == "equal", row["loss_difference"]
     assert row["samples_per_s"] > 0.0
-    assert row["num_parameters"] == gpt_parameters(
-        layers=2, hidden=32, vocab=128, seq=16
-    )
+    assert row["num_parameters"] == gpt_parameters(layers=2, hidden=32, vocab=128, seq=16)
 
 
 def test_a_method_with_other_losses_is_wrong_not_fast(result: dict[str, Any]) -> None:
@@ -87,16 +75,10 @@ def test_a_method_with_other_losses_is_wrong_not_fast(result: dict[str, Any]) ->
     assert "**wrong** from step 2" in compare.line(row)
 
 
-def test_the_page_shows_every_method_and_the_loss_of_every_step(
-    result: dict[str, Any],
-) -> None:
+def test_the_page_shows_every_method_and_the_loss_of_every_step(result: dict[str, Any]) -> None:
     lines = compare.table(result).splitlines()
     assert sum(line.startswith("| stronghold | ok") for line in lines) == 1
-    losses = [
-        line
-        for line in lines
-        if line.startswith(tuple(f"| {n} | " for n in range(1, 5)))
-    ]
+    losses = [line for line in lines if line.startswith(tuple(f"| {n} | " for n in range(1, 5)))]
     assert len(losses) == TASK.num_steps
 
 
@@ -107,9 +89,7 @@ def test_bytes_are_counted_where_the_table_says_so(result: dict[str, Any]) -> No
     assert row_of(result, "plain")["link_bytes"] == 0
     fetched = TASK.accumulation * (2 * 2 - 1) * block
     assert row_of(result, "stronghold")["link_bytes"] >= fetched
-    peaks = {
-        name: row_of(result, name)["device_peak_bytes"] for name in ("plain", "l2l")
-    }
+    peaks = {name: row_of(result, name)["device_peak_bytes"] for name in ("plain", "l2l")}
     assert peaks["l2l"] < peaks["plain"]
     assert row_of(result, "fsdp2-offload")["device_peak_bytes"] is None
     # Weights, gradients and two moments of everything, at least.
@@ -123,9 +103,7 @@ def test_results_of_one_task_are_joined_and_judged_by_one_reference(
     files = [tmp_path / "plain.json", tmp_path / "wrong.json"]
     files[0].write_text(json.dumps(result | {"rows": [row_of(result, "plain")]}))
     alone = {**row_of(result, WRONG), "verdict": "unchecked"}
-    files[1].write_text(
-        json.dumps(result | {"rows": [alone], "reference": compare.NO_REFERENCE})
-    )
+    files[1].write_text(json.dumps(result | {"rows": [alone], "reference": compare.NO_REFERENCE}))
     joined = compare.join(files)
     assert [row["verdict"] for row in joined["rows"]] == ["equal", "wrong"]
     other = dataclasses.asdict(dataclasses.replace(TASK, seq=8))
@@ -138,18 +116,14 @@ def test_results_of_one_task_are_joined_and_judged_by_one_reference(
     assert compare.join(files[::-1])["task"] == dataclasses.asdict(TASK)
 
 
-def test_the_bound_can_be_measured_later(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_bound_can_be_measured_later(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A reference without its second run, then with it, is the reference that is made at once."""
     run_here(monkeypatch, ["plain"])
     at_once = compare.compare(["plain"], TASK, TIMEOUT_S)
     file = tmp_path / "reference.json"
     first = compare.compare(["plain"], TASK, TIMEOUT_S, halves=False)
     assert first["reference"]["other_order"] is None
-    assert first["reference"]["bounds"] == judge.bounds(
-        first["reference"]["losses"], None, "fp32"
-    )
+    assert first["reference"]["bounds"] == judge.bounds(first["reference"]["losses"], None, "fp32")
     file.write_text(json.dumps(first))
     words = ["compare.py", "--add-halves", str(file), "--timeout", str(TIMEOUT_S)]
     monkeypatch.setattr(sys, "argv", words)
@@ -167,25 +141,16 @@ def test_an_earlier_reference_counts_for_the_same_training_alone(
 ) -> None:
     file = tmp_path / "reference.json"
     file.write_text(json.dumps(result))
-    capped = dataclasses.replace(
-        TASK, gpu_memory=10**9, window=2, activations="recompute"
-    )
+    capped = dataclasses.replace(TASK, gpu_memory=10**9, window=2, activations="recompute")
     found = compare.earlier_reference(file, capped)
     assert found["losses"] == result["reference"]["losses"]
     assert "reference.json" in found["source"]
-    for change in (
-        {"lr": 1.0},
-        {"accumulation": 1},
-        {"precision": "bf16"},
-        {"clipping": 0.0},
-    ):
+    for change in ({"lr": 1.0}, {"accumulation": 1}, {"precision": "bf16"}, {"clipping": 0.0}):
         with pytest.raises(SystemExit, match="another training"):
             compare.earlier_reference(file, dataclasses.replace(TASK, **change))
 
 
-def test_a_comparison_that_is_cut_off_keeps_its_rows(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_comparison_that_is_cut_off_keeps_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows come first, and are left as they come; the reference is run after them."""
     calls: list[str] = []
 
@@ -199,11 +164,7 @@ def test_a_comparison_that_is_cut_off_keeps_its_rows(
     kept: list[str] = []
     with pytest.raises(KeyboardInterrupt):
         compare.compare(
-            ["l2l", "stronghold"],
-            TASK,
-            TIMEOUT_S,
-            None,
-            lambda found: kept.append(str(found)),
+            ["l2l", "stronghold"], TASK, TIMEOUT_S, None, lambda found: kept.append(str(found))
         )
     assert calls == ["l2l", "stronghold", "plain"]
     assert ["'stronghold'" in found for found in kept] == [False, True]
@@ -213,10 +174,7 @@ def test_a_comparison_that_is_cut_off_keeps_its_rows(
 def test_rows_are_judged_by_the_reference_that_is_named(
     result: dict[str, Any], tmp_path: Path
 ) -> None:
-    unjudged = result | {
-        "rows": [row_of(result, WRONG)],
-        "reference": compare.NO_REFERENCE,
-    }
+    unjudged = result | {"rows": [row_of(result, WRONG)], "reference": compare.NO_REFERENCE}
     row, reference = tmp_path / "row.json", tmp_path / "reference.json"
     row.write_text(json.dumps(unjudged))
     reference.write_text(json.dumps(result))
@@ -301,13 +259,8 @@ def test_the_reference_is_adam_by_its_formula() -> None:
     """Against fp64 Adam on autograd's gradients; fp32 rounding alone is between them."""
     task = dataclasses.replace(TASK, layers=1, steps=4, warmup=0)
     method, model = Plain(task, device_memory(task)), build(task, recompute=False)
-    data, hyper = (
-        Data(task, task.vocab),
-        AdamHyper(lr=task.lr, beta2=0.95, weight_decay=0.1),
-    )
-    values = {
-        n: p.detach().double().numpy().copy() for n, p in model.named_parameters()
-    }
+    data, hyper = (Data(task, task.vocab), AdamHyper(lr=task.lr, beta2=0.95, weight_decay=0.1))
+    values = {n: p.detach().double().numpy().copy() for n, p in model.named_parameters()}
     moments = {n: (np.zeros_like(v), np.zeros_like(v)) for n, v in values.items()}
     for step in range(1, task.num_steps + 1):
         expected = []
@@ -319,9 +272,7 @@ def test_the_reference_is_adam_by_its_formula() -> None:
         norm = math.sqrt(sum(float((g**2).sum()) for g in gradients.values()))
         scale = min(1.0, task.clipping / (norm + 1e-6))
         for name, parameter in model.named_parameters():
-            p, m, v = adam_step(
-                values[name], *moments[name], gradients[name] * scale, step, hyper
-            )
+            p, m, v = adam_step(values[name], *moments[name], gradients[name] * scale, step, hyper)
             values[name], moments[name] = p, (m, v)
             parameter.data = torch.from_numpy(p).float()
         model.zero_grad()
@@ -336,17 +287,12 @@ def test_a_task_is_the_same_data_and_weights_on_every_call() -> None:
         for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
             assert torch.equal(a, b)
     one, other = (Data(TASK, TASK.vocab).step(3) for _ in range(2))
-    assert all(
-        torch.equal(a["input_ids"], b["input_ids"])
-        for a, b in zip(one, other, strict=True)
-    )
+    assert all(torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(one, other, strict=True))
     assert Task.from_json(TASK.to_json()) == TASK
 
 
 def test_the_llama_is_built_from_sizes_alone() -> None:
-    task = dataclasses.replace(
-        TASK, family="llama", heads=4, kv_heads=2, intermediate=48
-    )
+    task = dataclasses.replace(TASK, family="llama", heads=4, kv_heads=2, intermediate=48)
     model = build(task, recompute=True)
     block = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48 + 2 * 32
     assert count_parameters(model) == 2 * block + 2 * 128 * 32 + 32
@@ -376,10 +322,7 @@ def test_the_bound_is_what_another_order_of_summation_does() -> None:
     allowed = judge.bounds(reference, other, "fp32")
     assert allowed == pytest.approx([1e-5, 8e-4, 8e-4], rel=1e-3)
     assert judge.verdict([2.0, 1.0, 1.0 + 7e-4], reference, allowed)[0] == "equal"
-    assert judge.verdict([2.0, 1.0, 1.0 + 9e-4], reference, allowed)[::2] == (
-        "wrong",
-        3,
-    )
+    assert judge.verdict([2.0, 1.0, 1.0 + 9e-4], reference, allowed)[::2] == ("wrong", 3)
     assert judge.verdict([2.0001, 1.0, 1.0], reference, allowed)[::2] == ("wrong", 1)
     assert judge.verdict([2.0, math.nan, 1.0], reference, allowed)[0] == "wrong"
     assert judge.verdict([2.0, 1.0], reference, allowed)[0] == "wrong"

@@ -60,9 +60,7 @@ def test_each_suite_has_a_page_and_a_line_in_the_overview() -> None:
 
 
 @pytest.mark.parametrize("name", SUITES)
-def test_each_row_has_a_reason_a_pattern_and_a_symptom_that_can_be_read(
-    name: str,
-) -> None:
+def test_each_row_has_a_reason_a_pattern_and_a_symptom_that_can_be_read(name: str) -> None:
     suite = module("suites").load_suite(name)
     for row in suite.rows:
         assert row.reason in suite.reasons, row
@@ -110,32 +108,21 @@ def test_the_program_counts_and_fails_on_what_is_unexplained(tmp_path: Path) -> 
     (unit / "runtime").mkdir(parents=True)
     for name in ("", "runtime/"):
         (unit / name / "__init__.py").touch()
-    (unit / "common.py").write_text(
-        "class DistributedExec: ...\nclass DistributedFixture: ...\n"
-    )
+    (unit / "common.py").write_text("class DistributedExec: ...\nclass DistributedFixture: ...\n")
     (unit / "util.py").touch()
     (unit / "runtime" / "test_data.py").write_text(SIMPLE)
     command = [sys.executable, PROGRAM, "deepspeed", str(tmp_path)]
-    command += [
-        "--only",
-        "runtime/test_data.py",
-        "--results",
-        str(tmp_path / "results"),
-    ]
+    command += ["--only", "runtime/test_data.py", "--results", str(tmp_path / "results")]
     command += ["--page", "--page-folder", str(tmp_path / "pages")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stdout + done.stderr
     assert re.search(r"runtime/test_data\.py +1 +1 +1\n", done.stdout)
     assert "data_types.buffer_dtype is refused" in done.stdout
-    assert re.search(
-        r"Unexplained:\n +runtime/test_data\.py::test_unknown: .*new", done.stdout
-    )
+    assert re.search(r"Unexplained:\n +runtime/test_data\.py::test_unknown: .*new", done.stdout)
     page = (tmp_path / "pages" / "deepspeed.md").read_text()
     assert "| `runtime/test_data.py` | 1 | 1 | 1 |" in page
     (kept,) = (tmp_path / "results").iterdir()  # what is there is not run again
-    known = [
-        line for line in kept.read_text().splitlines(True) if "test_unknown" not in line
-    ]
+    known = [line for line in kept.read_text().splitlines(True) if "test_unknown" not in line]
     kept.write_text("".join(known))
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -274,8 +261,7 @@ def test_rows_of_peft_are_equal_refused_or_unexplained(
     assert re.search(r"refused +attention LoRA: LoRA on `nn\.Multihead", said)
     assert re.search(r"unexplained +restless LoRA: AssertionError: micro-batch 0", said)
     assert re.search(
-        r"unexplained +frozen LoRA: AssertionError: the plain loop has trained no adapter",
-        said,
+        r"unexplained +frozen LoRA: AssertionError: the plain loop has trained no adapter", said
     )
     assert "| 4 | in all |" in page.read_text()
     assert run_peft(tmp_path / "peft-1", "--only", "one", *paged) == 0

@@ -54,13 +54,7 @@ def test_libraries_find_models_and_data_sets_without_a_network(tmp_path: Path) -
     )
     for program in (FILL, READ):
         done = subprocess.run(
-            [
-                sys.executable,
-                "-c",
-                prepare + program,
-                str(tmp_path),
-                str(ROOT / "scripts"),
-            ],
+            [sys.executable, "-c", prepare + program, str(tmp_path), str(ROOT / "scripts")],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,

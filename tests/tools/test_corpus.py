@@ -41,9 +41,9 @@ def test_held_out_text_is_never_trained_on(corpus: ModuleType) -> None:
     chunk = 100
     text = b"".join((b"v" if k % 20 == 19 else b"t") * chunk for k in range(20))
     data = corpus.Corpus(text, batch_size=4, context=32)
-    assert set(
-        torch.cat([data.batch()["labels"] for _ in range(50)]).unique().tolist()
-    ) == {ord("t")}
+    assert set(torch.cat([data.batch()["labels"] for _ in range(50)]).unique().tolist()) == {
+        ord("t")
+    }
     held_out = torch.cat([batch["labels"] for batch in data.held_out_batches()])
     assert held_out.unique().tolist() == [ord("v")]
     assert data.num_bytes == 19 * chunk

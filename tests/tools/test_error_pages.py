@@ -53,9 +53,7 @@ def refused_by_an_optimizer_that_has_taken_steps() -> str:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     return message_of(
-        lambda: stronghold.initialize(
-            model=trained, optimizer=optimizer, config=config()
-        )
+        lambda: stronghold.initialize(model=trained, optimizer=optimizer, config=config())
     )
 
 
@@ -105,9 +103,7 @@ def pattern_of(sample: str) -> str:
     """A sample of a message as a regular expression: other numbers and paths may stand there."""
     escaped = re.escape(" ".join(sample.split()))
     escaped = re.sub(r"CHECKPOINTS\S*|MyModel|/mnt/nvme", r"\\S+", escaped)
-    return re.sub(
-        r"\d+(\\\.\d+)?\\ (GiB|MiB|bytes)", r"[\\d.]+ (GiB|MiB|KiB|bytes)", escaped
-    )
+    return re.sub(r"\d+(\\\.\d+)?\\ (GiB|MiB|bytes)", r"[\\d.]+ (GiB|MiB|KiB|bytes)", escaped)
 
 
 def test_an_error_ends_in_the_link_to_a_page_that_begins_with_it(
@@ -120,33 +116,22 @@ def test_an_error_ends_in_the_link_to_a_page_that_begins_with_it(
         path = Path(urllib.parse.unquote(last.removeprefix("See file://")))
         assert path == PAGES / f"{page.value}.md"
         sample = fenced(path.read_text(encoding="utf-8"), "text")[0]
-        assert re.match(pattern_of(sample), " ".join(message.split())), (
-            sample,
-            message,
-        )
+        assert re.match(pattern_of(sample), " ".join(message.split())), (sample, message)
 
 
 def test_every_page_has_its_error() -> None:
-    assert {path.stem for path in PAGES.glob("*.md")} == {
-        page.value for page in ErrorPage
-    }
+    assert {path.stem for path in PAGES.glob("*.md")} == {page.value for page in ErrorPage}
 
 
-def test_a_published_site_is_linked_by_its_address(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_published_site_is_linked_by_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
     published = Message()
     published["Project-URL"] = "Documentation, https://docs.example.org/stable/"
     monkeypatch.setattr(metadata, "metadata", lambda name: published)
-    assert (
-        page_link(ErrorPage.DISK) == "https://docs.example.org/stable/errors/disk.html"
-    )
+    assert page_link(ErrorPage.DISK) == "https://docs.example.org/stable/errors/disk.html"
 
 
 def test_a_message_has_one_link_from_another_process_too() -> None:
-    error = pickle.loads(
-        pickle.dumps(RankError("gather 3: connection closed by rank 1"))
-    )
+    error = pickle.loads(pickle.dumps(RankError("gather 3: connection closed by rank 1")))
     again = RankError(f"rank 0: {error}")
     assert str(again).count("See ") == 1
 

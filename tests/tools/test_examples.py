@@ -27,10 +27,7 @@ OPTIONAL = {"trl_sft": "trl", "trl_dpo": "trl", "lightning_fit": "lightning"}
 # Programs without a launcher and without a framework's global state run in this process.
 IN_THIS_PROCESS = {"plain_loop", "lora", "qlora"}
 # A launcher's words in front of the script, as this Python starts it.
-LAUNCHERS = {
-    "deepspeed": "deepspeed.launcher.runner",
-    "torchrun": "torch.distributed.run",
-}
+LAUNCHERS = {"deepspeed": "deepspeed.launcher.runner", "torchrun": "torch.distributed.run"}
 LAUNCHED_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 # What runs instead of the program: DeepSpeed would compile a kernel that one rank does not need.
 CHILD = "import sys; from tests.tools.test_examples import run_here; run_here(*sys.argv[1:])"
@@ -58,10 +55,7 @@ def lines_of(path: Path) -> list[str]:
 
 
 def losses_in(text: str) -> list[float]:
-    return [
-        float(value)
-        for value in re.findall(r"^step \d+: loss ([\d.]+)", text, re.MULTILINE)
-    ]
+    return [float(value) for value in re.findall(r"^step \d+: loss ([\d.]+)", text, re.MULTILINE)]
 
 
 def run(command: list[str], **variables: str) -> str:
@@ -69,12 +63,7 @@ def run(command: list[str], **variables: str) -> str:
     result = subprocess.run(
         command,
         cwd=ROOT,
-        env={
-            **inherited,
-            "OMP_NUM_THREADS": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-            **variables,
-        },
+        env={**inherited, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **variables},
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
@@ -111,12 +100,7 @@ def test_an_example_trains(path: Path, capsys: pytest.CaptureFixture[str]) -> No
         assert losses[-1] < losses[0]
         return
     command = [sys.executable, "-c", CHILD, str(path), "--steps", "6"]
-    ranked = {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-    }
+    ranked = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     variables = {**ranked, "MASTER_PORT": str(free_port())}
     if lines_of(path)[0].startswith("python"):
         variables = {}
@@ -168,22 +152,16 @@ def test_the_launchers_line_trains_on_two_ranks() -> None:
 
 
 def test_the_config_beside_the_examples_has_the_section() -> None:
-    config = json.loads(
-        (ROOT / "examples" / "ds_config.json").read_text(encoding="utf-8")
-    )
+    config = json.loads((ROOT / "examples" / "ds_config.json").read_text(encoding="utf-8"))
     assert "stronghold" in config
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_imports_nothing_of_the_repository_but_the_package(
-    path: Path,
-) -> None:
+def test_an_example_imports_nothing_of_the_repository_but_the_package(path: Path) -> None:
     """A copy of the file works wherever stronghold is installed."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     named = {
-        (node.module if isinstance(node, ast.ImportFrom) else node.names[0].name).split(
-            "."
-        )[0]
+        (node.module if isinstance(node, ast.ImportFrom) else node.names[0].name).split(".")[0]
         for node in ast.walk(tree)
         if isinstance(node, ast.Import | ast.ImportFrom)
     }

@@ -28,13 +28,7 @@ from transformers import (
 
 from tests.conftest import free_port
 from tests.support import children
-from tests.support.finetuning import (
-    SCRIPTS,
-    TEMPLATE,
-    byte_tokenizer,
-    jsonl,
-    tiny_llama,
-)
+from tests.support.finetuning import SCRIPTS, TEMPLATE, byte_tokenizer, jsonl, tiny_llama
 from tests.support.frameworks import RANK, fresh_accelerate, plugin, reset_accelerate
 from tests.support.stored_weights import fp8_settings, fp8_tensors, rewrite
 
@@ -66,16 +60,7 @@ def config_file(folder: Path, **changed: Any) -> Path:
 
 def arguments(model: Path, file: Path, folder: Path, *more: str, **changed: Any) -> Any:
     config = config_file(folder, **changed)
-    given = [
-        "--model",
-        model,
-        "--data",
-        file,
-        "--config",
-        config,
-        "--output",
-        folder / "out",
-    ]
+    given = ["--model", model, "--data", file, "--config", config, "--output", folder / "out"]
     return program.parse_arguments([*map(str, given), *more])
 
 
@@ -96,23 +81,12 @@ def test_files_that_do_not_go_together_are_refused_before_anything_is_built(
     (tmp_path / "odd" / "config.json").write_text("{}")
     refused(arguments(tmp_path / "odd", file, tmp_path), "Unrecognized model")
     refused(arguments(model_dir, tmp_path / "no", tmp_path), "there is no such file")
-    refused(
-        arguments(model_dir, file, tmp_path, "--sequence", "97"),
-        "the model has 96 positions",
-    )
+    refused(arguments(model_dir, file, tmp_path, "--sequence", "97"), "the model has 96 positions")
     refused(arguments(model_dir, file, tmp_path, "--resume"), "there is no checkpoint")
-    refused(
-        arguments(model_dir, file, tmp_path, scheduler={"type": "WarmupLR"}),
-        "--schedule",
-    )
+    refused(arguments(model_dir, file, tmp_path, scheduler={"type": "WarmupLR"}), "--schedule")
     stage = {"stage": 4, "offload_param": {"device": "cpu"}}
-    refused(
-        arguments(model_dir, file, tmp_path, zero_optimization=stage), "stage: got 4"
-    )
-    refused(
-        arguments(model_dir, file, tmp_path, "--report", "nothing"),
-        "--report: got nothing",
-    )
+    refused(arguments(model_dir, file, tmp_path, zero_optimization=stage), "stage: got 4")
+    refused(arguments(model_dir, file, tmp_path, "--report", "nothing"), "--report: got nothing")
     args = arguments(model_dir, file, tmp_path)
     args.output = file / "out"
     refused(args, "--output: .*no files can be written there")
@@ -137,17 +111,7 @@ def test_files_that_do_not_go_together_are_refused_before_anything_is_built(
 def test_arguments_are_refused_at_once(
     given: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole = [
-        "--model",
-        "m",
-        "--data",
-        "d",
-        "--output",
-        "o",
-        "--config",
-        "8b_24gb_ram",
-        *given,
-    ]
+    whole = ["--model", "m", "--data", "d", "--output", "o", "--config", "8b_24gb_ram", *given]
     with pytest.raises(SystemExit, match="2"):
         program.parse_arguments(whole)
     assert re.search(message, capsys.readouterr().err)
@@ -158,12 +122,7 @@ def test_the_command_of_the_pages_is_complete() -> None:
     (line,) = re.findall(r"^scripts/finetune (.*)$", page, flags=re.MULTILINE)
     args = program.parse_arguments(line.split())
     assert args.config.samefile(SCRIPTS.parent / "configs" / "8b_24gb_ram.json")
-    assert (args.epochs, args.max_steps, args.packing, args.resume) == (
-        1.0,
-        None,
-        True,
-        False,
-    )
+    assert (args.epochs, args.max_steps, args.packing, args.resume) == (1.0, None, True, False)
 
 
 # --- runs -----------------------------------------------------------------------------------------
@@ -172,25 +131,14 @@ def test_the_command_of_the_pages_is_complete() -> None:
 def sums(path: Path) -> Path:
     drawn = random.Random(0)
     pairs = [(drawn.randrange(30), drawn.randrange(30)) for _ in range(200)]
-    return jsonl(
-        path, *({"prompt": f"{a}+{b}=", "completion": f"{a + b}"} for a, b in pairs)
-    )
+    return jsonl(path, *({"prompt": f"{a}+{b}=", "completion": f"{a + b}"} for a, b in pairs))
 
 
 def losses(trainer: Any, key: str = "loss") -> list[float]:
     return [entry[key] for entry in trainer.state.log_history if key in entry]
 
 
-RUN = [
-    "--sequence",
-    "48",
-    "--accumulation",
-    "2",
-    "--log-every",
-    "1",
-    "--eval-every",
-    "10",
-]
+RUN = ["--sequence", "48", "--accumulation", "2", "--log-every", "1", "--eval-every", "10"]
 
 
 @pytest.mark.usefixtures("fresh_accelerate", "plugin")
@@ -229,12 +177,8 @@ def test_a_run_learns_resumes_as_if_uninterrupted_and_leaves_a_model(
     # killed while it saves
     (args.output / "checkpoint-24" / "trainer_state.json").unlink()
     with pytest.raises(training.NotPossible, match="seed was 0, is 1"):
-        training.finetune(
-            arguments(model_dir, file, tmp_path, *whole_run, "--resume", "--seed=1")
-        )
-    resumed = training.finetune(
-        arguments(model_dir, file, tmp_path, *whole_run, "--resume")
-    )
+        training.finetune(arguments(model_dir, file, tmp_path, *whole_run, "--resume", "--seed=1"))
+    resumed = training.finetune(arguments(model_dir, file, tmp_path, *whole_run, "--resume"))
     assert losses(resumed) == losses(whole)
     for name, weight in resumed.model.state_dict().items():
         assert torch.equal(weight, trained[name]), name
@@ -261,9 +205,7 @@ def test_weights_are_saved_from_where_they_are(
 
     monkeypatch.setattr(PreTrainedModel, "save_pretrained", save)
     file = sums(tmp_path / "a.jsonl")
-    training.finetune(
-        arguments(model_dir, file, tmp_path, "--sequence=48", "--max-steps=1")
-    )
+    training.finetune(arguments(model_dir, file, tmp_path, "--sequence=48", "--max-steps=1"))
     assert len(saved) == 3 * 9  # at the end alone, and not once more in the checkpoint
 
 
@@ -274,20 +216,12 @@ def test_a_directory_in_fp8_is_streamed_and_leaves_a_plain_model(
     stored = tmp_path / "fp8"
     shutil.copytree(model_dir, stored)
     tensors = load_file(stored / "model.safetensors")
-    rewrite(
-        stored, fp8_tensors(tensors, (8, 8), ("embed", "lm_head")), fp8_settings((8, 8))
-    )
-    args = arguments(
-        stored, sums(tmp_path / "a.jsonl"), tmp_path, "--sequence=48", "--max-steps=1"
-    )
+    rewrite(stored, fp8_tensors(tensors, (8, 8), ("embed", "lm_head")), fp8_settings((8, 8)))
+    args = arguments(stored, sums(tmp_path / "a.jsonl"), tmp_path, "--sequence=48", "--max-steps=1")
     trained = training.finetune(args).model.state_dict()
     assert "loading with transformers" not in capsys.readouterr().out
-    assert "quantization_config" not in json.loads(
-        (args.output / "config.json").read_text()
-    )
-    for name, weight in (
-        AutoModelForCausalLM.from_pretrained(args.output).state_dict().items()
-    ):
+    assert "quantization_config" not in json.loads((args.output / "config.json").read_text())
+    for name, weight in AutoModelForCausalLM.from_pretrained(args.output).state_dict().items():
         assert torch.equal(weight, trained[name].to(weight.dtype)), name
 
 
@@ -323,20 +257,13 @@ def test_the_program_trains_on_text_as_a_launcher_starts_it(
     model_dir: Path, tmp_path: Path
 ) -> None:
     """With DeepSpeed's own launcher: test_readme."""
-    (tmp_path / "a.txt").write_text(
-        "The quick brown fox jumps over the lazy dog.\n" * 20
-    )
+    (tmp_path / "a.txt").write_text("The quick brown fox jumps over the lazy dog.\n" * 20)
     given = ["--local_rank=0", "--model", model_dir, "--data", "a.txt"]
     given += ["--config", config_file(tmp_path), "--output", "out", "--max-steps", "2"]
     given += ["--no-packing", "--sequence", "32"]
     environment = {**os.environ, **RANK, "MASTER_PORT": str(free_port())}
     status, said = children.run(
-        PROGRAM,
-        tmp_path,
-        SCRIPTS / "finetune.py",
-        *given,
-        folder=tmp_path,
-        env=environment,
+        PROGRAM, tmp_path, SCRIPTS / "finetune.py", *given, folder=tmp_path, env=environment
     )
     assert status == 0, said
     assert "stronghold engine active" in said
@@ -384,9 +311,7 @@ def test_of_a_prompt_and_its_completion_the_completion_and_the_end_are_trained(
 ) -> None:
     file = jsonl(tmp_path / "a.jsonl", {"prompt": "ab", "completion": "cd"})
     (example,) = data.Encoder(tokenizer, 10).read(file).kept
-    a, b, c, d, end = (
-        tokenizer.convert_tokens_to_ids(token) for token in [*"abcd", "<eos>"]
-    )
+    a, b, c, d, end = (tokenizer.convert_tokens_to_ids(token) for token in [*"abcd", "<eos>"])
     assert example.tokens.tolist() == [a, b, c, d, end]
     assert example.labels.tolist() == [-100, -100, c, d, end]
 
@@ -424,10 +349,7 @@ def test_text_in_parts_is_trained_as_the_text(tokenizer: Any, tmp_path: Path) ->
     parts = [{"type": "text", "text": "he"}, {"type": "text", "text": "llo"}]
     examples = [
         data.Encoder(tokenizer, 64).read(
-            jsonl(
-                tmp_path / "a.jsonl",
-                {"messages": [{"role": "assistant", "content": content}]},
-            )
+            jsonl(tmp_path / "a.jsonl", {"messages": [{"role": "assistant", "content": content}]})
         )
         for content in ("hello", parts)
     ]
@@ -436,14 +358,10 @@ def test_text_in_parts_is_trained_as_the_text(tokenizer: Any, tmp_path: Path) ->
     assert plain.labels.tolist() == joined.labels.tolist()
 
 
-def test_a_text_is_trained_whole_in_pieces_of_a_row(
-    tokenizer: Any, tmp_path: Path
-) -> None:
+def test_a_text_is_trained_whole_in_pieces_of_a_row(tokenizer: Any, tmp_path: Path) -> None:
     text = "".join(chr(97 + k % 26) for k in range(24))
     expected = [(text + "<eos>")[1:10], text[11:20], text[21:] + "<eos>"]
-    records = [
-        jsonl(tmp_path / f"a.{suffix}", {"text": text}) for suffix in ("jsonl", "json")
-    ]
+    records = [jsonl(tmp_path / f"a.{suffix}", {"text": text}) for suffix in ("jsonl", "json")]
     for file in (*records, tmp_path / "a.txt"):
         if file.suffix == ".txt":
             file.write_text(text)
@@ -491,16 +409,12 @@ def test_a_batch_has_the_logits_of_each_example_alone(
     examples = data.Encoder(tokenizer, 16).read(file).kept
     rows = data.Rows(examples, 16, packed=packed)
     lengths = [len(example) for example in examples]
-    members_of = (
-        data.pack(lengths, 16) if packed else [[k] for k in range(len(examples))]
-    )
+    members_of = data.pack(lengths, 16) if packed else [[k] for k in range(len(examples))]
     assert (len(rows) < len(examples)) is packed
     batch = data.Collator(0)([rows[k] for k in range(len(rows))])
     model = tiny_llama(len(tokenizer)).eval()
     with torch.no_grad():
-        logits = model(
-            **{key: batch[key] for key in batch if key != "labels"}, use_cache=False
-        )
+        logits = model(**{key: batch[key] for key in batch if key != "labels"}, use_cache=False)
         wanted = {
             tuple(example.tokens.tolist()): model(
                 input_ids=torch.from_numpy(example.tokens)[None].long()
@@ -514,9 +428,7 @@ def test_a_batch_has_the_logits_of_each_example_alone(
             tokens = examples[k].tokens.tolist()
             end = begin + len(tokens)
             assert batch["input_ids"][row, begin:end].tolist() == tokens
-            assert (
-                batch["labels"][row, begin:end].tolist() == examples[k].labels.tolist()
-            )
+            assert batch["labels"][row, begin:end].tolist() == examples[k].labels.tolist()
             got = logits.logits[row, begin:end]
             # other sums, fp32
             assert torch.allclose(got, wanted[tuple(tokens)], atol=1e-5)
@@ -528,14 +440,11 @@ def test_a_batch_has_the_logits_of_each_example_alone(
 
 def test_held_out_examples_are_not_trained_on_and_are_the_same_every_time() -> None:
     examples = [
-        data.Example(tokens=np.array([k, k]), labels=np.array([-100, k]))
-        for k in range(50)
+        data.Example(tokens=np.array([k, k]), labels=np.array([-100, k])) for k in range(50)
     ]
     kept, held_out = data.split(examples, 0.1, 256, seed=1)
     assert (len(kept), len(held_out)) == (45, 5)
-    assert {id(e) for e in kept} | {id(e) for e in held_out} == {
-        id(e) for e in examples
-    }
+    assert {id(e) for e in kept} | {id(e) for e in held_out} == {id(e) for e in examples}
     again = data.split(examples, 0.1, 256, seed=1)[1]
     assert [int(e.tokens[0]) for e in again] == [int(e.tokens[0]) for e in held_out]
     assert data.split(examples[:1], 0.1, 256, seed=1) == (examples[:1], [])
@@ -561,9 +470,7 @@ BAD_LINES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("text", "message"), BAD_LINES.items(), ids=range(len(BAD_LINES))
-)
+@pytest.mark.parametrize(("text", "message"), BAD_LINES.items(), ids=range(len(BAD_LINES)))
 def test_bad_data_is_refused_with_its_line(
     tokenizer: Any, tmp_path: Path, text: str, message: str | None
 ) -> None:
@@ -576,9 +483,7 @@ def test_bad_data_is_refused_with_its_line(
         data.Encoder(tokenizer, 8).read(file)
 
 
-def test_text_that_is_not_utf8_is_refused_with_its_line(
-    tokenizer: Any, tmp_path: Path
-) -> None:
+def test_text_that_is_not_utf8_is_refused_with_its_line(tokenizer: Any, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"fine\n\xff\xfe\n")
     with pytest.raises(data.DataError, match=r"a\.txt, line 2: is not UTF-8"):
         data.Encoder(tokenizer, 8).read(tmp_path / "a.txt")

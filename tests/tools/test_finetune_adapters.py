@@ -27,16 +27,7 @@ import peft  # isort: skip
 
 __all__ = ["fresh_accelerate", "plugin"]
 
-RUN = [
-    "--sequence",
-    "48",
-    "--accumulation",
-    "2",
-    "--log-every",
-    "1",
-    "--eval-every",
-    "6",
-]
+RUN = ["--sequence", "48", "--accumulation", "2", "--log-every", "1", "--eval-every", "6"]
 RATE = 1e-2
 
 
@@ -57,16 +48,7 @@ def arguments(model: Path, folder: Path, *more: str, section: Any = None) -> Any
     config.write_text(json.dumps(settings))
     sums = [(a, 3 * a % 29) for a in range(30)]
     jsonl(file, *({"prompt": f"{a}+{b}=", "completion": f"{a + b}"} for a, b in sums))
-    given = [
-        "--model",
-        model,
-        "--data",
-        file,
-        "--config",
-        config,
-        "--output",
-        folder / "out",
-    ]
+    given = ["--model", model, "--data", file, "--config", config, "--output", folder / "out"]
     return program.parse_arguments([*map(str, given), *RUN, *more])
 
 
@@ -89,7 +71,7 @@ def test_a_run_learns_resumes_as_if_uninterrupted_and_leaves_adapters(
     assert not list(args.output.glob("model*.safetensors"))
     trained = load_file(args.output / "adapter_model.safetensors")
     assert {name.rsplit(".", 3)[1] for name in trained} == {
-        *(f"{one}_proj" for one in ("q", "k", "v", "o", "gate", "up", "down")),
+        *(f"{one}_proj" for one in ("q", "k", "v", "o", "gate", "up", "down"))
     }
     # Every checkpoint has its adapters, and no weight of the base.
     for step in (6, 12):
@@ -100,9 +82,7 @@ def test_a_run_learns_resumes_as_if_uninterrupted_and_leaves_adapters(
 
     shutil.rmtree(args.output / "checkpoint-12")
     reset_accelerate()
-    with pytest.raises(
-        training.NotPossible, match=r"adapters was .*'rank': 4.* is None"
-    ):
+    with pytest.raises(training.NotPossible, match=r"adapters was .*'rank': 4.* is None"):
         training.finetune(arguments(model_dir, tmp_path, *run[2:], "--resume"))
     resumed = training.finetune(arguments(model_dir, tmp_path, *run, "--resume"))
     assert losses(resumed) == losses(whole)
@@ -112,11 +92,7 @@ def test_a_run_learns_resumes_as_if_uninterrupted_and_leaves_adapters(
     command = ["export", "--merge", str(args.output), str(tmp_path / "merged")]
     assert main(command) == 0
     base = AutoModelForCausalLM.from_pretrained(model_dir)
-    expected = (
-        peft.PeftModel.from_pretrained(base, args.output)
-        .merge_and_unload()
-        .state_dict()
-    )
+    expected = peft.PeftModel.from_pretrained(base, args.output).merge_and_unload().state_dict()
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
     assert all(torch.equal(value, expected[name]) for name, value in merged.items())
 
@@ -136,19 +112,9 @@ def test_the_adapters_are_those_of_a_plain_loop(
 
     monkeypatch.setattr(training, "Collator", Recording)
     steps = 4
-    given = [
-        "--lora",
-        "2",
-        "--lora-targets",
-        "q_proj",
-        "mlp.up_proj",
-        "--lora-alpha",
-        "3",
-    ]
+    given = ["--lora", "2", "--lora-targets", "q_proj", "mlp.up_proj", "--lora-alpha", "3"]
     given += ["--max-steps", str(steps), "--accumulation", "1", "--validation", "0"]
-    args = arguments(
-        model_dir, tmp_path, *given, "--schedule", "constant", "--warmup", "0"
-    )
+    args = arguments(model_dir, tmp_path, *given, "--schedule", "constant", "--warmup", "0")
     run = training.finetune(args)
 
     base = AutoModelForCausalLM.from_pretrained(model_dir, use_cache=False)
@@ -188,32 +154,16 @@ def test_the_adapters_are_those_of_a_plain_loop(
 def test_arguments_of_adapters_are_refused_at_once(
     given: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole = [
-        "--model",
-        "m",
-        "--data",
-        "d",
-        "--output",
-        "o",
-        "--config",
-        "8b_24gb_ram",
-        *given,
-    ]
+    whole = ["--model", "m", "--data", "d", "--output", "o", "--config", "8b_24gb_ram", *given]
     with pytest.raises(SystemExit, match="2"):
         program.parse_arguments(whole)
     assert re.search(message, capsys.readouterr().err)
 
 
 @pytest.mark.usefixtures("fresh_accelerate", "plugin")
-def test_a_target_that_the_model_does_not_have_is_refused(
-    model_dir: Path, tmp_path: Path
-) -> None:
-    args = arguments(
-        model_dir, tmp_path, "--lora", "4", "--lora-targets", "q_proj", "query"
-    )
-    with pytest.raises(
-        training.NotPossible, match=r"'query', which is the end of no.* q_proj,"
-    ):
+def test_a_target_that_the_model_does_not_have_is_refused(model_dir: Path, tmp_path: Path) -> None:
+    args = arguments(model_dir, tmp_path, "--lora", "4", "--lora-targets", "q_proj", "query")
+    with pytest.raises(training.NotPossible, match=r"'query', which is the end of no.* q_proj,"):
         training.finetune(args)
 
 
@@ -232,15 +182,7 @@ def test_the_storage_format_reaches_the_config(model_dir: Path, tmp_path: Path) 
     section = training.read_setup(args).config["stronghold"]
     assert (section["frozen"], section["dtypes"]) == ("nf4", "own")
     args = arguments(
-        model_dir,
-        tmp_path,
-        "--lora",
-        "4",
-        "--frozen",
-        "nf4",
-        section={"enabled": False},
+        model_dir, tmp_path, "--lora", "4", "--frozen", "nf4", section={"enabled": False}
     )
-    with pytest.raises(
-        training.NotPossible, match=r'--frozen: .* has no enabled "stronghold"'
-    ):
+    with pytest.raises(training.NotPossible, match=r'--frozen: .* has no enabled "stronghold"'):
         training.read_setup(args)

@@ -25,9 +25,7 @@ from smoke_features import FEATURES, Feature  # noqa: E402
 def pieces(out: Path, *words: str) -> list[str]:
     """The lines of a rehearsal."""
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), str(out), *words]
-    result = subprocess.run(
-        [*command, "--rehearse"], capture_output=True, text=True, cwd=ROOT
-    )
+    result = subprocess.run([*command, "--rehearse"], capture_output=True, text=True, cwd=ROOT)
     assert result.returncode == 0, result.stderr
     return result.stdout.splitlines()
 
@@ -68,11 +66,7 @@ def test_a_piece_that_fails_or_hangs_does_not_stop_the_next(
         ".write_text(str(p.pid)); time.sleep(60)"
     )
     out = tmp_path / "out"
-    commands = {
-        "fails": "raise SystemExit(3)",
-        "hangs": hangs,
-        "works": "print('hello')",
-    }
+    commands = {"fails": "raise SystemExit(3)", "hangs": hangs, "works": "print('hello')"}
     monkeypatch.setattr(
         gpu, "PIECES", {n: gpu.Piece(n, 2.0, ("-c", c)) for n, c in commands.items()}
     )
@@ -136,9 +130,7 @@ def test_a_feature_that_fails_or_hangs_says_how_and_the_others_go_on(
     monkeypatch.setattr(sys, "argv", ["smoke.py", *map(str, words)])
     assert smoke.main() == 1
     said = capsys.readouterr().out
-    assert re.search(
-        r"^FAIL fails +[\d.]+ s  status 1: RuntimeError: no such GPU", said, re.M
-    )
+    assert re.search(r"^FAIL fails +[\d.]+ s  status 1: RuntimeError: no such GPU", said, re.M)
     assert re.search(r"^FAIL hangs +[\d.]+ s  still running after 3 s", said, re.M)
     assert "in waits_for_ever" in said
     assert re.search(r"^ok +works +[\d.]+ s  it works", said, re.M)

@@ -31,12 +31,7 @@ from stronghold.errors import CheckpointError, ConfigError
 from stronghold.tools import merge
 from stronghold.tools.cli import main
 from tests.models.families import llama_of
-from tests.support.stored_weights import (
-    fp8_settings,
-    fp8_tensors,
-    mxfp4_tensors,
-    rewrite,
-)
+from tests.support.stored_weights import fp8_settings, fp8_tensors, mxfp4_tensors, rewrite
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -68,9 +63,7 @@ def gpt_oss(**options: Any) -> nn.Module:
 
 
 def qwen3_moe() -> nn.Module:
-    return Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(num_experts=4, moe_intermediate_size=16, **SHAPE)
-    )
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(num_experts=4, moe_intermediate_size=16, **SHAPE))
 
 
 def lora(*targets: str, **options: Any) -> Any:
@@ -92,27 +85,16 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "embedding": (llama, functools.partial(lora, "embed_tokens", "v_proj")),
     "head and norms": (
         llama,
-        functools.partial(
-            lora, "v_proj", modules_to_save=["lm_head", "input_layernorm"]
-        ),
+        functools.partial(lora, "v_proj", modules_to_save=["lm_head", "input_layernorm"]),
     ),
     "tied": (TIED, lora),
     "tied, embedding": (TIED, functools.partial(lora, "embed_tokens")),
-    "tied, head kept": (
-        TIED,
-        functools.partial(lora, "v_proj", modules_to_save=["lm_head"]),
-    ),
-    "trained tokens": (
-        TIED,
-        functools.partial(lora, "v_proj", trainable_token_indices=[1, 5]),
-    ),
+    "tied, head kept": (TIED, functools.partial(lora, "v_proj", modules_to_save=["lm_head"])),
+    "trained tokens": (TIED, functools.partial(lora, "v_proj", trainable_token_indices=[1, 5])),
     "gpt-oss": (gpt_oss, experts),
     "gpt-oss, attention alone": (gpt_oss, lora),
     "qwen3-moe": (qwen3_moe, experts),
-    "loha": (
-        llama,
-        lambda: peft.LoHaConfig(r=2, target_modules=["q_proj"], init_weights=False),
-    ),
+    "loha": (llama, lambda: peft.LoHaConfig(r=2, target_modules=["q_proj"], init_weights=False)),
     "ia3": (
         llama,
         lambda: peft.IA3Config(
@@ -129,9 +111,7 @@ def saved(tmp_path: Path) -> Callable[..., tuple[Path, Path]]:
     """Directories of a base and of adapters on it, whose values are no initial ones."""
 
     def save(
-        make: Callable[[], nn.Module],
-        settings: Any,
-        dtype: torch.dtype = torch.bfloat16,
+        make: Callable[[], nn.Module], settings: Any, dtype: torch.dtype = torch.bfloat16
     ) -> tuple[Path, Path]:
         torch.manual_seed(0)
         make().to(dtype).save_pretrained(tmp_path / "base", max_shard_size="6KB")
@@ -161,9 +141,7 @@ def merged_by_peft(base: Path, adapters: Path, out: Path) -> dict[str, torch.Ten
     return tensors(out)
 
 
-def merged_from_decoded(
-    base: Path, adapters: Path, out: Path
-) -> dict[str, torch.Tensor]:
+def merged_from_decoded(base: Path, adapters: Path, out: Path) -> dict[str, torch.Tensor]:
     """As `merged_by_peft`. Transformers would quantise such a model again when it is saved. So a
     model that was never quantised saves the values."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
@@ -196,9 +174,7 @@ def test_the_merged_model_is_the_one_that_peft_merges(
 ) -> None:
     make, settings = CASES[case]
     base, adapters = saved(make, settings(), dtype)
-    files = merge.export_merged(
-        adapters, tmp_path / "out", max_shard_bytes=6_000, model_dir=base
-    )
+    files = merge.export_merged(adapters, tmp_path / "out", max_shard_bytes=6_000, model_dir=base)
     assert tmp_path / "out" / "model.safetensors.index.json" in files
     merged = tensors(tmp_path / "out")
     expected = merged_by_peft(base, adapters, tmp_path / "whole")
@@ -207,21 +183,16 @@ def test_the_merged_model_is_the_one_that_peft_merges(
         assert value.dtype is expected[name].dtype, name
         assert torch.equal(value, expected[name]), name
     untrained = tensors(base)
-    assert any(
-        not torch.equal(value, merged[name]) for name, value in untrained.items()
-    )
+    assert any(not torch.equal(value, merged[name]) for name, value in untrained.items())
     described, whole = (
-        json.loads((tmp_path / folder / "config.json").read_text())
-        for folder in ("out", "whole")
+        json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("out", "whole")
     )
     assert described["dtype"] == whole["dtype"]
     assert described.get("tie_word_embeddings") == whole.get("tie_word_embeddings")
 
 
 @pytest.mark.parametrize(
-    "make",
-    [llama, pytest.param(qwen3_moe, marks=pytest.mark.slow)],
-    ids=["llama", "qwen3-moe"],
+    "make", [llama, pytest.param(qwen3_moe, marks=pytest.mark.slow)], ids=["llama", "qwen3-moe"]
 )
 def test_a_base_in_fp8_is_decoded_and_merged(
     make: Callable[[], nn.Module], saved: Any, tmp_path: Path
@@ -232,9 +203,7 @@ def test_a_base_in_fp8_is_decoded_and_merged(
     for path in base.glob("*.safetensors*"):
         path.unlink()
     rewrite(base, stored, fp8_settings(FP8_BLOCK))
-    merge.export_merged(
-        adapters, tmp_path / "out", max_shard_bytes=6_000, model_dir=base
-    )
+    merge.export_merged(adapters, tmp_path / "out", max_shard_bytes=6_000, model_dir=base)
     merged = tensors(tmp_path / "out")
     expected = merged_from_decoded(base, adapters, tmp_path / "whole")
     assert merged.keys() == expected.keys()
@@ -255,28 +224,20 @@ def test_a_base_in_mxfp4_is_decoded_and_merged(saved: Any, tmp_path: Path) -> No
         path.unlink()
     settings = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
     rewrite(base, stored, settings)
-    merge.export_merged(
-        adapters, tmp_path / "out", max_shard_bytes=6_000, model_dir=base
-    )
+    merge.export_merged(adapters, tmp_path / "out", max_shard_bytes=6_000, model_dir=base)
     merged = tensors(tmp_path / "out")
     expected = merged_from_decoded(base, adapters, tmp_path / "whole")
     assert merged.keys() == expected.keys()
     assert all(torch.equal(value, expected[name]) for name, value in merged.items())
 
 
-def test_the_merged_model_opens_and_computes_as_peft(
-    saved: Any, tmp_path: Path
-) -> None:
+def test_the_merged_model_opens_and_computes_as_peft(saved: Any, tmp_path: Path) -> None:
     base, adapters = saved(qwen3_moe, experts())
     command = ["export", "--merge", adapters, tmp_path / "out", "--model-dir", base]
     assert main([*map(str, command), "--max-shard-size", "6kB"]) == 0
     tokens = torch.arange(12).view(1, 12)
     whole = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
-    expected = (
-        peft.PeftModel.from_pretrained(whole, adapters)
-        .merge_and_unload()(tokens)
-        .logits
-    )
+    expected = peft.PeftModel.from_pretrained(whole, adapters).merge_and_unload()(tokens).logits
     for opened in (
         AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16),
         stronghold.initialize(
@@ -319,22 +280,14 @@ def measure(folder: str) -> None:
         for name, value in peft.get_peft_model_state_dict(model).items()
     }
     model.save_pretrained(work / "adapters", state_dict=with_adapter(adapters))
-    whole = 2 * sum(
-        p.numel() for name, p in model.named_parameters() if "lora" not in name
-    )
+    whole = 2 * sum(p.numel() for name, p in model.named_parameters() if "lora" not in name)
     merge.export_merged(
-        work / "adapters",
-        work / "first",
-        max_shard_bytes=ONE_SHARD,
-        model_dir=work / "base",
+        work / "adapters", work / "first", max_shard_bytes=ONE_SHARD, model_dir=work / "base"
     )  # imports and caches
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
     before = status("VmRSS")
     merge.export_merged(
-        work / "adapters",
-        work / "out",
-        max_shard_bytes=ONE_SHARD,
-        model_dir=work / "base",
+        work / "adapters", work / "out", max_shard_bytes=ONE_SHARD, model_dir=work / "base"
     )
     print(json.dumps({"grown": status("VmHWM") - before, "whole": whole, "layers": 16}))
 
@@ -342,9 +295,7 @@ def measure(folder: str) -> None:
 def with_adapter(tensors_of_file: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The names that a state dict has for the names of a file of adapters."""
     return {
-        name.replace("lora_A.", "lora_A.default.").replace(
-            "lora_B.", "lora_B.default."
-        ): value
+        name.replace("lora_A.", "lora_A.default.").replace("lora_B.", "lora_B.default."): value
         for name, value in tensors_of_file.items()
     }
 
@@ -352,9 +303,7 @@ def with_adapter(tensors_of_file: dict[str, torch.Tensor]) -> dict[str, torch.Te
 @pytest.mark.slow
 def test_no_more_than_one_layer_is_in_memory(tmp_path: Path) -> None:
     """A layer, the fp32 product of one adapter, and the pieces that are written."""
-    code = (
-        "import sys; from tests.tools.test_merge import measure; measure(sys.argv[1])"
-    )
+    code = "import sys; from tests.tools.test_merge import measure; measure(sys.argv[1])"
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)],
         cwd=ROOT,
@@ -379,9 +328,7 @@ def refused(match: str, adapters: Path, out: Path, **options: Any) -> None:
     assert not out.exists()
 
 
-def test_adapters_and_bases_that_do_not_fit_are_refused(
-    saved: Any, tmp_path: Path
-) -> None:
+def test_adapters_and_bases_that_do_not_fit_are_refused(saved: Any, tmp_path: Path) -> None:
     base, adapters = saved(llama, lora("q_proj"))
     out = tmp_path / "out"
     refused("has no adapter_config.json", base, out)
@@ -396,9 +343,7 @@ def test_adapters_and_bases_that_do_not_fit_are_refused(
     llama_of(24, 52, 3, 2, 1, VOCABULARY).save_pretrained(tmp_path / "quantised")
     file = tmp_path / "quantised" / "config.json"
     quantised = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    file.write_text(
-        json.dumps(json.loads(file.read_text()) | {"quantization_config": quantised})
-    )
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": quantised}))
     refused(
         "its weights are quantised as 'bitsandbytes', and a merge adds",
         adapters,
@@ -420,8 +365,6 @@ def test_options_of_checkpoints_do_not_belong_to_a_merge(
 ) -> None:
     command = ["export", "--merge", str(tmp_path), str(tmp_path / "out")]
     assert main([*command, "--to", "zero-stage2"]) == 2
-    assert (
-        "--to: is of checkpoints, and --merge takes adapters" in capsys.readouterr().err
-    )
+    assert "--to: is of checkpoints, and --merge takes adapters" in capsys.readouterr().err
     assert main([*command, "--tag", "last"]) == 2
     assert "--tag: is of checkpoints" in capsys.readouterr().err

@@ -37,13 +37,7 @@ SCREEN_LINES = 44  # of a usual window
 MOST_IDEA_LINES = SCREEN_LINES * 3 // 2
 LONG_SENTENCE = 9  # words; a shorter one may stand on two pages
 # Pages whose Python another test runs.
-RUN_ELSEWHERE = {
-    "README.md",
-    "adapters.md",
-    "frameworks.md",
-    "rollouts.md",
-    "upstream.md",
-}
+RUN_ELSEWHERE = {"README.md", "adapters.md", "frameworks.md", "rollouts.md", "upstream.md"}
 
 
 def text_of(path: Path) -> str:
@@ -65,9 +59,7 @@ def test_no_sentence_stands_on_two_pages() -> None:
 
 
 @pytest.mark.parametrize("path", sorted((DOCS / "ideas").glob("*.md")), ids=name_of)
-def test_an_idea_takes_a_screen_and_a_half_and_has_a_picture_or_a_table(
-    path: Path,
-) -> None:
+def test_an_idea_takes_a_screen_and_a_half_and_has_a_picture_or_a_table(path: Path) -> None:
     text = text_of(path)
     assert len(text.splitlines()) <= MOST_IDEA_LINES
     assert re.search(r"^\||^```\n|^!\[", text, re.MULTILINE)
@@ -75,21 +67,12 @@ def test_an_idea_takes_a_screen_and_a_half_and_has_a_picture_or_a_table(
 
 def test_the_sites_table_of_contents_has_every_page_once() -> None:
     listed = re.findall(r"([\w/]+\.md)$", text_of(ROOT / "mkdocs.yml"), re.MULTILINE)
-    assert sorted(listed) == sorted(
-        str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")
-    )
+    assert sorted(listed) == sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
 
 
 def test_the_page_of_environment_variables_has_all_of_them() -> None:
-    sources = [
-        *(ROOT / "stronghold").rglob("*.py"),
-        *(ROOT / "kernels" / "src").glob("*.cpp"),
-    ]
-    read = {
-        name
-        for path in sources
-        for name in re.findall(r'"(STRONGHOLD_\w+)"', text_of(path))
-    }
+    sources = [*(ROOT / "stronghold").rglob("*.py"), *(ROOT / "kernels" / "src").glob("*.cpp")]
+    read = {name for path in sources for name in re.findall(r'"(STRONGHOLD_\w+)"', text_of(path))}
     listed = set(re.findall(r"`(STRONGHOLD_\w+)`", text_of(DOCS / "environment.md")))
     assert listed == read
 
@@ -98,9 +81,7 @@ def test_the_page_of_environment_variables_has_all_of_them() -> None:
 def test_the_files_that_a_page_for_developers_names_exist(path: Path) -> None:
     folders = "stronghold|tests|kernels|scripts|benchmarks|examples"
     named = re.findall(rf"`((?:{folders})/[\w./-]+)`", text_of(path))
-    assert [
-        name for name in named if "NAME" not in name and not (ROOT / name).exists()
-    ] == []
+    assert [name for name in named if "NAME" not in name and not (ROOT / name).exists()] == []
 
 
 # -- blocks that run --------------------------------------------------------------------------
@@ -196,18 +177,13 @@ def make_model() -> nn.Module:
     """A tiny Llama in bf16, with the same weights each time."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
-    config = LlamaConfig(
-        vocab_size=64, num_hidden_layers=3, num_key_value_heads=2, **sizes
-    )
+    config = LlamaConfig(vocab_size=64, num_hidden_layers=3, num_key_value_heads=2, **sizes)
     return LlamaForCausalLM(config).to(torch.bfloat16)
 
 
 def run_command(command: str) -> None:
     """Run a command of `stronghold`, and read the others as their own parsers do."""
-    words, may_fail = (
-        shlex.split(command.removesuffix(" || true")),
-        command.endswith(" || true"),
-    )
+    words, may_fail = (shlex.split(command.removesuffix(" || true")), command.endswith(" || true"))
     if command in KNOWN:
         return
     if words[0] == "stronghold":
@@ -238,11 +214,7 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reader]:
 # CI has a step of its own for them
 SLOW = {"how_to/full_8b_24gb.md", "how_to/quantised_bases.md"}
 PAGES_TO_PERFORM = [
-    pytest.param(
-        path,
-        id=name_of(path),
-        marks=[pytest.mark.slow] if name_of(path) in SLOW else [],
-    )
+    pytest.param(path, id=name_of(path), marks=[pytest.mark.slow] if name_of(path) in SLOW else [])
     for path in PERFORMED
 ]
 
@@ -261,9 +233,7 @@ def test_the_rates_of_8b_are_those_of_the_results() -> None:
     page = text_of(DOCS / "how_to" / "full_8b_24gb.md")
     (link,) = re.findall(r"\]\((\.\./\.\./benchmarks/results/what-fits[^)]*)\)", page)
     results = text_of(DOCS / "how_to" / link)
-    rows = re.findall(
-        r"^\| RTX 4090.*\| Llama 3\.1 8B \| all weights.*$", results, re.MULTILINE
-    )
+    rows = re.findall(r"^\| RTX 4090.*\| Llama 3\.1 8B \| all weights.*$", results, re.MULTILINE)
     predicted = [row.split("|")[5].strip() for row in rows]
     named = re.findall(r"\| ([\d,]+) \|$", page, re.MULTILINE)
     assert sorted(named) == sorted(predicted)
@@ -276,16 +246,12 @@ def test_the_least_gpu_memory_of_8b_is_the_pages_figure(
     page = text_of(DOCS / "how_to" / "full_8b_24gb.md")
     sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
     heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
-    config = LlamaConfig(
-        vocab_size=128256, architectures=["LlamaForCausalLM"], **sizes, **heads
-    )
+    config = LlamaConfig(vocab_size=128256, architectures=["LlamaForCausalLM"], **sizes, **heads)
     config.save_pretrained(reader.folder / "DIR")
     (command,) = re.findall(r"^(stronghold plan .*) \|\| true$", page, re.MULTILINE)
     assert cli.main(shlex.split(command)[1:]) == 1
     (least,) = re.findall(r"it is \*\*(.* GiB)\*\*", page)
-    assert f"gpu_memory to at least {least}" in " ".join(
-        capsys.readouterr().out.split()
-    )
+    assert f"gpu_memory to at least {least}" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("path", OTHER_PYTHON, ids=name_of)

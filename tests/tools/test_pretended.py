@@ -116,8 +116,7 @@ assert free()[0] > free()[0]
 """
 
 can_pretend = pytest.mark.skipif(
-    torch.version.cuda is not None
-    or not torch.__version__.startswith(f"{install.TORCH}."),
+    torch.version.cuda is not None or not torch.__version__.startswith(f"{install.TORCH}."),
     reason=f"the pretended device needs torch {install.TORCH} without CUDA",
 )
 
@@ -138,13 +137,11 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 @pytest.mark.slow
 def test_laws_of_the_cuda_path_pass_on_the_pretended_device() -> None:
     laws = [f"tests/gpu/test_{law}" for law in LAWS]
-    result = run(
-        "-m", "pytest", "-q", "-p", "tests.pretended.plugin", "-m", "gpu", *laws
-    )
+    result = run("-m", "pytest", "-q", "-p", "tests.pretended.plugin", "-m", "gpu", *laws)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert re.search(
-        rf"^{sum(LAWS.values())} passed in", result.stdout, re.MULTILINE
-    ), result.stdout
+    assert re.search(rf"^{sum(LAWS.values())} passed in", result.stdout, re.MULTILINE), (
+        result.stdout
+    )
 
 
 @can_pretend
@@ -153,9 +150,7 @@ def test_laws_of_the_cuda_path_pass_on_the_pretended_device() -> None:
 def test_what_a_gpu_refuses_dies_on_the_pretended_device(mistake: str) -> None:
     begin = "from tests.pretended.install import install; install(); import torch"
     result = run("-c", f"{begin}; there = torch.ones(3, device='cuda')\n{mistake}")
-    assert result.returncode == (1 if MISTAKES[mistake] else -signal.SIGSEGV), (
-        result.stderr
-    )
+    assert result.returncode == (1 if MISTAKES[mistake] else -signal.SIGSEGV), result.stderr
     assert re.search(MISTAKES[mistake], result.stderr), result.stderr
 
 
@@ -171,9 +166,7 @@ def test_what_a_gpu_refuses_dies_on_the_pretended_device(mistake: str) -> None:
     ],
     ids=["workspaces", "attention", "flash first", "neighbour"],
 )
-def test_it_does_what_torchs_cuda_does_unasked(
-    program: str, environment: dict[str, str]
-) -> None:
+def test_it_does_what_torchs_cuda_does_unasked(program: str, environment: dict[str, str]) -> None:
     begin = "import os; from tests.pretended import install; install.install(); import torch"
     result = run("-c", f"{begin}\n{program}", **environment)
     assert result.returncode == 0, result.stderr
@@ -181,14 +174,10 @@ def test_it_does_what_torchs_cuda_does_unasked(
 
 def test_launches_have_the_tables_of_triton_programs() -> None:
     source = (ROOT / "stronghold/optim/triton_programs.py").read_text(encoding="utf-8")
-    rows = re.search(
-        r"^ROWS: tl.constexpr = tl.constexpr\((\d+)\)", source, re.MULTILINE
-    )
+    rows = re.search(r"^ROWS: tl.constexpr = tl.constexpr\((\d+)\)", source, re.MULTILINE)
     assert rows is not None
     assert int(rows[1]) == kernels.ROWS
-    formulas = re.findall(
-        r'^    "(\w+)": Formula\(\w+, num_moments=(\d)\)', source, re.MULTILINE
-    )
+    formulas = re.findall(r'^    "(\w+)": Formula\(\w+, num_moments=(\d)\)', source, re.MULTILINE)
     assert {name: int(number) for name, number in formulas} == kernels.NUM_MOMENTS
 
 
@@ -219,9 +208,7 @@ def test_one_rank_gathers_and_takes_means_on_the_pretended_device() -> None:
     begin = "from tests.pretended.install import install; install(); import sys, tests.conftest"
     groups = "from tests.pretended import process_groups; process_groups.install()"
     feature = "sys.path.append('benchmarks'); from smoke_features import FEATURES"
-    result = run(
-        "-c", f"{begin}; {groups}; {feature}; print(FEATURES['nccl'].run('cuda'))"
-    )
+    result = run("-c", f"{begin}; {groups}; {feature}; print(FEATURES['nccl'].run('cuda'))")
     assert result.returncode == 0, result.stdout + result.stderr
 
 
@@ -259,17 +246,13 @@ def test_a_lane_that_makes_a_communicator_is_refused_on_the_pretended_device() -
 
 
 def test_it_is_not_installed_where_torch_has_looked_for_a_gpu() -> None:
-    with pytest.raises(
-        install.Refused, match=r"before torch is imported|written for torch"
-    ):
+    with pytest.raises(install.Refused, match=r"before torch is imported|written for torch"):
         install.install()
 
 
 def test_another_torch_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "version", lambda name: "2.14.1+cpu")
-    with pytest.raises(
-        install.Refused, match=r"^.*for torch 2\.13, here is torch 2\.14\.1\+cpu$"
-    ):
+    with pytest.raises(install.Refused, match=r"^.*for torch 2\.13, here is torch 2\.14\.1\+cpu$"):
         install.install()
 
 

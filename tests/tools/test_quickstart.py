@@ -63,23 +63,12 @@ class Ran:
 
     @property
     def progress(self) -> list[str]:
-        return [
-            line
-            for line in self.output.splitlines()
-            if re.search(r": \d+ of \d+, ", line)
-        ]
+        return [line for line in self.output.splitlines() if re.search(r": \d+ of \d+, ", line)]
 
 
 def run(folder: Path, clock: Callable[[], float], *arguments: str) -> Ran:
     output = io.StringIO()
-    given = [
-        "--deepspeed_config",
-        CONFIG,
-        "--tiny",
-        "--output",
-        str(folder),
-        *arguments,
-    ]
+    given = ["--deepspeed_config", CONFIG, "--tiny", "--output", str(folder), *arguments]
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         status = module("quickstart").main(given, clock=clock)
     summary = json.loads((folder / "summary.json").read_text())
@@ -100,29 +89,14 @@ def test_a_slow_machine_trains_fewer_steps_and_ends_in_time(slow_run: Ran) -> No
     assert slow_run.summary["seconds"] < COMMAND_S
     steps = len(slow_run.summary["losses"])
     assert 2 <= steps < 250
-    assert f"after {steps} steps in" in slow_run.words, (
-        "the held-out loss names its steps"
-    )
+    assert f"after {steps} steps in" in slow_run.words, "the held-out loss names its steps"
     config = json.loads((slow_run.folder / "config.json").read_text())
     assert config["scheduler"]["params"]["total_num_steps"] >= steps
 
 
-def test_the_comparison_comes_before_the_training_and_all_is_said_before(
-    slow_run: Ran,
-) -> None:
-    texts = [
-        "a step takes",
-        "in all about",
-        "losses are equal, bit for bit",
-        "every peak is what",
-    ]
-    texts += [
-        "2. time of a step",
-        "3. a ",
-        "4. training",
-        "loss on held-out text",
-        "written to",
-    ]
+def test_the_comparison_comes_before_the_training_and_all_is_said_before(slow_run: Ran) -> None:
+    texts = ["a step takes", "in all about", "losses are equal, bit for bit", "every peak is what"]
+    texts += ["2. time of a step", "3. a ", "4. training", "loss on held-out text", "written to"]
     at = [slow_run.words.index(text) for text in [*texts, "next:"]]
     assert at == sorted(at)
 
@@ -134,9 +108,7 @@ def test_the_output_fits_a_screen_and_a_file(slow_run: Ran) -> None:
     assert len(lines) - len(slow_run.progress) <= SCREEN_LINES - SET_UP_LINES
 
 
-def test_a_machine_too_slow_for_the_model_says_so_and_takes_fewer_steps(
-    tmp_path: Path,
-) -> None:
+def test_a_machine_too_slow_for_the_model_says_so_and_takes_fewer_steps(tmp_path: Path) -> None:
     ran = run(tmp_path, faster(2000.0))
     assert ran.status == 0, ran.output
     assert "this machine is too slow" in ran.words
@@ -147,9 +119,7 @@ def test_a_machine_too_slow_for_the_model_says_so_and_takes_fewer_steps(
 
 
 def test_given_steps_are_taken_exactly_however_slow_the_machine(tmp_path: Path) -> None:
-    ran = run(
-        tmp_path, faster(2000.0), "--steps", "5", "--compare-steps", "3", "--no-timing"
-    )
+    ran = run(tmp_path, faster(2000.0), "--steps", "5", "--compare-steps", "3", "--no-timing")
     assert ran.status == 0, ran.output
     assert len(ran.summary["losses"]) == 5
     assert len(ran.summary["plain_losses"]) == 3
@@ -198,11 +168,7 @@ def test_what_fits_keeps_to_the_time(step_s: float) -> None:
         assert seconds <= 150.0
         assert training.steps >= pace.FEW or step_s > 3.0
     if step_s <= 0.03:  # a fast machine takes all there is
-        assert (fitted.compared_steps, fitted.chunked_steps, training.steps) == (
-            20,
-            40,
-            250,
-        )
+        assert (fitted.compared_steps, fitted.chunked_steps, training.steps) == (20, 40, 250)
         assert len(training.evaluated_after) == len(pace.EVALUATED_AT)
         assert seconds < 60.0
     assert training.evaluated_after[-1] == training.steps
@@ -223,9 +189,7 @@ def test_two_slow_cores_have_time_for_every_part(step_s: float) -> None:
 def test_durations_in_words_claim_no_more_than_an_estimate_knows() -> None:
     in_words = module("pace").in_words
     words = ["1 s", "9 s", "10 s", "55 s", "1 min", "2 min 30 s", "5 min", "17 min"]
-    assert [
-        in_words(s) for s in (0.2, 9.4, 11.0, 54.0, 58.0, 148.0, 304.0, 1019.0)
-    ] == words
+    assert [in_words(s) for s in (0.2, 9.4, 11.0, 54.0, 58.0, 148.0, 304.0, 1019.0)] == words
 
 
 # -- progress -------------------------------------------------------------------------------------
@@ -236,9 +200,7 @@ class Terminal(io.StringIO):
 
 def test_progress_in_a_file_is_a_line_every_ten_seconds_with_an_estimate() -> None:
     now, file = [100.0], io.StringIO()
-    with module("progress").progress(
-        20, "training", file=file, clock=lambda: now[0]
-    ) as bar:
+    with module("progress").progress(20, "training", file=file, clock=lambda: now[0]) as bar:
         for step in range(1, 21):
             now[0] += 3.0
             bar.set_postfix_str(f"loss {step}", refresh=False)
@@ -261,9 +223,7 @@ def test_steps_done_before_are_no_part_of_the_estimate() -> None:
 
 def test_progress_that_ends_within_ten_seconds_has_no_line() -> None:
     now, file = [0.0], io.StringIO()
-    with module("progress").progress(
-        3, "short", file=file, clock=lambda: now[0]
-    ) as bar:
+    with module("progress").progress(3, "short", file=file, clock=lambda: now[0]) as bar:
         for _ in range(3):
             now[0] += 3.0
             bar.update()
@@ -283,10 +243,7 @@ def test_progress_on_a_terminal_is_one_line_that_disappears() -> None:
 
 # -- equal bits -----------------------------------------------------------------------------------
 # Attention, and the way in which it is no kernel, but products and a softmax.
-WRITTEN_OUT = {
-    "aten::scaled_dot_product_attention",
-    "aten::_scaled_dot_product_attention_math",
-}
+WRITTEN_OUT = {"aten::scaled_dot_product_attention", "aten::_scaled_dot_product_attention_math"}
 
 
 @pytest.mark.slow
@@ -309,33 +266,16 @@ def test_the_compared_loops_write_attention_out(tmp_path: Path) -> None:
 def environment(**more: str) -> dict[str, str]:
     """This one, without what a launcher sets."""
     launchers = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-    return {
-        key: value for key, value in os.environ.items() if key not in launchers
-    } | more
+    return {key: value for key, value in os.environ.items() if key not in launchers} | more
 
 
 @pytest.mark.slow
 def test_it_runs_under_the_launcher_without_the_set_up(tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "1"]
     launcher += ["--master_addr", "127.0.0.1", "--master_port", str(free_port())]
-    script = [
-        "scripts/quickstart.py",
-        "--deepspeed_config",
-        CONFIG,
-        "--output",
-        str(tmp_path),
-    ]
+    script = ["scripts/quickstart.py", "--deepspeed_config", CONFIG, "--output", str(tmp_path)]
     result = subprocess.run(
-        [
-            *launcher,
-            *script,
-            "--tiny",
-            "--no-timing",
-            "--steps",
-            "2",
-            "--compare-steps",
-            "2",
-        ],
+        [*launcher, *script, "--tiny", "--no-timing", "--steps", "2", "--compare-steps", "2"],
         cwd=ROOT,
         env=environment(),
         capture_output=True,
@@ -349,13 +289,7 @@ def test_it_runs_under_the_launcher_without_the_set_up(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_ends_the_training_and_keeps_what_it_has(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-u",
-        "scripts/quickstart.py",
-        "--deepspeed_config",
-        CONFIG,
-    ]
+    command = [sys.executable, "-u", "scripts/quickstart.py", "--deepspeed_config", CONFIG]
     command += ["--tiny", "--no-timing", "--steps", "100000", "--compare-steps", "2"]
     process = subprocess.Popen(
         [*command, "--output", str(tmp_path)],

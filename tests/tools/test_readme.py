@@ -28,8 +28,7 @@ SEARCH_PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 # Each command of these pages, and a shorter run of it; None: another test runs it.
 QUICK = ["--tiny", "--steps", "3", "--compare-steps", "2", "--no-timing"]
 PLAN = (
-    "stronghold plan --layers 32 --hidden 4096 --heads 32 --vocab 50304 "
-    "--machine rtx4090 --batch 8"
+    "stronghold plan --layers 32 --hidden 4096 --heads 32 --vocab 50304 --machine rtx4090 --batch 8"
 )
 LORA = "scripts/finetune --model BASE --data FILE --config 8b_24gb_ram --lora 16"
 FAST_VARIANTS = {
@@ -66,9 +65,7 @@ def blocks(language: str) -> list[str]:
 
 def commands() -> set[str]:
     """Commands in `bash` blocks of the README and of docs/. test_pages performs the others."""
-    texts = [
-        path.read_text(encoding="utf-8") for path in PAGES if path not in PERFORMED
-    ]
+    texts = [path.read_text(encoding="utf-8") for path in PAGES if path not in PERFORMED]
     bodies = [body for text in texts for body in fenced(text, "bash")]
     return {command for body in bodies for command in commands_of(body)}
 
@@ -79,22 +76,14 @@ def run(command: list[str], folder: Path = ROOT) -> str:
         # a launcher's, which the command would take for its own
         environment.pop(name, None)
     result = subprocess.run(
-        command,
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
     )
-    assert result.returncode == 0, (
-        f"{shlex.join(command)}\n{result.stdout}\n{result.stderr}"
-    )
+    assert result.returncode == 0, f"{shlex.join(command)}\n{result.stdout}\n{result.stderr}"
     return result.stdout
 
 
 needs_set_up = pytest.mark.skipif(
-    not (ROOT / ".venv" / "stronghold.stamp").exists(),
-    reason="scripts/_setup has not been run",
+    not (ROOT / ".venv" / "stronghold.stamp").exists(), reason="scripts/_setup has not been run"
 )
 
 
@@ -109,11 +98,7 @@ def test_the_readme_is_short() -> None:
 @needs_set_up
 def test_the_quickstart_learns_compares_and_leaves_its_pictures(tmp_path: Path) -> None:
     command = FAST_VARIANTS["scripts/quickstart"]
-    before = (
-        set(Path("/dev/shm").glob("deepspeed_*"))
-        if Path("/dev/shm").exists()
-        else set()
-    )
+    before = set(Path("/dev/shm").glob("deepspeed_*")) if Path("/dev/shm").exists() else set()
     output = run([*command, "--output", str(tmp_path)])
     assert "losses are equal, bit for bit" in output
     assert "every peak is what was planned" in output
@@ -147,13 +132,9 @@ def test_the_code_of_the_readme_trains_and_its_trace_draws(
     """The README's Python with its own JSON; a small model stands for the one it downloads."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
-    config = LlamaConfig(
-        vocab_size=64, num_hidden_layers=4, num_key_value_heads=2, **sizes
-    )
+    config = LlamaConfig(vocab_size=64, num_hidden_layers=4, num_key_value_heads=2, **sizes)
     small = LlamaForCausalLM(config).to(torch.bfloat16)
-    monkeypatch.setattr(
-        "transformers.AutoModelForCausalLM.from_pretrained", lambda *_, **__: small
-    )
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", lambda *_, **__: small)
     monkeypatch.chdir(tmp_path)
     (code,), (section,) = blocks("python"), blocks("json")
     Path("ds_config.json").write_text(section)
@@ -166,9 +147,7 @@ def test_the_code_of_the_readme_trains_and_its_trace_draws(
     assert not torch.equal(small.lm_head.weight.cpu(), before)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-    (command,) = [
-        shlex.split(line) for line in commands() if line.startswith("stronghold trace")
-    ]
+    (command,) = [shlex.split(line) for line in commands() if line.startswith("stronghold trace")]
     if shutil.which(command[0], path=SEARCH_PATH) is None:
         pytest.skip("the command is not in PATH")
     run(command, folder=tmp_path)
@@ -176,9 +155,7 @@ def test_the_code_of_the_readme_trains_and_its_trace_draws(
 
 
 def test_the_packages_page_is_the_readme_without_links_that_lead_nowhere() -> None:
-    made = runpy.run_path(str(ROOT / "scripts" / "long_description.py"))[
-        "dynamic_metadata"
-    ]({}, {})
+    made = runpy.run_path(str(ROOT / "scripts" / "long_description.py"))["dynamic_metadata"]({}, {})
     page = made["readme"]["text"]
     assert re.findall(r"\]\((?!https?://)", README), "there is something to leave out"
     assert not re.findall(r"\]\((?!https?://)", page)
@@ -224,9 +201,7 @@ def test_links_lead_somewhere(path: Path) -> None:
 
 def anchors(path: Path) -> set[str]:
     """Anchors of a page's headings, as the site makes them."""
-    headings = re.findall(
-        r"^#+ (.*)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE
-    )
+    headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
     plain = (re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in headings)
     return {re.sub(r"[-\s]+", "-", heading) for heading in plain}
 
@@ -234,17 +209,7 @@ def anchors(path: Path) -> set[str]:
 @pytest.mark.slow
 @needs_set_up
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    run(
-        [
-            sys.executable,
-            "-m",
-            "mkdocs",
-            "build",
-            "--quiet",
-            "--site-dir",
-            str(tmp_path),
-        ]
-    )
+    run([sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path)])
     for name in ("index.html", "benchmarks/adam.html", "api.html"):
         assert (tmp_path / name).stat().st_size > 0
 
@@ -253,6 +218,4 @@ def test_the_files_that_the_architecture_names_exist() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
     named = set(re.findall(r"`((?:\w+/)*\w+\.py)`", text))
     assert len(named) > 10
-    assert [
-        name for name in sorted(named) if not (ROOT / "stronghold" / name).is_file()
-    ] == []
+    assert [name for name in sorted(named) if not (ROOT / "stronghold" / name).is_file()] == []

@@ -37,9 +37,7 @@ class Receiver:
         for name, tensor in weights:
             own[name].copy_(tensor)
 
-    def update_weights_from_tensor(
-        self, named_tensors: list[tuple[str, torch.Tensor]]
-    ) -> None:
+    def update_weights_from_tensor(self, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
         self.longest = max(self.longest, len(named_tensors))
         self.load_weights(named_tensors)
 
@@ -56,19 +54,14 @@ def base() -> Any:
 
 
 def tokens(seed: int) -> torch.Tensor:
-    return torch.randint(
-        2, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(seed)
-    )
+    return torch.randint(2, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(seed))
 
 
 def test_the_programs_of_the_page_run() -> None:
-    blocks = "".join(fenced(PAGE, "python")).replace(
-        "from itertools import batched\n", ""
-    )
+    blocks = "".join(fenced(PAGE, "python")).replace("from itertools import batched\n", "")
     targets = peft.LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj"])
     engine = initialized(
-        peft.get_peft_model(base(), targets),
-        config(section={"window": 1, "dtypes": "own"}),
+        peft.get_peft_model(base(), targets), config(section={"window": 1, "dtypes": "own"})
     )
     batch = {"input_ids": tokens(0), "labels": tokens(0)}
     engine.backward(loss_of(engine(**batch)))
@@ -85,12 +78,8 @@ def test_the_programs_of_the_page_run() -> None:
     }
     separate, merged = blocks.split("generator.load_weights(engine.named_weights(dtype")
     exec(separate, names)
-    request = RolloutRequest(
-        prompt_ids=tokens(1), prompt_attention_mask=torch.ones_like(tokens(1))
-    )
-    sampled = names["rollout"].generate(
-        request, SamplingConfig(max_new_tokens=3, temperature=0.0)
-    )
+    request = RolloutRequest(prompt_ids=tokens(1), prompt_attention_mask=torch.ones_like(tokens(1)))
+    sampled = names["rollout"].generate(request, SamplingConfig(max_new_tokens=3, temperature=0.0))
     assert sampled.input_ids.shape == (2, 12)
     assert server.longest == 16
     for name, value in engine.module.state_dict().items():

@@ -87,12 +87,7 @@ def test_the_tests_run_on_every_python_that_the_package_names() -> None:
 
 
 def test_a_command_that_does_not_exist_is_seen() -> None:
-    for line in (
-        "scripts/absent",
-        ". scripts/absent",
-        "nothing --help",
-        ".venv/bin/nothing",
-    ):
+    for line in ("scripts/absent", ". scripts/absent", "nothing --help", ".venv/bin/nothing"):
         (words,) = commands_of(line)
         assert missing(words) != ""
     assert missing(["stronghold", "tset"]) == "tset"
@@ -118,10 +113,7 @@ def test_hooks_run_tools_of_the_environment() -> None:
     (repository,) = parsed(ROOT / ".pre-commit-config.yaml")["repos"]
     assert repository["repo"] == "local"
     entries = [hook["entry"] for hook in repository["hooks"]]
-    assert {shlex.split(entry)[0] for entry in entries} == {
-        ".venv/bin/ruff",
-        ".venv/bin/mypy",
-    }
+    assert {shlex.split(entry)[0] for entry in entries} == {".venv/bin/ruff", ".venv/bin/mypy"}
     assert all(hook["language"] == "system" for hook in repository["hooks"])
 
 
@@ -133,18 +125,13 @@ def test_the_citation_names_this_version_and_the_paper() -> None:
     assert citation["license"] == project("license")
     (paper,) = citation["references"]
     assert paper["year"] == 2022
-    names = [
-        f"{author['given-names']} {author['family-names']}"
-        for author in paper["authors"]
-    ]
+    names = [f"{author['given-names']} {author['family-names']}" for author in paper["authors"]]
     assert (names[0], names[-1], len(names)) == ("Xiaoyang Sun", "Zheng Wang", 7)
 
 
 def test_the_image_runs_the_test_of_the_package() -> None:
     lines = (ROOT / "Dockerfile").read_text().splitlines()
-    (command,) = [
-        line.removeprefix("CMD ") for line in lines if line.startswith("CMD ")
-    ]
+    (command,) = [line.removeprefix("CMD ") for line in lines if line.startswith("CMD ")]
     assert yaml.safe_load(command) == ["stronghold", "test"]
     copied = [shlex.split(line)[1] for line in lines if line.startswith("COPY ")]
     assert "constraints.txt" in copied
@@ -155,9 +142,7 @@ def test_a_page_names_what_exists(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     for block in re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
         assert [missing(words) for words in commands_of(block) if missing(words)] == []
-    present = re.sub(
-        r"^### Removed$.*?(?=^##|\Z)", "", text, flags=re.MULTILINE | re.DOTALL
-    )
+    present = re.sub(r"^### Removed$.*?(?=^##|\Z)", "", text, flags=re.MULTILINE | re.DOTALL)
     for command in re.findall(r"`stronghold (\w+)", present):
         assert missing(["stronghold", command]) == ""
     named = re.findall(r"`((?:\w+/)+[\w./]*)(?: [^`]*)?`", present)
@@ -177,15 +162,7 @@ def test_the_wheel_says_that_it_is_typed(tmp_path: Path) -> None:
     options = ["-C", "wheel.cmake=false", "-C", f"build-dir={tmp_path / 'build'}"]
     result = subprocess.run(
         [
-            *(
-                sys.executable,
-                "-m",
-                "pip",
-                "wheel",
-                "--quiet",
-                "--no-deps",
-                "--no-build-isolation",
-            ),
+            *(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"),
             *(*options, "--wheel-dir", str(tmp_path / "wheel"), str(ROOT)),
         ],
         capture_output=True,

@@ -30,9 +30,7 @@ class Collection:
     @pytest.hookimpl(wrapper=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> Iterator[None]:
         mark_sampled(items)
-        self.names = [
-            item.name for item in items if not item.get_closest_marker("slow")
-        ]
+        self.names = [item.name for item in items if not item.get_closest_marker("slow")]
         return (yield)
 
 

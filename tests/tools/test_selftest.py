@@ -20,9 +20,7 @@ WORDS = ["bits:   ok, ", "memory: ok, ", "link:   ok, ", "To report a problem, "
 
 
 def test_three_checks_and_what_to_send() -> None:
-    environment = {
-        k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")
-    }
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     result = subprocess.run(
         [sys.executable, "-m", "stronghold.tools.cli", "test"],
         env=environment,
@@ -67,9 +65,7 @@ def test_a_bit_that_differs_fails() -> None:
 
 @pytest.mark.parametrize("tier", ["gpu", "host"])
 def test_a_byte_beside_the_plan_fails(tier: str) -> None:
-    planned = dict.fromkeys(
-        ("gpu_planned", "gpu_peak", "host_planned", "host_peak"), 4096
-    )
+    planned = dict.fromkeys(("gpu_planned", "gpu_peak", "host_planned", "host_peak"), 4096)
     planned["host_activations"] = 0
     assert selftest.check_memory(MemoryReport(**planned)).passed
     planned[f"{tier}_peak"] += 1
@@ -79,10 +75,7 @@ def test_a_byte_beside_the_plan_fails(tier: str) -> None:
 def test_a_check_that_fails_is_status_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    checks = [
-        selftest.Check(name, name != "link", "words")
-        for name in ("bits", "memory", "link")
-    ]
+    checks = [selftest.Check(name, name != "link", "words") for name in ("bits", "memory", "link")]
     monkeypatch.setattr(selftest, "run", lambda progress: checks)
     assert cli.main(["test"]) == 1
     assert "link:   FAILED, words" in capsys.readouterr().out

@@ -65,9 +65,7 @@ def test_a_step_of_training_loads_no_tool() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [["--help"], ["plan", "--help"], ["doctor", "--help"], ["version"]],
-    ids=str,
+    "arguments", [["--help"], ["plan", "--help"], ["doctor", "--help"], ["version"]], ids=str
 )
 def test_help_loads_neither_torch_nor_deepspeed(arguments: list[str]) -> None:
     modules = modules_after(HELP, *arguments)

@@ -86,25 +86,11 @@ def test_a_law_of_time_is_alone() -> None:
 @pytest.mark.slow
 def test_tests_on_a_gpu_run_beside_each_other(tmp_path: Path) -> None:
     """In shards: a process that waits for the others has a context on the GPU for nothing."""
-    (tmp_path / "conftest.py").write_text(
-        "from tests import conftest\nconftest.HAS_CUDA = True\n"
-    )
+    (tmp_path / "conftest.py").write_text("from tests import conftest\nconftest.HAS_CUDA = True\n")
     (tmp_path / "test_meeting.py").write_text(MEETING)
-    words = [
-        "-q",
-        "-n",
-        "2",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "tests.conftest",
-        str(tmp_path),
-    ]
+    words = ["-q", "-n", "2", "-p", "no:cacheprovider", "-p", "tests.conftest", str(tmp_path)]
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", *words],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
+        [sys.executable, "-m", "pytest", *words], cwd=ROOT, capture_output=True, text=True
     )
     assert "2 passed" in run.stdout, run.stdout + run.stderr
 
@@ -138,9 +124,7 @@ def test_a_late_law_is_tried_again() -> None:
     ],
 )
 def test_a_law_that_is_always_late_fails_where_the_machine_is_quiet_each_time(
-    reasons: list[str | None],
-    outcome: type[BaseException],
-    monkeypatch: pytest.MonkeyPatch,
+    reasons: list[str | None], outcome: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(quiet, "busy", reasons.pop)
     monkeypatch.setattr(quiet.OtherProcesses, "busy", lambda _: None)

@@ -15,9 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def run(*command: str) -> str:
     """Run a command outside the repository; returns its output."""
-    result = subprocess.run(
-        command, cwd="/", capture_output=True, text=True, check=False
-    )
+    result = subprocess.run(command, cwd="/", capture_output=True, text=True, check=False)
     assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
     return result.stdout
 
@@ -27,8 +25,7 @@ def test_the_wheel_of_the_sdist_passes_the_self_test(tmp_path: Path) -> None:
     """The sdist makes the wheel. Dependencies are those of this environment; stronghold is not."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     build = (
-        "from scikit_build_core.build import build_sdist as b; import sys; "
-        "print(b(sys.argv[1]))"
+        "from scikit_build_core.build import build_sdist as b; import sys; print(b(sys.argv[1]))"
     )
     subprocess.run([sys.executable, "-c", build, str(tmp_path)], cwd=ROOT, check=True)
     (sdist,) = tmp_path.glob("stronghold-*.tar.gz")
@@ -38,21 +35,11 @@ def test_the_wheel_of_the_sdist_passes_the_self_test(tmp_path: Path) -> None:
     environment = tmp_path / "environment"
     run(sys.executable, "-m", "venv", str(environment))
     python = str(environment / "bin" / "python")
-    run(
-        python,
-        "-m",
-        "pip",
-        "--disable-pip-version-check",
-        "install",
-        "--no-deps",
-        str(wheel),
-    )
+    run(python, "-m", "pip", "--disable-pip-version-check", "install", "--no-deps", str(wheel))
     (site,) = environment.glob("lib/python*/site-packages")
     # A path in a .pth file is searched last, and .pth files inside it are not read: the editable
     # stronghold of this environment is not found there.
-    (site / "dependencies.pth").write_text(
-        sysconfig.get_paths()["purelib"] + os.linesep
-    )
+    (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + os.linesep)
     where = run(python, "-c", "import stronghold; print(stronghold.__file__)")
     assert where.startswith(str(environment))
     link = "from stronghold.errors import *; print(page_link(ErrorPage.KERNELS))"

@@ -18,14 +18,7 @@ import torch
 from torch import nn
 
 import stronghold
-from stronghold.checkpoint.base import (
-    MANIFEST,
-    Base,
-    StoredPlace,
-    open_base,
-    source_mark,
-    view_of,
-)
+from stronghold.checkpoint.base import MANIFEST, Base, StoredPlace, open_base, source_mark, view_of
 from stronghold.checkpoint.prepare import Prepared, prepare
 from stronghold.checkpoint.pretrained import DirectorySource
 from stronghold.errors import CheckpointError, ConfigError, StateError
@@ -46,9 +39,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def bases(
-    model_dir: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Prepared]:
+def bases(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Prepared]:
     """A base in each format. nf4: one file for each layer."""
     folder = tmp_path_factory.mktemp("bases")
     return {
@@ -69,9 +60,7 @@ def base_dir(bases: dict[str, Prepared], tmp_path: Path) -> Path:
     return tmp_path / "base"
 
 
-def weights_of(
-    model_dir: Path, dtype: torch.dtype = torch.bfloat16
-) -> dict[str, torch.Tensor]:
+def weights_of(model_dir: Path, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
     model: nn.Module = stronghold.from_pretrained(model_dir)
     values = {}
     for name, parameter in model.named_parameters():
@@ -99,9 +88,7 @@ def test_a_base_has_what_the_format_makes_of_each_weight(
 ) -> None:
     weights = weights_of(model_dir)
     packed_format = FORMATS[frozen]
-    with open_base(
-        bases[frozen].path, frozen=frozen, source=source_mark(model_dir)
-    ) as base:
+    with open_base(bases[frozen].path, frozen=frozen, source=source_mark(model_dir)) as base:
         assert [record.name for record in base.layers] == [
             f"model.layers.{number}" for number in range(NUM_LAYERS)
         ]
@@ -121,9 +108,7 @@ def test_a_base_has_what_the_format_makes_of_each_weight(
                 for key, expected in inner.items():
                     found = stored.pop(f"{name}.{key}")
                     assert found.dtype is expected.dtype
-                    assert torch.equal(
-                        found.view(torch.uint8), expected.view(torch.uint8)
-                    )
+                    assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
             assert not stored
 
 
@@ -147,9 +132,7 @@ def test_bytes_between_tensors_are_zeros(bases: dict[str, Prepared]) -> None:
             assert not memory.any()
 
 
-def test_weights_are_cast_before_they_are_packed(
-    model_dir: Path, tmp_path: Path
-) -> None:
+def test_weights_are_cast_before_they_are_packed(model_dir: Path, tmp_path: Path) -> None:
     prepare(model_dir, tmp_path / "base", frozen="int8", dtype=torch.float32)
     with open_base(tmp_path / "base") as base:
         assert base.manifest.dtype is torch.float32
@@ -171,22 +154,15 @@ def test_a_directory_in_fp8_becomes_a_base_of_the_decoded_weights(
         tensors |= load_file(shard)
         shard.unlink()
     (source / "model.safetensors.index.json").unlink(missing_ok=True)
-    rewrite(
-        source, fp8_tensors(tensors, (8, 8), ("embed", "lm_head")), fp8_settings((8, 8))
-    )
+    rewrite(source, fp8_tensors(tensors, (8, 8), ("embed", "lm_head")), fp8_settings((8, 8)))
     prepare(source, tmp_path / "base", frozen="int8")
     name = "model.layers.0.mlp.up_proj.weight"
     weight = weights_of(source)[name]
-    inner = {
-        "CB": torch.empty_like(weight, dtype=torch.int8),
-        "SCB": torch.empty(len(weight)),
-    }
+    inner = {"CB": torch.empty_like(weight, dtype=torch.int8), "SCB": torch.empty(len(weight))}
     FORMATS["int8"].encode(weight, inner)
     with open_base(tmp_path / "base") as base:
         stored = read(base, 0)
-    assert all(
-        torch.equal(stored[f"{name}.{key}"], value) for key, value in inner.items()
-    )
+    assert all(torch.equal(stored[f"{name}.{key}"], value) for key, value in inner.items())
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -205,23 +181,18 @@ def test_a_layer_is_read_to_other_places(bases: dict[str, Prepared]) -> None:
         base.read_into(1, memory, moved)
         for place in moved:
             found = view_of(memory, place)
-            assert torch.equal(
-                found.view(torch.uint8), expected[place.name].view(torch.uint8)
-            )
+            assert torch.equal(found.view(torch.uint8), expected[place.name].view(torch.uint8))
         with pytest.raises(StateError, match=r"layers\.1: got .* expected at least"):
             base.read_into(1, memory[:-4096], moved)
 
 
-def test_names_that_adapters_change_are_the_same_tensors(
-    bases: dict[str, Prepared],
-) -> None:
+def test_names_that_adapters_change_are_the_same_tensors(bases: dict[str, Prepared]) -> None:
     with open_base(bases["nf4"].path) as base:
         layers = [
             [
                 replace(
                     place,
-                    name="base_model.model."
-                    + place.name.replace("q_proj.", "q_proj.base_layer."),
+                    name="base_model.model." + place.name.replace("q_proj.", "q_proj.base_layer."),
                 )
                 for place in places
             ]
@@ -240,17 +211,13 @@ def test_many_may_read_while_none_can_write(bases: dict[str, Prepared]) -> None:
 # -- refusals --------------------------------------------------------------------------------------
 def test_a_directory_that_is_no_base(model_dir: Path, tmp_path: Path) -> None:
     for path in (model_dir, tmp_path / "nothing"):
-        with pytest.raises(
-            CheckpointError, match=r"is no prepared base\. Make one with"
-        ):
+        with pytest.raises(CheckpointError, match=r"is no prepared base\. Make one with"):
             open_base(path)
 
 
 def test_a_file_that_is_missing(base_dir: Path) -> None:
     (base_dir / "layers-00001.bin").unlink()
-    with pytest.raises(
-        CheckpointError, match=r"layers-00001\.bin: the file is missing"
-    ):
+    with pytest.raises(CheckpointError, match=r"layers-00001\.bin: the file is missing"):
         open_base(base_dir)
 
 
@@ -258,26 +225,20 @@ def test_a_file_that_is_cut_off(base_dir: Path) -> None:
     path = base_dir / "layers-00002.bin"
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size - 4096)
-    with pytest.raises(
-        CheckpointError, match=r"layers-00002\.bin: .* bytes, expected .*cut off"
-    ):
+    with pytest.raises(CheckpointError, match=r"layers-00002\.bin: .* bytes, expected .*cut off"):
         open_base(base_dir)
 
 
 def test_a_file_that_is_cut_off_after_it_was_opened(base_dir: Path) -> None:
     with open_base(base_dir) as base:
         (base_dir / "layers-00001.bin").open("r+b").truncate(8192)
-        with pytest.raises(
-            CheckpointError, match=r"layers-00001\.bin: cut off inside model\.lay"
-        ):
+        with pytest.raises(CheckpointError, match=r"layers-00001\.bin: cut off inside model\.lay"):
             read(base, 1)
 
 
 def test_a_byte_that_changed(base_dir: Path) -> None:
     with open_base(base_dir) as base:
-        tensor = next(
-            t for t in base.layers[1].tensors if t.name.endswith("up_proj.weight.codes")
-        )
+        tensor = next(t for t in base.layers[1].tensors if t.name.endswith("up_proj.weight.codes"))
         path = base_dir / base.layers[1].file
         with path.open("r+b") as file:
             file.seek(tensor.offset + 7)
@@ -316,50 +277,27 @@ def test_a_manifest_that_is_damaged(base_dir: Path) -> None:
     text = path.read_text()
     for broken in (text[:-40], "", "[]", "{}", text.replace('"nf4"', '"fp8"', 1)):
         path.write_text(broken)
-        with pytest.raises(
-            CheckpointError, match=r"base\.json: (not a readable|its checksum)"
-        ):
+        with pytest.raises(CheckpointError, match=r"base\.json: (not a readable|its checksum)"):
             open_base(base_dir)
 
 
 @pytest.mark.parametrize(
     ("edit", "problem"),
     [
-        (
-            lambda body: body.update(version=2),
-            "stronghold base version 2, expected .* version 1",
-        ),
-        (
-            lambda body: body.update(format="other"),
-            "other version 1, expected stronghold base",
-        ),
-        (
-            lambda body: body.update(frozen="nf5"),
-            "got .nf5., expected one of nf4.*[Dd]id you mean",
-        ),
+        (lambda body: body.update(version=2), "stronghold base version 2, expected .* version 1"),
+        (lambda body: body.update(format="other"), "other version 1, expected stronghold base"),
+        (lambda body: body.update(frozen="nf5"), "got .nf5., expected one of nf4.*[Dd]id you mean"),
         (lambda body: body.update(color="red"), "color"),
-        (
-            lambda body: body["layers"][0].update(file="../x"),
-            "name of a file in this directory",
-        ),
-        (
-            lambda body: body["layers"][1].update(offset=4096),
-            "begins at 4096 of layers-00001",
-        ),
-        (
-            lambda body: body["layers"][1].update(num_bytes=4096),
-            "num_bytes: got 4096, and its te",
-        ),
+        (lambda body: body["layers"][0].update(file="../x"), "name of a file in this directory"),
+        (lambda body: body["layers"][1].update(offset=4096), "begins at 4096 of layers-00001"),
+        (lambda body: body["layers"][1].update(num_bytes=4096), "num_bytes: got 4096, and its te"),
         (
             lambda body: body["layers"][1].update(num_bytes=1 << 20),
             "layers-00001.bin has .* its la",
         ),
         (lambda body: body["layers"][0].update(offset=5), "multiples of 4096"),
         (lambda body: body["layers"][0]["tensors"][1].update(offset=2), "at least"),
-        (
-            lambda body: body["files"].pop("layers-00000.bin"),
-            "layers-00000.bin is missing",
-        ),
+        (lambda body: body["files"].pop("layers-00000.bin"), "layers-00000.bin is missing"),
     ],
 )
 def test_a_manifest_that_contradicts_itself(
@@ -371,24 +309,18 @@ def test_a_manifest_that_contradicts_itself(
 
 
 def test_a_base_in_another_format(base_dir: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r'is a base in nf4, and stronghold\.frozen is "int8"'
-    ):
+    with pytest.raises(ConfigError, match=r'is a base in nf4, and stronghold\.frozen is "int8"'):
         open_base(base_dir, frozen="int8")
 
 
 def test_a_base_of_another_model(base_dir: Path, tmp_path: Path) -> None:
     """Of the same shapes, names and sizes: only the values differ."""
     write_model(tmp_path / "other", scale=1.25)
-    with pytest.raises(
-        ConfigError, match=r"is a base of another model.*Prepare a base"
-    ):
+    with pytest.raises(ConfigError, match=r"is a base of another model.*Prepare a base"):
         open_base(base_dir, source=source_mark(tmp_path / "other"))
 
 
-def test_the_mark_of_a_model_does_not_depend_on_its_place(
-    model_dir: Path, tmp_path: Path
-) -> None:
+def test_the_mark_of_a_model_does_not_depend_on_its_place(model_dir: Path, tmp_path: Path) -> None:
     shutil.copytree(model_dir, tmp_path / "copy")
     assert source_mark(tmp_path / "copy") == source_mark(model_dir)
 
@@ -403,21 +335,9 @@ def test_a_base_of_another_depth(base_dir: Path, bases: dict[str, Prepared]) -> 
 @pytest.mark.parametrize(
     ("edit", "problem"),
     [
-        (
-            lambda places: [replace(places[0], shape=(71,)), *places[1:]],
-            r"shape \[72\], expected",
-        ),
-        (
-            lambda places: [replace(places[0], dtype=torch.float16), *places[1:]],
-            "bfloat16 of",
-        ),
-        (
-            lambda places: [
-                replace(places[0], name="model.layers.1.norm"),
-                *places[1:],
-            ],
-            "has no mo",
-        ),
+        (lambda places: [replace(places[0], shape=(71,)), *places[1:]], r"shape \[72\], expected"),
+        (lambda places: [replace(places[0], dtype=torch.float16), *places[1:]], "bfloat16 of"),
+        (lambda places: [replace(places[0], name="model.layers.1.norm"), *places[1:]], "has no mo"),
         (lambda places: places[1:], r"has \d+ stored tensors, expected \d+"),
     ],
 )
@@ -433,10 +353,7 @@ def test_a_base_of_other_stored_tensors(
 
 # -- three threads ---------------------------------------------------------------------------------
 def test_a_weight_is_read_while_another_is_packed(
-    model_dir: Path,
-    bases: dict[str, Prepared],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    model_dir: Path, bases: dict[str, Prepared], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Packing waits until the next weight is read. The files stay the same."""
     num_read = num_packed = 0
@@ -482,14 +399,7 @@ def test_an_error_of_the_reading_thread_is_the_callers(
 def test_the_command_prints_the_error_of_each_kind_of_layer(
     model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = [
-        "prepare",
-        str(model_dir),
-        "--frozen",
-        "int8",
-        "-o",
-        str(tmp_path / "base"),
-    ]
+    arguments = ["prepare", str(model_dir), "--frozen", "int8", "-o", str(tmp_path / "base")]
     assert main(arguments) == 0
     captured = capsys.readouterr()
     assert "3 layers in int8" in captured.out
@@ -500,19 +410,12 @@ def test_the_command_prints_the_error_of_each_kind_of_layer(
     decoded_error = 0.0
     for number in range(NUM_LAYERS):
         weight = weights[f"model.layers.{number}.mlp.up_proj.weight"]
-        inner = {
-            "CB": torch.empty_like(weight, dtype=torch.int8),
-            "SCB": torch.empty(len(weight)),
-        }
+        inner = {"CB": torch.empty_like(weight, dtype=torch.int8), "SCB": torch.empty(len(weight))}
         FORMATS["int8"].encode(weight, inner)
         decoded = torch.empty_like(weight)
         FORMATS["int8"].decode(inner, decoded)
-        decoded_error = max(
-            decoded_error, float((decoded.float() - weight.float()).abs().max())
-        )
-    line = next(
-        line for line in captured.out.splitlines() if line.startswith("mlp.up_proj")
-    )
+        decoded_error = max(decoded_error, float((decoded.float() - weight.float()).abs().max()))
+    line = next(line for line in captured.out.splitlines() if line.startswith("mlp.up_proj"))
     assert float(line.split()[-1]) == pytest.approx(decoded_error, rel=0.01)
     assert main(arguments) == 2
     assert "exists and is not empty" in capsys.readouterr().err
@@ -520,9 +423,7 @@ def test_the_command_prints_the_error_of_each_kind_of_layer(
 
 def test_weights_that_cannot_be_packed_leave_nothing(tmp_path: Path) -> None:
     write_model(tmp_path / "model", scale=float("inf"))
-    with pytest.raises(
-        ConfigError, match=r"layers\.0\.self_attn\.q_proj\.weight: nf4: .* NaN or"
-    ):
+    with pytest.raises(ConfigError, match=r"layers\.0\.self_attn\.q_proj\.weight: nf4: .* NaN or"):
         prepare(tmp_path / "model", tmp_path / "bases" / "one", frozen="nf4")
     assert list((tmp_path / "bases").iterdir()) == []
 

@@ -22,9 +22,7 @@ class Case:
         shape = [ParameterShape(name="p", shape=(8,), trainable=True)]
         self.layers = [
             LayerState(
-                layout=layer_layout(
-                    shape, index=k, name=f"layer{k}", streamed=k != RESIDENT
-                ),
+                layout=layer_layout(shape, index=k, name=f"layer{k}", streamed=k != RESIDENT),
                 weights=torch.empty(0),
                 formats=adam_formats(torch.float32),
                 shards=Shards(),
@@ -66,9 +64,7 @@ def test_one_rank_depends_on_nothing() -> None:
     assert slots.extra() == slots.missing() == []
 
 
-def test_slots_hold_the_same_layers_in_the_same_order_again(
-    device: EmulatedDevice,
-) -> None:
+def test_slots_hold_the_same_layers_in_the_same_order_again(device: EmulatedDevice) -> None:
     case = Case(device)
     case.fetch(1, 2)
     places = case.window.places()
@@ -95,9 +91,7 @@ def test_a_resident_layer_that_one_rank_fetched_is_fetched_with_the_others(
     assert not case.layers[RESIDENT].is_fetched
 
 
-def test_a_resident_layer_that_all_ranks_have_is_brought_back(
-    device: EmulatedDevice,
-) -> None:
+def test_a_resident_layer_that_all_ranks_have_is_brought_back(device: EmulatedDevice) -> None:
     """An exception in an evaluation of one rank empties its slots."""
     case = Case(device)
     case.fetch(RESIDENT, 1)

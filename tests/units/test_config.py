@@ -71,9 +71,7 @@ def test_two_configs_are_refused() -> None:
     with pytest.raises(ConfigError, match="two configs"):
         configs.read_config(BASE, args)
     with pytest.raises(ConfigError, match="deepscale_config"):
-        configs.read_config(
-            None, argparse.Namespace(deepspeed_config="a", deepscale_config="b")
-        )
+        configs.read_config(None, argparse.Namespace(deepspeed_config="a", deepscale_config="b"))
 
 
 @pytest.mark.parametrize(
@@ -100,9 +98,7 @@ def test_a_file_reads_as_deepspeed_reads_it(tmp_path: Path) -> None:
 
 def test_a_missing_file_names_its_nearest_neighbour(tmp_path: Path) -> None:
     path = write(tmp_path, "{}")
-    with pytest.raises(
-        ConfigError, match=r'does not exist .*Did you mean "ds_config.json"\?'
-    ):
+    with pytest.raises(ConfigError, match=r'does not exist .*Did you mean "ds_config.json"\?'):
         configs.read_config(path.with_name("ds_confg.json"))
 
 
@@ -124,9 +120,7 @@ def test_a_missing_file_names_its_nearest_neighbour(tmp_path: Path) -> None:
     ],
     ids=range(12),
 )
-def test_a_bad_file_says_where_it_is_bad(
-    tmp_path: Path, text: str, message: str
-) -> None:
+def test_a_bad_file_says_where_it_is_bad(tmp_path: Path, text: str, message: str) -> None:
     path = write(tmp_path, text)
     with pytest.raises(ConfigError, match=message) as caught:
         configs.read_config(path)
@@ -165,9 +159,7 @@ def test_what_is_no_text_file_is_refused(tmp_path: Path) -> None:
         ({"stronghold": "auto"}, False),
     ],
 )
-def test_the_section_alone_selects_the_engine(
-    config: dict[str, Any], enabled: bool
-) -> None:
+def test_the_section_alone_selects_the_engine(config: dict[str, Any], enabled: bool) -> None:
     assert configs.section_enabled(config) is enabled
 
 
@@ -178,15 +170,11 @@ def test_a_section_that_says_neither_yes_nor_no_is_refused(section: Any) -> None
 
 
 @pytest.mark.parametrize("word", ["strongold", "Stronghold", "stronghold_"])
-def test_a_misspelt_section_is_warned_of_once(
-    word: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_misspelt_section_is_warned_of_once(word: str, caplog: pytest.LogCaptureFixture) -> None:
     source.warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, LOGGER):
         for _ in range(3):
-            assert not configs.section_enabled(
-                {word: {"enabled": True}, "optimizer": {}, 5: 6}
-            )
+            assert not configs.section_enabled({word: {"enabled": True}, "optimizer": {}, 5: 6})
     assert [record.message for record in caplog.records] == [
         f'config key "{word}" is ignored. Did you mean "stronghold"?'
     ]
@@ -217,23 +205,7 @@ def test_sizes_are_bytes(text: Any, size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "size",
-    [
-        "24G",
-        "24",
-        "GB",
-        "-1GB",
-        "24 GX",
-        "",
-        0,
-        -5,
-        True,
-        1.5,
-        [1],
-        "1e9B",
-        "nan GB",
-        "0GB",
-    ],
+    "size", ["24G", "24", "GB", "-1GB", "24 GX", "", 0, -5, True, 1.5, [1], "1e9B", "nan GB", "0GB"]
 )
 def test_a_size_with_two_meanings_or_none_is_refused(size: Any) -> None:
     message = section_refusal(host_memory=size)
@@ -253,10 +225,7 @@ def test_a_size_with_two_meanings_or_none_is_refused(size: Any) -> None:
         ({"optimizer": {5: "Adam"}}, "optimizer.5"),
         ({"zero_optimization": {True: 2}}, "zero_optimization.True"),
         ({"bf16": {b"enabled": True}}, "bf16.b'enabled'"),
-        (
-            {"data_efficiency": {"list": [{"name": {(1, 2): 3}}]}},
-            "data_efficiency.list[0]",
-        ),
+        ({"data_efficiency": {"list": [{"name": {(1, 2): 3}}]}}, "data_efficiency.list[0]"),
     ],
     ids=lambda given: given if isinstance(given, str) else "",
 )
@@ -297,14 +266,10 @@ def test_null_and_auto_mean_that_the_key_is_absent(absent: Any) -> None:
         ("nvme", [True, 3, "/mnt/nvme0"]),
     ],
 )
-def test_a_wrong_value_names_its_key_and_what_is_expected(
-    key: str, values: list[Any]
-) -> None:
+def test_a_wrong_value_names_its_key_and_what_is_expected(key: str, values: list[Any]) -> None:
     for value in values:
         message = section_refusal(**{key: value})
-        assert message.startswith(f"stronghold.{key}: got {value!r}, expected "), (
-            message
-        )
+        assert message.startswith(f"stronghold.{key}: got {value!r}, expected "), message
         assert message.count("\n") == 0
 
 
@@ -317,35 +282,26 @@ def test_a_wrong_value_names_its_key_and_what_is_expected(
         ("link_gbps", [0, -1, float("nan"), "8"]),
     ],
 )
-def test_a_wrong_value_in_a_sub_section_has_its_dotted_name(
-    key: str, values: list[Any]
-) -> None:
+def test_a_wrong_value_in_a_sub_section_has_its_dotted_name(key: str, values: list[Any]) -> None:
     for value in values:
         message = section_refusal(emulated={key: value})
-        assert message.startswith(
-            f"stronghold.emulated.{key}: got {value!r}, expected "
-        ), message
+        assert message.startswith(f"stronghold.emulated.{key}: got {value!r}, expected "), message
 
 
 def test_every_wrong_key_is_in_one_error() -> None:
-    message = section_refusal(
-        windo=3, device="gpu", prefetch=-1, emulated={"jitter": 1}, zzz=1
-    )
+    message = section_refusal(windo=3, device="gpu", prefetch=-1, emulated={"jitter": 1}, zzz=1)
     lines = message.splitlines()
     assert 'stronghold.windo: unknown key. Did you mean "window"?' in lines
     assert 'stronghold.emulated.jitter: unknown key. Did you mean "jitter_s"?' in lines
     assert any(
-        line.startswith("stronghold.zzz: unknown key. Known keys: enabled, ")
-        for line in lines
+        line.startswith("stronghold.zzz: unknown key. Known keys: enabled, ") for line in lines
     )
     assert len(lines) == 6
     assert lines[-1].startswith("See ")  # the page of unknown keys
 
 
 def test_contradictory_keys_are_refused() -> None:
-    assert "stronghold.prefetch: got 2, expected less than" in section_refusal(
-        window=2, prefetch=2
-    )
+    assert "stronghold.prefetch: got 2, expected less than" in section_refusal(window=2, prefetch=2)
     assert "stronghold.emulated" in section_refusal(device="cuda", emulated={"seed": 1})
     assert load(stronghold={"window": 2, "prefetch": 1}).stronghold.window == 2
     assert load(stronghold={"window": 1, "prefetch": 0}).stronghold.prefetch == 0
@@ -353,10 +309,7 @@ def test_contradictory_keys_are_refused() -> None:
 
 def test_activations_are_one_level_or_numbers_of_blocks_in_order() -> None:
     levels = {"recompute": 20, "attention": 8, "keep": 4}
-    assert (
-        load(stronghold={"activations": "attention"}).stronghold.activations
-        == "attention"
-    )
+    assert load(stronghold={"activations": "attention"}).stronghold.activations == "attention"
     given = load(stronghold={"activations": levels}).stronghold.activations
     assert list(given.items()) == list(levels.items())
     for wrong in ("recomput", {"recomput": 3}, {"keep": 0}, {}):
@@ -367,20 +320,12 @@ def test_activations_are_one_level_or_numbers_of_blocks_in_order() -> None:
 
 
 @pytest.mark.parametrize(("kept", "again"), [(0, 3), (1, 2), (3, 0), (5, 0)])
-def test_the_last_blocks_may_keep_what_the_one_word_does_not(
-    kept: int, again: int
-) -> None:
+def test_the_last_blocks_may_keep_what_the_one_word_does_not(kept: int, again: int) -> None:
     shape = [ParameterShape(name="p", shape=(8,), trainable=True)]
-    blocks = [
-        layer_layout(shape, index=k, name=str(k), streamed=True) for k in range(3)
-    ]
-    section = load(
-        stronghold={"activations": "offload", "kept_activations": kept}
-    ).stronghold
+    blocks = [layer_layout(shape, index=k, name=str(k), streamed=True) for k in range(3)]
+    section = load(stronghold={"activations": "offload", "kept_activations": kept}).stronghold
     pinned = pinned_activations(section, ModelLayout(layers=tuple(blocks)))
-    assert pinned == (
-        "offload" if kept == 0 else ("offload",) * again + ("keep",) * (3 - again)
-    )
+    assert pinned == ("offload" if kept == 0 else ("offload",) * again + ("keep",) * (3 - again))
 
 
 def test_what_was_read_cannot_be_changed() -> None:

@@ -44,10 +44,7 @@ def test_without_a_word_about_it_there_is_no_nvme() -> None:
     assert nvme(stronghold={"nvme": None}) is None
     assert nvme(stronghold={"nvme": "auto"}, aio=AIO) is None
     for device in ("cpu", "none"):
-        zero = {
-            "offload_optimizer": {"device": device},
-            "offload_param": {"device": device},
-        }
+        zero = {"offload_optimizer": {"device": device}, "offload_param": {"device": device}}
         assert nvme(zero_optimization=zero) is None
 
 
@@ -81,9 +78,7 @@ def test_the_section_is_read() -> None:
 def test_a_wrong_value_has_its_dotted_name(key: str, values: list[Any]) -> None:
     for value in values:
         message = refused(stronghold={"nvme": {"path": "/a", key: value}})
-        assert message.startswith(f"stronghold.nvme.{key}: got {value!r}, expected "), (
-            message
-        )
+        assert message.startswith(f"stronghold.nvme.{key}: got {value!r}, expected "), message
         assert message.count("\n") == 0
 
 
@@ -110,11 +105,7 @@ def test_deepspeeds_keys_mean_the_same(
     path: Any = list(paths) if len(paths) > 1 else paths[0]
     section = {"path": path, "spill": spill, "depth": 8, "block": "1MiB"}
     assert nvme(stronghold={"nvme": section}) == settings
-    both = nvme(
-        stronghold={"nvme": section},
-        zero_optimization=offload(optimizer, param),
-        aio=AIO,
-    )
+    both = nvme(stronghold={"nvme": section}, zero_optimization=offload(optimizer, param), aio=AIO)
     assert both == settings
 
 
@@ -127,16 +118,14 @@ def test_each_side_fills_what_the_other_leaves_out() -> None:
     assert settings == NvmeConfig(
         path="/a", capacity=4096, spill="masters", engine="threads", depth=4
     )
-    assert nvme(
-        stronghold={"nvme": {"path": "/a"}}, aio={"block_size": 8192}
-    ) == NvmeConfig(path="/a", block=8192)
+    assert nvme(stronghold={"nvme": {"path": "/a"}}, aio={"block_size": 8192}) == NvmeConfig(
+        path="/a", block=8192
+    )
 
 
 def test_contradictions_are_refused_together() -> None:
     message = refused(
-        stronghold={
-            "nvme": {"path": "/b", "spill": "moments", "depth": 16, "block": 4096}
-        },
+        stronghold={"nvme": {"path": "/b", "spill": "moments", "depth": 16, "block": 4096}},
         zero_optimization=offload("/a"),
         aio=AIO,
     )
@@ -168,23 +157,11 @@ def test_a_path_must_come_from_somewhere() -> None:
 @pytest.mark.parametrize(
     ("aio", "line"),
     [
-        (
-            {"queue_depth": "8"},
-            "aio.queue_depth: got '8', expected an integer from 1 to 4096.",
-        ),
-        (
-            {"queue_depth": 0},
-            "aio.queue_depth: got 0, expected an integer from 1 to 4096.",
-        ),
-        (
-            {"block_size": 1000},
-            "aio.block_size: got 1000, expected bytes in multiples of 4096",
-        ),
+        ({"queue_depth": "8"}, "aio.queue_depth: got '8', expected an integer from 1 to 4096."),
+        ({"queue_depth": 0}, "aio.queue_depth: got 0, expected an integer from 1 to 4096."),
+        ({"block_size": 1000}, "aio.block_size: got 1000, expected bytes in multiples of 4096"),
         (3, "aio: got 3, expected an object"),
-        (
-            {"queue_depth": "auto"},
-            'aio.queue_depth: got "auto", which no framework filled in',
-        ),
+        ({"queue_depth": "auto"}, 'aio.queue_depth: got "auto", which no framework filled in'),
     ],
 )
 def test_a_wrong_value_of_aio_has_its_own_name(aio: Any, line: str) -> None:
@@ -196,9 +173,7 @@ def test_an_unknown_device_is_refused() -> None:
     assert message.startswith(f"{ZERO}.offload_optimizer.device: got 'disk'.")
 
 
-def test_keys_without_meaning_here_are_named_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_keys_without_meaning_here_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
     source.warn_once.cache_clear()
     zero = offload("/a")
     zero["offload_optimizer"]["buffer_count"] = 4

@@ -35,11 +35,7 @@ TORCH_DECAY = inspect.signature(torch.optim.AdamW).parameters["weight_decay"].de
     [
         ("Adam", {}, {}),
         ("ADAM", {"lr": 1}, {"lr": 1.0}),
-        (
-            "AdamW",
-            {"betas": [0.8, 0.9], "eps": 1e-6},
-            {"betas": (0.8, 0.9), "eps": 1e-6},
-        ),
+        ("AdamW", {"betas": [0.8, 0.9], "eps": 1e-6}, {"betas": (0.8, 0.9), "eps": 1e-6}),
         ("Adam", {"adam_w_mode": False}, {"adamw": False}),
         ("adamw", {"adam_w_mode": False}, {}),
         (
@@ -84,15 +80,8 @@ def test_every_wrong_optimizer_param_is_in_one_error() -> None:
         "amsgrad": True,
         "max_grad_norm": 2.0,
     }
-    params |= {
-        "weight_decay": -1,
-        "eps": True,
-        "adam_w_mode": 1,
-        "fp32_optimizer_states": False,
-    }
-    lines = refusal(
-        {**BASE, "optimizer": {"type": "AdamW", "params": params}}
-    ).splitlines()
+    params |= {"weight_decay": -1, "eps": True, "adam_w_mode": 1, "fp32_optimizer_states": False}
+    lines = refusal({**BASE, "optimizer": {"type": "AdamW", "params": params}}).splitlines()
     found = {line.partition(":")[0].removeprefix("optimizer.params.") for line in lines}
     assert found == set(params)
     assert any('"gradient_clipping": 2.0' in line for line in lines)
@@ -120,24 +109,15 @@ def stand_in(module: str, name: str, **attributes: Any) -> type[torch.optim.Opti
         (lambda p: torch.optim.AdamW(p, lr=0.5, weight_decay=0.25), True),
         (lambda p: torch.optim.AdamW(p, lr=0.5, weight_decay=0.25, fused=True), True),
         (lambda p: torch.optim.AdamW(p, lr=0.5, weight_decay=0.25, foreach=True), True),
-        (
-            lambda p: torch.optim.AdamW(
-                p, lr=torch.tensor(0.5), weight_decay=0.25, fused=True
-            ),
-            True,
-        ),
+        (lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.5), weight_decay=0.25, fused=True), True),
         (lambda p: torch.optim.Adam(p, lr=0.5, weight_decay=0.25), False),
         (
-            lambda p: torch.optim.Adam(
-                p, lr=0.5, weight_decay=0.25, decoupled_weight_decay=True
-            ),
+            lambda p: torch.optim.Adam(p, lr=0.5, weight_decay=0.25, decoupled_weight_decay=True),
             True,
         ),
     ],
 )
-def test_torch_optimizers_are_accepted_in_every_spelling(
-    make: Any, adamw: bool
-) -> None:
+def test_torch_optimizers_are_accepted_in_every_spelling(make: Any, adamw: bool) -> None:
     found = configs.settings_from_client_optimizer(make([parameter()]))
     assert found == (adam(lr=0.5, weight_decay=0.25, adamw=adamw),)
 
@@ -171,26 +151,16 @@ def test_foreign_adams_are_accepted_with_their_mode(
 def test_the_names_of_foreign_adams_are_those_of_the_installed_classes() -> None:
     from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
-    for cls in (
-        DeepSpeedCPUAdam,
-        FusedAdam,
-        CPUAdam,
-        torch.optim.Adam,
-        torch.optim.AdamW,
-    ):
+    for cls in (DeepSpeedCPUAdam, FusedAdam, CPUAdam, torch.optim.Adam, torch.optim.AdamW):
         home = cls.__module__.partition(".")[0]
         assert (home, cls.__name__) in Adam.classes
 
 
 @pytest.mark.parametrize("name", ["Lion", "lion"])
 def test_lion_has_deepspeeds_defaults(name: str) -> None:
-    settings = load(
-        optimizer={"type": name, "params": {"lr": 1e-4, "weight_decay": 0.5}}
-    ).optimizer
+    settings = load(optimizer={"type": name, "params": {"lr": 1e-4, "weight_decay": 0.5}}).optimizer
     expected = {"lr": 1e-4, "betas": (0.9, 0.999), "weight_decay": 0.5}
-    assert settings == configs.OptimizerSettings(
-        optimizer=Lion(), hyperparameters=expected
-    )
+    assert settings == configs.OptimizerSettings(optimizer=Lion(), hyperparameters=expected)
 
 
 @pytest.mark.parametrize("name", ["DeepSpeedCPULion", "FusedLion"])
@@ -198,16 +168,12 @@ def test_deepspeeds_lions_are_accepted(name: str) -> None:
     defaults = {"lr": 0.5, "betas": (0.5, 0.75), "weight_decay": 0.25}
     made = stand_in("deepspeed.ops.lion", name)([parameter()], defaults)
     (found,) = configs.settings_from_client_optimizer(made)
-    assert found == configs.OptimizerSettings(
-        optimizer=Lion(), hyperparameters=defaults
-    )
+    assert found == configs.OptimizerSettings(optimizer=Lion(), hyperparameters=defaults)
 
 
 def test_lion_refuses_what_it_does_not_have() -> None:
     params = {"eps": 1e-8, "betas": [0.9, 1.0], "fp32_optimizer_states": False}
-    lines = refusal(
-        {**BASE, "optimizer": {"type": "Lion", "params": params}}
-    ).splitlines()
+    lines = refusal({**BASE, "optimizer": {"type": "Lion", "params": params}}).splitlines()
     keys = {line.partition(":")[0].removeprefix("optimizer.params.") for line in lines}
     assert keys == set(params)
 
@@ -236,13 +202,9 @@ def test_a_group_without_momentum_has_no_buffer() -> None:
 
 def test_sgd_refuses_dampening_and_nesterov_without_momentum() -> None:
     params = {"momentum": 0.9, "dampening": 0.1}
-    assert "dampening" in refusal(
-        {**BASE, "optimizer": {"type": "SGD", "params": params}}
-    )
+    assert "dampening" in refusal({**BASE, "optimizer": {"type": "SGD", "params": params}})
     params = {"nesterov": True}
-    assert "momentum is 0" in refusal(
-        {**BASE, "optimizer": {"type": "SGD", "params": params}}
-    )
+    assert "momentum is 0" in refusal({**BASE, "optimizer": {"type": "SGD", "params": params}})
 
 
 def test_momentum_that_comes_later_is_refused() -> None:
@@ -298,9 +260,7 @@ def test_a_flag_that_changes_the_arithmetic_is_refused(flag: str) -> None:
         {"params": [parameter()]},
         {"params": [parameter()], flag: True},
     ]
-    with pytest.raises(
-        ConfigError, match=rf"optimizer.param_groups\[1\]: {flag} is on"
-    ):
+    with pytest.raises(ConfigError, match=rf"optimizer.param_groups\[1\]: {flag} is on"):
         configs.settings_from_client_optimizer(torch.optim.AdamW(groups, foreach=False))
 
 

@@ -31,11 +31,7 @@ def test_defaults_are_deepspeeds() -> None:
     theirs = deepspeed_config.DeepSpeedConfig(dict(BASE))
     assert training.gradient_clipping == theirs.gradient_clipping == 1.0
     assert (training.precision, training.skip_on_overflow) == ("fp32", True)
-    assert (training.optimizer, training.scheduler, training.steps_per_print) == (
-        None,
-        None,
-        None,
-    )
+    assert (training.optimizer, training.scheduler, training.steps_per_print) == (None, None, None)
 
 
 GIVEN = [None, 1, 2, 3, 8, 12]
@@ -63,9 +59,7 @@ def test_batch_arithmetic_is_deepspeeds() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_ranks_multiply_the_batch(ranks: int) -> None:
-    settings = configs.load(
-        {**BASE, "gradient_accumulation_steps": 4}, world_size=ranks
-    )
+    settings = configs.load({**BASE, "gradient_accumulation_steps": 4}, world_size=ranks)
     assert settings.deepspeed.train_batch_size == 8 * ranks
     assert settings.deepspeed.world_size == ranks
     settings = configs.load({**BASE, "train_batch_size": 12}, world_size=ranks)
@@ -103,9 +97,7 @@ def test_a_batch_mismatch_gives_the_numbers_and_the_edit() -> None:
     message = refusal(sizes)
     assert "7 != 2 x 3 x 1" in message
     assert 'Set "train_batch_size": 6' in message
-    assert (
-        configs.load({**sizes, "train_batch_size": 6}).deepspeed.train_batch_size == 6
-    )
+    assert configs.load({**sizes, "train_batch_size": 6}).deepspeed.train_batch_size == 6
     assert "on 2 ranks" in refusal({"train_batch_size": 3}, world_size=2)
     assert "train_micro_batch_size_per_gpu" in refusal({})
 
@@ -125,11 +117,7 @@ def test_a_batch_size_is_a_positive_integer(key: str, value: Any) -> None:
         ({"bf16": {"enabled": True, "check_grad_overflow": False}}, "bf16", False),
         ({"fp16": {"enabled": True}}, "fp16", True),
         ({"fp16": {"enabled": False}, "bf16": {"enabled": True}}, "bf16", True),
-        (
-            {"bf16": {"enabled": True}, "data_types": {"param_dtype": "bfloat16"}},
-            "bf16",
-            True,
-        ),
+        ({"bf16": {"enabled": True}, "data_types": {"param_dtype": "bfloat16"}}, "bf16", True),
     ],
 )
 def test_precision_follows_the_enabled_section(
@@ -143,16 +131,12 @@ def test_two_precisions_are_refused() -> None:
     both = {"bf16": {"enabled": True}, "fp16": {"enabled": True}}
     assert "fp16.enabled and bf16.enabled are both true" in refusal({**BASE, **both})
     message = refusal({**BASE, "data_types": {"param_dtype": "bf16"}})
-    assert message.startswith(
-        "data_types.param_dtype: got 'bf16', but the config trains in fp32"
-    )
+    assert message.startswith("data_types.param_dtype: got 'bf16', but the config trains in fp32")
 
 
 @pytest.mark.parametrize("value", [-1, "1.0", True, float("nan"), float("inf"), "auto"])
 def test_gradient_clipping_is_a_norm(value: Any) -> None:
-    assert refusal({**BASE, "gradient_clipping": value}).startswith(
-        "gradient_clipping: got"
-    )
+    assert refusal({**BASE, "gradient_clipping": value}).startswith("gradient_clipping: got")
     assert load(gradient_clipping=0).gradient_clipping == 0.0
     assert load(gradient_clipping=None).gradient_clipping == 1.0
 
@@ -172,9 +156,7 @@ def test_a_key_of_deepspeeds_sections_is_checked_with_its_dotted_name() -> None:
     ]:
         message, _ = refusal({**BASE, section: {wrong: 1}}).splitlines()
         assert message == f'{section}.{wrong}: unknown key. Did you mean "{right}"?'
-    assert refusal({**BASE, "fp16": {"loss_scale": "x"}}).startswith(
-        "fp16.loss_scale: got 'x'"
-    )
+    assert refusal({**BASE, "fp16": {"loss_scale": "x"}}).startswith("fp16.loss_scale: got 'x'")
 
 
 @pytest.mark.parametrize(
@@ -200,9 +182,7 @@ def test_a_key_of_deepspeeds_sections_is_checked_with_its_dotted_name() -> None:
         ("communication_data_type", 3),
     ],
 )
-def test_no_malformed_section_escapes_as_another_exception(
-    key: str, value: Any
-) -> None:
+def test_no_malformed_section_escapes_as_another_exception(key: str, value: Any) -> None:
     refusal({**BASE, key: value})
 
 
@@ -253,10 +233,7 @@ def test_a_refused_key_says_why_and_its_harmless_values_pass(key: str) -> None:
 
 def test_zero_stages_are_accepted() -> None:
     for stage in (0, 1, 2, 3):
-        assert (
-            load(zero_optimization={"stage": stage}).deepspeed.zero_optimization_stage
-            == stage
-        )
+        assert load(zero_optimization={"stage": stage}).deepspeed.zero_optimization_stage == stage
     message = refusal({**BASE, "zero_optimization": {"stage": 4}})
     assert message.startswith("zero_optimization.stage: got 4.")
 
@@ -270,35 +247,21 @@ def test_an_auto_that_nothing_filled_in_is_refused(key: str) -> None:
 
 
 def test_auto_is_harmless_where_nothing_is_read() -> None:
-    settings = load(
-        zero_optimization={"reduce_bucket_size": "auto"}, memory_breakdown="auto"
-    )
+    settings = load(zero_optimization={"reduce_bucket_size": "auto"}, memory_breakdown="auto")
     assert settings.deepspeed.memory_breakdown is False
 
 
 def test_refusals_are_collected() -> None:
-    config = {
-        **BASE,
-        "amp": {},
-        "zero_optimization": {"stage": 4},
-        "gradient_clipping": "auto",
-    }
+    config = {**BASE, "amp": {}, "zero_optimization": {"stage": 4}, "gradient_clipping": "auto"}
     assert len(refusal(config).splitlines()) == 3
 
 
 def test_keys_without_effect_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
     source.warn_once.cache_clear()
-    config = {
-        "zero_optimization": {"stage": 2, "overlap_comm": True},
-        "memory_breakdown": True,
-    }
+    config = {"zero_optimization": {"stage": 2, "overlap_comm": True}, "memory_breakdown": True}
     with caplog.at_level(logging.WARNING, LOGGER):
         for _ in range(2):
-            misspelt = {
-                "gradient_cliping": 1.0,
-                "my_own_key": 1,
-                "_comment": "close to comet",
-            }
+            misspelt = {"gradient_cliping": 1.0, "my_own_key": 1, "_comment": "close to comet"}
             load(**config, **misspelt).warn_of_ignored()
     assert [record.message for record in caplog.records] == [
         'config key "gradient_cliping" is unknown and ignored. Did you mean "gradient_clipping"?',
@@ -353,13 +316,10 @@ def test_a_schedules_params_are_checked_before_it_is_built() -> None:
         return refusal({**BASE, "scheduler": {"type": name, "params": params}})
 
     assert (
-        message("WarmpLR")
-        == 'scheduler.type: unknown schedule "WarmpLR". Did you mean "WarmupLR"?'
+        message("WarmpLR") == 'scheduler.type: unknown schedule "WarmpLR". Did you mean "WarmupLR"?'
     )
     wrong = message("WarmupLR", warmup_num_step=4)
-    assert wrong.startswith(
-        "scheduler.params.warmup_num_step: unknown parameter of WarmupLR."
-    )
+    assert wrong.startswith("scheduler.params.warmup_num_step: unknown parameter of WarmupLR.")
     assert 'Did you mean "warmup_num_steps"?' in wrong
     assert (
         message("WarmupDecayLR")
@@ -369,12 +329,8 @@ def test_a_schedules_params_are_checked_before_it_is_built() -> None:
 
 
 def test_a_schedule_that_refuses_its_params_says_so() -> None:
-    scheduler = load(
-        scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 0}}
-    ).scheduler
-    with pytest.raises(
-        ConfigError, match="WarmupLR: warmup_num_steps must be a positive integer"
-    ):
+    scheduler = load(scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 0}}).scheduler
+    with pytest.raises(ConfigError, match="WarmupLR: warmup_num_steps must be a positive integer"):
         scheduler.build(torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))]))
 
 

@@ -114,9 +114,7 @@ LOSS_CHUNK = 1024  # tokens of which logits exist at a time
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.iterdir()), ids=lambda path: path.name)
-def test_every_config_loads_without_a_word(
-    path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_every_config_loads_without_a_word(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     source.warn_once.cache_clear()  # what one file is told is news to the next
     with caplog.at_level(logging.WARNING, "stronghold"):
         settings = load(path)
@@ -165,9 +163,7 @@ def sizes(model: str) -> ModelLayout:
     return found
 
 
-def plan(
-    settings: Settings, of: ModelLayout, ram: int, accumulation: int | None = None
-) -> Plan:
+def plan(settings: Settings, of: ModelLayout, ram: int, accumulation: int | None = None) -> Plan:
     """As the engine asks for it; BudgetError when it does not fit."""
     section = settings.stronghold
     steps = accumulation or settings.gradient_accumulation_steps
@@ -190,9 +186,7 @@ def plan(
 
 
 @pytest.mark.parametrize(("config", "model"), CASES)
-def test_the_model_fits_the_machine_that_the_config_is_for(
-    config: str, model: str
-) -> None:
+def test_the_model_fits_the_machine_that_the_config_is_for(config: str, model: str) -> None:
     settings = load(CONFIGS / f"{config}.json")
     has, kind = machine(settings, config), settings.stronghold.states
     of = sizes(model)
@@ -258,9 +252,7 @@ def test_the_gpu_has_room_for_activations(config: str, model: str) -> None:
     inputs = tokens * shape.num_hidden_layers * shape.hidden_size * 2
     logits = tokens * shape.vocab_size * (2 + 4 + 4)
     left = machine(settings, config).gpu - settings.stronghold.gpu_memory
-    assert inputs + logits <= 0.75 * left, (
-        "a layer that is recomputed and CUDA need the rest"
-    )
+    assert inputs + logits <= 0.75 * left, "a layer that is recomputed and CUDA need the rest"
 
 
 @pytest.mark.parametrize(("config", "model"), CASES)

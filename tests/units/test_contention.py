@@ -11,9 +11,7 @@ from stronghold.predict.simulated_device import SimulatedDevice, SimulatedFence
 from tests.support.sleeping import rates as rates_of
 
 GB = 10**9
-RATES = rates_of(
-    25.0, update_gbps=57.0, memory_gbps=60.0, device_gbps=900.0, handover_s=0.0
-)
+RATES = rates_of(25.0, update_gbps=57.0, memory_gbps=60.0, device_gbps=900.0, handover_s=0.0)
 
 
 def nothing() -> None:
@@ -26,9 +24,7 @@ def ends_of(order: str, rates: Rates = RATES) -> dict[str, float]:
     lanes = {"u": device.update, "f": device.fetch, "d": device.drain}
     fences = {lane: lanes[lane].submit("move", nothing, nbytes=GB) for lane in order}
     return {
-        lane: fence.done_s
-        for lane, fence in fences.items()
-        if isinstance(fence, SimulatedFence)
+        lane: fence.done_s for lane, fence in fences.items() if isinstance(fence, SimulatedFence)
     }
 
 
@@ -52,9 +48,7 @@ def test_updates_that_nothing_overlaps_are_as_fast_as_alone() -> None:
 
 def test_an_end_that_was_waited_for_does_not_move() -> None:
     device = SimulatedDevice(RATES, asynchronous=True)
-    first, second = (
-        device.update.submit(f"update {i}", nothing, nbytes=GB) for i in range(2)
-    )
+    first, second = (device.update.submit(f"update {i}", nothing, nbytes=GB) for i in range(2))
     first.wait()
     seen_s = first.done_s
     before_s = second.done_s

@@ -39,12 +39,7 @@ def total(costs: ModelCosts, field: str) -> Any:
 def traced(name: str, dtype: str = "fp32", **options: Any) -> ModelCosts:
     model, make_batch = MODELS[name](**options)
     return trace_costs(
-        model,
-        partition(model),
-        batch=2,
-        seq=LENGTH,
-        dtype=dtype,
-        inputs=on_meta(make_batch(0)),
+        model, partition(model), batch=2, seq=LENGTH, dtype=dtype, inputs=on_meta(make_batch(0))
     )
 
 
@@ -63,9 +58,7 @@ def really_kept(
     """Bytes of the storages that one forward on the CPU leaves behind: saved by autograd, or given
     to several blocks; plus what a GPU's attention adds."""
     model.to(DTYPES[dtype])
-    own = {
-        t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())
-    }
+    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     kept: dict[int, Any] = {}
     entered: dict[int, tuple[Any, set[nn.Module]]] = {}
     extra = []
@@ -86,9 +79,7 @@ def really_kept(
             for tensor in leaf if isinstance(leaf, tuple) else (leaf,):
                 if isinstance(tensor, Tensor):
                     storage = tensor.untyped_storage()
-                    entered.setdefault(storage.data_ptr(), (storage, set()))[1].add(
-                        module
-                    )
+                    entered.setdefault(storage.data_ptr(), (storage, set()))[1].add(module)
 
     for layer in partition(model).streamed:
         layer.modules[0].register_forward_pre_hook(enter, with_kwargs=True)
@@ -96,9 +87,7 @@ def really_kept(
         monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
         output = model(**batch)  # held: the graph frees nothing
     monkeypatch.undo()
-    kept |= {
-        key: storage for key, (storage, blocks) in entered.items() if len(blocks) > 1
-    }
+    kept |= {key: storage for key, (storage, blocks) in entered.items() if len(blocks) > 1}
     del output
     return sum(storage.nbytes() for storage in kept.values()) + sum(extra)
 
@@ -107,23 +96,8 @@ def really_kept(
 @pytest.mark.parametrize(
     "name",
     [
-        *(
-            "gpt",
-            "gpt_tied",
-            "weird_model",
-            "frozen",
-            "frozen_prefix",
-            "adapters",
-            "unused",
-        ),
-        *(
-            "tied_blocks",
-            "uneven",
-            "sequential",
-            "called_twice",
-            "shared_list",
-            "structured",
-        ),
+        *("gpt", "gpt_tied", "weird_model", "frozen", "frozen_prefix", "adapters", "unused"),
+        *("tied_blocks", "uneven", "sequential", "called_twice", "shared_list", "structured"),
         *("buffers", "megatron_gpt", "megatron_bert", "gpt2", "bert", "gemma2"),
     ],
 )
@@ -148,9 +122,7 @@ def test_saved_bytes_in_bf16_are_those_of_a_real_forward(
     )
 
 
-def test_statistics_of_layer_norms_are_fp32_beside_bf16(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_statistics_of_layer_norms_are_fp32_beside_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU keeps them in bf16: mean and rstd of 7 norms, 2 bytes less each."""
     model, make_batch = MODELS["gpt"](num_layers=3)
     real = really_kept(model, make_batch(0), "bf16", monkeypatch)
@@ -159,9 +131,7 @@ def test_statistics_of_layer_norms_are_fp32_beside_bf16(
 
 def test_a_dropout_mask_is_a_byte_per_element() -> None:
     """And an element where its input was not needed: two of them in each block of the zoo's."""
-    extra = total(traced("gpt_dropout"), "saved_bytes") - total(
-        traced("gpt"), "saved_bytes"
-    )
+    extra = total(traced("gpt_dropout"), "saved_bytes") - total(traced("gpt"), "saved_bytes")
     assert extra == 3 * 2 * TOKENS * HIDDEN
 
 
@@ -186,10 +156,7 @@ def encoder(seq: int) -> ModelCosts:
 
 def block_flops(hidden: int, inner: int, seq: int, tokens: int) -> int:
     """qkv, output, up and down; q k^T and the product with v, all pairs of a sequence."""
-    return (
-        2 * tokens * (4 * hidden * hidden + 2 * hidden * inner)
-        + 4 * tokens * seq * hidden
-    )
+    return 2 * tokens * (4 * hidden * hidden + 2 * hidden * inner) + 4 * tokens * seq * hidden
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -199,9 +166,7 @@ def test_flops_follow_the_closed_formula(dtype: str) -> None:
     of = {layer.name: layer.index for layer in partition(model).layers}
     for block in range(3):
         index = of[f"blocks.{block}"]
-        assert costs.layers[index].forward_flops == block_flops(
-            HIDDEN, 4 * HIDDEN, LENGTH, TOKENS
-        )
+        assert costs.layers[index].forward_flops == block_flops(HIDDEN, 4 * HIDDEN, LENGTH, TOKENS)
     assert costs.layers[of["head"]].forward_flops == 2 * TOKENS * HIDDEN * VOCAB
     assert costs.dtype == dtype
 
@@ -223,12 +188,7 @@ def test_a_causal_mask_does_not_halve_the_flops() -> None:
     for causal in (True, False):
         model = nn.Sequential(Attend(causal))
         costs = trace_costs(
-            model,
-            partition(model, "0"),
-            batch=1,
-            seq=64,
-            dtype="bf16",
-            inputs={"input": query},
+            model, partition(model, "0"), batch=1, seq=64, dtype="bf16", inputs={"input": query}
         )
         flops.append(total(costs, "forward_flops"))
         masked.append(total(costs, "causal_flops"))
@@ -253,9 +213,7 @@ def test_keys_that_several_heads_share_count_for_each_of_them() -> None:
 
     model = nn.Sequential(Attend())
     given = {"input": query}
-    costs = trace_costs(
-        model, partition(model, "0"), batch=1, seq=64, dtype="bf16", inputs=given
-    )
+    costs = trace_costs(model, partition(model, "0"), batch=1, seq=64, dtype="bf16", inputs=given)
     assert total(costs, "forward_flops") == 4 * 8 * 64 * 64 * 32
 
 
@@ -288,13 +246,9 @@ def test_experts_count_for_the_tokens_that_they_get() -> None:
 def test_other_operators_of_a_block_move_what_is_counted_by_hand(dtype: str) -> None:
     """Of a Llama: norms, rotary embedding, SiLU, additions; a cast to fp32 in the norms of bf16."""
     hidden, inner, heads, seq = 64, 160, 4, 33
-    config = llama(
-        hidden_size=hidden, intermediate_size=inner, num_key_value_heads=heads
-    )
+    config = llama(hidden_size=hidden, intermediate_size=inner, num_key_value_heads=heads)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            config, attn_implementation="sdpa"
-        ).train()
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
     layers = partition(model)
     costs = trace_costs(model, layers, batch=2, seq=seq, dtype=dtype)
     tokens, each = 2 * seq, DTYPES[dtype].itemsize
@@ -362,18 +316,11 @@ def test_blocks_of_one_kind_cost_the_same_and_others_their_own() -> None:
     costs, layers = of_config(llama(4), batch=2, seq=32)
     blocks = [costs.layers[layer.index] for layer in layers.streamed]
     assert len(set(blocks)) == 1
-    model = Decoder(
-        [Block(), Block(inner=48), Block(), Block(inner=48), Block(dropout=0.5)]
-    )
+    model = Decoder([Block(), Block(inner=48), Block(), Block(inner=48), Block(dropout=0.5)])
     ids = torch.zeros(2, LENGTH, dtype=torch.long, device="meta")
     layers = partition(model)
     found = trace_costs(
-        model,
-        layers,
-        batch=2,
-        seq=LENGTH,
-        dtype="fp32",
-        inputs={"input_ids": ids, "labels": ids},
+        model, layers, batch=2, seq=LENGTH, dtype="fp32", inputs={"input_ids": ids, "labels": ids}
     )
     plain, narrow, again, narrow_again, dropping = (
         found.layers[layer.index] for layer in layers.streamed
@@ -383,9 +330,7 @@ def test_blocks_of_one_kind_cost_the_same_and_others_their_own() -> None:
     assert narrow.saved_bytes < plain.saved_bytes < dropping.saved_bytes
 
 
-def test_a_repeated_block_costs_what_it_costs_when_it_runs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_repeated_block_costs_what_it_costs_when_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """But for the loss's backward, which then goes on through the blocks."""
     names = ("gpt", "llama", "bert", "called_twice")
     remembered = [without_passing(traced(name, "bf16")) for name in names]
@@ -401,9 +346,7 @@ def test_the_logits_of_the_loss_belong_to_the_head() -> None:
     assert fp32_logits < costs.layers[head.index].saved_bytes < 1.1 * fp32_logits
 
 
-def test_logits_in_parts_cost_what_the_formulas_say(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_logits_in_parts_cost_what_the_formulas_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of head and loss: four products instead of three, one part's logits in passing, and nothing
     is saved that has the vocabulary's width."""
     monkeypatch.setattr("stronghold.model.logits.TOKENS", 16)
@@ -426,12 +369,7 @@ def test_the_model_is_as_before() -> None:
     before = {name: set(vars(module)) for name, module in model.named_modules()}
     values = {name: (p, p.data_ptr(), p.dtype) for name, p in model.named_parameters()}
     trace_costs(
-        model,
-        partition(model),
-        batch=2,
-        seq=LENGTH,
-        dtype="bf16",
-        inputs=on_meta(make_batch(0)),
+        model, partition(model), batch=2, seq=LENGTH, dtype="bf16", inputs=on_meta(make_batch(0))
     )
     assert {name: set(vars(module)) for name, module in model.named_modules()} == before
     for name, parameter in model.named_parameters():
@@ -473,9 +411,7 @@ def test_eighty_layers_take_less_than_two_seconds() -> None:
     costs, layers = of_config(config, batch=1, seq=8192)
     took_s = time.process_time() - begin
     assert len(layers.streamed) == 80
-    numel = sum(
-        named.parameter.numel() for layer in layers.layers for named in layer.parameters
-    )
+    numel = sum(named.parameter.numel() for layer in layers.layers for named in layer.parameters)
     assert total(costs, "forward_flops") == pytest.approx(
         2 * numel * 8192, rel=0.15
     )  # and attention
@@ -483,7 +419,5 @@ def test_eighty_layers_take_less_than_two_seconds() -> None:
 
 
 def without_passing(costs: ModelCosts) -> ModelCosts:
-    layers = tuple(
-        dataclasses.replace(layer, passing_bytes=0) for layer in costs.layers
-    )
+    layers = tuple(dataclasses.replace(layer, passing_bytes=0) for layer in costs.layers)
     return dataclasses.replace(costs, layers=layers)

@@ -71,9 +71,7 @@ class ShapedModel(nn.Module):
         self.head.weight = self.wte.weight
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        x = self.wte(input_ids) + self.wpe(
-            torch.arange(input_ids.shape[1], device="meta")
-        )
+        x = self.wte(input_ids) + self.wpe(torch.arange(input_ids.shape[1], device="meta"))
         for block in self.h:
             x = block(x)
         logits = self.head(self.ln_f(x)).float()
@@ -90,9 +88,7 @@ def test_the_costs_are_those_of_an_equal_model(dtype: str) -> None:
         model = ShapedModel(3, 64, 101, 40, blocks)
     layers = partition(model)
     shape = layout(layers)
-    assert [layer.numel for layer in gpt.layout.layers] == [
-        layer.numel for layer in shape.layers
-    ]
+    assert [layer.numel for layer in gpt.layout.layers] == [layer.numel for layer in shape.layers]
     assert gpt.layout.num_parameters == shape.num_parameters
     costs = without_passing(gpt.costs_of(2, 33, dtype))
     expected = without_passing(trace_costs(model, layers, batch=2, seq=33, dtype=dtype))
@@ -103,9 +99,7 @@ def test_the_costs_are_those_of_an_equal_model(dtype: str) -> None:
     assert head.operator_bytes == pytest.approx(expected_head.operator_bytes, rel=0.05)
     positions, expected_positions = costs.layers[1], expected.layers[1]
     assert positions.saved_bytes == expected_positions.saved_bytes
-    assert positions.operator_bytes == pytest.approx(
-        expected_positions.operator_bytes, rel=0.15
-    )
+    assert positions.operator_bytes == pytest.approx(expected_positions.operator_bytes, rel=0.15)
 
 
 def test_wide_logits_are_counted_in_parts() -> None:

@@ -21,8 +21,7 @@ SHAPES = ((1,), (15,), (17, 3), (4097,), (0,), ())
 def parameters(dtype=F32, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return [
-        torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
-        for shape in SHAPES
+        torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES
     ]
 
 
@@ -63,15 +62,10 @@ def test_it_is_torchs_optimizer_up_to_rounding(adamw):
     ours, theirs = parameters(), parameters()
     kind = torch.optim.AdamW if adamw else torch.optim.Adam
     groups = [
-        [
-            {"params": params[:2], "lr": 1e-2},
-            {"params": params[2:], "weight_decay": 0.0},
-        ]
+        [{"params": params[:2], "lr": 1e-2}, {"params": params[2:], "weight_decay": 0.0}]
         for params in (ours, theirs)
     ]
-    left = CPUAdam(
-        groups[0], lr=1e-3, weight_decay=0.1, adamw_mode=adamw, num_threads=1
-    )
+    left = CPUAdam(groups[0], lr=1e-3, weight_decay=0.1, adamw_mode=adamw, num_threads=1)
     right = kind(groups[1], lr=1e-3, weight_decay=0.1)
     train(left, ours, range(20))
     train(right, theirs, range(20))
@@ -95,9 +89,7 @@ def test_half_precision_parameters_train_their_exact_fp32_master(dtype):
         right.step()
     assert equal(masters(left, halves), [whole.detach() for whole in wholes])
     # lr 1e-3 is below a bf16 weight's resolution: without the master it would not move.
-    assert not equal(
-        masters(left, halves)[:4], [half.detach().float() for half in halves][:4]
-    )
+    assert not equal(masters(left, halves)[:4], [half.detach().float() for half in halves][:4])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -126,9 +118,7 @@ def test_saving_loading_and_copying_change_no_bit(dtype):
     first = CPUAdam(resumed, lr=1e-2, weight_decay=0.1, states=kind, num_threads=1)
     train(first, resumed, range(3))
     file = io.BytesIO()
-    torch.save(
-        {"optimizer": first.state_dict(), "model": [p.detach() for p in resumed]}, file
-    )
+    torch.save({"optimizer": first.state_dict(), "model": [p.detach() for p in resumed]}, file)
     file.seek(0)
     saved = torch.load(file, weights_only=True)
     second = CPUAdam(fresh := parameters(dtype, seed=5), states=kind, num_threads=1)
@@ -199,9 +189,7 @@ def test_memory_layout_never_changes_a_bit(dtype):
         param = torch.nn.Parameter(view)
         optimizer = CPUAdam([param], lr=1e-2, num_threads=1)
         for step in range(3):
-            grad = torch.randn(
-                6, 8, 4, generator=torch.Generator().manual_seed(step)
-            ).to(dtype)
+            grad = torch.randn(6, 8, 4, generator=torch.Generator().manual_seed(step)).to(dtype)
             param.grad = grad.transpose(0, 2).contiguous().transpose(0, 2)
             optimizer.step()
         assert param.is_contiguous() == (name == "contiguous")
@@ -264,9 +252,7 @@ def test_parameters_can_be_added_later():
 def test_learning_rate_schedulers_drive_it():
     params = parameters()
     optimizer = CPUAdam(params, lr=1e-2, num_threads=1)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: float(step > 0)
-    )
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: float(step > 0))
     before = params[3].detach().clone()
     train(optimizer, params, [0])
     assert torch.equal(params[3], before)
@@ -381,9 +367,7 @@ def test_lean_states_are_decoded_into_exact_ones_and_encoded_back_without_loss()
         assert torch.equal(decoded["exp_avg_sq"], expected)
     expected = [states.join_master(p.detach(), ours.state[p]["low"]) for p in params]
     assert equal(masters(exact, same), expected)
-    back = CPUAdam(
-        again := [torch.nn.Parameter(p.detach().clone()) for p in params], states="lean"
-    )
+    back = CPUAdam(again := [torch.nn.Parameter(p.detach().clone()) for p in params], states="lean")
     back.load_state_dict(exact.state_dict())
     for param, other in zip(params, again, strict=True):
         for name in ("low", "exp_avg", "exp_avg_sq"):
@@ -423,7 +407,5 @@ def test_lean_states_take_5_bytes_and_an_eighth():
     param.grad = torch.ones_like(param)
     optimizer = CPUAdam([param], states="lean", num_threads=1)
     optimizer.step()
-    kept = [
-        value for value in optimizer.state[param].values() if torch.is_tensor(value)
-    ]
+    kept = [value for value in optimizer.state[param].values() if torch.is_tensor(value)]
     assert sum(value.nbytes for value in kept) + param.nbytes == 4096 * 5.125

@@ -19,8 +19,7 @@ STEPS = 12
 def parameters(dtype: torch.dtype = F32) -> list[torch.nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
     return [
-        torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
-        for shape in SHAPES
+        torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES
     ]
 
 
@@ -81,9 +80,7 @@ def test_lion_is_the_published_algorithm() -> None:
 
 
 MAKERS: dict[str, Any] = {
-    "lion": lambda p, **more: stronghold.CPULion(
-        p, **{"lr": 1e-2, "weight_decay": 0.1, **more}
-    ),
+    "lion": lambda p, **more: stronghold.CPULion(p, **{"lr": 1e-2, "weight_decay": 0.1, **more}),
     "sgd": lambda p, **more: stronghold.CPUSGD(p, lr=0.05, **more),
     "momentum": lambda p, **more: stronghold.CPUSGD(p, lr=0.02, momentum=0.9, **more),
 }
@@ -135,11 +132,7 @@ def test_hyper_parameters_are_checked_before_parameters(name: str) -> None:
 
 
 def test_the_state_is_as_small_as_promised() -> None:
-    for name, names in (
-        ("lion", {"exp_avg"}),
-        ("sgd", set()),
-        ("momentum", {"momentum_buffer"}),
-    ):
+    for name, names in (("lion", {"exp_avg"}), ("sgd", set()), ("momentum", {"momentum_buffer"})):
         params = parameters(BF16)
         optimizer = MAKERS[name](params, num_threads=1)
         train(optimizer, params, range(1))

@@ -60,10 +60,7 @@ def device(make_device: Callable[..., Device]) -> Device:
 
 def lanes(device: Device) -> list[str]:
     """The lane threads that are alive: `thread - before` is what a device left."""
-    names = {
-        THREAD_PREFIX + lane.name
-        for lane in (device.fetch, device.drain, device.update)
-    }
+    names = {THREAD_PREFIX + lane.name for lane in (device.fetch, device.drain, device.update)}
     return [thread.name for thread in threading.enumerate() if thread.name in names]
 
 
@@ -79,9 +76,7 @@ def test_operations_of_a_lane_run_in_the_order_of_submission(device: Device) -> 
     seen: list[int] = []
     for lane in (device.fetch, device.drain, device.update):
         seen.clear()
-        fences = [
-            lane.submit(f"count {k}", lambda k=k: seen.append(k)) for k in range(50)
-        ]
+        fences = [lane.submit(f"count {k}", lambda k=k: seen.append(k)) for k in range(50)]
         fences[-1].wait()
         assert seen == list(range(50))
         assert all(fence.done for fence in fences)
@@ -96,9 +91,7 @@ def test_an_operation_waits_for_its_fences(device: Device) -> None:
 
     first = device.drain.submit("slow", slow)
     second = device.update.submit("after", lambda: seen.append("update"), (first,))
-    third = device.fetch.submit(
-        "after both", lambda: seen.append("fetch"), (first, second)
-    )
+    third = device.fetch.submit("after both", lambda: seen.append("fetch"), (first, second))
     # A lane that did not wait would have run by now; one that waits cannot.
     time.sleep(0.05)
     assert seen == []
@@ -125,9 +118,7 @@ def test_a_fence_of_finished_work_is_done() -> None:
     assert (fence.lane, fence.operation) == ("update", "nothing")
 
 
-def test_compute_waits_for_a_fence_and_says_how_long(
-    make_device: Callable[..., Device],
-) -> None:
+def test_compute_waits_for_a_fence_and_says_how_long(make_device: Callable[..., Device]) -> None:
     # a stream's waits are known when they are traced
     device = make_device(trace=Trace())
 
@@ -147,9 +138,7 @@ def test_compute_waits_for_a_fence_and_says_how_long(
 
 
 # -- bytes -------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    "dtype", [torch.uint8, torch.bfloat16, torch.float16, torch.float32]
-)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("numel", [*WEIRD, SEAM])
 def test_bytes_go_to_the_device_and_back_unchanged(
     device: Device, numel: int, dtype: torch.dtype
@@ -165,9 +154,7 @@ def test_bytes_go_to_the_device_and_back_unchanged(
     )
     buffer = device.memory.allocate(numel, dtype, "test")
     there = device.fetch.submit("there", lambda: device.copy(buffer, source))
-    device.drain.submit(
-        "back", lambda: device.copy(back[:numel], buffer), (there,)
-    ).wait()
+    device.drain.submit("back", lambda: device.copy(back[:numel], buffer), (there,)).wait()
     assert torch.equal(back[:numel].view(torch.uint8), source.view(torch.uint8))
     assert not back[numel:].view(torch.uint8).any()
     for slab in (source, back):
@@ -178,9 +165,7 @@ def test_a_drain_behind_compute_reads_the_result(device: Device) -> None:
     """A long matrix product, then its drain: the bytes are the product, not what was there."""
     size = 512
     weights = torch.full((size, size), 1.0 / size, device=device.torch_device)
-    values = device.memory.allocate(size * size, torch.float32, "result").view(
-        size, size
-    )
+    values = device.memory.allocate(size * size, torch.float32, "result").view(size, size)
     result = map_slab(size * size, torch.float32)
     device.pinning.pin(result)
     values.zero_()
@@ -212,9 +197,7 @@ def test_a_fetch_behind_compute_leaves_what_compute_reads(device: Device) -> Non
     for _ in range(50):
         total = total + slot
     used = device.compute.record("release 1")
-    device.compute.wait(
-        device.fetch.submit("fetch 2", lambda: device.copy(slot, twos), (used,))
-    )
+    device.compute.wait(device.fetch.submit("fetch 2", lambda: device.copy(slot, twos), (used,)))
     total = total + slot
     assert torch.equal(total.cpu(), torch.full((numel,), 52.0))
     for slab in (ones, twos):
@@ -227,9 +210,7 @@ def test_the_budget_is_kept_to_the_byte(make_device: Callable[..., Device]) -> N
     first = device.memory.allocate(50, torch.uint8, "first")
     second = device.memory.allocate(25, torch.bfloat16, "second")
     assert device.memory.allocated_bytes == device.memory.peak_bytes == 100
-    with pytest.raises(
-        BudgetError, match=r"third: 1 bytes .* 100 bytes .*stronghold\.gpu_memory"
-    ):
+    with pytest.raises(BudgetError, match=r"third: 1 bytes .* 100 bytes .*stronghold\.gpu_memory"):
         device.memory.allocate(1, torch.uint8, "third")
     device.memory.allocate(0, torch.float32, "nothing")
     assert device.memory.allocated_bytes == 100
@@ -246,9 +227,7 @@ def test_an_exception_reaches_every_waiter_under_its_first_name(device: Device) 
     waiting = device.update.submit("update 7", lambda: None, (failed,))
     last = device.drain.submit("drain 7", lambda: None, (waiting,))
     for fence in (last, waiting, failed):
-        with pytest.raises(
-            LaneError, match="fetch 7 failed on the fetch lane: ValueError"
-        ) as info:
+        with pytest.raises(LaneError, match="fetch 7 failed on the fetch lane: ValueError") as info:
             fence.wait()
         assert (info.value.lane, info.value.operation) == ("fetch", "fetch 7")
         assert info.value.__cause__ is cause
@@ -292,9 +271,7 @@ def test_who_was_told_of_a_later_failure_is_not_told_of_the_first_at_the_end(
 
 
 @pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt(), MemoryError()])
-def test_no_exception_ends_a_lane_silently(
-    device: Device, error: BaseException
-) -> None:
+def test_no_exception_ends_a_lane_silently(device: Device, error: BaseException) -> None:
     fence = device.update.submit("update 1", raise_(error))
     deadline = time.monotonic() + PATIENCE_S
     while not fence.done and time.monotonic() < deadline:
@@ -363,21 +340,13 @@ def test_spans_are_recorded_per_lane(make_device: Callable[..., Device]) -> None
     device.compute.end_span("forward 3", begun)
     device.close()
     spans = {(span.lane, span.name): span for span in trace.spans()}
-    assert set(spans) == {
-        ("fetch", "fetch 3"),
-        ("update", "update 3"),
-        ("compute", "forward 3"),
-    }
+    assert set(spans) == {("fetch", "fetch 3"), ("update", "update 3"), ("compute", "forward 3")}
     assert all(span.duration_s >= 0.0 for span in spans.values())
 
 
-def test_a_missing_gpu_is_named_with_what_to_set_instead(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_missing_gpu_is_named_with_what_to_set_instead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(
-        ConfigError, match=r"stronghold\.device: got \"cuda\".*\"emulated\""
-    ):
+    with pytest.raises(ConfigError, match=r"stronghold\.device: got \"cuda\".*\"emulated\""):
         CudaDevice()
 
 
@@ -447,9 +416,7 @@ def gentle(make_device: Callable[..., Device]) -> Device:
     return make_device(**({} if on_gpu else {"poison": False}))
 
 
-def test_a_small_transfer_that_waits_for_nothing_is_its_submitters(
-    gentle: Device,
-) -> None:
+def test_a_small_transfer_that_waits_for_nothing_is_its_submitters(gentle: Device) -> None:
     seen, fence = by_whom(gentle.fetch)
     assert seen == ["here"]
     fence.wait()
@@ -472,9 +439,7 @@ def test_what_waits_or_comes_after_others_is_the_lanes(gentle: Device) -> None:
     assert (waiting, behind) == (["lane"], ["lane"])
 
 
-def test_a_short_operations_error_is_the_lanes_and_an_interrupt_the_callers(
-    gentle: Device,
-) -> None:
+def test_a_short_operations_error_is_the_lanes_and_an_interrupt_the_callers(gentle: Device) -> None:
     fence = gentle.fetch.submit("copy 3", raise_(ValueError("broken")), nbytes=8)
     with pytest.raises(LaneError, match="copy 3 failed on the fetch lane"):
         fence.wait()

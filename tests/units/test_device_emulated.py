@@ -74,17 +74,12 @@ def test_a_lane_wakes_within_a_millisecond_beside_pure_python(
         for _ in range(100):
             time.sleep(0.002)  # the lane's thread sleeps too
             begun = time.perf_counter()
-            device.fetch.submit(
-                "wake", lambda b=begun: late_s.append(time.perf_counter() - b)
-            )
+            device.fetch.submit("wake", lambda b=begun: late_s.append(time.perf_counter() - b))
             device.fetch.finish()
     finally:
         stop.set()
         thread.join()
-    on_time(
-        statistics.median(late_s) <= 1e-3,
-        f"median {statistics.median(late_s) * 1e3:.2f} ms",
-    )
+    on_time(statistics.median(late_s) <= 1e-3, f"median {statistics.median(late_s) * 1e3:.2f} ms")
 
 
 # -- the emulated device's hostility -----------------------------------------------------------
@@ -105,9 +100,7 @@ def test_poison_is_nan_in_every_element(
     assert not kept.isnan().any()
 
 
-def test_a_copy_into_less_room_is_refused(
-    emulated: Callable[..., EmulatedDevice],
-) -> None:
+def test_a_copy_into_less_room_is_refused(emulated: Callable[..., EmulatedDevice]) -> None:
     """It would write past the end of somebody else's memory."""
     device = emulated()
     for target, source in (
@@ -199,8 +192,7 @@ def with_threads(count: int, make: Callable[[], object]) -> tuple[str, list[str]
 
 
 may_limit = pytest.mark.skipif(
-    os.geteuid() != 0,
-    reason="the system counts all threads of a user, and only root may change it",
+    os.geteuid() != 0, reason="the system counts all threads of a user, and only root may change it"
 )
 
 
@@ -208,9 +200,7 @@ may_limit = pytest.mark.skipif(
 @pytest.mark.parametrize(
     ("count", "whose"), [(0, "fetch"), (1, "drain"), (2, "gradients"), (3, "update")]
 )
-def test_a_device_whose_thread_is_refused_says_so_and_leaves_none(
-    count: int, whose: str
-) -> None:
+def test_a_device_whose_thread_is_refused_says_so_and_leaves_none(count: int, whose: str) -> None:
     said = in_child(lambda: with_threads(count, EmulatedDevice))
     assert f"the {whose} lane: the system refused to start a thread" in said
     assert "ulimit -u" in said

@@ -44,11 +44,7 @@ from tests.support.device_kernels import (
     sums,
 )
 from tests.support.optimizers import hyper_fields, number_field
-from tests.support.packed_weights import (
-    assert_decodes_like_torch,
-    encoded_cases,
-    exhaustive_cases,
-)
+from tests.support.packed_weights import assert_decodes_like_torch, encoded_cases, exhaustive_cases
 
 # The interpreter computes with NumPy, which warns of the infinities and NaNs that are wanted here.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
@@ -71,9 +67,7 @@ interpreted = pytest.mark.skipif(
     not INTERPRETING or not rounds_fma_once(),
     reason=TWICE if INTERPRETING else "runs under TRITON_INTERPRET=1",
 )
-compiled = pytest.mark.skipif(
-    INTERPRETING or not HAS_TRITON, reason="needs Triton's compiler"
-)
+compiled = pytest.mark.skipif(INTERPRETING or not HAS_TRITON, reason="needs Triton's compiler")
 
 
 @pytest.fixture(scope="module")
@@ -108,10 +102,7 @@ def one_element(host: Pool, p: float, m: float, v: float, g: float, **changes: A
     weight, moment0, moment1, grad = (x.data_ptr() for x in arrays)
     fields = hyper_fields("adam", **{"grad_scale": 1.0, **changes})
     host.update(
-        "adam",
-        F32,
-        F32,
-        [native.UpdateSegment(weight, 0, grad, 1, moment0, moment1, **fields)],
+        "adam", F32, F32, [native.UpdateSegment(weight, 0, grad, 1, moment0, moment1, **fields)]
     )
     return [x.item() for x in arrays[:3]]
 
@@ -140,15 +131,11 @@ def test_a_steps_numbers_are_the_natives(
         "step": step,
         "bias_correction": bias_correction,
     }
-    segment = native.UpdateSegment(
-        8, 8, 8, 1, **hyper_fields("adam", grad_scale=1 / 3, **hyper)
-    )
+    segment = native.UpdateSegment(8, 8, 8, 1, **hyper_fields("adam", grad_scale=1 / 3, **hyper))
     [group] = triton_kernels._groups("adam", native.rows([segment]))
     assert group.variant == 1
     assert group.indices == [0]
-    scale, decay, factor, b1, not_b1, b2, not_b2, root, epsilon, minus_rate = (
-        group.constants[:10]
-    )
+    scale, decay, factor, b1, not_b1, b2, not_b2, root, epsilon, minus_rate = group.constants[:10]
     assert group.constants[10:] == (0.0, 0.0)
     assert scale == np.float32(1 / 3)
     assert decay == np.float32(weight_decay)
@@ -172,8 +159,7 @@ def test_segments_share_a_launch_when_their_numbers_are_equal():
     steps, decays = (1, 1, 1, 2, 1), (0.0, 0.0, 0.1, 0.1, 0.0)
     segments = [
         native.UpdateSegment(
-            *(8, 8, 8, numel),
-            **hyper_fields("adam", step=step, weight_decay=decay, adamw=k == 0),
+            *(8, 8, 8, numel), **hyper_fields("adam", step=step, weight_decay=decay, adamw=k == 0)
         )
         for k, (numel, step, decay) in enumerate(zip(sizes, steps, decays, strict=True))
     ]
@@ -196,9 +182,7 @@ def test_without_triton_the_error_says_what_to_install(
 # ---- Interpreted: the programs as they are written -------------------------------------------
 
 
-@pytest.mark.skipif(
-    INTERPRETING or not HAS_TRITON, reason="needs Triton, not yet interpreting"
-)
+@pytest.mark.skipif(INTERPRETING or not HAS_TRITON, reason="needs Triton, not yet interpreting")
 def test_the_laws_hold_where_triton_interprets():
     if not rounds_fma_once():
         pytest.skip(TWICE)
@@ -228,14 +212,7 @@ def test_interpreted_updates_have_the_natives_bits(
     optimizer, flags = UPDATES[update]
     for special in (False, True):
         ours, theirs = (
-            some_arrays(
-                SIZES,
-                weight_dtype,
-                grad_dtype,
-                CPU,
-                special=special,
-                optimizer=optimizer,
-            )
+            some_arrays(SIZES, weight_dtype, grad_dtype, CPU, special=special, optimizer=optimizer)
             for _ in range(2)
         )
         for kernels, arrays in ((triton, ours), (host, theirs)):
@@ -265,9 +242,7 @@ def test_interpreted_updates_take_arrays_at_any_element(
     optimizer, flags = UPDATES[update]
     for skip in (1, 8):
         ours, theirs = (
-            some_arrays(
-                (1025, 3), weight_dtype, F16, CPU, skip=skip, optimizer=optimizer
-            )
+            some_arrays((1025, 3), weight_dtype, F16, CPU, skip=skip, optimizer=optimizer)
             for _ in range(2)
         )
         for kernels, arrays in ((triton, ours), (host, theirs)):
@@ -319,15 +294,12 @@ def test_interpreted_updates_refuse_targets_that_overlap(triton: TritonKernels):
 
 @interpreted
 @pytest.mark.parametrize("update", UPDATES)
-def test_interpreted_updates_take_the_callers_scale(
-    host: Pool, triton: TritonKernels, update: str
-):
+def test_interpreted_updates_take_the_callers_scale(host: Pool, triton: TritonKernels, update: str):
     """The scale comes after the tables: it replaces that of every segment."""
     optimizer, flags = UPDATES[update]
     for scale in (0.1, 0.0, float("inf")):
         ours, theirs = (
-            some_arrays((1025, 3), BF16, F16, CPU, optimizer=optimizer)
-            for _ in range(2)
+            some_arrays((1025, 3), BF16, F16, CPU, optimizer=optimizer) for _ in range(2)
         )
         for kernels, arrays in ((triton, ours), (host, theirs)):
             segments = [part.segment(1, **flags) for part in arrays]
@@ -337,9 +309,7 @@ def test_interpreted_updates_take_the_callers_scale(
 
 @interpreted
 @pytest.mark.parametrize("update", UPDATES)
-def test_interpreted_masters_at_every_remainder_keep_their_bits(
-    triton: TritonKernels, update: str
-):
+def test_interpreted_masters_at_every_remainder_keep_their_bits(triton: TritonKernels, update: str):
     """Ties included: a step with a learning rate of 0 joins, does nothing, and splits."""
     optimizer, flags = UPDATES[update]
     arrays = Arrays(1 << 16, BF16, BF16, device=CPU, optimizer=optimizer)
@@ -378,9 +348,7 @@ def test_interpreted_accumulation_has_the_natives_bits(
 @interpreted
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("special", [False, True])
-def test_interpreted_sums_have_the_natives_bits(
-    host: Pool, triton: TritonKernels, dtype, special
-):
+def test_interpreted_sums_have_the_natives_bits(host: Pool, triton: TritonKernels, dtype, special):
     sizes = (*SIZES, 0, 65_535, 65_536, 131_105, 33, 0)
     assert torch.equal(
         sums(triton, sizes, dtype, CPU, special), sums(host, sizes, dtype, CPU, special)
@@ -454,17 +422,9 @@ def test_interpreted_updates_refuse_what_the_native_refuses(
 
 
 @interpreted
-def test_interpreted_updates_refuse_addresses_that_a_gpu_cannot_load_from(
-    triton: TritonKernels,
-):
+def test_interpreted_updates_refuse_addresses_that_a_gpu_cannot_load_from(triton: TritonKernels):
     good = Arrays(17, BF16, BF16, device=CPU).segment(1)
-    for name, multiple in (
-        ("weight", 2),
-        ("low", 2),
-        ("grad", 2),
-        ("moment0", 4),
-        ("moment1", 4),
-    ):
+    for name, multiple in (("weight", 2), ("low", 2), ("grad", 2), ("moment0", 4), ("moment1", 4)):
         wrong = good._replace(**{name: getattr(good, name) + multiple // 2})
         message = f"segment 1: {name}: got {getattr(wrong, name)}, expected an address aligned to"
         with pytest.raises(ConfigError, match=f"{message} {multiple} bytes"):
@@ -473,16 +433,12 @@ def test_interpreted_updates_refuse_addresses_that_a_gpu_cannot_load_from(
 
 # ---- Packed weights -------------------------------------------------------------------------
 
-runs_interpreted = pytest.mark.skipif(
-    not INTERPRETING, reason="runs under TRITON_INTERPRET=1"
-)
+runs_interpreted = pytest.mark.skipif(not INTERPRETING, reason="runs under TRITON_INTERPRET=1")
 
 
 @runs_interpreted
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_interpreted_codes_and_scales_decode_like_torch(
-    triton: TritonKernels, dtype: torch.dtype
-):
+def test_interpreted_codes_and_scales_decode_like_torch(triton: TritonKernels, dtype: torch.dtype):
     # The pool's tests have all offsets of nf4. Each case takes the interpreter a second.
     [*nf4, int8, fp8, finite_fp8] = exhaustive_cases()
     assert_decodes_like_torch(triton, [nf4[1], nf4[-1], int8, fp8, finite_fp8], dtype)

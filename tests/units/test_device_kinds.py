@@ -40,9 +40,7 @@ def test_torchs_module_of_a_kind_has_what_a_device_uses(kind: DeviceKind) -> Non
 
 
 def test_torch_has_what_devices_of_all_kinds_use() -> None:
-    assert [
-        name for name in USED_OF_ALL_KINDS if not hasattr(torch.accelerator, name)
-    ] == []
+    assert [name for name in USED_OF_ALL_KINDS if not hasattr(torch.accelerator, name)] == []
 
 
 def test_kinds_have_names_of_their_own_and_rocm_has_cudas_calls() -> None:

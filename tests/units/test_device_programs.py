@@ -20,24 +20,14 @@ from stronghold import native
 from stronghold.devices.emulated import EmulatedDevice
 from stronghold.devices.triton_kernels import DECODE_BLOCK, NUM_WARPS, TritonKernels
 from stronghold.model.packed_formats import FORMATS, PackedTensors, decode_weights
-from tests.support.device_kernels import (
-    BF16,
-    DTYPES,
-    F16,
-    Arrays,
-    accumulated,
-    some_arrays,
-    sums,
-)
+from tests.support.device_kernels import BF16, DTYPES, F16, Arrays, accumulated, some_arrays, sums
 from tests.support.optimizers import FORMS, hyper_fields
 from tests.support.packed_weights import empty_inner
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 CPU = torch.device("cpu")
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
-compiled = pytest.mark.skipif(
-    INTERPRETING or not HAS_TRITON, reason="needs Triton's compiler"
-)
+compiled = pytest.mark.skipif(INTERPRETING or not HAS_TRITON, reason="needs Triton's compiler")
 
 
 class NullDriver:
@@ -76,9 +66,7 @@ class NullDriver:
 
 
 @pytest.fixture(params=[80, 90, 100])
-def driver(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch
-) -> Iterator[NullDriver]:
+def driver(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch) -> Iterator[NullDriver]:
     from triton.runtime.driver import driver
 
     from stronghold.optim import triton_packed
@@ -90,12 +78,7 @@ def driver(
     driver.set_active(null)
     yield null
     decoders = [decoder.program for decoder in triton_packed.DECODERS.values()]
-    updates = (
-        programs.update,
-        programs.accumulate,
-        programs.sum_squares,
-        programs.sum_blocks,
-    )
+    updates = (programs.update, programs.accumulate, programs.sum_squares, programs.sum_blocks)
     launched = (*updates, *decoders)
     for function in launched:
         for kernel in null.compiled(function):
@@ -138,10 +121,7 @@ def variant_of(optimizer: str, flags: dict[str, Any]) -> int:
     return int(native.constants(optimizer, [segment])[1][0])
 
 
-FLAGS = {
-    (optimizer, variant_of(optimizer, flags)): flags
-    for optimizer, flags in FORMS.values()
-}
+FLAGS = {(optimizer, variant_of(optimizer, flags)): flags for optimizer, flags in FORMS.values()}
 
 
 @compiled
@@ -164,9 +144,7 @@ def test_compiled_updates_have_the_formulas_operations_and_no_others(
     variant: int,
 ):
     for grad_dtype in DTYPES:
-        arrays = some_arrays(
-            (1, 4097), weight_dtype, grad_dtype, CPU, optimizer=optimizer
-        )
+        arrays = some_arrays((1, 4097), weight_dtype, grad_dtype, CPU, optimizer=optimizer)
         segments = [part.segment(1, **FLAGS[optimizer, variant]) for part in arrays]
         TritonKernels(device).update(optimizer, weight_dtype, grad_dtype, segments)
     from stronghold.optim import triton_programs
@@ -225,9 +203,7 @@ def test_compiled_accumulation_adds_once(driver: NullDriver, device: EmulatedDev
 
 
 @compiled
-def test_compiled_sums_add_in_the_order_of_the_tree(
-    driver: NullDriver, device: EmulatedDevice
-):
+def test_compiled_sums_add_in_the_order_of_the_tree(driver: NullDriver, device: EmulatedDevice):
     kernels = TritonKernels(device)
     for dtype in DTYPES:
         sums(kernels, (4097, 131_073), dtype, CPU)
@@ -262,9 +238,7 @@ def test_other_numbers_and_other_segments_compile_nothing(
 
 
 @compiled
-def test_each_formula_is_a_program_of_its_own(
-    driver: NullDriver, device: EmulatedDevice
-):
+def test_each_formula_is_a_program_of_its_own(driver: NullDriver, device: EmulatedDevice):
     """Triton keeps compiled programs by their arguments, of which the formula is one."""
     kernels = TritonKernels(device)
     for _ in range(2):
@@ -300,9 +274,7 @@ def test_compiled_decoding_has_the_formats_operations_and_no_others(
     kernels, packed = TritonKernels(device), []
     for shape in ((4, 4096), (3, 130)):
         inner = empty_inner(FORMATS[name], shape)
-        packed.append(
-            PackedTensors(FORMATS[name], inner, torch.empty(shape, dtype=dtype))
-        )
+        packed.append(PackedTensors(FORMATS[name], inner, torch.empty(shape, dtype=dtype)))
     decode_weights(kernels, packed)
     for ptx in driver.programs(triton_packed.DECODERS[name].program):
         expected = dict(DECODING[name])

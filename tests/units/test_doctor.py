@@ -53,9 +53,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(scope="module")
-def examined(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> tuple[Findings, Path, float, list[float]]:
+def examined(tmp_path_factory: pytest.TempPathFactory) -> tuple[Findings, Path, float, list[float]]:
     """A real, quick examination of this machine: findings, the disk's directory, seconds, and the
     shares of progress."""
     folder = tmp_path_factory.mktemp("disk")
@@ -91,9 +89,7 @@ def test_figures_are_positive_and_agree_with_each_other(
     machine = examined[0].profile
     assert list(machine.memory_gbps) == list(machine.adam_gbps)
     assert list(machine.adam_lean_gbps) == list(machine.adam_gbps)
-    assert (
-        max(machine.memory_gbps) == machine.num_cores == limits.host_limits().num_cores
-    )
+    assert max(machine.memory_gbps) == machine.num_cores == limits.host_limits().num_cores
     assert machine.host_memory_bytes == limits.host_limits().usable_bytes
     assert machine.name.startswith("emulated on ")
     assert machine.emulated
@@ -104,9 +100,7 @@ def test_figures_are_positive_and_agree_with_each_other(
             assert list(by_tokens) == [1024, 2048]
             assert all(list(by_width) == [32, 128] for by_width in by_tokens.values())
     assert len(machine.measured) == len("2026-01-31")
-    on_time(
-        machine.duplex_gbps <= 2 * (machine.fetch_gbps + machine.drain_gbps), machine
-    )
+    on_time(machine.duplex_gbps <= 2 * (machine.fetch_gbps + machine.drain_gbps), machine)
     for threads, memory in machine.memory_gbps.items():
         on_time(machine.adam_gbps[threads] <= 1.6 * memory, machine)
         on_time(machine.adam_lean_gbps[threads] <= 1.6 * memory, machine)
@@ -129,9 +123,7 @@ def test_the_disks_file_is_gone_and_its_rates_are_there(
     rates = findings.disk
     assert rates.error == ""
     assert set(rates.read_gbps) == set(rates.write_gbps) == set(measure.DEPTHS)
-    assert (
-        min(*rates.read_gbps.values(), *rates.write_gbps.values(), rates.mixed_gbps) > 0
-    )
+    assert min(*rates.read_gbps.values(), *rates.write_gbps.values(), rates.mixed_gbps) > 0
     if rates.direct:
         assert findings.profile.nvme_path == str(folder.resolve())
         assert findings.profile.nvme_read_gbps == pytest.approx(
@@ -185,9 +177,7 @@ def test_rates_count_the_bytes_and_operations(monkeypatch: pytest.MonkeyPatch) -
     """With a clock on which everything takes a second, rates are what was moved."""
 
     clock = itertools.count()
-    monkeypatch.setattr(
-        measure, "time", SimpleNamespace(perf_counter=lambda: float(next(clock)))
-    )
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
     memory, adam, lean = measure.host_rates(SMALL, 2, lambda _: None)
     assert lean == dict.fromkeys((1, 2), MIB * ADAM_LEAN_BYTES / 1e9)
     assert memory == adam == dict.fromkeys((1, 2), MIB * ADAM_BF16_BYTES / 1e9)
@@ -221,9 +211,7 @@ def test_an_unpinnable_host_is_measured_as_it_is() -> None:
     device = EmulatedDevice(poison=False)
     device.pinning = pinning = Unpinnable()
     try:
-        rates, pinnable_bytes, pin_error = measure.link_rates(
-            device, SMALL, lambda _: None
-        )
+        rates, pinnable_bytes, pin_error = measure.link_rates(device, SMALL, lambda _: None)
     finally:
         device.close()
     assert pin_error == "no more locked memory"
@@ -233,8 +221,7 @@ def test_an_unpinnable_host_is_measured_as_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cores", "expected"),
-    [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (16, [1, 2, 4, 8, 16])],
+    ("cores", "expected"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (16, [1, 2, 4, 8, 16])]
 )
 def test_threads_double_up_to_all_cores(cores: int, expected: list[int]) -> None:
     assert measure.thread_counts(cores) == expected
@@ -295,17 +282,13 @@ def test_a_callers_device_is_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_disks_file_never_has_a_name(tmp_path: Path) -> None:
     seen: list[list[Path]] = []
-    rates = measure.disk_rates(
-        tmp_path, 8 * MIB, lambda _: seen.append(list(tmp_path.iterdir()))
-    )
+    rates = measure.disk_rates(tmp_path, 8 * MIB, lambda _: seen.append(list(tmp_path.iterdir())))
     assert rates.error == ""
     assert len(seen) == len(measure.DEPTHS) + 1
     assert not any(seen)
 
 
-@pytest.mark.parametrize(
-    "error", [OSError(28, "No space left on device"), KeyboardInterrupt()]
-)
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
 def test_the_disks_file_is_gone_after_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
@@ -365,13 +348,7 @@ def test_the_command_prints_the_table_and_writes_the_machines_profile(
     saved = profile.find_profile()
     assert saved.name in output
     assert output.rstrip().endswith(str(profile.default_path()))
-    for words in (
-        "host to device",
-        "Adam (",
-        "matrix products, bf16",
-        "file reads",
-        "problem",
-    ):
+    for words in ("host to device", "Adam (", "matrix products, bf16", "file reads", "problem"):
         assert words in output
     assert list((tmp_path / "here").iterdir()) == []
     assert saved.nvme_path in ("", str(tmp_path / "here"))
@@ -406,10 +383,7 @@ def test_the_table_is_printed_even_if_the_profile_cannot_be_written(
 def test_the_command_refuses_a_directory_that_is_not_there(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert (
-        cli.main(["doctor", "--quick", "--device", "emulated", "--path", "/nowhere"])
-        == 2
-    )
+    assert cli.main(["doctor", "--quick", "--device", "emulated", "--path", "/nowhere"]) == 2
     assert "--path: got /nowhere" in capsys.readouterr().err
 
 
@@ -418,14 +392,7 @@ def test_something_is_on_the_screen_within_two_seconds(tmp_path: Path) -> None:
     """Before torch is loaded, which alone takes longer on a cold machine."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
-    command = [
-        sys.executable,
-        "-m",
-        "stronghold.tools.cli",
-        "doctor",
-        "--device",
-        "emulated",
-    ]
+    command = [sys.executable, "-m", "stronghold.tools.cli", "doctor", "--device", "emulated"]
     begun = time.perf_counter()
     process = subprocess.Popen(
         [*command, "--json", str(tmp_path / "box.json")],

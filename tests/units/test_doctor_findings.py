@@ -26,14 +26,9 @@ MIB, GIB = 1 << 20, 1 << 30
 
 Change = Callable[[Findings], Findings]
 HEALTHY = Findings(
-    profile=dataclasses.replace(
-        MachineProfile.load("a100-80gb"), measured="2026-01-31"
-    ),
+    profile=dataclasses.replace(MachineProfile.load("a100-80gb"), measured="2026-01-31"),
     limits=HostLimits(
-        memory_bytes=512 * GIB,
-        available_bytes=500 * GIB,
-        num_cores=32,
-        huge_pages="madvise",
+        memory_bytes=512 * GIB, available_bytes=500 * GIB, num_cores=32, huge_pages="madvise"
     ),
     emulated=False,
     isa="avx512",
@@ -51,23 +46,17 @@ HEALTHY = Findings(
 
 
 def rates(**changes: Any) -> Change:
-    return lambda f: dataclasses.replace(
-        f, profile=dataclasses.replace(f.profile, **changes)
-    )
+    return lambda f: dataclasses.replace(f, profile=dataclasses.replace(f.profile, **changes))
 
 
 def limited(**changes: Any) -> Change:
-    return lambda f: dataclasses.replace(
-        f, limits=dataclasses.replace(f.limits, **changes)
-    )
+    return lambda f: dataclasses.replace(f, limits=dataclasses.replace(f.limits, **changes))
 
 
 def on_disk(**changes: Any) -> Change:
     def change(findings: Findings) -> Findings:
         assert findings.disk is not None
-        return dataclasses.replace(
-            findings, disk=dataclasses.replace(findings.disk, **changes)
-        )
+        return dataclasses.replace(findings, disk=dataclasses.replace(findings.disk, **changes))
 
     return change
 
@@ -217,9 +206,7 @@ def test_a_problem_is_found_where_it_is_and_not_where_it_is_not(case: str) -> No
 
 def test_every_rule_has_a_case() -> None:
     covered = {
-        problem.what
-        for wrong, *_ in CASES.values()
-        for problem in problems_of(wrong(HEALTHY))
+        problem.what for wrong, *_ in CASES.values() for problem in problems_of(wrong(HEALTHY))
     }
     assert len(covered) == inspect.getsource(rules).count("yield Problem(")
 
@@ -235,9 +222,7 @@ def test_a_disk_that_could_not_be_measured_has_a_row_with_the_reason() -> None:
     change = on_disk(error="Permission denied", read_gbps={}, write_gbps={})
     assert problems_of(change(HEALTHY)) == ()
     flat = " ".join(page(change(HEALTHY)).split())
-    assert (
-        "files not measured /disk: Permission denied; name another with --path" in flat
-    )
+    assert "files not measured /disk: Permission denied; name another with --path" in flat
 
 
 @pytest.mark.parametrize("case", ["slow link", "locked memory"])
@@ -248,11 +233,7 @@ def test_an_emulated_link_is_not_held_against_a_real_one(case: str) -> None:
 def test_a_faster_link_than_pcie_is_no_problem() -> None:
     memory = {1: 30.0, 32: 1500.0}
     change = rates(
-        fetch_gbps=400.0,
-        drain_gbps=300.0,
-        duplex_gbps=700.0,
-        memory_gbps=memory,
-        adam_gbps=memory,
+        fetch_gbps=400.0, drain_gbps=300.0, duplex_gbps=700.0, memory_gbps=memory, adam_gbps=memory
     )
     assert problems_of(both(change, found(link=None))(HEALTHY)) == ()
 
@@ -279,12 +260,7 @@ def test_the_gravest_problem_comes_first() -> None:
 def test_the_link_is_read_as_sysfs_writes_it(
     tmp_path: Path, files: tuple[str, ...] | None, expected: str | None
 ) -> None:
-    names = (
-        "current_link_speed",
-        "current_link_width",
-        "max_link_speed",
-        "max_link_width",
-    )
+    names = ("current_link_speed", "current_link_width", "max_link_speed", "max_link_width")
     for name, text in zip(names, files or (), strict=files is not None):
         (tmp_path / name).write_text(f"{text}\n")
     link = read_link(tmp_path)
@@ -346,9 +322,7 @@ def test_a_problem_reads_as_a_sentence() -> None:
 
 def test_nodes_are_shown_where_there_are_several() -> None:
     assert "NUMA" not in page(HEALTHY)
-    two = dataclasses.replace(
-        HEALTHY, node_gbps={0: (12.0, 11.0), 1: (24.0, 23.0)}, gpu_node=1
-    )
+    two = dataclasses.replace(HEALTHY, node_gbps={0: (12.0, 11.0), 1: (24.0, 23.0)}, gpu_node=1)
     text = page(two)
     for words in ("from NUMA node 0", "from NUMA node 1", "next to the GPU"):
         assert words in text

@@ -22,25 +22,10 @@ CONFIG: dict[str, Any] = {
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}},
     "wandb": {"enabled": True, "team": "moonshot", "project": "deep-thought"},
     "comet": {"api_key": "correct horse battery"},
-    "my_section": {
-        "password": 12345,
-        "note": f"mail {USER}@example.org, token {TOKEN}",
-    },
-    "stronghold": {
-        "nvme": {"path": f"{HOME}/states"},
-        "trace": "runs/secret-project/trace.json",
-    },
+    "my_section": {"password": 12345, "note": f"mail {USER}@example.org, token {TOKEN}"},
+    "stronghold": {"nvme": {"path": f"{HOME}/states"}, "trace": "runs/secret-project/trace.json"},
 }
-PRIVATE = [
-    TOKEN,
-    HOME,
-    USER,
-    HOST,
-    "moonshot",
-    "deep-thought",
-    "correct horse",
-    "12345",
-]
+PRIVATE = [TOKEN, HOME, USER, HOST, "moonshot", "deep-thought", "correct horse", "12345"]
 PRIVATE += ['states"', "secret-project", "example.org", "other value"]
 
 
@@ -77,11 +62,7 @@ def test_a_report_has_versions_machine_profile_and_config(
     assert config["optimizer"] == CONFIG["optimizer"]
     assert config["zero_optimization"] == CONFIG["zero_optimization"]
     assert config["stronghold"] == {"nvme": {"path": "<path>"}, "trace": "<path>"}
-    assert config["wandb"] == {
-        "enabled": True,
-        "team": "<removed>",
-        "project": "<removed>",
-    }
+    assert config["wandb"] == {"enabled": True, "team": "<removed>", "project": "<removed>"}
     assert config["other"] == ["<secret>"]
 
 
@@ -89,9 +70,7 @@ def test_a_report_has_nothing_private(
     made_up: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "report.json"
-    assert (
-        cli.main(["doctor", "--report", "--config", str(made_up), "-o", str(file)]) == 0
-    )
+    assert cli.main(["doctor", "--report", "--config", str(made_up), "-o", str(file)]) == 0
     assert str(file) in capsys.readouterr().out
     text = file.read_text()
     assert [word for word in PRIVATE if word in text] == []
@@ -113,11 +92,7 @@ def test_a_config_that_cannot_be_read_leaves_its_error_without_its_path(
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "scalar of avx512, avx2, scalar",
-        "Linux 5.15.167.4-microsoft-standard-WSL2 x86_64",
-        "24GiB",
-    ],
+    ["scalar of avx512, avx2, scalar", "Linux 5.15.167.4-microsoft-standard-WSL2 x86_64", "24GiB"],
 )
 def test_ordinary_words_stay(text: str) -> None:
     assert Scrubber({"MY_TOKEN": "short"}, "", "/", "").text(text) == text
@@ -138,8 +113,6 @@ def test_a_value_is_hidden_wherever_it_stands() -> None:
 
 
 @pytest.mark.parametrize("option", ["--config", "--output"])
-def test_options_of_a_report_need_it(
-    option: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_options_of_a_report_need_it(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", option, "a.json"]) == 2
     assert "--report" in capsys.readouterr().err

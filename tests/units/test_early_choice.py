@@ -40,32 +40,21 @@ def demand_of(**more: Any) -> Demand:
 
 
 @functools.cache
-def forecast(
-    load: float, count: int | None, room: int | None = None
-) -> tuple[float, float, int]:
+def forecast(load: float, count: int | None, room: int | None = None) -> tuple[float, float, int]:
     """Seconds of a step, what early updates can make of it, and the number of early layers
     (`count`, or what the search finds), where updates take `load` times what compute does. `room`:
     layers of which host memory can have a second set."""
     per_byte = NUM_LAYERS * NUMEL / (load * COMPUTE_S) / 1e9
     demand = demand_of(
-        resident_layers=0,
-        resident_updates="host",
-        activations="keep",
-        early_layers=count,
+        resident_layers=0, resident_updates="host", activations="keep", early_layers=count
     )
     if room is not None:
         bare = make_plan(sizes(), replace(demand, early_layers=0)).host_total_bytes
         demand = replace(demand, host_budget_bytes=bare + room * SECOND_BYTES)
     machine = rates(1e2, update_gbps=32 * per_byte, memory_gbps=1e4, handover_s=5e-5)
     loads = (LayerWork(forward_s=FORWARD_S, backward_s=BACKWARD_S),) * NUM_LAYERS
-    choice = fastest_plan(
-        sizes(), demand, Workload(layers=loads), machine, asynchronous=False
-    )
-    return (
-        choice.forecast.step_s,
-        least_s(UPDATED * load * COMPUTE_S),
-        len(choice.plan.early),
-    )
+    choice = fastest_plan(sizes(), demand, Workload(layers=loads), machine, asynchronous=False)
+    return (choice.forecast.step_s, least_s(UPDATED * load * COMPUTE_S), len(choice.plan.early))
 
 
 def least_s(updates_s: float) -> float:
@@ -82,13 +71,7 @@ def all_early_s(updates_s: float) -> float:
 
 
 @pytest.mark.parametrize(
-    "load",
-    [
-        0.2,
-        1.0,
-        4.0,
-        *(pytest.param(load, marks=pytest.mark.slow) for load in (0.6, 1.3)),
-    ],
+    "load", [0.2, 1.0, 4.0, *(pytest.param(load, marks=pytest.mark.slow) for load in (0.6, 1.3))]
 )
 def test_the_search_updates_early_what_makes_the_step_shortest(load: float) -> None:
     found_s, bound_s, count = forecast(load, None)
@@ -104,9 +87,7 @@ def test_the_search_updates_early_what_makes_the_step_shortest(load: float) -> N
 
 
 @pytest.mark.parametrize("room", [0, 1, 5])
-def test_the_search_takes_no_more_early_layers_than_there_is_room_for(
-    room: int,
-) -> None:
+def test_the_search_takes_no_more_early_layers_than_there_is_room_for(room: int) -> None:
     found_s, _, count = forecast(1.0, None, room)
     assert count <= room
     assert found_s <= NEAR * min(forecast(1.0, k, room)[0] for k in range(room + 1))
@@ -117,9 +98,7 @@ def test_the_last_layers_spill_first_and_are_not_early() -> None:
     whole = make_plan(sizes(), demand)
     for share in (0.2, 0.4, 0.6):
         budget = whole.host_total_bytes - int(share * 8 * NUMEL * NUM_LAYERS)
-        with_disk = replace(
-            demand, nvme=True, host_budget_bytes=budget, piece_bytes=1 << 16
-        )
+        with_disk = replace(demand, nvme=True, host_budget_bytes=budget, piece_bytes=1 << 16)
         plan = make_plan(sizes(), with_disk)
         filed = filed_layers(plan)
         assert plan.host_total_bytes <= budget

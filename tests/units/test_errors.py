@@ -21,15 +21,11 @@ from stronghold.errors import BudgetError, format_size
         (45894320152, "42.74 GiB"),
     ],
 )
-def test_a_size_is_written_in_the_unit_that_a_person_reads(
-    nbytes: int, text: str
-) -> None:
+def test_a_size_is_written_in_the_unit_that_a_person_reads(nbytes: int, text: str) -> None:
     assert format_size(nbytes) == text
 
 
-@pytest.mark.parametrize(
-    "nbytes", [1, 999, (1 << 20) + 1, 123456789, (1 << 30) + 1, 45894320152]
-)
+@pytest.mark.parametrize("nbytes", [1, 999, (1 << 20) + 1, 123456789, (1 << 30) + 1, 45894320152])
 def test_a_size_that_is_rounded_up_suffices(nbytes: int) -> None:
     text = format_size(nbytes, round_up=True)
     assert nbytes <= parse_bytes(text.replace("bytes", "B")) <= 1.01 * nbytes + 1

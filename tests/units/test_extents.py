@@ -56,9 +56,7 @@ def test_every_page_has_one_place_and_files_have_no_gaps(
         (segment,) = striping.segments(page * PAGE, PAGE)
         assert (segment.begin, segment.nbytes) == (0, PAGE)
         places.append((segment.file, segment.offset))
-    everywhere = [
-        (f, offset) for f, size in enumerate(sizes) for offset in range(0, size, PAGE)
-    ]
+    everywhere = [(f, offset) for f, size in enumerate(sizes) for offset in range(0, size, PAGE)]
     assert sorted(places) == everywhere
 
 
@@ -72,17 +70,12 @@ def test_a_range_is_its_pages(rates: list[float]) -> None:
         found, previous = [], None
         for segment in striping.segments(first * PAGE, count * PAGE):
             assert segment.begin == len(found) * PAGE
-            assert previous is None or previous.file != segment.file, (
-                "neighbours are joined"
-            )
+            assert previous is None or previous.file != segment.file, "neighbours are joined"
             found += [
-                (segment.file, segment.offset + within)
-                for within in range(0, segment.nbytes, PAGE)
+                (segment.file, segment.offset + within) for within in range(0, segment.nbytes, PAGE)
             ]
             previous = segment
-        assert found == [
-            (page.file, page.offset) for page in single[first : first + count]
-        ]
+        assert found == [(page.file, page.offset) for page in single[first : first + count]]
 
 
 @pytest.mark.parametrize("rates", RATES)
@@ -104,9 +97,7 @@ def test_files_are_as_large_as_their_disks_are_fast(rates: list[float]) -> None:
             assert abs(count - PERIOD_UNITS / 2 * size / (units * PAGE)) < 2
 
 
-@pytest.mark.parametrize(
-    "rates", [[], [0.0], [1.0, -1.0], [float("nan")], [float("inf"), 1.0]]
-)
+@pytest.mark.parametrize("rates", [[], [0.0], [1.0, -1.0], [float("nan")], [float("inf"), 1.0]])
 def test_a_rate_is_a_positive_number(rates: list[float]) -> None:
     with pytest.raises(ConfigError, match="rates"):
         Striping(rates, PAGE)

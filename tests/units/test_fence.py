@@ -87,20 +87,14 @@ def test_the_newest_reader_of_a_lane_stands_for_those_before() -> None:
 
 def test_a_reader_on_compute_stands_for_no_other_one() -> None:
     """Compute may run on several streams, which are not in order."""
-    record, streams = (
-        Record(),
-        [pending(LaneName.COMPUTE, f"stream {k}") for k in range(3)],
-    )
+    record, streams = (Record(), [pending(LaneName.COMPUTE, f"stream {k}") for k in range(3)])
     for fence in streams:
         record.read(fence)
     assert record.users[1:] == tuple(streams)
 
 
 def test_of_many_readers_those_that_have_ended_are_forgotten_and_no_others() -> None:
-    record, running = (
-        Record(),
-        [pending(LaneName.COMPUTE, f"stream {k}") for k in range(3)],
-    )
+    record, running = (Record(), [pending(LaneName.COMPUTE, f"stream {k}") for k in range(3)])
     for fence in running:
         record.read(fence)
     for k in range(20 * MANY_READERS):

@@ -49,11 +49,7 @@ def ranges_of(path: Path) -> list[FileRange]:
             num_stored=STORED * PAGE,
         ),
         FileRange(
-            file=file,
-            offset=3 * PAGE,
-            begin=middle,
-            end=WEIGHTS.nbytes,
-            num_stored=SECOND * PAGE,
+            file=file, offset=3 * PAGE, begin=middle, end=WEIGHTS.nbytes, num_stored=SECOND * PAGE
         ),
     ]
 
@@ -74,10 +70,7 @@ def store(base_path: Path, folders: list[Path]) -> Iterator[FrozenFiles]:
 def expected(path: Path) -> torch.Tensor:
     """The frozen bytes of layer 0, as the array has them."""
     stored = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
-    second, first = (
-        stored[3 * PAGE : (3 + SECOND) * PAGE],
-        stored[(3 + SECOND) * PAGE :],
-    )
+    second, first = (stored[3 * PAGE : (3 + SECOND) * PAGE], stored[(3 + SECOND) * PAGE :])
     padding = torch.zeros((FIRST - STORED) * PAGE, dtype=torch.uint8)
     return torch.cat([first, padding, second])
 
@@ -92,14 +85,7 @@ def test_pieces_come_from_memory_from_the_base_and_from_the_spill_files(
         store.submit("write", WEIGHTS, 0, trained).wait()
         store.submit("write", OTHER, 0, memory(2, seed=2)).wait()
         read = memory(TRAINED + FIRST + SECOND)
-        cuts = [
-            0,
-            TRAINED,
-            TRAINED + 3,
-            TRAINED + FIRST,
-            TRAINED + FIRST + 1,
-            len(read) // PAGE,
-        ]
+        cuts = [0, TRAINED, TRAINED + 3, TRAINED + FIRST, TRAINED + FIRST + 1, len(read) // PAGE]
         pending = [
             store.submit("read", WEIGHTS, begin * PAGE, read[begin * PAGE : end * PAGE])
             for begin, end in itertools.pairwise(cuts)
@@ -120,9 +106,7 @@ def test_pieces_come_from_memory_from_the_base_and_from_the_spill_files(
     assert list(folders[0].iterdir()) == []
 
 
-def test_a_write_of_frozen_bytes_is_refused(
-    store: FrozenFiles, base_path: Path
-) -> None:
+def test_a_write_of_frozen_bytes_is_refused(store: FrozenFiles, base_path: Path) -> None:
     before = zlib.crc32(base_path.read_bytes())
     for begin, count in ((TRAINED, 1), (TRAINED + FIRST, SECOND)):
         with pytest.raises(StateError, match=r"expected a read of one of the ranges"):
@@ -135,9 +119,7 @@ def test_a_write_of_frozen_bytes_is_refused(
     ("begin", "count"),
     [(TRAINED + FIRST - 1, 2), (TRAINED - 1, 2), (TRAINED + FIRST + SECOND - 1, 2)],
 )
-def test_a_transfer_lies_in_one_range(
-    begin: int, count: int, store: FrozenFiles
-) -> None:
+def test_a_transfer_lies_in_one_range(begin: int, count: int, store: FrozenFiles) -> None:
     with pytest.raises(StateError):
         store.submit("read", WEIGHTS, begin * PAGE, memory(count))
 
@@ -179,16 +161,8 @@ def test_a_mapping_outlives_the_store_and_the_name(
 @pytest.mark.parametrize(
     ("change", "number", "words"),
     [
-        (
-            lambda path: os.truncate(path, PAGE),
-            errno.ENODATA,
-            "truncated during the run",
-        ),
-        (
-            lambda path: os.utime(path, (1, 1)),
-            errno.ESTALE,
-            "written to during the run",
-        ),
+        (lambda path: os.truncate(path, PAGE), errno.ENODATA, "truncated during the run"),
+        (lambda path: os.utime(path, (1, 1)), errno.ESTALE, "written to during the run"),
     ],
 )
 def test_a_changed_base_is_noticed_before_each_transfer(
@@ -217,9 +191,7 @@ def test_a_base_needs_no_spill_files(base_path: Path) -> None:
     store.close()
 
 
-def test_a_missing_base_leaves_no_file_behind(
-    tmp_path: Path, folders: list[Path]
-) -> None:
+def test_a_missing_base_leaves_no_file_behind(tmp_path: Path, folders: list[Path]) -> None:
     with pytest.raises(FileNotFoundError):
         frozen_files(tmp_path / "missing", folders[0])
     assert list(folders[0].iterdir()) == []

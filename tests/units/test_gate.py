@@ -18,13 +18,8 @@ def test_norms_and_scales_are_torchs_of_unscaled_gradients() -> None:
     clipped = norm_and_scale([9.0, 16.0], clipping=0.5, loss_scale=4.0)
     assert clipped == (1.25, 0.5 / (1.25 + 1e-6) / 4.0)
     assert norm_and_scale([9.0, 16.0], clipping=2.0, loss_scale=4.0) == (1.25, 0.25)
-    assert norm_and_scale([9.0, math.inf], clipping=0.5, loss_scale=1.0) == (
-        math.inf,
-        0.0,
-    )
-    assert all(
-        map(math.isnan, norm_and_scale([9.0, math.nan], clipping=0.5, loss_scale=1.0))
-    )
+    assert norm_and_scale([9.0, math.inf], clipping=0.5, loss_scale=1.0) == (math.inf, 0.0)
+    assert all(map(math.isnan, norm_and_scale([9.0, math.nan], clipping=0.5, loss_scale=1.0)))
 
 
 def test_after_a_change_that_did_not_end_no_backward_begins() -> None:

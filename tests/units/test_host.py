@@ -15,12 +15,7 @@ from stronghold.devices.pinned import HostPinning
 from stronghold.memory.host import HostStore
 from stronghold.memory.slab import HUGE_PAGE_BYTES, map_slab
 from stronghold.memory.tiers import Tiers
-from stronghold.model.layout import (
-    LayerLayout,
-    ModelLayout,
-    ParameterShape,
-    layer_layout,
-)
+from stronghold.model.layout import LayerLayout, ModelLayout, ParameterShape, layer_layout
 from stronghold.optim.states import LOW_DTYPE
 from tests.support.states import MOMENTS, adam_formats, view
 
@@ -62,15 +57,11 @@ def layer(index: int, *shapes: tuple[int, ...], frozen: int = 0) -> LayerLayout:
     2048."""
     parameters = [
         ParameterShape(
-            name=f"layer{index}.p{position}",
-            shape=shape,
-            trainable=position < len(shapes) - frozen,
+            name=f"layer{index}.p{position}", shape=shape, trainable=position < len(shapes) - frozen
         )
         for position, shape in enumerate(shapes)
     ]
-    return layer_layout(
-        parameters, index=index, name=f"layer{index}", streamed=index > 0
-    )
+    return layer_layout(parameters, index=index, name=f"layer{index}", streamed=index > 0)
 
 
 LAYOUT = ModelLayout(
@@ -108,9 +99,7 @@ def make_store(device: PinningDevice) -> Make:
         return HostStore(
             LAYOUT,
             device,
-            held=frozenset(layer.index for layer in LAYOUT.layers)
-            if hold
-            else frozenset(),
+            held=frozenset(layer.index for layer in LAYOUT.layers) if hold else frozenset(),
             accumulate=accumulate,
             ring_entries=0 if hold else ring_entries,
             tiers=Tiers(LAYOUT, adam_formats(dtype)),
@@ -136,9 +125,7 @@ def adopt_all(store: HostStore, dtype: torch.dtype = torch.float32) -> None:
 # -- slabs -------------------------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.int16, torch.uint8])
 @pytest.mark.parametrize("numel", [1, 15, 17, 4097, 3 << 20])
-def test_a_slab_is_zero_exact_and_begins_at_a_page(
-    numel: int, dtype: torch.dtype
-) -> None:
+def test_a_slab_is_zero_exact_and_begins_at_a_page(numel: int, dtype: torch.dtype) -> None:
     slab = map_slab(numel, dtype)
     assert (slab.shape, slab.dtype) == ((numel,), dtype)
     assert slab.untyped_storage().nbytes() == numel * dtype.itemsize
@@ -182,9 +169,7 @@ def mapping_flags(address: int) -> list[str]:
     raise AssertionError("no such mapping")
 
 
-@pytest.mark.skipif(
-    not os.path.exists("/proc/self/smaps"), reason="the kernel tells no flags"
-)
+@pytest.mark.skipif(not os.path.exists("/proc/self/smaps"), reason="the kernel tells no flags")
 def test_a_slab_is_private_may_have_huge_pages_and_is_not_copied_by_a_fork() -> None:
     """Shared memory gets no huge pages by default; a fork's copy-on-write would double the host's
     bytes and move pinned pages away from the device."""
@@ -196,9 +181,7 @@ def test_a_slab_is_private_may_have_huge_pages_and_is_not_copied_by_a_fork() -> 
         assert "hg" in flags
 
 
-@pytest.mark.skipif(
-    not os.path.exists("/proc/self/smaps"), reason="the kernel tells no maps"
-)
+@pytest.mark.skipif(not os.path.exists("/proc/self/smaps"), reason="the kernel tells no maps")
 def test_a_forked_child_unmaps_nothing_of_its_own() -> None:
     """The child inherits the object that unmaps a slab, but not the slab: its address must be taken
     by nobody else, and letting the object go must be harmless."""
@@ -207,9 +190,7 @@ def test_a_forked_child_unmaps_nothing_of_its_own() -> None:
     child = os.fork()
     if child == 0:
         with open("/proc/self/maps") as maps:
-            found = [
-                line.split()[1] for line in maps if line.startswith(f"{address:x}-")
-            ]
+            found = [line.split()[1] for line in maps if line.startswith(f"{address:x}-")]
         del slab
         os._exit(0 if found == ["---p"] else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -235,9 +216,7 @@ def test_adopted_weights_are_the_models_cast_once(
         assert not state.weights.view(dtype)[padding].any()
 
 
-def test_adopting_copies_and_a_wrong_number_of_parameters_is_refused(
-    make_store: Make,
-) -> None:
+def test_adopting_copies_and_a_wrong_number_of_parameters_is_refused(make_store: Make) -> None:
     store = make_store(torch.float32)
     given = [torch.nn.Parameter(parameter) for parameter in parameters(0)]
     store.layers[0].parameters = given
@@ -256,9 +235,7 @@ def test_weights_alone_until_training(make_store: Make, device: PinningDevice) -
     store = make_store(torch.bfloat16, hold=True)
     adopt_all(store)
     assert store.allocated_bytes == 2 * NUMEL
-    assert sorted(device.pinned.values()) == sorted(
-        2 * each.numel for each in LAYOUT.layers
-    )
+    assert sorted(device.pinned.values()) == sorted(2 * each.numel for each in LAYOUT.layers)
     for state in store.layers:
         assert not state.arrays
     assert not store.training
@@ -277,11 +254,7 @@ def test_training_adds_masters_moments_and_gradients_and_no_more(
     size = dtype.itemsize
     weights, masters_and_moments = NUMEL * size, TRAINABLE * (low + 8)
     ring = 3 * LARGEST * size
-    gradients = {
-        "ring": ring,
-        "held": TRAINABLE * size,
-        "accumulated": TRAINABLE * 4 + ring,
-    }
+    gradients = {"ring": ring, "held": TRAINABLE * size, "accumulated": TRAINABLE * 4 + ring}
     assert store.allocated_bytes == weights + masters_and_moments + gradients[mode]
     drained = {"ring": ring, "held": TRAINABLE * size, "accumulated": ring}
     # Registered: what transfers touch, and nothing else.
@@ -309,9 +282,7 @@ def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     bits = master.view(torch.int32).to(torch.int64)
     upper = (bits + 0x8000) >> 16
     low = bits - (upper << 16)
-    weight = (
-        (((upper + 0x8000) % 0x10000) - 0x8000).to(torch.int16).view(torch.bfloat16)
-    )
+    weight = (((upper + 0x8000) % 0x10000) - 0x8000).to(torch.int16).view(torch.bfloat16)
     return weight, low.to(torch.int16)
 
 
@@ -322,20 +293,8 @@ def test_a_bf16_master_is_exact_to_the_bit(make_store: Make) -> None:
     store.prepare_training()
     state, part = store.layers[1], LAYOUT.layers[1].slices[0]
     generator = torch.Generator().manual_seed(0)
-    bits = torch.randint(-(2**31), 2**31, (part.numel,), generator=generator).to(
-        torch.int32
-    )
-    ties = [
-        0x3F808000,
-        0x3F818000,
-        0x3F807FFF,
-        0x3F808001,
-        1,
-        0x8000,
-        0x7FFF,
-        0,
-        0x007FFFFF,
-    ]
+    bits = torch.randint(-(2**31), 2**31, (part.numel,), generator=generator).to(torch.int32)
+    ties = [0x3F808000, 0x3F818000, 0x3F807FFF, 0x3F808001, 1, 0x8000, 0x7FFF, 0, 0x007FFFFF]
     for k, tie in enumerate(ties):
         bits[2 * k] = tie
         bits[2 * k + 1] = tie - 2**31
@@ -364,14 +323,10 @@ def test_a_master_begins_at_its_weight(make_store: Make, dtype: torch.dtype) -> 
                 weights = view(state, part)
                 assert master.dtype is torch.float32
                 assert master.shape == part.shape
-                assert torch.equal(
-                    master.view(torch.int32), weights.float().view(torch.int32)
-                )
+                assert torch.equal(master.view(torch.int32), weights.float().view(torch.int32))
                 before = master.clone()
                 master.add_(1.0)  # a copy: the slabs are not touched
-                assert torch.equal(
-                    store.access.master(state.layout.index, part), before
-                )
+                assert torch.equal(store.access.master(state.layout.index, part), before)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

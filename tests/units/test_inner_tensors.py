@@ -96,16 +96,11 @@ def test_names_are_those_of_state_dicts() -> None:
     for kind in ("nf4", "nf4 double"):
         module = linear(kind)
         names = {inner.name for inner in inner_tensors(module.weight, "weight")}
-        saved = {
-            key.removeprefix("weight").removeprefix(".") for key in module.state_dict()
-        }
+        saved = {key.removeprefix("weight").removeprefix(".") for key in module.state_dict()}
         assert names - saved <= {"nested_offset"}  # a number in their state dict
         assert saved - names == {"quant_state.bitsandbytes__nf4"}
     module = linear("int8")
-    assert [inner.name for inner in inner_tensors(module.weight, "weight")] == [
-        "",
-        "SCB",
-    ]
+    assert [inner.name for inner in inner_tensors(module.weight, "weight")] == ["", "SCB"]
     assert set(module.state_dict()) == {"weight", "SCB", "weight_format"}
 
 
@@ -122,10 +117,7 @@ def test_an_ordinary_parameter_is_its_only_inner_tensor() -> None:
     ("kind", "most"),
     # One block of 64 numbers has 32 bytes of codes, and a scale of one byte or of four. Beside
     # them there are code books.
-    [
-        ("nf4", 2048 // 2 + 4 * 32 + 64),
-        ("nf4 double", 2048 // 2 + 32 + 4 + 64 + 1024 + 4),
-    ],
+    [("nf4", 2048 // 2 + 4 * 32 + 64), ("nf4 double", 2048 // 2 + 32 + 4 + 64 + 1024 + 4)],
 )
 def test_bytes_are_those_of_the_format(kind: str, most: int) -> None:
     weight = linear(kind).weight
@@ -190,9 +182,7 @@ def on_meta(wrapper: Any) -> nn.Parameter:
     for key, value in context.items():
         if dataclasses.is_dataclass(value) and hasattr(value, "device"):
             context[key] = dataclasses.replace(value, device=torch.device("meta"))  # type: ignore[type-var]
-    made = type(wrapper).__tensor_unflatten__(
-        elsewhere, context, wrapper.size(), wrapper.stride()
-    )
+    made = type(wrapper).__tensor_unflatten__(elsewhere, context, wrapper.size(), wrapper.stride())
     parameter = nn.Parameter(made, requires_grad=False)
     for name, value in inner.items():
         setattr(parameter, name, value)
@@ -200,9 +190,7 @@ def on_meta(wrapper: Any) -> nn.Parameter:
 
 
 @pytest.mark.parametrize("kind", WRAPPERS)
-def test_operators_read_the_inner_tensors_and_not_the_wrapper_s_device(
-    kind: str,
-) -> None:
+def test_operators_read_the_inner_tensors_and_not_the_wrapper_s_device(kind: str) -> None:
     """`.data` of inner tensors moves the weight to a GPU, and leaves the wrapper's device."""
     module = linear(kind)
     x = torch.randn(2, 64, dtype=torch.bfloat16, requires_grad=True)
@@ -280,14 +268,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Parameter], str]] = {
         lambda: nn.Parameter(torch.zeros(3).as_subclass(Other), requires_grad=False),
         r"Other: its tensors are not known.*Known are plain tensors, bitsandbytes 4-bit.*Wrap",
     ),
-    "tensors beside": (
-        with_scale,
-        r"WithScale, a class that no storage.*\(scale\).*Load the",
-    ),
-    "requires grad": (
-        trained,
-        r"Int8Tensor.*requires grad.*requires_grad_\(False\).*adapters",
-    ),
+    "tensors beside": (with_scale, r"WithScale, a class that no storage.*\(scale\).*Load the"),
+    "requires grad": (trained, r"Int8Tensor.*requires grad.*requires_grad_\(False\).*adapters"),
     "4 bits, not yet": (
         lambda: bitsandbytes.nn.Linear4bit(64, 32).weight,
         r"Params4bit whose values are not quantised yet.*model\.to",
@@ -296,18 +278,13 @@ REFUSED: dict[str, tuple[Callable[[], nn.Parameter], str]] = {
         lambda: bitsandbytes.nn.Linear8bitLt(64, 32, has_fp16_weights=False).weight,
         r"Int8Params that keeps its values in floating point.*has_fp16_weights=False",
     ),
-    "evaluated": (
-        packed_for_evaluation,
-        r"layout for evaluation.*Load the model again",
-    ),
+    "evaluated": (packed_for_evaluation, r"layout for evaluation.*Load the model again"),
     "strided": (not_contiguous, r"its qdata is not contiguous.*contiguous weights"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_move_is_refused_with_its_name_the_reason_and_the_way(
-    case: str,
-) -> None:
+def test_what_cannot_move_is_refused_with_its_name_the_reason_and_the_way(case: str) -> None:
     make, message = REFUSED[case]
     with pytest.raises(ConfigError, match=r'"block\.weight"' + r".*" + message):
         inner_tensors(make(), "block.weight")
@@ -315,9 +292,7 @@ def test_what_cannot_move_is_refused_with_its_name_the_reason_and_the_way(
 
 def test_a_sharded_weight_is_refused() -> None:
     parameter = nn.Parameter(torch.zeros(2), requires_grad=False)
-    sharded = type(
-        "DTensor", (torch.Tensor,), {"__module__": "torch.distributed.tensor"}
-    )
+    sharded = type("DTensor", (torch.Tensor,), {"__module__": "torch.distributed.tensor"})
     for name in ("__tensor_flatten__", "__tensor_unflatten__"):
         setattr(sharded, name, lambda *_: ([], None))
     parameter = parameter.as_subclass(sharded)

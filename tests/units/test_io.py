@@ -37,18 +37,12 @@ def test_files_hold_what_a_plain_writer_would_have_written(
     """Random reads and writes on three files against bytearrays, up to 24 in flight."""
     pages, chance = 97, random.Random(block_pages)
     source, target = Memory(24 * 31, seed=1), Memory(24 * 31)
-    lent = (
-        [(memory.address, memory.nbytes) for memory in (source, target)]
-        if registered
-        else []
-    )
+    lent = [(memory.address, memory.nbytes) for memory in (source, target)] if registered else []
     with IoQueue(8, block_pages * PAGE, engine, lent) as queue:
         assert queue.engine == engine
         if not registered:
             assert not queue.registered
-        files = [
-            queue.open(tmp_path / f"file{index}", pages * PAGE) for index in range(3)
-        ]
+        files = [queue.open(tmp_path / f"file{index}", pages * PAGE) for index in range(3)]
         oracles = [bytearray(pages * PAGE) for _ in files]
         for _ in range(12):
             # Operations in flight together must not touch the same pages: a page is taken once.
@@ -66,9 +60,7 @@ def test_files_hold_what_a_plain_writer_would_have_written(
                     oracles[index][begin : begin + nbytes] = source.bytes[
                         at : at + nbytes
                     ].tobytes()
-                    ticket = queue.write(
-                        files[index], begin, source.address + at, nbytes
-                    )
+                    ticket = queue.write(files[index], begin, source.address + at, nbytes)
                     flights.append((ticket, index, begin, at, 0))
                 else:
                     commit = chance.random() < 0.5
@@ -87,9 +79,7 @@ def test_files_hold_what_a_plain_writer_would_have_written(
         assert (tmp_path / f"file{index}").read_bytes() == oracle
 
 
-def test_closing_the_queue_finishes_what_was_submitted(
-    engine: str, tmp_path: Path
-) -> None:
+def test_closing_the_queue_finishes_what_was_submitted(engine: str, tmp_path: Path) -> None:
     memory = Memory(2048, seed=3)
     queue = IoQueue(2, PAGE * 4, engine)
     file = queue.open(tmp_path / "file", memory.nbytes)
@@ -127,9 +117,7 @@ def test_one_thread_submits_while_another_waits(engine: str, tmp_path: Path) -> 
         waiter = threading.Thread(target=wait_for_all)
         waiter.start()
         for page in range(pages):
-            tickets.append(
-                queue.write(file, page * PAGE, memory.address + page * PAGE, PAGE)
-            )
+            tickets.append(queue.write(file, page * PAGE, memory.address + page * PAGE, PAGE))
             submitted.release()
         waiter.join()
         assert len(waited) == pages
@@ -220,12 +208,7 @@ def test_the_page_cache_is_used_when_asked_for(engine: str, tmp_path: Path) -> N
         (0, 0, 100, "nbytes is 100, expected a multiple of 4096"),
         (0, 0, -PAGE, "nbytes is -4096"),
         (0, 64, PAGE, "address ends in 64, expected a multiple of 4096"),
-        (
-            8 * PAGE,
-            0,
-            PAGE,
-            "read of 4096 bytes at offset 32768 passes the size given at open",
-        ),
+        (8 * PAGE, 0, PAGE, "read of 4096 bytes at offset 32768 passes the size given at open"),
         (PAGE, 0, 8 * PAGE, "passes the size given at open, 32768"),
     ],
 )
@@ -299,9 +282,7 @@ def test_threads_take_over_where_io_uring_is_refused(
     assert in_child(queues) == str(expected)
 
 
-def test_memory_that_cannot_be_registered_works_unregistered(
-    engine: str, tmp_path: Path
-) -> None:
+def test_memory_that_cannot_be_registered_works_unregistered(engine: str, tmp_path: Path) -> None:
     memory = Memory(4, seed=9)
     hole = mmap.mmap(-1, PAGE)
     address = np.frombuffer(hole, dtype=np.uint8).ctypes.data

@@ -24,9 +24,7 @@ def test_calls_from_many_threads_on_one_pool_take_turns():
     jobs = [Arrays(values(50_000, i), values(50_000, 9 - i), F32) for i in range(4)]
     expected = [Arrays(values(50_000, i), values(50_000, 9 - i), F32) for i in range(4)]
     with native.Pool(3) as pool:
-        threads = [
-            threading.Thread(target=job.run, args=(pool, range(1, 6))) for job in jobs
-        ]
+        threads = [threading.Thread(target=job.run, args=(pool, range(1, 6))) for job in jobs]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -99,9 +97,7 @@ def forced():
 @pytest.mark.parametrize("isa", FORCED)
 def test_environment_forces_the_instruction_set(isa, forced):
     if isa == "sse9":
-        assert forced[isa].startswith(
-            'ConfigError: STRONGHOLD_ISA is "sse9"; this CPU runs'
-        )
+        assert forced[isa].startswith('ConfigError: STRONGHOLD_ISA is "sse9"; this CPU runs')
     else:
         assert forced[isa] == (isa or native.isas()[0])
 
@@ -124,11 +120,7 @@ BAD_FIELDS = [
         for optimizer, bad in BAD_NUMBERS.items()
         for name, value in bad.items()
     ),
-    *(
-        (optimizer, {name: 0})
-        for optimizer in OPTIMIZERS
-        for name in ("weight", "low", "grad")
-    ),
+    *((optimizer, {name: 0}) for optimizer in OPTIMIZERS for name in ("weight", "low", "grad")),
     *(
         (optimizer, {f"moment{k}": 0})
         for optimizer, hyper in OPTIMIZERS.items()
@@ -144,8 +136,7 @@ BAD_FIELDS = [
 @pytest.mark.parametrize(("optimizer", "changes"), BAD_FIELDS, ids=str)
 def test_a_bad_segment_is_named_and_nothing_is_updated(optimizer, changes):
     good, bad, untouched = (
-        Arrays(torch.ones(17), torch.ones(17), BF16, optimizer=optimizer)
-        for _ in range(3)
+        Arrays(torch.ones(17), torch.ones(17), BF16, optimizer=optimizer) for _ in range(3)
     )
     message = f"segment 1: {next(iter(changes))} "
     with native.Pool(1) as pool, pytest.raises(ConfigError, match=message):
@@ -176,23 +167,17 @@ def test_an_unknown_optimizer_is_refused_with_the_known_ones():
         for call in (
             lambda: pool.update("adamant", F32, F32, [arrays.segment()]),
             lambda: pool.prefetch("adamant", F32, F32),
-            lambda: native.UpdateBatch("adamant", F32, F32, [arrays.segment()]).traffic(
-                pool
-            ),
+            lambda: native.UpdateBatch("adamant", F32, F32, [arrays.segment()]).traffic(pool),
             lambda: native.constants("adamant", [arrays.segment()]),
         ):
-            with pytest.raises(
-                ConfigError, match=f'optimizer is "adamant"; .* have {known}'
-            ):
+            with pytest.raises(ConfigError, match=f'optimizer is "adamant"; .* have {known}'):
                 call()
 
 
 # ---- Constants ------------------------------------------------------------------------------
 
 
-def constants_of(
-    optimizer: str, step: int, **numbers: float
-) -> tuple[list[float], int]:
+def constants_of(optimizer: str, step: int, **numbers: float) -> tuple[list[float], int]:
     arrays = Arrays(torch.ones(1), torch.ones(1), F32, optimizer=optimizer)
     segment = arrays.segment(step, grad_scale=0.37, **numbers)
     constants, variant = native.constants(optimizer, [segment])
@@ -206,13 +191,7 @@ def rounded(*values: float) -> list[float]:
 
 def test_adams_constants_are_computed_in_double_and_rounded_once():
     lr, beta1, beta2, eps, decay, step = 3e-4, 0.9, 0.999, 1e-8, 0.1, 7
-    numbers = {
-        "lr": lr,
-        "beta1": beta1,
-        "beta2": beta2,
-        "eps": eps,
-        "weight_decay": decay,
-    }
+    numbers = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": decay}
     factors = (decay, 1.0 - lr * decay, beta1, 1.0 - beta1, beta2, 1.0 - beta2)
     root = 1.0 / math.sqrt(1.0 - math.pow(beta2, step))
     expected = rounded(0.37, *factors, root, eps, -lr / (1.0 - math.pow(beta1, step)))
@@ -222,9 +201,7 @@ def test_adams_constants_are_computed_in_double_and_rounded_once():
 def test_lions_constants_are_computed_in_double_and_rounded_once():
     lr, beta1, beta2, decay = 3e-4, 0.9, 0.99, 0.1
     numbers = {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": decay}
-    expected = rounded(
-        0.37, 1.0 - lr * decay, beta1, 1.0 - beta1, beta2, 1.0 - beta2, -lr
-    )
+    expected = rounded(0.37, 1.0 - lr * decay, beta1, 1.0 - beta1, beta2, 1.0 - beta2, -lr)
     assert constants_of("lion", 0, **numbers) == (expected, 0)
 
 
@@ -235,10 +212,7 @@ def test_sgds_constants_are_rounded_once():
     for nesterov in (0, 1):
         flags = {"momentum": 0.9, "nesterov": nesterov}
         expected = rounded(0.37, 0.1, -3e-4, 0.9)
-        assert constants_of("sgd_momentum", 0, **numbers, **flags) == (
-            expected,
-            nesterov,
-        )
+        assert constants_of("sgd_momentum", 0, **numbers, **flags) == (expected, nesterov)
 
 
 def test_constants_follow_flags_and_name_the_variant():

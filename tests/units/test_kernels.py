@@ -25,14 +25,7 @@ from tests.support.kernel_arrays import (
     values,
 )
 from tests.support.optimizers import FORMS, OPTIMIZERS
-from tests.support.reference import (
-    AdamHyper,
-    LionHyper,
-    SgdHyper,
-    adam_step,
-    lion_step,
-    sgd_step,
-)
+from tests.support.reference import AdamHyper, LionHyper, SgdHyper, adam_step, lion_step, sgd_step
 
 # ---- Same bits ------------------------------------------------------------------------------
 
@@ -40,9 +33,7 @@ from tests.support.reference import (
 @pytest.mark.parametrize("weight_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("grad_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("form", FORMS)
-def test_instruction_set_never_changes_a_bit_of_an_update(
-    weight_dtype, grad_dtype, form
-):
+def test_instruction_set_never_changes_a_bit_of_an_update(weight_dtype, grad_dtype, form):
     optimizer, changes = FORMS[form]
     pools = [native.Pool(1, isa=isa) for isa in native.isas()]
     for numel, skip, special in itertools.product(SIZES, (0, 1, 6), (False, True)):
@@ -52,11 +43,7 @@ def test_instruction_set_never_changes_a_bit_of_an_update(
             arrays = Arrays(master, grad, weight_dtype, skip, optimizer)
             arrays.run(pool, **changes)
             results.append(arrays)
-        assert all(same(results[-1], other) for other in results), (
-            numel,
-            skip,
-            special,
-        )
+        assert all(same(results[-1], other) for other in results), (numel, skip, special)
         if numel > 1:
             assert not torch.equal(results[0].master(), master)
     for pool in pools:
@@ -66,9 +53,7 @@ def test_instruction_set_never_changes_a_bit_of_an_update(
 @pytest.mark.parametrize("num_threads", [2, 3])
 @pytest.mark.parametrize("weight_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_number_of_threads_never_changes_a_bit_of_an_update(
-    num_threads, weight_dtype, optimizer
-):
+def test_number_of_threads_never_changes_a_bit_of_an_update(num_threads, weight_dtype, optimizer):
     sizes = [200_003, 0, 1, 15, 17, 4097, 65_536, *([1024] * 50)]
     inputs = [(values(n, n), values(n, n + 1).bfloat16()) for n in sizes]
     results = []
@@ -76,9 +61,7 @@ def test_number_of_threads_never_changes_a_bit_of_an_update(
         with native.Pool(count) as pool:
             many = [Arrays(*pair, weight_dtype, optimizer=optimizer) for pair in inputs]
             for step in (1, 2):
-                pool.update(
-                    optimizer, weight_dtype, BF16, [a.segment(step) for a in many]
-                )
+                pool.update(optimizer, weight_dtype, BF16, [a.segment(step) for a in many])
             results.append(many)
     assert all(same(one, other) for one, other in zip(*results, strict=True))
 
@@ -110,9 +93,7 @@ def test_segments_of_one_call_are_independent():
     together = [Arrays(master, grad, F32) for master, grad in inputs]
     alone = [Arrays(master, grad, F32) for master, grad in inputs]
     with native.Pool(2) as pool:
-        pool.update(
-            "adam", F32, F32, [a.segment(3, lr=0.1 * i) for i, a in enumerate(together)]
-        )
+        pool.update("adam", F32, F32, [a.segment(3, lr=0.1 * i) for i, a in enumerate(together)])
         for i, arrays in enumerate(alone):
             arrays.run(pool, steps=(3,), lr=0.1 * i)
     assert all(same(one, other) for one, other in zip(together, alone, strict=True))
@@ -149,17 +130,13 @@ def test_instruction_set_and_threads_never_change_a_bit_of_reductions(dtype):
                         for a, acc in zip(arrays, accs, strict=True)
                     ]
                     pool.accumulate(dtype, segments)
-            seen.add(
-                (np.array(sums).tobytes(), *(acc.numpy().tobytes() for acc in accs))
-            )
+            seen.add((np.array(sums).tobytes(), *(acc.numpy().tobytes() for acc in accs)))
         assert len(seen) == 1
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_nan_is_always_stored_as_the_one_quiet_nan(optimizer):
-    odd_nan = torch.tensor([-1, 0x7F800001, 0x7FFFFFFF] * 7, dtype=torch.int32).view(
-        F32
-    )
+    odd_nan = torch.tensor([-1, 0x7F800001, 0x7FFFFFFF] * 7, dtype=torch.int32).view(F32)
     for isa in native.isas():
         with native.Pool(1, isa=isa) as pool:
             arrays = Arrays(torch.ones(21), odd_nan, BF16, optimizer=optimizer)
@@ -180,9 +157,7 @@ def test_nan_is_always_stored_as_the_one_quiet_nan(optimizer):
 def test_bf16_split_loses_no_bit(isa):
     # Every upper half with sampled lower halves. lr 0 and zero gradients: p goes through the
     # kernel's join and split, and must come out as it went in.
-    lows = np.array(
-        [0, 1, 2, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x1234, 0xABCD], np.uint32
-    )
+    lows = np.array([0, 1, 2, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x1234, 0xABCD], np.uint32)
     patterns = (np.arange(1 << 16, dtype=np.uint32)[:, None] << 16 | lows).reshape(-1)
     master = torch.from_numpy(patterns.view(np.float32).copy())
     arrays = Arrays(master, torch.zeros_like(master), BF16)
@@ -208,9 +183,7 @@ def test_bf16_weight_is_the_nearest_to_its_master():
 
 @pytest.mark.parametrize("isa", native.isas())
 def test_fp16_weight_is_torchs_rounding_of_its_master(isa):
-    edges = torch.tensor(
-        [65504.0, 65519.99, 65520.0, 1e6, 2**-14, 2**-24, 2**-25, 1.5 * 2**-24]
-    )
+    edges = torch.tensor([65504.0, 65519.99, 65520.0, 1e6, 2**-14, 2**-24, 2**-25, 1.5 * 2**-24])
     halves = torch.arange(-32768, 32768, dtype=torch.int16).view(F16).float()
     halves = halves[halves.isfinite()]
     ties = (halves + halves.roll(1)) / 2
@@ -249,9 +222,7 @@ def test_half_precision_gradients_are_read_exactly(isa):
 
 
 @pytest.mark.parametrize("adamw", [True, False], ids=["adamw", "l2"])
-@pytest.mark.parametrize(
-    "bias_correction", [True, False], ids=["corrected", "uncorrected"]
-)
+@pytest.mark.parametrize("bias_correction", [True, False], ids=["corrected", "uncorrected"])
 def test_adam_is_the_papers_formula_up_to_rounding(adamw, bias_correction):
     hyper = AdamHyper(weight_decay=0.1, adamw=adamw, bias_correction=bias_correction)
     generator = torch.Generator().manual_seed(0)
@@ -262,18 +233,14 @@ def test_adam_is_the_papers_formula_up_to_rounding(adamw, bias_correction):
         for step in range(1, 21):
             grad = torch.randn(4097, generator=generator)
             arrays.put("grad", grad)
-            arrays.run(
-                pool, steps=(step,), adamw=adamw, bias_correction=bias_correction
-            )
+            arrays.run(pool, steps=(step,), adamw=adamw, bias_correction=bias_correction)
             p, m, v = adam_step(p, m, v, 0.5 * grad.double().numpy(), step, hyper)
     # Per step: p rounds twice, half an ulp (2^-24 |p|) each; the update, at most lr * 4 here,
     # carries the relative error of m (absolute: 2^-22 of the largest |m|), of v and d.
     rounding = 20 * (2 * 2**-24 * np.abs(p).max() + 1e-3 * 4 * 2**-20)
     assert np.abs(arrays.master().double().numpy() - p).max() < rounding
     assert np.abs(arrays.array("moment0", F32).double().numpy() - m).max() < 2**-20
-    np.testing.assert_allclose(
-        arrays.array("moment1", F32).double().numpy(), v, rtol=2**-19
-    )
+    np.testing.assert_allclose(arrays.array("moment1", F32).double().numpy(), v, rtol=2**-19)
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
@@ -293,8 +260,7 @@ def test_lion_is_the_papers_formula_up_to_rounding(weight_decay):
             # Each product and sum rounds by half an ulp, 2^-24 of its value; constants too.
             terms = np.abs(momentum) + np.abs(scaled)
             assert np.all(
-                np.abs(arrays.array("moment0", F32).double().numpy() - m)
-                <= terms * 2**-22
+                np.abs(arrays.array("moment0", F32).double().numpy() - m) <= terms * 2**-22
             )
             # Where u is nothing but rounding, its sign is too.
             clear = np.abs(u) > terms * 2**-22
@@ -331,9 +297,7 @@ def test_lion_is_deepspeeds_formula_up_to_rounding():
 @pytest.mark.parametrize("isa", native.isas())
 def test_lion_has_no_step_where_the_interpolation_is_zero(isa):
     """sign(0) is 0, of either zero; sign of the smallest number is a whole step."""
-    grad = torch.tensor(
-        [0.0, -0.0, 1e-40, -1e-40, math.inf, -math.inf, 3e38, -3e38] * 5
-    )
+    grad = torch.tensor([0.0, -0.0, 1e-40, -1e-40, math.inf, -math.inf, 3e38, -3e38] * 5)
     master = torch.tensor([1.0, -0.0, 0.0, 0.0, 2.0, 2.0, 3.0, 3.0] * 5)
     arrays = Arrays(master, grad, F32, optimizer="lion")
     with native.Pool(1, isa=isa) as pool:
@@ -391,14 +355,7 @@ def test_sgd_is_torchs_up_to_rounding(form):
             param.grad = grad.clone()
             torchs.step()
             arrays.put("grad", grad)
-            arrays.run(
-                pool,
-                steps=(step,),
-                grad_scale=1.0,
-                lr=lr,
-                weight_decay=decay,
-                **changes,
-            )
+            arrays.run(pool, steps=(step,), grad_scale=1.0, lr=lr, weight_decay=decay, **changes)
     # The buffer is at most 10 of the largest terms; both round by an ulp or two in a step.
     error = (arrays.master() - param.detach()).abs()
     assert (error <= steps * 2**-22 * (master.abs() + 20 * lr * steps * largest)).all()
@@ -411,8 +368,7 @@ def test_sgd_is_torchs_up_to_rounding(form):
 def test_sgd_without_momentum_is_momentum_of_zero():
     grad = values(4097, 2, special=True)
     plain, zero = (
-        Arrays(values(4097, 1), grad, BF16, optimizer=name)
-        for name in ("sgd", "sgd_momentum")
+        Arrays(values(4097, 1), grad, BF16, optimizer=name) for name in ("sgd", "sgd_momentum")
     )
     with native.Pool(1) as pool:
         plain.run(pool, steps=(1,))
@@ -436,8 +392,7 @@ def test_traffic_in_place_changes_nothing_and_past_the_caches_copies(optimizer):
     grad, zeros = values(4097, 2).bfloat16(), torch.zeros(4097)
     for weight_dtype in DTYPES:
         source, before = (
-            Arrays(values(4097, 1), grad, weight_dtype, optimizer=optimizer)
-            for _ in range(2)
+            Arrays(values(4097, 1), grad, weight_dtype, optimizer=optimizer) for _ in range(2)
         )
         target = Arrays(zeros, zeros.bfloat16(), weight_dtype, optimizer=optimizer)
         source.run(pool := native.Pool(1), steps=(1,))
@@ -446,9 +401,7 @@ def test_traffic_in_place_changes_nothing_and_past_the_caches_copies(optimizer):
         batch.traffic(pool)
         assert same(source, before)
         segments, targets = [source.segment()], [target_of(target.segment())]
-        native.UpdateBatch(
-            optimizer, weight_dtype, BF16, segments, targets=targets
-        ).traffic(pool)
+        native.UpdateBatch(optimizer, weight_dtype, BF16, segments, targets=targets).traffic(pool)
         assert same(source, before)
         for name, part in target.parts.items():
             assert torch.equal(part, source.parts[name]) == (name != "grad")
@@ -460,11 +413,7 @@ def test_a_prepared_batch_takes_new_numbers_in_place():
     with native.Pool(1) as pool:
         batch = native.UpdateBatch("adam", BF16, F32, [prepared.segment(1)])
         batch.run(pool)
-        batch.rows["step"], batch.rows["number0"], batch.rows["grad_scale"] = (
-            2,
-            0.5,
-            2.0,
-        )
+        batch.rows["step"], batch.rows["number0"], batch.rows["grad_scale"] = (2, 0.5, 2.0)
         batch.run(pool)
         fresh.run(pool, steps=(1,))
         fresh.run(pool, steps=(2,), lr=0.5, grad_scale=2.0)

@@ -7,13 +7,7 @@ import torch
 from torch import nn
 
 from stronghold.errors import StateError
-from stronghold.model.layout import (
-    ALIGN_NUMEL,
-    PAGE_NUMEL,
-    LayerLayout,
-    ModelLayout,
-    layout,
-)
+from stronghold.model.layout import ALIGN_NUMEL, PAGE_NUMEL, LayerLayout, ModelLayout, layout
 from stronghold.model.partition import Partition, partition
 from tests.models import MODELS, PLAIN
 
@@ -25,9 +19,7 @@ class _Holder(nn.Module):
         super().__init__()
         for index, shape in enumerate(shapes):
             trainable = not (freeze and index % 2)
-            self.register_parameter(
-                f"p{index}", nn.Parameter(torch.ones(shape), trainable)
-            )
+            self.register_parameter(f"p{index}", nn.Parameter(torch.ones(shape), trainable))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x
@@ -49,9 +41,7 @@ def split(request: pytest.FixtureRequest) -> tuple[Partition, ModelLayout]:
     return found, layout(found)
 
 
-def test_slices_never_overlap_and_stay_in_their_part(
-    split: tuple[Partition, ModelLayout],
-) -> None:
+def test_slices_never_overlap_and_stay_in_their_part(split: tuple[Partition, ModelLayout]) -> None:
     for layer in split[1].layers:
         taken = torch.zeros(layer.numel, dtype=torch.int32)
         for part in layer.slices:
@@ -141,9 +131,7 @@ def test_the_meta_device_has_the_same_layout(name: str) -> None:
 
 def test_the_layout_reads_no_memory_of_a_model_too_large_to_exist() -> None:
     with torch.device("meta"):
-        model = nn.Sequential(
-            *(nn.Linear(100_000, 100_000, bias=False) for _ in range(10))
-        )
+        model = nn.Sequential(*(nn.Linear(100_000, 100_000, bias=False) for _ in range(10)))
     assert layout(partition(model)).num_parameters == 10**11
 
 

@@ -11,16 +11,7 @@ import torch
 from stronghold import native
 from stronghold.errors import ConfigError
 from stronghold.optim import states
-from tests.support.kernel_arrays import (
-    BF16,
-    DTYPES,
-    F16,
-    F32,
-    NAN,
-    bits,
-    target_of,
-    values,
-)
+from tests.support.kernel_arrays import BF16, DTYPES, F16, F32, NAN, bits, target_of, values
 from tests.support.lean_arrays import LeanArrays, differing
 from tests.support.optimizers import FORMS, OPTIMIZERS
 from tests.support.pairs import pairs
@@ -33,17 +24,13 @@ HALF = 1 + 2**-20  # half a step, and the rounding of the few operations on the 
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize(
-    ("isa", "grad_dtype", "form"), pairs(native.isas(), DTYPES, FORMS)
-)
+@pytest.mark.parametrize(("isa", "grad_dtype", "form"), pairs(native.isas(), DTYPES, FORMS))
 def test_the_kernel_is_the_reference_bit_for_bit(isa, grad_dtype, form):
     optimizer, changes = form
     with native.Pool(1, isa=isa) as pool, native.Pool(1) as exact:
         for numel, skip, special in itertools.product(SIZES, (0, 1, 6), (False, True)):
             master, grad = values(numel, 1), values(numel, 2, special).to(grad_dtype)
-            kernel, reference = (
-                LeanArrays(master, grad, skip, optimizer) for _ in range(2)
-            )
+            kernel, reference = (LeanArrays(master, grad, skip, optimizer) for _ in range(2))
             for step in (1, 2, 3):
                 grad = values(numel, step + 2, special).to(grad_dtype)
                 for arrays in (kernel, reference):
@@ -88,9 +75,7 @@ def test_parts_of_a_parameter_that_begin_at_groups_are_the_whole(optimizer):
                     for name, size in bytes_per_element.items()
                 }
                 for k in range(len(whole.moments)):
-                    moved[f"scale{k}"] = (
-                        getattr(row, f"scale{k}") + begin // states.GROUP * 4
-                    )
+                    moved[f"scale{k}"] = getattr(row, f"scale{k}") + begin // states.GROUP * 4
                 segment = row._replace(numel=end - begin, **moved)
                 pool.update(optimizer, BF16, F32, [segment], lean=True)
     assert differing(whole, parts) == []
@@ -106,16 +91,11 @@ def test_every_weight_with_every_remainder_comes_back(isa):
             arrays.put("weight", every)
             arrays.put("low", kept.fill_(low))
             master = states.join_master(every.view(BF16), kept)
-            assert torch.equal(
-                bits(master) & 0xFF, torch.zeros(1 << 16, dtype=torch.int32)
-            )
+            assert torch.equal(bits(master) & 0xFF, torch.zeros(1 << 16, dtype=torch.int32))
             nan, zero = master.isnan(), every.view(BF16) == 0
             # Weight decay 0 and no gradient: the master goes through the kernel as it is.
             arrays.run(pool, lr=0.0, weight_decay=0.0)
-            weight, rest = (
-                arrays.get("weight", torch.int16),
-                arrays.get("low", torch.int8),
-            )
+            weight, rest = (arrays.get("weight", torch.int16), arrays.get("low", torch.int8))
             assert torch.equal(weight[~nan], every[~nan])
             assert (rest[~nan & ~zero] == low).all()
             # less, and somebody wrote the zero
@@ -134,9 +114,7 @@ def test_every_code_of_both_moments_is_decoded_as_written(isa):
     for scale in (2.0**-120, 1e-30, 3.0e-8, 0.123, 1.0, 777.0, 2.0**60):
         arrays = LeanArrays(torch.zeros(4 * 255), torch.zeros(4 * 255))
         # Each group holds its largest code: else the encoding would make a finer scale.
-        codes = torch.cat([signed, signed.flip(0), signed, signed.flip(0)]).to(
-            torch.int8
-        )
+        codes = torch.cat([signed, signed.flip(0), signed, signed.flip(0)]).to(torch.int8)
         squares = torch.cat([unsigned, unsigned.flip(0), unsigned, unsigned.flip(0)])
         squares = squares.to(torch.uint8)
         codes[:: states.GROUP], squares[:: states.GROUP] = 127, 255
@@ -174,21 +152,15 @@ def spread(seed: int, groups: int = 512) -> torch.Tensor:
     """Groups of many sizes, with elements that dwarf theirs."""
     x = values(groups * states.GROUP, seed).view(groups, states.GROUP)
     generator = torch.Generator().manual_seed(seed)
-    x *= torch.pow(
-        10.0, torch.randint(-30, 20, (groups, 1), generator=generator).float()
-    )
+    x *= torch.pow(10.0, torch.randint(-30, 20, (groups, 1), generator=generator).float())
     x[::3, 5] *= 1e6
     x[1::7] = 0.0
     return x
 
 
 def test_a_master_is_within_2_to_the_minus_16():
-    master = torch.cat(
-        [spread(1).view(-1), torch.tensor([1e-40, -1e-44, 0.0, -0.0, 3e38])]
-    )
-    error = (
-        states.join_master(*states.split_lean_master(master)).double() - master.double()
-    ).abs()
+    master = torch.cat([spread(1).view(-1), torch.tensor([1e-40, -1e-44, 0.0, -0.0, 3e38])])
+    error = (states.join_master(*states.split_lean_master(master)).double() - master.double()).abs()
     normal = master.abs() >= 2.0**-126
     assert (error[normal] <= 2.0**-16 * master[normal].abs()).all()
     assert (error[~normal] <= 2.0**-142).all()
@@ -205,10 +177,7 @@ def test_a_weight_is_the_nearest_to_its_master():
 def test_a_first_moment_is_within_its_words():
     exp_avg = spread(2)
     found = states.decode_signed(*states.encode_signed(exp_avg)).double()
-    error, largest = (
-        (found - exp_avg).abs(),
-        exp_avg.double().abs().amax(1, keepdim=True),
-    )
+    error, largest = ((found - exp_avg).abs(), exp_avg.double().abs().amax(1, keepdim=True))
     assert (error <= (largest / 126).clamp_min(2.0**-119) * HALF).all()
     near = (exp_avg.abs() >= largest / 15) & (largest >= 2.0**-112)
     assert near.sum() > 1000
@@ -240,11 +209,7 @@ def test_scales_follow_a_decay_that_no_code_could():
     exact = torch.zeros(1024)
     with native.Pool(1) as pool:
         for step in range(1, 7001):
-            grad = (
-                torch.randn(1024, generator=generator)
-                * sizes
-                * (1.0 if step <= 2000 else 0.1)
-            )
+            grad = torch.randn(1024, generator=generator) * sizes * (1.0 if step <= 2000 else 0.1)
             arrays.put("grad", grad)
             arrays.run(pool, step, lr=0.0, beta2=0.999, grad_scale=1.0, adamw=True)
             exact = 0.999 * exact + 0.001 * grad.square()
@@ -314,9 +279,7 @@ def test_a_gradient_that_is_not_finite_stays_visible(wrong):
 def test_a_gradient_that_is_not_finite_stays_visible_in_lions_moment(wrong):
     first, second, _ = after_one_wrong(wrong, "lion")
     # The sign of an infinity is a step as any other.
-    assert first[0].isnan().nonzero().flatten().tolist() == (
-        [70] if math.isnan(wrong) else []
-    )
+    assert first[0].isnan().nonzero().flatten().tolist() == ([70] if math.isnan(wrong) else [])
     in_group = list(range(64, 128))
     assert first[1].isnan().nonzero().flatten().tolist() == in_group
     for array in second:
@@ -337,15 +300,11 @@ def test_other_weights_than_bf16_and_missing_arrays_are_refused(optimizer):
     arrays = LeanArrays(torch.ones(17), torch.ones(17), optimizer=optimizer)
     with native.Pool(1) as pool:
         for dtype in (F32, F16):
-            with pytest.raises(
-                ConfigError, match="lean states are a layout of bfloat16"
-            ):
+            with pytest.raises(ConfigError, match="lean states are a layout of bfloat16"):
                 pool.update(optimizer, dtype, F32, [arrays.segment()], lean=True)
         for name in arrays.parts:
             with pytest.raises(ConfigError, match=f"segment 0: {name} is NULL"):
-                pool.update(
-                    optimizer, BF16, F32, [arrays.segment(**{name: 0})], lean=True
-                )
+                pool.update(optimizer, BF16, F32, [arrays.segment(**{name: 0})], lean=True)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -360,8 +319,8 @@ def test_traffic_in_place_changes_nothing_and_past_the_caches_copies(optimizer):
         batch.traffic(pool)
         assert differing(source, before) == []
         segments, targets = [source.segment()], [target_of(target.segment())]
-        native.UpdateBatch(
-            optimizer, BF16, BF16, segments, lean=True, targets=targets
-        ).traffic(pool)
+        native.UpdateBatch(optimizer, BF16, BF16, segments, lean=True, targets=targets).traffic(
+            pool
+        )
     assert differing(source, before) == []
     assert differing(source, target) == ["grad"]

@@ -91,17 +91,13 @@ def test_groups_of_version_1_are_read_by_controller(tmp_path: Path) -> None:
         {"proc/self/cgroup": "nonsense", "sys/fs/cgroup/cpu.max": "nonsense"},
     ],
 )
-def test_without_limits_there_are_none(
-    tmp_path: Path, files: dict[str, object]
-) -> None:
+def test_without_limits_there_are_none(tmp_path: Path, files: dict[str, object]) -> None:
     root = tree(tmp_path, files)
     assert limits.memory_groups(root) == []
     assert limits.cpu_quota(root) is None
 
 
-def test_the_least_of_machine_and_groups_is_available(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_least_of_machine_and_groups_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "memory_groups", lambda: [(3 * GIB, GIB), (5000, 2000)])
     assert limits.available_host_bytes() == 3000
     monkeypatch.setattr(limits, "memory_groups", lambda: [(5000, 9000)])
@@ -112,9 +108,7 @@ def test_the_least_of_machine_and_groups_is_available(
     )
 
 
-def test_memory_that_the_machine_will_get_is_available(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_memory_that_the_machine_will_get_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
     """A virtual machine of 16 GiB that can grow to 100: 10 are free now, and 84 will come."""
     now = SimpleNamespace(total=16 * GIB, available=10 * GIB)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: now)
@@ -139,24 +133,16 @@ def test_less_than_the_machine_has_is_a_cap(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("text", ["115GB", "0", "-5", "1e9"])
-def test_memory_is_stated_in_whole_bytes(
-    text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_is_stated_in_whole_bytes(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STRONGHOLD_HOST_MEMORY", text)
-    with pytest.raises(
-        ConfigError, match=r"STRONGHOLD_HOST_MEMORY: got .*expected a whole number"
-    ):
+    with pytest.raises(ConfigError, match=r"STRONGHOLD_HOST_MEMORY: got .*expected a whole number"):
         limits.available_host_bytes()
 
 
 def test_the_groups_limit_is_what_the_host_has() -> None:
-    roomy = limits.HostLimits(
-        memory_bytes=8 * GIB, available_bytes=GIB, cgroup_bytes=9 * GIB
-    )
+    roomy = limits.HostLimits(memory_bytes=8 * GIB, available_bytes=GIB, cgroup_bytes=9 * GIB)
     assert roomy.usable_bytes == 8 * GIB
-    tight = limits.HostLimits(
-        memory_bytes=8 * GIB, available_bytes=GIB, cgroup_bytes=2 * GIB
-    )
+    tight = limits.HostLimits(memory_bytes=8 * GIB, available_bytes=GIB, cgroup_bytes=2 * GIB)
     assert tight.usable_bytes == 2 * GIB
 
 

@@ -47,11 +47,7 @@ def test_counters_cover_exactly_one_step(clock: Clock) -> None:
     clock.now_s += 2.0
     first = end(metrics)
     assert (first.step_s, first.tokens_per_s) == (2.0, 200.0)
-    assert (first.wait_fetch_s, first.wait_drain_s, first.wait_update_s) == (
-        0.5,
-        0.0,
-        1.0,
-    )
+    assert (first.wait_fetch_s, first.wait_drain_s, first.wait_update_s) == (0.5, 0.0, 1.0)
     clock.now_s += 4.0
     metrics.add_tokens(100)
     clock.now_s += 1.0
@@ -77,9 +73,7 @@ def test_early_updates_are_counted_for_one_step() -> None:
     assert not end(metrics).early
 
 
-def test_time_before_the_first_tokens_and_after_a_restart_is_not_training(
-    clock: Clock,
-) -> None:
+def test_time_before_the_first_tokens_and_after_a_restart_is_not_training(clock: Clock) -> None:
     metrics = Metrics(num_parameters=1, clock=clock)
     clock.now_s += 50.0
     metrics.add_tokens(1)
@@ -118,13 +112,7 @@ def test_a_loss_is_read_when_its_line_is_formatted_and_not_before(clock: Clock) 
     line = metrics.format(record)
     assert len(reads) == 1
     assert "\n" not in line
-    for part in (
-        "step 7",
-        "loss 1.2500",
-        "grad norm 3.000",
-        "lr 1.00e-03",
-        "2,048 tokens/s",
-    ):
+    for part in ("step 7", "loss 1.2500", "grad norm 3.000", "lr 1.00e-03", "2,048 tokens/s"):
         assert part in line
     assert "skipped" not in line
 
@@ -183,16 +171,7 @@ def test_every_step_is_a_span_of_the_trace(clock: Clock) -> None:
     ("args", "kwargs", "expected"),
     [
         ((), {"input_ids": torch.zeros(2, 7, dtype=torch.long)}, 14),
-        (
-            (
-                {
-                    "labels": torch.zeros(3, 9).long(),
-                    "input_ids": torch.zeros(2, 7).long(),
-                },
-            ),
-            {},
-            14,
-        ),
+        (({"labels": torch.zeros(3, 9).long(), "input_ids": torch.zeros(2, 7).long()},), {}, 14),
         ((torch.zeros(4, 5, dtype=torch.int32), torch.zeros(8, 8).long()), {}, 20),
         ((torch.zeros(4, 5), [torch.zeros(3, 2).long()]), {}, 6),
         ((torch.zeros(4, 5),), {"mask": torch.zeros(9, 9, dtype=torch.bool)}, 9),

@@ -120,14 +120,10 @@ def test_lanes_and_update_threads_run_next_to_the_device(two_nodes: Path) -> Non
         lanes = affinities("stronghold")
         assert len(lanes) >= 4
         assert all(cores == near for cores in lanes.values()), lanes
-        started = {
-            number: cores for number, cores in tasks().items() if number not in before
-        }
+        started = {number: cores for number, cores in tasks().items() if number not in before}
         on_the_node = [cores for cores in started.values() if cores == near]
         assert len(on_the_node) > len(lanes), "update threads run there, too"
-        assert sorted(os.sched_getaffinity(0)) == CORES, (
-            "the training thread is the program's"
-        )
+        assert sorted(os.sched_getaffinity(0)) == CORES, "the training thread is the program's"
         line = f"pinned memory on NUMA node 1 of 2 ({len(near)} cores), next to the gpu"
         assert line in str(both.engine.plan)
         assert both.engine.plan.demand.num_cores <= len(near)
@@ -144,9 +140,7 @@ def test_off_and_a_device_without_a_node_change_nothing(
         assert "numa" not in str(both.engine.plan)
 
 
-def test_one_node_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_node_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cores = ",".join(map(str, CORES))
     monkeypatch.setattr(numa, "ROOT", topology(tmp_path, {0: cores}, gpu_node=0))
     with twin(section={"window": 1, "emulated": {"numa_node": 0}}) as both:
@@ -173,9 +167,7 @@ def test_a_thread_returns_to_its_cores_after_an_error() -> None:
 def test_the_doctor_measures_each_nodes_memory(two_nodes: Path) -> None:
     device = EmulatedDevice(poison=False, link_gbps=4.0)
     try:
-        size = replace(
-            effort(quick=True, available_bytes=1 << 28), copy_bytes=4 << 20, rounds=1
-        )
+        size = replace(effort(quick=True, available_bytes=1 << 28), copy_bytes=4 << 20, rounds=1)
         rates = node_rates(device, size, lambda _: None)
     finally:
         device.close()

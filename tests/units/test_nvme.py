@@ -40,15 +40,9 @@ def test_ranges_come_back_as_they_were_written(
 ) -> None:
     chance = random.Random(len(rates))
     sizes = {"exp_avg": 97, "low": 1, "weights": 15, "exp_avg_sq": 0, "gradients": 41}
-    requests = [
-        pages(count, array, layer)
-        for layer in range(3)
-        for array, count in sizes.items()
-    ]
+    requests = [pages(count, array, layer) for layer in range(3) for array, count in sizes.items()]
     source, target = memory(97, seed=1), memory(97)
-    with store_of(
-        folders[: len(rates)], *requests, rates=rates, engine=engine
-    ) as store:
+    with store_of(folders[: len(rates)], *requests, rates=rates, engine=engine) as store:
         extents = [store.extent(request.layer, request.array) for request in requests]
         oracles = {extent: bytearray(extent.nbytes) for extent in extents}
         for _ in range(400):
@@ -71,9 +65,7 @@ def test_ranges_come_back_as_they_were_written(
 
 
 @pytest.mark.parametrize("num_paths", [1, 3])
-def test_what_was_never_written_is_zero(
-    num_paths: int, engine: str, folders: list[Path]
-) -> None:
+def test_what_was_never_written_is_zero(num_paths: int, engine: str, folders: list[Path]) -> None:
     """Also where an earlier run's bytes lay."""
     for turn in range(2):
         with store_of(folders[:num_paths], pages(300), engine=engine) as store:
@@ -85,9 +77,7 @@ def test_what_was_never_written_is_zero(
             store.submit("write", extent, 0, memory(300, seed=9)).wait()
 
 
-def test_transfers_in_flight_keep_their_memory(
-    engine: str, folders: list[Path]
-) -> None:
+def test_transfers_in_flight_keep_their_memory(engine: str, folders: list[Path]) -> None:
     with store_of(folders[:1], pages(64), engine=engine) as store:
         extent, target = store.extent(0, "exp_avg"), memory(64)
         alive = weakref.ref(target)
@@ -102,9 +92,7 @@ def test_transfers_in_flight_keep_their_memory(
     assert alive() is None
 
 
-def test_reads_and_writes_run_beside_each_other(
-    engine: str, folders: list[Path]
-) -> None:
+def test_reads_and_writes_run_beside_each_other(engine: str, folders: list[Path]) -> None:
     failures: list[BaseException] = []
     with store_of(folders[:2], pages(64), pages(64, "low"), engine=engine) as store:
         one, other = store.extent(0, "exp_avg"), store.extent(0, "low")
@@ -128,10 +116,7 @@ def test_reads_and_writes_run_beside_each_other(
         last = memory(64)
         store.submit("read", other, 0, last).wait()
         assert torch.equal(last, memory(64, seed=49))
-        assert (store.bytes_read, store.bytes_written) == (
-            51 * 64 * PAGE,
-            51 * 64 * PAGE,
-        )
+        assert (store.bytes_read, store.bytes_written) == (51 * 64 * PAGE, 51 * 64 * PAGE)
     assert failures == []
 
 
@@ -145,9 +130,7 @@ def test_files_are_as_large_as_their_rates(folders: list[Path]) -> None:
     assert sizes == [{300 * PAGE}, {100 * PAGE}]
 
 
-def test_several_paths_are_measured(
-    folders: list[Path], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_several_paths_are_measured(folders: list[Path], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "stronghold"):
         store = store_of(folders[:2], pages(4), rates=None)
     with store:
@@ -171,17 +154,11 @@ def test_the_ring_is_what_was_asked_for(folders: list[Path]) -> None:
             entry.fill_(index)
         sums = [int(entry.sum()) for entry in ring.entries]
         assert sums == [3 * PAGE * index for index in range(5)]
-        assert ring.memory.untyped_storage().nbytes() == ring.nbytes, (
-            "one slab, exact size"
-        )
-        store = undo.enter_context(
-            store_of(folders[:1], pages(64), staging=ring.memory)
-        )
+        assert ring.memory.untyped_storage().nbytes() == ring.nbytes, "one slab, exact size"
+        store = undo.enter_context(store_of(folders[:1], pages(64), staging=ring.memory))
         extent = store.extent(0, "exp_avg")
         store.submit("write", extent, 3 * PAGE, ring.entries[4]).wait()
-        store.submit(
-            "read", extent, 3 * PAGE, ring.entries[0].view(torch.float32)
-        ).wait()
+        store.submit("read", extent, 3 * PAGE, ring.entries[0].view(torch.float32)).wait()
         assert bool((ring.entries[0] == 4).all())
 
 
@@ -243,9 +220,7 @@ def test_what_has_no_extent_is_not_found(folders: list[Path]) -> None:
     with store_of(folders[:1], pages(8)) as store:
         assert store.extent(0, "exp_avg").nbytes == 8 * PAGE
         for layer, array in ((1, "exp_avg"), (0, "low")):
-            with pytest.raises(
-                StateError, match=f"{array} of layer {layer} is not spilled"
-            ):
+            with pytest.raises(StateError, match=f"{array} of layer {layer} is not spilled"):
                 store.extent(layer, array)
 
 
@@ -258,9 +233,7 @@ def test_a_closed_store_says_so(folders: list[Path]) -> None:
         store.submit("read", extent, 0, memory(1)).wait()
 
 
-def test_nothing_is_left_after_close_or_a_dropped_store(
-    engine: str, folders: list[Path]
-) -> None:
+def test_nothing_is_left_after_close_or_a_dropped_store(engine: str, folders: list[Path]) -> None:
     def count() -> tuple[int, int]:
         return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 

@@ -35,9 +35,7 @@ def engine(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A tmpfs of 1 MiB."""
-    with mounted(
-        tmp_path_factory.mktemp("small"), "-t", "tmpfs", "-o", "size=1m", "none"
-    ) as path:
+    with mounted(tmp_path_factory.mktemp("small"), "-t", "tmpfs", "-o", "size=1m", "none") as path:
         yield path
 
 
@@ -56,14 +54,10 @@ def refused(paths: list[Path], *extents: Extent, **options: object) -> ConfigErr
 def test_a_path_that_cannot_be_used_is_refused(folders: list[Path]) -> None:
     (folders[0] / "file").touch()
     error = refused([folders[0] / "nowhere"], pages(1))
-    assert str(error).startswith(
-        f'stronghold.nvme.path: "{folders[0]}/nowhere" does not exist'
-    )
+    assert str(error).startswith(f'stronghold.nvme.path: "{folders[0]}/nowhere" does not exist')
     assert "is not a directory" in str(refused([folders[0] / "file"], pages(1)))
     assert "got no path" in str(refused([], pages(1)))
-    assert "one directory twice" in str(
-        refused([folders[1], folders[1] / ".." / "b"], pages(1))
-    )
+    assert "one directory twice" in str(refused([folders[1], folders[1] / ".." / "b"], pages(1)))
     assert "rates: got 1" in str(refused(folders, pages(1), rates=[1.0]))
     assert list(folders[1].iterdir()) == []
 
@@ -85,9 +79,7 @@ def test_a_disk_too_small_is_refused_with_the_figures(
     with store_of([small_disk], pages(64)):  # less than the free space: fits
         pass
     # Measuring needs room as well.
-    assert isinstance(
-        refused([folders[0], small_disk], pages(4), rates=None), BudgetError
-    )
+    assert isinstance(refused([folders[0], small_disk], pages(4), rates=None), BudgetError)
 
 
 def test_paths_on_one_disk_are_added_up(small_disk: Path) -> None:
@@ -96,10 +88,7 @@ def test_paths_on_one_disk_are_added_up(small_disk: Path) -> None:
         folder.mkdir()
     error = refused(both, pages(300))
     assert isinstance(error, BudgetError)
-    assert (
-        f'"{both[0]}", "{both[1]}" needs {format_size(300 * PAGE, round_up=True)}'
-        in str(error)
-    )
+    assert f'"{both[0]}", "{both[1]}" needs {format_size(300 * PAGE, round_up=True)}' in str(error)
 
 
 def test_a_disk_that_fills_while_the_store_opens_is_a_budget_error(
@@ -111,9 +100,7 @@ def test_a_disk_that_fills_while_the_store_opens_is_a_budget_error(
     assert isinstance(error, BudgetError)
     assert isinstance(error.__cause__, OSError)
     assert error.__cause__.errno == errno.ENOSPC
-    assert [
-        path for path in small_disk.iterdir() if path.name.startswith("stronghold")
-    ] == []
+    assert [path for path in small_disk.iterdir() if path.name.startswith("stronghold")] == []
 
 
 def test_the_room_is_for_all_processes_of_the_node(small_disk: Path) -> None:
@@ -158,11 +145,7 @@ def test_a_file_system_without_direct_transfers_works_with_a_warning(
     assert "no O_DIRECT" in record.message
     assert str(small_disk) in record.message
     with store:
-        extent, written, read = (
-            store.extent(0, "exp_avg"),
-            memory(20, seed=1),
-            memory(20),
-        )
+        extent, written, read = (store.extent(0, "exp_avg"), memory(20, seed=1), memory(20))
         store.submit("write", extent, 0, written).wait()
         store.submit("read", extent, 0, read).wait()
         assert torch.equal(read, written)
@@ -182,15 +165,11 @@ def test_an_engine_that_the_kernel_refuses_is_named(
             store_of(folders[:2], pages(1), engine="io_uring", rates=None)
         with store_of(folders[:1], pages(1)) as store:
             store.submit("write", store.extent(0, "exp_avg"), 0, memory(1)).wait()
-        with closing(
-            SpillFile(folders[0], PAGE, depth=1, block_bytes=PAGE, engine=None)
-        ) as file:
+        with closing(SpillFile(folders[0], PAGE, depth=1, block_bytes=PAGE, engine=None)) as file:
             return f"{caught.value} | {file.engine}"
 
     answer = in_child(stores)
-    assert answer.startswith(
-        'stronghold.nvme.engine: got "io_uring", which the kernel refuses'
-    )
+    assert answer.startswith('stronghold.nvme.engine: got "io_uring", which the kernel refuses')
     assert answer.endswith("| threads (io_uring_setup: Operation not permitted)")
     assert list(folders[0].iterdir()) == []
 
@@ -245,8 +224,7 @@ def test_an_input_output_error_names_file_offset_and_length(
         error = failure(store, verb, extent, 8)
         assert error.errno == errno.EIO
         assert re.search(
-            rf"{verb} of {4 * PAGE} bytes at offset 0 \(in a {verb} of {8 * PAGE} ",
-            str(error),
+            rf"{verb} of {4 * PAGE} bytes at offset 0 \(in a {verb} of {8 * PAGE} ", str(error)
         )
         assert f"{folders[0]}/stronghold-spill-" in str(error)
         assert (store.bytes_read, store.bytes_written) == (0, 0)
@@ -280,9 +258,7 @@ def test_a_disk_that_cannot_reserve_fills_with_an_error(
     with mounted(mount, "-o", "loop", str(image)) as path:
         with caplog.at_level(logging.WARNING, "stronghold"):
             store = store_of([path], pages(256), engine=engine)
-        assert any(
-            "cannot reserve space" in record.message for record in caplog.records
-        )
+        assert any("cannot reserve space" in record.message for record in caplog.records)
         with store:
             extent, target = store.extent(0, "exp_avg"), memory(256)
             store.submit("read", extent, 0, target).wait()

@@ -70,9 +70,7 @@ def test_an_operator_reads_its_inputs_once_and_writes_its_results(
         lambda: torch.empty_like(X),
     ],
 )
-def test_views_and_memory_that_is_not_written_cost_nothing(
-    run: Callable[[], Any],
-) -> None:
+def test_views_and_memory_that_is_not_written_cost_nothing(run: Callable[[], Any]) -> None:
     assert moved(run) == 0
 
 

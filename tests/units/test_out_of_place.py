@@ -9,15 +9,7 @@ import torch
 
 from stronghold import native
 from stronghold.errors import ConfigError
-from tests.support.kernel_arrays import (
-    BF16,
-    DTYPES,
-    F16,
-    F32,
-    Arrays,
-    target_of,
-    values,
-)
+from tests.support.kernel_arrays import BF16, DTYPES, F16, F32, Arrays, target_of, values
 from tests.support.lean_arrays import LeanArrays
 from tests.support.optimizers import FORMS, OPTIMIZERS
 from tests.support.pairs import pairs
@@ -56,11 +48,7 @@ def update(
 
 def written(layout: str, optimizer: str) -> list[str]:
     """The fields of a segment's arrays that a step writes."""
-    return [
-        name
-        for name in arrays_of(layout, optimizer, 1, torch.ones(1)).parts
-        if name != "grad"
-    ]
+    return [name for name in arrays_of(layout, optimizer, 1, torch.ones(1)).parts if name != "grad"]
 
 
 def assert_step_is_that_in_place(
@@ -77,11 +65,7 @@ def assert_step_is_that_in_place(
     update(pool, layout, [arrays], step, [targets.target()], **changes)
     update(pool, layout, [expected], step, **changes)
     for name, part in arrays.parts.items():
-        source = (
-            before[name]
-            if name in targets.views or name == "grad"
-            else expected.parts[name]
-        )
+        source = before[name] if name in targets.views or name == "grad" else expected.parts[name]
         assert torch.equal(part, source), f"source: {name}"
     for name, view in targets.views.items():
         assert torch.equal(view, expected.parts[name]), f"target: {name}"
@@ -90,19 +74,14 @@ def assert_step_is_that_in_place(
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
-    ("isa", "layout", "grad_dtype", "form"),
-    pairs(native.isas(), LAYOUTS, DTYPES, FORMS),
+    ("isa", "layout", "grad_dtype", "form"), pairs(native.isas(), LAYOUTS, DTYPES, FORMS)
 )
 def test_out_of_place_never_changes_a_bit(isa, layout, grad_dtype, form):
     optimizer, changes = form
     with native.Pool(1, isa=isa) as pool:
-        for numel, (skip, target_skip), special in itertools.product(
-            SIZES, SKIPS, (False, True)
-        ):
+        for numel, (skip, target_skip), special in itertools.product(SIZES, SKIPS, (False, True)):
             grad = values(numel, 2, special).to(grad_dtype)
-            arrays, expected = (
-                arrays_of(layout, optimizer, numel, grad, skip) for _ in range(2)
-            )
+            arrays, expected = (arrays_of(layout, optimizer, numel, grad, skip) for _ in range(2))
             for step in (1, 2, 3):
                 targets = Targets(arrays.parts, target_skip)
                 assert_step_is_that_in_place(
@@ -125,13 +104,9 @@ def test_every_form_and_layout_runs_out_of_place(isa, form, layout):
     with native.Pool(1, isa=isa) as pool:
         for grad_dtype, target_skip in itertools.product(DTYPES, (0, 2)):
             grad = values(1091, 2, special=True).to(grad_dtype)
-            arrays, expected = (
-                arrays_of(layout, optimizer, 1091, grad) for _ in range(2)
-            )
+            arrays, expected = (arrays_of(layout, optimizer, 1091, grad) for _ in range(2))
             targets = Targets(arrays.parts, target_skip)
-            assert_step_is_that_in_place(
-                pool, layout, arrays, expected, targets, 1, **changes
-            )
+            assert_step_is_that_in_place(pool, layout, arrays, expected, targets, 1, **changes)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -142,22 +117,16 @@ def test_some_arrays_in_place_and_others_not_never_change_a_bit(optimizer, layou
         for count in range(len(names) + 1):
             for in_place in itertools.combinations(names, count):
                 for skip in (0, 3):
-                    arrays, expected = (
-                        arrays_of(layout, optimizer, 4097, grad) for _ in range(2)
-                    )
+                    arrays, expected = (arrays_of(layout, optimizer, 4097, grad) for _ in range(2))
                     targets = Targets(arrays.parts, skip, in_place)
-                    assert_step_is_that_in_place(
-                        pool, layout, arrays, expected, targets, 1
-                    )
+                    assert_step_is_that_in_place(pool, layout, arrays, expected, targets, 1)
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("num_threads", [2, 3])
-def test_number_of_threads_never_changes_a_bit_out_of_place(
-    num_threads, optimizer, layout
-):
+def test_number_of_threads_never_changes_a_bit_out_of_place(num_threads, optimizer, layout):
     sizes = [200_003, 0, 1, 15, 17, 4097, 65_536, *([1024] * 50)]
     results = []
     for count, is_out_of_place in ((1, False), (1, True), (num_threads, True)):
@@ -165,17 +134,11 @@ def test_number_of_threads_never_changes_a_bit_out_of_place(
         with native.Pool(count) as pool:
             for step in (1, 2):
                 targets = [
-                    Targets(
-                        part.parts,
-                        skip=k % 2,
-                        in_place=part.parts if k % 3 == 2 else (),
-                    )
+                    Targets(part.parts, skip=k % 2, in_place=part.parts if k % 3 == 2 else ())
                     for k, part in enumerate(many)
                 ]
                 if is_out_of_place:
-                    update(
-                        pool, layout, many, step, [each.target() for each in targets]
-                    )
+                    update(pool, layout, many, step, [each.target() for each in targets])
                     for part, each in zip(many, targets, strict=True):
                         assert each.are_guards_untouched()
                         part.parts.update(each.views)
@@ -222,9 +185,7 @@ def test_the_distance_of_prefetching_is_chosen_apart_and_never_changes_a_bit():
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_target_that_overlaps_an_array_of_its_segment_is_refused(optimizer, layout):
     good, bad = (arrays_of(layout, optimizer, 300, torch.ones(300)) for _ in range(2))
-    before = [
-        {name: part.clone() for name, part in a.parts.items()} for a in (good, bad)
-    ]
+    before = [{name: part.clone() for name, part in a.parts.items()} for a in (good, bad)]
     targets = [Targets(a.parts) for a in (good, bad)]
     names = [name for name in bad.parts if bad.parts[name].numel()]
     with native.Pool(1) as pool:
@@ -233,10 +194,7 @@ def test_a_target_that_overlaps_an_array_of_its_segment_is_refused(optimizer, la
                 continue
             begin, nbytes = bad.parts[other].data_ptr(), bad.parts[other].nbytes
             # Its first byte in the other's last, and its last byte in the other's first.
-            for address in (
-                begin + nbytes - 1,
-                begin - targets[1].views[name].nbytes + 1,
-            ):
+            for address in (begin + nbytes - 1, begin - targets[1].views[name].nbytes + 1):
                 moved = targets[1].target()._replace(**{name: address})
                 message = f"segment 1: the target of {name} overlaps (the target of )?"
                 with pytest.raises(ConfigError, match=message):
@@ -247,9 +205,7 @@ def test_a_target_that_overlaps_an_array_of_its_segment_is_refused(optimizer, la
             address = targets[1].views[other].data_ptr() + 1
             moved = targets[1].target()._replace(**{name: address})
             # A longer array may reach into other memory of the segment, too: that is named first.
-            with pytest.raises(
-                ConfigError, match=r"segment 1: the target of .* overlaps "
-            ):
+            with pytest.raises(ConfigError, match=r"segment 1: the target of .* overlaps "):
                 update(pool, layout, [good, bad], 1, [targets[0].target(), moved])
     for arrays, old in zip((good, bad), before, strict=True):
         assert all(torch.equal(part, old[name]) for name, part in arrays.parts.items())
@@ -266,14 +222,7 @@ def test_targets_next_to_other_arrays_are_taken():
     segment = (
         Arrays(torch.ones(1), torch.ones(1), F32)
         .segment()
-        ._replace(
-            weight=weight,
-            low=0,
-            moment0=moment0,
-            moment1=moment1,
-            grad=grad,
-            numel=numel,
-        )
+        ._replace(weight=weight, low=0, moment0=moment0, moment1=moment1, grad=grad, numel=numel)
     )
     target = native.Target(weight=to[0], moment0=to[1], moment1=to[2])
     with native.Pool(1) as pool:
@@ -287,8 +236,6 @@ def test_a_call_has_a_target_for_each_segment_or_none():
     arrays = Arrays(torch.ones(17), torch.ones(17), F32)
     with native.Pool(1) as pool:
         for targets in ([], [native.Target()] * 2):
-            with pytest.raises(
-                ConfigError, match=f"targets: got {len(targets)}, expected one for"
-            ):
+            with pytest.raises(ConfigError, match=f"targets: got {len(targets)}, expected one for"):
                 pool.update("adam", F32, F32, [arrays.segment()], targets=targets)
         pool.update("adam", F32, F32, [], targets=[])

@@ -11,12 +11,7 @@ import torch
 
 from stronghold import native
 from stronghold.errors import ConfigError
-from stronghold.model.packed_formats import (
-    DTYPES,
-    FORMATS,
-    PackedTensors,
-    decode_weights,
-)
+from stronghold.model.packed_formats import DTYPES, FORMATS, PackedTensors, decode_weights
 from stronghold.native import code_books
 from tests.support.packed_weights import (
     SHAPES,
@@ -111,9 +106,7 @@ def test_dynamic_map_is_that_of_bitsandbytes_but_for_last_bits():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    "shape", [shape for shape in SHAPES if len(shape) == 2], ids=str
-)
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if len(shape) == 2], ids=str)
 def test_int8_is_that_of_bitsandbytes(dtype, shape):
     pytest.importorskip("bitsandbytes")
     weight, inner = weight_of(shape, dtype), empty_inner(FORMATS["int8"], shape)
@@ -152,9 +145,7 @@ def test_fp8_is_that_of_transformers(shape):
 @pytest.mark.parametrize("name", FORMATS)
 def test_kernel_encodes_the_references_bits_on_every_instruction_set(name, dtype):
     format = FORMATS[name]
-    pools = [
-        native.Pool(threads, isa=isa) for threads in (1, 3) for isa in native.isas()
-    ]
+    pools = [native.Pool(threads, isa=isa) for threads in (1, 3) for isa in native.isas()]
     for shape in SHAPES:
         for weight in (weight_of(shape, dtype), hazardous(shape, dtype)):
             expected = empty_inner(format, shape)
@@ -179,9 +170,7 @@ def test_error_is_that_of_the_decoded_weight(name, pool):
     decode_weights(pool, [PackedTensors(FORMATS[name], inner, out)])
     differences = (out.double() - weight.double()).abs()
     assert error.largest == differences.max().item() > 0
-    assert error.rms == pytest.approx(
-        differences.square().mean().sqrt().item(), rel=1e-12
-    )
+    assert error.rms == pytest.approx(differences.square().mean().sqrt().item(), rel=1e-12)
     # Of a weight with deviation 0.02. Uniform steps of 2 / 255 of the largest give int8's.
     assert error.rms < {"nf4": 0.0025, "int8": 0.0003, "fp8": 0.0008}[name]
 
@@ -189,11 +178,7 @@ def test_error_is_that_of_the_decoded_weight(name, pool):
 @pytest.mark.parametrize("strides", ["transposed", "sliced"])
 def test_strides_of_the_weight_do_not_matter(strides, pool):
     weight = weight_of((65, 200), BF16)
-    strided = (
-        weight.T.contiguous().T
-        if strides == "transposed"
-        else torch.cat([weight] * 2, 1)
-    )
+    strided = weight.T.contiguous().T if strides == "transposed" else torch.cat([weight] * 2, 1)
     strided = strided[:, :200]
     assert not strided.is_contiguous()
     for format in FORMATS.values():
@@ -227,23 +212,15 @@ def test_nan_and_infinity_are_refused(name, bad, position, pool):
     weight = weight_of((130, 257), BF16)
     weight.view(-1)[position] = bad
     for threads in (None, pool):
-        with pytest.raises(
-            ConfigError, match=f"{name}: the weight has NaN or infinity"
-        ):
-            FORMATS[name].encode(
-                weight, empty_inner(FORMATS[name], weight.shape), threads
-            )
+        with pytest.raises(ConfigError, match=f"{name}: the weight has NaN or infinity"):
+            FORMATS[name].encode(weight, empty_inner(FORMATS[name], weight.shape), threads)
 
 
 def test_magnitudes_that_decode_to_infinity_are_refused(pool):
     weight = torch.full((4, 256), 3e38, dtype=BF16)
     for threads in (None, pool):
-        with pytest.raises(
-            ConfigError, match=r"int8: decoded, .* would be infinite in torch.bf"
-        ):
-            FORMATS["int8"].encode(
-                weight, empty_inner(FORMATS["int8"], weight.shape), threads
-            )
+        with pytest.raises(ConfigError, match=r"int8: decoded, .* would be infinite in torch.bf"):
+            FORMATS["int8"].encode(weight, empty_inner(FORMATS["int8"], weight.shape), threads)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -255,21 +232,13 @@ def test_tensors_that_do_not_fit_are_refused(name, pool):
     missing = {key: value for key, value in good.items() if key != first}
     other_dtype = {**good, first: good[first].view(torch.uint8).to(torch.int16)}
     other_shape = {**good, first: good[first].view(-1)[:-1]}
-    for inner, reason in (
-        (missing, "missing"),
-        (other_dtype, "int16"),
-        (other_shape, "shape"),
-    ):
+    for inner, reason in ((missing, "missing"), (other_dtype, "int16"), (other_shape, "shape")):
         for call in (
             lambda inner=inner: format.encode(weight, inner, pool),
             lambda inner=inner: format.decode(inner, weight.clone()),
-            lambda inner=inner: decode_weights(
-                pool, [PackedTensors(format, inner, weight)]
-            ),
+            lambda inner=inner: decode_weights(pool, [PackedTensors(format, inner, weight)]),
         ):
-            with pytest.raises(
-                ConfigError, match=f"{name}: .*{first}.*{reason}|{first}.*{reason}"
-            ):
+            with pytest.raises(ConfigError, match=f"{name}: .*{first}.*{reason}|{first}.*{reason}"):
                 call()
     for out in (weight.double(), weight.T.contiguous().T, weight.view(-1)):
         with pytest.raises(ConfigError, match=name):
@@ -277,9 +246,7 @@ def test_tensors_that_do_not_fit_are_refused(name, pool):
 
 
 def test_unknown_format_is_refused(pool):
-    with pytest.raises(
-        ConfigError, match='format is "nf5"; the kernels have nf4, int8, fp8'
-    ):
+    with pytest.raises(ConfigError, match='format is "nf5"; the kernels have nf4, int8, fp8'):
         pool.decode("nf5", BF16, [])
 
 

@@ -36,9 +36,7 @@ def test_a_zoo_model_has_exactly_these_layers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", list(EXPECTED))
-def test_structure_alone_finds_the_same_layers(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_structure_alone_finds_the_same_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(name)
     without_table(monkeypatch)
     found = partition(model)
@@ -50,14 +48,10 @@ def test_every_parameter_is_in_exactly_one_layer_under_all_its_names(name: str) 
     model = build(name)
     found = partition(model)
     placed = [named for layer in found.layers for named in layer.parameters]
-    assert {id(named.parameter) for named in placed} == {
-        id(p) for p in model.parameters()
-    }
+    assert {id(named.parameter) for named in placed} == {id(p) for p in model.parameters()}
     assert len(placed) == len(list(model.parameters()))
     names = [alias for named in placed for alias in named.aliases]
-    assert sorted(names) == sorted(
-        k for k, _ in model.named_parameters(remove_duplicate=False)
-    )
+    assert sorted(names) == sorted(k for k, _ in model.named_parameters(remove_duplicate=False))
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     for named in placed:
         assert named.name == named.aliases[0] == first[id(named.parameter)]
@@ -75,17 +69,10 @@ def test_layers_are_in_order_and_are_used_where_they_say(name: str) -> None:
     assert positions == sorted(positions)
     order = {id(parameter): index for index, parameter in enumerate(model.parameters())}
     for layer in found.layers:
-        keys = [
-            (not n.parameter.requires_grad, order[id(n.parameter)])
-            for n in layer.parameters
-        ]
+        keys = [(not n.parameter.requires_grad, order[id(n.parameter)]) for n in layer.parameters]
         assert keys == sorted(keys)
         mine = {named.parameter for named in layer.parameters}
-        holders = {
-            m
-            for m in modules.values()
-            if not mine.isdisjoint(m.parameters(recurse=False))
-        }
+        holders = {m for m in modules.values() if not mine.isdisjoint(m.parameters(recurse=False))}
         if layer.streamed:
             assert layer.modules == (modules[layer.name],)
             assert holders <= set(layer.modules[0].modules())
@@ -98,9 +85,7 @@ def test_layers_are_in_order_and_are_used_where_they_say(name: str) -> None:
 def test_the_partition_changes_nothing_in_the_model(name: str) -> None:
     model = build(name)
     parameters = list(model.parameters())
-    before = [
-        (module, list(vars(module)), tables_of(module)) for module in model.modules()
-    ]
+    before = [(module, list(vars(module)), tables_of(module)) for module in model.modules()]
     partition(model)
     for module, names, tables in before:
         assert list(vars(module)) == names
@@ -141,9 +126,7 @@ def test_a_weight_tied_inside_one_block_stays_in_it() -> None:
     model = build("tied_blocks")
     layer = layer_of(partition(model), model.blocks[1].again.weight)
     assert (layer.name, layer.streamed) == ("blocks.1", True)
-    (named,) = [
-        n for n in layer.parameters if n.parameter is model.blocks[1].again.weight
-    ]
+    (named,) = [n for n in layer.parameters if n.parameter is model.blocks[1].again.weight]
     assert named.aliases == ("blocks.1.mlp.down.weight", "blocks.1.again.weight")
 
 
@@ -155,15 +138,11 @@ def test_a_submodule_that_is_also_used_outside_the_blocks_is_resident() -> None:
     assert layer_of(found, model.norm.weight).modules == (model.norm,)
 
 
-def test_a_shared_parameter_that_a_block_holds_directly_is_a_layer_beside_the_block() -> (
-    None
-):
+def test_a_shared_parameter_that_a_block_holds_directly_is_a_layer_beside_the_block() -> None:
     model = build("weird_model", num_layers=2)
     model.blocks[1].gain = model.blocks[0].gain
     found = partition(model)
-    assert [
-        (x.name, x.streamed) for x in found.layers if x.name.startswith("blocks")
-    ] == [
+    assert [(x.name, x.streamed) for x in found.layers if x.name.startswith("blocks")] == [
         ("blocks.0", False),
         ("blocks.0", True),
         ("blocks.1", True),
@@ -198,9 +177,7 @@ def test_frozen_parameters_stay_in_their_layer_after_the_trainable_ones() -> Non
 
 
 def test_blocks_without_parameters_are_no_layers() -> None:
-    found = partition(
-        nn.Sequential(Block(), nn.ReLU(), nn.Identity(), Block(), nn.Dropout())
-    )
+    found = partition(nn.Sequential(Block(), nn.ReLU(), nn.Identity(), Block(), nn.Dropout()))
     assert streamed(found) == ["0", "3"]
 
 
@@ -208,17 +185,13 @@ def test_blocks_without_parameters_are_no_layers() -> None:
 
 
 def test_a_lazy_parameter_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r'"1\.weight" has no shape yet.*run one forward'
-    ):
+    with pytest.raises(ConfigError, match=r'"1\.weight" has no shape yet.*run one forward'):
         partition(nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3)))
 
 
 def test_a_frozen_parameter_of_integers_moves_with_its_block() -> None:
     model = Decoder(pair())
-    model.blocks[0].codes = nn.Parameter(
-        torch.zeros(3, dtype=torch.uint8), requires_grad=False
-    )
+    model.blocks[0].codes = nn.Parameter(torch.zeros(3, dtype=torch.uint8), requires_grad=False)
     names = [named.name for named in partition(model).streamed[0].parameters]
     assert names[-1] == "blocks.0.codes"
 
@@ -228,18 +201,14 @@ def test_a_parameter_of_a_tensor_subclass_is_refused() -> None:
     model = Decoder(pair())
     quantised = torch.zeros(3).as_subclass(type("Int8Tensor", (torch.Tensor,), {}))
     model.blocks[0].codes = nn.Parameter(quantised, requires_grad=False)
-    with pytest.raises(
-        ConfigError, match=r'"blocks\.0\.codes" is a \S*Int8Tensor.*not known'
-    ):
+    with pytest.raises(ConfigError, match=r'"blocks\.0\.codes" is a \S*Int8Tensor.*not known'):
         partition(model)
 
 
 def test_parameters_tied_by_memory_alone_are_refused_unless_frozen() -> None:
     model = Decoder(pair())
     model.head.weight.data = model.embedding.weight.data
-    with pytest.raises(
-        ConfigError, match=r'"embedding\.weight" and "head\.weight".*same memory'
-    ):
+    with pytest.raises(ConfigError, match=r'"embedding\.weight" and "head\.weight".*same memory'):
         partition(model)
     model.embedding.requires_grad_(False)
     model.head.requires_grad_(False)

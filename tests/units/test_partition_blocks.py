@@ -40,9 +40,7 @@ from tests.support.partitions import (
         ("mlp", ["blocks.0.mlp", "blocks.1.mlp", "blocks.2.mlp"]),
     ],
 )
-def test_named_paths_choose_the_blocks(
-    layers: str | list[str], expected: list[str]
-) -> None:
+def test_named_paths_choose_the_blocks(layers: str | list[str], expected: list[str]) -> None:
     assert streamed(partition(build("gpt"), layers)) == expected
 
 
@@ -53,13 +51,8 @@ def test_a_name_overrides_the_table() -> None:
 
 
 def test_a_path_that_ends_in_a_number_names_a_block_even_if_it_is_a_list() -> None:
-    model = Holder(
-        features=nn.Sequential(nn.Sequential(*pair()), nn.Sequential(*pair()))
-    )
-    assert streamed(partition(model, ["features.0", "features.1"])) == [
-        "features.0",
-        "features.1",
-    ]
+    model = Holder(features=nn.Sequential(nn.Sequential(*pair()), nn.Sequential(*pair())))
+    assert streamed(partition(model, ["features.0", "features.1"])) == ["features.0", "features.1"]
     assert streamed(partition(model, "features")) == ["features.0", "features.1"]
 
 
@@ -72,9 +65,7 @@ def test_a_path_that_ends_in_a_number_names_a_block_even_if_it_is_a_list() -> No
         ("", "expected the dotted path"),
     ],
 )
-def test_an_unknown_path_is_refused_with_a_suggestion(
-    path: str, suggestion: str
-) -> None:
+def test_an_unknown_path_is_refused_with_a_suggestion(path: str, suggestion: str) -> None:
     with pytest.raises(ConfigError, match=r"^stronghold\.layers: got ") as caught:
         partition(build("gpt"), ["blocks.0", path])
     assert f'"{path}"' in str(caught.value)
@@ -88,9 +79,7 @@ def test_a_path_of_a_wrapped_model_names_the_outermost_modules_that_end_in_it() 
 
 
 def test_a_path_without_parameters_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r'stronghold\.layers: "dropout" holds no module'
-    ):
+    with pytest.raises(ConfigError, match=r'stronghold\.layers: "dropout" holds no module'):
         partition(Holder(dropout=nn.Dropout(), blocks=nn.ModuleList(pair())), "dropout")
 
 
@@ -143,9 +132,7 @@ def test_megatron_core_s_layout_is_known_although_its_model_type_is_no_name() ->
     class GPTModel(Holder):
         config = SimpleNamespace(model_type=1)
 
-    decoder = Holder(
-        layers=nn.ModuleList([Block()]), final_layernorm=nn.LayerNorm(HIDDEN)
-    )
+    decoder = Holder(layers=nn.ModuleList([Block()]), final_layernorm=nn.LayerNorm(HIDDEN))
     model = GPTModel(embedding=nn.Embedding(VOCAB, HIDDEN), decoder=decoder)
     assert streamed(partition(model)) == ["decoder.layers.0"]
     assert streamed(partition(Holder(module=model))) == ["module.decoder.layers.0"]
@@ -155,10 +142,7 @@ def test_a_class_name_whose_paths_are_absent_falls_back_to_structure() -> None:
     class GPTModel(Holder):
         pass
 
-    assert streamed(partition(GPTModel(trunk=nn.ModuleList(pair())))) == [
-        "trunk.0",
-        "trunk.1",
-    ]
+    assert streamed(partition(GPTModel(trunk=nn.ModuleList(pair())))) == ["trunk.0", "trunk.1"]
 
 
 def test_a_config_without_a_model_type_is_no_family() -> None:
@@ -188,9 +172,7 @@ def test_a_family_of_real_size_is_known_on_the_meta_device(model_type: str) -> N
     import transformers
 
     with torch.device("meta"):
-        model = transformers.AutoModel.from_config(
-            transformers.AutoConfig.for_model(model_type)
-        )
+        model = transformers.AutoModel.from_config(transformers.AutoConfig.for_model(model_type))
     assert streamed(partition(model)) == ON_META[model_type]
 
 
@@ -204,16 +186,12 @@ def test_a_list_of_experts_inside_a_block_is_not_taken() -> None:
 
 
 def test_a_list_of_blocks_in_a_block_that_does_not_repeat_is_found() -> None:
-    model = Holder(
-        body=Holder(inner=Holder(layers=nn.ModuleDict({"a": Block(), "b": Block()})))
-    )
+    model = Holder(body=Holder(inner=Holder(layers=nn.ModuleDict({"a": Block(), "b": Block()}))))
     assert streamed(partition(model)) == ["body.inner.layers.a", "body.inner.layers.b"]
 
 
 def test_numbered_attributes_are_blocks() -> None:
-    model = Holder(
-        stem=nn.Linear(3, 3), block1=Block(), block2=Block(), head=nn.Linear(3, 3)
-    )
+    model = Holder(stem=nn.Linear(3, 3), block1=Block(), block2=Block(), head=nn.Linear(3, 3))
     assert streamed(partition(model)) == ["block1", "block2"]
 
 
@@ -250,12 +228,7 @@ def test_blocks_of_the_same_shapes_are_alike_whatever_their_class() -> None:
 
 def test_numbered_lists_are_searched_for_their_own_blocks() -> None:
     model = Holder(layer1=nn.Sequential(*pair()), layer2=nn.Sequential(*pair()))
-    assert streamed(partition(model)) == [
-        "layer1.0",
-        "layer1.1",
-        "layer2.0",
-        "layer2.1",
-    ]
+    assert streamed(partition(model)) == ["layer1.0", "layer1.1", "layer2.0", "layer2.1"]
 
 
 def test_a_list_may_mix_kinds_of_blocks() -> None:
@@ -263,9 +236,7 @@ def test_a_list_may_mix_kinds_of_blocks() -> None:
         pass
 
     kinds = [Block(), Other(inner=8), Block(), Block()]
-    assert streamed(partition(Holder(blocks=nn.ModuleList(kinds)))) == numbered(
-        "blocks", 4
-    )
+    assert streamed(partition(Holder(blocks=nn.ModuleList(kinds)))) == numbered("blocks", 4)
 
 
 def test_small_lists_beside_the_stack_stay_resident() -> None:
@@ -301,8 +272,7 @@ def test_a_list_of_plain_layers_counts_when_it_is_most_of_the_model() -> None:
         Block(),
         nn.Linear(3, 3),
         Holder(
-            body=nn.Linear(8, 8),
-            tables=nn.ModuleList([nn.Embedding(9, 9), nn.Embedding(9, 9)]),
+            body=nn.Linear(8, 8), tables=nn.ModuleList([nn.Embedding(9, 9), nn.Embedding(9, 9)])
         ),
         nn.Sequential(nn.Linear(3, 3), nn.ReLU()),
         nn.ReLU(),

@@ -50,18 +50,12 @@ PARAMETERS = 8 * 10**9
 TOKENS = 4096
 
 
-def limit(
-    machine: MachineProfile = MACHINE, dtype: str = "bf16", **changes: Any
-) -> Limits:
+def limit(machine: MachineProfile = MACHINE, dtype: str = "bf16", **changes: Any) -> Limits:
     parameters = {"streamed": PARAMETERS, "trained": PARAMETERS}
     flops = {"forward_flops": 2.0 * PARAMETERS * TOKENS}
     for name, value in changes.items():
         (flops if name.endswith("flops") else parameters)[name] = value
-    further = {
-        name: parameters.pop(name)
-        for name in list(parameters)
-        if name.endswith("_bytes")
-    }
+    further = {name: parameters.pop(name) for name in list(parameters) if name.endswith("_bytes")}
     moved = Traffic.of_parameters(adam_states(DTYPES[dtype]), **parameters)
     moved = dataclasses.replace(moved, **further)
     return physical_limit(moved, machine, dtype, **flops)
@@ -89,38 +83,24 @@ def test_offloaded_activations_cross_both_ways_and_touch_memory_twice() -> None:
     assert offloaded[MEMORY] - plain[MEMORY] == pytest.approx(20 / 60)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "micro_batches"), [("bf16", 1), ("fp32", 1), ("bf16", 2)]
-)
-def test_the_two_ways_to_count_host_memory_agree(
-    dtype: str, micro_batches: int
-) -> None:
+@pytest.mark.parametrize(("dtype", "micro_batches"), [("bf16", 1), ("fp32", 1), ("bf16", 2)])
+def test_the_two_ways_to_count_host_memory_agree(dtype: str, micro_batches: int) -> None:
     parts = limit(dtype=dtype, micro_batches=micro_batches).parts
-    expected = (
-        bytes_per_parameter(adam_states(DTYPES[dtype]), micro_batches)
-        * PARAMETERS
-        / 60e9
-    )
+    expected = bytes_per_parameter(adam_states(DTYPES[dtype]), micro_batches) * PARAMETERS / 60e9
     assert parts[MEMORY] == pytest.approx(expected)
 
 
 def test_every_micro_batch_moves_the_weights_and_adds_its_gradients() -> None:
     """Two: 6 bytes of transfers more, one sum of 2 read and 4 written, which Adam reads."""
-    assert (
-        bytes_per_parameter(BF16, 2) - bytes_per_parameter(BF16, 1) == 6 + (2 + 4) + 4
-    )
-    assert bytes_per_parameter(BF16, 5) - bytes_per_parameter(BF16, 4) == 6 + (
-        2 + 4 + 4
-    )
+    assert bytes_per_parameter(BF16, 2) - bytes_per_parameter(BF16, 1) == 6 + (2 + 4) + 4
+    assert bytes_per_parameter(BF16, 5) - bytes_per_parameter(BF16, 4) == 6 + (2 + 4 + 4)
     one, four = (limit(micro_batches=n).parts for n in (1, 4))
     for name in (COMPUTE, FETCH, DRAIN, DUPLEX):
         assert four[name] == pytest.approx(4 * one[name])
     assert one[MEMORY] < four[MEMORY] < 4 * one[MEMORY]
 
 
-def test_what_is_still_in_the_window_when_the_direction_turns_is_not_loaded_again() -> (
-    None
-):
+def test_what_is_still_in_the_window_when_the_direction_turns_is_not_loaded_again() -> None:
     """Two micro-batches turn three times before the update, after which everything is stale."""
     saved = 3 * 2 * 10**9 / 20e9
     plain, window = (limit(micro_batches=2, window=size).parts for size in (0, 10**9))
@@ -151,15 +131,10 @@ def test_a_model_that_is_not_streamed_is_bound_by_compute_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reads", "writes", "seconds"),
-    [(50, 0, 10.0), (0, 30, 10.0), (30, 30, 10.0), (0, 0, 0.0)],
+    ("reads", "writes", "seconds"), [(50, 0, 10.0), (0, 30, 10.0), (30, 30, 10.0), (0, 0, 0.0)]
 )
-def test_the_disk_takes_its_slowest_rate(
-    reads: int, writes: int, seconds: float
-) -> None:
-    parts = limit(
-        nvme_read_bytes=reads * 10**9, nvme_written_bytes=writes * 10**9
-    ).parts
+def test_the_disk_takes_its_slowest_rate(reads: int, writes: int, seconds: float) -> None:
+    parts = limit(nvme_read_bytes=reads * 10**9, nvme_written_bytes=writes * 10**9).parts
     assert parts[DISK] == pytest.approx(seconds)
     without = limit().parts[MEMORY]
     assert parts[MEMORY] - without == pytest.approx((reads + writes) / 60)
@@ -197,8 +172,7 @@ def test_at_break_even_compute_takes_as_long(recompute: bool) -> None:
 def test_break_even_is_the_published_formula() -> None:
     assert bytes_per_parameter(BF16) == 32
     assert break_even(MACHINE, "bf16", BF16, recompute=True) == BreakEven(
-        cpu=pytest.approx(32 * 150e12 / (8 * 60e9)),
-        link=pytest.approx(4 * 150e12 / (8 * 20e9)),
+        cpu=pytest.approx(32 * 150e12 / (8 * 60e9)), link=pytest.approx(4 * 150e12 / (8 * 20e9))
     )
 
 

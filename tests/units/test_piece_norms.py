@@ -17,15 +17,7 @@ from stronghold.streaming.host_gradients import SUM_BLOCK_NUMEL, PieceNorms
 from stronghold.streaming.pieces import InBuffer, LayerGradients, Piece
 from tests.support.states import adam_formats
 
-NUMELS = (
-    1,
-    17,
-    3 * SUM_BLOCK_NUMEL + 4097,
-    SUM_BLOCK_NUMEL,
-    0,
-    PAGE_NUMEL,
-    2 * SUM_BLOCK_NUMEL,
-)
+NUMELS = (1, 17, 3 * SUM_BLOCK_NUMEL + 4097, SUM_BLOCK_NUMEL, 0, PAGE_NUMEL, 2 * SUM_BLOCK_NUMEL)
 
 
 @pytest.fixture
@@ -46,35 +38,23 @@ def cuts(numel: int, seed: int) -> Iterator[tuple[int, int]]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("seed", range(5))
-def test_pieces_have_the_norms_of_the_whole(
-    kernels: Pool, dtype: torch.dtype, seed: int
-) -> None:
+def test_pieces_have_the_norms_of_the_whole(kernels: Pool, dtype: torch.dtype, seed: int) -> None:
     shapes = [
-        ParameterShape(name=f"p{k}", shape=(n,), trainable=True)
-        for k, n in enumerate(NUMELS)
+        ParameterShape(name=f"p{k}", shape=(n,), trainable=True) for k, n in enumerate(NUMELS)
     ]
     layout = layer_layout(shapes, index=0, name="layer", streamed=True)
     state = LayerState(
-        layout=layout,
-        weights=torch.empty(0),
-        formats=adam_formats(dtype),
-        shards=Shards(),
+        layout=layout, weights=torch.empty(0), formats=adam_formats(dtype), shards=Shards()
     )
-    flat = torch.randn(
-        layout.trainable_numel, generator=torch.Generator().manual_seed(1)
-    ).to(dtype)
+    flat = torch.randn(layout.trainable_numel, generator=torch.Generator().manual_seed(1)).to(dtype)
     arrived = frozenset(range(len(NUMELS))) - {3}
     gradients = LayerGradients(
-        state,
-        state.updated_elements(arrived),
-        InBuffer(flat.view(torch.uint8), Record()),
+        state, state.updated_elements(arrived), InBuffer(flat.view(torch.uint8), Record())
     )
     sums: dict[int, float] = {3: 7.0}
     norms = PieceNorms(kernels, sums)
     for begin, end in cuts(layout.trainable_numel, seed):
         norms.add(Piece(gradients, begin, end, {}))
     parts = [flat[p.offset : p.offset + p.numel] for p in layout.slices]
-    expected = kernels.sum_squares(
-        dtype, [(part.data_ptr(), part.numel()) for part in parts]
-    )
+    expected = kernels.sum_squares(dtype, [(part.data_ptr(), part.numel()) for part in parts])
     assert sums == {**dict(enumerate(expected)), 3: 7.0}

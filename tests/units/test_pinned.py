@@ -28,9 +28,7 @@ def bound(most_bytes: int) -> int:
     return most_bytes + most_bytes // GROWTH + PAGE_BYTES
 
 
-def test_a_hundred_lengths_leave_the_pool_within_its_bound(
-    device: EmulatedDevice,
-) -> None:
+def test_a_hundred_lengths_leave_the_pool_within_its_bound(device: EmulatedDevice) -> None:
     pool, most = PinnedPool(device, ROOM), 0
     lengths = [17 + 31 * k for k in range(100)]
     random.Random(0).shuffle(lengths)
@@ -63,9 +61,7 @@ def test_what_comes_back_in_any_order_is_taken_again(device: EmulatedDevice) -> 
 def test_more_than_the_room_is_refused(device: EmulatedDevice) -> None:
     pool = PinnedPool(device, 3 * PAGE_BYTES)
     kept = pool.take(2 * PAGE_BYTES)
-    with pytest.raises(
-        BudgetError, match=r"need 16384 bytes .* 12288 bytes .*host_memory"
-    ):
+    with pytest.raises(BudgetError, match=r"need 16384 bytes .* 12288 bytes .*host_memory"):
         pool.take(2 * PAGE_BYTES)
     pool.give(kept)
     pool.take(3 * PAGE_BYTES)
@@ -127,9 +123,7 @@ class Stacked(nn.Module):
 def engine_of(**section: Any) -> Any:
     torch.manual_seed(0)
     model = Stacked()
-    return initialized(
-        model, config(section={"window": 1, "activations": "offload", **section})
-    )
+    return initialized(model, config(section={"window": 1, "activations": "offload", **section}))
 
 
 def test_a_hundred_lengths_of_batches_pin_what_the_longest_needs() -> None:
@@ -156,10 +150,7 @@ def test_a_plan_that_knows_what_is_offloaded_pins_it_in_one_call(
     """What the first steps have shown: a refined plan has it."""
     x = torch.randn(512, 32)
     load = LayerWork(
-        forward_s=1.0,
-        backward_s=2.0,
-        saved_bytes=saved_bytes(Block(), x),
-        boundary_bytes=x.nbytes,
+        forward_s=1.0, backward_s=2.0, saved_bytes=saved_bytes(Block(), x), boundary_bytes=x.nbytes
     )
     engine = engine_of(resident_layers=0)
     now, pinned = engine.inspect(), list[int]()
@@ -182,9 +173,7 @@ def test_a_plan_that_knows_what_is_offloaded_pins_it_in_one_call(
                 known = replace(now.demand, work=(load,) * len(now.layout.layers))
                 assert engine.replan(make_plan(now.layout, known))
         assert num_calls[0] > 1 == num_calls[1]
-        assert (
-            engine.plan.offloaded_bytes == engine.memory_report().host_activations > 0
-        )
+        assert engine.plan.offloaded_bytes == engine.memory_report().host_activations > 0
     finally:
         engine.destroy()
 
@@ -195,9 +184,7 @@ def test_offloaded_activations_are_part_of_host_memory() -> None:
     engine.destroy()
     engine = engine_of(host_memory=planned + (64 << 10))
     try:
-        with pytest.raises(
-            BudgetError, match=r"offloaded activations need .*host_memory"
-        ):
+        with pytest.raises(BudgetError, match=r"offloaded activations need .*host_memory"):
             engine(torch.randn(4096, 32))
     finally:
         engine.destroy()

@@ -79,11 +79,7 @@ def test_adapters_train_alone(llama: Path) -> None:
     assert layout.num_trainable == BLOCKS * per_block
     plain = from_config(llama).layout
     assert layout.num_parameters - layout.num_trainable == plain.num_parameters
-    assert [layer.num_trainable for layer in layout.layers if not layer.streamed] == [
-        0,
-        0,
-        0,
-    ]
+    assert [layer.num_trainable for layer in layout.layers if not layer.streamed] == [0, 0, 0]
 
 
 def test_a_frozen_weight_crosses_the_link_twice_and_has_no_gradient_and_no_update(
@@ -171,9 +167,8 @@ def test_the_page_and_the_json_name_what_trains(
 def test_sizes_take_adapters_too(capsys: pytest.CaptureFixture[str]) -> None:
     status, page, _ = run(*SIZES, "--machine", "rtx4090", "--lora", "8", capsys=capsys)
     assert status == 0
-    assert (
-        "GPT-2, hidden 128, 4 heads, vocabulary 500, with LoRA of rank 8"
-        in " ".join(page.split())
+    assert "GPT-2, hidden 128, 4 heads, vocabulary 500, with LoRA of rank 8" in " ".join(
+        page.split()
     )
 
 
@@ -200,19 +195,10 @@ def test_a_sweep_keeps_the_adapters(llama: Path, axis: str) -> None:
     [
         (["--lora", "0"], "--lora: got 0, expected a rank of at least 1"),
         (["--lora-targets", "q_proj"], "expected it with --lora RANK alone"),
-        (
-            ["--lora", "4", "--lora-targets", "wq"],
-            "--lora-targets: got 'wq', which is the end of",
-        ),
+        (["--lora", "4", "--lora-targets", "wq"], "--lora-targets: got 'wq', which is the end of"),
         (["--frozen", "nf4"], "--frozen: got nf4, expected it with --lora RANK alone"),
-        (
-            ["--lora", "4", "--frozen", "nf5"],
-            "expected one of nf4, int8, fp8. Did you mean",
-        ),
-        (
-            [*BASE[:2], "--base-on", "nvme"],
-            "expected it with --lora RANK and --frozen FORMAT",
-        ),
+        (["--lora", "4", "--frozen", "nf5"], "expected one of nf4, int8, fp8. Did you mean"),
+        ([*BASE[:2], "--base-on", "nvme"], "expected it with --lora RANK and --frozen FORMAT"),
         ([*BASE, "--nvme", "1TB"], "--base-on nvme and --nvme"),
         ([*BASE, "--gpus", "2"], "expected one GPU on one node"),
     ],
@@ -258,13 +244,10 @@ def test_adapters_of_fused_experts_are_counted_with_the_weights_that_they_add(
     )
     settings.save_pretrained(tmp_path)
     fused = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    alone, both = (
-        question_of(tmp_path, lora_targets=["q_proj", *more]) for more in ([], fused)
-    )
+    alone, both = (question_of(tmp_path, lora_targets=["q_proj", *more]) for more in ([], fused))
     assert 0 < alone.trained_share < both.trained_share < 0.7
     forward = [
-        sum(layer.forward_flops for layer in question.costs.layers)
-        for question in (alone, both)
+        sum(layer.forward_flops for layer in question.costs.layers) for question in (alone, both)
     ]
     elements = 2 * 4 * (64 * 128 + 64 * 64)  # of both layers' experts
     assert forward[1] - forward[0] == 2 * 2 * RANK * elements
@@ -276,8 +259,7 @@ def packed_blocks(folder: Path, name: str) -> Estimate:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["nf4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("int8", "fp8"))],
+    "name", ["nf4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("int8", "fp8"))]
 )
 def test_packed_weights_cost_the_bytes_of_their_format(llama: Path, name: str) -> None:
     """On the host, over the link and in a slot. Norms, embedding and head stay as they came."""
@@ -332,10 +314,7 @@ def test_each_use_of_a_packed_layer_is_decoded_once(llama: Path) -> None:
         seconds = (layer.decoded_bytes + weight_bytes(layer, question.formats)) / rate
         work, before = question.work.layers[index], plain.work.layers[index]
         assert work.decode_s == pytest.approx(seconds)
-        assert (work.forward_s, work.backward_s) == (
-            before.forward_s,
-            before.backward_s,
-        )
+        assert (work.forward_s, work.backward_s) == (before.forward_s, before.backward_s)
     levels = ["recompute"] * len(question.layout.layers)
     decoding = sum(layer.decode_s for layer in question.work.layers)
     assert question.work.forward_s == pytest.approx(plain.work.forward_s + decoding)
@@ -364,18 +343,12 @@ def test_a_format_is_named_where_host_memory_is_short(
     status, page, _ = run(*short, capsys=capsys)
     assert status == 1
     said = " ".join(page.split())
-    assert (
-        'set stronghold.frozen to "nf4", which rounds frozen weights and saves about'
-        in said
-    )
+    assert 'set stronghold.frozen to "nf4", which rounds frozen weights and saves about' in said
     assert re.search(r"frozen: nf4 \(weights are rounded\) +fits: ", page)
     status, page, _ = run(*short, "--frozen", "nf4", capsys=capsys)
     assert status == 0
     assert "over nf4 weights" in " ".join(page.split())
-    assert (
-        "frozen: "
-        not in page.partition("What more would buy")[2].partition("Config")[0]
-    )
+    assert "frozen: " not in page.partition("What more would buy")[2].partition("Config")[0]
 
 
 @pytest.mark.slow
@@ -394,9 +367,7 @@ def short_of_base(folder: Path) -> Estimate:
     options = {"frozen": "nf4", "gpu": "6MiB", "base_on": "nvme", "accumulation": 2}
     deep = from_config(folder, Adapters(rank=RANK, frozen="nf4")).with_layers(24)
     roomy = replace(question_of(folder, **options), model=deep, resident_layers=0)
-    whole = make_plan(
-        roomy.layout, replace(roomy.demand, window=2, activations="recompute")
-    )
+    whole = make_plan(roomy.layout, replace(roomy.demand, window=2, activations="recompute"))
     assert whole.traffic.nvme_read_bytes == 0
     short = replace(roomy, host_bytes=whole.host_total_bytes - roomy.base_bytes // 8)
     return estimate(short, [("recompute",)], near=[(0, 2)])
@@ -441,26 +412,16 @@ def test_a_base_that_host_memory_holds_is_not_read_again(llama: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "nf4",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in (None, "int8", "fp8")),
-    ],
+    "name", ["nf4", *(pytest.param(name, marks=pytest.mark.slow) for name in (None, "int8", "fp8"))]
 )
-def test_the_config_runs_the_adapters_as_it_was_planned(
-    llama: Path, name: str | None
-) -> None:
+def test_the_config_runs_the_adapters_as_it_was_planned(llama: Path, name: str | None) -> None:
     """On the emulated device: bytes of the GPU and of the host are those of the page."""
     found = streamed_estimate(llama, frozen=name, gpu="6MiB")
     written = json.loads(json.dumps(found.config))
     written["stronghold"]["device"] = "emulated"
     base = AutoModelForCausalLM.from_config(LLAMA)
-    settings = peft.LoraConfig(
-        task_type="CAUSAL_LM", r=RANK, target_modules="all-linear"
-    )
-    engine, *_ = stronghold.initialize(
-        model=peft.get_peft_model(base, settings), config=written
-    )
+    settings = peft.LoraConfig(task_type="CAUSAL_LM", r=RANK, target_modules="all-linear")
+    engine, *_ = stronghold.initialize(model=peft.get_peft_model(base, settings), config=written)
     try:
         ids = torch.zeros(1, 64, dtype=torch.long)
         for _ in range(2):
@@ -468,15 +429,7 @@ def test_the_config_runs_the_adapters_as_it_was_planned(
             engine.step()
         report = engine.memory_report()
         (_, device), (_, host) = found.tiers["gpu"], found.tiers["host"]
-        assert (
-            report.gpu_peak
-            == report.gpu_planned
-            == sum(device.values()) - device["activations"]
-        )
-        assert (
-            report.host_peak
-            == report.host_planned
-            == sum(host.values()) - host["activations"]
-        )
+        assert report.gpu_peak == report.gpu_planned == sum(device.values()) - device["activations"]
+        assert report.host_peak == report.host_planned == sum(host.values()) - host["activations"]
     finally:
         engine.destroy()

@@ -15,13 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    HeliumConfig,
-    LlamaConfig,
-    MixtralConfig,
-)
+from transformers import AutoModelForCausalLM, GPT2Config, HeliumConfig, LlamaConfig, MixtralConfig
 
 import stronghold
 from stronghold.config import load
@@ -30,14 +24,7 @@ from stronghold.plan.machine import WHOLE_LAUNCH_S, MachineProfile, machine_name
 from stronghold.tools.estimate.estimate import estimate
 from stronghold.tools.estimate.model import from_config, from_sizes
 from stronghold.tools.estimate.question import question_from_options
-from tests.support.forecasts import (
-    LLAMA_70B,
-    PROGRESS,
-    SIZES,
-    asked,
-    full_estimate,
-    run,
-)
+from tests.support.forecasts import LLAMA_70B, PROGRESS, SIZES, asked, full_estimate, run
 from tests.support.pairs import pairs
 from tests.support.quiet import law_of_time, on_time
 from tests.support.sizes import named_size
@@ -52,12 +39,8 @@ def llama(tmp_path: Path) -> Path:
 # -- the page -------------------------------------------------------------------------------------
 
 
-def test_the_page_says_what_fits_how_fast_and_why(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    status, page, _ = run(
-        *SIZES, "--machine", "rtx4090", "--gpu", "1GiB", capsys=capsys
-    )
+def test_the_page_says_what_fits_how_fast_and_why(capsys: pytest.CaptureFixture[str]) -> None:
+    status, page, _ = run(*SIZES, "--machine", "rtx4090", "--gpu", "1GiB", capsys=capsys)
     assert status == 0
     for expected in (
         "6 blocks",
@@ -82,9 +65,7 @@ def test_the_page_says_what_fits_how_fast_and_why(
     assert max(map(len, page.split("Config")[0].splitlines())) <= 100
 
 
-def test_the_optimizers_moments_decide_the_host_memory(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_optimizers_moments_decide_the_host_memory(capsys: pytest.CaptureFixture[str]) -> None:
     def moments(*options: str) -> tuple[int, dict[str, Any]]:
         call = [*SIZES, "--machine", "rtx4090", "--gpu", "1GiB", *options]
         figures = json.loads(run(*call, "--json", capsys=capsys)[1])
@@ -93,18 +74,10 @@ def test_the_optimizers_moments_decide_the_host_memory(
 
     (adam, adamw), (lion, one), (sgd, other) = (
         moments(*options)
-        for options in (
-            (),
-            ("--optimizer", "Lion"),
-            ("--optimizer", "sgd", "--clipping", "0"),
-        )
+        for options in ((), ("--optimizer", "Lion"), ("--optimizer", "sgd", "--clipping", "0"))
     )
     assert adam == 2 * lion == 2 * sgd > 0
-    assert [section["type"] for section in (adamw, one, other)] == [
-        "AdamW",
-        "Lion",
-        "SGD",
-    ]
+    assert [section["type"] for section in (adamw, one, other)] == ["AdamW", "Lion", "SGD"]
 
 
 def test_an_unknown_optimizer_is_refused_with_those_that_are_known(
@@ -127,28 +100,15 @@ def test_json_has_the_figures_of_the_page(capsys: pytest.CaptureFixture[str]) ->
     timing = figures["timing"]
     assert timing["tokens_per_s"] * timing["step_s"] == pytest.approx(64)
     assert f"{timing['tokens_per_s']:,.0f} tokens/s" in page
-    assert (
-        f"{timing['bound']}, {next(iter(timing['shares'].values())):.0%} of the step"
-        in page
-    )
-    assert list(timing["shares"].values()) == sorted(
-        timing["shares"].values(), reverse=True
-    )
+    assert f"{timing['bound']}, {next(iter(timing['shares'].values())):.0%} of the step" in page
+    assert list(timing["shares"].values()) == sorted(timing["shares"].values(), reverse=True)
     assert figures["limits"]["bound"] in page
     assert [tier["name"] for tier in figures["tiers"]] == ["gpu", "host"]
 
 
 def test_on_stdout_is_the_answer_alone() -> None:
     environment = {k: v for k, v in os.environ.items() if k != "DS_ACCELERATOR"}
-    command = [
-        sys.executable,
-        "-m",
-        "stronghold.tools.cli",
-        "plan",
-        *SIZES,
-        "--machine",
-        "rtx4090",
-    ]
+    command = [sys.executable, "-m", "stronghold.tools.cli", "plan", *SIZES, "--machine", "rtx4090"]
     result = subprocess.run(
         [*command, "--json"],
         env=environment,  # without a GPU DeepSpeed, once imported, warns on stdout
@@ -165,19 +125,9 @@ def test_on_stdout_is_the_answer_alone() -> None:
 @law_of_time
 def test_the_first_line_comes_within_two_seconds() -> None:
     """Torch and transformers take seconds to load. The line names them before they are."""
-    command = [
-        sys.executable,
-        "-m",
-        "stronghold.tools.cli",
-        "plan",
-        *SIZES,
-        "--machine",
-        "rtx4090",
-    ]
+    command = [sys.executable, "-m", "stronghold.tools.cli", "plan", *SIZES, "--machine", "rtx4090"]
     begun = time.perf_counter()
-    process = subprocess.Popen(
-        command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stderr is not None
     first_line = process.stderr.readline()
     seconds = time.perf_counter() - begun
@@ -192,13 +142,7 @@ def test_more_memory_is_never_said_to_cost_anything(tmp_path: Path) -> None:
     slow = dataclasses.replace(machine, fetch_gbps=1.0, drain_gbps=1.0, duplex_gbps=1.5)
     slow.save(tmp_path / "slow.json")
     found = full_estimate(
-        asked(
-            hidden=1024,
-            heads=8,
-            gpu="90MB",
-            clipping=0.0,
-            machine=str(tmp_path / "slow.json"),
-        )
+        asked(hidden=1024, heads=8, gpu="90MB", clipping=0.0, machine=str(tmp_path / "slow.json"))
     )
     assert found.fits
     gains = dict(found.gains)
@@ -236,9 +180,7 @@ def test_what_host_memory_cannot_hold_goes_to_nvme(tmp_path: Path) -> None:
     assert "1 GiB more of nvme" in dict(found.gains)
 
 
-def test_nvme_needs_a_measured_disk(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nvme_needs_a_measured_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     machine = dataclasses.replace(
         MachineProfile.load("rtx4090"),
         nvme_read_gbps=None,
@@ -305,32 +247,15 @@ def test_a_sequence_too_long_is_told_what_takes_the_memory_and_the_ways_out(
 ) -> None:
     """The call sets no window: the page names none."""
     sizes = ["--layers", "4", "--hidden", "4096", "--heads", "32", "--vocab", "50304"]
-    call = [
-        *sizes,
-        "--machine",
-        "rtx4090",
-        "--gpu",
-        "6GiB",
-        "--batch",
-        "2",
-        "--seq",
-        "32768",
-    ]
+    call = [*sizes, "--machine", "rtx4090", "--gpu", "6GiB", "--batch", "2", "--seq", "32768"]
     status, page, _ = run(*call, capsys=capsys)
     assert status == 1
     said = " ".join(page.partition("Physical limit")[0].split())
-    assert (
-        "got 6.00 GiB, but the smallest plan with 65,536 tokens in a micro-batch"
-        in said
-    )
+    assert "got 6.00 GiB, but the smallest plan with 65,536 tokens in a micro-batch" in said
     assert named_size(said, "activations of one block") > 8 << 30
     assert "stronghold.window" not in said
     assert not re.search(r"\d{7}", said), "a size is not in GiB"
-    for way in (
-        "lower the micro-batch",
-        "set stronghold.chunk to 1",
-        "shorten the sequences",
-    ):
+    for way in ("lower the micro-batch", "set stronghold.chunk to 1", "shorten the sequences"):
         assert way in said
     _, page, _ = run(*call[:-4], "--batch", "1", "--seq", "32768", capsys=capsys)
     assert "stronghold.chunk" not in page.partition("Physical limit")[0]
@@ -352,16 +277,7 @@ def test_the_config_loads_and_says_what_was_planned(
     precision: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "configs" / "small.json"
-    options = [
-        "--batch",
-        "2",
-        "--accumulation",
-        "3",
-        "--clipping",
-        "0.5",
-        "--gpu",
-        "200MB",
-    ]
+    options = ["--batch", "2", "--accumulation", "3", "--clipping", "0.5", "--gpu", "200MB"]
     status, page, _ = run(
         *SIZES,
         *options,
@@ -385,13 +301,7 @@ def test_the_config_runs_as_it_was_planned(gpu: str, tmp_path: Path) -> None:
     config = GPT2Config(n_layer=6, n_embd=128, n_head=4, vocab_size=500, n_positions=64)
     config.save_pretrained(tmp_path)
     question = asked(
-        model=tmp_path,
-        layers=None,
-        hidden=None,
-        heads=None,
-        vocab=None,
-        gpu=gpu,
-        host="100MB",
+        model=tmp_path, layers=None, hidden=None, heads=None, vocab=None, gpu=gpu, host="100MB"
     )
     found = estimate(question)
     written = json.loads(json.dumps(found.config))
@@ -422,12 +332,7 @@ def test_a_config_that_cannot_be_written_is_a_mistake_of_one_line(
 ) -> None:
     (tmp_path / "file").write_text("")
     status, _, error = run(
-        *SIZES,
-        "--machine",
-        "rtx4090",
-        "--write",
-        str(tmp_path / "file" / "x.json"),
-        capsys=capsys,
+        *SIZES, "--machine", "rtx4090", "--write", str(tmp_path / "file" / "x.json"), capsys=capsys
     )
     assert status == 2
     assert "--write" in error
@@ -444,9 +349,7 @@ def test_a_directory_and_its_config_file_are_the_same_model(llama: Path) -> None
     assert by_directory.num_blocks == 80
 
 
-def test_break_even_of_an_expert_model_counts_the_experts_that_compute(
-    tmp_path: Path,
-) -> None:
+def test_break_even_of_an_expert_model_counts_the_experts_that_compute(tmp_path: Path) -> None:
     hidden, inner, experts, chosen = 256, 512, 16, 2
     MixtralConfig(
         hidden_size=hidden,
@@ -458,23 +361,14 @@ def test_break_even_of_an_expert_model_counts_the_experts_that_compute(
         num_experts_per_tok=chosen,
         vocab_size=1000,
     ).save_pretrained(tmp_path)
-    attention, expert, router = (
-        4 * hidden * hidden,
-        3 * hidden * inner,
-        hidden * experts,
-    )
+    attention, expert, router = (4 * hidden * hidden, 3 * hidden * inner, hidden * experts)
     norms = 2 * hidden
-    share = (attention + chosen * expert + router) / (
-        attention + experts * expert + router + norms
-    )
+    share = (attention + chosen * expert + router) / (attention + experts * expert + router + norms)
     dense = full_estimate(asked())
     mixture = full_estimate(dataclasses.replace(asked(), model=from_config(tmp_path)))
     assert dense.question.active_share == pytest.approx(1.0, rel=0.01)
     assert mixture.question.active_share == pytest.approx(share, rel=1e-6)
-    recompute = [
-        plan is not None and plan.recomputed > 0.5
-        for plan in (dense.plan, mixture.plan)
-    ]
+    recompute = [plan is not None and plan.recomputed > 0.5 for plan in (dense.plan, mixture.plan)]
     more = (8 if recompute[0] else 6) / (8 if recompute[1] else 6) / share
     for name in ("cpu", "link"):
         ratio = getattr(mixture.break_even, name) / getattr(dense.break_even, name)
@@ -482,9 +376,9 @@ def test_break_even_of_an_expert_model_counts_the_experts_that_compute(
 
 
 def test_sizes_are_gpt2s(tmp_path: Path) -> None:
-    GPT2Config(
-        n_layer=4, n_embd=64, n_head=4, vocab_size=300, n_positions=32
-    ).save_pretrained(tmp_path)
+    GPT2Config(n_layer=4, n_embd=64, n_head=4, vocab_size=300, n_positions=32).save_pretrained(
+        tmp_path
+    )
     assert from_sizes(4, 64, 4, 300, 32).layout == from_config(tmp_path).layout
 
 
@@ -524,24 +418,17 @@ def test_a_model_without_blocks_stays_whole_and_the_page_says_so(
     assert status == 0
     page = " ".join(page.split())  # it wraps its lines
     assert "in 0 blocks" in page
-    assert (
-        "has no repeated blocks: all of it stays on the gpu; --chunk has no effect"
-        in page
-    )
+    assert "has no repeated blocks: all of it stays on the gpu; --chunk has no effect" in page
     assert "the model stays whole on the gpu" in page
     status, page, _ = run(*call, "--gpu", "100kB", capsys=capsys)
     assert status == 1
-    assert "the model has no repeated blocks, so that all of it stays" in " ".join(
-        page.split()
-    )
+    assert "the model has no repeated blocks, so that all of it stays" in " ".join(page.split())
     status, _, said = run(*call, "--sweep", "window", capsys=capsys)
     assert status == 2
     assert "--sweep window: the model has no repeated blocks" in said
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"gpus": 2}, {"states": "lean"}, {"gpu": "2MiB"}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"gpus": 2}, {"states": "lean"}, {"gpu": "2MiB"}], ids=str)
 def test_the_config_of_a_model_without_blocks_runs_as_it_was_planned(
     options: dict[str, Any], without_blocks: Path
 ) -> None:
@@ -553,9 +440,7 @@ def test_the_config_of_a_model_without_blocks_runs_as_it_was_planned(
     assert found.plan is not None
     settings = found.config
     settings["stronghold"]["device"] = "emulated"
-    model = AutoModelForCausalLM.from_config(
-        HeliumConfig.from_pretrained(without_blocks)
-    )
+    model = AutoModelForCausalLM.from_config(HeliumConfig.from_pretrained(without_blocks))
     engine, *_ = stronghold.initialize(
         model=model, config=settings, model_parameters=model.parameters()
     )
@@ -567,9 +452,9 @@ def test_the_config_of_a_model_without_blocks_runs_as_it_was_planned(
 
 
 def test_a_sequence_beyond_the_models_positions_is_noted(tmp_path: Path) -> None:
-    GPT2Config(
-        n_layer=2, n_embd=64, n_head=4, vocab_size=300, n_positions=32
-    ).save_pretrained(tmp_path)
+    GPT2Config(n_layer=2, n_embd=64, n_head=4, vocab_size=300, n_positions=32).save_pretrained(
+        tmp_path
+    )
     question = question_from_options(model=tmp_path, machine="h200")
     assert question.seq == 32
     assert full_estimate(question).notes == ()
@@ -611,43 +496,20 @@ def test_without_transformers_the_way_out_is_named(
         (["--machine", "rtx4090"], "--layers, --hidden, --heads, --vocab: missing"),
         ([*SIZES[:4], "--machine", "rtx4090"], "--heads, --vocab: missing"),
         ([*SIZES, "--machine", "rtx4090", "--model", "."], "--model and --layers"),
-        (
-            ["--model", "nowhere", "--machine", "rtx4090"],
-            "neither a directory nor a file",
-        ),
+        (["--model", "nowhere", "--machine", "rtx4090"], "neither a directory nor a file"),
         ([*SIZES, "--machine", "rtx4900"], 'Did you mean "rtx4090"'),
         ([*SIZES, "--machine", "rtx4090", "--gpu", "24G"], "--gpu 24G: expected bytes"),
         ([*SIZES, "--machine", "rtx4090", "--batch", "0"], "--batch: got 0"),
         ([*SIZES, "--machine", "rtx4090", "--clipping", "-1"], "--clipping: got -1"),
         ([*SIZES, "--machine", "rtx4090", "--heads", "3"], "--heads: got 3"),
-        (
-            [*SIZES, "--machine", "rtx4090", "--nvme-path", "."],
-            "expected it with --nvme SIZE",
-        ),
+        ([*SIZES, "--machine", "rtx4090", "--nvme-path", "."], "expected it with --nvme SIZE"),
         ([*SIZES, "--machine", "rtx4090", "--wire", "9"], "expected it with --gpus N"),
-        (
-            [*SIZES, "--machine", "rtx4090", "--gpus", "2", "--network", "9"],
-            "with --nodes M",
-        ),
+        ([*SIZES, "--machine", "rtx4090", "--gpus", "2", "--network", "9"], "with --nodes M"),
         ([*SIZES, "--machine", "rtx4090", "-o", "a.png"], "is for the plot of --sweep"),
+        ([*SIZES, "--machine", "rtx4090", "--sweep", "seq", "--write", "a"], "--write and --sweep"),
+        ([*SIZES, "--machine", "rtx4090", "--sweep", "seq", "--json"], "--json and --sweep"),
         (
-            [*SIZES, "--machine", "rtx4090", "--sweep", "seq", "--write", "a"],
-            "--write and --sweep",
-        ),
-        (
-            [*SIZES, "--machine", "rtx4090", "--sweep", "seq", "--json"],
-            "--json and --sweep",
-        ),
-        (
-            [
-                *SIZES,
-                "--machine",
-                "rtx4090",
-                "--sweep",
-                "window",
-                "-o",
-                "/dev/null/a.png",
-            ],
+            [*SIZES, "--machine", "rtx4090", "--sweep", "window", "-o", "/dev/null/a.png"],
             "/dev/null/a.png: the picture cannot be written",
         ),
     ],
@@ -703,9 +565,7 @@ def test_more_layers_than_can_be_planned_are_refused_at_once(
     assert status != 0
     assert "--layers: got 100000, expected at most 1000" in said
     LlamaConfig(num_hidden_layers=100000).save_pretrained(tmp_path)
-    status, _, said = run(
-        "--model", str(tmp_path), "--machine", "rtx4090", capsys=capsys
-    )
+    status, _, said = run("--model", str(tmp_path), "--machine", "rtx4090", capsys=capsys)
     assert status != 0
     assert "num_hidden_layers: got 100000, expected at most 1000" in said
 
@@ -717,17 +577,7 @@ def test_chunks_let_a_larger_batch_fit_and_are_in_the_config(
     words = {"64": "64", "16384": "96"}
     sizes = [words.get(word, word) for word in SIZES]
     sizes[sizes.index("--vocab") + 1] = "96"
-    call = [
-        *sizes,
-        "--machine",
-        "rtx4090",
-        "--gpu",
-        "60MB",
-        "--host",
-        "100MB",
-        "--batch",
-        "max",
-    ]
+    call = [*sizes, "--machine", "rtx4090", "--gpu", "60MB", "--host", "100MB", "--batch", "max"]
     largest = []
     for chunk in ((), ("--chunk", "1"), ("--chunk", "auto", "--streams", "2")):
         path = tmp_path / "config.json"
@@ -764,9 +614,7 @@ def test_updates_that_wait_for_the_gate_are_named_where_the_step_waits_for_them(
     assert "layers are updated early, which takes" in " ".join(early.split())
     call = [*SIZES, *machine, "--batch", "8", "--early", "0"]
     _, gated, _ = run(*call, capsys=capsys)
-    assert "updates wait for the end of backward, since clipping decides" in " ".join(
-        gated.split()
-    )
+    assert "updates wait for the end of backward, since clipping decides" in " ".join(gated.split())
     _, checked, _ = run(*call, "--clipping", "0", capsys=capsys)
     assert "the overflow check decides" in " ".join(checked.split())
     _, free, _ = run(*call, "--clipping", "0", "--no-overflow-check", capsys=capsys)
@@ -779,14 +627,10 @@ def test_updates_that_wait_for_the_gate_are_named_where_the_step_waits_for_them(
 def test_the_config_has_as_many_early_layers_as_the_plan(tmp_path: Path) -> None:
     machine = slow_adam(tmp_path, 60.0)
     changes = {"layers": 12, "hidden": 1024, "batch": 4, "seq": 512, "gpu": "350MB"}
-    found = estimate(
-        asked(machine=machine, clipping=0.0, no_overflow_check=True, **changes)
-    )
+    found = estimate(asked(machine=machine, clipping=0.0, no_overflow_check=True, **changes))
     early = found.config["stronghold"]["early_layers"]
     assert early > 0
-    assert any(
-        reason.startswith(f"{early} layers are updated") for reason in found.reasons
-    )
+    assert any(reason.startswith(f"{early} layers are updated") for reason in found.reasons)
     assert found.config["bf16"] == {"enabled": True, "check_grad_overflow": False}
     assert found.tiers["host"][1]["second arrays of early updates"] > 0
 
@@ -851,8 +695,7 @@ BATCHES: dict[str, tuple[int, int, dict[str, str]]] = {  # batch, accumulation, 
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize(
-    ("machine", "case", "updates"),
-    pairs(machine_names(), BATCHES, {"gated": {}, "early": EARLY}),
+    ("machine", "case", "updates"), pairs(machine_names(), BATCHES, {"gated": {}, "early": EARLY})
 )
 def test_no_plan_beats_the_physical_limit(
     machine: str, case: tuple[int, int, dict[str, str]], updates: dict[str, object]

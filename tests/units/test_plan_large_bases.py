@@ -47,9 +47,7 @@ class Row(NamedTuple):
 
 
 ROWS = {
-    "70b, 64 GiB": Row(
-        LLAMA_70B, {"host": "64GiB", "batch": 8, "accumulation": 2}, 70.8, 0.79
-    ),
+    "70b, 64 GiB": Row(LLAMA_70B, {"host": "64GiB", "batch": 8, "accumulation": 2}, 70.8, 0.79),
     # Transformers writes the attention of gpt-oss out: three quarters of the step are operators.
     "gpt-oss-120b, 96 GiB": Row(
         GPT_OSS_120B,
@@ -58,10 +56,7 @@ ROWS = {
         0.24,
     ),
     "235b, 160 GiB": Row(
-        QWEN3_235B,
-        {"host": "160GiB", "batch": 32, "chunk": 8, "lora_targets": ATTENTION},
-        235,
-        0.6,
+        QWEN3_235B, {"host": "160GiB", "batch": 32, "chunk": 8, "lora_targets": ATTENTION}, 235, 0.6
     ),
     "235b, 64 GiB and a base on nvme": Row(
         QWEN3_235B,
@@ -85,12 +80,7 @@ def test_a_packed_base_computes_all_the_time(name: str, tmp_path: Path) -> None:
     row = ROWS[name]
     row.config.save_pretrained(tmp_path)
     question = question_from_options(
-        model=tmp_path,
-        machine="rtx4090",
-        lora=16,
-        frozen="nf4",
-        seq=2048,
-        **row.options,
+        model=tmp_path, machine="rtx4090", lora=16, frozen="nf4", seq=2048, **row.options
     )
     numel = question.layout.num_parameters
     assert numel == pytest.approx(row.billions * 1e9, rel=0.005)

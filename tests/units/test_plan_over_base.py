@@ -125,9 +125,7 @@ def test_a_plan_that_is_made_again_keeps_its_places() -> None:
     whole = plan_of(base_in_file=True, piece_bytes=1)
     budget = whole.host_total_bytes - FROZEN_BYTES
     plan = plan_of(base_in_file=True, piece_bytes=1, host_budget_bytes=budget)
-    again = make_plan(
-        layout_of(), replace(plan.demand, homes=plan.homes, host_budget_bytes=None)
-    )
+    again = make_plan(layout_of(), replace(plan.demand, homes=plan.homes, host_budget_bytes=None))
     assert again.homes == plan.homes
     assert again.host_bytes == plan.host_bytes
     assert again.nvme_bytes == plan.nvme_bytes

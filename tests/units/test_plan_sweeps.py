@@ -31,17 +31,8 @@ def test_a_sweep_draws_and_prints_its_points(
     axis: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     png = tmp_path / "deep" / f"{axis}.png"
-    limits = [
-        "--gpu",
-        LIMITS["gpu"],
-        "--host",
-        LIMITS["host"],
-        "--machine",
-        "v100-32gb",
-    ]
-    status, text, _ = run(
-        *SIZES, *limits, "--sweep", axis, "-o", str(png), capsys=capsys
-    )
+    limits = ["--gpu", LIMITS["gpu"], "--host", LIMITS["host"], "--machine", "v100-32gb"]
+    status, text, _ = run(*SIZES, *limits, "--sweep", axis, "-o", str(png), capsys=capsys)
     assert status == 0
     assert f"The plot is in {png}" in text
     assert png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"

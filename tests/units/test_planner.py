@@ -51,9 +51,7 @@ def _parameters(numel: int, trainable: int) -> list[tuple[int, bool]]:
     """Sizes of a trainable and a frozen parameter whose layer has `numel` elements, 7 less than
     these without padding."""
     frozen = numel - trainable
-    return (
-        [(trainable - 7, True), (frozen, False)] if trainable else [(frozen - 7, False)]
-    )
+    return [(trainable - 7, True), (frozen, False)] if trainable else [(frozen - 7, False)]
 
 
 def layout_of(sizes: Sizes) -> ModelLayout:
@@ -78,9 +76,7 @@ def demand(dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Demand:
     return Demand(**{"states": adam_states(dtype), "accumulate": False, **changes})
 
 
-def taken(
-    layout: ModelLayout, plan: Plan, dtype: torch.dtype, *, training: bool
-) -> list[int]:
+def taken(layout: ModelLayout, plan: Plan, dtype: torch.dtype, *, training: bool) -> list[int]:
     """Bytes on the device and on the host that the plan's window and slabs really take."""
     # The planned bytes are the device's budget: one more would raise.
     device = EmulatedDevice(budget_bytes=plan.gpu_total_bytes)
@@ -114,11 +110,7 @@ def taken(
             store.prepare_training()
             there.prepare_training()
         # Autograd makes and keeps the gradients of a model that is whole, without padding.
-        kept = (
-            plan.whole
-            and training
-            and sum(layer.num_trainable for layer in layout.layers)
-        )
+        kept = plan.whole and training and sum(layer.num_trainable for layer in layout.layers)
         return [device.memory.peak_bytes + kept * dtype.itemsize, store.allocated_bytes]
     finally:
         device.close()
@@ -168,9 +160,7 @@ WAYS: list[dict[str, Any]] = [
     ],
     ids=str,
 )
-def test_the_plans_bytes_are_the_bytes_that_are_taken(
-    model: str, pinned: dict[str, Any]
-) -> None:
+def test_the_plans_bytes_are_the_bytes_that_are_taken(model: str, pinned: dict[str, Any]) -> None:
     layout = layout_of(MODELS[model])
     if pinned.get("resident_layers") == "all":
         pinned = {**pinned, "resident_layers": len(layout.streamed)}
@@ -202,21 +192,12 @@ def test_bf16_on_the_gpu_takes_fourteen_bytes_a_parameter() -> None:
     ],
     ids=str,
 )
-def test_a_model_is_whole_when_all_of_it_stays_and_is_updated_there(
-    pinned: Any,
-) -> None:
+def test_a_model_is_whole_when_all_of_it_stays_and_is_updated_there(pinned: Any) -> None:
     layout = layout_of(MODELS["even"])
     assert not make_plan(layout, demand(**pinned)).whole
-    with pytest.raises(
-        ConfigError, match=r'resident_layers to "all", stronghold\.resident_upd'
-    ):
+    with pytest.raises(ConfigError, match=r'resident_layers to "all", stronghold\.resident_upd'):
         make_plan(layout, demand(whole=True, **pinned))
-    everything = {
-        **pinned,
-        "resident_layers": 6,
-        "resident_updates": "gpu",
-        "activations": "keep",
-    }
+    everything = {**pinned, "resident_layers": 6, "resident_updates": "gpu", "activations": "keep"}
     assert make_plan(layout, demand(**everything)).whole
     assert not make_plan(layout, demand(whole=False, **everything)).whole
 
@@ -236,22 +217,16 @@ def test_a_model_without_blocks_is_whole_unless_its_state_has_no_room(
     assert (plan.window, plan.host_total_bytes) == (0, 0)
     need = plan.gpu_total_bytes
     assert taken(WITHOUT_BLOCKS, plan, dtype, training=training) == [need, 0]
-    on_host = make_plan(
-        WITHOUT_BLOCKS, dataclasses.replace(wish, resident_updates="host")
-    )
+    on_host = make_plan(WITHOUT_BLOCKS, dataclasses.replace(wish, resident_updates="host"))
     assert not on_host.updated_on_gpu
     least = on_host.gpu_total_bytes
     assert taken(WITHOUT_BLOCKS, on_host, dtype, training=training) == [
         least,
         on_host.host_total_bytes,
     ]
-    assert make_plan(
-        WITHOUT_BLOCKS, dataclasses.replace(wish, gpu_budget_bytes=need)
-    ).whole
+    assert make_plan(WITHOUT_BLOCKS, dataclasses.replace(wish, gpu_budget_bytes=need)).whole
     for budget in {least, max(least, need - 1)} - {need}:
-        within = make_plan(
-            WITHOUT_BLOCKS, dataclasses.replace(wish, gpu_budget_bytes=budget)
-        )
+        within = make_plan(WITHOUT_BLOCKS, dataclasses.replace(wish, gpu_budget_bytes=budget))
         assert dataclasses.replace(within, demand=on_host.demand, reasons=()) == (
             dataclasses.replace(on_host, reasons=())
         )
@@ -282,15 +257,11 @@ def test_the_budget_is_never_passed_and_too_little_is_refused_with_what_fits(
     for budget in [*range(least, most, 2048), most, most * 2]:
         plan = make_plan(layout, dataclasses.replace(wish, gpu_budget_bytes=budget))
         assert plan.gpu_total_bytes <= budget
-        if training and any(
-            layer.trainable_numel for layer in layout.layers if layer.streamed
-        ):
+        if training and any(layer.trainable_numel for layer in layout.layers if layer.streamed):
             assert plan.gradient_slots >= 1
         widest = max(widest, plan.window)
         taken(layout, plan, torch.bfloat16, training=training)
-    assert (
-        make_plan(layout, dataclasses.replace(wish, gpu_budget_bytes=least)).window <= 1
-    )
+    assert make_plan(layout, dataclasses.replace(wish, gpu_budget_bytes=least)).window <= 1
     assert widest == plan.window == len(layout.streamed) - kept
     with pytest.raises(BudgetError, match=r"stronghold\.gpu_memory") as error:
         make_plan(layout, dataclasses.replace(wish, gpu_budget_bytes=least - 1))
@@ -300,9 +271,7 @@ def test_the_budget_is_never_passed_and_too_little_is_refused_with_what_fits(
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("window", [1, 2, 3, 99])
-def test_a_pinned_window_is_kept_or_refused_with_what_fits(
-    model: str, window: int
-) -> None:
+def test_a_pinned_window_is_kept_or_refused_with_what_fits(model: str, window: int) -> None:
     layout = layout_of(MODELS[model])
     kept = min(window, len(layout.streamed))
     with pytest.raises(BudgetError, match=rf"stronghold\.window of {kept} ") as error:
@@ -342,9 +311,7 @@ def test_without_a_budget_the_window_is_a_few_layers() -> None:
 
 def test_window_and_prefetch_that_contradict_each_other_are_refused() -> None:
     layout = layout_of(MODELS["even"])
-    with pytest.raises(
-        ConfigError, match=r"stronghold\.prefetch: got 3, .* window of 2 "
-    ) as error:
+    with pytest.raises(ConfigError, match=r"stronghold\.prefetch: got 3, .* window of 2 ") as error:
         make_plan(layout, demand(window=2, prefetch=3))
     assert named_number(error, r"lower prefetch to (\d+)") == 1
     assert named_number(error, r"stronghold\.window to (\d+)") == 4
@@ -368,9 +335,7 @@ def test_depth_beyond_the_models_layers_is_no_contradiction() -> None:
 
 
 def test_more_resident_layers_than_blocks_are_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"stronghold\.resident_layers: got 7, .* 6 blocks"
-    ):
+    with pytest.raises(ConfigError, match=r"stronghold\.resident_layers: got 7, .* 6 blocks"):
         make_plan(layout_of(MODELS["even"]), demand(resident_layers=7))
 
 
@@ -395,25 +360,17 @@ def test_resident_blocks_are_spread_evenly(number: int, blocks: set[int]) -> Non
 def test_gradients_wait_where_the_config_needs_them() -> None:
     layout = layout_of(MODELS["even"])
     plan = make_plan(layout, demand())
-    assert (plan.accumulates, plan.pending, plan.ring_entries) == (
-        False,
-        set(range(8)),
-        0,
-    )
+    assert (plan.accumulates, plan.pending, plan.ring_entries) == (False, set(range(8)), 0)
     summed = make_plan(layout, demand(accumulate=True))
     assert (summed.accumulates, summed.pending) == (True, frozenset())
     assert summed.ring_entries == RING_ENTRIES
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_early_layers_train_as_a_whole_and_are_spread_by_their_bytes(
-    model: str,
-) -> None:
+def test_early_layers_train_as_a_whole_and_are_spread_by_their_bytes(model: str) -> None:
     """Each has its weights, the rest of its masters and its moments twice."""
     layout = layout_of(MODELS[model])
-    able = [
-        i for i, (numel, trainable, _) in enumerate(MODELS[model]) if trainable == numel
-    ]
+    able = [i for i, (numel, trainable, _) in enumerate(MODELS[model]) if trainable == numel]
     for count in range(len(layout.layers) + 1):
         plan = make_plan(layout, demand(early_layers=count))
         positions = middles([MODELS[model][i][0] for i in able], count) if able else []
@@ -447,9 +404,7 @@ def test_the_plan_says_why_no_layer_is_early(
 ) -> None:
     plan = make_plan(layout_of(MODELS[model]), demand(early_layers=2, **changes))
     start = "no layer is updated before the norm is known (stronghold.early_layers): "
-    found = [
-        reason.removeprefix(start) for reason in plan.reasons if "the norm" in reason
-    ]
+    found = [reason.removeprefix(start) for reason in plan.reasons if "the norm" in reason]
     assert not plan.early
     assert len(found) == len(reasons)
     assert all(map(str.startswith, found, reasons))
@@ -468,9 +423,7 @@ def test_equal_layers_are_spread_evenly(num_layers: int) -> None:
             continue
         widest = -(-num_layers // count) + 1
         ends = [-1, *found, num_layers]
-        assert all(
-            right - left - 1 <= widest for left, right in itertools.pairwise(ends)
-        )
+        assert all(right - left - 1 <= widest for left, right in itertools.pairwise(ends))
         assert found == middles([1] * num_layers, count)
     # Halves, quarters: the middle of each.
     if num_layers == 16:
@@ -483,9 +436,7 @@ def test_equal_layers_are_spread_evenly(num_layers: int) -> None:
 def test_uneven_layers_are_spread_by_their_bytes(seed: int) -> None:
     """Also where one layer has most bytes, and where a layer is many times longer than a part."""
     chance = random.Random(seed)
-    sizes = [
-        2048 * chance.choice([1, 1, 2, 5, 40]) for _ in range(chance.randint(1, 24))
-    ]
+    sizes = [2048 * chance.choice([1, 1, 2, 5, 40]) for _ in range(chance.randint(1, 24))]
     layers = layout_of(tuple((size, size, True) for size in sizes)).layers
     for count in range(len(sizes) + 2):
         found = spread(layers, count)
@@ -504,9 +455,7 @@ def test_layers_that_cannot_be_early_are_no_places() -> None:
 # -- the host's budget -------------------------------------------------------------------------
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("mode", [{}, {"accumulate": True}], ids=str)
-def test_too_little_host_memory_is_refused_with_what_fits(
-    model: str, mode: dict[str, Any]
-) -> None:
+def test_too_little_host_memory_is_refused_with_what_fits(model: str, mode: dict[str, Any]) -> None:
     layout = layout_of(MODELS[model])
     with pytest.raises(BudgetError, match=r"stronghold\.host_memory") as error:
         make_plan(layout, demand(**mode, host_budget_bytes=1))
@@ -530,9 +479,7 @@ def test_the_plan_prints_its_reasons_and_every_byte() -> None:
     assert "stronghold.gpu_memory" in text
     for name, size in (plan.gpu_bytes | plan.host_bytes).items():
         assert (f" {name} " in text) == (size > 0)
-    printed = [
-        float(number) for number in re.findall(r"= ([\d.]+) bytes/parameter", text)
-    ]
+    printed = [float(number) for number in re.findall(r"= ([\d.]+) bytes/parameter", text)]
     assert printed == [
         pytest.approx(total / plan.num_parameters, abs=0.006)
         for total in (plan.gpu_total_bytes, plan.host_total_bytes)
@@ -564,9 +511,7 @@ def test_activations_by_level_are_what_waits_and_what_passes() -> None:
         attention_bytes=attended,
     )
     other = dataclasses.replace(block, saved_bytes=7)
-    known = demand(
-        work=tuple(block if e.streamed else other for e in layout.layers), chunks=chunks
-    )
+    known = demand(work=tuple(block if e.streamed else other for e in layout.layers), chunks=chunks)
     n = len(blocks)
     for level, (on_gpu, on_host, passing) in {
         "keep": (saved, 0, 7 * outside),
@@ -586,32 +531,21 @@ def test_activations_by_level_are_what_waits_and_what_passes() -> None:
         lent = inputs if level.endswith("_offload") else 0
         assert plan.offloaded_bytes == n * (on_host - lent), level
         # Each stream keeps its memory for itself: of so many chunks, and beside the head's.
-        several = make_plan(
-            layout, dataclasses.replace(known, activations=level, streams=3)
-        )
-        anew = (
-            saved - attended
-            if "attention" in level
-            else saved
-            if "recompute" in level
-            else 0
-        )
+        several = make_plan(layout, dataclasses.replace(known, activations=level, streams=3))
+        anew = saved - attended if "attention" in level else saved if "recompute" in level else 0
         waiting = 2 * on_host  # two layers' on their way
         beside = -(-anew * 3 // chunks) + waiting + 7 * outside
         assert several.activation_bytes == n * on_gpu + beside, level
     mixed = levels_of(layout, {"recompute": 1, "keep": n - 1})
     assert [mixed[index] for index in blocks] == ["recompute"] + ["keep"] * (n - 1)
-    assert make_plan(
-        layout, dataclasses.replace(known, activations=mixed)
-    ).activation_bytes == (inputs + (n - 1) * saved + saved // chunks)
+    assert make_plan(layout, dataclasses.replace(known, activations=mixed)).activation_bytes == (
+        inputs + (n - 1) * saved + saved // chunks
+    )
     # Inputs lie where gradients that are pending will, as many chunks' as there is room for.
     chunk = 2 * layout.layers[blocks[0]].trainable_numel // 3
     large = dataclasses.replace(block, boundary_bytes=chunks * chunk)
     wish = dataclasses.replace(known, work=(large,) * len(layout.layers))
-    for level, else_where in {
-        "recompute_offload": 0,
-        "attention_offload": attended,
-    }.items():
+    for level, else_where in {"recompute_offload": 0, "attention_offload": attended}.items():
         for accumulate, waiting in ((False, 1), (True, 4)):
             asked = {"activations": level, "accumulate": accumulate}
             plan = make_plan(layout, dataclasses.replace(wish, **asked))

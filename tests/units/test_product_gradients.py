@@ -15,13 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    LlamaConfig,
-    MixtralConfig,
-    Qwen3Config,
-)
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, Qwen3Config
 
 from stronghold.model.costs import ModelCosts, trace_costs
 from stronghold.model.partition import partition
@@ -59,9 +53,7 @@ def whole(model: Any) -> nn.Module:
 
 
 def lora(model: Any, targets: str | list[str], **options: Any) -> nn.Module:
-    settings = peft.LoraConfig(
-        task_type="CAUSAL_LM", r=3, target_modules=targets, **options
-    )
+    settings = peft.LoraConfig(task_type="CAUSAL_LM", r=3, target_modules=targets, **options)
     adapted: nn.Module = peft.get_peft_model(model, settings)
     return adapted
 
@@ -87,9 +79,7 @@ CHANGES: dict[str, Change] = {
 def model_of(name: str, change: str, device: str) -> nn.Module:
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(
-            CONFIGS[name],
-            attn_implementation="eager",
-            experts_implementation="batched_mm",
+            CONFIGS[name], attn_implementation="eager", experts_implementation="batched_mm"
         )
         return CHANGES[change](model)
 
@@ -121,9 +111,7 @@ def test_a_trace_counts_the_products_of_a_real_backward(name: str, change: str) 
     costs = traced(model_of(name, change, "meta"))
     forward, backward = real_flops(model_of(name, change, "cpu"))
     assert sum(layer.forward_flops for layer in costs.layers) == forward
-    counted = sum(
-        layer.forward_flops * layer.gradients_per_product for layer in costs.layers
-    )
+    counted = sum(layer.forward_flops * layer.gradients_per_product for layer in costs.layers)
     assert counted == pytest.approx(backward)
 
 
@@ -143,9 +131,7 @@ def test_a_frozen_block_has_two_thirds_of_the_products_of_a_trained_one() -> Non
         products = frozen[index].forward_flops - attention
         expected = (products + 2 * attention) / frozen[index].forward_flops
         assert frozen[index].gradients_per_product == pytest.approx(expected)
-    assert [trained[index].gradients_per_product for index in blocks] == [2.0] * len(
-        blocks
-    )
+    assert [trained[index].gradients_per_product for index in blocks] == [2.0] * len(blocks)
 
 
 def test_a_frozen_head_in_parts_has_two_products_and_a_trained_one_four(
@@ -167,8 +153,6 @@ def test_blocks_with_adapters_are_alike() -> None:
     model = model_of("llama", "lora", "meta")
     ran: list[nn.Module] = []
     for layer in partition(model).streamed:
-        layer.modules[0].self_attn.register_forward_pre_hook(
-            lambda module, _: ran.append(module)
-        )
+        layer.modules[0].self_attn.register_forward_pre_hook(lambda module, _: ran.append(module))
     traced(model)
     assert len(ran) == 2

@@ -54,8 +54,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    "more",
-    [{}, {"nvme_read_gbps": 3.1, "nvme_path": "/disk"}, {"attention_flops": ATTENTION}],
+    "more", [{}, {"nvme_read_gbps": 3.1, "nvme_path": "/disk"}, {"attention_flops": ATTENTION}]
 )
 def test_what_is_saved_is_what_is_loaded(tmp_path: Path, more: dict[str, Any]) -> None:
     saved = of(sources=("a data sheet", "täglich gemessen"), **more)
@@ -75,31 +74,19 @@ def test_a_profile_replaces_the_one_before(tmp_path: Path) -> None:
     [
         ({"version": 2}, "version: got 2, expected 1"),
         ({"version": None}, "version: got None, expected 1"),
-        (
-            {"fetch_gbp": 3.0},
-            'profile.fetch_gbp: unknown key. Did you mean "fetch_gbps"',
-        ),
-        (
-            {"fetch_gbps": 0},
-            "profile.fetch_gbps: got 0. Input should be greater than 0",
-        ),
+        ({"fetch_gbp": 3.0}, 'profile.fetch_gbp: unknown key. Did you mean "fetch_gbps"'),
+        ({"fetch_gbps": 0}, "profile.fetch_gbps: got 0. Input should be greater than 0"),
         ({"fetch_gbps": True}, "profile.fetch_gbps: got True"),
         ({"fetch_gbps": None}, "profile.fetch_gbps: got None"),
         ({"fetch_gbps": float("nan")}, "profile.fetch_gbps: got nan"),
         ({"drain_gbps": "25"}, "profile.drain_gbps: got '25'"),
         ({"nvme_read_gbps": -1.0}, "profile.nvme_read_gbps: got -1.0"),
-        (
-            {"num_cores": 0},
-            "profile.num_cores: got 0. Input should be greater than or equal to 1",
-        ),
+        ({"num_cores": 0}, "profile.num_cores: got 0. Input should be greater than or equal to 1"),
         ({"num_cores": 10**400}, "profile.num_cores: got 1000"),
         ({"fetch_gbps": 10**400}, "profile.fetch_gbps: got 1000"),
         ({"adam_gbps": {"1" * 5000: 1.0}}, "profile.adam_gbps.1111"),
         ({"num_cores": 1.5}, "profile.num_cores: got 1.5"),
-        (
-            {"adam_gbps": {}},
-            "profile.adam_gbps: Dictionary should have at least 1 item",
-        ),
+        ({"adam_gbps": {}}, "profile.adam_gbps: Dictionary should have at least 1 item"),
         ({"adam_gbps": {"one": 1.0}}, "profile.adam_gbps.one.[key]: got 'one'"),
         ({"adam_gbps": {"0": 1.0}}, "profile.adam_gbps.0.[key]: got '0'"),
         ({"memory_gbps": {"1": -1.0}}, "profile.memory_gbps.1: got -1.0"),
@@ -132,9 +119,7 @@ def test_what_is_no_profile_is_refused_by_name(text: str) -> None:
         MachineProfile.from_json(text, "box.json")
 
 
-@pytest.mark.parametrize(
-    "field", ["name", "fetch_gbps", "adam_gbps", "flops", "sources"]
-)
+@pytest.mark.parametrize("field", ["name", "fetch_gbps", "adam_gbps", "flops", "sources"])
 def test_a_missing_key_is_named(field: str) -> None:
     raw = json.loads(of().to_json())
     del raw[field]
@@ -146,9 +131,7 @@ def test_a_missing_key_is_named(field: str) -> None:
     ("threads", "expected"),
     [(1, 20.0), (2, 36.0), (5, 48.0), (8, 60.0), (9, 60.0), (400, 60.0), (0, 20.0)],
 )
-def test_rates_lie_between_measured_numbers_of_threads(
-    threads: int, expected: float
-) -> None:
+def test_rates_lie_between_measured_numbers_of_threads(threads: int, expected: float) -> None:
     assert of().memory_rate(threads) == expected
     assert of(adam_gbps=of().memory_gbps).adam_rate(threads) == expected
     assert of(adam_lean_gbps=of().memory_gbps).adam_rate(threads, "lean") == expected
@@ -165,16 +148,13 @@ def test_a_profile_without_lean_states_has_a_share_of_the_exact_rate() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "rate"),
-    [(1, 2e14), (1000, 2e14), (2000, 3e14), (3000, 4e14), (9000, 4e14)],
+    ("tokens", "rate"), [(1, 2e14), (1000, 2e14), (2000, 3e14), (3000, 4e14), (9000, 4e14)]
 )
 def test_attention_has_rates_by_tokens_of_a_sequence(tokens: int, rate: float) -> None:
     machine = of(attention_flops=ATTENTION, attention_backward_flops=ATTENTION)
     found = machine.attention_s("bf16", tokens=tokens, width=64, causal_flops=rate)
     assert found == (1.0, 2.0)
-    whole = machine.attention_s(
-        "bf16", tokens=tokens, width=64, causal_flops=0.0, other_flops=rate
-    )
+    whole = machine.attention_s("bf16", tokens=tokens, width=64, causal_flops=0.0, other_flops=rate)
     assert whole == (2.0, 4.0)  # of pairs that no mask leaves out
 
 
@@ -262,9 +242,7 @@ def test_adams_bytes_are_those_of_its_arrays(states: States, nbytes: float) -> N
     """Every array that a segment names is read, and all but the gradient are written."""
     assert len(states.kernel_arrays) == 2 + 2 * native.MAX_MOMENTS
     numel = 1 << 16
-    written = sum(
-        num_items(a, numel) * dtype.itemsize for a, dtype in states.dtypes.items()
-    )
+    written = sum(num_items(a, numel) * dtype.itemsize for a, dtype in states.dtypes.items())
     moved = (2 * written + numel * states.dtype.itemsize) / numel
     assert nbytes == moved == states.update_bytes(states.dtype)
 
@@ -301,9 +279,7 @@ def test_the_environment_names_another_file(
     assert profile.default_path().parent == tmp_path / "cache" / "stronghold"
 
 
-def test_a_damaged_cache_is_as_good_as_none_and_says_so(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_damaged_cache_is_as_good_as_none_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     path = profile.default_path()
     path.parent.mkdir(parents=True)
     path.write_text('{"version": 0}')

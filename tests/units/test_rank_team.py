@@ -16,12 +16,7 @@ from torch import nn
 from stronghold.devices.emulated import EmulatedDevice
 from stronghold.devices.lane_name import LaneName
 from stronghold.distributed.node_weights import NodeWeights, SimulatedWeights
-from stronghold.distributed.process_groups import (
-    Ranks,
-    SilentGroup,
-    mean_of,
-    simulated_ranks,
-)
+from stronghold.distributed.process_groups import Ranks, SilentGroup, mean_of, simulated_ranks
 from stronghold.distributed.sharding import FLAGS, RankTeam
 from stronghold.errors import RankError
 from stronghold.memory.buffers import GradientSlot
@@ -67,13 +62,9 @@ def nothing(_: torch.Tensor) -> None:
 @pytest.fixture
 def make(device: EmulatedDevice) -> Make:
     def of(
-        change: Change = nothing,
-        model_parallel_rank: int = 0,
-        split: Sequence[int] = (),
+        change: Change = nothing, model_parallel_rank: int = 0, split: Sequence[int] = ()
     ) -> Case:
-        shapes = [
-            ParameterShape(name=f"p{k}", shape=(8,), trainable=True) for k in range(2)
-        ]
+        shapes = [ParameterShape(name=f"p{k}", shape=(8,), trainable=True) for k in range(2)]
         layouts = tuple(
             layer_layout(shapes, index=i, name=f"layer{i}", streamed=True, num_ranks=2)
             for i in range(2)
@@ -152,9 +143,7 @@ def test_a_gradient_that_came_on_any_rank_has_come(array: str, make: Make) -> No
 
 
 @pytest.mark.parametrize("lane", [1, 2])
-def test_ranks_that_gathered_or_reduced_other_layers_are_refused(
-    make: Make, lane: int
-) -> None:
+def test_ranks_that_gathered_or_reduced_other_layers_are_refused(make: Make, lane: int) -> None:
     def other(row: torch.Tensor) -> None:
         row[lane] += 1
 
@@ -162,9 +151,7 @@ def test_ranks_that_gathered_or_reduced_other_layers_are_refused(
         make(other).meet()
 
 
-def test_the_order_of_reductions_and_a_step_thrown_away_are_compared(
-    make: Make,
-) -> None:
+def test_the_order_of_reductions_and_a_step_thrown_away_are_compared(make: Make) -> None:
     cases = [make(), make(), make()]
     for case, layers in zip(cases, ((0, 1), (1, 0), (0, 1)), strict=True):
         for layer in layers:
@@ -175,9 +162,7 @@ def test_the_order_of_reductions_and_a_step_thrown_away_are_compared(
     assert one.issued != three.issued
 
 
-def test_a_parameter_that_model_parallel_ranks_have_whole_counts_once(
-    make: Make,
-) -> None:
+def test_a_parameter_that_model_parallel_ranks_have_whole_counts_once(make: Make) -> None:
     """One that is not finite counts on every rank: no rank may apply the step."""
     for rank, expected in ((0, 3.0), (1, 2.0)):
         case = make(model_parallel_rank=rank, split=[1])
@@ -187,9 +172,7 @@ def test_a_parameter_that_model_parallel_ranks_have_whole_counts_once(
     assert all(value != value for value in case.meet())
 
 
-def test_an_order_of_reductions_is_adopted_when_every_rank_has_seen_it(
-    make: Make,
-) -> None:
+def test_an_order_of_reductions_is_adopted_when_every_rank_has_seen_it(make: Make) -> None:
     def other_order(row: torch.Tensor) -> None:
         row[3] += 1
 
@@ -226,9 +209,7 @@ class Beside(Neighbours):
 
     count = 2
 
-    def __init__(
-        self, index: int, said: list[object], meeting: threading.Barrier
-    ) -> None:
+    def __init__(self, index: int, said: list[object], meeting: threading.Barrier) -> None:
         self.index, self._said, self._meeting = index, said, meeting
 
     def of_node(self, mine: Result) -> list[Result]:
@@ -255,9 +236,7 @@ def test_a_layer_is_new_when_every_ranks_part_is() -> None:
             shards=Shards(num_ranks=2, rank=index),
             on_node=Beside(index, said, meeting),
         )
-        return NodeWeights(
-            ModelLayout(layers=(layer,)), adam_formats(torch.float32), ranks
-        )
+        return NodeWeights(ModelLayout(layers=(layer,)), adam_formats(torch.float32), ranks)
 
     with ThreadPoolExecutor(2) as processes:
         one, other = processes.map(weights_of, range(2))

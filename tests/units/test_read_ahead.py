@@ -56,8 +56,6 @@ def test_a_tensor_is_read_ahead(tmp_path: Path) -> None:
         cached, num_pages = cached_pages(path, begin, NUMEL)
         if cached == num_pages:
             break
-        assert time.monotonic() < deadline, (
-            f"{cached} of {num_pages} pages were read ahead"
-        )
+        assert time.monotonic() < deadline, f"{cached} of {num_pages} pages were read ahead"
         time.sleep(0.01)
     assert torch.equal(opened.read("ahead"), tensors["ahead"])

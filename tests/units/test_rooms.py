@@ -22,25 +22,13 @@ PACKAGE = ROOT / "stronghold"
 def read_levels(page: str) -> dict[str, int]:
     """The level of each room, from the rows `| level | rooms | hold |` of `page`."""
     rows = re.findall(r"^\| (\d+) \| ([^|]*) \|", page, re.MULTILINE)
-    pairs = [
-        (room, int(level))
-        for level, rooms in rows
-        for room in re.findall(r"`(\w+)`", rooms)
-    ]
-    assert len(pairs) == len({room for room, _ in pairs}), (
-        f"a room stands twice: {pairs}"
-    )
+    pairs = [(room, int(level)) for level, rooms in rows for room in re.findall(r"`(\w+)`", rooms)]
+    assert len(pairs) == len({room for room, _ in pairs}), f"a room stands twice: {pairs}"
     return dict(pairs)
 
 
 LEVELS = read_levels((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"))
-THREAD_MAKERS = {
-    "Thread",
-    "Timer",
-    "ThreadPoolExecutor",
-    "ProcessPoolExecutor",
-    "start_new_thread",
-}
+THREAD_MAKERS = {"Thread", "Timer", "ThreadPoolExecutor", "ProcessPoolExecutor", "start_new_thread"}
 
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
@@ -69,9 +57,7 @@ def imports(path: Path) -> Iterator[str]:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, (
-                f"{path}:{node.lineno}: a relative import hides the room"
-            )
+            assert node.level == 0, f"{path}:{node.lineno}: a relative import hides the room"
             # `from stronghold.plan import planner` imports a module or a name: both are tried.
             names = [f"{node.module}.{alias.name}" for alias in node.names]
             names = [name if name in MODULES else str(node.module) for name in names]
@@ -106,9 +92,7 @@ def names_used(path: Path) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            yield from (
-                (node.lineno, f"{node.module}.{alias.name}") for alias in node.names
-            )
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
 
 
 def room_of(path: Path) -> str:
@@ -140,8 +124,7 @@ def find_cycle(graph: dict[str, set[str]]) -> str:
 
 def test_imports_have_no_cycle() -> None:
     graph = {
-        module: set(imports(path)) & set(MODULES) - {module}
-        for module, path in MODULES.items()
+        module: set(imports(path)) & set(MODULES) - {module} for module, path in MODULES.items()
     }
     assert find_cycle(graph) == ""
 
@@ -225,9 +208,7 @@ def private_names(path: Path) -> Iterator[tuple[int, str]]:
     or gives one to `setattr` and the like. A chain such as `torch._C._name` is one place. An object
     may read its own: what stands right behind `self` and `cls` does not count."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    inner = {
-        id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)
-    }
+    inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     for node in ast.walk(tree):
         names: list[str] = []
         if isinstance(node, ast.Attribute) and id(node) not in inner:
@@ -240,9 +221,7 @@ def private_names(path: Path) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.Import):
             names = [part for alias in node.names for part in alias.name.split(".")]
         elif isinstance(node, ast.Call) and dotted(node.func).split(".")[-1] in BY_NAME:
-            words = [
-                word.value for word in node.args[:2] if isinstance(word, ast.Constant)
-            ]
+            words = [word.value for word in node.args[:2] if isinstance(word, ast.Constant)]
             names = [part for word in words for part in str(word).split(".")]
         first = next((k for k, name in enumerate(names) if is_private(name)), None)
         if first is not None:
@@ -268,9 +247,7 @@ ONLY_TEXT = {"_native", "_forward_"}
 
 def words_of(patch: Patch) -> set[str]:
     """The private words in the dotted names of a row."""
-    return {
-        word for name in patch.names for word in name.split(".") if is_private(word)
-    }
+    return {word for name in patch.names for word in name.split(".") if is_private(word)}
 
 
 def names_of_theirs() -> set[str]:
@@ -293,9 +270,7 @@ def names_of_ours() -> set[str]:
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 names.add(node.id)
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                names.update(
-                    [node.attr] if dotted(node.value) in ("self", "cls") else []
-                )
+                names.update([node.attr] if dotted(node.value) in ("self", "cls") else [])
     return names
 
 
@@ -315,22 +290,13 @@ def private_words(path: Path) -> Iterator[tuple[str, bool]]:
             words = [node.attr]
         elif isinstance(node, ast.ImportFrom) and node.module != "__future__":
             words = [
-                word
-                for alias in node.names
-                for word in f"{node.module}.{alias.name}".split(".")
+                word for alias in node.names for word in f"{node.module}.{alias.name}".split(".")
             ]
         elif isinstance(node, ast.Import):
             words = [word for alias in node.names for word in alias.name.split(".")]
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            words = (
-                [node.value]
-                if id(node) not in texts and node.value.isidentifier()
-                else []
-            )
-        is_own = isinstance(node, ast.Attribute) and dotted(node.value) in (
-            "self",
-            "cls",
-        )
+            words = [node.value] if id(node) not in texts and node.value.isidentifier() else []
+        is_own = isinstance(node, ast.Attribute) and dotted(node.value) in ("self", "cls")
         yield from ((word, is_own) for word in words if is_private(word))
 
 
@@ -353,14 +319,9 @@ def test_private_names_of_other_packages_stand_in_patches_alone() -> None:
         for word in foreign_words(path, ours, theirs)
     }
     allowed = {
-        (file, word)
-        for patch in PATCHES
-        for file in patch.beside
-        for word in words_of(patch)
+        (file, word) for patch in PATCHES for file in patch.beside for word in words_of(patch)
     }
-    assert used - allowed == set(), (
-        "use or add a function of stronghold/streaming/patches"
-    )
+    assert used - allowed == set(), "use or add a function of stronghold/streaming/patches"
     unused = {
         (patch.key, file)
         for patch in PATCHES
@@ -385,9 +346,7 @@ def test_patches_use_no_private_name_without_a_row() -> None:
     assert {file for patch in PATCHES for file in (patch.file, *patch.beside)} <= files
 
 
-def test_private_names_of_other_packages_are_seen_wherever_they_stand(
-    tmp_path: Path,
-) -> None:
+def test_private_names_of_other_packages_are_seen_wherever_they_stand(tmp_path: Path) -> None:
     source = tmp_path / "sample.py"
     source.write_text(
         "import torch._dynamo\nfrom a._b import c\nfrom stronghold.model import _mine\n"
@@ -405,47 +364,26 @@ def test_private_names_of_other_packages_are_seen_wherever_they_stand(
 # where these have no public one. No new one of ours: tests look inside through engine.inspect().
 PRIVATE_NAMES: dict[str, tuple[int, str]] = {
     # Names that frameworks and programs call.
-    "border/test_user_backward.py _backward_epilogue": (
-        1,
-        "programs with several engines call it",
-    ),
+    "border/test_user_backward.py _backward_epilogue": (1, "programs with several engines call it"),
     # Tests of kernels on a device.
     "gpu/test_kernels_cuda.py _sleep": (2, "nothing else holds a stream up"),
     "gpu/test_kernels_cuda.py _tables.clear": (1, "tables of launches begin anew"),
     "gpu/test_training_cuda.py _apply": (1, "metrics override it to move their states"),
     "support/device_kernels.py _base": (1, "a view's tensor has no public name"),
-    "units/test_device_kernels.py triton._C.libtriton.interpreter": (
-        1,
-        "Triton's interpreter",
-    ),
+    "units/test_device_kernels.py triton._C.libtriton.interpreter": (1, "Triton's interpreter"),
     "units/test_device_kernels.py _groups": (2, "rows of one launch"),
     "units/test_device_kernels.py _tables": (2, "tables of launches are counted"),
     "units/test_device_programs.py _active": (2, "Triton's driver is put back"),
     # Torch.
-    "border/test_compile.py _dynamo.utils.counters": (
-        1,
-        "frames that were compiled are counted",
-    ),
-    "laws/test_attention.py _scaled_dot_product_flash_attention_for_cpu": (
-        1,
-        "the operator",
-    ),
+    "border/test_compile.py _dynamo.utils.counters": (1, "frames that were compiled are counted"),
+    "laws/test_attention.py _scaled_dot_product_flash_attention_for_cpu": (1, "the operator"),
     "laws/test_reads.py _parameters": (1, "a program may read it"),
-    "laws/test_weights_read.py _C.DisableTorchFunctionSubclass": (
-        1,
-        "an extension reads so",
-    ),
+    "laws/test_weights_read.py _C.DisableTorchFunctionSubclass": (1, "an extension reads so"),
     "laws/test_weights_written.py _foreach_mul_": (1, "optimizers write so"),
     "support/chunked.py _parameters": (1, "the plain loop gives a block other tensors"),
-    "support/counted.py torch.utils._python_dispatch.TorchDispatchMode": (
-        1,
-        "its only name",
-    ),
+    "support/counted.py torch.utils._python_dispatch.TorchDispatchMode": (1, "its only name"),
     "support/insides.py _backward_hooks": (1, "torch shows no list of hooks"),
-    "support/insides.py _post_accumulate_grad_hooks": (
-        1,
-        "torch shows no list of hooks",
-    ),
+    "support/insides.py _post_accumulate_grad_hooks": (1, "torch shows no list of hooks"),
     "support/sleeping.py _sleep": (1, "nothing else holds a stream up"),
     # The pretended device stands for torch's own.
     "pretended/install.py _sleep": (1, "replaced"),
@@ -454,15 +392,9 @@ PRIVATE_NAMES: dict[str, tuple[int, str]] = {
     "pretended/install.py _lazy_init": (1, "replaced"),
     "pretended/install.py _is_compiled": (1, "replaced"),
     # Others.
-    "support/lightning_on_cpu.py _validate_device_index_selection": (
-        1,
-        "Lightning refuses a CPU",
-    ),
+    "support/lightning_on_cpu.py _validate_device_index_selection": (1, "Lightning refuses a CPU"),
     "conftest.py _WORLD_GROUP": (2, "DeepSpeed keeps a group that is gone"),
-    "support/frameworks.py _reset_state": (
-        2,
-        "Accelerate keeps its state in the process",
-    ),
+    "support/frameworks.py _reset_state": (2, "Accelerate keeps its state in the process"),
     "units/test_operator_bytes.py _scaled_dot_product_flash_attention": (
         1,
         "the operator of torch that is counted",

@@ -38,32 +38,24 @@ def replaced(*parameters: nn.Parameter) -> Iterator[None]:
 
 def linear(kind: str, *, bias: bool = False) -> Any:
     torch.manual_seed(0)
-    module = LINEARS[kind](nn.Linear(64, 32, bias=bias).bfloat16()).requires_grad_(
-        False
-    )
+    module = LINEARS[kind](nn.Linear(64, 32, bias=bias).bfloat16()).requires_grad_(False)
     settle(module)
     return module
 
 
-def rows(
-    shape: tuple[int, ...] = (3, 5, 64), dtype: torch.dtype = torch.bfloat16
-) -> torch.Tensor:
+def rows(shape: tuple[int, ...] = (3, 5, 64), dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     torch.manual_seed(1)
     return torch.randn(shape, dtype=dtype).requires_grad_()
 
 
-def product(
-    module: nn.Module, x: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def product(module: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The product, and the gradient of `x`."""
     y = module(x)
     y.backward(torch.linspace(-1, 1, y.numel()).to(y.dtype).view(y.shape))
     return y.detach(), x.grad
 
 
-def product_of_a_slot(
-    module: Any, x: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def product_of_a_slot(module: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """As `product`. Between forward and backward the weight's memory holds other bytes; saved
     tensors come from copies that hooks made."""
     settle(module)
@@ -89,9 +81,7 @@ def same(one: Any, two: Any) -> bool:
 
 @pytest.mark.parametrize("kind", [*PATCHED, *OTHERS])
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-def test_backward_reads_saved_tensors_and_has_the_library_s_bits(
-    kind: str, bias: bool
-) -> None:
+def test_backward_reads_saved_tensors_and_has_the_library_s_bits(kind: str, bias: bool) -> None:
     expected = product(linear(kind, bias=bias), rows())
     module = linear(kind, bias=bias)
     with replaced(module.weight):

@@ -37,11 +37,7 @@ def num_fetches(schedule: Schedule) -> int:
 
 
 def walk(
-    schedule: Schedule,
-    held: set[int],
-    *,
-    num_slots: int,
-    resident: frozenset[int] = frozenset(),
+    schedule: Schedule, held: set[int], *, num_slots: int, resident: frozenset[int] = frozenset()
 ) -> None:
     """Perform one pass on `held` and fail on anything that an honest window could not do."""
     held -= resident  # stale: updated since
@@ -56,9 +52,7 @@ def walk(
             elif action.kind is Kind.FETCH:
                 assert action.layer not in held, f"{action} of a layer that is held"
                 held.add(action.layer)
-                assert len(held - resident) <= num_slots, (
-                    f"{action} takes a slot too many"
-                )
+                assert len(held - resident) <= num_slots, f"{action} takes a slot too many"
             else:
                 assert action.layer in held, f"{action} of a layer that is not held"
 
@@ -116,14 +110,9 @@ def test_gradients_are_used_where_the_updates_stand(gated: bool) -> None:
     """Of two blocks between layers that have no backward of their own, one of which is early."""
     positions = [Position.EARLY, Position.GATE, Position.EARLY, Position.EARLY]
     updates = dict(enumerate([Position.GATE] * 4 if gated else positions))
-    uses = [
-        *canonical_uses(range(4), backward=False),
-        *canonical_uses((1, 2), backward=True)[2:],
-    ]
+    uses = [*canonical_uses(range(4), backward=False), *canonical_uses((1, 2), backward=True)[2:]]
     schedule = make_schedule(uses, num_slots=2, prefetch=1, updates=updates)
-    shown = [
-        str(a) for a in schedule.actions if a.kind not in (Kind.FETCH, Kind.RELEASE)
-    ][3:]
+    shown = [str(a) for a in schedule.actions if a.kind not in (Kind.FETCH, Kind.RELEASE)][3:]
     expected = {
         True: "forward 3|offload 3|backward 2|offload 2|backward 1|offload 1|offload 0|gate|"
         "update 0|update 1|update 2|update 3",
@@ -142,9 +131,7 @@ def test_text_that_is_no_action_is_refused() -> None:
 
 
 def test_the_schedule_of_three_layers_in_two_slots_is_this_one() -> None:
-    schedule = make_schedule(
-        canonical_uses(range(3), backward=True), num_slots=2, prefetch=1
-    )
+    schedule = make_schedule(canonical_uses(range(3), backward=True), num_slots=2, prefetch=1)
     assert str(schedule).splitlines() == [
         "forward 0",
         "release 0",
@@ -173,9 +160,7 @@ def test_any_order_of_uses_repeats_for_ever(seed: int) -> None:
     uses = random_uses(seed)
     generator = random.Random(seed)
     num_layers = 1 + max(use.layer for use in uses)
-    resident = frozenset(
-        generator.sample(range(num_layers), generator.randint(0, num_layers // 2))
-    )
+    resident = frozenset(generator.sample(range(num_layers), generator.randint(0, num_layers // 2)))
     for num_slots in range(1, num_layers + 2):
         for prefetch in range(num_slots):
             schedule = make_schedule(
@@ -236,9 +221,7 @@ def test_what_the_prefetch_depth_reaches_is_on_its_way() -> None:
             held = held_at_start(schedule)
             for position, step in enumerate(schedule.steps):
                 for action in step[:-1]:
-                    (held.discard if action.kind is Kind.RELEASE else held.add)(
-                        action.layer
-                    )
+                    (held.discard if action.kind is Kind.RELEASE else held.add)(action.layer)
                 ahead: dict[int, None] = {}
                 for k in range(len(uses)):
                     ahead.setdefault(uses[(position + k) % len(uses)].layer)
@@ -259,9 +242,7 @@ def test_a_training_pass_fetches_twice_the_layers_that_are_not_in_the_window(
                 assert fetches(schedule, layer) <= 2
 
 
-def test_a_resident_layer_is_fetched_once_before_its_forward_and_takes_no_slot() -> (
-    None
-):
+def test_a_resident_layer_is_fetched_once_before_its_forward_and_takes_no_slot() -> None:
     uses = canonical_uses(range(6), backward=True)
     resident = frozenset({0, 4, 5})
     for num_slots in (1, 2, 3):
@@ -276,15 +257,11 @@ def test_a_resident_layer_is_fetched_once_before_its_forward_and_takes_no_slot()
                 assert schedule.actions.index(fetch) < used
                 assert Action(kind=Kind.RELEASE, layer=layer) not in schedule.actions
             assert_steady(schedule, num_slots=num_slots, resident=resident)
-            streamed = sum(
-                fetches(schedule, layer) for layer in range(6) if layer not in resident
-            )
+            streamed = sum(fetches(schedule, layer) for layer in range(6) if layer not in resident)
             assert streamed == 2 * (3 - num_slots)
 
 
-def fewest_fetches(
-    uses: Sequence[Action], num_slots: int, start: frozenset[int]
-) -> int:
+def fewest_fetches(uses: Sequence[Action], num_slots: int, start: frozenset[int]) -> int:
     """By search: the fewest fetches of a pass that begins and ends with `start` in the slots."""
 
     @cache

@@ -26,14 +26,7 @@ from tests.support.states import adam_states
 GIB = 1 << 30
 NEAR = 1.02
 # The first blocks with what takes the GPU least: their activations wait the longest.
-BY_ROOM = [
-    "recompute_offload",
-    "attention_offload",
-    "offload",
-    "recompute",
-    "attention",
-    "keep",
-]
+BY_ROOM = ["recompute_offload", "attention_offload", "offload", "recompute", "attention", "keep"]
 
 
 class Pair(NamedTuple):
@@ -80,9 +73,7 @@ def mixes(num_blocks: int, steps: int) -> Iterator[dict[str, int]]:
     for bars in combinations_with_replacement(range(steps + 1), len(LEVELS) - 1):
         edges = [round(num_blocks * edge / steps) for edge in (0, *bars, steps)]
         shares = [high - low for low, high in pairwise(edges)]
-        yield {
-            level: share for level, share in zip(BY_ROOM, shares, strict=True) if share
-        }
+        yield {level: share for level, share in zip(BY_ROOM, shares, strict=True) if share}
 
 
 def sweep(
@@ -96,9 +87,7 @@ def sweep(
     chosen_s = fastest_plan(layout, demand, workload, rates).forecast.step_s
     best, count, num_blocks = float("inf"), 0, len(layout.streamed)
     every = [levels_of(layout, mix) for mix in mixes(num_blocks, steps)]
-    for resident, updates, window, levels in product(
-        residents, ("host", "gpu"), windows, every
-    ):
+    for resident, updates, window, levels in product(residents, ("host", "gpu"), windows, every):
         if window > max(1, num_blocks - resident):
             continue
         wish = replace(
@@ -129,16 +118,10 @@ def test_no_step_is_shorter_than_its_bound(pair: Pair) -> None:
     layout, costs, machine, demand = demand_of(pair)
     workload, rates = workload_of(costs, machine), rates_of(machine, machine.num_cores)
     num_blocks, count = len(layout.streamed), 0
-    for updates, window, mix in product(
-        ("host", "gpu"), (2, num_blocks), mixes(num_blocks, 2)
-    ):
+    for updates, window, mix in product(("host", "gpu"), (2, num_blocks), mixes(num_blocks, 2)):
         levels = levels_of(layout, mix)
         wish = replace(
-            demand,
-            resident_layers=0,
-            resident_updates=updates,
-            window=window,
-            activations=levels,
+            demand, resident_layers=0, resident_updates=updates, window=window, activations=levels
         )
         try:
             plan = make_plan(layout, wish)
@@ -163,18 +146,14 @@ def test_the_choice_is_within_two_per_cent_of_a_sweep_of_all_levels() -> None:
 def test_the_choice_is_within_two_per_cent_on_every_machine(pair: Pair) -> None:
     num_blocks = pair.shape[0]
     every = list(range(num_blocks + 1))
-    chosen, best, count = sweep(
-        pair, residents=every[::2], windows=[1, 2, 3, 4, 6, 8], steps=4
-    )
+    chosen, best, count = sweep(pair, residents=every[::2], windows=[1, 2, 3, 4, 6, 8], steps=4)
     assert count > 0
     assert chosen <= NEAR * best, f"{chosen} s against {best} s, of {count} plans"
 
 
 def test_what_the_user_pinned_stays() -> None:
     layout, costs, machine, demand = demand_of(PAIRS[0])
-    pinned = replace(
-        demand, window=4, prefetch=2, activations="recompute", resident_layers=1
-    )
+    pinned = replace(demand, window=4, prefetch=2, activations="recompute", resident_layers=1)
     rates = rates_of(machine, machine.num_cores)
     plan = fastest_plan(layout, pinned, workload_of(costs, machine), rates).plan
     blocks = layout.streamed
@@ -225,17 +204,7 @@ def test_launching_a_block_again_is_the_hosts_time() -> None:
     layout, costs, machine, demand = demand_of(PAIRS[0])
     free = workload_of(costs, machine)
     layers = tuple(replace(load, forward_s=0.0, backward_s=0.0) for load in free.layers)
-    lanes = (
-        "fetch",
-        "drain",
-        "duplex",
-        "update",
-        "memory",
-        "device",
-        "load",
-        "spill",
-        "io",
-    )
+    lanes = ("fetch", "drain", "duplex", "update", "memory", "device", "load", "spill", "io")
     fast = {f"{lane}_gbps": 1e9 for lane in lanes}
     rates = replace(rates_of(machine, 1), handover_s=0.0, **fast)
     assert rates.launch_s > rates.whole_launch_s > 0.0

@@ -10,12 +10,7 @@ import torch
 
 from stronghold.memory.staging import open_ring
 from stronghold.memory.tiers import Tiers
-from stronghold.model.layout import (
-    PAGE_NUMEL,
-    ModelLayout,
-    ParameterShape,
-    layer_layout,
-)
+from stronghold.model.layout import PAGE_NUMEL, ModelLayout, ParameterShape, layer_layout
 from stronghold.plan.homes import FILE, make_homes
 from tests.support.pages import PAGE
 from tests.support.states import adam_formats
@@ -24,8 +19,7 @@ from tests.support.stores import pages, store_of
 
 @pytest.mark.parametrize("mode", ["edit", "replace"])
 @pytest.mark.parametrize(
-    ("begin", "end"),
-    [(0, 5), (PAGE_NUMEL - 1, PAGE_NUMEL + 1), (17, 5 * PAGE_NUMEL - 3)],
+    ("begin", "end"), [(0, 5), (PAGE_NUMEL - 1, PAGE_NUMEL + 1), (17, 5 * PAGE_NUMEL - 3)]
 )
 def test_elements_beside_a_written_range_stay(
     mode: str, begin: int, end: int, folders: list[Path]
@@ -40,18 +34,12 @@ def test_elements_beside_a_written_range_stay(
         store = undo.enter_context(store_of(folders[:1], pages(count, "exp_avg")))
         tiers = Tiers(layout, formats, homes, {FILE: store}, ring)
         expected = torch.arange(layer.numel, dtype=torch.float32)
-        for first, last, found in tiers.staged_pieces(
-            0, ("exp_avg",), 0, layer.numel, "replace"
-        ):
+        for first, last, found in tiers.staged_pieces(0, ("exp_avg",), 0, layer.numel, "replace"):
             found["exp_avg"].copy_(expected[first:last])
-        for first, last, found in tiers.staged_pieces(
-            0, ("exp_avg",), begin, end, mode
-        ):  # type: ignore[arg-type]
+        for first, last, found in tiers.staged_pieces(0, ("exp_avg",), begin, end, mode):  # type: ignore[arg-type]
             if mode == "edit":
                 assert torch.equal(found["exp_avg"], expected[first:last])
             found["exp_avg"].copy_(-expected[first:last])
         expected[begin:end] *= -1
-        for first, last, found in tiers.staged_pieces(
-            0, ("exp_avg",), 0, layer.numel, "read"
-        ):
+        for first, last, found in tiers.staged_pieces(0, ("exp_avg",), 0, layer.numel, "read"):
             assert torch.equal(found["exp_avg"], expected[first:last])

@@ -52,17 +52,8 @@ def test_a_written_trace_reads_back_as_recorded(tmp_path: Path) -> None:
     lanes.record("fetch", "fetch 2", start, start + 0.25)
     lanes.write(tmp_path / "trace.json")
     first, second = trace.read(tmp_path / "trace.json")
-    assert (first.lane, first.name, first.kind, first.args) == (
-        "fetch",
-        "fetch 2",
-        "fetch",
-        {},
-    )
-    assert (second.lane, second.name, second.args) == (
-        "update",
-        "update 3",
-        {"bytes": 17},
-    )
+    assert (first.lane, first.name, first.kind, first.args) == ("fetch", "fetch 2", "fetch", {})
+    assert (second.lane, second.name, second.args) == ("update", "update 3", {"bytes": 17})
     # The file keeps nanoseconds.
     assert first.duration_s == pytest.approx(0.25, abs=1e-8)
     assert second.start_s - first.start_s == pytest.approx(0.5, abs=1e-8)
@@ -75,11 +66,7 @@ def test_rows_keep_the_order_of_the_lanes(tmp_path: Path) -> None:
     lanes.write(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    order = {
-        e["tid"]: e["args"]["sort_index"]
-        for e in events
-        if e["name"] == "thread_sort_index"
-    }
+    order = {e["tid"]: e["args"]["sort_index"] for e in events if e["name"] == "thread_sort_index"}
     assert [names[row] for row in sorted(names, key=lambda row: order[row])] == [
         *("step", "compute", "fetch", "drain", "update", "io", "other")
     ]
@@ -105,9 +92,7 @@ def test_no_span_is_lost_when_many_threads_record(tmp_path: Path) -> None:
     assert len({(span.lane, span.name) for span in spans}) == 2000
 
 
-def test_writing_replaces_the_file_and_leaves_no_other(
-    tmp_path: Path, three_steps: Path
-) -> None:
+def test_writing_replaces_the_file_and_leaves_no_other(tmp_path: Path, three_steps: Path) -> None:
     Trace().write(three_steps)
     assert trace.read(three_steps) == []
     assert list(tmp_path.iterdir()) == [three_steps]
@@ -125,15 +110,11 @@ def test_a_run_of_any_length_keeps_the_newest_operations_alone() -> None:
     lanes.record("fetch", "fetch 1050", 0.0, 1.0)
     for k in range(1051, 1100):
         lanes.record("fetch", f"fetch {k}", 0.0, 1.0)
-    assert [span.name for span in lanes.spans(mark)] == [
-        f"fetch {k}" for k in range(1050, 1100)
-    ]
+    assert [span.name for span in lanes.spans(mark)] == [f"fetch {k}" for k in range(1050, 1100)]
 
 
 def test_each_rank_writes_a_trace_of_its_own(tmp_path: Path) -> None:
-    files = [
-        trace.open_path(tmp_path / "new" / "trace.json", rank) for rank in (0, 1, 12)
-    ]
+    files = [trace.open_path(tmp_path / "new" / "trace.json", rank) for rank in (0, 1, 12)]
     names = ["trace.json", "trace.rank1.json", "trace.rank12.json"]
     assert files == [tmp_path / "new" / name for name in names]
     assert list((tmp_path / "new").iterdir()) == []
@@ -147,12 +128,7 @@ def test_a_trace_that_is_switched_off_records_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [
-        (None, "cannot be read"),
-        ("", "not a trace"),
-        ("[]", "not a trace"),
-        ("{}", "not a trace"),
-    ],
+    [(None, "cannot be read"), ("", "not a trace"), ("[]", "not a trace"), ("{}", "not a trace")],
 )
 def test_a_file_that_is_no_trace_is_refused(
     tmp_path: Path, content: str | None, message: str
@@ -166,22 +142,8 @@ def test_a_file_that_is_no_trace_is_refused(
 
 def event(**changes: object) -> str:
     """A trace of one event."""
-    row = {
-        "ph": "M",
-        "pid": 0,
-        "tid": 1,
-        "name": "thread_name",
-        "args": {"name": "step"},
-    }
-    span = {
-        "ph": "X",
-        "pid": 0,
-        "tid": 1,
-        "name": "step 1",
-        "ts": 0,
-        "dur": 1,
-        "args": {},
-    }
+    row = {"ph": "M", "pid": 0, "tid": 1, "name": "thread_name", "args": {"name": "step"}}
+    span = {"ph": "X", "pid": 0, "tid": 1, "name": "step 1", "ts": 0, "dur": 1, "args": {}}
     return json.dumps({"traceEvents": [row, {**span, **changes}]})
 
 
@@ -213,9 +175,7 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
 
 
 @pytest.mark.slow
-def test_mutated_traces_are_refused_or_drawn(
-    three_steps: Path, figures: list[Figure]
-) -> None:
+def test_mutated_traces_are_refused_or_drawn(three_steps: Path, figures: list[Figure]) -> None:
     document, refused = json.loads(three_steps.read_text()), 0
     for case in range(500):
         three_steps.write_text(json.dumps(mutated(document, random.Random(case))))
@@ -249,9 +209,7 @@ def test_a_timeline_shows_the_last_step_unless_told_otherwise(
 
 
 def test_a_timeline_is_a_png(tmp_path: Path, three_steps: Path) -> None:
-    plot.draw_timeline(
-        trace.read(three_steps), tmp_path / "new folder" / "timeline.png"
-    )
+    plot.draw_timeline(trace.read(three_steps), tmp_path / "new folder" / "timeline.png")
     assert (tmp_path / "new folder" / "timeline.png").read_bytes().startswith(PNG_MAGIC)
 
 
@@ -261,16 +219,10 @@ def test_a_lane_is_busy_for_the_union_of_its_spans_and_not_while_it_waits(
     def span(name: str, start_s: float, end_s: float) -> Span:
         return Span(lane="compute", name=name, start_s=start_s, end_s=end_s)
 
-    spans = [
-        span("forward 0", -1, 2),
-        span("forward 1", 1, 3),
-        span("wait fetch 2", 3, 8),
-    ]
+    spans = [span("forward 0", -1, 2), span("forward 1", 1, 3), span("wait fetch 2", 3, 8)]
     plot.draw_timeline(spans, "timeline.png", from_s=0.0, to_s=10.0)
     (axes,) = figures[0].axes
-    assert [label.get_text() for label in axes.get_yticklabels()] == [
-        "compute\n30% busy"
-    ]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["compute\n30% busy"]
 
 
 @pytest.mark.parametrize(

@@ -38,17 +38,12 @@ def wait_until(disk: Disk, *seen: str) -> None:
     raise AssertionError(f"{disk.seen}, expected {list(seen)}")
 
 
-def test_the_next_transfer_begins_before_the_first_one_ends(
-    device: EmulatedDevice,
-) -> None:
+def test_the_next_transfer_begins_before_the_first_one_ends(device: EmulatedDevice) -> None:
     disk, transfers, hold = Disk(), Transfers(), threading.Event()
     device.lane(LaneName.LOAD).submit("hold", lambda: hold.wait(10) and None)
     for name in ("a", "b", "c"):
         fence = transfers.submit(
-            device.lane(LaneName.LOAD),
-            name,
-            lambda name=name: disk.begin(name),
-            nbytes=1,
+            device.lane(LaneName.LOAD), name, lambda name=name: disk.begin(name), nbytes=1
         )
     hold.set()
     wait_until(disk, "begin a", "begin b")
@@ -62,12 +57,7 @@ def test_no_transfer_begins_before_or_behind_what_it_may_not(
     device: EmulatedDevice, failing: bool
 ) -> None:
     """What it waits for runs still, or has failed: it begins in its turn, or never."""
-    disk, transfers, hold, work = (
-        Disk(),
-        Transfers(),
-        threading.Event(),
-        threading.Event(),
-    )
+    disk, transfers, hold, work = (Disk(), Transfers(), threading.Event(), threading.Event())
     record = Record()
 
     def update() -> None:
@@ -80,15 +70,9 @@ def test_no_transfer_begins_before_or_behind_what_it_may_not(
     if failing:
         with pytest.raises(LaneError, match="update 3"):
             updated.wait()
-    first = transfers.submit(
-        device.lane(LaneName.LOAD), "a", lambda: disk.begin("a"), nbytes=1
-    )
+    first = transfers.submit(device.lane(LaneName.LOAD), "a", lambda: disk.begin("a"), nbytes=1)
     second = transfers.submit(
-        device.lane(LaneName.LOAD),
-        "b",
-        lambda: disk.begin("b"),
-        reads=(record,),
-        nbytes=1,
+        device.lane(LaneName.LOAD), "b", lambda: disk.begin("b"), reads=(record,), nbytes=1
     )
     hold.set()
     disk.going.set()

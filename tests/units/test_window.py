@@ -120,11 +120,7 @@ def test_a_window_takes_its_slots_and_not_a_byte_more(
     assert device.memory.allocated_bytes == 2 * slots
     window.prepare_training()
     gradients = 2 * max(TRAINABLE[1:]) + TRAINABLE[EMBEDDING]
-    assert (
-        device.memory.allocated_bytes
-        == device.memory.peak_bytes
-        == 2 * (slots + gradients)
-    )
+    assert device.memory.allocated_bytes == device.memory.peak_bytes == 2 * (slots + gradients)
     window.prepare_training()
     assert device.memory.allocated_bytes == 2 * (slots + gradients)
 
@@ -135,9 +131,7 @@ def test_without_streamed_layers_there_are_no_slots(make_window: Make) -> None:
     assert window.held_layers() == []
 
 
-def test_a_layer_holds_its_slot_from_claim_to_release(
-    make_window: Make, layers: Layers
-) -> None:
+def test_a_layer_holds_its_slot_from_claim_to_release(make_window: Make, layers: Layers) -> None:
     window = make_window(num_slots=2)
     slot = window.free_slot()
     assert layers[1].on_gpu.slot is None
@@ -205,11 +199,7 @@ def test_misuse_of_slots_is_a_state_error_that_changes_nothing(
 ) -> None:
     window = make_window(num_slots=2)
     take(window, layers[1])
-    slot, own, free = (
-        layers[1].on_gpu.slot,
-        layers[EMBEDDING].on_gpu.slot,
-        window.free_slot(),
-    )
+    slot, own, free = (layers[1].on_gpu.slot, layers[EMBEDDING].on_gpu.slot, window.free_slot())
     misuses: list[Callable[[], object]] = [
         lambda: window.claim(slot, 2),  # taken
         lambda: window.claim(own, 2),  # a resident layer's
@@ -253,9 +243,7 @@ def test_misuse_of_gradient_slots_is_a_state_error(make_window: Make) -> None:
     slot = window.free_gradient_slot(1)
     window.claim_gradients(slot, 1)
     slot.arrived.add(0)
-    with pytest.raises(
-        StateError, match="layer 2 cannot gather in the gradient slot of layer 1"
-    ):
+    with pytest.raises(StateError, match="layer 2 cannot gather in the gradient slot of layer 1"):
         window.claim_gradients(slot, 2)
     assert (slot.layer, slot.arrived) == (1, {0})
     window.release_gradients(slot)

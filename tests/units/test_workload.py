@@ -13,26 +13,18 @@ from stronghold.plan.machine import MachineProfile
 from tests.units.test_profile import ATTENTION, SLOW_ATTENTION
 from tests.units.test_profile import of as machine_of
 
-MACHINE = machine_of(
-    flops={"bf16": 100e12, "fp16": 100e12, "fp32": 20e12}, gpu_memory_gbps=1000.0
-)
+MACHINE = machine_of(flops={"bf16": 100e12, "fp16": 100e12, "fp32": 20e12}, gpu_memory_gbps=1000.0)
 
 
 def load_of(
     dtype: str = "bf16", machine: MachineProfile = MACHINE, seq: int = 1000, **cost: Any
 ) -> LayerWork:
-    block = LayerCost(
-        **{"forward_flops": 0.0, "saved_bytes": 0, "boundary_bytes": 8} | cost
-    )
-    return workload_of(
-        ModelCosts(layers=(block,), dtype=dtype, seq=seq), machine
-    ).layers[0]
+    block = LayerCost(**{"forward_flops": 0.0, "saved_bytes": 0, "boundary_bytes": 8} | cost)
+    return workload_of(ModelCosts(layers=(block,), dtype=dtype, seq=seq), machine).layers[0]
 
 
 @pytest.mark.parametrize(("dtype", "seconds"), [("bf16", 3.0), ("fp32", 15.0)])
-def test_products_take_their_flops_at_the_rate_of_their_dtype(
-    dtype: str, seconds: float
-) -> None:
+def test_products_take_their_flops_at_the_rate_of_their_dtype(dtype: str, seconds: float) -> None:
     load = load_of(dtype, forward_flops=300e12)
     assert (load.forward_s, load.backward_s) == (seconds, 2 * seconds)
 

@@ -29,14 +29,11 @@ def sentence_pairs(num_rows: int, seed: int) -> list[dict[str, Any]]:
         label = draw.randrange(2)
         marker = min(int(draw.expovariate(0.7)), MARKERS - 1)
         sentences = [
-            [f"word{draw.randrange(WORDS)}" for _ in range(draw.randrange(4, 12))]
-            for _ in range(2)
+            [f"word{draw.randrange(WORDS)}" for _ in range(draw.randrange(4, 12))] for _ in range(2)
         ]
         sentences[1].insert(0, f"{'same' if label else 'other'}{marker}")
         first, second = (" ".join(words) for words in sentences)
-        rows.append(
-            {"sentence1": first, "sentence2": second, "label": label, "idx": index}
-        )
+        rows.append({"sentence1": first, "sentence2": second, "label": label, "idx": index})
     return rows
 
 
@@ -68,11 +65,7 @@ def add_gpt2(folder: Path) -> None:
 
     sizes = {
         "sshleifer/tiny-gpt2": {"n_embd": 2, "n_layer": 2, "n_head": 2},
-        "hf-internal-testing/tiny-random-gpt2": {
-            "n_embd": 32,
-            "n_layer": 5,
-            "n_head": 4,
-        },
+        "hf-internal-testing/tiny-random-gpt2": {"n_embd": 32, "n_layer": 5, "n_head": 4},
         "gpt2": {"n_embd": 48, "n_layer": 4, "n_head": 4},
     }
     for name, size in sizes.items():
@@ -97,9 +90,7 @@ def add_llama(folder: Path, texts: list[str]) -> None:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    hub.add_model(
-        folder, "HuggingFaceTB/SmolLM-360M", LlamaForCausalLM(config), tokenizer
-    )
+    hub.add_model(folder, "HuggingFaceTB/SmolLM-360M", LlamaForCausalLM(config), tokenizer)
 
 
 def add_mixture(folder: Path) -> None:
@@ -119,9 +110,7 @@ def add_mixture(folder: Path) -> None:
         max_position_embeddings=64,
     )
     hub.add_model(
-        folder,
-        "peft-internal-testing/tiny-random-qwen-1.5-MoE",
-        Qwen2MoeForCausalLM(config),
+        folder, "peft-internal-testing/tiny-random-qwen-1.5-MoE", Qwen2MoeForCausalLM(config)
     )
 
 
@@ -134,9 +123,7 @@ def add_classifiers(folder: Path, texts: list[str]) -> None:
         DistilBertForSequenceClassification,
     )
 
-    tokenizer = hub.word_tokenizer(
-        texts, ("input_ids", "token_type_ids", "attention_mask")
-    )
+    tokenizer = hub.word_tokenizer(texts, ("input_ids", "token_type_ids", "attention_mask"))
     bert = BertConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,

@@ -66,18 +66,11 @@ def build_hub() -> None:
     """Fill the hub's folder in a process of its own, unless these sources have filled it."""
     here = Path(__file__).resolve().parent
     sources = (here / "models.py", here / "metric.py", here.parent / "hub.py")
-    content = hashlib.sha256(
-        b"".join(path.read_bytes() for path in sources)
-    ).hexdigest()
+    content = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
     stamp = HUB / "sources"
     if not stamp.exists() or stamp.read_text(encoding="utf-8") != content:
         plain = {name: value for name, value in os.environ.items() if name != DEVICE}
-        command = [
-            sys.executable,
-            "-m",
-            "conformance_suite.accelerate.models",
-            str(HUB),
-        ]
+        command = [sys.executable, "-m", "conformance_suite.accelerate.models", str(HUB)]
         subprocess.run(command, env=plain, check=True)
         stamp.write_text(content, encoding="utf-8")
 

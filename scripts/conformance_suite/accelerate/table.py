@@ -22,11 +22,7 @@ REASONS = {
 
 ROWS = (
     Row("test_alst_ulysses_sp.py::*", None, "sequence parallel"),
-    Row(
-        "test_deepspeed.py::*test_save_checkpoints",
-        r"DID NOT RAISE|not raised",
-        "gathers",
-    ),
+    Row("test_deepspeed.py::*test_save_checkpoints", r"DID NOT RAISE|not raised", "gathers"),
     Row("*test_train_multiple_models", None, "learning"),
     Row("*test_peak_memory_usage", r"fails when deepspeed>0\.12\.6", "switched off"),
 )

@@ -49,11 +49,7 @@ SCRIPTS = {
         "epoch_2",
     ),
     "memory": ("by_feature/memory.py", "", ""),
-    "automatic_gradient_accumulation": (
-        "by_feature/automatic_gradient_accumulation.py",
-        "",
-        "",
-    ),
+    "automatic_gradient_accumulation": ("by_feature/automatic_gradient_accumulation.py", "", ""),
 }
 LANGUAGE_MODEL = (
     "by_feature/deepspeed_with_config_support.py --model_name_or_path HuggingFaceTB/SmolLM-360M "
@@ -63,9 +59,7 @@ LANGUAGE_MODEL = (
 )
 
 
-def write_deepspeed_config(
-    mixed_precision: str = "no", save_location: Any = None
-) -> Any:
+def write_deepspeed_config(mixed_precision: str = "no", save_location: Any = None) -> Any:
     """Replace `write_basic_config`: the same file, for DeepSpeed."""
     # YAML reads JSON
     Path(save_location).write_text(json.dumps(CONFIG), encoding="utf-8")

@@ -36,9 +36,6 @@ SUITE = PytestSuite(
     reasons=REASONS,
     plugin="conformance_suite.accelerate_examples.plugin",
     environment={**process.environment(), "RUN_SLOW": "1"},
-    options=(
-        "-k",
-        " and ".join(["FeatureExamplesTests", *(f"not {name}" for name in OTHERS)]),
-    ),
+    options=("-k", " and ".join(["FeatureExamplesTests", *(f"not {name}" for name in OTHERS)])),
     limit_s=3600.0,
 )

@@ -10,9 +10,7 @@ REASONS = {
 }
 
 ROWS = (
-    Row(
-        "*test_local_sgd", r"LocalSGD is supported only for CPUs and GPUs", "local sgd"
-    ),
+    Row("*test_local_sgd", r"LocalSGD is supported only for CPUs and GPUs", "local sgd"),
     Row("*test_schedulefree", r"schedulefree", "package"),
     Row("*test_tracking", r"Skipped|test requires", "package"),
 )

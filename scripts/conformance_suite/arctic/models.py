@@ -76,13 +76,10 @@ def _data_sets(hub: Path) -> None:
     for number in range(NUM_ROWS):
         question = {"role": "user", "content": f"{number}: {SENTENCES[3]}"}
         answers = [
-            {"role": "assistant", "content": f"{number}: {sentence}"}
-            for sentence in SENTENCES[:2]
+            {"role": "assistant", "content": f"{number}: {sentence}"} for sentence in SENTENCES[:2]
         ]
         chats.append({"messages": [question, answers[0]]})
-        pairs.append(
-            {"chosen": [question, answers[0]], "rejected": [question, answers[1]]}
-        )
+        pairs.append({"chosen": [question, answers[0]], "rejected": [question, answers[1]]})
         texts.append({"text": " ".join([f"Text {number}.", *SENTENCES * 200])})
     sets = {
         "HuggingFaceH4/ultrachat_200k": {"train": chats, "train_sft": chats},
@@ -90,7 +87,5 @@ def _data_sets(hub: Path) -> None:
         "stas/gutenberg-100": {"train": texts},
     }
     for name, splits in sets.items():
-        rows = {
-            split: Dataset.from_list(of_split) for split, of_split in splits.items()
-        }
+        rows = {split: Dataset.from_list(of_split) for split, of_split in splits.items()}
         add_dataset(hub, name, "default", rows)

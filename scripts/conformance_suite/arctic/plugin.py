@@ -48,7 +48,5 @@ def _keep_data_in_cache() -> None:
 
     folder = Path(_cache.name) / "processed"
     of_factory, of_source = DataFactory.cache_path, DataSource.cache_path.func
-    DataFactory.cache_path = lambda self, sources: (
-        folder / of_factory(self, sources).name
-    )
+    DataFactory.cache_path = lambda self, sources: folder / of_factory(self, sources).name
     DataSource.cache_path = property(lambda self: folder / of_source(self).name)

@@ -24,9 +24,7 @@ def pytest_make_collect_report(collector: pytest.Collector) -> None:
     except Exception:  # the file cannot be imported: pytest reports that next
         return
     for name, value in names.items():
-        is_fixture = (
-            inspect.isclass(value) and issubclass(value, base) and value is not base
-        )
+        is_fixture = inspect.isclass(value) and issubclass(value, base) and value is not base
         if is_fixture and value.world_size is not None:
             setattr(collector.obj, f"fixture_{name}", fixture_of(value))
 

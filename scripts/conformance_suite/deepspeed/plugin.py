@@ -41,9 +41,7 @@ def on_one_rank(test: Any, request: Any, world_size: Any) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.update(ONE_RANK)
     adapt()
-    importlib.import_module(
-        "unit.common"
-    ).DistributedExec._launch_with_file_store = on_one_rank
+    importlib.import_module("unit.common").DistributedExec._launch_with_file_store = on_one_rank
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -51,9 +51,7 @@ def adapt() -> None:
     accelerator = type(get_accelerator())
     accelerator.current_device = accelerator.current_device_name  # "cpu", not "0"
     accelerator.is_fp16_supported = lambda self: True
-    importlib.import_module("unit.util").bf16_required_version_check = lambda *_, **__: (
-        True
-    )
+    importlib.import_module("unit.util").bf16_required_version_check = lambda *_, **__: True
 
 
 def adapt_init() -> None:
@@ -80,11 +78,7 @@ def with_section(self: Any, init: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def initialize(
-    args: Any = None,
-    model: Any = None,
-    config: Any = None,
-    config_params: Any = None,
-    **rest: Any,
+    args: Any = None, model: Any = None, config: Any = None, config_params: Any = None, **rest: Any
 ) -> Any:
     """`stronghold.initialize` of the same config with our section in it."""
     settings = read_config(config if config is not None else config_params, args)
@@ -102,9 +96,7 @@ def blocks_of(model: Any) -> dict[str, Any]:
     with contextlib.suppress(ConfigError):
         if partition(model).streamed:
             return {}
-    parts = [
-        n for n, part in model.named_children() if any(True for _ in part.parameters())
-    ]
+    parts = [n for n, part in model.named_children() if any(True for _ in part.parameters())]
     return {"layers": parts} if parts else {}
 
 
@@ -113,8 +105,6 @@ def without_device_ids(self: Any, init: Any, *args: Any, **kwargs: Any) -> None:
     init(self, *args, **{**kwargs, "device_ids": None, "output_device": None})
 
 
-def of_scalars(
-    gather: Any, output_tensor: Any, input_tensor: Any, *rest: Any, **more: Any
-) -> Any:
+def of_scalars(gather: Any, output_tensor: Any, input_tensor: Any, *rest: Any, **more: Any) -> Any:
     """gloo's all_gather takes no tensor without dimensions; NCCL's does."""
     return gather(output_tensor.view(-1), input_tensor.reshape(-1), *rest, **more)

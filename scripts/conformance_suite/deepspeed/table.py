@@ -102,11 +102,7 @@ REASONS = {
 
 ROWS = (
     # What is not run: it would wait for ranks that are not there.
-    Row(
-        "runtime/half_precision/test_fp16.py::TestFP16OptimizerForMoE::*",
-        None,
-        "experts",
-    ),
+    Row("runtime/half_precision/test_fp16.py::TestFP16OptimizerForMoE::*", None, "experts"),
     Row("launcher/test_user_args.py::*pdsh*", None, "package"),
     # What is not run: each of its tests reads the same attributes of ZeRO's optimizers, or converts
     # ZeRO's files.
@@ -125,27 +121,13 @@ ROWS = (
     Row("*", r"cannot run on the CPU here", "optimizer"),
     Row("*", r"batch sizes do not multiply out", "ranks"),
     # What a test takes for granted.
-    Row(
-        "*",
-        r"assumes a world size of 2|is not divisible by 2|num_stages \(2\)",
-        "ranks",
-    ),
+    Row("*", r"assumes a world size of 2|is not divisible by 2|num_stages \(2\)", "ranks"),
     Row("ops/adam/test_adamw.py::*", r"object has no attribute 'optimizer'", "class"),
     Row("*", r"'EngineOptimizer' object has no attribute", "internals"),
     Row("*", r"Optimizer should be ZeROOptimizer", "internals"),
-    Row(
-        "runtime/zero/test_unwrap_model.py::*",
-        r"assert hooks_exist\(engine\)",
-        "internals",
-    ),
-    Row(
-        "runtime/test_ds_initialize.py::Test*Optimizer::*", r"EngineOptimizer", "class"
-    ),
-    Row(
-        "runtime/test_ds_config_dict.py::TestNoModel::*",
-        r"model is missing",
-        "error type",
-    ),
+    Row("runtime/zero/test_unwrap_model.py::*", r"assert hooks_exist\(engine\)", "internals"),
+    Row("runtime/test_ds_initialize.py::Test*Optimizer::*", r"EngineOptimizer", "class"),
+    Row("runtime/test_ds_config_dict.py::TestNoModel::*", r"model is missing", "error type"),
     Row("runtime/test_no_sync_ctxt.py::*", r"DID NOT RAISE.*AssertionError", "no sync"),
     Row(
         "runtime/test_no_sync_ctxt.py::*",
@@ -157,21 +139,9 @@ ROWS = (
         r"^E +(Assertion|assert)",
         "grad by hand",
     ),
-    Row(
-        "v1/zero/test_zero_user_backward.py::*accumulation*",
-        r"Gradients differ for",
-        "sums",
-    ),
-    Row(
-        "v1/zero/test_zero_user_backward.py::*overlap_comm*",
-        r"DID NOT RAISE",
-        "accepted",
-    ),
-    Row(
-        "v1/half_precision/test_bf16.py::*must_enable_bf16_states*",
-        r"DID NOT RAISE",
-        "accepted",
-    ),
+    Row("v1/zero/test_zero_user_backward.py::*accumulation*", r"Gradients differ for", "sums"),
+    Row("v1/zero/test_zero_user_backward.py::*overlap_comm*", r"DID NOT RAISE", "accepted"),
+    Row("v1/half_precision/test_bf16.py::*must_enable_bf16_states*", r"DID NOT RAISE", "accepted"),
     Row(
         "v1/zero/test_zero_user_backward.py::*",
         r"managed_gradient_accumulation is false|engine\.coalesce_grad_reduction does not"
@@ -179,18 +149,10 @@ ROWS = (
         "error type",
     ),
     Row("runtime/zero/test_ignore_unused*", r"DID NOT RAISE.*AssertionError", "unused"),
-    Row(
-        "runtime/zero/test_zero_grad_clip.py::*",
-        r"isinstance\(EngineOptimizer",
-        "class",
-    ),
+    Row("runtime/zero/test_zero_grad_clip.py::*", r"isinstance\(EngineOptimizer", "class"),
     Row("v1/zero/test_zero2_offload_multi_backward.py::*", r"differs by", "raw read"),
     Row("*", r"DistributedDataParallel device_ids|Invalid device string: '0'", "gpu"),
-    Row(
-        "v1/zero/test_zero_user_backward.py::*",
-        r"has no attribute 'ds_persist'",
-        "partitions",
-    ),
+    Row("v1/zero/test_zero_user_backward.py::*", r"has no attribute 'ds_persist'", "partitions"),
     Row("*", r"has no attribute '(ds_status|ds_tensor)'", "partitions"),
     Row(
         "runtime/zero/test_zero_context_return.py::*ext_param_return",
@@ -225,9 +187,7 @@ ROWS = (
         "error type",
     ),
     Row(
-        "checkpoint/test_tag_validation.py::*unique_tag*",
-        r"DID NOT RAISE.*AssertionError",
-        "ranks",
+        "checkpoint/test_tag_validation.py::*unique_tag*", r"DID NOT RAISE.*AssertionError", "ranks"
     ),
     Row("checkpoint/*", r"is not a model state checkpoint", "zero files"),
     Row(
@@ -236,11 +196,7 @@ ROWS = (
         "zero files",
     ),
     Row("monitor/*", r"No module named '(comet_ml|tensorboard|wandb)'", "package"),
-    Row(
-        "ops/adam/test_cpu_adam.py::*",
-        r"no attribute '(step|rollback)_subgroup'",
-        "superoffload",
-    ),
+    Row("ops/adam/test_cpu_adam.py::*", r"no attribute '(step|rollback)_subgroup'", "superoffload"),
     # What DeepSpeed itself skips.
     Row(
         "*",
@@ -248,19 +204,11 @@ ROWS = (
         r"|Skipped: TODO: Frozen weights not currently supported by BF16 Optimizer",
         "combination",
     ),
-    Row(
-        "*",
-        r"Skipped: .*(has not been implemented on this system|is not compatible)",
-        "operator",
-    ),
+    Row("*", r"Skipped: .*(has not been implemented on this system|is not compatible)", "operator"),
     Row("*", r"Skipped: .*(CPU [aA]ccelerator|NCCL|not supported)", "gpu"),
     Row("*", r"Skipped: .*half precision inf/nan output", "gpu"),
     Row("ops/adam/test_cpu_adam.py::TestCPUAdamGPUError::*", r"DID NOT RAISE", "gpu"),
-    Row(
-        "ops/adam/test_cpu_adam.py::*",
-        r"argument 'fp32_optimizer_states'",
-        "half masters",
-    ),
+    Row("ops/adam/test_cpu_adam.py::*", r"argument 'fp32_optimizer_states'", "half masters"),
     Row("*", r"Skipped: .*(skip for now|timesout|WIP|run manually)", "switched off"),
     Row("*", r"Skipped: .*Amp is not installed", "removed"),
 )

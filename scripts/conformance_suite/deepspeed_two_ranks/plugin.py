@@ -26,9 +26,7 @@ def on_two_ranks(test: Any, request: Any, world_size: Any) -> None:
     folder = str(request.getfixturevalue("tmpdir"))
     for size in sorted({min(size, NUM_RANKS) for size in sizes}):
         test.world_size = size
-        with tempfile.NamedTemporaryFile(
-            delete=False, dir=folder, suffix="_store"
-        ) as store:
+        with tempfile.NamedTemporaryFile(delete=False, dir=folder, suffix="_store") as store:
             run_test(test, size, f"file://{store.name}")
 
 
@@ -47,9 +45,7 @@ def num_ranks_of(item: pytest.Item) -> int:
 
 def pytest_configure(config: pytest.Config) -> None:
     adapt()
-    importlib.import_module(
-        "unit.common"
-    ).DistributedExec._launch_with_file_store = on_two_ranks
+    importlib.import_module("unit.common").DistributedExec._launch_with_file_store = on_two_ranks
 
 
 @pytest.hookimpl(tryfirst=True)  # before the recorder

@@ -26,11 +26,7 @@ import torch._dynamo
 from _pytest.outcomes import Skipped
 
 import stronghold.engine.engine  # noqa: F401 - the first engine imports it
-from conformance_suite.deepspeed.process import (
-    adapt,
-    adapt_init,
-    leave_out_partition_checks,
-)
+from conformance_suite.deepspeed.process import adapt, adapt_init, leave_out_partition_checks
 
 LIMIT_S = 300.0  # of one test
 PATIENCE_S = 8.0  # for the other ranks, after the first that failed
@@ -91,9 +87,7 @@ def collect(receivers: dict[Any, int], processes: list[Any]) -> list[Report]:
     waiting = dict(receivers)
     has_failed = False
     while waiting and time.monotonic() < deadline:
-        ready = multiprocessing.connection.wait(
-            list(waiting), deadline - time.monotonic()
-        )
+        ready = multiprocessing.connection.wait(list(waiting), deadline - time.monotonic())
         for receiver in ready:
             rank = waiting.pop(receiver)
             report = receive(receiver, rank, processes[rank])
@@ -109,9 +103,7 @@ def collect(receivers: dict[Any, int], processes: list[Any]) -> list[Report]:
         for rank, process in enumerate(processes):
             process.join(max(1.0, deadline - time.monotonic()))
             if process.exitcode != 0:
-                reports.append(
-                    failed(rank, f"passed, then ended with {process.exitcode}")
-                )
+                reports.append(failed(rank, f"passed, then ended with {process.exitcode}"))
     return reports
 
 

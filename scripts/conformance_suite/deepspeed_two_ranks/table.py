@@ -35,9 +35,7 @@ def concerns(row: Row) -> bool:
     file = row.pattern.split("::")[0]
     if row.reason == "ranks":
         return False
-    return not file.endswith(".py") or any(
-        fnmatch.fnmatchcase(name, file) for name in FILES
-    )
+    return not file.endswith(".py") or any(fnmatch.fnmatchcase(name, file) for name in FILES)
 
 
 ROWS = (

@@ -37,9 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
     stronghold.plugin.enable()
     _runif.num_cuda_devices = lambda: 2
     for framework in (lightning.fabric, lightning.pytorch):
-        framework.accelerators.CUDAAccelerator.parse_devices = staticmethod(
-            lambda devices: [0]
-        )
+        framework.accelerators.CUDAAccelerator.parse_devices = staticmethod(lambda devices: [0])
         strategy = framework.strategies.DeepSpeedStrategy
         strategy.setup_environment = with_section(strategy.setup_environment)
     dispatch.initialize = remembered(dispatch.initialize)

@@ -33,11 +33,7 @@ REASONS = {
 
 ROWS = (
     Row("*", r"isinstance\(EngineOptimizer.*DeepSpeedZeroOptimizer", "class"),
-    Row(
-        "*::test_deepspeed_multigpu_stage_3_resume_training",
-        r"'fp32_flat_groups'",
-        "internals",
-    ),
+    Row("*::test_deepspeed_multigpu_stage_3_resume_training", r"'fp32_flat_groups'", "internals"),
     Row("*::test_deepspeed_stage_3_save_warning", r"DID NOT WARN", "ranks"),
     Row("*::test_deepspeed_multiple_models", r"w\.nelement\(\) == 0", "partitions"),
     Row("*", r"has no attribute 'partition_numel'|hasattr\(p, .ds_numel.\)", "summary"),
@@ -47,19 +43,13 @@ ROWS = (
         r"Expected all tensors to be on the same device",
         "moved",
     ),
-    Row(
-        "*::test_deepspeed_multi_save_same_filepath", r"zero_to_fp32\.py", "zero files"
-    ),
+    Row("*::test_deepspeed_multi_save_same_filepath", r"zero_to_fp32\.py", "zero files"),
     Row(
         "*::test_deepspeed_save_load_checkpoint_zero_3*",
         r"'NoneType' object has no attribute 'values'",
         "zero files",
     ),
-    Row(
-        "*::test_deepspeed_collate_checkpoint",
-        r"can't find \*_optim_states",
-        "zero files",
-    ),
+    Row("*::test_deepspeed_collate_checkpoint", r"can't find \*_optim_states", "zero files"),
     Row("*", r"Must specify the number of layers with contiguous memory", "deepspeed"),
     Row("*::test_deepspeed_multigpu_stage_3_checkpointing*", r".", "expected"),
 )

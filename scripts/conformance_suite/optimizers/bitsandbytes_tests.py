@@ -14,9 +14,7 @@ import stronghold
 
 # Settings of the references: bitsandbytes' own defaults and torch's.
 LION = {"lr": 1e-4, "betas": (0.9, 0.99)}
-OURS = re.compile(
-    r"test_optimizer32bit\[.*opt=(adam|momentum|lion)[\]-].*|test_lion32bit_.*"
-)
+OURS = re.compile(r"test_optimizer32bit\[.*opt=(adam|momentum|lion)[\]-].*|test_lion32bit_.*")
 
 
 def is_ours(test: str) -> bool:

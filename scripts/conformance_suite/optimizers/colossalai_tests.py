@@ -19,9 +19,7 @@ import torch
 
 import stronghold
 
-OURS = re.compile(
-    r"test_cpu_adam_kernel\[.*|test_adam_optim_on_bert\[.*-CPUAdam-device1\]"
-)
+OURS = re.compile(r"test_cpu_adam_kernel\[.*|test_adam_optim_on_bert\[.*-CPUAdam-device1\]")
 
 
 def is_ours(test: str) -> bool:
@@ -37,13 +35,7 @@ class CPUAdamOptimizer:
     """
 
     def __init__(
-        self,
-        lr: float,
-        beta1: float,
-        beta2: float,
-        eps: float,
-        weight_decay: float,
-        adamw: bool,
+        self, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, adamw: bool
     ) -> None:
         self._adamw = adamw
         self._optimizer: Any = None
@@ -141,9 +133,7 @@ def replace_package(checkout: Path) -> None:
     """Make importable what the tests name. `checkout`: of ColossalAI."""
     sys.meta_path.insert(0, Finder())
     accelerator: Any = importlib.import_module("colossalai.accelerator")
-    cpu = SimpleNamespace(
-        get_current_device=lambda: torch.device("cpu"), empty_cache=lambda: None
-    )
+    cpu = SimpleNamespace(get_current_device=lambda: torch.device("cpu"), empty_cache=lambda: None)
     accelerator.get_accelerator = lambda: cpu
     kernels: Any = importlib.import_module("colossalai.kernel.kernel_loader")
     kernels.CPUAdamLoader = lambda: SimpleNamespace(

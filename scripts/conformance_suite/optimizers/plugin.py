@@ -16,11 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from conformance_suite.optimizers import (
-    bitsandbytes_tests,
-    colossalai_tests,
-    pytorch_tests,
-)
+from conformance_suite.optimizers import bitsandbytes_tests, colossalai_tests, pytorch_tests
 
 
 def project_of(path: Path) -> str:
@@ -32,9 +28,7 @@ def project_of(path: Path) -> str:
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     """Before the project's own conftest.py is imported."""
     torch.set_num_threads(1)
-    (project,) = {
-        project_of(Path(file)) for file in early_config.known_args_namespace.file_or_dir
-    }
+    (project,) = {project_of(Path(file)) for file in early_config.known_args_namespace.file_or_dir}
     if project == "pytorch":
         pytorch_tests.fill_database()
     elif project == "bitsandbytes":
@@ -53,6 +47,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     elif project == "ColossalAI":
         items[:] = [item for item in items if colossalai_tests.is_ours(item.name)]
     elif project == "pytorch":
-        items[:] = [
-            item for item in items if item.cls.__name__.startswith("TestOptimRenewed")
-        ]
+        items[:] = [item for item in items if item.cls.__name__.startswith("TestOptimRenewed")]

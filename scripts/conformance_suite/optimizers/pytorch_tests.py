@@ -12,13 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import (
-    ConstantLR,
-    ExponentialLR,
-    LinearLR,
-    ReduceLROnPlateau,
-    StepLR,
-)
+from torch.optim.lr_scheduler import ConstantLR, ExponentialLR, LinearLR, ReduceLROnPlateau, StepLR
 from torch.testing._internal import common_optimizers
 from torch.testing._internal.common_optimizers import (
     ErrorOptimizerInput,
@@ -32,10 +26,7 @@ import stronghold
 SCHEDULERS = (
     [lambda opt: StepLR(opt, gamma=0.9, step_size=10)],
     [lambda opt: ReduceLROnPlateau(opt)],
-    [
-        lambda opt: ExponentialLR(opt, gamma=0.9),
-        lambda opt: LinearLR(opt, start_factor=0.4),
-    ],
+    [lambda opt: ExponentialLR(opt, gamma=0.9), lambda opt: LinearLR(opt, start_factor=0.4)],
     [lambda opt: ConstantLR(opt, factor=0.4, total_iters=4)],
 )
 ADAM = (
@@ -98,16 +89,12 @@ def entry(
 
 def inputs_of(settings: tuple[dict[str, Any], ...]) -> Callable[..., list[Any]]:
     def inputs(device: Any, dtype: torch.dtype | None = None) -> list[Any]:
-        return [
-            OptimizerInput(params=None, kwargs=dict(s), desc=str(s)) for s in settings
-        ]
+        return [OptimizerInput(params=None, kwargs=dict(s), desc=str(s)) for s in settings]
 
     return inputs
 
 
-def errors_of(
-    wrong: tuple[tuple[dict[str, Any], str], ...],
-) -> Callable[..., list[Any]]:
+def errors_of(wrong: tuple[tuple[dict[str, Any], str], ...]) -> Callable[..., list[Any]]:
     def errors(device: Any, dtype: torch.dtype) -> list[Any]:
         ours = [
             ErrorOptimizerInput(

@@ -21,13 +21,7 @@ from torch import nn
 
 from conformance_suite.peft.table import Case, Table, explain
 from stronghold.errors import ConfigError
-from tests.support.training import (
-    Run,
-    assert_identical,
-    config,
-    train_plain,
-    train_windowed,
-)
+from tests.support.training import Run, assert_identical, config, train_plain, train_windowed
 
 STEPS = 3
 CLIPPING = 0.5
@@ -67,9 +61,7 @@ def make(case: Case, table: Table) -> tuple[nn.Module, Callable[[int], dict[str,
     torch.manual_seed(0)
     model = peft.get_peft_model(base, settings)
     # Whole numbers below 100, the vocabulary of the embeddings.
-    return Scored(model).train(), lambda seed: {
-        "X": torch.arange(90).view(9, 10) + seed
-    }
+    return Scored(model).train(), lambda seed: {"X": torch.arange(90).view(9, 10) + seed}
 
 
 def layers_of(model: nn.Module) -> list[str]:
@@ -92,9 +84,7 @@ def run(case: Case, table: Table) -> tuple[Outcome, str]:
             expected = _plain(case, table)
             try:
                 for policy in POLICIES:
-                    _compare(
-                        case, table, expected, {"window": 1, "activations": policy}
-                    )
+                    _compare(case, table, expected, {"window": 1, "activations": policy})
             except ConfigError as error:
                 reason = explain(str(error))
                 if reason is None:

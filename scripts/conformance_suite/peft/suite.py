@@ -24,17 +24,11 @@ class PeftSuite:
 
     def run(self, given: list[str]) -> int:
         """Run the rows. Returns 1 if one is not equal and nothing explains it."""
-        parser = argparse.ArgumentParser(
-            prog="conformance peft", description=self.about
-        )
-        parser.add_argument(
-            "sources", type=Path, nargs="?", help="PEFT's source distribution"
-        )
+        parser = argparse.ArgumentParser(prog="conformance peft", description=self.about)
+        parser.add_argument("sources", type=Path, nargs="?", help="PEFT's source distribution")
         parser.add_argument("--only", default="", help="rows whose title contains this")
         parser.add_argument("--page", action="store_true", help="write peft.md")
-        parser.add_argument(
-            "--page-folder", type=Path, default=FOLDER, help="folder of the page"
-        )
+        parser.add_argument("--page-folder", type=Path, default=FOLDER, help="folder of the page")
         arguments = parser.parse_args(given)
         version = importlib.metadata.version("peft")
         with tempfile.TemporaryDirectory() as scratch:
@@ -66,10 +60,7 @@ class PeftSuite:
 
 def page(version: str, counts: Counter[Any]) -> list[str]:
     """Return the lines of docs/conformance/peft.md. `counts`: of rows by outcome and reason."""
-    rows = [
-        (count, outcome.value, reason)
-        for (outcome, reason), count in counts.most_common()
-    ]
+    rows = [(count, outcome.value, reason) for (outcome, reason), count in counts.most_common()]
     rows.append((counts.total(), "in all", ""))
     return [
         "# PEFT's table of adapters, against this engine",

@@ -77,9 +77,7 @@ REASONS = (
 
 def explain(error: str) -> Reason | None:
     """The reason for which a row is refused; None: it is unexplained."""
-    return next(
-        (reason for reason in REASONS if re.search(reason.symptom, error)), None
-    )
+    return next((reason for reason in REASONS if re.search(reason.symptom, error)), None)
 
 
 def read_table(sources: Path) -> Table:

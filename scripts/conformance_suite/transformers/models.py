@@ -44,7 +44,5 @@ def build(hub: Path) -> None:
     add_model(hub, T5, T5ForConditionalGeneration(t5), tokenizer)
     gpt2 = GPT2Config(vocab_size=128, n_embd=16, n_layer=2, n_head=2, n_positions=64)
     add_model(hub, GPT2, GPT2Model(gpt2))
-    gptj = GPTJConfig(
-        vocab_size=128, n_embd=16, n_layer=2, n_head=2, n_positions=256, rotary_dim=4
-    )
+    gptj = GPTJConfig(vocab_size=128, n_embd=16, n_layer=2, n_head=2, n_positions=256, rotary_dim=4)
     add_model(hub, GPTJ, GPTJModel(gptj))

@@ -35,9 +35,7 @@ from conformance_suite.transformers.table import RUN_ANYWAY  # noqa: E402
 def pytest_configure(config: pytest.Config) -> None:
     models.build(Path(_cache.name))
     stronghold.plugin.enable()
-    HfDeepSpeedConfig.set_stage_and_offload = with_section(
-        HfDeepSpeedConfig.set_stage_and_offload
-    )
+    HfDeepSpeedConfig.set_stage_and_offload = with_section(HfDeepSpeedConfig.set_stage_and_offload)
     unittest.TestCase.skipTest = skip_test  # type: ignore[method-assign]
     # the engine has file lanes of its own
     deepspeed.ops.__compatible_ops__["async_io"] = True

@@ -38,12 +38,6 @@ ROWS = (
         r"'EngineOptimizer' object has no attribute 'fp32_partitioned_groups_flat'",
         "internals",
     ),
-    Row(
-        "*::test_save_checkpoints_*",
-        r"global_step5/\w+_states\.pt is not found",
-        "zero files",
-    ),
-    Row(
-        "*::test_early_get_last_lr_*_bf16", r"the optimizer seems run oddly", "trained"
-    ),
+    Row("*::test_save_checkpoints_*", r"global_step5/\w+_states\.pt is not found", "zero files"),
+    Row("*::test_early_get_last_lr_*_bf16", r"the optimizer seems run oddly", "trained"),
 )

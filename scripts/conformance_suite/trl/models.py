@@ -46,9 +46,7 @@ def preferences(draw: random.Random) -> list[dict[str, Any]]:
     rows = []
     for _ in range(ROWS):
         question = message("user", sentence(draw, 12))
-        answers = [
-            [question, message("assistant", sentence(draw, 20))] for _ in range(2)
-        ]
+        answers = [[question, message("assistant", sentence(draw, 20))] for _ in range(2)]
         rows.append({"chosen": answers[0], "rejected": answers[1]})
     return rows
 
@@ -58,9 +56,7 @@ def tokenizer() -> Any:
     from transformers import Qwen2Tokenizer
 
     words = " ".join(f"word{number}" for number in range(WORDS))
-    texts = [
-        f"<|im_start|> user {words} <|im_end|> <|im_start|> assistant {words} <|im_end|>"
-    ]
+    texts = [f"<|im_start|> user {words} <|im_end|> <|im_start|> assistant {words} <|im_end|>"]
     made = Qwen2Tokenizer().train_new_from_iterator(texts, vocab_size=512)
     made.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
     made.add_special_tokens({"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"})

@@ -37,9 +37,7 @@ CONFIG = {
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(
-    config: pytest.Config, items: list[pytest.Item]
-) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Fill the hub, and fit TRL's configs to it."""
     module: Any = items[0].getparent(pytest.Module).obj
     build = [sys.executable, "-m", "conformance_suite.trl.models", str(FOLDER / "hub")]

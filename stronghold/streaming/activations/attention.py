@@ -108,9 +108,7 @@ class AttentionCalls:
         """True if a result is kept."""
         return any(self._calls)
 
-    def first(
-        self, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> torch.Tensor:
+    def first(self, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         """Call `plain` in the first run, and keep the results of its kernels."""
         with _KernelRecorder() as recorder:
             output = plain(*args, **kwargs)
@@ -138,9 +136,7 @@ class AttentionCalls:
         self._next = 0
         return self._replay
 
-    def _replay(
-        self, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> torch.Tensor:
+    def _replay(self, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         index = self._next
         self._next += 1
         calls = self._calls[index] if index < len(self._calls) else []
@@ -175,9 +171,7 @@ class MeasuredAttention:
         self._sizes = sizes
         self._layer = layer
 
-    def through(
-        self, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> torch.Tensor:
+    def through(self, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         """Call `plain`, and count the kernels' calls inside."""
         with _KernelRecorder() as recorder:
             output = plain(*args, **kwargs)

@@ -41,38 +41,13 @@ MAX_ITEMS = 1024  # a longer container is compared by its length alone
 MAX_ARRAY_BYTES = 4096  # a larger NumPy array is compared by identity alone
 
 # Compared by value.
-_SCALARS = frozenset(
-    {
-        bool,
-        int,
-        float,
-        complex,
-        str,
-        bytes,
-        type(None),
-        torch.dtype,
-        torch.Size,
-    }
-)
+_SCALARS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.Size})
 # Functions and classes: a forward never reads a change of them as a value.
-_CODE = (
-    types.FunctionType,
-    types.MethodType,
-    types.BuiltinFunctionType,
-    functools.partial,
-    type,
-)
+_CODE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial, type)
 # threading.Thread: devices/ alone makes them
 _THREAD = type(threading.main_thread()).__mro__[1]
 # Objects that a snapshot does not enter.
-_NO_STATE = (
-    *_CODE,
-    nn.Module,
-    enum.Enum,
-    types.ModuleType,
-    logging.Logger,
-    _THREAD,
-)
+_NO_STATE = (*_CODE, nn.Module, enum.Enum, types.ModuleType, logging.Logger, _THREAD)
 _ABSENT = object()
 BEFORE = "_forward_pre_hooks"
 _HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith("_forward_"))
@@ -122,9 +97,7 @@ class _Table:
         now = _items(self.target)
         if now.keys is None or self.items.keys is None:
             has_changed = len(now.values) != len(self.items.values)
-            has_changed = has_changed or any(
-                map(_differ, self.items.values, now.values)
-            )
+            has_changed = has_changed or any(map(_differ, self.items.values, now.values))
             return self.name if has_changed else None
         if self.holds_hooks:
             return None if self.items.are(now) else self.name
@@ -173,9 +146,7 @@ class _Table:
             base.__delitem__(target, key)
 
 
-def _without_closed_hooks(
-    hooks: dict[Any, Any], present_hooks: dict[Any, Any]
-) -> dict[Any, Any]:
+def _without_closed_hooks(hooks: dict[Any, Any], present_hooks: dict[Any, Any]) -> dict[Any, Any]:
     """Return the hooks without those of ours that are present no more."""
     result = {}
     for key, hook in hooks.items():
@@ -296,11 +267,7 @@ class BlockState:
 
     def _walk(self, name: str, value: Any, depth: int) -> None:
         value_type = type(value)
-        if (
-            value_type in _SCALARS
-            or id(value) in self._visited
-            or isinstance(value, _NO_STATE)
-        ):
+        if value_type in _SCALARS or id(value) in self._visited or isinstance(value, _NO_STATE):
             return
         self._visited.add(id(value))
         if isinstance(value, torch.Tensor):
@@ -335,9 +302,7 @@ class BlockState:
             for key, item in attributes.items():
                 self._walk(f"{name}.{key}", item, depth - 1)
         slots = _slot_names(type(value))
-        if slots and not type(value).__module__.startswith(
-            ("torch", "numpy", "builtins")
-        ):
+        if slots and not type(value).__module__.startswith(("torch", "numpy", "builtins")):
             self._add(name, _Slots(value, tuple(slots)))
             for slot in slots:
                 self._walk(f"{name}.{slot}", getattr(value, slot, None), depth - 1)
@@ -394,14 +359,11 @@ class BlockState:
         if not self._is_untouched():
             present = [_items(table.target) for table in self._tables]
         run_and_restore(
-            functools.partial(self._run, work, present),
-            functools.partial(self._restore, present),
+            functools.partial(self._run, work, present), functools.partial(self._restore, present)
         )
         self._refuse_written("when its block's forward ran again, and not before")
 
-    def _run(
-        self, work: Callable[[], object], present: list[_TableItems] | None
-    ) -> None:
+    def _run(self, work: Callable[[], object], present: list[_TableItems] | None) -> None:
         if present is not None:
             for table in self._tables:
                 if table.difference() is not None:
@@ -411,9 +373,7 @@ class BlockState:
     def _restore(self, present: list[_TableItems] | None) -> None:
         if present is None and self._is_untouched():
             return
-        restored = (
-            [table.items for table in self._tables] if present is None else present
-        )
+        restored = [table.items for table in self._tables] if present is None else present
         for table, items in zip(self._tables, restored, strict=True):
             if not _items(table.target).are(items):
                 table.fill(items)

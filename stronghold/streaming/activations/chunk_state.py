@@ -65,11 +65,7 @@ class Carried(TorchDispatchMode):
             yield
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: Any = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
@@ -83,9 +79,7 @@ class Carried(TorchDispatchMode):
             self._use(func, tensor, is_written=False, is_new=True)
         return result
 
-    def _use(
-        self, func: Any, tensor: torch.Tensor, *, is_written: bool, is_new: bool
-    ) -> None:
+    def _use(self, func: Any, tensor: torch.Tensor, *, is_written: bool, is_new: bool) -> None:
         """Record a use. `is_new`: the tensor is a result, which the operator wrote unless its
         memory is an argument's."""
         try:
@@ -96,10 +90,7 @@ class Carried(TorchDispatchMode):
         use = self._uses.get(reference.cdata)
         if use is None:
             self._uses[reference.cdata] = _StorageUse(
-                reference,
-                self._chunk,
-                has_others=False,
-                is_written=is_written or is_new,
+                reference, self._chunk, has_others=False, is_written=is_written or is_new
             )
             return
         use.has_others = use.has_others or use.first_chunk != self._chunk
@@ -141,9 +132,7 @@ def refuse_change(block_name: str, contents: Contents) -> None:
     for value, before in contents:
         after = _container_items(value)
         is_same = len(after) == len(before)
-        is_same = is_same and all(
-            new is old for new, old in zip(after, before, strict=True)
-        )
+        is_same = is_same and all(new is old for new, old in zip(after, before, strict=True))
         if not is_same:
             raise ConfigError(
                 f"{KEY}: {block_name} changes a {type(value).__name__} that it is given, which "

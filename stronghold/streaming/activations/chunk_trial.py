@@ -101,10 +101,7 @@ class Trial:
         chunk_sizes = self._sizes[:2]
         both_size = sum(chunk_sizes)
         both_sizes = [both_size, self._batch - both_size]
-        both = [
-            split(arguments, self._batch, both_sizes, rows)[0]
-            for arguments in self._call
-        ]
+        both = [split(arguments, self._batch, both_sizes, rows)[0] for arguments in self._call]
         args, kwargs = (
             split(arguments, self._batch, self._sizes, rows) for arguments in self._call
         )
@@ -194,9 +191,7 @@ class Trial:
 
     def _outputs(self, calls: Iterable[Any]) -> list[Any]:
         """Return the block's output for each (args, kwargs), without dropout."""
-        evaluation = _Evaluation(
-            self._module, self._inner, calls, self._device.torch_device
-        )
+        evaluation = _Evaluation(self._module, self._inner, calls, self._device.torch_device)
         return run_and_restore(evaluation.run, evaluation.restore)
 
 
@@ -213,9 +208,7 @@ class _Evaluation:
         self._inner = inner
         self._calls = calls
         self._device = device
-        self._modes = [
-            (submodule, submodule.training) for submodule in module.modules()
-        ]
+        self._modes = [(submodule, submodule.training) for submodule in module.modules()]
         self._random_state = random_state(device)
 
     def run(self) -> list[Any]:

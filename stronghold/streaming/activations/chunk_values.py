@@ -177,11 +177,7 @@ def join(
 
 
 def _join_tensors(
-    tensors: Sequence[torch.Tensor],
-    sizes: Sequence[int],
-    block_name: str,
-    *,
-    is_shared: bool,
+    tensors: Sequence[torch.Tensor], sizes: Sequence[int], block_name: str, *, is_shared: bool
 ) -> torch.Tensor:
     first = tensors[0]
     if is_shared:

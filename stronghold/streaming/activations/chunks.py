@@ -78,9 +78,7 @@ from stronghold.streaming.patches.tensors import tree_map_only
 logger = logging.getLogger("stronghold")
 
 Call = tuple[Any, Any]  # args, kwargs
-AroundChunk = Callable[
-    [int, nn.Module, Any, Any], contextlib.AbstractContextManager[None]
-]
+AroundChunk = Callable[[int, nn.Module, Any, Any], contextlib.AbstractContextManager[None]]
 
 
 class _ChunkEntry(torch.autograd.Function):
@@ -201,9 +199,7 @@ class Chunks:
                 vars(module)["forward"] = forward
         self._inner.clear()
 
-    def divides(
-        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> bool:
+    def divides(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """True if this call will be divided."""
         if not torch.is_grad_enabled() or module not in self._inner:
             return False
@@ -215,9 +211,7 @@ class Chunks:
         """Return the number of chunks in the call."""
         return -(-batch_of(args, kwargs) // self.size)
 
-    def run_again(
-        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def run_again(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a chunk's forward in backward."""
         return self._inner[module](*args, **kwargs)
 
@@ -269,9 +263,7 @@ class _DividedBlock:
     must_take_turns  whether chunks stay on one stream; None until a call on several was tried
     """
 
-    def __init__(
-        self, chunks: Chunks, layer: Layer, module: nn.Module, name: str
-    ) -> None:
+    def __init__(self, chunks: Chunks, layer: Layer, module: nn.Module, name: str) -> None:
         self._chunks = chunks
         self._executor = chunks.executor
         self._device = chunks.device
@@ -291,13 +283,9 @@ class _DividedBlock:
             return self._inner(*args, **kwargs)
         self._refuse_hooks()
         batch = batch_of(args, kwargs)
-        sizes = [
-            min(chunks.size, batch - begin) for begin in range(0, batch, chunks.size)
-        ]
+        sizes = [min(chunks.size, batch - begin) for begin in range(0, batch, chunks.size)]
         call = (args, kwargs)
-        division = chunks.division_of(
-            self._name, self._module, self._inner, call, sizes
-        )
+        division = chunks.division_of(self._name, self._module, self._inner, call, sizes)
         chunk_args = split(args, batch, sizes, division.rows)
         chunk_kwargs = split(kwargs, batch, sizes, division.rows)
         outputs = self._run_chunks(call, zip(chunk_args, chunk_kwargs, strict=True))
@@ -334,16 +322,12 @@ class _DividedBlock:
                 inputs, read = [], []
                 if uses_streams:
                     tensors = tensors_of(chunk)
-                    inputs = [
-                        t for t in tensors if t.requires_grad and id(t) not in whole
-                    ]
+                    inputs = [t for t in tensors if t.requires_grad and id(t) not in whole]
                     read = [*parameters, *(t for t in tensors if id(t) in whole)]
                 versions = versions_of(read)
                 entered = self._entered(chunk, inputs, number, pending, main)
                 on_side_stream = uses_streams and carried is None
-                outputs.append(
-                    self._run_chunk(chunk, number, entered, carried, on_side_stream)
-                )
+                outputs.append(self._run_chunk(chunk, number, entered, carried, on_side_stream))
                 if versions != versions_of(read):
                     raise ConfigError(
                         f"stronghold.streams: {self._name} writes into a parameter or an argument "
@@ -376,12 +360,7 @@ class _DividedBlock:
             noticing = carried.chunk(number)
         around = self._chunks.around
         # One statement: an interrupt finds a context manager either closed or entered.
-        with (
-            stream,
-            entered as (args, kwargs),
-            around(index, self._module, args, kwargs),
-            noticing,
-        ):
+        with stream, entered as (args, kwargs), around(index, self._module, args, kwargs), noticing:
             output = self._inner(*args, **kwargs)
         refuse_change(self._name, contents)
         return output
@@ -448,20 +427,14 @@ class _DividedBlock:
             raise
 
 
-def _with_views(
-    chunk: Call, inputs: Sequence[torch.Tensor], views: Sequence[torch.Tensor]
-) -> Call:
+def _with_views(chunk: Call, inputs: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> Call:
     """Return the chunk's arguments with views in the place of `inputs`."""
     by_input = dict(zip(map(id, inputs), views, strict=True))
-    result: Call = tree_map_only(
-        torch.Tensor, functools.partial(_view_of, by_input), chunk
-    )
+    result: Call = tree_map_only(torch.Tensor, functools.partial(_view_of, by_input), chunk)
     return result
 
 
-def _view_of(
-    by_input: Mapping[int, torch.Tensor], tensor: torch.Tensor
-) -> torch.Tensor:
+def _view_of(by_input: Mapping[int, torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
     return by_input.get(id(tensor), tensor)
 
 

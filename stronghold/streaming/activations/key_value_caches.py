@@ -29,9 +29,7 @@ def forbid_caches(model: nn.Module, undo: contextlib.ExitStack) -> None:
     for module in model.modules():
         if _comes_from_transformers(type(module), "PreTrainedModel"):
             hook = OwnHook(_without_cache)
-            undo.callback(
-                module.register_forward_pre_hook(hook, with_kwargs=True).remove
-            )
+            undo.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
 
 
 def _without_cache(

@@ -62,15 +62,11 @@ class ActivationOffload:
     expected_bytes   the host memory that the plan expects them to take
     """
 
-    def __init__(
-        self, parts: Parts, host_room_bytes: int | None, expected_bytes: int
-    ) -> None:
+    def __init__(self, parts: Parts, host_room_bytes: int | None, expected_bytes: int) -> None:
         self._device: Device = parts.device
         self._metrics = parts.metrics
         self._host: HostStore = parts.host
-        self._pool = PinnedPool(
-            self._device, host_room_bytes, expected_bytes=expected_bytes
-        )
+        self._pool = PinnedPool(self._device, host_room_bytes, expected_bytes=expected_bytes)
         # By layer, in the order in which forward saved them.
         self._saved: dict[int, list[StorageReference]] = defaultdict(list)
         # By address, of the running forward: a storage is copied once for all of its views.
@@ -81,9 +77,7 @@ class ActivationOffload:
         self._coming: set[LoadedStorage] = set()
         self._newest_copy: Fence = completed(LaneName.DRAIN, "nothing offloaded")
         # By layer: the storages in its gradient entry, each with the byte at which it ends.
-        self._borrowed: dict[int, list[tuple[StorageReference, int]]] = defaultdict(
-            list
-        )
+        self._borrowed: dict[int, list[tuple[StorageReference, int]]] = defaultdict(list)
 
     @property
     def host_bytes(self) -> int:
@@ -105,9 +99,7 @@ class ActivationOffload:
         if not self._can_offload(tensor):
             return False
         storage_bytes = tensor.untyped_storage().nbytes()
-        return (
-            storage_bytes <= MAX_STORAGE_WASTE * tensor.numel() * tensor.element_size()
-        )
+        return storage_bytes <= MAX_STORAGE_WASTE * tensor.numel() * tensor.element_size()
 
     def _can_offload(self, tensor: torch.Tensor) -> bool:
         if tensor.layout is not torch.strided:
@@ -133,9 +125,7 @@ class ActivationOffload:
             self._store(layer, saved, storage)
             self._storages[address] = saved
         offset = int(tensor.storage_offset())
-        return SavedActivation(
-            saved, tensor.dtype, offset, tensor.shape, tensor.stride()
-        )
+        return SavedActivation(saved, tensor.dtype, offset, tensor.shape, tensor.stride())
 
     def offload_input(self, layer: int, tensor: torch.Tensor) -> SavedActivation | None:
         """Offload an argument of a layer that will run again; None if it stays on the device.
@@ -203,9 +193,7 @@ class ActivationOffload:
         pool, host = self._pool, saved.host
         self._saved[layer].append(weakref.ref(saved, lambda _: pool.give(host)))
 
-    def _borrow(
-        self, layer: int, tensor: torch.Tensor, nbytes: int
-    ) -> SavedStorage | None:
+    def _borrow(self, layer: int, tensor: torch.Tensor, nbytes: int) -> SavedStorage | None:
         """Take bytes of the layer's gradient entry ([Note: lent]); None if too few are free."""
         entry = self._host.lend_entry(layer, self._vacate)
         borrowed = self._borrowed[layer]
@@ -241,9 +229,7 @@ class ActivationOffload:
         them. Returns at once."""
         self.drop_sources(keep_newest=0)
         self._drop_unused()
-        references = [
-            reference for reference in self._saved[layer] if reference() is not None
-        ]
+        references = [reference for reference in self._saved[layer] if reference() is not None]
         self._saved[layer] = references
         for reference in reversed(references):
             saved = reference()
@@ -255,9 +241,7 @@ class ActivationOffload:
         if saved.loaded is not None:
             return saved.loaded
         device, host = self._device, saved.host
-        memory = torch.empty(
-            host.numel(), dtype=torch.uint8, device=device.torch_device
-        )
+        memory = torch.empty(host.numel(), dtype=torch.uint8, device=device.torch_device)
         assert saved.stored is not None
         # The copy waits for compute: the allocator may have taken the memory from queued work.
         room = device.compute.record(f"room for activation {layer}")
@@ -277,9 +261,7 @@ class ActivationOffload:
         loaded = self._begin_load(view.storage, -1)
         self._metrics.waited(WaitCause.FETCH, self._device.compute.wait(loaded.ready))
         self._coming.discard(loaded)
-        return loaded.memory.view(view.dtype).as_strided(
-            view.shape, view.stride, view.offset
-        )
+        return loaded.memory.view(view.dtype).as_strided(view.shape, view.stride, view.offset)
 
     def _drop_unused(self) -> None:
         """Drop the memory that was loaded for a graph that died without its backward.

@@ -77,11 +77,7 @@ class HookPairs:
             offloads: whether large tensors go to the host.
         """
         executor, sizes, layers = self._executor, self._sizes, self._executor.layers
-        run_again, weights, offload = (
-            self._run_again,
-            self._executor.weights,
-            self._offload,
-        )
+        run_again, weights, offload = (self._run_again, self._executor.weights, self._offload)
         layer_at, staying, decoded = weights.layer_at, weights.staying, weights.decoded
         is_worth_offloading = offload.is_worth_offloading
         new: Any = tuple.__new__
@@ -98,13 +94,7 @@ class HookPairs:
                 return new(SavedWeight, (slot_layer, epoch, tensor.dtype, *view))
             if address == decoded.address and decoded.layer is not None:
                 offset = tensor.storage_offset()
-                place = (
-                    decoded.layer,
-                    tensor.dtype,
-                    offset,
-                    tensor.shape,
-                    tensor.stride(),
-                )
+                place = (decoded.layer, tensor.dtype, offset, tensor.shape, tensor.stride())
                 return new(SavedDecoded, place)
             if sizes.counting:
                 sizes.saw(layer, tensor)
@@ -123,9 +113,7 @@ class HookPairs:
                 packed = recomputation.take(packed, run_again)
             if type(packed) is SavedTensor:
                 tensor, version = packed
-                return (
-                    tensor if version_of(tensor) == version else refuse_written(packed)
-                )
+                return tensor if version_of(tensor) == version else refuse_written(packed)
             if type(packed) is SavedWeight:
                 saved_layer, epoch, dtype, offset, shape, stride = packed
                 if layers[saved_layer].views.epoch != epoch:
@@ -147,21 +135,14 @@ class HookPairs:
 
     def _decoded(self, packed: SavedDecoded, layer: int) -> torch.Tensor:
         """Return a saved view of a decoded weight. `layer`: whose forward saved it."""
-        memory = self._executor.decoded_weights_of(packed.layer, layer).view(
-            packed.dtype
-        )
+        memory = self._executor.decoded_weights_of(packed.layer, layer).view(packed.dtype)
         weight = memory.as_strided(packed.shape, packed.stride, packed.offset)
         if torch.is_grad_enabled():  # as for a `SavedWeight`
             return weight.clone()
         return weight
 
     def _pack_sparse(
-        self,
-        tensor: torch.Tensor,
-        layer: int,
-        outer: OuterPack | None,
-        *,
-        offloads: bool,
+        self, tensor: torch.Tensor, layer: int, outer: OuterPack | None, *, offloads: bool
     ) -> Any:
         """Return the handle of a sparse tensor ([Note: sparse] of `saved`)."""
         layer_at = self._executor.weights.layer_at

@@ -38,11 +38,7 @@ from stronghold.streaming.activations.key_value_caches import without_cache
 from stronghold.streaming.activations.offload import ActivationOffload, LayerOffload
 from stronghold.streaming.activations.packing import HookPairs, OuterPack
 from stronghold.streaming.activations.recompute import Recomputation, RecomputedModule
-from stronghold.streaming.activations.saved import (
-    ForeignHooks,
-    SavedTensor,
-    WeightsEpoch,
-)
+from stronghold.streaming.activations.saved import ForeignHooks, SavedTensor, WeightsEpoch
 from stronghold.streaming.activations.sizes import ActivationSizes
 from stronghold.streaming.executor import Executor
 from stronghold.streaming.parts import Parts
@@ -109,9 +105,7 @@ class Activations:
         num_layers = len(plan.activations)
         self._policies = plan.activations
         self.spares = False
-        offloading = [
-            layer for layer, policy in enumerate(plan.activations) if policy in AWAY
-        ]
+        offloading = [layer for layer, policy in enumerate(plan.activations) if policy in AWAY]
         self._last_offloading = max(offloading, default=-1)
         self._device = parts.device
         self._executor = executor
@@ -123,9 +117,7 @@ class Activations:
         self._recomputed: dict[nn.Module, RecomputedModule] = {}
         self.sizes = ActivationSizes(num_layers)
         self._offload = ActivationOffload(parts, host_room_bytes, plan.offloaded_bytes)
-        self._measured = [
-            MeasuredAttention(self.sizes, layer) for layer in range(num_layers)
-        ]
+        self._measured = [MeasuredAttention(self.sizes, layer) for layer in range(num_layers)]
         self._pairs = HookPairs(executor, self.sizes, self._offload, self._run_again)
         self._keeping = [self._pairs.make(layer) for layer in range(num_layers)]
 
@@ -247,9 +239,7 @@ class Activations:
 
     def leave(self, layer: int, *, chunk: bool = False) -> None:
         """End the layer's forward, or one `chunk` of it, after its return or exception."""
-        scope = next(
-            (scope for scope in reversed(self._open) if scope.layer == layer), None
-        )
+        scope = next((scope for scope in reversed(self._open) if scope.layer == layer), None)
         self.sizes.leave(chunk=chunk)
         is_last = layer >= self._last_offloading
         if scope is None:  # the forward failed before `enter`, or went chunk by chunk
@@ -290,9 +280,7 @@ class Activations:
             # [Note: pack] of `saved`
             place.kept = SavedTensor(tensor.detach(), version)
             nbytes = tensor.numel() * tensor.element_size()
-            if version_of(tensor) == version and self._offload.is_worth_offloading(
-                tensor
-            ):
+            if version_of(tensor) == version and self._offload.is_worth_offloading(tensor):
                 with contextlib.suppress(BudgetError):
                     place.kept = self._offload.offload(layer, tensor)
                     self._last_offloading = max(self._last_offloading, layer)

@@ -57,11 +57,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from stronghold.devices.base import Device
 from stronghold.streaming.activations.attention import AttentionCalls
-from stronghold.streaming.activations.block_state import (
-    BEFORE,
-    GLOBAL_HOOKS,
-    BlockState,
-)
+from stronghold.streaming.activations.block_state import BEFORE, GLOBAL_HOOKS, BlockState
 from stronghold.streaming.activations.offload import LayerOffload
 from stronghold.streaming.activations.random_states import RandomStates, set_states
 from stronghold.streaming.activations.saved import SavedActivation, SavedTensor
@@ -175,13 +171,9 @@ class Recomputation:
         self._arguments_state: BlockState | None = None
         if arguments.mutable:
             self._arguments_state = BlockState(None, arguments.mutable)
-        self._has_graph = (
-            bool(arguments.objects) and BlockState(None, arguments.objects).has_graph
-        )
+        self._has_graph = bool(arguments.objects) and BlockState(None, arguments.objects).has_graph
         self._state, self._compares_values = block.begin()
-        self._required_grad = [
-            parameter.requires_grad for parameter in block.parameters
-        ]
+        self._required_grad = [parameter.requires_grad for parameter in block.parameters]
         self._random = RandomStates(device)
         device_types = {"cpu", device.torch_device.type} - {"meta"}
         self._autocast = [_autocast_of(device_type) for device_type in device_types]
@@ -337,9 +329,7 @@ class Recomputation:
         self._mismatches = []
         self._backward = _running_backward()
         args, kwargs = _Arguments(self._argument).replaced(self._call)
-        work: Callable[[], object] = functools.partial(
-            self._run_with_state, args, kwargs
-        )
+        work: Callable[[], object] = functools.partial(self._run_with_state, args, kwargs)
         if self._arguments_state is not None:
             work = functools.partial(self._arguments_state.run, work)
         with contextlib.ExitStack() as contexts:
@@ -399,9 +389,7 @@ class Recomputation:
                 differences[index] = units
         if not differences:
             return
-        on_cpu = all(
-            self._saved[index].tensor.device.type == "cpu" for index in differences
-        )
+        on_cpu = all(self._saved[index].tensor.device.type == "cpu" for index in differences)
         is_rounding = len(differences) == 1 or max(differences.values()) <= ROUNDING
         if not on_cpu and is_rounding:
             _warn_of_rounding(self.block.class_name)
@@ -447,9 +435,7 @@ class _Arguments:
         self.objects: list[Any] = []
         self.mutable: list[Any] = []
 
-    def replaced(
-        self, call: tuple[Any, dict[str, Any]]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def replaced(self, call: tuple[Any, dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments and the arguments by name, with their tensors replaced."""
         args, kwargs = call
         new_kwargs = {name: self._replace(value) for name, value in kwargs.items()}
@@ -472,9 +458,7 @@ class _Arguments:
         if value_type is dict:
             self.mutable.append(value)
             return {key: self._replace(item) for key, item in value.items()}
-        if value is not None and not isinstance(
-            value, (bool, int, float, str, torch.Size)
-        ):
+        if value is not None and not isinstance(value, (bool, int, float, str, torch.Size)):
             self.objects.append(value)
             self.mutable.append(value)
         return value
@@ -489,10 +473,7 @@ class _Surroundings:
     """
 
     def __init__(
-        self,
-        block: RecomputedModule,
-        required_grad: Sequence[bool],
-        states: RandomStates,
+        self, block: RecomputedModule, required_grad: Sequence[bool], states: RandomStates
     ) -> None:
         self._hooks = vars(block.module)[BEFORE]
         keys = list(self._hooks)

@@ -138,11 +138,7 @@ class SavedSparse(NamedTuple):
         if self.layout is torch.sparse_coo:
             indices, values = tensors
             return torch.sparse_coo_tensor(
-                indices,
-                values,
-                self.shape,
-                is_coalesced=self.is_coalesced,
-                check_invariants=False,
+                indices, values, self.shape, is_coalesced=self.is_coalesced, check_invariants=False
             )
         compressed_indices, plain_indices, values = tensors
         return torch.sparse_compressed_tensor(

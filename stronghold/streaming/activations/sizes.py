@@ -102,9 +102,7 @@ class ActivationSizes:
         if layer != self._layer:
             return
         self._attended.append(call)
-        self.attended[layer] = max(
-            self.attended[layer], total_attention(self._attended)
-        )
+        self.attended[layer] = max(self.attended[layer], total_attention(self._attended))
 
     def saw(self, layer: int, tensor: torch.Tensor) -> None:
         """Count a tensor that autograd saves. The tensor lies in no slot."""

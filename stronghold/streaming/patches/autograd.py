@@ -27,9 +27,7 @@ NO_BACKWARD = -1
 backward_number: Callable[[], int] = torch._C._current_graph_task_id
 # Returns an object that backwards share if torch runs them as one, as pipeline stages do. None for
 # a single backward.
-backward_group: Callable[[], Any] = getattr(
-    torch._C, "_get_graph_exec_group", _no_group
-)
+backward_group: Callable[[], Any] = getattr(torch._C, "_get_graph_exec_group", _no_group)
 # Returns the node of the graph that autograd runs on this thread.
 running_node: Callable[[], Any] = torch._C._current_autograd_node
 # True if the running backward will execute a node. RuntimeError for a leaf of torch.autograd.grad.

@@ -31,9 +31,7 @@ class PluginDecisions(Protocol):
     def initialize(self, *args: Any, **kwargs: Any) -> Any:
         """Call `stronghold.initialize`."""
 
-    def fp32_state(
-        self, path: Path, tag: Any, *, exclude_frozen: bool
-    ) -> dict[str, Any] | None:
+    def fp32_state(self, path: Path, tag: Any, *, exclude_frozen: bool) -> dict[str, Any] | None:
         """Return the weights of a checkpoint in fp32. None if another engine wrote it."""
 
 
@@ -49,25 +47,17 @@ class FrameworkCalls:
         wrap = self._replacements.wrap
         wrap(deepspeed, "initialize", self._initialize)
         wrap(deepspeed.zero.Init, "__init__", self._init_zero)
-        wrap(
-            zero_to_fp32,
-            "get_fp32_state_dict_from_zero_checkpoint",
-            self._fp32_state_dict,
-        )
+        wrap(zero_to_fp32, "get_fp32_state_dict_from_zero_checkpoint", self._fp32_state_dict)
         with contextlib.suppress(ImportError):
             from accelerate.utils.deepspeed import HfDeepSpeedConfig
 
-            wrap(
-                HfDeepSpeedConfig, "set_stage_and_offload", self._set_stage_and_offload
-            )
+            wrap(HfDeepSpeedConfig, "set_stage_and_offload", self._set_stage_and_offload)
 
     def disable(self) -> None:
         """Give the names back."""
         self._replacements.undo()
 
-    def _initialize(
-        self, original: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
+    def _initialize(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Replace `deepspeed.initialize`."""
         arguments: dict[str, Any] = {}
         with contextlib.suppress(TypeError):  # the original refuses wrong arguments
@@ -83,9 +73,7 @@ class FrameworkCalls:
         self, original: Callable[..., None], zero_init: Any, *args: Any, **kwargs: Any
     ) -> None:
         """Replace `deepspeed.zero.Init.__init__`: a model for this engine is not partitioned."""
-        arguments = (
-            inspect.signature(original).bind(zero_init, *args, **kwargs).arguments
-        )
+        arguments = inspect.signature(original).bind(zero_init, *args, **kwargs).arguments
         source = arguments.get("config_dict_or_path")
         if source is None:
             source = arguments.get("config")
@@ -94,9 +82,7 @@ class FrameworkCalls:
         else:
             original(zero_init, *args, **kwargs)
 
-    def _fp32_state_dict(
-        self, original: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
+    def _fp32_state_dict(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Replace DeepSpeed's reader of ZeRO checkpoints: it reads this engine's, too."""
         arguments = inspect.signature(original).bind(*args, **kwargs).arguments
         state = self._decisions.fp32_state(
@@ -106,9 +92,7 @@ class FrameworkCalls:
         )
         return original(*args, **kwargs) if state is None else state
 
-    def _set_stage_and_offload(
-        self, original: Callable[[Any], None], config: Any
-    ) -> None:
+    def _set_stage_and_offload(self, original: Callable[[Any], None], config: Any) -> None:
         """Replace the reader of Accelerate's configs: stage 3 becomes 2 in its copy."""
         if self._decisions.asks_for_us(config.config):
             from accelerate.state import PartialState

@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 DEEPSPEED, ACCELERATE = "deepspeed", "accelerate.utils.deepspeed"
 
 
-def call_when_imported(
-    enable: Callable[[], None], is_enabled: Callable[[], bool]
-) -> None:
+def call_when_imported(enable: Callable[[], None], is_enabled: Callable[[], bool]) -> None:
     """Call `enable` when DeepSpeed is imported, or when Accelerate reads a config.
 
     If one of the two is imported already, `enable` is called now. It is not called if the plugin
@@ -43,18 +41,13 @@ class _Finder:
     has a loader of its own. Only the loader that executes the module acts.
     """
 
-    def __init__(
-        self, enable: Callable[[], None], is_enabled: Callable[[], bool]
-    ) -> None:
+    def __init__(self, enable: Callable[[], None], is_enabled: Callable[[], bool]) -> None:
         self._enable = enable
         self._is_enabled = is_enabled
         self._replacements = Replacements()
 
     def find_spec(
-        self,
-        name: str,
-        path: Sequence[str] | None = None,
-        target: ModuleType | None = None,
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return the ordinary spec of one of the two modules. None for every other name."""
         if name not in (DEEPSPEED, ACCELERATE):
@@ -76,9 +69,7 @@ class _Finder:
             # Accelerate reads a config before it imports DeepSpeed. The config decides how
             # Transformers builds a model.
             config_class = module.HfDeepSpeedConfig
-            self._replacements.wrap(
-                config_class, "set_stage_and_offload", self._read_config
-            )
+            self._replacements.wrap(config_class, "set_stage_and_offload", self._read_config)
 
     def _read_config(self, original: Callable[[Any], None], config: Any) -> None:
         """Replace `HfDeepSpeedConfig.set_stage_and_offload`."""

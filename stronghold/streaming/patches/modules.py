@@ -46,9 +46,7 @@ def hooks_before_state_dict(module: nn.Module) -> Iterable[Any]:
     return module._state_dict_pre_hooks.values()
 
 
-def register_state_dict_hook(
-    module: nn.Module, hook: Callable[..., Any]
-) -> RemovableHandle:
+def register_state_dict_hook(module: nn.Module, hook: Callable[..., Any]) -> RemovableHandle:
     """Call `hook(module, state_dict, prefix, local_metadata)` when the module has written its
     entries. The public `register_state_dict_post_hook` would write an attribute on `hook`."""
     handle: RemovableHandle = module._register_state_dict_hook(hook)
@@ -68,9 +66,7 @@ def hooks_after_gradient(parameter: torch.Tensor) -> dict[int, Any]:
     Autograd calls them in the order of the dict. An entry that is taken out and put back is called
     last.
     """
-    hooks: dict[int, Any] | None = getattr(
-        parameter, "_post_accumulate_grad_hooks", None
-    )
+    hooks: dict[int, Any] | None = getattr(parameter, "_post_accumulate_grad_hooks", None)
     return {} if hooks is None else hooks
 
 

@@ -113,11 +113,7 @@ class _Hidden(nn.Parameter):
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func in _OF_LAYOUT:
@@ -211,9 +207,7 @@ def _set_data(parameter: nn.Parameter, values: torch.Tensor) -> None:
 
 
 _counted_data = property(
-    _get_data,
-    _set_data,
-    doc="torch.Tensor.data, whose writes are counted ([Note: moved]).",
+    _get_data, _set_data, doc="torch.Tensor.data, whose writes are counted ([Note: moved])."
 )
 
 
@@ -258,22 +252,14 @@ class _Engines:
             del nn.Parameter.data
         self._replacements.undo()
 
-    def of(
-        self, parameters: Iterable[torch.Tensor]
-    ) -> list[tuple[ParameterReads, set[int]]]:
+    def of(self, parameters: Iterable[torch.Tensor]) -> list[tuple[ParameterReads, set[int]]]:
         """Return the engines that train some of these parameters, each with the identities of all
         these parameters."""
         identities = {id(parameter) for parameter in parameters}
         engines = {self.reads[identity] for identity in identities & self.reads.keys()}
-        return [
-            (reads, identities)
-            for reads in engines
-            if reads.trained.keys() & identities
-        ]
+        return [(reads, identities) for reads in engines if reads.trained.keys() & identities]
 
-    def _copy(
-        self, original: Callable[..., Any], parameter: nn.Parameter, *args: Any
-    ) -> Any:
+    def _copy(self, original: Callable[..., Any], parameter: nn.Parameter, *args: Any) -> Any:
         """Replace `__deepcopy__` and `__reduce_ex__`: neither sees DeepSpeed's attributes."""
         names = ACCESS_ATTRIBUTES if _has_access(parameter) else ()
         taken_out = {name: vars(parameter).pop(name) for name in names}
@@ -283,11 +269,7 @@ class _Engines:
             vars(parameter).update(taken_out)
 
     def _set(
-        self,
-        original: Callable[..., Any],
-        parameter: nn.Parameter,
-        *source: Any,
-        **named: Any,
+        self, original: Callable[..., Any], parameter: nn.Parameter, *source: Any, **named: Any
     ) -> Any:
         """Replace `nn.Parameter.set_` ([Note: set_])."""
         is_set_to_itself = len(source) == 1 and source[0] is parameter
@@ -312,9 +294,7 @@ class _Engines:
         **kwargs: Any,
     ) -> None:
         """Replace the function that `clip_grad_norm_` calls."""
-        listed = (
-            [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        )
+        listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         for reads, _ in self.of(listed):
             reads.clipped(max_norm)
         original(listed, max_norm, *args, **kwargs)
@@ -360,11 +340,7 @@ def _has_access(parameter: torch.Tensor) -> bool:
 
 
 def _call_local(
-    method: str,
-    original: Callable[..., Any],
-    param: nn.Parameter,
-    *args: Any,
-    **kwargs: Any,
+    method: str, original: Callable[..., Any], param: nn.Parameter, *args: Any, **kwargs: Any
 ) -> Any:
     """Replace one of DeepSpeed's functions of partitions. `method`: of the `Access`."""
     if _has_access(param):
@@ -413,9 +389,7 @@ class ParameterReads:
         self._moved = moved
         self._places = dict(places)
         # Names of trained parameters, by identity.
-        self.trained = {
-            id(p): name for p, (_, name) in places.items() if p.requires_grad
-        }
+        self.trained = {id(p): name for p, (_, name) in places.items() if p.requires_grad}
         self._fragments = list(fragments)
         for parameter, fragment in fragments.items():
             for attribute, method in ACCESS_ATTRIBUTES.items():
@@ -446,11 +420,7 @@ class ParameterReads:
 
     def drop(self, identities: set[int]) -> None:
         """Drop the gradients of the parameters with these identities."""
-        others = (
-            name
-            for identity, name in self.trained.items()
-            if identity not in identities
-        )
+        others = (name for identity, name in self.trained.items() if identity not in identities)
         self._drop_gradients(next(others, None))
 
     def close(self) -> None:

@@ -53,9 +53,7 @@ FUNCTIONS = (
 _STATES = {"QuantState", "MatmulLtState"}
 
 
-def replace_quantised(
-    replacements: Replacements, tensors: Iterable[torch.Tensor]
-) -> None:
+def replace_quantised(replacements: Replacements, tensors: Iterable[torch.Tensor]) -> None:
     """Replace the names if one of `tensors` is quantised, or is an inner tensor of a quantised
     parameter. Safe to call twice."""
     if not any(_is_quantised(tensor) for tensor in tensors):
@@ -74,9 +72,7 @@ def _is_quantised(tensor: torch.Tensor) -> bool:
     return not isinstance(tensor, nn.Parameter) or format_of(tensor) is not None
 
 
-def _as_it_is(
-    original: Any, weight: torch.Tensor, state: Any, *args: Any
-) -> tuple[Any, Any]:
+def _as_it_is(original: Any, weight: torch.Tensor, state: Any, *args: Any) -> tuple[Any, Any]:
     """Replace `_convert_weight_packed_for_cpu` ([Note: a layout for evaluation])."""
     return weight, state
 
@@ -128,9 +124,7 @@ class _Saving(torch.autograd.Function):
         inner = _Context(ctx.needs_input_grad[1:])
         result = original.forward(inner, *args)
         tensors: list[torch.Tensor] = []
-        ctx.attributes = {
-            key: _taken_out(value, tensors) for key, value in vars(inner).items()
-        }
+        ctx.attributes = {key: _taken_out(value, tensors) for key, value in vars(inner).items()}
         ctx.original = original
         ctx.save_for_backward(*tensors)
         return result
@@ -217,7 +211,5 @@ def _put_back(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
         return state
     if isinstance(value, _Wrapper):
         inner = {name: _put_back(item, tensors) for name, item in value.inner.items()}
-        return value.made_by.__tensor_unflatten__(
-            inner, value.context, value.size, value.stride
-        )
+        return value.made_by.__tensor_unflatten__(inner, value.context, value.size, value.stride)
     return value

@@ -61,9 +61,7 @@ class Replacements:
         # The order matters: the new code has no positional parameters for the old defaults.
         function.__defaults__ = None
         function.__code__ = _forward.__code__
-        function.__kwdefaults__ = {
-            "_stronghold_call": functools.partial(call, original)
-        }
+        function.__kwdefaults__ = {"_stronghold_call": functools.partial(call, original)}
 
     def undo(self) -> None:
         """Put the originals back.
@@ -102,9 +100,7 @@ class _Body:
 
     def copy_of(self, function: types.FunctionType) -> types.FunctionType:
         """Return another function object with this body, in the module of `function`."""
-        original = types.FunctionType(
-            self.code, function.__globals__, function.__name__
-        )
+        original = types.FunctionType(self.code, function.__globals__, function.__name__)
         self.put_back(original)
         return original
 
@@ -120,9 +116,7 @@ def _forward(*args: Any, _stronghold_call: Callable[..., Any], **kwargs: Any) ->
     return _stronghold_call(*args, **kwargs)
 
 
-def _wrapper(
-    call: Callable[..., Any], original: Callable[..., Any]
-) -> Callable[..., Any]:
+def _wrapper(call: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
     """Return a plain function. A class binds it to its instances, as it does with `original`."""
 
     @functools.wraps(original)

@@ -114,9 +114,7 @@ _REPLACED = (
         package=DEEPSPEED,
         manner=Manner.REPLACED,
         lifetime=Lifetime.PLUGIN,
-        names=(
-            "deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint",
-        ),
+        names=("deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint",),
         reason="It reads this engine's checkpoints too. The function beside it that loads a "
         "model calls it by its global name.",
         file=_FRAMEWORKS,
@@ -287,10 +285,7 @@ _REPLACED = (
         package=BITSANDBYTES,
         manner=Manner.REPLACED,
         lifetime=Lifetime.ENGINE,
-        names=(
-            "bitsandbytes.nn.Params4bit.to",
-            "bitsandbytes.nn.Int8Params.to",
-        ),
+        names=("bitsandbytes.nn.Params4bit.to", "bitsandbytes.nn.Int8Params.to"),
         reason="They return a new object for the device where the weight is, and PEFT's DoRA puts "
         "it into the module. The engine moves the first object. The replacement returns the weight "
         "itself then, as torch does. Only with an engine that has quantised weights.",
@@ -478,10 +473,7 @@ _USED = (
         key="function_modes",
         package=TORCH,
         manner=Manner.USED,
-        names=(
-            "torch._C._len_torch_function_stack",
-            "torch._C.DisableTorchFunctionSubclass",
-        ),
+        names=("torch._C._len_torch_function_stack", "torch._C.DisableTorchFunctionSubclass"),
         reason="Whether a default device may be set, without its cost per block; and reads "
         "of hidden parameters that need no values.",
         file=_AUTOGRAD,
@@ -494,11 +486,7 @@ _USED = (
         reason="Sees every operator below autograd. The documentation of torch names this "
         "path; there is no public one.",
         file=_AUTOGRAD,
-        beside=(
-            "model/costs.py",
-            "model/operator_bytes.py",
-            "model/product_gradients.py",
-        ),
+        beside=("model/costs.py", "model/operator_bytes.py", "model/product_gradients.py"),
     ),
     # -- tensors -----------------------------------------------------------------------------------
     Patch(
@@ -598,10 +586,7 @@ _USED = (
         key="lazy_logits",
         package=TORCH,
         manner=Manner.USED,
-        names=(
-            "torch._C._disabled_torch_function_impl",
-            "torch.Tensor._make_wrapper_subclass",
-        ),
+        names=("torch._C._disabled_torch_function_impl", "torch.Tensor._make_wrapper_subclass"),
         reason="Logits that have a shape and no memory: a subclass whose operators come to "
         "`__torch_dispatch__`, below autograd.",
         file=_LOGITS,
@@ -611,10 +596,7 @@ _USED = (
         key="flatten",
         package=TORCH,
         manner=Manner.USED,
-        names=(
-            "torch._utils._flatten_dense_tensors",
-            "torch._utils._unflatten_dense_tensors",
-        ),
+        names=("torch._utils._flatten_dense_tensors", "torch._utils._unflatten_dense_tensors"),
         reason="Two attributes of DeepSpeed's engine, which programs may call.",
         file=_TENSORS,
     ),
@@ -622,10 +604,7 @@ _USED = (
         key="raw_stream",
         package=TORCH,
         manner=Manner.USED,
-        names=(
-            "torch._C._cuda_getCurrentRawStream",
-            "torch._C._xpu_getCurrentRawStream",
-        ),
+        names=("torch._C._cuda_getCurrentRawStream", "torch._C._xpu_getCurrentRawStream"),
         reason="The address of the current stream, asked several times for each "
         "gradient: `torch.cuda.current_stream` makes a new object each time.",
         file="devices/kinds.py",
@@ -636,10 +615,7 @@ _USED = (
         key="compiled",
         package=TORCH,
         manner=Manner.USED,
-        names=(
-            "torch.nn.Module._compiled_call_impl",
-            "torch._dynamo.OptimizedModule._orig_mod",
-        ),
+        names=("torch.nn.Module._compiled_call_impl", "torch._dynamo.OptimizedModule._orig_mod"),
         reason="A whole model that is compiled is one graph, and layers come and go inside "
         "of it: it is refused. So is a compiled block that is to be divided.",
         file=_MODULES,
@@ -678,10 +654,7 @@ _USED = (
         key="gradient_hooks",
         package=TORCH,
         manner=Manner.USED,
-        names=(
-            "torch.Tensor._backward_hooks",
-            "torch.Tensor._post_accumulate_grad_hooks",
-        ),
+        names=("torch.Tensor._backward_hooks", "torch.Tensor._post_accumulate_grad_hooks"),
         reason="The engine's hook runs after the user's, in whatever order they were "
         "registered. Chunks refuse the user's.",
         file=_MODULES,

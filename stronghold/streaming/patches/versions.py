@@ -31,9 +31,7 @@ def report_untried() -> None:
         )
 
 
-def untried_versions(
-    packages: Iterable[Package], version_of: Callable[[str], str]
-) -> list[str]:
+def untried_versions(packages: Iterable[Package], version_of: Callable[[str], str]) -> list[str]:
     """Return a phrase for each package whose version was not tried.
 
     Tried versions are those from the oldest to the newest of `Package.tried`. Patch releases of one

@@ -25,14 +25,9 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Answe
     """
     if arguments.report:
         return _report(arguments)
-    for option, value in (
-        ("--config", arguments.config),
-        ("--output", arguments.output),
-    ):
+    for option, value in (("--config", arguments.config), ("--output", arguments.output)):
         if value is not None:
-            raise ConfigError(
-                f"{option}: is for the report; expected --report beside it"
-            )
+            raise ConfigError(f"{option}: is for the report; expected --report beside it")
     with tqdm(total=100, bar_format=BAR, leave=False, disable=None) as bar:
         findings = examine(
             arguments.device, arguments.path, quick=arguments.quick, progress=_Bar(bar)
@@ -63,6 +58,4 @@ def _report(arguments: argparse.Namespace) -> Answer:
     if arguments.output is None:
         return Answer(text=text)
     write_text("-o", arguments.output, text + "\n")
-    return Answer(
-        text=f"The report is in {arguments.output}. Read it before you send it."
-    )
+    return Answer(text=f"The report is in {arguments.output}. Read it before you send it.")

@@ -50,10 +50,7 @@ class DiskRates:
     @property
     def best_depth(self) -> int:
         """The least depth with 95 % of the fastest read and write together."""
-        totals = {
-            depth: read + self.write_gbps[depth]
-            for depth, read in self.read_gbps.items()
-        }
+        totals = {depth: read + self.write_gbps[depth] for depth, read in self.read_gbps.items()}
         enough = 0.95 * max(totals.values())
         return min(depth for depth, total in totals.items() if total >= enough)
 

@@ -39,12 +39,7 @@ from stronghold.model.costs import DTYPES
 from stronghold.native import IoFile, IoQueue
 from stronghold.optim.states import num_items
 from stronghold.plan.machine import ADAM_BF16_BYTES, ADAM_LEAN_BYTES, MachineProfile
-from stronghold.tools.doctor.findings import (
-    DiskRates,
-    Findings,
-    PcieLink,
-    threads_in_words,
-)
+from stronghold.tools.doctor.findings import DiskRates, Findings, PcieLink, threads_in_words
 
 MIB = 1 << 20
 # Bytes of Adam's arrays per parameter: with lean states, and with these and exact states.
@@ -166,9 +161,7 @@ def _examine(
             num_cores=limits.num_cores,
             memory_gbps={threads: _figure(rate) for threads, rate in memory.items()},
             adam_gbps={threads: _figure(rate) for threads, rate in adam.items()},
-            adam_lean_gbps={
-                threads: _figure(rate) for threads, rate in lean_adam.items()
-            },
+            adam_lean_gbps={threads: _figure(rate) for threads, rate in lean_adam.items()},
             flops={name: _figure(rate) for name, rate in flops.items()},
             attention_flops=attention,
             attention_backward_flops=attention_backward,
@@ -232,12 +225,7 @@ def cpu_name() -> str:
 def read_link(folder: Path) -> PcieLink | None:
     """The link of a PCI device, from its directory in sysfs. None if a virtual machine hides it."""
     values = []
-    for name in (
-        "current_link_speed",
-        "current_link_width",
-        "max_link_speed",
-        "max_link_width",
-    ):
+    for name in ("current_link_speed", "current_link_width", "max_link_speed", "max_link_width"):
         try:
             match = re.match(r"[0-9.]+", (folder / name).read_text(encoding="ascii"))
         except OSError:
@@ -248,9 +236,7 @@ def read_link(folder: Path) -> PcieLink | None:
     speed, width, max_speed, max_width = values
     if width == 0 or max_width == 0:
         return None
-    return PcieLink(
-        speed=speed, width=int(width), max_speed=max_speed, max_width=int(max_width)
-    )
+    return PcieLink(speed=speed, width=int(width), max_speed=max_speed, max_width=int(max_width))
 
 
 # -- memory, the link and products ----------------------------------------------------------------
@@ -290,9 +276,7 @@ def effort(quick: bool, available_bytes: int) -> Effort:
     )
 
 
-def host_rates(
-    size: Effort, num_cores: int, step: Step
-) -> tuple[dict[int, float], ...]:
+def host_rates(size: Effort, num_cores: int, step: Step) -> tuple[dict[int, float], ...]:
     """Rates of host memory, of Adam with exact states, and of Adam with lean states.
 
     Each is by number of threads, in 1e9 bytes/s. The three are measured in turn, since other
@@ -334,11 +318,7 @@ def host_rates(
     lean_batch = native.UpdateBatch("adam", bf16, bf16, [lean], lean=True)
     nbytes = numel * ADAM_BF16_BYTES
     lean_nbytes = numel * ADAM_LEAN_BYTES
-    works = (
-        (batch.traffic, nbytes),
-        (batch.run, nbytes),
-        (lean_batch.run, lean_nbytes),
-    )
+    works = ((batch.traffic, nbytes), (batch.run, nbytes), (lean_batch.run, lean_nbytes))
     rates: tuple[dict[int, float], ...] = ({}, {}, {})
     for threads in thread_counts(num_cores):
         step(f"host memory and Adam, {threads_in_words(threads)}")
@@ -361,9 +341,7 @@ def thread_counts(num_cores: int) -> list[int]:
     return sorted({*powers, num_cores})
 
 
-def link_rates(
-    device: Device, size: Effort, step: Step
-) -> tuple[dict[str, float], int, str]:
+def link_rates(device: Device, size: Effort, step: Step) -> tuple[dict[str, float], int, str]:
     """Rates of copies between pinned host slabs and the device, alone, together and on the device.
 
     Returns them in 1e9 bytes/s by their names in a profile; the bytes of host memory that could be
@@ -375,8 +353,7 @@ def link_rates(
     with numa.placing_on(device.cores):
         hosts = [map_slab(nbytes, torch.uint8).fill_(1) for _ in range(2)]
     slots = [
-        device.memory.allocate(nbytes, torch.uint8, "doctor's buffer").fill_(1)
-        for _ in range(2)
+        device.memory.allocate(nbytes, torch.uint8, "doctor's buffer").fill_(1) for _ in range(2)
     ]
     device.compute.record("fill").wait()
     step("pinned memory")
@@ -412,9 +389,7 @@ def link_rates(
     return rates, pinnable_bytes, pin_error
 
 
-def node_rates(
-    device: Device, size: Effort, step: Step
-) -> dict[int, tuple[float, float]]:
+def node_rates(device: Device, size: Effort, step: Step) -> dict[int, tuple[float, float]]:
     """Rates of copies from and to the memory of each NUMA node, in 1e9 bytes/s, by node.
 
     Empty on a machine with one node. Nodes without a core that this process may use are left out:
@@ -439,10 +414,7 @@ def node_rates(
         finally:
             device.pinning.unpin(host)
             device.memory.release(slot)
-        rates[node.number] = (
-            _figure(nbytes / fetch / 1e9),
-            _figure(nbytes / drain / 1e9),
-        )
+        rates[node.number] = (_figure(nbytes / fetch / 1e9), _figure(nbytes / drain / 1e9))
     return rates
 
 
@@ -477,9 +449,7 @@ def product_flops(device: Device, dtype: torch.dtype, size: Effort) -> float:
     side = 256
     while True:
         a, b = (
-            torch.randn(side, side, generator=generator, device=device.torch_device).to(
-                dtype
-            )
+            torch.randn(side, side, generator=generator, device=device.torch_device).to(dtype)
             for _ in range(2)
         )
         product = functools.partial(torch.matmul, a, b, out=torch.empty_like(a))
@@ -494,9 +464,7 @@ def product_flops(device: Device, dtype: torch.dtype, size: Effort) -> float:
 OfAttention = dict[str, dict[int, dict[int, float]]]
 
 
-def attention_rates(
-    device: Device, size: Effort, step: Step
-) -> tuple[OfAttention, OfAttention]:
+def attention_rates(device: Device, size: Effort, step: Step) -> tuple[OfAttention, OfAttention]:
     """FLOP/s of fused attention in forward, and in backward.
 
     Both are by dtype, tokens of a sequence and width of a head, as in a profile.
@@ -552,9 +520,7 @@ def attention_flops(
     return flops / forward_s, 2 * flops / backward_s
 
 
-def _sustained(
-    device: Device, work: Callable[[], object], once_s: float, size: Effort
-) -> float:
+def _sustained(device: Device, work: Callable[[], object], once_s: float, size: Effort) -> float:
     """Median seconds of one `work`, repeated for `size.product_s`. Alone it took `once_s`, which
     counts if it took longer than that."""
     if once_s > size.product_s:
@@ -573,11 +539,7 @@ def _lone(
 
 
 def _together(
-    device: Device,
-    hosts: list[torch.Tensor],
-    slots: list[torch.Tensor],
-    ratio: float,
-    rounds: int,
+    device: Device, hosts: list[torch.Tensor], slots: list[torch.Tensor], ratio: float, rounds: int
 ) -> float:
     """Bytes per second of both lanes at once.
 
@@ -623,9 +585,7 @@ def _submit(
     return fences[-1]
 
 
-def _on_compute(
-    device: Device, work: Callable[[], object], rounds: int, repeats: int
-) -> float:
+def _on_compute(device: Device, work: Callable[[], object], rounds: int, repeats: int) -> float:
     """Median seconds of one `work` on the compute lane."""
     run = functools.partial(_repeat, device, work, repeats)
     return _median_s(run, rounds) / repeats
@@ -677,10 +637,7 @@ def disk_rates(folder: Path, nbytes: int, step: Callable[[str], None]) -> DiskRa
             memory.view(torch.int64).random_()
             for depth in DEPTHS:
                 step(f"file writes and reads, depth {depth}")
-                with (
-                    _queue(depth, memory) as queue,
-                    queue.open(name, nbytes, create=False) as file,
-                ):
+                with _queue(depth, memory) as queue, queue.open(name, nbytes, create=False) as file:
                     # the first writes allocate blocks
                     _transfer(queue, file, memory, depth, "w")
                     writes[depth] = _transfer(queue, file, memory, depth, "w")
@@ -689,10 +646,7 @@ def disk_rates(folder: Path, nbytes: int, step: Callable[[str], None]) -> DiskRa
             depth = rates.best_depth
             step("file writes and reads together")
             depth = max(2, depth)  # one of each
-            with (
-                _queue(depth, memory) as queue,
-                queue.open(name, nbytes, create=False) as file,
-            ):
+            with _queue(depth, memory) as queue, queue.open(name, nbytes, create=False) as file:
                 mixed = _transfer(queue, file, memory, depth, "rw")
                 return DiskRates(
                     path=path,
@@ -721,9 +675,7 @@ def _queue(depth: int, memory: torch.Tensor) -> IoQueue:
     return IoQueue(depth, BLOCK_BYTES, registered=[(memory.data_ptr(), memory.numel())])
 
 
-def _transfer(
-    queue: IoQueue, file: IoFile, memory: torch.Tensor, depth: int, kinds: str
-) -> float:
+def _transfer(queue: IoQueue, file: IoFile, memory: torch.Tensor, depth: int, kinds: str) -> float:
     """The rate of one pass over the file with `depth` blocks in flight, in 1e9 bytes/s.
 
     `kinds` is "r", "w", or "rw" for reads and writes in turn. The pass ends after LONGEST_S.

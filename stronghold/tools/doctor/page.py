@@ -57,17 +57,11 @@ def _link_rows(findings: Findings) -> Iterator[Row]:
         f"{_s(weights / profile.fetch_gbps)}, twice per step",
     )
     leave_s = _s(weights / profile.drain_gbps)
-    yield (
-        "device to host",
-        _gbps(profile.drain_gbps),
-        f"its gradients leave in {leave_s}",
-    )
+    yield ("device to host", _gbps(profile.drain_gbps), f"its gradients leave in {leave_s}")
     for node, (fetch, drain) in findings.node_gbps.items():
         meaning = f"{_gbps(drain)} back"
         if node == findings.gpu_node:
-            meaning += (
-                "; next to the GPU: lanes, update threads and pinned memory go there"
-            )
+            meaning += "; next to the GPU: lanes, update threads and pinned memory go there"
         yield f"from NUMA node {node}", _gbps(fetch), meaning
     both_s = _s(2 * weights / profile.duplex_gbps)
     meaning = f"backward moves weights in and gradients out in {both_s} or more"
@@ -99,11 +93,7 @@ def _host_rows(findings: Findings) -> Iterator[Row]:
     profile = findings.profile
     most = max(profile.memory_gbps)
     for threads, rate in profile.memory_gbps.items():
-        meaning = (
-            "bounds Adam and both directions of the link together"
-            if threads == most
-            else ""
-        )
+        meaning = "bounds Adam and both directions of the link together" if threads == most else ""
         yield f"host memory, {threads_in_words(threads)}", _gbps(rate), meaning
     best, _ = max(profile.adam_gbps.items(), key=itemgetter(1))
     for threads, rate in profile.adam_gbps.items():
@@ -111,11 +101,7 @@ def _host_rows(findings: Findings) -> Iterator[Row]:
         meaning = f"updates 8 B parameters in {_s(seconds)}"
         if threads == best:
             meaning += ", hidden when a forward pass takes as long"
-        yield (
-            f"Adam ({findings.isa}), {threads_in_words(threads)}",
-            _gbps(rate),
-            meaning,
-        )
+        yield (f"Adam ({findings.isa}), {threads_in_words(threads)}", _gbps(rate), meaning)
     if profile.adam_lean_gbps:
         threads, rate = max(profile.adam_lean_gbps.items(), key=itemgetter(1))
         seconds = PARAMETERS * ADAM_LEAN_BYTES / rate
@@ -128,11 +114,7 @@ def _disk_rows(findings: Findings) -> Iterator[Row]:
     if disk is None:
         return
     if disk.error:
-        yield (
-            "files",
-            "not measured",
-            f"{disk.path}: {disk.error}; name another with --path",
-        )
+        yield ("files", "not measured", f"{disk.path}: {disk.error}; name another with --path")
         return
     states = STATE_BYTES * PARAMETERS / 1e9
     for what, rates in (("read", disk.read_gbps), ("write", disk.write_gbps)):
@@ -163,15 +145,11 @@ def _memory_rows(findings: Findings) -> Iterator[Row]:
         holds = f"holds states and gradients of {on_device:.1f} B parameters whole"
     count = f"{profile.num_gpus} of them; " if profile.num_gpus > 1 else ""
     yield f"{device}, size", _gib(profile.gpu_memory_bytes), f"{count}{holds}"
-    limited = (
-        limits.cgroup_bytes is not None and limits.cgroup_bytes < limits.memory_bytes
-    )
+    limited = limits.cgroup_bytes is not None and limits.cgroup_bytes < limits.memory_bytes
     meaning = "limited by the control group" if limited else ""
     yield "host memory, size", _gib(limits.usable_bytes), meaning
     fits = limits.available_bytes / STATE_BYTES / 1e9
-    meaning = (
-        f"holds exact AdamW states ({STATE_BYTES} bytes) of {fits:.1f} B parameters"
-    )
+    meaning = f"holds exact AdamW states ({STATE_BYTES} bytes) of {fits:.1f} B parameters"
     yield "host memory, free", _gib(limits.available_bytes), meaning
     locked = "unlimited" if limits.locked_bytes is None else _gib(limits.locked_bytes)
     yield "locked memory", locked, "ulimit -l: what a process may pin"
@@ -179,11 +157,7 @@ def _memory_rows(findings: Findings) -> Iterator[Row]:
         yield "swap", _gib(limits.swap_bytes), f"{_gib(limits.swap_used_bytes)} used"
     else:
         yield "swap", "none", ""
-    quota = (
-        ""
-        if limits.cpu_quota is None
-        else f", {limits.cpu_quota:g} cores' time granted"
-    )
+    quota = "" if limits.cpu_quota is None else f", {limits.cpu_quota:g} cores' time granted"
     yield "cores", str(limits.num_cores), f"that this process may use{quota}"
 
 
@@ -201,11 +175,7 @@ def _problems(findings: Findings) -> list[str]:
 
 def _wrapped(first: str, later: str, text: str) -> list[str]:
     return textwrap.wrap(
-        text,
-        WIDTH,
-        initial_indent=first,
-        subsequent_indent=later,
-        break_on_hyphens=False,
+        text, WIDTH, initial_indent=first, subsequent_indent=later, break_on_hyphens=False
     )
 
 
@@ -214,9 +184,7 @@ def _gbps(rate: float) -> str:
 
 
 def _gib(nbytes: int) -> str:
-    return (
-        f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB else f"{nbytes / (1 << 20):.0f} MiB"
-    )
+    return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB else f"{nbytes / (1 << 20):.0f} MiB"
 
 
 def _s(seconds: float) -> str:

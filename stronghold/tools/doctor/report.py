@@ -41,58 +41,37 @@ PACKAGES = (
     "lightning",
     "triton",
 )
-PRIVATE_NAME = re.compile(
-    r"token(?!s|i)|secret|passw|credential|auth|user|api|key$", re.IGNORECASE
-)
+PRIVATE_NAME = re.compile(r"token(?!s|i)|secret|passw|credential|auth|user|api|key$", re.IGNORECASE)
 # DeepSpeed's monitors: strings below them name teams, projects and jobs.
 MONITORS = {"wandb", "tensorboard", "comet", "csv_monitor"}
 PATH = re.compile(r"[^\s\"'`,;()\[\]=]*[/\\][^\s\"'`,;()\[\]=]*")
 MAIL = re.compile(r"[\w.+-]+@[\w-]+(\.[\w-]+)*")
 # A key of a service: a known prefix, or 20 characters and more with letters and digits.
-SECRET = re.compile(
-    r"\b(?:hf_|sk-|gh[a-z]_|xox[a-z]-)[\w-]+|\b(?=\w*\d)(?=\w*[A-Za-z])\w{20,}\b"
-)
+SECRET = re.compile(r"\b(?:hf_|sk-|gh[a-z]_|xox[a-z]-)[\w-]+|\b(?=\w*\d)(?=\w*[A-Za-z])\w{20,}\b")
 SHORTEST_SECRET = 6  # shorter values of the environment would hide words
 
 
 class Scrubber:
     """Replaces private text by a word in angle brackets."""
 
-    def __init__(
-        self, environment: Mapping[str, str], user: str, home: str, host: str
-    ) -> None:
+    def __init__(self, environment: Mapping[str, str], user: str, home: str, host: str) -> None:
         secrets = {
             value: "<secret>"
             for name, value in environment.items()
             if PRIVATE_NAME.search(name) and len(value) >= SHORTEST_SECRET
         }
-        names = {
-            home: "<path>",
-            Path(home).name: "<user>",
-            user: "<user>",
-            host: "<host>",
-        }
-        private = {
-            text: word for text, word in (secrets | names).items() if text.strip("/ ")
-        }
+        names = {home: "<path>", Path(home).name: "<user>", user: "<user>", host: "<host>"}
+        private = {text: word for text, word in (secrets | names).items() if text.strip("/ ")}
         longest_first = sorted(private, key=len, reverse=True)
         self._words = [
-            (
-                re.compile(rf"(?<!\w){re.escape(text)}(?!\w)", re.IGNORECASE),
-                private[text],
-            )
+            (re.compile(rf"(?<!\w){re.escape(text)}(?!\w)", re.IGNORECASE), private[text])
             for text in longest_first
         ]
 
     def text(self, text: str) -> str:
         """The text without secrets, addresses, paths, and names of the user and the host."""
         # Addresses come first: an address with the user's name in it must go as a whole.
-        rules = (
-            (MAIL, "<address>"),
-            *self._words,
-            (PATH, "<path>"),
-            (SECRET, "<secret>"),
-        )
+        rules = ((MAIL, "<address>"), *self._words, (PATH, "<path>"), (SECRET, "<secret>"))
         for pattern, word in rules:
             text = pattern.sub(word, text)
         return text
@@ -103,9 +82,7 @@ class Scrubber:
             scrubbed = {}
             for key, inner in value.items():
                 is_private_key = key in MONITORS or bool(PRIVATE_NAME.search(str(key)))
-                scrubbed[self._key(str(key))] = self.value(
-                    inner, is_private or is_private_key
-                )
+                scrubbed[self._key(str(key))] = self.value(inner, is_private or is_private_key)
             return scrubbed
         if isinstance(value, list | tuple):
             return [self.value(inner, is_private) for inner in value]
@@ -136,9 +113,7 @@ def report(config: str | os.PathLike[str] | None = None) -> str:
         "profile": _profile(),
         "config": None if config is None else _config(config),
         # Names alone: values may be paths.
-        "environment": sorted(
-            name for name in os.environ if name.startswith("STRONGHOLD_")
-        ),
+        "environment": sorted(name for name in os.environ if name.startswith("STRONGHOLD_")),
     }
     scrubber = Scrubber(os.environ, _user(), str(Path.home()), platform.node())
     return json.dumps(scrubber.value(facts), indent=2)

@@ -160,12 +160,7 @@ def _system_problems(findings: Findings) -> Iterator[Problem]:
         )
     # A refusal of pinned memory has the same remedy, and is known for certain.
     limited = locked is not None and locked < enough
-    if (
-        locked is not None
-        and limited
-        and not findings.emulated
-        and not findings.pin_error
-    ):
+    if locked is not None and limited and not findings.emulated and not findings.pin_error:
         yield Problem(
             what="the limit of locked memory is small",
             got=f"ulimit -l of {locked / GIB:.2f} GiB",

@@ -26,12 +26,7 @@ from stronghold.tools.doctor.measure import effort, link_rates
 MIB = 1 << 20
 WIDTH, HIDDEN, NUM_BLOCKS, BATCH_SIZE, NUM_STEPS = 256, 1024, 8, 32, 8
 BUDGET_BYTES = 6 * MIB  # less than the 8 MiB of weights
-ADAM: dict[str, Any] = {
-    "lr": 1e-3,
-    "betas": (0.9, 0.95),
-    "eps": 1e-8,
-    "weight_decay": 0.1,
-}
+ADAM: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 Tensors = dict[str, torch.Tensor]  # a loss or a weight by its name, on the CPU
 Progress = Callable[[str], None]
@@ -55,10 +50,7 @@ class SmallModel(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(
             nn.Sequential(
-                nn.LayerNorm(WIDTH),
-                nn.Linear(WIDTH, HIDDEN),
-                nn.GELU(),
-                nn.Linear(HIDDEN, WIDTH),
+                nn.LayerNorm(WIDTH), nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH)
             )
             for _ in range(NUM_BLOCKS)
         )
@@ -72,9 +64,7 @@ class SmallModel(nn.Module):
 def command(_: argparse.Namespace, progress: Progress) -> Answer:
     """Run the checks for the command. The status is 1 if one fails."""
     checks = run(progress)
-    advice = (
-        "To report a problem, send this output and that of: stronghold doctor --report"
-    )
+    advice = "To report a problem, send this output and that of: stronghold doctor --report"
     text = "\n".join([*map(str, checks), advice])
     return Answer(text=text, status=0 if all(check.passed for check in checks) else 1)
 
@@ -122,12 +112,8 @@ def check_memory(report: MemoryReport) -> Check:
         ("GPU", report.gpu_peak, report.gpu_planned),
         ("host", report.host_peak, report.host_planned),
     )
-    passed = report.gpu_peak <= BUDGET_BYTES and all(
-        peak == plan for _, peak, plan in tiers
-    )
-    parts = [
-        f"{name} {peak / MIB:.2f} of {plan / MIB:.2f} MiB" for name, peak, plan in tiers
-    ]
+    passed = report.gpu_peak <= BUDGET_BYTES and all(peak == plan for _, peak, plan in tiers)
+    parts = [f"{name} {peak / MIB:.2f} of {plan / MIB:.2f} MiB" for name, peak, plan in tiers]
     return Check("memory", passed, f"peak of planned: {', '.join(parts)}")
 
 
@@ -190,9 +176,7 @@ def _train_windowed(device: torch.device) -> tuple[Tensors, MemoryReport]:
         "stronghold": {"gpu_memory": BUDGET_BYTES, "device": kind},
     }
     model, losses = _model(), []
-    engine, *_ = initialize(
-        model=model, config=config, model_parameters=model.parameters()
-    )
+    engine, *_ = initialize(model=model, config=config, model_parameters=model.parameters())
     try:
         for batch in _batches(device):
             loss = engine(*batch)

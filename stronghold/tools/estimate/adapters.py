@@ -40,9 +40,7 @@ class Adapters:
     precision: str = "bf16"
 
     def __str__(self) -> str:
-        where = (
-            "all linear modules" if self.targets is None else ", ".join(self.targets)
-        )
+        where = "all linear modules" if self.targets is None else ", ".join(self.targets)
         packed = "" if self.frozen is None else f" over {self.frozen} weights"
         return f"LoRA of rank {self.rank} on {where}{packed}"
 
@@ -59,9 +57,7 @@ def adapters_from_options(
         for option, value in (("--lora-targets", targets), ("--frozen", frozen)):
             if value is not None:
                 got = value if isinstance(value, str) else " ".join(value)
-                raise ConfigError(
-                    f"{option}: got {got}, expected it with --lora RANK alone"
-                )
+                raise ConfigError(f"{option}: got {got}, expected it with --lora RANK alone")
         return None
     if lora < 1:
         raise ConfigError(f"--lora: got {lora}, expected a rank of at least 1")
@@ -92,17 +88,12 @@ def with_adapters(module: nn.Module, adapters: Adapters) -> nn.Module:
     peft = _peft()
     modules, parameters = split_targets(adapters.targets, module)
     settings = peft.LoraConfig(
-        r=adapters.rank,
-        target_modules=modules,
-        target_parameters=parameters,
-        task_type="CAUSAL_LM",
+        r=adapters.rank, target_modules=modules, target_parameters=parameters, task_type="CAUSAL_LM"
     )
     try:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # advice about runs
-            adapted: nn.Module = peft.get_peft_model(
-                module, settings, autocast_adapter_dtype=False
-            )
+            adapted: nn.Module = peft.get_peft_model(module, settings, autocast_adapter_dtype=False)
     except Exception as error:
         reason = (str(error).splitlines() or [""])[0]
         raise ConfigError(

@@ -158,9 +158,7 @@ def _packings(bare: Estimate) -> dict[str, dict[str, Any]]:
         return {}
     rows = sorted(FORMATS.values(), key=_packed_size, reverse=True)
     return {
-        f"frozen: {row.name} (weights are rounded)": {
-            "model": model.with_frozen(row.name)
-        }
+        f"frozen: {row.name} (weights are rounded)": {"model": model.with_frozen(row.name)}
         for row in (rows if bare.plan is None else rows[-1:])
     }
 
@@ -181,12 +179,7 @@ def _near(question: Question, choice: Choice) -> Estimate | None:
     kept, window = len(plan.resident & blocks), plan.window
     largest = max((layout.layers[index].numel for index in blocks), default=0)
     held = max(1, GIB // max(1, largest * DTYPES[question.dtype].itemsize))
-    near = [
-        (kept, window),
-        (kept + held, window),
-        (kept, window + held),
-        (kept - 1, window),
-    ]
+    near = [(kept, window), (kept + held, window), (kept, window + held), (kept - 1, window)]
     if question.resident_layers is not None:
         near = near[::2]
     bounded = [(min(count, len(blocks)), slots) for count, slots in near if count >= 0]

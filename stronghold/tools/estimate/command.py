@@ -12,11 +12,7 @@ from pathlib import Path
 from stronghold.errors import ConfigError
 from stronghold.tools.answer import Answer, write_text
 from stronghold.tools.estimate.advice import with_advice
-from stronghold.tools.estimate.estimate import (
-    estimate,
-    with_fastest_chunk,
-    with_largest_batch,
-)
+from stronghold.tools.estimate.estimate import estimate, with_fastest_chunk, with_largest_batch
 from stronghold.tools.estimate.page import config_text, page
 from stronghold.tools.estimate.question import Question, question_from_options
 
@@ -48,9 +44,7 @@ def run(arguments: argparse.Namespace, _: Callable[[str], None]) -> Answer:
 def _question(arguments: argparse.Namespace) -> Question:
     """The question, with the batch and the chunk that the options leave to the estimate."""
     options = inspect.signature(question_from_options).parameters
-    question = question_from_options(
-        **{name: getattr(arguments, name) for name in options}
-    )
+    question = question_from_options(**{name: getattr(arguments, name) for name in options})
     if arguments.batch is None:
         if arguments.chunk == 0:
             question = replace(question, chunk=1)
@@ -67,6 +61,4 @@ def _check_output(arguments: argparse.Namespace) -> None:
         )
     for option, value in (("--write", arguments.write), ("--json", arguments.json)):
         if value and arguments.sweep:
-            raise ConfigError(
-                f"{option} and --sweep: expected one of them; a sweep is many plans"
-            )
+            raise ConfigError(f"{option} and --sweep: expected one of them; a sweep is many plans")

@@ -20,9 +20,7 @@ def config_of(question: Question, plan: Plan) -> dict[str, Any]:
     """
     blocks = question.model.layout.streamed
     kept = len(plan.resident.intersection(blocks))
-    section: dict[str, Any] = (
-        {} if question.states == EXACT else {"states": question.states}
-    )
+    section: dict[str, Any] = {} if question.states == EXACT else {"states": question.states}
     adapters = question.model.adapters
     if adapters is not None and adapters.frozen is not None:
         section["frozen"] = adapters.frozen
@@ -39,9 +37,7 @@ def config_of(question: Question, plan: Plan) -> dict[str, Any]:
         section |= {"window": plan.window, "prefetch": plan.prefetch}
     # in the blocks' order
     counts = Counter(plan.activations[index] for index in blocks)
-    section["activations"] = (
-        dict(counts) if len(counts) > 1 else next(iter(counts), "keep")
-    )
+    section["activations"] = dict(counts) if len(counts) > 1 else next(iter(counts), "keep")
     if plan.demand.chunk is not None:
         section["chunk"] = question.chunk
         if question.streams > 1:

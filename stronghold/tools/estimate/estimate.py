@@ -49,16 +49,7 @@ RESOURCES = {
     "exchange": "network between nodes",
 }
 # Fields of a question in the JSON.
-ASKED = (
-    "dtype",
-    "states",
-    "batch",
-    "seq",
-    "accumulation",
-    "chunk",
-    "streams",
-    "clipping",
-)
+ASKED = ("dtype", "states", "batch", "seq", "accumulation", "chunk", "streams", "clipping")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,11 +84,7 @@ class Estimate:
     def step_s(self) -> float:
         # Loads and spills that overlap share a disk in the simulator by a rule that is a few per
         # cent generous: no step is faster than the disk.
-        return (
-            inf
-            if self.choice is None
-            else max(self.choice.step_s, self.limits.parts[DISK])
-        )
+        return inf if self.choice is None else max(self.choice.step_s, self.limits.parts[DISK])
 
     @property
     def tokens_per_s(self) -> float:
@@ -123,13 +110,9 @@ class Estimate:
         plan, work = self.plan, self.question.work
         if plan is None:
             return {}
-        total_s = work.micro_batches * (
-            work.forward_s + work.backward_s(plan.activations)
-        )
+        total_s = work.micro_batches * (work.forward_s + work.backward_s(plan.activations))
         products_s = self.limits.parts[COMPUTE]
-        decoding_s = (
-            2 * work.micro_batches * sum(layer.decode_s for layer in work.layers)
-        )
+        decoding_s = 2 * work.micro_batches * sum(layer.decode_s for layer in work.layers)
         return {
             "products and attention": products_s,
             "other operators": total_s - products_s - decoding_s,
@@ -169,10 +152,7 @@ class Estimate:
             return {}
         waiting = {"activations": plan.offloaded_bytes}
         tiers = {
-            "gpu": (
-                question.gpu_bytes,
-                plan.gpu_bytes | {"activations": plan.activation_bytes},
-            ),
+            "gpu": (question.gpu_bytes, plan.gpu_bytes | {"activations": plan.activation_bytes}),
             "host": (question.host_bytes // question.gpus, plan.host_bytes | waiting),
         }
         if question.nvme_bytes:
@@ -212,17 +192,12 @@ class Estimate:
                 for name, (budget, parts) in self.tiers.items()
             ],
             "reasons": self.reasons,
-            "timing": {name: getattr(self, name) for name in timed}
-            if self.fits
-            else None,
+            "timing": {name: getattr(self, name) for name in timed} if self.fits else None,
             "limits": asdict(self.limits),
             "break_even": asdict(self.break_even),
             "gains": [
                 {"change": change}
-                | {
-                    name: gained and getattr(gained, name)
-                    for name in ("step_s", "tokens_per_s")
-                }
+                | {name: gained and getattr(gained, name) for name in ("step_s", "tokens_per_s")}
                 for change, gained in self.gains
             ],
             "config": self.config,
@@ -249,12 +224,8 @@ def estimate(
             near=near,
         )
     except BudgetError as error:
-        return Estimate(
-            question=question, refusal=str(error), limits=_limits(question, None)
-        )
-    return Estimate(
-        question=question, choice=choice, limits=_limits(question, choice.plan)
-    )
+        return Estimate(question=question, refusal=str(error), limits=_limits(question, None))
+    return Estimate(question=question, choice=choice, limits=_limits(question, choice.plan))
 
 
 def fits(question: Question) -> bool:

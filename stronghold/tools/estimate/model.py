@@ -29,11 +29,7 @@ from stronghold.optim.states import EXACT, Formats
 from stronghold.streaming.formats import CAST, ModelFormats, model_formats
 from stronghold.streaming.patches.meta_autocast import autocast_on_meta
 from stronghold.streaming.patches.modules import build_from_config
-from stronghold.tools.estimate.adapters import (
-    Adapters,
-    packed_weights,
-    with_adapters,
-)
+from stronghold.tools.estimate.adapters import Adapters, packed_weights, with_adapters
 
 CONFIG = "config.json"
 MOST_LAYERS = 1000  # eight times what the deepest models have
@@ -48,9 +44,7 @@ class MetaModel:
         adapters: train alone, over frozen weights. None: all weights train.
     """
 
-    def __init__(
-        self, config: Any, source: Path | None, adapters: Adapters | None = None
-    ) -> None:
+    def __init__(self, config: Any, source: Path | None, adapters: Adapters | None = None) -> None:
         self._config = config
         self._source = source
         self.adapters = adapters
@@ -97,9 +91,7 @@ class MetaModel:
     def with_frozen(self, frozen: str) -> MetaModel:
         """Store the frozen weights in the format of this name. The model must have adapters."""
         assert self.adapters is not None
-        return MetaModel(
-            self._config, self._source, replace(self.adapters, frozen=frozen)
-        )
+        return MetaModel(self._config, self._source, replace(self.adapters, frozen=frozen))
 
     def costs_of(self, batch: int, seq: int, dtype: str) -> ModelCosts:
         """The costs of `batch` sequences of `seq` tokens in `dtype` ("bf16", "fp16", "fp32").
@@ -133,9 +125,7 @@ class MetaModel:
 
 
 def _formats_of(
-    module: nn.Module,
-    packed: Mapping[nn.Parameter, PackedParameter],
-    adapters: Adapters | None,
+    module: nn.Module, packed: Mapping[nn.Parameter, PackedParameter], adapters: Adapters | None
 ) -> ModelFormats:
     """The formats by the engine's rule: one for parameters, one for each dtype of inner tensors."""
     return model_formats(
@@ -156,9 +146,7 @@ def from_config(path: Path, adapters: Adapters | None = None) -> MetaModel:
     """
     file = path / CONFIG if path.is_dir() else path
     if not file.is_file():
-        problem = (
-            f"has no {CONFIG}" if path.is_dir() else "is neither a directory nor a file"
-        )
+        problem = f"has no {CONFIG}" if path.is_dir() else "is neither a directory nor a file"
         raise ConfigError(
             f"--model {path}: {problem}; expected a local directory of a Hugging Face model, or "
             f"its {CONFIG} (weights are not needed), or --layers, --hidden, --heads and --vocab"
@@ -233,11 +221,7 @@ def _read(file: Path) -> Any:
         raise ConfigError(
             f"--model {file}: model_type: got {kind!r}, which transformers "
             f"{transformers.__version__} does not know; expected the {CONFIG} of one of its models"
-            + (
-                " (custom code is not run)"
-                if isinstance(raw, dict) and "auto_map" in raw
-                else ""
-            )
+            + (" (custom code is not run)" if isinstance(raw, dict) and "auto_map" in raw else "")
         )
     try:
         return transformers.AutoConfig.for_model(kind, **raw)

@@ -26,9 +26,7 @@ def page(estimate: Estimate, *, config_path: str | None = None) -> str:
         blocks.append(_wrap(estimate.refusal))
     blocks.append([line for note in estimate.notes for line in _wrap(f"note: {note}")])
     blocks.append(_memory(estimate))
-    reasons = [
-        line for reason in estimate.reasons for line in _wrap(reason, "  ", "    ")
-    ]
+    reasons = [line for reason in estimate.reasons for line in _wrap(reason, "  ", "    ")]
     blocks.append(["Plan", *reasons] if reasons else [])
     if estimate.fits:
         blocks.append(_prediction(estimate))
@@ -91,9 +89,7 @@ def _prediction(estimate: Estimate) -> list[str]:
     )
     return [
         "Prediction",
-        *_labelled(
-            "step", f"{seconds(estimate.step_s)}, {estimate.tokens_per_s:,.0f} tokens/s"
-        ),
+        *_labelled("step", f"{seconds(estimate.step_s)}, {estimate.tokens_per_s:,.0f} tokens/s"),
         *_labelled("bound", f"{bound}; then {rest}" if rest else bound),
         *(_labelled("lanes busy", busy) if busy else []),
         *(_labelled("compute", kinds) if kinds else []),
@@ -106,17 +102,13 @@ def _limit(estimate: Estimate) -> list[str]:
         distance = f"; the plan reaches {limits.seconds / estimate.step_s:.0%} of it"
     tokens = estimate.question.tokens / limits.seconds if limits.seconds > 0.0 else 0.0
     descending = sorted(limits.parts.items(), key=itemgetter(1), reverse=True)
-    parts = ", ".join(
-        f"{name} {seconds(value)}" for name, value in descending if value > 0.0
-    )
+    parts = ", ".join(f"{name} {seconds(value)}" for name, value in descending if value > 0.0)
     if limits.fill_s > 0.0:
         parts += f"; one layer's way in and out {seconds(limits.fill_s)}"
     even = estimate.break_even
     return [
         "Physical limit",
-        *_labelled(
-            "step", f"{seconds(limits.seconds)}, {tokens:,.0f} tokens/s{distance}"
-        ),
+        *_labelled("step", f"{seconds(limits.seconds)}, {tokens:,.0f} tokens/s{distance}"),
         *_labelled("set by", limits.bound),
         *_labelled("resources", parts),
         *_labelled(
@@ -131,10 +123,7 @@ def _gains(estimate: Estimate) -> list[str]:
     if not estimate.gains:
         return []
     width = max(LABEL, *(len(change) for change, _ in estimate.gains))
-    rows = [
-        f"  {change:<{width}}  {_gain(gain, estimate)}"
-        for change, gain in estimate.gains
-    ]
+    rows = [f"  {change:<{width}}  {_gain(gain, estimate)}" for change, gain in estimate.gains]
     return ["What more would buy", *rows]
 
 

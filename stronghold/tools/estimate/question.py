@@ -17,15 +17,7 @@ from stronghold.limits import update_cores
 from stronghold.model.costs import DTYPES, ModelCosts
 from stronghold.model.layout import ModelLayout, for_ranks
 from stronghold.optim import examples
-from stronghold.optim.states import (
-    EXACT,
-    LEAN,
-    Formats,
-    StateKind,
-    States,
-    one_format,
-    states_of,
-)
+from stronghold.optim.states import EXACT, LEAN, Formats, StateKind, States, one_format, states_of
 from stronghold.plan.cost import (
     Demand,
     Workload,
@@ -34,13 +26,7 @@ from stronghold.plan.cost import (
     with_decoding,
     workload_of,
 )
-from stronghold.plan.machine import (
-    MachineProfile,
-    Rates,
-    find_profile,
-    machine_names,
-    rates_of,
-)
+from stronghold.plan.machine import MachineProfile, Rates, find_profile, machine_names, rates_of
 from stronghold.streaming.formats import page_items
 from stronghold.tools.estimate.adapters import Adapters, adapters_from_options
 from stronghold.tools.estimate.model import MetaModel, from_config, from_sizes
@@ -130,8 +116,7 @@ class Question:
         """
         layout, loads = self.layout, self.costs.layers
         products = sum(
-            loads[index].forward_flops - loads[index].attention_flops
-            for index in layout.streamed
+            loads[index].forward_flops - loads[index].attention_flops for index in layout.streamed
         )
         numel = sum(layout.layers[index].num_parameters for index in layout.streamed)
         if not products or not numel:
@@ -161,9 +146,7 @@ class Question:
         total = 0
         for index in self.layout.streamed:
             layer = self.layout.layers[index]
-            total += weight_bytes(layer, self.formats) - trained_bytes(
-                layer, self.formats
-            )
+            total += weight_bytes(layer, self.formats) - trained_bytes(layer, self.formats)
         return total
 
     @property
@@ -282,27 +265,17 @@ def question_from_options(
     if no_overflow_check and precision != "bf16":
         raise ConfigError(
             f"--no-overflow-check: got it with --precision {precision}, expected bf16: "
-            + (
-                "fp16 scales the loss by it"
-                if precision == "fp16"
-                else "fp32 always has the check"
-            )
+            + ("fp16 scales the loss by it" if precision == "fp16" else "fp32 always has the check")
         )
     if early is not None and early < 0:
-        raise ConfigError(
-            f"--early: got {early}, expected a number of layers, or 0 for none"
-        )
+        raise ConfigError(f"--early: got {early}, expected a number of layers, or 0 for none")
     if optimizer.lower() not in examples():
         known = ", ".join(example["type"] for example in examples().values())
         hint = did_you_mean(optimizer.lower(), examples())
-        raise ConfigError(
-            f"--optimizer: got {optimizer!r}, expected one of {known}.{hint}"
-        )
+        raise ConfigError(f"--optimizer: got {optimizer!r}, expected one of {known}.{hint}")
     for option, rate in (("--wire", wire), ("--network", network)):
         if rate is not None and not 0.0 < rate < float("inf"):
-            raise ConfigError(
-                f"{option}: got {rate}, expected 1e9 bytes per second, above 0"
-            )
+            raise ConfigError(f"{option}: got {rate}, expected 1e9 bytes per second, above 0")
     # An option that has no effect without another is refused.
     for option, value, others, has_others in (
         ("--nvme-path", nvme_path, "--nvme SIZE", nvme is not None),
@@ -329,9 +302,7 @@ def question_from_options(
             "states, which host memory holds"
         )
     if base_on and gpus * nodes > 1:
-        raise ConfigError(
-            "--base-on nvme: got several ranks, expected one GPU on one node"
-        )
+        raise ConfigError("--base-on nvme: got several ranks, expected one GPU on one node")
     needs_disk = "--base-on nvme" if base_on else "--nvme" if nvme_bytes else None
     if needs_disk and None in (profile.nvme_read_gbps, profile.nvme_write_gbps):
         raise ConfigError(
@@ -389,10 +360,7 @@ def _bytes(option: str, text: str | None, default: int) -> int:
 
 # -- the model ------------------------------------------------------------------------------------
 def _model(
-    path: Path | None,
-    sizes: dict[str, int | None],
-    seq: int | None,
-    adapters: Adapters | None,
+    path: Path | None, sizes: dict[str, int | None], seq: int | None, adapters: Adapters | None
 ) -> MetaModel:
     named = [name for name, size in sizes.items() if size is not None]
     if path is not None:

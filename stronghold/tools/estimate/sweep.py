@@ -60,9 +60,7 @@ def draw(points: Sequence[tuple[int, Estimate]], axis: str, png: Path) -> None:
     The colour of a dot is that of the resource that bounds its step.
     """
     question = points[0][1].question
-    figure = plot.new_figure(
-        11.0, 4.6, f"{question.model.name}, {question.machine.name}"
-    )
+    figure = plot.new_figure(11.0, 4.6, f"{question.model.name}, {question.machine.name}")
     fitting = [(value, point) for value, point in points if point.fits]
     left, right = figure.subplots(1, 2)
     _draw_steps(left, fitting, axis)
@@ -121,9 +119,7 @@ def _mark_unfitting(axes: Axes, points: Sequence[tuple[int, Estimate]]) -> None:
             axes.axvline(value, color=plot.FAINT, linestyle=":")
             label = f"{value:,} does not fit "
             place = axes.get_xaxis_transform()
-            axes.text(
-                value, 0.5, label, transform=place, rotation=90, ha="right", va="center"
-            )
+            axes.text(value, 0.5, label, transform=place, rotation=90, ha="right", va="center")
 
 
 def _colour(point: Estimate) -> str:
@@ -137,9 +133,7 @@ def sweep(question: Question, axis: str) -> list[tuple[int, Estimate]]:
     the last but one.
     """
     if axis == "window" and not question.model.num_blocks:
-        raise ConfigError(
-            "--sweep window: the model has no repeated blocks, so there is no window"
-        )
+        raise ConfigError("--sweep window: the model has no repeated blocks, so there is no window")
     points: list[tuple[int, Estimate]] = []
     for value in _values(question, axis):
         points.append((value, estimate(_with(question, axis, value))))
@@ -152,10 +146,7 @@ def sweep(question: Question, axis: str) -> list[tuple[int, Estimate]]:
         largest = last_that(partial(_fits_with, question, axis), fitting, unfitting - 1)
         if largest > fitting:
             before.append(points[-2])
-        last = [
-            (value, estimate(_with(question, axis, value)))
-            for value in (largest, largest + 1)
-        ]
+        last = [(value, estimate(_with(question, axis, value))) for value in (largest, largest + 1)]
         points = [*before, *last]
     return points
 

@@ -8,9 +8,7 @@ import os
 import sys
 
 LAUNCHERS = {"accelerate", "accelerate-launch", "trl"}
-launches = not LAUNCHERS.isdisjoint(
-    os.path.basename(word) for word in sys.orig_argv[:3]
-)
+launches = not LAUNCHERS.isdisjoint(os.path.basename(word) for word in sys.orig_argv[:3])
 
 if os.environ.get("STRONGHOLD_CONFORMANCE_DEVICE") and not launches:
     from conformance_suite.accelerate import process
