@@ -268,7 +268,7 @@ def nvme(machine: str) -> str:
 def checkpoint(machine: str) -> str:
     import torch
 
-    from tests.support.checkpoints import assert_same, make_model, session, snapshot, train
+    from tests.support.checkpoints import assert_same, make_model, resume, session, snapshot, train
     from tests.support.training import operators_in_one_order
 
     section = {"device": machine, "window": 2, "cpu_threads": 2}
@@ -278,7 +278,7 @@ def checkpoint(machine: str) -> str:
             engine.save_checkpoint(folder)
             losses, expected = train(engine, 3), snapshot(engine)
         with session(make_model(seed=9), section=section, precision="bf16") as engine:
-            engine.load_checkpoint(folder)
+            resume(engine, folder)
             assert all(map(torch.equal, train(engine, 3), losses))
             assert_same(snapshot(engine), expected)
     return "goes on as if it had not stopped"

@@ -69,6 +69,8 @@ class Checkpoints:
         self._asynchronous = asynchronous
         self._team = CheckpointRanks(stack.ranks)
         self._running: Save | None = None
+        self._has_loaded = False  # a checkpoint with its state
+        self._random: dict[str, Any] | None = None  # its random states for this rank
 
     # -- saving -----------------------------------------------------------------------------------
     def save(
@@ -236,7 +238,8 @@ class Checkpoints:
         return str(path / team.slices.state), client
 
     def _restore(self, engine: Any, saved: ClientState, load: Load) -> None:
-        """Restore counters, data loader, loss scale and random states."""
+        """Restore counters, data loader and loss scale. Keep the random states for the program."""
+        self._has_loaded = True
         counters = load.manifest.counters
         for name in COUNTERS:
             setattr(engine, name, counters[name])
@@ -253,13 +256,21 @@ class Checkpoints:
             restore_scaler(self._optimizer.loss_scaler, saved.loss_scale)
         # If as many ranks load as saved, each takes its random states again. Otherwise the first
         # rank takes those of the first rank that saved, and the others keep theirs.
-        team, random = self._team, saved.random
-        of_ranks = saved.random_of_ranks or [random]
-        if random is not None and len(of_ranks) == team.num_ranks:
-            random = of_ranks[team.rank]
+        team, self._random = self._team, saved.random
+        of_ranks = saved.random_of_ranks or [saved.random]
+        if len(of_ranks) == team.num_ranks:
+            self._random = of_ranks[team.rank]
         elif team.rank > 0:
-            random = None
-        restore_random_states(random, self._stack.device)
+            self._random = None
+
+    def restore_random_states(self) -> None:
+        """Set the random generators to the states of the newest load, if it has any for this rank.
+
+        Raises ConfigError if no checkpoint was loaded.
+        """
+        if not self._has_loaded:
+            raise ConfigError("restore_random_states: call load_checkpoint first")
+        restore_random_states(self._random, self._stack.device)
 
     def _restore_step(self, engine: Any, saved: dict[str, Any] | None) -> None:
         """Restore the values of a step of which some micro-batches are done."""

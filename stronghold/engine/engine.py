@@ -829,8 +829,8 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         * `load_module_strict`: raise ConfigError if model and checkpoint differ in their names.
         * `load_optimizer_states`: load masters, moments and hyper-parameters too.
         * `load_lr_scheduler_states`: load the schedule of learning rates too.
-        * `load_module_only`: load the weights alone. Masters become these weights. Moments,
-          counters and random states stay. No code of the checkpoint runs. The client state is None
+        * `load_module_only`: load the weights alone. Masters become these weights. Moments and
+          counters stay. No code of the checkpoint runs. The client state is None
           if reading it would run code.
         * `custom_load_fn`: called as `custom_load_fn(src=state_dict, dst=module)` to place the
           weights.
@@ -838,7 +838,8 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         Returns the path of the state file and the client state, as DeepSpeed does. The client state
         has `ds_version`, the version that wrote it, beside the program's entries. Returns
         (None, None) without `tag` and without a file `latest`. Waits for a running save and for the
-        disk. Every rank calls the method.
+        disk. Every rank calls the method. Random generators stay as they are, as in DeepSpeed: see
+        `restore_random_states`.
 
         Every file is verified before anything in memory changes. Raises CheckpointError for files
         that are missing, cut off, changed or foreign. Raises ConfigError for a checkpoint of
@@ -854,6 +855,17 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
             weights_only=load_module_only,
             custom=custom_load_fn,
         )
+
+    def restore_random_states(self) -> None:
+        """Set the generators of Python, NumPy, torch and the GPU to their states at the save.
+
+        Call it after `load_checkpoint`, and after the data loader has skipped the samples of the
+        epoch that the run has seen. Then dropout draws what the uninterrupted run draws. If another
+        number of ranks saved, the first rank alone gets states.
+
+        Raises ConfigError if no checkpoint was loaded.
+        """
+        self._checkpoints.restore_random_states()
 
     def save_16bit_model(
         self,

@@ -9,6 +9,7 @@ Under DeepSpeed the Trainer runs on a CPU in fp32 alone.
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import deepspeed
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import IterableDataset
 from transformers import AutoModelForCausalLM, Trainer
 
 from stronghold.engine import StrongholdEngine
@@ -51,9 +53,10 @@ CONFIGURED: dict[str, Any] = {
 }
 
 
-def tiny_llama(*, tied: bool = False) -> nn.Module:
+def tiny_llama(*, tied: bool = False, **changed: Any) -> nn.Module:
     torch.manual_seed(0)
-    return llama_of(24, 52, 3, 2, 1, VOCABULARY, tie_word_embeddings=tied, use_cache=True)
+    options = {"tie_word_embeddings": tied, "use_cache": True, **changed}
+    return llama_of(24, 52, 3, 2, 1, VOCABULARY, **options)
 
 
 def samples(seed: int, number: int = NUM_SAMPLES) -> list[dict[str, torch.Tensor]]:
@@ -68,13 +71,14 @@ def train(
     model: nn.Module | None = None,
     *,
     resume: Path | None = None,
+    train_dataset: Any = None,
     **changed: Any,
 ) -> Trainer:
     """A Trainer after `train()`; its engine is alive."""
     trainer = Trainer(
         model=tiny_llama() if model is None else model,
         args=arguments(folder, settings, **changed),
-        train_dataset=samples(1),
+        train_dataset=train_dataset or samples(1),
         eval_dataset=samples(2, 4),
     )
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
@@ -247,17 +251,36 @@ def test_a_second_trainer_takes_the_model_over(trained: Any) -> None:
 SAVING = {"save_strategy": "steps", "save_steps": 2}
 
 
+class Shuffled(IterableDataset):  # type: ignore[type-arg]
+    """Samples in an order that Python's global generator draws."""
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        drawn = samples(1)
+        random.shuffle(drawn)
+        return iter(drawn)
+
+
 @pytest.mark.parametrize(
-    ("settings", "window"), [(CLIENT, 1), (CONFIGURED, 2)], ids=["client", "configured"]
+    ("settings", "step", "changed"),
+    [
+        (CLIENT, 4, {}),
+        # the global generators draw these orders, in the second epoch after dropout of the first
+        (CONFIGURED, 2, {"train_sampling_strategy": "group_by_length"}),
+        (CLIENT, 2, {"train_dataset": Shuffled(), "max_steps": 6}),
+    ],
+    ids=["random order", "by length", "iterable"],
 )
 def test_a_resumed_training_is_the_uninterrupted_one(
-    trained: Any, tmp_path: Path, settings: dict[str, Any], window: int
+    trained: Any, tmp_path: Path, settings: dict[str, Any], step: int, changed: dict[str, Any]
 ) -> None:
-    whole = trained(settings, **SAVING)
-    checkpoint = tmp_path / "0" / "checkpoint-4"
-    assert (checkpoint / "latest").read_text() == "global_step4"
-    elsewhere = {**settings, "stronghold": {"device": "emulated", "window": window}}
-    resumed = trained(elsewhere, resume=checkpoint, **SAVING)
+    """In the middle of an epoch, with dropout. `changed`: how the order of samples is drawn."""
+    changed = {**SAVING, **changed}
+    whole = trained(settings, tiny_llama(attention_dropout=0.3), **changed)
+    checkpoint = tmp_path / "0" / f"checkpoint-{step}"
+    assert (checkpoint / "latest").read_text() == f"global_step{step}"
+    elsewhere = {**settings, "stronghold": {"device": "emulated", "window": 2}}
+    other = tiny_llama(attention_dropout=0.3)
+    resumed = trained(elsewhere, other, resume=checkpoint, **changed)
     assert curve(resumed) == curve(whole)
     assert len(curve(whole).losses) == 6
     expected = whole.model.state_dict()

@@ -24,7 +24,7 @@ import torch
 from stronghold.checkpoint import directory
 from stronghold.checkpoint.files import write_durably
 from stronghold.checkpoint.weights import write_weights
-from tests.support.checkpoints import make_model, session, train, without_exchange
+from tests.support.checkpoints import make_model, resume, session, train, without_exchange
 from tests.support.children import Child
 
 OPTIONS: dict[str, Any] = {"precision": "bf16", "clipping": 0.5}
@@ -42,7 +42,8 @@ def save_for_ever(save_dir: Path, asynchronous: bool, done: int) -> None:
     """Train and save, saying each completed step through the pipe `done`."""
     section = {"async_checkpoint": asynchronous, "window": 2}
     with session(section=section, **OPTIONS) as engine:
-        engine.load_checkpoint(save_dir)
+        if engine.load_checkpoint(save_dir)[0] is not None:
+            engine.restore_random_states()
         while True:
             train(engine, 1)
             engine.save_checkpoint(save_dir)
@@ -427,7 +428,7 @@ def test_tensors_survive(tmp_path: Path) -> None:
     kill_while_saving(tmp_path / "elsewhere", False, 0.0)
     step = int((tmp_path / "elsewhere" / "latest").read_text().removeprefix("global_step"))
     with session(**OPTIONS) as engine:
-        engine.load_checkpoint(tmp_path / "elsewhere", tag="global_step1")
+        resume(engine, tmp_path / "elsewhere", tag="global_step1")
         train(engine, 1)
         assert all(map(torch.equal, train(engine, 3), expected))
     assert step >= 1

@@ -44,6 +44,7 @@ from tests.support.checkpoints import (
     command,
     make_batch,
     make_model,
+    resume,
     session,
     snapshot,
     train,
@@ -554,7 +555,7 @@ def test_a_manifest_of_another_form_is_refused(text: str, engine: Any, copy: Pat
 def refuses_or_loads(engine: Any, where: Path, before: dict[str, torch.Tensor]) -> Any:
     """The engine's state now; the same as before if the load was refused."""
     try:
-        engine.load_checkpoint(where)
+        resume(engine, where)
     except (CheckpointError, ConfigError) as error:
         said = str(error)
     else:
@@ -675,7 +676,7 @@ def test_a_name_may_begin_with_two_underscores(precision: str, tmp_path: Path) -
         engine.save_checkpoint(tmp_path)
         expected = snapshot(engine)
         train(engine, 1)
-        engine.load_checkpoint(tmp_path)
+        resume(engine, tmp_path)
         assert_same(snapshot(engine), expected)
         engine.save_16bit_model(tmp_path, "model.safetensors")
     assert "__scale" in load_file(tmp_path / "model.safetensors")

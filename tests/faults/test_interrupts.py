@@ -19,7 +19,7 @@ from stronghold.devices.emulated import EmulatedDevice
 from stronghold.streaming.activations.recompute import Recomputation, RecomputedModule
 from tests.models import HIDDEN
 from tests.support import children
-from tests.support.checkpoints import assert_same, session, snapshot
+from tests.support.checkpoints import assert_same, resume, session, snapshot
 from tests.support.checkpoints import train as train_steps
 from tests.support.insides import hooks_of
 from tests.support.interrupts import Stopped, at_bytecode
@@ -187,13 +187,13 @@ def test_an_interrupt_between_early_update_and_commit_leaves_one_step_or_says_so
         engine.save_checkpoint(tmp_path)
         before = snapshot(engine)
         expected = train_steps(engine, 1)
-        engine.load_checkpoint(tmp_path)
+        resume(engine, tmp_path)
         within = "/stronghold/streaming/early_updates.py"
         work = lambda: train_steps(engine, 1)  # noqa: E731
         count = at_bytecode(work, 0, within=within)
         assert len(first) == 2
         assert count > 100
-        engine.load_checkpoint(tmp_path)
+        resume(engine, tmp_path)
         num_torn = num_stopped = 0
         # a prime: each instruction of a loop has its turn
         for number in range(1, count + 1, 13):
@@ -203,13 +203,13 @@ def test_an_interrupt_between_early_update_and_commit_leaves_one_step_or_says_so
                 num_stopped += 1
             # the lanes' time decides which branches a step takes: it had fewer bytecodes
             else:
-                engine.load_checkpoint(tmp_path)
+                resume(engine, tmp_path)
                 continue
             if engine.inspect().torn is None:
                 assert_same(arrays_of(engine), without_chance(before))
             else:
                 num_torn += 1
-            engine.load_checkpoint(tmp_path)
+            resume(engine, tmp_path)
             assert_same(snapshot(engine), before)
         assert 0 < num_torn < num_stopped
         assert num_stopped > count // 13 // 2

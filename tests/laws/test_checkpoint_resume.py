@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 import stronghold
 from stronghold.checkpoint import directory, save
@@ -24,6 +25,7 @@ from tests.support.checkpoints import (
     make_batch,
     make_model,
     masters_of,
+    resume,
     session,
     snapshot,
     train,
@@ -62,7 +64,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(options: dict[str, Any], tmp_pat
     layouts = itertools.islice(itertools.cycle(LAYOUTS), first, first + STOPS)
     for stop, layout in zip(range(1, STOPS + 1), layouts, strict=True):
         with session(make_model(seed=9), section=layout, **options) as engine:
-            path, _ = engine.load_checkpoint(tmp_path, tag=f"global_step{stop}")
+            path, _ = resume(engine, tmp_path, tag=f"global_step{stop}")
             assert Path(path).parent == tmp_path / f"global_step{stop}"
             resumed = train(engine, STOPS - stop + NEXT)
             assert all(map(torch.equal, resumed, losses[stop * gas :])), f"stop {stop}, {layout}"
@@ -76,7 +78,7 @@ def test_a_run_can_go_back_to_its_own_checkpoint(tmp_path: Path) -> None:
         engine.save_checkpoint(tmp_path)
         losses, after = train(engine, 4), snapshot(engine)
         for _ in range(2):
-            engine.load_checkpoint(tmp_path)
+            resume(engine, tmp_path)
             assert all(map(torch.equal, train(engine, 4), losses))
             assert_same(snapshot(engine), after)
 
@@ -92,12 +94,50 @@ def test_counters_tags_client_state_and_generators_return(tmp_path: Path) -> Non
     assert (tmp_path / "latest").read_text() == "global_step3"
     assert (tmp_path / "other" / "mp_rank_00_model_states.pt").exists()
     with session() as engine:
-        path, client = engine.load_checkpoint(tmp_path)
+        path, client = resume(engine, tmp_path)
         assert path == str(tmp_path / "global_step3" / "mp_rank_00_model_states.pt")
         version = importlib.metadata.version("deepspeed")
         assert client == {"epoch": 2, "best": [0.5, None], "ds_version": version}
         assert (engine.global_steps, engine.micro_steps, engine.global_samples) == (3, 3, 6)
         assert (random.random(), np.random.random(), torch.rand(1)) == expected
+
+
+def epoch(engine: Any, folder: Path, num_done: int = 0) -> tuple[list[int], list[Any]]:
+    """A loop over an epoch of eight samples in random order, with a checkpoint after three.
+
+    `num_done`: the run begins after a checkpoint at this sample. Returns its samples and losses,
+    each with the next draws of Python and NumPy.
+    """
+    random.seed(7), np.random.seed(7), torch.manual_seed(7)
+    if num_done:
+        engine.load_checkpoint(folder)
+    seen: list[int] = []
+    losses: list[Any] = []
+    for number, sample in enumerate(DataLoader(range(8), shuffle=True, batch_size=None)):
+        if number < num_done:
+            continue
+        if number == num_done > 0:
+            engine.restore_random_states()
+        loss = engine(**make_batch(sample)).loss
+        engine.backward(loss)
+        engine.step()
+        seen.append(sample)
+        losses.append((loss.item(), random.random(), np.random.random()))
+        if number == 2:
+            engine.save_checkpoint(folder)
+    return seen, losses
+
+
+def test_a_loop_that_resumes_within_an_epoch_goes_on_as_if_it_had_not_stopped(
+    tmp_path: Path,
+) -> None:
+    with session(precision="bf16") as engine:
+        with pytest.raises(ConfigError, match="restore_random_states: call load_checkpoint first"):
+            engine.restore_random_states()
+        seen, losses = epoch(engine, tmp_path)
+    with session(make_model(seed=9), precision="bf16") as engine:
+        assert epoch(engine, tmp_path, num_done=3) == (seen[3:], losses[3:])
+    assert sorted(seen) == list(range(8))
 
 
 def test_another_number_of_accumulation_steps_starts_at_a_boundary(tmp_path: Path) -> None:
@@ -163,7 +203,7 @@ def test_masters_are_the_same_numbers_in_every_precision(
         engine.save_checkpoint(tmp_path)
         expected = masters_of(engine)
     with session(make_model(seed=9), precision=target) as engine:
-        engine.load_checkpoint(tmp_path)
+        resume(engine, tmp_path)
         assert_same(masters_of(engine), expected)
         train(engine, 1)
 
@@ -244,13 +284,13 @@ def test_after_a_failed_save_beside_training_is_told_of_once_everything_goes_on(
             }[told_by]
             with pytest.raises(LaneError, match=r"publish bad .*No space left"):
                 call()
-            engine.load_checkpoint(tmp_path, tag="good")
+            resume(engine, tmp_path, tag="good")
             assert all(map(torch.equal, train(engine, 2), losses[2:4]))
             engine.save_checkpoint(tmp_path, tag="next")
             assert all(map(torch.equal, train(engine, 2), losses[4:]))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["good", "latest", "next"]
     with session() as engine:
-        engine.load_checkpoint(tmp_path)
+        resume(engine, tmp_path)
         assert all(map(torch.equal, train(engine, 2), losses[4:]))
 
 
@@ -285,7 +325,7 @@ def test_after_a_load_that_failed_halfway_nothing_goes_on_before_one_that_succee
                 engine.save_checkpoint(tmp_path / "torn")
             with pytest.raises(ConfigError, match=r"load_checkpoint\(.* did not end"):
                 engine.save_16bit_model(tmp_path / "torn")
-            engine.load_checkpoint(tmp_path)
+            resume(engine, tmp_path)
             assert all(map(torch.equal, train(engine, 2), expected)), number
 
 
@@ -346,7 +386,7 @@ def test_a_save_of_which_a_layer_failed_to_update_does_not_take_the_place_of_a_w
     with session() as engine:
         losses = train(engine, 2)
     with session() as engine:
-        engine.load_checkpoint(tmp_path)
+        resume(engine, tmp_path)
         assert all(map(torch.equal, train(engine, 1), losses[1:]))
 
 
@@ -372,7 +412,7 @@ def test_between_micro_batches_a_load_starts_the_step_again(tmp_path: Path) -> N
         expected = train(engine, 2)
         engine.backward(engine(**make_batch(7)).loss)
         engine.step()
-        engine.load_checkpoint(tmp_path)
+        resume(engine, tmp_path)
         assert all(map(torch.equal, train(engine, 2), expected))
 
 
@@ -388,7 +428,7 @@ def test_weights_can_be_placed_by_the_caller(tmp_path: Path) -> None:
         saved = {name: value.clone() for name, value in saved.items()}
     layout = {"resident_layers": 1, "window": 1}
     with session(make_model(seed=9), section=layout, precision="bf16") as engine:
-        engine.load_checkpoint(tmp_path, custom_load_fn=place)
+        resume(engine, tmp_path, custom_load_fn=place)
         for name, value in engine.module_state_dict().items():
             assert torch.equal(value, saved[name] * 2)
         loaded = snapshot(engine)
@@ -420,7 +460,7 @@ def test_a_backward_that_failed_between_early_updates_needs_no_checkpoint(tmp_pa
         random = "torch's random state"  # dropout has drawn
         assert_same({**now, random: before[random]}, before)
         train(engine, 1)
-        engine.load_checkpoint(tmp_path)
+        resume(engine, tmp_path)
         assert all(map(torch.equal, train(engine, 3), expected))
 
 
@@ -467,7 +507,7 @@ def test_frozen_parameters_can_be_left_out(tmp_path: Path) -> None:
         losses = train(engine, 2)
     for where in ("all", "trained"):
         with session(partly_frozen(0), precision="bf16") as engine:
-            engine.load_checkpoint(tmp_path / where)
+            resume(engine, tmp_path / where)
             assert all(map(torch.equal, train(engine, 2), losses))
     missing = pytest.raises(ConfigError, match=r"it has no transformer\.h\.1\.")
     with session(precision="bf16") as engine, missing:  # here they are trained

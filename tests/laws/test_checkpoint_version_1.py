@@ -21,7 +21,7 @@ from stronghold.checkpoint.manifest import MANIFEST, STATE, Manifest
 from stronghold.checkpoint.weights import fp32_state
 from stronghold.errors import CheckpointError
 from stronghold.optim.states import join_master
-from tests.support.checkpoints import assert_same, command, masters_of, snapshot
+from tests.support.checkpoints import assert_same, command, masters_of, resume, snapshot
 from tests.support.training import config, moments_of
 
 SAVED = Path(__file__).resolve().parents[1] / "support" / "version_1"
@@ -86,7 +86,7 @@ def test_every_bit_of_version_1_is_loaded(tag: str, section: dict[str, Any]) -> 
     weights, lows, moments = (stored(tag, kind) for kind in ("weights", "masters", "moments"))
     with session(tag, **section) as engine:
         train(engine, 1)
-        path, client = engine.load_checkpoint(SAVED, tag=tag)
+        path, client = resume(engine, SAVED, tag=tag)
         assert path == str(SAVED / tag / STATE)
         assert client["epoch"] == 2
         assert (engine.global_steps, engine.global_samples) == (3, 6)

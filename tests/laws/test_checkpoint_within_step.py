@@ -26,6 +26,7 @@ from tests.support.checkpoints import (
     make_batch,
     make_model,
     masters_of,
+    resume,
     session,
     settings_of,
     snapshot,
@@ -162,7 +163,7 @@ def assert_resumes(
     section = case.elsewhere if elsewhere else case.section
     for number, call in stops:
         with case.engine(section, seed=9) as engine:
-            engine.load_checkpoint(folder, tag=f"{number} {call}")
+            resume(engine, folder, tag=f"{number} {call}")
             ran_backward = call == "backward"
             resumed = walk(case, engine, ran_backward=ran_backward)
             first = number if ran_backward else number + 1
@@ -242,7 +243,7 @@ def test_a_step_of_any_number_of_backwards_resumes(tmp_path: Path) -> None:
         end = state_of(engine)
         assert engine.global_samples == 9 * engine.train_micro_batch_size_per_gpu()
     with case.engine(RECOMPUTE, seed=9) as engine:
-        engine.load_checkpoint(tmp_path)
+        resume(engine, tmp_path)
         assert all(map(torch.equal, backwards(engine, range(5, 9)), losses))
         engine.step()
         assert_same(state_of(engine), end)
@@ -351,11 +352,11 @@ def test_a_load_within_a_step_drops_the_sums_of_the_engine(tag: str, tmp_path: P
     case = CASES["keep"]
     saved_within_step(tmp_path)
     with case.engine(seed=9) as engine:
-        engine.load_checkpoint(tmp_path, tag=tag)
+        resume(engine, tmp_path, tag=tag)
         seen, end = walk(case, engine), state_of(engine)
     with case.engine(seed=9) as engine:
         walk(case, engine, 1)
-        engine.load_checkpoint(tmp_path, tag=tag)
+        resume(engine, tmp_path, tag=tag)
         assert_same_events(walk(case, engine), seen)
         assert_same(state_of(engine), end)
 
@@ -406,7 +407,7 @@ def test_sums_of_another_share_or_scale_are_refused_by_name(tmp_path: Path) -> N
 def test_sums_are_the_same_numbers_in_bf16_and_fp32(tmp_path: Path) -> None:
     saved_within_step(tmp_path)
     with session(precision="fp32", accumulation=MICRO_BATCHES) as engine:
-        engine.load_checkpoint(tmp_path, tag="within")
+        resume(engine, tmp_path, tag="within")
         engine.save_checkpoint(tmp_path, tag="again")
     sums, again = (
         {k: v for k, v in stored_tensors(tmp_path / tag).items() if k.startswith(SUMS)}

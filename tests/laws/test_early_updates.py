@@ -29,7 +29,7 @@ from stronghold.streaming.early_updates import FREE_MISSES
 from stronghold.streaming.optimizer import make_scaler
 from tests.faults.test_lane_failures import WITHIN_S, fail_backward, fail_in, run_steps
 from tests.models import MODELS, loss_of
-from tests.support.checkpoints import assert_same, session, snapshot, train
+from tests.support.checkpoints import assert_same, resume, session, snapshot, train
 from tests.support.mixed import MIXED, OWN
 from tests.support.pairs import each, pairs
 from tests.support.places import on_gpu
@@ -544,7 +544,7 @@ def test_a_run_resumes_with_another_number_of_early_layers(
         expected = snapshot(engine)
     for count in (0, 1, 3, "all"):
         with session(section={"window": 1, "early_layers": count}, **options) as engine:
-            engine.load_checkpoint(tmp_path)
+            resume(engine, tmp_path)
             assert all(map(torch.equal, train(engine, 3), losses))
             assert_same(snapshot(engine), expected)
 

@@ -95,6 +95,13 @@ def train(engine: Any, steps: int) -> list[torch.Tensor]:
     return losses
 
 
+def resume(engine: Any, *arguments: Any, **options: Any) -> tuple[str | None, Any]:
+    """`load_checkpoint` and the random states of the save, with which dropout goes on."""
+    result = engine.load_checkpoint(*arguments, **options)
+    engine.restore_random_states()
+    return result
+
+
 def snapshot(engine: Any) -> dict[str, torch.Tensor]:
     """Everything that a load may change, by name."""
     engine.synchronize()

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from tests.conftest import choose_kernels
-from tests.support.checkpoints import assert_same, session, snapshot, train
+from tests.support.checkpoints import assert_same, resume, session, snapshot, train
 from tests.support.saved import has_saved_tensor_hooks
 
 Round = Callable[[], None]
@@ -139,7 +139,7 @@ class Place:
             self.end = snapshot(engine)
         with session(**self._options) as engine:
             self._round(engine)
-            engine.load_checkpoint(self.checkpoint)
+            resume(engine, self.checkpoint)
             begun = time.perf_counter()
             self._round(engine)
             self.seconds = time.perf_counter() - begun
@@ -163,7 +163,7 @@ class Place:
             if not fresh:
                 self._round(engine)
             where = self._interrupted(engine, way, chosen)
-            engine.load_checkpoint(self.checkpoint)
+            resume(engine, self.checkpoint)
             losses = train(engine, AFTER)
             assert len(losses) == len(self.losses)
             for step, (loss, other) in enumerate(zip(losses, self.losses, strict=True)):
