@@ -103,6 +103,7 @@ class Checkpoints:
         self.wait()
         runtime = self._stack.runtime
         runtime.ledger.check()
+        self._stack.partition.names.check()
         if runtime.ledger.is_in_step:
             _check_sums(self._stack)
         within_step = runtime.ledger.is_in_step

@@ -216,6 +216,8 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
             self.settings.warn_of_ignored()
         size = batch_size(inputs, kwargs)
         with_graph = torch.is_grad_enabled()
+        if with_graph:
+            self._stack.partition.names.check()
         if self._stack.can_train:
             waits = self._user_backward.waits
             self._refinement.begin_forward(size, trains=with_graph, waits=waits)

@@ -41,7 +41,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from operator import itemgetter
+from operator import is_, itemgetter
 from typing import Any, Protocol
 
 import torch
@@ -94,6 +94,40 @@ class Layer:
     packed: tuple[PackedParameter, ...] = ()
 
 
+class ModelNames:
+    """The parameters of a model under all their names, as they are when this object is made."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._parameters = dict(model.named_parameters(remove_duplicate=False))
+        self._tables = [
+            table for module in model.modules() for table in (module._modules, module._parameters)
+        ]
+        self._entries = self._read()
+
+    def _read(self) -> list[nn.Module | nn.Parameter | None]:
+        return [entry for table in self._tables for entry in table.values()]
+
+    def check(self) -> None:
+        """Raise ConfigError if a name of a parameter has come, gone, or another parameter."""
+        entries = self._read()
+        if len(entries) == len(self._entries) and all(map(is_, entries, self._entries)):
+            return
+        parameters = dict(self._model.named_parameters(remove_duplicate=False))
+        for name in {**self._parameters, **parameters}:
+            before, now = self._parameters.get(name), parameters.get(name)
+            if before is not now:
+                change = "is another parameter"
+                if before is None or now is None:
+                    change = "is new" if before is None else "is gone"
+                raise ConfigError(
+                    f"{name} {change}: the model was changed after stronghold.initialize, and the "
+                    "engine trains and saves the parameters that it had. Change the model (a head, "
+                    "adapters, blocks) before stronghold.initialize, or call engine.destroy(), "
+                    "change it, and initialize again"
+                )
+
+
 # without slots, so that `stored` is made once
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Partition:
@@ -101,6 +135,7 @@ class Partition:
 
     layers: tuple[Layer, ...]
     model: nn.Module
+    names: ModelNames
 
     @functools.cached_property
     def stored(self) -> frozenset[torch.Tensor]:
@@ -184,7 +219,7 @@ def partition(
     stay = {tensor for tensor in stored.buffers if owners[tensor] is None}
     moving = {tensor: aliases for tensor, aliases in names.items() if tensor not in stay}
     check_exactly_once(moving, result)
-    return Partition(layers=tuple(result), model=model)
+    return Partition(layers=tuple(result), model=model, names=ModelNames(model))
 
 
 def _in_range_order(

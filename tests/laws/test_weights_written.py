@@ -4,6 +4,7 @@ PyTorch; what cannot count is refused.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -254,6 +255,60 @@ def test_a_parameter_that_points_at_a_copy_of_itself_is_taken_back(section: str)
             parameter.data = parameter.data.clone()
         both.train(1)
         both.train(2)
+
+
+def swap(model: Any) -> None:
+    model.blocks[0], model.blocks[1] = model.blocks[1], model.blocks[0]
+
+
+def renew_a_bias(model: Any) -> None:
+    model.norm.bias = nn.Parameter(torch.ones_like(model.norm.bias))
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "head.weight is another parameter": lambda model: setattr(
+        model, "head", copy.deepcopy(model.head)
+    ),
+    "norm.bias is another parameter": renew_a_bias,
+    "blocks.0.norm1.weight is another parameter": swap,
+    "blocks.3.norm1.weight is new": lambda model: model.blocks.append(
+        copy.deepcopy(model.blocks[0])
+    ),
+    "blocks.2.norm1.weight is gone": lambda model: model.blocks.pop(2),
+    "blocks.1.adapter.weight is new": lambda model: model.blocks[1].add_module(
+        "adapter", nn.Linear(2, 2)
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("section", ["streamed", "whole"])
+def test_a_model_that_was_changed_is_neither_trained_nor_saved(
+    section: str, change: str, tmp_path: Path
+) -> None:
+    both = Twin(section=SECTIONS[section])
+    both.train(0)
+    CHANGES[change](both.model)
+    refused = pytest.raises(ConfigError, match=f"^{change}: the model was changed after")
+    with refused:
+        both.engine(**both.make_batch(1))
+    with refused:
+        both.engine.save_checkpoint(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    if CHANGES[change] is swap:
+        swap(both.model)
+        both.train(1)
+    both.engine.destroy()
+
+
+def test_a_buffer_that_is_new_is_saved(tmp_path: Path) -> None:
+    both = Twin()
+    both.model.blocks[1].register_buffer("extra", torch.full((3,), 7.0))
+    both.engine.save_checkpoint(tmp_path)
+    both.model.blocks[1].extra.zero_()
+    both.engine.load_checkpoint(tmp_path)
+    assert torch.equal(both.model.blocks[1].extra, torch.full((3,), 7.0))
+    both.engine.destroy()
 
 
 @pytest.mark.parametrize("section", SECTIONS)

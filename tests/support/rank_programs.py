@@ -215,9 +215,9 @@ def diverged(way: str) -> str:
     error_text = "nothing was raised"
     first, *others = model.blocks
     if rank() == 1 and way == "skips":
-        model.blocks = torch.nn.ModuleList([first, *others[1:]])
+        model.run = lambda x, _: torch.nn.Sequential(first, *others[1:])(x)
     if rank() == 1 and way == "order":
-        model.blocks = torch.nn.ModuleList([first, *others[::-1]])
+        model.run = lambda x, _: torch.nn.Sequential(first, *others[::-1])(x)
     more = {way} if rank() == 1 else set()
     try:
         loss = loss_of(engine(**make_batch(rank())))

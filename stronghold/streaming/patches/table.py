@@ -384,7 +384,12 @@ _WRITTEN = (
         "this table, and takes a tensor that is no parameter. Recomputation compares buffers and "
         "submodules before and after a forward.",
         file=_MODULES,
-        beside=("model/costs.py", _LOGITS, "streaming/activations/block_state.py"),
+        beside=(
+            "model/costs.py",
+            "model/partition.py",
+            _LOGITS,
+            "streaming/activations/block_state.py",
+        ),
     ),
     Patch(
         key="opt_called",
