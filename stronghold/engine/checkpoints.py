@@ -100,6 +100,7 @@ class Checkpoints:
         counters[GAS] = int(engine.gradient_accumulation_steps())
         if not save_dir:
             raise ConfigError(f"save_checkpoint: save_dir is {save_dir!r}, expected a directory")
+        self._stack.check_process("save_checkpoint")
         self.wait()
         runtime = self._stack.runtime
         runtime.ledger.check()
@@ -154,14 +155,14 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Wait until an asynchronous save is complete. Raises LaneError, once, if it failed."""
-        self._stack.check_process("a checkpoint")
-        if self._running is not None:
+        self._stack.check_process("a checkpoint", any_thread=True)
+        running = self._running
+        if running is not None:
             try:
-                self._running.wait()
-            except Exception:
-                self._running = None
-                raise
-            self._running = None
+                running.wait()
+            finally:
+                if running.ended and self._running is running:  # no Ctrl-C, no later save
+                    self._running = None
 
     def raise_failure(self) -> None:
         """Raise the error of an asynchronous save that has failed meanwhile, once. Waits for

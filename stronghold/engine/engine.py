@@ -207,6 +207,9 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         """
         if self._destroyed:  # the model is the user's again, or another engine's
             return self.module(*inputs, **kwargs)
+        with_graph = torch.is_grad_enabled()
+        if with_graph and self.module.training:
+            self._stack.trainer.enter()
         self._stack.check_here("engine.forward", evaluates=True)
         self._checkpoints.raise_failure()
         self._user_backward.check()
@@ -215,7 +218,6 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
             self._has_run = True
             self.settings.warn_of_ignored()
         size = batch_size(inputs, kwargs)
-        with_graph = torch.is_grad_enabled()
         if with_graph:
             self._stack.partition.names.check()
         if self._stack.can_train:
@@ -442,6 +444,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
     def _needed_optimizer(self, method: str) -> EngineOptimizer:
         """The optimizer. ConfigError without one, after `destroy`, and after `offload_states`."""
         self._check_alive(method)
+        self._stack.trainer.enter()
         self._stack.check_here(f"engine.{method}")
         if self.optimizer is None:
             raise ConfigError(
@@ -698,7 +701,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         """Wait until every parameter holds its newest value.
 
         Python code that reads or writes a parameter waits by itself, for that parameter. Extensions
-        in C++ and other threads do not wait: call this first. Without effect after `destroy`.
+        in C++ do not wait: call this first. Without effect after `destroy`.
 
         Raises LaneError if an update has failed.
         """

@@ -84,7 +84,8 @@ class Executor:
         self._device, self._host, self.layers = device, host, host.layers
         self._window, self._step, self._ledger, self._plan = window, step, ledger, plan
         self.bindings, self.performed = bindings, parts.performed
-        self._metrics, self._team, self.outside = (parts.metrics, parts.team, parts.outside)
+        self._metrics, self._team = parts.metrics, parts.team
+        self.outside, self.trainer = parts.outside, parts.trainer
         self.phase = Phase.IDLE
         self.weights = LayerWeights(parts, window, plan, self.bindings)
         self._on_gpu = device.torch_device.type != "cpu"

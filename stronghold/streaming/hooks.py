@@ -154,6 +154,10 @@ class Hooks:
 
     # -- the whole model --------------------------------------------------------------------------
     def _before_model(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        trainer = self._executor.trainer
+        if self._depth == 0 and module.training and torch.is_grad_enabled():
+            trainer.enter()
+        trainer.check("a forward of the model")  # before any change: the other thread is within one
         self._depth += 1  # before what may raise: `_after_model` follows
         self._check()
         if self._depth > 1 or self._executor.phase is Phase.BACKWARD:
@@ -170,6 +174,8 @@ class Hooks:
         self._before_model(module, args, kwargs)
 
     def _after_model(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._executor.trainer.is_another:
+            return
         self._depth -= 1
         if self._depth == 0:
             returned = output is not None  # torch passes None if the model raised
@@ -193,11 +199,13 @@ class Hooks:
 
     # -- layers -----------------------------------------------------------------------------------
     def _before_resident(self, index: int, module: nn.Module, args: Any) -> None:
+        self._executor.trainer.check("a forward of a part of the model")
         self._called_by_itself()
         self._residents.called(index)
         self._executor.begin_use(index, Kind.FORWARD)
 
     def _before_layer(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self._executor.trainer.check("a forward of a block")
         recomputing = self._executor.phase is Phase.BACKWARD
         self._running.append((index, module))
         self._called_by_itself()
@@ -241,6 +249,8 @@ class Hooks:
             self._executor.end_forward(index)
 
     def _after_layer(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
+        if self._executor.trainer.is_another:
+            return
         if self._running and self._running[-1] == (index, module):
             self._running.pop()
         self._activations.leave(index)

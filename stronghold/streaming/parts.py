@@ -29,6 +29,7 @@ from stronghold.plan.homes import GPU, HOST, Home
 from stronghold.plan.plan import Plan
 from stronghold.plan.schedule import Action, Kind
 from stronghold.streaming.steps import Groups, OptimizerSteps
+from stronghold.streaming.training_thread import TrainingThread
 from stronghold.telemetry.metrics import Metrics
 
 Written = Mapping[int, Collection[int]]
@@ -102,6 +103,7 @@ class Parts:
     metrics: Metrics
     team: Team
     outside: UnannouncedBackward = field(default_factory=UnannouncedBackward)
+    trainer: TrainingThread = field(default_factory=TrainingThread)
     performed: Performed = field(default_factory=Performed)
 
     @property

@@ -426,7 +426,7 @@ class Stack:
                 )
                 is_in_file = state.home_of("weights") is FILE
                 state.frozen_in_files = is_in_file and index in self.file_ranges
-        self.team, self.outside = made.team, made.outside
+        self.team, self.outside, self.trainer = made.team, made.outside, made.trainer
         self.parameters = parameters
         self.runtime = self._make_runtime(self.plan)
         # A large model takes minutes. A small one shows no bar.
@@ -510,9 +510,14 @@ class Stack:
         room = None if budget is None else budget - plan.host_total_bytes
         return Runtime(self._made, plan, host_room_bytes=room, check_trains=self.check_here)
 
-    def check_process(self, operation: str) -> None:
-        """Raise ConfigError in a forked child."""
+    def check_process(self, operation: str, *, any_thread: bool = False) -> None:
+        """Raise ConfigError in a forked child, and in another thread than the one that trains.
+
+        `any_thread`: the operation changes no layer's state.
+        """
         check_not_forked(self._process, operation)
+        if not any_thread:
+            self.trainer.check(operation)
 
     @property
     def can_train(self) -> bool:
@@ -525,7 +530,7 @@ class Stack:
         return self._off_device is OffDevice.EVERYTHING
 
     def check_here(self, operation: str, *, evaluates: bool = False) -> None:
-        """Raise ConfigError in a forked child, and while the model is away from the device.
+        """Raise ConfigError as `check_process` does, and while the model is away from the device.
 
         `evaluates`: the operation needs the weights alone.
         """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+import signal
 import threading
 import time
 import weakref
@@ -43,23 +44,22 @@ def run_steps(engine: Any, make_batch: Any, steps: range) -> None:
         engine.step()
 
 
-def in_time(work: Callable[[], None]) -> BaseException | None:
-    """Run `work` in a thread; its exception, or None. Fails when it does not end."""
-    raised: list[BaseException] = []
-    threads = torch.get_num_threads()
+def in_time(work: Callable[[], object]) -> BaseException | None:
+    """Call `work`; its exception, or None. Fails if it does not end."""
 
-    def run() -> None:
-        torch.set_num_threads(threads)  # as many add in the same order
-        try:
-            work()
-        except BaseException as error:
-            raised.append(error)
+    def hangs(*_: Any) -> None:
+        pytest.fail("hangs")
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(WITHIN_S)
-    assert not thread.is_alive(), "hangs"
-    return raised[0] if raised else None
+    before = signal.signal(signal.SIGALRM, hangs)
+    signal.setitimer(signal.ITIMER_REAL, WITHIN_S)
+    try:
+        work()
+    except Exception as error:
+        return error
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+    return None
 
 
 def fail_in(
