@@ -124,7 +124,8 @@ class ModelNames:
                     f"{name} {change}: the model was changed after stronghold.initialize, and the "
                     "engine trains and saves the parameters that it had. Change the model (a head, "
                     "adapters, blocks) before stronghold.initialize, or call engine.destroy(), "
-                    "change it, and initialize again"
+                    "change it, and initialize again. PEFT's merge_adapter, unmerge and unload "
+                    "change quantised weights, too"
                 )
 
 

@@ -246,6 +246,15 @@ def test_deepspeeds_functions_read_our_checkpoints(saved: Path, plugin: None) ->
         zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(saved), "no_such_tag")
 
 
+def test_the_script_beside_the_tags_writes_fp32_weights(saved: Path, tmp_path: Path) -> None:
+    run = [sys.executable, saved / "zero_to_fp32.py", saved, tmp_path]
+    subprocess.run(run, check=True, cwd=tmp_path)
+    merged = torch.load(tmp_path / "pytorch_model.bin")
+    masters = torch.load(saved / "plain.pt")["masters"]
+    for name, master in masters.items():
+        assert torch.equal(merged[name], master), name
+
+
 @pytest.mark.slow
 def test_the_installed_converters_read_our_export(saved: Path, tmp_path: Path) -> None:
     command("export", saved, tmp_path / "zero", "--to", "zero-stage2")

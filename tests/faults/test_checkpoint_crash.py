@@ -24,7 +24,14 @@ import torch
 from stronghold.checkpoint import directory
 from stronghold.checkpoint.files import write_durably
 from stronghold.checkpoint.weights import write_weights
-from tests.support.checkpoints import make_model, resume, session, train, without_exchange
+from tests.support.checkpoints import (
+    BESIDE_TAGS,
+    make_model,
+    resume,
+    session,
+    train,
+    without_exchange,
+)
 from tests.support.children import Child
 
 OPTIONS: dict[str, Any] = {"precision": "bf16", "clipping": 0.5}
@@ -255,7 +262,7 @@ def test_two_engines_that_save_one_tag_beside_each_other_leave_a_whole_one(tmp_p
                 engine.save_checkpoint(tmp_path, tag=REPEATED)
             for engine in (one, two):
                 engine.wait_for_checkpoint()
-            assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", REPEATED]
+            assert {path.name for path in tmp_path.iterdir()} == {REPEATED, *BESIDE_TAGS}
             saved = [engine.module_state_dict()["transformer.wte.weight"] for engine in (one, two)]
             saved = [values.clone() for values in saved]
             with session(**OPTIONS) as third:
@@ -371,7 +378,7 @@ def test_a_tag_that_stepped_aside_comes_back(
         assert tag.is_dir()
         tag.rename(tmp_path / directory.hidden_name(tag.name, "old"))
         engine.save_checkpoint(tmp_path)
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step1", "latest"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step1", *BESIDE_TAGS]
         engine.load_checkpoint(tmp_path)
 
 
@@ -392,7 +399,7 @@ def test_what_a_user_has_put_aside_is_left_alone(
             engine.load_checkpoint(tmp_path)
     assert sorted(path.name for path in (tmp_path / ".global_step1.old").iterdir()) == expected
     names = {path.name for path in tmp_path.iterdir()}
-    assert names == {".global_step1.old", "global_step1", "latest"}
+    assert names == {".global_step1.old", "global_step1", *BESIDE_TAGS}
 
 
 def test_a_file_system_that_refuses_to_exchange_names_has_two_renames(

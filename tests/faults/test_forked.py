@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from stronghold.engine import live_engines
-from tests.support.checkpoints import make_batch, session, train
+from tests.support.checkpoints import BESIDE_TAGS, make_batch, session, train
 from tests.support.children import run
 from tests.support.training import on
 
@@ -127,7 +127,7 @@ def test_a_child_ends_an_engine_without_a_trace(section: dict[str, Any], tmp_pat
             assert forked(lambda end=end: end([engine])) == "", name
             losses += train(engine, 1)
         engine.wait_for_checkpoint()
-        assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*ENDS, "latest"])
+        assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*ENDS, *BESIDE_TAGS])
     assert all(map(torch.equal, losses, expected))
 
 
@@ -152,5 +152,5 @@ def test_a_child_that_exits_during_an_asynchronous_save_ends(tmp_path: Path) -> 
     assert status == 0, said
     assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == [
         "global_step1",
-        "latest",
+        *BESIDE_TAGS,
     ]

@@ -19,6 +19,8 @@ from stronghold.tools.cli import main
 from tests.support.training import config, moments_of, on
 
 VOCABULARY = 61
+# what a save of a tag leaves beside it
+BESIDE_TAGS = ["latest", "zero_to_fp32.py"]
 SCHEDULE = {
     "type": "WarmupDecayLR",
     "params": {"warmup_num_steps": 5, "total_num_steps": 40, "warmup_max_lr": 1e-2},
