@@ -309,7 +309,10 @@ class HeldFile:
 
 
 def _open(path: Path, within: int | None) -> int:
-    """The descriptor of a file. It raises the soft limit of descriptors if that is reached."""
+    """The descriptor of a file. It raises the soft limit of descriptors if that is reached.
+
+    Raises OSError. At the hard limit, the message says how to raise it.
+    """
     # or a pipe without a writer would hang
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
     try:
@@ -317,8 +320,15 @@ def _open(path: Path, within: int | None) -> int:
     except OSError as error:
         # A load holds three files of every layer, and 1024 descriptors are the usual soft limit.
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if error.errno != errno.EMFILE or soft == hard:
+        if error.errno != errno.EMFILE:
             raise
+        if soft == hard:
+            raise OSError(
+                errno.EMFILE,
+                f"this process may open {hard} files, and a load opens three of each layer and "
+                "rank at once: raise the limit (ulimit -Hn 4096 as root, docker run --ulimit "
+                "nofile=4096)",
+            ) from error
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         return os.open(path, flags, dir_fd=within)
 

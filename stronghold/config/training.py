@@ -454,10 +454,14 @@ def settings_from_client_optimizer(optimizer: object) -> tuple[OptimizerSettings
     client = type(optimizer)
     known = optimizer_of_class(client)
     if known is None:
+        name = f"{client.__module__}.{client.__qualname__}"
+        is_small = name.startswith(("bitsandbytes.", "torchao.")) or "Adafactor" in name
+        lean = 'For less memory set "stronghold": {"states": "lean"}: 8-bit moments. '
         raise ConfigError(
-            f"optimizer: {client.__module__}.{client.__qualname__} cannot run on the CPU here. "
+            f"optimizer: {name} cannot run on the CPU here. {lean if is_small else ''}"
             f"Pass {listed(known_classes(), 'or')}, or leave the optimizer out and set "
-            f'"optimizer": {{"type": ...}} in the config to {_usable_types()}.'
+            f'"optimizer": {{"type": ...}} in the config to {_usable_types()}. Of the Trainer\'s '
+            'optim= "adamw_torch", "adamw_torch_fused" and "sgd" work.'
         )
     cls, base = known
     groups: list[dict[str, Any]] = optimizer.param_groups  # type: ignore[attr-defined]

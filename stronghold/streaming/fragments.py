@@ -168,7 +168,9 @@ class Fragment(Access):
         if not stack.runtime.ledger.is_in_step:
             raise ConfigError(
                 f"{name}: gradients are only available after engine.backward and before the "
-                "engine.step that uses them"
+                "engine.step that uses them. The Trainer's on_pre_optimizer_step comes later: let "
+                "parameter.register_hook(function), or register_post_accumulate_grad_hook, see "
+                "each gradient as it arrives"
             )
         stack.device.check()
         return stack.runtime.step.pending

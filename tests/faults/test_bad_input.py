@@ -10,9 +10,12 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import bitsandbytes
 import pytest
 import torch
+import torchao.optim
 from torch import nn
+from transformers.optimization import Adafactor
 
 import stronghold
 from stronghold.devices import base
@@ -296,6 +299,11 @@ def test_calls_that_are_refused(allocations: list[str]) -> None:
     advice = ("RMSprop cannot run on the CPU here", r"torch\.optim\.AdamW")
     client = torch.optim.RMSprop(model.parameters(), lr=0.1)
     refused(allocations, model, config(), ConfigError, *advice, optimizer=client)
+    optim = r'Trainer\'s optim= "adamw_torch", "adamw_torch_fused" and "sgd" work'
+    for small in (bitsandbytes.optim.PagedAdamW8bit, torchao.optim.AdamW8bit, Adafactor):
+        advice = (f"{small.__mro__[0].__name__} cannot run", r'\{"states": "lean"\}: 8-bit', optim)
+        client = small(model.parameters())
+        refused(allocations, model, config(), ConfigError, *advice, optimizer=client)
 
 
 @pytest.mark.parametrize("kind", ["transposed", "strided", "expanded"])

@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -50,6 +51,7 @@ from tests.support.checkpoints import (
     train,
     without_exchange,
 )
+from tests.support.children import run
 from tests.support.mutations import mutated
 
 TAG = "global_step3"
@@ -689,6 +691,23 @@ def test_the_formats_own_key_is_refused_as_a_name(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="__metadata__: safetensors keeps this name"):
             engine.save_checkpoint(tmp_path / "saved")
         assert list((tmp_path / "saved").iterdir()) == []
+
+
+SMALL_LIMIT = """
+import resource, sys
+from pathlib import Path
+from stronghold.checkpoint.files import HeldFile
+used = len(list(Path("/proc/self/fd").iterdir()))
+resource.setrlimit(resource.RLIMIT_NOFILE, (used + 2, used + 2))
+held = [HeldFile(Path(sys.argv[1])) for _ in range(10)]
+"""
+
+
+def test_a_limit_of_open_files_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    status, said = run(SMALL_LIMIT, tmp_path / "file", folder=tmp_path)
+    assert status == 1
+    assert re.search(r"CheckpointError: .* this process may open \d+ files, .*ulimit -Hn", said)
 
 
 # -- pickles --------------------------------------------------------------------------------------
