@@ -69,7 +69,7 @@ def paced(args: argparse.Namespace, *, chunked: bool) -> dict[str, float]:
         engine.destroy()
         spans = list(read(trace))
     found = {"step": statistics.median(steps)}
-    for lane in ("compute", "fetch", "drain", "update"):
+    for lane in ("compute", "fetch", "offload", "update"):
         total = sum(span.duration_s for span in spans if span.lane == lane)
         found[lane] = total / (warm_up + args.steps)
     return found
@@ -142,7 +142,7 @@ def page(
         f"window of 3; {args.sequences} sequences a step, medians of {args.steps} steps, "
         "milliseconds.",
         "",
-        "| order | step | compute | fetch | drain | update | step over the longest lane |",
+        "| order | step | compute | fetch | offload | update | step over the longest lane |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, found in order.items():

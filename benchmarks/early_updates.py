@@ -37,7 +37,7 @@ from tests.support.training import config, initialized
 NUMEL = 1 << 19  # of a layer, in fp32
 FORWARD_S = 0.006  # of a layer; backward takes twice that
 UPDATE_BYTES = 28  # that a step of an fp32 parameter moves
-LANES = ("compute", "fetch", "drain", "gradients", "update")
+LANES = ("compute", "fetch", "offload", "gradients", "update")
 NEVER, ALWAYS = 1e6, 1e-6  # clips
 WARM_UP = 3
 
@@ -113,7 +113,7 @@ def measure(load: float, args: argparse.Namespace) -> list[dict[str, Any]]:
         busy = result["busy"]
         compute_s = 3 * FORWARD_S * args.layers
         update_s = load * 2 * FORWARD_S * args.layers
-        bound_s = max(compute_s, update_s, busy["fetch"], busy["drain"])
+        bound_s = max(compute_s, update_s, busy["fetch"], busy["offload"])
         rows.append(
             {
                 "load": load,

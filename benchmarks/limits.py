@@ -146,7 +146,8 @@ def rates_in_words(machine: MachineProfile) -> str:
     flops = ", ".join(f"{name} {rate / 1e12:.3g}" for name, rate in machine.flops.items())
     return (
         f"Rates of this run: host to device {machine.fetch_gbps:.3g} GB/s, back "
-        f"{machine.drain_gbps:.3g}, both {machine.duplex_gbps:.3g}; host memory {memory:.3g} GB/s; "
+        f"{machine.offload_gbps:.3g}, both {machine.duplex_gbps:.3g}; host memory {memory:.3g} "
+        "GB/s; "
         f"matrix products, TFLOPS: {flops}."
     )
 

@@ -293,7 +293,7 @@ def doctor(machine: str) -> str:
     rates = found.profile
     adam, bf16 = max(rates.adam_gbps.values()), rates.flops["bf16"] / 1e12
     return (
-        f"to the device {rates.fetch_gbps:.3g} GB/s, back {rates.drain_gbps:.3g}, both "
+        f"to the device {rates.fetch_gbps:.3g} GB/s, back {rates.offload_gbps:.3g}, both "
         f"{rates.duplex_gbps:.3g}; Adam {adam:.3g} GB/s; bf16 {bf16:.3g} TFLOPS"
         + (f"; not pinned: {found.pin_error}" if found.pin_error else "")
     )

@@ -159,7 +159,7 @@ UPDATES = [
         "overflow_skips",
     ),
     Mutant(
-        "an update does not wait for the drain",
+        "an update does not wait for the offload",
         "streaming/layer_operation.py",
         "            reads=(gradients.record,),\n            writes=writes,\n",
         "            writes=writes,\n",

@@ -34,7 +34,7 @@ class Stronghold(Method):
         self.notes.append(self.engine.plan.reasons[0] if self.engine.plan.reasons else "")
 
     def step(self, batches: list[Batch]) -> torch.Tensor:
-        self._moved = {"fetch": 0, "drain": 0}
+        self._moved = {"fetch": 0, "offload": 0}
         loss = engine_step(self.engine, batches)
         self.link_bytes = sum(self._moved.values())
         return loss
@@ -59,7 +59,7 @@ class Stronghold(Method):
     def _count_transfers(self) -> None:
         """Sum the bytes of every copy by the lane that makes it."""
         device = self.engine.inspect().device
-        copy, self._moved = device.copy, {"fetch": 0, "drain": 0}
+        copy, self._moved = device.copy, {"fetch": 0, "offload": 0}
 
         def counted(target: torch.Tensor, source: torch.Tensor) -> None:
             lane = threading.current_thread().name.rpartition(":")[2]

@@ -625,7 +625,7 @@ class DelayedRead:
         return values
 
 
-EVERY_DEVICE = (LaneName.FETCH, LaneName.DRAIN, LaneName.GRADIENTS, LaneName.UPDATE)
+EVERY_DEVICE = (LaneName.FETCH, LaneName.OFFLOAD, LaneName.GRADIENTS, LaneName.UPDATE)
 
 
 class Device(ABC):
@@ -633,7 +633,7 @@ class Device(ABC):
 
     Every device has these lanes:
         fetch: weights, host to device (prefetch).
-        drain: gradients, device to host.
+        offload: gradients, device to host.
         gradients: merges, sums and norms of gradients on the host.
         update: optimizer steps on the host. It is apart from `gradients`, because the gate waits
             for norms and must not wait behind updates that began before it.
@@ -655,7 +655,7 @@ class Device(ABC):
     """
 
     fetch: Lane
-    drain: Lane
+    offload: Lane
     gradients: Lane
     update: Lane
     compute: ComputeLane
@@ -681,7 +681,7 @@ class Device(ABC):
             for name in EVERY_DEVICE:
                 undo.callback(self.lane(name).close)
             undo.pop_all()
-        self.fetch, self.drain, self.gradients, self.update = map(self.lane, EVERY_DEVICE)
+        self.fetch, self.offload, self.gradients, self.update = map(self.lane, EVERY_DEVICE)
 
     def lane(self, name: LaneName) -> Lane:
         """Return the lane. The first call makes it."""

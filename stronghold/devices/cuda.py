@@ -3,10 +3,10 @@
 Owns the transfer streams. `kinds` holds the differences between kinds of GPUs. Compute is the
 current stream of the calling thread: the user's. Overlaps:
   fetch stream   prefetches weights, host -> device, beside compute
-  drain stream   gradients, device -> host, beside compute and, on a full-duplex link, fetches
+  offload stream   gradients, device -> host, beside compute and, on a full-duplex link, fetches
   gather stream  all-gather of weights between ranks, beside all streams above
   reduce stream  reduce-scatter of gradients between ranks, beside all streams above
-  update lane    host threads only; it waits for the drain stream's events
+  update lane    host threads only; it waits for the offload stream's events
 
 Each transfer lane has a host thread, because a GPU cannot wait for a host event. The thread waits
 for the host-side fences, enqueues the copy and records the event (see [Note: issued and done] in
@@ -567,7 +567,7 @@ class CudaDevice(Device):
         self.compute = compute
         self.side_streams = compute.sides
         self._open_lanes()
-        transfers = (self.fetch, self.drain)
+        transfers = (self.fetch, self.offload)
         streams = [lane.stream for lane in transfers if isinstance(lane, StreamLane)]
         self.pinning = GpuPinning(self.kind, device, [*streams, self._copy_stream], cores)
 

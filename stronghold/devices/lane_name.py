@@ -10,7 +10,7 @@ class LaneName(str, Enum):
 
     COMPUTE = "compute"  # forward, backward, and updates on the device
     FETCH = "fetch"  # weights, host to device (prefetch, unshard)
-    DRAIN = "drain"  # gradients, device to host
+    OFFLOAD = "offload"  # gradients, device to host
     GRADIENTS = "gradients"  # sums, merges and norms of gradients on the host
     UPDATE = "update"  # optimizer steps on the host
     LOAD = "load"  # files to host, ahead of updates (swap in)
@@ -26,4 +26,4 @@ class LaneName(str, Enum):
 
 
 # The lanes for which a GPU has a stream.
-STREAM_LANES = (LaneName.FETCH, LaneName.DRAIN, LaneName.GATHER, LaneName.REDUCE)
+STREAM_LANES = (LaneName.FETCH, LaneName.OFFLOAD, LaneName.GATHER, LaneName.REDUCE)

@@ -4,10 +4,10 @@
 `DeviceStore` owns the arrays of layers that are updated on the GPU. These have nothing on the host,
 and are neither fetched nor offloaded. Neither store knows when a layer is used.
 
-Threads: the training thread allocates, and autograd's in backward. The drain lane writes gradients.
-The update lane writes weights, masters, moments and second arrays. The exchange lane writes weights
-on several nodes. These lanes read too, and so do the fetch lane and, for checkpoints, the io lane.
-The access records of `streaming` keep them apart.
+Threads: the training thread allocates, and autograd's in backward. The offload lane writes
+gradients. The update lane writes weights, masters, moments and second arrays. The exchange lane
+writes weights on several nodes. These lanes read too, and so do the fetch lane and, for
+checkpoints, the io lane. The access records of `streaming` keep them apart.
 
 [Note: layouts] Arrays of a layer, in elements of its `LayerLayout` (`model.arrays` has the bytes):
     weights     the whole layer, in the dtypes of its ranges: the bytes that a fetch copies

@@ -19,7 +19,7 @@ and the physical limit. No other file counts a step's bytes.
 4. A is the bytes of offloaded activations, D the disk's bytes, q the bytes of host memory per
    parameter.
 5. The weights that are still in the window when the direction turns are subtracted.
-6. One layer's fetch and drain are added. Only compute of the layers that stay can hide them.
+6. One layer's fetch and offload are added. Only compute of the layers that stay can hide them.
 7. Norms, activations and other memory-bound operators are no term of the limit, because fused
    kernels can avoid most of their traffic. A forecast counts them (`workload_of`).
 """
@@ -239,14 +239,14 @@ UNCONTENDED_GBPS = 1e6
 COMPUTE = "compute"
 MEMORY = "host memory bandwidth"
 FETCH = "link host to device"
-DRAIN = "link device to host"
+OFFLOAD = "link device to host"
 DUPLEX = "link, both directions together"
 DISK = "nvme"
 
 # The rate of each lane that moves bytes.
 LANE_RATES = {
     "fetch": "fetch_gbps",
-    "drain": "drain_gbps",
+    "offload": "offload_gbps",
     "update": "update_gbps",
     "load": "load_gbps",
     "spill": "spill_gbps",
@@ -445,7 +445,7 @@ class Limits:
     """The physical limit of a step's time.
 
     No step takes less than `seconds`. `parts` has the seconds of every resource; `bound` names the
-    busiest one. `fill_s` are the seconds that one layer's fetch and drain add.
+    busiest one. `fill_s` are the seconds that one layer's fetch and offload add.
     """
 
     seconds: float
@@ -487,14 +487,14 @@ def physical_limit(
     parts = {
         COMPUTE: traffic.micro_batches * (3.0 * forward_flops + recomputed_flops) / rate,
         FETCH: traffic.fetch_bytes / (machine.fetch_gbps * 1e9),
-        DRAIN: traffic.drain_bytes / (machine.drain_gbps * 1e9),
+        OFFLOAD: traffic.drain_bytes / (machine.offload_gbps * 1e9),
         DUPLEX: link_bytes / (machine.duplex_gbps * 1e9),
         MEMORY: traffic.memory_bytes / (memory_gbps * 1e9),
         DISK: _disk_s(traffic, machine),
     }
     fetched = traffic.layer_bytes
     drained = traffic.layer_bytes if traffic.trained_bytes else 0
-    transfer_s = (fetched / machine.fetch_gbps + drained / machine.drain_gbps) / 1e9
+    transfer_s = (fetched / machine.fetch_gbps + drained / machine.offload_gbps) / 1e9
     hidden_s = 3.0 * staying_flops / rate
     fill_s = max(0.0, transfer_s - hidden_s)
     bound = max(parts, key=parts.__getitem__)
@@ -742,7 +742,7 @@ def measured_rates(spans: Iterable[Span], otherwise: Rates) -> Rates:
     rates = replace(otherwise, memory_gbps=UNCONTENDED_GBPS, **measured)
     return replace(
         rates,
-        duplex_gbps=rates.fetch_gbps + rates.drain_gbps,
+        duplex_gbps=rates.fetch_gbps + rates.offload_gbps,
         io_gbps=rates.load_gbps + rates.spill_gbps,
     )
 

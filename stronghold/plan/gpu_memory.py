@@ -105,7 +105,7 @@ class GpuPeak:
             "resident blocks": resident_blocks,
             "outside the blocks": _bytes(places.outside, formats, "weights"),
             "gradients of resident layers": _bytes(own_gradients, formats, "gradients"),
-            "rest of the masters": _bytes(trained, formats, "low"),
+            "master remainder": _bytes(trained, formats, "low"),
             "moments": _bytes(trained, formats, *moment_arrays(formats)),
             "accumulated gradients": accumulated,
             "gradients (kept by torch)": by_torch,
@@ -216,7 +216,7 @@ def most_gradient_slots(places: Places) -> int:
     trainable = [layer.index for layer in places.shared_slots if layer.trainable_numel]
     if not places.demand.training or not trainable:
         return 0
-    # Gradients that are used on the gpu never drain: there is nothing to overlap.
+    # Gradients that are used on the gpu are never offloaded: there is nothing to overlap.
     return 1 if places.updated_on_gpu >= set(trainable) else MAX_GRADIENT_SLOTS
 
 
@@ -260,7 +260,7 @@ def _slots_within(peak: GpuPeak, budget: int) -> Slots:
     smallest = smallest_bytes(peak)
     if smallest > budget:
         raise _gpu_refusal(peak, smallest, min(1, num_streamed), gradient_slots)
-    # A second gradient slot lets a drain overlap the next backward: worth more than a third
+    # A second gradient slot lets an offload overlap the next backward: worth more than a third
     # weight slot.
     if peak.total(min(2, num_streamed), most_gradients) <= budget:
         gradient_slots = most_gradients

@@ -4,7 +4,7 @@ Pure: no tensors, no threads. The bytes are the formula that `memory` must meet 
 compares them). Of several ranks they are one rank's share.
 
 [Note: what spills first] Kinds in the order of how seldom their bytes are needed: moments (read and
-written once a step), the rest of the masters, then gradients that wait for the step's end, last the
+written once a step), the master remainder, then gradients that wait for the step's end, last the
 weights, which every pass reads. Within a kind the last layers spill first, because updates wait for
 the gate: they come in forward order, so at the turn from one step to the next nothing is read, and
 the disk is a few layers ahead when the first spilled one is needed.
@@ -74,7 +74,7 @@ def kinds_of(formats: Formats) -> dict[str, tuple[str, ...]]:
     """The arrays of each kind, in the order of [Note: what spills first]."""
     return {
         "moments": moment_arrays(formats),
-        "rest of the masters": ("low",),
+        "master remainder": ("low",),
         "held gradients": ("gradients",),
         "accumulated gradients": ("accumulated",),
         "weights": ("weights",),
@@ -289,7 +289,7 @@ def _host_bytes(sizes: _HostSizes, spilled: Spilled) -> dict[str, int]:
     early = _early_layers(sizes, spilled)
     return {
         "weights": sums["weights"],
-        "rest of the masters": sums["low"],
+        "master remainder": sums["low"],
         "moments": sum(sums[array] for array in sizes.kinds["moments"]),
         "held gradients": sums["gradients"],
         "accumulated gradients": sums["accumulated"],
@@ -681,7 +681,7 @@ def _saved_by_lean_states(demand: Demand, host: HostMemory) -> int:
     if exact.kind != EXACT or exact.low_bytes != 2:  # of bf16 weights
         return 0
     moments = host.host_bytes["moments"]
-    remainders = host.host_bytes["rest of the masters"]
+    remainders = host.host_bytes["master remainder"]
     lean = states_of(exact.dtype, LEAN, exact.moments)
     lean_moments = moments * lean.moment_bytes / exact.moment_bytes if exact.moments else 0
     return remainders // 2 + moments - int(lean_moments)

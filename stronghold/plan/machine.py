@@ -49,7 +49,7 @@ RECOMPUTE_LAUNCH_S = 8.9e-4
 class Rates:
     """The rates of one rank's lanes, in 1e9 bytes/s, and the seconds of hand-overs and launches.
 
-    fetch_gbps, drain_gbps  the link from host to device, and back
+    fetch_gbps, offload_gbps  the link from host to device, and back
     duplex_gbps    the sum of both directions of the link if both are busy
     update_gbps    the CPU's Adam
     memory_gbps    host memory as a whole
@@ -64,7 +64,7 @@ class Rates:
     """
 
     fetch_gbps: float
-    drain_gbps: float
+    offload_gbps: float
     duplex_gbps: float
     update_gbps: float
     memory_gbps: float
@@ -112,7 +112,7 @@ class MachineProfile:
                      rates
     emulated         the device is CPU memory. Its compute runs on the calling thread, so launches
                      add to the time of compute
-    fetch_gbps, drain_gbps  pinned host to device and back, each alone
+    fetch_gbps, offload_gbps  pinned host to device and back, each alone
     duplex_gbps      the sum of both if both run
     memory_gbps      host memory with Adam's mix of accesses, by number of threads
     adam_gbps        the CPU's Adam, which moves `ADAM_BF16_BYTES` per parameter, by threads
@@ -135,7 +135,7 @@ class MachineProfile:
     host_memory_bytes: Count
     num_cores: Count
     fetch_gbps: Rate
-    drain_gbps: Rate
+    offload_gbps: Rate
     duplex_gbps: Rate
     memory_gbps: ByThreads
     adam_gbps: ByThreads
@@ -358,7 +358,7 @@ def rates_of(
     together = machine.adam_rate(cpu_threads * sharing, states) / sharing
     return Rates(
         fetch_gbps=machine.fetch_gbps,
-        drain_gbps=machine.drain_gbps,
+        offload_gbps=machine.offload_gbps,
         duplex_gbps=machine.duplex_gbps,
         update_gbps=min(alone, together),
         memory_gbps=share.memory_rate(max(machine.memory_gbps)),

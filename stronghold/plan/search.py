@@ -95,7 +95,7 @@ def lower_bound(layout: ModelLayout, plan: Plan, work: Workload, rates: Rates) -
         compute_s,
         update_s,
         traffic.fetch_bytes * 1e-9 / rates.fetch_gbps,
-        traffic.drain_bytes * 1e-9 / rates.drain_gbps,
+        traffic.drain_bytes * 1e-9 / rates.offload_gbps,
     )
 
 

@@ -101,7 +101,7 @@ CHANGE_SHARE = 0.97  # of the present step: a change costs a settled device, and
 # memory, one solid-state disk.
 DEFAULT_RATES = Rates(
     fetch_gbps=20.0,
-    drain_gbps=20.0,
+    offload_gbps=20.0,
     duplex_gbps=35.0,
     update_gbps=40.0,
     memory_gbps=60.0,

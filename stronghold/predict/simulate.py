@@ -277,7 +277,7 @@ class _Run:
 
     def _offload(self, index: int) -> None:
         computed = self.device.compute.record("activations")
-        self._offloaded[index] = self.device.drain.submit(
+        self._offloaded[index] = self.device.offload.submit(
             f"offload {index}", _nothing, (computed,), nbytes=self._offloaded_bytes(index)
         )
 

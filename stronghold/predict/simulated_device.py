@@ -37,7 +37,7 @@ from stronghold.plan.machine import LEAST_SHARE, Rates
 
 SHARING_MEMORY = 16  # operations of another lane that may still overlap a new one
 # Lanes that delay updates before them.
-BESIDE_UPDATES = (LaneName.FETCH, LaneName.DRAIN, LaneName.GRADIENTS)
+BESIDE_UPDATES = (LaneName.FETCH, LaneName.OFFLOAD, LaneName.GRADIENTS)
 # Lanes whose bytes pass host memory.
 MEMORY_LANES = (*BESIDE_UPDATES, LaneName.LOAD, LaneName.STAGE, LaneName.SPILL)
 
@@ -188,8 +188,14 @@ def _alone_and_beside(rates: Rates) -> dict[LaneName, tuple[float, dict[LaneName
         rates.io_gbps - rates.spill_gbps,
     )
     lanes: dict[LaneName, tuple[float, dict[LaneName, float]]] = {
-        LaneName.FETCH: (rates.fetch_gbps, {LaneName.DRAIN: rates.duplex_gbps - rates.drain_gbps}),
-        LaneName.DRAIN: (rates.drain_gbps, {LaneName.FETCH: rates.duplex_gbps - rates.fetch_gbps}),
+        LaneName.FETCH: (
+            rates.fetch_gbps,
+            {LaneName.OFFLOAD: rates.duplex_gbps - rates.offload_gbps},
+        ),
+        LaneName.OFFLOAD: (
+            rates.offload_gbps,
+            {LaneName.FETCH: rates.duplex_gbps - rates.fetch_gbps},
+        ),
         LaneName.GATHER: (rates.wire_gbps, {}),
         LaneName.REDUCE: (rates.reduce_gbps, {}),
         LaneName.GRADIENTS: (rates.update_gbps, {}),

@@ -170,7 +170,7 @@ class GradientOffload:
         if stream not in slot.writers:
             for fence in slot.record.users:
                 with self._span.waiting(fence):
-                    self._metrics.waited(WaitCause.DRAIN, self._device.compute.wait(fence))
+                    self._metrics.waited(WaitCause.OFFLOAD, self._device.compute.wait(fence))
             slot.writers.append(stream)
 
     def _produced(self, layer: int, slot: GradientSlot) -> list[Fence]:
@@ -247,8 +247,8 @@ class GradientOffload:
 
         produced = self._produced(state.index, slot)
         self._team.reduce(state, slot, produced)
-        device.drain.submit(
-            f"drain {state.index}",
+        device.offload.submit(
+            f"offload {state.index}",
             copy,
             produced,
             reads=(slot.record,),

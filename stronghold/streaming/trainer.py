@@ -414,7 +414,7 @@ class Runtime:
         if layer in self._plan.resident and state.home is not GPU and slot is not None:
             save = partial(device.copy, state.weights, slot.weights[: state.weights.numel()])
             nbytes = state.weights.numel() * state.weights.element_size()
-            device.drain.submit(
+            device.offload.submit(
                 f"save {layer}",
                 save,
                 (device.compute.record(f"weights {layer} written"),),

@@ -28,7 +28,7 @@ class WaitCause(Enum):
     """Cause of a wait of compute: weights, a free gradient slot, or an update."""
 
     FETCH = "fetch"
-    DRAIN = "drain"
+    OFFLOAD = "offload"
     UPDATE = "update"
 
 
@@ -79,7 +79,7 @@ class StepRecord:
     tflops: float
     step_s: float
     wait_fetch_s: LazyNumber
-    wait_drain_s: LazyNumber
+    wait_offload_s: LazyNumber
     wait_update_s: LazyNumber
     skipped: bool
     early: EarlyCounts = EarlyCounts()
@@ -158,7 +158,7 @@ class Metrics:
             tflops=tflops(self._num_parameters, self._num_tokens, step_s, self.recomputed),
             step_s=step_s,
             wait_fetch_s=_sum(self._waits[WaitCause.FETCH]),
-            wait_drain_s=_sum(self._waits[WaitCause.DRAIN]),
+            wait_offload_s=_sum(self._waits[WaitCause.OFFLOAD]),
             wait_update_s=_sum(self._waits[WaitCause.UPDATE]),
             skipped=skipped,
             early=EarlyCounts(
@@ -182,7 +182,7 @@ class Metrics:
         tflops_digits = 2 if record.tflops >= 1 else 3
         waits = [
             f"fetch {_milliseconds(record.wait_fetch_s)}",
-            f"drain {_milliseconds(record.wait_drain_s)}",
+            f"offload {_milliseconds(record.wait_offload_s)}",
             f"update {_milliseconds(record.wait_update_s)}",
         ]
         columns = [

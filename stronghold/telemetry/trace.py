@@ -27,7 +27,7 @@ LANES = (
     STEP_LANE,
     "compute",
     "fetch",
-    "drain",
+    "offload",
     "gradients",
     "update",
     "io",

@@ -24,7 +24,7 @@ COLOURS = {
     "backward": "#e15759",
     "recompute": "#9c755f",
     "fetch": "#59a14f",
-    "drain": "#f28e2b",
+    "offload": "#f28e2b",
     "reduce": "#ff9da7",
     "update": "#b07aa1",
     "norm": "#d4a6c8",

@@ -86,7 +86,7 @@ def fail_in(
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("verb", ["fetch", "drain", "update"])
+@pytest.mark.parametrize("verb", ["fetch", "offload", "update"])
 def test_a_failing_operation_names_itself_within_one_step(
     verb: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

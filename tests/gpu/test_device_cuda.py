@@ -52,7 +52,7 @@ def slab(device: CudaDevice) -> Iterator[torch.Tensor]:
     slab.fill_(3.0)
     device.pinning.pin(slab)
     yield slab
-    device.drain.submit("last", lambda: None).wait()
+    device.offload.submit("last", lambda: None).wait()
     torch.cuda.synchronize()
     device.pinning.unpin(slab)
 
@@ -126,7 +126,7 @@ def test_a_copy_may_span_registered_and_other_memory(
     assert torch.equal(buffer.cpu(), slab)
     buffer.mul_(3)
     produced = device.compute.record("produced")
-    device.drain.submit("drain", lambda: device.copy(slab, buffer), (produced,)).wait()
+    device.offload.submit("offload", lambda: device.copy(slab, buffer), (produced,)).wait()
     assert torch.equal(buffer.cpu(), slab)
     device.pinning.unpin(mine)
 
@@ -137,7 +137,7 @@ def test_transfers_use_no_pinned_memory_of_torchs(device: CudaDevice, slab: torc
     buffer = device.memory.allocate(NUMEL, torch.float32, "slot")
     for _ in range(3):
         there = device.fetch.submit("fetch", lambda: device.copy(buffer, slab))
-        device.drain.submit("drain", lambda: device.copy(slab, buffer), (there,)).wait()
+        device.offload.submit("offload", lambda: device.copy(slab, buffer), (there,)).wait()
     assert taken_by_torch() == before
 
 
@@ -160,7 +160,7 @@ def test_fetches_and_drains_finish_while_compute_is_busy(
     sleep_on_device()
     busy = device.compute.record("busy")
     fetched = device.fetch.submit("fetch", lambda: device.copy(buffer, slab))
-    drained = device.drain.submit("drain", lambda: device.copy(back, buffer), (fetched,))
+    drained = device.offload.submit("offload", lambda: device.copy(back, buffer), (fetched,))
     drained.wait()
     assert not busy.done, "the copies waited for compute"
     assert torch.equal(back, slab)
@@ -169,7 +169,7 @@ def test_fetches_and_drains_finish_while_compute_is_busy(
 
 
 def test_a_drain_does_not_wait_for_a_fetch(device: CudaDevice, slab: torch.Tensor) -> None:
-    """Each lane has a stream: a fetch held back by compute holds no drain back."""
+    """Each lane has a stream: a fetch held back by compute holds no offload back."""
     back = map_slab(NUMEL, torch.float32)
     device.pinning.pin(back)
     slot = device.memory.allocate(NUMEL, torch.float32, "slot")
@@ -179,7 +179,7 @@ def test_a_drain_does_not_wait_for_a_fetch(device: CudaDevice, slab: torch.Tenso
     sleep_on_device()
     used = device.compute.record("release")
     fetched = device.fetch.submit("fetch", lambda: device.copy(slot, slab), (used,))
-    device.drain.submit("drain", lambda: device.copy(back, gradients), (produced,)).wait()
+    device.offload.submit("offload", lambda: device.copy(back, gradients), (produced,)).wait()
     assert not fetched.done
     assert torch.equal(back, torch.full((NUMEL,), 5.0))
     fetched.wait()
@@ -242,7 +242,7 @@ def test_a_drain_after_a_long_kernel_reads_its_result(
     sleep_on_device()
     gradients.fill_(7.0)
     produced = device.compute.record("gradients")
-    device.drain.submit("drain", lambda: device.copy(slab, gradients), (produced,)).wait()
+    device.offload.submit("offload", lambda: device.copy(slab, gradients), (produced,)).wait()
     assert torch.equal(slab, torch.full((NUMEL,), 7.0))
 
 
@@ -255,7 +255,9 @@ def test_compute_on_the_users_own_stream_is_ordered_too(
         sleep_on_device()
         gradients.fill_(9.0)
         produced = device.compute.record("gradients")
-        drained = device.drain.submit("drain", lambda: device.copy(slab, gradients), (produced,))
+        drained = device.offload.submit(
+            "offload", lambda: device.copy(slab, gradients), (produced,)
+        )
         device.compute.wait(drained)
         gradients.zero_()
     drained.wait()
@@ -285,7 +287,7 @@ def test_lane_threads_work_on_their_device() -> None:
     device = CudaDevice(index)
     try:
         seen: list[int] = []
-        for lane in (device.fetch, device.drain, device.update):
+        for lane in (device.fetch, device.offload, device.update):
             lane.submit("look", lambda: seen.append(torch.cuda.current_device())).wait()
         assert seen == [index] * 3
     finally:

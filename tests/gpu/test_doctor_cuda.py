@@ -28,7 +28,7 @@ def test_a_gpu_is_measured_as_what_it_is(tmp_path: Path) -> None:
     assert machine.num_gpus == torch.cuda.device_count()
     assert findings.pin_error == ""
     # A quick run's copies take milliseconds: wide bounds.
-    assert machine.duplex_gbps <= 1.2 * (machine.fetch_gbps + machine.drain_gbps)
+    assert machine.duplex_gbps <= 1.2 * (machine.fetch_gbps + machine.offload_gbps)
     assert machine.gpu_memory_gbps > machine.fetch_gbps
     assert machine.flops["fp16"] > machine.flops["fp32"]
     assert list(tmp_path.iterdir()) == []

@@ -268,7 +268,7 @@ class TwoStreams(nn.Module):
 CYCLES = 10_000_000  # milliseconds
 
 
-@pytest.mark.parametrize("held_up", ["stream", "drain"])
+@pytest.mark.parametrize("held_up", ["stream", "offload"])
 @pytest.mark.parametrize("clipping", [0.0, 0.5])
 @pytest.mark.parametrize("section", [STREAMED, {**STREAMED, "resident_layers": 5}])
 def test_blocks_may_compute_on_several_streams(
@@ -656,7 +656,7 @@ def test_the_slots_are_all_that_the_engine_takes() -> None:
 
 
 def test_slots_are_free_as_soon_as_the_engine_drops_them() -> None:
-    """The plan's live as long as the engine does: no drain makes the allocator wait for its stream
+    """The plan's live as long as the engine does: no copy makes the allocator wait for its stream
     before it gives their memory to others."""
     torch.cuda.empty_cache()  # what other tests left
     held: list[int] = []

@@ -522,9 +522,9 @@ def test_the_lanes_do_what_the_schedule_has_in_its_order() -> None:
     behind = [f"update {layer}" for layer in range(8) if layer not in early]
     assert [name for name in updates if name in behind] == behind
     assert [n for n in updates if n not in behind] == [f"update early {k}" for k in early[::-1]]
-    drains = [s.name for s in now.operations if s.name.startswith("drain ")]
+    drains = [s.name for s in now.operations if s.name.startswith("offload ")]
     offloads = [action.layer for action in now.schedule if action.kind is Kind.OFFLOAD]
-    assert drains == [f"drain {layer}" for layer in offloads]
+    assert drains == [f"offload {layer}" for layer in offloads]
     gated = [a.layer for a in now.schedule if a.kind in (Kind.COMMIT, Kind.UPDATE)][len(early) :]
     assert gated == list(range(8))
 

@@ -27,7 +27,7 @@ ON_DISK_LAYERS, ON_DISK_NUMEL = 12, 1 << 17
 WARM_UP, MEASURED = WARM_UP_STEPS + TRACED_STEPS + 1, 3
 # what is promised: fill and drain of one layer, and the hand-over between threads
 SLACK = 1.15
-LANES = ("compute", "fetch", "drain", "update", "load", "spill")
+LANES = ("compute", "fetch", "offload", "update", "load", "spill")
 UPDATED = 28 / 32  # of the bytes that pass memory: the norm reads the rest
 COMPUTE_BOUND = 0.15  # a disk's work in a step, in the time of compute's
 BALANCED = (0.8, 1.0, 1.25)
@@ -74,7 +74,7 @@ def test_step_takes_the_longest_lane(
     bound = max(busy[lane] for lane in LANES)
     on_time(busy["step"] <= SLACK * bound, busy)
     # Not vacuous: without overlap the step would be the sum.
-    on_time(sum(busy[lane] for lane in ("compute", "fetch", "drain")) > 1.3 * bound, busy)
+    on_time(sum(busy[lane] for lane in ("compute", "fetch", "offload")) > 1.3 * bound, busy)
 
 
 @pytest.mark.parametrize("load", SLOW_BUT_LAST)

@@ -85,7 +85,7 @@ def test_what_is_updated_on_the_gpu_has_no_slab_and_no_transfer(
     now = engine.inspect()
     train(engine, make_batch, range(1))
     submitted: list[str] = []
-    for lane in map(now.device.lane, ("fetch", "drain", "gradients", "update")):
+    for lane in map(now.device.lane, ("fetch", "offload", "gradients", "update")):
 
         def noted(name: str, *args: Any, submit: Any = lane.submit, **kwargs: Any) -> Any:
             submitted.append(name)

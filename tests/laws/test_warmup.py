@@ -66,7 +66,7 @@ def test_traced_steps_predict_the_following(
     )
     found = measured_rates(spans, rates(77.0))
     on_time(found.fetch_gbps == pytest.approx(0.04, rel=0.2), found)
-    on_time(found.drain_gbps == pytest.approx(0.04, rel=0.2), found)
+    on_time(found.offload_gbps == pytest.approx(0.04, rel=0.2), found)
     on_time(found.update_gbps == pytest.approx(0.4, rel=0.2), found)
     # The median: a layer may have been in the way of other processes.
     forward_s = statistics.median(load.forward_s for load in workload.layers)
@@ -84,5 +84,5 @@ def test_a_lane_that_moved_nothing_keeps_its_known_rate() -> None:
     span = Span(lane="fetch", name="fetch 1", start_s=0.0, end_s=2.0, args={"nbytes": 10**9})
     found = measured_rates([span], rates(7.0))
     assert found.fetch_gbps == pytest.approx(0.5)
-    assert (found.drain_gbps, found.update_gbps, found.load_gbps) == (7.0, 7.0, 1.0)
+    assert (found.offload_gbps, found.update_gbps, found.load_gbps) == (7.0, 7.0, 1.0)
     assert found.duplex_gbps == pytest.approx(7.5)

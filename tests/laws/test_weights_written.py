@@ -334,7 +334,7 @@ def test_what_the_graph_keeps_of_a_resident_layer_is_no_write(
         model=model, config=config(clipping=0.5, section=SECTIONS["resident"])
     )[0]
     submitted: list[str] = []
-    lane = engine.inspect().device.drain
+    lane = engine.inspect().device.offload
 
     def noted(name: str, *args: Any, submit: Any = lane.submit, **kwargs: Any) -> Any:
         submitted.append(name)

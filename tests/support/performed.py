@@ -9,7 +9,7 @@ from stronghold.plan.schedule import GATE, Action, Kind
 USES = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.RELEASE})
 LANES: dict[str, frozenset[Kind]] = {
     "fetch": frozenset({Kind.FETCH}),
-    "drain": frozenset({Kind.OFFLOAD}),
+    "offload": frozenset({Kind.OFFLOAD}),
     "update": frozenset({Kind.UPDATE, Kind.GATE, Kind.COMMIT}),
     "compute": USES,
 }

@@ -78,7 +78,7 @@ def rates(link_gbps: float, disk_gbps: float = 1.0, **others: float) -> Rates:
     fast = {"update_gbps": link_gbps, "memory_gbps": 1e3, "device_gbps": 1e3}
     return Rates(
         fetch_gbps=link_gbps,
-        drain_gbps=link_gbps,
+        offload_gbps=link_gbps,
         duplex_gbps=2 * link_gbps,
         load_gbps=disk_gbps,
         spill_gbps=disk_gbps,

@@ -115,7 +115,7 @@ def test_the_quickstart_learns_compares_and_leaves_its_pictures(tmp_path: Path) 
     for name in ("losses.png", "timeline.png", "trace.json", "config.json", "log.txt"):
         assert (tmp_path / name).stat().st_size > 0
     lanes = {span.lane for span in trace.read(tmp_path / "trace.json")}
-    assert {"step", "compute", "fetch", "drain", "update"} <= lanes
+    assert {"step", "compute", "fetch", "offload", "update"} <= lanes
     if Path("/dev/shm").exists():
         assert set(Path("/dev/shm").glob("deepspeed_*")) <= before
 

@@ -206,7 +206,7 @@ def test_the_model_fits_the_machine_that_the_config_is_for(config: str, model: s
     largest_streamed = max(layer.numel for layer in of.layers if layer.streamed)
     assert planned.gpu_total_bytes == 2 * (slots * largest_streamed + 2 * outside)
     assert planned.gpu_total_bytes <= settings.stronghold.gpu_memory
-    # Two layers are on their way while one computes, and a drain runs beside the next backward.
+    # Two layers are on their way while one computes, and an offload runs beside the next backward.
     assert planned.window >= 3
     assert planned.gradient_slots == 2
 
@@ -220,7 +220,7 @@ def test_the_model_fits_the_ram_and_the_disk_that_the_config_is_for(
     planned = plan(settings, of, has.ram)
     numel = sum(layer.numel for layer in of.layers)
     assert planned.nvme_bytes["moments"] == 8 * numel
-    assert planned.nvme_bytes["rest of the masters"] == 2 * numel
+    assert planned.nvme_bytes["master remainder"] == 2 * numel
     assert planned.nvme_bytes["held gradients"] == 2 * numel
     # RAM is full but for less than one layer: of the weights no more spill than must.
     left = int(has.ram * RAM_SHARE) - planned.host_total_bytes

@@ -21,7 +21,7 @@ def nothing() -> None:
 def ends_of(order: str, rates: Rates = RATES) -> dict[str, float]:
     """When each lane's last operation ends; in `order`: u(pdate), f(etch), d(rain), 1 GB each."""
     device = SimulatedDevice(rates, asynchronous=True)
-    lanes = {"u": device.update, "f": device.fetch, "d": device.drain}
+    lanes = {"u": device.update, "f": device.fetch, "d": device.offload}
     fences = {lane: lanes[lane].submit("move", nothing, nbytes=GB) for lane in order}
     return {
         lane: fence.done_s for lane, fence in fences.items() if isinstance(fence, SimulatedFence)

@@ -60,7 +60,7 @@ def device(make_device: Callable[..., Device]) -> Device:
 
 def lanes(device: Device) -> list[str]:
     """The lane threads that are alive: `thread - before` is what a device left."""
-    names = {THREAD_PREFIX + lane.name for lane in (device.fetch, device.drain, device.update)}
+    names = {THREAD_PREFIX + lane.name for lane in (device.fetch, device.offload, device.update)}
     return [thread.name for thread in threading.enumerate() if thread.name in names]
 
 
@@ -74,7 +74,7 @@ def raise_(error: BaseException) -> Callable[[], None]:
 # -- order -------------------------------------------------------------------------------------
 def test_operations_of_a_lane_run_in_the_order_of_submission(device: Device) -> None:
     seen: list[int] = []
-    for lane in (device.fetch, device.drain, device.update):
+    for lane in (device.fetch, device.offload, device.update):
         seen.clear()
         fences = [lane.submit(f"count {k}", lambda k=k: seen.append(k)) for k in range(50)]
         fences[-1].wait()
@@ -87,9 +87,9 @@ def test_an_operation_waits_for_its_fences(device: Device) -> None:
 
     def slow() -> None:
         gate.wait(PATIENCE_S)
-        seen.append("drain")
+        seen.append("offload")
 
-    first = device.drain.submit("slow", slow)
+    first = device.offload.submit("slow", slow)
     second = device.update.submit("after", lambda: seen.append("update"), (first,))
     third = device.fetch.submit("after both", lambda: seen.append("fetch"), (first, second))
     # A lane that did not wait would have run by now; one that waits cannot.
@@ -98,13 +98,13 @@ def test_an_operation_waits_for_its_fences(device: Device) -> None:
     assert not any(fence.done for fence in (first, second, third))
     gate.set()
     third.wait()
-    assert seen == ["drain", "update", "fetch"]
+    assert seen == ["offload", "update", "fetch"]
 
 
 def test_lanes_work_at_the_same_time(device: Device) -> None:
     """Each lane's work ends only when the others' has begun: one after the other would hang."""
     barrier = threading.Barrier(3, timeout=PATIENCE_S)
-    for lane in (device.fetch, device.drain, device.update):
+    for lane in (device.fetch, device.offload, device.update):
         fence = lane.submit("meet", lambda: [None, barrier.wait()][0])
     fence.wait()
     device.check()
@@ -154,7 +154,7 @@ def test_bytes_go_to_the_device_and_back_unchanged(
     )
     buffer = device.memory.allocate(numel, dtype, "test")
     there = device.fetch.submit("there", lambda: device.copy(buffer, source))
-    device.drain.submit("back", lambda: device.copy(back[:numel], buffer), (there,)).wait()
+    device.offload.submit("back", lambda: device.copy(back[:numel], buffer), (there,)).wait()
     assert torch.equal(back[:numel].view(torch.uint8), source.view(torch.uint8))
     assert not back[numel:].view(torch.uint8).any()
     for slab in (source, back):
@@ -162,7 +162,7 @@ def test_bytes_go_to_the_device_and_back_unchanged(
 
 
 def test_a_drain_behind_compute_reads_the_result(device: Device) -> None:
-    """A long matrix product, then its drain: the bytes are the product, not what was there."""
+    """A long matrix product, then its offload: the bytes are the product, not what was there."""
     size = 512
     weights = torch.full((size, size), 1.0 / size, device=device.torch_device)
     values = device.memory.allocate(size * size, torch.float32, "result").view(size, size)
@@ -174,8 +174,8 @@ def test_a_drain_behind_compute_reads_the_result(device: Device) -> None:
         product = product @ weights
     values.copy_(product + 1.0)
     produced = device.compute.record("product")
-    drained = device.drain.submit(
-        "drain", lambda: device.copy(result, values.view(-1)), (produced,)
+    drained = device.offload.submit(
+        "offload", lambda: device.copy(result, values.view(-1)), (produced,)
     )
     drained.wait()
     # Powers of two: every sum is exact.
@@ -225,7 +225,7 @@ def test_an_exception_reaches_every_waiter_under_its_first_name(device: Device) 
     cause = ValueError("the disk is gone")
     failed = device.fetch.submit("fetch 7", raise_(cause))
     waiting = device.update.submit("update 7", lambda: None, (failed,))
-    last = device.drain.submit("drain 7", lambda: None, (waiting,))
+    last = device.offload.submit("offload 7", lambda: None, (waiting,))
     for fence in (last, waiting, failed):
         with pytest.raises(LaneError, match="fetch 7 failed on the fetch lane: ValueError") as info:
             fence.wait()
@@ -253,8 +253,8 @@ def test_the_first_failure_is_the_one_that_is_reported(device: Device) -> None:
     device.check()
     for k in (1, 2):
         with pytest.raises(LaneError):
-            device.drain.submit(f"drain {k}", raise_(KeyError(k))).wait()
-    with pytest.raises(LaneError, match="drain 1"):
+            device.offload.submit(f"offload {k}", raise_(KeyError(k))).wait()
+    with pytest.raises(LaneError, match="offload 1"):
         device.check()
 
 
@@ -262,7 +262,7 @@ def test_who_was_told_of_a_later_failure_is_not_told_of_the_first_at_the_end(
     device: Device,
 ) -> None:
     work = raise_(OSError("no"))
-    first, second = (device.drain.submit(name, work) for name in ("first", "second"))
+    first, second = (device.offload.submit(name, work) for name in ("first", "second"))
     with pytest.raises(LaneError, match="second failed"):
         second.wait()
     device.check_unsurfaced()
@@ -286,7 +286,7 @@ def test_no_exception_ends_a_lane_silently(device: Device, error: BaseException)
 def test_close_finishes_queued_work_and_ends_every_thread(device: Device) -> None:
     seen: list[int] = []
     assert len(lanes(device)) == 3
-    first = device.drain.submit("slow", lambda: time.sleep(0.02))
+    first = device.offload.submit("slow", lambda: time.sleep(0.02))
     for k in range(5):
         device.fetch.submit(f"fetch {k}", lambda k=k: seen.append(k), (first,))
     device.close()
@@ -297,7 +297,7 @@ def test_close_finishes_queued_work_and_ends_every_thread(device: Device) -> Non
 
 def test_a_closed_lane_refuses_work_instead_of_never_doing_it(device: Device) -> None:
     device.close()
-    for lane in (device.fetch, device.drain, device.update):
+    for lane in (device.fetch, device.offload, device.update):
         with pytest.raises(StateError, match=f"fetch 1 .*{lane.name} lane"):
             lane.submit("fetch 1", lambda: None)
 
@@ -444,7 +444,7 @@ def test_a_short_operations_error_is_the_lanes_and_an_interrupt_the_callers(gent
     with pytest.raises(LaneError, match="copy 3 failed on the fetch lane"):
         fence.wait()
     # which is not raised where it is submitted
-    seen, after = by_whom(gentle.drain, (fence,))
+    seen, after = by_whom(gentle.offload, (fence,))
     with pytest.raises(LaneError, match="copy 3 failed on the fetch lane"):
         after.wait()
     assert seen == []

@@ -140,7 +140,7 @@ def test_the_directions_of_the_link_do_not_share_its_pace(
         begun = time.perf_counter()
         there, back = (
             lane.submit("copy", partial(device.copy, *pair), nbytes=pair[0].nbytes)
-            for lane, pair in ((device.fetch, buffers[:2]), (device.drain, buffers[2:]))
+            for lane, pair in ((device.fetch, buffers[:2]), (device.offload, buffers[2:]))
         )
         there.wait()
         back.wait()
@@ -163,7 +163,7 @@ def test_jitter_is_seeded_lane_by_lane(
         for _ in range(20):
             device.fetch.submit("fetch", lambda: None)
         for _ in range(num_drains):
-            device.drain.submit("drain", lambda: None)
+            device.offload.submit("offload", lambda: None)
         device.close()
         return {lane: list(of_lane) for lane, of_lane in delays.items()}
 
@@ -175,7 +175,7 @@ def test_jitter_is_seeded_lane_by_lane(
     # What one lane does never changes another's delays: a failure is found again.
     assert run(seed=3, num_drains=5)[fetch] == first[fetch]
     assert run(seed=4, num_drains=20)[fetch] != first[fetch]
-    assert first[fetch] != first[THREAD_PREFIX + "drain"]
+    assert first[fetch] != first[THREAD_PREFIX + "offload"]
 
 
 def with_threads(count: int, make: Callable[[], object]) -> tuple[str, list[str]]:
@@ -198,7 +198,7 @@ may_limit = pytest.mark.skipif(
 
 @may_limit
 @pytest.mark.parametrize(
-    ("count", "whose"), [(0, "fetch"), (1, "drain"), (2, "gradients"), (3, "update")]
+    ("count", "whose"), [(0, "fetch"), (1, "offload"), (2, "gradients"), (3, "update")]
 )
 def test_a_device_whose_thread_is_refused_says_so_and_leaves_none(count: int, whose: str) -> None:
     said = in_child(lambda: with_threads(count, EmulatedDevice))

@@ -100,7 +100,7 @@ def test_figures_are_positive_and_agree_with_each_other(
             assert list(by_tokens) == [1024, 2048]
             assert all(list(by_width) == [32, 128] for by_width in by_tokens.values())
     assert len(machine.measured) == len("2026-01-31")
-    on_time(machine.duplex_gbps <= 2 * (machine.fetch_gbps + machine.drain_gbps), machine)
+    on_time(machine.duplex_gbps <= 2 * (machine.fetch_gbps + machine.offload_gbps), machine)
     for threads, memory in machine.memory_gbps.items():
         on_time(machine.adam_gbps[threads] <= 1.6 * memory, machine)
         on_time(machine.adam_lean_gbps[threads] <= 1.6 * memory, machine)
@@ -141,7 +141,7 @@ def test_a_paced_link_is_measured_at_its_pace() -> None:
         assert device.memory.allocated_bytes == 0
     finally:
         device.close()
-    for rate in (rates["fetch_gbps"], rates["drain_gbps"]):
+    for rate in (rates["fetch_gbps"], rates["offload_gbps"]):
         assert rate <= 0.401
         on_time(rate > 0.3, rates)
     assert rates["duplex_gbps"] <= 0.802
@@ -167,9 +167,9 @@ def test_each_direction_is_measured_by_itself_and_both_until_both_end() -> None:
     finally:
         device.close()
     assert rates["fetch_gbps"] <= 0.2
-    assert rates["drain_gbps"] <= 0.4
+    assert rates["offload_gbps"] <= 0.4
     assert rates["duplex_gbps"] <= 0.61
-    on_time(rates["fetch_gbps"] > 0.15 and rates["drain_gbps"] > 0.3, rates)
+    on_time(rates["fetch_gbps"] > 0.15 and rates["offload_gbps"] > 0.3, rates)
     on_time(rates["duplex_gbps"] > 0.45, rates)
 
 
@@ -189,7 +189,7 @@ def test_rates_count_the_bytes_and_operations(monkeypatch: pytest.MonkeyPatch) -
     finally:
         device.close()
     copies = 4 * 8 * MIB / 1e9
-    assert rates["fetch_gbps"] == rates["drain_gbps"] == copies
+    assert rates["fetch_gbps"] == rates["offload_gbps"] == copies
     assert rates["duplex_gbps"] == rates["gpu_memory_gbps"] == 2 * copies
     assert flops == 2.0 * 256**3
     pairs = 128 * 128  # of one head, also those above the diagonal

@@ -98,8 +98,8 @@ CASES: dict[str, tuple[Change, Change, str, str]] = {
         "slot that the processor drives",
     ),
     "few lanes": (
-        both(rates(drain_gbps=13.0, duplex_gbps=35.0), found(link=NARROW)),
-        both(rates(drain_gbps=25.0), found(link=NARROW)),
+        both(rates(offload_gbps=13.0, duplex_gbps=35.0), found(link=NARROW)),
+        both(rates(offload_gbps=25.0), found(link=NARROW)),
         "13.0 GB/s on 16 GT/s x8",
         "8 of 16 lanes",
     ),
@@ -110,8 +110,8 @@ CASES: dict[str, tuple[Change, Change, str, str]] = {
         "--cpunodebind=1",
     ),
     "link that nobody describes": (
-        both(rates(drain_gbps=10.0), found(link=None)),
-        both(rates(drain_gbps=12.0), found(link=None)),
+        both(rates(offload_gbps=10.0), found(link=None)),
+        both(rates(offload_gbps=12.0), found(link=None)),
         "got 10.0 GB/s, expected 11 GB/s or more",
         "slot",
     ),
@@ -233,7 +233,11 @@ def test_an_emulated_link_is_not_held_against_a_real_one(case: str) -> None:
 def test_a_faster_link_than_pcie_is_no_problem() -> None:
     memory = {1: 30.0, 32: 1500.0}
     change = rates(
-        fetch_gbps=400.0, drain_gbps=300.0, duplex_gbps=700.0, memory_gbps=memory, adam_gbps=memory
+        fetch_gbps=400.0,
+        offload_gbps=300.0,
+        duplex_gbps=700.0,
+        memory_gbps=memory,
+        adam_gbps=memory,
     )
     assert problems_of(both(change, found(link=None))(HEALTHY)) == ()
 
@@ -273,7 +277,7 @@ def test_the_link_is_read_as_sysfs_writes_it(
 def test_the_table_says_what_each_figure_bounds() -> None:
     changed = rates(
         fetch_gbps=20.0,
-        drain_gbps=25.0,
+        offload_gbps=25.0,
         adam_gbps={32: 130.0},
         attention_flops={
             dtype: {1024: {32: 1e14}, 4096: {32: 2e14, 128: 3e14}} for dtype in DTYPES

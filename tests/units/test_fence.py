@@ -31,7 +31,7 @@ def test_a_reader_waits_for_the_newest_writer_alone() -> None:
     record, old, new, reader = (
         Record(),
         pending(LaneName.UPDATE),
-        pending(LaneName.DRAIN),
+        pending(LaneName.OFFLOAD),
         pending(LaneName.FETCH),
     )
     record_accesses(old, (), (record,))
@@ -55,7 +55,7 @@ def test_a_writer_waits_for_the_newest_writer_and_for_every_reader_since() -> No
 def test_who_reads_and_writes_waits_as_a_writer_and_is_the_newest_one() -> None:
     record, writer, reader, both = (
         Record(),
-        pending(LaneName.DRAIN),
+        pending(LaneName.OFFLOAD),
         pending(LaneName.FETCH),
         pending(LaneName.UPDATE),
     )

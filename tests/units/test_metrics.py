@@ -47,7 +47,7 @@ def test_counters_cover_exactly_one_step(clock: Clock) -> None:
     clock.now_s += 2.0
     first = end(metrics)
     assert (first.step_s, first.tokens_per_s) == (2.0, 200.0)
-    assert (first.wait_fetch_s, first.wait_drain_s, first.wait_update_s) == (0.5, 0.0, 1.0)
+    assert (first.wait_fetch_s, first.wait_offload_s, first.wait_update_s) == (0.5, 0.0, 1.0)
     clock.now_s += 4.0
     metrics.add_tokens(100)
     clock.now_s += 1.0
@@ -129,11 +129,11 @@ def test_waits_of_a_stream_are_read_like_a_loss_and_unknown_ones_are_no_number(
 
     metrics.waited(WaitCause.FETCH, later)
     metrics.waited(WaitCause.FETCH, 0.5)
-    metrics.waited(WaitCause.DRAIN, None)
-    metrics.waited(WaitCause.DRAIN, 0.5)
+    metrics.waited(WaitCause.OFFLOAD, None)
+    metrics.waited(WaitCause.OFFLOAD, 0.5)
     record = end(metrics)
     assert passed == []
-    assert "waited ms: fetch 750.0, drain -, update 0.0" in metrics.format(record)
+    assert "waited ms: fetch 750.0, offload -, update 0.0" in metrics.format(record)
     assert passed == ["read"]
 
 

@@ -172,7 +172,7 @@ def test_the_doctor_measures_each_nodes_memory(two_nodes: Path) -> None:
     finally:
         device.close()
     assert list(rates) == [0, 1]
-    for fetch, drain in rates.values():
+    for fetch, offload in rates.values():
         assert 0.0 < fetch <= 4.1, "no faster than the link"
-        assert 0.0 < drain <= 4.1
+        assert 0.0 < offload <= 4.1
     assert sorted(os.sched_getaffinity(0)) == CORES

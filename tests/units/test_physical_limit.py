@@ -13,10 +13,10 @@ from stronghold.model.costs import DTYPES
 from stronghold.plan.cost import (
     COMPUTE,
     DISK,
-    DRAIN,
     DUPLEX,
     FETCH,
     MEMORY,
+    OFFLOAD,
     BreakEven,
     Limits,
     Traffic,
@@ -36,7 +36,7 @@ MACHINE = MachineProfile(
     host_memory_bytes=128 << 30,
     num_cores=16,
     fetch_gbps=20.0,
-    drain_gbps=25.0,
+    offload_gbps=25.0,
     duplex_gbps=40.0,
     memory_gbps={1: 10.0, 8: 60.0, 16: 50.0},
     adam_gbps={1: 10.0, 8: 50.0},
@@ -72,14 +72,14 @@ def test_compute_is_six_or_eight_flops_per_parameter_and_token(recompute: bool) 
 def test_weights_cross_twice_and_gradients_once() -> None:
     parts = limit().parts
     assert parts[FETCH] == pytest.approx(2 * 2 * PARAMETERS / 20e9)
-    assert parts[DRAIN] == pytest.approx(2 * PARAMETERS / 25e9)
+    assert parts[OFFLOAD] == pytest.approx(2 * PARAMETERS / 25e9)
     assert parts[DUPLEX] == pytest.approx(6 * PARAMETERS / 40e9)
 
 
 def test_offloaded_activations_cross_both_ways_and_touch_memory_twice() -> None:
     plain, offloaded = (limit(offloaded_bytes=nbytes).parts for nbytes in (0, 10**10))
     assert offloaded[FETCH] - plain[FETCH] == pytest.approx(10 / 20)
-    assert offloaded[DRAIN] - plain[DRAIN] == pytest.approx(10 / 25)
+    assert offloaded[OFFLOAD] - plain[OFFLOAD] == pytest.approx(10 / 25)
     assert offloaded[MEMORY] - plain[MEMORY] == pytest.approx(20 / 60)
 
 
@@ -95,7 +95,7 @@ def test_every_micro_batch_moves_the_weights_and_adds_its_gradients() -> None:
     assert bytes_per_parameter(BF16, 2) - bytes_per_parameter(BF16, 1) == 6 + (2 + 4) + 4
     assert bytes_per_parameter(BF16, 5) - bytes_per_parameter(BF16, 4) == 6 + (2 + 4 + 4)
     one, four = (limit(micro_batches=n).parts for n in (1, 4))
-    for name in (COMPUTE, FETCH, DRAIN, DUPLEX):
+    for name in (COMPUTE, FETCH, OFFLOAD, DUPLEX):
         assert four[name] == pytest.approx(4 * one[name])
     assert one[MEMORY] < four[MEMORY] < 4 * one[MEMORY]
 
@@ -106,19 +106,19 @@ def test_what_is_still_in_the_window_when_the_direction_turns_is_not_loaded_agai
     plain, window = (limit(micro_batches=2, window=size).parts for size in (0, 10**9))
     assert plain[FETCH] - window[FETCH] == pytest.approx(saved)
     assert plain[MEMORY] - window[MEMORY] == pytest.approx(saved * 20 / 60)
-    assert plain[DRAIN] == window[DRAIN]
+    assert plain[OFFLOAD] == window[OFFLOAD]
 
 
 def test_what_stays_and_is_updated_on_the_host_crosses_once_each_way() -> None:
     parts = limit(streamed=0, trained=0, refreshed=10**9).parts
     assert parts[FETCH] == pytest.approx(2 / 20)
-    assert parts[DRAIN] == pytest.approx(2 / 25)
+    assert parts[OFFLOAD] == pytest.approx(2 / 25)
     assert parts[MEMORY] == pytest.approx((26 + 2 + 2) / 60)
 
 
 def test_frozen_parameters_cost_their_way_in_alone() -> None:
     parts = limit(trained=0).parts
-    assert parts[DRAIN] == 0.0
+    assert parts[OFFLOAD] == 0.0
     assert parts[FETCH] == limit().parts[FETCH]
     assert parts[MEMORY] == pytest.approx(4 * PARAMETERS / 60e9)
 

@@ -106,7 +106,7 @@ def test_states_are_of_the_adapters_alone(llama: Path) -> None:
     layers = found.question.layout.layers
     padded = sum(layer.trainable_numel for layer in layers)
     assert host["moments"] == 8 * padded
-    assert host["rest of the masters"] == host["held gradients"] == 2 * padded
+    assert host["master remainder"] == host["held gradients"] == 2 * padded
     assert host["weights"] == 2 * sum(layer.numel for layer in layers)
 
 

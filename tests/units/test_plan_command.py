@@ -139,7 +139,7 @@ def test_the_first_line_comes_within_two_seconds() -> None:
 def test_more_memory_is_never_said_to_cost_anything(tmp_path: Path) -> None:
     """And it buys much where a slow link streams what the GPU could hold."""
     machine = MachineProfile.load("rtx4090")
-    slow = dataclasses.replace(machine, fetch_gbps=1.0, drain_gbps=1.0, duplex_gbps=1.5)
+    slow = dataclasses.replace(machine, fetch_gbps=1.0, offload_gbps=1.0, duplex_gbps=1.5)
     slow.save(tmp_path / "slow.json")
     found = full_estimate(
         asked(hidden=1024, heads=8, gpu="90MB", clipping=0.0, machine=str(tmp_path / "slow.json"))

@@ -36,7 +36,7 @@ def of(**changes: Any) -> MachineProfile:
         "host_memory_bytes": 128 << 30,
         "num_cores": 8,
         "fetch_gbps": 24.0,
-        "drain_gbps": 25.0,
+        "offload_gbps": 25.0,
         "duplex_gbps": 44.0,
         "memory_gbps": {1: 20.0, 2: 36.0, 8: 60.0},
         "adam_gbps": {1: 18.0, 2: 34.0, 8: 57.0},
@@ -79,7 +79,7 @@ def test_a_profile_replaces_the_one_before(tmp_path: Path) -> None:
         ({"fetch_gbps": True}, "profile.fetch_gbps: got True"),
         ({"fetch_gbps": None}, "profile.fetch_gbps: got None"),
         ({"fetch_gbps": float("nan")}, "profile.fetch_gbps: got nan"),
-        ({"drain_gbps": "25"}, "profile.drain_gbps: got '25'"),
+        ({"offload_gbps": "25"}, "profile.offload_gbps: got '25'"),
         ({"nvme_read_gbps": -1.0}, "profile.nvme_read_gbps: got -1.0"),
         ({"num_cores": 0}, "profile.num_cores: got 0. Input should be greater than or equal to 1"),
         ({"num_cores": 10**400}, "profile.num_cores: got 1000"),
@@ -201,8 +201,8 @@ def test_shipped_machines_load_and_say_where_their_rates_come_from(name: str) ->
     assert machine.measured == ""
     for part in ("GPU", "Link", "Host", "Disk", "Adam"):
         assert any(source.startswith(part) for source in machine.sources), part
-    assert machine.duplex_gbps <= machine.fetch_gbps + machine.drain_gbps
-    assert max(machine.fetch_gbps, machine.drain_gbps) <= machine.duplex_gbps
+    assert machine.duplex_gbps <= machine.fetch_gbps + machine.offload_gbps
+    assert max(machine.fetch_gbps, machine.offload_gbps) <= machine.duplex_gbps
     assert machine.flops["fp32"] < machine.flops["fp16"]
     assert machine.gpu_memory_gbps > machine.memory_rate(machine.num_cores)
     assert list(machine.memory_gbps) == list(machine.adam_gbps)

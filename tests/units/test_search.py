@@ -204,7 +204,7 @@ def test_launching_a_block_again_is_the_hosts_time() -> None:
     layout, costs, machine, demand = demand_of(PAIRS[0])
     free = workload_of(costs, machine)
     layers = tuple(replace(load, forward_s=0.0, backward_s=0.0) for load in free.layers)
-    lanes = ("fetch", "drain", "duplex", "update", "memory", "device", "load", "spill", "io")
+    lanes = ("fetch", "offload", "duplex", "update", "memory", "device", "load", "spill", "io")
     fast = {f"{lane}_gbps": 1e9 for lane in lanes}
     rates = replace(rates_of(machine, 1), handover_s=0.0, **fast)
     assert rates.launch_s > rates.whole_launch_s > 0.0

@@ -30,7 +30,7 @@ def recorded_step(lanes: Trace, step: int, start_s: float) -> None:
     lanes.record("compute", "forward 1", start_s + 2 * ms, start_s + 4 * ms)
     lanes.record("compute", "backward 1", start_s + 4 * ms, start_s + 6 * ms)
     lanes.record("compute", "backward 0", start_s + 6 * ms, start_s + 8 * ms)
-    lanes.record("drain", "drain 1", start_s + 6 * ms, start_s + 7 * ms)
+    lanes.record("offload", "offload 1", start_s + 6 * ms, start_s + 7 * ms)
     lanes.record("update", "update 1", start_s + 7 * ms, start_s + 9 * ms)
     lanes.record("step", f"step {step}", start_s, start_s + 8 * ms)
 
@@ -61,14 +61,14 @@ def test_a_written_trace_reads_back_as_recorded(tmp_path: Path) -> None:
 
 def test_rows_keep_the_order_of_the_lanes(tmp_path: Path) -> None:
     lanes = Trace(rank=3)
-    for lane in ("other", "io", "update", "drain", "fetch", "compute", "step"):
+    for lane in ("other", "io", "update", "offload", "fetch", "compute", "step"):
         lanes.record(lane, "work", 0.0, 1.0)
     lanes.write(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     order = {e["tid"]: e["args"]["sort_index"] for e in events if e["name"] == "thread_sort_index"}
     assert [names[row] for row in sorted(names, key=lambda row: order[row])] == [
-        *("step", "compute", "fetch", "drain", "update", "io", "other")
+        *("step", "compute", "fetch", "offload", "update", "io", "other")
     ]
     assert {e["pid"] for e in events} == {3}
 

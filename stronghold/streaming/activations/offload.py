@@ -1,12 +1,13 @@
 """Offload of activations: saved tensors wait in host memory, and come back before backward.
 
-Owns the pinned host memory of offloaded activations, their copies on the drain and fetch lanes, and
-the order in which memory on the device is dropped (evicted). Never decides which layer offloads:
-that is `policies`. Entered by the training thread in forward and by autograd's thread in backward.
+Owns the pinned host memory of offloaded activations, their copies on the offload and fetch lanes,
+and the order in which memory on the device is dropped (evicted). Never decides which layer
+offloads: that is `policies`. Entered by the training thread in forward and by autograd's thread in
+backward.
 
-A storage is swapped out once, on the drain lane, however many saved tensors view it. It is swapped
-in on the fetch lane, one layer ahead of backward (prefetch). At most two layers' activations are on
-the device at a time.
+A storage is swapped out once, on the offload lane, however many saved tensors view it. It is
+swapped in on the fetch lane, one layer ahead of backward (prefetch). At most two layers'
+activations are on the device at a time.
 
 [Note: two layers] On a GPU the host is many layers ahead of compute. It sees the end of a copy long
 after the copy. So the host never drops memory because it saw a copy end:
@@ -75,7 +76,7 @@ class ActivationOffload:
         self._leaving: deque[list[SavedStorage]] = deque()
         # Storages on their way back, until compute waits for them.
         self._coming: set[LoadedStorage] = set()
-        self._newest_copy: Fence = completed(LaneName.DRAIN, "nothing offloaded")
+        self._newest_copy: Fence = completed(LaneName.OFFLOAD, "nothing offloaded")
         # By layer: the storages in its gradient entry, each with the byte at which it ends.
         self._borrowed: dict[int, list[tuple[StorageReference, int]]] = defaultdict(list)
 
@@ -146,7 +147,7 @@ class ActivationOffload:
     def _store(self, layer: int, saved: SavedStorage, source: torch.Tensor) -> None:
         """Copy `source`, uint8 [bytes], to the host after the compute that wrote it."""
         target, device = saved.host, self._device
-        saved.stored = device.drain.submit(
+        saved.stored = device.offload.submit(
             f"offload {layer}",
             lambda: device.copy(target, source),
             after=(device.compute.record(f"activation {layer}"),),
@@ -171,7 +172,7 @@ class ActivationOffload:
                 newest_copy = storages[-1].stored
                 assert newest_copy is not None
                 waited = self._device.compute.wait_everywhere(newest_copy)
-                self._metrics.waited(WaitCause.DRAIN, waited)
+                self._metrics.waited(WaitCause.OFFLOAD, waited)
             for saved in storages:
                 source, saved.source = saved.source, None
                 assert source is not None

@@ -369,9 +369,9 @@ def link_rates(device: Device, size: Effort, step: Step) -> tuple[dict[str, floa
         step("host to device")
         fetch = _lone(device, device.fetch, slots[0], hosts[0], size.rounds)
         step("device to host")
-        drain = _lone(device, device.drain, hosts[1], slots[1], size.rounds)
+        offload = _lone(device, device.offload, hosts[1], slots[1], size.rounds)
         step("both directions together")
-        duplex = _together(device, hosts, slots, drain / fetch, size.rounds)
+        duplex = _together(device, hosts, slots, offload / fetch, size.rounds)
     finally:
         for host in pinned:
             device.pinning.unpin(host)
@@ -382,7 +382,7 @@ def link_rates(device: Device, size: Effort, step: Step) -> tuple[dict[str, floa
     device.memory.release(*slots)
     rates = {
         "fetch_gbps": nbytes / fetch / 1e9,
-        "drain_gbps": nbytes / drain / 1e9,
+        "offload_gbps": nbytes / offload / 1e9,
         "duplex_gbps": duplex / 1e9,
         "gpu_memory_gbps": 2 * nbytes / on_device / 1e9,
     }
@@ -410,11 +410,11 @@ def node_rates(device: Device, size: Effort, step: Step) -> dict[int, tuple[floa
         device.pinning.pin(host)
         try:
             fetch = _lone(device, device.fetch, slot, host, size.rounds)
-            drain = _lone(device, device.drain, host, slot, size.rounds)
+            offload = _lone(device, device.offload, host, slot, size.rounds)
         finally:
             device.pinning.unpin(host)
             device.memory.release(slot)
-        rates[node.number] = (_figure(nbytes / fetch / 1e9), _figure(nbytes / drain / 1e9))
+        rates[node.number] = (_figure(nbytes / fetch / 1e9), _figure(nbytes / offload / 1e9))
     return rates
 
 
@@ -543,8 +543,8 @@ def _together(
 ) -> float:
     """Bytes per second of both lanes at once.
 
-    `ratio` is the seconds of a drain over those of a fetch. The slower direction gets less to copy,
-    by this ratio, so that both end together.
+    `ratio` is the seconds of an offload over those of a fetch. The slower direction gets less
+    to copy, by this ratio, so that both end together.
     """
     nbytes = hosts[0].numel()
     fetched = int(nbytes * min(1.0, ratio)) or 1
@@ -562,13 +562,13 @@ def _together(
 def _copy_both_ways(
     device: Device,
     fetch: tuple[torch.Tensor, torch.Tensor],
-    drain: tuple[torch.Tensor, torch.Tensor],
+    offload: tuple[torch.Tensor, torch.Tensor],
 ) -> None:
     """Copy (target, source) of both lanes at once, and wait for both."""
     fetches = _submit(device, device.fetch, *fetch, _COPIES)
-    drains = _submit(device, device.drain, *drain, _COPIES)
+    offloads = _submit(device, device.offload, *offload, _COPIES)
     fetches.wait()
-    drains.wait()
+    offloads.wait()
 
 
 def _copy_and_wait(

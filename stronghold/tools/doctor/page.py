@@ -56,10 +56,10 @@ def _link_rows(findings: Findings) -> Iterator[Row]:
         f"a bf16 8 B model streams its weights ({weights:.0f} GB) in "
         f"{_s(weights / profile.fetch_gbps)}, twice per step",
     )
-    leave_s = _s(weights / profile.drain_gbps)
-    yield ("device to host", _gbps(profile.drain_gbps), f"its gradients leave in {leave_s}")
-    for node, (fetch, drain) in findings.node_gbps.items():
-        meaning = f"{_gbps(drain)} back"
+    leave_s = _s(weights / profile.offload_gbps)
+    yield ("device to host", _gbps(profile.offload_gbps), f"its gradients leave in {leave_s}")
+    for node, (fetch, offload) in findings.node_gbps.items():
+        meaning = f"{_gbps(offload)} back"
         if node == findings.gpu_node:
             meaning += "; next to the GPU: lanes, update threads and pinned memory go there"
         yield f"from NUMA node {node}", _gbps(fetch), meaning

@@ -80,7 +80,7 @@ def _link_problems(findings: Findings) -> Iterator[Problem]:
 
 def _slow_link(findings: Findings) -> Iterator[Problem]:
     link = findings.link
-    slower = min(findings.profile.fetch_gbps, findings.profile.drain_gbps)
+    slower = min(findings.profile.fetch_gbps, findings.profile.offload_gbps)
     # An idle link runs at its lowest speed, so the best speed of card and slot counts.
     standard = 0.0 if link is None else link.best_gbps
     expected = LINK_SHARE * standard or SLOWEST_LINK_GBPS

@@ -126,7 +126,7 @@ def _check_link(device: torch.device) -> Check:
         rates, _, pin_error = link_rates(opened, size, _ignore)
     finally:
         opened.close()
-    text = f"{rates['fetch_gbps']:.1f} GB/s to the GPU, {rates['drain_gbps']:.1f} GB/s back"
+    text = f"{rates['fetch_gbps']:.1f} GB/s to the GPU, {rates['offload_gbps']:.1f} GB/s back"
     return Check("link", not pin_error, f"{text} {pin_error}".rstrip())
 
 

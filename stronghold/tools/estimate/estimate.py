@@ -38,7 +38,7 @@ from stronghold.tools.estimate.question import Question
 RESOURCES = {
     "compute": "compute",
     "fetch": "link host to device",
-    "drain": "link device to host",
+    "offload": "link device to host",
     "update": "host memory bandwidth",
     "load": "nvme",
     "stage": "nvme",

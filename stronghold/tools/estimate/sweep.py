@@ -28,7 +28,7 @@ SHORTEST = 128  # sequence
 BOUND_COLOURS = {
     "compute": plot.COLOURS["forward"],
     "link host to device": plot.COLOURS["fetch"],
-    "link device to host": plot.COLOURS["drain"],
+    "link device to host": plot.COLOURS["offload"],
     "host memory bandwidth": plot.COLOURS["update"],
     "nvme": plot.COLOURS["load"],
 }
