@@ -31,6 +31,7 @@ if __name__ == "__main__":
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # imports end without a traceback
     if not {"-h", "--help"} & set(sys.argv):
         print("loading torch, deepspeed and transformers", flush=True)
+    logging.disable(logging.WARNING)  # of packages that transformers imports: torchao's
 
 import deepspeed
 import torch
@@ -54,6 +55,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import stronghold
 from stronghold.config.section import parse_bytes
+
+logging.disable(logging.NOTSET)
 
 MIB = float(1 << 20)
 # by default

@@ -25,6 +25,7 @@ from stronghold.tools import plot
 MIB = float(1 << 20)
 COLUMNS = 96
 Point = tuple[float, float]
+LEAST_HELD_OUT = 5  # points that losses.png shows
 
 
 def say(text: str, indent: str = "") -> None:
@@ -80,15 +81,7 @@ def count(number: float, what: str) -> str:
 
 def leave(folder: Path, title: str, numbers: Mapping[str, Any]) -> None:
     """Write losses.png, timeline.png and summary.json beside the trace."""
-    curves = {
-        "with the window": list(enumerate(numbers["losses"], 1)),
-        "without it": list(enumerate(numbers["plain_losses"], 1)),
-        "held-out text": numbers["held_out"],
-    }
-    if numbers["chunked"]:
-        name = f"batch of {numbers['chunked']['batch']} in chunks of {numbers['chunked']['chunk']}"
-        curves[name] = list(enumerate(numbers["chunked"]["losses"], 1))
-    draw_losses(curves, folder / "losses.png", title=title)
+    draw_losses(loss_curves(numbers), folder / "losses.png", title=title)
     plot.draw_timeline(trace.read(folder / "trace.json"), folder / "timeline.png")
     summary = {"machine": machine(), **numbers}
     (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
@@ -144,43 +137,55 @@ def _processor() -> str | None:
     return None
 
 
-def draw_losses(curves: Mapping[str, Sequence[Point]], png: str | Path, *, title: str) -> None:
-    """Draw (step, loss) curves to `png`, each over the ones before it.
+def loss_curves(numbers: Mapping[str, Any]) -> list[dict[str, list[Point]]]:
+    """The curves of both parts of losses.png: the compared steps, and the training.
 
-    The first is wide and pale and the others thin, so that equal curves show as one inside the
-    other; points that lie further apart than the first one's are marked.
+    Two held-out losses would show a straight line, which no training follows.
     """
-    figure = Figure(figsize=(9.0, 5.0), dpi=plot.DPI, facecolor="white")
-    axes = figure.add_axes((0.075, 0.105, 0.90, 0.80))
+    equal = "equal" if numbers["losses_equal"] else "NOT EQUAL"
+    compared = {
+        "with the window": _curve(numbers["windowed_losses"]),
+        f"plain loop: {equal}": _curve(numbers["plain_losses"]),
+    }
+    training = {"training": _curve(numbers["losses"])}
+    if len(numbers["held_out"]) >= LEAST_HELD_OUT:
+        training["held-out text"] = numbers["held_out"]
+    if numbers["chunked"]:
+        name = f"batch of {numbers['chunked']['batch']} in chunks of {numbers['chunked']['chunk']}"
+        training[name] = _curve(numbers["chunked"]["losses"])
+    return [compared, training]
+
+
+def _curve(losses: Sequence[float]) -> list[Point]:
+    return list(enumerate(losses, 1))
+
+
+def draw_losses(parts: Sequence[Mapping[str, Sequence[Point]]], png: Path, *, title: str) -> None:
+    """Draw (step, loss) curves to `png`, one part beside the other.
+
+    The first curve of a part is wide and pale and the others thin, so that equal curves show as one
+    inside the other. Held-out losses are points.
+    """
+    figure = Figure(figsize=(11.0, 4.6), dpi=plot.DPI, facecolor="white")
     styles = [
-        ("#a8c4e0", 5.0, "-"),
-        (plot.INK, 1.1, "-"),
-        ("#e15759", 1.6, "-"),
-        ("#59a14f", 1.6, "--"),
+        {"color": "#a8c4e0", "linewidth": 5.0},
+        {"color": plot.INK, "linewidth": 1.1},
+        {"color": "#59a14f", "linewidth": 1.6, "linestyle": "--"},
     ]
-    spacing = _spacing(next(iter(curves.values()), []))
-    for (name, points), (colour, width, dashes) in zip(curves.items(), styles, strict=False):
-        if not points:
-            continue
-        axes.plot(
-            [x for x, _ in points],
-            [y for _, y in points],
-            color=colour,
-            linewidth=width,
-            linestyle=dashes,
-            marker="o" if _spacing(points) > spacing else "",
-            markersize=4.5,
-            solid_capstyle="round",
-            label=f"{name}: {points[-1][1]:.3f} at step {points[-1][0]:,.0f}",
-        )
-    axes.set_title(title, color=plot.INK, fontsize=12, weight="bold", loc="left")
-    axes.margins(x=0.01)
-    plot.style(axes, "step", "nats per byte")
-    axes.locator_params(axis="x", integer=True)
-    axes.legend(frameon=False, fontsize=9, labelcolor=plot.INK)
+    for axes, curves in zip(figure.subplots(1, len(parts)), parts, strict=True):
+        for (name, points), style in zip(curves.items(), styles, strict=False):
+            axes.plot(
+                *zip(*points, strict=True),
+                **style,
+                marker="o" if name == "held-out text" else "",
+                markersize=4.5,
+                solid_capstyle="round",
+                label=f"{name}, {points[-1][1]:.3f} at step {points[-1][0]:,.0f}",
+            )
+        axes.margins(x=0.02)
+        plot.style(axes, "step", "nats per byte")
+        axes.locator_params(axis="x", integer=True)
+        axes.legend(frameon=False, fontsize=9, labelcolor=plot.INK)
+    figure.suptitle(title, color=plot.INK, fontsize=12, weight="bold", x=0.06, ha="left")
+    figure.subplots_adjust(left=0.06, right=0.98, bottom=0.12, top=0.9, wspace=0.16)
     plot.save(figure, png)
-
-
-def _spacing(points: Sequence[Point]) -> float:
-    """Mean distance of a curve's points along the axis of steps."""
-    return (points[-1][0] - points[0][0]) / (len(points) - 1) if len(points) > 1 else 0.0

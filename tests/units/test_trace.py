@@ -243,11 +243,26 @@ def test_an_extent_without_operations_is_refused(
         plot.draw_timeline([], tmp_path / "timeline.png")
 
 
-def test_losses_are_a_png_also_with_empty_and_single_point_curves(
+def test_losses_show_equal_curves_over_the_same_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    curves = {"train": [(1, 5.0), (2, 4.0)], "plain": [(1, 5.0)], "validation": []}
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     report = importlib.import_module("report")
-    report.draw_losses(curves, tmp_path / "losses.png", title="t")
+    compared = [5.0, 4.0, 3.5]
+    numbers = {
+        "losses_equal": True,
+        "windowed_losses": compared,
+        "plain_losses": compared,
+        "losses": [*compared, 3.2, 3.0],
+        "held_out": [(0.0, 5.0), (5.0, 3.0)],
+        "chunked": {"batch": 16, "chunk": 4, "losses": [5.0]},
+    }
+    same, training = report.loss_curves(numbers)
+    assert list(same) == ["with the window", "plain loop: equal"]
+    assert list(map(len, same.values())) == [3, 3]
+    assert list(training) == ["training", "batch of 16 in chunks of 4"]
+    numbers["held_out"] = [(float(step), 3.0) for step in range(5)]
+    assert "held-out text" in report.loss_curves(numbers)[1]
+    assert "plain loop: NOT EQUAL" in report.loss_curves({**numbers, "losses_equal": False})[0]
+    report.draw_losses([same, training], tmp_path / "losses.png", title="t")
     assert (tmp_path / "losses.png").read_bytes().startswith(PNG_MAGIC)

@@ -234,11 +234,15 @@ def _read(file: Path) -> Any:
 def _transformers(option: str) -> Any:
     """The package, which only estimates need. Raises ConfigError if it is not installed."""
     try:
+        logging.disable(logging.WARNING)  # of packages that transformers imports: torchao's
+        importlib.import_module("transformers.modeling_utils")
         return importlib.import_module("transformers")
     except ImportError as error:
         raise ConfigError(
             f"{option}: needs transformers to build the model: pip install transformers"
         ) from error
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def _build(config: Any, source: Path | None) -> Any:
