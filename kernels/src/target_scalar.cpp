@@ -1,5 +1,5 @@
 // The kernels for the baseline of the architecture. On x86-64 it has no fma instruction: std::fma is
-// then a call.
+// a call there, of a function that has the instruction where the CPU has it.
 #include "target_region.h"
 
 #define SH_ISA_NAME "scalar"

@@ -30,20 +30,16 @@ const Kernels* KernelsAt(int index) {
   const Kernels* found[4];
   int count = 0;
 #if defined(__x86_64__)
-  const bool fma = __builtin_cpu_supports("fma");
-  const bool avx2 = fma && __builtin_cpu_supports("avx2") && HasF16c();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && HasF16c();
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                       __builtin_cpu_supports("avx512vl");
   if (avx512) found[count++] = &Avx512Kernels();
   if (avx2) found[count++] = &Avx2Kernels();
-  found[count++] = fma ? &ScalarFmaKernels() : &ScalarKernels();
-#else
-#if defined(__aarch64__)
+#elif defined(__aarch64__)
   found[count++] = &NeonKernels();
 #endif
   found[count++] = &ScalarKernels();
-#endif
   return index >= 0 && index < count ? found[index] : nullptr;
 }
 

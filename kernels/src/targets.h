@@ -111,7 +111,6 @@ struct Kernels {
 // The tables of the instruction sets. A function exists for sets of this architecture alone, and its
 // table's kernels run on CPUs that have the set.
 const Kernels& ScalarKernels();
-const Kernels& ScalarFmaKernels();
 const Kernels& Avx2Kernels();
 const Kernels& Avx512Kernels();
 const Kernels& NeonKernels();
