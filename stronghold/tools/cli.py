@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -57,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     failed; 2 for a mistake in the call, or a file that cannot be read or written.
     """
     arguments = command_parser().parse_args(argv)
+    if not Path("/dev/nvidiactl").exists():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns that it chose that
     try:
         # DeepSpeed logs on stdout when it is imported. Only the answer belongs there.
         with contextlib.redirect_stdout(sys.stderr):

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import os
 import pickle
+import re
 import signal
 import socket
 import subprocess
@@ -19,6 +20,8 @@ from pathlib import Path
 from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parents[2]
+# lines of other packages on the screen: DeepSpeed's, torch's, torchao's
+FOREIGN = re.compile(r"WARNING|Warning:|Failed to load|^W\d{4} ", re.MULTILINE)
 LONGEST = 1 << 17  # bytes of a request
 SERVER = """
 import socket, sys

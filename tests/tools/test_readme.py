@@ -18,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from stronghold.telemetry import trace
 from stronghold.tools import cli
+from tests.support.children import FOREIGN
 from tests.support.documents import PAGES, PERFORMED, commands_of, fenced, name_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,7 +71,8 @@ def commands() -> set[str]:
     return {command for body in bodies for command in commands_of(body)}
 
 
-def run(command: list[str], folder: Path = ROOT) -> str:
+def run(command: list[str], folder: Path = ROOT, *, is_quiet: bool = False) -> str:
+    """What a command prints. `is_quiet`: no other package is heard."""
     environment = {**os.environ, "PATH": SEARCH_PATH}
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         # a launcher's, which the command would take for its own
@@ -79,6 +81,7 @@ def run(command: list[str], folder: Path = ROOT) -> str:
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
     )
     assert result.returncode == 0, f"{shlex.join(command)}\n{result.stdout}\n{result.stderr}"
+    assert not (is_quiet and FOREIGN.search(result.stderr)), result.stderr
     return result.stdout
 
 
@@ -99,7 +102,7 @@ def test_the_readme_is_short() -> None:
 def test_the_quickstart_learns_compares_and_leaves_its_pictures(tmp_path: Path) -> None:
     command = FAST_VARIANTS["scripts/quickstart"]
     before = set(Path("/dev/shm").glob("deepspeed_*")) if Path("/dev/shm").exists() else set()
-    output = run([*command, "--output", str(tmp_path)])
+    output = run([*command, "--output", str(tmp_path)], is_quiet=True)
     assert "losses are equal, bit for bit" in output
     assert "every peak is what was planned" in output
     summary = json.loads((tmp_path / "summary.json").read_text())
