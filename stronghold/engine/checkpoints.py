@@ -343,7 +343,7 @@ def _with_version(client: dict[str, Any], versions: dict[str, str]) -> dict[str,
 
     `versions`: of the packages that wrote the checkpoint. An entry of the caller's stays.
     """
-    return {"ds_version": versions["deepspeed"], **client}
+    return {"ds_version": versions.get("deepspeed"), **client}
 
 
 def _check_sums(stack: Stack) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.checkpoints import assert_same, make_model, session, snapshot, train
+from tests.support.checkpoints import assert_same, make_model, resume, session, snapshot, train
 
 pytestmark = pytest.mark.gpu
 
@@ -33,6 +33,6 @@ def test_a_resumed_run_is_the_uninterrupted_one_on_a_gpu(
         losses, expected = train(engine, 10), snapshot(engine)
     for layout in LAYOUTS:
         with session(make_model(seed=9), section={"device": "cuda", **layout}, **options) as engine:
-            engine.load_checkpoint(tmp_path)
+            resume(engine, tmp_path)
             assert all(map(torch.equal, train(engine, 10), losses)), layout
             assert_same(snapshot(engine), expected)

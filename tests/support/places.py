@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.support.checkpoints import assert_same, make_model, session, snapshot, train
+from tests.support.checkpoints import assert_same, make_model, resume, session, snapshot, train
 
 ON_GPU: dict[str, dict[str, Any]] = {
     "embedding and head": {"window": 1, "resident_layers": 0},
@@ -43,7 +43,7 @@ def assert_resumed_through(
     for turn, place in enumerate(places):
         with session(make_model(seed=turn), section=place, **options) as engine:
             if turn > 0:
-                engine.load_checkpoint(folder)
+                resume(engine, folder)
             resumed += train(engine, 1)
             engine.save_checkpoint(folder)
             found = snapshot(engine)
