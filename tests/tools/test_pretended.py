@@ -26,7 +26,7 @@ LAWS = {
     "device_cuda.py::test_a_drain_does_not_wait_for_a_fetch": 1,
     "device_cuda.py::test_a_copy_may_span_registered_and_other_memory": 4,
     "training_cuda.py::test_a_plan_of_its_own_never_changes_a_bit[fp32]": 1,
-    "residents_cuda.py::test_updates_on_the_gpu_have_the_hosts_bits[half-ring-bf16]": 1,
+    "residents_cuda.py::test_updates_on_the_gpu_have_the_hosts_bits[half-gated-bf16]": 1,
     "checkpoint_cuda.py": 4,
 }
 OTHER_THREAD = """
