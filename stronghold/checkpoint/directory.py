@@ -49,6 +49,8 @@ from stronghold.errors import CheckpointError, ConfigError, did_you_mean
 logger = logging.getLogger("stronghold")
 
 LATEST = "latest"
+# People who followed DeepSpeed's documentation look for it beside the tags.
+FP32_SCRIPT = Path(__file__).parents[1] / "tools" / "zero_to_fp32.py"
 LONGEST_TAG = 4096  # bytes of `latest`
 RENAME_EXCHANGE = 2  # linux/fs.h
 AT_FDCWD = -100  # fcntl.h
@@ -256,10 +258,13 @@ def _exists_or_returns(final: Path, old: Path) -> bool:
 
 
 def write_latest(save_dir: Path, tag: str) -> None:
-    """Make `latest` name `tag`, in one rename. Waits for the disk."""
+    """Make `latest` name `tag`, in one rename, and put the script beside it. Waits for the disk."""
     with hidden_directory(save_dir, LATEST) as hidden:
         write_durably(hidden / LATEST, tag.encode())
         (hidden / LATEST).replace(save_dir / LATEST)
+        with contextlib.suppress(OSError):  # the tag is complete without it
+            shutil.copy(FP32_SCRIPT, hidden)
+            (hidden / FP32_SCRIPT.name).replace(save_dir / FP32_SCRIPT.name)
     sync_directory(save_dir)
 
 

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,8 +73,6 @@ from stronghold.streaming.patches.modules import transient_buffers
 from stronghold.streaming.stack import Stack
 
 PACKAGES = ("stronghold", "deepspeed", "torch")
-# People who followed DeepSpeed's documentation look for it beside the tags.
-FP32_SCRIPT = Path(__file__).parents[1] / "tools" / "zero_to_fp32.py"
 
 
 def versions() -> dict[str, str]:
@@ -493,8 +490,6 @@ class Save:
         directory.publish(self._hidden, self._save_dir / self._tag)
         if self._latest:
             directory.write_latest(self._save_dir, self._tag)
-        with contextlib.suppress(OSError):  # the tag is complete without it
-            shutil.copy(FP32_SCRIPT, self._save_dir)
 
 
 def _pieces_by_name(of_ranks: list[Written]) -> dict[str, dict[str, tuple[StoredPiece, ...]]]:

@@ -17,6 +17,7 @@ DeepSpeed: everything that a user, an LR schedule or a monitor reads. It never m
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 import logging
@@ -25,7 +26,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import deepspeed
 import torch
@@ -57,6 +58,7 @@ from stronghold.streaming.steps import StalledWeights
 from stronghold.telemetry.metrics import StepRecord, batch_size
 
 logger = logging.getLogger("stronghold")
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 # the first step that starts as it ends: its seconds give the wear per hour
 WEAR_STEP = 3
@@ -72,6 +74,18 @@ class BlockCompiler:
         """Return the compiled forward."""
         compiled: Callable[..., Any] = torch.compile(forward, **self.options)
         return compiled
+
+
+def _trains(method: _Method) -> _Method:
+    """Decorator: the thread that calls the method trains. Raises ConfigError within a call of
+    another thread."""
+
+    @functools.wraps(method)
+    def call(engine: StrongholdEngine, *args: Any, **kwargs: Any) -> Any:
+        with engine._stack.trainer.training(f"engine.{method.__name__}"):
+            return method(engine, *args, **kwargs)
+
+    return cast(_Method, call)
 
 
 class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
@@ -207,9 +221,13 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         """
         if self._destroyed:  # the model is the user's again, or another engine's
             return self.module(*inputs, **kwargs)
+        if torch.is_grad_enabled() and self.module.training:
+            with self._stack.trainer.training("engine.forward"):
+                return self._forward(inputs, kwargs)
+        return self._forward(inputs, kwargs)
+
+    def _forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with_graph = torch.is_grad_enabled()
-        if with_graph and self.module.training:
-            self._stack.trainer.enter()
         self._stack.check_here("engine.forward", evaluates=True)
         self._checkpoints.raise_failure()
         self._user_backward.check()
@@ -256,6 +274,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         check_loss("scale", loss)
         return self._user_backward.scale(loss)
 
+    @_trains
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> torch.Tensor:
@@ -316,6 +335,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         self._loss_sum = None
         self._num_backwards = 0
 
+    @_trains
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """End the micro-batch. At an accumulation boundary: clip, queue the updates, and advance
         the schedule of learning rates.
@@ -444,7 +464,6 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
     def _needed_optimizer(self, method: str) -> EngineOptimizer:
         """The optimizer. ConfigError without one, after `destroy`, and after `offload_states`."""
         self._check_alive(method)
-        self._stack.trainer.enter()
         self._stack.check_here(f"engine.{method}")
         if self.optimizer is None:
             raise ConfigError(

@@ -117,6 +117,7 @@ class Hooks:
         self._gradient_hooks: list[tuple[torch.Tensor, int]] = []
         self._held = HeldTensors(partition.model)
         self._depth = 0
+        self._training_call = contextlib.ExitStack()  # of the model, if it trains
         self._running: list[tuple[int, nn.Module]] = []  # blocks, the outermost first
         self._training = False  # whether the running pass of the model wants gradients
         residents = [layer.index for layer in partition.layers if not layer.streamed]
@@ -154,10 +155,11 @@ class Hooks:
 
     # -- the whole model --------------------------------------------------------------------------
     def _before_model(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        trainer = self._executor.trainer
+        trainer, operation = self._executor.trainer, "a forward of the model"
+        # before any change: another thread may be within a call
         if self._depth == 0 and module.training and torch.is_grad_enabled():
-            trainer.enter()
-        trainer.check("a forward of the model")  # before any change: the other thread is within one
+            self._training_call.enter_context(trainer.training(operation))
+        trainer.check(operation)
         self._depth += 1  # before what may raise: `_after_model` follows
         self._check()
         if self._depth > 1 or self._executor.phase is Phase.BACKWARD:
@@ -178,6 +180,7 @@ class Hooks:
             return
         self._depth -= 1
         if self._depth == 0:
+            self._training_call.close()
             returned = output is not None  # torch passes None if the model raised
             if returned and self._executor.phase is Phase.FORWARD:
                 stale = self._executor.weights.outdated_residents()
@@ -316,6 +319,7 @@ class Hooks:
         """
         left_open = self._depth > 0 or bool(self._running)
         self._depth = 0
+        self._training_call.close()
         self._running.clear()
         return self._activations.abandon() or left_open
 

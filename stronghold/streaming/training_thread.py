@@ -3,15 +3,19 @@
 [Note: two threads]
 1. The training thread runs forward. Layers go to slots, and states of layers change without a lock.
 2. Another thread reads a hidden parameter, or calls `state_dict()` or a part of the model.
-3. Hazard: both fetch, release and bind layers. A layer is fetched twice, or its slot is taken away.
+3. Race: both threads fetch, release and bind layers. A layer is fetched twice, or loses its slot.
 4. So every call that changes states of layers asks `check` first. It raises in the other thread.
-5. A read of a shown parameter asks nothing. The reader may see values of two steps, as in plain
+5. Another thread may begin to train between two calls of the training thread (`training`). A server
+   may run each step in the next thread of a pool. Within a call it is refused.
+6. A read of a shown parameter asks nothing. The reader may see values of two steps, as in plain
    PyTorch. Training does not see the reader.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 from stronghold.devices.base import THREAD_PREFIX
@@ -20,15 +24,32 @@ from stronghold.streaming.patches.autograd import NO_BACKWARD, backward_number
 
 
 class TrainingThread:
-    """The thread of the newest forward with a graph, backward or step."""
+    """The thread of the newest training forward, backward or step."""
 
     def __init__(self) -> None:
         self._thread: Any = None  # of `threading`
+        self._num_calls = 0  # calls of that thread that are running
+        self._lock = threading.Lock()
 
-    def enter(self) -> None:
-        """The calling thread trains from now on, unless it is autograd's."""
-        if backward_number() == NO_BACKWARD:
-            self._thread = threading.current_thread()
+    @contextlib.contextmanager
+    def training(self, operation: str) -> Iterator[None]:
+        """Context manager for a call that trains: the calling thread is the training thread.
+
+        It has no effect in autograd's threads. Raises ConfigError within a call of another thread.
+        """
+        if backward_number() != NO_BACKWARD:
+            yield
+            return
+        with self._lock:
+            if self._num_calls:
+                self.check(operation)
+            if self._thread is not threading.current_thread():
+                self._thread, self._num_calls = threading.current_thread(), 0
+            self._num_calls += 1
+        try:
+            yield
+        finally:
+            self._num_calls -= 1
 
     @property
     def is_another(self) -> bool:

@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     failed; 2 for a mistake in the call, or a file that cannot be read or written.
     """
     arguments = command_parser().parse_args(argv)
-    if not Path("/dev/nvidiactl").exists():
+    if not any(Path(f"/dev/{name}").exists() for name in ("nvidiactl", "dxg")):  # dxg: in WSL
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns that it chose that
     try:
         # DeepSpeed logs on stdout when it is imported. Only the answer belongs there.

@@ -97,6 +97,34 @@ def test_another_thread_never_touches_training(seed: int, tmp_path: Path) -> Non
             raise error
 
 
+@pytest.mark.parametrize("call", ["engine", "module"])
+def test_a_second_thread_that_trains_within_a_call_is_refused(call: str) -> None:
+    with session(without_dropout()) as engine:
+        losses = train(engine, 3)
+    errors: list[Exception] = []
+
+    def forward() -> None:
+        try:
+            (engine if call == "engine" else engine.module)(**make_batch(9))
+        except Exception as error:
+            errors.append(error)
+
+    def intrude(*_: Any) -> None:
+        hook.remove()  # the second forward comes here, too
+        thread = threading.Thread(target=forward)
+        thread.start()
+        thread.join()
+
+    with session(without_dropout()) as engine:
+        found = train(engine, 1)
+        hook = engine.module.transformer.h[1].register_forward_pre_hook(intrude)
+        found += train(engine, 2)
+        assert all(map(torch.equal, found, losses))
+    assert len(errors) == 1
+    with pytest.raises(ConfigError, match=REFUSAL):
+        raise errors[0]
+
+
 def test_a_thread_may_train_when_the_one_before_has_ended_or_waits() -> None:
     with session() as engine:
         losses = train(engine, 4)
