@@ -19,6 +19,7 @@ class Mutant(NamedTuple):
 
 BITS = ("tests/laws/test_bits.py::test_nothing_changes_a_bit",)
 CHUNKS = ("tests/laws/test_chunks.py",)
+CHUNK_EFFECTS = ("tests/laws/test_chunk_effects.py",)
 PARTS = ("tests/laws/test_parts.py",)
 FENCE = ("tests/units/test_fence.py",)
 HOST = ("tests/units/test_host.py",)
@@ -547,7 +548,7 @@ HOOKS = [
     Mutant(
         "the trial of a block leaves it in evaluation",
         "streaming/activations/chunk_trial.py",
-        "submodule.training = mode",
+        "state.restore()",
         "pass",
         CHUNKS,
         "where_layers_are",
@@ -555,10 +556,26 @@ HOOKS = [
     Mutant(
         "a block that mixes its batch is divided",
         "streaming/activations/chunk_trial.py",
-        "if not all(_is_close(tensor, whole) for tensor, whole in pairs):",
+        "if len(joined) != len(whole) or not all(map(_is_close, joined, whole)):",
         "if False:",
         CHUNKS,
         "cannot_be_divided",
+    ),
+    Mutant(
+        "what a block keeps of a chunk is not noticed",
+        "streaming/activations/chunk_effects.py",
+        "name = state.difference()",
+        "name = None",
+        CHUNK_EFFECTS,
+        "keeps_of_a_chunk",
+    ),
+    Mutant(
+        "a chunk that runs again calls its hooks again",
+        "streaming/activations/chunks.py",
+        "block.hooks.run(block.inner, args, kwargs)",
+        "block.inner(*args, **kwargs)",
+        CHUNK_EFFECTS,
+        "get_the_whole_batch",
     ),
     Mutant(
         "a block keeps the views of its last chunk",

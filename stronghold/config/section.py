@@ -259,11 +259,9 @@ class StrongholdConfig(_Section):
     )
     streams: Positive | None = key(
         "Number of CUDA streams on which the chunks of a layer take turns. Chunks that do not "
-        "fill the GPU then share it. Memory is planned for so many chunks at once. Blocks that "
-        "hold buffers, or carry tensors from chunk to chunk in their first call, run their chunks "
-        "one after the other, and the log reports it. Never changes a bit, unless a block carries "
-        'tensors in objects, closures or globals after its first call. Needs "chunk". Left out: '
-        "1."
+        "fill the GPU then share it. Memory is planned for so many chunks at once. A block whose "
+        "modules change what they hold is refused. Never changes a bit, unless a block writes "
+        'tensors in closures or globals. Needs "chunk". Left out: 1.'
     )
     loss_chunk: NotNegative | None = key(
         "Number of tokens for which head and loss are computed at a time, in causal language "

@@ -875,13 +875,6 @@ def test_compiled() -> None:
     assert modules.is_compiled(layer)
 
 
-def test_batch_norm() -> None:
-    norms = [nn.BatchNorm1d(2), nn.BatchNorm2d(2), nn.BatchNorm3d(2), nn.SyncBatchNorm(2)]
-    assert all(map(modules.is_batch_norm, [*norms, nn.LazyBatchNorm1d()]))
-    others = [nn.LayerNorm(2), nn.GroupNorm(1, 2), nn.RMSNorm(2), nn.InstanceNorm1d(2)]
-    assert not any(map(modules.is_batch_norm, others))
-
-
 def test_transient_buffers() -> None:
     module = nn.Module()
     module.register_buffer("kept", torch.ones(1))

@@ -6,6 +6,7 @@ that losses and weights must be equal to the bit.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import itertools
@@ -14,7 +15,6 @@ import random
 import re
 import subprocess
 import sys
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -688,39 +688,23 @@ class Jitter(torch.autograd.Function):
         return gradient
 
 
-class Counting(nn.Module):
-    """What a chunk writes, the next one reads, and all before it have read: the rows so far are a
-    part of what comes out. Of five chunks the third is the first one that writes."""
+class Jittering(nn.Module):
+    """Takes its time, and reads a buffer that all chunks share."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls = 0
-        self.register_buffer("rows", torch.zeros(1))
+        self.register_buffer("shift", torch.randn(24))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += self.training
-        if self.calls % chunks.BATCH == 2:
-            sleep_on_stream(CYCLES)
-        y: torch.Tensor = Jitter.apply(x) + self.rows.to(x.dtype)
-        if self.calls % chunks.BATCH > 2:
-            self.rows.mul_(0.5).add_(x.size(0))
+        y: torch.Tensor = Jitter.apply(x) + self.shift.to(x.dtype)
         return y
 
 
-def chunked_llama() -> Any:
+def slow_llama() -> Any:
     """Dropout, a batch of five, a mask."""
     model, make_batch = chunks.llama()
-    for block in model.model.layers[::2]:
-        block.mlp = nn.Sequential(Counting(), block.mlp)
-    for block in model.model.layers[1::2]:
-        block.mlp.register_forward_pre_hook(lambda module, args: (Jitter.apply(*args),))
-    return model, make_batch
-
-
-def slow_llama() -> Any:
-    model, make_batch = chunks.llama()
     for block in model.model.layers:
-        block.mlp.register_forward_pre_hook(lambda module, args: (Jitter.apply(*args),))
+        block.mlp = nn.Sequential(Jittering(), block.mlp)
     return model, make_batch
 
 
@@ -744,7 +728,7 @@ def train_chunks(precision: str, clipping: float, accumulation: int, **section: 
         accumulation=accumulation,
         section={"device": "cuda", "chunk": 1, **section},
     )
-    return train_windowed(chunked_llama, steps=3, settings=settings)
+    return train_windowed(slow_llama, steps=3, settings=settings)
 
 
 @pytest.mark.parametrize(
@@ -824,13 +808,16 @@ def test_communicators_are_made_before_the_plan_and_the_lanes(tmp_path: Path) ->
             assert found["taken"] > 0
 
 
-def test_the_trial_of_a_block_draws_none_of_the_devices_numbers() -> None:
-    def draw(module: nn.Module, args: Any) -> None:
+class Drawing(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         torch.rand(1, device="cuda")
+        return x
 
+
+def test_the_trial_of_a_block_draws_none_of_the_devices_numbers() -> None:
     model, make_batch = chunks.llama()
     for block in model.model.layers:
-        block.mlp.register_forward_pre_hook(draw)
+        block.mlp = nn.Sequential(Drawing(), block.mlp)
     batch = on(torch.device("cuda"), make_batch(0))
     num_draws = len(model.model.layers) * len(batch["input_ids"])
     model.eval()
@@ -847,63 +834,45 @@ def test_the_trial_of_a_block_draws_none_of_the_devices_numbers() -> None:
     assert torch.equal(drawn, torch.cuda.get_rng_state())
 
 
-def test_what_all_chunks_are_given_none_may_write() -> None:
-    def write(module: nn.Module, args: Any, more: dict[str, Any]) -> None:
-        if module.training:
-            more["position_embeddings"][0].mul_(0.5)
+class Writing(nn.Module):
+    """Makes a table in its first forward, or writes into an argument that all chunks get."""
+
+    def __init__(self, kind: str, attention: nn.Module) -> None:
+        super().__init__()
+        self.kind = kind
+        self.attention = attention
+        self.table: torch.Tensor | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        cos, _ = kwargs["position_embeddings"]
+        if self.kind == "table" and self.table is None:
+            self.table = cos.clone()
+        elif self.kind == "argument" and self.training:
+            cos.mul_(0.5)
+        return self.attention(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "streams", "refusal"),
+    [
+        ("argument", 1, r"stronghold\.chunk: model\.layers\.1 writes into"),
+        ("argument", 2, r"stronghold\.streams: model\.layers\.1 writes into"),
+        ("table", 1, None),
+        ("table", 2, r"stronghold\.streams: model\.layers\.1 changes Writing\.table"),
+    ],
+)
+def test_what_all_chunks_read_none_may_write(kind: str, streams: int, refusal: str | None) -> None:
+    """A table that the first one makes is the same for all, but not beside it on a stream."""
 
     def writing_llama() -> Any:
         model, make_batch = chunks.llama()
-        attention = model.model.layers[1].self_attn
-        attention.register_forward_pre_hook(write, with_kwargs=True)
+        model.model.layers[1].self_attn = Writing(kind, model.model.layers[1].self_attn)
         return model, make_batch
 
-    settings = config(section={"device": "cuda", "chunk": 1, "streams": 2})
-    with pytest.raises(ConfigError, match=r"streams: model\.layers\.1 writes into"):
+    settings = config(section={"device": "cuda", "chunk": 1, "streams": streams})
+    refused = pytest.raises(ConfigError, match=refusal) if refusal else contextlib.nullcontext()
+    with refused:
         train_windowed(writing_llama, steps=1, settings=settings)
-
-
-class Carrying(nn.Module):
-    """Through an object that is no module each chunk leaves the next one something."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept = types.SimpleNamespace(mean=None)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = Jitter.apply(x)
-        if self.training:
-            if self.kept.mean is not None:
-                y = y + self.kept.mean
-            sleep_on_stream(CYCLES // 4)
-            self.kept.mean = y.detach().mean()
-        return y
-
-
-@pytest.mark.parametrize("policy", ["keep", "offload"])
-def test_what_a_block_carries_from_chunk_to_chunk_is_there(
-    policy: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    def carrying_llama() -> Any:
-        model, make_batch = chunks.llama()
-        for block in model.model.layers:
-            block.mlp = nn.Sequential(Carrying(), block.mlp)
-        return model, make_batch
-
-    one, two = (
-        train_windowed(
-            carrying_llama,
-            steps=2,
-            settings=config(
-                section={"device": "cuda", "chunk": 1, "streams": k, "activations": policy}
-            ),
-        )
-        for k in (1, 2)
-    )
-    assert_identical(two, one)
-    said = [line for line in caplog.messages if "streams:" in line]
-    assert len(said) == 1
-    assert "model.layers.0 writes in one chunk what another one uses (aten." in said[0]
 
 
 def test_a_penalty_on_weights_that_rest_on_the_host_is_refused() -> None:

@@ -359,7 +359,7 @@ class BlockState:
         if not self._is_untouched():
             present = [_items(table.target) for table in self._tables]
         run_and_restore(
-            functools.partial(self._run, work, present), functools.partial(self._restore, present)
+            functools.partial(self._run, work, present), functools.partial(self.restore, present)
         )
         self._refuse_written("when its block's forward ran again, and not before")
 
@@ -370,7 +370,8 @@ class BlockState:
                     table.fill(table.items, keep_code=True)
         work()
 
-    def _restore(self, present: list[_TableItems] | None) -> None:
+    def restore(self, present: list[_TableItems] | None = None) -> None:
+        """Give all tables the items that they had (or `present`). Safe to call twice."""
         if present is None and self._is_untouched():
             return
         restored = [table.items for table in self._tables] if present is None else present

@@ -1,7 +1,8 @@
 """Trial: whether chunks of a batch give the results of the whole batch.
 
 Owns the calls that try it, once for each class of blocks, before the first step trains. Dropout and
-gradients are off in them, and random generators stay. The training thread enters in forward.
+gradients are off in them. They leave no trace: generators and all that the block holds are put
+back, and hooks inside it are not called. The training thread enters in forward.
 
 The trial compares two chunks with both at once. They must be equal but for rounding. So a norm or a
 sum over the batch is noticed, and refused.
@@ -32,7 +33,8 @@ from torch import nn
 from stronghold.devices.base import Device
 from stronghold.devices.random_numbers import random_state, set_random_state
 from stronghold.errors import ConfigError
-from stronghold.streaming.activations.chunk_state import contents_of, refuse_change
+from stronghold.streaming.activations.block_state import BlockState
+from stronghold.streaming.activations.chunk_effects import InnerHooks, containers_of, refuse_change
 from stronghold.streaming.activations.chunk_values import (
     KEY,
     NO_ROWS,
@@ -61,6 +63,7 @@ class Trial:
     block_name  the block's name, for errors
     module      the block
     inner       its forward
+    hooks       those on modules inside it; what they get is tried as the block's output is
     call        (args, kwargs) of the call that comes first
     sizes       the number of sequences in each of its chunks
     device      the device on which the block runs
@@ -71,6 +74,7 @@ class Trial:
         block_name: str,
         module: nn.Module,
         inner: Callable[..., Any],
+        hooks: InnerHooks,
         call: tuple[tuple[Any, ...], dict[str, Any]],
         sizes: Sequence[int],
         device: Device,
@@ -78,6 +82,7 @@ class Trial:
         self._block_name = block_name
         self._module = module
         self._inner = inner
+        self._hooks = hooks
         self._call = call
         self._sizes = sizes
         self._batch = sum(sizes)
@@ -101,12 +106,15 @@ class Trial:
         chunk_sizes = self._sizes[:2]
         both_size = sum(chunk_sizes)
         both_sizes = [both_size, self._batch - both_size]
-        both = [split(arguments, self._batch, both_sizes, rows)[0] for arguments in self._call]
+        both_args, both_kwargs = (
+            split(arguments, self._batch, both_sizes, rows)[0] for arguments in self._call
+        )
         args, kwargs = (
             split(arguments, self._batch, self._sizes, rows) for arguments in self._call
         )
+        both = both_args, both_kwargs
         calls = [both, *zip(args[:2], kwargs[:2], strict=True)]
-        contents = contents_of(both)
+        containers = containers_of(both)
         try:
             expected, *outputs = self._outputs(calls)
         except FAILURES as error:
@@ -115,11 +123,11 @@ class Trial:
                 f"at a time ({error}): an argument with as many rows as the batch is none, or the "
                 "block needs them all. Leave the key out"
             ) from error
-        refuse_change(self._block_name, contents)
+        refuse_change(self._block_name, containers)
         shared = _shared_tensors(outputs, expected)
-        joined = join(outputs, chunk_sizes, self._block_name, shared)
-        pairs = zip(tensors_of(joined), tensors_of(expected), strict=True)
-        if not all(_is_close(tensor, whole) for tensor, whole in pairs):
+        joined = tensors_of(join(outputs, chunk_sizes, self._block_name, shared))
+        whole = tensors_of(expected)
+        if len(joined) != len(whole) or not all(map(_is_close, joined, whole)):
             raise ConfigError(
                 f"{KEY}: {self._block_name} does not give for {chunk_sizes[0]} sequences at a time "
                 f"what it gives for {both_size}: it mixes the sequences of a batch (a norm or a "
@@ -156,7 +164,7 @@ class Trial:
         """Return why the argument cannot be split ([Note: several rows], step 3); "": it can."""
         changed_call = self._with_other_values(path, rows_per_sequence)
         try:
-            expected, output = self._outputs([self._call, changed_call])
+            (expected, _), (output, _) = self._outputs([self._call, changed_call])
         except FAILURES as error:
             return f"with other values in it the block fails ({error})"
         first_change, later_change = self._changes(expected, output)
@@ -190,40 +198,25 @@ class Trial:
         return first_change, later_change
 
     def _outputs(self, calls: Iterable[Any]) -> list[Any]:
-        """Return the block's output for each (args, kwargs), without dropout."""
-        evaluation = _Evaluation(self._module, self._inner, calls, self._device.torch_device)
-        return run_and_restore(evaluation.run, evaluation.restore)
+        """Return the block's output for each (args, kwargs), without dropout, with the records of
+        its hooks. Nothing of the calls stays."""
+        device = self._device.torch_device
+        state, random = BlockState(self._module), random_state(device)
 
+        def run() -> list[Any]:
+            for submodule in self._module.modules():
+                submodule.training = False
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                return [self._hooks.run(self._inner, *call) for call in calls]
 
-class _Evaluation:
-    """Calls of a block without dropout and gradients, and the state to restore after them."""
+        def restore() -> None:
+            state.restore()
+            if random is not None:
+                set_random_state(device, random)
 
-    def __init__(
-        self,
-        module: nn.Module,
-        inner: Callable[..., Any],
-        calls: Iterable[Any],
-        device: torch.device,
-    ) -> None:
-        self._inner = inner
-        self._calls = calls
-        self._device = device
-        self._modes = [(submodule, submodule.training) for submodule in module.modules()]
-        self._random_state = random_state(device)
-
-    def run(self) -> list[Any]:
-        """Return the output of each call."""
-        for submodule, _ in self._modes:
-            submodule.training = False
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            return [self._inner(*args, **kwargs) for args, kwargs in self._calls]
-
-    def restore(self) -> None:
-        """Restore the modules' modes and the device's generator. Safe to call twice."""
-        for submodule, mode in self._modes:
-            submodule.training = mode
-        if self._random_state is not None:
-            set_random_state(self._device, self._random_state)
+        outputs = run_and_restore(run, restore)
+        refuse_change(self._block_name, state)  # written in place
+        return outputs
 
 
 def _shared_tensors(outputs: Sequence[Any], expected: Any) -> frozenset[int]:
@@ -232,7 +225,7 @@ def _shared_tensors(outputs: Sequence[Any], expected: Any) -> frozenset[int]:
     A table of relative positions, say, is one for all chunks.
     """
     shared = set()
-    columns = zip(*map(tensors_of, outputs), strict=True)
+    columns = zip(*map(tensors_of, outputs), strict=False)
     pairs = zip(columns, tensors_of(expected), strict=False)
     for number, (column, whole) in enumerate(pairs):
         if all(tensor.shape == whole.shape for tensor in column):

@@ -156,7 +156,8 @@ def join(
     if isinstance(first, torch.Tensor):
         is_shared = next(numbers) in shared
         return _join_tensors(outputs, sizes, block_name, is_shared=is_shared)
-    if isinstance(first, tuple | list):
+    is_ragged = isinstance(first, tuple | list) and len(set(map(len, outputs))) > 1
+    if isinstance(first, tuple | list) and not is_ragged:
         columns = zip(*outputs, strict=True)
         items = [join(column, sizes, block_name, shared, numbers) for column in columns]
         return _like(first, items)
@@ -168,7 +169,7 @@ def join(
             table[key] = join(column, sizes, block_name, shared, numbers)
         make: Any = type(first)
         return make(**table) if dataclasses.is_dataclass(first) else make(table)
-    if all(output is first or output == first for output in outputs[1:]):
+    if not is_ragged and all(output is first or output == first for output in outputs[1:]):
         return first
     raise ConfigError(
         f"{KEY}: {block_name} returns a {type(first).__name__} that differs between chunks and "

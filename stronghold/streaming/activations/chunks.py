@@ -4,7 +4,7 @@ Owns how a block's call is divided, and the views through which each chunk sees 
 cross the link twice per call of the model, and gradients once, for any number of chunks. Never
 moves a layer. The training thread enters in forward, and autograd's thread in backward.
 `chunk_values` splits and joins ([Note: what is split] there). `chunk_trial` tries a division.
-`chunk_state` notices state that passes from chunk to chunk.
+`chunk_effects` has the rules for what a block leaves besides its output.
 
 [Note: gradients of a chunk] To its surroundings a divided call is an undivided one:
 
@@ -22,22 +22,16 @@ streams]). Two chunks must not race on memory that one of them writes:
 
 1. Of each chunk, the entry is the last node in backward, for its weights and for its share of the
    batch. The main stream follows the entry.
-2. A block that holds tensors besides its parameters (running statistics, a table that grows) may
-   write in one chunk what another reads. Its chunks run on the main stream, from the first chunk
-   that sees such a tensor.
-3. A block may carry other state from chunk to chunk (a closure, a global, a plain object). Its
-   first call runs on the main stream, and `Carried` looks at every operator. If the chunks carry
-   state, all later calls stay on the main stream.
-4. `Carried` does not see state that a block begins to carry later, or carries through compiled
-   code or kernels that torch does not know.
-5. Arguments that all chunks get may only be read. Their versions are compared after each chunk.
+2. What the block holds may only be read (`chunk_effects`, [Note: what a block holds]), and so may
+   arguments that all chunks get. Both are compared after the last chunk.
+3. Nothing sees a tensor that a block writes in a closure or a global, or through a kernel that
+   torch does not know. Such a block is for one stream.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -48,12 +42,12 @@ from stronghold.devices.base import Device
 from stronghold.errors import ConfigError
 from stronghold.model.logits import Forward
 from stronghold.model.partition import Layer
-from stronghold.streaming.activations.chunk_state import (
-    Carried,
-    contents_of,
-    holds_tensors,
+from stronghold.streaming.activations.block_state import BlockState
+from stronghold.streaming.activations.chunk_effects import (
+    InnerHooks,
+    Records,
+    containers_of,
     refuse_change,
-    versions_of,
 )
 from stronghold.streaming.activations.chunk_trial import Trial
 from stronghold.streaming.activations.chunk_values import (
@@ -69,13 +63,10 @@ from stronghold.streaming.executor import Executor
 from stronghold.streaming.patches.modules import (
     hooks_after_gradient,
     hooks_on_gradient,
-    is_batch_norm,
     is_call_compiled,
     parameter_table,
 )
-from stronghold.streaming.patches.tensors import tree_map_only
-
-logger = logging.getLogger("stronghold")
+from stronghold.streaming.patches.tensors import tree_map_only, version_of
 
 Call = tuple[Any, Any]  # args, kwargs
 AroundChunk = Callable[[int, nn.Module, Any, Any], contextlib.AbstractContextManager[None]]
@@ -178,30 +169,33 @@ class Chunks:
         self.executor = executor
         self.device = device
         self.around = around
-        self._divisions: dict[type, Division] = {}  # by class of blocks
-        self._inner: dict[nn.Module, Callable[..., Any]] = {}  # forwards as they were
-        self._logged: set[type] = set()  # classes of blocks that stay on one stream
+        # by class of blocks, and the hooks inside
+        self._divisions: dict[tuple[type, Any], Division] = {}
+        self._blocks: dict[nn.Module, _DividedBlock] = {}
 
     def attach(self, layer: Layer) -> None:
         """Divide the calls of the layer's modules. ConfigError for a module that cannot be."""
         for module in layer.modules:
             name = layer.name or type(module).__name__
-            _refuse_module(name, module)
-            self._inner[module] = module.forward
-            divided = _DividedBlock(self, layer, module, name)
-            vars(module)["forward"] = Forward(module, divided)
+            if is_call_compiled(module):
+                raise ConfigError(
+                    f"{KEY}: {name} is compiled, and a compiled forward cannot be divided: compile "
+                    "parts inside of the block, or leave the key out"
+                )
+            self._blocks[module] = _DividedBlock(self, layer, module, name)
+            vars(module)["forward"] = Forward(module, self._blocks[module])
 
     def close(self) -> None:
         """Give the modules their own forward back. Safe to call twice."""
-        for module, forward in self._inner.items():
+        for module, block in self._blocks.items():
             del vars(module)["forward"]
-            if getattr(module, "forward", None) != forward:  # another wrapper's
-                vars(module)["forward"] = forward
-        self._inner.clear()
+            if getattr(module, "forward", None) != block.inner:  # another wrapper's
+                vars(module)["forward"] = block.inner
+        self._blocks.clear()
 
     def divides(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """True if this call will be divided."""
-        if not torch.is_grad_enabled() or module not in self._inner:
+        if not torch.is_grad_enabled() or module not in self._blocks:
             return False
         if any(map(is_cache, (*args, *kwargs.values()))):
             return False
@@ -211,56 +205,34 @@ class Chunks:
         """Return the number of chunks in the call."""
         return -(-batch_of(args, kwargs) // self.size)
 
-    def run_again(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run a chunk's forward in backward."""
-        return self._inner[module](*args, **kwargs)
+    def run_again(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Run a chunk's forward in backward. No hook inside the block is called again."""
+        block = self._blocks[module]
+        block.hooks.run(block.inner, args, kwargs)
 
     def division_of(
         self,
         name: str,
         module: nn.Module,
         inner: Callable[..., Any],
+        hooks: InnerHooks,
         call: Call,
         sizes: Sequence[int],
     ) -> Division:
-        """Return how the block's calls are divided, after a trial for the first of its class."""
-        block_class = type(module)
-        if block_class not in self._divisions:
-            trial = Trial(name, module, inner, call, sizes, self.device)
-            self._divisions[block_class] = trial.division()
-        return self._divisions[block_class]
-
-    def log_one_stream(self, name: str, module: nn.Module, reason: str) -> None:
-        """Log once per class that its chunks run on one stream."""
-        if type(module) in self._logged:
-            return
-        self._logged.add(type(module))
-        logger.warning(
-            "stronghold.streams: %s %s, so that its chunks go through it one after the other "
-            "on one stream (this is said once for blocks of its class)",
-            name,
-            reason,
-        )
-
-
-def _refuse_module(name: str, module: nn.Module) -> None:
-    if is_call_compiled(module):
-        raise ConfigError(
-            f"{KEY}: {name} is compiled, and a compiled forward cannot be divided: compile "
-            "parts inside of the block, or leave the key out"
-        )
-    for submodule_name, submodule in module.named_modules():
-        if is_batch_norm(submodule):
-            raise ConfigError(
-                f"{KEY}: {name}.{submodule_name} is a {type(submodule).__name__}, whose "
-                "statistics are the whole batch's: leave the key out"
-            )
+        """Return how the block's calls are divided, after a trial for the first of its class with
+        the same hooks."""
+        kind = type(module), hooks.counts()
+        if kind not in self._divisions:
+            trial = Trial(name, module, inner, hooks, call, sizes, self.device)
+            self._divisions[kind] = trial.division()
+        return self._divisions[kind]
 
 
 class _DividedBlock:
     """The divided forward of one module.
 
-    must_take_turns  whether chunks stay on one stream; None until a call on several was tried
+    inner  its own forward
+    hooks  those on modules inside it
     """
 
     def __init__(self, chunks: Chunks, layer: Layer, module: nn.Module, name: str) -> None:
@@ -270,9 +242,10 @@ class _DividedBlock:
         self._layer = layer
         self._module = module
         self._name = name
-        self._inner: Callable[..., Any] = module.forward
+        self.inner: Callable[..., Any] = module.forward
+        self.hooks = InnerHooks(name, module)
         self._places = _places(layer, module)
-        self._must_take_turns: bool | None = None
+        self._state: BlockState | None = None
         self.__wrapped__ = module.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -280,18 +253,21 @@ class _DividedBlock:
         if not chunks.divides(self._module, args, kwargs):
             if torch.is_grad_enabled():
                 self._executor.undivided_begun(self._layer.index)
-            return self._inner(*args, **kwargs)
-        self._refuse_hooks()
+            return self.inner(*args, **kwargs)
+        self.hooks.refuse()
+        self._refuse_gradient_hooks()
         batch = batch_of(args, kwargs)
         sizes = [min(chunks.size, batch - begin) for begin in range(0, batch, chunks.size)]
         call = (args, kwargs)
-        division = chunks.division_of(self._name, self._module, self._inner, call, sizes)
+        division = chunks.division_of(self._name, self._module, self.inner, self.hooks, call, sizes)
         chunk_args = split(args, batch, sizes, division.rows)
         chunk_kwargs = split(kwargs, batch, sizes, division.rows)
-        outputs = self._run_chunks(call, zip(chunk_args, chunk_kwargs, strict=True))
-        return join(outputs, sizes, self._name, division.shared)
+        outputs = self._run_chunks(call, list(zip(chunk_args, chunk_kwargs, strict=True)))
+        output, records = join(outputs, sizes, self._name, division.shared)
+        self.hooks.call(records)
+        return output
 
-    def _refuse_hooks(self) -> None:
+    def _refuse_gradient_hooks(self) -> None:
         for named in self._layer.parameters:
             # one of them is the engine's own
             after = hooks_after_gradient(named.parameter)
@@ -302,73 +278,63 @@ class _DividedBlock:
                 )
 
     # -- the chunks of one call -------------------------------------------------------------------
-    def _run_chunks(self, call: Call, chunks: Iterable[Call]) -> list[Any]:
-        """Return the output of each chunk of the call, in order ([Note: streams])."""
+    def _run_chunks(self, call: Call, chunks: Sequence[Call]) -> list[tuple[Any, Records]]:
+        """Return the block's output for each chunk of the call, in order, and its hooks' records.
+
+        ConfigError if one of them has changed what the others read ([Note: streams])."""
         side_streams = self._device.side_streams
-        uses_streams = len(side_streams.streams) > 1 and not self._must_take_turns
-        carried = Carried() if uses_streams and self._must_take_turns is None else None
-        # every chunk gets them
-        whole = set(map(id, tensors_of(call) if uses_streams else ()))
-        parameters = list(self._module.parameters())
-        outputs: list[Any] = []
+        uses_streams = len(side_streams.streams) > 1
+        key = "stronghold.streams" if uses_streams else KEY
+        whole = set(map(id, tensors_of(call)))
+        shared = [tensor for tensor in tensors_of(chunks[0]) if id(tensor) in whole]
+        read = [*self._module.parameters(), *shared]
+        versions = _versions_of(read)
+        outputs: list[tuple[Any, Records]] = []
         pending: set[int] = set()
-        with contextlib.ExitStack() as forks:
-            main = forks.enter_context(side_streams.forked())
+        with side_streams.forked() as main:
             for number, chunk in enumerate(chunks):
-                if uses_streams and holds_tensors(self._module):
-                    uses_streams, carried = False, None
-                    self._take_turns("holds tensors besides its parameters")
-                    forks.close()
-                inputs, read = [], []
+                if number == (0 if uses_streams else 1):
+                    held = self._held()
+                inputs = []
                 if uses_streams:
                     tensors = tensors_of(chunk)
                     inputs = [t for t in tensors if t.requires_grad and id(t) not in whole]
-                    read = [*parameters, *(t for t in tensors if id(t) in whole)]
-                versions = versions_of(read)
                 entered = self._entered(chunk, inputs, number, pending, main)
-                on_side_stream = uses_streams and carried is None
-                outputs.append(self._run_chunk(chunk, number, entered, carried, on_side_stream))
-                if versions != versions_of(read):
-                    raise ConfigError(
-                        f"stronghold.streams: {self._name} writes into a parameter or an argument "
-                        "that its other chunks read at the same time: leave the key out, or "
-                        "keep what it writes in a buffer of the block"
-                    )
-        if carried is not None:
-            self._must_take_turns = False
-            if carried.conflict:
-                self._take_turns(f"writes in one chunk {carried.conflict}")
+                outputs.append(self._run_chunk(chunk, number, entered, uses_streams))
+        refuse_change(self._name, held, key)
+        if versions != _versions_of(read):
+            raise ConfigError(
+                f"{key}: {self._name} writes into a parameter or an argument that all its chunks "
+                "read: leave the key out, or let the block write into a copy"
+            )
         return outputs
+
+    def _held(self) -> BlockState:
+        """Return a snapshot of what the block holds."""
+        if self._state is None or self._state.difference() is not None:
+            self._state = BlockState(self._module)
+        return self._state
 
     def _run_chunk(
         self,
         chunk: Call,
         number: int,
         entered: contextlib.AbstractContextManager[Call],
-        carried: Carried | None,
         on_side_stream: bool,
-    ) -> Any:
-        """Return the block's output for one chunk."""
+    ) -> tuple[Any, Records]:
+        """Return the block's output for one chunk, and its hooks' records."""
         index = self._layer.index
-        contents = contents_of(chunk)
+        containers = containers_of(chunk)
         stream: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if on_side_stream:
             name = f"chunk {number} of {index}"
             stream = self._device.side_streams.beside(number, name)
-        noticing: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if carried is not None:
-            noticing = carried.chunk(number)
         around = self._chunks.around
         # One statement: an interrupt finds a context manager either closed or entered.
-        with stream, entered as (args, kwargs), around(index, self._module, args, kwargs), noticing:
-            output = self._inner(*args, **kwargs)
-        refuse_change(self._name, contents)
+        with stream, entered as (args, kwargs), around(index, self._module, args, kwargs):
+            output = self.hooks.run(self.inner, args, kwargs)
+        refuse_change(self._name, containers)
         return output
-
-    def _take_turns(self, reason: str) -> None:
-        """Keep the chunks of this and of later calls on one stream."""
-        self._must_take_turns = True
-        self._chunks.log_one_stream(self._name, self._module, reason)
 
     @contextlib.contextmanager
     def _entered(
@@ -425,6 +391,11 @@ class _DividedBlock:
             # again, whole: an interrupt may have ended the first time
             _put_back(restored)
             raise
+
+
+def _versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Return the version counters of the tensors; 0 for inference tensors, which have none."""
+    return [0 if tensor.is_inference() else version_of(tensor) for tensor in tensors]
 
 
 def _with_views(chunk: Call, inputs: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> Call:

@@ -31,14 +31,24 @@ def is_call_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None
 
 
-def is_batch_norm(module: nn.Module) -> bool:
-    """True for every kind of batch norm, also torch's lazy and synchronised ones."""
-    return isinstance(module, nn.modules.batchnorm._BatchNorm)
-
-
 def transient_buffers(module: nn.Module) -> set[str]:
     """Return the names of the module's direct buffers that its state dict leaves out."""
     return module._non_persistent_buffers_set
+
+
+def hooks_before_forward(module: nn.Module) -> dict[int, Any]:
+    """Return the hooks of `register_forward_pre_hook` by number."""
+    return module._forward_pre_hooks
+
+
+def hooks_after_forward(module: nn.Module) -> dict[int, Any]:
+    """Return the hooks of `register_forward_hook` by number. A call reads this table."""
+    return module._forward_hooks
+
+
+def has_gradient_hooks(module: nn.Module) -> bool:
+    """True with a hook of `register_full_backward_hook` or `register_full_backward_pre_hook`."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 def hooks_before_state_dict(module: nn.Module) -> Iterable[Any]:

@@ -627,15 +627,6 @@ _USED = (
         beside=(_LOGITS,),
     ),
     Patch(
-        key="batch_norm",
-        package=TORCH,
-        manner=Manner.USED,
-        names=("torch.nn.modules.batchnorm._BatchNorm",),
-        reason="The base of every batch norm, whose statistics are the whole batch's: no "
-        "block with one is divided into chunks.",
-        file=_MODULES,
-    ),
-    Patch(
         key="transient_buffers",
         package=TORCH,
         manner=Manner.USED,
@@ -675,14 +666,15 @@ _USED = (
             "torch.nn.modules.module._global_backward_pre_hooks",
         ),
         reason="A head with hooks on its gradient gives real logits: the gradient of lazy "
-        "ones never passes there.",
-        file=_LOGITS,
+        "ones never passes there. Chunks refuse such hooks inside a block.",
+        file=_MODULES,
         beside=(_LOGITS,),
     ),
     Patch(
         key="forward_hooks",
         package=TORCH,
-        manner=Manner.USED,
+        manner=Manner.WRITTEN,
+        lifetime=Lifetime.CALL,
         names=(
             "torch.nn.Module._forward_hooks",
             "torch.nn.Module._forward_pre_hooks",
@@ -691,8 +683,9 @@ _USED = (
             "torch.nn.modules.module._global_forward_pre_hooks",
         ),
         reason="A forward that changes its hooks is kept. A block's second run calls the hooks of "
-        "the first, and no others.",
-        file="streaming/activations/block_state.py",
+        "the first, and no others. While chunks run, others that only record take the place of "
+        "the hooks inside a block.",
+        file=_MODULES,
         beside=("streaming/activations/block_state.py",),
     ),
     # -- generators --------------------------------------------------------------------------------
