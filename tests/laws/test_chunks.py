@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import BloomConfig, BloomForCausalLM, FalconConfig, FalconForCausalLM
+from transformers import BloomConfig, BloomForCausalLM
 
 import stronghold
 from stronghold.devices.base import ThreadLane
@@ -257,97 +257,6 @@ def test_the_zoo_trains_in_chunks_as_a_plain_loop_does(name: str, section: dict[
     assert_identical(train_windowed(MODELS[name], steps=3, settings=settings), plain_zoo(name))
 
 
-# -- arguments with several rows for each sequence -------------------------------------------------
-HEADS = 2
-
-
-def alibi(family: str, dropout: float = 0.1) -> tuple[nn.Module, Callable[[int], dict[str, Any]]]:
-    """Bloom gives its blocks biases of (batch * heads) rows, Falcon of (batch, heads)."""
-    drops = {"hidden_dropout": dropout, "attention_dropout": dropout}
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16}
-    if family == "bloom":
-        model: Any = BloomForCausalLM(BloomConfig(n_layer=3, n_head=HEADS, **sizes, **drops))
-    else:
-        more = {"num_hidden_layers": 3, "num_attention_heads": HEADS, "alibi": True}
-        model = FalconForCausalLM(FalconConfig(**more, **sizes, **drops))
-    return model.train(), llama()[1]
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("policy", ["keep", "recompute"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("family", ["bloom", "falcon"])
-def test_biases_of_heads_are_split_with_their_sequences(
-    family: str, precision: str, policy: str
-) -> None:
-    factory = functools.partial(alibi, family)
-    options: dict[str, Any] = {"clipping": 0.5, "precision": precision, "accumulation": 2}
-    section = {"chunk": 2, "window": 1, "activations": policy}
-    run = train_windowed(factory, steps=3, settings=config(section=section, **options))
-    chunks = (streamed_modules, 2)
-    expected = train_plain(factory, steps=3, chunks=chunks, rows=HEADS, **options)
-    assert_identical(run, expected)
-    assert run.norms == expected.norms
-
-
-class Biased(nn.Module):
-    """A block with a bias of several rows for each sequence, whose order is `kind`."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.kind = kind
-
-    def forward(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        batch = x.size(0)
-        rows = {
-            "of sequences": lambda: bias.view(batch, HEADS, 8).sum(1),
-            "of heads": lambda: bias.view(HEADS, batch, 8).sum(0),
-            "of all": lambda: bias.view(HEADS * batch, 8).sum(0),
-            "nothing": lambda: bias.view(batch, HEADS, 8).sum(1).detach() * 0.0,
-        }[self.kind]()
-        # so little that no comparison of outputs shows it
-        return x + self.linear(x) + 1e-5 * rows
-
-
-class BiasedStack(nn.Module):
-    """The bias is the same in all rows, as without padding: only other values show the order."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Biased(kind) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        bias = torch.ones(HEADS * x.size(0), 8, dtype=x.dtype)
-        for block in self.blocks:
-            x = block(x, bias)
-        return x.square().mean()
-
-
-REFUSED = {
-    "of heads": "the rows of some sequences change what the block gives for others",
-    "of all": "the rows of some sequences change what the block gives for others",
-    "nothing": "other values in it change nothing that the block gives",
-}
-
-
-@pytest.mark.parametrize("kind", ["of sequences", *REFUSED])
-def test_rows_are_split_only_where_a_sequence_has_its_own(kind: str) -> None:
-    torch.manual_seed(0)
-    settings = config(section={"chunk": 2, "window": 1})
-    engine = stronghold.initialize(model=BiasedStack(kind), config=settings)[0]
-    try:
-        if kind in REFUSED:
-            words = rf"^stronghold.chunk: blocks\.0.*argument 1 has 2 rows.*{REFUSED[kind]}"
-            with pytest.raises(ConfigError, match=words):
-                engine(torch.randn(4, 8))
-        else:
-            engine.backward(engine(torch.randn(4, 8)))
-            engine.step()
-    finally:
-        engine.destroy()
-
-
 # -- what it costs ---------------------------------------------------------------------------------
 @pytest.mark.parametrize("chunk", [1, 2, 5])
 def test_weights_cross_twice_and_gradients_once_however_many_chunks(chunk: int) -> None:
@@ -460,6 +369,17 @@ def test_what_cannot_be_divided_is_refused_by_name_before_it_trains(kind: str) -
     with pytest.raises(ConfigError, match=rf"^stronghold.chunk: blocks{words} the key out"):
         first_call()
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+def test_biases_with_rows_for_each_head_are_refused() -> None:
+    """Those of Bloom (ALiBi) have batch * heads."""
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "n_layer": 2, "n_head": 2}
+    engine = initialized(BloomForCausalLM(BloomConfig(**sizes)), config(section={"chunk": 2}))
+    try:
+        with pytest.raises(ConfigError, match=r"h\.0 fails with 2 .*several for each sequence"):
+            engine(**llama()[1](0))
+    finally:
+        engine.destroy()
 
 
 def test_what_is_not_a_number_divides_no_worse() -> None:

@@ -42,16 +42,15 @@ class Sums:
         self._calls.clear()
 
 
-def parts_of(value: Any, batch: int, size: int, rows: int = 1) -> list[Any]:
-    """`rows`: how many a tensor may have for each sequence, beside one."""
-    if isinstance(value, torch.Tensor) and value.dim() and value.size(0) in (batch, rows * batch):
-        return list(value.split(value.size(0) // batch * size))
+def parts_of(value: Any, batch: int, size: int) -> list[Any]:
+    if isinstance(value, torch.Tensor) and value.dim() and value.size(0) == batch:
+        return list(value.split(size))
     count = -(-batch // size)
     if isinstance(value, tuple | list):
-        each = [parts_of(part, batch, size, rows) for part in value]
+        each = [parts_of(part, batch, size) for part in value]
         return [type(value)(part[k] for part in each) for k in range(count)]
     if isinstance(value, dict):
-        tables = {key: parts_of(part, batch, size, rows) for key, part in value.items()}
+        tables = {key: parts_of(part, batch, size) for key, part in value.items()}
         return [{key: part[k] for key, part in tables.items()} for k in range(count)]
     return [value] * count
 
@@ -67,18 +66,15 @@ def joined(outputs: list[Any]) -> Any:
     return first
 
 
-def chunk_blocks(
-    blocks: list[nn.Module], size: int, *, checkpointed: bool = False, rows: int = 1
-) -> Sums:
-    """Call these blocks chunk by chunk from now on, each through torch's checkpoint or not. `rows`:
-    of an argument for each sequence, beside one."""
+def chunk_blocks(blocks: list[nn.Module], size: int, *, checkpointed: bool = False) -> Sums:
+    """Call these blocks chunk by chunk from now on, each through torch's checkpoint or not."""
     sums = Sums()
     for block in blocks:
-        _chunk(block, size, sums, checkpointed, rows)
+        _chunk(block, size, sums, checkpointed)
     return sums
 
 
-def _chunk(block: nn.Module, size: int, sums: Sums, checkpointed: bool, rows: int) -> None:
+def _chunk(block: nn.Module, size: int, sums: Sums, checkpointed: bool) -> None:
     inner = block.forward
     places = [
         (table, name, parameter)
@@ -93,9 +89,7 @@ def _chunk(block: nn.Module, size: int, sums: Sums, checkpointed: bool, rows: in
         if batch <= size or not torch.is_grad_enabled():
             return inner(*args, **kwargs)
         outputs, call = [], sums.call()
-        for of_args, of_kwargs in zip(
-            parts_of(args, batch, size, rows), parts_of(kwargs, batch, size, rows), strict=True
-        ):
+        for of_args, of_kwargs in parts_of((args, kwargs), batch, size):
             leaves = {}
             for _, _, parameter in places:
                 leaf = parameter.detach().requires_grad_()

@@ -267,23 +267,22 @@ def train_plain(
     groups: Callable[[nn.Module], Iterable[Any]] | None = None,
     scaler: Any = None,
     chunks: tuple[Callable[[nn.Module], list[nn.Module]], int] | None = None,
-    rows: int = 1,
     optimizer: str | Trains = "adamw",
     schedule: Callable[[torch.optim.Optimizer], Any] | None = None,
     dtypes: str = CAST,
 ) -> Run:
     """The same training without a window: autograd, fp32 sums, torch's clipping formula, the same
     kernel of the optimizer. In fp16 the loss is fp32, times the scale of `scaler`, or the config's.
-    `chunks`: which blocks take their batch in chunks, and of how many sequences; `rows`: of an
-    argument for each sequence, beside one. `schedule`: makes the schedule of the learning rate,
-    which goes on after each step that was applied. `dtypes`: as stronghold.dtypes.
+    `chunks`: which blocks take their batch in chunks, and of how many sequences. `schedule`: makes
+    the schedule of the learning rate, which goes on after each step that was applied. `dtypes`: as
+    stronghold.dtypes.
     """
     torch.manual_seed(0)
     model, make_batch = factory()
     without_caches(model)
     if dtypes == CAST:
         cast(model, DTYPES[precision])
-    of_chunks = chunk_blocks(chunks[0](model), chunks[1], rows=rows) if chunks else None
+    of_chunks = chunk_blocks(chunks[0](model), chunks[1]) if chunks else None
     parameters = [p for p in model.parameters() if p.requires_grad]
     trains = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
     groups_of = trains.groups(groups(model) if groups else parameters)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,22 +20,7 @@ from stronghold.streaming.patches.tensors import tree_leaves
 
 KEY = "stronghold.chunk"
 
-# of a tensor among the arguments: a position or a name, then inwards
-Path = tuple[Any, ...]
-Rows = Mapping[Path, int]  # rows per sequence of the arguments that have several
-NO_ROWS: Rows = {}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Division:
-    """How the calls of a class of blocks are divided.
-
-    rows    arguments with several rows per sequence (`chunk_trial`, [Note: several rows])
-    shared  numbers of the returned tensors that are equal for all chunks
-    """
-
-    rows: Rows
-    shared: frozenset[int]
+Call = tuple[Any, Any]  # args, kwargs
 
 
 def batch_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
@@ -52,81 +36,24 @@ def tensors_of(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def _is_sequence(value: Any) -> bool:
-    return isinstance(value, tuple | list) and not isinstance(value, torch.Size)
-
-
-def split(
-    value: Any, batch: int, sizes: Sequence[int], rows: Rows = NO_ROWS, path: Path = ()
-) -> list[Any]:
+def split(value: Any, batch: int, sizes: Sequence[int]) -> list[Any]:
     """Return the share of `value` for each chunk ([Note: what is split]).
 
     Args:
         value: a tree of arguments.
         batch: the number of sequences in the call.
         sizes: the number of sequences in each chunk; their sum is `batch`.
-        rows: the arguments with several rows per sequence.
-        path: the place of `value` among the arguments.
     """
     if isinstance(value, torch.Tensor):
-        return _split_tensor(value, batch, sizes, rows.get(path, 1))
-    num_chunks = len(sizes)
-    if _is_sequence(value):
-        columns = []  # by item: its share for each chunk
-        for index, item in enumerate(value):
-            columns.append(split(item, batch, sizes, rows, (*path, index)))
-        chunks = []
-        for number in range(num_chunks):
-            items = [column[number] for column in columns]
-            chunks.append(_like(value, items))
-        return chunks
-    if isinstance(value, dict):
-        shares = {}  # by key: its share for each chunk
-        for key, item in value.items():
-            shares[key] = split(item, batch, sizes, rows, (*path, key))
-        tables = []
-        for number in range(num_chunks):
-            tables.append({key: share[number] for key, share in shares.items()})
-        return tables
-    return [value] * num_chunks
-
-
-def _split_tensor(
-    tensor: torch.Tensor, batch: int, sizes: Sequence[int], rows_per_sequence: int
-) -> list[torch.Tensor]:
-    for factor in (1, rows_per_sequence):
-        if tensor.dim() and tensor.size(0) == factor * batch:
-            return list(tensor.split([factor * size for size in sizes]))
-    return [tensor] * len(sizes)
-
-
-def tensors_by_path(value: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
-    """Yield every tensor in lists, tuples and dicts, with its path."""
-    if isinstance(value, torch.Tensor):
-        yield path, value
-    elif _is_sequence(value):
-        for index, item in enumerate(value):
-            yield from tensors_by_path(item, (*path, index))
+        if value.dim() and value.size(0) == batch:
+            return list(value.split(list(sizes)))
+    elif isinstance(value, tuple | list) and not isinstance(value, torch.Size):
+        shares = [split(item, batch, sizes) for item in value]  # by item: that of each chunk
+        return [_like(value, [share[number] for share in shares]) for number in range(len(sizes))]
     elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from tensors_by_path(item, (*path, key))
-
-
-def replaced_at(value: Any, target: Path, tensor: torch.Tensor, path: Path = ()) -> Any:
-    """Return a copy of `value` with `tensor` in place of the tensor at `target`."""
-    if isinstance(value, torch.Tensor):
-        return tensor if path == target else value
-    if _is_sequence(value):
-        items = []
-        for index, item in enumerate(value):
-            items.append(replaced_at(item, target, tensor, (*path, index)))
-        return _like(value, items)
-    if isinstance(value, dict):
-        table = {}
-        for key, item in value.items():
-            table[key] = replaced_at(item, target, tensor, (*path, key))
-        return table
-    return value
+        table = {key: split(item, batch, sizes) for key, item in value.items()}
+        return [{key: table[key][number] for key in table} for number in range(len(sizes))]
+    return [value] * len(sizes)
 
 
 def _like(value: Any, items: list[Any]) -> Any:

@@ -52,7 +52,7 @@ from stronghold.streaming.activations.chunk_effects import (
 from stronghold.streaming.activations.chunk_trial import Trial
 from stronghold.streaming.activations.chunk_values import (
     KEY,
-    Division,
+    Call,
     batch_of,
     join,
     split,
@@ -68,7 +68,6 @@ from stronghold.streaming.patches.modules import (
 )
 from stronghold.streaming.patches.tensors import tree_map_only, version_of
 
-Call = tuple[Any, Any]  # args, kwargs
 AroundChunk = Callable[[int, nn.Module, Any, Any], contextlib.AbstractContextManager[None]]
 
 
@@ -169,8 +168,8 @@ class Chunks:
         self.executor = executor
         self.device = device
         self.around = around
-        # by class of blocks, and the hooks inside
-        self._divisions: dict[tuple[type, Any], Division] = {}
+        # by class of blocks and hooks inside: the numbers of returned tensors equal for all chunks
+        self._shared: dict[tuple[type, Any], frozenset[int]] = {}
         self._blocks: dict[nn.Module, _DividedBlock] = {}
 
     def attach(self, layer: Layer) -> None:
@@ -210,22 +209,11 @@ class Chunks:
         block = self._blocks[module]
         block.hooks.run(block.inner, args, kwargs)
 
-    def division_of(
-        self,
-        name: str,
-        module: nn.Module,
-        inner: Callable[..., Any],
-        hooks: InnerHooks,
-        call: Call,
-        sizes: Sequence[int],
-    ) -> Division:
-        """Return how the block's calls are divided, after a trial for the first of its class with
-        the same hooks."""
-        kind = type(module), hooks.counts()
-        if kind not in self._divisions:
-            trial = Trial(name, module, inner, hooks, call, sizes, self.device)
-            self._divisions[kind] = trial.division()
-        return self._divisions[kind]
+    def try_once(self, kind: Any, trial: Trial, call: Call, sizes: Sequence[int]) -> frozenset[int]:
+        """Return what the trial of the first block of this kind has found."""
+        if kind not in self._shared:
+            self._shared[kind] = trial.shared(call, sizes)
+        return self._shared[kind]
 
 
 class _DividedBlock:
@@ -244,6 +232,7 @@ class _DividedBlock:
         self._name = name
         self.inner: Callable[..., Any] = module.forward
         self.hooks = InnerHooks(name, module)
+        self._trial = Trial(name, module, self.inner, self.hooks, self._device.torch_device)
         self._places = _places(layer, module)
         self._state: BlockState | None = None
         self.__wrapped__ = module.forward
@@ -259,11 +248,10 @@ class _DividedBlock:
         batch = batch_of(args, kwargs)
         sizes = [min(chunks.size, batch - begin) for begin in range(0, batch, chunks.size)]
         call = (args, kwargs)
-        division = chunks.division_of(self._name, self._module, self.inner, self.hooks, call, sizes)
-        chunk_args = split(args, batch, sizes, division.rows)
-        chunk_kwargs = split(kwargs, batch, sizes, division.rows)
-        outputs = self._run_chunks(call, list(zip(chunk_args, chunk_kwargs, strict=True)))
-        output, records = join(outputs, sizes, self._name, division.shared)
+        kind = type(self._module), self.hooks.counts()
+        shared = chunks.try_once(kind, self._trial, call, sizes)
+        outputs = self._run_chunks(call, split(call, batch, sizes))
+        output, records = join(outputs, sizes, self._name, shared)
         self.hooks.call(records)
         return output
 
