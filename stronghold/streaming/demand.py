@@ -27,6 +27,8 @@ from stronghold.plan.places import levels_of
 # Without stronghold.gpu_memory half of what the GPU has free goes to slots; the rest is left to
 # activations.
 GPU_SHARE = 0.5
+# Libraries' memory that grows after `initialize`: allocators, communicators, compiled kernels.
+PROCESS_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +71,8 @@ def demand_of(
         gpu_budget = int(free.gpu_free_bytes * GPU_SHARE)
     if gpu_budget is not None:
         gpu_budget = ranks.least(gpu_budget)  # one plan: all ranks move the same layers
-    available = available_host_bytes() // ranks.on_node.count - free.host_reserved_bytes
+    available = available_host_bytes() // ranks.on_node.count
+    available -= PROCESS_BYTES + free.host_reserved_bytes
     host_budget = section.host_memory or max(0, available) + free.model_bytes
     if section.nvme is not None:
         host_budget = ranks.least(host_budget)  # the same arrays spill
