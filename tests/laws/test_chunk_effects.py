@@ -135,6 +135,8 @@ class Block(nn.Module):
             parametrizations.spectral_norm(self.linear)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "input written" and not x.requires_grad:
+            x = x.add_(1.0).clone()  # the first block's
         y: torch.Tensor = self.linear(x)
         if self.kind == "running mean":
             mean = y.detach().mean()
@@ -219,7 +221,7 @@ def test_a_hook_that_sees_or_changes_a_chunk_is_refused_by_name(kind: str) -> No
         train_stack("", {"chunk": 2}, register)
 
 
-@pytest.mark.parametrize("kind", ["table", "trials counted"])
+@pytest.mark.parametrize("kind", ["table", "trials counted", "input written"])
 def test_a_trial_leaves_no_trace_and_a_table_stays(kind: str) -> None:
     model, losses = train_stack(kind, {"chunk": 2})
     plain, expected = train_stack(kind, {})
@@ -228,3 +230,52 @@ def test_a_trial_leaves_no_trace_and_a_table_stays(kind: str) -> None:
         assert block.seen == other.seen == []
         assert (block.table is None) == (kind != "table")
         assert block.training
+
+
+class Inside(nn.Module):
+    """A block with one of Transformers' models inside, which has a hook of the engine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = model_of("llama").model
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.model(inputs_embeds=x).last_hidden_state
+        return output
+
+
+def test_the_engines_own_hooks_inside_a_block_are_let_through() -> None:
+    losses = []
+    for section in ({}, {"chunk": 2}):
+        model = nn.Sequential(Inside(), Inside())
+        engine = initialized(model, config(section={"window": 1, "layers": ["0", "1"], **section}))
+        x = torch.randn(BATCH, LENGTH, 24, generator=torch.Generator().manual_seed(0))
+        losses.append(engine(x).square().mean())
+        engine.backward(losses[-1])
+        engine.destroy()
+    torch.testing.assert_close(*losses)
+
+
+class Positioned(nn.Module):
+    """A module inside returns one table for all sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.table = nn.Embedding(4, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear(x) + self.table(torch.arange(4))
+        return y
+
+
+def test_a_hook_that_comes_between_two_calls_gets_a_table_once() -> None:
+    model = nn.Sequential(*(Positioned() for _ in range(3)))
+    engine = initialized(model, config(section={"window": 1, "chunk": 1}))
+    seen: list[torch.Tensor] = []
+    x = torch.randn(BATCH, 4, 8)
+    engine(x)
+    model[1].table.register_forward_hook(lambda module, args, output: seen.append(output))
+    engine(x)
+    assert [tuple(table.shape) for table in seen] == [(4, 8)]
+    engine.destroy()

@@ -4,15 +4,15 @@ Owns the rules for them. The training thread enters in forward, and autograd's t
 is computed again.
 
 [Note: hooks inside] Forward hooks on modules inside a block wait while the chunks run. After the
-last chunk each is called as often as for the whole batch, with the joined arguments and output.
+last chunk they are called as for the whole batch, with the joined arguments and output.
 Transformers' recorders (router logits, attentions, hidden states) are such hooks. Hooks that could
-change a chunk, and hooks on gradients, are refused by name.
+change a chunk, and hooks on gradients, are refused by name. The engine's own hooks are let through.
 
-[Note: what a block holds] Attributes, buffers, lists and objects of a block's modules may be made
-by the first chunk: a table of positions is the same for all. A later change belongs to one chunk
-and not to the batch (a running mean, an output that is kept), and is refused by name. On several
-streams the first chunk, too, may change nothing: the others may read it at the same time.
-`block_state` says what it does not see.
+[Note: what a block holds] The first chunk may make attributes, buffers, lists and objects of the
+block's modules: a table of positions is the same for all chunks. A later change belongs to one
+chunk and not to the batch (a running mean, an output that is kept), and is refused by name. On
+several streams the first chunk may change nothing either, since the others run beside it. The notes
+of `block_state` list what it does not see.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch import nn
 from stronghold.errors import ConfigError
 from stronghold.streaming.activations.block_state import BlockState
 from stronghold.streaming.activations.chunk_values import KEY
+from stronghold.streaming.guards import OwnHook
 from stronghold.streaming.interrupts import run_and_restore
 from stronghold.streaming.patches.modules import (
     has_gradient_hooks,
@@ -54,7 +55,7 @@ class InnerHooks:
         for name, module in self._modules.items():
             if vars(module).get("forward") is not self._forwards[name]:
                 found = "forward that was replaced after initialize"
-            elif hooks_before_forward(module):
+            elif not all(isinstance(hook, OwnHook) for hook in hooks_before_forward(module)):
                 found = "hook before its forward"
             elif has_gradient_hooks(module):
                 found = "hook on its gradient"

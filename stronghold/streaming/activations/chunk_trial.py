@@ -1,8 +1,9 @@
 """Trial: whether chunks of a batch give the results of the whole batch.
 
 Owns the calls that try it, once for each class of blocks, before the first step trains. Dropout and
-gradients are off in them. They leave no trace: generators and all that the block holds are put
-back, and hooks inside it are not called. The training thread enters in forward.
+gradients are off in them. They leave no trace: they get copies of the arguments, generators and all
+that the block holds are put back, and no hook inside it is called. The training thread enters in
+forward.
 
 The trial compares two chunks with both at once. They must be equal but for rounding. So a norm or a
 sum over the batch is noticed, and refused.
@@ -19,9 +20,10 @@ from torch import nn
 from stronghold.devices.random_numbers import random_state, set_random_state
 from stronghold.errors import ConfigError
 from stronghold.streaming.activations.block_state import BlockState
-from stronghold.streaming.activations.chunk_effects import InnerHooks, containers_of, refuse_change
+from stronghold.streaming.activations.chunk_effects import InnerHooks, refuse_change
 from stronghold.streaming.activations.chunk_values import KEY, Call, join, split, tensors_of
 from stronghold.streaming.interrupts import run_and_restore
+from stronghold.streaming.patches.tensors import tree_map_only
 
 # Rounding of another matrix shape, not another function: relative to the largest element.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 6e-2, torch.float16: 2e-2}
@@ -62,7 +64,6 @@ class Trial:
         batch, chunk_sizes = sum(sizes), sizes[:2]
         both_size = sum(chunk_sizes)
         both = split(call, batch, [both_size, batch - both_size])[0]
-        containers = containers_of(both)
         try:
             expected, *outputs = self._outputs([both, *split(call, batch, sizes)[:2]])
         except FAILURES as error:
@@ -71,7 +72,6 @@ class Trial:
                 f"at a time ({error}): an argument with as many rows as the batch is none, or has "
                 "several for each sequence, or the block needs them all. Leave the key out"
             ) from error
-        refuse_change(self._block_name, containers)
         shared = _shared_tensors(outputs, expected)
         joined = tensors_of(join(outputs, chunk_sizes, self._block_name, shared))
         whole = tensors_of(expected)
@@ -92,7 +92,8 @@ class Trial:
             for submodule in self._module.modules():
                 submodule.training = False
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                return [self._hooks.run(self._inner, *call) for call in calls]
+                copies = [tree_map_only(torch.Tensor, torch.clone, call) for call in calls]
+                return [self._hooks.run(self._inner, *call) for call in copies]
 
         def restore() -> None:
             state.restore()

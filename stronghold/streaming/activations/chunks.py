@@ -24,8 +24,8 @@ streams]). Two chunks must not race on memory that one of them writes:
    batch. The main stream follows the entry.
 2. What the block holds may only be read (`chunk_effects`, [Note: what a block holds]), and so may
    arguments that all chunks get. Both are compared after the last chunk.
-3. Nothing sees a tensor that a block writes in a closure or a global, or through a kernel that
-   torch does not know. Such a block is for one stream.
+3. Nothing sees that a block writes a tensor of a closure or of a global, or writes through a
+   kernel that torch does not know. Such a block needs one stream.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class Chunks:
         self.executor = executor
         self.device = device
         self.around = around
-        # by class of blocks and hooks inside: the numbers of returned tensors equal for all chunks
+        # by kind of blocks: numbers of the returned tensors that are equal for all chunks
         self._shared: dict[tuple[type, Any], frozenset[int]] = {}
         self._blocks: dict[nn.Module, _DividedBlock] = {}
 
@@ -209,8 +209,13 @@ class Chunks:
         block = self._blocks[module]
         block.hooks.run(block.inner, args, kwargs)
 
-    def try_once(self, kind: Any, trial: Trial, call: Call, sizes: Sequence[int]) -> frozenset[int]:
-        """Return what the trial of the first block of this kind has found."""
+    def try_once(
+        self, kind: tuple[type, Any], trial: Trial, call: Call, sizes: Sequence[int]
+    ) -> frozenset[int]:
+        """Return what the trial of the first block of this kind has found.
+
+        `kind`: the block's class, and the hooks inside it.
+        """
         if kind not in self._shared:
             self._shared[kind] = trial.shared(call, sizes)
         return self._shared[kind]

@@ -36,9 +36,9 @@ def transient_buffers(module: nn.Module) -> set[str]:
     return module._non_persistent_buffers_set
 
 
-def hooks_before_forward(module: nn.Module) -> dict[int, Any]:
-    """Return the hooks of `register_forward_pre_hook` by number."""
-    return module._forward_pre_hooks
+def hooks_before_forward(module: nn.Module) -> Iterable[Any]:
+    """Return the hooks of `register_forward_pre_hook`."""
+    return module._forward_pre_hooks.values()
 
 
 def hooks_after_forward(module: nn.Module) -> dict[int, Any]:

@@ -683,8 +683,8 @@ _USED = (
             "torch.nn.modules.module._global_forward_pre_hooks",
         ),
         reason="A forward that changes its hooks is kept. A block's second run calls the hooks of "
-        "the first, and no others. While chunks run, others that only record take the place of "
-        "the hooks inside a block.",
+        "the first, and no others. While chunks run, each hook inside a block is replaced by one "
+        "that notes its arguments.",
         file=_MODULES,
         beside=("streaming/activations/block_state.py",),
     ),
