@@ -20,7 +20,7 @@
 extern "C" {
 #endif
 
-#define SH_ABI_VERSION 5
+#define SH_ABI_VERSION 6
 
 /* The most that one optimizer has. */
 #define SH_MAX_MOMENTS 2
@@ -66,6 +66,12 @@ SH_API int64_t sh_packed_bytes(void);
 /* The name of an instruction set that this CPU can run, best first: "avx512", "avx2", "neon",
  * "scalar". NULL past the last one. */
 SH_API const char* sh_isa_at(int32_t index);
+
+/* ---- Memory ---------------------------------------------------------------------------------- */
+
+/* Commits the pages of `bytes` bytes from the start of one on. Other threads may read and write them
+ * meanwhile: an atomic OR with 0 changes nothing. */
+SH_API void sh_touch(void* memory, int64_t bytes);
 
 /* ---- Threads --------------------------------------------------------------------------------- */
 

@@ -63,6 +63,13 @@ const char* sh_isa_at(int32_t index) {
   return kernels == nullptr ? nullptr : kernels->name;
 }
 
+__attribute__((no_sanitize("thread")))  // meets plain writes of other threads, by contract
+void sh_touch(void* memory, int64_t bytes) {
+  auto* first = static_cast<unsigned char*>(memory);
+  // A page has 4096 bytes or a multiple.
+  for (int64_t i = 0; i < bytes; i += 4096) __atomic_fetch_or(first + i, 0, __ATOMIC_RELAXED);
+}
+
 int32_t sh_pool_create(int32_t num_threads, const int32_t* cores, int32_t num_cores,
                        const char* isa, sh_pool** out) {
   return sh::Guarded([&] {

@@ -67,6 +67,7 @@ from typing import Protocol
 
 import torch
 
+from stronghold.devices.first_touch import FirstTouch
 from stronghold.devices.forks import check_not_forked, forked_from
 from stronghold.devices.lane_name import LaneName
 from stronghold.devices.memory import DeviceMemory
@@ -667,6 +668,7 @@ class Device(ABC):
         self.cores = cores
         self.memory = memory
         self.pinning = HostPinning()
+        self.first_touch = FirstTouch(cores)
         self.side_streams = SideStreams()
         self.trace = trace or Trace(recording=False)
         self.is_single_process = True  # no operation waits for another process
@@ -760,6 +762,7 @@ class Device(ABC):
 
     def close(self) -> None:
         """Finish all queued operations and end the lanes' threads. Safe to call twice."""
+        self.first_touch.close()
         for lane in list(self._lanes.values()):
             lane.close()
 

@@ -20,31 +20,26 @@ lane's thread copies refused slabs through a small registered ring per stream. T
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import mmap
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from operator import itemgetter
 from typing import Any
 
 import torch
 
+from stronghold.devices.first_touch import touch_now
 from stronghold.devices.kinds import DeviceKind
 from stronghold.devices.numa import running_on
 from stronghold.errors import ErrorPage, StateError, format_size, page_link
-from stronghold.native import available_cores
 
 logger = logging.getLogger("stronghold")
 
 _RING_BYTES = 8 << 20  # the most for one of a ring's two entries
 _LEAST_RING_BYTES = 64 << 10
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of madvise, since Linux 5.14
-_TOUCH_BYTES = 32 << 20  # one thread commits so many bytes at a time
-_MAX_TOUCHING_THREADS = 8  # memory bounds the clearing of pages
 
 
 class HostPinning:
@@ -84,25 +79,6 @@ def _is_inside(regions: Sequence[tuple[int, int]], address: int) -> bool:
     """Return whether the address lies in one of `regions` (see `cuts`)."""
     index = bisect_right(regions, address, key=itemgetter(0)) - 1
     return index >= 0 and address < regions[index][1]
-
-
-def _touch(address: int, nbytes: int) -> None:
-    """Commit a slab's pages with several threads, for registration would do it with one.
-
-    If the kernel or a limit on threads forbids it, registration commits all pages.
-    """
-    begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
-    end = address + nbytes
-    end -= end % mmap.PAGESIZE
-    if end - begin <= _TOUCH_BYTES:
-        return
-    madvise = ctypes.CDLL(None).madvise
-    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    starts = range(begin, end, _TOUCH_BYTES)
-    sizes = [min(_TOUCH_BYTES, end - start) for start in starts]
-    num_threads = min(available_cores(), _MAX_TOUCHING_THREADS)
-    with contextlib.suppress(RuntimeError), ThreadPoolExecutor(num_threads) as threads:
-        list(threads.map(madvise, starts, sizes, [_POPULATE_WRITE] * len(sizes)))
 
 
 class _Ring:
@@ -215,7 +191,7 @@ class GpuPinning(HostPinning):
         if calls is None:
             raise OSError(f"{self._kind.name} has no call that registers host memory")
         with running_on(self._cores):
-            _touch(tensor.data_ptr(), nbytes)
+            touch_now(tensor)  # registration would commit the pages with one thread
             status = calls.register(tensor.data_ptr(), nbytes)
         if status != 0:
             self._forget_error()

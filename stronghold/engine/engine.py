@@ -45,7 +45,7 @@ from stronghold.engine.checkpoints import Checkpoints
 from stronghold.engine.inspection import Inspection, inspect
 from stronghold.engine.instruments import Instruments
 from stronghold.engine.refusals import ManualClipping, check_loss, refused_methods
-from stronghold.errors import ConfigError, did_you_mean
+from stronghold.errors import ConfigError, did_you_mean, format_size
 from stronghold.plan.plan import Plan
 from stronghold.predict.refine import Refinement
 from stronghold.streaming.fragments import fragments
@@ -56,6 +56,7 @@ from stronghold.streaming.patches.parameters import ParameterReads
 from stronghold.streaming.stack import MemoryReport, Stack
 from stronghold.streaming.steps import StalledWeights
 from stronghold.telemetry.metrics import StepRecord, batch_size
+from stronghold.telemetry.start import Start
 
 logger = logging.getLogger("stronghold")
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -116,6 +117,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         ranks: Ranks,
     ) -> None:
         nn.Module.__init__(self)
+        self._start: Start | None = Start()
         self._process = os.getpid()
         self._config = settings.deepspeed
         self.config = settings.original
@@ -205,6 +207,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
             self.destroy()
             raise
         logger.info("%s", stack.plan)
+        self._start.end("in it (the model is taken over)")
 
     # -- the step ---------------------------------------------------------------------------------
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -234,6 +237,8 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         # not before: a framework that sets up logs its own warnings first
         if not self._has_run:
             self._has_run = True
+            if self._start is not None:
+                self._start.end("until the first forward")
             self.settings.warn_of_ignored()
         size = batch_size(inputs, kwargs)
         if with_graph:
@@ -426,6 +431,11 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
             skipped=optimizer.overflow,
         )
         self.last_record = record
+        if self._start is not None and self._start.end_step():
+            touched = stack.device.first_touch
+            size = format_size(touched.nbytes)
+            logger.info("%s; %s touched in %.1f s meanwhile", self._start, size, touched.seconds)
+            self._start = None
         if self.plan.nvme_bytes and self.global_steps == WEAR_STEP:
             logger.info("%s", self.plan.wear(record.step_s))
         steps_per_print = self.settings.steps_per_print
@@ -683,7 +693,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
     def memory_report(self) -> MemoryReport:
         """Return peak bytes per tier (GPU, host, NVMe), planned and measured. Waits for nothing.
 
-        Masters, moments and gradient slots get memory at the first backward.
+        Gradient slots, and what trains on the GPU, get memory at the first backward.
         """
         return self._stack.memory_report()
 

@@ -39,7 +39,9 @@ parameter is a view of the file's pages.
 
 from __future__ import annotations
 
+import itertools
 import logging
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from operator import attrgetter
 
@@ -114,6 +116,7 @@ class HostStore:
         # By layer whose entry is lent: makes the borrower leave it ([Note: lent]).
         self._loans: dict[int, Callable[[int], None]] = {}
         self._pinned: dict[int, torch.Tensor] = {}  # by address
+        self._mapped_ahead: dict[int, deque[torch.Tensor]] = defaultdict(deque)  # by size
         self.allocated_bytes = self.tiers.ring.nbytes
         self.peak_bytes = self.allocated_bytes
         self._is_prepared = False
@@ -124,7 +127,10 @@ class HostStore:
         return self.access.has_state
 
     def _slab(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
-        slab = self.allocate(nbytes, torch.uint8)
+        mapped = self._mapped_ahead.get(nbytes)
+        if mapped:
+            self.allocated_bytes -= nbytes  # counted when it was mapped
+        slab = mapped.popleft() if mapped else self.allocate(nbytes, torch.uint8)
         self._count(slab, pinned=pinned)
         return slab
 
@@ -153,7 +159,8 @@ class HostStore:
                 state.fill(state.weights, source)
             return
         if not state.home_of("weights").is_staged:
-            state.weights = self._slab(weights.nbytes, pinned=True)
+            state.weights = self.allocate(weights.nbytes, torch.uint8)
+            self._count(state.weights, pinned=True)
             state.fill(state.weights, source)
             return
         state.weights = self.tiers.mapped(index, "weights")
@@ -202,6 +209,24 @@ class HostStore:
         for elements, views in pieces:
             views["weights"].copy_(flat[elements])
 
+    def map_ahead(self, index: int) -> None:
+        """Map what `prepare_training` will take for an adopted layer, so that it is touched while
+        further layers are adopted. Slabs of one size take each other's place."""
+        state = self.layers[index]
+        arrays = [array for array in state.changed if array != "weights"]
+        if self._accumulate:
+            arrays.append("accumulated")
+        if index in self._held and state.trains_here:
+            arrays.append("gradients")
+        arrays = [array for array in arrays if state.home_of(array) is HOST]
+        if index in self._early:
+            arrays += state.changed
+        for array in arrays:
+            slab = self.allocate(state.maps[array].nbytes, torch.uint8)
+            self._mapped_ahead[slab.nbytes].append(slab)
+            self._count(slab, pinned=False)
+            self._device.first_touch.add(slab)
+
     def prepare_training(self) -> None:
         """Allocate masters, moments and gradient entries, at the first backward.
 
@@ -216,6 +241,8 @@ class HostStore:
         self._make_held_entries()
         self._make_second_arrays()
         self._make_ring_entries(self._ring_entries - len(self._ring))
+        self._free(*itertools.chain.from_iterable(self._mapped_ahead.values()))
+        self._mapped_ahead.clear()
         self._is_prepared = True
 
     def make_arrays(self, state: LayerState, zeros: Callable[[str, int], torch.Tensor]) -> None:
@@ -428,6 +455,7 @@ class HostStore:
             self._device.pinning.unpin(slab)
         self._pinned.clear()
         self._ring.clear()
+        self._mapped_ahead.clear()
         for state in self.layers:
             state.second = None
             state.weights = torch.empty(0, dtype=torch.uint8)

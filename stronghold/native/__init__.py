@@ -20,6 +20,7 @@ from stronghold.native.kernels import formats as formats
 from stronghold.native.kernels import isa as isa
 from stronghold.native.kernels import isas as isas
 from stronghold.native.kernels import optimizers as optimizers
+from stronghold.native.kernels import touch as touch
 from stronghold.native.loader import Closeable as Closeable
 from stronghold.native.loader import available_cores as available_cores
 from stronghold.native.loader import library as library

@@ -407,6 +407,11 @@ class Pool(Kernels, Closeable):
             library().sh_pool_destroy(handle)
 
 
+def touch(memory: torch.Tensor) -> None:
+    """Commit the pages of contiguous host memory. Changes no byte, whatever other threads do."""
+    library().sh_touch(memory.data_ptr(), memory.nbytes)
+
+
 def formats() -> list[str]:
     """The names of the kernels' packed formats."""
     names: list[str] = []

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from stronghold.errors import ConfigError, ErrorPage, StateError
 from stronghold.native.segments import PACKED_ROW, ROW, TARGET_ROW
 
-_ABI_VERSION = 5
+_ABI_VERSION = 6
 _SH_INVALID = 1
 CloseableT = TypeVar("CloseableT", bound="Closeable")
 
@@ -104,6 +104,7 @@ def library() -> ctypes.CDLL:
         "sh_update_traffic": (int32, [address, text, int32, int32, address, address, int64]),
         "sh_update_prefetch": (int32, [address, text, int32, int32, address]),
         "sh_update_constants": (int32, [text, address, int64, address, address]),
+        "sh_touch": (None, [address, int64]),
         "sh_accumulate": (int32, [address, int32, address, int64]),
         "sh_sum_squares": (int32, [address, int32, address, int64, address]),
         "sh_format_at": (text, [int32]),

@@ -448,6 +448,8 @@ class Stack:
                 if parameter.is_meta:
                     materialize(parameter, torch.empty(0, dtype=parameter.dtype))
             self.runtime.executor.rest(index)
+            if self.demand.training:
+                self.host.map_ahead(index)
             if freed_bytes >= TRIM_BYTES:
                 freed_bytes = 0
                 trim_heap()
@@ -725,8 +727,8 @@ class Stack:
         self.store.prepare_training()
 
     def memory_report(self) -> MemoryReport:
-        """Return bytes so far. The first backward allocates masters, moments and gradient
-        slots."""
+        """Return bytes so far. The first backward allocates gradient slots, and what trains on the
+        device."""
         return MemoryReport(
             gpu_planned=self._planned[0],
             gpu_peak=self.device.memory.peak_with(self.runtime.kept_gradient_bytes),
@@ -837,9 +839,8 @@ _open: weakref.WeakSet[Stack] = weakref.WeakSet()
 def reserved_bytes(but: Stack | None = None) -> tuple[int, int]:
     """Return bytes on the device and in RAM that other engines of this process will still take.
 
-    The first backward allocates masters, moments and gradient slots. Each step allocates
-    activations. An engine that is away from the device has left its room there to others. `but`:
-    an engine that does not count.
+    The first backward allocates gradient slots, each step activations. An engine that is away from
+    the device has left its room there to others. `but`: an engine that does not count.
     """
     on_device = on_host = 0
     for stack in _open:

@@ -5,10 +5,13 @@ Everything is equal to the bit, unless a test says why not.
 
 from __future__ import annotations
 
+import re
+import time
 from pathlib import Path
 from typing import Any
 
 import deepspeed
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -284,3 +287,25 @@ def test_more_accumulation_steps_than_were_planned_for_are_refused_without_effec
         assert both.engine.train_batch_size() == 2
         assert both.engine.gradient_accumulation_steps() == 1
         both.train(0)
+
+
+# --- the start ------------------------------------------------------------------------------------
+
+
+def test_the_log_says_once_where_the_seconds_of_the_start_went(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "stronghold")
+    with twin() as both:
+        for step in range(2):
+            both.backward(both.on(step))
+            both.step()
+        process_s = time.time() - psutil.Process().create_time()
+        both.backward(both.on(2))
+        both.step()
+    (line,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("start:")]
+    whole_s, *parts_s = map(float, re.findall(r"\d+\.\d", line.partition(";")[0]))
+    names = ["before initialize", "in it", "first forward", "first step", "second", "touched"]
+    assert re.search(".*".join(names), line)
+    assert whole_s == pytest.approx(process_s, abs=0.5)
+    assert whole_s == pytest.approx(sum(parts_s), abs=0.3)

@@ -116,10 +116,14 @@ def parameters(index: int, dtype: torch.dtype = torch.float32) -> list[torch.Ten
     ]
 
 
-def adopt_all(store: HostStore, dtype: torch.dtype = torch.float32) -> None:
+def adopt_all(
+    store: HostStore, dtype: torch.dtype = torch.float32, *, maps_ahead: bool = False
+) -> None:
     for each in LAYOUT.layers:
         store.layers[each.index].parameters = parameters(each.index, dtype)
         store.adopt(each.index)
+        if maps_ahead:
+            store.map_ahead(each.index)
 
 
 # -- slabs -------------------------------------------------------------------------------------
@@ -244,21 +248,25 @@ def test_weights_alone_until_training(make_store: Make, device: PinningDevice) -
 # -- training ----------------------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mode", ["ring", "held", "accumulated"])
+@pytest.mark.parametrize("maps_ahead", [False, True])
 def test_training_adds_masters_moments_and_gradients_and_no_more(
-    make_store: Make, device: PinningDevice, dtype: torch.dtype, mode: str
+    make_store: Make, device: PinningDevice, dtype: torch.dtype, mode: str, maps_ahead: bool
 ) -> None:
     store = make_store(dtype, hold=mode == "held", accumulate=mode == "accumulated")
-    adopt_all(store)
-    store.prepare_training()
+    adopt_all(store, maps_ahead=maps_ahead)
     low = {torch.bfloat16: 2, torch.float16: 4, torch.float32: 0}[dtype]
     size = dtype.itemsize
     weights, masters_and_moments = NUMEL * size, TRAINABLE * (low + 8)
     ring = 3 * LARGEST * size
+    mapped = device.first_touch.nbytes
+    assert store.allocated_bytes == weights + mapped
+    store.prepare_training()
     gradients = {"ring": ring, "held": TRAINABLE * size, "accumulated": TRAINABLE * 4 + ring}
     assert store.allocated_bytes == weights + masters_and_moments + gradients[mode]
     drained = {"ring": ring, "held": TRAINABLE * size, "accumulated": ring}
     # Registered: what transfers touch, and nothing else.
     assert sum(device.pinned.values()) == weights + drained[mode]
+    assert mapped == (store.allocated_bytes - weights - (mode != "held") * ring) * maps_ahead
     before = store.allocated_bytes
     store.prepare_training()
     for _ in range(7):
