@@ -567,9 +567,7 @@ class CudaDevice(Device):
         self.compute = compute
         self.side_streams = compute.sides
         self._open_lanes()
-        transfers = (self.fetch, self.offload)
-        streams = [lane.stream for lane in transfers if isinstance(lane, StreamLane)]
-        self.pinning = GpuPinning(self.kind, device, [*streams, self._copy_stream], cores)
+        self.pinning = GpuPinning(self.kind, device, cores)
 
     @property
     def torch_device(self) -> torch.device:
@@ -593,7 +591,7 @@ class CudaDevice(Device):
         return self.is_single_process and not self.pinning.has_refused_slabs
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        self.pinning.copy(target, source, self.current_stream())
+        self.pinning.copy(target, source)
 
     def copy_now(self, target: torch.Tensor, source: torch.Tensor) -> None:
         # No race with the lanes' streams: the caller has waited for their operations. Threads take
@@ -638,6 +636,5 @@ class CudaDevice(Device):
         super().close()
         torch.accelerator.synchronize(self._device)
         self.settle()
-        self.pinning.close()
         if self.spans.num_open:
             raise StateError(f"{self.spans.num_open} spans of {self.name} never ended")

@@ -71,7 +71,7 @@ def refused_by_a_checkpoint(folder: Path) -> str:
 def warned_of_pinned_memory(caplog: pytest.LogCaptureFixture) -> str:
     [kind] = [kind for kind in KINDS if kind.registration is None]
     with caplog.at_level(logging.WARNING, logger="stronghold"):
-        GpuPinning(kind, torch.device("cpu"), ()).pin(torch.empty(1))
+        GpuPinning(kind, torch.device("cpu")).pin(torch.empty(1))
     return caplog.messages[-1]
 
 
