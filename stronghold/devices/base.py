@@ -25,8 +25,7 @@ records. In backward autograd's thread does it instead. A lane's thread never do
 3. a subclass of `DeviceMemory`, with `_allocate`;
 4. `_make_lane`, if its lanes are streams: the default `HostLane` takes work that returns as done;
 5. its place in `Stack._open_device`.
-Pinning, side streams and counters of memory have defaults that do nothing. A further kind of GPU
-that torch knows needs none of this: it is a row of `devices/kinds.py`.
+Pinning, side streams and counters of memory have defaults that do nothing.
 
 [Note: no deadlock]
 1. The caller submits an operation. It waits only for fences that exist at this moment.

@@ -1,7 +1,7 @@
-"""A GPU: its streams, events and memory, through `torch.accelerator` and its kind's torch module.
+"""A CUDA GPU: its streams, events and memory.
 
-Owns the transfer streams. `kinds` holds the differences between kinds of GPUs. Compute is the
-current stream of the calling thread: the user's. Overlaps:
+Owns the transfer streams. Compute is the current stream of the calling thread: the user's.
+Overlaps:
   fetch stream   prefetches weights, host -> device, beside compute
   offload stream   gradients, device -> host, beside compute and, on a full-duplex link, fetches
   gather stream  all-gather of weights between ranks, beside all streams above
@@ -64,7 +64,6 @@ from stronghold.devices.base import (
     bytes_moved,
 )
 from stronghold.devices.forks import forked_from
-from stronghold.devices.kinds import DeviceKind, present_kind
 from stronghold.devices.lane_name import STREAM_LANES, LaneName
 from stronghold.devices.memory import DeviceMemory
 from stronghold.devices.pinned import GpuPinning
@@ -81,13 +80,12 @@ _LAYERS_AHEAD = 2  # [Note: side streams]
 
 def available() -> bool:
     """Return whether this process can use a GPU."""
-    return present_kind() is not None
+    return torch.cuda.is_available()
 
 
 def device_of(local_rank: int) -> torch.device:
     """Return the GPU of a rank. Raises ConfigError if the rank has none."""
-    kind = present_kind()
-    if kind is None:
+    if not available():
         raise ConfigError(
             'stronghold.device: got "cuda", but torch finds no CUDA device; install a CUDA '
             'build of torch and a driver, or set "device": "emulated" to run on CPU memory'
@@ -96,14 +94,17 @@ def device_of(local_rank: int) -> torch.device:
         raise ConfigError(
             f"local rank {local_rank} has no GPU: torch finds {num_devices()}; lower --num_gpus"
         )
-    return torch.device(kind.torch_name, local_rank)
+    return torch.device("cuda", local_rank)
 
 
-def _kind() -> DeviceKind:
-    kind = present_kind()
-    if kind is None:
-        raise StateError("a GPU was asked for, and torch finds none")
-    return kind
+def _recorded(stream: Any) -> Any:
+    """Record an event for a fence on `stream`, and return it.
+
+    A host lane that waits for the event sleeps, and leaves its core to updates.
+    """
+    event = torch.cuda.Event(blocking=True)
+    event.record(stream)
+    return event
 
 
 def wait_for_queued(index: int, look: Callable[[], None]) -> None:
@@ -111,7 +112,7 @@ def wait_for_queued(index: int, look: Callable[[], None]) -> None:
 
     `look` is called repeatedly during the wait, and may raise.
     """
-    end_of_work = _kind().module.current_stream(index).record_event()
+    end_of_work = torch.cuda.current_stream(index).record_event()
     while not end_of_work.query():
         look()
         time.sleep(_QUERY_EVERY_S)
@@ -131,7 +132,7 @@ def reachable_bytes(index: int) -> int:
     `set_per_process_memory_fraction` limits them.
     """
     _, total = torch.accelerator.get_memory_info(index)
-    limit = int(_kind().module.get_per_process_memory_fraction(index) * total)
+    limit = int(torch.cuda.get_per_process_memory_fraction(index) * total)
     return min(physical_bytes(index), limit)
 
 
@@ -146,13 +147,13 @@ def physical_bytes(index: int) -> int:
 
 def identity(index: int) -> tuple[str, int, str]:
     """Return the device's name, its bytes of memory, and its PCI address."""
-    device: Any = _kind().module.get_device_properties(index)
+    device: Any = torch.cuda.get_device_properties(index)
     return str(device.name), int(device.total_memory), pci_address(index)
 
 
 def pci_address(index: int) -> str:
     """Return the device's PCI address as sysfs names it, or "" if torch does not know it."""
-    device: Any = _kind().module.get_device_properties(index)
+    device: Any = torch.cuda.get_device_properties(index)
     numbers = [getattr(device, name, None) for name in PCI_NUMBERS]
     if None in numbers:
         return ""
@@ -162,7 +163,7 @@ def pci_address(index: int) -> str:
 
 def shares_memory(index: int) -> bool:
     """Return whether the device's memory is the host's (Jetson, GB10)."""
-    device: Any = _kind().module.get_device_properties(index)
+    device: Any = torch.cuda.get_device_properties(index)
     return bool(device.is_integrated)
 
 
@@ -225,7 +226,7 @@ class StreamLane(ThreadLane):
 
     def __init__(self, name: LaneName, device: CudaDevice) -> None:
         self._gpu = device
-        self.stream: Any = device.kind.module.Stream(device.torch_device)
+        self.stream: Any = torch.cuda.Stream(device.torch_device)
         super().__init__(name, device)
 
     def finish(self) -> None:
@@ -248,11 +249,11 @@ class StreamLane(ThreadLane):
             if event is not None:
                 # the lane's stream waits for the other stream
                 self.stream.wait_event(event)
-        with gpu.kind.module.stream(self.stream):
+        with torch.cuda.stream(self.stream):
             begun = gpu.spans.mark(self.stream)
             work()
             gpu.spans.end(self.name, operation, begun, self.stream, nbytes)
-            event_of_work: DeviceEvent = gpu.kind.recorded(self.stream)
+            event_of_work: DeviceEvent = _recorded(self.stream)
         return event_of_work
 
 
@@ -333,8 +334,7 @@ class GpuMemory(DeviceMemory):
 class GpuSpans:
     """Timed events around work on streams, and the spans of the trace that they become."""
 
-    def __init__(self, kind: DeviceKind, device: torch.device, trace: Trace) -> None:
-        self._kind = kind
+    def __init__(self, device: torch.device, trace: Trace) -> None:
         self._device = device
         self._trace = trace
         # A deque, which is safe to enter: lanes append while the training thread pops on the left.
@@ -356,7 +356,7 @@ class GpuSpans:
         """Record a timed event on `stream` and return it. None while the trace is off."""
         if not self._trace.recording:
             return None
-        event = self._kind.timed_event()
+        event = torch.cuda.Event(enable_timing=True)
         event.record(stream)
         return event
 
@@ -386,8 +386,8 @@ class GpuSpans:
 
     def _make_clock(self) -> EventClock:
         """Make a clock from an event before every span, and the host's time of this event."""
-        event = self._kind.timed_event()
-        event.record(self._kind.module.current_stream(self._device))
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
         event.synchronize()
         return EventClock(event, time.perf_counter())
 
@@ -405,15 +405,15 @@ class GpuCompute(ComputeLane):
 
     def new_stream(self) -> Any:
         """Make a stream beside the program's."""
-        return self._gpu.kind.module.Stream(self._gpu.torch_device)
+        return torch.cuda.Stream(self._gpu.torch_device)
 
     def on(self, stream: Any) -> AbstractContextManager[None]:
         """Context manager: the calling thread is on `stream`."""
-        context: AbstractContextManager[None] = self._gpu.kind.module.stream(stream)
+        context: AbstractContextManager[None] = torch.cuda.stream(stream)
         return context
 
     def record(self, operation: str, stream: object = None) -> Fence:
-        event = self._gpu.kind.recorded(stream or self.stream())
+        event = _recorded(stream or self.stream())
         fence = Fence(LaneName.COMPUTE, operation)
         fence.issue(event)
         return fence
@@ -554,20 +554,19 @@ class CudaDevice(Device):
         cores: tuple[int, ...] = (),
     ) -> None:
         device = device_of(index)
-        self.kind = _kind()
         super().__init__(str(device), GpuMemory(self, device, budget_bytes), trace, cores)
         self._device = device
         torch.accelerator.set_device_index(index)
-        self.spans = GpuSpans(self.kind, device, self.trace)
+        self.spans = GpuSpans(device, self.trace)
         self._streams: dict[int, Any] = {}  # streams that were current, by address
         self._kernels: TritonKernels | None = None
-        self._copy_stream: Any = self.kind.module.Stream(device)  # for `copy_now`
+        self._copy_stream: Any = torch.cuda.Stream(device)  # for `copy_now`
         self._copy_lock = threading.Lock()  # held by the thread that uses this stream
         compute = GpuCompute(self)
         self.compute = compute
         self.side_streams = compute.sides
         self._open_lanes()
-        self.pinning = GpuPinning(self.kind, device, cores)
+        self.pinning = GpuPinning(device, cores)
 
     @property
     def torch_device(self) -> torch.device:
@@ -579,10 +578,10 @@ class CudaDevice(Device):
     def current_stream(self) -> Any:
         """Return the calling thread's stream."""
         # Torch makes a new object at each call, and each gradient takes several calls.
-        address = self.kind.raw_stream(self._device.index)
+        address = torch._C._cuda_getCurrentRawStream(self._device.index)
         stream = self._streams.get(address)
         if stream is None:
-            stream = self._streams[address] = self.kind.module.current_stream(self._device)
+            stream = self._streams[address] = torch.cuda.current_stream(self._device)
         return stream
 
     @property
@@ -597,7 +596,7 @@ class CudaDevice(Device):
         # No race with the lanes' streams: the caller has waited for their operations. Threads take
         # turns with this stream.
         self.enter_operation()
-        with self._copy_lock, self.kind.module.stream(self._copy_stream):
+        with self._copy_lock, torch.cuda.stream(self._copy_stream):
             self.copy(target, source)
             self._copy_stream.synchronize()
 
@@ -614,7 +613,7 @@ class CudaDevice(Device):
 
     def check(self) -> None:
         super().check()
-        if self.kind.module.is_current_stream_capturing():
+        if torch.cuda.is_current_stream_capturing():
             raise ConfigError(
                 "a CUDA graph is being captured: its replay would call no hook, so that no layer "
                 "would be fetched, drained or updated; call the model outside of torch.cuda.graph, "

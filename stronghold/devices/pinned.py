@@ -22,11 +22,13 @@ from itertools import pairwise
 import torch
 
 from stronghold.devices.first_touch import touch_now
-from stronghold.devices.kinds import DeviceKind
 from stronghold.devices.numa import running_on
 from stronghold.errors import ErrorPage, StateError, format_size, page_link
 
 logger = logging.getLogger("stronghold")
+
+_PORTABLE = 1  # the flag cudaHostRegisterPortable
+_ALREADY_REGISTERED = 712  # cudaErrorHostMemoryAlreadyRegistered
 
 
 class HostPinning:
@@ -68,9 +70,8 @@ class GpuPinning(HostPinning):
     `cores`: pages that registration commits lie next to these (`numa`). Empty: anywhere.
     """
 
-    def __init__(self, kind: DeviceKind, device: torch.device, cores: tuple[int, ...] = ()) -> None:
+    def __init__(self, device: torch.device, cores: tuple[int, ...] = ()) -> None:
         self._cores = cores
-        self._kind = kind
         self._device = device
         # The list is replaced and never changed: lanes may read it at any moment.
         self._registered: list[tuple[int, int]] = []
@@ -106,34 +107,28 @@ class GpuPinning(HostPinning):
                 )
 
     def register(self, tensor: torch.Tensor) -> None:
-        calls = self._kind.registration
-        nbytes = tensor.numel() * tensor.element_size()
-        if calls is None:
-            raise OSError(f"{self._kind.name} has no call that registers host memory")
+        address, nbytes = tensor.data_ptr(), tensor.nbytes
         with running_on(self._cores):
             touch_now(tensor)  # registration would commit the pages with one thread
-            status = calls.register(tensor.data_ptr(), nbytes)
+            status = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
         if status != 0:
             self._forget_error()
-            failure = f"{calls.register_name} of {nbytes} bytes failed with status {status}"
-            if status == calls.already_registered:
+            failure = f"cudaHostRegister of {nbytes} bytes failed with status {status}"
+            if status == _ALREADY_REGISTERED:
                 raise StateError(f"{failure}: a part of it is registered already")
             raise OSError(failure)
         registered = list(self._registered)
-        insort(registered, (tensor.data_ptr(), tensor.data_ptr() + nbytes))
+        insort(registered, (address, address + nbytes))
         self._registered = registered
 
     def unpin(self, tensor: torch.Tensor) -> None:
         address = tensor.data_ptr()
         if self._refused.pop(address, None) is not None:
             return
-        calls = self._kind.registration
-        if calls is None:
-            raise StateError("unpin: this slab was never pinned")
-        status = calls.unregister(address)
+        status = int(torch.cuda.cudart().cudaHostUnregister(address))
         if status != 0:
             self._forget_error()
-            raise StateError(f"{calls.unregister_name} failed with status {status}: never pinned?")
+            raise StateError(f"cudaHostUnregister failed with status {status}: never pinned?")
         self._registered = [region for region in self._registered if region[0] != address]
 
     def _forget_error(self) -> None:

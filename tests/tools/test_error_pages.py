@@ -12,13 +12,14 @@ from collections.abc import Callable
 from email.message import Message
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 import stronghold
-from stronghold.devices.kinds import KINDS
 from stronghold.devices.pinned import GpuPinning
 from stronghold.errors import ConfigError, ErrorPage, RankError, page_link
 from stronghold.memory.nvme import check_space
@@ -69,9 +70,12 @@ def refused_by_a_checkpoint(folder: Path) -> str:
 
 
 def warned_of_pinned_memory(caplog: pytest.LogCaptureFixture) -> str:
-    [kind] = [kind for kind in KINDS if kind.registration is None]
-    with caplog.at_level(logging.WARNING, logger="stronghold"):
-        GpuPinning(kind, torch.device("cpu")).pin(torch.empty(1))
+    refusing = SimpleNamespace(cudaHostRegister=lambda *_: 2)
+    with (
+        mock.patch.object(torch.cuda, "cudart", return_value=refusing),
+        caplog.at_level(logging.WARNING, logger="stronghold"),
+    ):
+        GpuPinning(torch.device("cpu")).pin(torch.empty(1))
     return caplog.messages[-1]
 
 

@@ -609,11 +609,11 @@ _USED = (
         key="raw_stream",
         package=TORCH,
         manner=Manner.USED,
-        names=("torch._C._cuda_getCurrentRawStream", "torch._C._xpu_getCurrentRawStream"),
+        names=("torch._C._cuda_getCurrentRawStream",),
         reason="The address of the current stream, asked several times for each "
         "gradient: `torch.cuda.current_stream` makes a new object each time.",
-        file="devices/kinds.py",
-        beside=("devices/kinds.py",),
+        file="devices/cuda.py",
+        beside=("devices/cuda.py",),
     ),
     # -- modules and parameters --------------------------------------------------------------------
     Patch(
