@@ -68,7 +68,7 @@ import torch
 
 from stronghold.devices.first_touch import FirstTouch
 from stronghold.devices.forks import check_not_forked, forked_from
-from stronghold.devices.lane_name import LaneName
+from stronghold.devices.lane_name import THREAD_PREFIX, LaneName
 from stronghold.devices.memory import DeviceMemory
 from stronghold.devices.numa import run_on
 from stronghold.devices.pinned import HostPinning
@@ -76,8 +76,6 @@ from stronghold.devices.side_streams import SideStreams
 from stronghold.errors import LaneError, StateError, StrongholdError
 from stronghold.native import Kernels, naming_threads
 from stronghold.telemetry.trace import Trace
-
-THREAD_PREFIX = "stronghold:"
 
 
 def surfacing(error: LaneError) -> LaneError:

@@ -16,6 +16,7 @@ from queue import Empty, SimpleQueue
 
 import torch
 
+from stronghold.devices.lane_name import THREAD_PREFIX
 from stronghold.devices.numa import run_on
 from stronghold.native import available_cores, touch
 
@@ -56,15 +57,18 @@ class FirstTouch:
         if not self._threads:
             self._begun_s = time.perf_counter()
             self._start()
-        self.nbytes += slab.nbytes
-        for piece in slab.split(_PIECE_BYTES):
-            self._pieces.put(piece)
+        if self._threads:  # else nobody would take the pieces, and they would keep the slab alive
+            self.nbytes += slab.nbytes
+            for piece in slab.split(_PIECE_BYTES):
+                self._pieces.put(piece)
 
     def _start(self) -> None:
         with contextlib.suppress(RuntimeError):  # as in `touch_now`
             for _ in range(len(self._cores) or available_cores()):
                 # a daemon: the end of the process waits for no touch
-                thread = threading.Thread(target=self._run, name="stronghold:touch", daemon=True)
+                thread = threading.Thread(
+                    target=self._run, name=THREAD_PREFIX + "touch", daemon=True
+                )
                 thread.start()
                 self._threads.append(thread)
 
@@ -78,8 +82,8 @@ class FirstTouch:
 
     def close(self) -> None:
         """Touch nothing more. Safe to call twice."""
-        while not self._pieces.empty():
-            with contextlib.suppress(Empty):
+        with contextlib.suppress(Empty):
+            while True:
                 self._pieces.get_nowait()
         for _ in self._threads:
             self._pieces.put(None)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from enum import Enum
 
+THREAD_PREFIX = "stronghold:"  # of the name of a device's threads
+
 
 class LaneName(str, Enum):
     """The lane of a device. Traces, errors and names of threads have its value."""

@@ -3,8 +3,8 @@
 Owns the registration of host slabs. The training thread enters, and lanes do for copies.
 
 [Note: registered] The driver makes `copy_(non_blocking=True)` one asynchronous copy if torch or we
-have registered the host memory. From other memory it copies through its buffers, and blocks the
-caller until the bytes are there: the system refused to register it (WSL2, containers, `ulimit -l`).
+have registered the host memory. The system may refuse that (WSL2, containers, `ulimit -l`). The
+driver copies such memory through its own buffers, in the stream's order, and blocks the caller.
 One copy may not span registered and other memory: CUDA returns CUDA_ERROR_INVALID_VALUE. Several
 ranks share weights of which each rank registers one range. So a copy has these steps:
 1. `GpuPinning.copy` cuts the bytes where a registered region begins or ends (`cuts`).
@@ -142,7 +142,7 @@ class GpuPinning(HostPinning):
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy contiguous bytes between host and device on the current stream.
 
-        If the host side is not registered, the call returns when the bytes have arrived.
+        Blocks the caller if the host side is not registered ([Note: registered]).
         """
         host = target if source.device == self._device else source
         address = host.data_ptr()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
-from stronghold.devices.base import THREAD_PREFIX
+from stronghold.devices.lane_name import THREAD_PREFIX
 from stronghold.native import naming_threads
 
 

@@ -228,7 +228,7 @@ class HostStore:
             self._device.first_touch.add(slab)
 
     def prepare_training(self) -> None:
-        """Allocate masters, moments and gradient entries, at the first backward.
+        """Take masters, moments and gradient entries, mapped ahead or new, at the first backward.
 
         A call that an interrupt ended is continued by the next one. New pages are zero: a master
         then equals its rounded weight, and moments are fresh.

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from stronghold.devices.base import THREAD_PREFIX
+from stronghold.devices.lane_name import THREAD_PREFIX
 from stronghold.errors import ConfigError
 from stronghold.streaming.patches.autograd import NO_BACKWARD, backward_number
 

@@ -557,7 +557,7 @@ def test_engines_do_not_know_of_each_other() -> None:
 
 
 def test_an_engine_plans_with_what_the_others_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Masters, moments and gradients are taken at the first backward: planned is not free."""
+    """Gradient slots are taken at the first backward: what is planned is not free."""
     gc.collect()
     monkeypatch.setattr(demand, "available_host_bytes", lambda: 2 << 30)
     engines, reserved = [], [stack.reserved_bytes()]

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from stronghold.devices.base import THREAD_PREFIX, Device, Fence, Lane, completed
+from stronghold.devices.base import Device, Fence, Lane, completed
 from stronghold.devices.cuda import CudaDevice, EventClock
 from stronghold.devices.emulated import COPY_PIECE_BYTES, EmulatedDevice
-from stronghold.devices.lane_name import LaneName
+from stronghold.devices.lane_name import THREAD_PREFIX, LaneName
 from stronghold.devices.pinned import cuts
 from stronghold.errors import BudgetError, ConfigError, LaneError, StateError
 from stronghold.memory.slab import map_slab

@@ -16,8 +16,8 @@ import torch
 
 from stronghold import native
 from stronghold.devices import emulated as emulated_module
-from stronghold.devices.base import THREAD_PREFIX
 from stronghold.devices.emulated import EmulatedDevice
+from stronghold.devices.lane_name import THREAD_PREFIX
 from stronghold.errors import StateError
 from tests.support.pages import in_child
 from tests.support.quiet import law_of_time, on_time

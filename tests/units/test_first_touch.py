@@ -31,9 +31,11 @@ def test_a_touched_slab_has_its_pages() -> None:
     touch_now(now)
     assert has_its_pages(now)
     first_touch.add(soon)
-    while not has_its_pages(soon):
+    deadline_s = time.perf_counter() + 60
+    while not has_its_pages(soon) and time.perf_counter() < deadline_s:
         time.sleep(0.01)
     first_touch.close()
+    assert has_its_pages(soon)
     assert first_touch.nbytes == NBYTES
     assert first_touch.seconds > 0.0
     assert not now.any()
@@ -73,5 +75,6 @@ def test_a_closed_one_leaves_no_thread_and_a_refused_thread_is_no_error(
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    FirstTouch().add(map_slab(NBYTES, torch.uint8))
+    first_touch.add(map_slab(NBYTES, torch.uint8))
+    assert first_touch.nbytes == NBYTES  # of the first slab alone
     touch_now(map_slab(NBYTES, torch.uint8))
