@@ -51,6 +51,15 @@ BLOCK_EXPECTED = 'bytes in multiples of 4096, up to 1 GiB, such as 1048576 or "1
 MAX_DEPTH = 4096
 MAX_THREADS = 4096  # must match kernels/src/api.cpp
 
+# Keys that a version had, and what takes their place.
+REMOVED_KEYS = {
+    f"{SECTION}.deferred_layers": "Every update is either early or behind the gate: delete it, or "
+    "set early_layers.",
+    f"{SECTION}.numa": "Delete it, and start the process next to the GPU: "
+    "numactl --cpunodebind=N --membind=N (nvidia-smi topo -m shows N).",
+    f"{SECTION}.emulated.numa_node": "Delete it.",
+}
+
 
 def parse_bytes(value: object) -> int:
     """Parse a size in bytes: an integer, or a number with a unit in any case.
@@ -141,7 +150,6 @@ class EmulatedConfig(_Section):
         "the speed of the files.",
         gt=0,
     )
-    numa_node: NotNegative | None = key("NUMA node next to which the device lies. Left out: none.")
 
 
 class NvmeConfig(_Section):
@@ -301,19 +309,9 @@ class StrongholdConfig(_Section):
         "in bf16. Left out: the fastest by simulation that host_memory allows, once the first "
         "steps are measured."
     )
-    deferred_layers: NotNegative | None = key(
-        "Without effect: every update is either early or behind the gate. Configs with it still "
-        "load."
-    )
     cpu_threads: Annotated[int, Field(ge=1, le=MAX_THREADS)] | None = key(
         "Threads of the CPU optimizer. Left out: the cores that torch does not use, which are all "
         "but one on a GPU."
-    )
-    numa: Literal["auto", "off"] = key(
-        'On a machine with several NUMA nodes. "auto": the lanes, the threads of the CPU optimizer '
-        'and pinned memory are next to the GPU. "off": they are where the system puts them. '
-        "Without effect on a machine with one node.",
-        default="auto",
     )
     nvme: NvmeConfig | None = key(
         "NVMe disks for the state that host_memory cannot hold. Left out: none, unless "
@@ -459,6 +457,8 @@ def _explain_one(path: tuple[str, ...], detail: Any) -> str:
     dotted = ".".join((SECTION, *path))
     if detail["type"] == "extra_forbidden":
         known = list(model.model_fields)
+        if dotted in REMOVED_KEYS:
+            return f"{dotted}: stronghold removed this key. {REMOVED_KEYS[dotted]}"
         hint = did_you_mean(path[-1], known) or f" Known keys: {', '.join(known)}."
         return f"{dotted}: unknown key.{hint}"
     schema = model.model_json_schema()["properties"][path[-1]]

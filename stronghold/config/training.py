@@ -162,15 +162,8 @@ def load(
         optimizer=optimizer,
         scheduler=scheduler,
         steps_per_print=steps_per_print,
-        ignored=(*ignored_keys(config), *_ignored_of(section)),
+        ignored=ignored_keys(config),
     )
-
-
-def _ignored_of(section: StrongholdConfig) -> tuple[str, ...]:
-    """Dotted keys of the section that are without effect."""
-    if section.deferred_layers is None:
-        return ()
-    return (f"{SECTION}.deferred_layers",)
 
 
 def check_keys(config: Mapping[str, Any]) -> StrongholdConfig:

@@ -70,7 +70,6 @@ from stronghold.devices.first_touch import FirstTouch
 from stronghold.devices.forks import check_not_forked, forked_from
 from stronghold.devices.lane_name import THREAD_PREFIX, LaneName
 from stronghold.devices.memory import DeviceMemory
-from stronghold.devices.numa import run_on
 from stronghold.devices.pinned import HostPinning
 from stronghold.devices.side_streams import SideStreams
 from stronghold.errors import LaneError, StateError, StrongholdError
@@ -451,7 +450,6 @@ class ThreadLane(Lane):
         self._thread.join()
 
     def _loop(self) -> None:
-        run_on(self._device.cores)
         while (item := self._queue.get()) is not None:
             if isinstance(item, Fence):
                 item.issue(None)
@@ -643,8 +641,6 @@ class Device(ABC):
         stage: files to host, ahead of fetches (swap in).
         spill: host to files (swap out).
         io: checkpoints.
-    `cores`: the lanes' threads run on these alone, which lie next to the device (`numa`). Empty: on
-    all of the process.
 
     The training thread alone makes the lanes between ranks:
         gather: all-gather of weights.
@@ -658,14 +654,11 @@ class Device(ABC):
     update: Lane
     compute: ComputeLane
 
-    def __init__(
-        self, name: str, memory: DeviceMemory, trace: Trace | None, cores: tuple[int, ...] = ()
-    ) -> None:
+    def __init__(self, name: str, memory: DeviceMemory, trace: Trace | None) -> None:
         self.name = name
-        self.cores = cores
         self.memory = memory
         self.pinning = HostPinning()
-        self.first_touch = FirstTouch(cores)
+        self.first_touch = FirstTouch()
         self.side_streams = SideStreams()
         self.trace = trace or Trace(recording=False)
         self.is_single_process = True  # no operation waits for another process

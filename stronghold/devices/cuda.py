@@ -146,19 +146,14 @@ def physical_bytes(index: int) -> int:
 
 
 def identity(index: int) -> tuple[str, int, str]:
-    """Return the device's name, its bytes of memory, and its PCI address."""
-    device: Any = torch.cuda.get_device_properties(index)
-    return str(device.name), int(device.total_memory), pci_address(index)
+    """Return the device's name, its bytes of memory, and its PCI address as sysfs names it.
 
-
-def pci_address(index: int) -> str:
-    """Return the device's PCI address as sysfs names it, or "" if torch does not know it."""
+    The address is "" if torch does not know it.
+    """
     device: Any = torch.cuda.get_device_properties(index)
-    numbers = [getattr(device, name, None) for name in PCI_NUMBERS]
-    if None in numbers:
-        return ""
-    domain, bus, slot = numbers
-    return f"{domain:04x}:{bus:02x}:{slot:02x}.0"
+    domain, bus, slot = (getattr(device, name, None) for name in PCI_NUMBERS)
+    address = "" if None in (domain, bus, slot) else f"{domain:04x}:{bus:02x}:{slot:02x}.0"
+    return str(device.name), int(device.total_memory), address
 
 
 def shares_memory(index: int) -> bool:
@@ -546,15 +541,10 @@ class CudaDevice(Device):
     pinning: GpuPinning
 
     def __init__(
-        self,
-        index: int = 0,
-        *,
-        budget_bytes: int | None = None,
-        trace: Trace | None = None,
-        cores: tuple[int, ...] = (),
+        self, index: int = 0, *, budget_bytes: int | None = None, trace: Trace | None = None
     ) -> None:
         device = device_of(index)
-        super().__init__(str(device), GpuMemory(self, device, budget_bytes), trace, cores)
+        super().__init__(str(device), GpuMemory(self, device, budget_bytes), trace)
         self._device = device
         torch.accelerator.set_device_index(index)
         self.spans = GpuSpans(device, self.trace)
@@ -566,7 +556,7 @@ class CudaDevice(Device):
         self.compute = compute
         self.side_streams = compute.sides
         self._open_lanes()
-        self.pinning = GpuPinning(device, cores)
+        self.pinning = GpuPinning(device)
 
     @property
     def torch_device(self) -> torch.device:

@@ -197,7 +197,6 @@ class EmulatedDevice(Device):
         update_gbps: the rate of the lane of gradients, and of the lane of updates.
         nvme_gbps: the rate of all reads from files together, and of all writes.
         wire_gbps: the rate of each lane between ranks.
-        cores: the lanes' threads run on these. Empty: on all of the process.
     """
 
     torch_device = torch.device("cpu")
@@ -214,9 +213,8 @@ class EmulatedDevice(Device):
         update_gbps: float | None = None,
         nvme_gbps: float | None = None,
         wire_gbps: float | None = None,
-        cores: tuple[int, ...] = (),
     ) -> None:
-        super().__init__("emulated", EmulatedMemory(budget_bytes, poison=poison), trace, cores)
+        super().__init__("emulated", EmulatedMemory(budget_bytes, poison=poison), trace)
         self.compute = EmulatedCompute(self)
         self._jitter_s = jitter_s
         self._seed = seed

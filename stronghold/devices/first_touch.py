@@ -17,7 +17,6 @@ from queue import Empty, SimpleQueue
 import torch
 
 from stronghold.devices.lane_name import THREAD_PREFIX
-from stronghold.devices.numa import run_on
 from stronghold.native import available_cores, touch
 
 _PIECE_BYTES = 32 << 20  # one thread takes so many bytes at a time
@@ -40,15 +39,12 @@ class FirstTouch:
 
     nbytes   of these slabs
     seconds  from the first slab until now, or until all were touched
-
-    `cores`: the threads run on these, next to which pages lie then (`numa`). Empty: on all.
     """
 
-    def __init__(self, cores: tuple[int, ...] = ()) -> None:
+    def __init__(self) -> None:
         self.nbytes = 0
         self.seconds = 0.0
         self._begun_s = 0.0
-        self._cores = cores
         self._pieces: SimpleQueue[torch.Tensor | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
 
@@ -64,7 +60,7 @@ class FirstTouch:
 
     def _start(self) -> None:
         with contextlib.suppress(RuntimeError):  # as in `touch_now`
-            for _ in range(len(self._cores) or available_cores()):
+            for _ in range(available_cores()):
                 # a daemon: the end of the process waits for no touch
                 thread = threading.Thread(
                     target=self._run, name=THREAD_PREFIX + "touch", daemon=True
@@ -73,7 +69,6 @@ class FirstTouch:
                 self._threads.append(thread)
 
     def _run(self) -> None:
-        run_on(self._cores)
         with contextlib.suppress(OSError):  # Linux has a niceness for each thread
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         while (piece := self._pieces.get()) is not None:

@@ -22,7 +22,6 @@ from itertools import pairwise
 import torch
 
 from stronghold.devices.first_touch import touch_now
-from stronghold.devices.numa import running_on
 from stronghold.errors import ErrorPage, StateError, format_size, page_link
 
 logger = logging.getLogger("stronghold")
@@ -65,13 +64,9 @@ def cuts(regions: Sequence[tuple[int, int]], begin: int, end: int) -> list[int]:
 
 
 class GpuPinning(HostPinning):
-    """Registers host slabs with a GPU's driver, and copies between them and the GPU.
+    """Registers host slabs with a GPU's driver, and copies between them and the GPU."""
 
-    `cores`: pages that registration commits lie next to these (`numa`). Empty: anywhere.
-    """
-
-    def __init__(self, device: torch.device, cores: tuple[int, ...] = ()) -> None:
-        self._cores = cores
+    def __init__(self, device: torch.device) -> None:
         self._device = device
         # The list is replaced and never changed: lanes may read it at any moment.
         self._registered: list[tuple[int, int]] = []
@@ -108,9 +103,8 @@ class GpuPinning(HostPinning):
 
     def register(self, tensor: torch.Tensor) -> None:
         address, nbytes = tensor.data_ptr(), tensor.nbytes
-        with running_on(self._cores):
-            touch_now(tensor)  # registration would commit the pages with one thread
-            status = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
+        touch_now(tensor)  # registration would commit the pages with one thread
+        status = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
         if status != 0:
             self._forget_error()
             failure = f"cudaHostRegister of {nbytes} bytes failed with status {status}"

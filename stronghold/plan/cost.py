@@ -181,8 +181,6 @@ class Demand:
     # number of layers that are updated before the norm is known
     early_layers: int | None = None
     num_cores: int = 1
-    # the NUMA node next to the gpu, in words; empty: nothing is bound to a node
-    numa: str = ""
     nvme: bool = False  # arrays may lie in files
     # True: frozen weights of blocks lie in a base that is only read. Host memory is its cache.
     base_in_file: bool = False

@@ -191,7 +191,6 @@ def _make_plan(layout: ModelLayout, demand: Demand) -> Plan:
         *places.reasons,
         slots.reason,
         _activations_reason(places, threads),
-        *_numa_reasons(demand),
         *_states_reasons(places),
         *host.reasons,
         *early_reasons(places, host),
@@ -240,12 +239,6 @@ def _activations_reason(places: Places, threads: int) -> str:
         policies = next(iter(counts), "keep")
     gradients = "accumulated" if places.demand.accumulate else "pending until the gate"
     return f"activations: {policies}; {threads} update threads; gradients: {gradients}"
-
-
-def _numa_reasons(demand: Demand) -> tuple[str, ...]:
-    if not demand.numa:
-        return ()
-    return (f"numa: lanes, update threads and pinned memory on {demand.numa}, next to the gpu",)
 
 
 def _states_reasons(places: Places) -> tuple[str, ...]:

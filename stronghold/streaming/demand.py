@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import torch
 
 from stronghold.config import Settings, StrongholdConfig
-from stronghold.devices.numa import Neighbourhood
 from stronghold.distributed.process_groups import Ranks
 from stronghold.errors import ConfigError
 from stronghold.limits import available_host_bytes, update_cores
@@ -39,14 +38,12 @@ class FreeResources:
     host_reserved_bytes  host memory that other engines of this process will still take
     model_bytes          the model's own parameters in RAM, which the engine's memory replaces
     cores                this rank's cores; empty if ranks do not divide the node's
-    neighbourhood        the NUMA node next to the GPU, if threads are bound to it
     """
 
     gpu_free_bytes: int | None
     host_reserved_bytes: int
     model_bytes: int
     cores: Sequence[int]
-    neighbourhood: Neighbourhood | None
 
 
 def demand_of(
@@ -98,7 +95,6 @@ def demand_of(
         cpu_threads=section.cpu_threads,
         early_layers=_early_layers(section, layout),
         num_cores=update_cores(num_cores, compute_threads),
-        numa="" if free.neighbourhood is None else str(free.neighbourhood),
         nvme=section.nvme is not None,
         nvme_capacity_bytes=capacity and capacity // ranks.on_disks.count,
         base_in_file=base_in_file,

@@ -27,7 +27,6 @@ from stronghold.devices.cuda import CudaDevice
 from stronghold.devices.emulated import EmulatedDevice
 from stronghold.devices.forks import check_not_forked, forked_from
 from stronghold.devices.lane_name import LaneName
-from stronghold.devices.numa import Neighbourhood, neighbourhood_of, node_of_pci, placing_on
 from stronghold.distributed.node_weights import shared_weights
 from stronghold.distributed.process_groups import Ranks, share_of_cores
 from stronghold.distributed.sharding import check_alike
@@ -170,7 +169,7 @@ class Stack:
         self.gpu_free_bytes = None
         if on_gpu:
             self.gpu_free_bytes = max(0, cuda.free_bytes(local_rank) - on_device)
-        self.neighbourhood = self._find_neighbourhood(local_rank if on_gpu else None)
+        self.ranks.cores = self._own_cores()
         moments = () if optimizer is None else optimizer.default.moments
         self.states: States = states_of(self.dtype, section.states, moments)
         # By layer: its frozen ranges in the files of the base, if they may be read there.
@@ -185,8 +184,7 @@ class Stack:
                 gpu_free_bytes=self.gpu_free_bytes,
                 host_reserved_bytes=host_reserved_bytes,
                 model_bytes=self._model_bytes(),
-                cores=self._cores,
-                neighbourhood=self.neighbourhood,
+                cores=self.ranks.cores,
             ),
             training=optimizer is not None,
             base_in_file=bool(self.file_ranges),
@@ -215,10 +213,9 @@ class Stack:
             undo.callback(self.ranks.close)
             self.device = self._open_device(kind, local_rank)
             undo.callback(self.device.close)
-            self.pool = native.Pool(self.plan.cpu_threads, self._cores or None)
+            self.pool = native.Pool(self.plan.cpu_threads, self.ranks.cores or None)
             undo.callback(self.pool.close)
-            with placing_on(self.device.cores):
-                self._build(model, optimizer, self._open_tiers(undo), undo)
+            self._build(model, optimizer, self._open_tiers(undo), undo)
             if self.demand.training:
                 forbid_caches(model, undo)
             undo.callback(LogitsInParts(model, section.loss_chunk, self._updates_of).close)
@@ -226,26 +223,14 @@ class Stack:
         self._planned = (self.plan.gpu_total_bytes, self.plan.host_total_bytes)
         _open.add(self)
 
-    def _find_neighbourhood(self, gpu: int | None) -> Neighbourhood | None:
-        """The cores next to the device, None if nothing is bound to a NUMA node. Sets the cores of
-        the update threads: of several ranks each has its share.
-
-        `gpu`: its number, or None for the emulated device. Every rank calls it.
-        """
-        near: Neighbourhood | None = None
-        if self.section.numa == "auto":
-            node = self.section.emulated.numa_node
-            if gpu is not None:
-                node = node_of_pci(cuda.pci_address(gpu))
-            near = neighbourhood_of(node)
-        cores = () if near is None else near.cores
-        if self.ranks.several:
-            allowed = list(cores) or sorted(os.sched_getaffinity(0))
-            on_node = self.ranks.on_node
-            cores = share_of_cores(on_node.of_node(allowed), on_node.index)
-            self.ranks.cores = cores
-        self._cores = cores
-        return near
+    def _own_cores(self) -> tuple[int, ...]:
+        """The cores of the update threads: of several ranks each has its share. Empty for one rank,
+        which has all. Every rank calls it."""
+        if not self.ranks.several:
+            return ()
+        on_node = self.ranks.on_node
+        allowed = on_node.of_node(sorted(os.sched_getaffinity(0)))
+        return share_of_cores(allowed, on_node.index)
 
     def _packed(
         self, model: nn.Module, format_name: str, rule: str
@@ -346,14 +331,9 @@ class Stack:
 
     def _open_device(self, kind: str, local_rank: int) -> Device:
         section = self.section
-        near = () if self.neighbourhood is None else self.neighbourhood.cores
         if kind == "cuda":
-            return CudaDevice(
-                local_rank, budget_bytes=section.gpu_memory, trace=self.trace, cores=near
-            )
+            return CudaDevice(local_rank, budget_bytes=section.gpu_memory, trace=self.trace)
         settings = section.emulated.model_dump()  # EmulatedDevice has the same names
-        del settings["numa_node"]
-        settings["cores"] = near
         if section.emulated.nvme_gbps is not None:  # ranks share the node's disks
             settings["nvme_gbps"] = section.emulated.nvme_gbps / self.ranks.on_node.count
         return EmulatedDevice(budget_bytes=section.gpu_memory, trace=self.trace, **settings)

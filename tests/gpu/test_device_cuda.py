@@ -7,25 +7,18 @@ while a transfer finishes.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from stronghold.devices import cuda, numa
 from stronghold.devices.cuda import CudaDevice
 from stronghold.errors import ConfigError, StateError
 from stronghold.memory.slab import map_slab
 from stronghold.telemetry.trace import Trace
-from tests.models import MODELS, loss_of
 from tests.support.sleeping import sleep_on_stream
-from tests.support.topologies import CORES, affinities, needs_two_cores, topology
-from tests.support.training import config, initialized, on
 
 # they watch what the device does meanwhile
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
@@ -359,33 +352,3 @@ def test_a_rank_without_a_gpu_is_refused() -> None:
     count = torch.cuda.device_count()
     with pytest.raises(ConfigError, match=f"local rank {count} has no GPU: torch finds {count}"):
         CudaDevice(count)
-
-
-@needs_two_cores
-def test_lanes_and_registered_pages_are_next_to_the_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The GPU's node is that of its PCI address. A thread of that node commits and registers."""
-    others = ",".join(map(str, CORES[1:]))
-    root = topology(tmp_path, {0: str(CORES[0]), 1: others}, 1, cuda.pci_address(0))
-    monkeypatch.setattr(numa, "ROOT", root)
-    registered_on: list[tuple[int, ...]] = []
-
-    def noting(cores: tuple[int, ...]) -> Any:
-        registered_on.append(cores)
-        return numa.running_on(cores)
-
-    monkeypatch.setattr("stronghold.devices.pinned.running_on", noting)
-    section = {"device": "cuda", "window": 1, "resident_layers": 0}
-    model, make_batch = MODELS["gpt"]()
-    engine = initialized(model, config(section=section))
-    engine.backward(loss_of(engine(**on(engine.device, make_batch(0)))))
-    engine.step()
-    near = tuple(CORES[1:])
-    assert set(registered_on) == {near}
-    lanes = affinities("stronghold")
-    assert len(lanes) >= 4
-    assert all(cores == list(near) for cores in lanes.values()), lanes
-    assert f"NUMA node 1 of 2 ({len(near)} cores)" in str(engine.plan)
-    assert sorted(os.sched_getaffinity(0)) == CORES
-    engine.destroy()

@@ -199,7 +199,6 @@ def draw_section(rng: random.Random, made: Drawn, folder: Path) -> None:
         "resident_updates": (0.4, ["gpu", "host"]),
         "speculation": (0.3, [True, False]),
         "early_layers": (0.5, [0, 1, 3, "all"]),
-        "deferred_layers": (0.1, [0, 2]),
         "cpu_threads": (0.4, [1, 2, 3]),
         "layers": (0.2, ["model.layers" if made.model == CAUSAL else "blocks"]),
         "trace": (0.1, [str(folder / "trace.json")]),

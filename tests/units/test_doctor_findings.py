@@ -103,12 +103,6 @@ CASES: dict[str, tuple[Change, Change, str, str]] = {
         "13.0 GB/s on 16 GT/s x8",
         "8 of 16 lanes",
     ),
-    "far from the GPU": (
-        found(node_gbps={0: (12.0, 11.0)}, gpu_node=1),
-        found(node_gbps={0: (12.0, 11.0), 1: (24.0, 23.0)}, gpu_node=1),
-        "cores of NUMA node 0 alone, and a GPU at node 1",
-        "--cpunodebind=1",
-    ),
     "link that nobody describes": (
         both(rates(offload_gbps=10.0), found(link=None)),
         both(rates(offload_gbps=12.0), found(link=None)),
@@ -322,12 +316,3 @@ def test_every_problem_is_printed_with_its_remedy() -> None:
 def test_a_problem_reads_as_a_sentence() -> None:
     problem = Problem(what="slow", got="1", expected="2", remedy="do this")
     assert str(problem) == "slow: got 1, expected 2; do this"
-
-
-def test_nodes_are_shown_where_there_are_several() -> None:
-    assert "NUMA" not in page(HEALTHY)
-    two = dataclasses.replace(HEALTHY, node_gbps={0: (12.0, 11.0), 1: (24.0, 23.0)}, gpu_node=1)
-    text = page(two)
-    for words in ("from NUMA node 0", "from NUMA node 1", "next to the GPU"):
-        assert words in text
-    assert problems_of(two) == problems_of(HEALTHY)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from stronghold.limits import HostLimits
 from stronghold.plan.machine import MachineProfile
@@ -60,11 +60,9 @@ class Findings:
     """One machine.
 
     `isa` is the instruction set of the kernels, `best_isa` the best that the CPU has.
-    `node_gbps` has the link's rates (host to device, device to host) for the memory of each NUMA
-    node, and `gpu_node` the node next to the GPU. They are empty and None on a machine with one
-    node. `pinnable_bytes` could be pinned until `pin_error`. With `one_memory` the GPU's memory is
-    the host's. `link` is None if there is no PCIe link, or the system does not describe it. `disk`
-    is None if the caller named no directory.
+    `pinnable_bytes` could be pinned until `pin_error`. With `one_memory` the GPU's memory is the
+    host's. `link` is None if there is no PCIe link, or the system does not describe it. `disk` is
+    None if the caller named no directory.
     """
 
     profile: MachineProfile
@@ -76,8 +74,6 @@ class Findings:
     pinnable_bytes: int = 0
     one_memory: bool = False
     link: PcieLink | None = None
-    node_gbps: dict[int, tuple[float, float]] = field(default_factory=dict)
-    gpu_node: int | None = None
     disk: DiskRates | None = None
 
 

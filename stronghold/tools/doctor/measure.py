@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 
 from stronghold import native
-from stronghold.devices import cuda, numa
+from stronghold.devices import cuda
 from stronghold.devices.base import Device, Fence, Lane
 from stronghold.devices.cuda import CudaDevice
 from stronghold.devices.emulated import EmulatedDevice
@@ -87,11 +87,9 @@ def examine(
     limits = host_limits()
     opened = device if isinstance(device, Device) else _open(device)
     try:
-        # Numbers of threads, five of the link, NUMA nodes, dtypes of products and of attention,
-        # depths of the disk's queue, and reads beside writes.
+        # Numbers of threads, five of the link, dtypes of products and of attention, depths of the
+        # disk's queue, and reads beside writes.
         total = len(thread_counts(limits.num_cores)) + 5 + 2 * len(DTYPES)
-        num_nodes = len(numa.memory_nodes())
-        total += num_nodes if num_nodes > 1 else 0
         total += 0 if folder is None else len(DEPTHS) + 1
         size = effort(quick, limits.available_bytes)
         findings = _examine(opened, limits, size, folder, _Steps(progress, total))
@@ -127,19 +125,17 @@ def _examine(
 ) -> Findings:
     memory, adam, lean_adam = host_rates(size, limits.num_cores, step)
     rates, pinnable_bytes, pin_error = link_rates(device, size, step)
-    node_gbps = node_rates(device, size, step)
     host = platform.node() or "this host"
     emulated = not isinstance(device, CudaDevice)
     if emulated:  # its memory is its budget, or the host's
         name = f"emulated on {cpu_name()}, {host}"
-        link = gpu_node = None
+        link = None
         gpu_memory_bytes = device.memory.budget_bytes or limits.usable_bytes
     else:
         gpu, gpu_memory_bytes, address = cuda.identity(device.torch_device.index)
         name = f"{gpu} on {host}"
         # now: an idle link runs slower
         link = read_link(Path("/sys/bus/pci/devices") / address)
-        gpu_node = numa.node_of_pci(address) if node_gbps else None
     flops = {}
     for precision, dtype in DTYPES.items():
         step(f"matrix products, {precision}")
@@ -175,8 +171,6 @@ def _examine(
         pinnable_bytes=pinnable_bytes,
         one_memory=not emulated and cuda.shares_memory(device.torch_device.index),
         link=link,
-        node_gbps=node_gbps,
-        gpu_node=gpu_node,
         disk=disk,
     )
 
@@ -208,8 +202,7 @@ def _open(device: str | None) -> Device:
     if _kind(device) == "emulated":
         # Poison overwrites buffers that are never freed during a measurement.
         return EmulatedDevice(poison=False)
-    near = numa.neighbourhood_of(numa.node_of_pci(cuda.pci_address(0)))
-    return CudaDevice(cores=() if near is None else near.cores)
+    return CudaDevice()
 
 
 def cpu_name() -> str:
@@ -350,8 +343,7 @@ def link_rates(device: Device, size: Effort, step: Step) -> tuple[dict[str, floa
     nbytes = size.copy_bytes // 4096 * 4096
     # Slabs and slots are filled. Memory that was never written is one page of zeros, which stays in
     # the cache.
-    with numa.placing_on(device.cores):
-        hosts = [map_slab(nbytes, torch.uint8).fill_(1) for _ in range(2)]
+    hosts = [map_slab(nbytes, torch.uint8).fill_(1) for _ in range(2)]
     slots = [
         device.memory.allocate(nbytes, torch.uint8, "doctor's buffer").fill_(1) for _ in range(2)
     ]
@@ -387,35 +379,6 @@ def link_rates(device: Device, size: Effort, step: Step) -> tuple[dict[str, floa
         "gpu_memory_gbps": 2 * nbytes / on_device / 1e9,
     }
     return rates, pinnable_bytes, pin_error
-
-
-def node_rates(device: Device, size: Effort, step: Step) -> dict[int, tuple[float, float]]:
-    """Rates of copies from and to the memory of each NUMA node, in 1e9 bytes/s, by node.
-
-    Empty on a machine with one node. Nodes without a core that this process may use are left out:
-    no thread can put a page there.
-    """
-    nodes = numa.memory_nodes()
-    allowed = os.sched_getaffinity(0)
-    nbytes = size.copy_bytes // 4096 * 4096
-    rates: dict[int, tuple[float, float]] = {}
-    for node in nodes if len(nodes) > 1 else ():
-        if not node.cores & allowed:
-            continue
-        step(f"link to the memory of NUMA node {node.number}")
-        with numa.placing_on(node.cores & allowed):
-            host = map_slab(nbytes, torch.uint8).fill_(1)
-        slot = device.memory.allocate(nbytes, torch.uint8, "doctor's buffer").fill_(1)
-        device.compute.record("fill").wait()
-        device.pinning.pin(host)
-        try:
-            fetch = _lone(device, device.fetch, slot, host, size.rounds)
-            offload = _lone(device, device.offload, host, slot, size.rounds)
-        finally:
-            device.pinning.unpin(host)
-            device.memory.release(slot)
-        rates[node.number] = (_figure(nbytes / fetch / 1e9), _figure(nbytes / offload / 1e9))
-    return rates
 
 
 def _pinnable(device: Device, size: Effort) -> tuple[int, str]:

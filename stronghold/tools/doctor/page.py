@@ -58,11 +58,6 @@ def _link_rows(findings: Findings) -> Iterator[Row]:
     )
     leave_s = _s(weights / profile.offload_gbps)
     yield ("device to host", _gbps(profile.offload_gbps), f"its gradients leave in {leave_s}")
-    for node, (fetch, offload) in findings.node_gbps.items():
-        meaning = f"{_gbps(offload)} back"
-        if node == findings.gpu_node:
-            meaning += "; next to the GPU: lanes, update threads and pinned memory go there"
-        yield f"from NUMA node {node}", _gbps(fetch), meaning
     both_s = _s(2 * weights / profile.duplex_gbps)
     meaning = f"backward moves weights in and gradients out in {both_s} or more"
     yield "both at once", _gbps(profile.duplex_gbps), meaning

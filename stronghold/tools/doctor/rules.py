@@ -65,15 +65,6 @@ def _link_problems(findings: Findings) -> Iterator[Problem]:
             remedy="raise the limit of locked memory (ulimit -l unlimited; in a container "
             "--ulimit memlock=-1; under WSL2 more memory in .wslconfig)",
         )
-    if findings.gpu_node is not None and findings.gpu_node not in findings.node_gbps:
-        nodes = ", ".join(map(str, findings.node_gbps))
-        yield Problem(
-            what="this process may not run next to the GPU",
-            got=f"cores of NUMA node {nodes} alone, and a GPU at node {findings.gpu_node}",
-            expected=f"cores of node {findings.gpu_node}, whose memory the GPU reads directly",
-            remedy=f"start it with numactl --cpunodebind={findings.gpu_node}, or give the "
-            "container these cores (--cpuset-cpus)",
-        )
     if not findings.emulated:
         yield from _slow_link(findings)
 
