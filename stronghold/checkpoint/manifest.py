@@ -445,8 +445,8 @@ def _foreign(directory: Path) -> str:
     """The error's message for a directory without a manifest, by the files that it has."""
     if any(directory.glob("*_optim_states.pt")) or (directory / STATE).exists():
         return (
-            f"{directory}: a checkpoint of DeepSpeed's, without {MANIFEST}; convert it with "
-            f"`stronghold import {directory.parent} OUT`"
+            f"{directory}: a checkpoint of DeepSpeed's, without {MANIFEST}; write its weights with "
+            "DeepSpeed's zero_to_fp32.py, and load them into the model before initialize"
         )
     if any(directory.glob("*.safetensors")):
         return (

@@ -24,16 +24,8 @@ from stronghold.streaming.patches.modules import mark_stepped
 from stronghold.streaming.steps import Groups
 from stronghold.telemetry.metrics import LazyNumber, read_number
 
-# State of a dynamic scaler between two steps. CONFIG has its settings, in the order of DeepSpeed's
-# arguments. A ZeRO checkpoint holds both.
+# state of a dynamic scaler between two steps
 STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-CONFIG = (
-    "scale_window",
-    "min_scale",
-    "delayed_shift",
-    "consecutive_hysteresis",
-    "raise_error_at_min_scale",
-)
 
 
 class StepScaler(DynamicLossScaler):  # type: ignore[misc]
@@ -93,20 +85,7 @@ def make_scaler(fp16: DeepSpeedFP16Config, zero_stage: int) -> LossScalerBase:
 
 def scaler_state(scaler: LossScalerBase) -> dict[str, Any]:
     """Return the state that a checkpoint keeps of a scaler."""
-    names = STATE + CONFIG
-    return {name: getattr(scaler, name) for name in names if hasattr(scaler, name)}
-
-
-def deepspeeds_scaler(state: dict[str, Any]) -> LossScalerBase | None:
-    """Make DeepSpeed's scaler from the result of `scaler_state`. None if an older state lacks
-    values."""
-    if state.keys() == {"cur_scale"}:
-        return LossScaler(state["cur_scale"])
-    if not state.keys() >= {*STATE, *CONFIG}:
-        return None
-    scaler = DynamicLossScaler(state["cur_scale"], *(state[name] for name in CONFIG))
-    restore_scaler(scaler, state)
-    return scaler
+    return {name: getattr(scaler, name) for name in STATE if hasattr(scaler, name)}
 
 
 def restore_scaler(scaler: LossScalerBase, state: dict[str, Any]) -> None:

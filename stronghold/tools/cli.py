@@ -20,6 +20,14 @@ from typing import Any
 from stronghold.errors import StrongholdError
 from stronghold.tools.answer import Answer
 
+# Commands and options that a version had, and what takes their place.
+REMOVED = {
+    ("import",): "The weights of DeepSpeed's checkpoints: DeepSpeed's zero_to_fp32.py writes them "
+    "in fp32; load them into the model before initialize. Moments begin anew.",
+    ("export", "--to"): "It writes a model directory. For fp32 weights run the zero_to_fp32.py "
+    "that lies beside the checkpoint's tags.",
+}
+
 
 class LateCommand:
     """A command whose module is imported when it runs.
@@ -57,7 +65,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns the status of the process: 0; 1 if the answer is that nothing fits or that a check
     failed; 2 for a mistake in the call, or a file that cannot be read or written.
     """
-    arguments = command_parser().parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    for removed, instead in REMOVED.items():
+        if words[:1] == [removed[0]] and {*removed} <= {*words}:
+            print(f"stronghold {' '.join(removed)} was removed. {instead}", file=sys.stderr)
+            return 2
+    arguments = command_parser().parse_args(words)
     if not any(Path(f"/dev/{name}").exists() for name in ("nvidiactl", "dxg")):  # dxg: in WSL
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns that it chose that
     try:
@@ -111,7 +124,6 @@ def command_parser() -> argparse.ArgumentParser:
     _add_doctor(commands)
     _add_plan(commands)
     _add_export(commands)
-    _add_import(commands)
     _add_prepare(commands)
     return parser
 
@@ -269,9 +281,7 @@ def _add_export(commands: Any) -> None:
     export = commands.add_parser(
         "export",
         help="turn a checkpoint into what other tools open",
-        description="Write a checkpoint's weights as a model directory for from_pretrained (hf), "
-        "or masters and moments too as DeepSpeed's ZeRO stage 2 does (zero-stage2), which "
-        "zero_to_fp32.py, the universal-checkpoint converter and DeepSpeed itself read. Or "
+        description="Write a checkpoint's weights as a model directory for from_pretrained. Or "
         "(--merge) write PEFT's adapters and their base as one model directory, layer by layer.",
     )
     export.add_argument(
@@ -281,13 +291,12 @@ def _add_export(commands: Any) -> None:
     )
     export.add_argument("out", type=Path, help="a new directory")
     export.add_argument("--tag", help="the tag (default: the one that the file latest names)")
-    export.add_argument("--to", choices=["hf", "zero-stage2"], default="hf")
-    export.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="hf: of one file")
+    export.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one file")
     export.add_argument(
         "--model-dir",
         type=Path,
         metavar="DIR",
-        help="hf: take configuration and tokenizer from here (default: the checkpoint's config); "
+        help="take configuration and tokenizer from here (default: the checkpoint's config); "
         "with --merge the base (default: the one that the adapters' config names)",
     )
     export.add_argument(
@@ -296,19 +305,6 @@ def _add_export(commands: Any) -> None:
         help="merge adapters with their base, as PEFT's merge_and_unload does",
     )
     export.set_defaults(run=LateCommand("stronghold.tools.convert:run_export"))
-
-
-def _add_import(commands: Any) -> None:
-    parser = commands.add_parser(
-        "import",
-        help="turn a checkpoint of DeepSpeed's into one of stronghold's",
-        description="Convert a checkpoint that DeepSpeed saved (ZeRO stage 0 to 3), fp32 masters "
-        "and moments included. Such files are pickles: import only what you trust.",
-    )
-    parser.add_argument("checkpoint", type=Path, help="DeepSpeed's save_dir, or a tag in it")
-    parser.add_argument("out", type=Path, help="the directory for load_checkpoint")
-    parser.add_argument("--tag", help="the tag (default: the one that the file latest names)")
-    parser.set_defaults(run=LateCommand("stronghold.tools.convert:run_import"))
 
 
 def _add_prepare(commands: Any) -> None:

@@ -78,14 +78,11 @@ def test_an_export_is_whole_or_not_there(saved: Path, tmp_path: Path, capsys: An
         assert [path.name for path in tmp_path.iterdir()] == ["used"]
 
 
-@pytest.mark.parametrize("to", ["hf", "zero-stage2"])
-def test_an_export_touches_no_name_that_it_did_not_make(
-    to: str, saved: Path, tmp_path: Path
-) -> None:
+def test_an_export_touches_no_name_that_it_did_not_make(saved: Path, tmp_path: Path) -> None:
     mine = tmp_path / ".model.old"
     mine.mkdir()
     (mine / "thesis.txt").write_text("the only copy")
-    command("export", saved, tmp_path / "model", "--to", to)
+    command("export", saved, tmp_path / "model")
     assert (mine / "thesis.txt").read_text() == "the only copy"
     assert sorted(path.name for path in tmp_path.iterdir()) == [".model.old", "model"]
 

@@ -139,7 +139,6 @@ def test_version_1_is_exported(tmp_path: Path) -> None:
     command("export", SAVED / "exact", tmp_path / "hf")
     exported = load_file(tmp_path / "hf" / "model.safetensors")
     assert_same({name: exported[name] for name in weights}, weights)
-    command("export", SAVED / "exact", tmp_path / "zero", "--to", "zero-stage2")
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in (SAVED / "exact").iterdir()))

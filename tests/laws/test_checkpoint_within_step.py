@@ -22,7 +22,6 @@ from stronghold.errors import ConfigError
 from tests.models import loss_of
 from tests.support.checkpoints import (
     assert_same,
-    command,
     make_batch,
     make_model,
     masters_of,
@@ -414,13 +413,3 @@ def test_sums_are_the_same_numbers_in_bf16_and_fp32(tmp_path: Path) -> None:
         for tag in ("within", "again")
     )
     assert_same(again, sums)
-
-
-@SLOW
-def test_exports_take_the_weights_and_name_what_they_leave(tmp_path: Path, caplog: Any) -> None:
-    saved_within_step(tmp_path / "saved")
-    tag = tmp_path / "saved" / "within"
-    command("export", tag, tmp_path / "hf")
-    assert "sums" not in caplog.text
-    command("export", tag, tmp_path / "zero", "--to", "zero-stage2")
-    assert "sums over the micro-batches" in caplog.text

@@ -24,7 +24,6 @@ from stronghold.optim.states import (
     page_numel,
     split_lean_master,
 )
-from stronghold.tools.zero import export_zero
 from tests.support.states import MOMENTS
 from tests.support.training import ADAM, config, initialized
 
@@ -192,26 +191,6 @@ def test_exact_and_lean_states_load_each_other_by_their_values(tmp_path: Path) -
             torch.testing.assert_close(back[name], value, rtol=2e-7, atol=0)
         else:
             assert torch.equal(back[name], value), name
-
-
-def test_zeros_layout_has_the_decoded_values(tmp_path: Path) -> None:
-    engine = engine_of({})
-    train(engine, range(2))
-    engine.save_checkpoint(tmp_path / "saved", tag="a")
-    found = arrays_of(engine)
-    engine.destroy()
-    files = export_zero(tmp_path / "saved" / "a", tmp_path / "out")
-    (zero,) = (torch.load(f, weights_only=False) for f in files if "optim" in f.name)
-    zero = zero["optimizer_state_dict"]
-    names = [name.removeprefix("weights of ") for name in found if name.startswith("weights")]
-    master = [join_master(found[f"weights of {n}"], found[f"low of {n}"]) for n in names]
-    assert torch.equal(zero["single_partition_of_fp32_groups"][0], torch.cat(master))
-    for moment in MOMENTS:
-        decode = DECODED[moment]
-        of = [decode(found[f"{moment} of {n}"], found[f"{moment}_scale of {n}"]) for n in names]
-        numel = sum(values.numel() for values in of)
-        there = zero["base_optimizer_state"]["state"][0][moment]
-        assert torch.equal(there[:numel], torch.cat(of))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])

@@ -177,17 +177,3 @@ def save_plain(engine: Any, path: Path) -> None:
 def command(*arguments: object) -> None:
     """`stronghold` with these arguments ends well."""
     assert main([str(argument) for argument in arguments]) == 0
-
-
-@contextmanager
-def imported_session(model: Any, stage: int, precision: str) -> Iterator[Any]:
-    """An engine for what was imported of DeepSpeed's, without a schedule."""
-    settings = settings_of(precision=precision)
-    del settings["scheduler"]
-    groups = two_groups(model) if 0 < stage < 3 else model.parameters()
-    torch.manual_seed(1)
-    engine, *_ = stronghold.initialize(model=model, config=settings, model_parameters=groups)
-    try:
-        yield engine
-    finally:
-        engine.destroy()

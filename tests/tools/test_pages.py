@@ -8,6 +8,8 @@ import json
 import os
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -196,6 +198,8 @@ def run_command(command: str) -> None:
         from torch.distributed.run import parse_args as parse_torchrun
 
         assert parse_torchrun([word.replace("K", "1") for word in words[1:]])
+    elif words[0] == "python":
+        subprocess.run([sys.executable, *words[1:]], check=True)
     else:
         assert words[0] == "scripts/finetune", command
         finetune.parse_arguments(words[1:])
