@@ -384,8 +384,8 @@ def _report(trainer: Trainer, output: Path) -> None:
         print(f"finetune: loss on held-out examples {held_out[0]:.4f} -> {held_out[-1]:.4f}")
     if adapters:
         print(
-            f"finetune: the trained adapters are in {output}; `stronghold export --merge {output} "
-            "DIR` writes the merged model",
+            f"finetune: the trained adapters are in {output}; docs/adapters.md shows how to merge "
+            "them",
             flush=True,
         )
     else:

@@ -364,7 +364,7 @@ def _refuse_replaced(name: str) -> None:
     raise ConfigError(
         f"{name} is another object than the one that the engine moves: a program has put new "
         "quantised values in its place, as PEFT's merge_adapter, merge_and_unload and unmerge do. "
-        "Merge after engine.destroy(), or with `stronghold export --merge`."
+        "Merge after engine.destroy()."
     )
 
 

@@ -70,25 +70,6 @@ def _optimizer_replacing(cls: type) -> type[Optimizer] | None:
     return None
 
 
-def optimizer_of_state(names: Iterable[str]) -> type[Optimizer]:
-    """The optimizer whose moments have these names. The default one if there are no names.
-
-    ConfigError for names of no optimizer.
-    """
-    moments = set(names)
-    if not moments:
-        return type(DEFAULT)
-    for optimizer in OPTIMIZERS:
-        if moments == {moment.name for moment in optimizer.possible_moments}:
-            return optimizer
-    raise ConfigError(f"optimizer state {sorted(moments)} is of none of the optimizers here")
-
-
-def hyperparameter_names() -> frozenset[str]:
-    """The keys of a parameter group that at least one optimizer reads."""
-    return frozenset(key for cls in OPTIMIZERS for key in cls.defaults)
-
-
 def examples() -> dict[str, Mapping[str, Any]]:
     """An `optimizer` section of each optimizer, by its type in lower case."""
     return {cls.example["type"].lower(): cls.example for cls in OPTIMIZERS}

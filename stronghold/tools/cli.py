@@ -26,6 +26,8 @@ REMOVED = {
     "in fp32; load them into the model before initialize. Moments begin anew.",
     ("export", "--to"): "It writes a model directory. For fp32 weights run the zero_to_fp32.py "
     "that lies beside the checkpoint's tags.",
+    ("export", "--merge"): "PEFT merges adapters: "
+    "AutoPeftModelForCausalLM.from_pretrained(ADAPTERS).merge_and_unload().save_pretrained(OUT).",
 }
 
 
@@ -281,14 +283,9 @@ def _add_export(commands: Any) -> None:
     export = commands.add_parser(
         "export",
         help="turn a checkpoint into what other tools open",
-        description="Write a checkpoint's weights as a model directory for from_pretrained. Or "
-        "(--merge) write PEFT's adapters and their base as one model directory, layer by layer.",
+        description="Write a checkpoint's weights as a model directory for from_pretrained.",
     )
-    export.add_argument(
-        "checkpoint",
-        type=Path,
-        help="what save_checkpoint was given, or a tag; with --merge a directory of adapters",
-    )
+    export.add_argument("checkpoint", type=Path, help="what save_checkpoint was given, or a tag")
     export.add_argument("out", type=Path, help="a new directory")
     export.add_argument("--tag", help="the tag (default: the one that the file latest names)")
     export.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one file")
@@ -296,15 +293,9 @@ def _add_export(commands: Any) -> None:
         "--model-dir",
         type=Path,
         metavar="DIR",
-        help="take configuration and tokenizer from here (default: the checkpoint's config); "
-        "with --merge the base (default: the one that the adapters' config names)",
+        help="take configuration and tokenizer from here (default: the checkpoint's config)",
     )
-    export.add_argument(
-        "--merge",
-        action="store_true",
-        help="merge adapters with their base, as PEFT's merge_and_unload does",
-    )
-    export.set_defaults(run=LateCommand("stronghold.tools.convert:run_export"))
+    export.set_defaults(run=LateCommand("stronghold.tools.export:run"))
 
 
 def _add_prepare(commands: Any) -> None:

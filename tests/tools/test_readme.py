@@ -46,7 +46,6 @@ FAST_VARIANTS = {
     f"{LORA} --learning-rate 1e-4 --output ADAPTERS": None,
     f"{LORA} --learning-rate 1e-4 --output ADAPTERS --resume": None,
     f"{LORA} --frozen nf4 --output PACKED_ADAPTERS": None,
-    "stronghold export --merge ADAPTERS MERGED": None,
     "stronghold trace trace.json -o timeline.png": None,  # run where the trace is made
     "stronghold doctor": None,  # a minute; run in test_doctor, for less
     "stronghold doctor --report": None,  # test_doctor_report
