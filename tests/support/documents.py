@@ -1,19 +1,12 @@
-"""Pages of the documentation as text: their fenced blocks, their commands, their prose."""
+"""Pages of the documentation as text: their fenced blocks and their commands."""
 
 from __future__ import annotations
 
 import re
-import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-from reading_level import FENCE, prose_of
-
-__all__ = ["DOCS", "PAGES", "PERFORMED", "ROOT", "Block", "blocks_of", "prose_of"]
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -21,6 +14,9 @@ PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 PERFORMED = [*sorted((DOCS / "how_to").glob("*.md")), DOCS / "several_gpus.md"]
 """Pages that a test performs from top to bottom."""
 
+_FENCE = re.compile(
+    r"^(?P<indent> *)```(?P<language>\w*)\n(?P<body>.*?)^(?P=indent)```$", re.M | re.S
+)
 _EXCERPT = re.compile(r"<!-- code: .* -->\n```python\n.*?^```$", re.M | re.S)
 
 
@@ -38,7 +34,7 @@ def name_of(path: Path) -> str:
 
 def blocks_of(text: str) -> Iterator[Block]:
     """The fenced blocks of a page, without those that are copied from the package."""
-    for match in FENCE.finditer(_EXCERPT.sub("", text)):
+    for match in _FENCE.finditer(_EXCERPT.sub("", text)):
         yield Block(match["language"], textwrap.dedent(match["body"]))
 
 
