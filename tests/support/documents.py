@@ -17,7 +17,6 @@ PERFORMED = [*sorted((DOCS / "how_to").glob("*.md")), DOCS / "several_gpus.md"]
 _FENCE = re.compile(
     r"^(?P<indent> *)```(?P<language>\w*)\n(?P<body>.*?)^(?P=indent)```$", re.M | re.S
 )
-_EXCERPT = re.compile(r"<!-- code: .* -->\n```python\n.*?^```$", re.M | re.S)
 
 
 class Block(NamedTuple):
@@ -33,8 +32,8 @@ def name_of(path: Path) -> str:
 
 
 def blocks_of(text: str) -> Iterator[Block]:
-    """The fenced blocks of a page, without those that are copied from the package."""
-    for match in _FENCE.finditer(_EXCERPT.sub("", text)):
+    """The fenced blocks of a page."""
+    for match in _FENCE.finditer(text):
         yield Block(match["language"], textwrap.dedent(match["body"]))
 
 
