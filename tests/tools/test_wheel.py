@@ -1,4 +1,7 @@
-"""The wheel installs into an environment of its own and passes `stronghold test` there."""
+"""The wheel installs into an environment of its own and passes `stronghold test` there.
+
+It brings the package alone, and says that the package is typed.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -32,6 +36,10 @@ def test_the_wheel_of_the_sdist_passes_the_self_test(tmp_path: Path) -> None:
     options = ["--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path)]
     run(*pip, "wheel", *options, str(sdist))
     (wheel,) = tmp_path.glob("stronghold-*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "stronghold/py.typed" in names
+    folders = {name.split("/")[0] for name in names}
+    assert folders == {"stronghold", f"{wheel.stem.split('-py3')[0]}.dist-info"}
     environment = tmp_path / "environment"
     run(sys.executable, "-m", "venv", str(environment))
     python = str(environment / "bin" / "python")
