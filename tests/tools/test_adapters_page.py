@@ -1,11 +1,8 @@
-"""docs/adapters.md: its commands and its programs run, in its order, with a tiny base; its figures
-are those of other pages and of the engine.
-"""
+"""docs/adapters.md: its commands and its programs run, in its order, with a tiny base."""
 
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -109,41 +106,3 @@ def test_the_programs_of_the_page_run_one_after_the_other() -> None:
     engine.step()
     assert engine.global_steps == 1
     engine.destroy()
-
-
-def test_the_counts_are_those_of_the_conformance_page() -> None:
-    part = (ROOT / "docs" / "conformance" / "peft.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (\d+) \| ([^|]+?) \|", part, flags=re.MULTILINE)
-    totals: dict[str, int] = {}
-    for count, outcome in rows:
-        totals[outcome] = totals.get(outcome, 0) + int(count)
-    here = re.findall(r"^\| (\d+) \| (equal to the bit|refused)\b", PAGE, flags=re.MULTILINE)
-    assert [int(count) for count, _ in here] == [
-        totals["equal"],
-        totals["equal with `resident_layers`"],
-        totals["refused"],
-    ]
-    assert f"{totals['in all']} rows of PEFT" in PAGE
-
-
-def test_the_configs_of_the_page_are_those_for_packed_bases() -> None:
-    named = set(re.findall(r"^\| `(\w+)` \|", PAGE, flags=re.MULTILINE))
-    packed = {
-        path.stem
-        for path in (ROOT / "configs").glob("*.json")
-        if "frozen" in json.loads(path.read_text())["stronghold"]
-    }
-    assert named == packed
-
-
-def test_an_adapter_of_an_8b_model_takes_what_the_page_names() -> None:
-    from transformers import LlamaConfig
-
-    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
-    heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=128256, **sizes, **heads))
-        adapted = peft.get_peft_model(model, peft.LoraConfig(r=16, target_modules="all-linear"))
-    trained, _ = adapted.get_nb_trainable_parameters()
-    assert f"{trained / 1e6:.0f} M\nparameters" in PAGE
-    assert f"{16 * trained / 1e9:.1f} GB of host memory" in PAGE

@@ -123,10 +123,6 @@ def test_an_error_ends_in_the_link_to_a_page_that_begins_with_it(
         assert re.match(pattern_of(sample), " ".join(message.split())), (sample, message)
 
 
-def test_every_page_has_its_error() -> None:
-    assert {path.stem for path in PAGES.glob("*.md")} == {page.value for page in ErrorPage}
-
-
 def test_a_published_site_is_linked_by_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
     published = Message()
     published["Project-URL"] = "Documentation, https://docs.example.org/stable/"

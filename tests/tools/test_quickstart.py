@@ -1,4 +1,4 @@
-"""Laws of the quickstart: it ends in its time on any machine, and a stranger can read it.
+"""Laws of the quickstart: it ends in its time on any machine.
 
 The steps of slow machines are those of this one under a clock that runs faster: what is fitted, and
 what fits, is real.
@@ -11,13 +11,11 @@ import importlib
 import io
 import json
 import os
-import re
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -32,7 +30,6 @@ from tests.conftest import free_port
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = str(ROOT / "configs" / "quickstart.json")
 COMMAND_S = 240.0  # the first command, when pip has downloaded what it installs
-SCREEN_LINES, SET_UP_LINES, COLUMNS = 40, 10, 100
 TIMEOUT_S = 300
 
 
@@ -61,10 +58,6 @@ class Ran:
         """The output without its line ends."""
         return " ".join(self.output.split())
 
-    @property
-    def progress(self) -> list[str]:
-        return [line for line in self.output.splitlines() if re.search(r": \d+ of \d+, ", line)]
-
 
 def run(folder: Path, clock: Callable[[], float], *arguments: str) -> Ran:
     output = io.StringIO()
@@ -75,37 +68,16 @@ def run(folder: Path, clock: Callable[[], float], *arguments: str) -> Ran:
     return Ran(status=status, output=output.getvalue(), summary=summary, folder=folder)
 
 
-@pytest.fixture(scope="module")
-def slow_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]:
-    """A machine on which a step takes some seconds."""
-    folder = Path(os.path.relpath(tmp_path_factory.mktemp("slow")))
-    yield run(folder, faster(15.0))
-    shutil.rmtree(folder)
-
-
 @pytest.mark.slow
-def test_a_slow_machine_trains_fewer_steps_and_ends_in_time(slow_run: Ran) -> None:
-    assert slow_run.status == 0, slow_run.output
-    assert slow_run.summary["seconds"] < COMMAND_S
-    steps = len(slow_run.summary["losses"])
+def test_a_slow_machine_trains_fewer_steps_and_ends_in_time(tmp_path: Path) -> None:
+    ran = run(tmp_path, faster(15.0))  # a step takes some seconds
+    assert ran.status == 0, ran.output
+    assert ran.summary["seconds"] < COMMAND_S
+    steps = len(ran.summary["losses"])
     assert 2 <= steps < 250
-    assert f"after {steps} steps in" in slow_run.words, "the held-out loss names its steps"
-    config = json.loads((slow_run.folder / "config.json").read_text())
+    assert f"after {steps} steps in" in ran.words, "the held-out loss names its steps"
+    config = json.loads((ran.folder / "config.json").read_text())
     assert config["scheduler"]["params"]["total_num_steps"] >= steps
-
-
-def test_the_comparison_comes_before_the_training_and_all_is_said_before(slow_run: Ran) -> None:
-    texts = ["a step takes", "in all about", "losses are equal, bit for bit", "every peak is what"]
-    texts += ["2. time of a step", "3. a ", "4. training", "loss on held-out text", "written to"]
-    at = [slow_run.words.index(text) for text in [*texts, "next:"]]
-    assert at == sorted(at)
-
-
-def test_the_output_fits_a_screen_and_a_file(slow_run: Ran) -> None:
-    assert "\r" not in slow_run.output
-    lines = slow_run.output.splitlines()
-    assert [line for line in lines if len(line) > COLUMNS] == []
-    assert len(lines) - len(slow_run.progress) <= SCREEN_LINES - SET_UP_LINES
 
 
 def test_a_machine_too_slow_for_the_model_says_so_and_takes_fewer_steps(tmp_path: Path) -> None:

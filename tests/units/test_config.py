@@ -5,12 +5,9 @@ from __future__ import annotations
 import argparse
 import base64
 import copy
-import importlib.util
 import json
 import logging
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,8 +15,7 @@ from deepspeed.runtime import config as deepspeed_config
 
 from stronghold import config as configs
 from stronghold.config import source
-from stronghold.config.keys import KEYS, Effect
-from stronghold.config.section import EmulatedConfig, NvmeConfig, StrongholdConfig
+from stronghold.config.section import EmulatedConfig, StrongholdConfig
 from stronghold.errors import ConfigError
 from stronghold.model.layout import ModelLayout, ParameterShape, layer_layout
 from stronghold.streaming.demand import pinned_activations
@@ -334,36 +330,3 @@ def test_what_was_read_cannot_be_changed() -> None:
         settings.stronghold.window = 3
     with pytest.raises(AttributeError):
         settings.gradient_clipping = 0.0  # type: ignore[misc]
-
-
-# -- the page -------------------------------------------------------------------------------------
-
-
-def make_docs() -> ModuleType:
-    loader = SourceFileLoader("make_docs", str(ROOT / "scripts" / "make_docs"))
-    spec = importlib.util.spec_from_loader("make_docs", loader)
-    module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
-    return module
-
-
-def test_the_page_is_current() -> None:
-    script = make_docs()
-    for name, make_page in script.PAGES.items():
-        text = (ROOT / "docs" / name).read_text(encoding="utf-8")
-        assert text == make_page(), "run scripts/make_docs"
-
-
-def test_the_page_names_every_key() -> None:
-    page = make_docs().config_page()
-    names = [*StrongholdConfig.model_fields, *(row.name for row in KEYS)]
-    names += [f"emulated.{name}" for name in EmulatedConfig.model_fields]
-    names += [f"nvme.{name}" for name in NvmeConfig.model_fields]
-    assert [name for name in names if f"| `{name}` |" not in page] == []
-    assert all(effect in {row.effect for row in KEYS} for effect in Effect)
-
-
-def test_the_example_on_the_page_loads() -> None:
-    example = make_docs().config_page().split("```json")[1].split("```")[0]
-    settings = configs.load(json.loads(example))
-    assert settings.stronghold.gpu_memory == 24 * 10**9
