@@ -215,3 +215,10 @@ def test_every_config_of_the_pages_is_one() -> None:
                 StrongholdConfig.model_validate(json.loads(block.body)["stronghold"])
                 sections += 1
     assert sections > 5
+
+
+def test_the_page_of_environment_variables_has_all_of_them() -> None:
+    sources = [*(ROOT / "stronghold").rglob("*.py"), *(ROOT / "kernels" / "src").glob("*.cpp")]
+    read = {name for path in sources for name in re.findall(r'"(STRONGHOLD_\w+)"', text_of(path))}
+    listed = set(re.findall(r"`(STRONGHOLD_\w+)`", text_of(DOCS / "environment.md")))
+    assert listed == read

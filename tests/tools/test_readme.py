@@ -160,6 +160,24 @@ def test_the_packages_page_is_the_readme_without_links_that_lead_nowhere() -> No
     assert page.splitlines()[0] == README.splitlines()[0]
 
 
+def test_the_predictions_of_the_readme_are_those_of_the_results() -> None:
+    (link,) = re.findall(r"\]\((benchmarks/results/what-fits[^)]*)\)", README)
+    page = (ROOT / link).read_text(encoding="utf-8")
+    rows = re.findall(r"^\| RTX.*$", README, flags=re.MULTILINE)
+    assert len(rows) >= 5
+    assert [row for row in rows if row not in page] == []
+
+
+def test_the_measurements_of_the_readme_are_those_of_the_results() -> None:
+    (link,) = re.findall(r"\]\((benchmarks/results/h200[^)]*)\)", README)
+    runs = json.loads((ROOT / link).with_suffix(".json").read_text())["runs"]
+    section = README.partition("## How fast")[2].partition("\n## ")[0]
+    named = re.findall(r"\b\d{1,2},\d{3}\b", section)
+    measured = {f"{run['tokens_per_s']:,.0f}" for run in runs.values()}
+    assert len(named) == 5
+    assert [rate for rate in named if rate not in measured] == []
+
+
 def test_the_plan_of_the_readme_is_made(capsys: pytest.CaptureFixture[str]) -> None:
     command = FAST_VARIANTS[PLAN]
     assert cli.main(command[1:]) == 0
