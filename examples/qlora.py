@@ -3,7 +3,7 @@
     python examples/qlora.py
     python examples/qlora.py --model Qwen/Qwen3-8B --output adapters
 
-Without a GPU it runs on the emulated device. `stronghold prepare` packs a base for many runs.
+Without a GPU it runs on the emulated device.
 """
 
 from __future__ import annotations

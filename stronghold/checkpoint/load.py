@@ -93,7 +93,6 @@ class Load:
             self._tag.check(needed[team.rank :: team.num_ranks])
             records = [match.record for match in self._matches]
             self._tag.check_headers(records, state=optimizer is not None)
-            self._check_frozen()
             self.state = unpack_state(self._tag.file(team.slices.state), trusted=trusted)
             if self.within_step and self.state is not None:
                 self._check_loss_scale(optimizer, self.state.loss_scale or {})
@@ -263,33 +262,6 @@ class Load:
                 "fp16 section of the run that saved it, end the step, and save again"
             )
 
-    def _check_frozen(self) -> None:
-        """Raise CheckpointError if weights of this run's prepared base have other values there.
-
-        They lie in the base's files, and a load cannot write them.
-        """
-        for match in self._matches:
-            if not self._is_in_base(match):
-                continue
-            for elements, views in self._views(match, (WEIGHTS,), mode="read"):
-                begin, end = elements.start, elements.stop
-                saved = self._tag.read(match.record, WEIGHTS, begin, end)
-                live = views[WEIGHTS]
-                if saved.dtype is not live.dtype or not torch.equal(
-                    saved.view(torch.uint8), live.view(torch.uint8)
-                ):
-                    raise CheckpointError(
-                        f"{self._path}: {match.part.name} has other values than the prepared base "
-                        "of this run (stronghold.base), which no load writes. Name the base with "
-                        "which the checkpoint was saved, or load one that was saved with "
-                        "exclude_frozen_parameters=True"
-                    )
-
-    def _is_in_base(self, match: Match) -> bool:
-        """True if the parameter lies in the files of a prepared base."""
-        state = self._stack.host.layers[match.layer]
-        return state.frozen_in_files and not match.part.trainable
-
     def _needed(self) -> set[str]:
         """Names of the files that have arrays to be loaded."""
         names = {self._tag.buffers} if self.manifest.buffers else set()
@@ -331,8 +303,7 @@ class Load:
     def _weights(self, exact: bool) -> None:
         """Write weights and buffers. `exact`: masters too; else masters become the weights."""
         for match in self._matches:
-            if not self._is_in_base(match):  # else it is there, with equal values
-                self._parameter(match, with_master=exact and match.part.trainable)
+            self._parameter(match, with_master=exact and match.part.trainable)
         if not exact:
             self._restart_masters()
         for name, buffer in persistent_buffers(self._stack.partition):

@@ -21,8 +21,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from stronghold.checkpoint.conversions import Conversion, ExpectedTensors, conversions
 from stronghold.checkpoint.files import TensorFile
 from stronghold.checkpoint.stored_weights import StoredWeights, stored_weights
-from stronghold.errors import CheckpointError, ConfigError, StateError, did_you_mean
-from stronghold.model.partition import set_source, source_of
+from stronghold.errors import CheckpointError, ConfigError, did_you_mean
+from stronghold.model.partition import set_source
 from stronghold.streaming.patches.modules import build_from_config
 
 INDEX = "model.safetensors.index.json"
@@ -78,23 +78,6 @@ def from_pretrained(
     set_source(model, source)
     stored.finish(model)
     return model.eval()
-
-
-def directory_of(model: nn.Module) -> Path | None:
-    """The directory that `from_pretrained` opened for a model, or for a model that it wraps.
-
-    None: another program made the model, or `stronghold.initialize` has taken it over.
-    """
-    source = source_of(model)
-    return source.path if isinstance(source, DirectorySource) else None
-
-
-def open_source(model: nn.Module) -> DirectorySource:
-    """The source of a model that `from_pretrained` has opened. StateError for another model."""
-    source = source_of(model)
-    if not isinstance(source, DirectorySource):
-        raise StateError(f"{type(model).__name__} was not opened by from_pretrained")
-    return source
 
 
 @contextmanager
@@ -159,7 +142,6 @@ class DirectorySource:
     def __init__(
         self, model: Any, files: dict[str, TensorFile], path: Path, stored: StoredWeights
     ) -> None:
-        self.path = path
         self._conversion_of = conversions(model, files, ExpectedTensors(model), stored)
         if not stored.is_decoded:
             _adopt_stored(model, self._conversion_of)

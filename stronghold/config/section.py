@@ -55,6 +55,8 @@ MAX_THREADS = 4096  # must match kernels/src/api.cpp
 REMOVED_KEYS = {
     f"{SECTION}.deferred_layers": "Every update is either early or behind the gate: delete it, or "
     "set early_layers.",
+    f"{SECTION}.base": 'Set "frozen": "nf4", which packs at each start. nvme takes what RAM cannot '
+    "hold.",
     f"{SECTION}.numa": "Delete it, and start the process next to the GPU: "
     "numactl --cpunodebind=N --membind=N (nvidia-smi topo -m shows N).",
     f"{SECTION}.emulated.numa_node": "Delete it.",
@@ -166,9 +168,7 @@ class NvmeConfig(_Section):
         'State that lies on NVMe even if RAM could hold it. "moments": those of the optimizer. '
         '"masters": also the fp32 masters. "weights": everything, on one GPU alone. Left out: the '
         "state that host_memory cannot hold, moments first, then masters, then weights, of the "
-        "last layers first. A layer with state on NVMe is not updated early. Over a prepared base "
-        "(`base`) its weights come first: they are read from the base in each pass, and are not "
-        "written."
+        "last layers first. A layer with state on NVMe is not updated early."
     )
     engine: Literal["io_uring", "threads"] | None = key(
         "How files are read and written. Left out: io_uring if the kernel permits it, else threads."
@@ -216,13 +216,6 @@ class StrongholdConfig(_Section):
         "the weights once, so no plan chooses it. Trainable weights, norms and biases, the "
         "embedding, the head and adapters stay as they came. Left out: frozen weights stay as they "
         "came."
-    )
-    base: str | None = key(
-        "Directory of a prepared base, which `stronghold prepare` wrote. The frozen weights of the "
-        "blocks are read from it, packed, instead of being packed at each start. It is only read: "
-        "any number of runs may share it. The layers that host_memory cannot hold are read from it "
-        "in each pass, on one GPU alone, and nothing is written. It must be a base of this model, "
-        "and its format is that of `frozen` if you set both. Left out: the model has all values."
     )
     device: Literal["cuda", "emulated"] | None = key(
         'The device on which layers compute. "emulated": CPU tensors, with a thread per lane and '

@@ -33,7 +33,6 @@ import torch
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from torch import nn
 
-from stronghold.checkpoint.base_weights import BaseWeights
 from stronghold.config import Settings
 from stronghold.devices.base import off_lanes
 from stronghold.devices.forks import forked_from
@@ -164,7 +163,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
                 stage = self.zero_optimization_stage()
                 optimizer.loss_scaler = make_scaler(self._config.float16_config, stage)
         self.lr_scheduler = lr_scheduler
-        self._stack = stack = _open_stack(
+        self._stack = stack = Stack(
             model, settings, optimizer, local_rank=self.local_rank, ranks=ranks
         )
         asynchronous = settings.stronghold.async_checkpoint
@@ -1001,23 +1000,6 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
         if not ending():  # else modules are gone
             off_lanes(self.destroy)  # also of an engine that is half-built
-
-
-def _open_stack(
-    model: nn.Module,
-    settings: Settings,
-    optimizer: EngineOptimizer | None,
-    *,
-    local_rank: int,
-    ranks: Ranks,
-) -> Stack:
-    """Make the parts of an engine. The frozen weights come from a base if the config names one."""
-    section = settings.stronghold
-    if section.base is None:
-        return Stack(model, settings, optimizer, local_rank=local_rank, ranks=ranks)
-    base = BaseWeights(Path(section.base), model, frozen=section.frozen)
-    with contextlib.closing(base):
-        return Stack(model, settings, optimizer, local_rank=local_rank, ranks=ranks, base=base)
 
 
 def _kinds_of_state(include: Iterable[Any] | None) -> set[OffloadStateTypeEnum]:

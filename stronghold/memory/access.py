@@ -145,34 +145,6 @@ class ArrayAccess:
         if state.home_of("weights").is_staged:
             flush(state.weights)
 
-    def written_frozen(self, index: int) -> str | None:
-        """The full name of a stored tensor of a base's files into which a program wrote other
-        values. None: no values differ.
-
-        Reads the layer's frozen weights.
-        """
-        state = self._layers[index]
-        self._tiers.check()
-        weights = state.maps["weights"]
-        for layer_range in state.layout.ranges:
-            if layer_range.trainable:
-                continue
-            begin, end = layer_range.span
-            for elements, views in self.pieces(index, ("weights",), begin, end):
-                first, last = begin + elements.start, begin + elements.stop
-                seen = state.weights[weights.bytes_of(first, last)]
-                stored = views["weights"].view(torch.uint8)
-                if not torch.equal(seen, stored):
-                    byte = int((seen != stored).nonzero()[0])
-                    return _tensor_at(state, first + byte * (last - first) // seen.numel())
-        return None
-
-    def restore_frozen(self, index: int) -> None:
-        """Undo writes into the layer's frozen weights, if they lie in a base's files."""
-        state = self._layers[index]
-        if state.frozen_in_files:
-            self._tiers.restore_frozen(index)
-
     # -- masters ----------------------------------------------------------------------------------
     def _master_arrays(self, index: int) -> tuple[str, ...]:
         return ("weights", "low") if self.has(index, "low") else ("weights",)
@@ -238,11 +210,3 @@ class ArrayAccess:
         elif low is not None:  # the remainder beside the weight
             for _, views in self._in_place(index, ("low",), begin, end, "replace", {}):
                 views["low"].zero_()
-
-
-def _tensor_at(state: LayerState, element: int) -> str:
-    """The full name of the layer's stored tensor that has this element, or the layer's name."""
-    for part in state.layout.slices:
-        if part.offset <= element < part.offset + part.numel:
-            return part.name
-    return state.name

@@ -164,19 +164,11 @@ class HostStore:
             state.fill(state.weights, source)
             return
         state.weights = self.tiers.mapped(index, "weights")
-        if state.frozen_in_files:  # what trains lies in memory beside the mapped files
-            self._count(state.weights[: state.trained_bytes], pinned=False)
         slices = state.layout.slices
-        if state.read_frozen is not None and not state.frozen_in_files:
-            memory = torch.empty(weights.nbytes, dtype=torch.uint8)
-            state.read_frozen(memory)
-            for parameter_slice in state.base_slices:
-                values = weights.parameter(memory, parameter_slice)
-                self._write_weights(index, parameter_slice, values)
         for position in state.positions_of_model:
             values = self._initial_values(state, position, source)
             self._write_weights(index, slices[position], values)
-        for packed in state.packed_of_model:
+        for packed in state.packed:
             inner = {
                 name: torch.empty(slices[position].shape, dtype=state.sections[position].dtype)
                 for name, position in packed.positions.items()
@@ -366,7 +358,7 @@ class HostStore:
         if need > available_bytes:
             logger.warning(
                 "the weights of %d layers (%d bytes) do not fit into host memory (%d available): "
-                "they stay in files, which take room (but for a prepared base) and must not change "
+                "they stay in files, which take room and must not change "
                 "until the model is dropped. To keep them, save a checkpoint",
                 len(spilled),
                 need,
@@ -417,7 +409,6 @@ class HostStore:
         state.weights = torch.empty(0, dtype=torch.uint8)
         state.drop_arrays()
         state.homes = dict.fromkeys(state.maps, GPU)
-        state.frozen_in_files = False
         self._host_layers.remove(state)
         if not self._host_layers:  # no gradient is offloaded any more
             self._drop_ring()

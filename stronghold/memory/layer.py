@@ -120,8 +120,6 @@ class ParameterViews:
     version_sum     sum of the parameters' versions at the last look
     saved_versions  the parameters' versions when writes in place were last copied to the arrays
     epoch           number of changes of the values
-    frozen_sum      sum of the versions of frozen parameters that lie in a base's files, at the last
-                    look
     copies          copies that a program pointed parameters at, since the last look
 
     A version is torch's count of writes in place.
@@ -133,7 +131,6 @@ class ParameterViews:
     version_sum: int = 0
     epoch: int = 0
     saved_versions: list[int] | None = None
-    frozen_sum: int = 0
     copies: list[CopyElsewhere] = field(default_factory=list)
 
 
@@ -355,10 +352,6 @@ class LayerState:
     packed      parameters whose packed tensors are among `parameters`
     packing_errors  by name of a packed parameter: the error of its packed form
     pool        threads that pack weights while the model is taken over. None: plain torch packs
-    of_base     positions of the stored tensors whose values a prepared base has
-    read_frozen  fills the layer's bytes with these stored tensors. None: there is no base
-    frozen_in_files  True if the frozen stored tensors lie in the files of a prepared base, which
-                nothing writes (`memory.frozen_files`), and `weights` is a mapping of them
     aliases     by position: further tensors of a library over a stored tensor's memory
     formats     formats of its ranges
     shards      the ranks' shares of each range
@@ -386,9 +379,6 @@ class LayerState:
     packed: tuple[PackedPlace, ...] = ()
     packing_errors: dict[str, PackingError] = field(default_factory=dict)
     pool: Pool | None = None
-    of_base: frozenset[int] = frozenset()
-    read_frozen: Callable[[torch.Tensor], None] | None = None
-    frozen_in_files: bool = False
     aliases: Mapping[int, Sequence[torch.Tensor]] = field(default_factory=dict)
     arrays: dict[str, torch.Tensor] = field(default_factory=dict)
     records: dict[str, Record] = field(init=False)
@@ -502,8 +492,6 @@ class LayerState:
         `weights`: flat uint8 host tensor. Parameters on the meta device are read from `source`.
         """
         weight_map, slices = self.maps["weights"], self.layout.slices
-        if self.read_frozen is not None:
-            self.read_frozen(weights)
         for position in self.positions_of_model:
             target = weight_map.parameter(weights, slices[position])
             parameter = self.parameters[position]
@@ -511,7 +499,7 @@ class LayerState:
                 source.read_into(parameter, target)
             else:
                 target.copy_(parameter.detach())
-        for packed in self.packed_of_model:
+        for packed in self.packed:
             self.encode(packed, self.packed_tensors(packed, weights), source)
 
     def packed_tensors(self, packed: PackedPlace, memory: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -523,35 +511,19 @@ class LayerState:
         }
 
     @property
-    def base_slices(self) -> list[ParameterSlice]:
-        """The places of the stored tensors whose values a prepared base has."""
-        return [self.layout.slices[position] for position in sorted(self.of_base)]
-
-    @property
-    def trained_bytes(self) -> int:
-        """Bytes of the trainable ranges, the first ones of the array of weights."""
-        num_ranges = len(self.layout.trainable_ranges)
-        return sum(section.nbytes for section in self.maps["weights"].sections[:num_ranges])
-
-    @property
     def positions_of_model(self) -> list[int]:
         """Positions of the stored tensors whose values the model has, and that are not packed.
 
         ValueError if the layer has another number of parameters than its layout.
         """
-        others = self.of_packed | self.of_base
+        packed = self.of_packed
         pairs = zip(self.layout.slices, self.parameters, strict=True)
-        return [k for k, _ in enumerate(pairs) if k not in others]
+        return [k for k, _ in enumerate(pairs) if k not in packed]
 
     @property
     def of_packed(self) -> frozenset[int]:
         """Positions of the packed tensors."""
         return frozenset(k for packed in self.packed for k in packed.positions.values())
-
-    @property
-    def packed_of_model(self) -> tuple[PackedPlace, ...]:
-        """The parameters that are packed when the layer is taken over."""
-        return self.packed if self.read_frozen is None else ()
 
     def encode(
         self, packed: PackedPlace, inner: Mapping[str, torch.Tensor], source: WeightSource | None

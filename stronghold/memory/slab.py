@@ -120,33 +120,23 @@ MAX_MAPPINGS = Path("/proc/sys/vm/max_map_count")
 _PROT_READ_WRITE = 3
 _MAP_FIXED = 0x10
 _MS_SYNC = 4
-_MADV_DONTNEED = 4
 _FAILED = ctypes.c_void_p(-1).value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MappedPart:
-    """Bytes [offset, offset + nbytes) of an open file, to be mapped. Both are multiples of pages.
-
-    `descriptor`: of the file; `NO_FILE`: zeros. `is_private`: writes stay in this process, and
-    never reach the file.
-    """
+    """Bytes [offset, offset + nbytes) of an open file. Both are multiples of pages."""
 
     descriptor: int
     offset: int
     nbytes: int
-    is_private: bool = False
-
-
-NO_FILE = -1
 
 
 def map_files(parts: Sequence[MappedPart], name: str) -> torch.Tensor:
     """Map parts of files side by side, and return them as one flat uint8 tensor.
 
-    `name`: of the bytes, for errors. Writes to the tensor go to the files, unless the part is
-    private. A descriptor may be closed afterwards, and its file unlinked. Raises `OSError` if the
-    file system cannot map files.
+    `name`: of the bytes, for errors. Writes to the tensor go to the files. A descriptor may be
+    closed afterwards, and its file unlinked. Raises `OSError` if the file system cannot map files.
     """
     total = sum(part.nbytes for part in parts)
     if not total:
@@ -159,10 +149,7 @@ def map_files(parts: Sequence[MappedPart], name: str) -> torch.Tensor:
         for part in parts:
             if not part.nbytes:
                 continue
-            flags = _MAP_FIXED
-            flags |= mmap.MAP_PRIVATE if part.is_private else mmap.MAP_SHARED
-            if part.descriptor == NO_FILE:
-                flags = _MAP_FIXED | mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            flags = _MAP_FIXED | mmap.MAP_SHARED
             mapped = libc.mmap(
                 address, part.nbytes, _PROT_READ_WRITE, flags, part.descriptor, part.offset
             )
@@ -200,13 +187,6 @@ def flush(mapped: torch.Tensor) -> None:
         raise OSError(number, f"msync of {mapped.nbytes} bytes: {os.strerror(number)}")
 
 
-def discard_changes(mapped: torch.Tensor) -> None:
-    """Drop all writes to private parts of a mapping: they show the bytes of their files again."""
-    if mapped.nbytes and _libc().madvise(mapped.data_ptr(), mapped.nbytes, _MADV_DONTNEED):
-        number = ctypes.get_errno()
-        raise OSError(number, f"madvise of {mapped.nbytes} bytes: {os.strerror(number)}")
-
-
 def _checked(address: int | None, name: str) -> int:
     if address == _FAILED or address is None:
         number = ctypes.get_errno()
@@ -221,7 +201,6 @@ def _libc() -> Any:
     libc.mmap.argtypes = [pointer, size, number, number, number, offset]
     libc.munmap.argtypes = [pointer, size]
     libc.msync.argtypes = [pointer, size, number]
-    libc.madvise.argtypes = [pointer, size, number]
     return libc
 
 

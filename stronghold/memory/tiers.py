@@ -26,7 +26,6 @@ import torch
 from stronghold.devices.base import Device, Fence, Lane, Record, dependences, record_accesses
 from stronghold.devices.lane_name import LaneName
 from stronghold.memory.buffers import EntryRing, HostEntry
-from stronghold.memory.frozen_files import FrozenFiles
 from stronghold.memory.layer import LayerState
 from stronghold.memory.slab import map_slab
 from stronghold.memory.staging import NO_RING, StagingRing
@@ -394,15 +393,6 @@ class Tiers:
     def mapped(self, layer: int, array: str) -> torch.Tensor:
         """The array's bytes as memory: pages of the page cache ([Note: coherence] of `slab`)."""
         return self._store_of[layer, array].mapped(self._extents[layer, array])
-
-    def restore_frozen(self, layer: int) -> None:
-        """Drop what a program wrote into the frozen weights of a layer at rest.
-
-        They lie in the files of a prepared base.
-        """
-        store = self._store_of[layer, "weights"]
-        assert isinstance(store, FrozenFiles)
-        store.restore(layer)
 
 
 def extent_requests(

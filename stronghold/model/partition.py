@@ -49,7 +49,6 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from stronghold.errors import ConfigError, ErrorPage, StateError, did_you_mean, with_page
-from stronghold.model.file_ranges import FileRange
 from stronghold.model.stored_tensors import (
     NOTHING_PACKED,
     PackedParameter,
@@ -770,44 +769,6 @@ class WeightSource(Protocol):
 
         `target` is contiguous CPU memory of the parameter's shape.
         """
-
-
-class FrozenSource(Protocol):
-    """Frozen stored tensors of blocks, in their packed form.
-
-    `frozen`: name of the packed format.
-    """
-
-    frozen: str
-
-    def check(self, num_blocks: int) -> None:
-        """Raise ConfigError if the source has another number of blocks."""
-
-    def has(self, number: int, name: str) -> bool:
-        """True if the source has the stored tensor `name` of a block.
-
-        Others are the model's: those of frozen adapters. `number`: of the block in the model.
-        """
-
-    def reader(
-        self, number: int, weights: Any, slices: Sequence[Any]
-    ) -> Callable[[torch.Tensor], None]:
-        """Return a function that fills a layer's bytes with the frozen tensors of a block.
-
-        `number`: of the block in the model. `weights`: an `ArrayMap`. `slices`: the place of each
-        stored tensor that the source has. Raises ConfigError if the source has other tensors.
-        """
-
-    def file_ranges(self, number: int, weights: Any, layer: Any) -> Sequence[FileRange] | None:
-        """The files' bytes that are a layer's frozen ranges, in order, up to the layer's end.
-
-        `number`: of the block in the model. `weights`: the layer's `ArrayMap`. `layer`: its
-        `LayerLayout`. Empty if nothing is frozen. None if the files have the tensors of a range in
-        another order or at other distances. Raises ConfigError if the source has other tensors.
-        """
-
-    def close(self) -> None:
-        """Close the files."""
 
 
 _SOURCES: weakref.WeakKeyDictionary[nn.Module, WeightSource] = weakref.WeakKeyDictionary()

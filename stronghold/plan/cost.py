@@ -182,8 +182,6 @@ class Demand:
     early_layers: int | None = None
     num_cores: int = 1
     nvme: bool = False  # arrays may lie in files
-    # True: frozen weights of blocks lie in a base that is only read. Host memory is its cache.
-    base_in_file: bool = False
     nvme_capacity_bytes: int | None = None
     # A word of `host_memory.DEPTHS`: all arrays of these kinds spill. None: as few as necessary.
     spill: str | None = None

@@ -9,16 +9,6 @@ weights, which every pass reads. Within a kind the last layers spill first, beca
 the gate: they come in forward order, so at the turn from one step to the next nothing is read, and
 the disk is a few layers ahead when the first spilled one is needed.
 
-[Note: base] The frozen weights of blocks may lie in a base: a file that is only read. Nothing is
-written, so that no disk wears.
-
-1. Host memory is its cache: it keeps the frozen weights of as many blocks as it has room for.
-2. The other blocks' frozen weights are read from the base in each pass: in forward and in backward.
-3. These blocks are spread evenly over the depth, so that the disk reads while the others compute.
-4. The weights that train of these blocks stay in host memory.
-5. Frozen weights leave memory before anything that would have to be written. If that is not enough,
-   all other arrays spill as above, where the config has files for them.
-
 [Note: early updates] A layer that is updated before the norm is known has its arrays twice on the
 host: an early update reads one set and writes the other. A layer can have a second set if it lies
 in memory as a whole, all of its parameters train, and no other rank has part of it.
@@ -45,7 +35,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -57,7 +46,6 @@ from stronghold.optim.states import EXACT, LEAN, PAGE_BYTES, Formats, group_size
 from stronghold.plan.cost import Demand
 from stronghold.plan.places import Places
 
-BASE = "frozen weights, read from the base"
 RING_ENTRIES = 3  # one drains, one waits for its update, one is updated
 UPDATE_ENTRIES, FETCH_ENTRIES, OTHER_ENTRIES = 4, 3, 1  # [Note: the staging ring]
 # Beside milliseconds of a disk the tenths that a hand-over between lanes takes do not count.
@@ -142,7 +130,7 @@ def plan_host(places: Places) -> HostMemory:
         offloaded_bytes=_offloaded_bytes(sizes, spilled),
         read_bytes=read_bytes,
         written_bytes=written_bytes,
-        reasons=(*_base_reasons(sizes, spilled), *_spill_reasons(places.demand, nvme_bytes)),
+        reasons=_spill_reasons(places.demand, nvme_bytes),
     )
     _check_files(places.demand, host)
     _check_memory(places, host)
@@ -173,11 +161,6 @@ class _RangeSizes:
 
     trained: Mapping[str, int]
     weights: int
-
-    @property
-    def frozen(self) -> int:
-        """Bytes of the weights that do not train."""
-        return self.weights - self.trained["trained weights"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,48 +218,19 @@ def _trained_bytes(layer: LayerLayout, demand: Demand, moments: Sequence[str]) -
     return sizes
 
 
-class _EqualLayers(NamedTuple):
-    """Layers that have equal ranges and the same arrays in files.
-
-    `from_base`: True if their weights in files are the frozen ones, in the base ([Note: base]).
-    """
-
-    ranges: Ranges
-    arrays: frozenset[str]
-    from_base: bool
-
-
-def _equal_layers(sizes: _HostSizes, spilled: Spilled) -> Iterator[tuple[_EqualLayers, int]]:
-    """Groups of equal layers, with the number of layers in each."""
-    blocks = frozenset(_blocks_in_base(sizes))
-    groups = Counter(
-        _EqualLayers(ranges, spilled[index], index in blocks and "weights" in spilled[index])
-        for index, ranges in sizes.ranges.items()
-    )
-    yield from groups.items()
-
-
-def _blocks_in_base(sizes: _HostSizes) -> list[int]:
-    """The blocks whose frozen weights a base has, of the layers that are updated on the host."""
-    if not sizes.demand.base_in_file:
-        return []
-    blocks = sizes.places.layout.streamed
-    return [index for index in blocks if index in sizes.ranges and sizes.of_layer(index).frozen]
+def _equal_layers(sizes: _HostSizes, spilled: Spilled) -> Counter[tuple[Ranges, frozenset[str]]]:
+    """Groups of layers that have equal ranges and the same arrays in files, with the number of
+    layers in each."""
+    return Counter((ranges, spilled[index]) for index, ranges in sizes.ranges.items())
 
 
 def _array_sums(sizes: _HostSizes, spilled: Spilled, *, in_files: bool) -> Counter[str]:
-    """Bytes of each array, of all layers, that lie in files or in memory. `BASE`: those that are
-    read from the base."""
+    """Bytes of each array, of all layers, that lie in files or in memory."""
     sums: Counter[str] = Counter()
-    for (ranges, arrays, from_base), count in _equal_layers(sizes, spilled):
+    for (ranges, arrays), count in _equal_layers(sizes, spilled).items():
         layer = sizes.of_ranges[ranges]
-        bytes_of = {**layer.trained, "weights": layer.weights}
-        if from_base:
-            bytes_of["weights"] -= layer.frozen
-            sums[BASE] += count * layer.frozen * in_files
-        for array, nbytes in bytes_of.items():
-            is_in_file = array in arrays and not (from_base and array == "weights")
-            if array != "trained weights" and is_in_file == in_files:
+        for array, nbytes in {**layer.trained, "weights": layer.weights}.items():
+            if array != "trained weights" and (array in arrays) == in_files:
                 sums[array] += count * nbytes
     return sums
 
@@ -300,14 +254,11 @@ def _host_bytes(sizes: _HostSizes, spilled: Spilled) -> dict[str, int]:
 
 
 def _nvme_bytes(sizes: _HostSizes, spilled: Spilled) -> dict[str, int]:
-    """Bytes of each kind of arrays in files, and those in the base; empty if nothing spills."""
+    """Bytes of each kind of arrays in files; empty if nothing spills."""
     if not any(spilled):
         return {}
     sums = _array_sums(sizes, spilled, in_files=True)
-    in_files = {kind: sum(sums[array] for array in arrays) for kind, arrays in sizes.kinds.items()}
-    if sizes.demand.base_in_file:
-        in_files[BASE] = sums[BASE]
-    return in_files
+    return {kind: sum(sums[array] for array in arrays) for kind, arrays in sizes.kinds.items()}
 
 
 def _offloaded_bytes(sizes: _HostSizes, spilled: Spilled) -> int:
@@ -329,15 +280,15 @@ def _offloaded_bytes(sizes: _HostSizes, spilled: Spilled) -> int:
 # -- what spills ----------------------------------------------------------------------------------
 def _choose_spilled(sizes: _HostSizes) -> Spilled:
     """The arrays that lie in files: where they lie already; the kinds that the config names; or as
-    few as possible. Without NVMe only a base has some."""
+    few as possible. None without NVMe."""
     demand = sizes.demand
-    if demand.homes is not None and (demand.nvme or demand.base_in_file):
+    if not demand.nvme:
+        return _arrays_of_kinds(sizes, 0)
+    if demand.homes is not None:
         layers = range(len(demand.homes.rows))
         return tuple(frozenset(demand.homes.staged(layer)) for layer in layers)
-    if not demand.nvme:
-        return _fewest_of_base(sizes, _arrays_of_kinds(sizes, 0))
     if demand.spill is not None:
-        return _fewest_of_base(sizes, _arrays_of_kinds(sizes, DEPTHS[demand.spill]))
+        return _arrays_of_kinds(sizes, DEPTHS[demand.spill])
     return _fewest_that_fit(sizes)
 
 
@@ -360,7 +311,7 @@ def _fewest_that_fit(sizes: _HostSizes) -> Spilled:
     """The fewest arrays that must spill so that the others fit, in the order of [Note: what spills
     first]. All that may spill if that is not enough."""
     num_kinds = len(sizes.kinds) - sizes.demand.meets_others  # all but weights
-    spilled = _fewest_of_base(sizes, _arrays_of_kinds(sizes, 0))
+    spilled = _arrays_of_kinds(sizes, 0)
     if _fits(sizes, spilled):
         return spilled
     most = _arrays_of_kinds(sizes, num_kinds)
@@ -371,28 +322,6 @@ def _fewest_that_fit(sizes: _HostSizes) -> Spilled:
         if _fits(sizes, spilled):
             return _bring_back(sizes, before, spilled)
     return most
-
-
-def _fewest_of_base(sizes: _HostSizes, spilled: Spilled) -> Spilled:
-    """`spilled`, and the weights of as few blocks as possible ([Note: base]); of all if that is not
-    enough."""
-    blocks = _blocks_in_base(sizes)
-    least, most = 0, len(blocks)
-    while least < most:
-        count = (least + most) // 2
-        if _fits(sizes, _with_base(spilled, blocks, count)):
-            most = count
-        else:
-            least = count + 1
-    return _with_base(spilled, blocks, least)
-
-
-def _with_base(spilled: Spilled, blocks: Sequence[int], count: int) -> Spilled:
-    """`spilled`, and the weights of `count` of the blocks, evenly over the depth."""
-    in_base = {blocks[len(blocks) * number // count] for number in range(count)}
-    return tuple(
-        arrays | {"weights"} if index in in_base else arrays for index, arrays in enumerate(spilled)
-    )
 
 
 def _bring_back(sizes: _HostSizes, before: Spilled, after: Spilled) -> Spilled:
@@ -414,25 +343,11 @@ def _fits(sizes: _HostSizes, spilled: Spilled) -> bool:
     return _offloaded_bytes(sizes, spilled) + sum(_host_bytes(sizes, spilled).values()) <= budget
 
 
-def _base_reasons(sizes: _HostSizes, spilled: Spilled) -> tuple[str, ...]:
-    """How many blocks are read from the base, if there is one."""
-    if not sizes.demand.base_in_file:
-        return ()
-    layers = [index for index in _blocks_in_base(sizes) if "weights" in spilled[index]]
-    if not layers:
-        return ("base: read once; host memory holds all of it",)
-    in_file = format_size(sum(sizes.of_layer(index).frozen for index in layers))
-    return (
-        f"base: {in_file} of {len(layers)} layers are read from it in each pass, and never "
-        "written; host memory holds the rest",
-    )
-
-
 def _spill_reasons(demand: Demand, nvme_bytes: Mapping[str, int]) -> tuple[str, ...]:
     if not demand.nvme:
         return ()
     if demand.spill is None:
-        kinds = [kind for kind, nbytes in nvme_bytes.items() if nbytes and kind != BASE]
+        kinds = [kind for kind, nbytes in nvme_bytes.items() if nbytes]
         what = f"{', '.join(kinds)} spill, the last layers first" if kinds else "nothing spills"
         return (f"nvme: {what}; host memory holds the rest",)
     if demand.homes is None:
@@ -531,7 +446,7 @@ def _staging(sizes: _HostSizes, spilled: Spilled) -> Staging:
     # of the arrays that pass together
     element_bytes: list[float] = [demand.states.weight_bytes]
     layer_bytes: list[int] = []
-    for (ranges, arrays, _), _ in _equal_layers(sizes, spilled):
+    for ranges, arrays in _equal_layers(sizes, spilled):
         layer = sizes.of_ranges[ranges]
         if "weights" in arrays:
             has_fetches = True
@@ -582,16 +497,13 @@ def _file_traffic(sizes: _HostSizes, spilled: Spilled) -> tuple[int, int]:
 
     An update reads what is spilled and writes it back. Gradients are written as they come. Sums
     over micro-batches are read by every micro-batch but the first, and by the update, and written
-    by each. Fetches read weights twice per micro-batch at most. A base is not written.
+    by each. Fetches read weights twice per micro-batch at most.
     """
     read = written = 0
     micro_batches = sizes.demand.micro_batches
-    for (ranges, arrays, from_base), count in _equal_layers(sizes, spilled):
+    for (ranges, arrays), count in _equal_layers(sizes, spilled).items():
         layer = sizes.of_ranges[ranges]
         for array in arrays:
-            if from_base and array == "weights":
-                read += count * 2 * micro_batches * layer.frozen
-                continue
             nbytes = layer.trained.get("trained weights" if array == "weights" else array, 0)
             nbytes *= micro_batches if array == "accumulated" else 1
             read += count * nbytes
@@ -602,13 +514,8 @@ def _file_traffic(sizes: _HostSizes, spilled: Spilled) -> tuple[int, int]:
 
 
 # -- budgets --------------------------------------------------------------------------------------
-def bytes_on_disk(nvme_bytes: Mapping[str, int]) -> int:
-    """Bytes of files that a run makes: all but the base's."""
-    return sum(nbytes for kind, nbytes in nvme_bytes.items() if kind != BASE)
-
-
 def _check_files(demand: Demand, host: HostMemory) -> None:
-    on_disk, capacity = bytes_on_disk(host.nvme_bytes), demand.nvme_capacity_bytes
+    on_disk, capacity = sum(host.nvme_bytes.values()), demand.nvme_capacity_bytes
     if capacity is not None and on_disk > capacity:
         on_ranks = f" on each of {demand.num_ranks} ranks" if demand.num_ranks > 1 else ""
         raise BudgetError(

@@ -33,7 +33,7 @@ from stronghold.model.layout import ModelLayout
 from stronghold.plan.cost import AGAIN, Demand, Traffic, traffic_of
 from stronghold.plan.gpu_memory import GpuPeak, choose_slots
 from stronghold.plan.homes import Homes, make_homes
-from stronghold.plan.host_memory import BASE, Staging, bytes_on_disk, early_reasons, plan_host
+from stronghold.plan.host_memory import Staging, early_reasons, plan_host
 from stronghold.plan.places import MIB, Places, place_layers
 from stronghold.plan.schedule import Position
 
@@ -105,8 +105,8 @@ class Plan:
 
     @property
     def nvme_total_bytes(self) -> int:
-        """Bytes of the files that the run makes. A base is there already."""
-        return bytes_on_disk(self.nvme_bytes)
+        """Bytes of the files that the run makes."""
+        return sum(self.nvme_bytes.values())
 
     def __str__(self) -> str:
         demand, num_parameters = self.demand, self.num_parameters
@@ -120,11 +120,7 @@ class Plan:
         lines += _table("gpu", gpu, num_parameters, ranks)
         lines += _table("host", host, num_parameters, ranks)
         if self.nvme_bytes:
-            written = {kind: size for kind, size in self.nvme_bytes.items() if kind != BASE}
-            if any(written.values()):
-                lines += _table("nvme", written, num_parameters, ranks)
-            if self.nvme_bytes.get(BASE):
-                lines += _table("base", {BASE: self.nvme_bytes[BASE]}, num_parameters, ranks)
+            lines += _table("nvme", self.nvme_bytes, num_parameters, ranks)
             lines.append(f"  {self.wear()}")
         return "\n".join(lines)
 

@@ -736,5 +736,4 @@ def _may_update_early(demand: Demand) -> bool:
 def _layers_may_move(demand: Demand) -> bool:
     """True if layers may stay on the device: there is a budget, and no layer has files."""
     pinned = (demand.window, demand.resident_layers, demand.activations)
-    has_files = demand.nvme or demand.base_in_file
-    return not has_files and demand.gpu_budget_bytes is not None and None in pinned
+    return not demand.nvme and demand.gpu_budget_bytes is not None and None in pinned

@@ -55,12 +55,10 @@ def demand_of(
     free: FreeResources,
     *,
     training: bool,
-    base_in_file: bool,
 ) -> Demand:
     """Return the planner's input. All ranks call it.
 
-    `base_in_file`: frozen weights of blocks may be read from a base's files. Raises ConfigError for
-    a key that this device or this number of ranks does not allow.
+    Raises ConfigError for a key that this device or this number of ranks does not allow.
     """
     section, on_gpu = settings.stronghold, free.gpu_free_bytes is not None
     gpu_budget = section.gpu_memory
@@ -97,7 +95,6 @@ def demand_of(
         num_cores=update_cores(num_cores, compute_threads),
         nvme=section.nvme is not None,
         nvme_capacity_bytes=capacity and capacity // ranks.on_disks.count,
-        base_in_file=base_in_file,
         spill=section.nvme.spill if section.nvme else None,
         micro_batches=settings.gradient_accumulation_steps,
         num_ranks=ranks.num_ranks,

@@ -304,7 +304,6 @@ class Executor:
             self._team.refuse_write(self.layers[layer])
         if layer in self._plan.resident:
             return
-        self.bindings.refuse_frozen_writes(layer, self._host.access)
         if written:
             self._host.access.flush(layer)
         is_fetched_ahead = slot is not None and self.phase is not Phase.BACKWARD

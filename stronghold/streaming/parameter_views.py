@@ -44,7 +44,6 @@ from functools import partial
 import torch
 
 from stronghold.errors import ConfigError
-from stronghold.memory.access import ArrayAccess
 from stronghold.memory.layer import CopyElsewhere, LayerState, OwnStorage, ParameterPlace
 from stronghold.streaming.patches.autograd import without_torch_function
 from stronghold.streaming.patches.parameters import hide, point, show
@@ -249,39 +248,6 @@ class Bindings:
         state.views.version_sum = version_sum
         state.views.epoch += is_changed
         return is_changed
-
-    def refuse_frozen_writes(self, layer: int, access: ArrayAccess) -> None:
-        """Raise ConfigError if a program wrote other values into weights of a prepared base.
-
-        They are in the base's files, so the values that were written are lost. Equal values are
-        harmless. Does nothing for layers whose weights lie elsewhere.
-        """
-        state = self._layers[layer]
-        if not state.frozen_in_files:
-            return
-        before = state.views.frozen_sum
-        self.note_frozen(layer)
-        if state.views.frozen_sum == before:
-            return
-        name = access.written_frozen(layer)
-        access.restore_frozen(layer)
-        if name is not None:
-            raise ConfigError(
-                f"{name} was written: it is frozen and lies in the prepared base, which no run "
-                "writes, and what was written is lost. Prepare a base of the model with these "
-                "values, or give the run enough memory (stronghold.host_memory) to hold the base"
-            )
-
-    def note_frozen(self, layer: int) -> None:
-        """Note the versions of the layer's frozen parameters that lie in a base's files."""
-        state = self._layers[layer]
-        slices = state.layout.slices
-        with _unasked():
-            state.views.frozen_sum = sum(
-                version_of(parameter)
-                for parameter, part in zip(state.parameters, slices, strict=True)
-                if not part.trainable
-            )
 
     def version_sum(self, layer: int) -> int:
         """Sum of the versions of the layer's parameters. torch counts writes in place."""

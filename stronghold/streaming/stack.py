@@ -11,7 +11,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -32,22 +32,18 @@ from stronghold.distributed.process_groups import Ranks, share_of_cores
 from stronghold.distributed.sharding import check_alike
 from stronghold.errors import ConfigError, LaneError, StateError, format_size
 from stronghold.limits import available_host_bytes
-from stronghold.memory.frozen_files import FrozenFiles
 from stronghold.memory.nvme import BLOCK_BYTES, NvmeStore
 from stronghold.memory.slab import check_mappings, trim_heap
 from stronghold.memory.staging import NO_RING, StagingRing, open_ring
-from stronghold.memory.stores import Extent, NullStore, Store
+from stronghold.memory.stores import Extent, Store
 from stronghold.memory.tiers import Tiers, extent_requests
-from stronghold.model.arrays import weight_map
 from stronghold.model.costs import DTYPES
-from stronghold.model.file_ranges import FileRange
 from stronghold.model.inner_tensors import follow_device, wrappers
 from stronghold.model.layout import ModelLayout, layout
 from stronghold.model.logits import Forward, LogitsInParts
 from stronghold.model.packed_formats import FORMATS, PackingError
 from stronghold.model.packing import choose_packed, kind_of_weight, sum_of_errors
 from stronghold.model.partition import (
-    FrozenSource,
     Layer,
     NamedParameter,
     Partition,
@@ -130,9 +126,7 @@ class Stack:
         *,
         local_rank: int,
         ranks: Ranks,
-        base: FrozenSource | None = None,
     ) -> None:
-        """`base`: has the frozen stored tensors of the blocks. None: the model has them."""
         section = settings.stronghold
         self._closed = False
         self._off_device = OffDevice.NOTHING
@@ -142,9 +136,8 @@ class Stack:
         groups = {} if optimizer is None else optimizer.group_of()
         self.stored = stored_tensors(model)
         rule = section.dtypes or (OWN if self.stored.quantised else CAST)
-        format_name = section.frozen if base is None else base.frozen
-        if format_name is not None:
-            self.stored = stored_tensors(model, self._packed(model, format_name, rule))
+        if section.frozen is not None:
+            self.stored = stored_tensors(model, self._packed(model, section.frozen, rule))
         chosen = model_formats(
             self.stored,
             dtype=self.dtype,
@@ -155,8 +148,6 @@ class Stack:
         )
         self.formats = chosen.formats
         self.partition: Partition = partition(model, section.layers, chosen.of, self.stored.packed)
-        self._base = base
-        self._besides_base = self._besides(base)
         _check_parameters(
             self._values_of_model(), settings.precision, source_of(model), cast=rule == CAST
         )
@@ -172,8 +163,6 @@ class Stack:
         self.ranks.cores = self._own_cores()
         moments = () if optimizer is None else optimizer.default.moments
         self.states: States = states_of(self.dtype, section.states, moments)
-        # By layer: its frozen ranges in the files of the base, if they may be read there.
-        self.file_ranges: dict[int, Sequence[FileRange]] = self._ranges_in_base()
         self.demand: Demand = demand_of(
             settings,
             self.layout,
@@ -187,14 +176,10 @@ class Stack:
                 cores=self.ranks.cores,
             ),
             training=optimizer is not None,
-            base_in_file=bool(self.file_ranges),
         )
         rank = self.ranks.global_rank
         self._trace_path = section.trace and open_path(section.trace, rank)
         self.plan: Plan = make_plan(self.layout, self.demand)
-        if FILE not in {self.plan.homes[index, "weights"] for index in self.file_ranges}:
-            # Host memory holds the base. No later plan moves a layer back to its files.
-            self.demand = replace(self.demand, base_in_file=False)
         check_alike(self.ranks, self.layout, self.plan, settings.precision)
         if rank == 0:
             report_untried()
@@ -245,72 +230,13 @@ class Stack:
         return choose_packed(blocks, FORMATS[format_name], dtype_of)
 
     def _values_of_model(self) -> list[NamedParameter]:
-        """The stored tensors whose values the model has: no packed ones, and none of a base."""
-        of_model = []
-        for layer in self.partition.layers:
-            packed = _packed_tensors(layer)
-            for named in layer.parameters:
-                is_in_base = (
-                    self._base is not None
-                    and layer.streamed
-                    and not named.parameter.requires_grad
-                    and named.name not in self._besides_base
-                )
-                if named.parameter not in packed and not is_in_base:
-                    of_model.append(named)
-        return of_model
-
-    def _besides(self, base: FrozenSource | None) -> frozenset[str]:
-        """Names of the blocks' frozen stored tensors that the model has, and the base has not.
-
-        They are an adapter's. ConfigError for a base with another number of blocks.
-        """
-        if base is None:
-            return frozenset()
-        base.check(len(self.partition.streamed))
-        return frozenset(
-            named.name
-            for number, layer in enumerate(self.partition.streamed)
+        """The stored tensors whose values the model has: no packed ones."""
+        return [
+            named
+            for layer in self.partition.layers
             for named in layer.parameters
-            if not named.parameter.requires_grad
-            and named.parameter not in _packed_tensors(layer)
-            and not base.has(number, named.name)
-        )
-
-    def _ranges_in_base(self) -> dict[int, Sequence[FileRange]]:
-        """The frozen ranges that the files of the base have, by layer.
-
-        Empty if several ranks hold the base in the memory that they share. Empty, with a warning,
-        if the base has the tensors of a layer in another order, or has not all that are frozen.
-        Raises ConfigError for a base of another model.
-        """
-        if self._base is None or self.ranks.several:
-            return {}
-        if self._besides_base:
-            logger.warning(
-                "stronghold.base: has no %s, which the run freezes. So its files are read once and "
-                "no more: host memory holds the base, or stronghold.nvme.path gets a copy. To read "
-                "what host memory cannot hold where it is, let the adapters require grad in "
-                "stronghold.initialize, and freeze them afterwards",
-                min(self._besides_base),
-            )
-            return {}
-        in_base: dict[int, Sequence[FileRange]] = {}
-        for number, index in enumerate(self.layout.streamed):
-            layer = self.layout.layers[index]
-            ranges = self._base.file_ranges(number, weight_map(layer, self.formats), layer)
-            if ranges is None:
-                logger.warning(
-                    "stronghold.base: has the tensors of %s in another order than this run, so its "
-                    "files are read once and no more: host memory holds the base, or "
-                    "stronghold.nvme.path gets a copy. Prepare it again with these versions of the "
-                    "packages, and what host memory cannot hold is read where it is",
-                    layer.name,
-                )
-                return {}
-            if ranges:
-                in_base[index] = ranges
-        return in_base
+            if named.parameter not in _packed_tensors(layer)
+        ]
 
     def _updates_of(self, weight: torch.Tensor) -> int | None:
         """Number of updates of the layer of a parameter. None for a streamed layer."""
@@ -393,19 +319,6 @@ class Stack:
         self.host, self.store, self.steps = made.host, made.store, made.steps
         for state in self.host.layers:
             state.pool = self.pool
-        if self._base is not None:
-            for number, index in enumerate(self.layout.streamed):
-                state = self.host.layers[index]
-                state.of_base = frozenset(
-                    position
-                    for position, part in enumerate(state.layout.slices)
-                    if not part.trainable and part.name not in self._besides_base
-                )
-                state.read_frozen = self._base.reader(
-                    number, state.maps["weights"], state.base_slices
-                )
-                is_in_file = state.home_of("weights") is FILE
-                state.frozen_in_files = is_in_file and index in self.file_ranges
         self.team, self.outside, self.trainer = made.team, made.outside, made.trainer
         self.parameters = parameters
         self.runtime = self._make_runtime(self.plan)
@@ -434,9 +347,6 @@ class Stack:
                 freed_bytes = 0
                 trim_heap()
         trim_heap()
-        for state in self.host.layers:
-            state.read_frozen = None
-            self.runtime.executor.bindings.note_frozen(state.index)
         self._report_packing()
         forget_source(model)
         self._move_buffers(self.device.torch_device)
@@ -768,32 +678,7 @@ class Stack:
             self.device.check_unsurfaced()
 
 
-def _open_files(stack: Stack, extents: Sequence[Extent], ring: StagingRing) -> Store:
-    """Open the files of the base that are read in each pass, and spill files for all else."""
-    from_base: dict[int, Sequence[FileRange]] = {}
-    spilled: list[Extent] = []
-    for extent in extents:
-        if extent.array == "weights" and extent.layer in stack.file_ranges:
-            from_base[extent.layer] = stack.file_ranges[extent.layer]
-        else:
-            spilled.append(extent)
-    store: Store = NullStore()
-    if spilled:
-        store = _open_spill_files(stack, spilled, ring)
-    if not from_base:
-        return store
-    nvme = stack.section.nvme
-    return FrozenFiles(
-        store,
-        from_base,
-        staging=ring.memory,
-        engine=None if nvme is None else nvme.engine,
-        depth=None if nvme is None else nvme.depth,
-        block_bytes=None if nvme is None else nvme.block,
-    )
-
-
-def _open_spill_files(stack: Stack, extents: Sequence[Extent], ring: StagingRing) -> NvmeStore:
+def _open_files(stack: Stack, extents: Sequence[Extent], ring: StagingRing) -> NvmeStore:
     nvme = stack.section.nvme
     if nvme is None:
         raise StateError("the plan has arrays in files, and the config names no directory for them")

@@ -423,12 +423,3 @@ class Runtime:
                 nbytes=nbytes,
             ).wait()
         self._host.access.flush(layer)
-        if self._hooks is not None:  # else the model is given back
-            try:
-                self.executor.bindings.refuse_frozen_writes(layer, self._host.access)
-            except ConfigError:
-                # a resident layer's slot has the written values
-                self.executor.outdate((layer,))
-                raise
-        # or the copies of its pages would take memory
-        self._host.access.restore_frozen(layer)

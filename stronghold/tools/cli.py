@@ -22,6 +22,8 @@ from stronghold.tools.answer import Answer
 
 # Commands and options that a version had, and what takes their place.
 REMOVED = {
+    ("prepare",): '"frozen": "nf4" in the section packs the weights at each start.',
+    ("plan", "--base-on"): "--nvme SIZE says what files may hold, frozen weights as well.",
     ("import",): "The weights of DeepSpeed's checkpoints: DeepSpeed's zero_to_fp32.py writes them "
     "in fp32; load them into the model before initialize. Moments begin anew.",
     ("export", "--to"): "It writes a model directory. For fp32 weights run the zero_to_fp32.py "
@@ -126,7 +128,6 @@ def command_parser() -> argparse.ArgumentParser:
     _add_doctor(commands)
     _add_plan(commands)
     _add_export(commands)
-    _add_prepare(commands)
     return parser
 
 
@@ -185,11 +186,6 @@ def _add_plan(commands: Any) -> None:
         "--frozen",
         metavar="FORMAT",
         help="storage format of the frozen weights: nf4, int8 or fp8 (default: as they came)",
-    )
-    adapters.add_argument(
-        "--base-on",
-        choices=["nvme"],
-        help="read the frozen weights from a file in each pass; host memory is its cache",
     )
     machine = plan.add_argument_group("machine")
     machine.add_argument(
@@ -296,40 +292,6 @@ def _add_export(commands: Any) -> None:
         help="take configuration and tokenizer from here (default: the checkpoint's config)",
     )
     export.set_defaults(run=LateCommand("stronghold.tools.export:run"))
-
-
-def _add_prepare(commands: Any) -> None:
-    parser = commands.add_parser(
-        "prepare",
-        help="pack the frozen weights of a model once, for any number of runs",
-        description="Read a Hugging Face directory layer by layer, pack the linear layers and the "
-        "fused experts of its blocks (quantisation), and write them in the order of the model: a "
-        "base, which runs open read-only. Takes the memory of two layers. Prints the error of "
-        "each kind of layer.",
-    )
-    parser.add_argument("model_dir", type=Path, metavar="MODEL_DIR", help="with safetensors")
-    parser.add_argument(
-        "-o", "--output", type=Path, required=True, metavar="BASE", help="a new directory"
-    )
-    parser.add_argument(
-        "--frozen",
-        choices=["nf4", "int8", "fp8"],
-        required=True,
-        help="the storage format of frozen weights, as in the config",
-    )
-    parser.add_argument(
-        "--precision",
-        choices=["bf16", "fp16", "fp32"],
-        default="bf16",
-        help="of the runs: weights are cast to it before they are packed (default: bf16)",
-    )
-    parser.add_argument(
-        "--layers", metavar="PATH", help="the blocks, as the config names them (default: searched)"
-    )
-    parser.add_argument(
-        "--max-file-size", default="16GiB", metavar="SIZE", help="of one file (default: 16GiB)"
-    )
-    parser.set_defaults(run=LateCommand("stronghold.tools.prepare:run", "torch and transformers"))
 
 
 def _version(_: argparse.Namespace) -> Answer:

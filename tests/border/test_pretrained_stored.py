@@ -18,8 +18,8 @@ import stronghold
 from stronghold.checkpoint import conversions
 from stronghold.errors import ConfigError
 from stronghold.model.partition import source_of
-from tests.support.bases import write_model
 from tests.support.checkpoints import session, train
+from tests.support.llama_files import write_model
 from tests.support.stored_weights import (
     fp8_settings,
     fp8_tensors,

@@ -17,16 +17,12 @@ import pytest
 import torch
 from torch import nn
 
-import stronghold
-from stronghold.checkpoint.prepare import prepare
-from stronghold.errors import CheckpointError, ConfigError
+from stronghold.errors import ConfigError
 from stronghold.model.packed_formats import FORMATS
 from tests.models import loss_of
-from tests.support.bases import write_model
 from tests.support.checkpoints import assert_same
 from tests.support.packed import (
     MODELS,
-    adapted,
     decoded,
     llama,
     mixed,
@@ -450,86 +446,3 @@ class Stacked(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x
-
-
-# -- prepared bases --------------------------------------------------------------------------------
-def adapted_from(directory: Path) -> tuple[nn.Module, Any]:
-    """Adapters on a model whose values are in files."""
-    model = stronghold.from_pretrained(directory, use_cache=False)
-    torch.manual_seed(0)
-    with stronghold.placeholders(model):
-        return adapted(model, ["q_proj", "v_proj", "down_proj"]), token_batch
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    write_model(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def base(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("bases") / "base"
-    prepare(directory, path, frozen="nf4")
-    return path
-
-
-@pytest.mark.parametrize(
-    "place",
-    [
-        "one slot",
-        pytest.param("hostile", marks=pytest.mark.slow),
-        "all on the gpu",
-        pytest.param("moments in files", marks=pytest.mark.slow),
-        pytest.param("all in files", marks=pytest.mark.slow),
-    ],
-)
-def test_a_prepared_base_has_the_bits_of_one_that_is_packed_at_the_start(
-    place: str, directory: Path, base: Path, tmp_path: Path
-) -> None:
-    factory = functools.partial(adapted_from, directory)
-    runs = []
-    for key in ({"frozen": "nf4"}, {"base": str(base)}):
-        section = placed(place, tmp_path, **key)
-        settings = config(clipping=0.5, precision="bf16", section=section)
-        runs.append(train_windowed(factory, steps=STEPS, settings=settings))
-    assert_identical(*runs)
-
-
-@pytest.mark.parametrize(
-    "place", ["one slot", pytest.param("all in files", marks=pytest.mark.slow)]
-)
-def test_frozen_adapters_beside_a_prepared_base_are_the_models(
-    place: str, directory: Path, base: Path, tmp_path: Path
-) -> None:
-    """The base has none of them: it was prepared from a directory."""
-
-    def make() -> tuple[nn.Module, Any]:
-        model, make_batch = adapted_from(directory)
-        for name, parameter in model.named_parameters():
-            if "lora_A" in name:
-                parameter.requires_grad_(False)
-        return model, make_batch
-
-    runs = []
-    for key in ({"frozen": "nf4"}, {"base": str(base)}):
-        section = placed(place, tmp_path, **key)
-        settings = config(clipping=0.5, precision="bf16", section=section)
-        runs.append(train_windowed(make, steps=2, settings=settings))
-    assert_identical(*runs)
-
-
-def test_a_base_of_another_format_or_model_is_refused(
-    directory: Path, base: Path, tmp_path: Path
-) -> None:
-    write_model(tmp_path, scale=2.0)
-    cases = [
-        (directory, {"frozen": "int8", "base": str(base)}, r"is a base in nf4.*frozen is"),
-        (tmp_path, {"base": str(base)}, r"is a base of another model"),
-        (directory, {"base": str(tmp_path)}, r"is no prepared base"),
-    ]
-    for path, section, message in cases:
-        model, _ = adapted_from(path)
-        with pytest.raises((ConfigError, CheckpointError), match=message):
-            initialized(model, config(precision="bf16", section=section))

@@ -7,7 +7,6 @@ import re
 import sys
 import warnings
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,6 @@ import stronghold
 from stronghold.errors import ConfigError
 from stronghold.model.packed_formats import FORMATS
 from stronghold.plan.cost import trained_bytes, weight_bytes
-from stronghold.plan.homes import FILE
-from stronghold.plan.plan import make_plan
 from stronghold.tools.estimate.adapters import Adapters
 from stronghold.tools.estimate.estimate import Estimate, estimate
 from stronghold.tools.estimate.model import from_config
@@ -44,7 +41,6 @@ LLAMA = LlamaConfig(
     architectures=["LlamaForCausalLM"],
 )
 RANK = 4
-BASE = ["--lora", "4", "--frozen", "nf4", "--base-on", "nvme"]
 
 
 @pytest.fixture
@@ -198,9 +194,6 @@ def test_a_sweep_keeps_the_adapters(llama: Path, axis: str) -> None:
         (["--lora", "4", "--lora-targets", "wq"], "--lora-targets: got 'wq', which is the end of"),
         (["--frozen", "nf4"], "--frozen: got nf4, expected it with --lora RANK alone"),
         (["--lora", "4", "--frozen", "nf5"], "expected one of nf4, int8, fp8. Did you mean"),
-        ([*BASE[:2], "--base-on", "nvme"], "expected it with --lora RANK and --frozen FORMAT"),
-        ([*BASE, "--nvme", "1TB"], "--base-on nvme and --nvme"),
-        ([*BASE, "--gpus", "2"], "expected one GPU on one node"),
     ],
 )
 def test_a_wrong_adapter_is_refused_by_name(
@@ -359,53 +352,6 @@ def test_no_format_is_named_where_all_weights_train(
     status, page, _ = run(*call, "--gpu", "4MiB", "--host", "2MB", capsys=capsys)
     assert status == 1
     assert "frozen" not in page
-
-
-# -- a base on NVMe --------------------------------------------------------------------------------
-def short_of_base(folder: Path) -> Estimate:
-    """24 blocks, with too little host memory for all of their packed weights."""
-    options = {"frozen": "nf4", "gpu": "6MiB", "base_on": "nvme", "accumulation": 2}
-    deep = from_config(folder, Adapters(rank=RANK, frozen="nf4")).with_layers(24)
-    roomy = replace(question_of(folder, **options), model=deep, resident_layers=0)
-    whole = make_plan(roomy.layout, replace(roomy.demand, window=2, activations="recompute"))
-    assert whole.traffic.nvme_read_bytes == 0
-    short = replace(roomy, host_bytes=whole.host_total_bytes - roomy.base_bytes // 8)
-    return estimate(short, [("recompute",)], near=[(0, 2)])
-
-
-def test_a_base_is_read_in_each_pass_and_never_written(llama: Path) -> None:
-    """What host memory cannot hold is read twice per micro-batch; layers are spread evenly."""
-    found = short_of_base(llama)
-    plan, question = found.plan, found.question
-    assert plan is not None
-    budget, parts = found.tiers["base"]
-    frozen = [
-        weight_bytes(layer, question.formats) - trained_bytes(layer, question.formats)
-        for layer in question.layout.layers
-        if layer.streamed
-    ]
-    assert budget == sum(frozen)
-    in_base = [i for i in question.layout.streamed if plan.homes[i, "weights"] == FILE]
-    assert 0 < len(in_base) < len(frozen)
-    assert sum(parts.values()) >= len(in_base) * frozen[0]  # with padding
-    assert plan.traffic.nvme_read_bytes == 2 * 2 * sum(parts.values())
-    assert plan.traffic.nvme_written_bytes == 0
-    assert found.limits.parts["nvme"] == pytest.approx(
-        plan.traffic.nvme_read_bytes / (question.machine.nvme_read_gbps * 1e9)
-    )
-    assert found.config is not None
-    assert found.config["stronghold"]["base"] == "/path/to/base"
-    assert "nvme" not in found.config["stronghold"]
-    gaps = [after - before for before, after in pairwise(in_base)]
-    assert not gaps or max(gaps) - min(gaps) <= 1
-
-
-@pytest.mark.slow
-def test_a_base_that_host_memory_holds_is_not_read_again(llama: Path) -> None:
-    found = streamed_estimate(llama, frozen="nf4", gpu="6MiB", base_on="nvme")
-    assert found.plan is not None
-    assert found.plan.traffic.nvme_read_bytes == 0
-    assert found.step_s == pytest.approx(packed_blocks(llama, "nf4").step_s)
 
 
 # -- a run of the plan -----------------------------------------------------------------------------

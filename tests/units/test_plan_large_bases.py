@@ -58,11 +58,11 @@ ROWS = {
     "235b, 160 GiB": Row(
         QWEN3_235B, {"host": "160GiB", "batch": 32, "chunk": 8, "lora_targets": ATTENTION}, 235, 0.6
     ),
-    "235b, 64 GiB and a base on nvme": Row(
+    "235b, 64 GiB and nvme": Row(
         QWEN3_235B,
         {
             "host": "64GiB",
-            "base_on": "nvme",
+            "nvme": "200GiB",
             "batch": 16,
             "accumulation": 2,
             "chunk": 8,
@@ -90,9 +90,8 @@ def test_a_packed_base_computes_all_the_time(name: str, tmp_path: Path) -> None:
     for budget, parts in found.tiers.values():
         assert sum(parts.values()) <= budget
     compute_s = sum(found.compute.values())
-    assert found.step_s < 1.01 * compute_s
+    assert found.step_s < (1.05 if question.nvme_bytes else 1.01) * compute_s
     assert found.limits.seconds / found.step_s > row.share
     assert found.compute["decoding"] < 0.03 * found.step_s
     assert found.plan is not None
-    assert found.plan.traffic.nvme_written_bytes == 0
-    assert (found.plan.traffic.nvme_read_bytes > 0) == question.base_on_nvme
+    assert (found.plan.traffic.nvme_read_bytes > 0) == (question.nvme_bytes > 0)

@@ -10,8 +10,6 @@ from stronghold.optim.states import EXACT
 from stronghold.plan.plan import Plan
 from stronghold.tools.estimate.question import Question
 
-BASE_PATH = "/path/to/base"  # the user's: what `stronghold prepare` wrote
-
 
 def config_of(question: Question, plan: Plan) -> dict[str, Any]:
     """The config with every choice of `plan` pinned.
@@ -24,8 +22,6 @@ def config_of(question: Question, plan: Plan) -> dict[str, Any]:
     adapters = question.model.adapters
     if adapters is not None and adapters.frozen is not None:
         section["frozen"] = adapters.frozen
-    if question.base_on_nvme:
-        section["base"] = BASE_PATH
     section |= {
         # the key counts no activations
         "gpu_memory": question.gpu_bytes - plan.activation_bytes,

@@ -157,8 +157,6 @@ class Estimate:
         }
         if question.nvme_bytes:
             tiers["nvme"] = (question.nvme_bytes // question.gpus, plan.nvme_bytes)
-        if question.base_on_nvme:
-            tiers["base"] = (question.base_bytes, plan.nvme_bytes)
         return tiers
 
     @property
@@ -178,7 +176,6 @@ class Estimate:
                 "num_parameters": question.model.layout.num_parameters,
                 "num_trained": question.model.layout.num_trainable,
                 "adapters": question.model.adapters and asdict(question.model.adapters),
-                "base_on_nvme": question.base_on_nvme,
                 "num_blocks": question.model.num_blocks,
                 "machine": question.machine.name,
                 **{name: getattr(question, name) for name in ASKED},

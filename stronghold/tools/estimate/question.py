@@ -18,14 +18,7 @@ from stronghold.model.costs import DTYPES, ModelCosts
 from stronghold.model.layout import ModelLayout, for_ranks
 from stronghold.optim import examples
 from stronghold.optim.states import EXACT, LEAN, Formats, StateKind, States, one_format, states_of
-from stronghold.plan.cost import (
-    Demand,
-    Workload,
-    trained_bytes,
-    weight_bytes,
-    with_decoding,
-    workload_of,
-)
+from stronghold.plan.cost import Demand, Workload, weight_bytes, with_decoding, workload_of
 from stronghold.plan.machine import MachineProfile, Rates, find_profile, machine_names, rates_of
 from stronghold.streaming.formats import page_items
 from stronghold.tools.estimate.adapters import Adapters, adapters_from_options
@@ -57,7 +50,6 @@ class Question:
     optimizer: str = next(iter(examples()))
     nvme_bytes: int = 0
     nvme_path: str = ""
-    base_on_nvme: bool = False  # the frozen weights lie in a file that is only read
     window: int | None = None
     resident_layers: int | None = None
     chunk: int | None = None  # sequences that go through a block together; None: all
@@ -141,15 +133,6 @@ class Question:
         return sum(weight_bytes(layer, formats) for layer in blocks) / numel
 
     @property
-    def base_bytes(self) -> int:
-        """Bytes of the blocks' frozen weights, without padding."""
-        total = 0
-        for index in self.layout.streamed:
-            layer = self.layout.layers[index]
-            total += weight_bytes(layer, self.formats) - trained_bytes(layer, self.formats)
-        return total
-
-    @property
     def gradients_per_product(self) -> float:
         """Products of the blocks' backward for each one of forward, by FLOPs (`LayerCost`)."""
         products = gradients = 0.0
@@ -196,7 +179,6 @@ class Question:
             num_nodes=self.nodes,
             resident_updates="host" if self.ranks > 1 or self.states == LEAN else None,
             nvme=self.nvme_bytes > 0,
-            base_in_file=self.base_on_nvme,
             nvme_capacity_bytes=self.nvme_bytes // self.gpus or None,
             micro_batches=self.accumulation,
             chunk=self.chunk,
@@ -215,7 +197,6 @@ def question_from_options(
     lora: int | None = None,
     lora_targets: Sequence[str] | None = None,
     frozen: str | None = None,
-    base_on: str | None = None,
     machine: str | None = None,
     gpu: str | None = None,
     host: str | None = None,
@@ -282,7 +263,6 @@ def question_from_options(
         ("--streams", streams if streams > 1 else None, "--chunk N", chunk is not None),
         ("--wire", wire, "--gpus N or --nodes M above 1", gpus * nodes > 1),
         ("--network", network, "--nodes M above 1", nodes > 1),
-        ("--base-on", base_on, "--lora RANK and --frozen FORMAT", frozen is not None),
     ):
         if value is not None and not has_others:
             raise ConfigError(f"{option}: got {value}, expected it with {others} alone")
@@ -296,17 +276,9 @@ def question_from_options(
         seq,
         adapters_from_options(lora, lora_targets, frozen, precision),
     )
-    if base_on and nvme is not None:
+    if nvme_bytes and None in (profile.nvme_read_gbps, profile.nvme_write_gbps):
         raise ConfigError(
-            "--base-on nvme and --nvme: expected one of them; beside a base only adapters have "
-            "states, which host memory holds"
-        )
-    if base_on and gpus * nodes > 1:
-        raise ConfigError("--base-on nvme: got several ranks, expected one GPU on one node")
-    needs_disk = "--base-on nvme" if base_on else "--nvme" if nvme_bytes else None
-    if needs_disk and None in (profile.nvme_read_gbps, profile.nvme_write_gbps):
-        raise ConfigError(
-            f"{needs_disk}: the profile of {profile.name} has no disk; measure one with "
+            f"--nvme: the profile of {profile.name} has no disk; measure one with "
             "`stronghold doctor --path DIR`, or name another --machine"
         )
     folder = str(nvme_path or profile.nvme_path or "/path/to/nvme")
@@ -329,7 +301,6 @@ def question_from_options(
         host_bytes=host_bytes,
         nvme_bytes=nvme_bytes,
         nvme_path=folder if nvme_bytes else "",
-        base_on_nvme=base_on is not None,
         gpus=gpus,
         nodes=nodes,
         wire_gbps=wire,
