@@ -20,7 +20,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from stronghold.checkpoint.conversions import Conversion, ExpectedTensors, conversions
 from stronghold.checkpoint.files import TensorFile
-from stronghold.checkpoint.stored_weights import StoredWeights, stored_weights
+from stronghold.checkpoint.stored_weights import quantiser_of
 from stronghold.errors import CheckpointError, ConfigError, did_you_mean
 from stronghold.model.partition import set_source
 from stronghold.streaming.patches.modules import build_from_config
@@ -64,19 +64,22 @@ def from_pretrained(
         config = transformers.AutoConfig.from_pretrained(path, **config_changes)
     except RecursionError as error:
         raise ConfigError(f"{path / 'config.json'}: nested too deeply") from error
-    stored = stored_weights(config, path)
+    quantiser = quantiser_of(config, path)
     model_class = auto_class or transformers.AutoModelForCausalLM
     build = getattr(model_class, "from_config", None) or build_from_config(model_class)
     model_dtype = dtype or config.dtype or torch.float32
     with _parameters_on_meta():
         model = build(config, dtype=model_dtype)
-        stored.prepare(model, model_dtype)
+        if quantiser is not None:  # the library's modules
+            quantiser.preprocess_model(model=model, dtype=model_dtype, device_map={"": "cpu"})
     if (path / "generation_config.json").is_file() and hasattr(model, "generation_config"):
         model.generation_config = transformers.GenerationConfig.from_pretrained(path)
-    source = DirectorySource(model, files, path, stored)
+    source = DirectorySource(model, files, path, quantiser)
     source.fill_buffers(model)
     set_source(model, source)
-    stored.finish(model)
+    if quantiser is not None:
+        model.hf_quantizer = quantiser
+        quantiser.postprocess_model(model)
     return model.eval()
 
 
@@ -140,11 +143,10 @@ class DirectorySource:
     """Source of the values of a model's parameters: the tensors of one directory."""
 
     def __init__(
-        self, model: Any, files: dict[str, TensorFile], path: Path, stored: StoredWeights
+        self, model: Any, files: dict[str, TensorFile], path: Path, quantiser: Any
     ) -> None:
-        self._conversion_of = conversions(model, files, ExpectedTensors(model), stored)
-        if not stored.is_decoded:
-            _adopt_stored(model, self._conversion_of)
+        self._conversion_of = conversions(model, files, ExpectedTensors(model), quantiser)
+        _adopt_stored(model, self._conversion_of)
         self._name_of: dict[int, str] = {}  # by the parameter's id
         self._last: Conversion | None = None
         missing = []

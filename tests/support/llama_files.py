@@ -5,9 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.support.stored_weights import random_weights
+
+def random_weights(model: nn.Module) -> None:
+    """Give the parameters values that differ in size from row to row."""
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            count = torch.arange(parameter.numel(), dtype=torch.float32)
+            values = (count + 0.37 * number).sin() * torch.exp2(count % 7 - 6)
+            parameter.copy_(values.view_as(parameter))
 
 
 def write_model(directory: Path) -> None:

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -30,7 +29,6 @@ from tests.conftest import free_port
 from tests.support import children
 from tests.support.finetuning import SCRIPTS, TEMPLATE, byte_tokenizer, jsonl, tiny_llama
 from tests.support.frameworks import RANK, fresh_accelerate, plugin, reset_accelerate
-from tests.support.stored_weights import fp8_settings, fp8_tensors, rewrite
 
 import finetune as program  # isort: skip
 import finetune_data as data  # isort: skip
@@ -207,22 +205,6 @@ def test_weights_are_saved_from_where_they_are(
     file = sums(tmp_path / "a.jsonl")
     training.finetune(arguments(model_dir, file, tmp_path, "--sequence=48", "--max-steps=1"))
     assert len(saved) == 3 * 9  # at the end alone, and not once more in the checkpoint
-
-
-@pytest.mark.usefixtures("fresh_accelerate", "plugin")
-def test_a_directory_in_fp8_is_streamed_and_leaves_a_plain_model(
-    model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    stored = tmp_path / "fp8"
-    shutil.copytree(model_dir, stored)
-    tensors = load_file(stored / "model.safetensors")
-    rewrite(stored, fp8_tensors(tensors, (8, 8), ("embed", "lm_head")), fp8_settings((8, 8)))
-    args = arguments(stored, sums(tmp_path / "a.jsonl"), tmp_path, "--sequence=48", "--max-steps=1")
-    trained = training.finetune(args).model.state_dict()
-    assert "loading with transformers" not in capsys.readouterr().out
-    assert "quantization_config" not in json.loads((args.output / "config.json").read_text())
-    for name, weight in AutoModelForCausalLM.from_pretrained(args.output).state_dict().items():
-        assert torch.equal(weight, trained[name].to(weight.dtype)), name
 
 
 @pytest.mark.usefixtures("fresh_accelerate")
