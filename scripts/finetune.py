@@ -22,7 +22,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 SCHEDULES = ("cosine", "linear", "constant")
-STORAGE_FORMATS = ("nf4", "int8", "fp8")  # of stronghold.frozen
+STORAGE_FORMATS = ("nf4",)  # of stronghold.frozen
 
 
 def parse_arguments(given: list[str] | None = None) -> argparse.Namespace:

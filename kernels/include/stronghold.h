@@ -20,7 +20,7 @@
 extern "C" {
 #endif
 
-#define SH_ABI_VERSION 6
+#define SH_ABI_VERSION 7
 
 /* The most that one optimizer has. */
 #define SH_MAX_MOMENTS 2
@@ -284,13 +284,12 @@ SH_API const char* sh_format_at(int32_t index);
 
 /* A packed weight. `inner` are its inner tensors in the order below; the others are ignored.
  * `weight` is the weight itself, rows * columns elements, row after row. Fused experts lie one after
- * the other. `matrix_rows` are the rows of one of them: all rows, if the weight is one matrix. */
+ * the other. */
 typedef struct {
   void* inner[SH_MAX_INNER];
   void* weight;
   int64_t rows;
   int64_t columns;
-  int64_t matrix_rows; /* divides rows */
 } sh_packed;
 
 /* [Note: packed formats]
@@ -307,18 +306,8 @@ typedef struct {
  *   encode  writes inner 0, and the exact absmax as float [blocks] to inner 2. It uses no other.
  *           scaled = x * (1 / max(absmax, 1e-38)), in a shorter last block x / max(absmax, 1e-38);
  *           the nearest code, the lower one of two. A shorter block's absmax is 1e-38 at least.
- * "int8"  blocks: rows
- *   inner   0 int8 codes [rows][columns]   1 float absmax [rows]
- *   value   code * absmax * (1 / 127)
- *   encode  round(x * lift * factor), factor = 1 / (absmax * lift) * 127
- * "fp8"   blocks: 128 rows and 128 columns of one matrix; those at its edges may be smaller
- *   inner   0 float8_e4m3fn codes [rows][columns]   1 float scale [blocks], row after row
- *   value   code * scale
- *   encode  e4m3(x * lift * factor), factor = 1 / (absmax * lift) * 448; scale = 1 / factor * lift
  *
- * lift is 1, and 2^100 if absmax < 2^-100. In a block of zeros all codes are 0 and the scale of fp8
- * is 1. If absmax is NaN or infinite, the block's codes are undefined, and its absmax or scale is
- * NaN or infinite. */
+ * If absmax is NaN or infinite, the block's codes are undefined, and its absmax is NaN or infinite. */
 
 /* Writes the weights. The inner tensors are only read. */
 SH_API int32_t sh_decode(sh_pool* pool, const char* format, sh_dtype dtype,
@@ -334,11 +323,6 @@ SH_API int32_t sh_encode(sh_pool* pool, const char* format, sh_dtype dtype,
 SH_API int32_t sh_packing_error(sh_pool* pool, const char* format, sh_dtype dtype,
                                 const sh_packed* weights, int64_t num_weights, double* square_sum,
                                 double* largest);
-
-/* Moves the bytes that sh_decode moves, and computes nothing. It writes zeros, past the caches if
- * the instruction set can; every weight begins at a multiple of 64 bytes. */
-SH_API int32_t sh_decode_traffic(sh_pool* pool, const char* format, sh_dtype dtype,
-                                 const sh_packed* weights, int64_t num_weights);
 
 /* ---- The memory's limit ---------------------------------------------------------------------- */
 

@@ -70,24 +70,9 @@ constexpr Format kFormats[] = {
     {"nf4",
      4,
      {true, false, true, false},
-     4,
      Nf4Units,
      {DecodeNf4<OutF32>, DecodeNf4<OutBf16>, DecodeNf4<OutF16>},
      {EncodeNf4<GradF32>, EncodeNf4<GradBf16>, EncodeNf4<GradF16>}},
-    {"int8",
-     2,
-     {true, true, false, false},
-     8,
-     Int8Units,
-     {DecodeInt8<OutF32>, DecodeInt8<OutBf16>, DecodeInt8<OutF16>},
-     {EncodeInt8<GradF32>, EncodeInt8<GradBf16>, EncodeInt8<GradF16>}},
-    {"fp8",
-     2,
-     {true, true, false, false},
-     8,
-     Fp8Units,
-     {DecodeFp8<OutF32>, DecodeFp8<OutBf16>, DecodeFp8<OutF16>},
-     {EncodeFp8<GradF32>, EncodeFp8<GradBf16>, EncodeFp8<GradF16>}},
 };
 
 // ---- The target's table -------------------------------------------------------------------------
@@ -101,5 +86,4 @@ constexpr Kernels kKernels = {
     kFormats,
     sizeof(kFormats) / sizeof(kFormats[0]),
     {Compare<GradF32>, Compare<GradBf16>, Compare<GradF16>},
-    DecodeTraffic,
 };

@@ -93,18 +93,6 @@ void CompareItem(void* context, int64_t index) {
   });
 }
 
-void TrafficItem(void* context, int64_t index) {
-  const Job& job = *static_cast<const Job*>(context);
-  AtItem(job, index, [&job](const sh_packed& packed, int64_t chunk) {
-    const int64_t from = chunk * kChunk;
-    const int64_t numel = std::min(from + kChunk, Numel(packed)) - from;
-    const auto code_bytes = [&job](int64_t elements) { return elements * job.format->code_bits / 8; };
-    job.kernels->decode_traffic(static_cast<const char*>(packed.inner[0]) + code_bytes(from),
-                                code_bytes(numel), WeightAt(packed, job.dtype, from),
-                                numel * kBytes[job.dtype]);
-  });
-}
-
 // Refuses arguments that break their contract. Returns the format.
 template <class NeedsInner>
 const Format& Check(const sh_pool* pool, const char* name, sh_dtype dtype, const sh_packed* weights,
@@ -119,8 +107,6 @@ const Format& Check(const sh_pool* pool, const char* name, sh_dtype dtype, const
     const sh_packed& packed = weights[i];
     RequireAt(packed.rows >= 0 && packed.columns >= 0, i, "rows or columns is negative");
     if (Numel(packed) == 0) continue;
-    RequireAt(packed.matrix_rows > 0 && packed.rows % packed.matrix_rows == 0, i,
-              "matrix_rows does not divide rows");
     RequireAt(packed.weight != nullptr, i, "weight is NULL");
     for (int k = 0; k < SH_MAX_INNER; ++k) {
       RequireAt(packed.inner[k] != nullptr || !needs_inner(format, k), i, "an inner tensor is NULL");
@@ -209,20 +195,6 @@ int32_t sh_packing_error(sh_pool* pool, const char* format, sh_dtype dtype,
         largest[i] = std::max(largest[i], job.largest[item]);
       }
     }
-  });
-}
-
-int32_t sh_decode_traffic(sh_pool* pool, const char* format, sh_dtype dtype,
-                          const sh_packed* weights, int64_t num_weights) {
-  return sh::Guarded([&] {
-    const sh::Format& row = sh::Check(pool, format, dtype, weights, num_weights, sh::IsRead);
-    for (int64_t i = 0; i < num_weights; ++i) {
-      const bool aligned = reinterpret_cast<uintptr_t>(weights[i].weight) % sh::kStreamAlign == 0;
-      sh::RequireAt(aligned, i, "arrays written past the caches must be aligned to 64 bytes");
-      sh::RequireAt(sh::Numel(weights[i]) % 128 == 0, i, "elements are no multiple of 128");
-    }
-    sh::RunJob(pool, sh::JobOf(pool, row, dtype, weights, num_weights), sh::NumChunks,
-               sh::TrafficItem);
   });
 }
 

@@ -81,7 +81,6 @@ struct Format {
   const char* name;
   int num_inner;       // that decoding reads
   bool encoded[SH_MAX_INNER];  // inner tensors that encoding writes
-  int code_bits;
   int64_t (*num_units)(const sh_packed& packed);
   Decode decode[kNumDtypes];
   Encode encode[kNumDtypes];
@@ -103,9 +102,6 @@ struct Kernels {
   using Compare = void (*)(const char* a, const char* b, int64_t numel, double* square_sum,
                            double* largest);
   Compare compare[kNumDtypes];
-  // Reads `bytes` of codes and writes `out_bytes` of zeros, both multiples of 64.
-  using DecodeTraffic = void (*)(const char* codes, int64_t bytes, char* out, int64_t out_bytes);
-  DecodeTraffic decode_traffic;
 };
 
 // The tables of the instruction sets. A function exists for sets of this architecture alone, and its

@@ -267,40 +267,6 @@ SH_INLINE __m128i Load64(const char* p) {
   return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
 }
 SH_INLINE F LoadS8(const char* p) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(Load64(p))); }
-// e4m3 << 7 is an fp16 number 2^8 times smaller.
-SH_INLINE F LoadE4m3(const char* p) {
-  const __m128i words = _mm_cvtepi8_epi16(Load64(p));
-  const __m128i magnitude = _mm_and_si128(words, _mm_set1_epi16(0x7F));
-  const __m128i sign = _mm_and_si128(words, _mm_set1_epi16(static_cast<short>(0x8000)));
-  const __m128i half = _mm_or_si128(sign, _mm_slli_epi16(magnitude, 7));
-  const __m128i nan = _mm_cmpeq_epi16(magnitude, _mm_set1_epi16(0x7F));
-  const __m128i canonical = _mm_blendv_epi8(half, _mm_set1_epi16(0x7E00), nan);
-  return _mm256_mul_ps(_mm256_cvtph_ps(canonical), _mm256_set1_ps(256.0f));
-}
-
-// True if LoadE4m3x2 cannot load these codes: one is NaN.
-SH_INLINE bool MustLoadNan(const char* codes, int64_t numel) {
-  const __m256i low_bits = _mm256_set1_epi8(0x7F);
-  __m256i nan = _mm256_setzero_si256();
-  int64_t i = 0;
-  for (; i + 32 <= numel; i += 32) {
-    const __m256i magnitudes = _mm256_and_si256(Load256(codes + i), low_bits);
-    nan = _mm256_or_si256(nan, _mm256_cmpeq_epi8(magnitudes, low_bits));
-  }
-  bool any = _mm256_movemask_epi8(nan) != 0;
-  for (; i < numel; ++i) any |= (codes[i] & 0x7F) == 0x7F;
-  return any;
-}
-// 2 * kLanes codes that are no NaN: their choice among 16 words takes a third of the loop's time.
-SH_INLINE void LoadE4m3x2(const char* p, F* a, F* b) {
-  const __m256i words = _mm256_cvtepi8_epi16(Load128(p));
-  // The sign's bit is in both bits above the magnitude.
-  const __m256i half = _mm256_and_si256(_mm256_slli_epi16(words, 7),
-                                        _mm256_set1_epi16(static_cast<short>(0xBFFF)));
-  const F lift = _mm256_set1_ps(256.0f);
-  *a = _mm256_mul_ps(_mm256_cvtph_ps(_mm256_castsi256_si128(half)), lift);
-  *b = _mm256_mul_ps(_mm256_cvtph_ps(_mm256_extracti128_si256(half, 1)), lift);
-}
 
 // The bits of bf16, to nearest even, in the lower words.
 SH_INLINE __m256i RoundBf16(F x) {
@@ -321,50 +287,6 @@ SH_INLINE void StoreF16x2(char* p, F a, F b) {
   const __m128i high = _mm256_cvtps_ph(b, _MM_FROUND_TO_NEAREST_INT);
   Store256<kStream>(p, _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1));
 }
-
-constexpr int64_t kE4m3Group = 32;
-// A table of [Note: e4m3 by table]. It has the products' exponents and mantissas as bytes.
-class E4m3Table {
- public:
-  SH_INLINE explicit E4m3Table(const char* products) {
-    const __m256i words = Load256(products);
-    const __m256i exponents = _mm256_srli_epi16(words, 7);
-    const __m256i mantissas = _mm256_and_si256(words, _mm256_set1_epi16(0x7F));
-    exponents_ = BytesOf(exponents);
-    mantissas_ = BytesOf(mantissas);
-  }
-  // Decodes kE4m3Group codes. If one is NaN, it writes nothing and returns false.
-  template <bool kStream>
-  SH_INLINE bool Store(const char* codes, char* out) const {
-    // Unpacking works within 128-bit parts. Each gets 8 bytes of both halves.
-    const __m256i bytes = _mm256_permute4x64_epi64(Load256(codes), 0xD8);
-    const __m256i low_bits = _mm256_set1_epi8(0x7F);
-    const __m256i magnitudes = _mm256_and_si256(bytes, low_bits);
-    if (_mm256_movemask_epi8(_mm256_cmpeq_epi8(magnitudes, low_bits)) != 0) return false;
-    // Eight times k. Eight is taken off, but not below zero.
-    const __m256i shifts = _mm256_subs_epu8(_mm256_and_si256(bytes, _mm256_set1_epi8(0x78)),
-                                            _mm256_set1_epi8(8));
-    const __m256i indices = _mm256_sub_epi8(magnitudes, shifts);
-    const __m256i exponents = _mm256_add_epi8(_mm256_shuffle_epi8(exponents_, indices),
-                                              _mm256_srli_epi16(shifts, 3));
-    const __m256i upper =
-        _mm256_or_si256(_mm256_and_si256(low_bits, _mm256_srli_epi16(exponents, 1)),
-                        _mm256_andnot_si256(low_bits, bytes));
-    const __m256i lower =
-        _mm256_or_si256(_mm256_shuffle_epi8(mantissas_, indices),
-                        _mm256_andnot_si256(low_bits, _mm256_slli_epi16(exponents, 7)));
-    Store256<kStream>(out, _mm256_unpacklo_epi8(lower, upper));
-    Store256<kStream>(out + 32, _mm256_unpackhi_epi8(lower, upper));
-    return true;
-  }
-
- private:
-  // The lower bytes of 16 words, in both 128-bit parts. The upper bytes are zero.
-  SH_INLINE static __m256i BytesOf(__m256i words) {
-    return _mm256_permute4x64_epi64(_mm256_packus_epi16(words, words), 0x88);
-  }
-  __m256i exponents_, mantissas_;
-};
 
 // Sixty-four 4-bit codes of 32 bytes, one byte each.
 SH_INLINE void Nibbles(const char* codes, __m256i* first, __m256i* second) {

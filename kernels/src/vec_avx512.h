@@ -269,22 +269,6 @@ SH_INLINE __m128i Load128(const char* p) {
 SH_INLINE F LoadS8(const char* p) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(Load128(p)));
 }
-// e4m3 << 7 is an fp16 number 2^8 times smaller.
-SH_INLINE F LoadE4m3(const char* p) {
-  const __m256i words = _mm256_cvtepi8_epi16(Load128(p));
-  const __m256i magnitude = _mm256_and_si256(words, _mm256_set1_epi16(0x7F));
-  const __m256i sign = _mm256_and_si256(words, _mm256_set1_epi16(static_cast<short>(0x8000)));
-  const __m256i half = _mm256_or_si256(sign, _mm256_slli_epi16(magnitude, 7));
-  const __mmask16 nan = _mm256_cmpeq_epi16_mask(magnitude, _mm256_set1_epi16(0x7F));
-  const __m256i canonical = _mm256_mask_mov_epi16(half, nan, _mm256_set1_epi16(0x7E00));
-  return _mm512_mul_ps(_mm512_cvtph_ps(canonical), _mm512_set1_ps(256.0f));
-}
-// LoadE4m3x2 loads NaN, too.
-SH_INLINE bool MustLoadNan(const char*, int64_t) { return false; }
-SH_INLINE void LoadE4m3x2(const char* p, F* a, F* b) {
-  *a = LoadE4m3(p);
-  *b = LoadE4m3(p + kLanes);
-}
 
 // The bits of bf16, to nearest even, in the upper words.
 SH_INLINE __m512i RoundBf16(F x) {
@@ -305,45 +289,6 @@ SH_INLINE void StoreF16x2(char* p, F a, F b) {
   const __m512i lower = _mm512_castsi256_si512(_mm512_cvtps_ph(a, nearest));
   Store512<kStream>(p, _mm512_inserti64x4(lower, _mm512_cvtps_ph(b, nearest), 1));
 }
-
-constexpr int64_t kE4m3Group = 64;
-// A table of [Note: e4m3 by table]. It has the products' exponents and mantissas as bytes.
-class E4m3Table {
- public:
-  SH_INLINE explicit E4m3Table(const char* products) {
-    const __m256i words = Load256(products);
-    const __m256i mantissas = _mm256_and_si256(words, _mm256_set1_epi16(0x7F));
-    exponents_ = _mm512_broadcast_i32x4(_mm256_cvtepi16_epi8(_mm256_srli_epi16(words, 7)));
-    mantissas_ = _mm512_broadcast_i32x4(_mm256_cvtepi16_epi8(mantissas));
-  }
-  // Decodes kE4m3Group codes. If one is NaN, it writes nothing and returns false.
-  template <bool kStream>
-  SH_INLINE bool Store(const char* codes, char* out) const {
-    // Unpacking works within 128-bit parts. Each gets 8 bytes of both halves.
-    const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
-    const __m512i bytes = _mm512_permutexvar_epi64(order, Load512(codes));
-    const __m512i low_bits = _mm512_set1_epi8(0x7F);
-    const __m512i magnitudes = _mm512_and_si512(bytes, low_bits);
-    if (_mm512_cmpeq_epi8_mask(magnitudes, low_bits) != 0) return false;
-    // Eight times k. Eight is taken off, but not below zero.
-    const __m512i shifts = _mm512_subs_epu8(_mm512_and_si512(bytes, _mm512_set1_epi8(0x78)),
-                                            _mm512_set1_epi8(8));
-    const __m512i indices = _mm512_sub_epi8(magnitudes, shifts);
-    const __m512i exponents = _mm512_add_epi8(_mm512_shuffle_epi8(exponents_, indices),
-                                              _mm512_srli_epi16(shifts, 3));
-    // 0xCA: bits of the second where the first has ones, bits of the third elsewhere.
-    const __m512i upper =
-        _mm512_ternarylogic_epi32(low_bits, _mm512_srli_epi16(exponents, 1), bytes, 0xCA);
-    const __m512i lower = _mm512_ternarylogic_epi32(
-        low_bits, _mm512_shuffle_epi8(mantissas_, indices), _mm512_slli_epi16(exponents, 7), 0xCA);
-    Store512<kStream>(out, _mm512_unpacklo_epi8(lower, upper));
-    Store512<kStream>(out + 64, _mm512_unpackhi_epi8(lower, upper));
-    return true;
-  }
-
- private:
-  __m512i exponents_, mantissas_;
-};
 
 // Sixty-four 4-bit codes of 32 bytes, one byte each.
 SH_INLINE __m512i Nibbles(const char* codes) {

@@ -222,22 +222,6 @@ SH_INLINE int16x4_t Load4S8(const char* p) {
   return vget_low_s16(vmovl_s8(vcreate_s8(bytes)));
 }
 SH_INLINE F LoadS8(const char* p) { return vcvtq_f32_s32(vmovl_s16(Load4S8(p))); }
-// e4m3 << 7 is an fp16 number 2^8 times smaller.
-SH_INLINE F LoadE4m3(const char* p) {
-  const uint16x4_t words = vreinterpret_u16_s16(Load4S8(p));
-  const uint16x4_t magnitude = vand_u16(words, vdup_n_u16(0x7F));
-  const uint16x4_t half =
-      vorr_u16(vand_u16(words, vdup_n_u16(0x8000)), vshl_n_u16(magnitude, 7));
-  const uint16x4_t nan = vceq_u16(magnitude, vdup_n_u16(0x7F));
-  const uint16x4_t canonical = vbsl_u16(nan, vdup_n_u16(0x7E00), half);
-  return vmulq_n_f32(vcvt_f32_f16(vreinterpret_f16_u16(canonical)), 256.0f);
-}
-// LoadE4m3x2 loads NaN, too.
-SH_INLINE bool MustLoadNan(const char*, int64_t) { return false; }
-SH_INLINE void LoadE4m3x2(const char* p, F* a, F* b) {
-  *a = LoadE4m3(p);
-  *b = LoadE4m3(p + kLanes);
-}
 
 // bf16, to nearest even.
 SH_INLINE uint16x4_t RoundBf16(F x) {
@@ -255,38 +239,6 @@ SH_INLINE void StoreF16x2(char* p, F a, F b) {
   StoreF16(p, a);
   StoreF16(p + 8, b);
 }
-
-constexpr int64_t kE4m3Group = 16;
-// A table of [Note: e4m3 by table]. It has the products' exponents and mantissas as bytes.
-class E4m3Table {
- public:
-  SH_INLINE explicit E4m3Table(const char* products) {
-    const uint8x16x2_t bytes = vld2q_u8(reinterpret_cast<const uint8_t*>(products));
-    // The products are not negative.
-    exponents_ = vsliq_n_u8(vshrq_n_u8(bytes.val[0], 7), bytes.val[1], 1);
-    mantissas_ = vandq_u8(bytes.val[0], vdupq_n_u8(0x7F));
-  }
-  // Decodes kE4m3Group codes. If one is NaN, it writes nothing and returns false.
-  template <bool kStream>
-  SH_INLINE bool Store(const char* codes, char* out) const {
-    const uint8x16_t bytes = Load16U8(codes);
-    const uint8x16_t magnitudes = vandq_u8(bytes, vdupq_n_u8(0x7F));
-    if (vmaxvq_u8(magnitudes) == 0x7F) return false;
-    // Eight times k. Eight is taken off, but not below zero.
-    const uint8x16_t shifts = vqsubq_u8(vandq_u8(bytes, vdupq_n_u8(0x78)), vdupq_n_u8(8));
-    const uint8x16_t indices = vsubq_u8(magnitudes, shifts);
-    const uint8x16_t exponents =
-        vaddq_u8(vqtbl1q_u8(exponents_, indices), vshrq_n_u8(shifts, 3));
-    // An insertion keeps the bits into which nothing is shifted: the sign, and the mantissa.
-    const uint8x16x2_t words = {{vsliq_n_u8(vqtbl1q_u8(mantissas_, indices), exponents, 7),
-                                 vsriq_n_u8(bytes, exponents, 1)}};
-    vst2q_u8(reinterpret_cast<uint8_t*>(out), words);
-    return true;
-  }
-
- private:
-  uint8x16_t exponents_, mantissas_;
-};
 
 // Thirty-two 4-bit codes of 16 bytes, one byte each.
 SH_INLINE uint8x16x2_t Nibbles(const char* codes) {

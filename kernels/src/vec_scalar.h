@@ -211,21 +211,6 @@ SH_INLINE void StreamFence() {}
 // ---- Packed weights -----------------------------------------------------------------------------
 
 SH_INLINE F LoadS8(const char* p) { return static_cast<float>(static_cast<signed char>(*p)); }
-SH_INLINE F LoadE4m3(const char* p) {
-  const uint32_t code = static_cast<unsigned char>(*p);
-  const uint32_t sign = (code & 0x80u) << 24;
-  const uint32_t magnitude = code & 0x7Fu;
-  if (magnitude == 0x7Fu) return FromBits(0x7FC00000u);
-  // Zero and denormals: units of 2^-9.
-  if (magnitude < 8) return FromBits(sign | Bits(static_cast<float>(magnitude) * 0x1p-9f));
-  return FromBits(sign | ((magnitude << 20) + (120u << 23)));
-}
-// LoadE4m3x2 loads NaN, too.
-SH_INLINE bool MustLoadNan(const char*, int64_t) { return false; }
-SH_INLINE void LoadE4m3x2(const char* p, F* a, F* b) {
-  *a = LoadE4m3(p);
-  *b = LoadE4m3(p + kLanes);
-}
 
 SH_INLINE void StoreBf16(char* p, F x) {
   const uint32_t bits = Bits(x);
@@ -242,32 +227,6 @@ SH_INLINE void StoreF16x2(char* p, F a, F b) {
   StoreF16(p, a);
   StoreF16(p + 2, b);
 }
-
-constexpr int64_t kE4m3Group = 16;
-// A table of [Note: e4m3 by table].
-class E4m3Table {
- public:
-  SH_INLINE explicit E4m3Table(const char* products) { std::memcpy(words_, products, 32); }
-  // Decodes kE4m3Group codes. If one is NaN, it writes nothing and returns false.
-  template <bool kStream>
-  SH_INLINE bool Store(const char* codes, char* out) const {
-    bool has_nan = false;
-    for (int64_t i = 0; i < kE4m3Group; ++i) has_nan |= (codes[i] & 0x7F) == 0x7F;
-    if (has_nan) return false;
-    for (int64_t i = 0; i < kE4m3Group; ++i) {
-      const uint32_t code = static_cast<unsigned char>(codes[i]);
-      const uint32_t exponent = code & 0x78u;
-      const uint32_t shift = exponent == 0 ? 0 : exponent - 8;  // eight times k
-      const uint32_t word = words_[(code & 0x7Fu) - shift] + (shift << 4);
-      const uint16_t result = static_cast<uint16_t>((code & 0x80u) << 8 | word);
-      std::memcpy(out + 2 * i, &result, 2);
-    }
-    return true;
-  }
-
- private:
-  uint16_t words_[16];
-};
 
 // The items of a table of 16 that belong to 64 4-bit codes.
 template <int64_t kBytes>

@@ -198,11 +198,9 @@ struct Packed {
   Packed(int64_t matrices, int64_t rows, int64_t columns, int skip, uint64_t seed)
       : random{seed * 2 + 1} {
     const int64_t numel = matrices * rows * columns;
-    // Exact sizes of the largest of all formats: codes, absmax or scales, nested absmax, offset.
+    // Codes, absmax, nested absmax (fp32 absmax of encoding), offset.
     const int64_t blocks = (numel + 63) / 64;
-    const int64_t scales = std::max({blocks, 4 * matrices * rows,
-                                     4 * matrices * ((rows + 127) / 128) * ((columns + 127) / 128)});
-    for (int64_t bytes : {numel, scales, 4 * blocks, int64_t{4}, 4 * numel}) {
+    for (int64_t bytes : {numel, blocks, 4 * blocks, int64_t{4}, 4 * numel}) {
       arrays.emplace_back(bytes, skip, &random);
     }
     packed = {};
@@ -210,7 +208,6 @@ struct Packed {
     packed.weight = arrays[4].data();
     packed.rows = matrices * rows;
     packed.columns = columns;
-    packed.matrix_rows = rows;
   }
   Random random;
   std::vector<Array> arrays;

@@ -208,14 +208,13 @@ class StrongholdConfig(_Section):
         "Weights in fp16 and fp32 have exact states alone.",
         default="exact",
     )
-    frozen: Literal["nf4", "int8", "fp8"] | None = key(
+    frozen: Literal["nf4"] | None = key(
         "Storage format of the frozen weights of linear layers and of fused experts in the "
         'repeated blocks (quantisation of the base). "nf4": 4 bits per weight, as in QLoRA. '
-        '"int8", "fp8": 8 bits. Each has its scales beside it. The host, the files and the link '
-        "carry the packed weights, and each use of a layer decodes them on the GPU. Packing rounds "
-        "the weights once, so no plan chooses it. Trainable weights, norms and biases, the "
-        "embedding, the head and adapters stay as they came. Left out: frozen weights stay as they "
-        "came."
+        "The host, the files and the link carry the packed weights, and each use of a layer "
+        "decodes them on the GPU. Packing rounds the weights once, so no plan chooses it. "
+        "Trainable weights, norms and biases, the embedding, the head and adapters stay as they "
+        "came. Left out: frozen weights stay as they came."
     )
     device: Literal["cuda", "emulated"] | None = key(
         'The device on which layers compute. "emulated": CPU tensors, with a thread per lane and '

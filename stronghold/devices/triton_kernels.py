@@ -223,15 +223,12 @@ class TritonKernels(Kernels):
         fields = native.packed_rows(weights)
         numel = fields["rows"] * fields["columns"]
         # [Note: tiles] of triton_packed. A weight without elements has no tile.
-        rows = np.where(decoder.is_flat, numel > 0, fields["rows"])
-        columns = np.where(decoder.is_flat, numel, fields["columns"])
-        blocks = rows * -(-columns // DECODE_BLOCK)
-        matrix_rows = np.maximum(fields["matrix_rows"], 1)
+        blocks = -(-numel // DECODE_BLOCK)
         names = [f"inner{k}" for k in range(native.MAX_INNER)]
         inner = dict(zip(names, decoder.item_bytes, strict=False))
         _check_addresses(numel, fields, {**inner, "weight": dtype.itemsize})
         arrays = [fields[name] for name in (*names, "weight")]
-        table_rows = np.stack([numel, *arrays, columns, matrix_rows], axis=1)
+        table_rows = np.stack([numel, *arrays], axis=1)
         aligned = [fields[name] for name in ("inner0", "weight")]
         for launch in self._launches(table_rows, blocks, np.stack(aligned, axis=1)):
             if launch.num_blocks > 0:

@@ -25,9 +25,6 @@ the compute dtype, with the kernels of the device on which they lie.
    values. The mean there depends on torch's order of addition; here it does not.
 3. `torch.linspace` gives bitsandbytes' dynamic map, and its last bits depend on the CPU. Here each
    value is the exact one, rounded to fp32. A quarter of the values differ in the last bit.
-4. int8 is bitsandbytes' `Int8Params`: `CB` and the absmax `SCB` of each row.
-5. fp8 is Transformers' fine-grained FP8: float8_e4m3fn with one `weight_scale_inv` for 128 x 128
-   elements. A block at the edge of a matrix may be smaller.
 """
 
 from __future__ import annotations
@@ -45,15 +42,8 @@ from stronghold.native.code_books import NF4_VALUES, dynamic_map, nf4_map
 
 NF4_BLOCK = 64  # elements that share an absmax
 NF4_NESTED_BLOCK = 256  # absmax codes that share a scale
-FP8_BLOCK = 128  # rows and columns of a block
-FP8_LARGEST = 448.0
-INT8_LARGEST = 127.0
-INT8_RECIPROCAL = 7.874015718698502e-3  # of 127, in fp32
 # bitsandbytes divides by this at least.
 _SMALLEST_ABSMAX = 1e-38
-# The reciprocal of a much smaller number is infinite. Such a block is encoded 2^100 times larger.
-_TINY = 2.0**-100
-_LIFT = 2.0**100
 # Elements that are encoded at once: the temporaries then take some 60 MiB.
 _PIECE = 1 << 22
 
@@ -171,15 +161,11 @@ class PackedFormat(ABC):
     def _encode(self, weight: torch.Tensor, inner: Mapping[str, torch.Tensor]) -> None:
         """`encode` of a contiguous weight into checked tensors: the torch reference."""
 
+    @abstractmethod
     def _encode_with(
         self, pool: native.Pool, weight: torch.Tensor, inner: Mapping[str, torch.Tensor]
     ) -> None:
         """`_encode` by the kernel."""
-        row = packed_row(PackedTensors(self, inner, weight))
-        pool.encode(self.name, weight.dtype, [row])
-        for tensor in inner.values():
-            if tensor.dtype == torch.float32:
-                _check_finite(self.name, tensor)
 
     @abstractmethod
     def _decoded_pieces(
@@ -280,96 +266,7 @@ class Nf4(PackedFormat):
             yield piece, values[codes.int()] * scales
 
 
-class Int8(PackedFormat):
-    """bitsandbytes' row-wise int8: value = code * absmax of the row / 127.
-
-    CB   int8, in the weight's shape
-    SCB  fp32 [rows], of all experts
-
-    The division is a multiplication by the fp32 reciprocal of 127, after that by the absmax, as in
-    bitsandbytes' `int8_vectorwise_dequant`. A row of zeros has absmax 0 and codes 0.
-    """
-
-    name = "int8"
-
-    def inner(self, shape: Sequence[int]) -> tuple[InnerShape, ...]:
-        return (
-            InnerShape("CB", torch.int8, tuple(shape)),
-            InnerShape("SCB", torch.float32, (math.prod(shape[:-1]),)),
-        )
-
-    def _encode(self, weight: torch.Tensor, inner: Mapping[str, torch.Tensor]) -> None:
-        rows, codes = _rows(weight), _rows(inner["CB"])
-        for piece in _row_pieces(rows, 1):
-            x = rows[piece].float()
-            absmax = x.abs().amax(1, keepdim=True)
-            _check_finite(self.name, absmax)
-            scaling = _scaling(absmax, INT8_LARGEST)
-            scaled = scaling.apply(x).round_().clamp_(-INT8_LARGEST, INT8_LARGEST)
-            codes[piece] = scaled.to(torch.int8)
-            inner["SCB"][piece] = absmax.squeeze(1)
-
-    def _decoded_pieces(
-        self, inner: Mapping[str, torch.Tensor], weight: torch.Tensor
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        rows, codes = _rows(weight), _rows(inner["CB"])
-        for piece in _row_pieces(rows, 1):
-            products = codes[piece].float() * inner["SCB"][piece].unsqueeze(1)
-            yield rows[piece], products * INT8_RECIPROCAL
-
-
-class Fp8(PackedFormat):
-    """Transformers' fine-grained FP8: value = weight * weight_scale_inv of its block.
-
-    weight            float8_e4m3fn, in the weight's shape
-    weight_scale_inv  fp32 [ceil(rows / 128), ceil(columns / 128)], for each expert
-
-    The scale of a block of zeros is 1.
-    """
-
-    name = "fp8"
-
-    def inner(self, shape: Sequence[int]) -> tuple[InnerShape, ...]:
-        *experts, rows, columns = shape
-        blocks = (*experts, _ceil_div(rows, FP8_BLOCK), _ceil_div(columns, FP8_BLOCK))
-        return (
-            InnerShape("weight", torch.float8_e4m3fn, tuple(shape)),
-            InnerShape("weight_scale_inv", torch.float32, blocks),
-        )
-
-    def _encode(self, weight: torch.Tensor, inner: Mapping[str, torch.Tensor]) -> None:
-        for matrix, codes, scales in self._matrices(weight, inner):
-            for rows, blocks in _block_rows(matrix):
-                x = matrix[rows].float()
-                padded = _in_blocks(x)
-                absmax = padded.abs().amax((1, 3), keepdim=True)
-                _check_finite(self.name, absmax)
-                scaling = _scaling(absmax, FP8_LARGEST)
-                scaled = scaling.apply(padded).clamp_(-FP8_LARGEST, FP8_LARGEST)
-                codes[rows] = _out_of_blocks(scaled, x).to(torch.float8_e4m3fn)
-                scales[blocks] = scaling.inverse().squeeze((1, 3))
-
-    def _decoded_pieces(
-        self, inner: Mapping[str, torch.Tensor], weight: torch.Tensor
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for matrix, codes, scales in self._matrices(weight, inner):
-            for rows, blocks in _block_rows(matrix):
-                x = codes[rows].float()
-                products = _in_blocks(x) * scales[blocks].unsqueeze(1).unsqueeze(3)
-                yield matrix[rows], _out_of_blocks(products, x)
-
-    def _matrices(
-        self, weight: torch.Tensor, inner: Mapping[str, torch.Tensor]
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Each expert's matrix with its codes and scales; the only one of a matrix."""
-        tensors = weight, inner["weight"], inner["weight_scale_inv"]
-        if weight.dim() == 2:
-            yield tensors
-            return
-        yield from zip(*tensors, strict=True)
-
-
-FORMATS: Mapping[str, PackedFormat] = {row.name: row for row in (Nf4(), Int8(), Fp8())}
+FORMATS: Mapping[str, PackedFormat] = {row.name: row for row in (Nf4(),)}
 """Every format by its name, which is also the value of the config's key."""
 
 
@@ -432,7 +329,6 @@ def packed_row(packed: PackedTensors) -> native.PackedWeight:
         weight=weight.data_ptr(),
         rows=math.prod(weight.shape[:-1]),
         columns=weight.shape[-1],
-        matrix_rows=weight.shape[-2],
         **addresses,
     )
 
@@ -482,31 +378,6 @@ def _mean(x: torch.Tensor) -> float:
     return (sums / len(x)).float().item()
 
 
-class _Scaling(NamedTuple):
-    """Factors that bring the absmax of blocks to a format's largest number.
-
-    The product with `lift` is exact. Then the product with `factor` is rounded.
-    """
-
-    lift: torch.Tensor  # 1, or 2^100 for a tiny absmax
-    factor: torch.Tensor  # 0 for a block of zeros
-
-    def apply(self, x: torch.Tensor) -> torch.Tensor:
-        if bool((self.lift != 1.0).any()):
-            x = x * self.lift
-        return x * self.factor
-
-    def inverse(self) -> torch.Tensor:
-        """The factors that bring the numbers back: 1 for a block of zeros."""
-        return torch.where(self.factor == 0.0, 1.0, torch.reciprocal(self.factor) * self.lift)
-
-
-def _scaling(absmax: torch.Tensor, largest: float) -> _Scaling:
-    lift = torch.where(absmax < _TINY, _LIFT, 1.0)
-    factor = torch.reciprocal(absmax * lift) * largest
-    return _Scaling(lift, torch.where(absmax > 0.0, factor, 0.0))
-
-
 def _packing_error(pieces: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> PackingError:
     """The error of decoded values, rounded to the dtype of the weight whose pieces these are."""
     square_sum, numel, largest = 0.0, 0, 0.0
@@ -528,39 +399,6 @@ def _round_into(values: torch.Tensor, out: torch.Tensor) -> None:
     out.masked_fill_(values.isnan(), math.nan)
 
 
-# -- shapes and pieces -----------------------------------------------------------------------------
+# -- shapes -----------------------------------------------------------------------------
 def _ceil_div(numerator: int, denominator: int) -> int:
     return -(-numerator // denominator)
-
-
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """The rows of all experts as one matrix."""
-    return tensor.view(-1, tensor.shape[-1])
-
-
-def _row_pieces(matrix: torch.Tensor, multiple: int) -> Iterator[slice]:
-    """Slices of rows with about `_PIECE` elements, each but the last a multiple of rows long."""
-    num_rows, num_columns = matrix.shape
-    step = max(_PIECE // max(num_columns, 1) // multiple, 1) * multiple
-    for first in range(0, num_rows, step):
-        yield slice(first, min(first + step, num_rows))
-
-
-def _block_rows(matrix: torch.Tensor) -> Iterator[tuple[slice, slice]]:
-    """Slices of a matrix's rows in whole blocks, and of the rows of their scales."""
-    for rows in _row_pieces(matrix, FP8_BLOCK):
-        yield rows, slice(rows.start // FP8_BLOCK, _ceil_div(rows.stop, FP8_BLOCK))
-
-
-def _in_blocks(x: torch.Tensor) -> torch.Tensor:
-    """A matrix as [blocks, FP8_BLOCK, blocks, FP8_BLOCK], filled up with zeros at its edges."""
-    right, bottom = -x.shape[1] % FP8_BLOCK, -x.shape[0] % FP8_BLOCK
-    if right or bottom:
-        x = torch.nn.functional.pad(x, (0, right, 0, bottom))
-    return x.view(x.shape[0] // FP8_BLOCK, FP8_BLOCK, x.shape[1] // FP8_BLOCK, FP8_BLOCK)
-
-
-def _out_of_blocks(blocks: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """The inverse of `_in_blocks` for a matrix of the shape of `x`."""
-    num_rows, num_columns = blocks.shape[0] * FP8_BLOCK, blocks.shape[2] * FP8_BLOCK
-    return blocks.reshape(num_rows, num_columns)[: x.shape[0], : x.shape[1]]

@@ -360,20 +360,11 @@ class Pool(Kernels, Closeable):
     def decode(self, format: str, dtype: torch.dtype, weights: Sequence[PackedWeight]) -> None:
         self._packed("sh_decode", format, dtype, weights)
 
-    def decode_traffic(
-        self, format: str, dtype: torch.dtype, weights: Sequence[PackedWeight]
-    ) -> None:
-        """Move the bytes that `decode` moves, and compute nothing: the memory's limit for it.
-
-        It writes zeros. A weight begins at a multiple of 64 bytes.
-        """
-        self._packed("sh_decode_traffic", format, dtype, weights)
-
     def encode(self, format: str, dtype: torch.dtype, weights: Sequence[PackedWeight]) -> None:
         """Write inner tensors from weights of this dtype.
 
         "nf4" writes inner tensor 0, and the exact absmax in fp32 to inner tensor 2. A block with
-        NaN or infinity gets an absmax or a scale that is not finite.
+        NaN or infinity gets an absmax that is not finite.
         """
         self._packed("sh_encode", format, dtype, weights)
 

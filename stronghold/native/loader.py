@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from stronghold.errors import ConfigError, ErrorPage, StateError
 from stronghold.native.segments import PACKED_ROW, ROW, TARGET_ROW
 
-_ABI_VERSION = 6
+_ABI_VERSION = 7
 _SH_INVALID = 1
 CloseableT = TypeVar("CloseableT", bound="Closeable")
 
@@ -111,7 +111,6 @@ def library() -> ctypes.CDLL:
         "sh_decode": (int32, packed),
         "sh_encode": (int32, packed),
         "sh_packing_error": (int32, [*packed, address, address]),
-        "sh_decode_traffic": (int32, packed),
         "sh_io_create": (int32, [int32, int64, text, address, int32, address]),
         "sh_io_destroy": (None, [address]),
         "sh_io_engine": (text, [address]),

@@ -73,7 +73,6 @@ class PackedWeight(NamedTuple):
     weight       address of the weight
     rows         of all matrices of the weight
     columns
-    matrix_rows  of one matrix: fused experts have several
     """
 
     inner0: int = 0
@@ -83,7 +82,6 @@ class PackedWeight(NamedTuple):
     weight: int = 0
     rows: int = 0
     columns: int = 0
-    matrix_rows: int = 0
 
 
 _C_TYPES = {int: np.int64, float: np.float64}

@@ -185,7 +185,7 @@ def _add_plan(commands: Any) -> None:
     adapters.add_argument(
         "--frozen",
         metavar="FORMAT",
-        help="storage format of the frozen weights: nf4, int8 or fp8 (default: as they came)",
+        help="storage format of the frozen weights: nf4 (default: as they came)",
     )
     machine = plan.add_argument_group("machine")
     machine.add_argument(

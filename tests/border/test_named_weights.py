@@ -357,7 +357,7 @@ def test_merged_adapters_are_pefts(kind: str) -> None:
 
 
 def test_a_packed_base_is_decoded_and_merged() -> None:
-    section = {"window": 1, "dtypes": "own", "frozen": "int8"}
+    section = {"window": 1, "dtypes": "own", "frozen": "nf4"}
     engine = initialized(adapted("lora"), config(section=section))
     engine.backward(loss_of(engine(**token_batch(0))))
     engine.step()

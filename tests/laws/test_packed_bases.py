@@ -54,11 +54,11 @@ PLACES: dict[str, dict[str, Any]] = {
     "moments in files": {"window": 1, "nvme": {"spill": "moments"}},
     "all in files": {"window": 1, "nvme": {"spill": "weights"}},
 }
-# The default run has every format in one place, and one format in the places that differ most.
+# The default run has the places that differ most.
 QUICK = [
     *((place, "llama", "nf4") for place in ("one slot", "hostile", "all on the gpu")),
-    ("all in files", "llama", "int8"),
-    ("two slots", "llama", "fp8"),
+    ("all in files", "llama", "nf4"),
+    ("two slots", "llama", "nf4"),
     ("one slot, recomputed", "experts", "nf4"),
 ]
 
@@ -405,16 +405,13 @@ def test_a_checkpoint_resumes_in_another_place(
 
 
 # -- bytes -----------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("name", "most"), [("nf4", 0.56), ("int8", 1.02), ("fp8", 1.02)])
-def test_a_packed_weight_costs_its_format_on_the_host_and_on_the_link(
-    name: str, most: float
-) -> None:
+def test_a_packed_weight_costs_its_format_on_the_host_and_on_the_link() -> None:
     """At the sizes of real layers the padding of ranges is small."""
     torch.manual_seed(0)
     blocks = nn.ModuleList(nn.Linear(1024, 1024, bias=False) for _ in range(3))
     model = Stacked(blocks)
     engine = initialized(
-        model, config(precision="bf16", section={"window": 1, "frozen": name, "layers": "blocks"})
+        model, config(precision="bf16", section={"window": 1, "frozen": "nf4", "layers": "blocks"})
     )
     x = torch.randn(2, 1024, dtype=torch.bfloat16)
     before = 0
@@ -425,10 +422,10 @@ def test_a_packed_weight_costs_its_format_on_the_host_and_on_the_link(
     now = engine.inspect()
     num_frozen = 3 * 1024 * 1024
     on_host = sum(now.layers[k].arrays["weights"].nbytes for k in now.layout.streamed)
-    assert on_host <= most * num_frozen
+    assert on_host <= 0.56 * num_frozen
     per_step = now.traffic.fetched_bytes - before
     # Forward fetches 3 layers. Backward begins with the one that is there.
-    assert per_step <= 5 / 3 * most * num_frozen + 1e5
+    assert per_step <= 5 / 3 * 0.56 * num_frozen + 1e5
     assert now.layout.num_parameters >= num_frozen
     engine.destroy()
 

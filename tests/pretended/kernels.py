@@ -28,9 +28,9 @@ from stronghold.native import PackedWeight, Rows, Segments, Targets
 ROWS = 64  # of a table
 NUM_MOMENTS = {"adam": 2, "lion": 1, "sgd_momentum": 1, "sgd": 0}
 ARRAYS = ("weight", "low", "grad", "moment0", "moment1")
-ITEM_BYTES = {"nf4": (1, 1, 4, 4), "int8": (1, 4), "fp8": (1, 4)}
-# after the elements: addresses, columns, rows of a matrix
-PACKED_COLUMNS = native.MAX_INNER + 3
+ITEM_BYTES = {"nf4": (1, 1, 4, 4)}
+# after the elements: addresses
+PACKED_COLUMNS = native.MAX_INNER + 1
 
 Table = npt.NDArray[np.int64]  # [columns, segments]: blocks before it, numel, addresses
 
@@ -66,11 +66,9 @@ class Memory:
         words = (ctypes.c_int64 * size).from_address(self.address(address))
         table = np.frombuffer(words, dtype=np.int64).reshape(-1, ROWS)[:, :num_rows]
         weights = []
-        for _, numel, *arrays, columns, matrix_rows in table.T.tolist():
+        for _, numel, *arrays in table.T.tolist():
             inner = [self.address(array, numel) for array in arrays]
-            rows = numel // columns if numel > 0 else 0
-            # A flat weight is one row.
-            weights.append(PackedWeight(*inner, rows, columns, min(rows, matrix_rows)))
+            weights.append(PackedWeight(*inner, 1, numel))
         return weights
 
 

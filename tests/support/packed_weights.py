@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
@@ -19,12 +19,6 @@ GUARD = 64  # bytes around a decoded weight
 SCALES = (
     *(0.0, -0.0, 1.0, -1.0, 0.02, 1 / 3, 3.4e38, -3.4e38, 1e30, 65504.0, 1e-3, 1e-38, 1e-40),
     *(-1e-45, 6e-8, 3e-8, math.inf, -math.inf, math.nan),
-)
-# Scales of fp8 at the bounds of normal products, and some whose products carry or are ties in bf16.
-FP8_SCALES = (
-    *(2.0**-121, 2.0**-120 * (1 - 2.0**-24), 2.0**-120, 2.0**-119 * (1 - 2.0**-24)),
-    *(2.0**118, 2.0**119 * (1 - 2.0**-24), 2.0**119, 2.0**120 * (1 - 2.0**-24), 2.0**120),
-    *(1 - 2.0**-24, 1 - 2.0**-9, 1 + 2.0**-8, 1 + 3 * 2.0**-8, 1 + 2.0**-8 + 2.0**-23),
 )
 INTEGERS = {2: torch.int16, 4: torch.int32}
 
@@ -68,16 +62,9 @@ def assert_same_inner(left: Inner, right: Inner, where: object) -> None:
         assert differ == 0, f"{where}: {name}: {differ} bytes of {tensor.numel()} differ"
 
 
-def exhaustive(name: str) -> list[tuple[tuple[int, ...], Inner]]:
-    """Shapes and inner tensors in which every code meets every scale of SCALES.
-
-    With nf4 also every code of the absmax meets them, as nested absmax and as offset.
-    """
-    makers = {"nf4": _exhaustive_nf4, "int8": _exhaustive_int8, "fp8": _exhaustive_fp8}
-    return makers[name]()
-
-
-def _exhaustive_nf4() -> list[tuple[tuple[int, ...], Inner]]:
+def exhaustive_cases() -> list[tuple[str, tuple[int, ...], Inner]]:
+    """Shapes and inner tensors in which every code, and every code of the absmax, meets every scale
+    of SCALES as nested absmax, and some as offset."""
     # 256 blocks share a nested absmax: block k has the k-th code of the absmax.
     shape = (len(SCALES) * 256, 64)
     nibbles = torch.arange(16, dtype=torch.uint8)
@@ -90,42 +77,8 @@ def _exhaustive_nf4() -> list[tuple[tuple[int, ...], Inner]]:
         inner["absmax"].copy_(torch.arange(256, dtype=torch.uint8).repeat(len(SCALES)))
         inner["nested_absmax"].copy_(torch.tensor(SCALES))
         inner["nested_offset"].fill_(offset)
-        cases.append((shape, inner))
+        cases.append(("nf4", shape, inner))
     return cases
-
-
-def _exhaustive_int8() -> list[tuple[tuple[int, ...], Inner]]:
-    shape = (len(SCALES), 256)
-    inner = empty_inner(FORMATS["int8"], shape)
-    inner["CB"].copy_(torch.arange(-128, 128).to(torch.int8).expand(shape))
-    inner["SCB"].copy_(torch.tensor(SCALES))
-    return [(shape, inner)]
-
-
-def _exhaustive_fp8() -> list[tuple[tuple[int, ...], Inner]]:
-    # A kernel decodes groups of codes by a table if the scale is in a range and no code is NaN.
-    codes = torch.arange(256, dtype=torch.uint8)
-    finite = torch.where((codes & 0x7F) == 0x7F, codes & 0x80, codes)
-    return [_fp8_case(codes, SCALES), _fp8_case(finite, (*SCALES, *FP8_SCALES))]
-
-
-def fp8_with_random_scales(num_scales: int) -> tuple[tuple[int, ...], Inner]:
-    """A shape and inner tensors: every code but NaN meets scales of random bits."""
-    generator = torch.Generator().manual_seed(0)
-    scales = torch.randint(0, 2**31, (num_scales,), generator=generator, dtype=torch.int32)
-    codes = torch.arange(256, dtype=torch.uint8)
-    codes[(codes & 0x7F) == 0x7F] = 0
-    return _fp8_case(codes, scales.view(torch.float32).tolist())
-
-
-def _fp8_case(codes: torch.Tensor, scales: Sequence[float]) -> tuple[tuple[int, ...], Inner]:
-    """Two rows. In them each scale has one block, and the block has all 256 codes."""
-    shape = (2, len(scales) * 128)
-    inner = empty_inner(FORMATS["fp8"], shape)
-    rows = codes.view(2, 1, 128).expand(2, len(scales), 128)
-    inner["weight"].view(torch.uint8).copy_(rows.reshape(shape))
-    inner["weight_scale_inv"].copy_(torch.tensor(scales))
-    return shape, inner
 
 
 def assert_decodes_like_torch(
@@ -168,7 +121,3 @@ def encoded_cases() -> list[tuple[str, tuple[int, ...], Inner]]:
         format.encode(weight_of(shape, torch.float32), inner)
         cases.append((name, shape, inner))
     return cases
-
-
-def exhaustive_cases() -> list[tuple[str, tuple[int, ...], Inner]]:
-    return [(name, shape, inner) for name in FORMATS for shape, inner in exhaustive(name)]

@@ -109,7 +109,7 @@ ADAPTER_CASES: dict[str, tuple[Any, int]] = {  # published shapes, and their par
 }
 RANK = 16  # of the adapters that the configs' comments name
 # of a parameter, with its scales, at most
-PACKED_BYTES = {"nf4": 0.56, "int8": 1.02, "fp8": 1.02}
+PACKED_BYTES = {"nf4": 0.56}
 LOSS_CHUNK = 1024  # tokens of which logits exist at a time
 
 

@@ -252,14 +252,9 @@ def test_each_formula_is_a_program_of_its_own(driver: NullDriver, device: Emulat
 
 # ---- Packed weights -------------------------------------------------------------------------
 
-# Products and sums of one thread, which decodes 16 elements. A thread of nf4 computes the scale of
-# a block, and fp8's denormals take a product. Conversions of 8-bit integers are exact.
+# Products and sums of one thread, which decodes 16 elements. It computes the scale of a block, too.
 DECODED = DECODE_BLOCK // (32 * NUM_WARPS)
-DECODING = {
-    "nf4": {"mul.rn.f32": DECODED + 1, "add.rn.f32": 1},
-    "int8": {"mul.rn.f32": 2 * DECODED, "cvt.rn.f32.s16": DECODED},
-    "fp8": {"mul.rn.f32": 2 * DECODED, "cvt.rn.f32.u32": DECODED},
-}
+DECODING = {"nf4": {"mul.rn.f32": DECODED + 1, "add.rn.f32": 1}}
 
 
 @compiled
