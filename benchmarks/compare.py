@@ -6,6 +6,21 @@ Every method has a process of its own. A method whose losses leave the reference
 out of memory is a result. The reference is `plain`; where it does not fit the caps it runs once
 more without them. `--method MODULE:CLASS` runs a `methods.base.Method` of your own. On a machine
 without a GPU layers compute on the emulated device, and what needs a GPU says so.
+
+The five cases of the STRONGHOLD paper, on a GPU of 32 GB beside 90 GB of RAM. PAPER stands for
+`--gpu-memory 32GB --host-memory 90GB --hidden 2048 --heads 16 --seq 1024 --precision fp32
+--activations recompute --steps 5 --warmup 2`:
+
+    the largest model of a method: double --layers until it is out of memory, then bisect
+        compare.py PAPER --method zero-offload --layers 48 --window 1 --no-reference
+    speed of every method at plain's largest model
+        compare.py PAPER --method all --layers 32
+    the time of a step by the number of layers
+        compare.py PAPER --method stronghold --layers 16 --window 15     (then 32, 64, 92)
+    the time of a step by the size of the window
+        compare.py PAPER --method stronghold --layers 32 --window 2      (then 4, 8, 15)
+    speed by tokens in a step: from which batch on does streaming cost nothing
+        compare.py PAPER --method plain,stronghold --layers 32 --batch 1 (then 2, 4, 8, 16)
 """
 
 from __future__ import annotations
@@ -289,10 +304,10 @@ def loss_table(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-def title(task: Task, layers: str = "") -> str:
-    """The model and what a step is, in words; `layers` in place of the task's number of them."""
+def title(task: Task) -> str:
+    """The model and what a step is, in words."""
     model = task.model_dir or (
-        f"{task.family}, {layers or task.layers} layers, hidden {task.hidden}, {task.heads} heads"
+        f"{task.family}, {task.layers} layers, hidden {task.hidden}, {task.heads} heads"
     )
     caps = [
         f"{name} capped at {size(cap)}"
@@ -324,7 +339,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def add_task_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments that make a `Task`; the cases share them."""
+    """The arguments that make a `Task`."""
     model = parser.add_argument_group("model")
     model.add_argument("--family", choices=["gpt", "llama"], default="gpt")
     model.add_argument("--layers", type=int, default=4)

@@ -27,7 +27,7 @@ from methods.child import classify  # noqa: E402
 from methods.memory import EmulatedMemory, device_memory  # noqa: E402
 from methods.model import build, count_parameters  # noqa: E402
 from methods.plain import Plain  # noqa: E402
-from methods.task import Data, Task, gpt_parameters  # noqa: E402
+from methods.task import Data, Task, gpt_parameters, tflops_megatron  # noqa: E402
 
 from tests.support import children  # noqa: E402
 from tests.support.bench_rows import run_here  # noqa: E402
@@ -289,6 +289,15 @@ def test_a_task_is_the_same_data_and_weights_on_every_call() -> None:
     one, other = (Data(TASK, TASK.vocab).step(3) for _ in range(2))
     assert all(torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(one, other, strict=True))
     assert Task.from_json(TASK.to_json()) == TASK
+
+
+def test_the_published_figures_are_those_of_the_formulas() -> None:
+    """The sizes of the paper's artifact in billions, and its TFLOPS from samples/s and k = 4."""
+    for layers, billions in ((32, 1.717), (48, 2.522), (78, 4.033), (100, 5.141)):
+        count = gpt_parameters(layers=layers, hidden=2048, vocab=50304, seq=1024)
+        assert count / 1e9 == pytest.approx(billions, abs=6e-4)
+    count = gpt_parameters(layers=32, hidden=2048, vocab=50304, seq=1024)
+    assert tflops_megatron(count, 1024, 1 / 0.7496, True) == pytest.approx(10.54, abs=0.01)
 
 
 def test_the_llama_is_built_from_sizes_alone() -> None:
