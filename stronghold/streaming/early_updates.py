@@ -38,7 +38,8 @@ from stronghold.telemetry.metrics import EarlyOutcome
 # Layers that are ready and wait for the one that the schedule has before them. A layer that gets no
 # gradient in this step must not hold up all others.
 PATIENCE = 2
-# Of the rule when early updates are worth while (benchmarks/speculation_rule.py).
+# Of the rule when early updates are worth while. The figures are in
+# benchmarks/results/speculation-rule_emulated-cpu_2026-11-24.md.
 FREE_MISSES = 2
 NEAR = 1.25  # times the clip: a norm up to which the next step may well not be clipped
 LONGEST_PAUSE = 64  # steps
@@ -49,7 +50,7 @@ class EarlyUpdateRule:
 
     `FREE_MISSES` attempts in a row may fail without a consequence. After each further one early
     updates pause for 1, 2, 4, ... steps, and go on once the norm is at most `NEAR` times the clip.
-    A step that is not clipped ends all of it (benchmarks/speculation_rule.py).
+    A step that is not clipped ends all of it.
     """
 
     def __init__(self) -> None:
