@@ -1,21 +1,22 @@
-"""How near the CPU Adam is to memory's limit, and to the best that others offer.
+"""How near the CPU's optimizers are to memory's limit, and Adam to the best that others offer.
 
-    python benchmarks/adam.py [--params 64] [--rounds 15] [--threads 1 2] [--flows lean] [--save]
+    python benchmarks/adam.py [--params 64] [--rounds 15] [--threads 1 2] [--only bf16] [--save]
 
-Three flows, each with its contenders and its limit, all alternating in one process:
+Every optimizer takes a step in three flows:
 
-  fp32  weight, gradient and moments fp32: 28 bytes per parameter. Ours, torch's fused AdamW,
-        DeepSpeedCPUAdam.
-  bf16  bf16 weight and gradient, exact fp32 master and moments. Ours is one pass of 26 bytes.
-        DeepSpeed's flow: cast the gradient to fp32, step the fp32 master, copy it back to bf16.
-  lean  bf16 weight and gradient, 8-bit states: one pass of 12.25 bytes, beside our bf16 one.
+  fp32  weights, gradients and moments in fp32
+  bf16  weights and gradients in bf16; exact fp32 masters and moments
+  lean  weights and gradients in bf16; 8-bit states
+
+The rivals of Adam are torch's fused AdamW and DeepSpeedCPUAdam in fp32. In bf16 DeepSpeed casts the
+gradient to fp32, steps the fp32 master, and copies it back.
 
 The limit moves the same bytes from as many streams to as many and computes nothing: in place, as
-Adam does, and past the caches into other arrays; the faster of the two counts. It has the same
+the step does, and past the caches into other arrays; the faster of the two counts. It has the same
 threads and chunks as ours, and finds its distance of prefetching as ours does. All arrays are
-alike: fresh private mappings that ask for huge pages, as the engine's do. Every thread count has a
-process of its own, because OpenMP reads its own once; OpenMP's waiting threads sleep, for all
-contenders, because they would hold the cores of the next.
+alike: fresh private mappings that ask for huge pages, as the engine's do; about 130 bytes per
+parameter in all. Contenders alternate. Every thread count has a process of its own, because OpenMP
+reads its own once; OpenMP's waiting threads sleep, because they would hold the cores of the next.
 """
 
 from __future__ import annotations
@@ -33,226 +34,164 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("MAX_JOBS", "1")
 
 import torch
-from harness import alternate, describe, host_array, medians, provenance, save, slug
+from harness import ROOT, alternate, describe, host_array, medians, provenance, save, slug
 
 from stronghold import native
-from stronghold.optim import states
-from stronghold.optim.adam import CPUAdam
 
-F32, BF16, U8 = torch.float32, torch.bfloat16, torch.uint8
-BYTES = {"fp32": 28, "bf16": 26, "lean": 12.25}
-SMALL_TENSORS, SMALL_NUMEL = 300, 1024
+sys.path.insert(0, str(ROOT))
+from tests.support.optimizers import OPTIMIZERS, hyper_fields
+
+F32, BF16, I8, I16 = torch.float32, torch.bfloat16, torch.int8, torch.int16
+GROUP = 64  # elements that share a scale of lean states
+FLOWS = ("fp32", "bf16", "lean")
+ASKED = (
+    "Asked of stronghold: 0.90 of memory's limit with exact states, 0.80 with lean ones; Adam in "
+    "fp32 at 0.97 of the fastest rival's speed, and in bf16 1.5 times as fast as DeepSpeed."
+)
 Contenders = dict[str, Callable[[], object]]
 
 
-def batch(
-    weight: torch.Tensor,
-    low: torch.Tensor | None,
-    moments: list[torch.Tensor],
-    grad: torch.Tensor,
-    scales: list[torch.Tensor] | None = None,
-    to: list[torch.Tensor] | None = None,
-) -> native.UpdateBatch:
-    """One call on these arrays. It writes `to` others, in the order of `native.Target`, or in
-    place."""
-    scale0, scale1 = (array.data_ptr() for array in scales) if scales else (0, 0)
-    segment = native.UpdateSegment(
-        weight=weight.data_ptr(),
-        low=0 if low is None else low.data_ptr(),
-        grad=grad.data_ptr(),
-        numel=weight.numel(),
-        moment0=moments[0].data_ptr(),
-        moment1=moments[1].data_ptr(),
-        scale0=scale0,
-        scale1=scale1,
-        number0=1e-4,  # lr
-        number1=0.9,  # beta1
-        number2=0.999,  # beta2
-        number3=1e-8,  # eps
-        number4=0.01,  # weight decay
-        step=10,
-        flags=0b11,  # AdamW with bias correction
-    )
-    targets = [native.Target(*(array.data_ptr() for array in to))] if to else None
-    return native.UpdateBatch(
-        "adam", weight.dtype, grad.dtype, [segment], lean=scales is not None, targets=targets
-    )
+def state_dtypes(optimizer: str, flow: str) -> dict[str, torch.dtype]:
+    """The dtypes of the arrays that a step writes, by the fields of a segment."""
+    lean = flow == "lean"
+    dtypes = {"weight": F32} if flow == "fp32" else {"weight": BF16, "low": I8 if lean else I16}
+    for k in range(OPTIMIZERS[optimizer].num_moments):
+        dtypes[f"moment{k}"] = I8 if lean else F32
+        if lean:
+            dtypes[f"scale{k}"] = F32
+    return dtypes
 
 
-def optimizers(params: list[torch.nn.Parameter], moments: list[torch.Tensor] | None) -> Contenders:
-    """torch's and DeepSpeed's steps on `params`, with the given moments or their own."""
+def num_items(field: str, numel: int) -> int:
+    return -(-numel // GROUP) if field.startswith("scale") else numel
+
+
+def bytes_per_parameter(name: str) -> float:
+    """What a step reads and writes: all states both ways, the gradient one way."""
+    optimizer, flow = name.partition(":")[0].split(", ")
+    dtypes = state_dtypes(optimizer, flow)
+    states = sum(dtype.itemsize * num_items(field, GROUP) for field, dtype in dtypes.items())
+    return 2 * states / GROUP + (4 if flow == "fp32" else 2)
+
+
+class Memory:
+    """All arrays of the run. The limits' targets are shared, as nothing reads them."""
+
+    def __init__(self, numel: int) -> None:
+        self.numel = numel
+        self.grads = {dtype: host_array(numel, dtype) for dtype in (F32, BF16)}
+        for grad in self.grads.values():
+            grad.normal_(0.0, 0.02)
+        self._kept: list[torch.Tensor] = []
+        self._targets: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+
+    def source(self, field: str, dtype: torch.dtype) -> torch.Tensor:
+        array = host_array(num_items(field, self.numel), dtype)
+        if field == "weight":
+            array.normal_(0.0, 0.02)
+        self._kept.append(array)
+        return array
+
+    def target(self, field: str, dtype: torch.dtype) -> torch.Tensor:
+        key = field, dtype
+        if key not in self._targets:
+            self._targets[key] = host_array(num_items(field, self.numel), dtype)
+        return self._targets[key]
+
+
+def own(optimizer: str, flow: str, memory: Memory, pool: native.Pool) -> Contenders:
+    """Our step, and its limit both ways."""
+    dtypes = state_dtypes(optimizer, flow)
+    dtype = dtypes["weight"]
+    addresses = {field: memory.source(field, d).data_ptr() for field, d in dtypes.items()}
+    elsewhere = {field: memory.target(field, d).data_ptr() for field, d in dtypes.items()}
+    hyper = hyper_fields(optimizer, grad_scale=1.0, lr=1e-4, weight_decay=0.01)
+    grad = memory.grads[dtype].data_ptr()
+    fields = {"grad": grad, "numel": memory.numel, "step": 10, "low": 0, **addresses, **hyper}
+    segment = native.UpdateSegment(**fields)
+
+    def batch(targets: list[native.Target] | None) -> native.UpdateBatch:
+        lean = flow == "lean"
+        return native.UpdateBatch(optimizer, dtype, dtype, [segment], lean=lean, targets=targets)
+
+    step, past = batch(None), batch([native.Target(**{"low": 0, **elsewhere})])
+    name = f"{optimizer}, {flow}"
+    return {
+        f"{name}: limit, in place": lambda: step.traffic(pool),
+        f"{name}: limit, past the caches": lambda: past.traffic(pool),
+        f"{name}: stronghold": lambda: step.run(pool),
+    }
+
+
+def rivals(memory: Memory) -> Contenders:
+    """torch's and DeepSpeed's Adam on one parameter, with the same moments."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
+    param = torch.nn.Parameter(memory.source("weight", F32))
+    param.grad = gradient = memory.source("grad", F32)
+    gradient.copy_(memory.grads[F32])
+    weight, low_gradient = memory.source("weight", BF16), memory.grads[BF16]
     arguments: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.01}
-    fused = torch.optim.AdamW(params, fused=True, **arguments)
-    deepspeed = DeepSpeedCPUAdam(params, adamw_mode=True, **arguments)
-    if moments is not None:
-        names = dict(zip(("exp_avg", "exp_avg_sq"), moments, strict=True))
-        fused.state[params[0]] = {"step": torch.tensor(10.0), **names}
-        deepspeed.state[params[0]] = {"step": 10, **names}
-    return {"torch fused AdamW": fused.step, "DeepSpeedCPUAdam": deepspeed.step}
-
-
-def contenders(
-    numel: int, pool: native.Pool, memory: list[torch.Tensor], flows: list[str]
-) -> Contenders:
-    """The flows' steps; `memory` takes the arrays, whose addresses alone the batches hold."""
-    moments = [host_array(numel, F32) for _ in range(2)]
-    grad32, master = host_array(numel, F32), host_array(numel, F32)
-    grad16, weight, low = (host_array(numel, BF16) for _ in range(3))
-    for array in (grad32, master, moments[0]):
-        array.normal_(0.0, 0.02)
-    moments[1].fill_(4e-4)
-    grad16.copy_(grad32)
-    weight.copy_(master)
-    elsewhere = [host_array(numel, F32) for _ in range(3)]
-    halves = elsewhere[2].view(BF16)
-    memory += [*moments, *elsewhere, grad32, master, grad16, weight, low]
-    eighths, eighths_to = lean_batches(numel, grad16, weight, memory)
-
-    param = torch.nn.Parameter(master)
-    param.grad = grad32
-    steps = {} if flows == ["lean"] else optimizers([param], moments)
-    fp32 = batch(master, None, moments, grad32)
-    bf16 = batch(weight, low, moments, grad16)
-    fp32_to = batch(master, None, moments, grad32, to=[elsewhere[2], master, *elsewhere[:2]])
-    bf16_to = batch(
-        *(weight, low, moments, grad16), to=[halves[:numel], halves[numel:], *elsewhere[:2]]
-    )
+    fused = torch.optim.AdamW([param], fused=True, **arguments)
+    deepspeed = DeepSpeedCPUAdam([param], adamw_mode=True, **arguments)
+    moments = {name: memory.source(name, F32) for name in ("exp_avg", "exp_avg_sq")}
+    fused.state[param] = {"step": torch.tensor(10.0), **moments}
+    deepspeed.state[param] = {"step": 10, **moments}
 
     def cast_step_copy() -> None:
-        grad32.copy_(grad16)
-        steps["DeepSpeedCPUAdam"]()
+        gradient.copy_(low_gradient)
+        deepspeed.step()
         weight.copy_(param.detach())
 
-    every: Contenders = {
-        "fp32 limit, in place": lambda: fp32.traffic(pool),
-        "fp32 limit, past the caches": lambda: fp32_to.traffic(pool),
-        "fp32 stronghold": lambda: fp32.run(pool),
-        **{f"fp32 {name}": step for name, step in steps.items()},
-        "bf16 limit, in place": lambda: bf16.traffic(pool),
-        "bf16 limit, past the caches": lambda: bf16_to.traffic(pool),
-        "bf16 stronghold": lambda: bf16.run(pool),
-        "bf16 DeepSpeed cast, step, copy back": cast_step_copy,
-        "lean limit, in place": lambda: eighths.traffic(pool),
-        "lean limit, past the caches": lambda: eighths_to.traffic(pool),
-        "lean stronghold": lambda: eighths.run(pool),
-    }
-    wanted = [name for name in every if name[:4] in flows]
-    if "bf16" not in flows and "lean" in flows:
-        wanted.insert(0, "bf16 stronghold")
-    return {name: every[name] for name in wanted}
-
-
-def lean_batches(
-    numel: int, grad: torch.Tensor, weight: torch.Tensor, memory: list[torch.Tensor]
-) -> tuple[native.UpdateBatch, native.UpdateBatch]:
-    """A call in place on fresh arrays with lean states, and one from them to others. The rounds
-    before the first that counts fill the moments."""
-    sets = []
-    for _ in range(2):
-        low, *moments = (host_array(numel, U8) for _ in range(3))
-        scales = [host_array(states.num_items("exp_avg_scale", numel), F32) for _ in range(2)]
-        sets.append([host_array(numel, BF16), low, *moments, *scales])
-    source, target = sets
-    source[0].copy_(weight)
-    memory += [*source, *target]
-    arrays = source[0], source[1], source[2:4], grad, source[4:]
-    return batch(*arrays), batch(*arrays, to=target)
-
-
-def small_contenders(threads: int) -> Contenders:
-    params = [torch.nn.Parameter(torch.randn(SMALL_NUMEL)) for _ in range(SMALL_TENSORS)]
-    for param in params:
-        param.grad = torch.randn(SMALL_NUMEL)
-    ours = CPUAdam(params, lr=1e-4, weight_decay=0.01, num_threads=threads)
-    steps = {"CPUAdam": ours.step, **optimizers(params, None)}
-    return {f"{SMALL_TENSORS} x {SMALL_NUMEL} {name}": step for name, step in steps.items()}
-
-
-def measure(numel: int, threads: int, rounds: int, flows: list[str]) -> dict[str, Any]:
-    torch.set_num_threads(threads)
-    memory: list[torch.Tensor] = []
-    with native.Pool(threads) as pool:
-        seconds = alternate(contenders(numel, pool, memory, flows), rounds)
-        isa = pool.isa
-        prefetch = {
-            "fp32": pool.prefetch("adam", F32, F32),
-            "bf16": pool.prefetch("adam", BF16, BF16),
-            "lean": pool.prefetch("adam", BF16, BF16, lean=True),
-        }
-    memory.clear()
-    if "fp32" in flows:
-        seconds.update(alternate(small_contenders(threads), rounds))
     return {
-        "threads": threads,
-        "isa": isa,
-        "prefetch": prefetch,
-        "median_s": medians(seconds),
-        "seconds": seconds,
+        "adam, fp32: torch fused AdamW": fused.step,
+        "adam, fp32: DeepSpeedCPUAdam": deepspeed.step,
+        "adam, bf16: DeepSpeed cast, step, copy back": cast_step_copy,
     }
 
 
-def ratios(median_s: dict[str, float]) -> dict[str, tuple[float, float]]:
-    """Name -> (figure, what the project asks for), of the flows that were measured."""
-    limit = {
-        flow: min(time for name, time in median_s.items() if name.startswith(f"{flow} limit"))
-        for flow in BYTES
-        if f"{flow} limit, in place" in median_s
-    }
-    ours = {flow: median_s.get(f"{flow} stronghold", 0.0) for flow in BYTES}
-    found = {}
-    if "fp32" in limit:
-        rivals = min(median_s["fp32 torch fused AdamW"], median_s["fp32 DeepSpeedCPUAdam"])
-        found["fp32: speed, of the fastest rival's"] = (rivals / ours["fp32"], 0.97)
-    if "bf16" in limit:
-        flow = median_s["bf16 DeepSpeed cast, step, copy back"]
-        found["bf16: speed, of memory's limit"] = (limit["bf16"] / ours["bf16"], 0.90)
-        found["bf16: speed, of DeepSpeed's flow"] = (flow / ours["bf16"], 1.5)
-    if "lean" in limit:
-        found["lean: speed, of memory's limit"] = (limit["lean"] / ours["lean"], 0.80)
-        found["lean: speed, of bf16 with exact states"] = (ours["bf16"] / ours["lean"], 1.7)
-    return found
+def measure(numel: int, threads: int, rounds: int, only: str) -> dict[str, Any]:
+    torch.set_num_threads(threads)
+    memory, every = Memory(numel), Contenders()
+    with native.Pool(threads) as pool:
+        for optimizer in OPTIMIZERS:
+            for flow in FLOWS:
+                if only in f"{optimizer}, {flow}":
+                    every |= own(optimizer, flow, memory, pool)
+        if only in "adam, fp32" or only in "adam, bf16":
+            others = rivals(memory).items()
+            every |= {name: step for name, step in others if only in name.partition(":")[0]}
+        seconds = alternate(every, rounds)
+        isa = pool.isa
+    return {"threads": threads, "isa": isa, "median_s": medians(seconds), "seconds": seconds}
 
 
 def table(results: list[dict[str, Any]], numel: int, record: dict[str, Any]) -> str:
-    heads = [f"{r['threads']} thread{'s'[: r['threads'] > 1]}" for r in results]
     rounds = len(next(iter(results[0]["seconds"].values())))
     lines = [
-        "# Adam on the CPU",
+        "# Optimizers on the CPU",
         "",
-        f"{numel:,} parameters; medians of {rounds} alternating rounds; {results[0]['isa']}.",
-        "",
-        "| figure | " + " | ".join(heads) + " | asked |",
-        "|---|" + "---|" * (len(heads) + 1),
+        f"{numel:,} parameters; medians of {rounds} alternating rounds; {results[0]['isa']}. GB/s "
+        "count what one pass must move, for every contender.",
     ]
-    figures = [ratios(r["median_s"]) for r in results]
-    for name, (_, asked) in figures[0].items():
-        cells = " | ".join(f"{figure[name][0]:.2f}" for figure in figures)
-        lines.append(f"| {name} | {cells} | {asked:.2f} |")
-    lines += ["", "| step | " + " | ".join(heads) + " |", "|---|" + "---|" * len(heads)]
-    for name in results[0]["median_s"]:
-        cells = []
-        for result in results:
-            time = result["median_s"][name]
-            if name[:4] in BYTES:
-                moved = numel * BYTES[name[:4]]
-                cells.append(f"{time * 1e3:.1f} ms, {moved / time / 1e9:.1f} GB/s")
-            else:
-                cells.append(f"{time / SMALL_TENSORS * 1e6:.2f} us per tensor")
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    note = (
-        "GB/s count "
-        + ", ".join(f"{count} bytes per parameter in {flow}" for flow, count in BYTES.items())
-        + ", for every contender: what one pass must move. The limit has our threads and our way "
-        "to choose how far ahead it prefetches. Chosen by ours, in elements: "
-        + "; ".join(
-            f"{head}: " + ", ".join(f"{ahead} in {flow}" for flow, ahead in r["prefetch"].items())
-            for head, r in zip(heads, results, strict=True)
-        )
-        + "."
-    )
-    return "\n".join([*lines, "", note, "", describe(record), ""])
+    for result in results:
+        median_s, threads = result["median_s"], result["threads"]
+        lines += [
+            "",
+            f"## {threads} thread{'s'[: threads > 1]}",
+            "",
+            "| step | bytes per parameter | time | GB/s | speed, of memory's limit |",
+            "|---|---|---|---|---|",
+        ]
+        for name, seconds in median_s.items():
+            limit = f"{name.partition(':')[0]}: limit, "
+            limit_s = min(median_s[limit + "in place"], median_s[limit + "past the caches"])
+            moved = bytes_per_parameter(name)
+            lines.append(
+                f"| {name} | {moved:g} | {seconds * 1e3:.1f} ms "
+                f"| {numel * moved / seconds / 1e9:.1f} | {limit_s / seconds:.2f} |"
+            )
+    return "\n".join([*lines, "", ASKED, "", describe(record), ""])
 
 
 def parse() -> argparse.Namespace:
@@ -261,23 +200,22 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=15)
     every = native.available_cores()
     parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, every}))
-    parser.add_argument("--flows", nargs="+", choices=list(BYTES), default=list(BYTES))
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/adam_CPU.*")
+    parser.add_argument("--only", default="", help="a part of a name such as 'adam, lean'")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/optimizers_*")
     # this process's thread count
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def in_own_process(threads: int, arguments: argparse.Namespace) -> dict[str, Any]:
+def in_own_process(threads: int) -> dict[str, Any]:
+    """The same command with one number of threads."""
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "PASSIVE",
         "GOMP_SPINCOUNT": "0",
     }
-    sizes = ["--params", str(arguments.params), "--rounds", str(arguments.rounds)]
-    flows = ["--flows", *arguments.flows]
-    command = [sys.executable, str(Path(__file__)), "--one", str(threads), *sizes, *flows]
+    command = [sys.executable, str(Path(__file__)), *sys.argv[1:], "--one", str(threads)]
     result = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     answer: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
     return answer
@@ -287,15 +225,14 @@ def main() -> None:
     arguments = parse()
     numel = arguments.params * 2**20
     if arguments.one is not None:
-        print(json.dumps(measure(numel, arguments.one, arguments.rounds, arguments.flows)))
+        print(json.dumps(measure(numel, arguments.one, arguments.rounds, arguments.only)))
         return
     record = provenance()
-    results = [in_own_process(threads, arguments) for threads in arguments.threads]
+    results = [in_own_process(threads) for threads in arguments.threads]
     markdown = table(results, numel, record)
     print(markdown)
     if arguments.save:
-        which = "" if set(arguments.flows) == set(BYTES) else "_".join(["", *arguments.flows])
-        name = f"adam{which}_{slug(record['machine']['cpu'])}"
+        name = f"optimizers_{slug(record['machine']['cpu'])}"
         for path in save(name, markdown, {**record, "numel": numel, "results": results}):
             print(f"wrote {path}")
 
