@@ -74,15 +74,13 @@ def rates(row: Row, task: Task) -> Row:
     step_s = row["wall_s"] / task.steps
     tokens, parameters = task.tokens_per_step, row["num_parameters"]
     recomputes = row["activations"] == "recompute"
-    # of a directory only the parameters are known
-    layers = 0 if task.model_dir else task.layers
     return {
         "samples_per_s": task.batch * task.accumulation / step_s,
         "tokens_per_s": tokens / step_s,
         "median_step_s": statistics.median(row["step_s"]),
         "tflops": tflops_megatron(parameters, tokens, step_s, recomputes),
         "useful_tflops": tflops_useful(
-            parameters, tokens, step_s, layers=layers, hidden=task.hidden, seq=task.seq
+            parameters, tokens, step_s, layers=task.layers, hidden=task.hidden, seq=task.seq
         ),
     }
 
@@ -306,9 +304,7 @@ def loss_table(result: dict[str, Any]) -> list[str]:
 
 def title(task: Task) -> str:
     """The model and what a step is, in words."""
-    model = task.model_dir or (
-        f"{task.family}, {task.layers} layers, hidden {task.hidden}, {task.heads} heads"
-    )
+    model = f"{task.family}, {task.layers} layers, hidden {task.hidden}, {task.heads} heads"
     caps = [
         f"{name} capped at {size(cap)}"
         for name, cap in (("GPU", task.gpu_memory), ("host", task.host_memory))
@@ -348,7 +344,6 @@ def add_task_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--kv-heads", type=int, help="llama: heads of keys and values")
     model.add_argument("--intermediate", type=int, help="llama: width of the MLP")
     model.add_argument("--vocab", type=int, default=50304)
-    model.add_argument("--model", dest="model_dir", metavar="DIR", help="a local HF directory")
     step = parser.add_argument_group("a step")
     step.add_argument("--seq", type=int, default=64)
     step.add_argument("--batch", type=int, default=4, help="samples in a micro-batch")
@@ -392,7 +387,7 @@ def task_of(arguments: argparse.Namespace) -> Task:
     names = {field.name for field in dataclasses.fields(Task)} - {"machine", "precision"}
     values = {name: value for name, value in vars(arguments).items() if name in names}
     precision = arguments.precision or ("bf16" if machine == "cuda" else "fp32")
-    for name in ("model_dir", "nvme_dir", "trace"):
+    for name in ("nvme_dir", "trace"):
         if values.get(name):
             values[name] = str(Path(values[name]).resolve())
     return Task(machine=machine, precision=precision, **values)
@@ -463,8 +458,6 @@ def main() -> int:
 
 def model_name(task: Task, result: dict[str, Any]) -> str:
     """Such as gpt-1.72b-bf16."""
-    if task.model_dir:
-        return f"{Path(task.model_dir).name.lower()}-{task.precision}"
     counts = [row["num_parameters"] for row in result["rows"] if row.get("num_parameters")]
     if not counts:
         return f"{task.family}-{task.layers}-layers-{task.precision}"

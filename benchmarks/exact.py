@@ -46,7 +46,7 @@ def steps_of_plain_torch(task: Task) -> Run:
         weight_decay=task.weight_decay,
     )
     optimizer = KernelOptimizer(groups, num_threads=native.available_cores())
-    data, run = Data(task, task.vocab), Run()
+    data, run = Data(task), Run()
     for step in range(task.steps):
         loss = model(**data.step(step)[0]).loss
         loss.backward()
@@ -65,7 +65,7 @@ def steps_of_ours(task: Task) -> tuple[Run, dict[str, Any]]:
     """The same through the engine, and what it reports of its plan."""
     memory, run = device_memory(task), Run()
     method = Stronghold(task, memory)
-    engine, data = method.engine, Data(task, task.vocab)
+    engine, data = method.engine, Data(task)
     for step in range(task.steps):
         run.losses.append(method.step(data.step(step)).cpu())
         run.norms.append(engine.get_global_grad_norm())

@@ -29,7 +29,6 @@ METHODS = {
         "methods.zero:SuperOffloadParam", "DeepSpeed SuperOffload, weights in RAM too"
     ),
     "fsdp2-offload": Entry("methods.fsdp2:Fsdp2Offload", "torch fully_shard, CPUOffloadPolicy"),
-    "torchao-offload": Entry("methods.torchao:TorchaoOffload", "torchao CPUOffloadOptimizer"),
     "stronghold": Entry("methods.ours:Stronghold", "this package"),
 }
 

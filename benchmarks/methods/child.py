@@ -83,7 +83,7 @@ def train(method: Method, task: Task) -> dict[str, Any]:
     A step's time runs from the end of one to the end of the next, where the loss of the step before
     was read: compute is never more than one step behind. The total ends when every update is done.
     """
-    data = Data(task, vocab_of(task))
+    data = Data(task)
     # before the clock starts
     steps = [data.step(index) for index in range(task.num_steps)]
     losses: list[float] = []
@@ -128,13 +128,6 @@ def finish(method: Method, task: Task) -> None:
     method.synchronize()
     if task.machine == "cuda":
         torch.cuda.synchronize()
-
-
-def vocab_of(task: Task) -> int:
-    if task.model_dir is None:
-        return task.vocab
-    config = json.loads((Path(task.model_dir) / "config.json").read_text())
-    return int(config["vocab_size"])
 
 
 def classify(error: BaseException) -> dict[str, Any]:

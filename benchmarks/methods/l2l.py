@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.optim.adamw import adamw
 
-from methods.base import CLIPPING_EPSILON, Method, Unavailable
+from methods.base import CLIPPING_EPSILON, Method
 from methods.memory import DeviceMemory
-from methods.model import Model, build, count_parameters
+from methods.model import build, count_parameters
 from methods.plain import Masters
 from methods.task import Batch, Task
 
@@ -49,10 +49,7 @@ class L2L(Method):
     def __init__(self, task: Task, device_memory: DeviceMemory) -> None:
         super().__init__(task, device_memory)
         self.activations = "recompute"
-        if task.model_dir is not None:
-            raise Unavailable("not offered with --model: it must know where the blocks are")
         model = build(task, recompute=False)
-        assert isinstance(model, Model)
         self.num_parameters = count_parameters(model)
         block, self._stores = model.blocks[0], []
         for index in range(len(model.blocks)):

@@ -1,4 +1,4 @@
-"""The model that all methods train: the artifact's GPT, a Llama by its sizes, or a directory.
+"""The model that all methods train: the artifact's GPT, or a Llama by its sizes.
 
 Owns the architecture and its seeded weights. A `Model` has `blocks` and everything else outside of
 them; called with `input_ids` and `labels` it returns an object with `loss`. Weights are drawn
@@ -7,9 +7,7 @@ parameter by parameter, so that they do not depend on what a method does with th
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -169,10 +167,8 @@ def make_block(task: Task) -> nn.Module:
     return LlamaBlock(task.hidden, task.heads, task.kv_heads or task.heads, intermediate)
 
 
-def build(task: Task, *, recompute: bool) -> nn.Module:
+def build(task: Task, *, recompute: bool) -> Model:
     """The model on the CPU, in the task's dtype; `recompute`: blocks are checkpointed by torch."""
-    if task.model_dir is not None:
-        return _from_directory(task, recompute=recompute)
     with torch.device("meta"):
         model = Model(task)
     model = model.to(task.dtype).to_empty(device="cpu")
@@ -197,20 +193,6 @@ def draw_weights(model: nn.Module, task: Task) -> None:
             parameter.copy_(drawn.normal_(0.0, 0.02, generator=generator))
         else:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-
-
-def _from_directory(task: Task, *, recompute: bool) -> nn.Module:
-    from transformers import AutoModelForCausalLM
-
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        task.model_dir, dtype=task.dtype, local_files_only=True
-    )
-    model.config.use_cache = False
-    if recompute:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.train()
-    return model
 
 
 def count_parameters(model: nn.Module) -> int:

@@ -53,7 +53,6 @@ class Task:
     host_memory: int | None = None
     link_gbps: float | None = None
     threads: int | None = None
-    model_dir: str | None = None
     nvme_dir: str | None = None
     halves: bool = False
     trace: str | None = None
@@ -105,9 +104,9 @@ class Data:
     and losses move.
     """
 
-    def __init__(self, task: Task, vocab: int) -> None:
+    def __init__(self, task: Task) -> None:
         self._task = task
-        self._vocab = min(vocab, 256)
+        self._vocab = min(task.vocab, 256)
         generator = torch.Generator().manual_seed(task.seed)
         self._successors = torch.randint(self._vocab, (self._vocab, 4), generator=generator)
 

@@ -50,7 +50,7 @@ def test_our_row_plans_with_the_whole_cap() -> None:
     on the GPU."""
     method = Stronghold(TASK, device_memory(TASK))
     try:
-        data = Data(TASK, TASK.vocab)
+        data = Data(TASK)
         assert cuda.reachable_bytes(0) <= GIB
         before = method.report()["device_planned_bytes"]
         for index in range(TASK.num_steps):
