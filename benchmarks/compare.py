@@ -91,12 +91,10 @@ def compare(
     timeout_s: float = 3600.0,
     reference: dict[str, Any] | None = None,
     keep: Callable[[dict[str, Any]], None] | None = None,
-    *,
-    halves: bool = True,
 ) -> dict[str, Any]:
     """Rows of all methods, judged; the reference's losses and bound beside them. `reference` is
     that of an earlier result on the same data. `keep` gets what there is after every row: a run
-    that is cut off loses no row. Without `halves` the run that measures the bound is left out."""
+    that is cut off loses no row."""
     rows: list[Row] = []
 
     def so_far(judged_by: dict[str, Any]) -> dict[str, Any]:
@@ -108,7 +106,7 @@ def compare(
         if keep is not None:
             keep(so_far(reference or NO_REFERENCE))
     if reference is None:
-        reference = find_reference(rows, task, timeout_s, halves=halves)
+        reference = find_reference(rows, task, timeout_s)
     return so_far(reference)
 
 
@@ -140,39 +138,14 @@ def trained(task: Task) -> Task:
     return dataclasses.replace(task, **{name: getattr(neutral, name) for name in names})
 
 
-def asked(result: dict[str, Any]) -> Task:
-    """The task of a result; whether a trace was written is no part of what was asked."""
-    return dataclasses.replace(Task(**result["task"]), trace=None)
-
-
-def join(files: Sequence[Path], by: Path | None = None) -> dict[str, Any]:
-    """One result of several on the same task, made a method at a time; judged by the reference of
-    the file `by`, else by one of theirs."""
-    found = [json.loads(file.read_text()) for file in files]
-    first = found[0]
-    for file, other in zip(files, found, strict=True):
-        if asked(other) != asked(first):
-            raise SystemExit(f"{file}: another task than {files[0]}'s; join results of one task")
-    rows = [row for result in found for row in result["rows"]]
-    if by is not None:
-        reference = earlier_reference(by, Task(**first["task"]))
-    else:
-        theirs = (r["reference"] for r in found if r["reference"]["losses"])
-        reference = next(theirs, first["reference"])
-    judge_rows(rows, reference)
-    return {"task": dataclasses.asdict(asked(first)), "rows": rows, "reference": reference}
-
-
 def without_caps(task: Task) -> Task:
     """The task as the reference runs it."""
     return dataclasses.replace(task, gpu_memory=None, host_memory=None, activations="recompute")
 
 
-def find_reference(
-    rows: list[Row], task: Task, timeout_s: float, *, halves: bool = True
-) -> dict[str, Any]:
-    """Plain's losses: from its row, else from a run without caps, else a stand-in's; and with
-    `halves` the bound, from the same run in another order of summation."""
+def find_reference(rows: list[Row], task: Task, timeout_s: float) -> dict[str, Any]:
+    """Plain's losses: from its row, else from a run without caps, else a stand-in's; and the bound,
+    from the same run in another order of summation."""
     free = without_caps(task)
     for name in ("plain", *STAND_INS):
         row = next((r for r in rows if r["method"] == name and r["status"] == "ok"), None)
@@ -180,7 +153,7 @@ def find_reference(
         if row is None and name == "plain":
             row, source = run_method(name, free, timeout_s), "plain, without caps"
         if row is not None and row["status"] == "ok":
-            other = in_other_order(name, task, timeout_s) if halves else None
+            other = in_other_order(name, task, timeout_s)
             allowed = bounds(row["losses"], other, task.precision)
             return {
                 "source": source,
@@ -198,22 +171,6 @@ def in_other_order(name: str, task: Task, timeout_s: float) -> list[float] | Non
     halves = dataclasses.replace(without_caps(task), halves=True)
     losses: list[float] | None = run_method(name, halves, timeout_s).get("losses")
     return losses
-
-
-def add_bound(file: Path, timeout_s: float) -> dict[str, Any]:
-    """The result of a file that was made without `halves`, with the bound that was left out. Its
-    rows are judged again."""
-    result: dict[str, Any] = json.loads(file.read_text())
-    reference, task = result["reference"], Task(**result["task"])
-    if reference["losses"] is None:
-        raise SystemExit(f"{file}: its reference has no losses; make the file anew")
-    if reference["other_order"] is None:
-        name = reference["source"].partition(",")[0]
-        other = in_other_order(name, task, timeout_s)
-        reference["other_order"] = other
-        reference["bounds"] = bounds(reference["losses"], other, task.precision)
-        judge_rows(result["rows"], reference)
-    return result
 
 
 # -- what is printed ------------------------------------------------------------------------------
@@ -420,36 +377,18 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured")
     parser.add_argument("--reference", type=Path, metavar="FILE", help="judge by this JSON's")
     parser.add_argument("--no-reference", action="store_true", help="losses stay unchecked")
-    parser.add_argument(
-        "--no-halves",
-        action="store_true",
-        help="leave out the reference's second run, which measures the bound on losses",
-    )
-    parser.add_argument(
-        "--add-halves", type=Path, metavar="FILE", help="run only what --no-halves left out of it"
-    )
-    parser.add_argument("--join", type=Path, nargs="+", metavar="FILE", help="run nothing: join")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
     arguments = parser.parse_args()
     record = provenance()
-    if arguments.join:
-        result = join(arguments.join, arguments.reference)
-        task = Task(**result["task"])
-    elif arguments.add_halves:
-        result = add_bound(arguments.add_halves, arguments.timeout)
-        task = Task(**result["task"])
-        arguments.json = arguments.json or arguments.add_halves
-    else:
-        task, names = task_of(arguments), method_names(arguments.method or ["all"])
-        kept = earlier_reference(arguments.reference, task) if arguments.reference else None
-        kept = NO_REFERENCE if arguments.no_reference else kept
+    task, names = task_of(arguments), method_names(arguments.method or ["all"])
+    kept = earlier_reference(arguments.reference, task) if arguments.reference else None
+    kept = NO_REFERENCE if arguments.no_reference else kept
 
-        def keep(result: dict[str, Any]) -> None:
-            if arguments.json is not None:
-                write(arguments.json, {**record, **result})
+    def keep(result: dict[str, Any]) -> None:
+        if arguments.json is not None:
+            write(arguments.json, {**record, **result})
 
-        halves = not arguments.no_halves
-        result = compare(names, task, arguments.timeout, kept, keep, halves=halves)
+    result = compare(names, task, arguments.timeout, kept, keep)
     name, data = model_name(task, result), {**record, **result}
     leave(name, page(result, record), data, to=arguments.json, keep=arguments.save)
     wrong = [row["method"] for row in result["rows"] if row.get("verdict") == "wrong"]

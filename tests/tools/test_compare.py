@@ -96,46 +96,7 @@ def test_bytes_are_counted_where_the_table_says_so(result: dict[str, Any]) -> No
     assert peaks["plain"] >= 16 * row_of(result, "plain")["num_parameters"]
 
 
-# -- results made a method at a time ---------------------------------------------------------------
-def test_results_of_one_task_are_joined_and_judged_by_one_reference(
-    result: dict[str, Any], tmp_path: Path
-) -> None:
-    files = [tmp_path / "plain.json", tmp_path / "wrong.json"]
-    files[0].write_text(json.dumps(result | {"rows": [row_of(result, "plain")]}))
-    alone = {**row_of(result, WRONG), "verdict": "unchecked"}
-    files[1].write_text(json.dumps(result | {"rows": [alone], "reference": compare.NO_REFERENCE}))
-    joined = compare.join(files)
-    assert [row["verdict"] for row in joined["rows"]] == ["equal", "wrong"]
-    other = dataclasses.asdict(dataclasses.replace(TASK, seq=8))
-    files[1].write_text(json.dumps(result | {"task": other}))
-    with pytest.raises(SystemExit, match="another task"):
-        compare.join(files)
-    traced = dataclasses.asdict(dataclasses.replace(TASK, trace="trace.json"))
-    files[1].write_text(json.dumps(result | {"task": traced}))
-    assert len(compare.join(files)["rows"]) == 1 + len(result["rows"])
-    assert compare.join(files[::-1])["task"] == dataclasses.asdict(TASK)
-
-
-def test_the_bound_can_be_measured_later(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A reference without its second run, then with it, is the reference that is made at once."""
-    run_here(monkeypatch, ["plain"])
-    at_once = compare.compare(["plain"], TASK, TIMEOUT_S)
-    file = tmp_path / "reference.json"
-    first = compare.compare(["plain"], TASK, TIMEOUT_S, halves=False)
-    assert first["reference"]["other_order"] is None
-    assert first["reference"]["bounds"] == judge.bounds(first["reference"]["losses"], None, "fp32")
-    file.write_text(json.dumps(first))
-    words = ["compare.py", "--add-halves", str(file), "--timeout", str(TIMEOUT_S)]
-    monkeypatch.setattr(sys, "argv", words)
-    assert compare.main() == 0
-    later = json.loads(file.read_text())
-    assert later["reference"] == at_once["reference"]
-    assert later["rows"][0]["verdict"] == "equal"
-    file.write_text(json.dumps(first | {"reference": compare.NO_REFERENCE}))
-    with pytest.raises(SystemExit, match="its reference has no losses"):
-        compare.main()
-
-
+# -- a reference made before -----------------------------------------------------------------------
 def test_an_earlier_reference_counts_for_the_same_training_alone(
     result: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -169,20 +130,6 @@ def test_a_comparison_that_is_cut_off_keeps_its_rows(monkeypatch: pytest.MonkeyP
     assert calls == ["l2l", "stronghold", "plain"]
     assert ["'stronghold'" in found for found in kept] == [False, True]
     assert "unchecked" in kept[-1]
-
-
-def test_rows_are_judged_by_the_reference_that_is_named(
-    result: dict[str, Any], tmp_path: Path
-) -> None:
-    unjudged = result | {"rows": [row_of(result, WRONG)], "reference": compare.NO_REFERENCE}
-    row, reference = tmp_path / "row.json", tmp_path / "reference.json"
-    row.write_text(json.dumps(unjudged))
-    reference.write_text(json.dumps(result))
-    assert compare.join([row])["rows"][0]["verdict"] == "unchecked"
-    assert compare.join([row], reference)["rows"][0]["verdict"] == "wrong"
-    # was cut off
-    reference.write_text(json.dumps(result | {"reference": compare.NO_REFERENCE}))
-    assert compare.join([row], reference)["rows"][0]["verdict"] == "unchecked"
 
 
 def test_a_method_that_is_stuck_shows_its_stacks(tmp_path: Path) -> None:
