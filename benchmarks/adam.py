@@ -34,7 +34,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("MAX_JOBS", "1")
 
 import torch
-from harness import ROOT, alternate, describe, host_array, medians, provenance, save, slug
+from harness import ROOT, alternate, describe, host_array, leave, medians, provenance
 
 from stronghold import native
 
@@ -201,7 +201,7 @@ def parse() -> argparse.Namespace:
     every = native.available_cores()
     parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, every}))
     parser.add_argument("--only", default="", help="a part of a name such as 'adam, lean'")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/optimizers_*")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
     # this process's thread count
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -229,12 +229,8 @@ def main() -> None:
         return
     record = provenance()
     results = [in_own_process(threads) for threads in arguments.threads]
-    markdown = table(results, numel, record)
-    print(markdown)
-    if arguments.save:
-        name = f"optimizers_{slug(record['machine']['cpu'])}"
-        for path in save(name, markdown, {**record, "numel": numel, "results": results}):
-            print(f"wrote {path}")
+    data = {**record, "numel": numel, "results": results}
+    leave("optimizers", table(results, numel, record), data, keep=arguments.save)
 
 
 if __name__ == "__main__":

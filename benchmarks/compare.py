@@ -390,7 +390,9 @@ def main() -> int:
 
     result = compare(names, task, arguments.timeout, kept, keep)
     name, data = model_name(task, result), {**record, **result}
-    leave(name, page(result, record), data, to=arguments.json, keep=arguments.save)
+    leave(name, page(result, record), data, keep=arguments.save)
+    if arguments.json is not None:
+        write(arguments.json, data)
     wrong = [row["method"] for row in result["rows"] if row.get("verdict") == "wrong"]
     return 1 if wrong else 0
 

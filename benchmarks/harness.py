@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -44,19 +44,6 @@ def alternate(
 
 def medians(seconds: Mapping[str, list[float]]) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in seconds.items()}
-
-
-def rows_beside(
-    seconds: Mapping[str, list[float]], others: Sequence[str], uses: int, digits: int
-) -> list[str]:
-    """A table's row for each name: milliseconds of a use, and the median difference within a round
-    over each of `others`."""
-    rows = []
-    for name, values in seconds.items():
-        of_others = [[a - b for a, b in zip(values, seconds[o], strict=True)] for o in others]
-        cells = [f"{1e3 * statistics.median(v) / uses:.{digits}f}" for v in (values, *of_others)]
-        rows.append(f"| {name} | {' | '.join(cells)} |")
-    return rows
 
 
 def host_array(numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -88,18 +75,6 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def leave(
-    name: str, markdown: str, data: Mapping[str, Any], *, to: Path | None, keep: bool
-) -> None:
-    """Prints the page, writes the data `to` a file, and with `keep` both to benchmarks/results."""
-    print(markdown)
-    if to is not None:
-        write(to, data)
-    if keep:
-        for path in save(f"{name}_{hardware()}_{data['time'][:10]}", markdown, data):
-            print(f"wrote {path}")
-
-
 def write(to: Path, data: Mapping[str, Any]) -> None:
     """The data as JSON; whoever is stopped meanwhile leaves the file as it was before."""
     aside = to.with_name(f"{to.name}.part")
@@ -107,13 +82,19 @@ def write(to: Path, data: Mapping[str, Any]) -> None:
     aside.replace(to)
 
 
-def save(name: str, markdown: str, data: Mapping[str, Any]) -> list[Path]:
-    """Writes benchmarks/results/NAME.md and NAME.json; returns their paths."""
-    RESULTS.mkdir(exist_ok=True)
-    paths = [RESULTS / f"{name}.md", RESULTS / f"{name}.json"]
-    paths[0].write_text(markdown)
-    paths[1].write_text(json.dumps(data, indent=1) + "\n")
-    return paths
+def leave(name: str, markdown: str, data: Mapping[str, Any], *, keep: bool) -> None:
+    """Prints the page; with `keep` it and the data go to benchmarks/results, by name, hardware and
+    date."""
+    print(markdown)
+    if keep:
+        RESULTS.mkdir(exist_ok=True)
+        machine = data["machine"]
+        used = machine.get("gpu", machine["cpu"]).partition(",")[0]
+        hardware = re.sub(r"[^a-z0-9]+", "-", used.lower()).strip("-")
+        page = RESULTS / f"{name}_{hardware}_{data['time'][:10]}.md"
+        page.write_text(markdown)
+        write(page.with_suffix(".json"), data)
+        print(f"wrote {page} and its numbers")
 
 
 def describe(record: Mapping[str, Any]) -> str:
@@ -144,17 +125,6 @@ def _machine() -> dict[str, Any]:
         "memory_gib": round(pages / 2**30),
         "system": f"{platform.system()} {platform.machine()}",
     }
-
-
-def hardware() -> str:
-    """A word for file names: the GPU's name, or that there is none."""
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "emulated cpu"
-    return slug(name)
-
-
-def slug(name: str) -> str:
-    """A name of hardware as a word for file names."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def _gpu() -> dict[str, str]:
