@@ -12,7 +12,6 @@ import contextlib
 import ctypes
 import faulthandler
 import json
-import os
 import signal
 import sys
 import time
@@ -27,7 +26,6 @@ from tqdm import tqdm
 from methods import resolve
 from methods.base import Method, Unavailable
 from methods.memory import device_memory
-from methods.process import STACKS
 from methods.task import Data, Task
 
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
@@ -36,7 +34,7 @@ OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memo
 
 def main() -> int:
     die_with_parent()
-    show_when_stuck()
+    faulthandler.enable()  # shows the stacks when `process` ends what takes too long
     name, text, result_file = sys.argv[1:]
     task = Task.from_json(text)
     if task.threads is not None:
@@ -49,15 +47,14 @@ def main() -> int:
 @contextlib.contextmanager
 def running(name: str, task: Task) -> Iterator[dict[str, Any]]:
     """What became of the method, which is closed at the end."""
-    result: dict[str, Any] = {"base_host_bytes": status_bytes("VmRSS")}
+    result: dict[str, Any] = {}
     method: Method | None = None
     try:
         memory = device_memory(task)
         method = resolve(name)(task, memory)
-        result |= {"status": "ok", **train(method, task)}
+        result = {"status": "ok", **train(method, task)}
     except BaseException as error:
-        result |= classify(error)
-    result["host_peak_bytes"] = status_bytes("VmHWM")
+        result = classify(error)
     yield result
     if method is not None:
         with contextlib.suppress(Exception):
@@ -68,13 +65,6 @@ def die_with_parent() -> None:
     """An interrupted comparison leaves no process on the GPU."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def show_when_stuck() -> None:
-    """What takes too long from now on shows the stacks of all threads, and goes on."""
-    if STACKS in os.environ:
-        descriptor, seconds = os.environ[STACKS].split()
-        faulthandler.dump_traceback_later(float(seconds), file=int(descriptor))
 
 
 def train(method: Method, task: Task) -> dict[str, Any]:
@@ -98,7 +88,6 @@ def train(method: Method, task: Task) -> dict[str, Any]:
         counting = method.counts_device and index < task.warmup
         with method.device_memory.counting() if counting else contextlib.nullcontext():
             loss = method.step(batches)
-        show_when_stuck()
         if pending is not None:
             losses.append(pending.item())
         pending = loss
@@ -152,14 +141,6 @@ def classify(error: BaseException) -> dict[str, Any]:
 def _says_memory(error: BaseException) -> bool:
     message = str(error).lower()
     return isinstance(error, RuntimeError | OSError) and any(w in message for w in OUT_OF_MEMORY)
-
-
-def status_bytes(key: str) -> int:
-    """A size in /proc/self/status."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(key + ":"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 if __name__ == "__main__":

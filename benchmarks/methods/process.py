@@ -15,34 +15,27 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 BENCHMARKS = Path(__file__).resolve().parent.parent
-SHARED_MEMORY = Path("/dev/shm")
 POLL_S = 0.05
 # Below this the kernel would choose whom to kill, and it might not be the method. Without a cap
 # alone: the memory of some virtual machines grows as it is used.
 LEAST_AVAILABLE_BYTES = 512 << 20
-STACKS = "STRONGHOLD_STACKS"  # the number of a descriptor, and after how many seconds
-STUCK_S = 120.0  # for a step, which may compile, or for making the model
+STACKS_S = 5.0  # to write them
 GIB = float(1 << 30)
 
 
-def free_port() -> int:
-    """A TCP port that nothing listens on."""
+def environment(machine: str) -> dict[str, str]:
+    """One rank on a free port; OpenMP's threads sleep while they wait."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
-def environment(machine: str, port: int) -> dict[str, str]:
-    """One rank on a port of its own; OpenMP's threads sleep while they wait."""
+        port = listener.getsockname()[1]
+    paths = [str(BENCHMARKS), str(BENCHMARKS.parent), os.environ.get("PYTHONPATH", "")]
     made = {
         **os.environ,
         "RANK": "0",
@@ -55,9 +48,8 @@ def environment(machine: str, port: int) -> dict[str, str]:
         "GOMP_SPINCOUNT": "0",
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
     }
-    paths = [str(BENCHMARKS), str(BENCHMARKS.parent), os.environ.get("PYTHONPATH", "")]
-    made["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     if machine == "emulated":
         made |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
         made.setdefault("MAX_JOBS", "1")
@@ -68,91 +60,60 @@ def run(
     method: str, task_json: str, *, machine: str, host_cap_bytes: int | None, timeout_s: float
 ) -> dict[str, Any]:
     """The result of `method` on a task; every way to end is a result with a `status`."""
-    port = free_port()
     with tempfile.TemporaryDirectory(prefix="compare-") as folder:
         result_file, log_file = Path(folder, "result.json"), Path(folder, "log")
         command = [sys.executable, "-m", "methods.child", method, task_json, str(result_file)]
-        # a method that is stuck shows its stacks here, not in its log
-        stacks = os.dup(2)
-        stuck_s = min(STUCK_S, 0.8 * timeout_s)  # before it is killed
         with log_file.open("wb") as log:
             process = subprocess.Popen(
                 command,
-                env={**environment(machine, port), STACKS: f"{stacks} {stuck_s}"},
+                env=environment(machine),
                 cwd=folder,
                 stdout=log,
                 stderr=log,
-                pass_fds=(stacks,),
                 start_new_session=True,
             )
-            os.close(stacks)
             try:
-                with terminating_as_exit():
-                    seen = watch(process, host_cap_bytes, time.monotonic() + timeout_s)
+                peak, killed = watch(process, host_cap_bytes, time.monotonic() + timeout_s)
             finally:
                 end(process)
-                remove_shared_memory(port)
-        tail = log_file.read_bytes()[-4000:].decode(errors="replace")
         result: dict[str, Any] = {}
         if result_file.exists() and result_file.stat().st_size:
             result = json.loads(result_file.read_text())
-        elif seen["killed"] is None:
+        elif not killed:
             result = exit_result(process.returncode)
-        if seen["killed"] is not None:
-            result |= seen["killed"]
+        result |= killed
         if result["status"] in ("failed", "out of memory"):
-            result["log"] = tail
-        return {"method": method, **seen["memory"], **result}
-
-
-@contextlib.contextmanager
-def terminating_as_exit() -> Iterator[None]:
-    """SIGTERM unwinds the stack, so that the method's processes end too."""
-
-    def leave(*_: object) -> None:
-        raise SystemExit(128 + signal.SIGTERM)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+            result["log"] = log_file.read_bytes()[-4000:].decode(errors="replace")
+        return {"method": method, "host_anonymous_peak_bytes": peak, **result}
 
 
 def watch(
     process: subprocess.Popen[bytes], cap_bytes: int | None, deadline_s: float
-) -> dict[str, Any]:
-    """Peak anonymous and shared bytes of the process and its children; kills it at the cap."""
-    start_available = psutil.virtual_memory().available
-    peak = least_available = 0
-    least_available = start_available
-    killed: dict[str, str] | None = None
+) -> tuple[int, dict[str, str]]:
+    """Peak anonymous and shared bytes of the process and its children, until it ends or has to be
+    killed; the result that this is, empty where it ended."""
+    peak = 0
     while process.poll() is None:
-        used = resident_bytes(process.pid)
+        used, available = resident_bytes(process.pid), psutil.virtual_memory().available
         peak = max(peak, used)
-        available = psutil.virtual_memory().available
-        least_available = min(least_available, available)
         if cap_bytes is not None and used > cap_bytes:
             text = f"{used / GIB:.2f} GiB of host memory, the cap is {cap_bytes / GIB:.2f}: killed"
-            killed = {"status": "out of memory", "reason": text}
-        elif (
-            cap_bytes is None and available < LEAST_AVAILABLE_BYTES and used > LEAST_AVAILABLE_BYTES
-        ):
+            return peak, {"status": "out of memory", "reason": text}
+        if cap_bytes is None and available < LEAST_AVAILABLE_BYTES < used:
             text = f"the machine's memory ran out at {used / GIB:.2f} GiB: killed"
-            killed = {"status": "out of memory", "reason": text}
-        elif time.monotonic() > deadline_s:
-            killed = {"status": "failed", "reason": "did not end in time: killed"}
-        if killed is not None:
-            break
+            return peak, {"status": "out of memory", "reason": text}
+        if time.monotonic() > deadline_s:
+            show_stacks(process)
+            return peak, {"status": "failed", "reason": "did not end in time: killed"}
         time.sleep(POLL_S)
-    memory = {
-        "host_anonymous_peak_bytes": peak,
-        "host_taken_peak_bytes": start_available - least_available,
-    }
-    return {"memory": memory, "killed": killed}
+    return peak, {}
+
+
+def show_stacks(process: subprocess.Popen[bytes]) -> None:
+    """The stacks of all threads go to the log, by Python's faulthandler, and the process ends."""
+    process.send_signal(signal.SIGABRT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(STACKS_S)
 
 
 def resident_bytes(pid: int) -> int:
@@ -179,10 +140,3 @@ def exit_result(code: int) -> dict[str, str]:
     if code == -signal.SIGKILL:
         return {"status": "out of memory", "reason": "killed by the kernel (SIGKILL)"}
     return {"status": "failed", "reason": f"ended with status {code} and no result"}
-
-
-def remove_shared_memory(port: int) -> None:
-    """DeepSpeed leaves a buffer per rank in /dev/shm, named by the port."""
-    for path in SHARED_MEMORY.glob(f"deepspeed_*_{port}_*"):
-        with contextlib.suppress(OSError):
-            path.unlink()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ from methods.model import build, count_parameters  # noqa: E402
 from methods.plain import Plain  # noqa: E402
 from methods.task import Data, Task, gpt_parameters, tflops_megatron  # noqa: E402
 
-from tests.support import children  # noqa: E402
 from tests.support.bench_rows import run_here  # noqa: E402
 
 WRONG = "tests.support.wrong_method:LosesMicroBatches"
@@ -132,16 +131,22 @@ def test_a_comparison_that_is_cut_off_keeps_its_rows(monkeypatch: pytest.MonkeyP
     assert "unchecked" in kept[-1]
 
 
-def test_a_method_that_is_stuck_shows_its_stacks(tmp_path: Path) -> None:
+def test_a_method_that_is_stuck_shows_its_stacks() -> None:
     program = (
-        "import sys, time; sys.path.insert(0, 'benchmarks'); from methods import child\n"
-        "def stands_still(): time.sleep(1)\n"
-        "child.show_when_stuck(); stands_still()"
+        "import faulthandler, time; faulthandler.enable()\n"
+        "def stands_still(): print('here', flush=True); time.sleep(60)\n"
+        "stands_still()"
     )
-    environment = {**os.environ, process.STACKS: "2 0.2"}
-    status, said = children.run(program, folder=tmp_path, env=environment)
+    command = [sys.executable, "-c", program]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, start_new_session=True, **pipes) as stuck:
+        assert stuck.stdout is not None
+        stuck.stdout.readline()
+        _, killed = process.watch(stuck, None, 0.0)
+        process.end(stuck)
+        said = stuck.stderr.read().decode() if stuck.stderr else ""
+    assert killed == {"status": "failed", "reason": "did not end in time: killed"}
     assert "in stands_still" in said
-    assert status == 0
 
 
 # -- out of memory --------------------------------------------------------------------------------
