@@ -36,7 +36,6 @@ class Method(ABC):
         self.activations: str = task.activations
         self.link_bytes: int | None = None
         self.num_parameters = 0
-        self.notes: list[str] = []
 
     @abstractmethod
     def step(self, batches: list[Batch]) -> torch.Tensor:

@@ -108,7 +108,6 @@ def train(method: Method, task: Task) -> dict[str, Any]:
         "activations": method.activations,
         "device_peak_bytes": method.device_memory.peak_bytes if seen else None,
         "link_bytes": method.link_bytes,
-        "notes": method.notes,
         **method.report(),
     }
 

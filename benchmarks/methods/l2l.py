@@ -68,43 +68,38 @@ class L2L(Method):
 
     def step(self, batches: list[Batch]) -> torch.Tensor:
         self._taken = 0
-        inputs, outputs, leaves = self._forward(batches)
-        losses = self._head(outputs, batches)
-        squares = self._backward(inputs, outputs, leaves)
+        embedded = [self._model.embed(batch["input_ids"]) for batch in batches]
+        inputs, outputs = self._forward(embedded)
+        losses = []
+        for x, batch in zip(outputs, batches, strict=True):
+            loss = self._model.loss(x.requires_grad_(), batch["labels"])
+            (loss / len(batches)).backward()
+            losses.append(loss.detach())
+        upstream = [x.grad for x in outputs]
+        squares = self._backward(inputs, upstream)
+        for x, gradient in zip(embedded, upstream, strict=True):
+            x.backward(gradient)
         self._update(squares)
         self.link_bytes = self._taken
         return torch.stack(losses).mean()
 
     def _forward(
-        self, batches: list[Batch]
-    ) -> tuple[list[list[torch.Tensor]], list[torch.Tensor], list[torch.Tensor]]:
-        """Inputs of every block, outputs of the last, and the embedding's outputs with graph."""
-        embedded = [self._model.embed(batch["input_ids"]) for batch in batches]
-        current = [x.detach() for x in embedded]
-        inputs = []
+        self, embedded: list[torch.Tensor]
+    ) -> tuple[list[list[torch.Tensor]], list[torch.Tensor]]:
+        """Inputs of every block, and outputs of the last."""
+        current, inputs = [x.detach() for x in embedded], []
         with torch.no_grad():
             for store in self._stores:
                 self._load(store)
                 inputs.append(current)
                 current = [self._block(x) for x in current]
-        return inputs, [x.requires_grad_() for x in current], embedded
-
-    def _head(self, outputs: list[torch.Tensor], batches: list[Batch]) -> list[torch.Tensor]:
-        losses = []
-        for x, batch in zip(outputs, batches, strict=True):
-            loss = self._model.loss(x, batch["labels"])
-            (loss / len(batches)).backward()
-            losses.append(loss.detach())
-        return losses
+        return inputs, current
 
     def _backward(
-        self,
-        inputs: list[list[torch.Tensor]],
-        outputs: list[torch.Tensor],
-        embedded: list[torch.Tensor],
+        self, inputs: list[list[torch.Tensor]], upstream: list[torch.Tensor | None]
     ) -> list[torch.Tensor]:
-        """Gradients of all layers to the host; sums of their squares."""
-        upstream = [x.grad for x in outputs]
+        """Gradients of all layers to the host; sums of their squares. `upstream` is what comes from
+        above, then what the first block hands down."""
         squares = []
         for store, layer_inputs in zip(reversed(self._stores), reversed(inputs), strict=True):
             self._load(store)
@@ -113,34 +108,27 @@ class L2L(Method):
                 x.requires_grad_()
                 self._block(x).backward(upstream[index])
                 upstream[index], x.grad = x.grad, None
-                parts = [p.grad.float().flatten() for p in self._block.parameters()]
+                gradient = torch.cat([p.grad.float().flatten() for p in self._block.parameters()])
                 self._block.zero_grad()
-                gradient = torch.cat(parts)
                 sums = gradient if sums is None else sums.add_(gradient)
             assert sums is not None
             squares.append(sums.square().sum())
             self._move(store.gradient, sums)
             layer_inputs.clear()
-        for x, gradient in zip(embedded, upstream, strict=True):
-            x.backward(gradient)
         return squares
 
     def _update(self, squares: list[torch.Tensor]) -> None:
-        outside = [m.grad.square().sum() for m in self._outside.masters if m.grad is not None]
-        scale = self._coefficient(torch.stack([*squares, *outside]).sum())
-        for master in self._outside.masters:
-            if master.grad is not None:
-                master.grad.mul_(scale)
+        """The part outside of the blocks, then one block after the other."""
+        outside = [m.grad for m in self._outside.masters if m.grad is not None]
+        norm = torch.stack([*squares, *(g.square().sum() for g in outside)]).sum().sqrt()
+        scale = torch.ones_like(norm)
+        if self.task.clipping > 0.0:
+            scale = (self.task.clipping / (norm + CLIPPING_EPSILON)).clamp(max=1.0)
+        torch._foreach_mul_(outside, scale)
         self._outside.update()
         self._num_updates += 1
         for store in self._stores:
             self._update_layer(store, scale)
-
-    def _coefficient(self, sum_of_squares: torch.Tensor) -> torch.Tensor:
-        if self.task.clipping <= 0.0:
-            return torch.ones((), device=self.task.device)
-        norm = sum_of_squares.sqrt()
-        return (self.task.clipping / (norm + CLIPPING_EPSILON)).clamp(max=1.0)
 
     def _update_layer(self, store: LayerStore, scale: torch.Tensor) -> None:
         """AdamW on the device, by the functional form of torch's fused optimizer."""

@@ -93,9 +93,8 @@ class LlamaBlock(nn.Module):
 
     def _attend(self, x: torch.Tensor) -> torch.Tensor:
         batch, seq, hidden = x.shape
-        q = self.q(x).view(batch, seq, self._heads, self._size).transpose(1, 2)
-        k = self.k(x).view(batch, seq, self._kv_heads, self._size).transpose(1, 2)
-        v = self.v(x).view(batch, seq, self._kv_heads, self._size).transpose(1, 2)
+        by_head = (batch, seq, -1, self._size)
+        q, k, v = (part(x).view(by_head).transpose(1, 2) for part in (self.q, self.k, self.v))
         q, k = rotate(q), rotate(k)
         if self._kv_heads < self._heads:
             repeats = self._heads // self._kv_heads

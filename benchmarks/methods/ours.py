@@ -31,7 +31,6 @@ class Stronghold(Method):
         )
         self._count_transfers()
         self._count_memory()
-        self.notes.append(self.engine.plan.reasons[0] if self.engine.plan.reasons else "")
 
     def step(self, batches: list[Batch]) -> torch.Tensor:
         self._moved = {"fetch": 0, "offload": 0}

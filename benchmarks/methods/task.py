@@ -1,6 +1,6 @@
 """What every method is asked to train, as data: the model's sizes, the batches, the caps.
 
-Owns the seeded data, and the formulas that count parameters and FLOPs. Never imports a method. A
+Owns the seeded data, and the formulas that count FLOPs. Never imports a method. A
 task travels to a method's process as JSON.
 """
 
@@ -131,11 +131,6 @@ class Data:
         for place in range(1, task.seq):
             tokens[:, place] = self._successors[tokens[:, place - 1], choices[:, place]]
         return tokens
-
-
-def gpt_parameters(*, layers: int, hidden: int, vocab: int, seq: int) -> int:
-    """Of a GPT with a tied head: Megatron-LM's count (Narayanan et al. 2021)."""
-    return layers * (12 * hidden**2 + 13 * hidden) + vocab * hidden + seq * hidden + 2 * hidden
 
 
 def tflops_megatron(parameters: int, tokens: int, seconds: float, recomputes: bool) -> float:
