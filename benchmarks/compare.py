@@ -32,7 +32,7 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import torch
 from harness import describe, leave, provenance, write
@@ -292,62 +292,27 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def add_task_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments that make a `Task`."""
-    model = parser.add_argument_group("model")
-    model.add_argument("--family", choices=["gpt", "llama"], default="gpt")
-    model.add_argument("--layers", type=int, default=4)
-    model.add_argument("--hidden", type=int, default=128)
-    model.add_argument("--heads", type=int, default=4)
-    model.add_argument("--kv-heads", type=int, help="llama: heads of keys and values")
-    model.add_argument("--intermediate", type=int, help="llama: width of the MLP")
-    model.add_argument("--vocab", type=int, default=50304)
-    step = parser.add_argument_group("a step")
-    step.add_argument("--seq", type=int, default=64)
-    step.add_argument("--batch", type=int, default=4, help="samples in a micro-batch")
-    step.add_argument("--accumulation", type=int, default=1, help="micro-batches in a step")
-    step.add_argument("--steps", type=int, default=10, help="measured steps")
-    step.add_argument("--warmup", type=int, default=3)
-    step.add_argument("--seed", type=int, default=0)
-    step.add_argument("--precision", choices=["fp32", "bf16"], help="default: bf16 on CUDA")
-    step.add_argument("--optimizer-clipping", dest="clipping", type=float, default=1.0)
-    step.add_argument("--lr", type=float, default=3e-4)
-    step.add_argument(
-        "--activations",
-        choices=["keep", "recompute", "offload"],
-        default="keep",
-        help="what every method does with them, where it can; l2l always recomputes",
-    )
-    machine = parser.add_argument_group("machine")
-    machine.add_argument("--machine", default="here", help="here (default) or emulated")
-    machine.add_argument("--gpu-memory", type=byte_size, metavar="SIZE", help="cap, as 24GB")
-    machine.add_argument("--host-memory", type=byte_size, metavar="SIZE", help="cap, as 90GB")
-    machine.add_argument("--window", type=int, help="stronghold's slots")
-    machine.add_argument("--prefetch", type=int, help="stronghold's layers ahead")
-    machine.add_argument("--link-gbps", type=float, help="pace of the emulated link, stronghold's")
-    machine.add_argument("--threads", type=int, help="of torch and of the CPU optimizer")
-    machine.add_argument("--nvme-dir", help="for zero-infinity-nvme")
-    machine.add_argument(
-        "--section", type=json_object, default={}, metavar="JSON", help="more of stronghold's keys"
-    )
-    machine.add_argument("--trace", help="stronghold's trace, a file")
-
-
-def machine_word(word: str) -> str:
-    """ "cuda" or "emulated"; "here" is the one that this machine has."""
-    here = "cuda" if torch.cuda.is_available() else "emulated"
-    return here if word == "here" else word
+    """An argument for each field of `Task`, whose text describes them."""
+    parsers = {"gpu_memory": byte_size, "host_memory": byte_size, "section": json_object}
+    for name, hint in get_type_hints(Task).items():
+        word, kinds = f"--{name.replace('_', '-')}", get_args(hint) or (hint,)
+        if name in parsers:
+            parser.add_argument(word, type=parsers[name])
+        elif isinstance(kinds[0], str):
+            parser.add_argument(word, choices=kinds)
+        elif name != "halves":  # the reference's own
+            parser.add_argument(word, type=kinds[0])
 
 
 def task_of(arguments: argparse.Namespace) -> Task:
-    """The task that parsed arguments ask for."""
-    machine = machine_word(arguments.machine)
-    names = {field.name for field in dataclasses.fields(Task)} - {"machine", "precision"}
-    values = {name: value for name, value in vars(arguments).items() if name in names}
-    precision = arguments.precision or ("bf16" if machine == "cuda" else "fp32")
-    for name in ("nvme_dir", "trace"):
-        if values.get(name):
-            values[name] = str(Path(values[name]).resolve())
-    return Task(machine=machine, precision=precision, **values)
+    """The task that parsed arguments ask for. The machine is what there is, in bf16 on CUDA."""
+    names = {field.name for field in dataclasses.fields(Task)}
+    given = {n: value for n, value in vars(arguments).items() if n in names and value is not None}
+    given.setdefault("machine", "cuda" if torch.cuda.is_available() else "emulated")
+    given.setdefault("precision", "bf16" if given["machine"] == "cuda" else "fp32")
+    for name in {"nvme_dir", "trace"} & given.keys():
+        given[name] = str(Path(given[name]).resolve())
+    return Task(**given)
 
 
 def method_names(words: Sequence[str]) -> list[str]:
@@ -368,8 +333,10 @@ def page(result: dict[str, Any], record: dict[str, Any]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        description=(__doc__ or "").splitlines()[0],
-        epilog="methods: " + "; ".join(f"{n}: {entry.about}" for n, entry in METHODS.items()),
+        description=__doc__,
+        epilog=f"{Task.__doc__}\nMethods:\n"
+        + "".join(f"    {name}: {entry.about}\n" for name, entry in METHODS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--method", action="append", help="a name, several with commas, or all")
     add_task_arguments(parser)
@@ -389,21 +356,12 @@ def main() -> int:
             write(arguments.json, {**record, **result})
 
     result = compare(names, task, arguments.timeout, kept, keep)
-    name, data = model_name(task, result), {**record, **result}
+    name, data = f"{task.family}-{task.layers}x{task.hidden}-{task.precision}", {**record, **result}
     leave(name, page(result, record), data, keep=arguments.save)
     if arguments.json is not None:
         write(arguments.json, data)
     wrong = [row["method"] for row in result["rows"] if row.get("verdict") == "wrong"]
     return 1 if wrong else 0
-
-
-def model_name(task: Task, result: dict[str, Any]) -> str:
-    """Such as gpt-1.72b-bf16."""
-    counts = [row["num_parameters"] for row in result["rows"] if row.get("num_parameters")]
-    if not counts:
-        return f"{task.family}-{task.layers}-layers-{task.precision}"
-    unit, letter = (1e9, "b") if counts[0] >= 1e9 else (1e6, "m")
-    return f"{task.family}-{counts[0] / unit:.3g}{letter}-{task.precision}"
 
 
 if __name__ == "__main__":

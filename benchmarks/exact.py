@@ -38,13 +38,7 @@ def steps_of_plain_torch(task: Task) -> Run:
     model = build(task, recompute=True).to(task.device)
     names = {parameter: name for name, parameter in model.named_parameters()}
     mirrors = {p: torch.nn.Parameter(p.detach().cpu().clone()) for p in names}
-    groups = torch.optim.AdamW(
-        list(mirrors.values()),
-        lr=task.lr,
-        betas=task.betas,
-        eps=task.eps,
-        weight_decay=task.weight_decay,
-    )
+    groups = torch.optim.AdamW(list(mirrors.values()), **task.adam)
     optimizer = KernelOptimizer(groups, num_threads=native.available_cores())
     data, run = Data(task), Run()
     for step in range(task.steps):

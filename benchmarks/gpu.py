@@ -103,7 +103,7 @@ PIECES = {  # in the order of what shows most
     "8b-16k": compare("half the tokens", 160, OURS, QWEN_8B, *CAP_80, *PINNED, warmup=2),
     "8b-32k-automatic": compare("the engine's own plan", 200, OURS, QWEN_8B, *CAP_80, batch=16),
     "3b-unclipped": compare(
-        "clipping off: early updates", 90, OURS, LLAMA_3B, *CAP_24, "--optimizer-clipping", "0"
+        "clipping off: early updates", 90, OURS, LLAMA_3B, *CAP_24, "--clipping", "0"
     ),
     "8b-compiled": compare(
         "torch.compile around each block",

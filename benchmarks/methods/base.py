@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from methods.memory import DeviceMemory
+from methods.model import Model, build
 from methods.task import Batch, Task
 
 NORM_PIECE = 1 << 16
@@ -36,6 +37,13 @@ class Method(ABC):
         self.activations: str = task.activations
         self.link_bytes: int | None = None
         self.num_parameters = 0
+
+    def build(self, *, recompute: bool) -> Model:
+        """The task's model on the CPU, counted."""
+        model = build(self.task, recompute=recompute)
+        # tied ones once
+        self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        return model
 
     @abstractmethod
     def step(self, batches: list[Batch]) -> torch.Tensor:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from methods.base import Method, accumulate, clip, end_process_group
 from methods.memory import DeviceMemory
-from methods.model import build, count_parameters
 from methods.task import Batch, Task
 
 
@@ -25,8 +23,7 @@ class Fsdp2Offload(Method):
             torch.cuda.set_device(task.device)
         torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
         mesh = init_device_mesh("cuda" if cuda else "cpu", (1,))
-        model = build(task, recompute=task.recomputes)
-        self.num_parameters = count_parameters(model)
+        model = self.build(recompute=task.recomputes)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.data = parameter.data.float()
@@ -36,20 +33,13 @@ class Fsdp2Offload(Method):
             "mp_policy": precision,
             "offload_policy": CPUOffloadPolicy(pin_memory=cuda),
         }
-        for block in blocks_of(model):
+        for block in model.blocks:
             fully_shard(block, **options)
         fully_shard(model, **options)
         for buffer in model.buffers():
             buffer.data = buffer.data.to(task.device)
         self._model = model
-        self._optimizer = torch.optim.AdamW(
-            model.parameters(),
-            lr=task.lr,
-            betas=task.betas,
-            eps=task.eps,
-            weight_decay=task.weight_decay,
-            fused=True,
-        )
+        self._optimizer = torch.optim.AdamW(model.parameters(), fused=True, **task.adam)
 
     def step(self, batches: list[Batch]) -> torch.Tensor:
         loss = accumulate(self._model, batches)
@@ -62,9 +52,3 @@ class Fsdp2Offload(Method):
 
     def close(self) -> None:
         end_process_group()
-
-
-def blocks_of(model: nn.Module) -> nn.ModuleList:
-    """The longest list of modules: the repeated blocks."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return max(lists, key=len)

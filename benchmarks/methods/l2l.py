@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.optim.adamw import adamw
 
 from methods.base import CLIPPING_EPSILON, Method
 from methods.memory import DeviceMemory
-from methods.model import build, count_parameters
 from methods.plain import Masters
 from methods.task import Batch, Task
 
@@ -49,8 +47,7 @@ class L2L(Method):
     def __init__(self, task: Task, device_memory: DeviceMemory) -> None:
         super().__init__(task, device_memory)
         self.activations = "recompute"
-        model = build(task, recompute=False)
-        self.num_parameters = count_parameters(model)
+        model = self.build(recompute=False)
         block, self._stores = model.blocks[0], []
         for index in range(len(model.blocks)):
             self._stores.append(LayerStore(model.blocks[index], task))
@@ -131,27 +128,15 @@ class L2L(Method):
             self._update_layer(store, scale)
 
     def _update_layer(self, store: LayerStore, scale: torch.Tensor) -> None:
-        """AdamW on the device, by the functional form of torch's fused optimizer."""
-        task = self.task
+        """AdamW on the device, torch's fused one."""
         there = [self._bring(getattr(store, name)) for name in (*STATE, "gradient")]
         master, exp_avg, exp_avg_sq, gradient = there
         gradient.mul_(scale)
-        adamw(
-            [master],
-            [gradient],
-            [exp_avg],
-            [exp_avg_sq],
-            [],
-            [torch.tensor(float(self._num_updates - 1), device=task.device)],
-            fused=True,
-            amsgrad=False,
-            beta1=task.betas[0],
-            beta2=task.betas[1],
-            lr=task.lr,
-            weight_decay=task.weight_decay,
-            eps=task.eps,
-            maximize=False,
-        )
+        master.grad = gradient
+        optimizer = torch.optim.AdamW([master], fused=True, **self.task.adam)
+        step = torch.tensor(float(self._num_updates - 1), device=self.task.device)
+        optimizer.state[master] = {"step": step, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        optimizer.step()
         for name, tensor in zip(STATE, there, strict=False):
             self._move(getattr(store, name), tensor)
         if store.master is not store.weights:

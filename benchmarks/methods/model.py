@@ -192,8 +192,3 @@ def draw_weights(model: nn.Module, task: Task) -> None:
             parameter.copy_(drawn.normal_(0.0, 0.02, generator=generator))
         else:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-
-
-def count_parameters(model: nn.Module) -> int:
-    """Tied parameters once."""
-    return sum(parameter.numel() for parameter in model.parameters())

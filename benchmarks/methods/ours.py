@@ -9,7 +9,6 @@ import torch
 
 from methods.base import Method, end_process_group, engine_step
 from methods.memory import DeviceMemory
-from methods.model import build, count_parameters
 from methods.task import Batch, Task
 
 # Of the cap on the emulated device's memory when no window is given; the rest is for activations,
@@ -24,8 +23,7 @@ class Stronghold(Method):
         super().__init__(task, device_memory)
         import stronghold
 
-        model = build(task, recompute=False)
-        self.num_parameters = count_parameters(model)
+        model = self.build(recompute=False)
         self.engine, *_ = stronghold.initialize(
             model=model, model_parameters=model.parameters(), config=config(task)
         )
@@ -118,13 +116,5 @@ def deepspeed_config(task: Task) -> dict[str, Any]:
         "gradient_clipping": task.clipping,
         "steps_per_print": 10**9,
         "bf16": {"enabled": task.precision == "bf16"},
-        "optimizer": {
-            "type": "AdamW",
-            "params": {
-                "lr": task.lr,
-                "betas": list(task.betas),
-                "eps": task.eps,
-                "weight_decay": task.weight_decay,
-            },
-        },
+        "optimizer": {"type": "AdamW", "params": task.adam},
     }

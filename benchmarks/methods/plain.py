@@ -11,7 +11,6 @@ from torch import nn
 
 from methods.base import Method, accumulate, clip
 from methods.memory import DeviceMemory
-from methods.model import build, count_parameters
 from methods.task import Batch, Task
 
 
@@ -26,14 +25,7 @@ class Masters:
         self._clipping = task.clipping
         self._pairs = [(weight, self._master(weight)) for weight in parameters]
         self.masters = [master for _, master in self._pairs]
-        self._optimizer = torch.optim.AdamW(
-            self.masters,
-            lr=task.lr,
-            betas=task.betas,
-            eps=task.eps,
-            weight_decay=task.weight_decay,
-            fused=True,
-        )
+        self._optimizer = torch.optim.AdamW(self.masters, fused=True, **task.adam)
 
     def _master(self, weight: nn.Parameter) -> nn.Parameter:
         if weight.dtype is torch.float32:
@@ -72,9 +64,7 @@ class Plain(Method):
         super().__init__(task, device_memory)
         self.needs_policy("keep", "recompute")
         self.link_bytes = 0
-        self._model = build(task, recompute=task.recomputes)
-        self.num_parameters = count_parameters(self._model)
-        self._model.to(task.device)
+        self._model = self.build(recompute=task.recomputes).to(task.device)
         device_memory.adopt(self._model.parameters())
         with device_memory.counting():
             self._masters = Masters(list(self._model.parameters()), task)

@@ -22,15 +22,25 @@ Batch = dict[str, torch.Tensor]
 class Task:
     """One training, the same for all methods.
 
-    `batch` samples of `seq` tokens are one micro-batch; `accumulation` of them are a step.
-    `machine` is where layers compute: "cuda", or "emulated" on the CPU. Caps are bytes; None: no
-    cap. `halves` runs every micro-batch as two, which is the same sum in another order. `section`
-    are more keys of stronghold's config.
+    family, layers, hidden, heads, vocab   the model's sizes
+    kv_heads, intermediate   a Llama's heads of keys and values, and the width of its MLP
+    batch, seq, accumulation   samples of `seq` tokens in a micro-batch, and micro-batches in a step
+    steps, warmup   measured steps, and those before them
+    precision   by default bf16 on CUDA
+    activations   what every method does with them, where it can; l2l always recomputes
+    machine   where layers compute: "cuda", or "emulated" on the CPU
+    gpu_memory, host_memory   caps, as 24GB
+    threads   of torch and of the CPU's optimizer
+    window, prefetch, section, trace   stronghold's slots, layers ahead, more of its keys as JSON,
+                                       and a file for its trace
+    link_gbps   pace of the emulated link, stronghold's
+    nvme_dir   for zero-infinity-nvme
+    halves   every micro-batch runs as two, which is the same sum in another order
     """
 
     family: Literal["gpt", "llama"] = "gpt"
     layers: int = 4
-    hidden: int = 64
+    hidden: int = 128
     heads: int = 4
     kv_heads: int | None = None
     intermediate: int | None = None
@@ -38,13 +48,13 @@ class Task:
     seq: int = 64
     batch: int = 4
     accumulation: int = 1
-    steps: int = 5
+    steps: int = 10
     warmup: int = 3
     seed: int = 0
     precision: Precision = "fp32"
     clipping: float = 1.0
     activations: Activations = "keep"
-    lr: float = 1e-3
+    lr: float = 3e-4
     weight_decay: float = 0.1
     machine: Literal["cuda", "emulated"] = "emulated"
     window: int | None = None
@@ -81,12 +91,9 @@ class Task:
         return self.activations == "recompute"
 
     @property
-    def betas(self) -> tuple[float, float]:
-        return (0.9, 0.95)
-
-    @property
-    def eps(self) -> float:
-        return 1e-8
+    def adam(self) -> dict[str, Any]:
+        """The hyper-parameters of AdamW."""
+        return {"lr": self.lr, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": self.weight_decay}
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -14,7 +14,6 @@ import torch
 
 from methods.base import Method, Unavailable, end_process_group, engine_step
 from methods.memory import DeviceMemory
-from methods.model import build, count_parameters
 from methods.ours import deepspeed_config
 from methods.task import Batch, Task
 
@@ -46,8 +45,7 @@ class DeepSpeedMethod(Method):
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         if self.needs_nvme:
             self._check_nvme(deepspeed)
-        model = build(task, recompute=task.recomputes)
-        self.num_parameters = count_parameters(model)
+        model = self.build(recompute=task.recomputes)
         settings = deepspeed_config(task)
         settings["zero_optimization"] = self.zero()
         if self.needs_nvme:
