@@ -75,38 +75,31 @@ def bytes_per_parameter(name: str) -> float:
 
 
 class Memory:
-    """All arrays of the run. The limits' targets are shared, as nothing reads them."""
+    """All arrays of the run, which live as long as this: a batch has their addresses alone."""
 
     def __init__(self, numel: int) -> None:
         self.numel = numel
-        self.grads = {dtype: host_array(numel, dtype) for dtype in (F32, BF16)}
-        for grad in self.grads.values():
-            grad.normal_(0.0, 0.02)
-        self._kept: list[torch.Tensor] = []
-        self._targets: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+        self._arrays: dict[tuple[str, str, torch.dtype], torch.Tensor] = {}
 
-    def source(self, field: str, dtype: torch.dtype) -> torch.Tensor:
-        array = host_array(num_items(field, self.numel), dtype)
-        if field == "weight":
-            array.normal_(0.0, 0.02)
-        self._kept.append(array)
-        return array
-
-    def target(self, field: str, dtype: torch.dtype) -> torch.Tensor:
-        key = field, dtype
-        if key not in self._targets:
-            self._targets[key] = host_array(num_items(field, self.numel), dtype)
-        return self._targets[key]
+    def array(self, field: str, dtype: torch.dtype, owner: str = "") -> torch.Tensor:
+        """The owner's own. Gradients, and what the limits write, have no owner and are shared."""
+        key = owner, field, dtype
+        if key not in self._arrays:
+            made = self._arrays[key] = host_array(num_items(field, self.numel), dtype)
+            if field in ("weight", "grad"):
+                made.normal_(0.0, 0.02)
+        return self._arrays[key]
 
 
 def own(optimizer: str, flow: str, memory: Memory, pool: native.Pool) -> Contenders:
     """Our step, and its limit both ways."""
     dtypes = state_dtypes(optimizer, flow)
     dtype = dtypes["weight"]
-    addresses = {field: memory.source(field, d).data_ptr() for field, d in dtypes.items()}
-    elsewhere = {field: memory.target(field, d).data_ptr() for field, d in dtypes.items()}
+    name = f"{optimizer}, {flow}"
+    addresses = {field: memory.array(field, d, name).data_ptr() for field, d in dtypes.items()}
+    elsewhere = {field: memory.array(field, d).data_ptr() for field, d in dtypes.items()}
     hyper = hyper_fields(optimizer, grad_scale=1.0, lr=1e-4, weight_decay=0.01)
-    grad = memory.grads[dtype].data_ptr()
+    grad = memory.array("grad", dtype).data_ptr()
     fields = {"grad": grad, "numel": memory.numel, "step": 10, "low": 0, **addresses, **hyper}
     segment = native.UpdateSegment(**fields)
 
@@ -115,7 +108,6 @@ def own(optimizer: str, flow: str, memory: Memory, pool: native.Pool) -> Contend
         return native.UpdateBatch(optimizer, dtype, dtype, [segment], lean=lean, targets=targets)
 
     step, past = batch(None), batch([native.Target(**{"low": 0, **elsewhere})])
-    name = f"{optimizer}, {flow}"
     return {
         f"{name}: limit, in place": lambda: step.traffic(pool),
         f"{name}: limit, past the caches": lambda: past.traffic(pool),
@@ -127,14 +119,13 @@ def rivals(memory: Memory) -> Contenders:
     """torch's and DeepSpeed's Adam on one parameter, with the same moments."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    param = torch.nn.Parameter(memory.source("weight", F32))
-    param.grad = gradient = memory.source("grad", F32)
-    gradient.copy_(memory.grads[F32])
-    weight, low_gradient = memory.source("weight", BF16), memory.grads[BF16]
+    param = torch.nn.Parameter(memory.array("weight", F32, "rivals"))
+    param.grad = gradient = memory.array("grad", F32, "rivals")
+    weight, low_gradient = memory.array("weight", BF16, "rivals"), memory.array("grad", BF16)
     arguments: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.01}
     fused = torch.optim.AdamW([param], fused=True, **arguments)
     deepspeed = DeepSpeedCPUAdam([param], adamw_mode=True, **arguments)
-    moments = {name: memory.source(name, F32) for name in ("exp_avg", "exp_avg_sq")}
+    moments = {name: memory.array(name, F32, "rivals") for name in ("exp_avg", "exp_avg_sq")}
     fused.state[param] = {"step": torch.tensor(10.0), **moments}
     deepspeed.state[param] = {"step": 10, **moments}
 

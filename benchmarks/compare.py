@@ -138,39 +138,23 @@ def trained(task: Task) -> Task:
     return dataclasses.replace(task, **{name: getattr(neutral, name) for name in names})
 
 
-def without_caps(task: Task) -> Task:
-    """The task as the reference runs it."""
-    return dataclasses.replace(task, gpu_memory=None, host_memory=None, activations="recompute")
-
-
 def find_reference(rows: list[Row], task: Task, timeout_s: float) -> dict[str, Any]:
     """Plain's losses: from its row, else from a run without caps, else a stand-in's; and the bound,
-    from the same run in another order of summation."""
-    free = without_caps(task)
+    from the same run with every micro-batch cut in two, where that is possible."""
+    free = dataclasses.replace(task, gpu_memory=None, host_memory=None, activations="recompute")
     for name in ("plain", *STAND_INS):
         row = next((r for r in rows if r["method"] == name and r["status"] == "ok"), None)
         source = f"{name}, the row above"
         if row is None and name == "plain":
             row, source = run_method(name, free, timeout_s), "plain, without caps"
         if row is not None and row["status"] == "ok":
-            other = in_other_order(name, task, timeout_s)
-            allowed = bounds(row["losses"], other, task.precision)
-            return {
-                "source": source,
-                "losses": row["losses"],
-                "other_order": other,
-                "bounds": allowed,
-            }
+            losses, other = row["losses"], None
+            if task.batch % 2 == 0:
+                halves = dataclasses.replace(free, halves=True)
+                other = run_method(name, halves, timeout_s).get("losses")
+            allowed = bounds(losses, other, task.precision)
+            return {"source": source, "losses": losses, "other_order": other, "bounds": allowed}
     return NO_REFERENCE
-
-
-def in_other_order(name: str, task: Task, timeout_s: float) -> list[float] | None:
-    """The reference's losses with every micro-batch cut in two; None where that is not possible."""
-    if task.batch % 2:
-        return None
-    halves = dataclasses.replace(without_caps(task), halves=True)
-    losses: list[float] | None = run_method(name, halves, timeout_s).get("losses")
-    return losses
 
 
 # -- what is printed ------------------------------------------------------------------------------
@@ -277,23 +261,12 @@ def title(task: Task) -> str:
 # -- the command ----------------------------------------------------------------------------------
 def byte_size(text: str) -> int:
     """24GB, 24GiB, or whole bytes."""
-    try:
-        return parse_bytes(int(text) if text.isdigit() else text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"got {text!r}, {error}") from error
-
-
-def json_object(text: str) -> dict[str, Any]:
-    """A JSON object on the command line."""
-    found = json.loads(text)
-    if not isinstance(found, dict):
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a JSON object")
-    return found
+    return parse_bytes(int(text) if text.isdigit() else text)
 
 
 def add_task_arguments(parser: argparse.ArgumentParser) -> None:
     """An argument for each field of `Task`, whose text describes them."""
-    parsers = {"gpu_memory": byte_size, "host_memory": byte_size, "section": json_object}
+    parsers = {"gpu_memory": byte_size, "host_memory": byte_size, "section": json.loads}
     for name, hint in get_type_hints(Task).items():
         word, kinds = f"--{name.replace('_', '-')}", get_args(hint) or (hint,)
         if name in parsers:
