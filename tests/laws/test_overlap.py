@@ -150,7 +150,7 @@ def check_step(load: float, path: Path) -> None:
     on_time(found.step_s <= SLACK * found.bound_s, found)
 
 
-def measure_step(load: float, path: Path, clipping: float = 0.0) -> Measured:
+def measure_step(load: float, path: Path) -> Measured:
     """A model of which the disk takes `load` times what compute takes."""
     forward_s = 0.005 / max(1.0, load / BALANCED[-1])  # the disk's time is limited
     compute_s = 3 * forward_s * ON_DISK_LAYERS
@@ -158,7 +158,7 @@ def measure_step(load: float, path: Path, clipping: float = 0.0) -> Measured:
     disk_s = load * compute_s
     layers = [(ON_DISK_NUMEL, forward_s, 2 * forward_s)] * ON_DISK_LAYERS
     section = {"nvme": {"path": str(path), "spill": "moments"}}
-    busy, plan = measure(layers, section, {"nvme_gbps": nbytes / disk_s / 1e9}, clipping, path)
+    busy, plan = measure(layers, section, {"nvme_gbps": nbytes / disk_s / 1e9}, 0.0, path)
     assert plan.traffic.nvme_read_bytes == plan.traffic.nvme_written_bytes == nbytes
     # Sleeps and Python take what the machine makes of them.
     compute_s = min(busy["compute"], 1.2 * compute_s)
