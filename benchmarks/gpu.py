@@ -28,6 +28,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -165,28 +166,27 @@ def rehearsed(words: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(text.split("\n"))
 
 
-def run(name: str, words: tuple[str, ...], out: Path, limit_s: float, env: dict[str, str]) -> str:
-    """Run a piece's command. Returns how it ended, and after how many seconds."""
-    begun = time.monotonic()
-    with (out / f"{name}.log").open("w") as log:
-        print(shlex.join(["python", *words]), file=log, flush=True)
+def run(words: Sequence[str], log: Path, limit_s: float, env: dict[str, str]) -> int | None:
+    """The status of a Python program, which prints into `log`; None: it was cut off."""
+    with log.open("w") as file:
+        print(shlex.join(["python", *words]), file=file, flush=True)
         process = subprocess.Popen(
             [sys.executable, *words],
-            stdout=log,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
             stderr=subprocess.STDOUT,
             cwd=ROOT,
             env=env,
             start_new_session=True,
         )
-        try:
-            ended = f"status {process.wait(limit_s)}"
-        except subprocess.TimeoutExpired:
-            ended = "cut off"
+        status = None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            status = process.wait(limit_s)
         # Its children may hold memory of the GPU.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    return f"{ended:10} {time.monotonic() - begun:6.1f} s"
+    return status
 
 
 def pack(out: Path) -> None:
@@ -224,8 +224,11 @@ def main() -> int:
             continue
         words = rehearsed(piece.command) if arguments.rehearse else piece.command
         words = tuple(w.replace("{out}", str(out)).replace("{name}", name) for w in words)
-        ended = run(name, words, out, min(piece.limit_s, left), env)
-        print(f"{name:17} {ended}  {piece.about}", flush=True)
+        begun = time.monotonic()
+        status = run(words, out / f"{name}.log", min(piece.limit_s, left), env)
+        ended = "cut off" if status is None else f"status {status}"
+        took_s = time.monotonic() - begun
+        print(f"{name:17} {ended:10} {took_s:6.1f} s  {piece.about}", flush=True)
         pack(out)
     return 0
 

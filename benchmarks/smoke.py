@@ -13,13 +13,13 @@ import concurrent.futures
 import faulthandler
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import NoReturn
 
+import gpu
 from smoke_features import FEATURES, ROOT
 
 NOTE = "smoke: "  # begins the line that a feature prints of itself
@@ -46,22 +46,8 @@ def run(name: str, machine: str, logs: Path) -> tuple[bool, str]:
     """Whether the feature works, and its line."""
     chosen, log = FEATURES[name], logs / f"{name}.log"
     begun = time.monotonic()
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            [sys.executable, __file__, "--child", name, "--machine", machine],
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            cwd=ROOT,
-            env={**os.environ, **chosen.environment},
-            start_new_session=True,
-        )
-        try:
-            code: int | None = process.wait(chosen.limit_s)
-        except subprocess.TimeoutExpired:
-            code = None
-            os.killpg(process.pid, 9)
-            process.wait()
+    words = [__file__, "--child", name, "--machine", machine]
+    code = gpu.run(words, log, chosen.limit_s, {**os.environ, **chosen.environment})
     lines = [line.rstrip() for line in log.read_text(errors="replace").splitlines()]
     notes = [line.removeprefix(NOTE) for line in lines if line.startswith(NOTE)]
     if code == 0 and notes:

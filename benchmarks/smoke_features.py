@@ -7,6 +7,7 @@ returns a line about what it saw, and raises when that is wrong.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = float(1 << 30)
+LIMIT_S = 90.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,7 +38,7 @@ FEATURES: dict[str, Feature] = {}  # in the order in which one needs the other
 
 
 def feature(
-    limit_s: float = 90.0, *, only_cuda: bool = False, **environment: str
+    limit_s: float = LIMIT_S, *, only_cuda: bool = False, **environment: str
 ) -> Callable[[Callable[[str], str]], Callable[[str], str]]:
     def register(run: Callable[[str], str]) -> Callable[[str], str]:
         FEATURES[run.__name__.replace("_", "-")] = Feature(run, limit_s, only_cuda, environment)
@@ -177,22 +179,23 @@ def trained(machine: str, section: dict[str, Any], name: str = "gpt", **options:
 
 # Nothing is left open, which would be planned anew after the first steps.
 STREAMED = {"window": 1, "resident_layers": 0, "resident_updates": "host", "activations": "keep"}
-
-
-@feature()
-def step_fp32(machine: str) -> str:
-    return trained(machine, STREAMED)
-
-
-@feature()
-def step_bf16(machine: str) -> str:
-    return trained(machine, {**STREAMED, "window": 2}, precision="bf16", accumulation=2)
-
-
-@feature()
-def recompute(machine: str) -> str:
-    section = {**STREAMED, "activations": "recompute"}
-    return trained(machine, section, "gpt_dropout", precision="bf16")
+ON_GPU = {"resident_updates": "gpu", "activations": "recompute"}
+BF16: dict[str, Any] = {"precision": "bf16"}
+# What the section says, and how the model trains.
+STEPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "step-fp32": (STREAMED, {}),
+    "step-bf16": ({**STREAMED, "window": 2}, {**BF16, "accumulation": 2}),
+    "recompute": ({**STREAMED, "activations": "recompute"}, {**BF16, "name": "gpt_dropout"}),
+    "offload": ({**STREAMED, "activations": "offload"}, BF16),
+    "early-updates": (STREAMED, {**BF16, "clipping": 0.0}),
+    "resident": ({**STREAMED, **ON_GPU, "resident_layers": 2}, BF16),
+    "whole": ({**ON_GPU, "activations": "keep", "resident_layers": "all"}, BF16),
+    "automatic": ({}, BF16),  # the plan is made, and refined after the first steps
+    "hugging-face": (STREAMED, {**BF16, "name": "llama"}),
+}
+for step, (section, options) in STEPS.items():
+    run_step = functools.partial(trained, section=section, **options)
+    FEATURES[step] = Feature(run_step, LIMIT_S, only_cuda=False, environment={})
 
 
 def given_again(*kernels: str) -> None:
@@ -222,39 +225,6 @@ def attention_cudnn(machine: str) -> str:
     TORCH_CUDNN_SDPA_DEPRIORITIZED=1, which makes flash attention the first."""
     given_again("CUDNN_ATTENTION")
     return "what cuDNN's attention gave is given again"
-
-
-@feature()
-def offload(machine: str) -> str:
-    return trained(machine, {**STREAMED, "activations": "offload"}, precision="bf16")
-
-
-@feature()
-def early_updates(machine: str) -> str:
-    return trained(machine, STREAMED, precision="bf16", clipping=0.0)
-
-
-@feature()
-def resident(machine: str) -> str:
-    section = {**STREAMED, "resident_layers": 2, "resident_updates": "gpu"}
-    return trained(machine, {**section, "activations": "recompute"}, precision="bf16")
-
-
-@feature()
-def whole(machine: str) -> str:
-    section = {"resident_layers": "all", "resident_updates": "gpu", "activations": "keep"}
-    return trained(machine, section, precision="bf16")
-
-
-@feature()
-def automatic(machine: str) -> str:
-    """Nothing is said: the plan is made, and refined after the first steps."""
-    return trained(machine, {}, precision="bf16")
-
-
-@feature()
-def hugging_face(machine: str) -> str:
-    return trained(machine, STREAMED, "llama", precision="bf16")
 
 
 @feature()
