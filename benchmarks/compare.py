@@ -220,9 +220,8 @@ def explain(result: dict[str, Any]) -> list[str]:
     ]
     if task.machine == "emulated":
         lines.append(
-            "- the device is emulated: the CPU computes, GPU peak is the bytes of all live tensors "
-            "that would be on the GPU, counted during warm-up; host peak contains them too. Speeds "
-            "say nothing about a GPU, nor, on a machine that others use, about each other."
+            "- the device is emulated: the CPU computes, and GPU memory is not counted. Speeds say "
+            "nothing about a GPU, nor, on a machine that others use, about each other."
         )
     return lines
 

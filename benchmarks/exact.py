@@ -23,7 +23,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from compare import add_task_arguments, task_of, title
 from harness import provenance, write
-from methods.memory import device_memory
 from methods.model import build
 from methods.ours import Stronghold
 from methods.task import Data, Task
@@ -57,14 +56,13 @@ def steps_of_plain_torch(task: Task) -> Run:
 
 def steps_of_ours(task: Task) -> tuple[Run, dict[str, Any]]:
     """The same through the engine, and what it reports of its plan."""
-    memory, run = device_memory(task), Run()
-    method = Stronghold(task, memory)
+    method, run = Stronghold(task), Run()
     engine, data = method.engine, Data(task)
     for step in range(task.steps):
         run.losses.append(method.step(data.step(step)).cpu())
         run.norms.append(engine.get_global_grad_norm())
     run.weights = {name: value.cpu() for name, value in engine.module_state_dict().items()}
-    report = {**method.report(), "device_peak_bytes": memory.peak_bytes}
+    report = {**method.report(), "device_peak_bytes": method.device_peak_bytes()}
     return run, report
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from methods.memory import DeviceMemory
 from methods.model import Model, build
 from methods.task import Batch, Task
 
@@ -25,18 +24,22 @@ class Method(ABC):
     """Trains the task's model. Made and driven by `child`, in a process of its own.
 
     `activations` is what the method really does, whatever the task asks; `link_bytes` are what the
-    last step moved between host and device, None where nobody counts; `counts_device` says whether
-    `device_memory` sees all of the method's bytes on an emulated device.
+    last step moved between host and device, None where nobody counts. On CUDA torch's allocator
+    refuses what passes the cap.
     """
 
-    counts_device = False
-
-    def __init__(self, task: Task, device_memory: DeviceMemory) -> None:
+    def __init__(self, task: Task) -> None:
         self.task = task
-        self.device_memory = device_memory
         self.activations: str = task.activations
         self.link_bytes: int | None = None
         self.num_parameters = 0
+        if task.machine == "cuda":
+            total = torch.cuda.get_device_properties(task.device).total_memory
+            if task.gpu_memory is not None and task.gpu_memory < total:
+                fraction = task.gpu_memory / total
+                torch.cuda.set_per_process_memory_fraction(fraction, task.device)
+            torch.cuda.init()
+            torch.cuda.reset_peak_memory_stats(task.device)
 
     def build(self, *, recompute: bool) -> Model:
         """The task's model on the CPU, counted."""
@@ -59,6 +62,11 @@ class Method(ABC):
     def report(self) -> dict[str, object]:
         """What else the row should hold; called before `close`."""
         return {}
+
+    def device_peak_bytes(self) -> int | None:
+        """What torch's allocator has given out at most; None on the emulated device."""
+        on_cuda = self.task.machine == "cuda"
+        return torch.cuda.max_memory_allocated(self.task.device) if on_cuda else None
 
     def needs_policy(self, *offered: str) -> None:
         """Unavailable when the task asks for another activation policy than those offered."""

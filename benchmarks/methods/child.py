@@ -25,7 +25,6 @@ from tqdm import tqdm
 
 from methods import resolve
 from methods.base import Method, Unavailable
-from methods.memory import device_memory
 from methods.task import Data, Task
 
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
@@ -50,8 +49,7 @@ def running(name: str, task: Task) -> Iterator[dict[str, Any]]:
     result: dict[str, Any] = {}
     method: Method | None = None
     try:
-        memory = device_memory(task)
-        method = resolve(name)(task, memory)
+        method = resolve(name)(task)
         result = {"status": "ok", **train(method, task)}
     except BaseException as error:
         result = classify(error)
@@ -85,9 +83,7 @@ def train(method: Method, task: Task) -> dict[str, Any]:
         if index == task.warmup:
             finish(method, task)
             begun = previous = time.perf_counter()
-        counting = method.counts_device and index < task.warmup
-        with method.device_memory.counting() if counting else contextlib.nullcontext():
-            loss = method.step(batches)
+        loss = method.step(batches)
         if pending is not None:
             losses.append(pending.item())
         pending = loss
@@ -99,14 +95,13 @@ def train(method: Method, task: Task) -> dict[str, Any]:
     wall_s = time.perf_counter() - begun
     assert pending is not None
     losses.append(pending.item())
-    seen = task.machine == "cuda" or method.counts_device
     return {
         "losses": losses,
         "step_s": step_s,
         "wall_s": wall_s,
         "num_parameters": method.num_parameters,
         "activations": method.activations,
-        "device_peak_bytes": method.device_memory.peak_bytes if seen else None,
+        "device_peak_bytes": method.device_peak_bytes(),
         "link_bytes": method.link_bytes,
         **method.report(),
     }

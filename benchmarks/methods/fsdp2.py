@@ -7,7 +7,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from methods.base import Method, accumulate, clip, end_process_group
-from methods.memory import DeviceMemory
 from methods.task import Batch, Task
 
 
@@ -15,8 +14,8 @@ class Fsdp2Offload(Method):
     """fp32 weights, gradients and moments in host memory; blocks are cast and gathered on the
     device."""
 
-    def __init__(self, task: Task, device_memory: DeviceMemory) -> None:
-        super().__init__(task, device_memory)
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
         self.needs_policy("keep", "recompute")
         cuda = task.machine == "cuda"
         if cuda:

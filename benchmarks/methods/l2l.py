@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from methods.base import CLIPPING_EPSILON, Method
-from methods.memory import DeviceMemory
 from methods.plain import Masters
 from methods.task import Batch, Task
 
@@ -42,10 +41,8 @@ class LayerStore:
 
 
 class L2L(Method):
-    counts_device = True
-
-    def __init__(self, task: Task, device_memory: DeviceMemory) -> None:
-        super().__init__(task, device_memory)
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
         self.activations = "recompute"
         model = self.build(recompute=False)
         block, self._stores = model.blocks[0], []
@@ -55,11 +52,8 @@ class L2L(Method):
             model.blocks[index] = nn.Identity()
         model.blocks = nn.ModuleList()
         self._model = model.to(task.device)
-        device_memory.adopt(model.parameters())
         self._block = block.to(task.device)  # every layer takes its turn in this one
-        device_memory.adopt(block.parameters())
-        with device_memory.counting():
-            self._outside = Masters(list(model.parameters()), task)
+        self._outside = Masters(list(model.parameters()), task)
         self._taken = 0
         self._num_updates = 0
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from methods.base import Method, end_process_group, engine_step
-from methods.memory import DeviceMemory
 from methods.task import Batch, Task
 
 # Of the cap on the emulated device's memory when no window is given; the rest is for activations,
@@ -17,10 +16,8 @@ WINDOW_SHARE = 0.5
 
 
 class Stronghold(Method):
-    counts_device = True
-
-    def __init__(self, task: Task, device_memory: DeviceMemory) -> None:
-        super().__init__(task, device_memory)
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
         import stronghold
 
         model = self.build(recompute=False)
@@ -28,7 +25,6 @@ class Stronghold(Method):
             model=model, model_parameters=model.parameters(), config=config(task)
         )
         self._count_transfers()
-        self._count_memory()
 
     def step(self, batches: list[Batch]) -> torch.Tensor:
         self._moved = {"fetch": 0, "offload": 0}
@@ -65,26 +61,12 @@ class Stronghold(Method):
 
         device.copy = counted
 
-    def _count_memory(self) -> None:
-        """What the emulated device allocates it counts itself."""
-        if self.task.machine == "cuda":
-            return
-        device, memory = self.engine.inspect().device, self.device_memory
-        allocate = device.memory._allocate
-
-        def uncounted(numel: int, dtype: torch.dtype) -> torch.Tensor:
-            with memory.host():
-                return allocate(numel, dtype)
-
-        device.memory._allocate = uncounted
-        memory.add_source(lambda: device.memory.allocated_bytes)
-
 
 class Compiled(Stronghold):
     """With torch.compile around each block: faster operators, other bits."""
 
-    def __init__(self, task: Task, device_memory: DeviceMemory) -> None:
-        super().__init__(task, device_memory)
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
         self.engine.compile(compile_kwargs={"dynamic": False})
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from methods.base import Method, accumulate, clip
-from methods.memory import DeviceMemory
 from methods.task import Batch, Task
 
 
@@ -58,16 +57,12 @@ class Masters:
 
 
 class Plain(Method):
-    counts_device = True
-
-    def __init__(self, task: Task, device_memory: DeviceMemory) -> None:
-        super().__init__(task, device_memory)
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
         self.needs_policy("keep", "recompute")
         self.link_bytes = 0
         self._model = self.build(recompute=task.recomputes).to(task.device)
-        device_memory.adopt(self._model.parameters())
-        with device_memory.counting():
-            self._masters = Masters(list(self._model.parameters()), task)
+        self._masters = Masters(list(self._model.parameters()), task)
 
     def step(self, batches: list[Batch]) -> torch.Tensor:
         loss = accumulate(self._model, batches)

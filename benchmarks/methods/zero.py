@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from methods.base import Method, Unavailable, end_process_group, engine_step
-from methods.memory import DeviceMemory
 from methods.ours import deepspeed_config
 from methods.task import Batch, Task
 
@@ -31,8 +30,8 @@ class DeepSpeedMethod(Method):
     needs_cuda: str | None = None
     needs_nvme = False
 
-    def __init__(self, task: Task, device_memory: DeviceMemory) -> None:
-        super().__init__(task, device_memory)
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
         self.needs_policy("keep", "recompute")
         if self.needs_cuda is not None and task.machine != "cuda":
             raise Unavailable(f"needs a GPU: {self.needs_cuda}")

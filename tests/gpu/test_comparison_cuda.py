@@ -13,7 +13,6 @@ from stronghold.devices import cuda
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-from methods.memory import device_memory
 from methods.ours import Stronghold
 from methods.task import Data, Task
 
@@ -48,7 +47,7 @@ def whole_device_again() -> Iterator[None]:
 def test_our_row_plans_with_the_whole_cap() -> None:
     """Once the first steps are measured: a model whose state takes two thirds of the cap stays
     on the GPU."""
-    method = Stronghold(TASK, device_memory(TASK))
+    method = Stronghold(TASK)
     try:
         data = Data(TASK)
         assert cuda.reachable_bytes(0) <= GIB
