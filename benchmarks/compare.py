@@ -3,9 +3,10 @@
     python benchmarks/compare.py --method all --layers 4 --hidden 256 --heads 4 --seq 128
 
 Every method has a process of its own. A method whose losses leave the reference's is marked wrong;
-out of memory is a result. The reference is `plain`; where it does not fit the caps it runs once
-more without them. `--method MODULE:CLASS` runs a `methods.base.Method` of your own. On a machine
-without a GPU layers compute on the emulated device, and what needs a GPU says so.
+out of memory is a result. Exits with 1 if a method is wrong or failed. The reference is `plain`;
+where it does not fit the caps it runs once more without them. `--method MODULE:CLASS` runs a
+`methods.base.Method` of your own. On a machine without a GPU layers compute on the emulated device,
+and what needs a GPU says so.
 
 The five cases of the STRONGHOLD paper, on a GPU of 32 GB beside 90 GB of RAM. PAPER stands for
 `--gpu-memory 32GB --host-memory 90GB --hidden 2048 --heads 16 --seq 1024 --precision fp32
@@ -332,8 +333,8 @@ def main() -> int:
     leave(name, page(result, record), data, keep=arguments.save)
     if arguments.json is not None:
         write(arguments.json, data)
-    wrong = [row["method"] for row in result["rows"] if row.get("verdict") == "wrong"]
-    return 1 if wrong else 0
+    rows = result["rows"]
+    return int(any(row["status"] == "failed" or row.get("verdict") == "wrong" for row in rows))
 
 
 if __name__ == "__main__":
