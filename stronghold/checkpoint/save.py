@@ -506,16 +506,13 @@ def _pieces_by_name(of_ranks: list[Written]) -> dict[str, dict[str, tuple[Stored
 
 
 def persistent_buffers(partition: Partition) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, buffer) for each buffer that a state dict has, once.
-
-    Buffers that layers store are not among them: they are saved as parameters are.
-    """
+    """Yield (name, buffer) for each buffer that a state dict has, once."""
     transient: set[str] = set()
     for prefix, module in partition.model.named_modules():
         for name in transient_buffers(module):
             transient.add(f"{prefix}.{name}" if prefix else name)
     for name, buffer in partition.model.named_buffers():
-        if name not in transient and buffer not in partition.stored:
+        if name not in transient:
             yield name, buffer
 
 

@@ -196,7 +196,7 @@ class StrongholdConfig(_Section):
         'The dtype in which parameters are trained. "cast": all have the precision of the config, '
         'as in DeepSpeed. "own": each keeps its dtype, such as fp32 adapters or routers in a bf16 '
         "model. Frozen int8 and float8 weights, and quantised modules, always keep theirs. Left "
-        'out: "own" if a library quantised a part of the model (bitsandbytes, torchao, GPTQ, AWQ), '
+        'out: "own" if a library quantised a part of the model (bitsandbytes, torchao), '
         'else "cast".'
     )
     states: Literal["exact", "lean"] = key(

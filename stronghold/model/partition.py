@@ -33,7 +33,6 @@ parameters are resident. Only blocks that the user named must exist.
 from __future__ import annotations
 
 import fnmatch
-import functools
 import math
 import re
 import weakref
@@ -61,10 +60,9 @@ from stronghold.model.stored_tensors import (
 class NamedParameter:
     """A stored tensor with all of its names.
 
-    It is a parameter, an inner tensor of a quantised parameter, or a large buffer of a quantised
-    module (`model.stored_tensors`). `name` is its first in the model. `aliases` has that name and
-    those of ties, in registration order. `num_weights`: number of weights that it stands for, if
-    that is not its number of elements.
+    It is a parameter, or an inner tensor of a quantised parameter (`model.stored_tensors`). `name`
+    is its first in the model. `aliases` has that name and those of ties, in registration order.
+    `num_weights`: number of weights that it stands for, if that is not its number of elements.
     """
 
     name: str
@@ -137,11 +135,6 @@ class Partition:
     model: nn.Module
     names: ModelNames
 
-    @functools.cached_property
-    def stored(self) -> frozenset[torch.Tensor]:
-        """The stored tensors of all layers."""
-        return frozenset(named.parameter for layer in self.layers for named in layer.parameters)
-
     @property
     def streamed(self) -> tuple[Layer, ...]:
         """The layers that move."""
@@ -193,8 +186,7 @@ def partition(
         block = owners[tensor]
         if block is not None:
             members.setdefault((block, True), []).append(tensor)
-        # a buffer outside the blocks stays where it is
-        elif tensor not in stored.buffers:
+        else:
             first_holder = holders[tensor][0]
             members.setdefault((first_holder, False), []).append(tensor)
     result: list[Layer] = []
@@ -216,9 +208,7 @@ def partition(
                     packed=stored.packed_among(tensors),
                 )
             )
-    stay = {tensor for tensor in stored.buffers if owners[tensor] is None}
-    moving = {tensor: aliases for tensor, aliases in names.items() if tensor not in stay}
-    check_exactly_once(moving, result)
+    check_exactly_once(names, result)
     return Partition(layers=tuple(result), model=model, names=ModelNames(model))
 
 

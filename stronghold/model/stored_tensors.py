@@ -5,8 +5,8 @@
    (`inner_tensors`): packed codes, absolute maxima, a code book. They are frozen.
 3. The engine packs a frozen weight if the config has `stronghold.frozen`. Then its packed tensors
    (`packed_formats`) are stored in its place.
-4. A quantised module may keep its weights in buffers, as GPTQ and AWQ do. Its large buffers are
-   stored tensors, too, and frozen.
+4. Buffers are none: they stay on the device. A module that keeps quantised weights in buffers, as
+   GPTQ's and AWQ's do, is refused.
 
 The engine points each stored tensor at its place: `tensor.data = view`. Reads no values.
 """
@@ -21,6 +21,7 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
+from stronghold.errors import ConfigError
 from stronghold.model.inner_tensors import (
     InnerTensor,
     decoded,
@@ -31,11 +32,7 @@ from stronghold.model.inner_tensors import (
 )
 from stronghold.model.packed_formats import PackedFormat
 
-# Integers in a buffer that is at least this large are quantised weights.
-QUANTISED_BUFFER_BYTES = 1 << 16
-# Buffers of a quantised module that are at least this large move.
-MOVED_BUFFER_BYTES = 1 << 12
-_INTEGERS = frozenset({torch.int8, torch.uint8, torch.int16, torch.int32})
+_CODES_IN_BUFFERS = "qweight"  # the buffer's name in the modules of GPTQ and AWQ
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -87,7 +84,6 @@ class StoredTensors:
     """The stored tensors of a model.
 
     names      all names of each, both in registration order
-    buffers    the ones that are buffers
     quantised  the ones that a library quantised or that are codes, and all others of their modules
     fixed      those, and packed tensors: no rule casts them to another dtype
     aliases    further tensor objects of a library over the memory of a stored tensor
@@ -97,7 +93,6 @@ class StoredTensors:
     """
 
     names: dict[torch.Tensor, list[str]] = field(default_factory=dict)
-    buffers: set[torch.Tensor] = field(default_factory=set)
     quantised: set[torch.Tensor] = field(default_factory=set)
     fixed: set[torch.Tensor] = field(default_factory=set)
     _of_module: dict[nn.Module, list[torch.Tensor]] = field(default_factory=dict)
@@ -106,7 +101,7 @@ class StoredTensors:
     packed: Mapping[nn.Parameter, PackedParameter] = field(default_factory=dict)
 
     def held_by(self, module: nn.Module) -> Sequence[torch.Tensor]:
-        """The stored tensors of the parameters and buffers that the module holds directly."""
+        """The stored tensors of the parameters that the module holds directly."""
         return self._of_module.get(module, ())
 
     def packed_among(self, tensors: Iterable[torch.Tensor]) -> tuple[PackedParameter, ...]:
@@ -122,13 +117,20 @@ class StoredTensors:
 def stored_tensors(
     model: nn.Module, packed: Mapping[nn.Parameter, PackedParameter] = NOTHING_PACKED
 ) -> StoredTensors:
-    """List the model's stored tensors. ConfigError for a parameter of an unknown class."""
+    """List the model's stored tensors. ConfigError for a parameter of an unknown class, and for
+    quantised weights in buffers."""
     settle(model)
     stored = StoredTensors(packed=packed)
     for prefix, module in model.named_modules(remove_duplicate=False):
         held: dict[torch.Tensor, None] = {}
         dot = "." if prefix else ""
-        is_quantised = has_codes(module)
+        if _CODES_IN_BUFFERS in dict(module.named_buffers(recurse=False)):
+            raise ConfigError(
+                f"{prefix or 'the model'} is a {type(module).__name__}, which keeps quantised "
+                f"weights in buffers ({_CODES_IN_BUFFERS}), as GPTQ and AWQ do: buffers do not "
+                "stream. Load the model unquantised, and quantise it with bitsandbytes, torchao or "
+                'stronghold.frozen "nf4"'
+            )
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             full_name = f"{prefix}{dot}{name}"
             inner = _inner(full_name, parameter, packed)
@@ -143,13 +145,8 @@ def stored_tensors(
                 held[tensor.tensor] = None
                 if tensor.aliases:
                     stored.aliases[tensor.tensor] = tensor.aliases
-        for name, buffer in _moved_buffers(module):
-            stored.names.setdefault(buffer, []).append(f"{prefix}{dot}{name}")
-            stored.buffers.add(buffer)
-            held[buffer] = None
-            is_quantised = True
         stored._of_module[module] = list(held)
-        if is_quantised:
+        if has_codes(module):
             stored.quantised.update(held)
     of_packed = (inner for described in packed.values() for inner in described.inner.values())
     stored.fixed.update(stored.quantised, of_packed)
@@ -164,15 +161,3 @@ def _inner(
         return inner_tensors(parameter, name)
     inner = packed[parameter].inner
     return tuple(InnerTensor(name=key, tensor=tensor) for key, tensor in inner.items())
-
-
-def _moved_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """(name, buffer) of the large buffers of a module that keeps quantised weights in buffers."""
-    buffers = list(module.named_buffers(recurse=False))
-    is_quantised = any(
-        buffer.dtype in _INTEGERS and buffer.nbytes >= QUANTISED_BUFFER_BYTES
-        for _, buffer in buffers
-    )
-    if not is_quantised:
-        return []
-    return [(name, buffer) for name, buffer in buffers if buffer.nbytes >= MOVED_BUFFER_BYTES]

@@ -371,15 +371,13 @@ class Stack:
             )
 
     def _move_buffers(self, device: torch.device) -> None:
-        """Move the buffers that are no stored tensors of a layer.
+        """Move the buffers.
 
         Modules may keep tensors that are no buffers, and move them in their own way when they are
         moved (torchmetrics' metrics). So modules of which a layer stores nothing are moved whole.
         """
-        moved_with_layers = self.partition.stored
         for buffer in self.partition.model.buffers():
-            if buffer not in moved_with_layers:
-                buffer.data = buffer.data.to(device)
+            buffer.data = buffer.data.to(device)
         for module in self.partition.modules_without_stored():
             module.to(device)
 

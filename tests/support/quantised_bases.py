@@ -48,55 +48,6 @@ def token_batch(seed: int) -> dict[str, Any]:
 
 
 # -- modules of other packages, in arithmetic that every CPU has -----------------------------------
-class Packed(torch.autograd.Function):
-    """A product with packed weights. Backward decodes them again, from what was saved."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, *packed: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(*packed)
-        return F.linear(x, unpacked(*packed).to(x.dtype))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        packed = ctx.saved_tensors
-        return gradient @ unpacked(*packed).to(gradient.dtype), *(None for _ in packed)
-
-
-def unpacked(qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """(outputs, inputs) from int32 words of eight codes along the inputs, as GPTQ has them."""
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32)
-    codes = (qweight.unsqueeze(1) >> shifts.view(1, 8, 1)) & 15
-    zeros = (qzeros.unsqueeze(2) >> shifts) & 15
-    codes = codes.reshape(-1, GROUP, qweight.size(1))
-    zeros = zeros.reshape(qzeros.size(0), 1, qweight.size(1))
-    return ((codes - zeros) * scales.unsqueeze(1)).reshape(-1, qweight.size(1)).t()
-
-
-class PackedLinear(nn.Linear):
-    """GPTQ's layout: `qweight`, `qzeros` and `scales` are buffers, and there is no weight."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = inputs, outputs
-        self.register_parameter("bias", None)
-        words = {"dtype": torch.int32}
-        least, most = -(2**31), 2**31 - 1
-        groups = inputs // GROUP
-        self.register_buffer("qweight", torch.randint(least, most, (inputs // 8, outputs), **words))
-        self.register_buffer("qzeros", torch.randint(least, most, (groups, outputs // 8), **words))
-        self.register_buffer("scales", 0.02 * torch.rand(groups, outputs).bfloat16())
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """PEFT takes the adapters' dtype from it."""
-        return self.scales
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        product: Any = Packed.apply
-        result: torch.Tensor = product(x, self.qweight, self.qzeros, self.scales)
-        return result
-
-
 @contextmanager
 def fp8_on_cpus() -> Iterator[None]:
     """Transformers' FP8 modules compute on CPUs, too: their kernels exist on GPUs alone. Their own
@@ -121,15 +72,6 @@ def fp8_on_cpus() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(finegrained_fp8, "fp8_linear", linear)
         patch.setattr(finegrained_fp8, "fp8_grouped_matmul", of_experts)
-        yield
-
-
-@contextmanager
-def small_buffers_move() -> Iterator[None]:
-    """Buffers of every size move, as large ones do: these models are tiny."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("QUANTISED_BUFFER_BYTES", "MOVED_BUFFER_BYTES"):
-            patch.setattr(f"stronghold.model.stored_tensors.{name}", 1)
         yield
 
 
@@ -201,10 +143,6 @@ def float8_experts(experts: Any, config: Any) -> nn.Module:
     return quantised
 
 
-def packed_buffers(linear: nn.Linear) -> nn.Module:
-    return PackedLinear(linear.in_features, linear.out_features)
-
-
 def int4_groups() -> Any:
     return torchao.IntxWeightOnlyConfig(
         weight_dtype=torch.int4, granularity=torchao.PerGroup(GROUP)
@@ -222,7 +160,6 @@ LINEARS: dict[str, Callable[[nn.Linear], nn.Module]] = {
     "torchao float8": functools.partial(by_torchao, make_config=torchao.Float8WeightOnlyConfig),
     "torchao nf4": by_torchao_nf4,
     "FP8Linear": float8,
-    "packed buffers": packed_buffers,
 }
 
 

@@ -9,17 +9,11 @@ import torch
 from torch import nn
 
 from tests.models import loss_of
-from tests.support.quantised_bases import (
-    BASES,
-    Batches,
-    fp8_on_cpus,
-    small_buffers_move,
-    token_batch,
-)
+from tests.support.quantised_bases import BASES, Batches, fp8_on_cpus, token_batch
 from tests.support.rank_models import num_ranks, rank
 from tests.support.training import Run, config, initialized, moments_of
 
-KINDS = ("nf4 double", "int8", "torchao int8", "FP8Linear", "packed buffers")
+KINDS = ("nf4 double", "int8", "torchao int8", "FP8Linear")
 SECTION: dict[str, Any] = {"window": 1, "activations": "keep", "dtypes": "own"}
 STEPS = 3
 
@@ -41,7 +35,7 @@ def trained(kind: str, folder: Path | None = None) -> Run:
     accumulation = 2 // num_ranks()
     settings = config(precision="bf16", clipping=0.0, accumulation=accumulation, section=section)
     run = Run()
-    with fp8_on_cpus(), small_buffers_move():
+    with fp8_on_cpus():
         model, make_batch = fp32_adapters(kind)
         engine = initialized(model, settings)
         for step in range(STEPS):

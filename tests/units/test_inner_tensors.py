@@ -23,6 +23,7 @@ from stronghold.model.inner_tensors import (
     settle,
     wrappers,
 )
+from stronghold.model.stored_tensors import stored_tensors
 from tests.support.quantised_bases import BASES, LINEARS, blocks_of, fp8_on_cpus
 
 ALIGNMENT = 512
@@ -166,9 +167,16 @@ def test_an_int8_weight_that_has_computed_shows_its_scales_again() -> None:
 
 @pytest.mark.parametrize("kind", LINEARS)
 def test_a_module_of_codes_is_known(kind: str) -> None:
-    """A module whose codes are buffers is known by these (`stored_tensors`)."""
-    assert has_codes(linear(kind)) is (kind != "packed buffers")
+    assert has_codes(linear(kind))
     assert not has_codes(nn.Linear(64, 32).requires_grad_(False))
+
+
+def test_quantised_weights_in_buffers_are_refused_by_name() -> None:
+    """As GPTQ's and AWQ's modules have them."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Module())
+    model[1].register_buffer("qweight", torch.zeros(8, 8, dtype=torch.int32))
+    with pytest.raises(ConfigError, match=r"1 is a Module.*\(qweight\).*bitsandbytes, torchao"):
+        stored_tensors(model)
 
 
 WRAPPERS = [kind for kind in LINEARS if "torchao" in kind]
