@@ -2,8 +2,8 @@
 
 `initialize` is `deepspeed.initialize` with one more choice: a "stronghold" section in the config
 selects `StrongholdEngine`. From this import on `deepspeed.initialize` obeys the section too
-(`plugin`), so a program that calls DeepSpeed's name gets this engine as well. `CPUAdam`, `CPULion`
-and `CPUSGD` have the engine's kernels as ordinary optimizers.
+(`plugin`), so a program that calls DeepSpeed's name gets this engine as well. `CPUAdam`
+has the engine's kernels as an ordinary optimizer.
 """
 
 from __future__ import annotations
@@ -26,17 +26,13 @@ if TYPE_CHECKING:
     from stronghold.devices.base import OutOfMemoryError
     from stronghold.engine import StrongholdEngine
     from stronghold.engine.dispatch import initialize
-    from stronghold.optim.adam import CPUAdam
-    from stronghold.optim.lion import CPULion
-    from stronghold.optim.sgd import CPUSGD
+    from stronghold.optim.cpu_adam import CPUAdam
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "CPUSGD",
     "BudgetError",
     "CPUAdam",
-    "CPULion",
     "ConfigError",
     "LaneError",
     "OutOfMemoryError",
@@ -52,9 +48,7 @@ __all__ = [
 # Module of each name whose import takes seconds, because it imports DeepSpeed. The first use of the
 # name imports it: a command that only draws a trace should not wait for it.
 _MODULE_OF_NAME = {
-    "CPUAdam": "stronghold.optim.adam",
-    "CPULion": "stronghold.optim.lion",
-    "CPUSGD": "stronghold.optim.sgd",
+    "CPUAdam": "stronghold.optim.cpu_adam",
     "OutOfMemoryError": "stronghold.devices.base",
     "StrongholdEngine": "stronghold.engine",
     "from_pretrained": "stronghold.checkpoint.pretrained",

@@ -16,7 +16,6 @@ NAMES = (
     "deepspeed",
     "deepspeed_two_ranks",
     "lightning",
-    "optimizers",
     "peft",
     "transformers",
     "trl",

@@ -26,7 +26,7 @@ from stronghold.devices import cuda
 from stronghold.distributed.process_groups import data_parallel_size, join, joining, local_rank_of
 from stronghold.engine import StrongholdEngine
 from stronghold.errors import ConfigError, ErrorPage
-from stronghold.optim.cpu_optimizer import CPUOptimizer
+from stronghold.optim.cpu_adam import CPUAdam
 from stronghold.streaming.optimizer import EngineOptimizer
 from stronghold.telemetry import show_log
 
@@ -231,9 +231,9 @@ def _from_client(
             page=ErrorPage.TWO_OPTIMIZERS,
         )
     kept_states = settings.stronghold.states
-    if isinstance(client, CPUOptimizer) and client.states != kept_states == "exact":
+    if isinstance(client, CPUAdam) and client.states != kept_states == "exact":
         raise ConfigError(
-            f'optimizer: a {type(client).__name__} with states="lean", but the engine keeps the '
+            'optimizer: a CPUAdam with states="lean", but the engine keeps the '
             'states, and stronghold.states is "exact": set that to "lean"'
         )
     _check_owned(model, client.param_groups, "optimizer")

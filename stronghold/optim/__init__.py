@@ -5,7 +5,7 @@ adam              Adam and AdamW
 lion              Lion
 sgd               SGD with momentum, and Nesterov's
 states            the arrays that hold a parameter's training state
-cpu_optimizer     an optimizer's kernels as a `torch.optim.Optimizer`
+cpu_adam          Adam's kernels as a `torch.optim.Optimizer`
 triton_programs   the formulas on a GPU, which `devices.triton_kernels` launches
 """
 

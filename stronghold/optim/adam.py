@@ -21,8 +21,6 @@ from stronghold.optim.contract import (
     Moment,
     Optimizer,
 )
-from stronghold.optim.cpu_optimizer import CPUOptimizer
-from stronghold.optim.states import EXACT, StateKind
 
 logger = logging.getLogger("stronghold")
 
@@ -155,38 +153,3 @@ def _is_adamw(optimizer: object, base: type, group: Mapping[str, Any]) -> bool:
         if mode is not None:
             return bool(mode)
     return base.__name__ == "AdamW"
-
-
-class CPUAdam(CPUOptimizer):
-    """AdamW, or Adam with L2 decay (`adamw_mode=False`), on CPU parameters: see `CPUOptimizer`.
-
-    The state of a parameter has `step`, `exp_avg`, `exp_avg_sq` and `low`. `load_state_dict` also
-    takes the state of `torch.optim.Adam` and `AdamW`. ConfigError for `amsgrad=True`.
-    """
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        *,
-        adamw_mode: bool = True,
-        bias_correction: bool = True,
-        amsgrad: bool = False,
-        maximize: bool = False,
-        states: StateKind = EXACT,
-        num_threads: int | None = None,
-    ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "adamw_mode": adamw_mode,
-            "bias_correction": bias_correction,
-            "amsgrad": amsgrad,
-            "maximize": maximize,
-        }
-        super().__init__(params, defaults, Adam, states=states, num_threads=num_threads)

@@ -2,12 +2,12 @@
 
 Owns no tensor and runs no kernel. An `Optimizer` is plain data. It is made from the config or from
 a client's parameter group; any thread may read it. `stronghold/optim/__init__.py` lists the
-optimizers. Outside `stronghold/optim/` and `kernels/` only the package's root names them, which
-exports the `CPUOptimizer` of each.
+optimizers. Outside `stronghold/optim/` and `kernels/` only the package's root names one: it exports
+`CPUAdam`.
 
 [Note: a new optimizer] To add an optimizer, write
 
-1. a subclass of `Optimizer` in a file of its own here, with a `CPUOptimizer` beside it;
+1. a subclass of `Optimizer` in a file of its own here;
 2. a header in `kernels/src/`, with the formula for vectors, and its line in the kernels' table;
 3. a formula in `triton_programs.py`, with the same operations in the same order;
 4. the subclass's line in `OPTIMIZERS`.

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from stronghold.optim.contract import BETAS, NUMBER, Expected, FixedKey, Group, Moment, Optimizer
-from stronghold.optim.cpu_optimizer import CPUOptimizer
-from stronghold.optim.states import EXACT, StateKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +20,7 @@ class Lion(Optimizer):
     name = "Lion"
     possible_moments = (Moment(name="exp_avg"),)
     types = ("lion",)
-    classes = frozenset(
-        {("deepspeed", "DeepSpeedCPULion"), ("deepspeed", "FusedLion"), ("stronghold", "CPULion")}
-    )
+    classes = frozenset({("deepspeed", "DeepSpeedCPULion"), ("deepspeed", "FusedLion")})
     defaults: ClassVar[Mapping[str, Any]] = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}
     expected: ClassVar[Mapping[str, Expected]] = {
         "lr": NUMBER,
@@ -67,24 +63,3 @@ class Lion(Optimizer):
     @classmethod
     def from_group(cls, optimizer: object, base: type, group: Mapping[str, Any]) -> Optimizer:
         return cls()
-
-
-class CPULion(CPUOptimizer):
-    """Lion on CPU parameters: see `CPUOptimizer`.
-
-    The state of a parameter has `step`, `exp_avg` and `low`.
-    """
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        weight_decay: float = 0.0,
-        *,
-        maximize: bool = False,
-        states: StateKind = EXACT,
-        num_threads: int | None = None,
-    ) -> None:
-        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, defaults, Lion, states=states, num_threads=num_threads)

@@ -22,8 +22,6 @@ from stronghold.optim.contract import (
     Optimizer,
     refuse_changed,
 )
-from stronghold.optim.cpu_optimizer import CPUOptimizer
-from stronghold.optim.states import EXACT, StateKind
 
 NESTEROV = 1  # the kernel's flag
 
@@ -49,7 +47,7 @@ class SGD(Optimizer):
     name = "SGD"
     possible_moments = (Moment(name="momentum_buffer"),)
     types = ("sgd",)
-    classes = frozenset({("torch", "SGD"), ("stronghold", "CPUSGD")})
+    classes = frozenset({("torch", "SGD")})
     defaults: ClassVar[Mapping[str, Any]] = {
         "lr": 1e-3,
         "momentum": 0.0,
@@ -112,34 +110,3 @@ class SGD(Optimizer):
                 "to false"
             )
         return cls(has_momentum=has_momentum, nesterov=nesterov)
-
-
-class CPUSGD(CPUOptimizer):
-    """SGD on CPU parameters: see `CPUOptimizer`.
-
-    The state of a parameter has `step`, `low`, and `momentum_buffer` if its group has momentum.
-    ConfigError for a `dampening` that is not 0.
-    """
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        momentum: float = 0.0,
-        dampening: float = 0.0,
-        weight_decay: float = 0.0,
-        nesterov: bool = False,
-        *,
-        maximize: bool = False,
-        states: StateKind = EXACT,
-        num_threads: int | None = None,
-    ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "maximize": maximize,
-        }
-        super().__init__(params, defaults, SGD, states=states, num_threads=num_threads)

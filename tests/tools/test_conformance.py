@@ -38,7 +38,6 @@ SUITES = (  # those whose rows are a table of `Row`
     "accelerate_examples",
     "deepspeed",
     "deepspeed_two_ranks",
-    "optimizers",
 )
 
 

@@ -11,7 +11,8 @@ import torch
 from stronghold import config as configs
 from stronghold.errors import ConfigError
 from stronghold.optim import known_types
-from stronghold.optim.adam import Adam, CPUAdam
+from stronghold.optim.adam import Adam
+from stronghold.optim.cpu_adam import CPUAdam
 from stronghold.optim.lion import Lion
 from stronghold.optim.sgd import SGD
 from tests.support.settings import BASE, load, refusal
@@ -215,7 +216,7 @@ def test_momentum_that_comes_later_is_refused() -> None:
 
 
 def test_our_own_optimizer_says_its_mode_per_group() -> None:
-    cls = stand_in("stronghold.optim.adam", "CPUAdam")
+    cls = stand_in("stronghold.optim.cpu_adam", "CPUAdam")
     defaults = {"lr": 1e-3, "betas": (0.9, 0.999), "adamw_mode": True}
     groups = [{"params": [parameter()]}, {"params": [parameter()], "adamw_mode": False}]
     found = configs.settings_from_client_optimizer(cls(groups, defaults))

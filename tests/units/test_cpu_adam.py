@@ -11,7 +11,7 @@ import torch
 
 from stronghold.errors import ConfigError
 from stronghold.optim import states
-from stronghold.optim.adam import CPUAdam
+from stronghold.optim.cpu_adam import CPUAdam
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = (F32, BF16, F16)

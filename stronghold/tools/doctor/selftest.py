@@ -18,7 +18,7 @@ from stronghold.devices import cuda
 from stronghold.devices.cuda import CudaDevice
 from stronghold.engine.dispatch import initialize
 from stronghold.limits import host_limits
-from stronghold.optim.adam import CPUAdam
+from stronghold.optim.cpu_adam import CPUAdam
 from stronghold.streaming.stack import MemoryReport
 from stronghold.tools.answer import Answer
 from stronghold.tools.doctor.measure import effort, link_rates

@@ -1,4 +1,4 @@
-"""`CPUOptimizer`: one of the kernels' optimizers as an ordinary `torch.optim.Optimizer`.
+"""`CPUAdam`: the engine's Adam kernels as an ordinary `torch.optim.Optimizer`.
 
 Owns a thread pool and, in `self.state`, the moments and the master remainders. Never writes
 gradients. One thread at a time may call `step`.
@@ -25,6 +25,7 @@ import torch
 
 from stronghold.errors import ConfigError, did_you_mean
 from stronghold.native import MAX_NUMBERS, Pool, UpdateSegment, available_cores
+from stronghold.optim.adam import Adam
 from stronghold.optim.contract import Optimizer
 from stronghold.optim.states import (
     EXACT,
@@ -44,8 +45,9 @@ TORCHS_DEFAULT = "differentiable"
 _Closure = Callable[[], "torch.Tensor | float"]
 
 
-class CPUOptimizer(torch.optim.Optimizer):
-    """An optimizer of CPU parameters, with the kernels that the engine uses.
+class CPUAdam(torch.optim.Optimizer):
+    """AdamW, or Adam with L2 decay (`adamw_mode=False`), on CPU parameters, with the kernels that
+    the engine uses.
 
     Parameters and gradients are fp32, bf16 or fp16, independently of each other. Arithmetic is
     fp32 on exact fp32 masters; formula and order are in `kernels/include/stronghold.h`. The bits
@@ -57,24 +59,31 @@ class CPUOptimizer(torch.optim.Optimizer):
     Lean states round otherwise, within the bounds of `stronghold.optim.states`. They are as
     deterministic as exact states.
 
-    `load_state_dict` also takes the state of torch's optimizer of the same name. It converts states
-    of the other kind: it decodes lean ones and encodes exact ones.
+    The state of a parameter has `step`, `exp_avg`, `exp_avg_sq` and `low`. `load_state_dict` also
+    takes the state of `torch.optim.Adam` and `AdamW`. It converts states of the other kind: it
+    decodes lean ones and encodes exact ones.
 
     `step` raises `ConfigError`, before it updates anything, for
 
     * sparse gradients;
     * parameters that are not on the CPU, have another dtype, or overlap themselves in memory;
-    * hyper-parameters that the optimizer refuses.
+    * hyper-parameters that the optimizer refuses, such as `amsgrad=True`.
     """
 
     def __init__(
         self,
         params: Any,
-        defaults: dict[str, Any],
-        optimizer_class: type[Optimizer],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
         *,
-        states: StateKind,
-        num_threads: int | None,
+        adamw_mode: bool = True,
+        bias_correction: bool = True,
+        amsgrad: bool = False,
+        maximize: bool = False,
+        states: StateKind = EXACT,
+        num_threads: int | None = None,
     ) -> None:
         if states not in KINDS:
             raise ConfigError(
@@ -82,8 +91,17 @@ class CPUOptimizer(torch.optim.Optimizer):
                 f"{did_you_mean(str(states), KINDS)}"
             )
         self.states: StateKind = states
-        self._optimizer_class = optimizer_class
         self._pool = Pool(available_cores() if num_threads is None else num_threads)
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "adamw_mode": adamw_mode,
+            "bias_correction": bias_correction,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+        }
         # before the parameters, as torch's optimizers do it
         self._check_defaults(defaults)
         super().__init__(params, defaults)
@@ -101,12 +119,7 @@ class CPUOptimizer(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         # Threads are neither copied nor pickled. The copy starts as many threads.
         state: dict[str, Any] = super().__getstate__()
-        return {
-            **state,
-            "num_threads": self._pool.num_threads,
-            "states": self.states,
-            "_optimizer_class": self._optimizer_class,
-        }
+        return {**state, "num_threads": self._pool.num_threads, "states": self.states}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         num_threads = state.pop("num_threads", None)
@@ -171,7 +184,7 @@ class CPUOptimizer(torch.optim.Optimizer):
         return loss
 
     def _optimizer(self, group: dict[str, Any]) -> Optimizer:
-        return self._optimizer_class.from_group(self, type(self), group)
+        return Adam.from_group(self, type(self), group)
 
     def _states(self, optimizer: Optimizer, param: torch.Tensor) -> States:
         return states_of(param.dtype, self.states, optimizer.moments)
@@ -221,7 +234,7 @@ class CPUOptimizer(torch.optim.Optimizer):
     def _check_group(self, group: dict[str, Any]) -> None:
         # Here `maximize` is allowed: `_segment` negates the gradient.
         checked = {key: value for key, value in group.items() if key != "maximize"}
-        problems = self._optimizer_class.problems(checked, type(self).__name__)
+        problems = Adam.problems(checked, type(self).__name__)
         if problems:
             raise ConfigError("\n".join(problems))
 
