@@ -9,17 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import Any, Protocol
 
-NAMES = (
-    "accelerate",
-    "accelerate_examples",
-    "arctic",
-    "deepspeed",
-    "deepspeed_two_ranks",
-    "lightning",
-    "peft",
-    "transformers",
-    "trl",
-)
+NAMES = ("accelerate", "deepspeed", "peft", "transformers")
 
 
 class Suite(Protocol):

@@ -35,9 +35,7 @@ def test_unknown(): raise ValueError("something new")
 
 SUITES = (  # those whose rows are a table of `Row`
     "accelerate",
-    "accelerate_examples",
     "deepspeed",
-    "deepspeed_two_ranks",
 )
 
 

@@ -7,7 +7,7 @@ is set. Launchers stay as they are: they only start processes.
 import os
 import sys
 
-LAUNCHERS = {"accelerate", "accelerate-launch", "trl"}
+LAUNCHERS = {"accelerate", "accelerate-launch"}
 launches = not LAUNCHERS.isdisjoint(os.path.basename(word) for word in sys.orig_argv[:3])
 
 if os.environ.get("STRONGHOLD_CONFORMANCE_DEVICE") and not launches:
