@@ -20,7 +20,10 @@ each at memory by `tensor.data = view`.
    module's `state`. The objects stay the same.
 2. `CB` is a second tensor object over the weight's memory. So both are pointed (`aliases`).
 3. The inner tensors of a weight that has run a forward already are on the module. `settle` gives
-   the weight its two attributes back. The next forward moves them again.
+   the weight its two attributes back.
+4. Hazard: a forward that runs as a trial, or a second time, puts back what the module holds, and
+   not what its weight holds. Without scales the library takes the codes for values.
+5. So `HeldTensors` moves the attributes before any forward does. No forward finds any to move.
 
 [Note: biases that a forward casts]
 1. The first forward of `Linear4bit` points its bias at a copy in the compute dtype.
@@ -336,6 +339,8 @@ class HeldTensors:
 
     A library may put other objects in their place: PEFT does so when it merges an adapter into a
     weight of bitsandbytes. The engine would go on to move the old ones.
+
+    The scales of int8 weights go to their modules, as a first forward puts them there.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -352,6 +357,7 @@ class HeldTensors:
                 for holder, attribute in row.holders(parameter):
                     held = getattr(holder, attribute)
                     self._held.append((holder, attribute, held, f"{name} ({attribute})"))
+        _begin_int8(model)
 
     def check(self) -> None:
         """ConfigError if a program has put another object in the place of one of these."""
@@ -387,6 +393,16 @@ def settle(model: nn.Module) -> None:
         is_4bit = _BITSANDBYTES_4BIT.matches(weight)
         if is_4bit and bias is not None and dtype is not None and bias.dtype is not dtype:
             bias.data = bias.data.to(dtype)
+
+
+def _begin_int8(model: nn.Module) -> None:
+    """Move scales from int8 weights to their modules, as a first forward does ([Note: int8
+    states])."""
+    for module in model.modules():
+        weight: Any = dict(module.named_parameters(recurse=False)).get("weight")
+        if _BITSANDBYTES_INT8.matches(weight) and weight.CB is not None:
+            linear: Any = module
+            linear.init_8bit_state()
 
 
 def has_codes(module: nn.Module) -> bool:

@@ -49,8 +49,8 @@ PLACES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """FP8Linear computes on CPUs. Files are read in pieces of a few pages, and small tensors
-    are offloaded."""
+    """FP8Linear computes on CPUs. Files are read in pieces of a few pages, and small tensors are
+    offloaded."""
     monkeypatch.setattr("stronghold.plan.host_memory.PIECE_BYTES", 4096 * 24)
     monkeypatch.setattr("stronghold.streaming.activations.offload.MIN_OFFLOAD_BYTES", 1)
     with fp8_on_cpus():
@@ -119,7 +119,7 @@ def test_adapters_train_over_a_quantised_base_as_in_a_plain_loop(
         assert report.gpu_peak == report.gpu_planned
 
 
-@pytest.mark.parametrize("kind", daily("nf4 double"))
+@pytest.mark.parametrize("kind", daily("nf4 double", "int8"))
 @pytest.mark.parametrize("policy", ["keep", pytest.param("recompute", marks=pytest.mark.slow)])
 def test_chunks_over_a_quantised_base_are_those_of_a_plain_loop(kind: str, policy: str) -> None:
     section = {"window": 1, "chunk": 1, "streams": 2, "activations": policy}
