@@ -18,10 +18,9 @@ SH_INLINE void PrefetchCodes(const char* codes) {
 
 struct OutF32 {
   static constexpr int64_t kBytes = 4;
-  template <bool kStream>
   SH_INLINE static void StoreTwo(char* p, F a, F b) {
-    StoreF32<kStream>(p, a);
-    StoreF32<kStream>(p + 4 * kLanes, b);
+    StoreF32(p, a);
+    StoreF32(p + 4 * kLanes, b);
   }
   template <bool kStream>
   SH_INLINE static void LookUp(const char* codes, const char* table, char* out) {
@@ -30,9 +29,8 @@ struct OutF32 {
 };
 struct OutBf16 {
   static constexpr int64_t kBytes = 2;
-  template <bool kStream>
   SH_INLINE static void StoreTwo(char* p, F a, F b) {
-    StoreBf16x2<kStream>(p, a, b);
+    StoreBf16x2(p, a, b);
   }
   template <bool kStream>
   SH_INLINE static void LookUp(const char* codes, const char* table, char* out) {
@@ -41,9 +39,8 @@ struct OutBf16 {
 };
 struct OutF16 {
   static constexpr int64_t kBytes = 2;
-  template <bool kStream>
   SH_INLINE static void StoreTwo(char* p, F a, F b) {
-    StoreF16x2<kStream>(p, a, b);
+    StoreF16x2(p, a, b);
   }
   template <bool kStream>
   SH_INLINE static void LookUp(const char* codes, const char* table, char* out) {
@@ -80,7 +77,7 @@ SH_INLINE void Nf4Table(float scale, char* table) {
     const char* values = reinterpret_cast<const char*>(kNf4Values);
     const F a = Canonical(Mul(LoadF32(values + 4 * i), Set(scale)));
     const F b = Canonical(Mul(LoadF32(values + 4 * second), Set(scale)));
-    Out::template StoreTwo<false>(padded + i * Out::kBytes, a, b);
+    Out::StoreTwo(padded + i * Out::kBytes, a, b);
   }
   std::memcpy(table, padded, 16 * Out::kBytes);
 }

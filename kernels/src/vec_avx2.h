@@ -266,7 +266,6 @@ SH_INLINE void StreamFence() { _mm_sfence(); }
 SH_INLINE __m128i Load64(const char* p) {
   return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
 }
-SH_INLINE F LoadS8(const char* p) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(Load64(p))); }
 
 // The bits of bf16, to nearest even, in the lower words.
 SH_INLINE __m256i RoundBf16(F x) {
@@ -276,16 +275,14 @@ SH_INLINE __m256i RoundBf16(F x) {
       _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), odd);
   return _mm256_srli_epi32(rounded, 16);
 }
-template <bool kStream>
 SH_INLINE void StoreBf16x2(char* p, F a, F b) {
-  StoreInOrder<kStream>(p, _mm256_packus_epi32(RoundBf16(a), RoundBf16(b)));
+  StoreInOrder<false>(p, _mm256_packus_epi32(RoundBf16(a), RoundBf16(b)));
 }
-template <bool kStream>
 SH_INLINE void StoreF16x2(char* p, F a, F b) {
   // One store: a table of 16 words that was stored in two is not forwarded to its load.
   const __m128i low = _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT);
   const __m128i high = _mm256_cvtps_ph(b, _MM_FROUND_TO_NEAREST_INT);
-  Store256<kStream>(p, _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1));
+  Store256<false>(p, _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1));
 }
 
 // Sixty-four 4-bit codes of 32 bytes, one byte each.

@@ -266,9 +266,6 @@ SH_INLINE void StreamFence() { _mm_sfence(); }
 SH_INLINE __m128i Load128(const char* p) {
   return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
 }
-SH_INLINE F LoadS8(const char* p) {
-  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(Load128(p)));
-}
 
 // The bits of bf16, to nearest even, in the upper words.
 SH_INLINE __m512i RoundBf16(F x) {
@@ -276,18 +273,16 @@ SH_INLINE __m512i RoundBf16(F x) {
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
   return _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFF)), odd);
 }
-template <bool kStream>
 SH_INLINE void StoreBf16x2(char* p, F a, F b) {
   const __m512i upper_words = _mm512_set_epi16(
       63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27, 25, 23, 21, 19,
       17, 15, 13, 11, 9, 7, 5, 3, 1);
-  Store512<kStream>(p, _mm512_permutex2var_epi16(RoundBf16(a), upper_words, RoundBf16(b)));
+  Store512<false>(p, _mm512_permutex2var_epi16(RoundBf16(a), upper_words, RoundBf16(b)));
 }
-template <bool kStream>
 SH_INLINE void StoreF16x2(char* p, F a, F b) {
   const int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
   const __m512i lower = _mm512_castsi256_si512(_mm512_cvtps_ph(a, nearest));
-  Store512<kStream>(p, _mm512_inserti64x4(lower, _mm512_cvtps_ph(b, nearest), 1));
+  Store512<false>(p, _mm512_inserti64x4(lower, _mm512_cvtps_ph(b, nearest), 1));
 }
 
 // Sixty-four 4-bit codes of 32 bytes, one byte each.

@@ -75,7 +75,6 @@ struct Quad {
 SH_INLINE uint8x16_t Load16U8(const char* p) {
   return vld1q_u8(reinterpret_cast<const uint8_t*>(p));
 }
-SH_INLINE uint16x8_t Load8U16(const char* p) { return vreinterpretq_u16_u8(Load16U8(p)); }
 SH_INLINE uint32x4_t BitsOf(F x) { return vreinterpretq_u32_f32(x); }
 SH_INLINE F FloatOf(uint32x4_t x) { return vreinterpretq_f32_u32(x); }
 
@@ -221,7 +220,6 @@ SH_INLINE int16x4_t Load4S8(const char* p) {
   std::memcpy(&bytes, p, 4);
   return vget_low_s16(vmovl_s8(vcreate_s8(bytes)));
 }
-SH_INLINE F LoadS8(const char* p) { return vcvtq_f32_s32(vmovl_s16(Load4S8(p))); }
 
 // bf16, to nearest even.
 SH_INLINE uint16x4_t RoundBf16(F x) {
@@ -229,12 +227,10 @@ SH_INLINE uint16x4_t RoundBf16(F x) {
   const uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
   return vshrn_n_u32(vaddq_u32(vaddq_u32(bits, vdupq_n_u32(0x7FFF)), odd), 16);
 }
-template <bool kStream>
 SH_INLINE void StoreBf16x2(char* p, F a, F b) {
   Store4U16(p, RoundBf16(a));
   Store4U16(p + 8, RoundBf16(b));
 }
-template <bool kStream>
 SH_INLINE void StoreF16x2(char* p, F a, F b) {
   StoreF16(p, a);
   StoreF16(p + 8, b);

@@ -210,19 +210,16 @@ SH_INLINE void StreamFence() {}
 
 // ---- Packed weights -----------------------------------------------------------------------------
 
-SH_INLINE F LoadS8(const char* p) { return static_cast<float>(static_cast<signed char>(*p)); }
 
 SH_INLINE void StoreBf16(char* p, F x) {
   const uint32_t bits = Bits(x);
   const uint16_t rounded = static_cast<uint16_t>((bits + 0x7FFFu + ((bits >> 16) & 1)) >> 16);
   std::memcpy(p, &rounded, 2);
 }
-template <bool kStream>
 SH_INLINE void StoreBf16x2(char* p, F a, F b) {
   StoreBf16(p, a);
   StoreBf16(p + 2, b);
 }
-template <bool kStream>
 SH_INLINE void StoreF16x2(char* p, F a, F b) {
   StoreF16(p, a);
   StoreF16(p + 2, b);

@@ -158,11 +158,6 @@ class Conversion:
                 self._unread = self._convert(target.dtype, is_meta=False)
             target.copy_(self._unread.pop(name))
 
-    def will_read(self) -> None:
-        """Let the system read the tensors ahead. Waits for nothing."""
-        for source in self._sources:
-            source.file.will_read(source.key)
-
     def mapped(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """The parameters by name, as tensors over the files' pages.
 

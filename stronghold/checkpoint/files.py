@@ -36,9 +36,6 @@ from stronghold.errors import CheckpointError, StateError
 # Pieces that are written, hashed and converted at once. They are small against any layer, and their
 # bytes are still in the cache when the checksum reads them.
 PIECE_BYTES = 4 << 20
-AHEAD_BYTES = 512 << 20
-# The kernel cuts a request for readahead to what it reads ahead by itself: 128 KiB by default.
-AHEAD_STEP_BYTES = 128 << 10
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -283,16 +280,6 @@ class HeldFile:
                 raise CheckpointError(f"{self.path}: cut off inside {content}")
             view, begin = view[count:], begin + count
 
-    def will_read(self, begin: int, num_bytes: int) -> None:
-        """Let the system read bytes into its page cache meanwhile (readahead). Waits for nothing.
-
-        At most `AHEAD_BYTES`, so that a large request does not evict what others need.
-        """
-        end = begin + min(num_bytes, AHEAD_BYTES)
-        for first in range(begin, end, AHEAD_STEP_BYTES):
-            length = min(AHEAD_STEP_BYTES, end - first)
-            os.posix_fadvise(self._descriptor, first, length, os.POSIX_FADV_WILLNEED)
-
     def read(self, largest: int) -> bytes:
         """Return all bytes. Raises CheckpointError for a file of more than `largest` bytes."""
         if self.num_bytes > largest:
@@ -416,11 +403,6 @@ class TensorFile:
         tensor = torch.empty(info.shape, dtype=info.dtype)
         self.read_into(name, 0, tensor)
         return tensor
-
-    def will_read(self, name: str) -> None:
-        """Let the system read a tensor ahead (`HeldFile.will_read`)."""
-        info = self.info(name)
-        self._file.will_read(info.begin, info.num_bytes)
 
     def mapped(self, name: str) -> torch.Tensor:
         """Return a tensor over the file's pages. A write copies the page first.

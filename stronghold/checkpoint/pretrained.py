@@ -178,10 +178,6 @@ class DirectorySource:
         """Fill `target` with the parameter's values, cast to its dtype."""
         self._read_into(self._name_of[id(parameter)], target)
 
-    def will_read(self, parameter: torch.Tensor) -> None:
-        """Let the system read the parameter's tensors ahead. Waits for nothing."""
-        self._conversion_of[self._name_of[id(parameter)]].will_read()
-
     def fill_buffers(self, model: nn.Module) -> None:
         """Fill the model's buffers that the directory has."""
         for name, buffer in model.named_buffers():

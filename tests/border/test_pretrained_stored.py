@@ -12,14 +12,38 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 import stronghold
 from stronghold.errors import ConfigError
 from stronghold.model.partition import source_of
 from tests.support.checkpoints import session, train
-from tests.support.llama_files import random_weights, write_model
 from tests.support.tiny import tiny
+
+
+def random_weights(model: nn.Module) -> None:
+    """Give the parameters values that differ in size from row to row."""
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            count = torch.arange(parameter.numel(), dtype=torch.float32)
+            values = (count + 0.37 * number).sin() * torch.exp2(count % 7 - 6)
+            parameter.copy_(values.view_as(parameter))
+
+
+def write_llama(directory: Path) -> None:
+    """A bf16 Llama in shards. Its widths are no multiples of the formats' blocks."""
+    config = LlamaConfig(
+        hidden_size=72,
+        intermediate_size=200,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=18,
+        vocab_size=64,
+    )
+    model = LlamaForCausalLM(config)
+    random_weights(model)
+    model.to(torch.bfloat16).save_pretrained(directory, max_shard_size="150KB")
 
 
 def save(model: Any, directory: Path) -> dict[str, torch.Tensor]:
@@ -83,7 +107,7 @@ def test_bitsandbytes_weights_are_opened_as_they_are(stored: str, tmp_path: Path
 def test_adapters_over_a_bitsandbytes_directory_train_as_over_the_loaded_model(
     stored: str, tmp_path: Path
 ) -> None:
-    write_model(tmp_path / "plain")
+    write_llama(tmp_path / "plain")
     settings = BITSANDBYTES[stored]
     made = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=settings)
     made.save_pretrained(tmp_path / "stored")

@@ -149,6 +149,16 @@ def test_a_method_that_is_stuck_shows_its_stacks() -> None:
     assert "in stands_still" in said
 
 
+@pytest.mark.parametrize(("status", "code"), [("failed", 1), ("out of memory", 0)])
+def test_a_failed_method_is_a_failed_comparison(
+    status: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = {"method": "plain", "status": status, "reason": ""}
+    monkeypatch.setattr(compare.process, "run", lambda *_, **__: dict(row))
+    monkeypatch.setattr(sys, "argv", ["compare.py", "--method", "plain", "--no-reference"])
+    assert compare.main() == code
+
+
 # -- out of memory --------------------------------------------------------------------------------
 def test_passing_the_host_cap_is_a_row() -> None:
     row = run("plain", dataclasses.replace(TASK, host_memory=20 << 20))
