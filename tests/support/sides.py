@@ -170,7 +170,7 @@ class Plain(Side):
                 p.grad = None
 
     def step(self) -> None:
-        case, fp16 = self.case, self.case.precision == "fp16"
+        case, precision = self.case, self.case.precision
         self._micros += 1
         self.applied = False
         if not (self._micros % case.accumulation == 0 if self._ends is None else self._ends):
@@ -178,8 +178,9 @@ class Plain(Side):
         self.norm = self._adam.step(
             self._sums,
             case.clipping,
-            self._scaler.cur_scale if fp16 else 1.0,
-            skips=fp16 or case.clipping > 0 or (case.precision == "fp32" and case.accumulation > 1),
+            self._scaler.cur_scale if precision == "fp16" else 1.0,
+            # bf16.check_grad_overflow of `config` is on with clipping alone
+            skips=precision in ("fp16", "fp32") or case.clipping > 0,
         )
         self.applied = not self._adam.skipped
         if self._schedule is not None and self.applied:
@@ -199,7 +200,7 @@ class Plain(Side):
     def load_weights(self, weights: dict[str, torch.Tensor], _: str) -> None:
         """They are their own masters."""
         self.model.load_state_dict(weights, strict=False)
-        for p in (self.named()[name] for name in weights):
+        for p in filter(self._adam.updates, (self.named()[name] for name in weights)):
             low = self._adam.begin(p).get("low")
             if low is not None:
                 low.copy_(p.detach().flatten() if low.is_floating_point() else torch.tensor(0))
@@ -261,6 +262,10 @@ class Plain(Side):
 
     def load(self) -> None:
         kept = copy.deepcopy(self.saved)
+        for module in self.model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.is_inference():  # only the engine can write these
+                    setattr(module, name, buffer.clone())
         self.model.load_state_dict(kept["weights"])
         self._adam.state = {self.named()[name]: state for name, state in kept["states"].items()}
         for group, rate in zip(self.optimizer.param_groups, kept["rates"], strict=True):
@@ -405,6 +410,7 @@ class ByEngine(Side):
 
     def load(self) -> None:
         self.engine.load_checkpoint(self._folder / "saved", tag="t")
+        self.engine.restore_random_states()
 
     def resume(self) -> None:
         """In another plan, by a model that had other values."""

@@ -396,6 +396,10 @@ class KernelOptimizer:
         kind = self._kind if parameter.dtype is torch.bfloat16 else EXACT
         return states_of(parameter.dtype, kind, self._optimizers[parameter].moments)
 
+    def updates(self, parameter: nn.Parameter) -> bool:
+        """False for a parameter that was frozen from the start."""
+        return parameter in self._optimizers
+
     def restart_master(self, parameter: nn.Parameter) -> None:
         """The weight was written from outside: it is its own bf16 master."""
         self.state[parameter]["low"].zero_()
