@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from stronghold.checkpoint.files import HeldFile, MissingError, write_durably
-from stronghold.checkpoint.manifest import MANIFEST, Slices
+from stronghold.checkpoint.manifest import MANIFEST
 from stronghold.distributed.process_groups import Ranks
 from stronghold.errors import CheckpointError, ConfigError, did_you_mean
 
@@ -56,8 +56,7 @@ RENAME_EXCHANGE = 2  # linux/fs.h
 AT_FDCWD = -100  # fcntl.h
 NAME_IS_TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 CANNOT_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM)
-# Releases that wrote version 1 had more words before the last eight digits.
-HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<kind>tmp|old)-[0-9a-f-]*[0-9a-f]{8}", re.ASCII)
+HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<kind>tmp|old)-[0-9a-f]{8}", re.ASCII)
 WAIT_S = 10.0  # a network file system shows another machine's files after some seconds
 ADVICE = "save and load in a folder that every node sees under one path (NFS, Lustre, ...)"
 Result = TypeVar("Result")
@@ -310,31 +309,21 @@ def resolve(load_dir: Path, tag: str) -> Path:
 class CheckpointRanks:
     """The ranks that save and load one checkpoint together.
 
-    rank, num_ranks  this rank, and the number of ranks that share the `slices` of the model
-    slices           slices of the model that this rank has
-    several          true with more than one rank
-    leader           true on one rank of all slices, which names tags and publishes them
+    rank, num_ranks  this rank, and the number of ranks
+    leader           true on the rank that names tags, writes small files and publishes
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self.rank, self.num_ranks = ranks.control.rank, ranks.num_ranks
-        self.several = ranks.several
-        self.slices = Slices(rank=ranks.model_parallel_rank, size=ranks.model_parallel_size)
         self._group, self._node_name = ranks.files, ranks.node_name
-        self._numbers = ranks.files.members  # the ranks of all slices
-        self._sharing = ranks.control.members  # the ranks that share this rank's slices
-        self.leader = ranks.files.rank == 0
+        self.leader = self.rank == 0
 
     def exchange(self, value: Any, operation: str) -> list[Any]:
-        """Return the value of every rank of all slices (all-gather).
+        """Return the value of every rank (all-gather).
 
         Waits for the other ranks. `operation` names the exchange in errors.
         """
         return self._group.objects(value, operation)
-
-    def of_slices(self, values: list[Any]) -> list[Any]:
-        """Select, from the result of `exchange`, the values of the ranks that share our slices."""
-        return [values[self._numbers.index(number)] for number in self._sharing]
 
     def all_or_raise(self, work: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Result:
         """Return the result of `work(*args, **kwargs)`. Waits for the other ranks.
@@ -357,11 +346,11 @@ class CheckpointRanks:
                 os.listdir(path.parent)  # makes a network file system look again
             time.sleep(0.05)
         answers = self.exchange((path.is_dir(), self._node_name), "folder")
-        for number, (is_seen, node) in zip(self._numbers, answers, strict=True):
+        for rank, (is_seen, node) in enumerate(answers):
             if not is_seen:
                 raise CheckpointError(
-                    f"rank {number} on {node} does not see {path}, which rank {self._numbers[0]} "
-                    f"made: {path.parent} is not the same folder on every node. {ADVICE}"
+                    f"rank {rank} on {node} does not see {path}, which rank 0 made: {path.parent} "
+                    f"is not the same folder on every node. {ADVICE}"
                 )
 
     def check_same(self, tag: Path) -> None:
@@ -369,18 +358,18 @@ class CheckpointRanks:
 
         It passes if the leader has no manifest: the caller raises for that tag.
         """
-        path = tag / Slices(size=self.slices.size).name(MANIFEST)
+        path = tag / MANIFEST
         mark = None
         with contextlib.suppress(OSError):
-            mark = zlib.crc32(path.read_bytes()) if self.several else None
+            mark = zlib.crc32(path.read_bytes()) if self.num_ranks > 1 else None
         answers = self.exchange((mark, self._node_name), "manifest")
         leaders_mark = answers[0][0]
-        for number, (mark, node) in zip(self._numbers, answers, strict=True):
+        for rank, (mark, node) in enumerate(answers):
             if leaders_mark not in (None, mark):
                 finds = "finds no" if mark is None else "finds another"
                 raise CheckpointError(
-                    f"rank {number} on {node} {finds} {path} than rank {self._numbers[0]}: "
-                    f"{tag.parent} is not the same folder on every node. {ADVICE}"
+                    f"rank {rank} on {node} {finds} {path} than rank 0: {tag.parent} is not the "
+                    f"same folder on every node. {ADVICE}"
                 )
 
     def check_opened(self, tag: Path, mark: int) -> None:
@@ -389,11 +378,11 @@ class CheckpointRanks:
         A race: a saver may replace the tag between one rank's opening and another's.
         """
         marks = self.exchange(mark, "open tags")
-        for number, other_mark in zip(self._numbers, marks, strict=True):
+        for rank, other_mark in enumerate(marks):
             if other_mark != marks[0]:
                 raise CheckpointError(
-                    f"{tag}: was replaced while it was loaded: rank {number} has opened another "
-                    f"save of it than rank {self._numbers[0]}. Load it again"
+                    f"{tag}: was replaced while it was loaded: rank {rank} has opened another "
+                    "save of it than rank 0. Load it again"
                 )
 
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from stronghold.checkpoint.directory import CheckpointRanks
-from stronghold.checkpoint.manifest import GAS, LOW, SUMS, WEIGHTS, TensorRecord
+from stronghold.checkpoint.manifest import BUFFERS, LOW, STATE, WEIGHTS, TensorRecord
 from stronghold.checkpoint.save import named_groups, persistent_buffers
 from stronghold.checkpoint.state import unpack_state
 from stronghold.checkpoint.tag import OpenTag
@@ -29,7 +29,7 @@ from stronghold.errors import CheckpointError, ConfigError, ErrorPage, did_you_m
 from stronghold.memory.tiers import Mode, Views
 from stronghold.model.layout import ParameterSlice
 from stronghold.optim.states import LOW_DTYPE, items, join_master
-from stronghold.streaming.optimizer import EngineOptimizer, restored_scale
+from stronghold.streaming.optimizer import EngineOptimizer
 from stronghold.streaming.stack import Stack
 
 PIECE_NUMEL = 1 << 20  # elements that are converted at once: a multiple of a group
@@ -51,7 +51,6 @@ class Load:
     It holds the files open until `close`.
 
     optimizer         None: a load of weights alone
-    accumulation      number of micro-batches of a step
     names_must_match  DeepSpeed's strictness; shapes always must match
     trusted           as for `unpack_state`
     mark              another number for a tag that takes this one's place
@@ -65,7 +64,6 @@ class Load:
         stack: Stack,
         optimizer: EngineOptimizer | None,
         *,
-        accumulation: int,
         team: CheckpointRanks,
         names_must_match: bool,
         trusted: bool,
@@ -73,7 +71,7 @@ class Load:
         self._path = path
         self._stack = stack
         self._optimizer = optimizer
-        self._tag = OpenTag(path, team.slices)
+        self._tag = OpenTag(path)
         self.mark = self._tag.mark
         try:
             self.manifest = self._tag.manifest
@@ -82,20 +80,14 @@ class Load:
             for record in self.manifest.tensors:
                 self._records |= dict.fromkeys(record.aliases, record)
             self._matches = self._match(names_must_match)
-            # sums over micro-batches are loaded
-            self.within_step = optimizer is not None and self.manifest.has_sums
             if optimizer is not None:
                 self._check_optimizer(optimizer)
-            if self.within_step:
-                self._check_accumulation(accumulation)
             # The ranks divide the files among them: none goes on when one has failed.
-            needed = sorted({team.slices.state} | self._needed())
+            needed = sorted({STATE} | self._needed())
             self._tag.check(needed[team.rank :: team.num_ranks])
             records = [match.record for match in self._matches]
             self._tag.check_headers(records, state=optimizer is not None)
-            self.state = unpack_state(self._tag.file(team.slices.state), trusted=trusted)
-            if self.within_step and self.state is not None:
-                self._check_loss_scale(optimizer, self.state.loss_scale or {})
+            self.state = unpack_state(self._tag.file(STATE), trusted=trusted)
         except BaseException:
             self._tag.close()
             raise
@@ -239,32 +231,9 @@ class Load:
                     f"{optimizer} keeps none; {advice}"
                 )
 
-    def _check_accumulation(self, accumulation: int) -> None:
-        """Raise ConfigError if sums over micro-batches have another share of the step here."""
-        saved = self.manifest.counters[GAS]
-        if saved != accumulation or not self._stack.plan.accumulates:
-            raise ConfigError(
-                f"{self._path}: saved between the micro-batches of a step, with {GAS} {saved}, and "
-                f"this engine's is {accumulation}, so that their sums have another share of the "
-                f"step. Load it with {saved}, end the step, and save again; or pass "
-                "load_optimizer_states=False to load the weights and begin a step"
-            )
-
-    def _check_loss_scale(self, optimizer: EngineOptimizer | None, saved: dict[str, Any]) -> None:
-        """Raise ConfigError if sums over micro-batches carry another loss scale than this run's."""
-        assert optimizer is not None
-        saved_scale = float(saved.get("cur_scale", 1.0))
-        live_scale = restored_scale(optimizer.loss_scaler, saved)
-        if saved_scale != live_scale:
-            raise ConfigError(
-                f"{self._path}: saved between the micro-batches of a step, whose sums carry the "
-                f"loss scale {saved_scale:g}, and this run's is {live_scale:g}: load it with the "
-                "fp16 section of the run that saved it, end the step, and save again"
-            )
-
     def _needed(self) -> set[str]:
         """Names of the files that have arrays to be loaded."""
-        names = {self._tag.buffers} if self.manifest.buffers else set()
+        names = {BUFFERS} if self.manifest.buffers else set()
         arrays = {WEIGHTS} if self._optimizer is None else None
         return names.union(*(match.record.files(arrays) for match in self._matches))
 
@@ -272,9 +241,9 @@ class Load:
     def into_slabs(self, custom: Callable[..., Any] | None = None) -> None:
         """Write the checkpoint into memory, and drop gradients of an unfinished step.
 
-        It writes weights and buffers. With an optimizer it writes masters, moments, step counts,
-        hyper-parameters, and sums over micro-batches too. `custom(src=state_dict, dst=model)`
-        places the weights in its place, as in DeepSpeed: masters then become these weights.
+        It writes weights and buffers. With an optimizer it writes masters, moments, step counts and
+        hyper-parameters too. `custom(src=state_dict, dst=model)` places the weights in its place,
+        as in DeepSpeed: masters then become these weights.
 
         Waits for pending work and the disk. Raises CheckpointError if a file changed while it was
         read.
@@ -293,7 +262,6 @@ class Load:
             stack.runtime.adopt_weights()
         if self._optimizer is not None:
             self._moments()
-            self._sums()
             self._hyper_parameters(self._optimizer)
         self._tag.check_unchanged()
         if custom is None:
@@ -308,7 +276,7 @@ class Load:
             self._restart_masters()
         for name, buffer in persistent_buffers(self._stack.partition):
             if name in self.manifest.buffers:
-                buffer.data.copy_(self._tag.tensors(self._tag.buffers).read(name))
+                buffer.data.copy_(self._tag.tensors(BUFFERS).read(name))
 
     def _parameter(self, match: Match, *, with_master: bool) -> None:
         """Write one parameter's weights and, `with_master`, its master."""
@@ -399,21 +367,6 @@ class Load:
                 for array in states.moment_dtypes:
                     self._fill(match, array)
 
-    def _sums(self) -> None:
-        """Write sums over micro-batches: the step goes on after the last of these."""
-        pending = self._stack.runtime.step.pending
-        of_layers: dict[int, list[Match]] = {}
-        for match in self._matches:
-            if match.part.trainable:
-                of_layers.setdefault(match.layer, []).append(match)
-        for index, matches in of_layers.items():
-            state = self._stack.host.layers[index]
-            saved = {match.k for match in matches if match.record.has_sum}
-            summed = pending.restore_sums(state, state.optimizer.trained & saved)
-            for match in matches:
-                if match.k in summed:
-                    self._fill(match, SUMS)
-
     def _convert_moments(self, match: Match) -> None:
         """Write moments of another kind of states: decode the saved ones, and encode them again."""
         host = self._stack.host
@@ -452,7 +405,7 @@ class Load:
                 flat = self._tag.read(record, WEIGHTS, 0, record.numel)
                 tensors[alias] = flat.view(record.shape)
         for name in self.manifest.buffers:
-            tensors[name] = self._tag.tensors(self._tag.buffers).read(name)
+            tensors[name] = self._tag.tensors(BUFFERS).read(name)
         return tensors
 
 

@@ -1,7 +1,6 @@
 """The manifest of a tag: every tensor, where its elements lie, and every file.
 
-Owns `manifest.json` and its checks, in versions 1 to 3. It never opens another file. The training
-thread alone enters.
+Owns `manifest.json` and its checks. It never opens another file. The training thread alone enters.
 
 A checkpoint knows nothing of windows, homes, policies or the partition into layers. A tensor has
 the model's name and its whole shape. Its arrays lie in one file or, when several ranks have saved,
@@ -12,35 +11,18 @@ in one file for each rank: `StoredPiece`. The arrays are
                    8-bit one, or fp16's fp32 master; fp32 has none
     MOMENT         each of the optimizer's moments, with lean states its codes
     MOMENT_scale   with lean states: a scale for each group of elements (`stronghold.optim.states`)
-    accumulated    the fp32 sum of the parameter's gradients over the micro-batches so far, if the
-                   step had not ended, and if the parameter got a gradient in it
 
-A sum is the mean over data-parallel ranks, and carries the loss scale. Of `counters`, `micro_steps`
-modulo `gradient_accumulation_steps` is the number of micro-batches that the step had.
-
-[Note: versions] Version 3 is version 2 with sums.
-
-1. A reader of version 2 would take the sums for moments, and would begin a step in its middle.
-2. So a tag with sums has version 3, which such a reader refuses by name.
-3. A tag without sums has version 2, and older releases read it.
-
-Files of a tag, beside the manifest: `weights-N`, `masters-N`, `moments-N` and `sums-N.safetensors`
-(N is the layer that wrote them, then the rank if there are several); `buffers.safetensors`;
-`config.json` of a Hugging Face model; and `mp_rank_00_model_states.pt`, DeepSpeed's name, for all
-other state. When a model is split over model-parallel ranks, each has these files for its slices:
-`Slices`.
+Files of a tag, beside the manifest: `weights-N`, `masters-N` and `moments-N.safetensors` (N is the
+layer that wrote them, then the rank if there are several); `buffers.safetensors`; `config.json` of
+a Hugging Face model; and `mp_rank_00_model_states.pt`, DeepSpeed's name, for all other state.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import zlib
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -64,7 +46,7 @@ from stronghold.checkpoint.files import (
     MissingError,
     write_durably,
 )
-from stronghold.errors import CheckpointError, ConfigError, explain
+from stronghold.errors import CheckpointError, explain
 from stronghold.optim import DEFAULT, OPTIMIZERS, optimizer_named
 from stronghold.optim.states import (
     EXACT,
@@ -84,32 +66,10 @@ CONFIG = "config.json"
 BUFFERS = "buffers.safetensors"
 FORMAT = "stronghold checkpoint"
 VERSION = 2
-VERSION_WITH_SUMS = 3
-VERSIONS = (1, VERSION, VERSION_WITH_SUMS)
 LARGEST = 256 << 20  # bytes of a manifest: a million tensors
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 GAS = "gradient_accumulation_steps"
-WEIGHTS, LOW, SUMS = "weights", "low", "accumulated"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Slices:
-    """The slices of a model that model-parallel rank `rank` of `size` has.
-
-    With `size` 1 they are the whole model.
-    """
-
-    rank: int = 0
-    size: int = 1
-
-    def name(self, file: str) -> str:
-        """Return the file's name in a tag that all model-parallel ranks share."""
-        return f"mp_rank_{self.rank:02d}_{file}" if self.size > 1 else file
-
-    @property
-    def state(self) -> str:
-        """DeepSpeed's name of the state file."""
-        return f"mp_rank_{self.rank:02d}_model_states.pt"
+WEIGHTS, LOW = "weights", "low"
 
 
 def _file_name(name: str) -> str:
@@ -183,11 +143,6 @@ def stored_as(
     return f"{stored}[{begin}:{end}]", (end - begin,)
 
 
-def _states_of(dtype: torch.dtype, kind: StateKind, optimizer: str) -> States:
-    kind = kind if dtype is torch.bfloat16 else EXACT
-    return states_of(dtype, kind, optimizer_named(optimizer).possible_moments)
-
-
 class TensorRecord(BaseModel):
     """One parameter.
 
@@ -209,7 +164,8 @@ class TensorRecord(BaseModel):
 
     def states(self, kind: StateKind) -> States:
         """Return the arrays that hold its training state, with states of `kind`."""
-        return _states_of(self.dtype, kind, self.optimizer)
+        kind = kind if self.dtype is torch.bfloat16 else EXACT
+        return states_of(self.dtype, kind, optimizer_named(self.optimizer).possible_moments)
 
     @property
     def numel(self) -> int:
@@ -221,17 +177,11 @@ class TensorRecord(BaseModel):
 
     @property
     def has_moments(self) -> bool:
-        return not self.pieces.keys() <= {WEIGHTS, LOW, SUMS}
-
-    @property
-    def has_sum(self) -> bool:
-        return SUMS in self.pieces
+        return not self.pieces.keys() <= {WEIGHTS, LOW}
 
     def dtype_of(self, array: str, kind: StateKind) -> torch.dtype:
         """Return the dtype of an array's items, with states of `kind`."""
-        if array == WEIGHTS:
-            return self.dtype
-        return torch.float32 if array == SUMS else self.states(kind).dtypes[array]
+        return self.dtype if array == WEIGHTS else self.states(kind).dtypes[array]
 
     def files(self, arrays: set[str] | None = None) -> set[str]:
         """Return the files that hold these arrays. None: all arrays."""
@@ -248,7 +198,7 @@ class TensorRecord(BaseModel):
         if WEIGHTS not in self.pieces:
             raise ValueError("pieces: weights are missing")
         if not self.trainable and len(self.pieces) > 1:
-            raise ValueError("expected neither masters, moments nor sums of a frozen parameter")
+            raise ValueError("expected neither masters nor moments of a frozen parameter")
         if self.trainable and self.dtype not in LOW_DTYPE:
             names = ", ".join(NAMES[dtype] for dtype in LOW_DTYPE)
             raise ValueError(f"expected one of {names} of what trains, got {NAMES[self.dtype]}")
@@ -291,17 +241,6 @@ class Manifest(BaseModel):
     buffers: dict[Name, Shape]
     tensors: tuple[TensorRecord, ...]
     files: dict[FileName, FileRecord]
-    model_parallel: Slices = Slices()
-
-    @property
-    def has_sums(self) -> bool:
-        """True if the step had not ended, and its gradients so far are there."""
-        return any(tensor.has_sum for tensor in self.tensors)
-
-    @property
-    def version(self) -> int:
-        """The lowest version that has all of it ([Note: versions])."""
-        return VERSION_WITH_SUMS if self.has_sums else VERSION
 
     @model_validator(mode="after")
     def _consistent(self) -> Manifest:
@@ -332,7 +271,7 @@ class Manifest(BaseModel):
     def _check_tensor(self, tensor: TensorRecord) -> None:
         """Raise ValueError for arrays that are not its optimizer's, and for files not listed."""
         moments = tensor.states(self.states).moment_dtypes.keys() if tensor.trainable else ()
-        others = tensor.pieces.keys() - {WEIGHTS, LOW, SUMS}
+        others = tensor.pieces.keys() - {WEIGHTS, LOW}
         if tensor.has_moments and others != set(moments):
             raise ValueError(
                 f"tensors: {tensor.name} has the arrays {', '.join(tensor.pieces)}, and its "
@@ -343,25 +282,21 @@ class Manifest(BaseModel):
 
     def write(self, directory: Path) -> None:
         """Write the manifest into a directory that has all its files. Waits for the disk."""
-        body = {"format": FORMAT, "version": self.version, **self.model_dump(mode="json")}
+        body = {"format": FORMAT, "version": VERSION, **self.model_dump(mode="json")}
         body["files"] = dict(sorted(body["files"].items()))
         crc32 = zlib.crc32(json.dumps(body, sort_keys=True).encode())
         text = json.dumps({"crc32": crc32, "manifest": body}, indent=1)
-        write_durably(directory / self.model_parallel.name(MANIFEST), text.encode())
+        write_durably(directory / MANIFEST, text.encode())
 
     @staticmethod
-    def read(directory: Path, slices: Slices | None = None, within: int | None = None) -> Manifest:
-        """Read the manifest of `slices` in `directory`.
+    def read(directory: Path, within: int | None = None) -> Manifest:
+        """Read the manifest in `directory`.
 
-        slices  None: a model that is not split
-        within  the directory's descriptor, if another directory may have its name by now
+        `within` is the directory's descriptor, if another directory may have its name by now.
 
-        Raises CheckpointError if the manifest is missing or damaged. Raises ConfigError if the
-        model was split otherwise.
+        Raises CheckpointError if the manifest is missing or damaged.
         """
-        slices = slices or Slices()
-        path = directory / slices.name(MANIFEST)
-        _check_split(directory, slices, os.listdir(directory if within is None else within))
+        path = directory / MANIFEST
         try:
             file = HeldFile(path, within)
         except MissingError as error:
@@ -372,73 +307,19 @@ class Manifest(BaseModel):
             if document["crc32"] != zlib.crc32(json.dumps(body, sort_keys=True).encode()):
                 raise CheckpointError(f"{path}: its checksum is not that of its contents")
             version = body["format"], body["version"]
-            if version == (FORMAT, 1):
-                body = _from_version_1(body)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path}: not a readable manifest: {error!r}") from error
         finally:
             file.close()
-        if version not in [(FORMAT, number) for number in VERSIONS]:
+        if version != (FORMAT, VERSION):
             raise CheckpointError(
                 f"{path}: {version[0]} version {version[1]}, expected {FORMAT} version "
-                f"{VERSIONS[-1]}: read it with the stronghold that wrote it, {body.get('versions')}"
+                f"{VERSION}: read it with the stronghold that wrote it, {body.get('versions')}"
             )
         try:
-            manifest = Manifest.model_validate_json(json.dumps(body))
+            return Manifest.model_validate_json(json.dumps(body))
         except ValidationError as error:
             raise CheckpointError(f"{path}: {explain(error, 'manifest')}") from error
-        if manifest.has_sums and version[1] != VERSION_WITH_SUMS:
-            raise CheckpointError(
-                f"{path}: got sums over micro-batches in version {version[1]}, expected none "
-                f"before version {VERSION_WITH_SUMS}"
-            )
-        if manifest.model_parallel != slices:
-            raise CheckpointError(
-                f"{path}: model_parallel: got {manifest.model_parallel}, expected {slices}"
-            )
-        return manifest
-
-
-def _from_version_1(body: dict[str, Any]) -> dict[str, Any]:
-    """The body in version 2.
-
-    Version 1 names the file of a parameter's weights, of its `low` and of its moments. Each file
-    has the whole array. Raises ValueError, KeyError, TypeError or AttributeError for a body that no
-    release wrote.
-    """
-    tensors = []
-    for tensor in body["tensors"]:
-        kept = {k: v for k, v in tensor.items() if k not in (WEIGHTS, LOW, "moments")}
-        pieces = {}
-        for array, file in _files_of_version_1(tensor, body.get("states", EXACT)):
-            if file is not None:
-                end = math.prod(shape_of(array, kept["shape"]))
-                pieces[array] = [{"file": file, "begin": 0, "end": end}]
-        tensors.append({**kept, "pieces": pieces})
-    return {**body, "tensors": tensors}
-
-
-def _files_of_version_1(tensor: dict[str, Any], kind: StateKind) -> Iterator[tuple[str, Any]]:
-    """(array, file) of a tensor. The file is None if the parameter has no such state."""
-    yield WEIGHTS, tensor[WEIGHTS]
-    yield LOW, tensor[LOW]
-    optimizer = _optimizer_name(tensor.get("optimizer", DEFAULT.name))
-    for array in _states_of(_dtype_of(tensor["dtype"]), kind, optimizer).moment_dtypes:
-        yield array, tensor["moments"]
-
-
-def _check_split(directory: Path, slices: Slices, names: list[str]) -> None:
-    """Raise ConfigError unless the tag has slices of as many model-parallel ranks."""
-    num_sliced = len([name for name in names if fnmatch(name, f"mp_rank_*_{MANIFEST}")])
-    num_saved = 1 if MANIFEST in names else num_sliced
-    if num_saved not in (0, slices.size):
-        advice = "each model-parallel rank reads its own slices: load it under as many"
-        if slices.size == 1:
-            advice += ", and export it from the model that you put together of them"
-        raise ConfigError(
-            f"{directory}: saved by {num_saved} model-parallel ranks, expected {slices.size}; "
-            f"{advice}"
-        )
 
 
 def _foreign(directory: Path) -> str:

@@ -18,8 +18,8 @@ thread or on the io lane.
 
 1. The leader makes the hidden directory, which all ranks must see.
 2. Every rank writes its share of each layer into files of its own.
-3. The ranks exchange the file of each item (all-gather). Of the ranks that share slices of the
-   model, the first writes the small files and the manifest.
+3. The ranks exchange the file of each item (all-gather). The leader writes the small files and the
+   manifest.
 4. The leader publishes the directory. An error on any rank is raised on all, and leaves no trace.
 """
 
@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,7 +49,7 @@ from stronghold.checkpoint.manifest import (
     BUFFERS,
     CONFIG,
     LOW,
-    SUMS,
+    STATE,
     WEIGHTS,
     Manifest,
     StoredPiece,
@@ -149,7 +149,6 @@ class Save:
     Call `run`, or `start` and later `wait`.
 
     client          state without tensors
-    sums            the parameters of each layer whose sums over micro-batches are saved
     counters        the engine's counters, by name
     exclude_frozen  leave frozen parameters out
     team            the ranks that save together
@@ -164,14 +163,12 @@ class Save:
         tag: str,
         *,
         client: ClientState,
-        sums: Sequence[frozenset[int]],
         counters: dict[str, int],
         exclude_frozen: bool,
         team: CheckpointRanks,
         latest: bool,
     ) -> None:
         self._stack = stack
-        self._sums = sums
         self._team = team
         self._save_dir = save_dir
         self._tag = directory.check_tag(tag)
@@ -185,8 +182,7 @@ class Save:
             name: buffer.detach().to("cpu", copy=True).contiguous()
             for name, buffer in persistent_buffers(stack.partition)
         }
-        slices = team.slices.size
-        self._state = pack_state(client, counters, self._versions, model_parallel_size=slices)
+        self._state = pack_state(client, counters, self._versions)
         self._config = model_config(model)
         self._groups = named_groups(stack, optimizer)
         num_layers = len(stack.host.layers)
@@ -250,8 +246,8 @@ class Save:
                     memory=state.all_arrays(),
                 )
                 # The layer's next update waits for this reader: a snapshot without a copy.
-                read = (*state.changed, SUMS) if self._sums[layer] else state.changed
-                self._jobs.append(lane.submit(name, work, reads=state.records_of(read)))
+                reads = state.records_of(state.changed)
+                self._jobs.append(lane.submit(name, work, reads=reads))
         except BaseException as error:  # queued jobs write nothing more
             self._failure = error
             lane.submit(f"drop {self._tag}", self._cleanup.close)
@@ -323,8 +319,7 @@ class Save:
         team = self._team
         with self._cleanup:
             of_all = team.exchange(team.all_or_raise(self._end_of_jobs), "files and pieces")
-            of_slices = team.of_slices(of_all)
-            team.all_or_raise(self._describe, of_slices)
+            team.all_or_raise(self._describe, of_all)
             team.all_or_raise(self._publish)
 
     def _end_of_jobs(self) -> Written:
@@ -364,8 +359,6 @@ class Save:
                 "optimizer": optimizers.get(k, DEFAULT).name,
             }
             arrays = tuple(self._arrays_of(index, part))
-            if k in self._sums[index]:
-                arrays = (*arrays, SUMS)
             saved.append(SavedParameter(part=part, arrays=arrays, described=described))
         return saved
 
@@ -387,11 +380,10 @@ class Save:
             "weights": (WEIGHTS,),
             "masters": (LOW,),
             "moments": moment_arrays(self._stack.host.formats),
-            "sums": (SUMS,),
         }
         rank = f"-{self._team.rank:05d}" if self._team.num_ranks > 1 else ""
         for kind, arrays in kinds.items():
-            file = self._team.slices.name(f"{kind}-{index:05d}{rank}.safetensors")
+            file = f"{kind}-{index:05d}{rank}.safetensors"
             entries = []
             for saved in self._saved[index]:
                 for array in arrays:
@@ -442,10 +434,10 @@ class Save:
 
     # -- the end ----------------------------------------------------------------------------------
     def _describe(self, of_ranks: list[Written]) -> None:
-        """Write the small files and the manifest, on the first rank of those that share slices."""
-        if self._team.rank != 0:
+        """Write the small files and the manifest, on the leader."""
+        if not self._team.leader:
             return
-        stack, slices = self._stack, self._team.slices
+        stack = self._stack
         files: dict[str, FileRecord] = {}
         for written in of_ranks:
             files.update(written.files)
@@ -467,18 +459,15 @@ class Save:
             groups=self._groups,
             files=files,
             versions=self._versions,
-            model_parallel=slices,
         ).write(self._hidden)
 
     def _write_small_files(self) -> dict[str, FileRecord]:
         """Write buffers, state and configuration. Returns their records by name."""
-        slices = self._team.slices
         files: dict[str, FileRecord] = {}
         if self._buffers:
-            name = slices.name(BUFFERS)
             entries = [entry_of(*item) for item in self._buffers.items()]
-            files[name] = write_tensors(self._hidden / name, entries)
-        for name, data in {slices.state: self._state, slices.name(CONFIG): self._config}.items():
+            files[BUFFERS] = write_tensors(self._hidden / BUFFERS, entries)
+        for name, data in {STATE: self._state, CONFIG: self._config}.items():
             if data is not None:
                 files[name] = write_durably(self._hidden / name, data)
         return files

@@ -25,7 +25,7 @@ from stronghold.errors import CheckpointError
 logger = logging.getLogger("stronghold")
 
 NOTE = "the weights are in the .safetensors files beside this one: see `stronghold export`"
-# For each key of the file: the field, and the types of its values. Older files may lack keys.
+# For each key of the file: the field, and the types of its values.
 STORED: dict[str, tuple[str, tuple[type, ...]]] = {
     "lr_scheduler": ("scheduler", (dict, type(None))),
     "data_sampler": ("loader", (object,)),
@@ -33,7 +33,6 @@ STORED: dict[str, tuple[str, tuple[type, ...]]] = {
     "client_state": ("client", (dict,)),
     "random": ("random", (dict, type(None))),
     "random_of_ranks": ("random_of_ranks", (list, type(None))),
-    "unfinished_step": ("unfinished", (dict, type(None))),
 }
 
 
@@ -44,10 +43,8 @@ class ClientState:
     scheduler, loader  state dicts of the schedule and of the data loader, or None
     client             the caller's state
     loss_scale         state of the optimizer's loss scaler, or None
-    random             random states of the first rank; None in an imported checkpoint
+    random             random states of the first rank
     random_of_ranks    random states of every rank, or None
-    unfinished         if the step had not ended: "loss_sums", the sum of its losses so far on every
-                       rank (a scalar tensor or None), and "num_backwards", a number
     """
 
     scheduler: dict[str, Any] | None = None
@@ -56,7 +53,6 @@ class ClientState:
     loss_scale: dict[str, Any] | None = None
     random: dict[str, Any] | None = None
     random_of_ranks: list[Any] | None = None
-    unfinished: dict[str, Any] | None = None
 
 
 def random_states(device: Device) -> dict[str, Any]:
@@ -80,13 +76,7 @@ def restore_random_states(states: dict[str, Any] | None, device: Device) -> None
         set_random_state(device.torch_device, states["device"])
 
 
-def pack_state(
-    state: ClientState,
-    counters: dict[str, int],
-    versions: dict[str, str],
-    *,
-    model_parallel_size: int = 1,
-) -> bytes:
+def pack_state(state: ClientState, counters: dict[str, int], versions: dict[str, str]) -> bytes:
     """Return the file's bytes. Later changes of live state dicts do not reach them."""
     fields = {key: getattr(state, name) for key, (name, _) in STORED.items()}
     stored = {
@@ -95,7 +85,7 @@ def pack_state(
         "note": NOTE,
         **fields,
         "dp_world_size": 1,
-        "mp_world_size": model_parallel_size,
+        "mp_world_size": 1,
         "ds_version": versions["deepspeed"],
     }
     buffer = io.BytesIO()
@@ -157,8 +147,6 @@ def _checked(stored: Any) -> ClientState:
     for key, number in (state.loss_scale or {}).items():
         if not isinstance(number, int | float):
             raise ValueError(f"loss_scaler.{key}: got {number!r}, expected a number")
-    if state.unfinished is not None:
-        _check_unfinished(state.unfinished)
     for states in (state.random, *(state.random_of_ranks or ())):
         if states is not None:
             random.Random().setstate(states["python"])
@@ -167,13 +155,3 @@ def _checked(stored: Any) -> ClientState:
             if not isinstance(states["device"], torch.Tensor | None):
                 raise ValueError("random.device: expected a tensor")
     return state
-
-
-def _check_unfinished(unfinished: dict[str, Any]) -> None:
-    """Raise ValueError, KeyError or TypeError for values that no save writes."""
-    for loss_sum in unfinished["loss_sums"]:
-        is_scalar = isinstance(loss_sum, torch.Tensor) and loss_sum.numel() == 1
-        if loss_sum is not None and not is_scalar:
-            raise ValueError(f"unfinished_step.loss_sums: got {loss_sum!r:.80}")
-    if type(unfinished["num_backwards"]) is not int:
-        raise ValueError("unfinished_step.num_backwards: expected a number")

@@ -24,16 +24,7 @@ from pathlib import Path
 import torch
 
 from stronghold.checkpoint.files import HeldFile, MissingError, TensorFile
-from stronghold.checkpoint.manifest import (
-    BUFFERS,
-    LARGEST,
-    MANIFEST,
-    WEIGHTS,
-    Manifest,
-    Slices,
-    TensorRecord,
-    stored_as,
-)
+from stronghold.checkpoint.manifest import BUFFERS, WEIGHTS, Manifest, TensorRecord, stored_as
 from stronghold.errors import CheckpointError
 from stronghold.native import Closeable
 
@@ -48,12 +39,12 @@ class OpenTag(Closeable):
     errors of `Manifest.read`.
     """
 
-    def __init__(self, path: Path, slices: Slices | None = None) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
         self._held: dict[str, HeldFile] = {}
         self._tensors: dict[str, TensorFile] = {}
         for _ in range(ATTEMPTS):
-            if self._open(slices or Slices()):
+            if self._open():
                 return
             self.close()
             time.sleep(0.01)
@@ -66,17 +57,15 @@ class OpenTag(Closeable):
         self._held.clear()
         self._tensors.clear()
 
-    def _open(self, slices: Slices) -> bool:
+    def _open(self) -> bool:
         """Open all files. False if the tag was replaced before everything was open."""
         try:
             within = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except FileNotFoundError:
             return False
         try:
-            self.manifest = Manifest.read(self.path, slices, within)
-            first = HeldFile(self.path / Slices(size=slices.size).name(MANIFEST), within)
-            self.mark = zlib.crc32(first.read(LARGEST))
-            first.close()
+            self.manifest = Manifest.read(self.path, within)
+            self.mark = zlib.crc32(self.manifest.model_dump_json().encode())
             for name in self.manifest.files:
                 # A file may be missing for another reason. `check` raises if it is needed.
                 with contextlib.suppress(MissingError):
@@ -112,7 +101,7 @@ class OpenTag(Closeable):
     def check_headers(self, records: Iterable[TensorRecord], *, state: bool) -> None:
         """Raise CheckpointError unless headers and manifest agree on dtypes and shapes.
 
-        It checks weights and buffers and, with `state`, masters, moments and sums.
+        It checks weights and buffers and, with `state`, masters and moments.
         """
         for record in records:
             for array, pieces in record.pieces.items():
@@ -123,7 +112,7 @@ class OpenTag(Closeable):
                     stored = stored_as(array, record.name, record.shape, piece.begin, piece.end)
                     self._check_header(piece.file, *stored, dtype)
         for name, shape in self.manifest.buffers.items():
-            self._check_header(self.buffers, name, shape, None)
+            self._check_header(BUFFERS, name, shape, None)
 
     def _check_header(
         self, file: str, name: str, shape: tuple[int, ...], dtype: torch.dtype | None
@@ -143,11 +132,6 @@ class OpenTag(Closeable):
             file.check_unchanged()
 
     # -- files and arrays -------------------------------------------------------------------------
-    @property
-    def buffers(self) -> str:
-        """Name of the file of the buffers."""
-        return self.manifest.model_parallel.name(BUFFERS)
-
     def file(self, name: str) -> HeldFile:
         """Return a file. Raises CheckpointError if it is missing or the manifest omits it."""
         if name not in self.manifest.files:

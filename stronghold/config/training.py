@@ -121,14 +121,11 @@ class Settings:
         return self.gradient_accumulation_steps > 1 or not self.managed
 
 
-def load(
-    source: Source, args: object | None = None, world_size: int | None = None, mpu: Any = None
-) -> Settings:
+def load(source: Source, args: object | None = None, world_size: int | None = None) -> Settings:
     """Read and check the whole config.
 
     source, args  as in `read_config`
-    world_size    number of data-parallel ranks. None: from torch.distributed
-    mpu           DeepSpeed's model parallel unit, if the client has one
+    world_size    number of ranks. None: from torch.distributed
 
     Raises ConfigError with a line for each wrong key.
     """
@@ -143,7 +140,7 @@ def load(
     optimizer = settings_from_config(config.get("optimizer"))
     scheduler = _scheduler(config.get("scheduler"))
     _check_log_level(config.get("log_level"))
-    deepspeed = _deepspeed_config(config, world_size, mpu)
+    deepspeed = _deepspeed_config(config, world_size)
     section = resolve_nvme(section, deepspeed.zero_config, config.get("aio"))
     _check_states(section, precision, config.get("bf16") or config.get("bfloat16") or {})
     warn_of_misspelt(config)
@@ -318,33 +315,24 @@ def _batch_sizes(config: Mapping[str, Any], ranks: int) -> dict[str, int]:
     return dict(zip(BATCH_KEYS, (total, micro, steps), strict=True))
 
 
-def _ranks(mpu: Any) -> int:
+def _num_ranks() -> int:
     from deepspeed import comm
 
-    if not comm.is_initialized():
-        return 1
-    if mpu is None:
-        return int(comm.get_world_size())
-    count = getattr(mpu, "get_data_parallel_world_size", None)
-    if count is None:  # DeepSpeed would take the unit for sequence parallelism
-        raise ConfigError(
-            "mpu: has no get_data_parallel_world_size. Pass an object that has it, or no mpu."
-        )
-    return int(count())
+    return int(comm.get_world_size()) if comm.is_initialized() else 1
 
 
-def _deepspeed_config(config: dict[str, Any], world_size: int | None, mpu: Any) -> DeepSpeedConfig:
-    """DeepSpeed's reading of the config, for `world_size` data-parallel ranks."""
+def _deepspeed_config(config: dict[str, Any], world_size: int | None) -> DeepSpeedConfig:
+    """DeepSpeed's reading of the config, for `world_size` ranks."""
     from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 
-    ranks = _ranks(mpu) if world_size is None else world_size
+    ranks = _num_ranks() if world_size is None else world_size
     batch = _batch_sizes(config, ranks)
     # DeepSpeed asks torch.distributed for the ranks, which may not run yet. Without the total batch
     # size its config does not depend on them.
     without_total = {**config, **batch}
     del without_total["train_batch_size"]
     try:
-        deepspeed = DeepSpeedConfig(without_total, mpu)
+        deepspeed = DeepSpeedConfig(without_total)
     except ValidationError as error:
         raise ConfigError(_explain(error)) from error
     except (DeepSpeedConfigError, ValueError, AssertionError, *_UNPACKING) as error:

@@ -59,7 +59,6 @@ from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
-from deepspeed.utils import bwc
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -283,33 +282,24 @@ def this_node() -> tuple[object, ...]:
     return socket.gethostname(), boot_id(), pid_namespace()
 
 
-def mesh_of(data_parallel: Sequence[Sequence[int]], node_of: Sequence[object]) -> torch.Tensor:
-    """Return the global ranks of each data-parallel group: (groups, nodes, ranks of a node).
+def mesh_of(node_of: Sequence[object]) -> torch.Tensor:
+    """Return the ranks by node, as a mesh: (nodes, ranks of a node).
 
     Nodes are in the order of their first ranks. `node_of[rank]`: the rank's `this_node`. Raises
     ConfigError if some nodes have more ranks than others.
     """
-    groups = []
-    for members in data_parallel:
-        nodes: dict[object, list[int]] = {}
-        for rank in members:
-            nodes.setdefault(node_of[rank], []).append(rank)
-        sizes = [len(ranks) for ranks in nodes.values()]
-        if len(set(sizes)) > 1:
-            names = [node[0] if isinstance(node, tuple) else node for node in nodes]
-            counts = ", ".join(f"{size} on {name}" for size, name in zip(sizes, names, strict=True))
-            raise ConfigError(
-                f"the {len(members)} data-parallel ranks are divided unequally over {len(sizes)} "
-                f"nodes ({counts}): start as many on each"
-            )
-        groups.append(list(nodes.values()))
-    shapes = {(len(nodes), len(nodes[0])) for nodes in groups}
-    if len(shapes) > 1:
+    nodes: dict[object, list[int]] = {}
+    for rank, node in enumerate(node_of):
+        nodes.setdefault(node, []).append(rank)
+    sizes = [len(ranks) for ranks in nodes.values()]
+    if len(set(sizes)) > 1:
+        names = [node[0] if isinstance(node, tuple) else node for node in nodes]
+        counts = ", ".join(f"{size} on {name}" for size, name in zip(sizes, names, strict=True))
         raise ConfigError(
-            f"the data-parallel groups lie on nodes differently: got (nodes, ranks of a node) "
-            f"{sorted(shapes)}; expected one of them"
+            f"the {len(node_of)} data-parallel ranks are divided unequally over {len(sizes)} nodes "
+            f"({counts}): start as many on each"
         )
-    return torch.tensor(groups)
+    return torch.tensor(list(nodes.values()))
 
 
 def share_of_cores(allowed: Sequence[object], index: int) -> tuple[int, ...]:
@@ -343,28 +333,6 @@ def world_size() -> int:
     if distributed.is_initialized():
         return distributed.get_world_size()
     return int(os.environ.get("WORLD_SIZE", 1))
-
-
-def data_parallel_size(mpu: Any) -> int:
-    """How many ranks share the model's state: all, or those of `mpu`'s data-parallel group."""
-    if mpu is None or world_size() == 1:
-        return world_size()
-    # DeepSpeed's of sequence parallelism
-    if not hasattr(mpu, "get_data_parallel_world_size"):
-        raise ConfigError(
-            "mpu: has no get_data_parallel_world_size; pass none, or one that has it."
-        )
-    return int(mpu.get_data_parallel_world_size())
-
-
-def model_parallel_place(mpu: Any) -> tuple[int, int]:
-    """Return this rank's place among the model-parallel ranks, and their number."""
-    if mpu is None or world_size() == 1:
-        return 0, 1
-    return (
-        int(bwc.bwc_tensor_model_parallel_rank(mpu)),
-        int(bwc.bwc_tensor_model_parallel_world_size(mpu)),
-    )
 
 
 class NodeRanks(Neighbours):
@@ -401,8 +369,7 @@ class Ranks:
 
     * `control`: all of them. This rank has range `shards.rank` of every layer.
     * `mesh`: dimensions `replicate` and `shard`, over the groups `exchange` and `gather` (HSDP).
-    * `norms`: the model-parallel ranks, over which norms are summed, or None.
-    * `files`: the ranks of all parts of the model, which save together.
+    * `files`: all of them, for saves beside training.
     * `on_node`: ranks of `control` that share this rank's memory.
     * `on_disks`: ranks of `files` that share its disks.
     * `cores`: this rank's cores, if ranks divide the node's.
@@ -418,12 +385,9 @@ class Ranks:
     reduce: Group = field(default_factory=SilentGroup)
     exchange: Group = field(default_factory=SilentGroup)
     files: Group = field(default_factory=SilentGroup)
-    norms: Group | None = None
     mesh: DeviceMesh | None = None
     global_rank: int = 0
     world_size: int = 1
-    model_parallel_rank: int = 0
-    model_parallel_size: int = 1
     node_name: str = ""
     on_node: Neighbours = ALONE
     on_disks: Neighbours = ALONE
@@ -435,7 +399,7 @@ class Ranks:
 
     @property
     def several(self) -> bool:
-        """True if there are other ranks, with other data or other parts of the model."""
+        """True if there are other ranks, with other data."""
         return self.world_size > 1
 
     @property
@@ -444,8 +408,7 @@ class Ranks:
 
     @property
     def groups(self) -> list[Group]:
-        groups = (self.norms, self.exchange, self.files, self.reduce, self.gather, self.control)
-        return [group for group in groups if group is not None]
+        return [self.exchange, self.files, self.reduce, self.gather, self.control]
 
     @property
     def num_ranks(self) -> int:
@@ -513,7 +476,7 @@ class Ranks:
                 self.connections.close()
 
 
-def join(mpu: Any, *, device: torch.device | None, timeout: timedelta) -> Ranks:
+def join(*, device: torch.device | None, timeout: timedelta) -> Ranks:
     """Make the groups of this process's engine. Every rank calls it.
 
     `device`: the GPU; None: CPU memory. torch's process group is initialised. Raises RankError if a
@@ -528,7 +491,7 @@ def join(mpu: Any, *, device: torch.device | None, timeout: timedelta) -> Ranks:
             "dist_init_required out, or call deepspeed.init_distributed() first"
         )
     with contextlib.ExitStack() as undo:
-        ranks = _join(mpu, "gloo" if device is None else "nccl", timeout, undo)
+        ranks = _join("gloo" if device is None else "nccl", timeout, undo)
         if device is not None:
             _connect(ranks, device)
         undo.pop_all()
@@ -597,44 +560,34 @@ def new_group(members: Sequence[int], backend: str, timeout: timedelta) -> Any:
     return distributed.new_group(list(members), **options)
 
 
-def _join(mpu: Any, backend: str, timeout: timedelta, undo: contextlib.ExitStack) -> Ranks:
+def _join(backend: str, timeout: timedelta, undo: contextlib.ExitStack) -> Ranks:
     rank, world = distributed.get_rank(), range(distributed.get_world_size())
-    memberships: list[Any] = [None for _ in world]
+    node_of: list[Any] = [None for _ in world]
     with joining("stronghold.initialize"):
         handle = new_group(world, "gloo", timeout)
-        membership = (*_parallel_ranks(mpu, list(world)), this_node())
-        distributed.all_gather_object(memberships, membership, group=handle)
+        distributed.all_gather_object(node_of, this_node(), group=handle)
     connections = Connections(world, handle)
     undo.callback(connections.close)
-    data_parallel = [members for members, _, _ in memberships]
-    model_parallel = [members for _, members, _ in memberships]
-    node_of = [node for _, _, node in memberships]
-    mesh = mesh_of(sorted(map(list, set(map(tuple, data_parallel)))), node_of)
-    by_index = mesh.transpose(1, 2)  # the ranks of each index, by node
-    position = (mesh == rank).nonzero()[0].tolist()
-    of_group, node, _ = position
-    num_nodes, num_local = mesh.shape[1:]
-    members, by_range = data_parallel[rank], by_index[of_group].flatten().tolist()
-    all_ranks = list(world) if len(model_parallel[rank]) > 1 else members
+    mesh = mesh_of(node_of)
+    by_index = mesh.T  # the ranks of each index, by node
+    node = int((mesh == rank).nonzero()[0, 0])
+    num_nodes, num_local = mesh.shape
+    by_range = by_index.flatten().tolist()
     maker = _Maker(rank=rank, timeout=timeout, connections=connections, undo=undo)
-    model_parallel_rank, model_parallel_size = model_parallel_place(mpu)
     ranks = Ranks(
-        shards=Shards(num_ranks=len(members), rank=by_range.index(rank), num_nodes=num_nodes),
-        control=maker.make("gloo", data_parallel),
-        gather=maker.make(backend, mesh.flatten(0, 1).tolist()),
+        shards=Shards(num_ranks=len(world), rank=by_range.index(rank), num_nodes=num_nodes),
+        control=maker.make("gloo", [world]),
+        gather=maker.make(backend, mesh.tolist()),
         reduce=maker.make(
             backend,
-            by_index.flatten(1).tolist(),
-            order=list(map(by_range.index, members)),
-            num_far=len(members) - num_local,
+            [by_range],
+            order=list(map(by_range.index, world)),
+            num_far=len(world) - num_local,
         ),
-        exchange=maker.make("gloo", by_index.flatten(0, 1).tolist(), num_far=num_nodes - 1),
-        files=maker.make("gloo", [all_ranks] if len(all_ranks) == len(world) else data_parallel),
-        norms=maker.make("gloo", model_parallel) if model_parallel_size > 1 else None,
+        exchange=maker.make("gloo", by_index.tolist(), num_far=num_nodes - 1),
+        files=maker.make("gloo", [world]),
         global_rank=rank,
         world_size=len(world),
-        model_parallel_rank=model_parallel_rank,
-        model_parallel_size=model_parallel_size,
         node_name=str(node_of[rank][0]),
         connections=connections,
         timeout=timeout,
@@ -642,12 +595,11 @@ def _join(mpu: Any, backend: str, timeout: timedelta, undo: contextlib.ExitStack
     ranks.mesh = DeviceMesh.from_group(
         [ranks.exchange.handle, ranks.gather.handle],
         "cpu" if backend == "gloo" else "cuda",
-        mesh[of_group],
+        mesh,
         mesh_dim_names=("replicate", "shard"),
     )
-    near = mesh[of_group, node].tolist()
-    ranks.on_node = NodeRanks(ranks.control, [members.index(other) for other in near])
-    same_disks = [k for k, other in enumerate(all_ranks) if node_of[other] == node_of[rank]]
+    ranks.on_node = NodeRanks(ranks.control, mesh[node].tolist())
+    same_disks = [other for other in world if node_of[other] == node_of[rank]]
     ranks.on_disks = NodeRanks(ranks.files, same_disks)
     return ranks
 
@@ -682,18 +634,6 @@ def simulated_ranks(num_ranks: int, num_nodes: int) -> Ranks:
         exchange=SilentGroup(num_nodes),
         world_size=num_ranks,
     )
-
-
-def _parallel_ranks(mpu: Any, world: list[int]) -> tuple[list[int], list[int]]:
-    """Return the data-parallel and the model-parallel ranks of this process."""
-    data_parallel = world if mpu is None else _members(mpu.get_data_parallel_group())
-    if model_parallel_place(mpu)[1] == 1:
-        return data_parallel, [distributed.get_rank()]
-    return data_parallel, _members(bwc.bwc_tensor_model_parallel_group(mpu))
-
-
-def _members(group: Any) -> list[int]:
-    return [int(rank) for rank in distributed.get_process_group_ranks(group)]
 
 
 def _around(text: str, texts: list[str]) -> str:

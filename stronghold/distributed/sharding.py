@@ -125,18 +125,6 @@ class Team:
         """
         return square_sums
 
-    def arrived(self, state: LayerState) -> frozenset[int]:
-        """Return the parameters of a layer that got a gradient on this rank in this step."""
-        return state.gradients.arrived
-
-    def restore(self, state: LayerState, positions: frozenset[int]) -> frozenset[int]:
-        """Note that the parameters at `positions` got a gradient on some rank in this step.
-
-        Returns the parameters that have a sum over micro-batches then. A sum without a gradient is
-        zeros. Every rank calls it.
-        """
-        return positions
-
     def forget(self) -> None:
         """Forget the step's gradients: they were used, or are void."""
 
@@ -316,14 +304,7 @@ class RankTeam(Team):
         for layer in self._read_apart:
             self._layers[layer].records["weights"].wait()
         self._read_apart.clear()
-        # As DeepSpeed does: if every model-parallel rank has a whole parameter, one copy counts.
-        whole = self._ranks.model_parallel_rank == 0
-        sums = [
-            value
-            for state in layers
-            for k, value in state.gradients.square_sums.items()
-            if whole or _is_split(state.parameters[k]) or not math.isfinite(value)
-        ]
+        sums = [value for state in layers for value in state.gradients.square_sums.values()]
         marks = [*self.issued.values(), _checksum(self._order.seen)]
         sizes = [len(state.layout.slices) for state in layers]
         flags = [
@@ -340,9 +321,6 @@ class RankTeam(Team):
         for state, layer_flags in zip(layers, has_gradient, strict=True):
             state.gradients.restrict(set(layer_flags.nonzero().flatten().tolist()))
         rank_sums: list[float] = rows[:, SQUARE_SUM].tolist()
-        if self._ranks.norms is not None:
-            numbers = torch.tensor([_sum(rank_sums)], dtype=torch.float64)
-            rank_sums = self._ranks.norms.numbers(numbers, "norm").flatten().tolist()
         return rank_sums
 
     def _check_same(self, marks: list[list[float]]) -> None:
@@ -357,15 +335,6 @@ class RankTeam(Team):
                 "backward equally often, and use the same layers in one order. Load the last "
                 "checkpoint"
             )
-
-    def arrived(self, state: LayerState) -> frozenset[int]:
-        trained = state.optimizer.trained
-        return frozenset(k for k in trained if (state.index, k) in self._touched)
-
-    def restore(self, state: LayerState, positions: frozenset[int]) -> frozenset[int]:
-        self._touched.update((state.index, k) for k in positions)
-        # A layer is reduced whole. What is absent on every rank is added as zeros.
-        return state.optimizer.trained if positions else positions
 
     def forget(self) -> None:
         self._touched.clear()
@@ -457,9 +426,3 @@ def _checksum(data: Any) -> int:
 
 def _sum(values: Sequence[float]) -> float:
     return math.fsum(values) if all(map(math.isfinite, values)) else math.nan
-
-
-def _is_split(parameter: torch.Tensor) -> bool:
-    """True if a model-parallel rank has a part of the parameter that no other has."""
-    names = ("model_parallel", "tensor_model_parallel")
-    return any(bool(getattr(parameter, name, False)) for name in names)

@@ -80,7 +80,8 @@ def unused_attributes(
         "moe_layers": [],
         # checkpoints, which this engine writes without one of DeepSpeed's writers
         "checkpoint_engine": None,
-        "checkpoint_mp_rank": ranks.model_parallel_rank,
+        "checkpoint_mp_rank": 0,
+        "mpu": None,
         "save_non_zero_checkpoint": ranks.control.rank == 0,
         "save_zero_checkpoint": False,
         # timers

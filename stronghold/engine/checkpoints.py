@@ -3,17 +3,6 @@
 Owns the save that is running, and the order in which a load changes state. It keeps no reference to
 the engine, which owns counters, schedule and data loader: the engine is an argument of each call.
 The training thread alone enters.
-
-[Note: within a step] A run that resumes between two micro-batches has the bits of one that never
-stopped.
-
-1. A backward ends: the sums of its gradients over micro-batches are queued to arrays of the layers
-   ("accumulated", fp32), wherever these lie. Several ranks have reduced them before.
-2. A save waits for these sums, layer by layer, and writes each rank's share.
-3. An early update that has begun writes second arrays, which no save reads. The loading engine
-   makes that update at its gate, with the same bits.
-4. A load writes sums last, into arrays without gradients. Norms are computed at the gate.
-5. Gradients that are not in sums (without accumulation, or within a backward) are refused.
 """
 
 from __future__ import annotations
@@ -22,14 +11,14 @@ import contextlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from stronghold.checkpoint import directory
 from stronghold.checkpoint.directory import CheckpointRanks
 from stronghold.checkpoint.load import Load
-from stronghold.checkpoint.manifest import COUNTERS, GAS
+from stronghold.checkpoint.manifest import COUNTERS, GAS, STATE
 from stronghold.checkpoint.save import Save
 from stronghold.checkpoint.state import ClientState, random_states, restore_random_states
 from stronghold.checkpoint.weights import live_weights, write_weights
@@ -38,21 +27,6 @@ from stronghold.streaming.optimizer import EngineOptimizer, restore_scaler, scal
 from stronghold.streaming.stack import Stack
 
 logger = logging.getLogger("stronghold")
-
-
-class _RankState(NamedTuple):
-    """The values that the ranks exchange for a save.
-
-    tag       the caller's
-    random    states of random generators
-    loss_sum  sum of the losses of the step so far, a scalar, or None
-    arrived   parameters that got a gradient on this rank in this step, by layer
-    """
-
-    tag: str
-    random: dict[str, Any]
-    loss_sum: torch.Tensor | None
-    arrived: list[frozenset[int]]
 
 
 class Checkpoints:
@@ -69,6 +43,7 @@ class Checkpoints:
         self._asynchronous = asynchronous
         self._team = CheckpointRanks(stack.ranks)
         self._running: Save | None = None
+        self._warns_of_gradients = True
         self._has_loaded = False  # a checkpoint with its state
         self._random: dict[str, Any] | None = None  # its random states for this rank
 
@@ -89,15 +64,14 @@ class Checkpoints:
         exclude_frozen  leave frozen parameters out
         latest          make the file `latest` name the tag
 
-        Between the micro-batches of a step, their sums are saved too ([Note: within a step]).
+        Gradients of a step that has not ended are not saved, as in DeepSpeed: a run that loads the
+        tag begins that step again.
 
         Waits for the running save, and (unless asynchronous) for pending updates and the disk.
-        Raises ConfigError for gradients that are not in sums, and for tags that differ between
-        ranks if the config's `checkpoint.tag_validation` is "Fail". Raises OSError of the disk, and
+        Raises ConfigError within a forward or a backward, and for tags that differ between ranks if
+        the config's `checkpoint.tag_validation` is "Fail". Raises OSError of the disk, and
         LaneError, once, if an asynchronous save has failed.
         """
-        counters = {name: getattr(engine, name) for name in COUNTERS}
-        counters[GAS] = int(engine.gradient_accumulation_steps())
         if not save_dir:
             raise ConfigError(f"save_checkpoint: save_dir is {save_dir!r}, expected a directory")
         self._stack.check_process("save_checkpoint")
@@ -105,34 +79,19 @@ class Checkpoints:
         runtime = self._stack.runtime
         runtime.ledger.check()
         self._stack.partition.names.check()
-        if runtime.ledger.is_in_step:
-            _check_sums(self._stack)
-        within_step = runtime.ledger.is_in_step
+        runtime.check_between_passes("save_checkpoint")
         runtime.adopt_edited()
         optimizer = self._optimizer
         random = random_states(self._stack.device)
-        loss_sum = _on_cpu(engine._loss_sum) if within_step else None
-        arrived = runtime.step.pending.arrived()
-        rank_values = self._team.exchange(
-            _RankState(str(tag), random, loss_sum, arrived), "states of the ranks"
-        )
-        _check_tags(engine, [value.tag for value in rank_values])
-        of_slices: list[_RankState] = self._team.of_slices(rank_values)
-        of_ranks = [value.random for value in of_slices]
-        unfinished = None
-        if within_step:
-            unfinished = {
-                "loss_sums": [value.loss_sum for value in of_slices],
-                "num_backwards": engine._num_backwards,
-            }
+        of_ranks = self._team.exchange((str(tag), random), "states of the ranks")
+        _check_tags(engine, [tag for tag, _ in of_ranks])
         state = ClientState(
             scheduler=_state_of(engine.lr_scheduler),
             loader=_state_of(engine.training_dataloader),
             client=client,
             loss_scale=None if optimizer is None else scaler_state(optimizer.loss_scaler),
             random=random,
-            random_of_ranks=of_ranks if self._team.several else None,
-            unfinished=unfinished,
+            random_of_ranks=[random for _, random in of_ranks] if len(of_ranks) > 1 else None,
         )
         save = Save(
             self._stack,
@@ -141,8 +100,7 @@ class Checkpoints:
             Path(save_dir).absolute(),
             directory.check_tag(tag),
             client=state,
-            sums=_union_by_layer([value.arrived for value in of_slices]),
-            counters=counters,
+            counters=self._counters(engine),
             exclude_frozen=exclude_frozen,
             team=self._team,
             latest=latest,
@@ -152,6 +110,21 @@ class Checkpoints:
             self._running = save
         else:
             save.run()
+
+    def _counters(self, engine: Any) -> dict[str, int]:
+        """The engine's counters at the begin of the step. Warns once of gradients that are left."""
+        gas = int(engine.gradient_accumulation_steps())
+        counters = {name: getattr(engine, name) for name in COUNTERS} | {GAS: gas}
+        if self._stack.runtime.ledger.is_in_step:
+            if engine.managed_gradient_accumulation():
+                counters["micro_steps"] -= counters["micro_steps"] % gas
+            if self._warns_of_gradients:
+                self._warns_of_gradients = False
+                logger.warning(
+                    "save_checkpoint: the gradients of the step so far are not saved: a run that "
+                    "loads the checkpoint begins the step again. Save after engine.step"
+                )
+        return counters
 
     def wait(self) -> None:
         """Wait until an asynchronous save is complete. Raises LaneError, once, if it failed."""
@@ -213,7 +186,6 @@ class Checkpoints:
             path,
             stack,
             self._optimizer if states and not weights_only else None,
-            accumulation=int(engine.gradient_accumulation_steps()),
             team=team,
             names_must_match=strict,
             trusted=not weights_only,
@@ -230,14 +202,8 @@ class Checkpoints:
                 load.into_slabs(custom)
                 if state is not None and not weights_only:
                     self._restore(engine, state, load)
-            if load.manifest.has_sums and not load.within_step:
-                logger.warning(
-                    "%s was saved between the micro-batches of a step: their gradients are not "
-                    "loaded without the optimizer's state, and the next micro-batch begins a step",
-                    path,
-                )
         client = None if state is None else _with_version(state.client, load.manifest.versions)
-        return str(path / team.slices.state), client
+        return str(path / STATE), client
 
     def _restore(self, engine: Any, saved: ClientState, load: Load) -> None:
         """Restore counters, data loader and loss scale. Keep the random states for the program."""
@@ -248,10 +214,6 @@ class Checkpoints:
         gas = int(engine.gradient_accumulation_steps())
         if counters[GAS] != gas:
             engine.micro_steps = engine.global_steps * gas
-        if load.within_step:
-            self._restore_step(engine, saved.unfinished)
-        elif load.manifest.has_sums:
-            engine._begin_step_again()
         if saved.loader is not None and hasattr(engine.training_dataloader, "load_state_dict"):
             engine.training_dataloader.load_state_dict(saved.loader)
         if self._optimizer is not None and saved.loss_scale is not None:
@@ -274,34 +236,14 @@ class Checkpoints:
             raise ConfigError("restore_random_states: call load_checkpoint first")
         restore_random_states(self._random, self._stack.device)
 
-    def _restore_step(self, engine: Any, saved: dict[str, Any] | None) -> None:
-        """Restore the values of a step of which some micro-batches are done."""
-        if saved is None:
-            return
-        engine._num_backwards = saved["num_backwards"]
-        loss_sums = saved["loss_sums"]
-        if len(loss_sums) == self._team.num_ranks:
-            loss_sum = loss_sums[self._team.rank]
-        else:  # no rank has the losses of one rank that saved
-            known = [value.float() for value in loss_sums if value is not None]
-            loss_sum = torch.stack(known).mean() if known else None
-        engine._loss_sum = None if loss_sum is None else loss_sum.to(engine.device)
-
     # -- weights alone ----------------------------------------------------------------------------
     def save_weights(self, save_dir: str | Path, filename: str, *, exclude_frozen: bool) -> None:
         """Write the state dict in the compute dtype to one file, on the first rank.
 
-        Waits for pending updates and for the running save. Raises OSError of the disk, and
-        ConfigError if the model is split over model-parallel ranks.
+        Waits for pending updates and for the running save. Raises OSError of the disk.
         """
         self._stack.runtime.ledger.check()
         self._stack.settle()
-        if self._team.slices.size > 1:
-            raise ConfigError(
-                f"save_16bit_model: the model is split over {self._team.slices.size} "
-                "model-parallel ranks, and one file would have the slices of one of them: put its "
-                "parts together from every rank's state_dict, or use save_checkpoint"
-            )
         self.wait()
         self._team.all_or_raise(self._write_weights, Path(save_dir), filename, exclude_frozen)
 
@@ -344,27 +286,6 @@ def _with_version(client: dict[str, Any], versions: dict[str, str]) -> dict[str,
     `versions`: of the packages that wrote the checkpoint. An entry of the caller's stays.
     """
     return {"ds_version": versions.get("deepspeed"), **client}
-
-
-def _check_sums(stack: Stack) -> None:
-    """Raise ConfigError unless all gradients of the step are in sums over micro-batches."""
-    stack.runtime.check_between_passes("save_checkpoint")
-    if not stack.runtime.is_between_passes:
-        raise ConfigError(
-            "save_checkpoint: the step's only backward has run, and its gradients wait for "
-            f"engine.step: call that first. Without accumulation ({GAS} is 1) a checkpoint has no "
-            "gradients"
-        )
-
-
-def _union_by_layer(of_ranks: list[list[frozenset[int]]]) -> list[frozenset[int]]:
-    """The positions that any rank has, by layer."""
-    return [frozenset().union(*of_layer) for of_layer in zip(*of_ranks, strict=True)]
-
-
-def _on_cpu(loss_sum: torch.Tensor | None) -> torch.Tensor | None:
-    """A copy of a scalar for the state file."""
-    return None if loss_sum is None else loss_sum.detach().to("cpu", copy=True)
 
 
 def _state_of(stateful: Any) -> dict[str, Any] | None:

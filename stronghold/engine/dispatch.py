@@ -23,7 +23,7 @@ from torch import nn
 
 from stronghold import config as configs
 from stronghold.devices import cuda
-from stronghold.distributed.process_groups import data_parallel_size, join, joining, local_rank_of
+from stronghold.distributed.process_groups import join, joining, local_rank_of, world_size
 from stronghold.engine import StrongholdEngine
 from stronghold.errors import ConfigError, ErrorPage
 from stronghold.optim.cpu_adam import CPUAdam
@@ -64,7 +64,7 @@ def initialize(
     * `lr_scheduler`: a schedule, or a callable that makes one from the optimizer. None: the
       config's schedule.
     * `distributed_port`, `dist_init_required`: for DeepSpeed's process group.
-    * `mpu`: model-parallel ranks. Each trains its slices of the model.
+    * `mpu`: refused if its ranks are not all data-parallel.
     * `collate_fn`: of the data loader.
     * `config`, `config_params`: a dict or the path of a JSON file.
     * `mesh_param`: passed to DeepSpeed's engine alone.
@@ -89,8 +89,8 @@ def initialize(
     show_log()
     # As DeepSpeed's own engine does: programs look for this line in its log.
     log_dist(f"DeepSpeed info: version={deepspeed.__version__}, engine=stronghold", ranks=[0])
-    num_ranks = data_parallel_size(mpu)
-    settings = configs.load(source, args=args, world_size=num_ranks, mpu=mpu)
+    _check_mpu(mpu)
+    settings = configs.load(source, args=args, world_size=world_size())
     section = settings.stronghold
     with _outside_zero_init():
         shown = make_optimizer(model, optimizer, model_parameters, settings)
@@ -100,7 +100,7 @@ def initialize(
             timeout = timedelta(seconds=section.rank_timeout_s)
         _init_distributed(settings, timeout, distributed_port, dist_init_required, on_gpu=on_gpu)
         device = cuda.device_of(local_rank_of(args)) if on_gpu else None
-        ranks = join(mpu, device=device, timeout=timeout)
+        ranks = join(device=device, timeout=timeout)
         try:
             engine = StrongholdEngine(
                 args=args,
@@ -110,7 +110,6 @@ def initialize(
                 lr_scheduler=make_scheduler(lr_scheduler, shown, settings),
                 training_data=training_data,
                 collate_fn=collate_fn,
-                mpu=mpu,
                 ranks=ranks,
             )
         except BaseException:
@@ -118,6 +117,19 @@ def initialize(
             raise
     logger.info("stronghold engine active on %s", engine.device)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _check_mpu(mpu: Any) -> None:
+    """Raise ConfigError if a client's unit does not have all ranks in one data-parallel group."""
+    if mpu is None or world_size() == 1:
+        return
+    count = getattr(mpu, "get_data_parallel_world_size", None)
+    if count is None or count() != world_size():
+        found = "no data-parallel ranks" if count is None else f"{count()} data-parallel ranks"
+        raise ConfigError(
+            f"mpu: has {found} of {world_size()}, and stronghold's ranks are data-parallel alone: "
+            "leave mpu out, or set stronghold.enabled to false for a model that is split over ranks"
+        )
 
 
 @contextlib.contextmanager

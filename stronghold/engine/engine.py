@@ -112,7 +112,6 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         lr_scheduler: Any = None,
         training_data: Any = None,
         collate_fn: Any = None,
-        mpu: Any = None,
         ranks: Ranks,
     ) -> None:
         nn.Module.__init__(self)
@@ -124,8 +123,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         self.local_rank = local_rank_of(args)
         self._ranks = ranks
         self.global_rank, self.world_size = ranks.global_rank, ranks.world_size
-        self.dp_world_size, self.mp_world_size = (ranks.num_ranks, ranks.model_parallel_size)
-        self.mpu = mpu
+        self.dp_world_size, self.mp_world_size = ranks.num_ranks, 1
         unused = unused_attributes(
             module=model, config=self._config, ranks=ranks, training_data=training_data
         )
@@ -633,14 +631,11 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
 
     @property
     def data_parallel_group(self) -> Any:
-        """torch's group of the ranks that share the model's state, for a program's own collectives.
+        """torch's group of all ranks, for a program's own collectives.
 
         None in a process without a process group.
         """
-        if not torch.distributed.is_initialized():
-            return None
-        world = torch.distributed.group.WORLD
-        return world if self.mpu is None else self.mpu.get_data_parallel_group()
+        return torch.distributed.group.WORLD if torch.distributed.is_initialized() else None
 
     seq_data_parallel_group = data_parallel_group
 
@@ -649,8 +644,8 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         return self._ranks.control.rank
 
     def get_model_parallel_rank(self) -> int:
-        """This rank among those of `mpu`, 0 without one."""
-        return self._ranks.model_parallel_rank
+        """0: the model is not split."""
+        return 0
 
     get_tensor_parallel_rank = get_model_parallel_rank
 
@@ -826,10 +821,10 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         a failure is raised once, as LaneError, by the next forward, save, load or
         `wait_for_checkpoint`. Otherwise OSError is raised here. In both cases training can go on.
 
-        Between the micro-batches of a step the sums of their gradients are saved, too.
+        Gradients of a step that has not ended are not saved, as in DeepSpeed. A warning says so
+        once. The run that loads the tag begins that step again.
 
-        Raises ConfigError within a forward or a backward, and without accumulation between backward
-        and `step`.
+        Raises ConfigError within a forward or a backward.
         """
         self._checkpoints.save(
             self,
@@ -915,8 +910,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         Tied parameters are stored once. The first rank writes, and every rank calls the method.
         Waits for pending updates, a running save, and the disk.
 
-        Raises OSError of the disk. Raises ConfigError if the model is split over model-parallel
-        ranks.
+        Raises OSError of the disk.
         """
         self._checkpoints.save_weights(
             save_dir, save_filename, exclude_frozen=exclude_frozen_parameters

@@ -98,12 +98,6 @@ def restore_scaler(scaler: LossScalerBase, state: dict[str, Any]) -> None:
             setattr(scaler, name, state[name])
 
 
-def restored_scale(scaler: LossScalerBase, state: dict[str, Any]) -> float:
-    """Return the scale that a scaler would have after `restore_scaler`."""
-    is_restored = scaler.dynamic and state.keys() >= set(STATE)
-    return float(state["cur_scale"] if is_restored else scaler.loss_scale)
-
-
 class EngineOptimizer(torch.optim.Optimizer):
     """Represents the engine's optimizer wherever a `torch.optim.Optimizer` is expected.
 

@@ -117,21 +117,6 @@ class PendingGradients:
                 state.gradients.per_parameter.clear()
                 self._window.drop_held_gradients(state.index)
 
-    # -- sums of a checkpoint ---------------------------------------------------------------------
-    def arrived(self) -> list[frozenset[int]]:
-        """The parameters that got a gradient on this rank in this step, by layer."""
-        return [self._team.arrived(state) for state in self._layers]
-
-    def restore_sums(self, state: LayerState, positions: frozenset[int]) -> frozenset[int]:
-        """Begin a step in which the parameters at `positions` have sums over micro-batches.
-
-        The layer has no gradients before. Returns the positions whose sums the caller writes to the
-        array "accumulated": those beyond `positions` are zeros. Every rank calls it.
-        """
-        summed = self._team.restore(state, positions)
-        state.gradients.summed.update(summed)
-        return summed
-
     # -- gradients that wait ----------------------------------------------------------------------
     def of(self, state: LayerState) -> LayerGradients:
         """The layer's gradients that the gate will use: pending ones, or sums."""

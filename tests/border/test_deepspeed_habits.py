@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
 import pytest
+import torch
 from deepspeed.utils import logging as deepspeed_logging
 from torch import nn
 
@@ -26,6 +28,23 @@ def test_a_model_in_torchs_data_parallelism_is_refused_with_the_way(tmp_path: Pa
         wrapped = nn.parallel.DistributedDataParallel(model)
     with pytest.raises(ConfigError, match="pass the plain module"):
         stronghold.initialize(model=wrapped, config=config())
+
+
+@pytest.mark.parametrize(
+    ("mpu", "found"),
+    [
+        (SimpleNamespace(), "no data-parallel ranks"),
+        (SimpleNamespace(get_data_parallel_world_size=lambda: 2), "2 data-parallel ranks"),
+    ],
+)
+def test_ranks_that_split_the_model_are_refused_with_the_way(
+    mpu: Any, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    # another test may have left a process group of one rank
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    with pytest.raises(ConfigError, match=f"{found} of 4.*leave mpu out"):
+        stronghold.initialize(model=MODELS["gpt"]()[0], config=config(), mpu=mpu)
 
 
 def test_emptying_the_partition_cache_changes_nothing() -> None:

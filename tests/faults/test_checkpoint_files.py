@@ -43,7 +43,6 @@ from stronghold.tools.cli import main
 from tests.support.checkpoints import (
     assert_same,
     command,
-    make_batch,
     make_model,
     resume,
     session,
@@ -171,7 +170,7 @@ def test_the_undamaged_copy_loads(engine: Any, copy: Path) -> None:
 
 def test_another_version_is_refused(engine: Any, copy: Path) -> None:
     rewrite(copy / TAG, lambda body: body.update(version=7))
-    refused(engine, copy, CheckpointError, "version 7, expected stronghold checkpoint version 3")
+    refused(engine, copy, CheckpointError, "version 7, expected stronghold checkpoint version 2")
 
 
 def test_a_file_that_says_other_than_the_manifest_is_refused(engine: Any, copy: Path) -> None:
@@ -521,7 +520,7 @@ CRAFTED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "tensors are an object": lambda body: body.update(tensors={}),
     "no counters": lambda body: body.pop("counters"),
     "a counter less": lambda body: body["counters"].pop("global_samples"),
-    "sums in a version without them": lambda body: body["tensors"][0]["pieces"].update(
+    "sums over micro-batches": lambda body: body["tensors"][0]["pieces"].update(
         accumulated=body["tensors"][0]["pieces"]["exp_avg"]
     ),
     "a counter is a word": lambda body: body["counters"].update(micro_steps="x"),
@@ -536,7 +535,6 @@ CRAFTED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "sizes of files are words": lambda body: body["files"][STATE].update(num_bytes="x"),
     "a file without a checksum": lambda body: body["files"][STATE].pop("crc32"),
     "buffers are a list": lambda body: body.update(buffers=[1]),
-    "of two model-parallel ranks": lambda body: body.update(model_parallel={"rank": 1, "size": 2}),
 }
 
 
@@ -610,19 +608,6 @@ def test_mutated_manifests_are_refused_or_load(engine: Any, copy: Path) -> None:
 def test_mutated_headers_are_refused_or_read(saved: Path, tmp_path: Path) -> None:
     file = saved / TAG / "moments-00001.safetensors"
     assert fuzz_headers(file, tmp_path / "file", cases=300, seed=0) > 150
-
-
-@pytest.mark.slow
-def test_mutated_manifests_with_sums_are_refused_or_load(tmp_path: Path) -> None:
-    with session(WithBuffer(), precision="bf16", accumulation=2) as engine:
-        train(engine, 1)
-        engine.backward(engine(**make_batch(0)).loss)
-        engine.step()
-        engine.save_checkpoint(tmp_path, tag="within")
-    with session(WithBuffer(seed=9), precision="bf16", accumulation=2) as engine:
-        train(engine, 1)
-        assert fuzz_manifests(engine, tmp_path, cases=1000, seed=2, tag="within") > 500
-        train(engine, 1)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import itertools
+import json
 import random
 import threading
 import time
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader
 import stronghold
 from stronghold.checkpoint import directory, save
 from stronghold.checkpoint.files import TensorFile
+from stronghold.checkpoint.manifest import MANIFEST
 from stronghold.errors import ConfigError, LaneError
 from tests.faults.test_lane_failures import fail_in
 from tests.support.checkpoints import (
@@ -29,6 +31,7 @@ from tests.support.checkpoints import (
     resume,
     session,
     snapshot,
+    stored_tensors,
     train,
 )
 from tests.support.places import on_gpu
@@ -415,6 +418,47 @@ def test_between_micro_batches_a_load_starts_the_step_again(tmp_path: Path) -> N
         engine.step()
         resume(engine, tmp_path)
         assert all(map(torch.equal, train(engine, 2), expected))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(("accumulation", "stop"), [(2, "step"), (2, "backward"), (1, "backward")])
+def test_a_save_within_a_step_is_one_of_its_begin_and_says_so_once(
+    accumulation: int, stop: str, asynchronous: bool, tmp_path: Path, caplog: Any
+) -> None:
+    """The run goes on with the gradients that it has. The run that loads begins the step again."""
+    section = {"async_checkpoint": asynchronous}
+    options: dict[str, Any] = {"precision": "bf16", "accumulation": accumulation}
+    with session(section=section, **options) as engine:
+        train(engine, 2)
+        engine.save_checkpoint(tmp_path, tag="boundary")
+        torch.manual_seed(3)
+        engine.backward(engine(**make_batch(7)).loss)
+        if stop == "step":
+            engine.step()
+        for tag in ("within", "again"):
+            engine.save_checkpoint(tmp_path, tag=tag)
+        assert caplog.text.count("the gradients of the step so far are not saved") == 1
+        if stop == "backward":
+            engine.step()
+        while engine.micro_steps % accumulation:
+            engine.backward(engine(**make_batch(8)).loss)
+            engine.step()
+        expected = train(engine, 1)
+        engine.wait_for_checkpoint()
+    assert_same(stored_tensors(tmp_path / "within"), stored_tensors(tmp_path / "boundary"))
+    manifests = [
+        json.loads((tmp_path / tag / MANIFEST).read_text())["manifest"]
+        for tag in ("boundary", "within")
+    ]
+    assert manifests[0]["counters"] == manifests[1]["counters"]
+    with session(make_model(seed=9), section={"window": 1}, **options) as engine:
+        engine.load_checkpoint(tmp_path, tag="within")
+        torch.manual_seed(3)
+        for number in (7, 8)[:accumulation]:
+            engine.backward(engine(**make_batch(number)).loss)
+            engine.step()
+        assert engine.global_steps == 3
+        assert all(map(torch.equal, train(engine, 1), expected))
 
 
 def test_weights_can_be_placed_by_the_caller(tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ def test_a_rank_that_is_lost_on_another_node_is_named(how: str, tmp_path: Path) 
 # -- places ----------------------------------------------------------------------------------------
 def test_ranges_of_a_nodes_ranks_are_what_they_fetch() -> None:
     """Each layer once on every node, of which each rank's part has its own range and its peers'."""
-    (mesh,) = mesh_of([range(6)], "aabbcc")
+    mesh = mesh_of("aabbcc")
     by_range = mesh.T.flatten().tolist()
     shapes = [
         ParameterShape(name=name, shape=(5000,), trainable=name == "trained")
@@ -162,7 +162,7 @@ def test_ranges_of_a_nodes_ranks_are_what_they_fetch() -> None:
 
 def test_nodes_with_unequal_numbers_of_ranks_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"unequally over 2 nodes \(2 on a, 1 on b\)"):
-        mesh_of([range(3)], [("a", 1), ("b", 1), ("a", 1)])
+        mesh_of([("a", 1), ("b", 1), ("a", 1)])
 
 
 # -- two nodes of two ranks ------------------------------------------------------------------------

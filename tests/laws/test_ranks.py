@@ -183,19 +183,6 @@ def test_each_rank_has_a_trace_of_its_own(two: list[Any]) -> None:
         assert found["traces"] == {"trace.json": {0}, "trace.rank1.json": {1}}
 
 
-def test_norms_are_of_the_whole_model_under_tensor_parallelism(two: list[Any]) -> None:
-    """Parts of split parameters are added, whole ones counted once."""
-    for found in two:
-        split = found["model parallel"]
-        assert split["norm"] == pytest.approx(split["expected"], rel=1e-6)
-        assert split["batch"] == 2
-        assert split["ranks"] == (2, 1, 2)
-        on_files = found["model parallel on files"]
-        assert on_files["files"] > 0 == split["files"]
-        assert on_files["norm"] == split["norm"]
-        assert all(map(torch.equal, on_files["weights"], split["weights"]))
-
-
 @pytest.mark.slow
 def test_gathers_and_reductions_hide_behind_compute(tmp_path: Path) -> None:
     """Where compute takes longest, a step takes little more: the fill and drain of one layer."""
@@ -280,51 +267,6 @@ def assert_same_save(
     assert_same(stored_tensors(source / tag), stored_tensors(again / tag))
 
 
-def assert_resumed_within_step(run: dict[str, Any]) -> None:
-    """The run that resumed is the one that never stopped."""
-    straight, on = run["straight"], run["on"]
-    done = len(run["saved"]["losses"])
-    assert done % 2 == 1
-    for key in ("losses", "norms"):
-        assert on[key] == straight[key][done:]
-    assert on["counts"] == straight["counts"]
-    assert_same(on["weights"], straight["weights"])
-
-
-def test_ranks_resume_within_a_step_to_the_bit(two: list[Any], tmp_path: Path) -> None:
-    """Sums are saved after their reduction. One rank loads them, and saves the same tensors.
-
-    A parameter without a gradient on any rank has no sum.
-    """
-    for found in two:
-        assert_resumed_within_step(found["within step"])
-    source = Path(two[0]["within step"]["folder"])
-    rank_checkpoints.within_step(tmp_path, source, last=0)
-    saved = stored_tensors(source / "global_step1")
-    assert_same(stored_tensors(tmp_path / "global_step1"), saved)
-    summed = {name.split(".", 1)[1] for name in saved if name.startswith("accumulated")}
-    assert {"sometimes", "blocks.0.even", "first.weight"} <= summed
-    assert "never" not in summed
-    # micro-batch 2 of two ranks is of the batches 4 and 5, which leave out block 1
-    assert not any(name.startswith("blocks.1.") for name in summed)
-
-
-@pytest.mark.slow
-def test_ranks_resume_within_every_step(tmp_path: Path) -> None:
-    """In memory and in files. Two ranks load what one has saved, and save the same tensors."""
-    run = "tests.support.rank_checkpoints"
-    for found in run_ranks(f"{run}:resumed_within_steps", 2, tmp_path / "two"):
-        for resumed in found.values():
-            assert_resumed_within_step(resumed)
-    rank_checkpoints.within_step(tmp_path / "one", None, last=3)
-    one = str(tmp_path / "one")
-    loads = f"{run}:within_step_elsewhere"
-    for found in run_ranks(loads, 2, tmp_path / "elsewhere", CHECKPOINT=one):
-        assert len(found["on"]["losses"]) == 1
-    again = tmp_path / "elsewhere" / "again" / "global_step1"
-    assert_same(stored_tensors(again), stored_tensors(tmp_path / "one" / "global_step1"))
-
-
 def test_each_rank_writes_its_share(two: list[Any]) -> None:
     """A rank has no file of a layer that is smaller than one share."""
     tag = Path(two[0]["checkpoint"]["saved"]) / "global_step2"
@@ -371,44 +313,6 @@ def test_ranks_refine_one_plan_without_a_change_of_bits(two: list[Any]) -> None:
         assert found["refined"]["changed"]
         assert found["refined"]["plan"] == two[0]["refined"]["plan"]
         assert_identical(Run(losses=losses, weights=found["refined"]["run"].weights), one)
-
-
-def test_each_model_parallel_rank_saves_and_resumes_its_slices(two: list[Any]) -> None:
-    """In one tag, under the names that DeepSpeed gives their states."""
-    for rank, found in enumerate(two):
-        split = found["slices"]
-        straight, on = split["straight"], split["on"]
-        assert on["losses"] == straight["losses"][2:]
-        for name, weight in straight["weights"].items():
-            assert torch.equal(on["weights"][name], weight), name
-        assert Path(on["path"]).name == f"mp_rank_0{rank}_model_states.pt"
-        for name in ("manifest.json", "model_states.pt", "moments-00000.safetensors"):
-            assert f"mp_rank_0{rank}_{name}" in split["names"]
-        assert all(name.startswith("mp_rank_0") for name in split["names"])
-    weights = [found["slices"]["on"]["weights"] for found in two]
-    assert not any(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-
-
-def test_slices_are_loaded_under_as_many_model_parallel_ranks_alone(two: list[Any]) -> None:
-    for found in two:
-        split = found["slices"]
-        assert "saved by 2 model-parallel ranks, expected 1" in split["whole"]
-        assert "saved by 1 model-parallel ranks, expected 2" in split["split"]
-        assert "split over 2 model-parallel ranks" in split["16 bit"]
-
-
-@pytest.mark.slow
-def test_slices_resume_in_another_number_of_data_parallel_places(
-    two: list[Any], tmp_path: Path
-) -> None:
-    """Two ranks that have the same micro-batch do what one does."""
-    source = Path(two[0]["checkpoint"]["saved"]).parent / "slices"
-    run = "tests.support.rank_checkpoints:slices_elsewhere"
-    for found in run_ranks(run, 4, tmp_path, CHECKPOINT=str(source)):
-        straight = two[found["unit"]]["slices"]["straight"]
-        assert found["on"]["losses"] == straight["losses"][2:]
-        for name, weight in straight["weights"].items():
-            assert torch.equal(found["on"]["weights"][name], weight), name
 
 
 @pytest.mark.slow

@@ -18,14 +18,7 @@ from stronghold.errors import LaneError, RankError
 from tests.models import MODELS, loss_of, token_batch
 from tests.support.counted import of_bytes
 from tests.support.rank_cases import CASES, CLOSE, FILES, files, refined
-from tests.support.rank_checkpoints import (
-    checkpoint,
-    full_disk,
-    model_parallel,
-    replaced,
-    resumed_within_step,
-    slices,
-)
+from tests.support.rank_checkpoints import checkpoint, full_disk, replaced
 from tests.support.rank_looks import (
     alone,
     gradients,
@@ -59,12 +52,8 @@ def two_ranks(folder: Path) -> dict[str, Any]:
         "overflow": overflow(),
         "refused": refused(),
         "checkpoint": checkpoint(folder),
-        "within step": resumed_within_step(folder),
         "life": life(),
         "traces": traces(folder),
-        "model parallel": model_parallel(),
-        "slices": slices(folder / "slices"),
-        "model parallel on files": model_parallel(**files("masters")),
         "refined": refined(),
         "astray": [astray("gather", clipping=1.0), astray("reduce", clipping=0.0)],
         "diverged": {way: diverged(way) for way in WAYS},

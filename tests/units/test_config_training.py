@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -69,11 +68,8 @@ def test_ranks_multiply_the_batch(ranks: int) -> None:
 def test_ranks_are_those_that_run_in_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deepspeed_config.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(deepspeed_config.dist, "get_world_size", lambda *_: 6)
-    mpu = SimpleNamespace(get_data_parallel_world_size=lambda: 3)
     assert configs.load(BASE).deepspeed.train_batch_size == 12
-    assert configs.load(BASE, mpu=mpu).deepspeed.train_batch_size == 6
     assert configs.load(BASE, world_size=1).deepspeed.train_batch_size == 2
-    assert "mpu: has no" in refusal(BASE, mpu=SimpleNamespace())
 
 
 def test_a_batch_size_may_be_a_whole_float() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import NamedTuple, cast
@@ -61,9 +61,7 @@ def nothing(_: torch.Tensor) -> None:
 
 @pytest.fixture
 def make(device: EmulatedDevice) -> Make:
-    def of(
-        change: Change = nothing, model_parallel_rank: int = 0, split: Sequence[int] = ()
-    ) -> Case:
+    def of(change: Change = nothing) -> Case:
         shapes = [ParameterShape(name=f"p{k}", shape=(8,), trainable=True) for k in range(2)]
         layouts = tuple(
             layer_layout(shapes, index=i, name=f"layer{i}", streamed=True, num_ranks=2)
@@ -71,7 +69,6 @@ def make(device: EmulatedDevice) -> Make:
         )
         ranks = simulated_ranks(2, 1)
         ranks.control = TwoRanks(change)
-        ranks.model_parallel_rank = model_parallel_rank
         layers = [
             LayerState(
                 layout=of_layer,
@@ -83,9 +80,6 @@ def make(device: EmulatedDevice) -> Make:
             )
             for of_layer in layouts
         ]
-        for k in split:
-            for state in layers:
-                state.parameters[k].tensor_model_parallel = True  # type: ignore[attr-defined]
         layout = ModelLayout(layers=layouts)
         weights = SimulatedWeights(layout, adam_formats(torch.float32), ranks)
         return Case(RankTeam(device, layers, weights), layers, ranks)
@@ -160,16 +154,6 @@ def test_the_order_of_reductions_and_a_step_thrown_away_are_compared(make: Make)
     assert one.issued == three.issued != two.issued
     three.dropped()
     assert one.issued != three.issued
-
-
-def test_a_parameter_that_model_parallel_ranks_have_whole_counts_once(make: Make) -> None:
-    """One that is not finite counts on every rank: no rank may apply the step."""
-    for rank, expected in ((0, 3.0), (1, 2.0)):
-        case = make(model_parallel_rank=rank, split=[1])
-        case.layers[0].gradients.square_sums = {0: 1.0, 1: 2.0}
-        assert case.meet() == [expected, expected]
-    case.layers[1].gradients.square_sums = {0: float("inf")}
-    assert all(value != value for value in case.meet())
 
 
 def test_an_order_of_reductions_is_adopted_when_every_rank_has_seen_it(make: Make) -> None:
