@@ -86,9 +86,6 @@ HONOURED = {
     "aio.queue_depth": "The nvme.depth of the section.",
     "aio.block_size": "The nvme.block of the section.",
     "data_types.param_dtype": "Must agree with bf16 or fp16.",
-    "wall_clock_breakdown": "Milliseconds of fwd, bwd and step by DeepSpeed's timers, which wait "
-    "for the GPU.",
-    "flops_profiler": "DeepSpeed's profiler, at profile_step. Latencies include waits for weights.",
     "zero_allow_untested_optimizer": "Accelerate requires it if a script brings an optimizer. "
     "Types that optimizer.type accepts are accepted. Others are refused.",
     "zero_force_ds_cpu_optimizer": "With false, Accelerate does not replace a script's optimizer.",
@@ -105,6 +102,8 @@ IGNORED = {
     "fp16.auto_cast": "Inputs are passed to the model as they are.",
     "data_types": "Set bf16 or fp16 instead.",
     "torch_autocast": "Accepted while it is off.",
+    "wall_clock_breakdown": 'Set "stronghold": {"trace": FILE} for a timeline of each step.',
+    "flops_profiler": "The log has the TFLOPS of a step; `stronghold plan` has what bounds it.",
     "memory_breakdown": "The plan in the log has every tier's bytes.",
     "zero_optimization": "Weights are streamed layer by layer, not partitioned in buckets.",
     "zero_optimization.offload_optimizer": "The optimizer is on the host. The plan sizes buffers.",

@@ -104,7 +104,6 @@ class UserBackward:
         self._is_announced = False
         self._keeps_graph = False
         self._live_graphs: weakref.WeakSet[_CallGraph] = weakref.WeakSet()
-        self._timing = contextlib.ExitStack()
         outside.reached = self._reached
         outside.check = self.check
 
@@ -181,7 +180,6 @@ class UserBackward:
             engine._loss_sum = None
         runtime.begin_backward(boundary=engine.is_gradient_accumulation_boundary())
         self._task = task
-        self._timing.enter_context(engine._instruments.time("backward"))
         at_end_of_backward(self._end)
 
     def _trains(self, engine: Any, task: int) -> bool:
@@ -219,7 +217,6 @@ class UserBackward:
         self._task = None
         self._outside.divisor = 1
         _scaled_by.clear()
-        self._timing.close()
 
 
 def _check_scale(expected: float, is_engine_call: bool) -> None:

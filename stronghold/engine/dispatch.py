@@ -19,6 +19,7 @@ import torch
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.utils import log_dist
+from deepspeed.utils.logging import set_log_level_from_string
 from torch import nn
 
 from stronghold import config as configs
@@ -92,6 +93,10 @@ def initialize(
     _check_mpu(mpu)
     settings = configs.load(source, args=args, world_size=world_size())
     section = settings.stronghold
+    if settings.deepspeed.log_level is not None:
+        set_log_level_from_string(settings.deepspeed.log_level)
+    if settings.deepspeed.dump_state:
+        settings.deepspeed.print("DeepSpeed's reading of the config")
     with _outside_zero_init():
         shown = make_optimizer(model, optimizer, model_parameters, settings)
         on_gpu = (section.device or "cuda") == "cuda" and cuda.available()

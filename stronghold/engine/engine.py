@@ -38,12 +38,11 @@ from stronghold.devices.base import off_lanes
 from stronghold.devices.forks import forked_from
 from stronghold.distributed.process_groups import Ranks, local_rank_of
 from stronghold.engine import live_engines
-from stronghold.engine.attributes import removed_switches, unused_attributes
 from stronghold.engine.backward import UserBackward
 from stronghold.engine.checkpoints import Checkpoints
 from stronghold.engine.inspection import Inspection, inspect
-from stronghold.engine.instruments import Instruments
-from stronghold.engine.refusals import ManualClipping, check_loss, refused_methods
+from stronghold.engine.monitors import make_monitor, write_step
+from stronghold.engine.refusals import REFUSED, ManualClipping, check_loss, refused_method
 from stronghold.errors import ConfigError, did_you_mean, format_size
 from stronghold.plan.plan import Plan
 from stronghold.predict.refine import Refinement
@@ -124,10 +123,6 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         self._ranks = ranks
         self.global_rank, self.world_size = ranks.global_rank, ranks.world_size
         self.dp_world_size, self.mp_world_size = ranks.num_ranks, 1
-        unused = unused_attributes(
-            module=model, config=self._config, ranks=ranks, training_data=training_data
-        )
-        self.__dict__.update(unused)
         self.collate_fn = collate_fn
         self.global_steps = 0
         self.global_samples = 0
@@ -135,15 +130,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         self.skipped_steps = 0
         self.optimizer = optimizer
         self.basic_optimizer = optimizer
-        self.client_optimizer = None
-        self.client_lr_scheduler = None
-        self.seq_parallel_group = None
-        self.enable_backward_allreduce = False
-        self.inside_no_sync_ctxt = False
-        self.has_moe_layers = False
-        self.sparse_tensor_module_names: set[str] = set()
-        self.loaded_checkpoint_mp_world_size = None
-        self.loaded_checkpoint_dp_world_size = None
+        self.client_optimizer = None  # `optimizer_name` reads it
         self._boundary_override: bool | None = None
         # Backwards since the last step. Samples are counted by them if every `step` ends a step.
         self._num_backwards = 0
@@ -192,11 +179,8 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         stack.hide_packed()
         live_engines.register(self)
         try:
-            self._instruments = Instruments(self._config, self, model)
-            self.timers = self._instruments.timers
-            self.tput_timer = self._instruments.throughput
-            self.monitor = self._instruments.monitor
-            self.flops_profiler = self._instruments.profiler
+            self.monitor = make_monitor(self._config)
+            self.mpu = self.tput_timer = None  # `deepspeed_io` reads them
             self.training_dataloader = None
             if training_data is not None:
                 self.training_dataloader = self.deepspeed_io(training_data)
@@ -245,7 +229,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
             self._refinement.begin_forward(size, trains=with_graph, waits=waits)
         if self.module.training and with_graph:
             self._stack.metrics.add_tokens(size.tokens)
-        with self._instruments.forward(self.global_steps), self._stack.runtime.forward_pass():
+        with self._stack.runtime.forward_pass():
             output = self._call_module(inputs, kwargs)
         if self.optimizer is not None and torch.is_grad_enabled():
             self._user_backward.watch(output)
@@ -309,7 +293,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
             runtime.begin_backward(boundary=self.is_gradient_accumulation_boundary())
             has_begun = True
             announced = self._user_backward.announced(keeps_graph=retain_graph)
-            with self._instruments.time("backward"), announced:
+            with announced:
                 optimizer.scaled(divided).backward(retain_graph=retain_graph)
             runtime.end_backward()
             self._num_backwards += 1
@@ -357,19 +341,16 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         optimizer = self._needed_optimizer("step")
         self._user_backward.check()
         self._step_applied = False
-        step = self.global_steps
         is_managed = self.managed_gradient_accumulation()
         boundary = not is_managed or self.is_gradient_accumulation_boundary()
         try:
-            with self._instruments.time("step"):
-                if boundary:
-                    self._take_step(optimizer, lr_kwargs or {})
+            if boundary:
+                self._take_step(optimizer, lr_kwargs or {})
         except BaseException as error:
             # Ctrl-C: no further step may use its gradients
             if not isinstance(error, Exception):
                 self._abandon_step()
             raise
-        self._instruments.end_micro_batch(step=step, samples=self.global_samples, boundary=boundary)
         self.micro_steps += 1
 
     def _take_step(self, optimizer: EngineOptimizer, lr_kwargs: dict[str, Any]) -> None:
@@ -439,7 +420,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         if steps_per_print and self.global_steps % steps_per_print == 0:
             logger.info("%s", stack.metrics.format(record))
         scale = optimizer.loss_scale if self.fp16_enabled() else None
-        self._instruments.end_step(record, samples=self.global_samples, loss_scale=scale)
+        write_step(self.monitor, record, samples=self.global_samples, loss_scale=scale)
 
     def was_step_applied(self) -> bool:
         """Return True if the last `step` changed weights. Waits for nothing.
@@ -449,20 +430,15 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         """
         return self._step_applied
 
-    def get_wall_clock_timers(self) -> dict[str, float]:
-        """Milliseconds of the last micro-batch, and of the step so far, by DeepSpeed's names.
-
-        Empty unless the config has `wall_clock_breakdown`.
-        """
-        return self._instruments.last_times_ms
-
-    @property
-    def engine_timers_cache(self) -> dict[str, float]:
-        """DeepSpeed's name of the times that `get_wall_clock_timers` returns."""
-        return self._instruments.last_times_ms
-
-    def get_pld_theta(self) -> None:
-        """Return None: no layer is dropped."""
+    def __getattr__(self, name: str) -> Any:
+        """Return what the module has under a name that the engine lacks."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            raise AttributeError(
+                f"{error}. If it is one of DeepSpeed's own engine: docs/members.md lists what this "
+                'engine has, and "stronghold": {"enabled": false} selects that one'
+            ) from None
 
     def _check_alive(self, method: str) -> None:
         if self._destroyed:
@@ -637,17 +613,9 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         """
         return torch.distributed.group.WORLD if torch.distributed.is_initialized() else None
 
-    seq_data_parallel_group = data_parallel_group
-
     def get_data_parallel_rank(self) -> int:
         """This rank among those that share the model's state."""
         return self._ranks.control.rank
-
-    def get_model_parallel_rank(self) -> int:
-        """0: the model is not split."""
-        return 0
-
-    get_tensor_parallel_rank = get_model_parallel_rank
 
     def compile(
         self,
@@ -1023,5 +991,5 @@ def _places_of_parameters(stack: Stack) -> dict[nn.Parameter, tuple[int, str]]:
     return places
 
 
-for _name, _method in {**removed_switches(), **refused_methods()}.items():
-    setattr(StrongholdEngine, _name, _method)
+for _name in REFUSED:
+    setattr(StrongholdEngine, _name, refused_method(_name))

@@ -1,14 +1,13 @@
-"""Calls that the engine refuses, each with its reason and what to do instead.
+"""Calls that the engine refuses, and what to do instead: DeepSpeed's methods, losses, clipping.
 
-Owns the table of DeepSpeed's methods that would run DeepSpeed's own core on state that this engine
-does not have. Owns also the checks of a loss, and of gradient clipping by hand. Never changes a
-step. The training thread alone enters.
+Never changes a step. The training thread alone enters.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,49 +15,32 @@ import torch
 
 from stronghold.errors import ConfigError
 
-_PARALLEL = "stronghold runs data-parallel ranks only: shard the model with DeepSpeed itself"
-_REDUCE = "gradients leave for the host layer by layer during backward: nothing is left to reduce"
-_DATA = "build the data loader yourself and pass batches to the engine"
-_COMPILE = "DeepCompile rewrites the graph of the whole model: engine.compile() compiles each block"
-_ALIEN = "stronghold's optimizer runs: set its type in the config, or pass a torch optimizer"
-
-# Reasons that several methods share.
-_METHODS_BY_REASON = {
-    _REDUCE: """allreduce_and_copy allreduce_bucket allreduce_gradients allreduce_no_retain
-        buffered_allreduce_fallback coalesce_grad_reduction sparse_allreduce
-        sparse_allreduce_bucket sparse_allreduce_no_retain""",
-    _PARALLEL: "all_gather_scalar load_moe_state_dict sparse_all_gather",
-    _COMPILE: """get_autosp_backend get_autotp_backend get_compile_time
-        get_deepcompile_backend get_deepspeed_compile_backend register_compile_pass
-        compile_zero_optimization_stage""",
-    _DATA: "set_custom_curriculum_learning_schedule set_data_post_process_func",
-    _ALIEN: "get_optimizer_configuration",
-}
-# Reason of each refused method, by the method's name.
-REFUSED: dict[str, str] = {
-    **{name: reason for reason, names in _METHODS_BY_REASON.items() for name in names.split()},
-    "clip_fp32_gradients": "engine.step clips by the global norm: set gradient_clipping",
-    "print_forward_breakdown": "set stronghold.trace to a file for a timeline of the step",
-    "random_ltd_initialize": "random layer-token drop changes the model's layers while they stream",
-    "swap_tensor_config": "set stronghold.nvme: its keys choose where state spills, and how",
-}
+# DeepSpeed's methods that would work on buckets, partitions, experts or graphs that are not here.
+_NAMES = """
+    all_gather_scalar allreduce_and_copy allreduce_bucket allreduce_gradients allreduce_no_retain
+    buffered_allreduce_fallback clip_fp32_gradients coalesce_grad_reduction
+    compile_zero_optimization_stage get_autosp_backend get_autotp_backend get_compile_time
+    get_deepcompile_backend get_deepspeed_compile_backend get_model_parallel_rank
+    get_optimizer_configuration get_sequence_parallel_group get_tensor_parallel_rank
+    get_wall_clock_timers load_moe_state_dict print_forward_breakdown random_ltd_initialize
+    register_compile_pass set_custom_curriculum_learning_schedule set_data_post_process_func
+    sparse_all_gather sparse_allreduce sparse_allreduce_bucket sparse_allreduce_no_retain
+    swap_tensor_config
+"""
+REFUSED = tuple(_NAMES.split())
 
 
-class RefusedMethod:
-    """Method of the engine that raises ConfigError at every call, with the reason."""
+def refused_method(name: str) -> Callable[..., None]:
+    """Return a method of the engine that raises ConfigError at every call."""
 
-    def __init__(self, name: str, reason: str) -> None:
-        self.__name__ = name
-        self.__doc__ = f"Refused: {reason}."
-        self._reason = reason
+    def method(self: Any, *args: Any, **kwargs: Any) -> None:
+        raise ConfigError(
+            f"engine.{name} is a part of DeepSpeed's own engine, which does not run here: leave "
+            'the call out, or set "stronghold": {"enabled": false} for that engine'
+        )
 
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        raise ConfigError(f"engine.{self.__name__} does not apply to stronghold: {self._reason}")
-
-
-def refused_methods() -> dict[str, RefusedMethod]:
-    """Return a method for each name of `REFUSED`."""
-    return {name: RefusedMethod(name, reason) for name, reason in REFUSED.items()}
+    method.__name__ = name
+    return method
 
 
 def check_loss(method: str, loss: Any) -> None:

@@ -62,12 +62,6 @@ def test_generation_without_the_hooks_of_stage_3_changes_nothing() -> None:
         both.train(1)
 
 
-def test_an_engine_without_experts_or_sparse_gradients_says_so() -> None:
-    with twin() as both:
-        assert both.engine.has_moe_layers is False
-        assert both.engine.sparse_tensor_module_names == set()
-
-
 @pytest.mark.parametrize("folder", [None, ""])
 def test_a_checkpoint_without_a_directory_is_a_value_error(folder: Any) -> None:
     with twin() as both, pytest.raises(ValueError, match="expected a directory"):

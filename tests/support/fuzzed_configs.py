@@ -313,12 +313,6 @@ def draw_others(rng: random.Random, made: Drawn, folder: Path) -> None:
             put(made.config, path, value)
             if path == "csv_monitor.enabled":
                 made.config["csv_monitor"] |= {"output_path": str(folder), "job_name": "job"}
-    if may(rng, 0.05):
-        made.config["flops_profiler"] = {
-            "enabled": True,
-            "profile_step": 2,
-            "output_file": str(folder / "flops.txt"),
-        }
 
 
 # -- values that must be refused -------------------------------------------------------------------

@@ -58,7 +58,6 @@ FILES = (
     "monitor/test_monitor.py",
     "ops/adam/test_adamw.py",
     "ops/adam/test_cpu_adam.py",
-    "profiling/flops_profiler/test_flops_profiler.py",
 )
 
 # They skip tests on a CPU that pass on the pretended GPU.
