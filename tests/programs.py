@@ -138,8 +138,6 @@ def gradients(s: Any, r: random.Random) -> None:
     name = r.choice(trained(s))
     gradient = s.gradient(name)
     s.say(name, gradient)
-    if r.random() < 0.5 and gradient.any():
-        s.set_gradient(name, gradient * 0.5)
 
 
 def trained(s: Any) -> list[str]:
@@ -264,19 +262,13 @@ def prune(weight: torch.Tensor) -> None:
 
 
 def write(s: Any, r: random.Random) -> None:
-    how = r.choice(["all", "some", "in place", "data", "gathered", "master", "moment"])
+    how = r.choice(["all", "some", "in place", "data", "gathered"])
     s.say("write", how)
     names = list(s.named())
     if how in ("all", "some"):
         values = s.weights()
         chosen = names if how == "all" else r.sample(names, 2)
         s.load_weights({n: values[n] * 0.95 for n in chosen}, r.choice(["engine", "model"]))
-    elif how == "master":
-        name = r.choice(trained(s))
-        s.set_master(name, s.master(name) * 0.9)
-    elif how == "moment":
-        name, which = r.choice(trained(s)), r.choice(MOMENTS)
-        s.set_moment(name, which, s.moment(name, which) * 0.5)
     else:
         s.write(r.choice(names), r.choice([shrink, prune]), how)
 

@@ -435,14 +435,6 @@ class Ranks:
                 rows = self.control.numbers(bits.clone(), operation)
                 bits.copy_(rows.sum(dim=0, dtype=torch.int32))
 
-    def refuse_local(self, name: str) -> None:
-        """Raise ConfigError on several ranks: their partitions are not DeepSpeed's."""
-        if self.num_ranks > 1:
-            raise ConfigError(
-                f"{name}: safe_get_local_* and safe_set_local_* on several ranks: their partitions "
-                "are not DeepSpeed's; call safe_get_full_* or safe_set_full_* on every rank"
-            )
-
     def check_same(self, described: dict[str, str]) -> None:
         """Raise ConfigError on every rank if one rank's description differs."""
         descriptions = self.control.objects(described)

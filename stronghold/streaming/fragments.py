@@ -1,16 +1,11 @@
-"""Answers DeepSpeed's `safe_get_*` and `safe_set_*` for a trained parameter.
+"""Answers DeepSpeed's `safe_get_full_*` for a trained parameter.
 
-Reads and writes its master, moments and gradient, wherever they lie. Owns no bytes. It waits for
-the layer's lanes before it touches an array, so that there is no race with an operation. The
-training thread alone enters. With several ranks, all call together, as for DeepSpeed's own
-functions, and each rank writes its elements.
+Reads its master, moments and gradient, wherever they lie. Owns no bytes. It waits for the layer's
+lanes before it reads an array, so that there is no race with an operation. The training thread
+alone enters. With several ranks, all call together, as for DeepSpeed's own functions.
 
-As in DeepSpeed, a gradient is the mean over ranks and carries the loss scale. It has the dtype in
-which it waits for the step: the sums' fp32 under accumulation, else the compute dtype. A value that
-is written is rounded to that dtype. Unlike in DeepSpeed, a master that is written shows in the
-parameter at once.
-
-The local functions are for ZeRO-3's partitions. One rank has one partition: the whole, flat.
+As in DeepSpeed, a gradient is the mean over ranks and carries the loss scale. Its values are those
+that wait for the step: fp32 sums under accumulation, else of the compute dtype.
 """
 
 from __future__ import annotations
@@ -58,30 +53,6 @@ class Fragment(Access):
     def _states(self) -> States:
         return self._state.formats[self._part.format].trained
 
-    # -- partitions -------------------------------------------------------------------------------
-    def get_local(self, optim_state_key: str | None = None) -> torch.Tensor:
-        """Return `get`, flat. ConfigError on several ranks."""
-        self._refuse_partitions()
-        return self.get(optim_state_key).view(-1)
-
-    def set_local(self, value: torch.Tensor, optim_state_key: str | None = None) -> None:
-        """Call `set`. ConfigError on several ranks."""
-        self._refuse_partitions()
-        self.set(value, optim_state_key)
-
-    def get_local_gradient(self) -> torch.Tensor:
-        """Return `get_gradient`, flat. ConfigError on several ranks."""
-        self._refuse_partitions()
-        return self.get_gradient().view(-1)
-
-    def set_local_gradient(self, value: torch.Tensor) -> None:
-        """Call `set_gradient`. ConfigError on several ranks."""
-        self._refuse_partitions()
-        self.set_gradient(value)
-
-    def _refuse_partitions(self) -> None:
-        self._stack.ranks.refuse_local(self._part.name)
-
     # -- masters and moments ----------------------------------------------------------------------
     def get(self, optim_state_key: str | None = None) -> torch.Tensor:
         """Return the fp32 master (None), or the moment of this name, decoded. A moment is zeros
@@ -99,28 +70,6 @@ class Fragment(Access):
             for elements, views in host.access.pieces(index, arrays, begin, end):
                 flat[elements] = states.decode(moment, views)
         return self._whole(flat)
-
-    def set(self, value: torch.Tensor, optim_state_key: str | None = None) -> None:
-        """Write the master, and the weights rounded from it (None), or the moment of this name."""
-        flat = self._flat(value)
-        stack, index = self._stack, self._state.index
-        stack.check_here("safe_set_*")
-        moment = None if optim_state_key is None else self._moment(optim_state_key)
-        stack.settle((index,))
-        stack.prepare_training()
-        self._state.wait_unused()
-        part = self._part
-        if moment is None:
-            stack.host.access.write_master(index, part, 0, flat)
-            stack.runtime.loaded((index,))
-            stack.settle((index,))
-            return
-        states, access = self._states, stack.host.access
-        arrays = states.arrays_of(moment)
-        begin, end = part.offset, part.offset + part.numel
-        for elements, views in access.pieces(index, arrays, begin, end, mode="replace"):
-            for array, values in states.encode(moment, flat[elements]).items():
-                views[array].copy_(values)
 
     def _moment(self, key: str) -> Moment:
         states = self._states
@@ -145,22 +94,6 @@ class Fragment(Access):
                 flat[elements] = gradient
         return self._whole(flat)
 
-    def set_gradient(self, value: torch.Tensor) -> None:
-        """Write the gradient, before the gate. Norm, clipping and update use the new value."""
-        flat = self._flat(value)
-        pending, state, position = (self._pending_gradients(), self._state, self._position)
-        if position not in state.gradients.arrived:
-            if flat.count_nonzero():
-                raise ConfigError(
-                    f"{self._part.name}: it got no gradient in this backward, and none can be "
-                    "given to it: let the loss depend on it (add 0.0 * parameter.sum())"
-                )
-            return
-        self._stack.runtime.step.cancel_early((state.index,))
-        for elements, gradient in pending.pieces(state, position, mode="replace"):
-            gradient.copy_(flat[elements])
-        state.gradients.square_sums.pop(position, None)  # taken again at the gate
-
     def _pending_gradients(self) -> PendingGradients:
         """Return the owner of gradients that wait for the step. ConfigError if none wait."""
         stack, name = self._stack, self._part.name
@@ -176,14 +109,13 @@ class Fragment(Access):
         return stack.runtime.step.pending
 
     # -- values -----------------------------------------------------------------------------------
-    def _flat(self, value: torch.Tensor) -> torch.Tensor:
-        """Return `value` flat, in fp32, on the CPU. ConfigError for another number of elements."""
-        part = self._part
-        if value.numel() != part.numel:
-            raise ConfigError(
-                f"{part.name}: got a value of {value.numel()} elements, expected {part.numel}"
-            )
-        return value.detach().reshape(-1).to("cpu", torch.float32)
+    def refuse(self, *args: object, **kwargs: object) -> None:
+        """Raise ConfigError: nothing is written in this way."""
+        raise ConfigError(
+            f"{self._part.name}: safe_set_full_* is not supported: change gradients in a hook of "
+            "the parameter (parameter.register_hook), and weights in place or by load_state_dict: "
+            "masters follow them"
+        )
 
     def _whole(self, flat: torch.Tensor) -> torch.Tensor:
         """Return the parameter's values. `flat` has this rank's elements, and zeros for others."""

@@ -278,8 +278,8 @@ class Runtime:
         if strays:
             raise ConfigError(
                 f"{strays[0]}.grad was set by hand, or by a backward of outputs that the engine "
-                "has not made: call the engine, not its module, or engine.backward(loss); a "
-                "gradient of your own takes deepspeed.utils.safe_set_full_grad after backward"
+                "has not made: call the engine, not its module, or engine.backward(loss); change a "
+                "gradient in a hook of the parameter (parameter.register_hook)"
             )
 
     def _drop_grad(self) -> None:

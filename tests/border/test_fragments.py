@@ -1,4 +1,4 @@
-"""DeepSpeed's safe_get_* and safe_set_*: masters, moments and gradients, wherever they lie."""
+"""DeepSpeed's safe_get_full_*: masters, moments and gradients, wherever they lie."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 import torch
 from deepspeed import utils
 from deepspeed.runtime.zero import GatheredParameters
-from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
 from torch import nn
 
 import stronghold
@@ -58,14 +57,6 @@ def master_of(both: Twin, plain: nn.Parameter) -> torch.Tensor:
     return join_master(flat, low).view(plain.shape) if low is not None else plain.detach()
 
 
-def write_plain(both: Twin, plain: nn.Parameter, master: torch.Tensor) -> None:
-    weights, low = both.adam.states(plain).split(master.reshape(-1))
-    with torch.no_grad():
-        plain.copy_(weights.view(plain.shape))
-    if low is not None:
-        both.adam.state[plain]["low"].copy_(low)
-
-
 def check_states(both: Twin) -> None:
     for name, ours, plain in pairs_of(both):
         assert torch.equal(utils.safe_get_full_fp32_param(ours), master_of(both, plain)), name
@@ -74,30 +65,19 @@ def check_states(both: Twin) -> None:
             decoded = states.decode(states.moment(moment), both.adam.state[plain])
             expected = decoded.view(plain.shape)
             assert torch.equal(utils.safe_get_full_optimizer_state(ours, moment), expected), name
-            local = utils.safe_get_local_optimizer_state(ours, moment)
-            assert torch.equal(local, expected.view(-1)), name
 
 
 @pytest.mark.parametrize(("place", "mode"), each(list(PLACES), list(MODES)))
-def test_what_is_written_is_read_and_trained_on(place: str, mode: str, tmp_path: Path) -> None:
-    """Against a plain loop whose masters, moments and gradients are written by hand."""
+def test_states_and_gradients_are_read(place: str, mode: str, tmp_path: Path) -> None:
+    """Those of a plain loop, before the first step and after it."""
     with twin("gpt", section=placed(place, tmp_path), **MODES[mode]) as both:
+        for _, ours, plain in pairs_of(both):
+            assert torch.equal(utils.safe_get_full_fp32_param(ours), plain.float())
+            zeros = torch.zeros(plain.shape)
+            assert torch.equal(utils.safe_get_full_optimizer_state(ours, "exp_avg"), zeros)
         seeds = iter(range(99))
         both.train(*(next(seeds) for _ in range(both.accumulation)))
         check_states(both)
-        for _, ours, plain in pairs_of(both):
-            master = master_of(both, plain) * 1.001  # has bits that bf16 has not
-            utils.safe_set_full_fp32_param(ours, master)
-            write_plain(both, plain, master)
-            states, arrays = both.adam.states(plain), both.adam.state[plain]
-            for moment in MOMENTS:
-                kept = states.moment(moment)
-                written = states.decode(kept, arrays) * 0.75
-                for array, values in states.encode(kept, written).items():
-                    arrays[array].copy_(values)
-                utils.safe_set_full_optimizer_state(ours, written.view(plain.shape), moment)
-        check_states(both)
-        both.check()
         for _ in range(2):
             for micro in range(both.accumulation):
                 both.backward(both.on(next(seeds)))
@@ -107,11 +87,6 @@ def test_what_is_written_is_read_and_trained_on(place: str, mode: str, tmp_path:
                 waits = both.sums.get(plain, plain.grad)
                 assert waits is not None
                 assert torch.equal(utils.safe_get_full_grad(ours), waits.float()), name
-                if "weight" in name:
-                    with torch.no_grad():
-                        waits.mul_(0.5)
-                    utils.safe_set_full_grad(ours, waits)
-                    assert torch.equal(utils.safe_get_local_grad(ours), waits.float().view(-1))
             both.step()
         check_states(both)
 
@@ -151,41 +126,6 @@ def test_values_are_those_that_deepspeed_gives_at_the_same_calls(stage: int, glo
     ours.destroy()
 
 
-def test_states_can_be_read_and_written_before_the_first_step() -> None:
-    with twin(precision="bf16") as both:
-        for _, ours, plain in pairs_of(both):
-            assert torch.equal(utils.safe_get_full_fp32_param(ours), plain.float())
-            zeros = torch.zeros(plain.shape)
-            assert torch.equal(utils.safe_get_full_optimizer_state(ours, "exp_avg"), zeros)
-            master = plain.detach().float() * 1.001
-            utils.safe_set_full_fp32_param(ours, master)
-            assert torch.equal(utils.safe_get_local_fp32_param(ours), master.view(-1))
-            with torch.no_grad():
-                plain.copy_(both.adam.states(plain).split(master.view(-1))[0].view(plain.shape))
-
-
-def test_a_written_master_counts_when_its_layer_was_fetched_ahead(tmp_path: Path) -> None:
-    """An evaluation leaves layers in slots; fp16 has masters beside the weights."""
-    extra = {"fp16": {"enabled": True, "initial_scale_power": 4}}
-    both = Twin(extra=extra)
-    for _, ours, _ in pairs_of(both):
-        utils.safe_set_full_fp32_param(ours, utils.safe_get_full_fp32_param(ours) + 0.25)
-    with torch.no_grad():
-        before = both.on(0)(both.engine)
-        for _, ours, _ in pairs_of(both):
-            utils.safe_set_full_fp32_param(ours, utils.safe_get_full_fp32_param(ours) - 0.25)
-        after = both.on(0)(both.engine)
-    assert not torch.equal(before, after)
-    plain = both.plain.half()
-    for _, ours, theirs in pairs_of(both):
-        assert torch.equal(ours, theirs)
-    assert torch.equal(after, both.on(0)(plain))
-    with torch.no_grad():
-        ours.mul_(0.7)  # not its master's rounding: it is the master now
-    assert torch.equal(utils.safe_get_full_fp32_param(ours), ours.float())
-    both.engine.destroy()
-
-
 def test_what_cannot_be_had_is_refused_with_the_way() -> None:
     both = Twin(clipping=0.0)
     weight = both.model.head.weight
@@ -193,8 +133,14 @@ def test_what_cannot_be_had_is_refused_with_the_way() -> None:
         utils.safe_get_full_grad(weight)
     with pytest.raises(ValueError, match=r"optimizer state 'momentum' not found"):
         utils.safe_get_full_optimizer_state(weight, "momentum")
-    with pytest.raises(ConfigError, match="got a value of 1 elements, expected"):
-        utils.safe_set_full_fp32_param(weight, torch.ones(1))
+    writes = (
+        lambda: utils.safe_set_full_fp32_param(weight, weight),
+        lambda: utils.safe_set_full_optimizer_state(weight, weight, "exp_avg"),
+        lambda: utils.safe_set_full_grad(weight, weight),
+    )
+    for write in writes:
+        with pytest.raises(ConfigError, match=r"head\.weight: safe_set_full_\* .*register_hook"):
+            write()
     both.engine.destroy()
     # of no engine: DeepSpeed's own answer
     assert utils.safe_get_full_fp32_param(weight) is None
@@ -202,31 +148,13 @@ def test_what_cannot_be_had_is_refused_with_the_way() -> None:
         utils.safe_get_local_fp32_param(weight)
 
 
-def test_local_functions_that_were_imported_before_the_engine_answer() -> None:
-    """A frozen parameter reads None, as with ZeRO-3."""
-    model, _ = MODELS["gpt"]()
-    frozen = next(model.blocks[0].parameters()).requires_grad_(False)
-    engine, *_ = stronghold.initialize(model=model, config=config())
-    weight = model.head.weight.detach().reshape(-1).clone()
-    assert torch.equal(safe_get_local_fp32_param(model.head.weight), weight)
-    assert safe_get_local_fp32_param(frozen) is None
-    assert safe_get_local_optimizer_state(frozen, "exp_avg") is None
-    engine.destroy()
-    with pytest.raises(AssertionError, match="ZeRO-3"):  # DeepSpeed's own answer
-        safe_get_local_fp32_param(model.head.weight)
-
-
-@pytest.mark.parametrize("is_written", [False, True])
-def test_gradients_that_early_updates_have_used_are_read_and_written(is_written: bool) -> None:
+def test_gradients_that_early_updates_have_used_are_read() -> None:
     with twin(clipping=0.0, early="all") as both:
         for step in range(3):
             both.backward(both.on(step))
             assert any(layer.is_updated_early for layer in both.engine.inspect().layers)
             for name, ours, theirs in pairs_of(both):
                 assert torch.equal(utils.safe_get_full_grad(ours), theirs.grad), name
-                if is_written:
-                    theirs.grad.mul_(0.5)
-                    utils.safe_set_full_grad(ours, theirs.grad)
             both.step()
 
 
@@ -238,12 +166,6 @@ def test_a_parameter_without_a_gradient_reads_zeros() -> None:
         for name, ours, theirs in pairs_of(both):
             if theirs.grad is None:
                 assert not utils.safe_get_full_grad(ours).any(), name
-                with pytest.raises(ConfigError, match="got no gradient in this backward"):
-                    utils.safe_set_full_grad(ours, torch.ones(ours.shape))
-        utils.safe_update_full_grad_vectorized(list(both.model.parameters()), lambda g, p: g * 2)
-        for p in both.parameters:
-            if p.grad is not None:
-                p.grad.mul_(2)
         both.step()
 
 

@@ -305,22 +305,6 @@ def test_clipping(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_local_functions() -> None:
-    expected = {
-        "get_local_fp32_param": [],
-        "get_local_grad": [],
-        "get_local_optimizer_state": ["optim_state_key"],
-        "set_local_fp32_param": ["value"],
-        "set_local_grad": ["value"],
-        "set_local_optimizer_state": ["value", "optim_state_key"],
-    }
-    for name in ROWS["local_functions"].names:
-        function, word = named(name), name.partition("safe_")[2]
-        assert parameters_of(function) == ["param", *expected[word]]
-        with pytest.raises(AssertionError, match="ZeRO-3"):
-            function(nn.Parameter(torch.ones(1)), *expected[word])
-
-
 # -- attention -------------------------------------------------------------------------------------
 def counted_attention(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     """The shapes of queries that come to `F.scaled_dot_product_attention` from now on."""

@@ -276,7 +276,7 @@ def test_one_loss_of_several_engines_is_scaled_for_all_of_them_or_refused(
 def test_what_a_whole_model_finds_in_grad_is_refused_with_the_way() -> None:
     with twin(section=PLACES["whole"]) as both:
         both.on(1)(both.engine.module).backward()
-        with pytest.raises(ConfigError, match=r"call the engine, not its module.*full_grad"):
+        with pytest.raises(ConfigError, match=r"call the engine, not its module.*register_hook"):
             both.engine.step()
         both.train(0)
 

@@ -11,14 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed.utils import (
-    safe_get_full_fp32_param,
-    safe_get_full_grad,
-    safe_get_full_optimizer_state,
-    safe_set_full_fp32_param,
-    safe_set_full_grad,
-    safe_set_full_optimizer_state,
-)
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from safetensors.torch import load_file
 
 from stronghold.checkpoint.weights import fp32_state, locate
@@ -183,7 +176,7 @@ def test_weights_alone_cross_the_key_by_value(rule: str, other: str, tmp_path: P
 @pytest.mark.parametrize("place", ["one slot", "all in files", "updated on the gpu"])
 @pytest.mark.parametrize("name", ["lora", "odd"])
 @pytest.mark.parametrize("precision", ["bf16", "lean", "fp16"])
-def test_masters_moments_and_gradients_are_read_and_written_in_their_own_formats(
+def test_masters_and_moments_are_read_in_their_own_formats(
     precision: str, name: str, place: str, tmp_path: Path
 ) -> None:
     with session(name, tmp_path, place, precision=precision) as engine:
@@ -191,34 +184,12 @@ def test_masters_moments_and_gradients_are_read_and_written_in_their_own_formats
         masters, moments = masters_of(engine), moments_of(engine)
         trained = {n: p for n, p in engine.module.named_parameters() if p.requires_grad}
         assert {p.dtype for p in trained.values()} >= {torch.float32}
-        for number, (n, p) in enumerate(trained.items()):
+        for n, p in trained.items():
             lossy = precision == "lean" and p.dtype is torch.bfloat16
             assert torch.equal(safe_get_full_fp32_param(p), masters[n]), n
             moment = safe_get_full_optimizer_state(p, "exp_avg")
             if not lossy:
                 assert torch.equal(moment.flatten(), moments[n][0]), n
-            values = torch.linspace(-0.01, 0.011 + 1e-4 * number, p.numel()).view(p.shape)
-            safe_set_full_fp32_param(p, values)
-            read = safe_get_full_fp32_param(p)
-            assert torch.equal(read, values) or lossy, n
-            assert torch.allclose(read, values, rtol=2**-16, atol=0.0), n
-            weights, _ = split_master(read.flatten(), p.dtype)
-            assert torch.equal(p.detach().flatten(), weights), n
-            safe_set_full_optimizer_state(p, values, "exp_avg")
-            read = safe_get_full_optimizer_state(p, "exp_avg")
-            assert torch.equal(read, values) or lossy, n
-        others = {n: safe_get_full_fp32_param(p) for n, p in trained.items()}
-        last, written = list(trained.items())[-1]
-        safe_set_full_fp32_param(written, torch.zeros(written.shape))
-        for n, p in trained.items():  # neighbours keep their bits
-            assert n == last or torch.equal(safe_get_full_fp32_param(p), others[n]), n
-        loss = loss_of(engine(**token_batch(9)))
-        engine.backward(loss)
-        for p in trained.values():
-            gradient = safe_get_full_grad(p)
-            safe_set_full_grad(p, 2 * gradient)  # exact in every dtype
-            assert torch.equal(safe_get_full_grad(p), 2 * gradient)
-        engine.step()
 
 
 # -- exports ---------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.runtime.precision_config import DeepSpeedFP16Config
-from deepspeed.utils import safe_set_full_grad
 from torch import nn
 
 from stronghold.errors import ConfigError, LaneError
@@ -272,22 +271,6 @@ def test_a_late_gradient_cancels_the_early_update(ends: bool) -> None:
                 both.engine.synchronize()
             both.backward(both.on(2 * number + 1))
             both.step()
-
-
-@pytest.mark.parametrize("ends", [False, True], ids=["under way", "ended"])
-def test_a_gradient_that_is_set_before_the_gate_is_used(ends: bool) -> None:
-    with twin(section={**ALL, **({} if ends else SLOW)}, clipping=1e4) as both:
-        for number in range(3):
-            both.backward(both.on(number))
-            assert is_any_early(both.engine)
-            if ends:
-                both.engine.synchronize()
-            for ours, other in zip(both.model.parameters(), both.plain.parameters(), strict=True):
-                assert other.grad is not None
-                other.grad.mul_(0.5)
-                safe_set_full_grad(ours, other.grad)
-            both.step()
-            assert not committed(both.engine)
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["under way", "ended"])

@@ -179,7 +179,7 @@ def test_its_checkpoint_turns_into_what_others_read(name: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "lean"])
 @pytest.mark.parametrize("name", ["two_scalars", "one_weird_block"])
-def test_masters_are_read_and_written(name: str, mode: str) -> None:
+def test_masters_are_read(name: str, mode: str) -> None:
     with twin(name, **MODES[mode]) as both:
         both.train(0)
         for ours in both.model.parameters():
@@ -190,8 +190,6 @@ def test_masters_are_read_and_written(name: str, mode: str) -> None:
         for ours, plain in zip(both.model.parameters(), both.plain.parameters(), strict=True):
             gradient = utils.safe_get_full_grad(ours)
             assert torch.equal(gradient, plain.grad.float())
-            utils.safe_set_full_grad(ours, gradient * 0.5)
-            plain.grad.mul_(0.5)
         both.step()
 
 

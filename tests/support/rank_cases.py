@@ -50,17 +50,13 @@ def in_parts(section: dict[str, Any] | None = None) -> Run:
         return train("gpt", config(clipping=0.0, section=section))
 
 
-def written() -> Run:
-    """Between steps masters and moments are written through DeepSpeed's functions, and read."""
+def states_read() -> Run:
+    """Between steps masters and moments are read through DeepSpeed's functions."""
 
     def each_step(engine: Any, _: int) -> None:
         for parameter in engine.module.parameters():
-            master = utils.safe_get_full_fp32_param(parameter) * 1.25
-            utils.safe_set_full_fp32_param(parameter, master)
-            assert torch.equal(utils.safe_get_full_fp32_param(parameter), master)
-            moment = utils.safe_get_full_optimizer_state(parameter, "exp_avg") * 0.5
-            utils.safe_set_full_optimizer_state(parameter, moment, "exp_avg")
-            assert torch.equal(utils.safe_get_full_optimizer_state(parameter, "exp_avg"), moment)
+            assert torch.equal(utils.safe_get_full_fp32_param(parameter), parameter)
+            assert utils.safe_get_full_optimizer_state(parameter, "exp_avg").any()
 
     return train("gpt", config(clipping=0.0), each_step=each_step)
 
@@ -195,7 +191,7 @@ CASES: dict[str, Callable[[], Run]] = {
     ),
     "parts": in_parts,
     "failed and alone": failed_and_alone,
-    "written": written,
+    "states read": states_read,
     "loss.backward()": partial(train, "choosy", config(clipping=0.0), by_user=True),
     # The ranks' ranges are cut within parameters.
     "lean": partial(

@@ -168,18 +168,14 @@ def surface() -> dict[str, Any]:
 
 
 def gradients(precision: str) -> dict[str, Any]:
-    """Read and halved through DeepSpeed's functions, where no rank has all of one."""
+    """Read through DeepSpeed's functions, where no rank has all of one."""
     model, make_batch = MODELS["gpt"]()
     engine = engine_of(model, config(precision=precision))
     try:
         engine.backward(loss_of(engine(**make_batch(rank()))))
         read = [utils.safe_get_full_grad(p) for p in model.parameters()]
-        for p, gradient in zip(model.parameters(), read, strict=True):
-            utils.safe_set_full_grad(p, gradient / 2)
         engine.step()
-        with pytest.raises(ConfigError) as refusal:
-            utils.safe_get_local_fp32_param(next(model.parameters()))
-        return {"read": read, "norm": engine.get_global_grad_norm(), "local": str(refusal.value)}
+        return {"read": read, "norm": engine.get_global_grad_norm()}
     finally:
         engine.destroy()
 

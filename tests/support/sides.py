@@ -18,9 +18,6 @@ from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,
-    safe_set_full_fp32_param,
-    safe_set_full_grad,
-    safe_set_full_optimizer_state,
 )
 from torch import nn
 
@@ -215,27 +212,11 @@ class Plain(Side):
         flat = p.detach().reshape(-1)
         return join_master(flat, self._adam.begin(p).get("low")).view(p.shape).clone()
 
-    def set_master(self, name: str, value: torch.Tensor) -> None:
-        p = self.named()[name]
-        arrays = self._adam.begin(p)
-        weights, low = self._adam.states(p).split(value.reshape(-1))
-        with torch.no_grad():
-            p.copy_(weights.view(p.shape))
-        if low is not None:
-            arrays["low"].copy_(low)
-
     def moment(self, name: str, which: str) -> torch.Tensor:
         p = self.named()[name]
         states = self._adam.states(p)
         decoded = states.decode(states.moment(which), self._adam.begin(p))
         return decoded.clone().view(p.shape)
-
-    def set_moment(self, name: str, which: str, value: torch.Tensor) -> None:
-        p = self.named()[name]
-        states = self._adam.states(p)
-        encoded = states.encode(states.moment(which), value.reshape(-1))
-        for array, values in encoded.items():
-            self._adam.begin(p)[array].copy_(values)
 
     def moments(self) -> dict[str, Any]:
         return {n: m for n, m in self._adam.moments(self.model).items() if n in self.trains}
@@ -243,9 +224,6 @@ class Plain(Side):
     def gradient(self, name: str) -> torch.Tensor:
         p = self.named()[name]
         return self._sums[p].float().clone() if p in self._sums else torch.zeros(p.shape)
-
-    def set_gradient(self, name: str, value: torch.Tensor) -> None:
-        self._sums[self.named()[name]].copy_(value)
 
     # -- between steps ----------------------------------------------------------------------------
     def save(self) -> None:
@@ -386,23 +364,14 @@ class ByEngine(Side):
     def master(self, name: str) -> Any:
         return safe_get_full_fp32_param(self.named()[name])
 
-    def set_master(self, name: str, value: torch.Tensor) -> None:
-        safe_set_full_fp32_param(self.named()[name], value)
-
     def moment(self, name: str, which: str) -> Any:
         return safe_get_full_optimizer_state(self.named()[name], which)
-
-    def set_moment(self, name: str, which: str, value: torch.Tensor) -> None:
-        safe_set_full_optimizer_state(self.named()[name], value, which)
 
     def moments(self) -> dict[str, Any]:
         return moments_of(self.engine)
 
     def gradient(self, name: str) -> Any:
         return safe_get_full_grad(self.named()[name])
-
-    def set_gradient(self, name: str, value: torch.Tensor) -> None:
-        safe_set_full_grad(self.named()[name], value)
 
     def save(self) -> None:
         self.engine.save_checkpoint(self._folder / "saved", tag="t")

@@ -76,7 +76,7 @@ REASONS = {
     "partitions": "reads which parameters stage 3 has partitioned, or a partition; here none is",
     "leaves": "asserts that a config marks leaf modules of stage 3; here blocks are fetched whole",
     "tiled loss": "runs backward inside forward: refused; loss_chunk computes a loss in parts",
-    "grad by hand": "writes or reads .grad by hand: refused in favour of safe_set_full_grad",
+    "grad by hand": "writes or reads .grad by hand: refused in favour of a hook of the parameter",
     "buffers": "data_types.buffer_dtype is refused: buffers keep their dtype",
     "dtype": "a half-precision model under a config that asks for fp32 is refused, with the edit",
     "removed": "the installed DeepSpeed has removed the feature and refuses it itself",

@@ -52,20 +52,16 @@ shares it: a write through the alias is counted, and `parameter_views` sees it.
    parameter. Without them they return None or do nothing. So a trained parameter has these
    attributes while the engine lives (`fragments`). The package sets no other attributes on a
    parameter, and no copy or pickle has them.
-2. The functions of partitions (`safe_get_local_grad`) ask for ZeRO-3's attributes. Other code takes
-   a parameter with these for a partitioned one. So while an engine lives, these six functions have
-   another body. Their names stay: programs import them from `deepspeed.utils` before there is an
-   engine. A frozen parameter of an engine reads None, as with ZeRO-3.
+2. The functions that write (`safe_set_full_grad`) are refused.
+3. The functions of partitions (`safe_get_local_grad`) ask for ZeRO-3's attributes, and raise.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import deepspeed.utils
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -240,9 +236,6 @@ class _Engines:
         clip_grad = torch.nn.utils.clip_grad
         if "_clip_grads_with_norm_" in vars(clip_grad):
             wrap(clip_grad, "_clip_grads_with_norm_", self._clip)
-        for name, method in LOCAL_METHODS.items():
-            call = functools.partial(_call_local, method)
-            self._replacements.wrap_body(getattr(deepspeed.utils, name), call)
         self._replacements.put(F, "scaled_dot_product_attention", intercepted)
         replace_quantised(self._replacements, moving)
 
@@ -319,36 +312,14 @@ class Access:
 ACCESS_ATTRIBUTES = {
     "_hp_mapping": "",
     "get_full_hp_param": "get",
-    "set_full_hp_param": "set",
+    "set_full_hp_param": "refuse",
     "get_full_hp_grad": "get_gradient",
-    "set_full_hp_grad": "set_gradient",
-}
-# DeepSpeed's functions that ask for ZeRO-3 by name, and the method of an `Access` that answers for
-# a trained parameter.
-LOCAL_METHODS = {
-    "safe_get_local_fp32_param": "get_local",
-    "safe_get_local_optimizer_state": "get_local",
-    "safe_get_local_grad": "get_local_gradient",
-    "safe_set_local_fp32_param": "set_local",
-    "safe_set_local_optimizer_state": "set_local",
-    "safe_set_local_grad": "set_local_gradient",
+    "set_full_hp_grad": "refuse",
 }
 
 
 def _has_access(parameter: torch.Tensor) -> bool:
     return isinstance(vars(parameter).get("_hp_mapping"), Access)
-
-
-def _call_local(
-    method: str, original: Callable[..., Any], param: nn.Parameter, *args: Any, **kwargs: Any
-) -> Any:
-    """Replace one of DeepSpeed's functions of partitions. `method`: of the `Access`."""
-    if _has_access(param):
-        access = vars(param)["_hp_mapping"]
-        return getattr(access, method)(*args, **kwargs)
-    if id(param) in _engines.reads and method.startswith("get"):
-        return None  # a frozen parameter
-    return original(param, *args, **kwargs)
 
 
 _engines = _Engines()

@@ -205,20 +205,6 @@ _REPLACED = (
         "so clipping by hand would do nothing: it is refused, or warned about.",
         file=_PARAMETERS,
     ),
-    Patch(
-        key="local_functions",
-        package=DEEPSPEED,
-        manner=Manner.REPLACED,
-        lifetime=Lifetime.ENGINE,
-        names=tuple(
-            f"deepspeed.utils.safe_{verb}_local_{array}"
-            for verb in ("get", "set")
-            for array in ("fp32_param", "grad", "optimizer_state")
-        ),
-        reason="They ask a parameter for ZeRO-3's attributes, which make other code take it "
-        "for a partitioned one. For a trained parameter the engine answers.",
-        file=_PARAMETERS,
-    ),
     # -- attention ---------------------------------------------------------------------------------
     Patch(
         key="attention",
