@@ -62,11 +62,11 @@ def test_a_grad_that_is_set_by_hand_is_refused_with_the_way(place: str) -> None:
     with twin(section=PLACES[place]) as both:
         weight = both.model.blocks[0].mlp.up.weight
         weight.grad = torch.ones_like(weight)
-        with pytest.raises(ConfigError, match=r"mlp\.up\.weight\.grad was set by hand.*register_hook"):
+        with pytest.raises(ConfigError, match=r"up\.weight\.grad was set by hand.*register_hook"):
             both.engine.backward(both.on(0)(both.engine))
         both.backward(both.on(1))
         weight.grad = torch.ones_like(weight)
-        with pytest.raises(ConfigError, match=r"mlp\.up\.weight\.grad was set by hand.*register_hook"):
+        with pytest.raises(ConfigError, match=r"up\.weight\.grad was set by hand.*register_hook"):
             both.engine.step()
         assert weight.grad is None
         both.step()

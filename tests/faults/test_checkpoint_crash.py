@@ -146,12 +146,6 @@ def test_leftovers_of_a_living_process_are_kept(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_leftovers_of_releases_that_named_the_process_are_removed(tmp_path: Path) -> None:
-    (tmp_path / ".tag.tmp-1f2e3d4c5b6a-0123456789ab-4026531836-77-123456-deadbeef").mkdir()
-    save_begins(tmp_path)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_leftovers_of_another_user_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
