@@ -62,6 +62,14 @@ class _Decisions:
             return None
         return fp32_state(path, exclude_frozen=exclude_frozen)
 
+    def live_state(self, model: Any) -> dict[str, Any] | None:
+        """Return the state dict of an engine of this package without a copy, else None."""
+        from stronghold.engine import StrongholdEngine
+
+        if not isinstance(model, StrongholdEngine):
+            return None
+        return model._consolidated_16bit_state_dict()
+
 
 _calls = FrameworkCalls(_Decisions())
 

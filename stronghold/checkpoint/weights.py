@@ -55,8 +55,10 @@ def live_weights(stack: Stack, *, exclude_frozen: bool = False) -> dict[str, tor
 
     Parameters are CPU tensors over the host arrays, without a copy. Each has a storage of its own
     size. So a saver neither copies the whole array nor takes neighbours for tied weights. Arrays on
-    the GPU are copied. Tied names share a tensor.
+    the GPU are copied. Tied names share a tensor. A packed parameter stands for itself: a read of
+    its values decodes its layer.
     """
+    packed = {each.parameter for state in stack.host.layers for each in state.packed}
     tensors: dict[torch.Tensor, torch.Tensor] = {}
     for state, layer in zip(stack.host.layers, stack.partition.layers, strict=True):
         for part, named in zip(state.layout.slices, layer.parameters, strict=True):
@@ -64,7 +66,7 @@ def live_weights(stack: Stack, *, exclude_frozen: bool = False) -> dict[str, tor
                 tensors[named.parameter] = _live_parameter(state, part)
     weights: dict[str, torch.Tensor] = {}
     for name, value in stack.partition.model.state_dict(keep_vars=True).items():
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.Tensor) or (value in packed and not exclude_frozen):
             weights[name] = value
         elif value in tensors:
             weights[name] = tensors[value]
@@ -92,7 +94,7 @@ def write_weights(weights: dict[str, torch.Tensor], save_dir: Path, filename: st
             # by tensor: the first of tied names is the last here
             entries: dict[int, Entry] = {}
             for name, value in reversed(weights.items()):
-                entries[id(value)] = entry_of(name, value)
+                entries[id(value)] = entry_of(name, value.detach())
             write_tensors(hidden / filename, list(reversed(entries.values())))
         else:
             torch.save(weights, hidden / filename)

@@ -27,6 +27,7 @@ import deepspeed
 import numpy as np
 import pytest
 import torch
+from accelerate.accelerator import Accelerator
 from accelerate.state import PartialState
 from deepspeed.utils import zero_to_fp32
 from torch import nn
@@ -201,6 +202,12 @@ def test_accelerate_state() -> None:
     assert inspect.Parameter.VAR_KEYWORD in {p.kind for p in kinds.values()}
     source = inspect.getsource(PartialState.__init__)
     assert 'kwargs.pop("backend", None)' in source
+
+
+def test_accelerate_weights() -> None:
+    assert parameters_of(Accelerator.get_state_dict) == ["self", "model", "unwrap"]
+    source = inspect.getsource(Accelerator.get_state_dict)
+    assert "clone_tensors_for_torch_save(self.unwrap_model(model).state_dict())" in source
 
 
 def test_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

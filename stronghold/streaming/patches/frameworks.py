@@ -34,9 +34,12 @@ class PluginDecisions(Protocol):
     def fp32_state(self, path: Path, tag: Any, *, exclude_frozen: bool) -> dict[str, Any] | None:
         """Return the weights of a checkpoint in fp32. None if another engine wrote it."""
 
+    def live_state(self, model: Any) -> dict[str, Any] | None:
+        """Return the state dict of this engine without a copy. None if `model` is another one."""
+
 
 class FrameworkCalls:
-    """The five replacements. `decisions` are the plugin's."""
+    """The six replacements. `decisions` are the plugin's."""
 
     def __init__(self, decisions: PluginDecisions) -> None:
         self._decisions = decisions
@@ -95,9 +98,11 @@ class FrameworkCalls:
     def _set_stage_and_offload(self, original: Callable[[Any], None], config: Any) -> None:
         """Replace the reader of Accelerate's configs: stage 3 becomes 2 in its copy."""
         if self._decisions.asks_for_us(config.config):
+            from accelerate.accelerator import Accelerator
             from accelerate.state import PartialState
 
             self._replacements.wrap(PartialState, "__init__", _init_partial_state)
+            self._replacements.wrap(Accelerator, "get_state_dict", self._state_dict)
             zero = config.config.get("zero_optimization")
             if isinstance(zero, dict) and zero.get("stage") == 3:
                 zero["stage"] = 2
@@ -106,6 +111,13 @@ class FrameworkCalls:
                     # A key of stage 3 alone. This engine does not read it.
                     optimizer.pop("ratio", None)
         original(config)
+
+    def _state_dict(
+        self, original: Callable[..., Any], accelerator: Any, model: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Replace `Accelerator.get_state_dict`: a Trainer calls it for each save."""
+        state = self._decisions.live_state(model)
+        return original(accelerator, model, *args, **kwargs) if state is None else state
 
 
 def _init_partial_state(

@@ -131,6 +131,16 @@ _REPLACED = (
         file=_FRAMEWORKS,
     ),
     Patch(
+        key="accelerate_weights",
+        package=ACCELERATE,
+        manner=Manner.REPLACED,
+        lifetime=Lifetime.CONFIG,
+        names=("accelerate.Accelerator.get_state_dict",),
+        reason="It copies the whole model in RAM, and decodes a packed base, before a save. Of "
+        "this engine it gives the weights where they are.",
+        file=_FRAMEWORKS,
+    ),
+    Patch(
         key="accelerate_state",
         package=ACCELERATE,
         manner=Manner.REPLACED,
