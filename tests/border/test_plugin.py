@@ -299,7 +299,7 @@ LAUNCHERS = {
 }
 
 
-@pytest.mark.slow  # the default run starts scripts/finetune with DeepSpeed's launcher
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["accelerate", "deepspeed", "torchrun"])
 def test_launchers_start_a_script_through_run(launcher: str, script: Path) -> None:
     """In two processes, which share the state of one model."""

@@ -43,6 +43,7 @@ def fenced(text: str, language: str) -> list[str]:
 
 
 def commands_of(body: str) -> list[str]:
-    """The commands of a `bash` block, without comments."""
-    lines = (line.split(" #")[0].strip() for line in body.splitlines())
+    """The commands of a `bash` block, each as one line, without comments."""
+    joined = re.sub(r"\s*\\\n\s*", " ", body)
+    lines = (line.split(" #")[0].strip() for line in joined.splitlines())
     return [line for line in lines if line and not line.startswith("#")]

@@ -24,10 +24,7 @@ import stronghold
 from stronghold.config.section import StrongholdConfig
 from stronghold.tools import cli
 from tests.support.documents import DOCS, PAGES, PERFORMED, ROOT, blocks_of, commands_of, name_of
-
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import finetune
+from tests.tools.test_sft import COMMANDS as SFT_COMMANDS
 
 # Pages whose Python another test runs.
 RUN_ELSEWHERE = {"README.md", "adapters.md", "frameworks.md", "rollouts.md", "upstream.md"}
@@ -149,11 +146,10 @@ def run_command(command: str) -> None:
         from torch.distributed.run import parse_args as parse_torchrun
 
         assert parse_torchrun([word.replace("K", "1") for word in words[1:]])
-    elif words[0] == "python":
-        subprocess.run([sys.executable, *words[1:]], check=True)
     else:
-        assert words[0] == "scripts/finetune", command
-        finetune.parse_arguments(words[1:])
+        assert words[0] == "python", command
+        if command not in SFT_COMMANDS:  # test_sft
+            subprocess.run([sys.executable, *words[1:]], check=True)
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from stronghold.telemetry import trace
 from stronghold.tools import cli
 from tests.support.children import FOREIGN
 from tests.support.documents import PAGES, PERFORMED, commands_of, fenced, name_of
+from tests.tools.test_sft import COMMANDS as SFT_COMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -31,7 +32,6 @@ QUICK = ["--tiny", "--steps", "3", "--compare-steps", "2", "--no-timing"]
 PLAN = (
     "stronghold plan --layers 32 --hidden 4096 --heads 32 --vocab 50304 --machine rtx4090 --batch 8"
 )
-LORA = "scripts/finetune --model BASE --data FILE --config 8b_24gb_ram --lora 16"
 FAST_VARIANTS = {
     "scripts/quickstart": ["scripts/quickstart", "--text", "README.md", *QUICK],
     "scripts/quickstart --tiny --steps 20": None,  # the same
@@ -40,12 +40,7 @@ FAST_VARIANTS = {
     "stronghold test": None,  # test_selftest
     # test_plugin
     "deepspeed --module stronghold.run train.py --deepspeed ds_config.json": None,
-    # test_finetune makes a model for it.
-    "scripts/finetune --model DIR --data FILE --config 8b_24gb_ram --output OUT": None,
-    # test_adapters_page makes a base for these.
-    f"{LORA} --learning-rate 1e-4 --output ADAPTERS": None,
-    f"{LORA} --learning-rate 1e-4 --output ADAPTERS --resume": None,
-    f"{LORA} --frozen nf4 --output PACKED_ADAPTERS": None,
+    **dict.fromkeys(SFT_COMMANDS, None),  # test_sft
     "stronghold trace trace.json -o timeline.png": None,  # run where the trace is made
     "stronghold doctor": None,  # a minute; run in test_doctor, for less
     "stronghold doctor --report": None,  # test_doctor_report

@@ -34,7 +34,7 @@ from stronghold.plan.plan import Plan, make_plan
 from tests.support.states import adam_states
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-SEQUENCE = 2048  # scripts/finetune's
+SEQUENCE = 2048
 RAM_SHARE = 0.9  # the rest is the system's and the program's
 GIB = 1 << 30  # RAM is sold in these; a GPU's "24 GB" has at least 24e9 bytes
 

@@ -1,9 +1,8 @@
-"""What tests of scripts/finetune share: its modules' place, a tokenizer of bytes, a tiny Llama."""
+"""A model directory and data for fine-tuning: a tokenizer of bytes, a tiny Llama, JSON lines."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tests.models.families import llama_of
-
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))  # they import each other by name, as scripts do
 
 POSITIONS = 96
 TEMPLATE = (
