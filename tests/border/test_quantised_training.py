@@ -153,7 +153,9 @@ def preferences(trl: Any, dataset: Any, base: Any, given: dict[str, Any], tokens
 def test_trainers_of_trl_over_a_4_bit_base_train_as_on_plain_pytorch(
     made: Callable[..., Trainer], tmp_path: Path
 ) -> None:
-    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    import datasets
+    import trl
+
     runs = []
     for settings in (None, SECTION):
         shared = trainer_arguments(tmp_path / "out", settings)  # sets the process up

@@ -1,9 +1,5 @@
-"""TRL's own trainers and Lightning's own strategy, where they are installed: with a "stronghold"
-section they train as on plain PyTorch.
-
-    pip install -c constraints.txt trl datasets peft lightning
-
-They are large, and not among what the tests install: without them these tests are skipped.
+"""TRL's own trainers and Lightning's own strategy: with a "stronghold" section they train as on
+plain PyTorch.
 """
 
 from __future__ import annotations
@@ -77,7 +73,8 @@ def supervised(trl: Any, dataset: Any, base: Any, given: dict[str, Any], tokens:
 
 
 def lora() -> Any:
-    peft = pytest.importorskip("peft")
+    import peft
+
     torch.manual_seed(5)
     return peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 
@@ -145,7 +142,9 @@ def rewards_of_adapters(*arguments: Any) -> Trainer:
 def test_trainers_of_trl_train_as_on_plain_pytorch(
     made: Callable[..., Trainer], tmp_path: Path
 ) -> None:
-    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    import datasets  # seconds, which no other test needs
+    import trl
+
     runs = []
     for settings in (None, SECTION):
         shared = trainer_arguments(tmp_path / "out", settings)  # sets the process up
@@ -170,7 +169,7 @@ def test_trainers_of_trl_train_as_on_plain_pytorch(
 
 def test_lightnings_strategy_trains_as_on_plain_pytorch(tmp_path: Path) -> None:
     """On a CPU, which its DeepSpeed strategy refuses: its two checks of the GPU are left out."""
-    lightning = pytest.importorskip("lightning")
+    import lightning
     from lightning.pytorch.strategies import StrategyRegistry
 
     from tests.support.lightning_on_cpu import OnCPU, lightning_on_cpu
