@@ -110,6 +110,7 @@ def test_what_two_ranks_save_resumes_on_two_and_on_one(
                 assert torch.equal(way["weights"][parameter], weight), parameter
 
 
+@TWO_RANKS
 @pytest.mark.parametrize("precision", ["bf16", "lean"])
 @pytest.mark.parametrize("name", rank_dtypes.MEASURED)
 def test_bytes_of_each_rank_are_those_of_its_formats(

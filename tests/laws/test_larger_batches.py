@@ -256,6 +256,7 @@ def two_graphs(engine: Any, batches: list[Any]) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.slow
 @law_of_time
 def test_while_a_graph_waits_a_larger_batch_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan cannot change then: that forward is computed again in backward. It changes when the
