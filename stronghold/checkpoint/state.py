@@ -31,7 +31,7 @@ STORED: dict[str, tuple[str, tuple[type, ...]]] = {
     "data_sampler": ("loader", (object,)),
     "loss_scaler": ("loss_scale", (dict, type(None))),
     "client_state": ("client", (dict,)),
-    "random": ("random", (dict, type(None))),
+    "random": ("random", (dict,)),
     "random_of_ranks": ("random_of_ranks", (list, type(None))),
 }
 
@@ -51,7 +51,7 @@ class ClientState:
     loader: dict[str, Any] | None = None
     client: dict[str, Any]
     loss_scale: dict[str, Any] | None = None
-    random: dict[str, Any] | None = None
+    random: dict[str, Any]
     random_of_ranks: list[Any] | None = None
 
 
@@ -148,10 +148,9 @@ def _checked(stored: Any) -> ClientState:
         if not isinstance(number, int | float):
             raise ValueError(f"loss_scaler.{key}: got {number!r}, expected a number")
     for states in (state.random, *(state.random_of_ranks or ())):
-        if states is not None:
-            random.Random().setstate(states["python"])
-            np.random.RandomState().set_state(states["numpy"])
-            torch.Generator().set_state(states["torch"])
-            if not isinstance(states["device"], torch.Tensor | None):
-                raise ValueError("random.device: expected a tensor")
+        random.Random().setstate(states["python"])
+        np.random.RandomState().set_state(states["numpy"])
+        torch.Generator().set_state(states["torch"])
+        if not isinstance(states["device"], torch.Tensor | None):
+            raise ValueError("random.device: expected a tensor")
     return state

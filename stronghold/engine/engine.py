@@ -131,6 +131,9 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         self.optimizer = optimizer
         self.basic_optimizer = optimizer
         self.client_optimizer = None  # `optimizer_name` reads it
+        # Code that is written for any engine of DeepSpeed reads these two.
+        self.has_moe_layers = False
+        self.sparse_tensor_module_names: set[str] = set()
         self._boundary_override: bool | None = None
         # Backwards since the last step. Samples are counted by them if every `step` ends a step.
         self._num_backwards = 0
@@ -292,8 +295,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         try:
             runtime.begin_backward(boundary=self.is_gradient_accumulation_boundary())
             has_begun = True
-            announced = self._user_backward.announced(keeps_graph=retain_graph)
-            with announced:
+            with self._user_backward.announced(keeps_graph=retain_graph):
                 optimizer.scaled(divided).backward(retain_graph=retain_graph)
             runtime.end_backward()
             self._num_backwards += 1

@@ -41,6 +41,8 @@ def test_ranks_that_split_the_model_are_refused_with_the_way(
     mpu: Any, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
+    # without the refusal the engine would wait for the other ranks: let it fail at once
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
     # another test may have left a process group of one rank
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
     with pytest.raises(ConfigError, match=f"{found} of 4.*leave mpu out"):
@@ -60,6 +62,12 @@ def test_generation_without_the_hooks_of_stage_3_changes_nothing() -> None:
         with deepspeed.runtime.zero.unwrap_model_for_generation(both.engine) as unwrapped:
             assert all(p.numel() for p in unwrapped.parameters())
         both.train(1)
+
+
+def test_an_engine_without_experts_or_sparse_gradients_says_so() -> None:
+    with twin() as both:
+        assert both.engine.has_moe_layers is False
+        assert both.engine.sparse_tensor_module_names == set()
 
 
 @pytest.mark.parametrize("folder", [None, ""])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,7 @@ pytestmark = pytest.mark.usefixtures("fresh_accelerate", "plugin", "folder")
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The current directory has what the pages name: BASE, DIR, configs/, ds_config.json."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", sys.argv)  # `run` gives the program its own
     tokenizer = byte_tokenizer()
     for name in ("BASE", "DIR"):
         tokenizer.save_pretrained(name)
