@@ -130,10 +130,11 @@ def _check_mpu(mpu: Any) -> None:
         return
     count = getattr(mpu, "get_data_parallel_world_size", None)
     if count is None or count() != world_size():
-        found = "no data-parallel ranks" if count is None else f"{count()} data-parallel ranks"
+        found = "no data-parallel group" if count is None else f"a data-parallel group of {count()}"
         raise ConfigError(
-            f"mpu: has {found} of {world_size()}, and stronghold's ranks are data-parallel alone: "
-            "leave mpu out, or set stronghold.enabled to false for a model that is split over ranks"
+            f"mpu: got {found}, expected one of all {world_size()} ranks: the model is not split "
+            "over ranks. Leave mpu out, or set stronghold.enabled to false for DeepSpeed's own "
+            "engine"
         )
 
 
