@@ -235,6 +235,7 @@ class Plain(Side):
             "schedule": self._schedule and self._schedule.state_dict(),
             "random": torch.get_rng_state(),
             "python": random.getstate(),
+            "micros": self._begun(),
         }
         self.saved = copy.deepcopy(kept)
 
@@ -253,12 +254,21 @@ class Plain(Side):
             self._schedule.load_state_dict(kept["schedule"])
         torch.set_rng_state(kept["random"])
         random.setstate(kept["python"])
+        self._micros = kept["micros"]
+        self.zero()
+
+    def _begun(self) -> int:
+        """The micro-batches before the step that a save is in: it has none of its gradients."""
+        return self._micros - self._micros % self.case.accumulation if self._sums else self._micros
+
+    def resume(self) -> None:
+        self._micros = self._begun()
         self.zero()
 
     def _nothing(self, *_: Any) -> None:
         return
 
-    resume = replan = offload = reload = destroy = _nothing
+    replan = offload = reload = destroy = _nothing
 
 
 class ByEngine(Side):
