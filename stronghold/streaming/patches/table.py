@@ -67,7 +67,7 @@ class Patch:
 
 
 TORCH = Package(name="torch", tried=("2.13.0",))
-DEEPSPEED = Package(name="deepspeed", tried=("0.19.0", "0.19.8"))
+DEEPSPEED = Package(name="deepspeed", tried=("0.19.6", "0.19.8"))
 TRANSFORMERS = Package(name="transformers", tried=("5.20.2", "5.23.0", "5.24.0"))
 ACCELERATE = Package(name="accelerate", tried=("1.14.0", "1.15.0"))
 NUMPY = Package(name="numpy", tried=("2.4.6",))
