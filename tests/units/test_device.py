@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from stronghold.devices.base import Device, Fence, Lane, completed
+from stronghold.devices.base import Device, Fence, Lane
 from stronghold.devices.cuda import CudaDevice, EventClock
 from stronghold.devices.emulated import COPY_PIECE_BYTES, EmulatedDevice
-from stronghold.devices.lane_name import THREAD_PREFIX, LaneName
+from stronghold.devices.lane_name import THREAD_PREFIX
 from stronghold.devices.pinned import cuts
 from stronghold.errors import BudgetError, ConfigError, LaneError, StateError
 from stronghold.memory.slab import map_slab
@@ -108,14 +108,6 @@ def test_lanes_work_at_the_same_time(device: Device) -> None:
         fence = lane.submit("meet", lambda: [None, barrier.wait()][0])
     fence.wait()
     device.check()
-
-
-def test_a_fence_of_finished_work_is_done() -> None:
-    fence = completed(LaneName.UPDATE, "nothing")
-    assert fence.done
-    fence.wait()
-    assert fence.wait_issued() is None
-    assert (fence.lane, fence.operation) == ("update", "nothing")
 
 
 def test_compute_waits_for_a_fence_and_says_how_long(make_device: Callable[..., Device]) -> None:
@@ -329,19 +321,6 @@ def test_a_lane_keeps_nothing_alive_after_an_operation(device: Device) -> None:
         gc.collect()
         time.sleep(0.005)
     assert alive() is None
-
-
-def test_spans_are_recorded_per_lane(make_device: Callable[..., Device]) -> None:
-    trace = Trace()
-    device = make_device(trace=trace)
-    begun = device.compute.begin_span()
-    device.fetch.submit("fetch 3", lambda: time.sleep(0.01)).wait()
-    device.update.submit("update 3", lambda: None).wait()
-    device.compute.end_span("forward 3", begun)
-    device.close()
-    spans = {(span.lane, span.name): span for span in trace.spans()}
-    assert set(spans) == {("fetch", "fetch 3"), ("update", "update 3"), ("compute", "forward 3")}
-    assert all(span.duration_s >= 0.0 for span in spans.values())
 
 
 def test_a_missing_gpu_is_named_with_what_to_set_instead(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from stronghold import native
-from stronghold.devices import emulated as emulated_module
 from stronghold.devices.emulated import EmulatedDevice
 from stronghold.devices.lane_name import THREAD_PREFIX
 from stronghold.errors import StateError
@@ -127,55 +126,6 @@ def test_the_link_keeps_its_pace(emulated: Callable[..., EmulatedDevice]) -> Non
         seconds.append(time.perf_counter() - begun)
     assert min(seconds) >= 0.1
     on_time(min(seconds) < 0.15, seconds)
-
-
-@law_of_time
-def test_the_directions_of_the_link_do_not_share_its_pace(
-    emulated: Callable[..., EmulatedDevice],
-) -> None:
-    device = emulated(link_gbps=0.2)
-    buffers = [torch.zeros(5_000_000) for _ in range(4)]
-    best = 1.0
-    for _ in range(3):
-        begun = time.perf_counter()
-        there, back = (
-            lane.submit("copy", partial(device.copy, *pair), nbytes=pair[0].nbytes)
-            for lane, pair in ((device.fetch, buffers[:2]), (device.offload, buffers[2:]))
-        )
-        there.wait()
-        back.wait()
-        best = min(best, time.perf_counter() - begun)
-    assert best >= 0.1
-    on_time(best < 0.17, best)  # one after the other: 0.2 s
-
-
-def test_jitter_is_seeded_lane_by_lane(
-    emulated: Callable[..., EmulatedDevice], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    delays: dict[str, list[float]] = {}
-
-    def sleep(seconds: float) -> None:
-        delays.setdefault(threading.current_thread().name, []).append(seconds)
-
-    def run(seed: int, num_drains: int) -> dict[str, list[float]]:
-        delays.clear()
-        device = emulated(jitter_s=0.5, seed=seed)
-        for _ in range(20):
-            device.fetch.submit("fetch", lambda: None)
-        for _ in range(num_drains):
-            device.offload.submit("offload", lambda: None)
-        device.close()
-        return {lane: list(of_lane) for lane, of_lane in delays.items()}
-
-    monkeypatch.setattr(emulated_module.time, "sleep", sleep)
-    first = run(seed=3, num_drains=20)
-    assert all(0.0 <= delay <= 0.5 for of_lane in first.values() for delay in of_lane)
-    assert run(seed=3, num_drains=20) == first
-    fetch = THREAD_PREFIX + "fetch"
-    # What one lane does never changes another's delays: a failure is found again.
-    assert run(seed=3, num_drains=5)[fetch] == first[fetch]
-    assert run(seed=4, num_drains=20)[fetch] != first[fetch]
-    assert first[fetch] != first[THREAD_PREFIX + "offload"]
 
 
 def with_threads(count: int, make: Callable[[], object]) -> tuple[str, list[str]]:
