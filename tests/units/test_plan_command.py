@@ -9,24 +9,22 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, HeliumConfig, LlamaConfig, MixtralConfig
+from transformers import AutoModelForCausalLM, GPT2Config, HeliumConfig, LlamaConfig
 
 import stronghold
 from stronghold.config import load
 from stronghold.errors import ConfigError
-from stronghold.plan.machine import WHOLE_LAUNCH_S, MachineProfile, machine_names
+from stronghold.plan.machine import MachineProfile, machine_names
 from stronghold.tools.estimate.estimate import estimate
 from stronghold.tools.estimate.model import from_config, from_sizes
 from stronghold.tools.estimate.question import question_from_options
 from tests.support.forecasts import LLAMA_70B, PROGRESS, SIZES, asked, full_estimate, run
 from tests.support.pairs import pairs
-from tests.support.quiet import law_of_time, on_time
 from tests.support.sizes import named_size
 
 
@@ -63,21 +61,6 @@ def test_the_page_says_what_fits_how_fast_and_why(capsys: pytest.CaptureFixture[
         assert expected in page
     assert "lean" not in page  # the host holds the states
     assert max(map(len, page.split("Config")[0].splitlines())) <= 100
-
-
-def test_the_optimizers_moments_decide_the_host_memory(capsys: pytest.CaptureFixture[str]) -> None:
-    def moments(*options: str) -> tuple[int, dict[str, Any]]:
-        call = [*SIZES, "--machine", "rtx4090", "--gpu", "1GiB", *options]
-        figures = json.loads(run(*call, "--json", capsys=capsys)[1])
-        of_tiers = sum(tier["parts"].get("moments", 0) for tier in figures["tiers"])
-        return of_tiers, figures["config"]["optimizer"]
-
-    (adam, adamw), (lion, one), (sgd, other) = (
-        moments(*options)
-        for options in ((), ("--optimizer", "Lion"), ("--optimizer", "sgd", "--clipping", "0"))
-    )
-    assert adam == 2 * lion == 2 * sgd > 0
-    assert [section["type"] for section in (adamw, one, other)] == ["AdamW", "Lion", "SGD"]
 
 
 def test_an_unknown_optimizer_is_refused_with_those_that_are_known(
@@ -121,21 +104,6 @@ def test_on_stdout_is_the_answer_alone() -> None:
     assert result.stderr.startswith(PROGRESS)
 
 
-@pytest.mark.slow
-@law_of_time
-def test_the_first_line_comes_within_two_seconds() -> None:
-    """Torch and transformers take seconds to load. The line names them before they are."""
-    command = [sys.executable, "-m", "stronghold.tools.cli", "plan", *SIZES, "--machine", "rtx4090"]
-    begun = time.perf_counter()
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    first_line = process.stderr.readline()
-    seconds = time.perf_counter() - begun
-    process.communicate(timeout=300)
-    assert first_line == PROGRESS
-    on_time(seconds < 2.0, f"{seconds:.2f} s")
-
-
 def test_more_memory_is_never_said_to_cost_anything(tmp_path: Path) -> None:
     """And it buys much where a slow link streams what the GPU could hold."""
     machine = MachineProfile.load("rtx4090")
@@ -152,18 +120,6 @@ def test_more_memory_is_never_said_to_cost_anything(tmp_path: Path) -> None:
     assert found.bound.startswith("link")
     more = gains["1 GiB more on the gpu"]
     assert more.step_s < 0.95 * found.step_s
-
-
-def test_tiers_are_within_their_budgets_and_count_every_parameter() -> None:
-    found = estimate(asked(gpu="12MiB", host="1GiB"))  # of 20 MiB that all states take
-    budgets = {"gpu": 12 << 20, "host": 1 << 30}
-    for name, (budget, parts) in found.tiers.items():
-        assert 0 < sum(parts.values()) <= budget == budgets[name]
-    _, host = found.tiers["host"]
-    num_parameters = found.question.layout.num_parameters
-    assert host["weights"] >= 2 * num_parameters
-    assert host["moments"] >= 8 * num_parameters
-    assert found.tiers["gpu"][1]["activations"] > 0
 
 
 def test_what_host_memory_cannot_hold_goes_to_nvme(tmp_path: Path) -> None:
@@ -230,18 +186,6 @@ def test_what_does_not_fit_is_said_with_the_change_that_makes_it_fit(
     assert status == 1
 
 
-@pytest.mark.slow
-def test_a_gpu_too_small_for_one_layer_is_told_what_it_needs(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    call = [*SIZES, "--machine", "rtx4090"]
-    status, page, _ = run(*call, "--gpu", "1MiB", capsys=capsys)
-    assert status == 1
-    needed = named_size(page, r"gpu_memory\s+to\s+at\s+least")
-    status, _, _ = run(*call, "--gpu", f"{needed}B", capsys=capsys)
-    assert status == 0
-
-
 def test_a_sequence_too_long_is_told_what_takes_the_memory_and_the_ways_out(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -278,6 +222,7 @@ def test_the_config_loads_and_says_what_was_planned(
 ) -> None:
     path = tmp_path / "configs" / "small.json"
     options = ["--batch", "2", "--accumulation", "3", "--clipping", "0.5", "--gpu", "200MB"]
+    options += ["--chunk", "1"]
     status, page, _ = run(
         *SIZES,
         *options,
@@ -291,6 +236,7 @@ def test_the_config_loads_and_says_what_was_planned(
     assert settings.deepspeed.train_micro_batch_size_per_gpu == 2
     assert settings.gradient_accumulation_steps == 3
     assert settings.gradient_clipping == 0.5
+    assert settings.stronghold.chunk == 1
     # activations need the rest
     assert 100_000_000 < settings.stronghold.gpu_memory < 200_000_000
 
@@ -347,48 +293,6 @@ def test_a_directory_and_its_config_file_are_the_same_model(llama: Path) -> None
     assert by_directory.layout == by_file.layout
     assert by_directory.layout.num_parameters == 70_553_706_496
     assert by_directory.num_blocks == 80
-
-
-def test_break_even_of_an_expert_model_counts_the_experts_that_compute(tmp_path: Path) -> None:
-    hidden, inner, experts, chosen = 256, 512, 16, 2
-    MixtralConfig(
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        num_local_experts=experts,
-        num_experts_per_tok=chosen,
-        vocab_size=1000,
-    ).save_pretrained(tmp_path)
-    attention, expert, router = (4 * hidden * hidden, 3 * hidden * inner, hidden * experts)
-    norms = 2 * hidden
-    share = (attention + chosen * expert + router) / (attention + experts * expert + router + norms)
-    dense = full_estimate(asked())
-    mixture = full_estimate(dataclasses.replace(asked(), model=from_config(tmp_path)))
-    assert dense.question.active_share == pytest.approx(1.0, rel=0.01)
-    assert mixture.question.active_share == pytest.approx(share, rel=1e-6)
-    recompute = [plan is not None and plan.recomputed > 0.5 for plan in (dense.plan, mixture.plan)]
-    more = (8 if recompute[0] else 6) / (8 if recompute[1] else 6) / share
-    for name in ("cpu", "link"):
-        ratio = getattr(mixture.break_even, name) / getattr(dense.break_even, name)
-        assert ratio == pytest.approx(more, rel=0.01)
-
-
-def test_sizes_are_gpt2s(tmp_path: Path) -> None:
-    GPT2Config(n_layer=4, n_embd=64, n_head=4, vocab_size=300, n_positions=32).save_pretrained(
-        tmp_path
-    )
-    assert from_sizes(4, 64, 4, 300, 32).layout == from_config(tmp_path).layout
-
-
-def test_more_layers_are_the_same_model_grown(llama: Path) -> None:
-    model = from_config(llama)
-    for other, blocks in ((model.with_layers(3), 3), (from_sizes(2, 64, 4, 9, 8), 2)):
-        assert other.num_blocks == blocks
-        grown = other.with_layers(7)
-        assert grown.num_blocks == 7
-        assert len(grown.costs_of(1, 8, "bf16").layers) == len(grown.layout.layers)
 
 
 @pytest.fixture(scope="module")
@@ -500,6 +404,8 @@ def test_without_transformers_the_way_out_is_named(
         ([*SIZES, "--machine", "rtx4900"], 'Did you mean "rtx4090"'),
         ([*SIZES, "--machine", "rtx4090", "--gpu", "24G"], "--gpu 24G: expected bytes"),
         ([*SIZES, "--machine", "rtx4090", "--batch", "0"], "--batch: got 0"),
+        ([*SIZES, "--machine", "rtx4090", "--chunk", "0"], "--chunk: got 0"),
+        ([*SIZES, "--machine", "rtx4090", "--streams", "2"], "expected it with --chunk N alone"),
         ([*SIZES, "--machine", "rtx4090", "--clipping", "-1"], "--clipping: got -1"),
         ([*SIZES, "--machine", "rtx4090", "--heads", "3"], "--heads: got 3"),
         ([*SIZES, "--machine", "rtx4090", "--nvme-path", "."], "expected it with --nvme SIZE"),
@@ -570,115 +476,13 @@ def test_more_layers_than_can_be_planned_are_refused_at_once(
     assert "num_hidden_layers: got 100000, expected at most 1000" in said
 
 
-@pytest.mark.slow
-def test_chunks_let_a_larger_batch_fit_and_are_in_the_config(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = {"64": "64", "16384": "96"}
-    sizes = [words.get(word, word) for word in SIZES]
-    sizes[sizes.index("--vocab") + 1] = "96"
-    call = [*sizes, "--machine", "rtx4090", "--gpu", "60MB", "--host", "100MB", "--batch", "max"]
-    largest = []
-    for chunk in ((), ("--chunk", "1"), ("--chunk", "auto", "--streams", "2")):
-        path = tmp_path / "config.json"
-        status, page, _ = run(*call, *chunk, "--write", str(path), capsys=capsys)
-        assert status == 0
-        found = re.search(r"batch (\d+) x 64 tokens", page)
-        largest.append(int(found[1]))
-        written = json.loads(path.read_text())["stronghold"]
-        assert ("chunk" in written) == ("in chunks of" in page)
-        assert written.get("streams", 1) == 1 + page.count("on 2 streams")
-        if chunk:
-            assert "in chunks of" in page
-    assert largest[1] > largest[2] > largest[0]  # two chunks at once take more
-    assert run(*call, "--chunk", "0", capsys=capsys)[0] == 2
-    status, _, complaint = run(*call, "--streams", "2", capsys=capsys)
-    assert status == 2
-    assert "--streams: got 2, expected it with --chunk N alone" in complaint
-
-
 # -- when updates begin ---------------------------------------------------------------------------
-def slow_adam(path: Path, gbps: float) -> str:
-    """A machine's profile, but for the CPU's Adam."""
-    machine = dataclasses.replace(MachineProfile.load("rtx4090"), adam_gbps={1: gbps})
-    machine.save(path / "slow.json")
-    return str(path / "slow.json")
-
-
-def test_updates_that_wait_for_the_gate_are_named_where_the_step_waits_for_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    machine = ["--machine", slow_adam(tmp_path, 0.5), "--gpu", "20MB"]
-    _, early, _ = run(*SIZES, *machine, "--batch", "8", capsys=capsys)
-    assert "updates wait" not in early
-    assert "layers are updated early, which takes" in " ".join(early.split())
-    call = [*SIZES, *machine, "--batch", "8", "--early", "0"]
-    _, gated, _ = run(*call, capsys=capsys)
-    assert "updates wait for the end of backward, since clipping decides" in " ".join(gated.split())
-    _, checked, _ = run(*call, "--clipping", "0", capsys=capsys)
-    assert "the overflow check decides" in " ".join(checked.split())
-    _, free, _ = run(*call, "--clipping", "0", "--no-overflow-check", capsys=capsys)
-    assert "no more layers are updated early" in " ".join(free.split())
-    _, fast, _ = run(*SIZES, "--machine", "h200", "--batch", "8", capsys=capsys)
-    assert "updates wait" not in fast
-
-
-@pytest.mark.slow
-def test_the_config_has_as_many_early_layers_as_the_plan(tmp_path: Path) -> None:
-    machine = slow_adam(tmp_path, 60.0)
-    changes = {"layers": 12, "hidden": 1024, "batch": 4, "seq": 512, "gpu": "350MB"}
-    found = estimate(asked(machine=machine, clipping=0.0, no_overflow_check=True, **changes))
-    early = found.config["stronghold"]["early_layers"]
-    assert early > 0
-    assert any(reason.startswith(f"{early} layers are updated") for reason in found.reasons)
-    assert found.config["bf16"] == {"enabled": True, "check_grad_overflow": False}
-    assert found.tiers["host"][1]["second arrays of early updates"] > 0
 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
 def test_the_overflow_check_is_left_out_of_bf16_alone(precision: str) -> None:
     with pytest.raises(ConfigError, match="--no-overflow-check"):
         asked(precision=precision, no_overflow_check=True)
-
-
-def profile_of(path: Path, **changes: Any) -> str:
-    """A shipped machine with these changes."""
-    file = path / f"{'-'.join(changes) or 'plain'}.json"
-    dataclasses.replace(MachineProfile.load("rtx4090"), **changes).save(file)
-    return str(file)
-
-
-def test_launches_add_to_compute_on_the_emulated_device_alone(tmp_path: Path) -> None:
-    """On a GPU they run ahead: each kernel here takes longer than its launch."""
-    sizes = {"layers": 12, "hidden": 1024, "batch": 8, "seq": 2048}
-    steps = [
-        estimate(asked(machine=profile_of(tmp_path, **changes), **sizes))
-        for changes in ({}, {"emulated": True})
-    ]
-    assert all(found.plan.whole for found in steps)
-    layers = len(steps[0].question.layout.layers)
-    more_s = steps[1].step_s - steps[0].step_s
-    assert more_s == pytest.approx(2 * layers * WHOLE_LAUNCH_S, rel=0.2)
-
-
-def test_a_limit_takes_attention_at_its_rate(tmp_path: Path) -> None:
-    """At three times the rate of products it takes a third; no plan is faster for that."""
-    flops = {
-        dtype: {1024: {64: 3 * rate}}
-        for dtype, rate in MachineProfile.load("rtx4090").flops.items()
-    }
-    measured = {"attention_flops": flops, "attention_backward_flops": flops}
-    sizes = {"layers": 12, "hidden": 256, "batch": 1, "seq": 16384}
-    plain, fast = (
-        estimate(asked(machine=profile_of(tmp_path, **changes), **sizes))
-        for changes in ({}, measured)
-    )
-    loads = plain.question.costs.layers
-    attention = sum(load.attention_flops for load in loads)
-    assert attention > 0.5 * sum(load.forward_flops for load in loads)
-    saved_s = 3 * attention * 2 / 3 / plain.question.machine.flops["bf16"]
-    assert plain.limits.seconds - fast.limits.seconds == pytest.approx(saved_s)
-    assert fast.step_s >= fast.limits.seconds * (1.0 - ROUNDING)
 
 
 # -- never faster than what is physically possible ------------------------------------------------
