@@ -22,8 +22,7 @@ from stronghold.tools.estimate.adapters import Adapters
 from stronghold.tools.estimate.estimate import Estimate, estimate
 from stronghold.tools.estimate.model import from_config
 from stronghold.tools.estimate.question import Question
-from stronghold.tools.estimate.sweep import sweep
-from tests.support.forecasts import SIZES, asked, run
+from tests.support.forecasts import asked, run
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -96,46 +95,6 @@ def test_a_frozen_weight_crosses_the_link_twice_and_has_no_gradient_and_no_updat
     assert set(plan.updates) == set(question.layout.streamed)
 
 
-def test_states_are_of_the_adapters_alone(llama: Path) -> None:
-    found = streamed_estimate(llama)
-    _, host = found.tiers["host"]
-    layers = found.question.layout.layers
-    padded = sum(layer.trainable_numel for layer in layers)
-    assert host["moments"] == 8 * padded
-    assert host["master remainder"] == host["held gradients"] == 2 * padded
-    assert host["weights"] == 2 * sum(layer.numel for layer in layers)
-
-
-def test_compute_with_adapters_takes_two_thirds_or_with_recomputation_three_quarters(
-    llama: Path,
-) -> None:
-    """A little more, for the adapters' own products and the first block, whose input is frozen."""
-    whole = question_of(llama, lora=None).costs.layers
-    adapted = question_of(llama, lora=1).costs.layers
-    for index in question_of(llama).layout.streamed[1:]:
-        for recomputed, share in ((0.0, 2 / 3), (1.0, 3 / 4)):
-            products = []
-            for cost in (whole[index], adapted[index]):
-                flops = cost.forward_flops - cost.attention_flops
-                products.append(flops * (1.0 + recomputed + cost.gradients_per_product))
-            assert share < products[1] / products[0] < 1.03 * share
-
-
-@pytest.mark.slow
-def test_break_even_of_adapters_counts_few_updates(llama: Path) -> None:
-    """Updates are of the adapters, and the link carries frozen weights beside less compute."""
-    whole = estimate(question_of(llama, lora=None, gpu="10MiB"))
-    adapted = streamed_estimate(llama)
-    assert whole.plan is not None
-    assert adapted.plan is not None
-    assert adapted.break_even.cpu < 0.4 * whole.break_even.cpu
-    question = adapted.question
-    products = 1.0 + question.gradients_per_product + (adapted.plan.recomputed > 0.5)
-    rate = question.machine.flops["bf16"] / (2.0 * products * question.active_share)
-    expected = 2 * 2 * rate / (question.machine.fetch_gbps * 1e9)
-    assert adapted.break_even.link == pytest.approx(expected)
-
-
 # -- the command -----------------------------------------------------------------------------------
 
 
@@ -159,31 +118,12 @@ def test_the_page_and_the_json_name_what_trains(
     assert figures["adapters"]["targets"] == ["q_proj", "v_proj"]
 
 
-@pytest.mark.slow
-def test_sizes_take_adapters_too(capsys: pytest.CaptureFixture[str]) -> None:
-    status, page, _ = run(*SIZES, "--machine", "rtx4090", "--lora", "8", capsys=capsys)
-    assert status == 0
-    assert "GPT-2, hidden 128, 4 heads, vocabulary 500, with LoRA of rank 8" in " ".join(
-        page.split()
-    )
-
-
 def test_a_model_of_other_sizes_keeps_the_adapters(llama: Path) -> None:
     per_block = from_config(llama, Adapters(rank=RANK)).layout.num_trainable // BLOCKS
     longer = from_config(llama, Adapters(rank=RANK)).with_layers(9)
     assert longer.layout.num_trainable == 9 * per_block
     sized = asked(lora=RANK).model
     assert sized.with_positions(4096).layout.num_trainable == sized.layout.num_trainable
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("axis", ["layers", "seq"])
-def test_a_sweep_keeps_the_adapters(llama: Path, axis: str) -> None:
-    points = sweep(question_of(llama, gpu="40MiB"), axis)
-    assert len(points) > 1
-    for _, point in points:
-        layout = point.question.layout
-        assert 0 < layout.num_trainable < 0.1 * layout.num_parameters
 
 
 @pytest.mark.parametrize(
@@ -279,51 +219,6 @@ def test_packed_weights_cost_the_bytes_of_their_format(llama: Path) -> None:
     assert found.config["stronghold"]["frozen"] == "nf4"
 
 
-def test_decoded_weights_have_the_precision_of_compute(llama: Path) -> None:
-    """The scales of nf4, which are fp32, share the format of fp32 parameters."""
-    sizes = {}
-    for precision in ("bf16", "fp16", "fp32"):
-        question = question_of(llama, frozen="nf4", precision=precision)
-        dtypes = [storage_format.dtype for storage_format in question.formats]
-        assert len(set(dtypes)) == len(dtypes)
-        blocks = [question.layout.layers[index] for index in question.layout.streamed]
-        sizes[precision] = {layer.decoded_bytes for layer in blocks}
-        assert len(sizes[precision]) == 1
-    assert sizes["bf16"] == sizes["fp16"]
-    assert 2 * sizes["bf16"].pop() == sizes["fp32"].pop()
-
-
-def test_each_use_of_a_packed_layer_is_decoded_once(llama: Path) -> None:
-    """A kernel reads the packed bytes and writes the decoded ones at the rate of device memory."""
-    found = packed_blocks(llama, "nf4")
-    question = found.question
-    plain = question_of(llama)
-    rate = question.machine.gpu_memory_gbps * 1e9
-    for index in question.layout.streamed:
-        layer = question.layout.layers[index]
-        seconds = (layer.decoded_bytes + weight_bytes(layer, question.formats)) / rate
-        work, before = question.work.layers[index], plain.work.layers[index]
-        assert work.decode_s == pytest.approx(seconds)
-        assert (work.forward_s, work.backward_s) == (before.forward_s, before.backward_s)
-    levels = ["recompute"] * len(question.layout.layers)
-    decoding = sum(layer.decode_s for layer in question.work.layers)
-    assert question.work.forward_s == pytest.approx(plain.work.forward_s + decoding)
-    assert question.work.backward_s(levels) == pytest.approx(
-        plain.work.backward_s(levels) + decoding
-    )
-    assert found.compute["decoding"] == pytest.approx(2 * decoding)
-
-
-def test_the_kinds_of_compute_are_all_of_it(llama: Path) -> None:
-    found = packed_blocks(llama, "nf4")
-    assert found.plan is not None
-    work = found.question.work
-    total = work.forward_s + work.backward_s(found.plan.activations)
-    assert sum(found.compute.values()) == pytest.approx(total)
-    assert found.compute["products and attention"] == found.limits.parts["compute"]
-    assert min(found.compute.values()) > 0.0
-
-
 def test_a_format_is_named_where_host_memory_is_short(
     llama: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -339,16 +234,6 @@ def test_a_format_is_named_where_host_memory_is_short(
     assert status == 0
     assert "over nf4 weights" in " ".join(page.split())
     assert "frozen: " not in page.partition("What more would buy")[2].partition("Config")[0]
-
-
-@pytest.mark.slow
-def test_no_format_is_named_where_all_weights_train(
-    llama: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    call = ["--model", str(llama), "--machine", "rtx4090", "--seq", "64"]
-    status, page, _ = run(*call, "--gpu", "4MiB", "--host", "2MB", capsys=capsys)
-    assert status == 1
-    assert "frozen" not in page
 
 
 # -- a run of the plan -----------------------------------------------------------------------------

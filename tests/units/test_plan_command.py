@@ -404,7 +404,6 @@ def test_without_transformers_the_way_out_is_named(
         ([*SIZES, "--machine", "rtx4900"], 'Did you mean "rtx4090"'),
         ([*SIZES, "--machine", "rtx4090", "--gpu", "24G"], "--gpu 24G: expected bytes"),
         ([*SIZES, "--machine", "rtx4090", "--batch", "0"], "--batch: got 0"),
-        ([*SIZES, "--machine", "rtx4090", "--chunk", "0"], "--chunk: got 0"),
         ([*SIZES, "--machine", "rtx4090", "--streams", "2"], "expected it with --chunk N alone"),
         ([*SIZES, "--machine", "rtx4090", "--clipping", "-1"], "--clipping: got -1"),
         ([*SIZES, "--machine", "rtx4090", "--heads", "3"], "--heads: got 3"),

@@ -57,14 +57,6 @@ def test_a_sweep_ends_with_the_largest_that_fits_and_the_next_that_does_not(
     assert not estimate(asked(**LIMITS, **{axis: values[-1]})).fits
 
 
-@pytest.mark.slow
-def test_a_swept_point_is_the_forecast_of_that_question() -> None:
-    points = dict(swept("batch"))
-    found = estimate(asked(**LIMITS, batch=4))
-    assert (points[4].step_s, points[4].shares) == (found.step_s, found.shares)
-    assert points[4].question.tokens == 4 * 64
-
-
 # -- speed ----------------------------------------------------------------------------------------
 
 
