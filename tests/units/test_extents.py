@@ -2,44 +2,13 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
-from stronghold.errors import ConfigError, StateError
-from stronghold.memory.nvme import PERIOD_UNITS, Striping, lay_out
-from stronghold.memory.stores import Extent
+from stronghold.errors import ConfigError
+from stronghold.memory.nvme import PERIOD_UNITS, Striping
 
 PAGE = 4096
 RATES = [[1.0], [2.0, 2.0], [3.0, 1.0], [7.1, 3.4, 0.6], [1.0, 1000.0], [1.0] * 5]
-
-
-def request(layer: int, array: str, pages: int) -> Extent:
-    return Extent(layer=layer, array=array, nbytes=pages * PAGE)
-
-
-def test_extents_lie_one_after_another() -> None:
-    sizes = [(0, "low", 1), (0, "exp_avg", 15), (7, "exp_avg", 0), (7, "weights", 4097)]
-    extents = lay_out([request(*size) for size in sizes])
-    begin = 0
-    for layer, array, pages in sizes:
-        extent = extents[layer, array]
-        assert (extent.begin, extent.nbytes) == (begin, pages * PAGE)
-        assert str(extent) == f"{array} of layer {layer}"
-        begin += extent.nbytes
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        [request(0, "exp_avg", 1), request(0, "exp_avg", 2)],
-        [Extent(layer=0, array="exp_avg", nbytes=4095)],
-        [request(0, "exp_avg", -1)],
-    ],
-)
-def test_a_wrong_request_is_refused(wrong: list[Extent]) -> None:
-    with pytest.raises(StateError, match="extent"):
-        lay_out(wrong)
 
 
 @pytest.mark.parametrize("rates", RATES)
@@ -58,24 +27,6 @@ def test_every_page_has_one_place_and_files_have_no_gaps(
         places.append((segment.file, segment.offset))
     everywhere = [(f, offset) for f, size in enumerate(sizes) for offset in range(0, size, PAGE)]
     assert sorted(places) == everywhere
-
-
-@pytest.mark.parametrize("rates", RATES)
-def test_a_range_is_its_pages(rates: list[float]) -> None:
-    chance, striping, pages = random.Random(5), Striping(rates, 4 * PAGE), 700
-    single = [next(iter(striping.segments(page * PAGE, PAGE))) for page in range(pages)]
-    for _ in range(200):
-        first = chance.randrange(pages)
-        count = chance.randrange(pages - first)
-        found, previous = [], None
-        for segment in striping.segments(first * PAGE, count * PAGE):
-            assert segment.begin == len(found) * PAGE
-            assert previous is None or previous.file != segment.file, "neighbours are joined"
-            found += [
-                (segment.file, segment.offset + within) for within in range(0, segment.nbytes, PAGE)
-            ]
-            previous = segment
-        assert found == [(page.file, page.offset) for page in single[first : first + count]]
 
 
 @pytest.mark.parametrize("rates", RATES)

@@ -113,29 +113,6 @@ def test_the_room_is_for_all_processes_of_the_node(small_disk: Path) -> None:
         assert store.file_bytes == half * PAGE
 
 
-def test_only_the_first_process_looks_at_the_disks(
-    folders: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What it finds, the others take: rates, and what is wrong."""
-    said: list[object] = []
-
-    class Second(SilentGroup):
-        def objects(self, mine: object, operation: str = "exchange") -> list[object]:
-            return [said.pop(0) if said else mine, mine]
-
-    group = Second(2)
-    group.rank, group.members = 1, [4, 5]
-    second = NodeRanks(group, [0, 1])
-    monkeypatch.setattr(nvme, "measure_rate", lambda *_: pytest.fail("measured"))
-    said += [None, (3.0, 1.0)]
-    with store_of(folders[:2], pages(8), rates=None, neighbours=second) as store:
-        assert store.rates == (3.0, 1.0)
-    said.append(("BudgetError", "too small"))
-    error = refused(folders[:1], pages(8), neighbours=second)
-    assert isinstance(error, BudgetError)
-    assert str(error) == "rank 4: too small"
-
-
 def test_a_file_system_without_direct_transfers_works_with_a_warning(
     small_disk: Path, engine: str, caplog: pytest.LogCaptureFixture
 ) -> None:
