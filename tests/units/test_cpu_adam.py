@@ -138,18 +138,6 @@ def test_saving_loading_and_copying_change_no_bit(dtype):
                 assert torch.equal(found, torch.as_tensor(value)), name
 
 
-def test_a_loaded_state_is_a_copy():
-    params = parameters()
-    optimizer = CPUAdam(params, num_threads=1)
-    train(optimizer, params, range(2))
-    saved = copy.deepcopy(optimizer.state_dict())
-    other = CPUAdam(fresh := parameters(), num_threads=1)
-    other.load_state_dict(saved)
-    before = saved["state"][0]["exp_avg"].clone()
-    train(other, fresh, range(2, 4))
-    assert torch.equal(saved["state"][0]["exp_avg"], before)
-
-
 def test_it_continues_from_torchs_state():
     params = parameters()
     theirs = torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1)
@@ -320,35 +308,6 @@ def test_a_sparse_gradient_is_refused_before_anything_is_updated():
 
 
 # ---- Lean states ------------------------------------------------------------------------------
-
-
-def test_lean_states_are_a_step_between_decoding_and_encoding():
-    params, wholes = (
-        parameters(BF16),
-        [torch.nn.Parameter(param.detach().float()) for param in parameters(BF16)],
-    )
-    ours = CPUAdam(params, lr=1e-2, weight_decay=0.1, states="lean", num_threads=2)
-    exact = CPUAdam(wholes, lr=1e-2, weight_decay=0.1, num_threads=1)
-    for step in range(5):
-        set_gradients(params, step)
-        for param, whole in zip(params, wholes, strict=True):
-            whole.grad = param.grad.float()
-        ours.step()
-        exact.step()
-        for param, whole in zip(params, wholes, strict=True):
-            state, moments = ours.state[param], exact.state[whole]
-            weight, low = states.split_lean_master(whole.detach())
-            assert torch.equal(weight, param.detach())
-            assert torch.equal(low, state["low"])
-            whole.data.copy_(states.join_master(weight, low))
-            for name, encode, decode in (
-                ("exp_avg", states.encode_signed, states.decode_signed),
-                ("exp_avg_sq", states.encode_root, states.decode_root),
-            ):
-                codes, scales = encode(moments[name])
-                assert torch.equal(codes, state[name])
-                assert torch.equal(scales, state[f"{name}_scale"])
-                moments[name].copy_(decode(codes, scales))
 
 
 def test_lean_states_are_decoded_into_exact_ones_and_encoded_back_without_loss():

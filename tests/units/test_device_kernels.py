@@ -16,12 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from stronghold import native
-from stronghold.devices import triton_kernels
 from stronghold.devices.emulated import EmulatedDevice
 from stronghold.devices.triton_kernels import TritonKernels
 from stronghold.errors import ConfigError
@@ -43,7 +41,7 @@ from tests.support.device_kernels import (
     some_arrays,
     sums,
 )
-from tests.support.optimizers import hyper_fields, number_field
+from tests.support.optimizers import number_field
 from tests.support.packed_weights import assert_decodes_like_torch, encoded_cases, exhaustive_cases
 
 # The interpreter computes with NumPy, which warns of the infinities and NaNs that are wanted here.
@@ -67,7 +65,6 @@ interpreted = pytest.mark.skipif(
     not INTERPRETING or not rounds_fma_once(),
     reason=TWICE if INTERPRETING else "runs under TRITON_INTERPRET=1",
 )
-compiled = pytest.mark.skipif(INTERPRETING or not HAS_TRITON, reason="needs Triton's compiler")
 
 
 @pytest.fixture(scope="module")
@@ -91,82 +88,6 @@ def test_both_forms_of_the_sums_are_the_same(host: Pool, dtype: torch.dtype):
     found = host.sum_squares_async(dtype, segments)
     assert found.dtype == torch.float64
     assert found.tolist() == host.sum_squares(dtype, segments)
-
-
-# ---- The numbers of a step, without Triton ---------------------------------------------------
-
-
-def one_element(host: Pool, p: float, m: float, v: float, g: float, **changes: Any):
-    """(p, m, v) after one native step of Adam."""
-    arrays = [torch.tensor([x]) for x in (p, m, v, g)]
-    weight, moment0, moment1, grad = (x.data_ptr() for x in arrays)
-    fields = hyper_fields("adam", **{"grad_scale": 1.0, **changes})
-    host.update(
-        "adam", F32, F32, [native.UpdateSegment(weight, 0, grad, 1, moment0, moment1, **fields)]
-    )
-    return [x.item() for x in arrays[:3]]
-
-
-@pytest.mark.parametrize("bias_correction", [True, False])
-@pytest.mark.parametrize("step", [1, 2, 77, 123_456, 10_000_000])
-@pytest.mark.parametrize(
-    ("lr", "beta1", "beta2", "eps", "weight_decay"),
-    [
-        (1e-3, 0.9, 0.999, 1e-8, 0.1),
-        (3.7e-4, 0.95, 0.98, 1e-6, 0.033),
-        (7e-6, 0.0, 0.9999, 1e-15, 1e-3),
-        (0.11, 0.87, 0.0, 0.3, -0.2),
-    ],
-)
-def test_a_steps_numbers_are_the_natives(
-    host: Pool, lr, beta1, beta2, eps, weight_decay, step, bias_correction
-):
-    """Each is read off the native kernel by an input that leaves it alone in the result."""
-    hyper = {
-        "lr": lr,
-        "beta1": beta1,
-        "beta2": beta2,
-        "eps": eps,
-        "weight_decay": weight_decay,
-        "step": step,
-        "bias_correction": bias_correction,
-    }
-    segment = native.UpdateSegment(8, 8, 8, 1, **hyper_fields("adam", grad_scale=1 / 3, **hyper))
-    [group] = triton_kernels._groups("adam", native.rows([segment]))
-    assert group.variant == 1
-    assert group.indices == [0]
-    scale, decay, factor, b1, not_b1, b2, not_b2, root, epsilon, minus_rate = group.constants[:10]
-    assert group.constants[10:] == (0.0, 0.0)
-    assert scale == np.float32(1 / 3)
-    assert decay == np.float32(weight_decay)
-    assert epsilon == np.float32(eps)
-    assert one_element(host, 1.0, 0.0, 0.0, 0.0, **hyper)[0] == factor
-    assert one_element(host, 0.0, 1.0, 1.0, 0.0, **hyper)[1:] == [b1, b2]
-    assert one_element(host, 0.0, 0.0, 0.0, 1.0, **hyper)[1:] == [not_b1, not_b2]
-    # Without bias correction of the other moment's kind: m = 1, sqrt(v) = 0 or 1.
-    p, m, v = one_element(host, 0.0, 1.0, 0.0, 0.0, **{**hyper, "eps": 1.0})
-    assert v == 0.0
-    assert p == np.float32(np.float64(minus_rate) * m)  # exact in double, rounded once
-    p, m, v = one_element(host, 0.0, 1.0, 1.0, 0.0, **{**hyper, "eps": 0.0})
-    with np.errstate(invalid="ignore", divide="ignore"):
-        ratio = np.float32(m) / (np.sqrt(np.float32(v)) * np.float32(root))
-        expected = np.float32(np.float64(minus_rate) * ratio)
-    assert np.array_equal(np.float32(p), expected, equal_nan=True)
-
-
-def test_segments_share_a_launch_when_their_numbers_are_equal():
-    sizes = (5, 0, 5, 5, 5)
-    steps, decays = (1, 1, 1, 2, 1), (0.0, 0.0, 0.1, 0.1, 0.0)
-    segments = [
-        native.UpdateSegment(
-            *(8, 8, 8, numel), **hyper_fields("adam", step=step, weight_decay=decay, adamw=k == 0)
-        )
-        for k, (numel, step, decay) in enumerate(zip(sizes, steps, decays, strict=True))
-    ]
-    groups = triton_kernels._groups("adam", native.rows(segments))
-    # Without weight decay both forms are one; a segment without elements is in none.
-    found = [(group.variant, group.indices) for group in groups]
-    assert found == [(1, [0, 4]), (0, [2]), (0, [3])]
 
 
 def test_without_triton_the_error_says_what_to_install(
@@ -359,20 +280,6 @@ def test_interpreted_sums_have_the_natives_bits(host: Pool, triton: TritonKernel
 
 
 @interpreted
-def test_interpreted_tables_are_kept_while_the_segments_stay(
-    triton: TritonKernels, monkeypatch: pytest.MonkeyPatch
-):
-    arrays = some_arrays((17, 4097), BF16, BF16, CPU)
-    for step in range(3, 33, 3):  # with the same gradient's address
-        run_adam(triton, arrays, (step,), bias_correction=True)
-    assert len(triton._tables) == 2  # of two weight decays
-    monkeypatch.setattr(triton_kernels, "MAX_TABLES", 3)
-    for step in (1, 2, 3):
-        run_adam(triton, arrays, (step,))
-    assert len(triton._tables) == 3
-
-
-@interpreted
 def test_interpreted_kernels_refuse_other_dtypes(triton: TritonKernels):
     x = torch.zeros(4, dtype=torch.float64)
     with pytest.raises(ConfigError, match=r"got torch\.float64"):
@@ -381,12 +288,6 @@ def test_interpreted_kernels_refuse_other_dtypes(triton: TritonKernels):
         triton.accumulate(torch.float64, [(x.data_ptr(), x.data_ptr(), 4, False)])
     with pytest.raises(ConfigError, match=r"got torch\.float64"):
         triton.update("adam", torch.float64, F32, [])
-
-
-@interpreted
-def test_interpreted_kernels_refuse_other_optimizers(triton: TritonKernels):
-    with pytest.raises(ConfigError, match='optimizer is "adamant"'):
-        triton.update("adamant", F32, F32, [])
 
 
 @interpreted

@@ -365,17 +365,6 @@ def test_sgd_is_torchs_up_to_rounding(form):
         assert (error <= steps * 2**-22 * 10 * largest).all()
 
 
-def test_sgd_without_momentum_is_momentum_of_zero():
-    grad = values(4097, 2, special=True)
-    plain, zero = (
-        Arrays(values(4097, 1), grad, BF16, optimizer=name) for name in ("sgd", "sgd_momentum")
-    )
-    with native.Pool(1) as pool:
-        plain.run(pool, steps=(1,))
-        zero.run(pool, steps=(1,), momentum=0.0)
-    assert torch.equal(bits(plain.master()), bits(zero.master()))
-
-
 def test_a_non_finite_gradient_stays_visible():
     grad = torch.ones(33)
     grad[7], grad[20] = math.nan, math.inf
