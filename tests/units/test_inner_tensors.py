@@ -18,7 +18,6 @@ from stronghold.model.inner_tensors import (
     InnerTensor,
     decoded,
     follow_device,
-    has_codes,
     inner_tensors,
     settle,
     wrappers,
@@ -105,15 +104,6 @@ def test_names_are_those_of_state_dicts() -> None:
     assert set(module.state_dict()) == {"weight", "SCB", "weight_format"}
 
 
-def test_an_ordinary_parameter_is_its_only_inner_tensor() -> None:
-    parameter = nn.Parameter(torch.zeros(3, 2))
-    (inner,) = inner_tensors(parameter, "weight")
-    assert inner.name == ""
-    assert inner.tensor is parameter
-    assert inner.aliases == ()
-    assert decoded(parameter).shape == (3, 2)
-
-
 @pytest.mark.parametrize(
     ("kind", "most"),
     # One block of 64 numbers has 32 bytes of codes, and a scale of one byte or of four. Beside
@@ -126,18 +116,6 @@ def test_bytes_are_those_of_the_format(kind: str, most: int) -> None:
     assert decoded(weight).numel == 2048
     assert decoded(weight).shape == (32, 64)
     assert decoded(weight).dtype is torch.bfloat16
-
-
-def test_a_tensor_that_parameters_share_is_one_object_in_all_of_them() -> None:
-    one, two = linear("nf4").weight, linear("nf4").weight
-    two.quant_state.code = one.quant_state.code
-    books = [
-        inner.tensor
-        for weight in (one, two)
-        for inner in inner_tensors(weight)
-        if inner.name == "quant_map"
-    ]
-    assert books[0] is books[1]
 
 
 # -- before an engine ------------------------------------------------------------------------------
@@ -163,12 +141,6 @@ def test_an_int8_weight_that_has_computed_shows_its_scales_again() -> None:
     inner = inner_tensors(module.weight)
     assert inner[1].tensor is scales
     assert inner[0].aliases[0] is module.state.CB
-
-
-@pytest.mark.parametrize("kind", LINEARS)
-def test_a_module_of_codes_is_known(kind: str) -> None:
-    assert has_codes(linear(kind))
-    assert not has_codes(nn.Linear(64, 32).requires_grad_(False))
 
 
 def test_quantised_weights_in_buffers_are_refused_by_name() -> None:

@@ -5,16 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stronghold.telemetry.metrics import (
-    EarlyCounts,
-    EarlyOutcome,
-    Metrics,
-    WaitCause,
-    batch_size,
-    read_number,
-    tflops,
-)
-from stronghold.telemetry.trace import Span, Trace
+from stronghold.telemetry.metrics import Metrics, WaitCause, batch_size, read_number, tflops
 
 
 class Clock:
@@ -55,22 +46,6 @@ def test_counters_cover_exactly_one_step(clock: Clock) -> None:
     # From end to end: what an asynchronous device does between two steps is counted too.
     assert (second.step_s, second.tokens_per_s) == (5.0, 20.0)
     assert (second.wait_fetch_s, second.wait_update_s) == (0.0, 0.0)
-
-
-def test_early_updates_are_counted_for_one_step() -> None:
-    metrics = Metrics(num_parameters=1)
-    assert "early" not in metrics.format(end(metrics))
-    for _ in range(12):
-        metrics.count_early(EarlyOutcome.COMMITTED)
-    for _ in range(3):
-        metrics.count_early(EarlyOutcome.LEFT)
-    record = end(metrics)
-    assert record.early == EarlyCounts(committed=12, left=3)
-    assert "| early 12 committed, 3 left to the gate" in metrics.format(record)
-    metrics.count_early(EarlyOutcome.DROPPED)
-    line = metrics.format(end(metrics))
-    assert "early 0 committed, 0 left to the gate, 1 dropped" in line
-    assert not end(metrics).early
 
 
 def test_time_before_the_first_tokens_and_after_a_restart_is_not_training(clock: Clock) -> None:
@@ -152,19 +127,6 @@ def test_a_skipped_step_says_so() -> None:
     assert "skipped" in line
     assert "loss -" in line
     assert "grad norm inf" in line
-
-
-def test_every_step_is_a_span_of_the_trace(clock: Clock) -> None:
-    lanes = Trace()
-    metrics = Metrics(num_parameters=1, trace=lanes, clock=clock)
-    for step in (1, 2):
-        metrics.add_tokens(1)
-        clock.now_s += 1.0
-        end(metrics, step=step)
-    assert lanes.spans() == [
-        Span(lane="step", name="step 1", start_s=100.0, end_s=101.0),
-        Span(lane="step", name="step 2", start_s=101.0, end_s=102.0),
-    ]
 
 
 @pytest.mark.parametrize(

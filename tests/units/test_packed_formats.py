@@ -244,10 +244,3 @@ def test_weights_longer_than_a_thread_claims(pool):
             inner = empty_inner(format, shape)
             format.encode(weight_of(shape, F32), inner, pool)
             assert_decodes_like_torch(pool, [(name, shape, inner)], BF16)
-
-
-def test_decoding_nothing(pool):
-    decode_weights(pool, [])
-    empty = torch.empty(0, 64, dtype=BF16)
-    inner = empty_inner(FORMATS["nf4"], empty.shape)
-    decode_weights(pool, [PackedTensors(FORMATS["nf4"], inner, empty)])

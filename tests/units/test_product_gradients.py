@@ -146,13 +146,3 @@ def test_a_frozen_head_in_parts_has_two_products_and_a_trained_one_four(
         head = traced(model, seq=SEQ).layers[-1]
         flops = head.forward_flops * (1.0 + head.gradients_per_product)
         assert flops == pytest.approx(products * product)
-
-
-def test_blocks_with_adapters_are_alike() -> None:
-    """The trace runs two of three: the input of the first one alone needs no gradient."""
-    model = model_of("llama", "lora", "meta")
-    ran: list[nn.Module] = []
-    for layer in partition(model).streamed:
-        layer.modules[0].self_attn.register_forward_pre_hook(lambda module, _: ran.append(module))
-    traced(model)
-    assert len(ran) == 2

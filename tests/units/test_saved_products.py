@@ -89,28 +89,6 @@ def test_backward_reads_saved_tensors_and_has_the_library_s_bits(kind: str, bias
         assert same(product_of_a_slot(module, rows()), expected)
 
 
-@pytest.mark.parametrize("kind", PATCHED)
-def test_without_the_replacement_backward_is_wrong_or_fails(kind: str) -> None:
-    expected = product(linear(kind), rows())
-    if kind == "torchao nf4":  # its copy in the hook is quantised again
-        module = linear(kind)
-        with pytest.raises(RuntimeError, match="data pointer"):
-            refuse_wrappers(module, rows())
-    else:
-        assert not same(product_of_a_slot(linear(kind), rows()), expected)
-
-
-def refuse_wrappers(module: nn.Module, x: torch.Tensor) -> None:
-    """Ask each saved tensor for its address, as the engine's hooks do."""
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        tensor.untyped_storage().data_ptr()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        module(x)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("threshold", [0.0, 0.5])
 @pytest.mark.parametrize("is_training", [True, False])
@@ -145,18 +123,6 @@ def test_products_of_odd_shapes(kind: str, shape: tuple[int, ...]) -> None:
     with replaced(module.weight):
         found = outcome(module, product_of_a_slot)
     assert found == expected if isinstance(expected, type) else same(found, expected)
-
-
-def test_no_gradient_saves_nothing() -> None:
-    module = linear("nf4 double")
-    saved: list[torch.Tensor] = []
-    with (
-        replaced(module.weight),
-        torch.no_grad(),
-        torch.autograd.graph.saved_tensors_hooks(saved.append, lambda packed: packed),
-    ):
-        module(rows())
-    assert saved == []
 
 
 def test_evaluation_leaves_the_weight_as_it_is() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import random
 import threading
 import time
 from pathlib import Path
@@ -16,9 +14,7 @@ from stronghold.errors import ConfigError
 from stronghold.telemetry import trace
 from stronghold.telemetry.trace import Span, Trace
 from stronghold.tools import plot
-from tests.support.mutations import mutated
 
-ROOT = Path(__file__).resolve().parents[2]
 PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
 
 
@@ -57,20 +53,6 @@ def test_a_written_trace_reads_back_as_recorded(tmp_path: Path) -> None:
     # The file keeps nanoseconds.
     assert first.duration_s == pytest.approx(0.25, abs=1e-8)
     assert second.start_s - first.start_s == pytest.approx(0.5, abs=1e-8)
-
-
-def test_rows_keep_the_order_of_the_lanes(tmp_path: Path) -> None:
-    lanes = Trace(rank=3)
-    for lane in ("other", "io", "update", "offload", "fetch", "compute", "step"):
-        lanes.record(lane, "work", 0.0, 1.0)
-    lanes.write(tmp_path / "trace.json")
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    order = {e["tid"]: e["args"]["sort_index"] for e in events if e["name"] == "thread_sort_index"}
-    assert [names[row] for row in sorted(names, key=lambda row: order[row])] == [
-        *("step", "compute", "fetch", "offload", "update", "io", "other")
-    ]
-    assert {e["pid"] for e in events} == {3}
 
 
 def test_no_span_is_lost_when_many_threads_record(tmp_path: Path) -> None:
@@ -174,21 +156,6 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     return drawn
 
 
-@pytest.mark.slow
-def test_mutated_traces_are_refused_or_drawn(three_steps: Path, figures: list[Figure]) -> None:
-    document, refused = json.loads(three_steps.read_text()), 0
-    for case in range(500):
-        three_steps.write_text(json.dumps(mutated(document, random.Random(case))))
-        try:
-            plot.draw_timeline(trace.read(three_steps), "timeline.png")
-        except ConfigError:
-            refused += 1
-        except BaseException as error:
-            raise AssertionError(f"case {case}: {error!r}") from error
-        figures.clear()
-    assert refused > 100
-
-
 def test_a_timeline_shows_the_last_step_unless_told_otherwise(
     three_steps: Path, figures: list[Figure]
 ) -> None:
@@ -241,28 +208,3 @@ def test_an_extent_without_operations_is_refused(
         plot.draw_timeline(trace.read(three_steps), tmp_path / "timeline.png", **extent)
     with pytest.raises(ConfigError, match="no operations"):
         plot.draw_timeline([], tmp_path / "timeline.png")
-
-
-def test_losses_show_equal_curves_over_the_same_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    report = importlib.import_module("report")
-    compared = [5.0, 4.0, 3.5]
-    numbers = {
-        "losses_equal": True,
-        "windowed_losses": compared,
-        "plain_losses": compared,
-        "losses": [*compared, 3.2, 3.0],
-        "held_out": [(0.0, 5.0), (5.0, 3.0)],
-        "chunked": {"batch": 16, "chunk": 4, "losses": [5.0]},
-    }
-    same, training = report.loss_curves(numbers)
-    assert list(same) == ["with the window", "plain loop: equal"]
-    assert list(map(len, same.values())) == [3, 3]
-    assert list(training) == ["training", "batch of 16 in chunks of 4"]
-    numbers["held_out"] = [(float(step), 3.0) for step in range(5)]
-    assert "held-out text" in report.loss_curves(numbers)[1]
-    assert "plain loop: NOT EQUAL" in report.loss_curves({**numbers, "losses_equal": False})[0]
-    report.draw_losses([same, training], tmp_path / "losses.png", title="t")
-    assert (tmp_path / "losses.png").read_bytes().startswith(PNG_MAGIC)
