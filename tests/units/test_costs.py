@@ -129,12 +129,6 @@ def test_statistics_of_layer_norms_are_fp32_beside_bf16(monkeypatch: pytest.Monk
     assert total(traced("gpt", "bf16"), "saved_bytes") == real + 7 * 2 * TOKENS * 2
 
 
-def test_a_dropout_mask_is_a_byte_per_element() -> None:
-    """And an element where its input was not needed: two of them in each block of the zoo's."""
-    extra = total(traced("gpt_dropout"), "saved_bytes") - total(traced("gpt"), "saved_bytes")
-    assert extra == 3 * 2 * TOKENS * HIDDEN
-
-
 def test_attention_inside_a_module_of_torch_is_fused_too() -> None:
     """Written out it saves a matrix per head: 16 times the bytes for 4 times the length."""
     short, long = (total(encoder(seq), "saved_bytes") for seq in (512, 2048))
@@ -198,25 +192,6 @@ def test_a_causal_mask_does_not_halve_the_flops() -> None:
     assert widths == [32, 32]
 
 
-def test_keys_that_several_heads_share_count_for_each_of_them() -> None:
-    query = torch.empty(1, 8, 64, 32, device="meta", dtype=torch.bfloat16)
-
-    class Attend(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(32, device="meta"))
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = x * self.weight
-            few = y[:, :2]
-            return F.scaled_dot_product_attention(y, few, few, enable_gqa=True).sum()
-
-    model = nn.Sequential(Attend())
-    given = {"input": query}
-    costs = trace_costs(model, partition(model, "0"), batch=1, seq=64, dtype="bf16", inputs=given)
-    assert total(costs, "forward_flops") == 4 * 8 * 64 * 64 * 32
-
-
 def test_experts_count_for_the_tokens_that_they_get() -> None:
     config = MixtralConfig(
         hidden_size=64,
@@ -240,32 +215,6 @@ def test_experts_count_for_the_tokens_that_they_get() -> None:
 
 
 # -- bytes of other operators ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_other_operators_of_a_block_move_what_is_counted_by_hand(dtype: str) -> None:
-    """Of a Llama: norms, rotary embedding, SiLU, additions; a cast to fp32 in the norms of bf16."""
-    hidden, inner, heads, seq = 64, 160, 4, 33
-    config = llama(hidden_size=hidden, intermediate_size=inner, num_key_value_heads=heads)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
-    layers = partition(model)
-    costs = trace_costs(model, layers, batch=2, seq=seq, dtype=dtype)
-    tokens, each = 2 * seq, DTYPES[dtype].itemsize
-    row, row_fp32 = tokens * hidden * each, tokens * hidden * 4
-    number = tokens * 4  # one fp32 of each token
-    casts = 2 * (row + row_fp32) if dtype != "fp32" else 0
-    square, mean, scaled = 2 * row_fp32, row_fp32 + number, 2 * row_fp32 + number
-    with_epsilon, reciprocal, weighted = 2 * number, 2 * number, 2 * row + hidden * each
-    norm = casts + square + mean + with_epsilon + reciprocal + scaled + weighted
-    # Queries and keys by cosines; half of them negated, joined to the other, by sines; their sum.
-    angles = seq * hidden // heads * each
-    rotary = 2 * ((2 * row + angles) + row + 2 * row + (2 * row + angles) + 3 * row)
-    silu = (2 + 3) * tokens * inner * each  # and its product with the other half
-    residuals = 2 * 3 * row
-    for layer in layers.streamed:
-        moved = costs.layers[layer.index].operator_bytes
-        assert moved == 2 * norm + rotary + silu + residuals
 
 
 def test_logits_are_moved_by_the_head(monkeypatch: pytest.MonkeyPatch) -> None:

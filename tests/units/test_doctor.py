@@ -28,7 +28,7 @@ from stronghold.plan import machine as profile
 from stronghold.plan.machine import ADAM_BF16_BYTES, ADAM_LEAN_BYTES, MachineProfile
 from stronghold.tools import cli
 from stronghold.tools.doctor import measure
-from stronghold.tools.doctor.findings import DiskRates, Findings
+from stronghold.tools.doctor.findings import Findings
 from stronghold.tools.doctor.measure import Effort, examine
 from tests.support.quiet import law_of_time, on_time
 
@@ -81,11 +81,10 @@ def test_a_quick_examination_takes_seconds_and_tells_how_far_it_is(
     on_time(seconds < 10, seconds)
 
 
-@law_of_time
-def test_figures_are_positive_and_agree_with_each_other(
+@pytest.mark.alone  # beside the others that look at one examination
+def test_figures_are_of_the_whole_machine(
     examined: tuple[Findings, Path, float, list[float]],
 ) -> None:
-    """Wide bounds: other processes use the same memory. A wrong count of bytes is found below."""
     machine = examined[0].profile
     assert list(machine.memory_gbps) == list(machine.adam_gbps)
     assert list(machine.adam_lean_gbps) == list(machine.adam_gbps)
@@ -93,20 +92,14 @@ def test_figures_are_positive_and_agree_with_each_other(
     assert machine.host_memory_bytes == limits.host_limits().usable_bytes
     assert machine.name.startswith("emulated on ")
     assert machine.emulated
-    assert machine.sources == ()
     for rates in (machine.attention_flops, machine.attention_backward_flops):
         assert list(rates) == list(machine.flops)
         for by_tokens in rates.values():
             assert list(by_tokens) == [1024, 2048]
             assert all(list(by_width) == [32, 128] for by_width in by_tokens.values())
-    assert len(machine.measured) == len("2026-01-31")
-    on_time(machine.duplex_gbps <= 2 * (machine.fetch_gbps + machine.offload_gbps), machine)
-    for threads, memory in machine.memory_gbps.items():
-        on_time(machine.adam_gbps[threads] <= 1.6 * memory, machine)
-        on_time(machine.adam_lean_gbps[threads] <= 1.6 * memory, machine)
 
 
-@pytest.mark.alone  # beside the others that look at one examination
+@pytest.mark.alone
 def test_what_was_measured_survives_its_file(
     examined: tuple[Findings, Path, float, list[float]], tmp_path: Path
 ) -> None:
@@ -220,19 +213,6 @@ def test_an_unpinnable_host_is_measured_as_it_is() -> None:
     assert pinning.pinned == 0
 
 
-@pytest.mark.parametrize(
-    ("cores", "expected"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (16, [1, 2, 4, 8, 16])]
-)
-def test_threads_double_up_to_all_cores(cores: int, expected: list[int]) -> None:
-    assert measure.thread_counts(cores) == expected
-
-
-def test_a_machine_with_little_free_memory_is_measured_with_little() -> None:
-    size = measure.effort(False, 512 * MIB)
-    assert size.adam_numel * measure.ADAM_RESIDENT_BYTES <= 64 * MIB
-    assert size.copy_bytes <= 32 * MIB
-
-
 @pytest.mark.parametrize("quick", [True, False])
 @pytest.mark.parametrize("cache", [32 * MIB, 300 * MIB, 1152 * MIB])
 def test_rates_are_measured_outside_of_the_caches(
@@ -254,17 +234,6 @@ def test_the_caches_of_all_chiplets_count(tmp_path: Path) -> None:
     assert measure.last_cache_bytes(tmp_path / "nothing") == 64 * MIB
 
 
-def test_the_callers_random_numbers_stay_theirs() -> None:
-    torch.manual_seed(3)
-    expected = torch.rand(4)
-    torch.manual_seed(3)
-    device = EmulatedDevice()
-    measure.product_flops(device, torch.float32, SMALL)
-    measure.attention_flops(device, torch.float32, 128, 64, SMALL)
-    device.close()
-    assert torch.equal(torch.rand(4), expected)
-
-
 def test_a_callers_device_is_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "effort", lambda *_: SMALL)
     device = EmulatedDevice(budget_bytes=40 * MIB, poison=False)
@@ -278,14 +247,6 @@ def test_a_callers_device_is_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # -- the disk -------------------------------------------------------------------------------------
-
-
-def test_the_disks_file_never_has_a_name(tmp_path: Path) -> None:
-    seen: list[list[Path]] = []
-    rates = measure.disk_rates(tmp_path, 8 * MIB, lambda _: seen.append(list(tmp_path.iterdir())))
-    assert rates.error == ""
-    assert len(seen) == len(measure.DEPTHS) + 1
-    assert not any(seen)
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
@@ -303,20 +264,6 @@ def test_the_disks_file_is_gone_after_an_error(
         with pytest.raises(KeyboardInterrupt):
             measure.disk_rates(tmp_path, 8 * MIB, lambda _: None)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_slow_disk_ends_the_measurement_early(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(measure, "LONGEST_S", 0.0)
-    rates = measure.disk_rates(tmp_path, 64 * MIB, lambda _: None)
-    assert rates.error == ""
-    assert min(*rates.read_gbps.values(), rates.mixed_gbps) > 0
-
-
-def test_the_best_depth_is_the_least_that_is_fast() -> None:
-    rates = {1: 1.0, 4: 3.0, 16: 3.1, 32: 3.0}
-    assert DiskRates(path="", read_gbps=rates, write_gbps=rates).best_depth == 4
 
 
 def test_a_directory_that_is_not_there_is_refused_before_anything_is_measured() -> None:
@@ -352,32 +299,6 @@ def test_the_command_prints_the_table_and_writes_the_machines_profile(
         assert words in output
     assert list((tmp_path / "here").iterdir()) == []
     assert saved.nvme_path in ("", str(tmp_path / "here"))
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("small")
-def test_the_command_writes_where_it_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    target = tmp_path / "profiles" / "box.json"
-    arguments = ["--device", "emulated", "--path", str(tmp_path), "--json", str(target)]
-    assert cli.main(["doctor", "--quick", *arguments]) == 0
-    assert str(target) in capsys.readouterr().out
-    assert MachineProfile.load(target).name.startswith("emulated on ")
-    assert profile.find_profile() is None
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("small")
-def test_the_table_is_printed_even_if_the_profile_cannot_be_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").write_text("")
-    arguments = ["--path", str(tmp_path), "--json", str(tmp_path / "file" / "box.json")]
-    assert cli.main(["doctor", "--quick", "--device", "emulated", *arguments]) == 2
-    captured = capsys.readouterr()
-    assert "host to device" in captured.out
-    assert "cannot be written" in captured.err
 
 
 def test_the_command_refuses_a_directory_that_is_not_there(

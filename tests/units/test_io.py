@@ -91,17 +91,6 @@ def test_closing_the_queue_finishes_what_was_submitted(engine: str, tmp_path: Pa
     assert (tmp_path / "file").read_bytes() == memory.bytes.tobytes()
 
 
-def test_closing_a_file_keeps_its_tickets(engine: str, tmp_path: Path) -> None:
-    memory = Memory(512, seed=4)
-    with IoQueue(2, PAGE, engine) as queue:
-        with queue.open(tmp_path / "file", memory.nbytes) as file:
-            ticket = queue.write(file, 0, memory.address, memory.nbytes, commit=False)
-        assert (tmp_path / "file").read_bytes() == memory.bytes.tobytes()
-        queue.wait(ticket)
-        with pytest.raises(StateError, match="closed"):
-            queue.read(file, 0, memory.address, PAGE)
-
-
 def test_one_thread_submits_while_another_waits(engine: str, tmp_path: Path) -> None:
     pages, memory = 300, Memory(300, seed=5)
     with IoQueue(4, PAGE, engine) as queue:
@@ -186,15 +175,6 @@ def test_a_file_system_without_o_direct_works_and_says_so(engine: str) -> None:
         assert np.array_equal(memory.bytes, back.bytes)
     finally:
         path.unlink()
-
-
-def test_the_page_cache_is_used_when_asked_for(engine: str, tmp_path: Path) -> None:
-    memory = Memory(5, seed=8)
-    with IoQueue(2, PAGE, engine) as queue:
-        file = queue.open(tmp_path / "file", memory.nbytes, direct=False)
-        assert not file.direct
-        queue.wait(queue.write(file, 0, memory.address, memory.nbytes))
-    assert (tmp_path / "file").read_bytes() == memory.bytes.tobytes()
 
 
 # ---- Refusals ---------------------------------------------------------------------------------

@@ -209,17 +209,6 @@ def test_an_input_output_error_names_file_offset_and_length(
         store.submit("read", extent, 0, memory(8)).wait()
 
 
-def test_an_error_is_raised_at_every_wait(folders: list[Path]) -> None:
-    with store_of(folders[:1], pages(8)) as store:
-        extent = store.extent(0, "exp_avg")
-        redirect(descriptors(folders[0]), "/proc/self/mem", "read")
-        pending = store.submit("read", extent, 0, memory(8))
-        for _ in range(2):
-            with pytest.raises(OSError, match="read of"):
-                pending.wait()
-        assert store.bytes_read == 0
-
-
 def test_a_disk_that_cannot_reserve_fills_with_an_error(
     tmp_path: Path, engine: str, caplog: pytest.LogCaptureFixture
 ) -> None:

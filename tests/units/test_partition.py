@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import operator
-
 import pytest
 import torch
 from torch import nn
 
-from stronghold.errors import ConfigError, StateError
-from stronghold.model.partition import check_exactly_once, partition
-from tests.models import HUGGING_FACE, MODELS, PLAIN, TOYS, Block, Decoder
-from tests.support.insides import tables_of
+from stronghold.errors import ConfigError
+from stronghold.model.partition import partition
+from tests.models import HUGGING_FACE, MODELS, PLAIN, TOYS, Decoder
 from tests.support.partitions import (
     EXPECTED,
     build,
@@ -81,18 +78,6 @@ def test_layers_are_in_order_and_are_used_where_they_say(name: str) -> None:
             assert len(layer.modules) == len(holders)
 
 
-@pytest.mark.parametrize("name", PLAIN)
-def test_the_partition_changes_nothing_in_the_model(name: str) -> None:
-    model = build(name)
-    parameters = list(model.parameters())
-    before = [(module, list(vars(module)), tables_of(module)) for module in model.modules()]
-    partition(model)
-    for module, names, tables in before:
-        assert list(vars(module)) == names
-        assert tables_of(module) == tables
-    assert all(map(operator.is_, model.parameters(), parameters))
-
-
 # --- what stays resident -------------------------------------------------------------------------
 
 
@@ -150,14 +135,6 @@ def test_a_shared_parameter_that_a_block_holds_directly_is_a_layer_beside_the_bl
     assert layer_of(found, model.blocks[0].gain).modules == tuple(model.blocks)
 
 
-def test_a_block_that_stands_twice_in_the_list_is_one_layer() -> None:
-    model = build("shared_list")
-    found = partition(model)
-    assert streamed(found) == ["blocks.0", "blocks.1"]
-    assert len(found.streamed[0].parameters[0].aliases) == 2
-    assert len(found.streamed[1].parameters[0].aliases) == 3
-
-
 def test_a_block_whose_every_parameter_is_shared_is_no_layer() -> None:
     twins = [nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)]
     twins[1].weight, twins[1].bias = twins[0].weight, twins[0].bias
@@ -174,11 +151,6 @@ def test_frozen_parameters_stay_in_their_layer_after_the_trainable_ones() -> Non
         "blocks.2.mlp.up.weight",
     ]
     assert layer.parameters[-1].name == "blocks.2.mlp.up.weight"
-
-
-def test_blocks_without_parameters_are_no_layers() -> None:
-    found = partition(nn.Sequential(Block(), nn.ReLU(), nn.Identity(), Block(), nn.Dropout()))
-    assert streamed(found) == ["0", "3"]
 
 
 # --- what cannot be moved ------------------------------------------------------------------------
@@ -223,14 +195,3 @@ def test_views_of_one_buffer_that_do_not_overlap_are_fine() -> None:
         parameter.data = flat[start : start + parameter.numel()].view_as(parameter)
         start += parameter.numel()
     assert streamed(partition(model)) == ["blocks.0", "blocks.1"]
-
-
-def test_a_parameter_in_no_layer_or_in_two_is_noticed() -> None:
-    model = build("gpt")
-    layers = list(partition(model).layers)
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    for broken in (layers[1:], [*layers, layers[2]]):
-        with pytest.raises(StateError, match="expected exactly one"):
-            check_exactly_once(names, broken)

@@ -185,33 +185,49 @@ def test_a_list_of_experts_inside_a_block_is_not_taken() -> None:
         assert sum("experts" in named.name for named in layer.parameters) == 4 * 7
 
 
-def test_a_list_of_blocks_in_a_block_that_does_not_repeat_is_found() -> None:
-    model = Holder(body=Holder(inner=Holder(layers=nn.ModuleDict({"a": Block(), "b": Block()}))))
-    assert streamed(partition(model)) == ["body.inner.layers.a", "body.inner.layers.b"]
+def ends() -> tuple[nn.Module, nn.Module]:
+    return nn.Embedding(VOCAB, HIDDEN), nn.Linear(HIDDEN, VOCAB)
 
 
-def test_numbered_attributes_are_blocks() -> None:
-    model = Holder(stem=nn.Linear(3, 3), block1=Block(), block2=Block(), head=nn.Linear(3, 3))
-    assert streamed(partition(model)) == ["block1", "block2"]
+def in_three_lists() -> nn.Module:
+    embedding, head = ends()
+    first = nn.Sequential(embedding, nn.LayerNorm(HIDDEN))
+    return nn.Sequential(first, nn.Sequential(*pair()), nn.Sequential(nn.LayerNorm(HIDDEN), head))
 
 
-def test_lists_without_a_forward_are_looked_through() -> None:
-    rows = [nn.ModuleList(pair()) for _ in range(2)]
-    found = partition(Holder(layers=nn.ModuleList(rows)))
-    assert streamed(found) == ["layers.0.0", "layers.0.1", "layers.1.0", "layers.1.1"]
+STRUCTURES: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
+    "in a block that does not repeat": (
+        lambda: Holder(body=Holder(layers=nn.ModuleDict({"a": Block(), "b": Block()}))),
+        ["body.layers.a", "body.layers.b"],
+    ),
+    "numbered attributes": (
+        lambda: Holder(stem=nn.Linear(3, 3), block1=Block(), block2=Block(), head=nn.Linear(3, 3)),
+        ["block1", "block2"],
+    ),
+    "lists without a forward": (
+        lambda: Holder(layers=nn.ModuleList(nn.ModuleList(pair()) for _ in range(2))),
+        ["layers.0.0", "layers.0.1", "layers.1.0", "layers.1.1"],
+    ),
+    "a sequential with other ends": (
+        lambda: nn.Sequential(ends()[0], *pair(), nn.LayerNorm(HIDDEN), ends()[1]),
+        ["1", "2"],
+    ),
+    "unlike lists in a list": (in_three_lists, ["1.0", "1.1"]),
+    "numbered lists": (
+        lambda: Holder(layer1=nn.Sequential(*pair()), layer2=nn.Sequential(*pair())),
+        ["layer1.0", "layer1.1", "layer2.0", "layer2.1"],
+    ),
+    "blocks of several widths": (
+        lambda: Holder(blocks=nn.ModuleList([Block(), Block(inner=8), Block(), Block()])),
+        numbered("blocks", 4),
+    ),
+}
 
 
-def test_a_sequential_gives_its_repeated_blocks_and_keeps_its_ends() -> None:
-    ends = nn.Embedding(VOCAB, HIDDEN), nn.Linear(HIDDEN, VOCAB)
-    found = partition(nn.Sequential(ends[0], *pair(), nn.LayerNorm(HIDDEN), ends[1]))
-    assert (streamed(found), resident(found)) == (["1", "2"], ["0", "3", "4"])
-
-
-def test_unlike_lists_in_a_list_are_searched_for_their_own_blocks() -> None:
-    first = nn.Sequential(nn.Embedding(VOCAB, HIDDEN), nn.LayerNorm(HIDDEN))
-    last = nn.Sequential(nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, VOCAB))
-    found = partition(nn.Sequential(first, nn.Sequential(*pair()), last))
-    assert streamed(found) == ["1.0", "1.1"]
+@pytest.mark.parametrize("case", STRUCTURES)
+def test_repeated_blocks_are_found_by_structure(case: str) -> None:
+    make, expected = STRUCTURES[case]
+    assert streamed(partition(make())) == expected
 
 
 def test_blocks_of_the_same_shapes_are_alike_whatever_their_class() -> None:
@@ -224,19 +240,6 @@ def test_blocks_of_the_same_shapes_are_alike_whatever_their_class() -> None:
     # The body outweighs the list, so that being most of the model is not what finds it.
     model = Holder(body=nn.Linear(200, 200), blocks=nn.ModuleList([Early(), Late()]))
     assert streamed(partition(model)) == ["blocks.0", "blocks.1"]
-
-
-def test_numbered_lists_are_searched_for_their_own_blocks() -> None:
-    model = Holder(layer1=nn.Sequential(*pair()), layer2=nn.Sequential(*pair()))
-    assert streamed(partition(model)) == ["layer1.0", "layer1.1", "layer2.0", "layer2.1"]
-
-
-def test_a_list_may_mix_kinds_of_blocks() -> None:
-    class Other(Block):
-        pass
-
-    kinds = [Block(), Other(inner=8), Block(), Block()]
-    assert streamed(partition(Holder(blocks=nn.ModuleList(kinds)))) == numbered("blocks", 4)
 
 
 def test_small_lists_beside_the_stack_stay_resident() -> None:

@@ -63,34 +63,19 @@ def test_what_is_saved_is_what_is_loaded(tmp_path: Path, more: dict[str, Any]) -
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["profile.json"]
 
 
-def test_a_profile_replaces_the_one_before(tmp_path: Path) -> None:
-    of(name="first").save(tmp_path / "profile.json")
-    of(name="second").save(tmp_path / "profile.json")
-    assert MachineProfile.load(tmp_path / "profile.json").name == "second"
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"version": 2}, "version: got 2, expected 1"),
-        ({"version": None}, "version: got None, expected 1"),
         ({"fetch_gbp": 3.0}, 'profile.fetch_gbp: unknown key. Did you mean "fetch_gbps"'),
         ({"fetch_gbps": 0}, "profile.fetch_gbps: got 0. Input should be greater than 0"),
-        ({"fetch_gbps": True}, "profile.fetch_gbps: got True"),
         ({"fetch_gbps": None}, "profile.fetch_gbps: got None"),
         ({"fetch_gbps": float("nan")}, "profile.fetch_gbps: got nan"),
-        ({"offload_gbps": "25"}, "profile.offload_gbps: got '25'"),
-        ({"nvme_read_gbps": -1.0}, "profile.nvme_read_gbps: got -1.0"),
         ({"num_cores": 0}, "profile.num_cores: got 0. Input should be greater than or equal to 1"),
-        ({"num_cores": 10**400}, "profile.num_cores: got 1000"),
         ({"fetch_gbps": 10**400}, "profile.fetch_gbps: got 1000"),
         ({"adam_gbps": {"1" * 5000: 1.0}}, "profile.adam_gbps.1111"),
-        ({"num_cores": 1.5}, "profile.num_cores: got 1.5"),
         ({"adam_gbps": {}}, "profile.adam_gbps: Dictionary should have at least 1 item"),
         ({"adam_gbps": {"one": 1.0}}, "profile.adam_gbps.one.[key]: got 'one'"),
-        ({"adam_gbps": {"0": 1.0}}, "profile.adam_gbps.0.[key]: got '0'"),
-        ({"memory_gbps": {"1": -1.0}}, "profile.memory_gbps.1: got -1.0"),
-        ({"memory_gbps": 40.0}, "profile.memory_gbps: got 40.0"),
         (
             {"flops": {"bf16": 1.0, "fp16": 1.0}},
             "profile.flops: Dictionary should have at least 3 items",
@@ -100,7 +85,6 @@ def test_a_profile_replaces_the_one_before(tmp_path: Path) -> None:
             "profile.flops.int8.[key]: got 'int8'",
         ),
         ({"sources": "a data sheet"}, "profile.sources: got 'a data sheet'"),
-        ({"name": 3}, "profile.name: got 3. Input should be a valid string"),
     ],
 )
 def test_other_versions_unknown_keys_and_wrong_values_are_refused(
@@ -167,12 +151,6 @@ def test_attention_has_rates_by_the_width_of_a_head(width: int, rate: float) -> 
     assert found == (1.0, 2.0)
 
 
-def test_forward_and_backward_of_attention_have_rates_of_their_own() -> None:
-    machine = of(attention_flops=ATTENTION, attention_backward_flops=SLOW_ATTENTION)
-    found = machine.attention_s("bf16", tokens=1000, width=64, causal_flops=2e14)
-    assert found == (1.0, 4.0)
-
-
 @pytest.mark.parametrize("kind", ["causal_flops", "other_flops"])
 def test_a_profile_without_attention_takes_the_rate_of_products(kind: str) -> None:
     flops = {"causal_flops": 0.0, kind: 1e14}
@@ -190,11 +168,6 @@ def test_a_profile_of_an_earlier_version_loads() -> None:
     assert MachineProfile.from_json(json.dumps(raw), "box.json") == of()
 
 
-def test_the_known_machines_ship() -> None:
-    expected = {"rtx3090", "rtx4090", "v100-32gb", "a100-80gb", "h100-80gb", "h200"}
-    assert expected <= set(profile.machine_names())
-
-
 @pytest.mark.parametrize("name", profile.machine_names())
 def test_shipped_machines_load_and_say_where_their_rates_come_from(name: str) -> None:
     machine = MachineProfile.load(name)
@@ -209,11 +182,6 @@ def test_shipped_machines_load_and_say_where_their_rates_come_from(name: str) ->
     assert max(machine.memory_gbps) == machine.num_cores
     for threads in machine.memory_gbps:
         assert machine.adam_rate(threads) <= machine.memory_rate(threads)
-
-
-def test_the_artifacts_machine_has_the_artifacts_cores_and_memory() -> None:
-    machine = MachineProfile.load("v100-32gb")
-    assert (machine.num_cores, machine.host_memory_bytes) == (12, 90 * 10**9)
 
 
 def test_an_unknown_machine_gets_a_hint_and_the_list() -> None:
