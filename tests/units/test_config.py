@@ -21,8 +21,6 @@ from stronghold.model.layout import ModelLayout, ParameterShape, layer_layout
 from stronghold.streaming.demand import pinned_activations
 from tests.support.settings import BASE, LOGGER, load, refusal
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 def section_refusal(**section: Any) -> str:
     return refusal({**BASE, "stronghold": section})
@@ -322,11 +320,3 @@ def test_the_last_blocks_may_keep_what_the_one_word_does_not(kept: int, again: i
     section = load(stronghold={"activations": "offload", "kept_activations": kept}).stronghold
     pinned = pinned_activations(section, ModelLayout(layers=tuple(blocks)))
     assert pinned == ("offload" if kept == 0 else ("offload",) * again + ("keep",) * (3 - again))
-
-
-def test_what_was_read_cannot_be_changed() -> None:
-    settings = load(stronghold={"window": 2})
-    with pytest.raises(ValueError, match="frozen"):
-        settings.stronghold.window = 3
-    with pytest.raises(AttributeError):
-        settings.gradient_clipping = 0.0  # type: ignore[misc]

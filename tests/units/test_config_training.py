@@ -13,7 +13,7 @@ from deepspeed.runtime import lr_schedules
 
 from stronghold import config as configs
 from stronghold.config import keys, source
-from stronghold.config.keys import HONOURED, KEYS, REFUSED
+from stronghold.config.keys import HONOURED, REFUSED
 from stronghold.errors import ConfigError
 from tests.support.settings import BASE, LOGGER, load, refusal
 
@@ -207,12 +207,6 @@ def test_every_key_that_deepspeed_reads_has_a_row() -> None:
     deepspeed_config.DeepSpeedConfig(Recorder(BASE))
     assert len(Recorder.asked) > 40, "the recorder sees nothing"
     assert Recorder.asked - keys.KNOWN == set()
-
-
-def test_a_key_has_one_row() -> None:
-    names = [row.name for row in KEYS]
-    assert sorted(set(names)) == sorted(names)
-    assert all(row.note.endswith(".") or row.note.endswith("key.") for row in KEYS)
 
 
 @pytest.mark.parametrize("key", REFUSED)

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 from stronghold.errors import ConfigError
 from stronghold.model.costs import DTYPES, ModelCosts, trace_costs
 from stronghold.model.partition import Partition, partition
-from tests.models import HIDDEN, LENGTH, MODELS, VOCAB, Block, Decoder
+from tests.models import HIDDEN, LENGTH, MODELS, VOCAB
 from tests.support.quiet import law_of_time, on_time
 
 TOKENS = 2 * LENGTH  # of the zoo's batches
@@ -129,22 +129,6 @@ def test_statistics_of_layer_norms_are_fp32_beside_bf16(monkeypatch: pytest.Monk
     assert total(traced("gpt", "bf16"), "saved_bytes") == real + 7 * 2 * TOKENS * 2
 
 
-def test_attention_inside_a_module_of_torch_is_fused_too() -> None:
-    """Written out it saves a matrix per head: 16 times the bytes for 4 times the length."""
-    short, long = (total(encoder(seq), "saved_bytes") for seq in (512, 2048))
-    assert long < 4.01 * short
-
-
-def encoder(seq: int) -> ModelCosts:
-    with torch.device("meta"):
-        block = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
-        model = nn.TransformerEncoder(block, 2, enable_nested_tensor=False)
-    source = torch.empty(1, seq, 64, device="meta")
-    return trace_costs(
-        model, partition(model), batch=1, seq=seq, dtype="bf16", inputs={"src": source}
-    )
-
-
 # -- FLOPs ----------------------------------------------------------------------------------------
 
 
@@ -214,21 +198,6 @@ def test_experts_count_for_the_tokens_that_they_get() -> None:
     assert costs.layers[block].forward_flops == attention + experts + router
 
 
-# -- bytes of other operators ---------------------------------------------------------------------
-
-
-def test_logits_are_moved_by_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole: to fp32, and their softmax's logarithm. In parts: two passes, in each of which a logit
-    is cast twice, read twice and changed three times, for three that are assumed."""
-    vocab, tokens = 5000, 2 * 2048
-    whole = of_config(llama(vocab_size=vocab), batch=2, seq=2048)[0].layers[-1]
-    assert whole.operator_bytes == pytest.approx(tokens * vocab * (6 + 8), rel=0.01)
-    monkeypatch.setattr("stronghold.model.logits.LARGE_BYTES", 1)
-    parts = of_config(llama(vocab_size=vocab), batch=2, seq=2048)[0].layers[-1]
-    a_pass = tokens * vocab * (2 * 6 + 2 * 4 + 3 * 8)
-    assert 3 * parts.operator_bytes == pytest.approx(2 * a_pass, rel=0.01)
-
-
 # -- which layer ----------------------------------------------------------------------------------
 
 
@@ -259,24 +228,6 @@ def test_a_block_keeps_its_input_for_recomputation_and_nothing_shared() -> None:
     for layer in layers.layers:
         expected = 2 * 32 * 64 * 2 if layer.streamed else 0
         assert costs.layers[layer.index].boundary_bytes == expected
-
-
-def test_blocks_of_one_kind_cost_the_same_and_others_their_own() -> None:
-    costs, layers = of_config(llama(4), batch=2, seq=32)
-    blocks = [costs.layers[layer.index] for layer in layers.streamed]
-    assert len(set(blocks)) == 1
-    model = Decoder([Block(), Block(inner=48), Block(), Block(inner=48), Block(dropout=0.5)])
-    ids = torch.zeros(2, LENGTH, dtype=torch.long, device="meta")
-    layers = partition(model)
-    found = trace_costs(
-        model, layers, batch=2, seq=LENGTH, dtype="fp32", inputs={"input_ids": ids, "labels": ids}
-    )
-    plain, narrow, again, narrow_again, dropping = (
-        found.layers[layer.index] for layer in layers.streamed
-    )
-    assert plain == again
-    assert narrow == narrow_again
-    assert narrow.saved_bytes < plain.saved_bytes < dropping.saved_bytes
 
 
 def test_a_repeated_block_costs_what_it_costs_when_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:

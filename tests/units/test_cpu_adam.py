@@ -337,22 +337,6 @@ def test_lean_states_are_decoded_into_exact_ones_and_encoded_back_without_loss()
             )
 
 
-def test_lean_states_continue_from_torchs_and_from_exact_ones():
-    params = parameters(BF16)
-    theirs = torch.optim.AdamW(params, lr=1e-2)
-    train(theirs, params, range(3))
-    copies = [torch.nn.Parameter(param.detach().clone()) for param in params]
-    ours = CPUAdam(copies, states="lean", num_threads=1)
-    ours.load_state_dict(theirs.state_dict())
-    exact = CPUAdam(others := [torch.nn.Parameter(p.detach().clone()) for p in params])
-    exact.load_state_dict(theirs.state_dict())
-    train(ours, copies, range(3, 5))
-    train(exact, others, range(3, 5))
-    for mine, other in zip(copies, others, strict=True):
-        # Two steps of lr 1e-2, which differ by the moments' rounding, and weights of 8 bits.
-        assert torch.allclose(mine.float(), other.float(), rtol=2**-7, atol=4e-3)
-
-
 @pytest.mark.parametrize("dtype", [F32, F16], ids=str)
 def test_lean_states_are_refused_for_other_weights_than_bf16(dtype):
     with pytest.raises(ConfigError, match="lean states are a layout of bfloat16"):

@@ -126,23 +126,6 @@ def test_the_disks_file_is_gone_and_its_rates_are_there(
         assert findings.profile.nvme_read_gbps is None
 
 
-@law_of_time
-def test_a_paced_link_is_measured_at_its_pace() -> None:
-    device = EmulatedDevice(link_gbps=0.4, poison=False)
-    try:
-        rates, _, pin_error = measure.link_rates(device, SMALL, lambda _: None)
-        assert device.memory.allocated_bytes == 0
-    finally:
-        device.close()
-    for rate in (rates["fetch_gbps"], rates["offload_gbps"]):
-        assert rate <= 0.401
-        on_time(rate > 0.3, rates)
-    assert rates["duplex_gbps"] <= 0.802
-    on_time(rates["duplex_gbps"] > 0.5, rates)
-    on_time(rates["gpu_memory_gbps"] > 0.4, rates)  # not over the link
-    assert pin_error == ""
-
-
 class Lopsided(EmulatedDevice):
     """A link of which one direction is twice as fast."""
 
@@ -264,11 +247,6 @@ def test_the_disks_file_is_gone_after_an_error(
         with pytest.raises(KeyboardInterrupt):
             measure.disk_rates(tmp_path, 8 * MIB, lambda _: None)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_directory_that_is_not_there_is_refused_before_anything_is_measured() -> None:
-    with pytest.raises(ConfigError, match="/nowhere"):
-        examine("emulated", "/nowhere", progress=lambda *_: pytest.fail("measured"))
 
 
 def test_an_unknown_device_is_refused() -> None:

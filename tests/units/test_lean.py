@@ -43,22 +43,6 @@ def test_the_kernel_is_the_reference_bit_for_bit(isa, grad_dtype, form):
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("num_threads", [2, 3])
-def test_number_of_threads_never_changes_a_bit(num_threads, optimizer):
-    sizes = [200_003, 0, 1, 15, 17, 4097, 65_536, *([1024] * 50)]
-    inputs = [(values(n, n), values(n, n + 1).bfloat16()) for n in sizes]
-    results = []
-    for count in (1, num_threads):
-        with native.Pool(count) as pool:
-            many = [LeanArrays(*pair, optimizer=optimizer) for pair in inputs]
-            for step in (1, 2, 3):
-                segments = [a.segment(step) for a in many]
-                pool.update(optimizer, BF16, BF16, segments, lean=True)
-            results.append(many)
-    assert all(differing(one, other) == [] for one, other in zip(*results, strict=True))
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_parts_of_a_parameter_that_begin_at_groups_are_the_whole(optimizer):
     master, grad = values(4097, 1), values(4097, 2)
     whole, parts = (LeanArrays(master, grad, optimizer=optimizer) for _ in range(2))

@@ -161,23 +161,6 @@ def test_a_target_that_is_its_source_means_in_place(layout):
     assert all(map(torch.equal, arrays.parts.values(), expected.parts.values()))
 
 
-def test_the_distance_of_prefetching_is_chosen_apart_and_never_changes_a_bit():
-    """Enough chunks that both distances are tried, and one is chosen."""
-    numel = 65 * 32_768 + 17
-    grad = values(numel, 2).bfloat16()
-    arrays, expected = (arrays_of("bf16", "adam", numel, grad) for _ in range(2))
-    with native.Pool(2) as pool:
-        for step in range(2, 12):
-            targets = Targets(arrays.parts)
-            update(pool, "bf16", [arrays], step, [targets.target()])
-            arrays.parts.update(targets.views)
-        assert pool.prefetch("adam", BF16, BF16) == 0  # of steps in place
-        for step in range(2, 12):
-            update(pool, "bf16", [expected], step)
-    for name, part in expected.parts.items():
-        assert torch.equal(arrays.parts[name], part), name
-
-
 # ---- Bad input ------------------------------------------------------------------------------
 
 

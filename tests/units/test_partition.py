@@ -99,14 +99,6 @@ def test_a_weight_that_two_blocks_share_leaves_both() -> None:
     assert layer_of(found, model.blocks[0].mlp.up.bias).name == "blocks.0"
 
 
-def test_a_module_that_two_blocks_share_leaves_both() -> None:
-    model = build("tied_blocks")
-    layer = layer_of(partition(model), model.blocks[3].norm1.weight)
-    assert (layer.name, layer.streamed) == ("blocks.0.norm1", False)
-    assert layer.modules == (model.blocks[0].norm1,)
-    assert len(layer.parameters[0].aliases) == 2
-
-
 def test_a_weight_tied_inside_one_block_stays_in_it() -> None:
     model = build("tied_blocks")
     layer = layer_of(partition(model), model.blocks[1].again.weight)
@@ -140,17 +132,6 @@ def test_a_block_whose_every_parameter_is_shared_is_no_layer() -> None:
     twins[1].weight, twins[1].bias = twins[0].weight, twins[0].bias
     found = partition(nn.Sequential(*twins))
     assert (streamed(found), resident(found)) == (["2"], ["0"])
-
-
-def test_frozen_parameters_stay_in_their_layer_after_the_trainable_ones() -> None:
-    model = build("frozen")
-    layer = layer_of(partition(model), model.blocks[2].norm1.weight)
-    assert layer.name == "blocks.2"
-    assert [n.name for n in layer.parameters if not n.parameter.requires_grad] == [
-        "blocks.2.norm1.weight",
-        "blocks.2.mlp.up.weight",
-    ]
-    assert layer.parameters[-1].name == "blocks.2.mlp.up.weight"
 
 
 # --- what cannot be moved ------------------------------------------------------------------------

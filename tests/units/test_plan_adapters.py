@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 import stronghold
 from stronghold.errors import ConfigError
 from stronghold.model.packed_formats import FORMATS
-from stronghold.plan.cost import trained_bytes, weight_bytes
+from stronghold.plan.cost import weight_bytes
 from stronghold.tools.estimate.adapters import Adapters
 from stronghold.tools.estimate.estimate import Estimate, estimate
 from stronghold.tools.estimate.model import from_config
@@ -77,24 +77,6 @@ def test_adapters_train_alone(llama: Path) -> None:
     assert [layer.num_trainable for layer in layout.layers if not layer.streamed] == [0, 0, 0]
 
 
-def test_a_frozen_weight_crosses_the_link_twice_and_has_no_gradient_and_no_update(
-    llama: Path,
-) -> None:
-    found = streamed_estimate(llama)
-    question, plan = found.question, found.plan
-    assert plan is not None
-    formats = question.demand.formats
-    blocks = [question.layout.layers[index] for index in question.layout.streamed]
-    weights = sum(weight_bytes(layer, formats) for layer in blocks)
-    trained = sum(trained_bytes(layer, formats) for layer in blocks)
-    traffic = plan.traffic
-    moved = traffic.fetch_bytes + traffic.window_bytes - plan.offloaded_bytes
-    assert moved == 2 * weights
-    assert traffic.drain_bytes - traffic.offloaded_bytes == trained < 0.05 * weights
-    assert traffic.update_bytes == 26 * sum(layer.num_trainable for layer in blocks)
-    assert set(plan.updates) == set(question.layout.streamed)
-
-
 # -- the command -----------------------------------------------------------------------------------
 
 
@@ -116,14 +98,6 @@ def test_the_page_and_the_json_name_what_trains(
     assert figures["num_parameters"] > figures["num_trained"]
     assert figures["adapters"]["rank"] == RANK
     assert figures["adapters"]["targets"] == ["q_proj", "v_proj"]
-
-
-def test_a_model_of_other_sizes_keeps_the_adapters(llama: Path) -> None:
-    per_block = from_config(llama, Adapters(rank=RANK)).layout.num_trainable // BLOCKS
-    longer = from_config(llama, Adapters(rank=RANK)).with_layers(9)
-    assert longer.layout.num_trainable == 9 * per_block
-    sized = asked(lora=RANK).model
-    assert sized.with_positions(4096).layout.num_trainable == sized.layout.num_trainable
 
 
 @pytest.mark.parametrize(

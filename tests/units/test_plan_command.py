@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -205,14 +204,6 @@ def test_a_sequence_too_long_is_told_what_takes_the_memory_and_the_ways_out(
     assert "stronghold.chunk" not in page.partition("Physical limit")[0]
 
 
-def test_a_change_that_helps_is_named_where_nothing_fits() -> None:
-    found = full_estimate(asked(host="1MiB", gpu="8MB"))
-    assert not found.fits
-    assert found.config is None
-    changes = ["1 GiB more on the gpu", "1 GiB more of host memory"]
-    assert list(dict(found.gains)) == changes
-
-
 # -- the config -----------------------------------------------------------------------------------
 
 
@@ -330,29 +321,6 @@ def test_a_model_without_blocks_stays_whole_and_the_page_says_so(
     status, _, said = run(*call, "--sweep", "window", capsys=capsys)
     assert status == 2
     assert "--sweep window: the model has no repeated blocks" in said
-
-
-@pytest.mark.parametrize("options", [{}, {"gpus": 2}, {"states": "lean"}, {"gpu": "2MiB"}], ids=str)
-def test_the_config_of_a_model_without_blocks_runs_as_it_was_planned(
-    options: dict[str, Any], without_blocks: Path
-) -> None:
-    question = question_from_options(
-        model=without_blocks, machine="rtx4090", chunk=1, batch=2, **options
-    )
-    found = estimate(question)
-    assert found.config is not None
-    assert found.plan is not None
-    settings = found.config
-    settings["stronghold"]["device"] = "emulated"
-    model = AutoModelForCausalLM.from_config(HeliumConfig.from_pretrained(without_blocks))
-    engine, *_ = stronghold.initialize(
-        model=model, config=settings, model_parameters=model.parameters()
-    )
-    assert engine.plan.whole == found.plan.whole
-    if question.ranks == 1:
-        assert engine.plan.gpu_bytes == found.plan.gpu_bytes
-        assert engine.plan.host_bytes == found.plan.host_bytes
-    engine.destroy()
 
 
 def test_a_sequence_beyond_the_models_positions_is_noted(tmp_path: Path) -> None:

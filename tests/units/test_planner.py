@@ -255,22 +255,6 @@ def test_too_little_host_memory_is_refused_with_what_fits(model: str, mode: dict
 
 
 # -- what a person reads -----------------------------------------------------------------------
-def test_the_plan_prints_its_reasons_and_every_byte() -> None:
-    layout = layout_of(MODELS["even"])
-    plan = make_plan(layout, demand(resident_layers=1, gpu_budget_bytes=80_000))
-    text = str(plan)
-    assert text.startswith("stronghold plan\n")
-    for reason in plan.reasons:
-        assert f"  {reason}\n" in text
-    assert "stronghold.resident_layers" in text
-    assert "stronghold.gpu_memory" in text
-    for name, size in (plan.gpu_bytes | plan.host_bytes).items():
-        assert (f" {name} " in text) == (size > 0)
-    printed = [float(number) for number in re.findall(r"= ([\d.]+) bytes/parameter", text)]
-    assert printed == [
-        pytest.approx(total / plan.num_parameters, abs=0.006)
-        for total in (plan.gpu_total_bytes, plan.host_total_bytes)
-    ]
 
 
 def test_activations_by_level_are_what_waits_and_what_passes() -> None:

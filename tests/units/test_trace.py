@@ -95,19 +95,6 @@ def test_a_run_of_any_length_keeps_the_newest_operations_alone() -> None:
     assert [span.name for span in lanes.spans(mark)] == [f"fetch {k}" for k in range(1050, 1100)]
 
 
-def test_each_rank_writes_a_trace_of_its_own(tmp_path: Path) -> None:
-    files = [trace.open_path(tmp_path / "new" / "trace.json", rank) for rank in (0, 1, 12)]
-    names = ["trace.json", "trace.rank1.json", "trace.rank12.json"]
-    assert files == [tmp_path / "new" / name for name in names]
-    assert list((tmp_path / "new").iterdir()) == []
-
-
-def test_a_trace_that_is_switched_off_records_nothing() -> None:
-    null = Trace(recording=False)
-    null.record("fetch", "fetch 0", 0.0, 1.0, bytes=1)
-    assert (null.recording, null.mark(), null.spans()) == (False, 0, [])
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [(None, "cannot be read"), ("", "not a trace"), ("[]", "not a trace"), ("{}", "not a trace")],
