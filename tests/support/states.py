@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from stronghold.memory.layer import LayerState
-from stronghold.model.layout import ParameterSlice
 from stronghold.optim import DEFAULT
 from stronghold.optim.states import EXACT, Formats, StateKind, States, one_format, states_of
 
@@ -20,10 +18,3 @@ def adam_states(dtype: torch.dtype, kind: StateKind = EXACT) -> States:
 def adam_formats(dtype: torch.dtype, kind: StateKind = EXACT) -> Formats:
     """Of a model that Adam trains in one dtype."""
     return one_format(adam_states(dtype, kind), DEFAULT.kernel)
-
-
-def view(state: LayerState, part: ParameterSlice, array: str = "weights") -> torch.Tensor:
-    """One parameter's part of an array that the layer has in memory, in the parameter's shape."""
-    flat = state.array(array)
-    assert flat is not None
-    return state.maps[array].view(flat, part.offset, part.offset + part.numel).view(part.shape)

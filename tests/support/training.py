@@ -400,10 +400,6 @@ class KernelOptimizer:
         """False for a parameter that was frozen from the start."""
         return parameter in self._optimizers
 
-    def restart_master(self, parameter: nn.Parameter) -> None:
-        """The weight was written from outside: it is its own bf16 master."""
-        self.state[parameter]["low"].zero_()
-
     def step(
         self,
         gradients: dict[nn.Parameter, torch.Tensor],
