@@ -1,5 +1,4 @@
-"""Laws of the NVMe store: right bytes from any number of disks, the ring that the plan names, and
-wrong calls."""
+"""Laws of the NVMe store: right bytes from any number of disks, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -110,7 +109,7 @@ def test_several_paths_are_measured(folders: list[Path], caplog: pytest.LogCaptu
     assert list(folders[0].iterdir()) == []
 
 
-# ---- Wrong calls ------------------------------------------------------------------------------
+# ---- What is left -----------------------------------------------------------------------------
 
 
 def test_nothing_is_left_after_close_or_a_dropped_store(engine: str, folders: list[Path]) -> None:

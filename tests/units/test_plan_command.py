@@ -443,9 +443,6 @@ def test_more_layers_than_can_be_planned_are_refused_at_once(
     assert "num_hidden_layers: got 100000, expected at most 1000" in said
 
 
-# -- when updates begin ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
 def test_the_overflow_check_is_left_out_of_bf16_alone(precision: str) -> None:
     with pytest.raises(ConfigError, match="--no-overflow-check"):

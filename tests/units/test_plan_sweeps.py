@@ -1,5 +1,4 @@
-"""Laws of `stronghold plan --sweep`: a swept point is the forecast of that question, until one does
-not fit; and of how long a plan may take."""
+"""Laws of `stronghold plan --sweep`: it ends where one more does not fit. A plan takes seconds."""
 
 from __future__ import annotations
 

@@ -254,7 +254,7 @@ def test_too_little_host_memory_is_refused_with_what_fits(model: str, mode: dict
     assert "gradient_clipping" not in str(error.value)
 
 
-# -- what a person reads -----------------------------------------------------------------------
+# -- activations -------------------------------------------------------------------------------
 
 
 def test_activations_by_level_are_what_waits_and_what_passes() -> None:
