@@ -241,11 +241,6 @@ def test_auto_is_harmless_where_nothing_is_read() -> None:
     assert settings.deepspeed.memory_breakdown is False
 
 
-def test_refusals_are_collected() -> None:
-    config = {**BASE, "amp": {}, "zero_optimization": {"stage": 4}, "gradient_clipping": "auto"}
-    assert len(refusal(config).splitlines()) == 3
-
-
 def test_keys_without_effect_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
     source.warn_once.cache_clear()
     config = {"zero_optimization": {"stage": 2, "overlap_comm": True}, "memory_breakdown": True}

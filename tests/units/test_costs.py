@@ -129,6 +129,22 @@ def test_statistics_of_layer_norms_are_fp32_beside_bf16(monkeypatch: pytest.Monk
     assert total(traced("gpt", "bf16"), "saved_bytes") == real + 7 * 2 * TOKENS * 2
 
 
+def test_attention_inside_a_module_of_torch_is_fused_too() -> None:
+    """Written out it saves a matrix per head: 16 times the bytes for 4 times the length."""
+    short, long = (total(encoder(seq), "saved_bytes") for seq in (512, 2048))
+    assert long < 4.01 * short
+
+
+def encoder(seq: int) -> ModelCosts:
+    with torch.device("meta"):
+        block = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
+        model = nn.TransformerEncoder(block, 2, enable_nested_tensor=False)
+    source = torch.empty(1, seq, 64, device="meta")
+    return trace_costs(
+        model, partition(model), batch=1, seq=seq, dtype="bf16", inputs={"src": source}
+    )
+
+
 # -- FLOPs ----------------------------------------------------------------------------------------
 
 

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from stronghold import native
+from stronghold.devices import triton_kernels
 from stronghold.devices.emulated import EmulatedDevice
 from stronghold.devices.triton_kernels import TritonKernels
 from stronghold.errors import ConfigError
@@ -41,7 +42,7 @@ from tests.support.device_kernels import (
     some_arrays,
     sums,
 )
-from tests.support.optimizers import number_field
+from tests.support.optimizers import hyper_fields, number_field
 from tests.support.packed_weights import assert_decodes_like_torch, encoded_cases, exhaustive_cases
 
 # The interpreter computes with NumPy, which warns of the infinities and NaNs that are wanted here.
@@ -88,6 +89,21 @@ def test_both_forms_of_the_sums_are_the_same(host: Pool, dtype: torch.dtype):
     found = host.sum_squares_async(dtype, segments)
     assert found.dtype == torch.float64
     assert found.tolist() == host.sum_squares(dtype, segments)
+
+
+def test_segments_share_a_launch_when_their_numbers_are_equal():
+    sizes = (5, 0, 5, 5, 5)
+    steps, decays = (1, 1, 1, 2, 1), (0.0, 0.0, 0.1, 0.1, 0.0)
+    segments = [
+        native.UpdateSegment(
+            *(8, 8, 8, numel), **hyper_fields("adam", step=step, weight_decay=decay, adamw=k == 0)
+        )
+        for k, (numel, step, decay) in enumerate(zip(sizes, steps, decays, strict=True))
+    ]
+    groups = triton_kernels._groups("adam", native.rows(segments))
+    # Without weight decay both forms are one; a segment without elements is in none.
+    found = [(group.variant, group.indices) for group in groups]
+    assert found == [(1, [0, 4]), (0, [2]), (0, [3])]
 
 
 def test_without_triton_the_error_says_what_to_install(

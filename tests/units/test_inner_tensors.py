@@ -16,7 +16,6 @@ from torch import nn
 from stronghold.errors import ConfigError
 from stronghold.model.inner_tensors import (
     InnerTensor,
-    decoded,
     follow_device,
     inner_tensors,
     settle,
@@ -102,20 +101,6 @@ def test_names_are_those_of_state_dicts() -> None:
     module = linear("int8")
     assert [inner.name for inner in inner_tensors(module.weight, "weight")] == ["", "SCB"]
     assert set(module.state_dict()) == {"weight", "SCB", "weight_format"}
-
-
-@pytest.mark.parametrize(
-    ("kind", "most"),
-    # One block of 64 numbers has 32 bytes of codes, and a scale of one byte or of four. Beside
-    # them there are code books.
-    [("nf4", 2048 // 2 + 4 * 32 + 64), ("nf4 double", 2048 // 2 + 32 + 4 + 64 + 1024 + 4)],
-)
-def test_bytes_are_those_of_the_format(kind: str, most: int) -> None:
-    weight = linear(kind).weight
-    assert sum(inner.tensor.nbytes for inner in inner_tensors(weight)) == most
-    assert decoded(weight).numel == 2048
-    assert decoded(weight).shape == (32, 64)
-    assert decoded(weight).dtype is torch.bfloat16
 
 
 # -- before an engine ------------------------------------------------------------------------------

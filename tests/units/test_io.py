@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stronghold.errors import ConfigError, StateError
+from stronghold.errors import ConfigError
 from stronghold.native import IoQueue
 from tests.support.pages import ENGINES, PAGE, Memory, in_child, refuse_io_uring
 
@@ -200,21 +200,6 @@ def test_a_request_that_breaks_the_contract_is_refused(
         file = queue.open(tmp_path / "file", 8 * PAGE)
         with pytest.raises(ConfigError, match=words):
             queue.read(file, offset, memory.address + skip, nbytes)
-
-
-def test_a_queue_refuses_what_is_not_its_own(engine: str, tmp_path: Path) -> None:
-    memory = Memory(1)
-    with IoQueue(1, PAGE, engine) as queue, IoQueue(1, PAGE, engine) as other:
-        file = queue.open(tmp_path / "file", PAGE)
-        with pytest.raises(ConfigError, match="another queue"):
-            other.read(file, 0, memory.address, PAGE)
-        ticket = queue.write(file, 0, memory.address, PAGE)
-        queue.wait(ticket)
-        for stranger in (ticket, ticket + 1, 0, -1, 1 << 60):
-            with pytest.raises(ConfigError, match="ticket"):
-                queue.wait(stranger)
-    with pytest.raises(StateError, match="closed"):
-        queue.read(file, 0, memory.address, PAGE)
 
 
 @pytest.mark.parametrize(

@@ -109,13 +109,6 @@ def test_what_stays_and_is_updated_on_the_host_crosses_once_each_way() -> None:
     assert parts[MEMORY] == pytest.approx((26 + 2 + 2) / 60)
 
 
-def test_frozen_parameters_cost_their_way_in_alone() -> None:
-    parts = limit(trained=0).parts
-    assert parts[OFFLOAD] == 0.0
-    assert parts[FETCH] == limit().parts[FETCH]
-    assert parts[MEMORY] == pytest.approx(4 * PARAMETERS / 60e9)
-
-
 @pytest.mark.parametrize(
     ("reads", "writes", "seconds"), [(50, 0, 10.0), (0, 30, 10.0), (30, 30, 10.0), (0, 0, 0.0)]
 )
