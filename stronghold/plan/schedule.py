@@ -2,8 +2,7 @@
 
 Pure: no tensors, no threads. `make_schedule` derives the actions from the order of the layers'
 uses, the number of slots and the positions of updates. `streaming.executor` performs the actions
-before each use. `streaming.optimizer_step` performs those behind a use. `str` and `parse_schedule`
-print and read a schedule as text.
+before each use. `streaming.optimizer_step` performs those behind a use.
 
 A pass is a sequence of uses (forward of layer 0, ..., backward of layer 0) that repeats. It has:
 
@@ -47,9 +46,6 @@ class Kind(Enum):
     WITHDRAW = "withdraw"
 
 
-BEHIND_USES = frozenset({Kind.OFFLOAD, Kind.UPDATE, Kind.GATE, Kind.COMMIT})
-
-
 class Position(Enum):
     """The position of a layer's update in a step.
 
@@ -63,10 +59,7 @@ class Position(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """One entry of the schedule: a verb and the index of a layer. The gate has no layer: -1.
-
-    `parse` is the inverse of `str`.
-    """
+    """One entry of the schedule: a verb and the index of a layer. The gate has no layer: -1."""
 
     kind: Kind
     layer: int = -1
@@ -75,14 +68,6 @@ class Action:
         if self.kind is Kind.GATE:
             return str(self.kind.value)
         return f"{self.kind.value} {self.layer}"
-
-    @staticmethod
-    def parse(text: str) -> Action:
-        """Read "fetch 3" or "gate". ValueError for an unknown verb."""
-        verb, _, layer = text.strip().partition(" ")
-        if verb == GATE.kind.value:
-            return GATE
-        return Action(kind=Kind(verb), layer=int(layer))
 
 
 GATE = Action(kind=Kind.GATE)
@@ -144,30 +129,6 @@ class Schedule:
             return tuple(behind_uses), ()
         gate_index = behind_uses.index(GATE)
         return tuple(behind_uses[:gate_index]), tuple(behind_uses[gate_index + 1 :])
-
-    def __str__(self) -> str:
-        return "\n".join(str(action) for action in self.actions)
-
-
-def parse_schedule(text: str) -> Schedule:
-    """Read a schedule from its text: the inverse of `str(schedule)`."""
-    steps: list[list[Action]] = []
-    after: list[list[Action]] = []
-    for action in map(Action.parse, text.splitlines()):
-        is_behind_gate = bool(after) and GATE in after[-1]
-        if action.kind in BEHIND_USES or is_behind_gate:
-            after[-1].append(action)
-            continue
-        if len(steps) == len(after):
-            steps.append([])
-        steps[-1].append(action)
-        if action.kind in (Kind.FORWARD, Kind.BACKWARD):
-            after.append([])
-    return Schedule(
-        uses=tuple(step[-1] for step in steps),
-        steps=tuple(map(tuple, steps)),
-        after=tuple(map(tuple, after)),
-    )
 
 
 def make_schedule(

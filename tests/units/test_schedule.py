@@ -8,15 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from stronghold.plan.schedule import (
-    Action,
-    Kind,
-    Position,
-    Schedule,
-    canonical_uses,
-    make_schedule,
-    parse_schedule,
-)
+from stronghold.plan.schedule import Action, Kind, Schedule, canonical_uses, make_schedule
 from tests.support.quiet import law_of_time, on_time
 
 SEEDS = range(60)
@@ -82,21 +74,6 @@ def random_uses(seed: int) -> tuple[Action, ...]:
         )
         for _ in range(num_uses)
     )
-
-
-# -- data --------------------------------------------------------------------------------------
-def test_text_round_trips() -> None:
-    schedule = make_schedule(
-        canonical_uses(range(5), backward=True),
-        num_slots=2,
-        prefetch=1,
-        resident=frozenset({3}),
-        updates=dict(zip(range(5), [*Position, *Position], strict=False)),
-    )
-    assert parse_schedule(str(schedule)) == schedule
-    assert str(parse_schedule(str(schedule))) == str(schedule)
-    for action in schedule.actions:
-        assert Action.parse(f"  {action}\n") == action
 
 
 # -- what every schedule keeps -----------------------------------------------------------------
