@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -164,11 +165,21 @@ def evaluate(s: Any, r: random.Random) -> None:
         s.say("evaluated", loss_of(called(**batch)))
         if s.case.model in CAUSAL and r.random() < 0.3:
             s.say("generated", s.generated(batch["input_ids"]))
+        if s.case.model in CASES and r.random() < 0.5:  # the base is the reference of its adapters
+            with s.model.disable_adapter():
+                s.say("reference", loss_of(called(**batch)))
     s.model.train(training)
 
 
 def exchange(s: Any, r: random.Random) -> None:
-    """Other weights for an evaluation, as averages are, and the own ones again."""
+    """Other weights for an evaluation, as averages are, and the own ones again. Adapters may be
+    merged for it, as for a rollout."""
+    if s.case.model in CASES and r.random() < 0.5:
+        s.model.merge_adapter()
+        with torch.no_grad():
+            s.say("merged", loss_of(s.call(**s.batch(APART + 4))))
+        s.model.unmerge_adapter()
+        return
     names = list(s.named())
     before = {name: p.detach().clone() for name, p in s.named().items()}
     how = r.choice(["in place", "data"])
@@ -503,6 +514,7 @@ def performed(case: Case, *, reference: bool) -> tuple[list[tuple[str, Any]], Ex
                 s = Plain(case)
             torch.manual_seed(1)
             random.seed(1)
+            np.random.seed(1)
             for name, seed in case.actions:
                 s.say("--", (name, seed))
                 ACTIONS[name](s, random.Random(seed))

@@ -4,11 +4,13 @@ and which way a model goes through them, drawn by a number.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -31,11 +33,28 @@ class _Product(torch.autograd.Function):
         return gradient @ weight, gradient.flatten(0, -2).t() @ x.flatten(0, -2)
 
 
+class Sampler:
+    """No module: it draws by generators of its own, and may hand out each draw twice."""
+
+    def __init__(self) -> None:
+        self.torchs = torch.Generator().manual_seed(1)
+        self.others = [np.random.default_rng(2), random.Random(3)]
+        self.kept: list[float] = []
+
+    def draw(self) -> float:
+        first = float(torch.rand((), generator=self.torchs))
+        return first + sum(each.random() for each in self.others)
+
+    def sample(self) -> float:
+        self.kept = self.kept[:-1] or [self.draw()] * 2
+        return self.kept[-1]
+
+
 # --- parts of blocks ------------------------------------------------------------------------------
 
 
 class _Part(nn.Module):
-    """A residual part; `calls`, `history` and `passing` are in no state dict."""
+    """A residual part; `calls`, `history`, `passing` and `sampler` are in no state dict."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -53,6 +72,7 @@ class _Part(nn.Module):
         self.register_buffer("mean", torch.zeros(HIDDEN))
         self.register_buffer("passing", torch.zeros((), dtype=torch.int64), persistent=False)
         self.calls, self.history, self.aside = 0, [], torch.zeros(())
+        self.sampler = Sampler()
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         if self.kind == "its argument":
@@ -75,7 +95,7 @@ class _Part(nn.Module):
         before = self.history[-1] if self.history else y.new_zeros(())
         self.history.append(y.detach().mean())
         del self.history[:-3]
-        return self.linear(y) + before
+        return self.linear(y + before)
 
     def averaged(self, y: Tensor, *, anew: bool) -> Tensor:
         now = y.detach().float().mean((0, 1))
@@ -109,7 +129,9 @@ class _Part(nn.Module):
 
     def left(self, y: Tensor, context: Context) -> Tensor:
         """What it leaves for others, for the loss, and at itself."""
-        value = self.linear(y)
+        carried = context["carried"]
+        value = self.linear(y + 0.1 * carried.hidden)
+        carried.hidden, carried.extra = value.mean(), (carried.extra or 0) + 1
         context["sum"] = context.get("sum", 0.0) + value.square().mean()
         self.aside = value.square().mean()
         context.setdefault("asides", []).append(self)
@@ -135,7 +157,10 @@ KINDS: dict[str, Callable[[Any, Tensor, Context], Tensor]] = {
     "checkpointed": lambda p, y, c: checkpoint(p.mlp, y, use_reentrant=False),
     "reentrant": lambda p, y, c: checkpoint(p.mlp, y, use_reentrant=True),
     "noise": lambda p, y, c: p.linear(y) * (torch.rand_like(y) < (0.8 if p.training else 2.0)),
-    "python's": lambda p, y, c: p.linear(y) * (random.random() if p.training else 1.0),
+    "python's": lambda p, y, c: p.linear(y * (random.random() if p.training else 1.0)),
+    "numpy's": lambda p, y, c: p.linear(y * (np.random.rand() if p.training else 1.0)),
+    "own": lambda p, y, c: p.linear(y * (p.sampler.draw() if p.training else 1.0)),
+    "sampled": lambda p, y, c: p.linear(y * (p.sampler.sample() if p.training else 1.0)),
     "counted": lambda p, y, c: p.counted(y),
     "remembered": lambda p, y, c: p.remembered(y),
     "average": lambda p, y, c: p.averaged(y, anew=False),
@@ -249,6 +274,7 @@ class Drawn(nn.Module):
             if isinstance(part, _Part):
                 part.calls, part.history = before.calls, list(before.history)
                 part.passing.copy_(before.passing)
+                part.sampler = copy.deepcopy(before.sampler)
 
     def call(self, block: Any, x: Tensor, context: Context) -> Tensor:
         if self.given == "names":
@@ -258,7 +284,7 @@ class Drawn(nn.Module):
         return RETURNS[block.returns][1](output)
 
     def run(self, x: Tensor, given: Context) -> tuple[Tensor, list[Tensor], Context]:
-        tokens, context = given["tokens"], {**given}
+        tokens, context = given["tokens"], {**given, "carried": _Result(x.new_zeros(()))}
         if self.given == "names":
             context["asides"] = []
         blocks, hidden = WAYS[self.way](list(self.blocks), int(tokens.sum())), [x]
@@ -303,7 +329,7 @@ class Drawn(nn.Module):
         return {"loss": loss, "hidden": hidden, "logits": None}
 
 
-def drawn_model(number: int, seed: int = 0) -> tuple[nn.Module, Callable[[int], Batch]]:
+def drawn_model(number: int, seed: int = 0) -> tuple[Any, Callable[[int], Batch]]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Drawn(number).train()
@@ -317,3 +343,13 @@ def drawn_model(number: int, seed: int = 0) -> tuple[nn.Module, Callable[[int], 
         return {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
 
     return model, make_batch
+
+
+def model_of_kind(kind: str) -> tuple[nn.Module, Callable[[int], Batch]]:
+    """Three blocks of one part of this kind, one after the other."""
+    model, make_batch = drawn_model(0)
+    model.way, model.loss, model.given, model.function = "straight", "plain", "context", "tanh"
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model.blocks = nn.ModuleList(_Block([kind], "tensor", passes=False) for _ in range(3))
+    return model.requires_grad_(True), make_batch

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from deepspeed.runtime.lr_schedules import WarmupLR
 from deepspeed.runtime.precision_config import DeepSpeedFP16Config
@@ -235,6 +236,7 @@ class Plain(Side):
             "schedule": self._schedule and self._schedule.state_dict(),
             "random": torch.get_rng_state(),
             "python": random.getstate(),
+            "numpy": np.random.get_state(),
             "micros": self._begun(),
         }
         self.saved = copy.deepcopy(kept)
@@ -254,6 +256,7 @@ class Plain(Side):
             self._schedule.load_state_dict(kept["schedule"])
         torch.set_rng_state(kept["random"])
         random.setstate(kept["python"])
+        np.random.set_state(kept["numpy"])
         self._micros = kept["micros"]
         self.zero()
 
