@@ -1,5 +1,7 @@
-"""A block that is recomputed computes what it computed: whatever its hooks do, whatever it writes
-into what it was given or keeps by itself, and whichever generators it draws from.
+"""A block that is recomputed computes what it computed, or is refused.
+
+The oracle of programs draws what blocks write into their arguments, count and sample
+(`tests.models.drawn`).
 """
 
 from __future__ import annotations
@@ -7,11 +9,9 @@ from __future__ import annotations
 import gc
 import logging
 import random
-import types
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -23,6 +23,7 @@ from torch.utils.checkpoint import CheckpointError
 from stronghold.errors import ConfigError
 from stronghold.streaming.activations import offload, policies
 from tests.models import HIDDEN, MODELS, Block, Decoder, loss_of, token_batch
+from tests.models.drawn import KINDS, model_of_kind
 from tests.support.training import (
     Run,
     assert_identical,
@@ -120,104 +121,18 @@ def test_hooks_that_change_arguments_change_them_once(hook: Any, remove: bool) -
     )
 
 
-def test_hooks_before_ours_run_once_a_call() -> None:
-    seen: list[str] = []
-    model = decoder()
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_block_of_any_kind_computes_what_it_computed(kind: str) -> None:
+    """The oracle of programs draws these kinds among other blocks, in any way through a model."""
 
-    def count(model: Any) -> list[Any]:
-        note = lambda module, args: seen.append(type(module).__name__)  # noqa: E731
-        return [model.blocks[1].register_forward_pre_hook(note, prepend=True)]
-
-    train(model, count, SECTION, remove=False)
-    assert seen == ["Block"] * 3
-
-
-# -- what a block writes into what it was given ----------------------------------------------------
-
-
-@dataclass
-class Carried:
-    scale: float = 1.0
-    seen: list[int] = field(default_factory=list)
-    summed: Tensor | None = None
-
-
-class _State:
-    """Neither a dataclass nor a namespace."""
-
-    def __init__(self) -> None:
-        self.scale, self.seen, self.summed = 1.0, [], None
-
-
-class Writing(Block):
-    """What it finds in `state` changes what it computes, and it changes what it finds."""
-
-    def forward(self, x: Tensor, state: Any = None, **more: Any) -> Tensor:
-        state = more.get("state", state)
-        get = state.get if isinstance(state, dict) else lambda name: getattr(state, name)
-        scale, seen, summed = get("scale"), get("seen"), get("summed")
-        y = super().forward(x * scale) / (1 + len(seen))
-        if summed is not None:
-            y = y + 0.1 * summed
-        seen.append(len(seen))
-        new = {"scale": scale * 0.75, "summed": y.mean(0) if summed is None else summed + y.mean(0)}
-        if isinstance(state, dict):
-            state.update(new)
-        else:
-            for name, value in new.items():
-                setattr(state, name, value)
-        return y
-
-
-MAKES: dict[str, Callable[[], Any]] = {
-    "dict": lambda: {"scale": 1.0, "seen": [], "summed": None},
-    "namespace": lambda: types.SimpleNamespace(scale=1.0, seen=[], summed=None),
-    "dataclass": Carried,
-    "object": _State,
-}
-
-
-class Carrying(Decoder):
-    def __init__(self, blocks: list[nn.Module], make: Callable[[], Any], named: bool) -> None:
-        super().__init__(blocks)
-        self.make, self.named = make, named
-
-    def run(self, x: Tensor, input_ids: Tensor) -> Tensor:
-        state = self.make()
-        for block in self.blocks:
-            x = block(x, state=state) if self.named else block(x, state)
-        seen = state["seen"] if isinstance(state, dict) else state.seen
-        assert seen == [0, 1, 2]  # the model sees what its blocks wrote
-        return x
-
-
-@pytest.mark.parametrize("named", [False, True], ids=["in order", "by name"])
-@pytest.mark.parametrize("kind", MAKES)
-def test_what_a_block_writes_into_its_arguments_is_written_once(kind: str, named: bool) -> None:
     def factory() -> Any:
-        return Carrying([Writing() for _ in range(3)], MAKES[kind], named), token_batch
+        random.seed(1), np.random.seed(1)
+        return model_of_kind(kind)
 
     check(factory)
 
 
-class InPlace(Block):
-    def forward(self, x: Tensor, total: dict[str, Tensor]) -> Tensor:  # type: ignore[override]
-        y = super().forward(x + total["of all"].mean())
-        with torch.no_grad():
-            total["of all"] += y
-        return y
-
-
-class Totals(Decoder):
-    def run(self, x: Tensor, input_ids: Tensor) -> Tensor:
-        total = {"of all": torch.zeros_like(x)}
-        for block in self.blocks:
-            x = block(x, total)
-        return x
-
-
-def test_a_tensor_among_the_arguments_that_the_block_writes_is_written_once() -> None:
-    check(lambda: (Totals([InPlace() for _ in range(3)]), token_batch))
+# -- what a block was given ----------------------------------------------------
 
 
 class WritesAfter(Decoder):
@@ -259,79 +174,17 @@ class Counting(Block):
         return y
 
 
-def test_attributes_that_a_block_changes_change_once() -> None:
-    models = []
-
-    def factory() -> Any:
-        models.append(Decoder([Counting() for _ in range(3)]))
-        return models[-1], token_batch
-
-    check(factory, steps=3)
-    for model in models:
-        assert [(b.calls, b.history) for b in model.blocks] == [(3, [1, 2, 3])] * 3
-
-
-class Sampler:
-    """No module: it hands out what it drew, and draws again when all of it is used up."""
-
-    def __init__(self) -> None:
-        self.buffer, self.index = torch.randn(2, HIDDEN), 0
-        self.last: Tensor | None = None
-
-    def sample(self, x: Tensor) -> Tensor:
-        if self.index == len(self.buffer):
-            self.buffer, self.index = torch.randn(2, HIDDEN), 0
-        self.index += 1
-        self.last = x * self.buffer[self.index - 1]
-        return self.last
-
-
-class Sampling(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.sampler = Sampler()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.sampler.sample(x))
-
-
-def test_an_object_of_the_block_that_counts_and_draws_does_so_once() -> None:
-    models = []
-
-    def factory() -> Any:
-        torch.manual_seed(0)
-        models.append(Decoder([Sampling() for _ in range(3)]))
-        return models[-1], token_batch
-
-    check(factory, steps=5)
-    for model in models:
-        assert [block.sampler.index for block in model.blocks] == [1] * 3
-
-
 class Summing(Block):
-    def __init__(self, *, buffer: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        if buffer:
-            self.register_buffer("total", torch.zeros(HIDDEN))
-        else:
-            self.total = torch.zeros(HIDDEN)
+        self.register_buffer("total", torch.zeros(HIDDEN))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x + self.total)
-        self.total.add_(y.detach().mean((0, 1)))
-        return y
-
-
-@pytest.mark.parametrize("buffer", [True, False], ids=["buffer", "attribute"])
-def test_a_tensor_of_the_block_that_is_written_in_place_is_written_once(buffer: bool) -> None:
-    check(lambda: (Decoder([Summing(buffer=buffer) for _ in range(3)]), token_batch))
+        return super().forward(x + self.total)
 
 
 def test_a_tensor_of_the_block_that_the_program_writes_before_backward_is_refused() -> None:
-    model = Decoder([Summing(buffer=True) for _ in range(2)])
-    for block in model.blocks:
-        # it writes nothing itself
-        block.forward = types.MethodType(Block.forward, block)
+    model = Decoder([Summing() for _ in range(2)])
     engine = engine_of(model)
     loss = loss_of(engine(**token_batch(0)))
     model.blocks[1].total.add_(1.0)
@@ -365,82 +218,14 @@ GENERATOR = torch.Generator()
 
 
 class Drawing(Block):
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.how = how
-        self.own = torch.Generator().manual_seed(1)
-        self.several = [np.random.default_rng(2), random.Random(3), np.random.RandomState(4)]
-
-    def forward(self, x: Tensor, generator: Any = None) -> Tensor:
-        draws: dict[str, Callable[[], Any]] = {
-            "attribute": lambda: torch.rand((), generator=self.own),
-            "numpy attribute": lambda: self.several[0].random() + self.several[2].random(),
-            "python attribute": lambda: self.several[1].random(),
-            "argument": lambda: torch.rand((), generator=generator),
-            "python": random.random,
-            # every second draws nothing
-            "python pairs": lambda: random.gauss(0.0, 1.0),
-            "numpy": lambda: np.random.rand(),
-            "global": self._of_the_module,
-        }
-        return super().forward(x * (0.5 + float(draws[self.how]())))
-
-    def _of_the_module(self) -> Tensor:
-        return torch.rand((), generator=GENERATOR)
-
-
-class Handing(Decoder):
-    def __init__(self, blocks: list[nn.Module]) -> None:
-        super().__init__(blocks)
-        self.handed = torch.Generator().manual_seed(5)
-
-    def run(self, x: Tensor, input_ids: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x, generator=self.handed)
-        return x
-
-
-@contextmanager
-def seeded() -> Iterator[None]:
-    before = random.getstate(), np.random.get_state()
-    random.seed(1)
-    np.random.seed(1)
-    GENERATOR.manual_seed(1)
-    yield
-    random.setstate(before[0])
-    np.random.set_state(before[1])
-
-
-@pytest.mark.parametrize(
-    "how",
-    [
-        "attribute",
-        "numpy attribute",
-        "python attribute",
-        "argument",
-        "python",
-        "python pairs",
-        "numpy",
-    ],
-)
-def test_generators_go_on_from_where_the_forward_left_them(how: str) -> None:
-    def factory() -> Any:
-        torch.manual_seed(0)
-        return Handing([Drawing(how) for _ in range(3)]), token_batch
-
-    with seeded():
-        run = train_windowed(factory, steps=3, settings=config(section=SECTION))
-    with seeded():
-        assert_identical(run, train_plain(factory, steps=3))
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * torch.rand((), generator=GENERATOR))
 
 
 def test_a_generator_behind_a_global_name_is_refused_with_the_way() -> None:
-    with (
-        seeded(),
-        pytest.raises(CheckpointError, match=r"blocks\.2: .*a generator behind a global"),
-    ):
+    with pytest.raises(CheckpointError, match=r"blocks\.2: .*a generator behind a global"):
         train_windowed(
-            lambda: (Handing([Drawing("global") for _ in range(3)]), token_batch),
+            lambda: (Decoder([Drawing() for _ in range(3)]), token_batch),
             steps=1,
             settings=config(section=SECTION),
         )
@@ -568,30 +353,6 @@ def test_an_attribute_that_changes_before_backward_is_for_the_next_forward() -> 
             losses[-1].append(loss.item())
         engine.destroy()
     assert losses[0] == losses[1]
-
-
-class Held:
-    def __init__(self, scale: Tensor) -> None:
-        self.scale = scale
-
-
-class Scaling(Block):
-    def forward(self, x: Tensor, held: Held) -> Tensor:  # type: ignore[override]
-        return super().forward(x * held.scale)
-
-
-class Holding(Decoder):
-    def run(self, x: Tensor, input_ids: Tensor) -> Tensor:
-        held = Held(x.mean(-1, keepdim=True))
-        for block in self.blocks:
-            x = block(x, held)
-        return x
-
-
-def test_an_object_that_holds_tensors_of_a_graph_is_kept(caplog: Any) -> None:
-    with logged(caplog) as lines:
-        check(lambda: (Holding([Scaling() for _ in range(3)]), token_batch))
-    assert len(lines) == 1
 
 
 CALLS: list[int] = []  # no state of a block's: a snapshot does not see it
@@ -807,19 +568,3 @@ def test_a_graph_without_a_backward_is_freed_at_once() -> None:
     finally:
         gc.enable()
         engine.destroy()
-
-
-@pytest.mark.parametrize("times", [1, 2])
-def test_a_graph_that_is_kept_is_recomputed_for_each_backward(times: int) -> None:
-    gradients = []
-    for section in (SECTION, {"window": 2, "activations": "keep"}):
-        model = decoder()
-        engine = engine_of(model, section)
-        torch.manual_seed(1)
-        hidden = torch.randn(2, 3, HIDDEN, requires_grad=True)
-        out = model.blocks[1](hidden).sin().sum()
-        found = [torch.autograd.grad(out, hidden, retain_graph=True)[0] for _ in range(times)]
-        assert all(torch.equal(found[0], other) for other in found)
-        gradients.append(found[0])
-        engine.destroy()
-    assert torch.equal(*gradients)
