@@ -9,7 +9,6 @@ import functools
 import pickle
 import types
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,10 +21,8 @@ from stronghold.devices.base import ThreadLane
 from stronghold.errors import ConfigError
 from stronghold.memory.slab import PinnedPool
 from stronghold.model.partition import partition
-from stronghold.plan.cost import LEVELS
 from tests.models import HUGGING_FACE, MODELS
 from tests.models.families import llama_of
-from tests.support.pairs import pairs
 from tests.support.training import (
     Run,
     assert_identical,
@@ -35,7 +32,6 @@ from tests.support.training import (
     train_windowed,
 )
 
-STEPS = 4
 NUM_LAYERS = 4
 VOCABULARY = 61
 BATCH = 5
@@ -56,114 +52,6 @@ def llama(dropout: float = 0.2) -> tuple[nn.Module, Callable[[int], dict[str, An
 
 def blocks_of(model: Any) -> list[nn.Module]:
     return list(model.model.layers)
-
-
-@functools.cache
-def plain(chunk: int, precision: str, accumulation: int = 1, clipping: float = 0.5) -> Run:
-    return train_plain(
-        llama,
-        steps=STEPS,
-        accumulation=accumulation,
-        clipping=clipping,
-        precision=precision,
-        chunks=(blocks_of, chunk),
-    )
-
-
-def check(
-    section: dict[str, Any],
-    *,
-    chunk: int = 2,
-    precision: str = "bf16",
-    accumulation: int = 1,
-    clipping: float = 0.5,
-) -> None:
-    settings = config(
-        accumulation=accumulation,
-        clipping=clipping,
-        precision=precision,
-        section={"chunk": chunk, **section},
-    )
-    run = train_windowed(llama, steps=STEPS, settings=settings)
-    expected = plain(chunk, precision, accumulation, clipping)
-    assert_identical(run, expected)
-    assert run.norms == expected.norms
-
-
-PLACES: list[dict[str, Any]] = [
-    {"window": 1},
-    {"window": 3, "cpu_threads": 2, "streams": 2},
-    {"window": 2, "resident_layers": 1},
-    {"resident_layers": "all", "resident_updates": "gpu"},
-]
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize(
-    ("place", "policy"),
-    [  # each level in two of the places, each place with three of the levels
-        pytest.param(place, level, marks=() if (k + n) % 2 else pytest.mark.slow)
-        for k, place in enumerate(PLACES)
-        for n, level in enumerate(LEVELS)
-    ],
-    ids=str,
-)
-def test_where_layers_are_never_changes_a_bit(
-    place: dict[str, Any], policy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("stronghold.streaming.activations.offload.MIN_OFFLOAD_BYTES", 1)
-    check({**place, "activations": policy})
-
-
-@pytest.mark.parametrize("place", PLACES[2:], ids=str)
-def test_calls_with_and_without_chunks_are_added_before_the_sums_of_micro_batches(
-    place: dict[str, Any],
-) -> None:
-    """Two calls and one backward: wherever layers are, their gradients are one micro-batch's."""
-    found = []
-    for section in (PLACES[0], place):
-        torch.manual_seed(0)
-        model, make_batch = llama(dropout=0.0)
-        settings = config(accumulation=2, section={"chunk": 2, **section})
-        engine = initialized(model, settings)
-        for seed in range(4):
-            one = {name: value[:1] for name, value in make_batch(9).items()}
-            engine.backward(engine(**make_batch(seed)).loss + engine(**one).loss)
-            engine.step()
-        found.append({k: v.clone() for k, v in engine.module_state_dict().items()})
-        engine.destroy()
-    assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
-
-
-@pytest.mark.parametrize(
-    ("chunk", "precision", "policy"), pairs([1, 2, 3], ["fp32", "bf16"], ["keep", "recompute"])
-)
-def test_every_chunk_has_the_bits_of_a_plain_loop_with_it(
-    chunk: int, precision: str, policy: str
-) -> None:
-    check({"window": 2, "activations": policy}, chunk=chunk, precision=precision)
-
-
-@pytest.mark.parametrize("policy", ["keep", "recompute"])
-def test_updates_as_gradients_come_and_sums_over_micro_batches(policy: str) -> None:
-    check({"window": 2, "activations": policy}, clipping=0.0)
-    check({"window": 2, "activations": policy}, clipping=0.0, accumulation=3)
-
-
-@pytest.mark.parametrize("spill", ["moments", "weights"])
-def test_files_never_change_a_bit(spill: str, tmp_path: Path) -> None:
-    check({"window": 2, "nvme": {"path": str(tmp_path), "spill": spill}})
-
-
-def test_streams_without_chunks_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"streams: got 2, but without.*Set chunk to"):
-        stronghold.initialize(model=llama()[0], config=config(section={"streams": 2}))
-
-
-def test_a_batch_of_one_chunk_is_as_without_the_key() -> None:
-    settings = config(precision="bf16", section={"chunk": BATCH, "window": 2})
-    run = train_windowed(llama, steps=STEPS, settings=settings)
-    assert_identical(run, train_plain(llama, steps=STEPS, clipping=1.0, precision="bf16"))
 
 
 class CalledTwice(nn.Module):
@@ -284,28 +172,6 @@ def test_weights_cross_twice_and_gradients_once_however_many_chunks(chunk: int) 
         assert engine.plan.gpu_bytes["fp32 sums of chunks"] > 0
     finally:
         engine.destroy()
-
-
-def test_gradients_are_nearer_to_fp32_than_the_whole_batchs() -> None:
-    """Sums of chunks are fp32, where one large product rounds to bf16 once: not worse."""
-    torch.manual_seed(0)
-    model, make_batch = llama(dropout=0.0)
-    batch = make_batch(0)
-    exact = copy.deepcopy(model).float()
-    exact(**batch).loss.backward()
-
-    def error(chunk: int | None) -> float:
-        one = copy.deepcopy(model).bfloat16()
-        from tests.support.chunked import chunk_blocks
-
-        sums = chunk_blocks(blocks_of(one), chunk) if chunk else None
-        one(**batch).loss.backward()
-        if sums is not None:
-            sums.to_grad()
-        pairs = zip(one.model.layers.parameters(), exact.model.layers.parameters(), strict=True)
-        return max(((p.grad.float() - q.grad).norm() / q.grad.norm()).item() for p, q in pairs)
-
-    assert error(1) <= 1.1 * error(None)
 
 
 # -- what it is to the user ------------------------------------------------------------------------
