@@ -20,7 +20,6 @@ from stronghold.plan.cost import LEVELS
 from stronghold.streaming.optimizer import make_scaler
 from tests.laws.test_bits import PLACES, SMALLEST_PIECE, UPDATES, interrupt
 from tests.models import loss_of
-from tests.support.kept_fp32 import FAMILIES, UNTRIED, factory_of, strict_folders
 from tests.support.mixed import BLOCKS, MIXED, OWN, lora, of_family
 from tests.support.pairs import covering
 from tests.support.training import (
@@ -37,43 +36,28 @@ from tests.support.training import (
 STEPS = 3
 
 
-# -- every family of Transformers that keeps modules in fp32 ---------------------------------------
-def test_every_family_that_keeps_modules_in_fp32_is_trained_here_or_has_its_reason() -> None:
-    """Transformers 5 obeys `_keep_in_fp32_modules_strict` in a bf16 model, and the other list in
-    an fp16 model alone."""
-    assert strict_folders() == {*FAMILIES, *UNTRIED}
-
-
-SLOW = {"nemotron_h", "nemotron3_5_transcribe"}
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in FAMILIES]
-)
-def test_families_that_keep_modules_in_fp32_train_as_in_a_plain_loop(name: str) -> None:
-    factory = factory_of(name)
-    dtypes = {parameter: p.dtype for parameter, p in factory()[0].named_parameters()}
-    assert (torch.float32 in dtypes.values()) is FAMILIES[name].mixed
-    options: dict[str, Any] = {"clipping": 0.5, "precision": "bf16"}
-    settings = config(section={"window": 1, **OWN}, **options)
-    run = train_windowed(factory, steps=2, settings=settings)
-    expected = train_plain(factory, steps=2, dtypes="own", **options)
-    assert_identical(run, expected)
-    assert run.norms == expected.norms
-    assert {parameter: run.weights[parameter].dtype for parameter in dtypes} == dtypes
-
-
+# -- families of Transformers that keep modules in fp32 --------------------------------------------
 # DeepSeek V4 in fp16 has no plain loop: its own forward multiplies fp16 with fp32.
-@pytest.mark.parametrize("family", ["afmoe", "gpt_oss", "hy_v4", "longcat_flash", "rwkv"])
-def test_what_an_fp16_model_keeps_in_fp32_trains_as_in_a_plain_loop(family: str) -> None:
-    """By both lists of Transformers; RWKV overflows at the first loss scale."""
-    factory = of_family(family, torch.float16)
-    assert {p.dtype for p in factory()[0].parameters()} == {torch.float16, torch.float32}
-    options: dict[str, Any] = {"clipping": 0.5, "precision": "fp16"}
+FAMILIES = [
+    *((family, "fp16") for family in ("afmoe", "gpt_oss", "hy_v4", "longcat_flash", "rwkv")),
+    *((family, "bf16") for family in ("bailing_hybrid", "beam", "deepseek_v4", "flint")),
+]
+
+
+@pytest.mark.parametrize(("family", "precision"), FAMILIES)
+def test_families_that_keep_modules_in_fp32_train_as_in_a_plain_loop(
+    family: str, precision: str
+) -> None:
+    """Transformers 5 obeys `_keep_in_fp32_modules_strict` in a bf16 model, and the other list in
+    an fp16 model alone. RWKV overflows at the first loss scale."""
+    half, scaler = DTYPES[precision], None
+    factory = of_family(family, half)
+    assert {p.dtype for p in factory()[0].parameters()} == {half, torch.float32}
+    options: dict[str, Any] = {"clipping": 0.5, "precision": precision}
     settings = config(section={"window": 1, **OWN}, **options)
-    settings["fp16"]["hysteresis"] = 1
-    scaler = make_scaler(DeepSpeedFP16Config(**settings["fp16"]), 0)
+    if precision == "fp16":
+        settings["fp16"]["hysteresis"] = 1
+        scaler = make_scaler(DeepSpeedFP16Config(**settings["fp16"]), 0)
     run = train_windowed(factory, steps=4, settings=settings)
     expected = train_plain(factory, steps=4, dtypes="own", scaler=scaler, **options)
     assert_identical(run, expected)
@@ -227,14 +211,6 @@ def test_cast_trains_base_and_adapters_in_the_precision_of_the_config(half: torc
     assert_identical(run, train_plain(lora(half), steps=STEPS, **options))
 
 
-def test_own_dtypes_have_other_bits_than_cast_ones() -> None:
-    """The laws above could not fail if both rules gave the same."""
-    options: dict[str, Any] = {"steps": STEPS, "clipping": 0.5, "precision": "bf16"}
-    cast = train_plain(lora(torch.bfloat16), **options)
-    own = train_plain(lora(torch.bfloat16), dtypes="own", **options)
-    assert not all(map(torch.equal, cast.losses, own.losses))
-
-
 class Strange(nn.Module):
     """One parameter of another dtype; blocks of fp32."""
 
@@ -262,12 +238,6 @@ def test_a_dtype_that_cannot_be_trained_is_refused_with_a_way_on(
     assert "Convert it" in said
     assert "freeze it" in said
     assert ("leave stronghold.dtypes out" in said) is (dtype is torch.float64)
-
-
-def test_integers_cannot_ask_for_gradients() -> None:
-    """So no engine meets a trained one: torch refuses it first."""
-    with pytest.raises(RuntimeError, match="floating point"):
-        nn.Parameter(torch.ones(4, dtype=torch.int32))
 
 
 # -- bytes -----------------------------------------------------------------------------------------
