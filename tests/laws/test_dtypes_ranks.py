@@ -3,23 +3,12 @@ reduced in its own dtype."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from stronghold.model.arrays import array_bytes
-from stronghold.model.layout import LayerLayout, ModelLayout, layer_layout
-from stronghold.optim import DEFAULT
-from stronghold.optim.states import EXACT, LEAN, Format, Formats, states_of
-from stronghold.plan.cost import Demand, workload_of
-from stronghold.plan.machine import MachineProfile, rates_of
-from stronghold.plan.plan import make_plan
-from stronghold.predict.simulate import simulate
-from stronghold.streaming.formats import page_items
-from stronghold.tools.estimate.model import from_sizes
 from tests.laws.test_ranks import interleaved
 from tests.models import loss_of, without_caches
 from tests.support import rank_dtypes
@@ -123,69 +112,3 @@ def test_bytes_of_each_rank_are_those_of_its_formats(
         on_files = found["memory on files"][name]
         assert on_files["host"][0] == on_files["host"][1] < seen["host"][0] + on_files["nvme"][0]
         assert on_files["nvme"][0] == on_files["nvme"][1] > 0
-
-
-# -- simulated ranks -------------------------------------------------------------------------------
-SUBJECT = from_sizes(6, 1024, 16, 32000, 1024)
-MACHINE = MachineProfile.load("a100-80gb")
-
-
-def formats_of(kind: Any) -> Formats:
-    """bf16 that trains, fp32 that trains, int8 that does not."""
-    made = [
-        Format(dtype, states_of(dtype, of, DEFAULT.moments), DEFAULT.kernel)
-        for dtype, of in ((torch.bfloat16, kind), (torch.float32, EXACT))
-    ]
-    return (*made, Format(torch.int8))
-
-
-def mixed_layer(layer: LayerLayout, num_ranks: int, page_numel: int) -> LayerLayout:
-    """Vectors train in fp32; matrices of the MLP are frozen int8, others train in bf16."""
-    shapes = []
-    for part in layer.slices:
-        frozen = len(part.shape) > 1 and ".mlp." in part.name
-        of = 2 if frozen else int(len(part.shape) < 2)
-        shapes.append(replace(part, format=of, trainable=not frozen))
-    shapes.sort(key=lambda part: (not part.trainable, part.format))
-    return layer_layout(
-        shapes,
-        index=layer.index,
-        name=layer.name,
-        streamed=layer.streamed,
-        num_ranks=num_ranks,
-        page_numel=page_numel,
-    )
-
-
-@pytest.mark.parametrize("kind", [EXACT, LEAN])
-@pytest.mark.parametrize("spill", [None, "moments", "masters"])
-@pytest.mark.parametrize("num_ranks", [1, 2, 8])
-def test_a_simulated_rank_has_the_bytes_of_its_plan(
-    num_ranks: int, spill: str | None, kind: Any
-) -> None:
-    formats = formats_of(kind)
-    page = page_items(formats, in_files=spill is not None)
-    layers = [mixed_layer(layer, num_ranks, page) for layer in SUBJECT.layout.layers]
-    layout = ModelLayout(layers=tuple(layers), page_numel=page)
-    assert {each.format for layer in layers for each in layer.ranges} == {0, 1, 2}
-    demand = Demand(
-        states=formats[0].trained,
-        all_formats=formats,
-        accumulate=False,
-        window=2,
-        num_ranks=num_ranks,
-        nvme=spill is not None,
-        spill=spill,
-    )
-    plan = make_plan(layout, demand)
-    workload = workload_of(SUBJECT.costs_of(4, 1024, "bf16"), MACHINE)
-    rates = rates_of(MACHINE, MACHINE.num_cores // num_ranks, sharing=num_ranks, wire_gbps=100.0)
-    prediction = simulate(layout, plan, workload, rates)
-    assert prediction.host_peak_bytes == plan.host_total_bytes
-    assert prediction.gpu_peak_bytes == plan.gpu_total_bytes
-    if spill is None:
-        assert plan.host_total_bytes == sum(
-            array_bytes(layer, formats, array, num_ranks)
-            for layer in layers
-            for array in ("weights", "gradients", "low", *formats[0].trained.moment_dtypes)
-        )

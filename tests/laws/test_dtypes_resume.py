@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from safetensors.torch import load_file
 
 from stronghold.checkpoint.weights import fp32_state, locate
 from stronghold.optim.states import split_master
 from tests.models import loss_of
-from tests.support.checkpoints import assert_same, command, masters_of
+from tests.support.checkpoints import command, masters_of
 from tests.support.mixed import MIXED, token_batch
 from tests.support.training import DTYPES, config, initialized, moments_of
 
@@ -73,28 +72,6 @@ def state_of(engine: Any) -> dict[str, torch.Tensor]:
     found |= {f"master {k}": v for k, v in masters_of(engine).items()}
     moments = moments_of(engine)
     return found | {f"moment {i} {k}": m for k, v in moments.items() for i, m in enumerate(v)}
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("precision", ["bf16", "lean", "fp16"])
-@pytest.mark.parametrize("name", MIXED)
-def test_a_training_that_moves_on_at_each_step_is_the_one_that_goes_straight_on(
-    name: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("stronghold.plan.host_memory.PIECE_BYTES", 2048 * 24)
-    with session(name, tmp_path, precision=precision) as engine:
-        losses = train(engine, len(PLACES))
-        expected = state_of(engine)
-    resumed: list[torch.Tensor] = []
-    for turn, place in enumerate(PLACES):
-        with session(name, tmp_path, place, seed=turn, precision=precision) as engine:
-            if turn > 0:
-                engine.load_checkpoint(tmp_path / "saved")
-            resumed += train(engine, 1)
-            engine.save_checkpoint(tmp_path / "saved")
-            found = state_of(engine)
-    assert all(map(torch.equal, resumed, losses))
-    assert_same(found, expected)
 
 
 # -- across the key --------------------------------------------------------------------------------
@@ -169,27 +146,6 @@ def test_weights_alone_cross_the_key_by_value(rule: str, other: str, tmp_path: P
             assert torch.equal(value, saved[name].to(value.dtype)), name
         for name, master in masters_of(engine).items():
             assert torch.equal(master, engine.module_state_dict()[name].float()), name
-
-
-# -- DeepSpeed's functions -------------------------------------------------------------------------
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("place", ["one slot", "all in files", "updated on the gpu"])
-@pytest.mark.parametrize("name", ["lora", "odd"])
-@pytest.mark.parametrize("precision", ["bf16", "lean", "fp16"])
-def test_masters_and_moments_are_read_in_their_own_formats(
-    precision: str, name: str, place: str, tmp_path: Path
-) -> None:
-    with session(name, tmp_path, place, precision=precision) as engine:
-        train(engine, 2)
-        masters, moments = masters_of(engine), moments_of(engine)
-        trained = {n: p for n, p in engine.module.named_parameters() if p.requires_grad}
-        assert {p.dtype for p in trained.values()} >= {torch.float32}
-        for n, p in trained.items():
-            lossy = precision == "lean" and p.dtype is torch.bfloat16
-            assert torch.equal(safe_get_full_fp32_param(p), masters[n]), n
-            moment = safe_get_full_optimizer_state(p, "exp_avg")
-            if not lossy:
-                assert torch.equal(moment.flatten(), moments[n][0]), n
 
 
 # -- exports ---------------------------------------------------------------------------------------
