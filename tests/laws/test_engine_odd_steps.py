@@ -11,22 +11,20 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.utils import safe_get_full_fp32_param
 from torch import nn
 
 from stronghold.errors import ConfigError
 from tests.models import MODELS as MODEL_FACTORIES
-from tests.support.frameworks import weights_for_accelerate
 from tests.support.pairs import pairs
 from tests.support.places import on_gpu
 from tests.support.saved import has_saved_tensor_hooks
 from tests.support.training import WARMUP
 from tests.support.twin import Twin, failing_once, twin
 
-POLICIES = ["keep", "offload", "recompute"]
-
-
 # --- forwards and backwards in another order ------------------------------------------------------
 
+POLICIES = ["keep", "offload", "recompute"]
 MODES: dict[str, dict[str, Any]] = {
     "early": {"clipping": 0.0, "early": "all"},
     "gated": {"clipping": 0.5},
@@ -120,45 +118,6 @@ def test_an_engine_that_is_destroyed_after_a_stopped_call_leaves_no_hook() -> No
             both.on(0)(both.model)
         both.engine.destroy()
         assert not has_saved_tensor_hooks()
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("mode", MODES)
-def test_a_penalty_on_the_gradient_of_the_input_is_exact(mode: str, policy: str) -> None:
-    """Backward of a backward needs weights whose slots have held other layers since."""
-
-    def penalised(both: Twin, seed: int) -> Any:
-        def loss(model: Any) -> torch.Tensor:
-            batch = both.make_batch(seed)
-            inputs = batch["inputs"].requires_grad_()
-            plain_loss = model(**batch)
-            (gradient,) = torch.autograd.grad(plain_loss, inputs, create_graph=True)
-            return plain_loss + gradient.square().sum()
-
-        return loss
-
-    with twin("sequential", section={"activations": policy}, **MODES[mode]) as both:
-        for step in range(3):
-            for micro in range(both.accumulation):
-                both.backward(penalised(both, 2 * step + micro))
-                if micro < both.accumulation - 1:
-                    both.engine.step()
-            both.step()
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("first", [0, 1])
-def test_two_losses_may_run_backward_in_either_order(first: int, policy: str) -> None:
-    """A forward that is computed again has the buffers of its own call, not those of the last."""
-    with twin("growing_buffers", section={"activations": policy}) as both:
-        for step in range(3):
-            losses = [both.on(2 * step + k)(both.engine) for k in range(2)]
-            expected = [both.on(2 * step + k)(both.plain) for k in range(2)]
-            for k in (first, 1 - first):
-                assert torch.equal(losses[k], expected[k])
-                both.engine.backward(losses[k])
-                expected[k].backward()
-            both.step()
 
 
 @pytest.mark.parametrize(
@@ -303,68 +262,32 @@ def test_a_step_that_is_not_to_be_skipped_has_the_bits_of_a_plain_loop(
     both.engine.destroy()
 
 
-def test_the_norm_is_torchs_norm_before_clipping() -> None:
-    with twin("weird_model", clipping=1e-3) as both:
-        assert both.engine.get_global_grad_norm() is None
-        for step in range(3):
-            both.backward(both.on(step))
-            gradients = [p.grad.clone() for p in both.parameters if p.grad is not None]
-            both.step()
-            expected = torch.nn.utils.get_total_norm(gradients).item()
-            # Sums of squares in another order and precision: fp32 rounding of the total.
-            assert both.engine.get_global_grad_norm() == pytest.approx(expected, rel=1e-6)
-            assert both.engine.get_global_grad_norm() > 1e-3
-
-
 # --- weights from outside -------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize(
-    ("way", "precision", "section"),
-    pairs(
-        ["model", "engine", "module", "checkpoint", "custom"],
-        ["fp32", "bf16"],
-        {
-            "two slots": {"window": 2},
-            "resident": {"resident_layers": 1},
-            **{place: on_gpu(place) for place in ("embedding and head", "every layer", "whole")},
-        },
-    ),
-)
-def test_loaded_weights_become_the_masters(
-    way: str, precision: str, section: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("way", ["engine", "checkpoint", "custom"])
+@pytest.mark.parametrize("section", [{"window": 2}, on_gpu("whole")], ids=str)
+def test_loaded_weights_become_the_masters(way: str, section: dict[str, Any]) -> None:
+    """In every form that DeepSpeed's engine takes. The oracle of programs trains them further."""
+
     def custom(src: dict[str, torch.Tensor], dst: nn.Module) -> None:
         with torch.no_grad():
             for name, parameter in dst.named_parameters():
                 parameter.copy_(src[name])
 
-    with twin(precision=precision, section=section) as both:
+    with twin(precision="bf16", section=section) as both:
         both.train(0)
-        both.train(1)
         # Values between those that bf16 has, as another run's masters: the remainder must restart.
         new = {k: v.float() * 1.1 + 1e-4 for k, v in both.plain.state_dict().items()}
         both.plain.load_state_dict(new)
-        for state in both.adam.state.values():
-            if state.get("low") is not None:
-                state["low"].zero_()
-        if way == "model":
-            both.model.load_state_dict(new)
-        elif way == "engine":
+        if way == "engine":
             both.engine.load_state_dict({f"module.{name}": value for name, value in new.items()})
-        elif way == "module":
-            both.engine.load_module_state_dict(new)
         elif way == "checkpoint":
             both.engine.load_module_state_dict({"module": new}, strict=True)
         else:
             both.engine.load_module_state_dict(new, custom_load_fn=custom)
-        with torch.no_grad():
-            assert torch.equal(both.on(3)(both.model), both.on(3)(both.plain))
-        both.train(2)
-        both.train(3)
-        live = weights_for_accelerate(both.engine)
-        assert all(map(torch.equal, live.values(), both.model.state_dict().values()))
+        for name, parameter in both.model.named_parameters():
+            assert torch.equal(safe_get_full_fp32_param(parameter), new[name].bfloat16().float())
 
 
 def test_loading_by_assignment_is_refused_before_a_parameter_is_replaced() -> None:
