@@ -108,14 +108,6 @@ def test_from_pretrained_trains_as_the_loaded_model_does(precision: str, tmp_pat
         train(engine, 1)
 
 
-def test_an_export_goes_round_through_from_pretrained(saved: Path, tmp_path: Path) -> None:
-    command("export", saved, tmp_path / "out")
-    with session(stronghold.from_pretrained(tmp_path / "out").train(), precision="bf16") as engine:
-        expected = torch.load(saved / "plain.pt")["weights"]
-        for name, value in engine.module_state_dict().items():
-            assert torch.equal(value, expected[name])
-
-
 def test_from_pretrained_reads_what_a_body_alone_was_saved_as(tmp_path: Path) -> None:
     whole = make_model()
     whole.transformer.save_pretrained(tmp_path)

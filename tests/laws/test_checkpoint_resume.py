@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import itertools
-import json
 import random
 import threading
 import time
@@ -19,7 +17,6 @@ from torch.utils.data import DataLoader
 import stronghold
 from stronghold.checkpoint import directory, save
 from stronghold.checkpoint.files import TensorFile
-from stronghold.checkpoint.manifest import MANIFEST
 from stronghold.errors import ConfigError, LaneError
 from tests.faults.test_lane_failures import fail_in
 from tests.support.checkpoints import (
@@ -35,56 +32,6 @@ from tests.support.checkpoints import (
     train,
 )
 from tests.support.places import on_gpu
-
-STOPS = 3
-NEXT = 3
-LAYOUTS: list[dict[str, Any]] = [
-    {"window": 1, "activations": "recompute"},
-    {"resident_layers": "all", "cpu_threads": 2},
-    {"window": 2, "activations": "offload"},
-    {"window": 4, "resident_layers": 1, "cpu_threads": 2},
-    {"window": 2, "emulated": {"jitter_s": 0.0005, "seed": 3}},
-]
-RUNS: list[dict[str, Any]] = [
-    {"precision": "fp32", "clipping": 0.5},
-    {"precision": "bf16", "clipping": 0.5},
-    {"precision": "bf16", "clipping": 0.0},
-    {"precision": "bf16", "clipping": 0.5, "accumulation": 2},
-    {"precision": "fp32", "clipping": 0.0, "accumulation": 2},
-    {"precision": "fp16", "clipping": 0.5},
-]
-
-
-@pytest.mark.parametrize("options", RUNS, ids=str)
-def test_a_resumed_run_is_the_uninterrupted_one(options: dict[str, Any], tmp_path: Path) -> None:
-    with session(**options) as engine:
-        losses = []
-        for _ in range(STOPS):
-            losses += train(engine, 1)
-            assert engine.save_checkpoint(tmp_path) is True
-        losses += train(engine, NEXT)
-        expected = snapshot(engine)
-    gas, first = options.get("accumulation", 1), RUNS.index(options)
-    layouts = itertools.islice(itertools.cycle(LAYOUTS), first, first + STOPS)
-    for stop, layout in zip(range(1, STOPS + 1), layouts, strict=True):
-        with session(make_model(seed=9), section=layout, **options) as engine:
-            path, _ = resume(engine, tmp_path, tag=f"global_step{stop}")
-            assert Path(path).parent == tmp_path / f"global_step{stop}"
-            resumed = train(engine, STOPS - stop + NEXT)
-            assert all(map(torch.equal, resumed, losses[stop * gas :])), f"stop {stop}, {layout}"
-            assert len(resumed) == len(losses) - stop * gas
-            assert_same(snapshot(engine), expected)
-
-
-def test_a_run_can_go_back_to_its_own_checkpoint(tmp_path: Path) -> None:
-    with session(precision="bf16") as engine:
-        train(engine, 2)
-        engine.save_checkpoint(tmp_path)
-        losses, after = train(engine, 4), snapshot(engine)
-        for _ in range(2):
-            resume(engine, tmp_path)
-            assert all(map(torch.equal, train(engine, 4), losses))
-            assert_same(snapshot(engine), after)
 
 
 def test_counters_tags_client_state_and_generators_return(tmp_path: Path) -> None:
@@ -420,8 +367,10 @@ def test_between_micro_batches_a_load_starts_the_step_again(tmp_path: Path) -> N
         assert all(map(torch.equal, train(engine, 2), expected))
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize(("accumulation", "stop"), [(2, "step"), (2, "backward"), (1, "backward")])
+@pytest.mark.parametrize(
+    ("accumulation", "stop", "asynchronous"),
+    [(2, "step", False), (2, "backward", True), (1, "backward", False)],
+)
 def test_a_save_within_a_step_is_one_of_its_begin_and_says_so_once(
     accumulation: int, stop: str, asynchronous: bool, tmp_path: Path, caplog: Any
 ) -> None:
@@ -446,11 +395,6 @@ def test_a_save_within_a_step_is_one_of_its_begin_and_says_so_once(
         expected = train(engine, 1)
         engine.wait_for_checkpoint()
     assert_same(stored_tensors(tmp_path / "within"), stored_tensors(tmp_path / "boundary"))
-    manifests = [
-        json.loads((tmp_path / tag / MANIFEST).read_text())["manifest"]
-        for tag in ("boundary", "within")
-    ]
-    assert manifests[0]["counters"] == manifests[1]["counters"]
     with session(make_model(seed=9), section={"window": 1}, **options) as engine:
         engine.load_checkpoint(tmp_path, tag="within")
         torch.manual_seed(3)
@@ -469,44 +413,14 @@ def test_weights_can_be_placed_by_the_caller(tmp_path: Path) -> None:
     with session(precision="bf16") as engine:
         train(engine, 3)
         engine.save_checkpoint(tmp_path)
-        saved, expected = engine.module_state_dict(), snapshot(engine)
-        saved = {name: value.clone() for name, value in saved.items()}
-    layout = {"resident_layers": 1, "window": 1}
-    with session(make_model(seed=9), section=layout, precision="bf16") as engine:
+        expected = snapshot(engine)
+    with session(make_model(seed=9), precision="bf16") as engine:
         resume(engine, tmp_path, custom_load_fn=place)
-        for name, value in engine.module_state_dict().items():
-            assert torch.equal(value, saved[name] * 2)
-        loaded = snapshot(engine)
-        assert loaded.keys() == expected.keys()
-        for name, value in loaded.items():
-            if name.startswith("low"):
-                assert not value.any()
-            elif not name.startswith("weight"):
-                assert torch.equal(value, expected[name]), name
+        for name, value in snapshot(engine).items():
+            kind = name.split()[0]
+            wanted = {"weight": expected[name] * 2, "low": torch.zeros_like(expected[name])}
+            assert torch.equal(value, wanted.get(kind, expected[name])), name
         train(engine, 1)
-
-
-def test_a_backward_that_failed_between_early_updates_needs_no_checkpoint(tmp_path: Path) -> None:
-    """The weights are those of the step before. A load is exact, too."""
-
-    def fail(gradient: torch.Tensor) -> None:
-        raise RuntimeError("on purpose")
-
-    section = {"early_layers": "all"}
-    with session(clipping=0.0, precision="bf16", section=section) as engine:
-        train(engine, 1)
-        engine.save_checkpoint(tmp_path)
-        expected, before = train(engine, 3), snapshot(engine)
-        hook = engine.module.transformer.h[0].ln_1.weight.register_hook(fail)
-        with pytest.raises(RuntimeError, match="on purpose"):
-            train(engine, 1)
-        hook.remove()
-        now = snapshot(engine)
-        random = "torch's random state"  # dropout has drawn
-        assert_same({**now, random: before[random]}, before)
-        train(engine, 1)
-        resume(engine, tmp_path)
-        assert all(map(torch.equal, train(engine, 3), expected))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
