@@ -31,39 +31,6 @@ def engine_of(model: nn.Module, path: Path, section: dict[str, Any], **settings:
     return initialized(model, config(section=section, **settings))
 
 
-MODES = [(0.0, 1, "bf16"), (1.0, 1, "fp32"), (1.0, 2, "bf16"), (1.0, 1, "fp16")]
-SPILLS = ["moments", "masters", "weights"]
-
-
-@pytest.mark.parametrize(
-    ("name", "spill", "mode"),
-    [
-        (name, SPILLS[(i + k) % 3], mode)
-        for i, name in enumerate(["gpt", "frozen", "weird_model"])
-        for k, mode in enumerate(MODES)
-    ],
-)
-def test_peaks_equal_the_plan_on_all_tiers(
-    name: str, spill: str, mode: tuple[float, int, str], tmp_path: Path
-) -> None:
-    model, make_batch = MODELS[name]()
-    clipping, accumulation, precision = mode
-    settings = {"clipping": clipping, "accumulation": accumulation, "precision": precision}
-    engine = engine_of(model, tmp_path, {"nvme": {"spill": spill}}, **settings)
-    train(engine, make_batch, range(2))
-    report = engine.memory_report()
-    assert report.gpu_peak == report.gpu_planned
-    assert report.host_peak == report.host_planned
-    assert report.nvme_peak == report.nvme_planned > 0
-    store = engine.inspect().files
-    engine.inspect().device.close()  # spills are behind what a step waits for
-    read, written = store.bytes_read, store.bytes_written
-    assert engine.memory_report() == report
-    engine.destroy()
-    assert read > 0
-    assert written > 0
-
-
 def test_a_step_moves_the_planned_bytes(tmp_path: Path) -> None:
     """Law 7 for the disk: what an update needs is read once and written once, weights are read for
     each fetch."""
@@ -91,19 +58,6 @@ def test_a_step_moves_the_planned_bytes(tmp_path: Path) -> None:
         assert read <= plan.traffic.nvme_read_bytes
         # a window keeps what the turn needs
         assert read >= 0.7 * plan.traffic.nvme_read_bytes
-
-
-def test_the_wear_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model, make_batch = MODELS["gpt"](num_layers=4)
-    with caplog.at_level("INFO", "stronghold"):
-        engine = engine_of(model, tmp_path, {"nvme": {"spill": "moments"}})
-        written = engine.plan.traffic.nvme_written_bytes
-        train(engine, make_batch, range(4))
-        engine.destroy()
-    assert written == 8 * sum(layer.trainable_numel for layer in engine.inspect().layout.layers)
-    told = [record.message for record in caplog.records if "TB written per hour" in record.message]
-    assert len(told) == 1
-    assert f"{written / (1 << 20):.2f} MiB written" in told[0]
 
 
 def test_what_is_replaced_costs_no_more_than_itself(tmp_path: Path) -> None:

@@ -3,10 +3,7 @@ planned."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +11,6 @@ import pytest
 import torch
 
 import stronghold
-from stronghold.checkpoint.files import TensorFile
 from stronghold.plan.homes import FILE
 from stronghold.predict import refine
 from tests.models import MODELS, loss_of
@@ -73,75 +69,6 @@ def test_a_file_system_without_direct_transfers_never_changes_a_bit(tmp_path: Pa
 
 
 # -- weights at rest -------------------------------------------------------------------------------
-def test_spilled_weights_are_real_between_steps(tmp_path: Path) -> None:
-    """Every value, after every step, through the parameters; with transfers past the page cache
-    between the reads."""
-    found: dict[str, list[dict[str, torch.Tensor]]] = {}
-    for name, section in (("ram", {}), ("nvme", spilling(tmp_path, "weights", jitter_s=0.0003))):
-        engine, make_batch = made({"window": 1, **section}, precision="bf16", clipping=0.5)
-        shapes = {n: (p.shape, p.dtype, p.device) for n, p in engine.module.named_parameters()}
-        found[name] = []
-        for step in range(4):
-            engine.backward(loss_of(engine(**make_batch(step))))
-            engine.step()
-            engine.synchronize()
-            now = {n: p.detach().clone() for n, p in engine.module.named_parameters()}
-            found[name].append(now)
-            assert shapes == {n: (p.shape, p.dtype, p.device) for n, p in now.items()}
-        engine.destroy()
-    for step, (here, there) in enumerate(zip(found["ram"], found["nvme"], strict=True)):
-        for name, value in here.items():
-            assert torch.equal(value, there[name]), (step, name)
-
-
-@pytest.mark.parametrize("spill", ["moments", "masters", "weights"])
-def test_loaded_weights_are_trained(spill: str, tmp_path: Path) -> None:
-    """`load_state_dict` writes through the file's pages, which the next transfers must see; and
-    masters become these weights, also if what the last step made of them is still on its way."""
-    other, _ = MODELS["gpt"](seed=7)
-    runs, masters = [], []
-    for section in ({}, spilling(tmp_path, spill)):
-        engine, make_batch = made({"window": 2, **section}, precision="bf16", clipping=0.5)
-        late(engine)
-        losses = []
-        for step in range(4):
-            if step == 2:
-                engine.module.load_state_dict(other.state_dict())
-                late_writes_end(engine)
-                masters.append(masters_of(engine))
-            loss = loss_of(engine(**make_batch(step)))
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.detach().clone())
-        state = {n: v.clone() for n, v in engine.module_state_dict().items()}
-        runs.append(Run(losses=losses, weights=state, moments=moments_of(engine)))
-        engine.destroy()
-    assert_identical(runs[1], runs[0])
-    for expected, found in zip(*masters, strict=True):
-        assert torch.equal(expected, found)
-
-
-def masters_of(engine: Any) -> list[torch.Tensor]:
-    layers = engine.inspect().layers
-    return [layer.master(part) for layer in layers for part in layer.layout.slices]
-
-
-def late_writes_end(engine: Any) -> None:
-    for layer in engine.inspect().layers:
-        layer.wait()
-
-
-def late(engine: Any) -> None:
-    """Let the spill lane write late."""
-    store, caller = engine.inspect().files, threading.current_thread()
-    submit = store.submit
-
-    def sleep_and_submit(verb: str, *what: Any) -> Any:
-        if verb == "write" and threading.current_thread() is not caller:
-            time.sleep(0.01)
-        return submit(verb, *what)
-
-    store.submit = sleep_and_submit
 
 
 def test_a_forward_only_engine_spills_its_weights(tmp_path: Path) -> None:
@@ -157,21 +84,6 @@ def test_a_forward_only_engine_spills_its_weights(tmp_path: Path) -> None:
     assert report.host_peak == report.host_planned == engine.plan.staging.nbytes
     engine.destroy()
     assert torch.equal(loss_of(model(**make_batch(0))), expected)
-
-
-def test_the_weights_alone_are_saved_from_where_they_lie(tmp_path: Path) -> None:
-    engine, make_batch = made({"window": 2, **spilling(tmp_path, "weights")}, precision="bf16")
-    engine.backward(loss_of(engine(**make_batch(0))))
-    engine.step()
-    for name in ("model.safetensors", "model.bin"):
-        engine.save_16bit_model(tmp_path / "saved", name)
-    expected = {n: v.clone() for n, v in engine.module_state_dict().items()}
-    engine.destroy()
-    found = torch.load(tmp_path / "saved/model.bin", weights_only=True)
-    file = TensorFile(tmp_path / "saved/model.safetensors")
-    for name, value in expected.items():
-        assert torch.equal(found[name], value)
-        assert torch.equal(file.read(name), value)
 
 
 def made(section: dict[str, Any], **settings: Any) -> Any:
@@ -197,33 +109,6 @@ def test_a_checkpoint_beside_training_is_of_its_step(tmp_path: Path) -> None:
     run = resumed(tmp_path / "saved", settings, range(1, STEPS))
     run.losses[:0] = expected.losses[:1]
     assert_identical(run, expected)
-
-
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_layers_that_are_updated_on_the_gpu_never_spill(accumulation: int, tmp_path: Path) -> None:
-    section = {
-        "resident_layers": 1,
-        "resident_updates": "gpu",
-        **spilling(tmp_path, "weights", jitter_s=0.0005),
-    }
-    settings = {"precision": "bf16", "clipping": 0.5, "accumulation": accumulation}
-    plans: list[Any] = []
-    run = train_windowed(
-        MODELS["gpt"],
-        steps=STEPS,
-        settings=config(section=section, **settings),
-        inspect=lambda engine: plans.append((engine.plan, engine.memory_report())),
-    )
-    run.moments = {}  # of layers on the gpu they are there
-    expected = in_memory("gpt", "bf16", 0.5, accumulation)
-    assert_identical(run, dataclasses.replace(expected, moments={}))
-    plan, report = plans[0]
-    assert plan.updated_on_gpu
-    assert not any(plan.homes.staged(i) for i in plan.updated_on_gpu)
-    assert plan.homes.staged_homes == (FILE,)
-    assert report.host_peak == report.host_planned
-    assert report.gpu_peak == report.gpu_planned
-    assert report.nvme_peak == report.nvme_planned
 
 
 def test_a_plan_whose_layers_all_stay_on_the_gpu_is_refined(tmp_path: Path) -> None:
