@@ -17,11 +17,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 # Models whose kernels depend on layout, through windows, policies, residents and accumulation.
-LAWS = ("tests/laws/test_bits.py", "tests/laws/test_refine.py")
-WHICH = (
-    "(nothing_changes or changes_between) "
-    "and (t5 or llama or cache_dependent or structured or called_twice)"
-)
+LAW = "tests/laws/test_bits.py"
+WHICH = "nothing_changes and (t5 or llama or cache_dependent or structured or called_twice)"
 
 FEWEST = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_CBWR": "COMPATIBLE"}
 CHOICES = {
@@ -42,8 +39,8 @@ ONE_BY_ONE = {
 }
 
 
-def check(choice: dict[str, str], laws: tuple[str, ...], which: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *laws]
+def check(choice: dict[str, str], which: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", LAW]
     run = subprocess.run(
         [*command, "-k", which],
         cwd=ROOT,
@@ -57,10 +54,10 @@ def check(choice: dict[str, str], laws: tuple[str, ...], which: str) -> None:
 
 @pytest.mark.parametrize("choice", CHOICES.values(), ids=list(CHOICES))
 def test_bits_hold_under_other_kernels(choice: dict[str, str]) -> None:
-    check(choice, LAWS[:1], "nothing_changes and not late and (t5 or odd_llama or cache_dependent)")
+    check(choice, "nothing_changes and not late and (t5 or odd_llama or cache_dependent)")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("choice", ONE_BY_ONE.values(), ids=list(ONE_BY_ONE))
 def test_bits_hold_under_each_choice_of_kernels(choice: dict[str, str]) -> None:
-    check(choice, LAWS, WHICH)
+    check(choice, WHICH)

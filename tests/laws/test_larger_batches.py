@@ -203,25 +203,28 @@ def logged(
     return next(m for m in caplog.messages if m.startswith(f"refined after {REFINED} steps"))
 
 
-@pytest.mark.parametrize("longest", [32, 131072])
-def test_batches_of_one_size_have_all_of_the_device(
-    longest: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """However long a sequence the model could take."""
-    model = {"max_position_embeddings": longest}
-    said = logged([SHORT] * REFINED, monkeypatch, caplog, **model)
-    assert "with room for batches of 128 tokens (" in said
-
-
-@pytest.mark.parametrize(("longest", "room"), [(131072, 192), (80, 160), (64, 128)])
+@pytest.mark.parametrize(
+    ("longest", "others", "expected"),
+    [
+        (32, SHORT, "128 tokens ("),
+        (131072, SHORT, "128 tokens ("),
+        (131072, 24, "192 tokens, since they differ: up to 128 so far"),
+        (80, 24, "160 tokens, since they differ: up to 128 so far"),
+        (64, 24, "128 tokens, since they differ: up to 128 so far"),
+    ],
+)
 def test_batches_that_differ_have_headroom_up_to_the_models_longest(
-    longest: int, room: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    longest: int,
+    others: int,
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Also where the largest of them came before steps were measured."""
-    model = {"max_position_embeddings": longest}
-    said = logged([SHORT, *[24] * (REFINED - 1)], monkeypatch, caplog, **model)
-    expected = f"with room for batches of {room} tokens, since they differ: up to 128 so far"
-    assert expected in said
+    """Also where the largest of them came before steps were measured. Batches of one size have all
+    of the device, however long a sequence the model could take."""
+    lengths = [SHORT, *[others] * (REFINED - 1)]
+    said = logged(lengths, monkeypatch, caplog, max_position_embeddings=longest)
+    assert f"with room for batches of {expected}" in said
 
 
 @pytest.mark.parametrize("share", [0.0, 0.2])

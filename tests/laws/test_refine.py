@@ -13,7 +13,7 @@ import torch
 from stronghold.plan.plan import make_plan
 from stronghold.predict.refine import TRACED_STEPS, WARM_UP_STEPS
 from stronghold.predict.simulate import fastest_plan
-from tests.models import MODELS, loss_of, token_batch
+from tests.models import MODELS, loss_of
 from tests.support.quiet import law_of_time, on_time
 from tests.support.sleeping import SleepingModel
 from tests.support.training import (
@@ -22,6 +22,7 @@ from tests.support.training import (
     config,
     initialized,
     moments_of,
+    train,
     train_plain,
     train_windowed,
 )
@@ -115,7 +116,7 @@ def test_a_refined_plan_is_faster_and_the_trace_is_gone() -> None:
     on_time(min(seconds[REFINED:]) < 0.8 * min(seconds[WARM_UP_STEPS:REFINED]), seconds)
 
 
-def test_a_pinned_plan_stays(tmp_path: Any) -> None:
+def test_a_pinned_plan_stays() -> None:
     section = {
         "gpu_memory": 10**8,
         "window": 2,
@@ -123,36 +124,13 @@ def test_a_pinned_plan_stays(tmp_path: Any) -> None:
         "resident_layers": 0,
         "emulated": dict(SLOW),
     }
-    seen: list[Any] = []
-    factory = MODELS["llama"]
-    model, make_batch = factory()
+    model, make_batch = MODELS["llama"]()
     engine = initialized(model, config(section=section))
     plan = engine.plan
     for step in range(REFINED + 1):
-        engine.backward(loss_of(engine(**make_batch(step))))
-        engine.step()
-        seen.append(engine.plan)
-    assert all(one is plan for one in seen)
+        train(engine, make_batch, range(step, step + 1))
+        assert engine.plan is plan
     engine.destroy()
-
-
-def test_parameters_are_whole_after_a_change_of_plan() -> None:
-    factory = MODELS["llama"]
-    section = {"gpu_memory": budget_of(factory, SHARE), "cpu_threads": 1, "emulated": dict(SLOW)}
-    model, make_batch = factory()
-    engine = initialized(model, config(section=section))
-    identities = [id(p) for p in model.parameters()]
-    for step in range(REFINED):
-        engine.backward(loss_of(engine(**make_batch(step))))
-        engine.step()
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    for value in state.values():
-        assert torch.isfinite(value).all()
-    model.load_state_dict(state)
-    assert [id(p) for p in model.parameters()] == identities
-    engine.destroy()
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, state[name]), name
 
 
 def test_the_peak_is_one_plans_and_not_of_two() -> None:
@@ -177,60 +155,6 @@ def test_the_peak_is_one_plans_and_not_of_two() -> None:
         if micro == 0:
             engine.replan(whole)
     engine.destroy()
-
-
-POLICIES: list[dict[str, Any]] = [
-    {"activations": "recompute", "resident_layers": 0},
-    {"activations": "offload", "resident_layers": 0},
-    {"activations": "keep", "resident_layers": 0},
-    {"activations": "recompute", "resident_layers": 1},
-    {"activations": "keep", "resident_layers": 2},
-    {"activations": "keep", "resident_layers": "all", "resident_updates": "gpu"},
-]
-ODD = {
-    "gpt2": {"n_embd": 24, "n_head": 3},
-    "llama": {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3},
-    "t5": {"d_model": 24, "num_heads": 3},
-    "cache_dependent": {},
-}
-
-
-def run_of_changing_plans(name: str, change: bool) -> list[torch.Tensor]:
-    """20 losses, and the weights at the end; a plan for all of them, or another every third step,
-    up to the whole model."""
-    model, _ = MODELS[name](**ODD[name])
-    section = {"window": 1, "activations": "recompute", "cpu_threads": 1, "gpu_memory": 1 << 30}
-    engine = initialized(model, config(section={**section, "resident_layers": 0}))
-    now, found = engine.inspect(), []
-    for step in range(20):
-        loss = loss_of(engine(**token_batch(step, length=11)))
-        engine.backward(loss)
-        engine.step()
-        found.append(loss.detach().clone())
-        if change and step % 3 == 2 and step // 3 < len(POLICIES):
-            policy = dict(POLICIES[step // 3])
-            if policy["resident_layers"] == "all":
-                policy["resident_layers"] = len(now.layout.streamed)
-            engine.replan(make_plan(now.layout, replace(now.demand, window=None, **policy)))
-    found += [weight.clone() for weight in engine.module_state_dict().values()]
-    whole = engine.plan.whole
-    engine.destroy()
-    assert whole is change
-    return found
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "gpt2",
-        "cache_dependent",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("llama", "t5")),
-    ],
-)
-def test_a_plan_that_changes_between_steps_never_changes_a_bit(name: str) -> None:
-    """Transformers' models as they come, with `use_cache` left at its default."""
-    one, other = (run_of_changing_plans(name, change) for change in (False, True))
-    assert all(map(torch.equal, one, other))
 
 
 # whole
@@ -293,21 +217,6 @@ def test_layers_come_back_from_the_device_with_all_that_they_have(
             factory, steps=steps, clipping=clipping, accumulation=accumulation, precision=precision
         ),
     )
-
-
-@law_of_time
-def test_a_model_that_fits_becomes_whole() -> None:
-    factory = MODELS["llama"]
-    section = {"gpu_memory": budget_of(factory, 2.0), "cpu_threads": 1, "emulated": dict(SLOW)}
-    plans: list[Any] = []
-    run = train_windowed(
-        factory,
-        steps=REFINED + 3,
-        settings=config(section=section),
-        inspect=lambda engine: plans.append(engine.plan),
-    )
-    assert_identical(run, train_plain(factory, steps=REFINED + 3))
-    on_time(plans[0].whole, "the search did not take the model whole")
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])

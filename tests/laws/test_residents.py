@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from typing import Any
 
@@ -16,18 +15,11 @@ from stronghold import native
 from stronghold.devices.emulated import EmulatedCompute
 from stronghold.errors import ConfigError
 from stronghold.memory import window
-from stronghold.model.layout import layout
-from stronghold.model.partition import partition
 from stronghold.native import Pool
-from stronghold.plan.cost import Demand, LayerWork, Workload
 from stronghold.plan.homes import GPU
-from stronghold.plan.plan import make_plan
-from stronghold.predict import simulate
 from tests.models import HIDDEN, MODELS, Decoder, loss_of
 from tests.support.insides import hooks_of, num_hooks
 from tests.support.places import ON_GPU, on_gpu
-from tests.support.sleeping import rates
-from tests.support.states import adam_states
 from tests.support.training import (
     assert_identical,
     config,
@@ -36,9 +28,7 @@ from tests.support.training import (
     train_plain,
     train_windowed,
 )
-from tests.support.twin import twin
 
-STEPS = 4
 MODES: dict[str, dict[str, Any]] = {
     "early": {"clipping": 0.0},
     "gated": {"clipping": 0.5},
@@ -57,22 +47,6 @@ def engine_of(place: str, mode: str = "gated", **options: Any) -> tuple[Any, Any
     model, make_batch = MODELS["gpt"](num_layers=4)
     section = on_gpu(place, early_layers="all" if mode == "early" else 0)
     return initialized(model, config(section=section, **{**MODES[mode], **options})), make_batch
-
-
-FP16 = {"fp16": {"enabled": True, "initial_scale_power": 30, "loss_scale_window": 2}}
-
-
-def test_fp16_with_overflows_is_the_same_everywhere() -> None:
-    runs = [
-        train_windowed(
-            MODELS["gpt"], steps=24, settings={**config(clipping=0.1, section=section), **FP16}
-        )
-        for section in ({"window": 1}, *(on_gpu(place) for place in ON_GPU))
-    ]
-    assert 0 < len(runs[0].norms) < 24  # some steps overflow, some do not
-    for run in runs[1:]:
-        assert_identical(run, runs[0])
-        assert run.norms == runs[0].norms
 
 
 # -- what stays never moves ------------------------------------------------------------------------
@@ -143,35 +117,7 @@ def test_closing_gives_the_model_back_in_memory_of_its_own(place: str) -> None:
     loss_of(model(**make_batch(0))).backward()  # an ordinary model again
 
 
-@pytest.mark.parametrize("mode", [{}, {"accumulate": True}], ids=str)
-def test_a_simulated_step_takes_what_the_plan_says(mode: dict[str, bool]) -> None:
-    """The same parts, without memory: nothing of them reads a value on its way."""
-    found = layout(partition(MODELS["gpt"](num_layers=4)[0]))
-    load = LayerWork(forward_s=1e-3, backward_s=2e-3, saved_bytes=0)
-    workload = Workload(
-        layers=(load,) * len(found.layers), micro_batches=1 + ("accumulate" in mode)
-    )
-    machine = rates(1.0, memory_gbps=100.0, device_gbps=10.0, handover_s=1e-5)
-    for resident, whole in ((0, None), (2, None), (4, False), (4, None)):
-        given = {"accumulate": False, **mode}
-        wish = Demand(states=adam_states(torch.bfloat16), **given)
-        places = {"resident_layers": resident, "resident_updates": "gpu", "whole": whole}
-        plan = make_plan(found, dataclasses.replace(wish, window=2, **places))
-        prediction = simulate.simulate(found, plan, workload, machine)
-        peaks = prediction.gpu_peak_bytes, prediction.host_peak_bytes
-        assert peaks == (plan.gpu_total_bytes, plan.host_total_bytes)
-
-
 # -- gradients that come twice, late, never, or not finite -----------------------------------------
-@pytest.mark.parametrize("place", ON_GPU)
-def test_two_backwards_before_a_step_add_up_wherever_layers_are_updated(place: str) -> None:
-    with twin(section=on_gpu(place), clipping=0.0, early="all") as both:
-        both.backward(both.on(0))
-        now = both.engine.inspect()
-        assert any(layer.is_updated_early for layer in now.layers) == bool(now.plan.early)
-        both.backward(both.on(1))
-        both.step()
-        both.train(2)
 
 
 def test_a_graph_older_than_the_step_is_refused_as_in_a_plain_loop() -> None:
