@@ -6,7 +6,6 @@ The bits are those of the plain loop over the decoded weights, wherever the pack
 from __future__ import annotations
 
 import functools
-import gc
 import io
 import itertools
 import re
@@ -106,21 +105,6 @@ def test_a_packed_base_has_the_bits_of_its_decoded_weights(
     assert report.host_peak == report.host_planned
     assert report.gpu_peak == report.gpu_planned
     assert report.nvme_peak == report.nvme_planned
-
-
-@pytest.mark.parametrize(
-    ("precision", "name"),
-    [
-        pytest.param(*case, marks=() if case == ("lean", "nf4") else pytest.mark.slow)
-        for case in itertools.product(["fp32", "lean"], FORMATS)
-    ],
-)
-def test_a_packed_base_accumulates_in_other_precisions(name: str, precision: str) -> None:
-    settings = config(
-        accumulation=3, clipping=0.5, precision=precision, section={"window": 1, "frozen": name}
-    )
-    run = train_windowed(llama, steps=STEPS, settings=settings)
-    assert_identical(run, plain("llama", name, precision, accumulation=3))
 
 
 @pytest.mark.parametrize(
@@ -267,43 +251,6 @@ def test_a_state_dict_with_the_same_packed_weights_is_loaded() -> None:
     engine.destroy()
 
 
-def test_a_frozen_adapter_keeps_its_bits() -> None:
-    """A random projection that does not train (FFA-LoRA), or the adapter of a reference."""
-
-    def make() -> tuple[nn.Module, Any]:
-        model, make_batch = llama()
-        for name, parameter in model.named_parameters():
-            if "lora_A" in name:
-                parameter.requires_grad_(False)
-        return model, make_batch
-
-    settings = config(clipping=0.5, precision="bf16", section={"window": 1, "frozen": "nf4"})
-    run = train_windowed(make, steps=2, settings=settings)
-    expected = train_plain(
-        with_decoded_weights(make, "nf4", "bf16"), steps=2, clipping=0.5, precision="bf16"
-    )
-    assert_identical(run, expected)
-    torch.manual_seed(0)
-    before = make()[0].state_dict()
-    for name, value in run.weights.items():
-        if "lora_A" in name:
-            assert torch.equal(value, before[name].bfloat16()), name
-
-
-def test_the_layout_of_a_packed_weight_is_that_of_its_values() -> None:
-    """Asking for it decodes nothing."""
-    engine = engine_of()
-    train(engine, 1)
-    parameters = dict(engine.module.named_parameters())
-    for name, values in expected_weights().items():
-        parameter = parameters[name]
-        before = type(parameter)
-        assert (parameter.stride(), parameter.stride(0)) == (values.stride(), values.stride(0))
-        assert parameter.is_contiguous()
-        assert type(parameter) is before is not nn.Parameter
-    engine.destroy()
-
-
 def test_a_packed_weight_that_is_to_train_now_is_refused() -> None:
     engine = engine_of()
     name = next(iter(expected_weights()))
@@ -348,19 +295,6 @@ def test_a_view_of_a_decoded_weight_that_a_program_keeps_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"view of a packed weight.*still held"):
         train(engine, 1)
     kept.clear()
-    engine.destroy()
-
-
-def test_decoded_weights_are_freed_when_the_layer_computes_again() -> None:
-    """Values that a program has read take memory until then."""
-    engine = engine_of()
-    name = next(iter(expected_weights()))
-    read = engine.module.get_parameter(name).detach()
-    address = read.data_ptr()
-    train(engine, 1)
-    assert engine.module.get_parameter(name).detach().data_ptr() != address
-    del read
-    gc.collect()
     engine.destroy()
 
 

@@ -126,13 +126,6 @@ def test_chunks_over_a_quantised_base_are_those_of_a_plain_loop(kind: str, polic
     assert_identical(trained(kind, section), plain(kind, chunk=1))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", BASES)
-def test_micro_batches_over_a_quantised_base_are_those_of_a_plain_loop(kind: str) -> None:
-    section = {"window": 1, "activations": "keep"}
-    assert_identical(trained(kind, section, accumulation=3), plain(kind, accumulation=3))
-
-
 def test_dora_over_a_4_bit_base_trains_as_in_a_plain_loop() -> None:
     """On a CPU PEFT's DoRA puts `weight.to("cpu")` into the module in each forward. With int8 its
     second forward fails in a plain loop."""
@@ -217,30 +210,6 @@ def test_the_model_is_given_back_whole(kind: str) -> None:
             assert same_bits(value, before[name]), name
     loss_of(model(**token_batch(0))).backward()
     assert any(p.grad is not None for p in model.parameters() if p.requires_grad)
-
-
-@pytest.mark.slow
-def test_every_tensor_of_a_quantised_base_moves_under_its_name() -> None:
-    names: dict[str, set[str]] = {}
-    experts: dict[str, set[str]] = {}
-    for kind in BASES:
-        engine = initialized(plain_model(kind), config(precision="bf16", section={"window": 1}))
-        block = next(layer for layer in engine.inspect().layout.layers if layer.streamed)
-        found = {part.name for part in block.slices}
-        names[kind] = {name.partition("k_proj.")[2] for name in found if "k_proj" in name}
-        experts[kind] = {name.partition("experts.")[2] for name in found if "experts." in name}
-        engine.destroy()
-    bitsandbytes = {"weight", "weight.absmax", "weight.quant_map"}
-    nested = {f"weight.nested_{name}" for name in ("absmax", "quant_map", "offset")}
-    assert names["nf4"] == bitsandbytes
-    assert names["nf4 double"] == names["nf4 in bf16"] == names["fp4"] == bitsandbytes | nested
-    assert names["int8"] == {"weight", "weight.SCB"}
-    assert names["torchao int8"] == {"weight.qdata", "weight.scale", "weight.zero_point"}
-    assert names["torchao float8"] == {"weight.qdata", "weight.scale"}
-    assert names["FP8Linear"] == names["FP8Experts"] == {"weight", "weight_scale_inv"}
-    fused = {"gate_up_proj", "down_proj"}
-    assert experts["FP8Experts"] == fused | {f"{name}_scale_inv" for name in fused}
-    assert experts["FP8Experts grouped"] == experts["FP8Experts"]
 
 
 # -- bytes -----------------------------------------------------------------------------------------
@@ -389,28 +358,6 @@ def test_a_weight_that_is_not_quantised_yet_is_refused_before_training() -> None
     blocks_of(model)[1].self_attn.o_proj = later
     with pytest.raises(ConfigError, match=r'o_proj\.weight" is a Params4bit.*not quantised yet'):
         initialized(model, config(precision="bf16", section={"window": 1}))
-
-
-@pytest.mark.parametrize("kind", ["nf4 double", "FP8Linear"])
-def test_scales_keep_their_dtype_where_weights_are_cast(kind: str) -> None:
-    model = plain_model(kind)
-    scales = {
-        name: tensor.dtype
-        for name, tensor in model.named_parameters()
-        if name.endswith("weight_scale_inv")
-    }
-    engine = initialized(model, config(precision="bf16", section={"window": 1, "dtypes": "cast"}))
-    now = engine.inspect()
-    dtypes = {
-        part.name: now.formats[part.format].dtype
-        for layer in now.layers
-        for part in layer.layout.slices
-    }
-    kept = [dtype for name, dtype in dtypes.items() if "absmax" in name or name in scales]
-    assert kept
-    assert torch.bfloat16 not in kept
-    assert torch.bfloat16 in dtypes.values()
-    engine.destroy()
 
 
 def test_a_second_tensor_of_a_library_over_the_codes_moves_with_them() -> None:
