@@ -263,19 +263,6 @@ def test_what_needs_no_value_does_not_wait() -> None:
     on_time(before and waiting, "the updates were done before anybody asked")
 
 
-def test_a_program_gets_its_parameters_back() -> None:
-    both = Twin("gpt", section=SLOW)
-    kept = list(both.model.parameters())
-    both.train(0)
-    both.engine.destroy()
-    for before, after in zip(kept, both.model.parameters(), strict=True):
-        assert before is after
-        assert type(after) is nn.Parameter
-        assert vars(after) == {}
-    assert "data" not in vars(nn.Parameter)
-    assert_same(both.model, both.plain)
-
-
 def assert_same(ours: nn.Module, plain: nn.Module) -> None:
     pairs = zip(ours.named_parameters(), plain.named_parameters(), strict=True)
     for (name, parameter), (_, expected) in pairs:
@@ -292,19 +279,6 @@ def test_a_part_of_the_model_waits_for_its_own_updates_alone() -> None:
         both.model.state_dict()
         assert all(fence.done for fence in fences)
     on_time(late, "the last update was done before anybody waited for it")
-
-
-def test_a_pass_may_ask_for_parameters_in_its_middle() -> None:
-    with twin("gpt", section=SLOW) as both:
-        seen = []
-        block = max(both.model.modules(), key=lambda module: isinstance(module, nn.ModuleList))
-        handle = block[1].register_forward_pre_hook(
-            lambda *_: seen.append([p.sum() for p in both.model.parameters()])
-        )
-        both.train(0)
-        both.train(1)
-        handle.remove()
-        assert seen
 
 
 def test_torch_is_as_it_was_when_the_last_engine_is_gone() -> None:
@@ -366,45 +340,6 @@ def test_a_program_that_ends_while_a_lane_computes_is_not_aborted(tmp_path: Path
     status, said = run(BUSY, folder=tmp_path)
     assert (status, "terminate" in said) == (0, False), said
     assert "update 0 failed" in said  # nobody else has told of it
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_weights_that_are_loaded_into_a_part_become_its_masters(kind: str, precision: str) -> None:
-    """Those of the other parts keep every bit."""
-    with twin("gpt", section=KINDS[kind], precision=precision) as both:
-        both.train(0)
-        for part in ("blocks.1", "head"):
-            of_plain = both.plain.get_submodule(part)
-            new = {name: 1.5 * value for name, value in of_plain.state_dict().items()}
-            of_plain.load_state_dict(new)
-            both.model.get_submodule(part).load_state_dict(new)
-            for parameter in of_plain.parameters():
-                low = both.adam.state[parameter].get("low")
-                if low is not None:
-                    low.zero_()
-        both.train(1)
-        both.train(2)
-
-
-def test_a_copy_of_the_model_is_of_the_last_step_and_no_engines() -> None:
-    """copy.deepcopy, torch's AveragedModel and torch.save take the hooks along, and what they
-    hold."""
-    with twin("gpt", section=SLOW) as both:
-        both.train(0)
-        saved = io.BytesIO()
-        torch.save(both.engine.module, saved)
-        saved.seek(0)
-        copies = [
-            torch.load(saved, weights_only=False),
-            copy.deepcopy(both.engine.module),
-            AveragedModel(both.engine.module),
-        ]
-        expected = copy.deepcopy(both.plain)
-        both.train(1)
-        for made in copies:
-            assert torch.equal(both.on(9)(made), both.on(9)(expected))
-        both.train(2)
 
 
 # -- torch.compile ---------------------------------------------------------------------------------

@@ -28,33 +28,11 @@ SECTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("section", SECTIONS)
-def test_a_head_that_evaluation_alone_calls_is_new_in_training(section: str) -> None:
-    with twin("fused_loss", section=SECTIONS[section]) as both:
-        for step in range(4):
-            both.train(step)
-            both.engine.eval(), both.plain.eval()
-            with torch.no_grad():
-                assert torch.equal(both.on(9)(both.engine), both.on(9)(both.plain))
-            both.engine.train(), both.plain.train()
-
-
 @contextmanager
 def below_python() -> Iterator[None]:
     """As an extension in C++ reads a tensor: no parameter is asked."""
     with torch._C.DisableTorchFunctionSubclass():
         yield
-
-
-@pytest.mark.parametrize("section", SECTIONS)
-def test_a_head_that_is_read_after_steps_that_called_it_is_new(section: str) -> None:
-    with twin("fused_loss", section=SECTIONS[section]) as both:
-        both.model.fused = both.plain.fused = False
-        for step in range(4):
-            both.train(step)
-        both.model.fused = both.plain.fused = True
-        for step in range(4, 8):
-            both.train(step)
 
 
 def test_a_head_that_is_read_below_python_is_refused_once() -> None:
@@ -248,14 +226,3 @@ def test_a_graph_whose_weights_were_written_since_is_refused(activations: str, w
     with pytest.raises(ConfigError, match=r"written since"):
         both.engine.backward(loss)
     both.engine.destroy()
-
-
-@pytest.mark.parametrize("activations", ["keep", "offload", "recompute"])
-def test_a_graph_that_was_dropped_forbids_no_write(activations: str) -> None:
-    with twin("gpt", section={"window": 1, "activations": activations}) as both:
-        for step in range(3):
-            both.on(9)(both.engine), both.on(9)(both.plain)
-            with torch.no_grad():
-                for model in (both.model, both.plain):
-                    model.blocks[1].mlp.up.weight.mul_(0.5)
-            both.train(step)

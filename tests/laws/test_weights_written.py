@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed.utils import safe_get_full_fp32_param
 from torch import nn
 
 import stronghold
@@ -19,7 +18,7 @@ from stronghold.errors import ConfigError
 from tests.models import MODELS
 from tests.support.pairs import pairs
 from tests.support.training import config, initialized
-from tests.support.twin import Twin, failing_once, twin
+from tests.support.twin import Twin, twin
 
 SLOW = {"emulated": {"update_gbps": 0.05}}  # else a write finds nothing under way
 SECTIONS: dict[str, dict[str, Any]] = {
@@ -34,12 +33,6 @@ SECTIONS: dict[str, dict[str, Any]] = {
 def clamp(model: nn.Module) -> None:
     for parameter in model.parameters():
         parameter.clamp_(-0.05, 0.05)
-
-
-@torch.no_grad()
-def halve_in_place(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        parameter.mul_(0.5)
 
 
 @torch.no_grad()
@@ -129,75 +122,6 @@ def test_what_is_written_in_place_is_used_and_trained(
                 write(both.plain)
         same_outputs(both)
         KEPT.clear()
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("through", ["data", "no_grad"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("section", SECTIONS)
-def test_weights_may_be_exchanged_for_an_evaluation(
-    section: str, precision: str, through: str
-) -> None:
-    """As moving averages are: masters and training are what they would have been without."""
-
-    def write(parameter: nn.Parameter, values: torch.Tensor) -> None:
-        with torch.no_grad():
-            (parameter.data if through == "data" else parameter).copy_(values)
-
-    def exchanged(both: Twin, model: nn.Module) -> torch.Tensor:
-        own = [parameter.detach().clone() for parameter in model.parameters()]
-        for parameter in model.parameters():
-            write(parameter, 0.9 * parameter.detach())
-        with torch.no_grad():
-            loss = both.on(9)(model)
-        for parameter, values in zip(model.parameters(), own, strict=True):
-            write(parameter, values)
-        return loss
-
-    with twin(section=SECTIONS[section], precision=precision) as both:
-        for step in range(3):
-            both.train(step)
-            assert torch.equal(exchanged(both, both.model), exchanged(both, both.plain))
-
-
-@pytest.mark.parametrize("precision", ["bf16", "lean"])
-@pytest.mark.parametrize("section", SECTIONS)
-def test_weights_that_are_pruned_are_zeros_and_so_are_their_masters(
-    section: str, precision: str
-) -> None:
-    """What was below a weight's bits is added to it, but to a zero: that would be a NaN."""
-    both = Twin(section=SECTIONS[section], precision=precision)
-    for step in range(2):
-        both.train(step)
-    weight = both.model.blocks[1].mlp.up.weight
-    with torch.no_grad():
-        weight.mul_(weight > 0)  # zeros of both signs
-    pruned = weight == 0
-    assert pruned.any()
-    assert (safe_get_full_fp32_param(weight)[pruned].abs() < 1e-38).all()
-    both.engine.backward(both.on(2)(both.engine))
-    both.engine.step()
-    assert all(value.isfinite().all() for value in both.engine.module_state_dict().values())
-    both.engine.destroy()
-
-
-@pytest.mark.parametrize("section", SECTIONS)
-def test_what_is_written_is_saved_and_leaves_the_device(section: str, tmp_path: Path) -> None:
-    """Also where parameters point at the device, in which no step has looked yet."""
-    with twin(section=SECTIONS[section]) as both:
-        both.train(0)
-        for model in (both.model, both.plain):
-            clamp(model)
-        both.engine.save_checkpoint(tmp_path)
-        with torch.no_grad():
-            for parameter in both.model.parameters():
-                parameter.zero_()
-        both.engine.load_checkpoint(tmp_path)
-        both.check()
-        for model in (both.model, both.plain):
-            halve_in_place(model)
-        both.engine.offload_states()
-        both.engine.reload_states()
 
 
 def test_what_is_written_last_is_in_the_model_that_is_given_back() -> None:
@@ -309,18 +233,6 @@ def test_a_buffer_that_is_new_is_saved(tmp_path: Path) -> None:
     both.engine.load_checkpoint(tmp_path)
     assert torch.equal(both.model.blocks[1].extra, torch.full((3,), 7.0))
     both.engine.destroy()
-
-
-@pytest.mark.parametrize("section", SECTIONS)
-def test_what_is_written_after_a_backward_that_failed_counts(section: str) -> None:
-    with twin(section=SECTIONS[section]) as both:
-        both.train(0)
-        with failing_once(both.model.norm, "backward"), pytest.raises(torch.OutOfMemoryError):
-            both.engine.backward(both.on(9)(both.engine))
-        for model in (both.model, both.plain):
-            halve_in_place(model)
-        same_outputs(both)
-        both.train(1)
 
 
 def test_what_the_graph_keeps_of_a_resident_layer_is_no_write(
