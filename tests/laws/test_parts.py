@@ -1,5 +1,7 @@
-"""Blocks that are called twice: the second call alone uses one of their parameters, or trains them,
-and other layers need the gradient slot in between."""
+"""Gradients that come in parts, by reentrant checkpoints around blocks and inside of them.
+
+All of them are in the step, and none of them is too late.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,8 @@ class Block(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.last = nn.Parameter(torch.full((WIDTH,), 0.5))
 
-    def forward(self, x: torch.Tensor, last: bool) -> torch.Tensor:
-        x = x + torch.tanh(self.linear(x))
-        return x * self.last if last else x
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x + torch.tanh(self.linear(x))) * self.last
 
 
 class Model(nn.Module):
@@ -40,75 +41,16 @@ class Model(nn.Module):
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)  # so that each block has a backward
         self.blocks = nn.ModuleList(block() for _ in range(6))
-        for one in self.blocks if block is Shared else ():
-            one.shared = self.first
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for last in (False, True):
-            for block in self.blocks:
-                x = block(x, last)
-        return x.square().mean()
-
-
-class Once(Model):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
         for block in self.blocks:
-            x = block(x, True)
+            x = block(x)
         return x.square().mean()
 
 
-class Half(Block):
-    """Only its last call is trained, and is the first in backward."""
-
-    def forward(self, x: torch.Tensor, last: bool) -> torch.Tensor:
-        if last:
-            return super().forward(x, last)
-        weight, bias = self.linear.weight.detach(), self.linear.bias.detach()
-        return x + torch.tanh(nn.functional.linear(x, weight, bias))
-
-
-class Shared(Block):
-    """Calls a module of all blocks, which has no block, before it reads its own weights."""
-
-    def forward(self, x: torch.Tensor, last: bool) -> torch.Tensor:
-        return super().forward(self.shared(x), last)
-
-
-class Checkpointed(Block):
-    """Each call has a backward of its own inside of the backward."""
-
-    def forward(self, x: torch.Tensor, last: bool) -> torch.Tensor:
-        return checkpoint(super().forward, x, True, use_reentrant=True)
-
-
-def factory(block: type[Block] = Block) -> Any:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = Model(block)
-
-    def batch(number: int) -> dict[str, torch.Tensor]:
-        generator = torch.Generator().manual_seed(number)
-        return {"x": torch.randn(2, WIDTH, generator=generator)}
-
-    return model, batch
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("activations", ["keep", "recompute"])
-@pytest.mark.parametrize("clipping", [0.0, 0.5])
-@pytest.mark.parametrize("block", [Block, Half, Shared, Checkpointed])
-def test_parts_are_updated_once_when_backward_has_ended(
-    block: type[Block], clipping: float, activations: str
-) -> None:
-    """Neither in the middle of backward, which needs the weights once more, nor for each part."""
-    section = {"window": 1, "activations": activations, "emulated": {"jitter_s": 3e-4}}
-    settings = config(clipping=clipping, section=section)
-    run = train_windowed(partial(factory, block), steps=3, settings=settings)
-    expected = train_plain(partial(factory, block), steps=3, clipping=clipping)
-    assert_identical(run, expected)
-    assert run.norms == expected.norms
+def batch(number: int) -> dict[str, torch.Tensor]:
+    return {"x": torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(number))}
 
 
 class CheckpointedFromOutside(Model):
@@ -126,7 +68,7 @@ class CheckpointedFromOutside(Model):
             if self.keeps:
                 x.register_hook(self.keep)
             for block in self.blocks:
-                x = checkpoint(block, x, True, use_reentrant=True)
+                x = checkpoint(block, x, use_reentrant=True)
         return x.square().mean()
 
     def keep(self, _: torch.Tensor) -> None:
@@ -137,7 +79,7 @@ class CheckpointedFromOutside(Model):
 def model_of(model: Any) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return model(), factory()[1]
+        return model(), batch
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -153,39 +95,25 @@ def test_blocks_that_are_checkpointed_from_outside_hand_over_each_call_by_itself
     assert_identical(run, expected)
 
 
-@pytest.mark.parametrize("place", [{"window": 1}, {"window": 1, "resident_layers": 2}], ids=str)
-def test_calls_are_known_in_each_of_two_backwards(place: dict[str, Any]) -> None:
-    """Checkpoints inside of blocks: a resident's gradients come together without them."""
-    model, batch = model_of(partial(Model, Checkpointed))
-    plain = copy.deepcopy(model)
-    settings = config(accumulation=3, section={**place, "activations": "offload"})
-    engine: Any = initialized(model, settings)
-    sums = [torch.zeros_like(p) for p in plain.parameters()]
-    for _ in range(2):
-        for each, backward in ((plain, lambda x: (x / 3).backward()), (engine, engine.backward)):
-            for loss in [each(**batch(number)) for number in range(2)]:
-                backward(loss)
-                for p, total in zip(plain.parameters(), sums, strict=True):
-                    total += 0.0 if p.grad is None else p.grad
-                    p.grad = None
-        engine.step()
-    for p, total in zip(model.parameters(), sums, strict=True):
-        assert torch.equal(safe_get_full_grad(p), total)
-    engine.destroy()
+class Checkpointed(Block):
+    """Each call has a backward of its own inside of the backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, x, use_reentrant=True)
 
 
 class Twice(Model):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
         for block in self.blocks:
-            x = block(block(x, True), True)
+            x = block(block(x))
         return x.square().mean()
 
 
 @pytest.mark.parametrize("window", [1, 64])
 def test_parts_of_a_further_backward_are_added_one_by_one(window: int) -> None:
     """As autograd does, also where they come together in a slot."""
-    model, batch = model_of(partial(Twice, Checkpointed))
+    model, _ = model_of(partial(Twice, Checkpointed))
     plain = copy.deepcopy(model)
     engine: Any = initialized(model, config(clipping=0.5, section={"window": window}))
     for each, backward in ((plain, torch.Tensor.backward), (engine, engine.backward)):
@@ -199,9 +127,9 @@ def test_parts_of_a_further_backward_are_added_one_by_one(window: int) -> None:
 class CheckpointedInside(Block):
     """One call, of which nothing tells that it hands over its gradients twice."""
 
-    def forward(self, x: torch.Tensor, last: bool) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         for _ in range(2):
-            x = checkpoint(super().forward, x, True, use_reentrant=True)
+            x = checkpoint(super().forward, x, use_reentrant=True)
         return x
 
 
@@ -217,7 +145,7 @@ class CheckpointedBefore(Model):
 
 
 @pytest.mark.parametrize("jitter_s", [0.0, 0.0003])
-@pytest.mark.parametrize("make", [partial(Once, CheckpointedInside), CheckpointedBefore])
+@pytest.mark.parametrize("make", [partial(Model, CheckpointedInside), CheckpointedBefore])
 def test_a_gradient_that_comes_after_its_early_update_is_in_the_step(
     make: Any, jitter_s: float
 ) -> None:
@@ -230,16 +158,6 @@ def test_a_gradient_that_comes_after_its_early_update_is_in_the_step(
     assert run.norms == expected.norms
 
 
-@pytest.mark.xfail(strict=True, reason="the parts of one backward are summed up one by one")
-@pytest.mark.parametrize("make", [partial(Once, CheckpointedInside), CheckpointedBefore])
-def test_a_further_gradient_is_added_to_the_first_before_both_are_summed_up(make: Any) -> None:
-    """What a call hands over in two parts is one gradient of its micro-batch."""
-    factory_of_it = partial(model_of, make)
-    settings = config(clipping=0.5, accumulation=2, section={"window": 1})
-    run = train_windowed(factory_of_it, steps=3, settings=settings)
-    assert_identical(run, train_plain(factory_of_it, steps=3, clipping=0.5, accumulation=2))
-
-
 class TwoInside(Block):
     """Two backwards inside of the backward. What `kept` has of the block is dropped between
     them."""
@@ -247,16 +165,16 @@ class TwoInside(Block):
     kept: dict[int, torch.Tensor]
     number: int
 
-    def forward(self, x: torch.Tensor, last: bool) -> torch.Tensor:
-        middle = checkpoint(super().forward, x, True, use_reentrant=True)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        middle = checkpoint(super().forward, x, use_reentrant=True)
         middle.register_hook(self.drop)
-        return checkpoint(super().forward, middle, True, use_reentrant=True)
+        return checkpoint(super().forward, middle, use_reentrant=True)
 
     def drop(self, _: torch.Tensor) -> None:
         self.kept.pop(self.number, None)
 
 
-class AliasedForAWhile(Once):
+class AliasedForAWhile(Model):
     """An alias of each block's weights lives until the second half of the block's backward."""
 
     def __init__(self) -> None:
@@ -272,22 +190,16 @@ class AliasedForAWhile(Once):
         return loss
 
 
-def aliased_for_a_while() -> Any:
-    _, batch = factory()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return AliasedForAWhile(), batch
-
-
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 @pytest.mark.parametrize("clipping", [0.0, 0.5])
 def test_no_gradient_is_lost_when_an_alias_goes_in_the_middle_of_backward(
     clipping: float, activations: str
 ) -> None:
     """The gradients before wait for the end of backward, and so do those that follow."""
+    factory = partial(model_of, AliasedForAWhile)
     section = {"window": 1, "activations": activations, "early_layers": "all"}
     settings = config(clipping=clipping, section=section)
-    run = train_windowed(aliased_for_a_while, steps=3, settings=settings)
-    expected = train_plain(aliased_for_a_while, steps=3, clipping=clipping)
+    run = train_windowed(factory, steps=3, settings=settings)
+    expected = train_plain(factory, steps=3, clipping=clipping)
     assert_identical(run, expected)
     assert run.norms == expected.norms
