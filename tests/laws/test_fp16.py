@@ -12,15 +12,9 @@ from deepspeed.runtime.precision_config import DeepSpeedFP16Config
 
 import stronghold
 from stronghold.errors import ConfigError
-from stronghold.streaming.optimizer import make_scaler, restore_scaler, scaler_state
+from stronghold.streaming.optimizer import make_scaler, scaler_state
 from tests.models import MODELS
-from tests.support.training import (
-    assert_identical,
-    config,
-    initialized,
-    train_plain,
-    train_windowed,
-)
+from tests.support.training import config, initialized
 
 OVERFLOWS = [0, 1, 0, 0, 0, 1, 1, 0, 1, 1, 1, 0, 0, 0, 0, 0, 0, 1, 0, 0, 1, 1, 1, 1, 1, 0, 0, 0]
 
@@ -32,44 +26,6 @@ def fp16(**section: Any) -> dict[str, Any]:
 def settings(*, accumulation: int, clipping: float, section: Any, **window: Any) -> dict[str, Any]:
     made = config(accumulation=accumulation, clipping=clipping, section=window)
     return {**made, **fp16(**section)}
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("clipping", [0.0, 0.1])
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize(
-    "section",
-    [{"loss_scale": 100}, {"initial_scale_power": 30, "loss_scale_window": 2}],
-    ids=["no power of two", "dynamic"],
-)
-def test_fp16_training_equals_the_plain_loop(
-    section: dict[str, Any], accumulation: int, clipping: float
-) -> None:
-    steps = 24 if "initial_scale_power" in section else 3
-    scaler = make_scaler(DeepSpeedFP16Config(enabled=True, **section), 0)
-    scales: list[float] = []
-    run = train_windowed(
-        MODELS["gpt"],
-        steps=steps,
-        settings=settings(accumulation=accumulation, clipping=clipping, section=section, window=1),
-        inspect=lambda engine: scales.append(engine.optimizer.cur_scale),
-    )
-    assert_identical(
-        run,
-        plain := train_plain(
-            MODELS["gpt"],
-            steps=steps,
-            accumulation=accumulation,
-            clipping=clipping,
-            precision="fp16",
-            scaler=scaler,
-        ),
-    )
-    assert run.norms == plain.norms
-    assert scales == [scaler.cur_scale]
-    if scaler.dynamic:  # the test saw overflows, and steps that were applied
-        assert 0 < len(run.norms) < steps
-        assert scaler.cur_scale < 2**30
 
 
 def test_an_overflow_skips_the_step_the_schedule_and_halves_the_scale() -> None:
@@ -159,19 +115,3 @@ def test_at_the_smallest_scale_zero_raises_and_stage_0_goes_on() -> None:
     for _ in range(3):
         scaler.update_scale(True)
     assert scaler.cur_scale == 1
-
-
-def test_a_scaler_goes_on_where_its_state_was_taken() -> None:
-    section = DeepSpeedFP16Config(enabled=True, initial_scale_power=8, loss_scale_window=3)
-    first = make_scaler(section, 1)
-    for overflow in OVERFLOWS[:9]:
-        first.update_scale(bool(overflow))
-    second = make_scaler(section, 1)
-    restore_scaler(second, scaler_state(first))
-    for overflow in OVERFLOWS[9:20]:
-        first.update_scale(bool(overflow))
-        second.update_scale(bool(overflow))
-        assert scaler_state(first) == scaler_state(second)
-    fixed = make_scaler(DeepSpeedFP16Config(enabled=True, loss_scale=64), 1)
-    restore_scaler(fixed, scaler_state(first))
-    assert fixed.cur_scale == 64

@@ -18,9 +18,7 @@ from tests.support.training import ADAM, config
 from tests.support.twin import Twin, twin
 
 SCHEDULES: dict[str, dict[str, Any]] = {
-    "WarmupLR": {"warmup_min_lr": 1e-4, "warmup_max_lr": 1e-2, "warmup_num_steps": 4},
     "WarmupDecayLR": {"total_num_steps": 6, "warmup_max_lr": 1e-2, "warmup_num_steps": 2},
-    "WarmupCosineLR": {"total_num_steps": 6, "warmup_num_steps": 2},
     "OneCycle": {
         "cycle_min_lr": 1e-3,
         "cycle_max_lr": 1e-2,
@@ -28,13 +26,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
         "cycle_min_mom": 0.8,
         "cycle_max_mom": 0.95,
     },
-    "LRRangeTest": {
-        "lr_range_test_min_lr": 1e-3,
-        "lr_range_test_step_size": 1,
-        "lr_range_test_step_rate": 0.5,
-    },
     "StepLR": {"step_size": 1, "gamma": 0.5},
-    "CosineAnnealingLR": {"T_max": 5},
 }
 
 
@@ -109,17 +101,6 @@ def test_a_schedule_that_the_program_steps_itself_is_followed() -> None:
         assert both.engine.get_lr() == [1e-2 * 0.5**4]
 
 
-@pytest.mark.parametrize("clipping", [0.0, 0.5])
-def test_a_rate_that_is_written_is_used_at_the_next_step(clipping: float) -> None:
-    with twin(clipping=clipping) as both:
-        for step, rate in enumerate([1e-2, 1e-4, 0.0, 3e-2]):
-            for optimizer in (both.engine.optimizer, both.shown):
-                optimizer.param_groups[0]["lr"] = rate
-                optimizer.param_groups[0]["weight_decay"] = rate * 7
-                optimizer.param_groups[0]["betas"] = (0.5, 0.9 + rate)
-            both.train(step)
-
-
 @pytest.mark.parametrize("section", [{}, {"resident_layers": 1, "resident_updates": "gpu"}])
 @pytest.mark.parametrize("updates", [{"clipping": 0.5}, {"clipping": 0.0, "early": "all"}])
 def test_a_rate_that_is_written_after_backward_is_this_steps(section: Any, updates: Any) -> None:
@@ -132,20 +113,6 @@ def test_a_rate_that_is_written_after_backward_is_this_steps(section: Any, updat
             optimizer.param_groups[0]["lr"] = 5e-4
         both.step()
         both.train(2)
-
-
-@pytest.mark.parametrize("section", [{}, {"resident_layers": 1}])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_parameter_groups_mean_what_they_meant(precision: str, section: dict[str, Any]) -> None:
-    model, _ = MODELS["gpt"]()
-    both = Twin(
-        of=model, model_parameters=decayed_groups(model), precision=precision, section=section
-    )
-    both.restart_plain(decayed_groups(both.plain))
-    assert [group["weight_decay"] for group in both.engine.optimizer.param_groups] == [0.2, 0, 0.1]
-    train_with(both, None, steps=4)
-    both.check()
-    both.engine.destroy()
 
 
 CLIENTS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -197,34 +164,6 @@ def test_l2_decay_of_adam_is_no_decoupled_decay() -> None:
         # Five steps of 1e-3 each; a decoupled decay would differ by 5 x 1e-3 x 0.5 of the weight.
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)
     engine.destroy()
-
-
-def test_frozen_parameters_in_the_clients_optimizer_hold_no_gradient_back() -> None:
-    model, make_batch = MODELS["gpt"]()
-    for block in model.blocks:
-        block.mlp.up.weight.requires_grad_(False)
-    frozen = model.blocks[0].mlp.up.weight.clone()
-    engine, *_ = stronghold.initialize(
-        model=model, config=config(), optimizer=torch.optim.AdamW(model.parameters())
-    )
-    for state in engine.inspect().layers:
-        trained = {k for k, part in enumerate(state.layout.slices) if part.trainable}
-        assert state.trained == trained
-    engine.backward(loss_of(engine(**make_batch(0))))
-    engine.step()
-    engine.synchronize()
-    assert torch.equal(model.blocks[0].mlp.up.weight, frozen)
-    engine.destroy()
-
-
-@pytest.mark.parametrize("whole", [False, True])
-def test_a_parameter_may_be_frozen_between_steps_and_thawed_again(whole: bool) -> None:
-    with twin(section={"resident_layers": "all"} if whole else {}) as both:
-        for step in range(5):
-            for model in (both.model, both.plain):
-                model.blocks[1].requires_grad_(step % 2 == 0)
-                model.head.requires_grad_(step % 3 != 1)
-            both.train(step)
 
 
 @pytest.mark.parametrize("section", [{}, {"resident_layers": "all", "resident_updates": "gpu"}])
