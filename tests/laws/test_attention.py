@@ -1,10 +1,9 @@
 """The level `attention`: what attention's kernels gave is kept, so that none of its products is
-computed twice, and no bit differs from a block that is computed again whole, or kept.
+computed twice. `test_bits` shows that no bit differs.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -16,25 +15,16 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from stronghold.model.gpu_operators import MORE_FLOPS
-from stronghold.streaming.activations import attention
 from stronghold.streaming.patches.attention import intercepted
 from stronghold.streaming.patches.replacements import Replacements
 from tests.models import loss_of
-from tests.support.training import (
-    Run,
-    assert_identical,
-    config,
-    initialized,
-    train_plain,
-    train_windowed,
-)
+from tests.support.training import config, initialized
 
 KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 LAYERS, BATCH, SEQ = 3, 4, 16
-LEVELS = ["attention", "attention_offload", "recompute_offload"]
 
 
-def gpt2(attention_dropout: float = 0.0) -> tuple[nn.Module, Callable[[int], dict[str, Any]]]:
+def gpt2() -> tuple[nn.Module, Callable[[int], dict[str, Any]]]:
     """Dropout stands before and after attention, whose fused kernel on the CPU has none."""
     shape = GPT2Config(
         n_embd=32,
@@ -44,7 +34,7 @@ def gpt2(attention_dropout: float = 0.0) -> tuple[nn.Module, Callable[[int], dic
         n_positions=SEQ,
         resid_pdrop=0.2,
         embd_pdrop=0.2,
-        attn_pdrop=attention_dropout,
+        attn_pdrop=0.0,
         use_cache=False,
     )
 
@@ -57,30 +47,6 @@ def gpt2(attention_dropout: float = 0.0) -> tuple[nn.Module, Callable[[int], dic
     return GPT2LMHeadModel(shape).train(), make_batch
 
 
-@pytest.fixture(autouse=True)
-def everything_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stronghold.streaming.activations.offload.MIN_OFFLOAD_BYTES", 1)
-
-
-def trained(section: dict[str, Any], precision: str = "fp32") -> Run:
-    return train_windowed(
-        gpt2, steps=3, settings=config(precision=precision, section={"window": 1, **section})
-    )
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("level", LEVELS)
-def test_no_level_changes_a_bit(level: str, precision: str) -> None:
-    expected = train_plain(gpt2, steps=3, precision=precision)
-    assert_identical(trained({"activations": level}, precision), expected)
-
-
-def test_levels_are_mixed_and_chunked_without_changing_a_bit() -> None:
-    expected = trained({"activations": "keep", "chunk": 1})
-    mixed = {"attention_offload": 1, "recompute_offload": 1, "attention": 1}
-    assert_identical(trained({"activations": mixed, "chunk": 1}), expected)
-
-
 def counted(query: torch.Size, key: torch.Size, value: torch.Size, *_: Any, **__: Any) -> int:
     """Of the CPU's kernel, which torch's counter does not know."""
     return int(sdpa_flop_count(query, key, value))
@@ -89,7 +55,7 @@ def counted(query: torch.Size, key: torch.Size, value: torch.Size, *_: Any, **__
 @pytest.mark.parametrize("chunk", [None, 1])
 def test_none_of_attentions_products_is_computed_twice(chunk: int | None) -> None:
     flops = {}
-    for level in ("keep", "recompute", *LEVELS[:2]):
+    for level in ("keep", "recompute", "attention", "attention_offload"):
         section = {"window": 1, "activations": level, **({"chunk": chunk} if chunk else {})}
         model, make_batch = gpt2()
         engine = initialized(model, config(section=section))
@@ -102,19 +68,6 @@ def test_none_of_attentions_products_is_computed_twice(chunk: int | None) -> Non
     once = LAYERS * sdpa_flop_count(*[torch.Size((BATCH, 2, SEQ, 16))] * 3)
     assert flops["keep"] == flops["attention"] == flops["attention_offload"] == once
     assert flops["recompute"] == 2 * once
-
-
-def test_attention_that_no_kernel_computes_is_computed_again_and_said_once(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logging.getLogger("stronghold"), "propagate", True)
-    attention.say_not_kept.cache_clear()
-    settings = config(section={"window": 1, "activations": "attention"})
-    run = train_windowed(lambda: gpt2(0.2), steps=3, settings=settings)
-    assert_identical(run, train_plain(lambda: gpt2(0.2), steps=3))
-    said = [record.message for record in caplog.records if "fused kernel" in record.message]
-    assert len(said) == 1
-    assert said[0].startswith("GPT2Block")
 
 
 def test_a_function_that_stands_before_ours_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,15 +120,6 @@ def test_logits_of_a_gib_in_fp32_are_in_parts_without_being_asked(
     assert_identical(run, train_plain(in_parts("odd_llama", 5), steps=3))
 
 
-@pytest.mark.parametrize("loss_chunk", [None, 0])
-def test_small_logits_and_those_that_are_switched_off_are_plain_to_the_bit(
-    loss_chunk: int | None,
-) -> None:
-    section = {} if loss_chunk is None else {"loss_chunk": loss_chunk}
-    run = train_windowed(MODELS["odd_llama"], steps=3, settings=config(section=section))
-    assert_identical(run, train_plain(MODELS["odd_llama"], steps=3))
-
-
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="Liger's are GPU kernels")
 @pytest.mark.parametrize("tied", [False, True])
 def test_ligers_fused_loss_lives_beside_ours(tied: bool, caplog: pytest.LogCaptureFixture) -> None:

@@ -11,11 +11,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-import stronghold
 from tests.models import HUGGING_FACE, MODELS, PLAIN, loss_of
 from tests.models.families import llama_of
 from tests.support.children import run
-from tests.support.places import on_gpu
 from tests.support.training import config, initialized, train
 
 STEPS = 3
@@ -100,24 +98,6 @@ def test_weights_cross_at_most_twice_and_gradients_once(window: int, accumulatio
     )
     moved = after.offloaded_bytes - before.offloaded_bytes
     assert moved == steps * accumulation * (gradients - 4 * padding)
-    engine.destroy()
-
-
-@pytest.mark.parametrize("section", [{"window": 2}, on_gpu("whole")], ids=["streamed", "whole"])
-def test_a_forward_only_engine_costs_the_weights_alone(section: dict[str, Any]) -> None:
-    model, make_batch = MODELS["gpt"]()
-    settings = config(precision="bf16", section=section)
-    del settings["optimizer"]
-    engine, optimizer, _, _ = stronghold.initialize(model=model, config=settings)
-    with torch.no_grad():
-        loss_of(engine(**make_batch(0)))
-    assert optimizer is None
-    layout = engine.inspect().layout
-    weights = sum(layer.numel for layer in layout.layers) * 2
-    report, whole = engine.memory_report(), engine.plan.whole
-    assert report.host_peak == report.host_planned == weights * (not whole)
-    assert report.gpu_peak == report.gpu_planned
-    assert report.gpu_peak == weights or not whole
     engine.destroy()
 
 
