@@ -148,8 +148,9 @@ def test_an_interrupt_while_a_block_runs_again_leaves_it_as_it_was() -> None:
         device.close()
 
 
-def test_an_interrupt_while_a_chunk_runs_leaves_the_block_its_parameters() -> None:
-    """At each bytecode of what gives a block views of its parameters, and takes them away."""
+@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
+def test_an_interrupt_while_a_chunk_runs_leaves_the_block_its_parameters(stride: int) -> None:
+    """At bytecodes of what gives a block views of its parameters, and takes them away."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)))
     engine = initialized(model, config(section={"chunk": 1, "window": 1, "layers": ["0", "1"]}))
@@ -157,7 +158,7 @@ def test_an_interrupt_while_a_chunk_runs_leaves_the_block_its_parameters() -> No
     work = lambda: engine(x)  # noqa: E731
     expected = work()
     count = at_bytecode(work, 0, within=within)
-    for number in range(1, count + 1):
+    for number in range(1, count + 1, stride):
         with pytest.raises(Stopped):
             at_bytecode(work, number, within=within)
         kinds = [type(p) for part in model.modules() for p in part.parameters(recurse=False)]
@@ -176,10 +177,12 @@ def arrays_of(engine: Any) -> dict[str, Tensor]:
     return without_chance(snapshot(engine))
 
 
+# Primes: each instruction of a loop has its turn.
+@pytest.mark.parametrize("stride", [41, pytest.param(13, marks=pytest.mark.slow)])
 def test_an_interrupt_between_early_update_and_commit_leaves_one_step_or_says_so(
-    tmp_path: Path,
+    stride: int, tmp_path: Path
 ) -> None:
-    """At each bytecode that starts, takes back and commits early updates. The arrays are those of
+    """At bytecodes that starts, takes back and commits early updates. The arrays are those of
     before the step, or the engine asks for a load, which heals it."""
     section = {"window": 2, "early_layers": "all"}
     with session(clipping=1e4, section=section) as engine:
@@ -195,8 +198,7 @@ def test_an_interrupt_between_early_update_and_commit_leaves_one_step_or_says_so
         assert count > 100
         resume(engine, tmp_path)
         num_torn = num_stopped = 0
-        # a prime: each instruction of a loop has its turn
-        for number in range(1, count + 1, 13):
+        for number in range(1, count + 1, stride):
             try:
                 at_bytecode(work, number, within=within)
             except Stopped:
@@ -212,5 +214,5 @@ def test_an_interrupt_between_early_update_and_commit_leaves_one_step_or_says_so
             resume(engine, tmp_path)
             assert_same(snapshot(engine), before)
         assert 0 < num_torn < num_stopped
-        assert num_stopped > count // 13 // 2
+        assert num_stopped > count // stride // 2
         assert all(map(torch.equal, train_steps(engine, 1), expected))

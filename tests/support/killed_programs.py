@@ -18,7 +18,7 @@ from tests.support.rank_models import engine_of, rank
 from tests.support.training import config
 
 MOMENTS = ("start", "forward", "backward", "step", "save")
-TIMEOUT_S = 5.0
+TIMEOUT_S = 2.0
 
 
 def die(folder: Path, *_: Any, **__: Any) -> None:
