@@ -128,10 +128,12 @@ def write_model(shape: Any, out: Path) -> None:
 
 
 def in_a_process(measure: Callable[..., dict[str, int]], work: Path, *sizes: int) -> dict[str, int]:
+    """What `measure` returns in a process of its own. Tests are no package where pytest reads them:
+    there a file's module has the file's name alone."""
+    file = measure.__module__.rpartition(".")[2]
     code = (
-        "import json, sys, pathlib; from tests.laws import test_checkpoint_memory as here; "
-        f"found = here.{measure.__name__}(pathlib.Path(sys.argv[1]), *map(int, sys.argv[2:])); "
-        "print(json.dumps(found))"
+        f"import json, sys, pathlib; from tests.laws.{file} import {measure.__name__} as found; "
+        "print(json.dumps(found(pathlib.Path(sys.argv[1]), *map(int, sys.argv[2:]))))"
     )
     root = Path(__file__).resolve().parents[2]
     # One arena: memory that other threads freed would otherwise count as grown.

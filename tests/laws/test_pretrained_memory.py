@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.laws.test_checkpoint_memory import grown
+from tests.laws.test_checkpoint_memory import grown, in_a_process
 
 SETTINGS = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 
@@ -114,22 +111,7 @@ def measure(work: Path) -> dict[str, int]:
 
 @pytest.mark.slow
 def test_several_hundred_megabytes_are_taken_over_within_one_layer(tmp_path: Path) -> None:
-    code = (
-        "import json, sys, pathlib; from tests.laws.test_pretrained_memory import measure; "
-        "print(json.dumps(measure(pathlib.Path(sys.argv[1]))))"
-    )
-    # One arena: memory that other threads freed would otherwise count as grown.
-    environment = {**os.environ, "MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)],
-        cwd=Path(__file__).resolve().parents[2],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    measured: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+    measured = in_a_process(measure, tmp_path)
     print({what: f"{size / 2**20:.1f} MiB" for what, size in measured.items()})
     assert measured["weights"] > 2e8
     assert measured["own"] < measured["layer"], measured
