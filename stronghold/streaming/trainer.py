@@ -180,6 +180,11 @@ class Runtime:
     def _start_again(self) -> None:
         """Empty all slots, drop all gradients, rest all parameters ([Note: interrupts])."""
         self._device.finish()
+        if self._team.writable:
+            # A write into a slot of the layer's own is in no array yet.
+            for layer in self._unseen:
+                if layer in self._plan.resident:
+                    self._adopt_edited(layer)
         self.executor.start_again()
 
     def begin_backward(self, *, boundary: bool) -> None:
@@ -373,17 +378,24 @@ class Runtime:
         # A write through an alias changes no version of the parameter.
         silent = self._plan.resident if through_aliases and self._team.writable else ()
         for layer in self._unseen:
-            versions = self.versions_of(layer)
-            state = self._host.layers[layer]
-            if state.views.saved_versions is None:
-                state.views.saved_versions = versions
-            if versions != state.views.saved_versions:
-                if self._hooks is not None:  # else the model is given back
-                    self._team.refuse_write(state)
-                state.views.saved_versions = versions
+            if self._adopt_edited(layer):
+                continue
+            if layer in silent and self.executor.aliased((layer,)):
                 self._save(layer)
-            elif layer in silent and self.executor.aliased((layer,)):
-                self._save(layer)
+
+    def _adopt_edited(self, layer: int) -> bool:
+        """Bring the layer's values into its arrays, if a version has changed. True if so."""
+        versions = self.versions_of(layer)
+        state = self._host.layers[layer]
+        if state.views.saved_versions is None:
+            state.views.saved_versions = versions
+        if versions == state.views.saved_versions:
+            return False
+        if self._hooks is not None:  # else the model is given back
+            self._team.refuse_write(state)
+        state.views.saved_versions = versions
+        self._save(layer)
+        return True
 
     def versions_of(self, layer: int) -> list[int]:
         """Version of each parameter: torch counts writes in place."""

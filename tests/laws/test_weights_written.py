@@ -124,6 +124,30 @@ def test_what_is_written_in_place_is_used_and_trained(
         KEPT.clear()
 
 
+@pytest.mark.parametrize("hook", ["register_forward_hook", "register_full_backward_hook"])
+@pytest.mark.parametrize("raised", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("section", SECTIONS)
+def test_what_is_written_before_a_pass_that_does_not_end_is_kept(
+    section: str, raised: type[BaseException], hook: str
+) -> None:
+    def fail(*_: Any) -> None:
+        raise raised
+
+    with twin(section=SECTIONS[section]) as both:
+        KEPT.update({id(model): list(model.parameters()) for model in (both.model, both.plain)})
+        both.train(0)
+        for model in (both.model, both.plain):
+            clip_data(model)
+            scale_in_a_batch(model)
+        handle = getattr(both.model.blocks[2], hook)(fail)
+        with pytest.raises(raised):
+            both.engine.backward(both.on(1)(both.engine))
+        handle.remove()
+        same_outputs(both)
+        both.train(2)
+        KEPT.clear()
+
+
 def test_what_is_written_last_is_in_the_model_that_is_given_back() -> None:
     model, _ = MODELS["gpt"]()
     engine = initialized(model, config(section={"window": 1}))
