@@ -23,6 +23,13 @@ class TestFP16OptimizerForMoE:
     def test_waits(self): raise AssertionError("it was run")
 """
 
+COMMON = """
+class DistributedExec: ...
+
+class DistributedFixture:
+    world_size = None
+"""
+
 PEFT_TABLE = """
 import torch
 from torch import nn
@@ -105,7 +112,7 @@ def test_it_counts_and_fails_on_what_is_unexplained(tmp_path: Path) -> None:
     (unit / "runtime").mkdir(parents=True)
     for name in ("", "runtime/"):
         (unit / name / "__init__.py").touch()
-    (unit / "common.py").write_text("class DistributedExec: ...\n")
+    (unit / "common.py").write_text(COMMON)
     (unit / "util.py").touch()
     (unit / "runtime" / "test_data.py").write_text(UNIT_TESTS)
     code, said = run("deepspeed", tmp_path, "--only", "runtime/test_data.py", "--reference")
