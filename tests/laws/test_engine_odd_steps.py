@@ -16,10 +16,11 @@ from torch import nn
 
 from stronghold.errors import ConfigError
 from tests.models import MODELS as MODEL_FACTORIES
+from tests.models import loss_of
 from tests.support.pairs import pairs
 from tests.support.places import on_gpu
 from tests.support.saved import has_saved_tensor_hooks
-from tests.support.training import WARMUP
+from tests.support.training import WARMUP, config, initialized
 from tests.support.twin import Twin, failing_once, twin
 
 # --- forwards and backwards in another order ------------------------------------------------------
@@ -69,6 +70,25 @@ def test_a_forward_that_is_stopped_by_hand_leaves_nothing_behind(
                 if micro < both.accumulation - 1:
                     both.engine.step()
             both.step()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_forward_that_is_stopped_within_the_programs_own_checkpoint_leaves_no_hook(
+    policy: str,
+) -> None:
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    model, make_batch = MODEL_FACTORIES["gpt_checkpointed"]()
+    engine = initialized(model, config(section={"window": 1, "activations": policy}))
+    handle = model.get_submodule("blocks.1.mlp.up").register_forward_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        engine(**make_batch(0))
+    handle.remove()
+    assert not has_saved_tensor_hooks()
+    engine.backward(loss_of(engine(**make_batch(1))))
+    engine.step()
+    engine.destroy()
 
 
 @pytest.mark.sampled(3)

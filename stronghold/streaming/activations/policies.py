@@ -325,12 +325,19 @@ class Activations:
         return left_open
 
     def _restore_outside_hooks(self) -> None:
+        num_left = sum(scope.hooks is not None for scope in self._open)
         active = saved_tensor_hooks()
         while active is not None and active != self._outside:
             pop_saved_tensor_hooks()
+            num_left -= 1
             active = saved_tensor_hooks()
         if active is None and self._outside is not None:
             push_saved_tensor_hooks(self._outside)
+        elif active is not None:
+            # A context manager of the program's around a block (torch's checkpoint) has ended
+            # before, and has popped the innermost pair, which was ours. This one is its own.
+            for _ in range(num_left):
+                pop_saved_tensor_hooks()
 
     def close(self) -> None:
         """Wait for all copies, and unregister the host memory."""
