@@ -536,7 +536,8 @@ def adapt_accelerate() -> None:
 
     def warm_up(init: Any, schedule: Any, *given: Any, **named: Any) -> None:
         # as DeepSpeed did when these tests were written; now it refuses 0
-        named["warmup_num_steps"] = named.get("warmup_num_steps", 1000) or 1
+        if named.get("warmup_num_steps") == 0:
+            named["warmup_num_steps"] = 1
         init(schedule, *given, **named)
 
     replace(HfDeepSpeedConfig, "set_stage_and_offload", with_section)

@@ -181,10 +181,10 @@ class Runtime:
         """Empty all slots, drop all gradients, rest all parameters ([Note: interrupts])."""
         self._device.finish()
         if self._team.writable:
-            # A write into a slot of the layer's own is in no array yet.
+            # Slots are fetched anew. A resident one may hold a program's write that no array has.
             for layer in self._unseen:
                 if layer in self._plan.resident:
-                    self._adopt_edited(layer)
+                    self._adopt_layer(layer)
         self.executor.start_again()
 
     def begin_backward(self, *, boundary: bool) -> None:
@@ -378,13 +378,12 @@ class Runtime:
         # A write through an alias changes no version of the parameter.
         silent = self._plan.resident if through_aliases and self._team.writable else ()
         for layer in self._unseen:
-            if self._adopt_edited(layer):
-                continue
-            if layer in silent and self.executor.aliased((layer,)):
+            is_saved = self._adopt_layer(layer)
+            if not is_saved and layer in silent and self.executor.aliased((layer,)):
                 self._save(layer)
 
-    def _adopt_edited(self, layer: int) -> bool:
-        """Bring the layer's values into its arrays, if a version has changed. True if so."""
+    def _adopt_layer(self, layer: int) -> bool:
+        """Save the layer's values in its arrays, if a version has changed. Return True if so."""
         versions = self.versions_of(layer)
         state = self._host.layers[layer]
         if state.views.saved_versions is None:

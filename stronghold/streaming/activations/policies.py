@@ -334,8 +334,8 @@ class Activations:
         if active is None and self._outside is not None:
             push_saved_tensor_hooks(self._outside)
         elif active is not None:
-            # A context manager of the program's around a block (torch's checkpoint) has ended
-            # before, and has popped the innermost pair, which was ours. This one is its own.
+            # A context manager around the block, as torch's checkpoint is, has ended before. It
+            # popped the innermost pair, which was ours. Its own is still there.
             for _ in range(num_left):
                 pop_saved_tensor_hooks()
 
