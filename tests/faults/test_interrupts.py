@@ -182,8 +182,8 @@ def arrays_of(engine: Any) -> dict[str, Tensor]:
 def test_an_interrupt_between_early_update_and_commit_leaves_one_step_or_says_so(
     stride: int, tmp_path: Path
 ) -> None:
-    """At bytecodes that starts, takes back and commits early updates. The arrays are those of
-    before the step, or the engine asks for a load, which heals it."""
+    """At bytecodes that start, take back and commit early updates. The arrays are those of before
+    the step, or the engine asks for a load, which heals it."""
     section = {"window": 2, "early_layers": "all"}
     with session(clipping=1e4, section=section) as engine:
         first = train_steps(engine, 2)

@@ -59,7 +59,11 @@ def measure(
     return {"step": statistics.median(steps), **busy}, plan
 
 
-@pytest.mark.parametrize("clipping", [0.0, 1.0], ids=["early updates", "gated updates"])
+@pytest.mark.parametrize(
+    "clipping",
+    [pytest.param(0.0, marks=pytest.mark.slow), 1.0],
+    ids=["early updates", "gated updates"],
+)
 @pytest.mark.parametrize(
     ("forward_s", "link_gbps"),
     [(0.001, 0.25), pytest.param(0.008, 0.5, marks=pytest.mark.slow)],

@@ -22,6 +22,7 @@ from stronghold.plan.machine import MachineProfile, machine_names
 from stronghold.tools.estimate.estimate import estimate
 from stronghold.tools.estimate.model import from_config, from_sizes
 from stronghold.tools.estimate.question import question_from_options
+from tests.support.children import FOREIGN
 from tests.support.forecasts import LLAMA_70B, PROGRESS, SIZES, asked, full_estimate, run
 from tests.support.pairs import pairs
 from tests.support.sizes import named_size
@@ -101,6 +102,7 @@ def test_on_stdout_is_the_answer_alone() -> None:
     )
     assert json.loads(result.stdout)["fits"] is True
     assert result.stderr.startswith(PROGRESS)
+    assert not FOREIGN.search(result.stderr)
 
 
 def test_more_memory_is_never_said_to_cost_anything(tmp_path: Path) -> None:
