@@ -38,9 +38,9 @@ from methods.task import Task
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import stronghold
+from stronghold.plan.estimate import estimate
 from stronghold.plan.machine import MachineProfile
 from stronghold.plan.plan import make_plan
-from stronghold.predict.simulate import simulate
 from stronghold.tools.doctor.measure import examine
 from stronghold.tools.estimate.question import question_from_options
 
@@ -139,7 +139,7 @@ def planned(args: argparse.Namespace, machine: MachineProfile, policy: str) -> f
         question = dataclasses.replace(question, window=SLOTS, resident_layers=0)
         demand = dataclasses.replace(question.demand, activations=policy, whole=False)
         plan = make_plan(question.layout, demand)
-        predicted = simulate(
+        predicted = estimate(
             question.layout, plan, question.work, question.rates, asynchronous=not machine.emulated
         )
     return predicted.step_s

@@ -247,7 +247,7 @@ class StrongholdConfig(_Section):
         'attention is not computed twice. "recompute_offload", "attention_offload": the inputs, '
         "and these results, wait on the host. An object gives a number of blocks per word, the "
         'first blocks first: {"recompute": 20, "attention": 8, "keep": 4}. Never changes a bit. '
-        'Left out: the fastest by simulation, and "recompute" on a GPU until the first steps are '
+        'Left out: the fastest by estimate, and "recompute" on a GPU until the first steps are '
         "measured."
     )
     chunk: Positive | None = key(
@@ -285,7 +285,7 @@ class StrongholdConfig(_Section):
         'Where the layers that stay on the GPU are updated. "gpu": on the GPU, with masters and '
         'moments beside them and nothing on the host. "host": on the host, and each step fetches '
         'them. If every layer stays, with "gpu", and activations are kept, the model is whole: no '
-        "code of the engine is on its path. Left out: the faster by simulation, once the first "
+        "code of the engine is on its path. Left out: the faster by estimate, once the first "
         'steps are measured. A model without repeated blocks: "gpu", if it fits.'
     )
     speculation: bool = key(
@@ -298,7 +298,7 @@ class StrongholdConfig(_Section):
     early_layers: NotNegative | Literal["all"] | None = key(
         "Number of layers that are updated early, spread evenly over the model. Each has its "
         "weights, masters and moments twice in host memory: 12 more bytes per parameter with Adam "
-        "in bf16. Left out: the fastest by simulation that host_memory allows, once the first "
+        "in bf16. Left out: the fastest by estimate that host_memory allows, once the first "
         "steps are measured."
     )
     cpu_threads: Annotated[int, Field(ge=1, le=MAX_THREADS)] | None = key(

@@ -315,7 +315,7 @@ class Lane(ABC):
             after: fences to wait for, beside those of the records.
             reads, writes: the records of the memory that `work` reads and writes.
             nbytes: the bytes that it moves over the resource that bounds its lane: the link, host
-                memory or the disk. A paced or simulated device turns them into seconds.
+                memory or the disk. A paced device turns them into seconds.
 
         Returns the fence of the operation. Raises StateError after `close`.
         """
@@ -542,7 +542,6 @@ class ComputeLane(Lane):
             self._device.report(error)
             raise error from cause
         self.end_span(operation, begun)
-        self.charge(nbytes)
         return self.record(operation)
 
     def take_waits(self) -> list[Seconds]:
@@ -585,12 +584,6 @@ class ComputeLane(Lane):
     def stream(self) -> object:
         """Return the calling thread's stream. Blocks may use several."""
         return None
-
-    def charge(self, nbytes: int) -> None:
-        """Account for `nbytes` of device memory that the last call on this lane moves.
-
-        A simulated device turns them into seconds.
-        """
 
     def read_later(self, tensor: torch.Tensor) -> Callable[[], list[float]]:
         """Copy a small tensor of the device, as it is at this point of the lane.

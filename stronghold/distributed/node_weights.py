@@ -17,12 +17,11 @@ import mmap
 import time
 from typing import Any
 
-import numpy as np
 import torch
 
 from stronghold.distributed.process_groups import Ranks
 from stronghold.errors import RankError
-from stronghold.memory.slab import NodeMemory, meta_slab
+from stronghold.memory.slab import NodeMemory
 from stronghold.model.arrays import weight_map
 from stronghold.model.layout import ModelLayout
 from stronghold.optim.states import Formats
@@ -108,16 +107,3 @@ class NodeWeights:
 def shared_weights(layout: ModelLayout, formats: Formats, ranks: Ranks) -> NodeWeights | None:
     """The node's weights; None where a process trains alone."""
     return NodeWeights(layout, formats, ranks) if ranks.several else None
-
-
-class SimulatedWeights(NodeWeights):
-    """The node's weights without bytes: no other rank writes a part."""
-
-    def _make(self, nbytes: int, counts: int) -> None:
-        self._versions = np.zeros((len(self._layers), 1), dtype=np.int64)
-
-    def room(self, index: int) -> torch.Tensor:
-        return meta_slab(self._maps[index].nbytes, torch.uint8)
-
-    def close(self) -> None:
-        """There are no bytes."""

@@ -241,10 +241,7 @@ class Group:
 
 
 class SilentGroup(Group):
-    """A group without communication, for one process or a simulation.
-
-    Every other rank would send the same values as this one.
-    """
+    """A group without communication, for one process: collectives return their input."""
 
     def __init__(self, num_ranks: int = 1) -> None:
         super().__init__(range(num_ranks), 0)
@@ -612,20 +609,6 @@ def _connect(ranks: Ranks, device: torch.device) -> None:
         group.received_bytes = group.far_bytes = 0  # of layers alone
     ranks.communicator_bytes = before - cuda.physical_bytes(device.index)
     logger.info("communicators take %.2f GiB of %s", ranks.communicator_bytes / 2**30, device)
-
-
-def simulated_ranks(num_ranks: int, num_nodes: int) -> Ranks:
-    """Return the first of `num_ranks` ranks on virtual clocks. It represents all of them."""
-    everyone = SilentGroup(num_ranks)
-    return Ranks(
-        shards=Shards(num_ranks=num_ranks, num_nodes=num_nodes),
-        control=everyone,
-        gather=SilentGroup(num_ranks // num_nodes),
-        reduce=everyone,
-        files=everyone,
-        exchange=SilentGroup(num_nodes),
-        world_size=num_ranks,
-    )
 
 
 def _around(text: str, texts: list[str]) -> str:

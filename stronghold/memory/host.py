@@ -70,7 +70,6 @@ class HostStore:
     early         layers that have their arrays twice, for early updates
     accumulate    every trainable layer gets an fp32 array for sums over micro-batches
     ring_entries  number of shared gradient entries, each as large as the largest layer's gradients
-    allocate      makes a flat tensor of zeros in host memory: (elements, dtype)
     tiers         the homes of the arrays ([Note: staged homes]), and which part is
                   this rank's; `shared` are the node's weights ([Note: ranks]).
     """
@@ -84,7 +83,6 @@ class HostStore:
         early: frozenset[int] = frozenset(),
         accumulate: bool,
         ring_entries: int,
-        allocate: Callable[[int, torch.dtype], torch.Tensor] = map_slab,
         tiers: Tiers,
         shared: Callable[[int], torch.Tensor] | None = None,
         fills: bool = True,
@@ -99,7 +97,6 @@ class HostStore:
         self._early = early
         self._accumulate = accumulate
         self._ring_entries = ring_entries
-        self.allocate = allocate
         self.layers = [
             LayerState(
                 layout=layer,
@@ -130,7 +127,7 @@ class HostStore:
         mapped = self._mapped_ahead.get(nbytes)
         if mapped:
             self.allocated_bytes -= nbytes  # counted when it was mapped
-        slab = mapped.popleft() if mapped else self.allocate(nbytes, torch.uint8)
+        slab = mapped.popleft() if mapped else map_slab(nbytes, torch.uint8)
         self._count(slab, pinned=pinned)
         return slab
 
@@ -159,7 +156,7 @@ class HostStore:
                 state.fill(state.weights, source)
             return
         if not state.home_of("weights").is_staged:
-            state.weights = self.allocate(weights.nbytes, torch.uint8)
+            state.weights = map_slab(weights.nbytes, torch.uint8)
             self._count(state.weights, pinned=True)
             state.fill(state.weights, source)
             return
@@ -214,7 +211,7 @@ class HostStore:
         if index in self._early:
             arrays += state.changed
         for array in arrays:
-            slab = self.allocate(state.maps[array].nbytes, torch.uint8)
+            slab = map_slab(state.maps[array].nbytes, torch.uint8)
             self._mapped_ahead[slab.nbytes].append(slab)
             self._count(slab, pinned=False)
             self._device.first_touch.add(slab)
@@ -383,7 +380,7 @@ class HostStore:
     def _read_weights(self, state: LayerState) -> torch.Tensor:
         """A copy of the layer's weights in new host memory."""
         weights = state.maps["weights"]
-        memory = self.allocate(weights.nbytes, torch.uint8)
+        memory = map_slab(weights.nbytes, torch.uint8)
         pieces = self.access.pieces(state.index, ("weights",), 0, state.layout.numel)
         for elements, views in pieces:
             weights.view(memory, elements.start, elements.stop).copy_(views["weights"])
@@ -395,7 +392,7 @@ class HostStore:
         That is NaN in every dtype that has NaN, but for float8's "fnuz" kinds, where it is the
         lowest number.
         """
-        return self.allocate(state.maps["weights"].nbytes, torch.uint8).fill_(0xFF)
+        return map_slab(state.maps["weights"].nbytes, torch.uint8).fill_(0xFF)
 
     def detach_layer(self, index: int) -> dict[str, torch.Tensor]:
         """Remove the layer from the host: it moves to the device while no pass is running.
@@ -468,7 +465,6 @@ class DeviceStore:
     def __init__(self, host: HostStore, device: Device) -> None:
         self._host = host
         self._device = device
-        self._allocate = host.allocate
         self._is_prepared = False
         # (layer, array) of the arrays that lie in host memory until `reload_arrays`.
         self._offloaded: set[tuple[int, str]] = set()
@@ -485,7 +481,7 @@ class DeviceStore:
         `source`.
         """
         state = self._host.layers[index]
-        host_weights = self._allocate(state.maps["weights"].nbytes, torch.uint8)
+        host_weights = map_slab(state.maps["weights"].nbytes, torch.uint8)
         state.fill(host_weights, source)
         self._device.copy_now(state.weights, host_weights)
 
@@ -545,7 +541,7 @@ class DeviceStore:
                 is_kept = keeps_weights and name == "weights"
                 if is_kept or (state.index, name) in self._offloaded:
                     continue
-                copied = self._allocate(array.nbytes, torch.uint8)
+                copied = map_slab(array.nbytes, torch.uint8)
                 self._device.copy_now(copied, array)
                 state.replace_array(name, copied)
                 self._device.memory.release(array)
@@ -572,7 +568,7 @@ class DeviceStore:
                 if (state.index, name) not in self._offloaded
             }
             if "weights" in on_device:
-                weights = self._allocate(state.weights.nbytes, torch.uint8)
+                weights = map_slab(state.weights.nbytes, torch.uint8)
                 self._device.copy_now(weights, state.weights)
                 state.weights = weights
             self._device.memory.release(*on_device.values())

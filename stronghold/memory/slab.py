@@ -80,11 +80,6 @@ def map_slab(numel: int, dtype: torch.dtype) -> torch.Tensor:
     return _slab(mapping, dtype, numel)
 
 
-def meta_slab(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """A flat tensor of `numel` elements on torch's meta device: a size without bytes."""
-    return torch.empty(numel, dtype=dtype, device="meta")
-
-
 def _slab(mapping: mmap.mmap, dtype: torch.dtype, numel: int) -> torch.Tensor:
     if hasattr(mmap, "MADV_DONTFORK"):
         mapping.madvise(mmap.MADV_DONTFORK)

@@ -1,4 +1,4 @@
-"""Stores of staged homes: their interface, and the store without bytes.
+"""Stores of staged homes: their interface, and the store of a plan without files.
 
 A staged home (`plan.homes`) keeps arrays where kernels cannot address them. Its store moves the
 bytes of one array of one layer between the home and host memory (swap in, swap out). `memory.tiers`
@@ -7,11 +7,12 @@ calls the stores. `memory.nvme` is the store of files. `streaming.stack` has the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
+
+from stronghold.errors import StateError
 
 Verb = Literal["read", "write"]
 
@@ -79,21 +80,15 @@ class Store(Protocol):
 
 
 class NullStore:
-    """A store without bytes, for simulations. Its arrays are on torch's meta device."""
+    """The store of a plan without files. No array has an extent in it."""
 
-    bytes_read = bytes_written = 0
+    bytes_read = bytes_written = file_bytes = 0
 
-    def __init__(self, extents: Sequence[Extent] = ()) -> None:
-        self.file_bytes = sum(extent.nbytes for extent in extents)
-
-    def submit(self, verb: Verb, extent: Extent, begin: int, memory: torch.Tensor) -> NullStore:
-        return self
-
-    def wait(self) -> None:
-        """Return at once: every transfer has ended."""
+    def submit(self, verb: Verb, extent: Extent, begin: int, memory: torch.Tensor) -> Transfer:
+        raise StateError(f"{verb} of {extent}: no array lies in files")
 
     def mapped(self, extent: Extent) -> torch.Tensor:
-        return torch.empty(extent.nbytes, dtype=torch.uint8, device="meta")
+        raise StateError(f"mapping of {extent}: no array lies in files")
 
     def check(self) -> None:
         """Do nothing: no byte can be lost."""

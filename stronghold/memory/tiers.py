@@ -45,7 +45,7 @@ Views = dict[str, torch.Tensor]
 # Blocks until transfers under way have ended.
 Wait = Callable[[], None]
 
-NO_STORE = NullStore(())
+NO_STORE = NullStore()
 
 
 @dataclass(slots=True, eq=False)
@@ -170,7 +170,7 @@ class Tiers:
 
     @property
     def store(self) -> Store:
-        """The store of the files. A store without bytes if nothing lies in files."""
+        """The store of the files. A `NullStore` if nothing lies in files."""
         return self.stores.get(FILE, NO_STORE)
 
     @property

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 
@@ -300,31 +300,6 @@ def layer_layout(
 
 def _num_weights(parameter: ParameterSlice) -> int:
     return parameter.numel if parameter.num_weights is None else parameter.num_weights
-
-
-def condensed(layout: ModelLayout) -> ModelLayout:
-    """The layout with one parameter in place of each range's, of the same size.
-
-    The same bytes move, in fewer Python objects.
-    """
-    return replace(layout, layers=tuple(_condensed(layer) for layer in layout.layers))
-
-
-def _condensed(layer: LayerLayout) -> LayerLayout:
-    slices = [
-        ParameterSlice(
-            name=f"{layer.name}.{number}",
-            offset=layer_range.begin,
-            numel=layer_range.num_parameters,
-            shape=(layer_range.num_parameters,),
-            trainable=layer_range.trainable,
-            format=layer_range.format,
-            range=number,
-        )
-        for number, layer_range in enumerate(layer.ranges)
-        if layer_range.num_parameters
-    ]
-    return replace(layer, slices=tuple(slices))
 
 
 def _place(

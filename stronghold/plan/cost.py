@@ -205,7 +205,7 @@ class Demand:
     def why(self, key: str) -> str:
         """The origin of a key's value, for the plan's reasons."""
         if key in self.searched:
-            return "the fastest, by simulation"
+            return "the fastest, by estimate"
         return f"stronghold.{key}"
 
     def pins(self, key: str) -> bool:

@@ -1,8 +1,8 @@
 """The search: the fastest of the plans that fit.
 
 Pure: no tensors, no threads. Owns the candidates and the order in which they are tried. The
-caller's `predict` gives a candidate's step time: it runs the real executor on virtual clocks
-(`simulate`). Settings that the user pinned in the demand stay as they are.
+estimate gives a candidate's step time. Settings that the user pinned in the demand stay as they
+are.
 
 [Note: lower bounds first]
 
@@ -32,11 +32,11 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, product
-from typing import Any
 
 from stronghold.errors import BudgetError, ConfigError
 from stronghold.model.layout import ModelLayout
 from stronghold.plan.cost import Demand, Workload, disk_s, step_bytes, trained_bytes
+from stronghold.plan.estimate import StepEstimate, estimate
 from stronghold.plan.machine import LEAST_SHARE, Rates
 from stronghold.plan.places import levels_of
 from stronghold.plan.plan import Plan, make_plan
@@ -75,13 +75,13 @@ class Choice:
     """A candidate: a plan and its predicted step time."""
 
     plan: Plan
-    forecast: Any  # the result of `predict`, with its `step_s` in seconds
+    forecast: StepEstimate
     ladder: Ladder = ()  # the ladder that chose the activation levels
 
     @property
     def step_s(self) -> float:
         """Predicted seconds of a step."""
-        return float(self.forecast.step_s)
+        return self.forecast.step_s
 
 
 # -- bounds ---------------------------------------------------------------------------------------
@@ -151,19 +151,35 @@ def updates_s(plan: Plan, rates: Rates) -> tuple[float, float]:
 
 
 # -- the search -----------------------------------------------------------------------------------
+def fastest_plan(
+    layout: ModelLayout,
+    demand: Demand,
+    work: Workload,
+    rates: Rates,
+    *,
+    asynchronous: bool = True,
+    ladders: Sequence[Ladder] = LADDERS,
+    near: Sequence[tuple[int, int]] = (),
+) -> Choice:
+    """Find the fastest plan for `demand`. `Search` has `ladders`, `Search.run` has `near`."""
+    search = Search(layout, demand, work, rates, asynchronous, ladders)
+    return search.run(near)
+
+
 @dataclass(slots=True)
 class Search:
     """One search of the plans within the demand's budgets.
 
-    `predict` gives the step time of a plan. `ladders` are the orders in which activation levels are
-    tried. `seen` has the keys of the plans so far, `tried` those that were predicted.
+    `asynchronous`: the device is a GPU, not the emulated one. `ladders` are the orders in which
+    activation levels are tried. `seen` has the keys of the plans so far, `tried` those that were
+    estimated.
     """
 
     layout: ModelLayout
     demand: Demand
     work: Workload
     rates: Rates
-    predict: Callable[[Plan], Any]
+    asynchronous: bool
     ladders: Sequence[Ladder]
     seen: set[object] = field(default_factory=set)
     tried: list[Choice] = field(default_factory=list)
@@ -299,7 +315,7 @@ class Search:
         return [self.tried[number] for *_, number in sorted(keys)[:count]]
 
     def _round(self, candidates: Iterable[tuple[Plan, Ladder]]) -> None:
-        """Predict the candidates, the most promising first ([Note: lower bounds first])."""
+        """Estimate the candidates, the most promising first ([Note: lower bounds first])."""
         plans = list(candidates)
         keys: list[tuple[float, int, int]] = []
         for number, (plan, _) in enumerate(plans):
@@ -311,7 +327,10 @@ class Search:
             is_promising = bound_s < (1.0 - EQUAL_SHARE) * least_s
             if not is_promising and not plan.whole:
                 continue
-            choice = Choice(plan=plan, forecast=self.predict(plan), ladder=ladder)
+            forecast = estimate(
+                self.layout, plan, self.work, self.rates, asynchronous=self.asynchronous
+            )
+            choice = Choice(plan=plan, forecast=forecast, ladder=ladder)
             self.tried.append(choice)
             least_s = min(least_s, choice.step_s)
 

@@ -72,12 +72,12 @@ from stronghold.plan.cost import (
     measured_workload,
     slowest,
 )
+from stronghold.plan.estimate import estimate
 from stronghold.plan.gpu_memory import activation_bytes
 from stronghold.plan.machine import LAUNCH_S, RECOMPUTE_LAUNCH_S, WHOLE_LAUNCH_S, Rates
 from stronghold.plan.places import MIB
 from stronghold.plan.plan import Plan, make_plan
-from stronghold.plan.search import roomiest_plan
-from stronghold.predict.simulate import fastest_plan, simulate
+from stronghold.plan.search import fastest_plan, roomiest_plan
 from stronghold.streaming.demand import pinned_activations
 from stronghold.streaming.stack import Stack, reserved_bytes
 from stronghold.streaming.trainer import Runtime
@@ -577,10 +577,9 @@ class Refinement:
 
     def _step_s(self, plan: Plan, workload: Workload, rates: Rates) -> float:
         """Predicted seconds of a step of the plan."""
-        prediction = simulate(
+        return estimate(
             self._stack.layout, plan, workload, rates, asynchronous=self._is_asynchronous
-        )
-        return prediction.step_s
+        ).step_s
 
     def _advise_chunks(self, workload: Workload, rates: Rates) -> None:
         """Log the predicted time of one batch in chunks instead of several micro-batches.

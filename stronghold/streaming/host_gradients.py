@@ -135,8 +135,7 @@ class PieceNorms:
                 continue
             numel = stop - first
             is_whole = piece.begin <= first and stop <= piece.end
-            # A simulation would spend most of its time on blocks.
-            if is_whole or not numel or flat.is_meta:
+            if is_whole or not numel:
                 address = flat.data_ptr() + (first - piece.begin) * flat.element_size()
                 whole_parameters.append(k)
                 segments.append((address, numel))

@@ -76,8 +76,6 @@ def refuse_aliases(state: LayerState, slot: torch.Tensor, ours: Sequence[torch.T
 
 def held_elsewhere(memory: torch.Tensor, num_ours: int) -> bool:
     """True if an object holds the memory's storage beside `memory` and `num_ours` views of it."""
-    if memory.is_meta:  # a simulated device
-        return False
     storage = memory.untyped_storage()
     expected = num_ours + 2  # the memory, and the storage that is asked
     if num_references(storage_address(storage)) <= expected:
@@ -160,7 +158,7 @@ class Bindings:
         views = [weights.parameter(flat, part) for part in slices]
         if state.index not in self._resident and address != state.weights.data_ptr():
             self._views_at.setdefault(address, []).extend(views)
-        elif not flat.is_meta:  # a simulated device has no memory
+        else:
             views = [_in_own_storage(view) for view in views]
             storages = tuple(map(_own_storage, views))
         return ParameterPlace(views, tuple(map(_address, views)), storages)

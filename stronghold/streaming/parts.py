@@ -1,8 +1,6 @@
-"""The parts that train one model. `assemble` makes them for the engine and for the simulator.
+"""The parts that train one model, and the order in which they are made.
 
-This file owns the order in which the parts are made. Engine and simulator differ in the device:
-they pass its kernels and its host memory. The training thread assembles; any thread may read
-`Parts`.
+The training thread assembles; any thread may read `Parts`.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ from stronghold.distributed.node_weights import NodeWeights
 from stronghold.distributed.sharding import RankTeam, Team
 from stronghold.memory.host import DeviceStore, HostStore
 from stronghold.memory.layer import LayerState, packed_weights
-from stronghold.memory.slab import map_slab
 from stronghold.memory.tiers import Tiers
 from stronghold.model.layout import ModelLayout
 from stronghold.model.partition import WeightSource
@@ -129,15 +126,14 @@ def assemble(
     tiers: Tiers,
     undo: contextlib.ExitStack,
     weights: NodeWeights | None = None,
-    allocate: Callable[[int, torch.dtype], torch.Tensor] = map_slab,
     aliases: Mapping[torch.Tensor, Sequence[torch.Tensor]] = NO_ALIASES,
     packed: Sequence[Sequence[PackedParameter]] = (),
 ) -> Parts:
     """Make the parts for `plan`, and register their closing with `undo`.
 
-    `parameters[i]`: layer i's stored tensors, in the layout's order. `allocate(numel, dtype)` makes
-    host memory. `weights`: the node's weights, if several ranks share them. `aliases`: further
-    tensors over the memory of a stored tensor. `packed[i]`: the packed parameters of layer i.
+    `parameters[i]`: layer i's stored tensors, in the layout's order. `weights`: the node's weights,
+    if several ranks share them. `aliases`: further tensors over the memory of a stored tensor.
+    `packed[i]`: the packed parameters of layer i.
     """
     host = HostStore(
         layout,
@@ -146,7 +142,6 @@ def assemble(
         early=plan.early,
         accumulate=plan.accumulates,
         ring_entries=plan.ring_entries,
-        allocate=allocate,
         tiers=tiers,
         shared=weights.room if weights is not None else None,
         fills=weights is None or weights.fills,

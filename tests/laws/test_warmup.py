@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from stronghold.plan.cost import measured_rates, measured_workload
-from stronghold.predict.simulate import simulate
+from stronghold.plan.estimate import estimate
 from stronghold.telemetry.trace import Span
 from tests.support.quiet import law_of_time, on_time
 from tests.support.sleeping import SleepingModel, rates
@@ -73,7 +73,7 @@ def test_traced_steps_predict_the_following(
     backward_s = statistics.median(load.backward_s for load in workload.layers)
     on_time(forward_s == pytest.approx(FORWARD_S, rel=0.3), workload)
     on_time(backward_s == pytest.approx(BACKWARD_S, rel=0.3), workload)
-    predicted = simulate(layout, plan, workload, found, asynchronous=False).step_s
+    predicted = estimate(layout, plan, workload, found, asynchronous=False).step_s
     on_time(
         predicted == pytest.approx(statistics.median(seconds[-MEASURED:]), rel=NEAR),
         (predicted, seconds),

@@ -46,7 +46,6 @@ def in_parts(section: dict[str, Any] | None = None) -> Run:
     with pytest.MonkeyPatch.context() as patch:
         for change in (arrived, flush):
             patch.setattr(GradientOffload, change.__name__, change)
-        patch.setattr(refine, "WARM_UP_STEPS", 99)  # a simulation has no halves
         return train("gpt", config(clipping=0.0, section=section))
 
 

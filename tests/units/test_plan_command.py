@@ -1,4 +1,4 @@
-"""Laws of `stronghold plan`: what it prints is what the planner and the simulator said, what it
+"""Laws of `stronghold plan`: what it prints is what the planner and the estimate said, what it
 writes runs, and it never promises more than the machine can do."""
 
 from __future__ import annotations

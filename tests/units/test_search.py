@@ -13,8 +13,7 @@ from stronghold.model.layout import ModelLayout
 from stronghold.plan.cost import Demand, workload_of
 from stronghold.plan.machine import MachineProfile, rates_of
 from stronghold.plan.plan import Plan
-from stronghold.plan.search import largest_micro_batch
-from stronghold.predict.simulate import fastest_plan
+from stronghold.plan.search import fastest_plan, largest_micro_batch
 from stronghold.tools.estimate.model import from_sizes
 from tests.support.sizes import named_size
 from tests.support.states import adam_states

@@ -16,11 +16,11 @@ from stronghold.model.costs import DTYPES
 from stronghold.model.packed_formats import FORMATS, PackedFormat
 from stronghold.optim.states import EXACT, LEAN
 from stronghold.plan import search
+from stronghold.plan.estimate import estimate as estimate_step
 from stronghold.plan.host_memory import SECOND_ARRAYS
 from stronghold.plan.machine import NETWORK_GBPS
 from stronghold.plan.plan import make_plan
 from stronghold.plan.search import Choice, updates_s
-from stronghold.predict.simulate import simulate
 from stronghold.tools.estimate.estimate import RESOURCES, Estimate, estimate, seconds
 from stronghold.tools.estimate.question import Question
 
@@ -70,7 +70,7 @@ def _early(bare: Estimate) -> Iterator[str]:
     if choice is None or not choice.plan.early:
         return
     without = make_plan(question.layout, replace(choice.plan.demand, early_layers=0))
-    behind_gate = simulate(
+    behind_gate = estimate_step(
         question.layout,
         without,
         question.work,

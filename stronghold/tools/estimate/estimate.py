@@ -1,6 +1,6 @@
-"""Estimates: the fastest plan of a question, simulated, beside the physical limit.
+"""Estimates: the fastest plan of a question, beside the physical limit.
 
-Owns the order of these steps; `plan.search` and `predict.simulate` own how each works. It allocates
+Owns the order of these steps; `plan.search` and `plan.estimate` own how each works. It allocates
 nothing of the model's size. One thread enters.
 """
 
@@ -29,14 +29,14 @@ from stronghold.plan.cost import (
     traffic_of,
 )
 from stronghold.plan.plan import Plan
-from stronghold.plan.search import Choice
-from stronghold.predict.simulate import fastest_plan
+from stronghold.plan.search import Choice, fastest_plan
 from stronghold.tools.estimate.config import config_of
 from stronghold.tools.estimate.question import Question
 
-# A lane of the simulator by the resource that it waits for.
+# The resource of each lane.
 RESOURCES = {
     "compute": "compute",
+    "launch": "calling thread",
     "fetch": "link host to device",
     "offload": "link device to host",
     "update": "host memory bandwidth",
@@ -82,8 +82,7 @@ class Estimate:
 
     @property
     def step_s(self) -> float:
-        # Loads and spills that overlap share a disk in the simulator by a rule that is a few per
-        # cent generous: no step is faster than the disk.
+        # a profile without a disk: a step that needs one never ends
         return inf if self.choice is None else max(self.choice.step_s, self.limits.parts[DISK])
 
     @property
@@ -92,11 +91,12 @@ class Estimate:
 
     @property
     def shares(self) -> dict[str, float]:
-        """The share of each resource in the step's critical path, the largest first."""
+        """The shares of the step in which the GPU computes, and in which it waits for each
+        resource, the largest first."""
         shares: defaultdict[str, float] = defaultdict(float)
         if self.choice is not None:
-            for lane, critical_s in self.choice.forecast.critical.items():
-                shares[RESOURCES.get(lane, lane)] += critical_s / self.choice.step_s
+            for lane, share in self.choice.forecast.shares.items():
+                shares[RESOURCES.get(lane, lane)] += share
         return dict(sorted(shares.items(), key=itemgetter(1), reverse=True))
 
     @property

@@ -204,7 +204,7 @@ def _check_depth(option: str, layers: object) -> None:
     if isinstance(layers, int) and layers > MOST_LAYERS:
         raise ConfigError(
             f"{option}: got {layers}, expected at most {MOST_LAYERS}: a plan is found by "
-            "simulating steps layer by layer, which would take hours. Ask for fewer layers"
+            "estimating steps layer by layer, which would take hours. Ask for fewer layers"
         )
 
 

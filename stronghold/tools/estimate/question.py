@@ -58,7 +58,7 @@ class Question:
     nodes: int = 1  # `host_bytes` are of each
     # what a rank receives from its node; None: as over its link
     wire_gbps: float | None = None
-    network_gbps: float | None = None  # and from other nodes; None: the simulator's
+    network_gbps: float | None = None  # and from other nodes; None: NETWORK_GBPS
 
     @property
     def ranks(self) -> int:

@@ -1,10 +1,10 @@
-"""What the simulator predicts is what the emulated device then takes, in seconds and in bytes."""
+"""A step takes the seconds of the estimate and the bytes of the plan."""
 
 from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,14 +14,16 @@ import pytest
 import torch
 
 from stronghold.plan.cost import LayerWork, Workload
-from stronghold.predict.simulate import Prediction, simulate
+from stronghold.plan.estimate import estimate
 from tests.support.quiet import law_of_time, on_time
 from tests.support.sleeping import SleepingModel, rates, timed_steps
 from tests.support.training import config, initialized
 
 WARM_UP, MEASURED = 2, 3
-NUM_PLANS = 30
-MEDIAN_ERROR, WORST_ERROR = 0.05, 0.15  # what is promised
+NUM_PLANS = 12
+TIMES = 4.0
+MEDIAN_ERROR, WORST_ERROR = 0.03, 0.10  # what is promised
+WORST_ERROR_OF_ONE = 0.15  # at a GPU's times, where the engine's own work counts
 INPUT_NUMEL = 1 << 13
 
 
@@ -38,14 +40,15 @@ class Case:
     nvme_gbps: float | None = None
 
 
-def random_case(seed: int) -> Case:
-    """Some 4 to 20 ms a layer in each lane, so that any of them may be the bound, and so few bytes
-    that what is not paced does not count.
+def random_case(seed: int, times: float = TIMES) -> Case:
+    """Some 4 to 20 ms a layer in each lane, as on a GPU, so that any of them may be the bound. They
+    are taken so many `times`, so that the engine's own work does not count. Few bytes, so that what
+    is not paced does not count either.
     """
     rng = random.Random(seed)
     num_layers = rng.randint(4, 8)
     even = rng.random() < 0.5
-    base = (1 << 16, rng.uniform(0.004, 0.012), rng.uniform(0.008, 0.024))
+    base = (1 << 16, times * rng.uniform(0.004, 0.012), times * rng.uniform(0.008, 0.024))
     layers = [
         base
         if even
@@ -59,8 +62,8 @@ def random_case(seed: int) -> Case:
     window = rng.randint(1, num_layers)
     return Case(
         layers=layers,
-        link_gbps=rng.uniform(0.012, 0.05),
-        update_gbps=rng.uniform(0.08, 0.3),
+        link_gbps=rng.uniform(0.012, 0.05) / times,
+        update_gbps=rng.uniform(0.08, 0.3) / times,
         clipping=rng.choice([0.0, 1.0]),
         accumulation=rng.choice([1, 1, 2]),
         section={
@@ -74,8 +77,8 @@ def random_case(seed: int) -> Case:
     )
 
 
-def run(case: Case) -> tuple[float, Prediction, tuple[int, int]]:
-    """Seconds of a step as measured, the prediction, and the measured peaks of slots and slabs."""
+def error_of(case: Case) -> float:
+    """How far the estimated seconds are off, as a share. The peaks are the plan's bytes."""
     paces = {"link_gbps": case.link_gbps, "update_gbps": case.update_gbps}
     emulated = {"poison": False, "nvme_gbps": case.nvme_gbps, **paces}
     section = {**case.section, "emulated": emulated}
@@ -89,6 +92,8 @@ def run(case: Case) -> tuple[float, Prediction, tuple[int, int]]:
     report = engine.memory_report()
     layout, plan = engine.inspect().layout, engine.plan
     engine.destroy()
+    planned = (plan.gpu_total_bytes, plan.host_total_bytes)
+    assert (report.gpu_peak, report.host_peak) == planned, case
     disk = () if case.nvme_gbps is None else (case.nvme_gbps,)
     machine = rates(case.link_gbps, *disk, update_gbps=case.update_gbps, handover_s=5e-5)
     workload = Workload(
@@ -98,49 +103,54 @@ def run(case: Case) -> tuple[float, Prediction, tuple[int, int]]:
         ),
         micro_batches=case.accumulation,
     )
-    prediction = simulate(layout, plan, workload, machine, asynchronous=False)
+    forecast = estimate(layout, plan, workload, machine, asynchronous=False)
     # Steps may alternate, and other processes only ever slow them down: the fastest pair.
     pairs = [(a + b) / 2 for a, b in pairwise(steps[WARM_UP:])]
-    return min(pairs), prediction, (report.gpu_peak, report.host_peak)
+    return abs(forecast.step_s / min(pairs) - 1.0)
 
 
-def spilling_case(seed: int, path: Path) -> Case:
+def spilling_case(seed: int, path: Path, times: float = TIMES) -> Case:
     """With states in files, of a disk that is paced."""
     rng = random.Random(1000 + seed)
     case, nvme = (
-        random_case(seed),
+        random_case(seed, times),
         {"path": str(path), "spill": rng.choice(["moments", "weights"])},
     )
-    return replace(case, section={**case.section, "nvme": nvme}, nvme_gbps=rng.uniform(0.05, 0.4))
-
-
-def error_of(case: Case) -> float:
-    """How far the predicted seconds are off, as a share; the bytes are equal."""
-    measured_s, prediction, peaks = run(case)
-    assert (prediction.gpu_peak_bytes, prediction.host_peak_bytes) == peaks, case
-    return abs(prediction.step_s / measured_s - 1.0)
+    return replace(
+        case, section={**case.section, "nvme": nvme}, nvme_gbps=rng.uniform(0.05, 0.4) / times
+    )
 
 
 def compare(cases: Iterable[Case]) -> None:
-    """Seconds within the bounds over all cases, bytes equal in each."""
+    """Seconds are within the bounds over all cases."""
     errors = [error_of(case) for case in cases]
     on_time(statistics.median(errors) <= MEDIAN_ERROR, errors)
     on_time(max(errors) <= WORST_ERROR, errors)
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Torch computes in one thread: to wake a second one takes milliseconds on some machines."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @law_of_time
-def test_the_prediction_is_what_a_step_takes(tmp_path: Path) -> None:
-    compare([random_case(0)])
-    compare([spilling_case(0, tmp_path)])
+def test_a_step_takes_the_estimated_time(tmp_path: Path) -> None:
+    for case in (random_case(0, 1.0), spilling_case(0, tmp_path, 1.0)):
+        error = error_of(case)
+        on_time(error <= WORST_ERROR_OF_ONE, error)
 
 
 @pytest.mark.slow
 @law_of_time
-def test_the_prediction_is_what_a_step_takes_for_thirty_plans() -> None:
+def test_steps_of_twelve_plans_take_the_estimated_time() -> None:
     compare(map(random_case, range(NUM_PLANS)))
 
 
 @pytest.mark.slow
 @law_of_time
-def test_the_prediction_is_what_a_step_takes_for_thirty_plans_with_files(tmp_path: Path) -> None:
+def test_steps_of_twelve_plans_with_files_take_the_estimated_time(tmp_path: Path) -> None:
     compare(spilling_case(seed, tmp_path) for seed in range(NUM_PLANS))
