@@ -49,11 +49,8 @@ class NodeWeights:
         for of_layer in self._maps:
             self._begins.append(end)
             end += of_layer.nbytes
-        self._make(max(end, 1), counts)
-
-    def _make(self, nbytes: int, counts: int) -> None:
-        neighbours = self.ranks.on_node
-        self._memory = NodeMemory("weights", nbytes, neighbours)
+        neighbours = ranks.on_node
+        self._memory = NodeMemory("weights", max(end, 1), neighbours)
         versions = self._memory.part(0, counts, torch.int64).view(-1, neighbours.count)
         self._versions: Any = versions.numpy()
         for layer in self._layers:  # a page lies near the process that touches it first

@@ -23,6 +23,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import ceil, inf
+from typing import NamedTuple
 
 from stronghold.errors import StateError
 from stronghold.model.arrays import array_bytes
@@ -50,7 +51,7 @@ class StepEstimate:
     step_s  seconds of the step
     busy    by lane: the share of the step in which it works
     waits   by lane: the share of the step in which compute waits for it. "launch" is the calling
-            thread
+            thread, "gradients" the lane of norms and sums
     """
 
     step_s: float
@@ -81,14 +82,18 @@ def estimate(
     """
     if len(work.layers) != len(layout.layers):
         raise StateError(f"estimate: work of {len(work.layers)} layers for {len(layout.layers)}")
-    steps = _Steps(layout, plan, work, rates, asynchronous=asynchronous)
+    steps = _StepClocks(layout, plan, work, rates, asynchronous=asynchronous)
     # Two steps settle. Two count, because slots may alternate.
     steps.run()
     begin_s = steps.run()
     steps.forget_shares()
     steps.run()
-    on_disk_s = disk_s(plan.traffic, rates.load_gbps, rates.spill_gbps, rates.io_gbps)
-    both_s = max(steps.run() - begin_s, 2 * on_disk_s)
+    both_s = steps.run() - begin_s
+    # Loads and spills share the disk by a rule that is a per cent generous: here is the disk alone.
+    on_disk_s = 2 * disk_s(plan.traffic, rates.load_gbps, rates.spill_gbps, rates.io_gbps)
+    if on_disk_s > both_s:
+        steps.waits_s["load"] += on_disk_s - both_s
+        both_s = on_disk_s
     return StepEstimate(
         step_s=both_s / 2,
         busy={lane: seconds / both_s for lane, seconds in steps.lanes.busy_s.items()},
@@ -97,9 +102,20 @@ def estimate(
 
 
 # -- lanes ----------------------------------------------------------------------------------------
-@dataclass(slots=True)
-class _Transfer:
-    """Bytes that a lane moved between two times, at `rate` bytes/s."""
+class End(NamedTuple):
+    """The end of an operation, and the lane that a later operation waits for.
+
+    An operation and those that it waited for make a chain. `lane` is the lane of the longest one,
+    which took `seconds`; "" if compute is the last of the chain.
+    """
+
+    at_s: float
+    lane: str = ""
+    seconds: float = 0.0
+
+
+class _Transfer(NamedTuple):
+    """A transfer between two times, at `rate` bytes/s."""
 
     begin_s: float
     end_s: float
@@ -114,22 +130,15 @@ class Lanes:
         self.busy_s: dict[str, float] = defaultdict(float)
         self._transfers: dict[str, list[_Transfer]] = defaultdict(list)
         self._memory = rates.memory_gbps * 1e9
-        beside_fetch, beside_offload = (
-            rates.duplex_gbps - rates.fetch_gbps,
-            rates.duplex_gbps - rates.offload_gbps,
-        )
-        beside_load, beside_spill = (
-            rates.io_gbps - rates.load_gbps,
-            rates.io_gbps - rates.spill_gbps,
-        )
-        # By lane: its rate alone, and beside each lane that shares its resource.
+        # By lane: its rate alone, and beside each lane that shares the link or the disk.
+        after_load, after_spill = rates.io_gbps - rates.load_gbps, rates.io_gbps - rates.spill_gbps
         gbps: dict[str, tuple[float, dict[str, float]]] = {
-            "fetch": (rates.fetch_gbps, {"offload": beside_offload}),
-            "offload": (rates.offload_gbps, {"fetch": beside_fetch}),
+            "fetch": (rates.fetch_gbps, {"offload": rates.duplex_gbps - rates.offload_gbps}),
+            "offload": (rates.offload_gbps, {"fetch": rates.duplex_gbps - rates.fetch_gbps}),
             "gradients": (rates.update_gbps, {}),
-            "load": (rates.load_gbps, {"spill": beside_spill, "stage": 0.0}),
-            "stage": (rates.load_gbps, {"spill": beside_spill, "load": 0.0}),
-            "spill": (rates.spill_gbps, {"load": beside_load, "stage": beside_load}),
+            "load": (rates.load_gbps, {"spill": after_spill, "stage": 0.0}),
+            "stage": (rates.load_gbps, {"spill": after_spill, "load": 0.0}),
+            "spill": (rates.spill_gbps, {"load": after_load, "stage": after_load}),
         }
         gbps["update"] = (rates.update_gbps, dict.fromkeys(gbps, rates.update_gbps))
         gbps["gather"] = (rates.wire_gbps, {})
@@ -140,9 +149,11 @@ class Lanes:
             for lane, (alone, beside) in gbps.items()
         }
 
-    def move(self, lane: str, nbytes: float, *after_s: float) -> float:
-        """Submit a transfer that waits for the times `after_s`. Returns its end."""
-        begin_s = now_s = max(self.free_s[lane], *after_s)
+    def move(self, lane: str, nbytes: float, *after: End) -> End:
+        """Submit a transfer that waits for all of `after`. Returns its end."""
+        last = max(after)
+        has_waited = last.at_s > self.free_s[lane]
+        begin_s = now_s = max(self.free_s[lane], last.at_s)
         alone, beside = self._rates[lane]
         others = [
             (other, rate) for name, rate in beside.items() for other in self._after(name, begin_s)
@@ -161,10 +172,12 @@ class Lanes:
             left -= (edge_s - now_s) * rate
             now_s = edge_s
         if now_s > begin_s:
-            self._transfers[lane].append(_Transfer(begin_s, now_s, rate=nbytes / (now_s - begin_s)))
+            self._transfers[lane].append(_Transfer(begin_s, now_s, nbytes / (now_s - begin_s)))
             self.busy_s[lane] += now_s - begin_s
         self.free_s[lane] = now_s
-        return now_s
+        if has_waited and last.seconds > now_s - begin_s:
+            return End(now_s, last.lane, last.seconds)
+        return End(now_s, lane, now_s - begin_s)
 
     def _after(self, lane: str, begin_s: float) -> list[_Transfer]:
         """The lane's transfers that end after `begin_s`. A lane's transfers end in order."""
@@ -179,9 +192,17 @@ class Lanes:
 # -- bytes ----------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LayerBytes:
-    """Bytes that one rank moves for a layer: `fetched` weights and what it `gathered` of other
-    ranks', in each pass; `gradients` and the `reduced` ones of other ranks, in each micro-batch;
-    `updated`, `exchanged`, and files, once a step. `sums` are those of accumulated gradients."""
+    """Bytes that one rank moves for a layer.
+
+    fetched, gathered      weights over the link, and from other ranks, in each pass
+    gradients, reduced     gradients over the link, and from other ranks, in each micro-batch
+    sums                   fp32 sums of gradients over micro-batches
+    updated                memory that an update reads and writes
+    exchanged              updated weights from other nodes
+    stages_weights         a fetch reads the weights from files
+    filed_gradients        gradients or sums that go to files as they come
+    loaded, spilled        files that an update reads, and writes
+    """
 
     fetched: float
     gathered: float
@@ -190,8 +211,8 @@ class _LayerBytes:
     sums: float
     updated: float
     exchanged: float
-    stages_weights: bool  # a fetch reads them from files
-    gathers_in_files: int  # bytes of gradients that go to files as they come
+    stages_weights: bool
+    filed_gradients: int
     loaded: int
     spilled: int
 
@@ -211,7 +232,7 @@ def _layer_bytes(layer: LayerLayout, plan: Plan) -> _LayerBytes:
     updated = step_bytes(layer, formats)
     if plan.accumulates:  # it reads sums in place of gradients
         updated += SUM_BYTES * layer.num_trainable - trained
-    kept = sum(nbytes for array, nbytes in in_update.items() if array in GRADIENT_ARRAYS)
+    filed = sum(nbytes for array, nbytes in in_update.items() if array in GRADIENT_ARRAYS)
     return _LayerBytes(
         fetched=weights / on_node,
         gathered=weights * (1 - 1 / on_node),
@@ -221,27 +242,24 @@ def _layer_bytes(layer: LayerLayout, plan: Plan) -> _LayerBytes:
         updated=updated / num_ranks,
         exchanged=trained / on_node * (1 - 1 / num_nodes),
         stages_weights="weights" in staged,
-        gathers_in_files=kept,
+        filed_gradients=filed,
         loaded=sum(in_update.values()),
-        spilled=sum(in_update.values()) - kept,
+        spilled=sum(in_update.values()) - filed,
     )
 
 
 # -- steps ----------------------------------------------------------------------------------------
-@dataclass(frozen=True, slots=True)
-class _Fetched:
-    """A layer's weights on the device: from when on, since when a stream may wait for them, and the
-    lane that decided it."""
+class _Fetch(NamedTuple):
+    """A fetch. `issued_s`: when its copy was queued on the stream."""
 
-    end_s: float
+    end: End
     issued_s: float
-    cause: str
 
 
-NEVER = _Fetched(0.0, 0.0, "")
+NO_FETCH = _Fetch(End(0.0), 0.0)
 
 
-class _Steps:
+class _StepClocks:
     """The operations of steps, in the order in which the engine submits them."""
 
     def __init__(
@@ -262,22 +280,23 @@ class _Steps:
             self._bytes.append(of_layers[key])
         self._blocks = [layer.index for layer in layout.layers if layer.streamed]
         self._streamed = [index for index in self._blocks if index not in plan.resident]
-        # Clocks: of the calling thread, and of compute.
-        self._thread_s = self._compute_s = self._barrier_s = 0.0
+        self._thread_s = self._compute_s = 0.0  # clocks of the calling thread and of compute
+        self._barrier = End(0.0)
         count = len(layout.layers)
         self._used_s = [0.0] * count  # end of the last compute with the layer
-        self._gathered_s = [0.0] * count  # its gradients are complete on the host
-        self._updated: list[tuple[float, str]] = [(0.0, "update")] * count
+        self._gathered = [End(0.0)] * count  # its gradients are complete on the host
+        self._updated = [End(0.0)] * count
         self._next_update = count  # updates of all layers before it are submitted
         self._is_early = [False] * count  # updated before the barrier of the last step
-        self._here: dict[int, _Fetched] = {}
+        self._fetched: dict[int, _Fetch] = {}  # layers on the device
         # by layer: when its fetch was asked for, and when its slot is free
         self._asked: dict[int, tuple[float, float]] = {}
-        self._away_s: dict[int, float] = {}  # activations on the host, by layer
-        self._gradient_slots = deque([0.0] * max(1, plan.gradient_slots))  # when each is free
-        self._ring = deque([0.0] * plan.ring_entries)
-        self._staged = deque([0.0] * max(1, plan.staging.fetch_entries))
-        self._pieces = deque([0.0] * max(1, plan.staging.update_entries))
+        self._offloaded: dict[int, End] = {}  # activations on the host, by layer
+        # the last use of each buffer
+        self._gradient_slots = deque([End(0.0)] * max(1, plan.gradient_slots))
+        self._ring = deque([End(0.0)] * plan.ring_entries)
+        self._fetch_entries = deque([End(0.0)] * max(1, plan.staging.fetch_entries))
+        self._update_entries = deque([End(0.0)] * max(1, plan.staging.update_entries))
 
     def run(self) -> float:
         """Run a step. Returns the end of its compute."""
@@ -293,30 +312,25 @@ class _Steps:
         self.waits_s.clear()
 
     # -- compute ----------------------------------------------------------------------------------
-    def _compute(self, index: int, seconds: float, launch_s: float, *ready: _Fetched) -> None:
-        """Compute with a layer, once the thread has launched it and all of `ready` is there."""
-        self._thread_s = max([self._thread_s, *(fetched.issued_s for fetched in ready)])
+    def _compute(self, index: int, seconds: float, launch_s: float, *fetches: _Fetch) -> None:
+        """Compute with a layer, once the thread has launched it and all of `fetches` have ended."""
+        cause = "launch"
+        for fetch in fetches:  # the thread stands still until each is issued
+            if fetch.issued_s > self._thread_s:
+                self._thread_s, cause = fetch.issued_s, fetch.end.lane
         self._thread_s += launch_s
-        last_s, cause = self._thread_s, "launch"
-        for fetched in ready:
-            if fetched.end_s > last_s:
-                last_s, cause = fetched.end_s, fetched.cause
-        # the thread stood still until a fetch was issued
-        issued = max(ready, key=lambda fetched: fetched.issued_s, default=NEVER)
-        if cause == "launch" and issued.issued_s + launch_s >= last_s:
-            cause = issued.cause or cause
-        self._wait(last_s, cause)
+        self._wait(max([End(self._thread_s, cause), *(fetch.end for fetch in fetches)]))
         self._compute_s += seconds
         self.lanes.busy_s["compute"] += seconds
         self._used_s[index] = self._compute_s
         if not self._asynchronous:
             self._thread_s = self._compute_s
 
-    def _wait(self, until_s: float, cause: str) -> None:
-        """Compute waits."""
-        if until_s > self._compute_s:
-            self.waits_s[cause] += until_s - self._compute_s
-            self._compute_s = until_s
+    def _wait(self, end: End) -> None:
+        """Compute waits until `end`."""
+        if end.at_s > self._compute_s:
+            self.waits_s[end.lane] += end.at_s - self._compute_s
+            self._compute_s = end.at_s
         if not self._asynchronous:
             self._thread_s = max(self._thread_s, self._compute_s)
 
@@ -328,16 +342,16 @@ class _Steps:
 
     # -- forward ----------------------------------------------------------------------------------
     def _forward(self) -> None:
-        for index, load in enumerate(self._work):
-            for near in self._ahead(index):
-                self._ask(near, leaving=min)
+        for index, work in enumerate(self._work):
+            for following in self._ahead(index):
+                self._ask(following, leaving=min)
             self._update_through(index)
             self._fetch(index)
-            ready = self._here.get(index, NEVER)
-            self._compute(index, load.decode_s + load.forward_s, self._launch_s, ready)
+            fetch = self._fetched.get(index, NO_FETCH)
+            self._compute(index, work.decode_s + work.forward_s, self._launch_s, fetch)
             moved = self._moved_bytes(index)
             if moved:
-                self._away_s[index] = self.lanes.move("offload", moved, self._compute_s)
+                self._offloaded[index] = self.lanes.move("offload", moved, End(self._compute_s))
 
     def _ahead(self, index: int) -> Iterable[int]:
         """The layers from `index` on that are fetched now, in forward."""
@@ -359,14 +373,14 @@ class _Steps:
         plan = self._plan
         stays = index in plan.resident
         is_refreshed = index in plan.updates and index not in plan.updated_on_gpu
-        if index in self._here or index in self._asked or (stays and not is_refreshed):
+        if index in self._fetched or index in self._asked or (stays and not is_refreshed):
             return
         room_s = self._compute_s if stays else 0.0  # compute that was launched may still read it
-        held = [each for each in (*self._here, *self._asked) if each not in plan.resident]
+        held = [each for each in (*self._fetched, *self._asked) if each not in plan.resident]
         if not stays and len(held) >= plan.window:
             victim = leaving(held)
             room_s = self._used_s[victim]
-            del self._here[victim]
+            del self._fetched[victim]
         self._asked[index] = self._thread_s + self._rates.handover_s, room_s
 
     def _fetch(self, index: int) -> None:
@@ -375,25 +389,22 @@ class _Steps:
             return
         lanes, layer = self.lanes, self._bytes[index]
         asked_s, room_s = self._asked.pop(index)
-        updated_s, updated_by = self._updated[index]
-        cause = "fetch"
-        if updated_s > max(lanes.free_s["fetch"], room_s, asked_s):
-            cause = updated_by
-        issued_s = max(asked_s, updated_s)
+        updated, room = self._updated[index], End(room_s)
+        issued_s = max(asked_s, updated.at_s)
         if layer.stages_weights:
-            cause = "stage" if cause == "fetch" else cause
             count = self._num_pieces(layer.fetched)
+            nbytes = layer.fetched / count
             for _ in range(count):
-                entry_s = self._staged.popleft()
-                issued_s = lanes.move("stage", layer.fetched / count, issued_s, entry_s)
-                self._staged.append(lanes.move("fetch", layer.fetched / count, issued_s, room_s))
+                entry = self._fetch_entries.popleft()
+                staged = lanes.move("stage", nbytes, End(asked_s), updated, entry)
+                end = lanes.move("fetch", nbytes, staged, room)
+                self._fetch_entries.append(end)
+            issued_s = staged.at_s
         else:
-            lanes.move("fetch", layer.fetched, issued_s, room_s)
-        end_s = lanes.free_s["fetch"]
+            end = lanes.move("fetch", layer.fetched, End(asked_s), updated, room)
         if layer.gathered:
-            end_s = lanes.move("gather", layer.gathered, end_s)
-            cause = "gather" if cause == "fetch" else cause
-        self._here[index] = _Fetched(end_s, issued_s, cause)
+            end = lanes.move("gather", layer.gathered, end)
+        self._fetched[index] = _Fetch(end, issued_s)
 
     def _num_pieces(self, nbytes: float) -> int:
         pieces = ceil(nbytes / max(1, self._plan.staging.piece_bytes))
@@ -401,33 +412,35 @@ class _Steps:
 
     # -- backward ---------------------------------------------------------------------------------
     def _backward(self, *, is_first: bool, is_last: bool) -> None:
-        back: dict[int, _Fetched] = {}
+        returning: dict[int, _Fetch] = {}
         before = dict(zip(self._blocks[1:], self._blocks, strict=False))
         for index in reversed(range(len(self._layers))):
-            load, level = self._work[index], "keep"
+            work, level = self._work[index], "keep"
             if self._layers[index].streamed:
                 level = self._plan.activations[index]
-                last = bisect_right(self._streamed, index)
-                for near in reversed(self._streamed[max(0, last - 1 - self._plan.prefetch) : last]):
-                    self._ask(near, leaving=max)
-                    self._fetch(near)
-                for near in (index, before.get(index, index)):
-                    if near in self._away_s:
-                        back[near] = self._bring_back(near)
+                end = bisect_right(self._streamed, index)
+                begin = max(0, end - 1 - self._plan.prefetch)
+                for following in reversed(self._streamed[begin:end]):
+                    self._ask(following, leaving=max)
+                    self._fetch(following)
+                for block in (index, before.get(index, index)):
+                    if block in self._offloaded:
+                        returning[block] = self._bring_back(block)
             launch_s = self._launch_s
             if level in AGAIN:
                 launch_s += self._rates.recompute_launch_s
-            seconds = load.decode_s + load.backward_s + load.recompute_s(level)
-            ready = (self._here.get(index, NEVER), back.pop(index, NEVER))
-            self._compute(index, seconds, launch_s, *ready)
+            seconds = work.decode_s + work.backward_s + work.recompute_s(level)
+            fetches = (self._fetched.get(index, NO_FETCH), returning.pop(index, NO_FETCH))
+            self._compute(index, seconds, launch_s, *fetches)
             if index in self._plan.updates:
                 self._take_gradients(index, is_first=is_first, is_last=is_last)
 
-    def _bring_back(self, index: int) -> _Fetched:
+    def _bring_back(self, index: int) -> _Fetch:
         """Fetch a layer's activations from the host."""
-        after_s = (self._away_s.pop(index), self._compute_s, self._thread_s)
-        end_s = self.lanes.move("fetch", self._moved_bytes(index), *after_s)
-        return _Fetched(end_s, self._thread_s, "fetch")
+        launched = End(max(self._compute_s, self._thread_s))
+        offloaded = self._offloaded.pop(index)
+        end = self.lanes.move("fetch", self._moved_bytes(index), offloaded, launched)
+        return _Fetch(end, self._thread_s)
 
     def _take_gradients(self, index: int, *, is_first: bool, is_last: bool) -> None:
         """Move a layer's gradients to the host, and into the norm or into the sums."""
@@ -438,26 +451,28 @@ class _Steps:
             return
         is_shared = index not in plan.own_gradients
         if is_shared:
-            self._wait(self._gradient_slots.popleft(), "offload")
-        after_s = self._compute_s
+            self._wait(self._gradient_slots.popleft())
+        complete = End(self._compute_s)
         if layer.reduced:
-            after_s = lanes.move("reduce", layer.reduced, after_s)
-        entry_s = self._ring.popleft() if plan.ring_entries else 0.0
-        offloaded_s = lanes.move("offload", layer.gradients, after_s, entry_s)
+            complete = lanes.move("reduce", layer.reduced, complete)
+        entry = self._ring.popleft() if plan.ring_entries else End(0.0)
+        end = lanes.move("offload", layer.gradients, complete, entry)
         if is_shared:
-            self._gradient_slots.append(offloaded_s)
-        moved = layer.gradients
-        if plan.accumulates:  # the last sum is read once more, for the norm
-            moved += layer.sums * (3 if is_last else 2)
-            if layer.gathers_in_files and not is_first:
-                offloaded_s = lanes.move("load", layer.gathers_in_files, offloaded_s)
-        summed_s = lanes.move("gradients", moved, offloaded_s)
-        self._gathered_s[index] = summed_s if plan.accumulates else offloaded_s
-        self._barrier_s = max(self._barrier_s, summed_s)
-        if layer.gathers_in_files:
-            summed_s = lanes.move("spill", layer.gathers_in_files, summed_s)
+            self._gradient_slots.append(end)
+        if plan.accumulates:
+            if layer.filed_gradients and not is_first:
+                end = lanes.move("load", layer.filed_gradients, end)
+            # a sum is read and written, and read once more for the norm
+            summed_bytes = layer.gradients + layer.sums * (3 if is_last else 2)
+            summed = self._gathered[index] = lanes.move("gradients", summed_bytes, end)
+        else:
+            self._gathered[index] = end
+            summed = lanes.move("gradients", layer.gradients, end)
+        self._barrier = max(self._barrier, summed)
+        if layer.filed_gradients:
+            summed = lanes.move("spill", layer.filed_gradients, summed)
         if plan.ring_entries:
-            self._ring.append(summed_s)
+            self._ring.append(summed)
 
     # -- updates ----------------------------------------------------------------------------------
     def _close_barrier(self) -> None:
@@ -465,46 +480,48 @@ class _Steps:
         plan, lanes = self._plan, self.lanes
         on_gpu = [index for index in plan.updates if index in plan.updated_on_gpu]
         self._use_device_memory(sum(self._bytes[index].gradients for index in on_gpu))
-        barrier_s = max(self._barrier_s, self._thread_s, self._compute_s if on_gpu else 0.0)
+        computed_s = self._compute_s if on_gpu else 0.0
+        barrier = max(self._barrier, End(max(self._thread_s, computed_s), "launch"))
         self._is_early = [False] * len(self._layers)
         for index in sorted(plan.early, reverse=True):
-            if max(lanes.free_s["update"], self._gathered_s[index]) >= barrier_s:
+            gathered = self._gathered[index]
+            if max(lanes.free_s["update"], gathered.at_s) >= barrier.at_s:
                 break
-            self._submit_update(index, self._gathered_s[index])
+            self._submit_update(index, gathered)
             self._is_early[index] = True
-        self._thread_s = self._barrier_s = barrier_s
-        self._wait(barrier_s, "offload")
+        self._wait(barrier)
         self._use_device_memory(sum(self._bytes[index].updated for index in on_gpu))
-        if not self._asynchronous:
-            self._thread_s = self._compute_s
+        self._thread_s = barrier.at_s if self._asynchronous else self._compute_s
+        self._barrier = End(barrier.at_s)
         self._next_update = 0
-        outdated = plan.updates.keys() & self._here.keys()
-        for index in outdated:
-            del self._here[index]
+        for index in plan.updates.keys() & self._fetched.keys():
+            del self._fetched[index]  # the update outdates it
 
     def _update_through(self, index: int) -> None:
         """Submit the updates of all layers up to this one, if they are due."""
-        while self._next_update <= min(index, len(self._layers) - 1):
+        plan = self._plan
+        while self._next_update <= index:
             due = self._next_update
             self._next_update += 1
-            is_on_host = due in self._plan.updates and due not in self._plan.updated_on_gpu
+            is_on_host = due in plan.updates and due not in plan.updated_on_gpu
             if is_on_host and not self._is_early[due]:
-                self._submit_update(due, self._barrier_s)
+                self._submit_update(due, self._barrier)
 
-    def _submit_update(self, index: int, after_s: float) -> None:
+    def _submit_update(self, index: int, after: End) -> None:
         """Update a layer on the host, in pieces if it has arrays in files."""
         lanes, layer = self.lanes, self._bytes[index]
-        if not layer.loaded:
-            end_s, cause = lanes.move("update", layer.updated, after_s), "update"
-        else:
+        if layer.loaded:
             count = self._num_pieces(layer.loaded)
             for _ in range(count):
-                loaded_s = lanes.move("load", layer.loaded / count, after_s, self._pieces.popleft())
-                cause = "load" if loaded_s > lanes.free_s["update"] else "update"
-                end_s = lanes.move("update", layer.updated / count, loaded_s)
-                self._pieces.append(lanes.move("spill", layer.spilled / count, end_s))
+                entry = self._update_entries.popleft()
+                loaded = lanes.move("load", layer.loaded / count, after, entry)
+                end = lanes.move("update", layer.updated / count, loaded)
+                spilled = lanes.move("spill", layer.spilled / count, end)
+                self._update_entries.append(spilled)
             if layer.stages_weights:  # a fetch reads what was spilled
-                end_s, cause = self._pieces[-1], "spill"
+                end = spilled
+        else:
+            end = lanes.move("update", layer.updated, after)
         if layer.exchanged:
-            end_s, cause = lanes.move("exchange", layer.exchanged, end_s), "exchange"
-        self._updated[index] = end_s, cause
+            end = lanes.move("exchange", layer.exchanged, end)
+        self._updated[index] = end

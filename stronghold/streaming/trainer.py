@@ -56,10 +56,6 @@ from stronghold.streaming.pieces import LayerGradients, PerParameter
 logger = logging.getLogger("stronghold")
 
 
-def _nothing_is_away(operation: str) -> None:
-    """Default of `Runtime.check_trains`: everything is on the device."""
-
-
 class Runtime:
     """Passes and updates of one model by `plan`.
 
@@ -76,8 +72,8 @@ class Runtime:
         parts: Parts,
         plan: Plan,
         *,
-        host_room_bytes: int | None = None,
-        check_trains: Callable[[str], None] = _nothing_is_away,
+        host_room_bytes: int | None,
+        check_trains: Callable[[str], None],
     ) -> None:
         host, device = parts.host, parts.device
         self._check_trains = check_trains

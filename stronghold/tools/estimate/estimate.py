@@ -39,6 +39,7 @@ RESOURCES = {
     "launch": "calling thread",
     "fetch": "link host to device",
     "offload": "link device to host",
+    "gradients": "host memory bandwidth",
     "update": "host memory bandwidth",
     "load": "nvme",
     "stage": "nvme",
