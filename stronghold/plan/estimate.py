@@ -89,7 +89,7 @@ def estimate(
     steps.forget_shares()
     steps.run()
     both_s = steps.run() - begin_s
-    # Loads and spills share the disk by a rule that is a per cent generous: here is the disk alone.
+    # No step is faster than the disk alone. The rule for transfers that share it is generous.
     on_disk_s = 2 * disk_s(plan.traffic, rates.load_gbps, rates.spill_gbps, rates.io_gbps)
     if on_disk_s > both_s:
         steps.waits_s["load"] += on_disk_s - both_s
@@ -181,12 +181,12 @@ class Lanes:
 
     def _after(self, lane: str, begin_s: float) -> list[_Transfer]:
         """The lane's transfers that end after `begin_s`. A lane's transfers end in order."""
-        found: list[_Transfer] = []
+        transfers: list[_Transfer] = []
         for transfer in reversed(self._transfers[lane]):
             if transfer.end_s <= begin_s:
                 break
-            found.append(transfer)
-        return found
+            transfers.append(transfer)
+        return transfers
 
 
 # -- bytes ----------------------------------------------------------------------------------------
