@@ -298,8 +298,9 @@ class StrongholdConfig(_Section):
     early_layers: NotNegative | Literal["all"] | None = key(
         "Number of layers that are updated early, spread evenly over the model. Each has its "
         "weights, masters and moments twice in host memory: 12 more bytes per parameter with Adam "
-        "in bf16. Left out: the fastest by estimate that host_memory allows, once the first "
-        "steps are measured."
+        "in bf16. Left out: none where gradient_clipping is above 0, since a clipped step makes "
+        "these updates twice; else as many as pay by estimate and host_memory allows, once the "
+        "first steps are measured."
     )
     cpu_threads: Annotated[int, Field(ge=1, le=MAX_THREADS)] | None = key(
         "Threads of the CPU optimizer. Left out: the cores that torch does not use, which are all "

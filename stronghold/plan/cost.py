@@ -1,7 +1,7 @@
 """Cost: the planner's demand, the bytes that a step moves, its seconds, and the limits of both.
 
 Pure data, and arithmetic on sizes, rates and spans; any thread. `Demand` is the planner's input.
-`Traffic` is the one table of a step's bytes. It serves the plan, its log line, the search's bounds
+`Traffic` is the one table of a step's bytes. It serves the plan, its log line, the rules' bounds
 and the physical limit. No other file counts a step's bytes.
 
 [Note: formula] The physical limit of a step's time:
@@ -52,6 +52,15 @@ LEVELS: tuple[str, ...] = get_args(Level)
 AGAIN = frozenset(LEVELS[2:])  # the block's forward runs again in backward: recompute
 ATTENTION = frozenset(LEVELS[2:4])  # attention's results are kept
 AWAY = frozenset(level for level in LEVELS if level.endswith("offload"))
+
+# Why a rule has set a key of the config ([Note: rules] of `rules`).
+REASONS = {
+    "window": "three where they fit: one computes, one is still in use, one is on its way",
+    "resident_layers": "evenly over the depth, as many as make the shortest step by estimate",
+    "resident_updates": "the faster by estimate",
+    "activations": "the last blocks keep most: backward needs them first",
+    "early_layers": "in backward, where the CPU would idle",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +197,7 @@ class Demand:
     homes: Homes | None = None  # arrays that lie in files here stay there
     piece_bytes: int | None = None
     micro_batches: int = 1
-    searched: frozenset[str] = frozenset()  # keys that a search set, not the user
+    by_rule: frozenset[str] = frozenset()  # keys that a rule set, not the user
     # Data-parallel ranks. Each has its shard of the host's arrays. Every node has all weights.
     num_ranks: int = 1
     num_nodes: int = 1
@@ -204,13 +213,13 @@ class Demand:
 
     def why(self, key: str) -> str:
         """The origin of a key's value, for the plan's reasons."""
-        if key in self.searched:
-            return "the fastest, by estimate"
+        if key in self.by_rule:
+            return REASONS[key]
         return f"stronghold.{key}"
 
     def pins(self, key: str) -> bool:
-        """True if the user set the key, and no search did."""
-        return getattr(self, key) is not None and key not in self.searched
+        """True if the user set the key, and no rule did."""
+        return getattr(self, key) is not None and key not in self.by_rule
 
     def sharers(self, array: str) -> int:
         """Number of ranks that share an array in shards. The ranks of one node share the weights,

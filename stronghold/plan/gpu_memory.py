@@ -125,9 +125,13 @@ class GpuPeak:
     def total(self, window: int, gradient_slots: int) -> int:
         """Bytes of the peak with so many slots. Activations count, or the room reserved for
         them."""
-        slots = window * self.slot + self._own_sums + self._beside_slots_bytes
-        slots += gradient_slots * (self.gradient_slot + self._sums_in_slot)
-        return max(self.activations, self.places.demand.reserve_bytes) + slots
+        activations = max(self.activations, self.places.demand.reserve_bytes)
+        return activations + self.buffers(window, gradient_slots)
+
+    def buffers(self, window: int, gradient_slots: int) -> int:
+        """Bytes of all but activations, with so many slots."""
+        slots = window * self.slot + gradient_slots * (self.gradient_slot + self._sums_in_slot)
+        return slots + self._own_sums + self._beside_slots_bytes
 
 
 def decoded_buffer_bytes(layout: ModelLayout) -> int:

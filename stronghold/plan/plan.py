@@ -231,6 +231,8 @@ def _activations_reason(places: Places, threads: int) -> str:
     counts = Counter(places.activations[index] for index in places.layout.streamed)
     if len(counts) > 1:
         policies = ", ".join(f"{policy} {count}" for policy, count in sorted(counts.items()))
+        if "activations" in places.demand.by_rule:
+            policies += f" ({places.demand.why('activations')})"
     else:
         policies = next(iter(counts), "keep")
     gradients = "accumulated" if places.demand.accumulate else "pending until the gate"

@@ -8,11 +8,11 @@ end of each step.
     1. The first step is a warm-up. Memory is touched for the first time, and the executor learns
        the schedule: its times mean nothing.
     2. The next steps are traced. The bytes that their layers keep for backward are counted.
-    3. The search runs once, with the measured seconds and rates.
+    3. The rules make a plan once, with the measured seconds and rates.
 
 [Note: one plan] Several ranks change to one plan, or all stay.
     1. The ranks exchange their measurements.
-    2. The first rank searches with the slowest of them.
+    2. The first rank plans with the slowest of them.
     3. All ranks follow its choice.
 
 [Note: larger batches] A refined plan fills the device. So a batch may find no room if it is larger
@@ -77,7 +77,7 @@ from stronghold.plan.gpu_memory import activation_bytes
 from stronghold.plan.machine import LAUNCH_S, RECOMPUTE_LAUNCH_S, WHOLE_LAUNCH_S, Rates
 from stronghold.plan.places import MIB
 from stronghold.plan.plan import Plan, make_plan
-from stronghold.plan.search import fastest_plan, roomiest_plan
+from stronghold.plan.rules import fastest_plan, roomiest_plan
 from stronghold.streaming.demand import pinned_activations
 from stronghold.streaming.stack import Stack, reserved_bytes
 from stronghold.streaming.trainer import Runtime
@@ -186,7 +186,7 @@ class Measurements:
 class Refinement:
     """Refines the plan of `stack` once, and changes it if a batch needs more room.
 
-    It does nothing if the search has nothing to choose. The user's trace goes on, if there is one.
+    It does nothing if the rules have nothing to choose. The user's trace goes on, if there is one.
     """
 
     def __init__(self, stack: Stack) -> None:
@@ -488,7 +488,7 @@ class Refinement:
 
     # -- the refinement, once ---------------------------------------------------------------------
     def _refine(self, runtime: Runtime) -> None:
-        """Search with the measurements of all ranks, and change to a faster plan."""
+        """Plan with the measurements of all ranks, and change to a faster plan."""
         stack = self._stack
         sizes = runtime.activations.sizes
         sizes.counting = False
@@ -720,7 +720,7 @@ def _present_demand(stack: Stack) -> Demand:
 
 
 def _has_choice(demand: Demand) -> bool:
-    """True if the user has left the search something to choose."""
+    """True if the user has left the rules something to choose."""
     if not demand.training:
         return False
     return _may_update_early(demand) or _layers_may_move(demand)

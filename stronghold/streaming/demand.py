@@ -91,7 +91,7 @@ def demand_of(
         chunk=section.chunk,
         streams=section.streams or 1,
         cpu_threads=section.cpu_threads,
-        early_layers=_early_layers(section, layout),
+        early_layers=_early_layers(section, layout, settings.gradient_clipping),
         num_cores=update_cores(num_cores, compute_threads),
         nvme=section.nvme is not None,
         nvme_capacity_bytes=capacity and capacity // ranks.on_disks.count,
@@ -106,7 +106,7 @@ def demand_of(
 
 def _resident_updates(section: StrongholdConfig, ranks: Ranks, *, on_gpu: bool) -> str | None:
     """Choose the place of resident layers' updates. The GPU updates them on one rank alone, and
-    exact states alone. None leaves the choice to the search."""
+    exact states alone. None leaves the choice to the rules."""
     ways = 'set it to "host"'
     why = "which this release does on one rank alone" if ranks.several else ""
     if not why and section.states == LEAN and on_gpu:
@@ -116,17 +116,22 @@ def _resident_updates(section: StrongholdConfig, ranks: Ranks, *, on_gpu: bool) 
     return "host" if why else section.resident_updates
 
 
-def _early_layers(section: StrongholdConfig, layout: ModelLayout) -> int | None:
-    """The config's number of early layers for the planner; None leaves it to the search."""
+def _early_layers(
+    section: StrongholdConfig, layout: ModelLayout, gradient_clipping: float
+) -> int | None:
+    """The config's number of early layers for the planner; None leaves it to the rules."""
     if not section.speculation:
         return 0
+    if section.early_layers is None:
+        # A clipped step makes early updates twice, and they take RAM.
+        return 0 if gradient_clipping else None
     return len(layout.layers) if section.early_layers == "all" else section.early_layers
 
 
 def pinned_activations(
     section: StrongholdConfig, layout: ModelLayout
 ) -> str | tuple[str, ...] | None:
-    """Return the config's activation policies for the planner. None leaves them to the search."""
+    """Return the config's activation policies for the planner. None leaves them to the rules."""
     policies = section.activations
     if isinstance(policies, str) and section.kept_activations:
         num_blocks = len(layout.streamed)

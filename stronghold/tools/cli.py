@@ -246,7 +246,8 @@ def _add_plan(commands: Any) -> None:
         "--early",
         type=int,
         metavar="N",
-        help="layers that are updated before the norm is known; 0: none (default: the fastest)",
+        help="layers that are updated before the norm is known (default: none with clipping, else "
+        "as many as pay)",
     )
     output = plan.add_argument_group("output")
     output.add_argument("--write", type=Path, metavar="FILE", help="write the config there")

@@ -125,6 +125,29 @@ def test_what_is_written_in_backward_is_stepped_from(section: dict[str, Any]) ->
             both.step()
 
 
+# -- the plan --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("clipping", "section", "planned"),
+    [
+        (1.0, {"early_layers": None}, 0),
+        (0.0, {"early_layers": None}, None),
+        (1.0, {"early_layers": 2}, 2),
+        (0.0, {"early_layers": 0}, 0),
+        (0.0, {"early_layers": None, "speculation": False}, 0),
+    ],
+)
+def test_a_run_that_clips_plans_no_early_updates_unasked(
+    clipping: float, section: dict[str, Any], planned: int | None
+) -> None:
+    """None: as many as pay, once the first steps are measured."""
+    model, _ = MODELS["gpt"]()
+    plan = engine_of(model, section, clipping=clipping).plan
+    assert plan.demand.early_layers == planned
+    assert len(plan.early) == (planned or 0)
+
+
 # -- bytes -----------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from stronghold.plan.plan import make_plan
-from stronghold.plan.search import fastest_plan
+from stronghold.plan.rules import fastest_plan
 from stronghold.predict.refine import TRACED_STEPS, WARM_UP_STEPS
 from tests.models import MODELS, loss_of
 from tests.support.quiet import law_of_time, on_time

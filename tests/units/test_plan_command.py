@@ -451,6 +451,15 @@ def test_the_overflow_check_is_left_out_of_bf16_alone(precision: str) -> None:
         asked(precision=precision, no_overflow_check=True)
 
 
+@pytest.mark.parametrize(
+    ("options", "planned"), [({}, 0), ({"early": 3}, 3), ({"clipping": 0.0}, None)]
+)
+def test_early_updates_are_planned_where_no_step_clips_or_where_they_are_asked_for(
+    options: dict[str, float], planned: int | None
+) -> None:
+    assert asked(**options).demand.early_layers == planned
+
+
 # -- never faster than what is physically possible ------------------------------------------------
 EARLY = {"clipping": 0.0, "no_overflow_check": True}
 ROUNDING = 1e-6

@@ -40,7 +40,7 @@ MODULES = {module_name(path): path for path in SOURCES}
 
 
 def room_of_module(module: str) -> str:
-    """`plan` of `stronghold.plan.search`, `__init__` of the package itself."""
+    """`plan` of `stronghold.plan.rules`, `__init__` of the package itself."""
     return [*module.split("."), "__init__"][1]
 
 

@@ -5,22 +5,18 @@ Owns the changes that are tried, and the words of the warnings.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
-from operator import attrgetter
 from typing import Any
 
-from stronghold.errors import ConfigError, format_size
-from stronghold.model.costs import DTYPES
+from stronghold.errors import format_size
 from stronghold.model.packed_formats import FORMATS, PackedFormat
 from stronghold.optim.states import EXACT, LEAN
-from stronghold.plan import search
+from stronghold.plan.cost import disk_s
 from stronghold.plan.estimate import estimate as estimate_step
 from stronghold.plan.host_memory import SECOND_ARRAYS
-from stronghold.plan.machine import NETWORK_GBPS
-from stronghold.plan.plan import make_plan
-from stronghold.plan.search import Choice, updates_s
+from stronghold.plan.machine import NETWORK_GBPS, Rates
+from stronghold.plan.plan import Plan, make_plan
 from stronghold.tools.estimate.estimate import RESOURCES, Estimate, estimate, seconds
 from stronghold.tools.estimate.question import Question
 
@@ -93,12 +89,15 @@ def _gate(bare: Estimate) -> Iterator[str]:
         return
     waits = sum(bare.shares.get(RESOURCES[lane], 0.0) for lane in ("update", "load"))
     work = question.work
-    forward, updates = work.forward_s, max(updates_s(plan, question.rates))
+    forward, updates = work.forward_s, max(_updates_s(plan, question.rates))
     if waits < WAITS or updates <= forward:
         return
+    ways = ""
     if question.clipping or question.overflow_check:
         rule = "clipping" if question.clipping else "the overflow check"
         why = f"{rule} decides over every gradient"
+        if question.clipping and question.early_layers is None:
+            ways = "; --early N makes some in backward, for RAM, in steps that are not clipped"
     elif question.accumulation > 1:
         why = "gradients are summed over micro-batches"
     elif question.ranks > 1:
@@ -110,8 +109,16 @@ def _gate(bare: Estimate) -> Iterator[str]:
     yield (
         f"updates wait for the end of backward, since {why}, and the step waits for them: it takes "
         f"{others}backward ({backward}) and then the longer of "
-        f"forward ({seconds(forward)}) and updates ({seconds(updates)})"
+        f"forward ({seconds(forward)}) and updates ({seconds(updates)}){ways}"
     )
+
+
+def _updates_s(plan: Plan, rates: Rates) -> tuple[float, float]:
+    """Seconds of a step's updates on the host: (the CPU's updates and norms, the disk)."""
+    traffic = plan.traffic
+    cpu_bytes = traffic.update_bytes + traffic.norm_bytes
+    files_s = disk_s(traffic, rates.load_gbps, rates.spill_gbps, rates.io_gbps)
+    return cpu_bytes * 1e-9 / rates.update_gbps, files_s
 
 
 # -- gains ----------------------------------------------------------------------------------------
@@ -132,19 +139,11 @@ def _gains(bare: Estimate) -> Iterator[tuple[str, Estimate | None]]:
     for change, values in changes.items():
         if "nvme_bytes" in values and not question.nvme_bytes:
             continue
-        asked = replace(question, **values)
-        if bare.choice is None:
-            gained: Estimate | None = estimate(asked)
-            if gained is None or not gained.fits:
-                continue
-        else:
-            gained = _near(asked, bare.choice)
-            alike = (asked.tokens, asked.states) == (question.tokens, question.states)
-            alike &= asked.model is question.model
-            if gained is not None and alike:
-                # More memory takes nothing away: the plan without it still fits.
-                gained = min(gained, bare, key=attrgetter("step_s"))
-        yield change, gained
+        gained = estimate(replace(question, **values))
+        if gained.fits:
+            yield change, gained
+        elif bare.fits:
+            yield change, None
 
 
 def _packings(bare: Estimate) -> dict[str, dict[str, Any]]:
@@ -166,27 +165,3 @@ def _packings(bare: Estimate) -> dict[str, dict[str, Any]]:
 def _packed_size(row: PackedFormat) -> int:
     """Bytes of a large matrix in the format."""
     return row.packed_bytes((1 << 12, 1 << 12))
-
-
-def _near(question: Question, choice: Choice) -> Estimate | None:
-    """The fastest of the plans near that of `choice`, which was made for another question.
-
-    They have its window and its number of resident blocks, or as many more of either as a GiB
-    holds, with the activations that then fit. None if no plan fits at all.
-    """
-    layout, plan = question.layout, choice.plan
-    blocks = set(layout.streamed)
-    kept, window = len(plan.resident & blocks), plan.window
-    largest = max((layout.layers[index].numel for index in blocks), default=0)
-    held = max(1, GIB // max(1, largest * DTYPES[question.dtype].itemsize))
-    near = [(kept, window), (kept + held, window), (kept, window + held), (kept - 1, window)]
-    if question.resident_layers is not None:
-        near = near[::2]
-    bounded = [(min(count, len(blocks)), slots) for count, slots in near if count >= 0]
-    ladders = [choice.ladder] if choice.ladder else search.LADDERS
-    with contextlib.suppress(ConfigError):
-        nearby = estimate(question, ladders, bounded)
-        if nearby.fits:
-            return nearby
-    whole = estimate(question)
-    return whole if whole.fits else None

@@ -1,13 +1,12 @@
 """Estimates: the fastest plan of a question, beside the physical limit.
 
-Owns the order of these steps; `plan.search` and `plan.estimate` own how each works. It allocates
+Owns the order of these steps; `plan.rules` and `plan.estimate` own how each works. It allocates
 nothing of the model's size. One thread enters.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import inf
@@ -15,7 +14,7 @@ from operator import itemgetter
 from typing import Any
 
 from stronghold.errors import BudgetError
-from stronghold.plan import search
+from stronghold.plan import rules
 from stronghold.plan.cost import (
     AGAIN,
     ATTENTION,
@@ -29,7 +28,7 @@ from stronghold.plan.cost import (
     traffic_of,
 )
 from stronghold.plan.plan import Plan
-from stronghold.plan.search import Choice, fastest_plan
+from stronghold.plan.rules import Choice, fastest_plan
 from stronghold.tools.estimate.config import config_of
 from stronghold.tools.estimate.question import Question
 
@@ -202,15 +201,8 @@ class Estimate:
         }
 
 
-def estimate(
-    question: Question,
-    ladders: Sequence[search.Ladder] = search.LADDERS,
-    near: Sequence[tuple[int, int]] = (),
-) -> Estimate:
-    """The estimate of the fastest plan, or of the reason why none fits; without notes and gains.
-
-    Arguments `ladders` and `near` are those of `Search.run`.
-    """
+def estimate(question: Question) -> Estimate:
+    """The estimate of the fastest plan, or of the reason why none fits; without notes and gains."""
     try:
         choice = fastest_plan(
             question.layout,
@@ -218,8 +210,6 @@ def estimate(
             question.work,
             question.rates,
             asynchronous=not question.machine.emulated,
-            ladders=ladders,
-            near=near,
         )
     except BudgetError as error:
         return Estimate(question=question, refusal=str(error), limits=_limits(question, None))
@@ -228,7 +218,7 @@ def estimate(
 
 def fits(question: Question) -> bool:
     """True if any plan fits."""
-    return search.fits(question.layout, question.demand)
+    return rules.fits(question.layout, question.demand)
 
 
 def _fits_with_batch(question: Question, batch: int) -> bool:
@@ -237,7 +227,7 @@ def _fits_with_batch(question: Question, batch: int) -> bool:
 
 def with_largest_batch(question: Question) -> Question:
     """The question with the largest micro-batch that fits; with one of 1 if none fits."""
-    largest = search.largest_micro_batch(partial(_fits_with_batch, question))
+    largest = rules.largest_micro_batch(partial(_fits_with_batch, question))
     return replace(question, batch=max(1, largest))
 
 

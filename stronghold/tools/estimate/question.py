@@ -161,11 +161,17 @@ class Question:
         return (*one_format(self.arrays), *self.model.inner_formats)
 
     @property
+    def early_updates(self) -> int | None:
+        """Layers that are updated early. None leaves it to the rules, and only where no step is
+        clipped: a clipped step makes these updates twice."""
+        return 0 if self.early_layers is None and self.clipping else self.early_layers
+
+    @property
     def demand(self) -> Demand:
         return Demand(
             states=self.arrays,
             all_formats=self.formats,
-            early_layers=self.early_layers,
+            early_layers=self.early_updates,
             accumulate=self.accumulation > 1,
             gpu_budget_bytes=self.gpu_bytes,
             host_budget_bytes=self.host_bytes // self.gpus,

@@ -16,7 +16,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import StrMethodFormatter
 
 from stronghold.errors import ConfigError
-from stronghold.plan.search import last_that
+from stronghold.plan.rules import last_that
 from stronghold.tools import plot
 from stronghold.tools.estimate.estimate import Estimate, estimate, fits, seconds
 from stronghold.tools.estimate.question import Question
