@@ -171,7 +171,7 @@ def _reasons(
     layout: ModelLayout, demand: Demand, on_gpu: Layers, *, whole: bool
 ) -> tuple[str, ...]:
     reasons = []
-    if demand.resident_layers:
+    if demand.resident_layers and not whole:
         reasons.append(
             f"{demand.resident_layers} of {len(layout.streamed)} blocks stay on the gpu "
             f"({demand.why('resident_layers')})"

@@ -185,7 +185,7 @@ def _make_plan(layout: ModelLayout, demand: Demand) -> Plan:
     num_recomputed = sum(layer.num_parameters for layer in recomputed)
     reasons = (
         *places.reasons,
-        slots.reason,
+        *((slots.reason,) if places.streamed else ()),
         _activations_reason(places, threads),
         *_states_reasons(places),
         *host.reasons,

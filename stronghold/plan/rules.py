@@ -17,8 +17,8 @@ of activation levels the blocks climb. Settings that the config pins stay as the
 5. Blocks keep more from the last one backwards.   Backward needs the last ones first.
 6. Backward takes the updates that forward would   The CPU would idle in backward. A clipped step
    wait for, where no step clips.                  makes these updates twice.
-7. Files hold what the host cannot: moments, the   So rarely is each needed. Forward comes to the
-   rest of masters, gradients, weights, of the     last layers last.
+7. Files hold what the host cannot: moments,       In this order they are needed more and more
+   master remainders, gradients, weights, of the   often. Forward comes to the last layers last.
    last layers first.
 
 Rules 2, 4 and 7 are those of `places` and `host_memory`.
@@ -213,10 +213,11 @@ def fits(layout: ModelLayout, demand: Demand) -> bool:
 
 
 def fitting_plans(layout: ModelLayout, demand: Demand, distance: int = 1) -> Iterator[Plan]:
-    """The plans of the rules that are within the budgets, without early updates that no config asks
-    for. Numbers of resident blocks come in steps of `distance`, and the largest that fits."""
-    open_early = demand.early_layers is None
-    demand = replace(demand, early_layers=0) if open_early else demand
+    """The plans of the rules that are within the budgets, before early updates are chosen.
+
+    The numbers of resident blocks are the multiples of `distance`, and the largest that fits.
+    """
+    demand = replace(demand, early_layers=demand.early_layers or 0)
     for num_resident in _resident_counts(layout, demand, distance):
         for place in _update_places(layout, demand):
             placed = replace(demand, resident_layers=num_resident, resident_updates=place)

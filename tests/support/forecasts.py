@@ -1,11 +1,10 @@
-"""What tests of `stronghold plan` share: small sizes, a large model, the command's output."""
+"""What tests of `stronghold plan` share: small sizes, the command's output."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig
 
 from stronghold.tools import cli
 from stronghold.tools.estimate.advice import with_advice
@@ -14,18 +13,6 @@ from stronghold.tools.estimate.question import Question, question_from_options
 
 SIZES = ["--layers", "6", "--hidden", "128", "--heads", "4", "--vocab", "500", "--seq", "64"]
 SMALL = {"layers": 6, "hidden": 128, "heads": 4, "vocab": 500, "seq": 64, "machine": "rtx4090"}
-LLAMA_70B = LlamaConfig(
-    hidden_size=8192,
-    intermediate_size=28672,
-    num_hidden_layers=80,
-    num_attention_heads=64,
-    num_key_value_heads=8,
-    vocab_size=128256,
-    tie_word_embeddings=False,
-    architectures=["LlamaForCausalLM"],
-)
-
-
 PROGRESS = "stronghold plan: loading torch and transformers\n"
 
 

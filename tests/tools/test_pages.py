@@ -24,6 +24,7 @@ import stronghold
 from stronghold.config.section import StrongholdConfig
 from stronghold.tools import cli
 from tests.support.documents import DOCS, PAGES, PERFORMED, ROOT, blocks_of, commands_of, name_of
+from tests.support.published import published
 from tests.tools.test_sft import COMMANDS as SFT_COMMANDS
 
 # Pages whose Python another test runs.
@@ -185,10 +186,7 @@ def test_the_least_gpu_memory_of_8b_is_the_pages_figure(
     reader: Reader, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = text_of(DOCS / "how_to" / "full_8b_24gb.md")
-    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
-    heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
-    config = LlamaConfig(vocab_size=128256, architectures=["LlamaForCausalLM"], **sizes, **heads)
-    config.save_pretrained(reader.folder / "DIR")
+    published("Llama-3.1-8B").save_pretrained(reader.folder / "DIR")
     (command,) = re.findall(r"^(stronghold plan .*) \|\| true$", page, re.MULTILINE)
     assert cli.main(shlex.split(command)[1:]) == 1
     (least,) = re.findall(r"it is \*\*(.* GiB)\*\*", page)

@@ -7,56 +7,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from transformers import LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from stronghold.tools.estimate.estimate import estimate
 from stronghold.tools.estimate.question import question_from_options
-from tests.support.forecasts import LLAMA_70B
+from tests.support.published import published
 
 ROOT = Path(__file__).resolve().parents[2]
 SEQUENCE = 2048
 
 
-def llama(hidden: int, inner: int, layers: int, heads: int, **more: Any) -> PretrainedConfig:
-    return LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=8,
-        vocab_size=128256,
-        architectures=["LlamaForCausalLM"],
-        **more,
-    )
-
-
-MODELS: dict[str, PretrainedConfig] = {
-    "Llama 3.2 3B": llama(3072, 8192, 28, 24, head_dim=128, tie_word_embeddings=True),
-    "Llama 3.1 8B": llama(4096, 14336, 32, 32),
-    "Llama 3.3 70B": LLAMA_70B,
-    "Qwen3 14B": Qwen3Config(
-        hidden_size=5120,
-        intermediate_size=17408,
-        num_hidden_layers=40,
-        num_attention_heads=40,
-        num_key_value_heads=8,
-        head_dim=128,
-        vocab_size=151936,
-        architectures=["Qwen3ForCausalLM"],
-    ),
-    "Qwen3 30B-A3B": Qwen3MoeConfig(
-        hidden_size=2048,
-        moe_intermediate_size=768,
-        num_experts=128,
-        num_experts_per_tok=8,
-        num_hidden_layers=48,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=128,
-        vocab_size=151936,
-        architectures=["Qwen3MoeForCausalLM"],
-    ),
-}
 MACHINES = {"RTX 4090": "rtx4090", "RTX 3090": "rtx3090", "H100": "h100-80gb"}
 METHODS: dict[str, dict[str, Any]] = {
     "all weights": {},
@@ -95,7 +54,7 @@ def test_a_prediction_of_the_page_is_that_of_the_plan(row: Row, tmp_path: Path) 
     options: dict[str, Any] = {"host": ram.replace(" GB", "GiB"), **METHODS[row.method]}
     if disk:
         options["nvme"] = disk.replace(" TB NVMe", "TiB")
-    MODELS[row.model].save_pretrained(tmp_path)
+    published(row.model.replace(" ", "-")).save_pretrained(tmp_path)
     question = question_from_options(
         model=tmp_path,
         machine=MACHINES[row.gpu.partition(",")[0]],
@@ -124,7 +83,7 @@ def test_the_predictions_of_the_page_on_8b_are_those_of_the_plan() -> None:
 def test_the_prediction_without_clipping_is_that_of_the_plan(tmp_path: Path) -> None:
     text = (ROOT / "docs/plan.md").read_text(encoding="utf-8")
     (predicted,) = re.findall(r"`--clipping 0` the 8 B model in 128 GB reaches ([\d,]+)", text)
-    MODELS["Llama 3.1 8B"].save_pretrained(tmp_path)
+    published("Llama-3.1-8B").save_pretrained(tmp_path)
     machine: dict[str, Any] = {"machine": "rtx4090", "host": "128GiB", "clipping": 0.0}
     question = question_from_options(model=tmp_path, batch=8, seq=SEQUENCE, **machine)
     assert predicted == f"{estimate(question).tokens_per_s:,.0f}"

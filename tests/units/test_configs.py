@@ -10,27 +10,21 @@ from __future__ import annotations
 import logging
 import re
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    GptOssConfig,
-    LlamaConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import AutoModelForCausalLM
 
 from stronghold.config import Settings, load, parse_bytes, source
 from stronghold.model.layout import ModelLayout, layout
 from stronghold.model.partition import partition
 from stronghold.plan.cost import Demand
 from stronghold.plan.plan import Plan, make_plan
+from tests.support.published import PUBLISHED, published
 from tests.support.states import adam_states
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -38,28 +32,6 @@ SEQUENCE = 2048
 RAM_SHARE = 0.9  # the rest is the system's and the program's
 GIB = 1 << 30  # RAM is sold in these; a GPU's "24 GB" has at least 24e9 bytes
 
-# Published shapes: hidden, intermediate, layers, heads of queries and of keys; how many parameters
-# they come to.
-Shape = tuple[Any, tuple[int, int, int, int, int], int]
-LLAMA = partial(LlamaConfig, vocab_size=128256, tie_word_embeddings=False)
-QWEN2 = partial(Qwen2Config, vocab_size=152064, tie_word_embeddings=False)
-QWEN3 = partial(Qwen3Config, vocab_size=151936, head_dim=128, tie_word_embeddings=False)
-SHAPES: dict[str, Shape] = {
-    "Llama-3.1-8B": (LLAMA, (4096, 14336, 32, 32, 8), 8_030_261_248),
-    "Qwen2.5-7B": (QWEN2, (3584, 18944, 28, 28, 4), 7_615_616_512),
-    "Qwen3-8B": (QWEN3, (4096, 12288, 36, 32, 8), 8_190_735_360),
-    "Qwen3-14B": (QWEN3, (5120, 17408, 40, 40, 8), 14_768_307_200),
-    "Qwen3-32B": (QWEN3, (5120, 25600, 64, 64, 8), 32_762_123_264),
-    "Qwen2.5-32B": (QWEN2, (5120, 27648, 64, 40, 8), 32_763_876_352),
-}
-QWEN3_MOE = partial(
-    Qwen3MoeConfig,
-    vocab_size=151936,
-    head_dim=128,
-    num_experts=128,
-    num_experts_per_tok=8,
-    tie_word_embeddings=False,
-)
 CASES = [
     ("8b_24gb_ram", "Llama-3.1-8B"),
     ("8b_24gb_ram", "Qwen2.5-7B"),
@@ -71,41 +43,11 @@ CASES = [
     ("32b_80gb_ram", "Qwen2.5-32B"),
 ]
 NVME_CASES = [("32b_24gb_nvme", "Qwen3-32B"), ("32b_24gb_nvme", "Qwen2.5-32B")]
-ADAPTER_CASES: dict[str, tuple[Any, int]] = {  # published shapes, and their parameters
-    "70b_24gb_64gb_qlora": (
-        LLAMA(
-            hidden_size=8192,
-            intermediate_size=28672,
-            num_hidden_layers=80,
-            num_attention_heads=64,
-            num_key_value_heads=8,
-        ),
-        70_553_706_496,
-    ),
-    "gpt_oss_120b_24gb_lora": (
-        GptOssConfig(num_hidden_layers=36, num_local_experts=128),
-        116_829_156_672,
-    ),
-    "qwen3_235b_24gb_qlora": (
-        QWEN3_MOE(
-            hidden_size=4096,
-            moe_intermediate_size=1536,
-            num_hidden_layers=94,
-            num_attention_heads=64,
-            num_key_value_heads=4,
-        ),
-        235_093_634_560,
-    ),
-    "30b_a3b_12gb_qlora": (
-        QWEN3_MOE(
-            hidden_size=2048,
-            moe_intermediate_size=768,
-            num_hidden_layers=48,
-            num_attention_heads=32,
-            num_key_value_heads=4,
-        ),
-        30_532_122_624,
-    ),
+ADAPTER_CASES = {
+    "70b_24gb_64gb_qlora": "Llama-3.3-70B",
+    "gpt_oss_120b_24gb_lora": "gpt-oss-120b",
+    "qwen3_235b_24gb_qlora": "Qwen3-235B-A22B",
+    "30b_a3b_12gb_qlora": "Qwen3-30B-A3B",
 }
 RANK = 16  # of the adapters that the configs' comments name
 # of a parameter, with its scales, at most
@@ -143,23 +85,12 @@ def machine(settings: Settings, config: str) -> Machine:
     return Machine(gpu=int(gpu) * 10**9, ram=int(ram) * GIB)
 
 
-def shape_of(model: str) -> Any:
-    make, (hidden, intermediate, layers, heads, pairs), _ = SHAPES[model]
-    return make(
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=pairs,
-    )
-
-
 @cache
 def sizes(model: str) -> ModelLayout:
     with torch.device("meta"):
-        built = AutoModelForCausalLM.from_config(shape_of(model), dtype=torch.bfloat16)
+        built = AutoModelForCausalLM.from_config(published(model), dtype=torch.bfloat16)
     found = layout(partition(built))
-    assert found.num_parameters == SHAPES[model][-1]
+    assert found.num_parameters == PUBLISHED[model][1]
     return found
 
 
@@ -246,7 +177,7 @@ def test_the_gpu_has_room_for_activations(config: str, model: str) -> None:
     """What is certainly there in one forward and backward with recomputation: the input of every
     layer in bf16, logits in bf16 and fp32, and their fp32 gradient."""
     settings = load(CONFIGS / f"{config}.json")
-    shape = shape_of(model)
+    shape: Any = published(model)
     assert settings.stronghold.activations == "recompute"
     tokens = settings.deepspeed.train_micro_batch_size_per_gpu * SEQUENCE
     inputs = tokens * shape.num_hidden_layers * shape.hidden_size * 2
@@ -290,7 +221,7 @@ class Base:
 
 @cache
 def base_of(config: str) -> Base:
-    shape, expected = ADAPTER_CASES[config]
+    shape, expected = PUBLISHED[ADAPTER_CASES[config]]
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16)
     total = sum(p.numel() for p in model.parameters())
@@ -342,7 +273,8 @@ def test_adapters_and_their_packed_base_fit_the_machine(config: str) -> None:
 @pytest.mark.parametrize("config", ADAPTER_CASES)
 def test_the_gpu_has_room_for_activations_of_adapters(config: str) -> None:
     """As `test_the_gpu_has_room_for_activations`, but logits exist for some tokens at a time."""
-    settings, (shape, _) = load(CONFIGS / f"{config}.json"), ADAPTER_CASES[config]
+    settings = load(CONFIGS / f"{config}.json")
+    shape: Any = published(ADAPTER_CASES[config])
     assert settings.stronghold.activations == "recompute"
     tokens = settings.deepspeed.train_micro_batch_size_per_gpu * SEQUENCE
     assert 4 * tokens * shape.vocab_size >= GIB, "logits are whole below"

@@ -23,14 +23,15 @@ from stronghold.tools.estimate.estimate import estimate
 from stronghold.tools.estimate.model import from_config, from_sizes
 from stronghold.tools.estimate.question import question_from_options
 from tests.support.children import FOREIGN
-from tests.support.forecasts import LLAMA_70B, PROGRESS, SIZES, asked, full_estimate, run
+from tests.support.forecasts import PROGRESS, SIZES, asked, full_estimate, run
 from tests.support.pairs import pairs
+from tests.support.published import published
 from tests.support.sizes import named_size
 
 
 @pytest.fixture
 def llama(tmp_path: Path) -> Path:
-    LLAMA_70B.save_pretrained(tmp_path / "llama")
+    published("Llama-3.3-70B").save_pretrained(tmp_path / "llama")
     return tmp_path / "llama"
 
 
@@ -47,7 +48,7 @@ def test_the_page_says_what_fits_how_fast_and_why(capsys: pytest.CaptureFixture[
         "\nFITS\n",
         "  gpu ",
         "of 1.00 GiB",
-        "window:",
+        "the model stays whole on the gpu",
         "tokens/s",
         "of the step",
         "Physical limit",

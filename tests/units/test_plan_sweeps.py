@@ -12,7 +12,8 @@ import pytest
 from stronghold.tools.estimate.estimate import Estimate, estimate
 from stronghold.tools.estimate.question import question_from_options
 from stronghold.tools.estimate.sweep import draw, sweep, table
-from tests.support.forecasts import LLAMA_70B, SIZES, asked, full_estimate, run
+from tests.support.forecasts import SIZES, asked, full_estimate, run
+from tests.support.published import published
 
 LIMITS = {"gpu": "20MB", "host": "30MB"}
 
@@ -62,7 +63,7 @@ def test_a_sweep_ends_with_the_largest_that_fits_and_the_next_that_does_not(
 @pytest.mark.slow
 def test_a_70b_model_of_80_layers_is_planned_in_seconds(tmp_path: Path) -> None:
     llama = tmp_path / "llama"
-    LLAMA_70B.save_pretrained(llama)
+    published("Llama-3.3-70B").save_pretrained(llama)
     question_from_options(model=llama, machine="h100-80gb")  # imports
     begin = time.process_time()  # of this process: others may be at work here
     found = full_estimate(

@@ -125,6 +125,7 @@ def test_a_model_that_fits_whole_stays_whole() -> None:
     compute_s = sum(load.forward_s + load.backward_s for load in asked.work.layers)
     adam_s = 26 * asked.layout.num_parameters * 1e-9 / asked.rates.device_gbps
     assert choice.step_s == pytest.approx(compute_s + adam_s, rel=0.05)
+    assert choice.plan.reasons[0] == "the model stays whole on the gpu: no hooks, no copies"
     assert not asked.choice(resident_updates="host").plan.whole
     assert not asked.choice(resident_layers=NUM_BLOCKS - 1).plan.whole
 
@@ -218,7 +219,8 @@ def test_early_updates_take_only_room_that_nothing_else_needs() -> None:
 
 
 def test_several_ranks_update_nothing_early() -> None:
-    assert not question(8, batch=FEW, num_ranks=2).choice(early_layers=None).plan.early
+    plan = question(8, batch=FEW, num_ranks=2).choice(early_layers=None).plan
+    assert plan.demand.early_layers == 0
 
 
 # -- the choice -----------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 from stronghold.errors import format_size
@@ -97,7 +98,8 @@ def _gate(bare: Estimate) -> Iterator[str]:
         rule = "clipping" if question.clipping else "the overflow check"
         why = f"{rule} decides over every gradient"
         if question.clipping and question.early_layers is None:
-            ways = "; --early N makes some in backward, for RAM, in steps that are not clipped"
+            ways = "; --early N begins N of them in backward: that takes RAM, and a clipped step "
+            ways += "gains nothing"
     elif question.accumulation > 1:
         why = "gradients are summed over micro-batches"
     elif question.ranks > 1:
@@ -139,7 +141,12 @@ def _gains(bare: Estimate) -> Iterator[tuple[str, Estimate | None]]:
     for change, values in changes.items():
         if "nvme_bytes" in values and not question.nvme_bytes:
             continue
-        gained = estimate(replace(question, **values))
+        asked = replace(question, **values)
+        gained = estimate(asked)
+        alike = (asked.tokens, asked.states) == (question.tokens, question.states)
+        if gained.fits and bare.fits and alike and asked.model is question.model:
+            # More memory takes nothing away: the plan without it still fits.
+            gained = min(gained, bare, key=attrgetter("step_s"))
         if gained.fits:
             yield change, gained
         elif bare.fits:
