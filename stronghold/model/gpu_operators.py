@@ -8,12 +8,15 @@ inside its `with`, in the calling thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+
+from stronghold.model.operator_counts import Counts, OperatorCounts
 
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 FLASH_HEAD_DIM = 256
@@ -21,16 +24,6 @@ FLASH_HEAD_MULTIPLE = 8  # torch pads the heads to it before the kernel
 
 aten = torch.ops.aten
 WRITTEN_OUT = torch._C._nn.scaled_dot_product_attention  # on the meta device
-
-
-def _grouped_mm_flops(
-    left: torch.Size, right: torch.Size, *_: Any, out_shape: Any = None, **__: Any
-) -> int:
-    """FLOPs of one product per expert: (m, k) by (experts, k, n) and the like. The rows are divided
-    among the experts."""
-    are_batched = len(left) == 3 and len(right) == 3
-    num_products = left[0] if are_batched else 1
-    return int(2 * num_products * left[-2] * left[-1] * right[-1])
 
 
 # Fused attention, of every kind of device, whose forward gives all that its backward needs beside
@@ -53,15 +46,6 @@ class AttentionCost(NamedTuple):
     nbytes: int  # of all results
     flops: float  # of all pairs of tokens, forward
     tokens: int  # rows of queries, of all sequences
-
-
-def is_causal(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """True if a call of an attention kernel has a causal mask, and so skips half of all pairs."""
-    names = [argument.name for argument in kernel._schema.arguments]
-    position = names.index("is_causal")
-    if len(args) > position:
-        return bool(args[position])
-    return bool(kwargs.get("is_causal", False))
 
 
 def attention_cost(inputs: Sequence[torch.Tensor], results: Sequence[Any]) -> AttentionCost:
@@ -88,9 +72,7 @@ def total_attention(calls: Sequence[AttentionCost]) -> AttentionCost:
     )
 
 
-def _attention_flops(
-    query: torch.Size, key: torch.Size, value: torch.Size, *_: Any, **__: Any
-) -> int:
+def _attention_flops(query: torch.Size, key: torch.Size, value: torch.Size) -> int:
     """FLOPs of q k^T and of the product with v, for every head of the query.
 
     Several heads of the query may share a head of the key.
@@ -100,30 +82,21 @@ def _attention_flops(
     return int(2 * batch * heads * num_pairs * (size + value[-1]))
 
 
-def _uncounted(*_: Any, **__: Any) -> int:
-    return 0
-
-
-# Products that torch's counter lacks. Torch's own formula for attention refuses grouped heads
-# before 2.13. The FLOPs of a backward are not counted.
-MORE_FLOPS: dict[Any, Any] = {
-    aten._grouped_mm: _grouped_mm_flops,
-    aten._scaled_dot_product_flash_attention: _attention_flops,
-    aten._scaled_dot_product_efficient_attention: _attention_flops,
-    aten._scaled_dot_product_flash_attention_backward: _uncounted,
-    aten._scaled_dot_product_efficient_attention_backward: _uncounted,
-}
-
-
 _ALL = (torch.Tensor.all, torch.all)
 _ANY = (torch.Tensor.any, torch.any)
 
 
 class GpuOperators(TorchFunctionMode):
-    """Context manager in which tensors of the meta device take CUDA's operators."""
+    """Context manager in which tensors of the meta device take CUDA's operators.
 
-    def __init__(self) -> None:
+    Arguments:
+        counts: counts the calls of attention.
+    """
+
+    def __init__(self, counts: OperatorCounts) -> None:
         super().__init__()
+        self._counts = counts
+        self._attention = functools.partial(attention, counts=counts)
         # By identity: the tensor, which is held so that its id is not used again, and its truth.
         self._answers: dict[int, tuple[torch.Tensor, bool]] = {}
 
@@ -136,11 +109,11 @@ class GpuOperators(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is WRITTEN_OUT:
-            return attention(*args, **kwargs)
+            return self._attention(*args, **kwargs)
         if func is F.dropout:
             return dropout(*args, **kwargs)
         if func is F.multi_head_attention_forward:
-            return _with_attention(func, *args, **kwargs)
+            return self._with_attention(func, *args, **kwargs)
         if func is torch.Tensor.__bool__ and id(args[0]) in self._answers:
             return self._answers[id(args[0])][1]
         result = func(*args, **kwargs)
@@ -151,25 +124,22 @@ class GpuOperators(TorchFunctionMode):
             self._answers[id(result)] = (result, is_true)
         return result
 
-
-def _with_attention(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a Python function of `F` that calls `F`'s attention. A mode does not see that call."""
-    before = F.scaled_dot_product_attention
-    F.scaled_dot_product_attention = attention
-    try:
-        return func(*args, **kwargs)
-    finally:
-        F.scaled_dot_product_attention = before
+    def _with_attention(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a Python function of `F` that calls `F`'s attention. A mode sees no such call."""
+        before = F.scaled_dot_product_attention
+        F.scaled_dot_product_attention = self._attention
+        try:
+            return func(*args, **kwargs)
+        finally:
+            F.scaled_dot_product_attention = before
 
 
 def dropout(
     input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> torch.Tensor:
     """`F.dropout` by the fused kernel, which saves a mask of one byte per element."""
-    if inplace:
-        return torch.dropout_(input, p, training)
-    if not training or p in (0.0, 1.0):
-        return torch.dropout(input, p, training)
+    if inplace or not training or p in (0.0, 1.0):
+        return torch.dropout_(input, p, training) if inplace else torch.dropout(input, p, training)
     output: torch.Tensor = torch.native_dropout(input, p, True)[0]
     return output
 
@@ -183,64 +153,52 @@ def attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    *,
+    counts: OperatorCounts,
 ) -> torch.Tensor:
     """`F.scaled_dot_product_attention` by the kernel that torch picks on a GPU.
 
     The rule is that of compute capability 8.0 or more:
 
-    1. Flash attention for 16-bit types without a mask.
+    1. Flash attention for 16-bit types without a mask. Its heads have a multiple of 8 elements.
     2. The memory-efficient kernel with a mask, or in fp32.
-    3. Else the written-out formula.
+    3. Else the written-out formula, whose products count as such.
 
     Both fused kernels save q, k, v, the output and one fp32 per row. So does cuDNN's, which torch
     picks first for 16-bit types on a GPU of 9.0 or 10.0.
 
     query, key, value   [batch, heads, tokens, head size]
     """
-    is_grouped = enable_gqa and key.shape[1] != query.shape[1]
-    is_plain = query.dim() == 4 and query.shape[-1] == key.shape[-1]
+    size = query.shape[-1]
+    is_plain = query.dim() == 4 and size == key.shape[-1]
     fits_flash = (
         attn_mask is None
         and query.dtype in FLASH_DTYPES
-        and query.shape[-1] == value.shape[-1] <= FLASH_HEAD_DIM
+        and size == value.shape[-1] <= FLASH_HEAD_DIM
     )
-    if is_plain and fits_flash:
-        return _flash(query, key, value, dropout_p, is_causal, scale)
-    if is_plain and not is_grouped:
+    is_grouped = enable_gqa and key.shape[1] != query.shape[1]
+    if not is_plain or (is_grouped and not fits_flash):
+        return WRITTEN_OUT(
+            *(query, key, value, attn_mask, dropout_p, is_causal),
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )
+    missing = -size % FLASH_HEAD_MULTIPLE if fits_flash else 0
+    if fits_flash:
+        if missing:
+            query, key, value = (F.pad(tensor, (0, missing)) for tensor in (query, key, value))
+        results = aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, False, scale=scale
+        )
+    else:
         bias = _bias(attn_mask, query, key)
-        output: torch.Tensor = aten._scaled_dot_product_efficient_attention(
+        results = aten._scaled_dot_product_efficient_attention(
             query, key, value, bias, True, dropout_p, is_causal, scale=scale
-        )[0]
-        return output
-    return WRITTEN_OUT(
-        query,
-        key,
-        value,
-        attn_mask=attn_mask,
-        dropout_p=dropout_p,
-        is_causal=is_causal,
-        scale=scale,
-        enable_gqa=enable_gqa,
-    )
-
-
-def _flash(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-) -> torch.Tensor:
-    """Flash attention, with heads padded to a multiple of FLASH_HEAD_MULTIPLE."""
-    size = query.shape[-1]
-    missing = -size % FLASH_HEAD_MULTIPLE
-    if missing:
-        query, key, value = (F.pad(tensor, (0, missing)) for tensor in (query, key, value))
-        scale = size**-0.5 if scale is None else scale
-    output: torch.Tensor = aten._scaled_dot_product_flash_attention(
-        query, key, value, dropout_p, is_causal, False, scale=scale
-    )[0]
+        )
+    cost = attention_cost((query, key, value), results)
+    causal_flops = cost.flops if is_causal else 0.0
+    counts.attend(Counts(0.0, 0.0, cost.flops, causal_flops, cost.nbytes, query.shape[-1]))
+    output: torch.Tensor = results[0]
     return output[..., :size] if missing else output
 
 

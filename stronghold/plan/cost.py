@@ -12,7 +12,7 @@ and the physical limit. No other file counts a step's bytes.
 1. P streamed parameters have e bytes each. T tokens come in n micro-batches. A micro-batch fetches
    all weights k = 2 times, and runs r further forward passes. Backward has g products for each of
    forward. In full training g is 2; all parameters train, so the share t is 1. A frozen weight has
-   g = 1 (`model.product_gradients`), no gradient and no update.
+   g = 1, no gradient and no update.
 2. F is the rate of matrix products, in FLOP/s. Attention takes the time of its kernels at their
    measured rates; without such rates it runs at F.
 3. B is the link's rate per direction, M the host memory's, S the disk's, in bytes/s.
@@ -30,12 +30,12 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from operator import attrgetter
 from typing import get_args
 
 from stronghold.config.section import Level
 from stronghold.model.costs import LayerCost, ModelCosts
 from stronghold.model.layout import LayerLayout, ModelLayout, Range
+from stronghold.model.operator_counts import Counts
 from stronghold.optim.states import Formats, States, one_format
 from stronghold.plan.homes import Homes
 from stronghold.plan.machine import MachineProfile, Rates
@@ -631,9 +631,9 @@ def attention_s(
     return machine.attention_s(
         costs.dtype,
         tokens=costs.seq,
-        width=layer.head_width,
-        causal_flops=layer.causal_flops,
-        other_flops=layer.attention_flops - layer.causal_flops,
+        width=layer.forward.head_width,
+        causal_flops=layer.forward.causal_flops,
+        other_flops=layer.forward.attention_flops - layer.forward.causal_flops,
     )
 
 
@@ -643,29 +643,24 @@ def workload_of(costs: ModelCosts, machine: MachineProfile, *, micro_batches: in
     1. Matrix products take their FLOPs at the machine's rate of products.
     2. Fused attention takes its measured rates. Other operators take device memory's rate.
     3. Backward computes the gradients that are needed: of full training twice the products of
-       forward, of a frozen weight one. It moves twice as many bytes. (Measured in blocks of eight
-       families of models: 1.6 to 2.6 times; of a Llama 2.2.)
-    4. The layers outside the blocks (norm, head, loss) have their transient bytes one after the
-       other, while all saved tensors are kept. So the most of these counts, once.
+       forward, of a frozen weight one.
+    4. The head has its transient bytes while all saved tensors are kept.
     """
-    flops = machine.flops[costs.dtype]
-    outside = [layer for layer in costs.layers if not layer.boundary_bytes]
-    largest = max(outside, key=attrgetter("passing_bytes"), default=None)
+
+    def one_by_one_s(counts: Counts) -> float:
+        operators_s = counts.moved_bytes / (machine.gpu_memory_gbps * 1e9)
+        return counts.product_flops / machine.flops[costs.dtype] + operators_s
+
     layers: list[LayerWork] = []
     for layer in costs.layers:
         attention_forward_s, attention_backward_s = attention_s(layer, costs, machine)
-        products_s = (layer.forward_flops - layer.attention_flops) / flops
-        operators_s = layer.operator_bytes / (machine.gpu_memory_gbps * 1e9)
-        transient_bytes = layer.passing_bytes if layer is largest else 0
         work = LayerWork(
-            forward_s=products_s + attention_forward_s + operators_s,
-            backward_s=(
-                layer.gradients_per_product * products_s + attention_backward_s + 2 * operators_s
-            ),
-            saved_bytes=layer.saved_bytes + transient_bytes,
+            forward_s=one_by_one_s(layer.forward) + attention_forward_s,
+            backward_s=one_by_one_s(layer.backward) + attention_backward_s,
+            saved_bytes=layer.saved_bytes + layer.passing_bytes,
             boundary_bytes=layer.boundary_bytes,
             attention_s=attention_forward_s,
-            attention_bytes=layer.attention_bytes,
+            attention_bytes=layer.forward.attention_bytes,
         )
         layers.append(work)
     return Workload(layers=tuple(layers), micro_batches=micro_batches)

@@ -78,7 +78,7 @@ def test_a_quick_examination_takes_seconds_and_tells_how_far_it_is(
     assert shares == sorted(shares)
     assert shares[-2] < 1.0  # as many steps as were announced
     assert len(set(shares)) == len(shares)
-    on_time(seconds < 10, seconds)
+    on_time(seconds < 20, seconds)  # 7 to 12 by machine
 
 
 @pytest.mark.alone  # beside the others that look at one examination

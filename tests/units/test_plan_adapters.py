@@ -158,6 +158,10 @@ def test_adapters_of_fused_experts_are_counted_with_the_weights_that_they_add(
     ]
     elements = 2 * 4 * (64 * 128 + 64 * 64)  # of both layers' experts
     assert forward[1] - forward[0] == 2 * 2 * RANK * elements
+    # PEFT takes the experts out of their module meanwhile. They are there for the next question.
+    assert 1.0 < both.gradients_per_product < 1.6
+    longer = both.model.costs_of(both.batch, 2 * both.seq, both.dtype)
+    assert sum(layer.forward_flops for layer in longer.layers) > 1.9 * forward[1]
 
 
 # -- storage formats -------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from stronghold.model.costs import LayerCost, ModelCosts
+from stronghold.model.operator_counts import Counts
 from stronghold.plan.cost import LayerWork, workload_of
 from stronghold.plan.machine import MachineProfile
 from tests.units.test_profile import ATTENTION, SLOW_ATTENTION
@@ -19,28 +20,30 @@ MACHINE = machine_of(flops={"bf16": 100e12, "fp16": 100e12, "fp32": 20e12}, gpu_
 def load_of(
     dtype: str = "bf16", machine: MachineProfile = MACHINE, seq: int = 1000, **cost: Any
 ) -> LayerWork:
-    block = LayerCost(**{"forward_flops": 0.0, "saved_bytes": 0, "boundary_bytes": 8} | cost)
+    forward = Counts(**cost)
+    backward = Counts(2 * forward.product_flops, 2 * forward.moved_bytes)
+    block = LayerCost(forward=forward, backward=backward, saved_bytes=0, boundary_bytes=8)
     return workload_of(ModelCosts(layers=(block,), dtype=dtype, seq=seq), machine).layers[0]
 
 
 @pytest.mark.parametrize(("dtype", "seconds"), [("bf16", 3.0), ("fp32", 15.0)])
 def test_products_take_their_flops_at_the_rate_of_their_dtype(dtype: str, seconds: float) -> None:
-    load = load_of(dtype, forward_flops=300e12)
+    load = load_of(dtype, product_flops=300e12)
     assert (load.forward_s, load.backward_s) == (seconds, 2 * seconds)
 
 
 def test_other_operators_take_their_bytes_at_the_rate_of_device_memory() -> None:
-    load = load_of(operator_bytes=500e9)
+    load = load_of(moved_bytes=500e9)
     assert (load.forward_s, load.backward_s) == (0.5, 1.0)
 
 
 def test_one_kernel_runs_after_the_other() -> None:
-    both = load_of(forward_flops=300e12, operator_bytes=500e9)
+    both = load_of(product_flops=300e12, moved_bytes=500e9)
     assert both.forward_s == 3.0 + 0.5
 
 
 def test_what_is_computed_again_without_attention_moves_its_bytes_again() -> None:
-    load = load_of(forward_flops=300e12, attention_flops=100e12, operator_bytes=500e9)
+    load = load_of(product_flops=200e12, attention_flops=100e12, moved_bytes=500e9)
     assert load.recompute_s("recompute") == 3.5
     assert load.recompute_s("attention") == 2.5
 
@@ -49,7 +52,7 @@ def test_attention_takes_its_flops_at_its_measured_rates() -> None:
     """By tokens of a sequence and width of a head; twice as long where no mask leaves pairs out."""
     rates = {"attention_flops": ATTENTION, "attention_backward_flops": SLOW_ATTENTION}
     machine = replace(MACHINE, **rates)
-    flops = {"forward_flops": 700e12, "attention_flops": 400e12, "head_width": 64}
+    flops = {"product_flops": 300e12, "attention_flops": 400e12, "head_width": 64}
     causal = load_of(machine=machine, causal_flops=400e12, **flops)
     assert causal.attention_s == 2.0
     assert (causal.forward_s, causal.backward_s) == (3.0 + 2.0, 6.0 + 8.0)
@@ -59,3 +62,10 @@ def test_attention_takes_its_flops_at_its_measured_rates() -> None:
     assert (narrow.forward_s, narrow.backward_s) == (3.0 + 4.0, 6.0 + 8.0)
     whole = load_of(machine=machine, **flops)
     assert (whole.forward_s, whole.backward_s) == (3.0 + 4.0, 6.0 + 16.0)
+
+
+def test_the_transient_bytes_of_the_head_come_beside_the_saved_ones() -> None:
+    none = Counts()
+    head = LayerCost(forward=none, backward=none, saved_bytes=5, boundary_bytes=0, passing_bytes=7)
+    costs = ModelCosts(layers=(head,), dtype="bf16", seq=1)
+    assert workload_of(costs, MACHINE).layers[0].saved_bytes == 12

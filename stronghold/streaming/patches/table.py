@@ -487,7 +487,7 @@ _USED = (
         reason="Sees every operator below autograd. The documentation of torch names this "
         "path; there is no public one.",
         file=_AUTOGRAD,
-        beside=("model/costs.py", "model/operator_bytes.py", "model/product_gradients.py"),
+        beside=("model/costs.py", "model/operator_counts.py"),
     ),
     # -- tensors -----------------------------------------------------------------------------------
     Patch(
@@ -504,7 +504,7 @@ _USED = (
         reason="Tensors in nested arguments and outputs, also in the outputs of "
         "Transformers, which register themselves there alone.",
         file=_TENSORS,
-        beside=("model/costs.py", _LOGITS, "model/operator_bytes.py"),
+        beside=("model/costs.py", _LOGITS, "model/operator_counts.py"),
     ),
     Patch(
         key="version",
@@ -560,7 +560,7 @@ _USED = (
         names=("torch._ops.OpOverload._schema",),
         reason="Which arguments an operator writes, and whether its result is a view.",
         file=_TENSORS,
-        beside=(_OPERATORS, "model/operator_bytes.py"),
+        beside=("model/operator_counts.py",),
     ),
     Patch(
         key="attention_kernels",
@@ -573,15 +573,13 @@ _USED = (
             "torch.ops.aten._scaled_dot_product_cudnn_attention",
             "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",
             "torch.ops.aten._scaled_dot_product_fused_attention_overrideable",
-            "torch.ops.aten._scaled_dot_product_flash_attention_backward",
-            "torch.ops.aten._scaled_dot_product_efficient_attention_backward",
             "torch.ops.aten._grouped_mm",
             "torch.ops.aten._unsafe_view",
         ),
         reason="Operators whose FLOPs and bytes are counted, and whose results are kept for "
         "a second run. The first one is what a function mode sees of attention.",
         file=_OPERATORS,
-        beside=(_OPERATORS, "model/operator_bytes.py"),
+        beside=(_OPERATORS, "model/operator_counts.py"),
     ),
     Patch(
         key="lazy_logits",

@@ -260,9 +260,9 @@ def _limits(question: Question, plan: Plan | None) -> Limits:
     for layer in costs.layers:
         # Attention runs at other rates than products. It counts as products that take as long.
         forward_s, backward_s = attention_s(layer, costs, machine)
-        products = layer.forward_flops - layer.attention_flops
+        products = layer.forward.product_flops
         forward.append((products, rate * forward_s))
-        both = products * (1.0 + layer.gradients_per_product)
+        both = products + layer.backward.product_flops
         passes.append((both + rate * (forward_s + backward_s)) / 3)
     if plan is None:
         traffic = traffic_of(layout, question.demand)

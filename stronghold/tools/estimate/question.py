@@ -107,9 +107,7 @@ class Question:
         whose blocks multiply nothing.
         """
         layout, loads = self.layout, self.costs.layers
-        products = sum(
-            loads[index].forward_flops - loads[index].attention_flops for index in layout.streamed
-        )
+        products = sum(loads[index].forward.product_flops for index in layout.streamed)
         numel = sum(layout.layers[index].num_parameters for index in layout.streamed)
         if not products or not numel:
             return 1.0
@@ -134,13 +132,10 @@ class Question:
 
     @property
     def gradients_per_product(self) -> float:
-        """Products of the blocks' backward for each one of forward, by FLOPs (`LayerCost`)."""
-        products = gradients = 0.0
-        for index in self.layout.streamed:
-            cost = self.costs.layers[index]
-            flops = cost.forward_flops - cost.attention_flops
-            products += flops
-            gradients += cost.gradients_per_product * flops
+        """Products of the blocks' backward for each one of forward, by FLOPs."""
+        blocks = [self.costs.layers[index] for index in self.layout.streamed]
+        products = sum(block.forward.product_flops for block in blocks)
+        gradients = sum(block.backward.product_flops for block in blocks)
         return gradients / products if products else 2.0
 
     @property

@@ -111,8 +111,16 @@ def test_a_trace_counts_the_products_of_a_real_backward(name: str, change: str) 
     costs = traced(model_of(name, change, "meta"))
     forward, backward = real_flops(model_of(name, change, "cpu"))
     assert sum(layer.forward_flops for layer in costs.layers) == forward
-    counted = sum(layer.forward_flops * layer.gradients_per_product for layer in costs.layers)
-    assert counted == pytest.approx(backward)
+    assert sum(layer.backward.product_flops for layer in costs.layers) == backward
+
+
+def test_backward_of_each_layer_outside_the_blocks_counts_for_it() -> None:
+    """The head's, and the embedding's: a gradient of the whole table."""
+    embedding, *_, head = traced(model_of("llama", "whole", "meta")).layers
+    assert head.backward.product_flops == 2 * head.forward.product_flops
+    assert embedding.backward.product_flops == 0.0
+    table = 96 * SIZES["hidden_size"] * 4
+    assert table < embedding.backward.moved_bytes < 2 * table
 
 
 def test_a_frozen_block_has_two_thirds_of_the_products_of_a_trained_one() -> None:
@@ -129,9 +137,9 @@ def test_a_frozen_block_has_two_thirds_of_the_products_of_a_trained_one() -> Non
         # Attention that is written out has two factors that need a gradient.
         attention = 2 * 2 * BATCH * SEQ * SEQ * SIZES["hidden_size"]
         products = frozen[index].forward_flops - attention
-        expected = (products + 2 * attention) / frozen[index].forward_flops
-        assert frozen[index].gradients_per_product == pytest.approx(expected)
-    assert [trained[index].gradients_per_product for index in blocks] == [2.0] * len(blocks)
+        assert frozen[index].backward.product_flops == products + 2 * attention
+    for index in blocks:
+        assert trained[index].backward.product_flops == 2 * trained[index].forward_flops
 
 
 def test_a_frozen_head_in_parts_has_two_products_and_a_trained_one_four(
@@ -144,5 +152,5 @@ def test_a_frozen_head_in_parts_has_two_products_and_a_trained_one_four(
     for trains, products in ((True, 4), (False, 2)):
         model.get_output_embeddings().weight.requires_grad_(trains)
         head = traced(model, seq=SEQ).layers[-1]
-        flops = head.forward_flops * (1.0 + head.gradients_per_product)
-        assert flops == pytest.approx(products * product)
+        assert head.forward.product_flops == 2 * product
+        assert head.backward.product_flops == (products - 2) * product

@@ -1,4 +1,4 @@
-"""Laws of the bytes that operators move: what one reads and writes, by hand."""
+"""Laws of the counts of operators: FLOPs, and what one reads and writes, by hand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from stronghold.model.operator_bytes import OperatorBytes
+from stronghold.model.gpu_operators import GpuOperators
+from stronghold.model.operator_counts import Counts, OperatorCounts
 
 ROWS, WIDTH, VOCAB = 17, 15, 4097
 EACH = 4  # bytes of an fp32 number
@@ -23,9 +24,13 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def moved(run: Callable[..., Any], *given: Tensor) -> int:
-    with OperatorBytes() as counted:
+    return int(counts_of(run, *given).moved_bytes)
+
+
+def counts_of(run: Callable[..., Any], *given: Tensor) -> Counts:
+    with OperatorCounts() as counts:
         run(*given)
-    return counted.total
+    return counts.take()
 
 
 X = empty(ROWS, WIDTH)
@@ -74,13 +79,35 @@ def test_views_and_memory_that_is_not_written_cost_nothing(run: Callable[[], Any
     assert moved(run) == 0
 
 
-def test_products_and_attention_are_not_counted() -> None:
-    query = empty(1, 2, ROWS, 8)
-    assert moved(lambda: X @ empty(WIDTH, 3)) == 0
-    assert moved(lambda: F.linear(X, empty(3, WIDTH), empty(3))) == 0
+def test_products_count_flops_and_no_bytes() -> None:
+    product = Counts(product_flops=2 * ROWS * WIDTH * 3)
+    assert counts_of(lambda: X @ empty(WIDTH, 3)) == product
+    assert counts_of(lambda: F.linear(X, empty(3, WIDTH), empty(3))) == product
+
+
+def test_a_kernel_of_attention_counts_where_it_is_called_alone() -> None:
+    half = empty(1, 2, ROWS, 8, dtype=torch.bfloat16)
     attend = torch.ops.aten._scaled_dot_product_flash_attention
-    half = query.to(torch.bfloat16)
-    assert moved(lambda: attend(half, half, half, 0.0, True)) == 0
+    assert counts_of(lambda: attend(half, half, half, 0.0, True)) == Counts()
+    counts = OperatorCounts()
+    with counts, GpuOperators(counts):
+        output = F.scaled_dot_product_attention(half, half, half, is_causal=True)
+    assert output.shape == half.shape
+    flops = 2 * 2 * 2 * ROWS * ROWS * 8
+    results = 2 * ROWS * (8 * 2 + 4)  # and the seed and offset of dropout
+    found = counts.take()
+    assert (found.attention_flops, found.causal_flops, found.head_width) == (flops, flops, 8)
+    assert results <= found.attention_bytes <= results + 32
+    assert counts.take() == Counts()
+    assert (found + found).head_width == 8
+
+
+def test_flash_attention_pads_heads_to_a_multiple_of_eight() -> None:
+    odd = empty(1, 2, ROWS, 12, dtype=torch.bfloat16)
+    counts = OperatorCounts()
+    with counts, GpuOperators(counts):
+        assert F.scaled_dot_product_attention(odd, odd, odd).shape == odd.shape
+    assert counts.take().attention_flops == 2 * 2 * 2 * ROWS * ROWS * 16
 
 
 def test_a_table_is_read_where_it_is_looked_up() -> None:
