@@ -3,8 +3,8 @@
 Owns the counting, by one step over tensors without memory. Reads no value and leaves the model
 unchanged. One thread enters it, before training. It needs neither a GPU nor weights.
 
-Each kind of block runs once, forward and backward, on its own. In the model's step no block runs:
-in its place stands a function that makes tensors of the same shapes, in forward and in backward.
+Each kind of block runs once, forward and backward, on its own. In the model's step a function takes
+the place of each block. It makes the tensors that the block would make, and counts nothing.
 
 [Note: shared]
 
@@ -59,9 +59,9 @@ _IRRELEVANT = INDEX_NAMES | (vars(nn.Module()).keys() - {"training"})
 class LayerCost:
     """The costs of one layer in one micro-batch.
 
-    forward, backward  what the layer's operators compute and move. Backward's products are those of
-                       the gradients that are needed: of full training twice the forward's, of a
-                       frozen weight one for each. Attention counts in forward alone
+    forward, backward  what the layer's operators compute and move. Backward has the products of the
+                       gradients that are needed: for one product of forward two, or one if its
+                       weight is frozen. Attention counts in forward alone
     saved_bytes        tensors that autograd saves until backward, without parameters and buffers.
                        Each storage counts once in the model
     boundary_bytes     tensors that enter a block. Recomputation keeps them in place of saved

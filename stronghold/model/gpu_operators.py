@@ -95,7 +95,6 @@ class GpuOperators(TorchFunctionMode):
 
     def __init__(self, counts: OperatorCounts) -> None:
         super().__init__()
-        self._counts = counts
         self._attention = functools.partial(attention, counts=counts)
         # By identity: the tensor, which is held so that its id is not used again, and its truth.
         self._answers: dict[int, tuple[torch.Tensor, bool]] = {}
@@ -138,8 +137,10 @@ def dropout(
     input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> torch.Tensor:
     """`F.dropout` by the fused kernel, which saves a mask of one byte per element."""
-    if inplace or not training or p in (0.0, 1.0):
-        return torch.dropout_(input, p, training) if inplace else torch.dropout(input, p, training)
+    if inplace:
+        return torch.dropout_(input, p, training)
+    if not training or p in (0.0, 1.0):
+        return torch.dropout(input, p, training)
     output: torch.Tensor = torch.native_dropout(input, p, True)[0]
     return output
 
@@ -184,9 +185,9 @@ def attention(
             enable_gqa=enable_gqa,
         )
     missing = -size % FLASH_HEAD_MULTIPLE if fits_flash else 0
+    if missing:
+        query, key, value = (F.pad(tensor, (0, missing)) for tensor in (query, key, value))
     if fits_flash:
-        if missing:
-            query, key, value = (F.pad(tensor, (0, missing)) for tensor in (query, key, value))
         results = aten._scaled_dot_product_flash_attention(
             query, key, value, dropout_p, is_causal, False, scale=scale
         )
@@ -197,7 +198,14 @@ def attention(
         )
     cost = attention_cost((query, key, value), results)
     causal_flops = cost.flops if is_causal else 0.0
-    counts.attend(Counts(0.0, 0.0, cost.flops, causal_flops, cost.nbytes, query.shape[-1]))
+    counts.attend(
+        Counts(
+            attention_flops=cost.flops,
+            causal_flops=causal_flops,
+            attention_bytes=cost.nbytes,
+            head_width=query.shape[-1],
+        )
+    )
     output: torch.Tensor = results[0]
     return output[..., :size] if missing else output
 

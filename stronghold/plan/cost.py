@@ -642,9 +642,7 @@ def workload_of(costs: ModelCosts, machine: MachineProfile, *, micro_batches: in
 
     1. Matrix products take their FLOPs at the machine's rate of products.
     2. Fused attention takes its measured rates. Other operators take device memory's rate.
-    3. Backward computes the gradients that are needed: of full training twice the products of
-       forward, of a frozen weight one.
-    4. The head has its transient bytes while all saved tensors are kept.
+    3. The transient bytes of the head come beside all saved tensors.
     """
 
     def one_by_one_s(counts: Counts) -> float:

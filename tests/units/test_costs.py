@@ -129,8 +129,8 @@ def test_saved_bytes_in_bf16_are_those_of_a_real_forward(
 
 
 def test_an_output_that_a_block_saves_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Autograd saves the result of `relu`, which the next block saves as its input. The mask passes
-    through the blocks."""
+    """A block saves the result of `relu`, and the linear layer after it saves it as its input.
+    Nothing saves the last one again. The mask enters every block, and counts for `first` alone."""
 
     class Masked(nn.Module):
         def __init__(self) -> None:
@@ -143,20 +143,24 @@ def test_an_output_that_a_block_saves_counts_once(monkeypatch: pytest.MonkeyPatc
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
+            self.first = nn.Linear(8, 8)
             self.blocks = nn.ModuleList(Masked() for _ in range(4))
-            self.head = nn.Linear(8, 1)
+            self.between = nn.Linear(8, 8, bias=False)
 
         def forward(self, x: Tensor) -> Tensor:
-            mask = x > 0
-            for block in self.blocks:
-                x, mask = block(x, mask)
-            return self.head(x).mean()
+            mask = self.first(x).detach() + 1.0
+            for index, block in enumerate(self.blocks):
+                x, mask = block(self.between(x) if index else x, mask)
+            return x.mean()
 
     model, batch = Model(), {"x": torch.ones(5, 8)}
     costs = trace_costs(
         model, partition(model), batch=5, seq=1, dtype="fp32", inputs=on_meta(batch)
     )
     assert total(costs, "saved_bytes") == really_kept(model, batch, "fp32", monkeypatch)
+    (first,) = (layer.index for layer in partition(model).layers if layer.name == "first")
+    mask_bytes = 5 * 8 * 4
+    assert costs.layers[first].saved_bytes >= 2 * mask_bytes  # and x
 
 
 def test_statistics_of_layer_norms_are_fp32_beside_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,6 +393,24 @@ def test_the_model_is_as_before() -> None:
     for name, parameter in model.named_parameters():
         assert values[name] == (parameter, parameter.data_ptr(), parameter.dtype)
         assert parameter.grad is None
+
+
+def test_a_buffer_that_forward_makes_does_not_stay() -> None:
+    class Lazy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.register_buffer("table", torch.empty(8, device="meta"))
+            for block in self.blocks:
+                x = block(x + self.table)
+            return x.sum()
+
+    model = Lazy()
+    batch = {"x": torch.empty(5, 8, device="meta")}
+    trace_costs(model, partition(model), batch=5, seq=1, dtype="fp32", inputs=batch)
+    assert [name for name, _ in model.named_buffers()] == []
 
 
 def test_a_forward_that_depends_on_values_is_refused() -> None:
