@@ -41,7 +41,7 @@ import stronghold
 from stronghold.plan.estimate import estimate
 from stronghold.plan.machine import MachineProfile
 from stronghold.plan.plan import make_plan
-from stronghold.tools.doctor.measure import examine
+from stronghold.tools.doctor.examine import examine
 from stronghold.tools.estimate.question import question_from_options
 
 PLAIN, POLICIES = ("plain", "plain checkpointed"), ("keep", "recompute")

@@ -257,7 +257,7 @@ def checkpoint(machine: str) -> str:
 # -- beside training -------------------------------------------------------------------------------
 @feature()
 def doctor(machine: str) -> str:
-    from stronghold.tools.doctor.measure import examine
+    from stronghold.tools.doctor.examine import examine
 
     found = examine(machine, quick=True)
     rates = found.profile

@@ -34,6 +34,9 @@ os.environ.setdefault("MASTER_PORT", str(free_port()))
 # libgomp's threads spin while they wait and starve the lanes of a machine with few cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
+# Without a profile every process of an engine would measure the machine for some seconds.
+MACHINE = Path(__file__).parent / "support" / "machine.json"
+os.environ.setdefault("STRONGHOLD_PROFILE", str(MACHINE))
 # On a GPU cuBLAS may otherwise add in another order on every run.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 

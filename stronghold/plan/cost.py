@@ -229,6 +229,23 @@ class Demand:
         return self.num_ranks
 
     @property
+    def is_open(self) -> bool:
+        """True if the user has left the rules something to choose."""
+        return self.training and (self.may_update_early or self.layers_may_move)
+
+    @property
+    def may_update_early(self) -> bool:
+        """True if the number of early updates is open, and the host's budget is known."""
+        is_open = self.early_layers is None and not self.meets_others
+        return is_open and self.host_budget_bytes is not None
+
+    @property
+    def layers_may_move(self) -> bool:
+        """True if layers may stay on the device: there is a budget, and no layer has files."""
+        pinned = (self.window, self.resident_layers, self.activations)
+        return not self.nvme and self.gpu_budget_bytes is not None and None in pinned
+
+    @property
     def meets_others(self) -> bool:
         """True if several ranks update together, each its shard of the layers or of the model."""
         return self.num_ranks > 1 or self.shares_weights

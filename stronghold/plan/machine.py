@@ -14,7 +14,7 @@ import logging
 import os
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -96,7 +96,7 @@ ByDtype = Annotated[dict[Dtype, Rate], Field(min_length=3)]
 Size = Annotated[int, Field(ge=1, lt=10**9, strict=False)]
 ByWidth = Annotated[dict[Size, Rate], Field(min_length=1)]
 ByTokensAndWidth = Annotated[dict[Size, ByWidth], Field(min_length=1)]
-OfAttention = Annotated[dict[Dtype, ByTokensAndWidth], Field(min_length=3)]
+OfAttention = Annotated[dict[Dtype, ByTokensAndWidth], Field(min_length=1)]
 
 
 @dataclass(
@@ -120,7 +120,8 @@ class MachineProfile:
     flops            a large matrix product on the device, by dtype
     gpu_memory_gbps  bytes that a copy on the device reads and writes
     attention_flops  fused attention's forward with a causal mask, by dtype, tokens of a sequence
-                     and width of a head. It counts all pairs of tokens, also the skipped ones
+                     and width of a head. It counts all pairs of tokens, also the skipped ones. Not
+                     every dtype need have it
     attention_backward_flops  its backward, counted as twice forward
     nvme_*           transfers past the page cache at the best depth; `nvme_mixed_gbps` is the sum
                      of both directions
@@ -171,15 +172,17 @@ class MachineProfile:
 
         The sequences have so many `tokens`, the heads this `width`. Both FLOPs are those of forward
         and count all pairs of tokens. Under a causal mask a kernel skips half of the pairs, so a
-        call without a mask takes twice as long. A profile without rates of attention takes the rate
-        of matrix products.
+        call without a mask takes twice as long. A profile without rates of attention in this dtype
+        takes the rate of matrix products.
         """
-        if self.attention_flops is None or self.attention_backward_flops is None:
+        forward = (self.attention_flops or {}).get(dtype)
+        backward = (self.attention_backward_flops or {}).get(dtype)
+        if forward is None or backward is None:
             seconds = (causal_flops + other_flops) / self.flops[dtype]
             return seconds, 2 * seconds
         flops = causal_flops + 2 * other_flops
-        forward_rate = _attention_rate(self.attention_flops[dtype], tokens, width)
-        backward_rate = _attention_rate(self.attention_backward_flops[dtype], tokens, width)
+        forward_rate = _attention_rate(forward, tokens, width)
+        backward_rate = _attention_rate(backward, tokens, width)
         return flops / forward_rate, 2 * flops / backward_rate
 
     def share(self, num_ranks: int) -> MachineProfile:
@@ -279,7 +282,21 @@ def find_profile() -> MachineProfile | None:
     order: list[tuple[bool, float, str, Path]] = []
     for path in _folder().glob(f"{_slug(platform.node())}-*.json"):
         order.append((path == emulated, -path.stat().st_mtime, path.name, path))
-    for *_, path in sorted(order):
+    return _first_readable(path for *_, path in sorted(order))
+
+
+def profile_of(gpu: str | None) -> MachineProfile | None:
+    """Read the profile of this host with this GPU, as `find_profile` does. `gpu` is None for the
+    emulated device."""
+    chosen = os.environ.get(ENVIRONMENT)
+    if chosen:
+        return MachineProfile.load(chosen)
+    path = default_path(gpu)
+    return _first_readable([path] if path.exists() else [])
+
+
+def _first_readable(paths: Iterable[Path]) -> MachineProfile | None:
+    for path in paths:
         try:
             return MachineProfile.load(path)
         except ConfigError as error:

@@ -74,7 +74,7 @@ from stronghold.plan.cost import (
 )
 from stronghold.plan.estimate import estimate
 from stronghold.plan.gpu_memory import activation_bytes
-from stronghold.plan.machine import LAUNCH_S, RECOMPUTE_LAUNCH_S, WHOLE_LAUNCH_S, Rates
+from stronghold.plan.machine import Rates, rates_of
 from stronghold.plan.places import MIB
 from stronghold.plan.plan import Plan, make_plan
 from stronghold.plan.rules import fastest_plan, roomiest_plan
@@ -97,30 +97,6 @@ RETRY_MARGIN = 1.5  # factor on an estimate of memory that turned out too low
 MANY_FRAGMENTS = 0.05  # share of the device's memory from which the log has a hint
 ADVICE_SHARE = 0.9  # of the present step: a shorter one is worth the user's attention
 CHANGE_SHARE = 0.97  # of the present step: a change costs a settled device, and copies
-# Rates of lanes that moved nothing in the traced steps, in 1e9 bytes/s: a PCIe 4 link, a desktop's
-# memory, one solid-state disk.
-DEFAULT_RATES = Rates(
-    fetch_gbps=20.0,
-    offload_gbps=20.0,
-    duplex_gbps=35.0,
-    update_gbps=40.0,
-    memory_gbps=60.0,
-    device_gbps=800.0,
-    load_gbps=3.0,
-    spill_gbps=2.0,
-    io_gbps=4.0,
-    launch_s=LAUNCH_S,
-    whole_launch_s=WHOLE_LAUNCH_S,
-    recompute_launch_s=RECOMPUTE_LAUNCH_S,
-)
-# The emulated device computes in the calling thread: measured seconds have its launches in them.
-EMULATED_RATES = replace(
-    DEFAULT_RATES,
-    device_gbps=8.0,  # device memory is the host's
-    launch_s=0.0,
-    whole_launch_s=0.0,
-    recompute_launch_s=0.0,
-)
 
 
 class RefinementStage(Enum):
@@ -195,10 +171,11 @@ class Refinement:
         self._is_asynchronous = stack.device.torch_device.type == "cuda"
         self._num_steps = 0
         self._first_span = 0
-        has_choice = _has_choice(stack.demand) and not stack.plan.whole
-        self.stage = RefinementStage.WARM_UP if has_choice else RefinementStage.SETTLED
+        self.stage = RefinementStage.SETTLED
+        if stack.machine is not None:  # the rules have something to choose
+            self.stage = RefinementStage.WARM_UP
         # [Note: larger batches]
-        self._makes_room = stack.demand.training and _layers_may_move(stack.demand)
+        self._makes_room = stack.demand.training and stack.demand.layers_may_move
         self._longest = _longest_sequence(stack.partition.model)
         self._measured_size = BatchSize()  # the largest batch in the traced steps
         self._largest = BatchSize()  # the largest batch so far
@@ -495,7 +472,7 @@ class Refinement:
         runtime.settle()
         stack.device.settle()
         spans = stack.trace.spans(self._first_span)
-        rates = measured_rates(spans, DEFAULT_RATES if self._is_asynchronous else EMULATED_RATES)
+        rates = measured_rates(spans, self._rates_at_start())
         workload = measured_workload(
             spans,
             stack.layout,
@@ -550,6 +527,22 @@ class Refinement:
         self._num_failures = (
             device.memory.num_failures()
         )  # a failed trial of the plan does not count
+
+    def _rates_at_start(self) -> Rates:
+        """The machine's rates, for lanes that moved nothing in the traced steps."""
+        stack = self._stack
+        assert stack.machine is not None
+        rates = rates_of(
+            stack.machine,
+            stack.plan.cpu_threads,
+            sharing=stack.ranks.on_node.count,
+            num_nodes=stack.ranks.num_nodes,
+            states=stack.section.states,
+        )
+        if self._is_asynchronous:
+            return rates
+        # The emulated device computes in the calling thread: measured seconds have its launches.
+        return replace(rates, launch_s=0.0, whole_launch_s=0.0, recompute_launch_s=0.0)
 
     def _reachable_bytes(self) -> int | None:
         """Bytes of the GPU that this engine's tensors can have in all. None: unknown."""
@@ -618,7 +611,7 @@ class Refinement:
         if self._sizes_differ:
             sizes.insert(0, self._with_headroom(self._largest))
         for size in sizes:
-            may_move = _layers_may_move(stack.demand)
+            may_move = stack.demand.layers_may_move
             demand = self._demand(size) if may_move else _present_demand(stack)
             try:
                 choice = fastest_plan(
@@ -717,22 +710,3 @@ def _present_demand(stack: Stack) -> Demand:
         activations=plan.activations,
         homes=plan.homes,
     )
-
-
-def _has_choice(demand: Demand) -> bool:
-    """True if the user has left the rules something to choose."""
-    if not demand.training:
-        return False
-    return _may_update_early(demand) or _layers_may_move(demand)
-
-
-def _may_update_early(demand: Demand) -> bool:
-    """True if the number of early updates is open, and the host's budget is known."""
-    is_open = demand.early_layers is None and not demand.meets_others
-    return is_open and demand.host_budget_bytes is not None
-
-
-def _layers_may_move(demand: Demand) -> bool:
-    """True if layers may stay on the device: there is a budget, and no layer has files."""
-    pinned = (demand.window, demand.resident_layers, demand.activations)
-    return not demand.nvme and demand.gpu_budget_bytes is not None and None in pinned

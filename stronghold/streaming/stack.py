@@ -7,6 +7,7 @@ is DeepSpeed's; `engine` puts that border around it. The training thread alone e
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import weakref
@@ -33,6 +34,7 @@ from stronghold.distributed.sharding import check_alike
 from stronghold.errors import ConfigError, LaneError, StateError, format_size
 from stronghold.limits import available_host_bytes
 from stronghold.memory.nvme import BLOCK_BYTES, NvmeStore
+from stronghold.memory.rates import machine_at_start
 from stronghold.memory.slab import check_mappings, trim_heap
 from stronghold.memory.staging import NO_RING, StagingRing, open_ring
 from stronghold.memory.stores import Extent, Store
@@ -58,6 +60,7 @@ from stronghold.model.stored_tensors import PackedParameter, stored_tensors, ten
 from stronghold.optim.states import States, states_of
 from stronghold.plan.cost import Demand
 from stronghold.plan.homes import FILE, GPU, Home
+from stronghold.plan.machine import MachineProfile
 from stronghold.plan.plan import Plan, make_plan
 from stronghold.streaming.activations.key_value_caches import forbid_caches
 from stronghold.streaming.decoded_weights import return_packed
@@ -196,7 +199,11 @@ class Stack:
         # a failure closes the parts that were opened before
         with contextlib.ExitStack() as undo:
             undo.callback(self.ranks.close)
-            self.device = self._open_device(kind, local_rank)
+            # None if the plan has nothing to learn from the machine's rates
+            self.machine: MachineProfile | None = None
+            if self.demand.is_open and not self.plan.whole:
+                self.machine = self._machine(kind, local_rank, settings.precision)
+            self.device = self._open_device(kind, local_rank, section.gpu_memory, self.trace)
             undo.callback(self.device.close)
             self.pool = native.Pool(self.plan.cpu_threads, self.ranks.cores or None)
             undo.callback(self.pool.close)
@@ -255,14 +262,36 @@ class Stack:
             nbytes += sum(tensor.nbytes for tensor in tensors if tensor_has_memory(tensor))
         return nbytes
 
-    def _open_device(self, kind: str, local_rank: int) -> Device:
-        section = self.section
+    def _machine(self, kind: str, local_rank: int, precision: str) -> MachineProfile:
+        """This machine's profile. Every rank calls it; a node's first rank measures alone."""
+        on_node, alone = self.ranks.on_node, self.plan.cpu_threads
+        threads = tuple(sorted({alone, alone * on_node.count}))
+
+        def of_first_rank() -> MachineProfile | None:
+            if on_node.index > 0:
+                return None
+            on_gpu = kind == "cuda" and cuda.available()
+            gpu = cuda.identity(local_rank)[0] if on_gpu else None
+            open_device = functools.partial(self._open_device, kind, local_rank)
+            return machine_at_start(open_device, gpu, threads, precision)
+
+        profile = on_node.together(of_first_rank)[0]
+        assert profile is not None
+        return profile
+
+    def _open_device(
+        self,
+        kind: str,
+        local_rank: int,
+        budget_bytes: int | None = None,
+        trace: Trace | None = None,
+    ) -> Device:
         if kind == "cuda":
-            return CudaDevice(local_rank, budget_bytes=section.gpu_memory, trace=self.trace)
-        settings = section.emulated.model_dump()  # EmulatedDevice has the same names
-        if section.emulated.nvme_gbps is not None:  # ranks share the node's disks
-            settings["nvme_gbps"] = section.emulated.nvme_gbps / self.ranks.on_node.count
-        return EmulatedDevice(budget_bytes=section.gpu_memory, trace=self.trace, **settings)
+            return CudaDevice(local_rank, budget_bytes=budget_bytes, trace=trace)
+        settings = self.section.emulated.model_dump()  # EmulatedDevice has the same names
+        if settings["nvme_gbps"] is not None:  # ranks share the node's disks
+            settings["nvme_gbps"] /= self.ranks.on_node.count
+        return EmulatedDevice(budget_bytes=budget_bytes, trace=trace, **settings)
 
     def _open_tiers(self, undo: contextlib.ExitStack) -> Tiers:
         """Open the stores of the plan's staged homes. `undo` closes them. Every rank calls it."""

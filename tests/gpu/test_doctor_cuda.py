@@ -9,11 +9,14 @@ import pytest
 import torch
 
 from stronghold.devices import cuda
-from stronghold.tools.doctor.measure import examine, gpu_name
+from stronghold.tools.doctor.examine import examine, gpu_name
 from stronghold.tools.doctor.rules import problems_of
+from tests.models import MODELS
+from tests.support.training import config, initialized
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]  # they measure
 
+MIB = 1 << 20
 NVIDIA = "0x10de"  # the vendor's number on the bus
 
 
@@ -59,3 +62,26 @@ def test_a_gpu_that_has_the_hosts_memory_is_named(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: Properties())
     problems = problems_of(examine("cuda", quick=True))
     assert ("CPU and GPU share one memory" in [each.what for each in problems]) == integrated
+
+
+def test_an_engine_without_a_profile_measures_the_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And gives back all that it took for this."""
+    monkeypatch.delenv("STRONGHOLD_PROFILE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    section = {"device": "cuda", "gpu_memory": 1 << 20, "cpu_threads": 1}
+    model, _ = MODELS["llama"]()
+    examine("cuda", quick=True)  # the libraries' own memory, which stays
+    torch.cuda.empty_cache()
+    before_bytes = torch.cuda.memory_reserved()
+    engine = initialized(model, config(section=section))
+    try:
+        machine = engine._stack.machine
+        taken_bytes = torch.cuda.memory_reserved() - before_bytes
+    finally:
+        engine.destroy()
+    assert machine.name.startswith(torch.cuda.get_device_properties(0).name)
+    assert not machine.emulated
+    assert machine.fetch_gbps > 0
+    assert taken_bytes < 32 * MIB

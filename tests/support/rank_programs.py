@@ -9,12 +9,14 @@ import time
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from stronghold.distributed.sharding import RankTeam
 from stronghold.errors import LaneError, RankError
+from stronghold.memory import rates
 from tests.models import MODELS, loss_of, token_batch
 from tests.support.counted import of_bytes
 from tests.support.rank_cases import CASES, CLOSE, FILES, files, refined
@@ -60,6 +62,7 @@ def two_ranks(folder: Path) -> dict[str, Any]:
         "broken": [broken(0), broken(-1)],
         "full disk": full_disk(folder),
         "replaced": replaced(folder),
+        "machine": machine_at_start(folder),
     }
 
 
@@ -245,3 +248,19 @@ def broken(parameter: int) -> str:
     with contextlib.suppress(LaneError):
         engine.destroy()
     return said
+
+
+def machine_at_start(folder: Path) -> tuple[Any, int]:
+    """The rates with which an engine starts that finds no profile, and how often this rank has
+    measured."""
+    section = {"gpu_memory": 1 << 20, "cpu_threads": 1}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("STRONGHOLD_PROFILE")
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        measure = Mock(wraps=rates.measure_machine)
+        patch.setattr(rates, "measure_machine", measure)
+        engine = engine_of(MODELS["llama"]()[0], config(section=section))
+        try:
+            return engine._stack.machine, measure.call_count
+        finally:
+            engine.destroy()

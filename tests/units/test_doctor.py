@@ -23,25 +23,30 @@ from stronghold import limits
 from stronghold.devices.emulated import EmulatedDevice
 from stronghold.devices.pinned import HostPinning
 from stronghold.errors import ConfigError
+from stronghold.memory import rates as measure
+from stronghold.memory.rates import Effort
 from stronghold.native import IoQueue
 from stronghold.plan import machine as profile
 from stronghold.plan.machine import ADAM_BF16_BYTES, ADAM_LEAN_BYTES, MachineProfile
 from stronghold.tools import cli
-from stronghold.tools.doctor import measure
+from stronghold.tools.doctor import examine as examination
+from stronghold.tools.doctor.examine import examine
 from stronghold.tools.doctor.findings import Findings
-from stronghold.tools.doctor.measure import Effort, examine
 from tests.support.quiet import law_of_time, on_time
 
 MIB = 1 << 20
 SMALL = Effort(
+    threads=(1, 2),
     adam_numel=MIB,
     copy_bytes=8 * MIB,
+    copies=4,
     rounds=3,
     product_s=0.01,
+    attention_dtypes=("bf16", "fp16", "fp32"),
     attention_tokens=(128,),
+    head_widths=(32, 128),
     pin_s=0.1,
     pin_bytes=64 * MIB,
-    disk_bytes=8 * MIB,
 )
 
 
@@ -115,7 +120,7 @@ def test_the_disks_file_is_gone_and_its_rates_are_there(
     assert list(folder.iterdir()) == []
     rates = findings.disk
     assert rates.error == ""
-    assert set(rates.read_gbps) == set(rates.write_gbps) == set(measure.DEPTHS)
+    assert set(rates.read_gbps) == set(rates.write_gbps) == set(examination.DEPTHS)
     assert min(*rates.read_gbps.values(), *rates.write_gbps.values(), rates.mixed_gbps) > 0
     if rates.direct:
         assert findings.profile.nvme_path == str(folder.resolve())
@@ -154,7 +159,7 @@ def test_rates_count_the_bytes_and_operations(monkeypatch: pytest.MonkeyPatch) -
 
     clock = itertools.count()
     monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
-    memory, adam, lean = measure.host_rates(SMALL, 2, lambda _: None)
+    memory, adam, lean = measure.host_rates(SMALL, lambda _: None)
     assert lean == dict.fromkeys((1, 2), MIB * ADAM_LEAN_BYTES / 1e9)
     assert memory == adam == dict.fromkeys((1, 2), MIB * ADAM_BF16_BYTES / 1e9)
     device = EmulatedDevice(poison=False)
@@ -202,7 +207,9 @@ def test_rates_are_measured_outside_of_the_caches(
     cache: int, quick: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(measure, "last_cache_bytes", lambda: cache)
-    size = measure.effort(quick, 200 << 30)
+    size = measure.effort(
+        quick, limits.HostLimits(memory_bytes=200 << 30, available_bytes=200 << 30)
+    )
     assert size.adam_numel * measure.LEAN_RESIDENT_BYTES >= 2 * cache - 8
     assert size.copy_bytes >= 2 * cache
 
@@ -218,7 +225,7 @@ def test_the_caches_of_all_chiplets_count(tmp_path: Path) -> None:
 
 
 def test_a_callers_device_is_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "effort", lambda *_: SMALL)
+    monkeypatch.setattr(examination, "effort", lambda *_: SMALL)
     device = EmulatedDevice(budget_bytes=40 * MIB, poison=False)
     try:
         found = examine(device)
@@ -241,11 +248,11 @@ def test_the_disks_file_is_gone_after_an_error(
 
     monkeypatch.setattr(IoQueue, "wait", fail)
     if isinstance(error, OSError):
-        rates = measure.disk_rates(tmp_path, 8 * MIB, lambda _: None)
+        rates = examination.disk_rates(tmp_path, 8 * MIB, lambda _: None)
         assert "No space left" in rates.error
     else:
         with pytest.raises(KeyboardInterrupt):
-            measure.disk_rates(tmp_path, 8 * MIB, lambda _: None)
+            examination.disk_rates(tmp_path, 8 * MIB, lambda _: None)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -259,7 +266,7 @@ def test_an_unknown_device_is_refused() -> None:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "effort", lambda *_: SMALL)
+    monkeypatch.setattr(examination, "effort", lambda *_: SMALL)
 
 
 @pytest.mark.usefixtures("small")

@@ -12,8 +12,8 @@ import pytest
 from stronghold.limits import HostLimits
 from stronghold.model.costs import DTYPES
 from stronghold.plan.machine import MachineProfile
+from stronghold.tools.doctor.examine import read_link
 from stronghold.tools.doctor.findings import DiskRates, Findings, PcieLink
-from stronghold.tools.doctor.measure import read_link
 from stronghold.tools.doctor.page import page
 from stronghold.tools.doctor.rules import problems_of
 

@@ -154,7 +154,9 @@ def test_attention_has_rates_by_the_width_of_a_head(width: int, rate: float) -> 
 @pytest.mark.parametrize("kind", ["causal_flops", "other_flops"])
 def test_a_profile_without_attention_takes_the_rate_of_products(kind: str) -> None:
     flops = {"causal_flops": 0.0, kind: 1e14}
-    for changes in ({}, {"attention_flops": ATTENTION}):
+    other_dtype = {"fp16": ATTENTION["fp16"]}
+    in_another = {"attention_flops": other_dtype, "attention_backward_flops": other_dtype}
+    for changes in ({}, {"attention_flops": ATTENTION}, in_another):
         found = of(**changes).attention_s("bf16", tokens=1000, width=64, **flops)
         assert found == (1.0, 2.0)
 
@@ -230,6 +232,9 @@ def test_a_gpus_profile_is_found_before_the_emulated_devices() -> None:
     of(name="emulated").save(profile.default_path())
     os.utime(profile.default_path("NVIDIA H200"), (0, 0))
     assert profile.find_profile() == of(name="gpu")
+    assert profile.profile_of("NVIDIA H200") == of(name="gpu")
+    assert profile.profile_of(None) == of(name="emulated")
+    assert profile.profile_of("NVIDIA A100") is None
 
 
 def test_the_environment_names_another_file(
@@ -252,6 +257,9 @@ def test_a_damaged_cache_is_as_good_as_none_and_says_so(caplog: pytest.LogCaptur
     path.parent.mkdir(parents=True)
     path.write_text('{"version": 0}')
     assert profile.find_profile() is None
+    assert str(path) in caplog.text
+    caplog.clear()
+    assert profile.profile_of(None) is None
     assert str(path) in caplog.text
 
 

@@ -11,7 +11,7 @@ from tqdm import tqdm
 from stronghold.errors import ConfigError
 from stronghold.plan import machine
 from stronghold.tools.answer import Answer, write_text
-from stronghold.tools.doctor.measure import examine, gpu_name
+from stronghold.tools.doctor.examine import examine, gpu_name
 from stronghold.tools.doctor.page import page
 from stronghold.tools.doctor.report import report
 

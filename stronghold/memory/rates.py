@@ -1,8 +1,8 @@
-"""Measures the rates of the machine with the code of training: lanes, slabs, kernels, files.
+"""Measures the rates of the machine with the code of training: lanes, slabs, kernels.
 
 Owns the order of the measurements, their arrays, and the arithmetic from times to rates. It never
-prints: progress goes to the caller's function. It keeps no thread, buffer or file. The calling
-thread is the compute lane of the measured device, and keeps the queue of the disk full.
+prints: progress goes to the caller's function. It keeps no thread and no buffer. The calling thread
+is the compute lane of the measured device.
 """
 
 from __future__ import annotations
@@ -11,18 +11,14 @@ import contextlib
 import datetime
 import functools
 import itertools
-import os
+import logging
 import platform
 import re
 import statistics
-import tempfile
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,178 +27,124 @@ from stronghold import native
 from stronghold.devices import cuda
 from stronghold.devices.base import Device, Fence, Lane
 from stronghold.devices.cuda import CudaDevice
-from stronghold.devices.emulated import EmulatedDevice
-from stronghold.errors import ConfigError
 from stronghold.limits import HostLimits, host_limits
 from stronghold.memory.slab import map_slab
 from stronghold.model.costs import DTYPES
-from stronghold.native import IoFile, IoQueue
 from stronghold.optim.states import num_items
-from stronghold.plan.machine import ADAM_BF16_BYTES, ADAM_LEAN_BYTES, MachineProfile
-from stronghold.tools.doctor.findings import DiskRates, Findings, PcieLink, threads_in_words
+from stronghold.plan.machine import ADAM_BF16_BYTES, ADAM_LEAN_BYTES, MachineProfile, profile_of
 
 MIB = 1 << 20
 # Bytes of Adam's arrays per parameter: with lean states, and with these and exact states.
 LEAN_RESIDENT_BYTES = (2 + 2) + (1 + 1 + 1 + 0.125)
 ADAM_RESIDENT_BYTES = LEAN_RESIDENT_BYTES + (2 + 4 + 4)
 CPUS = Path("/sys/devices/system/cpu")
-_COPIES = 4  # in a row, so that the hand-over to a lane's thread does not count
 _LARGEST_MATRIX = 8192
-# Attention is measured with heads of these widths.
-_HEAD_WIDTHS = (32, 128)
 _MOST_HEADS = 32
 _PIN_BYTES = 32 * MIB
 
-KINDS = ("cuda", "emulated")
-
-DEPTHS = (1, 4, 16, 32)  # of the disk's queue
-BLOCK_BYTES = 1 << 20
-LONGEST_S = 1.5  # of one transfer: a slow disk is known to be slow by then
-
-# Takes the measurement that begins, and the share of all measurements that is done.
-Progress = Callable[[str, float], None]
 Step = Callable[[str], None]
+logger = logging.getLogger("stronghold")
 
 
-def examine(
-    device: str | Device | None = None,
-    path: str | os.PathLike[str] | None = None,
-    quick: bool = False,
-    progress: Progress | None = None,
-) -> Findings:
-    """Measure this machine, in less than a minute.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredMachine:
+    """The profile of this machine, and what it allows beside it.
 
-    Arguments:
-        device: "cuda", "emulated", None for a GPU if the machine has one, or an open device that
-            the caller does not use meanwhile. An open device stays open.
-        path: a directory on the disk to measure; None measures no disk.
-        quick: measure in a few seconds, with rougher results.
-        progress: gets each measurement that begins.
-
-    Raises ConfigError for a device or a directory that does not exist.
+    `pinnable_bytes` could be pinned until `pin_error`, which is "" if nothing was refused.
     """
-    folder = None if path is None else Path(path).expanduser()
-    if folder is not None and not folder.is_dir():
-        raise ConfigError(f"--path: got {folder}, expected a directory that exists")
-    limits = host_limits()
-    opened = device if isinstance(device, Device) else _open(device)
-    try:
-        # Numbers of threads, five of the link, dtypes of products and of attention, depths of the
-        # disk's queue, and reads beside writes.
-        total = len(thread_counts(limits.num_cores)) + 5 + 2 * len(DTYPES)
-        total += 0 if folder is None else len(DEPTHS) + 1
-        size = effort(quick, limits.available_bytes)
-        findings = _examine(opened, limits, size, folder, _Steps(progress, total))
-        if progress is not None:
-            progress("done", 1.0)
-        return findings
-    finally:
-        if opened is not device:
-            opened.close()
+
+    profile: MachineProfile
+    pinnable_bytes: int
+    pin_error: str
 
 
-class _Steps:
-    """Counts `total` measurements, and reports each when it begins."""
+def measure_machine(
+    device: Device, limits: HostLimits, size: Effort, step: Step
+) -> MeasuredMachine:
+    """Measure everything but disks. `step` gets each measurement that begins, `num_steps` of them.
 
-    def __init__(self, progress: Progress | None, total: int) -> None:
-        self._progress = progress
-        self._total = total
-        self._num_begun = 0
-
-    def __call__(self, measurement: str) -> None:
-        if self._progress is not None:
-            self._progress(measurement, min(1.0, self._num_begun / self._total))
-        self._num_begun += 1
-
-
-def gpu_name(device: str | None = None) -> str | None:
-    """The name of the GPU, or None for the emulated device."""
-    return cuda.identity(0)[0] if _kind(device) == "cuda" else None
-
-
-def _examine(
-    device: Device, limits: HostLimits, size: Effort, folder: Path | None, step: Step
-) -> Findings:
-    memory, adam, lean_adam = host_rates(size, limits.num_cores, step)
-    rates, pinnable_bytes, pin_error = link_rates(device, size, step)
+    The caller does not use `device` meanwhile.
+    """
+    memory, adam, lean_adam = host_rates(size, step)
+    link, pinnable_bytes, pin_error = link_rates(device, size, step)
     host = platform.node() or "this host"
     emulated = not isinstance(device, CudaDevice)
     if emulated:  # its memory is its budget, or the host's
         name = f"emulated on {cpu_name()}, {host}"
-        link = None
         gpu_memory_bytes = device.memory.budget_bytes or limits.usable_bytes
     else:
-        gpu, gpu_memory_bytes, address = cuda.identity(device.torch_device.index)
+        gpu, gpu_memory_bytes, _ = cuda.identity(device.torch_device.index)
         name = f"{gpu} on {host}"
-        # now: an idle link runs slower
-        link = read_link(Path("/sys/bus/pci/devices") / address)
     flops = {}
     for precision, dtype in DTYPES.items():
         step(f"matrix products, {precision}")
         flops[precision] = product_flops(device, dtype, size)
     attention, attention_backward = attention_rates(device, size, step)
-    disk = None
-    if folder is not None:
-        disk = disk_rates(folder, size.disk_bytes, step)
-    figures = {name: _figure(rate) for name, rate in rates.items()} | _of_disk(disk)
-    return Findings(
-        profile=MachineProfile(
-            name=name,
-            measured=datetime.date.today().isoformat(),
-            sources=(),
-            emulated=emulated,
-            num_gpus=1 if emulated else cuda.num_devices(),
-            gpu_memory_bytes=gpu_memory_bytes,
-            host_memory_bytes=limits.usable_bytes,
-            num_cores=limits.num_cores,
-            memory_gbps={threads: _figure(rate) for threads, rate in memory.items()},
-            adam_gbps={threads: _figure(rate) for threads, rate in adam.items()},
-            adam_lean_gbps={threads: _figure(rate) for threads, rate in lean_adam.items()},
-            flops={name: _figure(rate) for name, rate in flops.items()},
-            attention_flops=attention,
-            attention_backward_flops=attention_backward,
-            **figures,
-        ),
-        limits=limits,
+    profile = MachineProfile(
+        name=name,
+        measured=datetime.date.today().isoformat(),
+        sources=(),
         emulated=emulated,
-        isa=native.isa(),
-        best_isa=native.isas()[0],
-        pin_error=pin_error,
-        pinnable_bytes=pinnable_bytes,
-        one_memory=not emulated and cuda.shares_memory(device.torch_device.index),
-        link=link,
-        disk=disk,
+        num_gpus=1 if emulated else cuda.num_devices(),
+        gpu_memory_bytes=gpu_memory_bytes,
+        host_memory_bytes=limits.usable_bytes,
+        num_cores=limits.num_cores,
+        memory_gbps={threads: figure(rate) for threads, rate in memory.items()},
+        adam_gbps={threads: figure(rate) for threads, rate in adam.items()},
+        adam_lean_gbps={threads: figure(rate) for threads, rate in lean_adam.items()},
+        flops={name: figure(rate) for name, rate in flops.items()},
+        attention_flops=attention,
+        attention_backward_flops=attention_backward,
+        fetch_gbps=figure(link["fetch_gbps"]),
+        offload_gbps=figure(link["offload_gbps"]),
+        duplex_gbps=figure(link["duplex_gbps"]),
+        gpu_memory_gbps=figure(link["gpu_memory_gbps"]),
     )
+    return MeasuredMachine(profile=profile, pinnable_bytes=pinnable_bytes, pin_error=pin_error)
 
 
-def _of_disk(disk: DiskRates | None) -> dict[str, Any]:
-    """The fields of a profile for a disk. No fields if the page cache was measured."""
-    if disk is None or not disk.direct:
-        return {}
-    return {
-        "nvme_read_gbps": _figure(max(disk.read_gbps.values())),
-        "nvme_write_gbps": _figure(max(disk.write_gbps.values())),
-        "nvme_mixed_gbps": _figure(disk.mixed_gbps),
-        "nvme_path": disk.path,
-    }
+def machine_at_start(
+    open_device: Callable[[], Device], gpu: str | None, threads: tuple[int, ...], dtype: str
+) -> MachineProfile:
+    """This machine's profile for an engine that starts; without one, a measurement of some seconds.
+
+    open_device  opens a device that nothing else uses
+    gpu          name of the GPU; None: the emulated device
+    threads      numbers of threads with which Adam may run
+    dtype        the precision: "bf16", "fp16" or "fp32"
+    """
+    profile = profile_of(gpu)
+    if profile is not None:
+        logger.info("rates of lanes are those of the profile %r", profile.name)
+        return profile
+    begun_s = time.perf_counter()
+    limits = host_limits()
+    with contextlib.closing(open_device()) as device:
+        size = least_effort(threads, dtype, limits)
+        profile = measure_machine(device, limits, size, lambda _: None).profile
+        device.memory.trim()
+    logger.info(
+        "no profile of this machine: its rates were measured in %.1f s. `stronghold doctor` writes "
+        "a profile: link %.3g and %.3g GB/s, Adam %.3g GB/s (threads: %d), products %.3g TFLOP/s",
+        time.perf_counter() - begun_s,
+        profile.fetch_gbps,
+        profile.offload_gbps,
+        profile.adam_gbps[threads[-1]],
+        threads[-1],
+        profile.flops[dtype] * 1e-12,
+    )
+    return profile
 
 
-def _figure(rate: float) -> float:
+def num_steps(size: Effort) -> int:
+    """Number of measurements of `measure_machine`: numbers of threads, five of the link, dtypes of
+    products and of attention."""
+    return len(size.threads) + 5 + len(DTYPES) + len(size.attention_dtypes)
+
+
+def figure(rate: float) -> float:
     """The rate with four digits. Measurements differ in the third."""
     return float(f"{rate:.4g}")
-
-
-def _kind(device: str | None) -> str:
-    if device is not None and device not in KINDS:
-        raise ConfigError(f"--device: got {device!r}, expected {' or '.join(KINDS)}")
-    return device or ("cuda" if cuda.available() else "emulated")
-
-
-def _open(device: str | None) -> Device:
-    if _kind(device) == "emulated":
-        # Poison overwrites buffers that are never freed during a measurement.
-        return EmulatedDevice(poison=False)
-    return CudaDevice()
 
 
 def cpu_name() -> str:
@@ -215,61 +157,76 @@ def cpu_name() -> str:
     return match[1].strip() if match else platform.processor() or platform.machine()
 
 
-def read_link(folder: Path) -> PcieLink | None:
-    """The link of a PCI device, from its directory in sysfs. None if a virtual machine hides it."""
-    values = []
-    for name in ("current_link_speed", "current_link_width", "max_link_speed", "max_link_width"):
-        try:
-            match = re.match(r"[0-9.]+", (folder / name).read_text(encoding="ascii"))
-        except OSError:
-            return None
-        if match is None:
-            return None
-        values.append(float(match[0]))
-    speed, width, max_speed, max_width = values
-    if width == 0 or max_width == 0:
-        return None
-    return PcieLink(speed=speed, width=int(width), max_speed=max_speed, max_width=int(max_width))
-
-
-# -- memory, the link and products ----------------------------------------------------------------
+# -- the effort -----------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
     """The sizes of arrays and the number of rounds. The median of the rounds counts."""
 
+    threads: tuple[int, ...]  # numbers of threads for memory and Adam
     adam_numel: int
     copy_bytes: int
+    copies: int  # in a row, so that the hand-over to a lane's thread does not count
     rounds: int
     product_s: float  # for products of one dtype
+    attention_dtypes: tuple[str, ...]
     attention_tokens: tuple[int, ...]  # of sequences
+    head_widths: tuple[int, ...]
     pin_s: float  # for the search for the limit of pinned memory
     pin_bytes: int  # the most that this search pins
-    disk_bytes: int
 
 
-def effort(quick: bool, available_bytes: int) -> Effort:
-    """The effort for this machine: arrays of twice its caches at least, in an eighth of free
-    memory."""
-    outside = 2 * last_cache_bytes()
+def effort(quick: bool, limits: HostLimits) -> Effort:
+    """The doctor's effort for this machine: arrays of twice its caches at least, in an eighth of
+    free memory."""
+    outside, available_bytes = 2 * last_cache_bytes(), limits.available_bytes
     # A lean update moves the fewest bytes per parameter.
     numel = max((8 if quick else 64) * MIB, int(outside / LEAN_RESIDENT_BYTES))
     numel = min(numel, int(available_bytes / 8 / ADAM_RESIDENT_BYTES))
     copy_bytes = max((32 if quick else 256) * MIB, outside)
     copy_bytes = min(copy_bytes, available_bytes // 16)
     return Effort(
+        threads=thread_counts(limits.num_cores),
         adam_numel=max(numel, MIB),
         copy_bytes=copy_bytes,
+        copies=4,
         rounds=3 if quick else 5,
         product_s=0.05 if quick else 0.3,
+        attention_dtypes=tuple(DTYPES),
         # In fp16 the backward over 4096 tokens takes seconds on some CPUs.
         attention_tokens=(1024, 2048) if quick else (1024, 4096),
+        head_widths=(32, 128),
         pin_s=0.3 if quick else 5.0,
         pin_bytes=available_bytes // 2,
-        disk_bytes=32 * MIB if quick else 256 * MIB,
     )
 
 
-def host_rates(size: Effort, num_cores: int, step: Step) -> tuple[dict[int, float], ...]:
+def least_effort(threads: tuple[int, ...], dtype: str, limits: HostLimits) -> Effort:
+    """The effort of an engine that starts without a profile: a few seconds.
+
+    `dtype` is the precision, with which it measures attention: "bf16", "fp16" or "fp32".
+
+    Adam's arrays together are twice the caches, in an eighth of free memory. The copies may stay in
+    the host's caches, which no link outruns.
+    """
+    room = limits.available_bytes / 8
+    numel = int(min(max(128 * MIB, 2 * last_cache_bytes()), room) / ADAM_RESIDENT_BYTES)
+    return Effort(
+        threads=threads,
+        adam_numel=max(numel, MIB),
+        copy_bytes=min(128 * MIB, limits.available_bytes // 16),
+        copies=2,
+        rounds=3,
+        product_s=0.05,
+        attention_dtypes=(dtype,),
+        attention_tokens=(1024,),
+        head_widths=(128,),
+        pin_s=0.0,
+        pin_bytes=0,
+    )
+
+
+# -- memory, the link and products ----------------------------------------------------------------
+def host_rates(size: Effort, step: Step) -> tuple[dict[int, float], ...]:
     """Rates of host memory, of Adam with exact states, and of Adam with lean states.
 
     Each is by number of threads, in 1e9 bytes/s. The three are measured in turn, since other
@@ -313,8 +270,8 @@ def host_rates(size: Effort, num_cores: int, step: Step) -> tuple[dict[int, floa
     lean_nbytes = numel * ADAM_LEAN_BYTES
     works = ((batch.traffic, nbytes), (batch.run, nbytes), (lean_batch.run, lean_nbytes))
     rates: tuple[dict[int, float], ...] = ({}, {}, {})
-    for threads in thread_counts(num_cores):
-        step(f"host memory and Adam, {threads_in_words(threads)}")
+    for threads in size.threads:
+        step(f"host memory and Adam, threads: {threads}")
         with native.Pool(threads) as pool:
             for work, _ in works:
                 work(pool)
@@ -328,10 +285,10 @@ def host_rates(size: Effort, num_cores: int, step: Step) -> tuple[dict[int, floa
     return rates
 
 
-def thread_counts(num_cores: int) -> list[int]:
+def thread_counts(num_cores: int) -> tuple[int, ...]:
     """Powers of two, and all cores."""
     powers = [1 << n for n in range(num_cores.bit_length())]
-    return sorted({*powers, num_cores})
+    return tuple(sorted({*powers, num_cores}))
 
 
 def link_rates(device: Device, size: Effort, step: Step) -> tuple[dict[str, float], int, str]:
@@ -359,17 +316,17 @@ def link_rates(device: Device, size: Effort, step: Step) -> tuple[dict[str, floa
         pin_error = str(error)
     try:
         step("host to device")
-        fetch = _lone(device, device.fetch, slots[0], hosts[0], size.rounds)
+        fetch = _lone(device, device.fetch, slots[0], hosts[0], size)
         step("device to host")
-        offload = _lone(device, device.offload, hosts[1], slots[1], size.rounds)
+        offload = _lone(device, device.offload, hosts[1], slots[1], size)
         step("both directions together")
-        duplex = _together(device, hosts, slots, offload / fetch, size.rounds)
+        duplex = _together(device, hosts, slots, offload / fetch, size)
     finally:
         for host in pinned:
             device.pinning.unpin(host)
     step("device memory")
     on_device = _on_compute(
-        device, functools.partial(slots[0].copy_, slots[1]), size.rounds, _COPIES
+        device, functools.partial(slots[0].copy_, slots[1]), size.rounds, size.copies
     )
     device.memory.release(*slots)
     rates = {
@@ -434,14 +391,14 @@ def attention_rates(device: Device, size: Effort, step: Step) -> tuple[OfAttenti
     """
     forward: OfAttention = {}
     backward: OfAttention = {}
-    for precision, dtype in DTYPES.items():
+    for precision in size.attention_dtypes:
         step(f"attention, {precision}")
         for rates in (forward, backward):
             rates[precision] = {tokens: {} for tokens in size.attention_tokens}
-        for tokens, width in itertools.product(size.attention_tokens, _HEAD_WIDTHS):
-            measured = attention_flops(device, dtype, tokens, width, size)
+        for tokens, width in itertools.product(size.attention_tokens, size.head_widths):
+            measured = attention_flops(device, DTYPES[precision], tokens, width, size)
             for rates, rate in zip((forward, backward), measured, strict=True):
-                rates[precision][tokens][width] = _figure(rate)
+                rates[precision][tokens][width] = figure(rate)
     return forward, backward
 
 
@@ -493,16 +450,19 @@ def _sustained(device: Device, work: Callable[[], object], once_s: float, size: 
 
 
 def _lone(
-    device: Device, lane: Lane, target: torch.Tensor, source: torch.Tensor, rounds: int
+    device: Device, lane: Lane, target: torch.Tensor, source: torch.Tensor, size: Effort
 ) -> float:
     """Median seconds of one copy on a lane that has nothing else to do."""
-    _copy_and_wait(device, lane, target, source, 1)
-    copies = functools.partial(_copy_and_wait, device, lane, target, source, _COPIES)
-    return _median_s(copies, rounds) / _COPIES
+    _submit(device, lane, target, source, 1).wait()
+
+    def copy() -> None:
+        _submit(device, lane, target, source, size.copies).wait()
+
+    return _median_s(copy, size.rounds) / size.copies
 
 
 def _together(
-    device: Device, hosts: list[torch.Tensor], slots: list[torch.Tensor], ratio: float, rounds: int
+    device: Device, hosts: list[torch.Tensor], slots: list[torch.Tensor], ratio: float, size: Effort
 ) -> float:
     """Bytes per second of both lanes at once.
 
@@ -512,32 +472,17 @@ def _together(
     nbytes = hosts[0].numel()
     fetched = int(nbytes * min(1.0, ratio)) or 1
     drained = int(nbytes * min(1.0, 1 / ratio)) or 1
-    both = functools.partial(
-        _copy_both_ways,
-        device,
-        (slots[0][:fetched], hosts[0][:fetched]),
-        (hosts[1][:drained], slots[1][:drained]),
-    )
-    both()
-    return _COPIES * (fetched + drained) / _median_s(both, rounds)
+    fetch = (slots[0][:fetched], hosts[0][:fetched])
+    offload = (hosts[1][:drained], slots[1][:drained])
 
+    def copy_both_ways() -> None:
+        fetches = _submit(device, device.fetch, *fetch, size.copies)
+        offloads = _submit(device, device.offload, *offload, size.copies)
+        fetches.wait()
+        offloads.wait()
 
-def _copy_both_ways(
-    device: Device,
-    fetch: tuple[torch.Tensor, torch.Tensor],
-    offload: tuple[torch.Tensor, torch.Tensor],
-) -> None:
-    """Copy (target, source) of both lanes at once, and wait for both."""
-    fetches = _submit(device, device.fetch, *fetch, _COPIES)
-    offloads = _submit(device, device.offload, *offload, _COPIES)
-    fetches.wait()
-    offloads.wait()
-
-
-def _copy_and_wait(
-    device: Device, lane: Lane, target: torch.Tensor, source: torch.Tensor, copies: int
-) -> None:
-    _submit(device, lane, target, source, copies).wait()
+    copy_both_ways()
+    return size.copies * (fetched + drained) / _median_s(copy_both_ways, size.rounds)
 
 
 def _submit(
@@ -582,80 +527,3 @@ def last_cache_bytes(cpus: Path = CPUS) -> int:
             unit = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(size[-1:], 1)
             caches[cores] = int(size.rstrip("KMG")) * unit
     return sum(caches.values()) or 64 * MIB
-
-
-# -- the disk -------------------------------------------------------------------------------------
-def disk_rates(folder: Path, nbytes: int, step: Callable[[str], None]) -> DiskRates:
-    """Rates of writes, of reads and of both at once, of one file of `nbytes` in `folder`.
-
-    An `OSError` becomes the result's `error`.
-    """
-    reads: dict[int, float] = {}
-    writes: dict[int, float] = {}
-    path = str(folder.resolve())
-    try:
-        with _nameless_file(folder) as name:
-            memory = map_slab(max(DEPTHS) * BLOCK_BYTES, torch.uint8)
-            # Random bytes: a disk may hold zeros without writing them.
-            memory.view(torch.int64).random_()
-            for depth in DEPTHS:
-                step(f"file writes and reads, depth {depth}")
-                with _queue(depth, memory) as queue, queue.open(name, nbytes, create=False) as file:
-                    # the first writes allocate blocks
-                    _transfer(queue, file, memory, depth, "w")
-                    writes[depth] = _transfer(queue, file, memory, depth, "w")
-                    reads[depth] = _transfer(queue, file, memory, depth, "r")
-            rates = DiskRates(path=path, read_gbps=reads, write_gbps=writes)
-            depth = rates.best_depth
-            step("file writes and reads together")
-            depth = max(2, depth)  # one of each
-            with _queue(depth, memory) as queue, queue.open(name, nbytes, create=False) as file:
-                mixed = _transfer(queue, file, memory, depth, "rw")
-                return DiskRates(
-                    path=path,
-                    engine=queue.engine,
-                    direct=file.direct,
-                    read_gbps=reads,
-                    write_gbps=writes,
-                    mixed_gbps=mixed,
-                )
-    except OSError as error:
-        return DiskRates(path=path, read_gbps={}, write_gbps={}, error=str(error))
-
-
-@contextmanager
-def _nameless_file(folder: Path) -> Iterator[str]:
-    """Context manager for a new file without a name. It gives a path that opens the file."""
-    descriptor, name = tempfile.mkstemp(dir=folder, prefix=".stronghold-doctor-")
-    try:
-        os.unlink(name)
-        yield f"/proc/self/fd/{descriptor}"
-    finally:
-        os.close(descriptor)
-
-
-def _queue(depth: int, memory: torch.Tensor) -> IoQueue:
-    return IoQueue(depth, BLOCK_BYTES, registered=[(memory.data_ptr(), memory.numel())])
-
-
-def _transfer(queue: IoQueue, file: IoFile, memory: torch.Tensor, depth: int, kinds: str) -> float:
-    """The rate of one pass over the file with `depth` blocks in flight, in 1e9 bytes/s.
-
-    `kinds` is "r", "w", or "rw" for reads and writes in turn. The pass ends after LONGEST_S.
-    """
-    flying: deque[int] = deque()
-    moved = 0
-    begun = time.perf_counter()
-    for index in range(file.size // BLOCK_BYTES):
-        if len(flying) == depth:
-            queue.wait(flying.popleft())
-            if time.perf_counter() - begun > LONGEST_S:
-                break
-        # A block's memory is free again once the operation `depth` before it has ended.
-        address = memory.data_ptr() + index % depth * BLOCK_BYTES
-        submit = queue.write if kinds[index % len(kinds)] == "w" else queue.read
-        flying.append(submit(file, index * BLOCK_BYTES, address, BLOCK_BYTES))
-        moved += BLOCK_BYTES
-    while flying:
-        queue.wait(flying.popleft())
-    return moved / (time.perf_counter() - begun) / 1e9

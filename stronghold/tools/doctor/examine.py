@@ -1,0 +1,242 @@
+"""The doctor's examination: rates of the machine, of a disk, and what the system allows.
+
+It never prints: progress goes to the caller's function. It keeps no thread, buffer or file. The
+calling thread is the compute lane of the measured device, and keeps the queue of the disk full.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stronghold import native
+from stronghold.devices import cuda
+from stronghold.devices.base import Device
+from stronghold.devices.cuda import CudaDevice
+from stronghold.devices.emulated import EmulatedDevice
+from stronghold.errors import ConfigError
+from stronghold.limits import HostLimits, host_limits
+from stronghold.memory.rates import MeasuredMachine, effort, figure, measure_machine, num_steps
+from stronghold.memory.slab import map_slab
+from stronghold.native import IoFile, IoQueue
+from stronghold.tools.doctor.findings import DiskRates, Findings, PcieLink
+
+MIB = 1 << 20
+KINDS = ("cuda", "emulated")
+DEPTHS = (1, 4, 16, 32)  # of the disk's queue
+BLOCK_BYTES = 1 << 20
+LONGEST_S = 1.5  # of one transfer: a slow disk is known to be slow by then
+
+# Takes the measurement that begins, and the share of all measurements that is done.
+Progress = Callable[[str, float], None]
+
+
+def examine(
+    device: str | Device | None = None,
+    path: str | os.PathLike[str] | None = None,
+    quick: bool = False,
+    progress: Progress | None = None,
+) -> Findings:
+    """Measure this machine, in less than a minute.
+
+    Arguments:
+        device: "cuda", "emulated", None for a GPU if the machine has one, or an open device that
+            the caller does not use meanwhile. An open device stays open.
+        path: a directory on the disk to measure; None measures no disk.
+        quick: measure in a few seconds, with rougher results.
+        progress: gets each measurement that begins.
+
+    Raises ConfigError for a device or a directory that does not exist.
+    """
+    folder = None if path is None else Path(path).expanduser()
+    if folder is not None and not folder.is_dir():
+        raise ConfigError(f"--path: got {folder}, expected a directory that exists")
+    limits = host_limits()
+    opened = device if isinstance(device, Device) else _open(device)
+    try:
+        size = effort(quick, limits)
+        # depths of the disk's queue, and reads beside writes
+        total = num_steps(size) + (0 if folder is None else len(DEPTHS) + 1)
+        step = _Steps(progress, total)
+        measured = measure_machine(opened, limits, size, step)
+        disk = None
+        if folder is not None:
+            disk = disk_rates(folder, (32 if quick else 256) * MIB, step)
+        if progress is not None:
+            progress("done", 1.0)
+        return _findings(opened, limits, measured, disk)
+    finally:
+        if opened is not device:
+            opened.close()
+
+
+class _Steps:
+    """Counts `total` measurements, and reports each when it begins."""
+
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        self._progress = progress
+        self._total = total
+        self._num_begun = 0
+
+    def __call__(self, measurement: str) -> None:
+        if self._progress is not None:
+            self._progress(measurement, min(1.0, self._num_begun / self._total))
+        self._num_begun += 1
+
+
+def gpu_name(device: str | None = None) -> str | None:
+    """The name of the GPU, or None for the emulated device."""
+    return cuda.identity(0)[0] if _kind(device) == "cuda" else None
+
+
+def _findings(
+    device: Device, limits: HostLimits, measured: MeasuredMachine, disk: DiskRates | None
+) -> Findings:
+    link = None
+    one_memory = False
+    if isinstance(device, CudaDevice):
+        index = device.torch_device.index
+        one_memory = cuda.shares_memory(index)
+        # now: an idle link runs slower
+        link = read_link(Path("/sys/bus/pci/devices") / cuda.identity(index)[2])
+    return Findings(
+        profile=dataclasses.replace(measured.profile, **_of_disk(disk)),
+        limits=limits,
+        emulated=measured.profile.emulated,
+        isa=native.isa(),
+        best_isa=native.isas()[0],
+        pin_error=measured.pin_error,
+        pinnable_bytes=measured.pinnable_bytes,
+        one_memory=one_memory,
+        link=link,
+        disk=disk,
+    )
+
+
+def _of_disk(disk: DiskRates | None) -> dict[str, Any]:
+    """The fields of a profile for a disk. No fields if the page cache was measured."""
+    if disk is None or not disk.direct:
+        return {}
+    return {
+        "nvme_read_gbps": figure(max(disk.read_gbps.values())),
+        "nvme_write_gbps": figure(max(disk.write_gbps.values())),
+        "nvme_mixed_gbps": figure(disk.mixed_gbps),
+        "nvme_path": disk.path,
+    }
+
+
+def _kind(device: str | None) -> str:
+    if device is not None and device not in KINDS:
+        raise ConfigError(f"--device: got {device!r}, expected {' or '.join(KINDS)}")
+    return device or ("cuda" if cuda.available() else "emulated")
+
+
+def _open(device: str | None) -> Device:
+    if _kind(device) == "emulated":
+        # Poison overwrites buffers that are never freed during a measurement.
+        return EmulatedDevice(poison=False)
+    return CudaDevice()
+
+
+def read_link(folder: Path) -> PcieLink | None:
+    """The link of a PCI device, from its directory in sysfs. None if a virtual machine hides it."""
+    values = []
+    for name in ("current_link_speed", "current_link_width", "max_link_speed", "max_link_width"):
+        try:
+            match = re.match(r"[0-9.]+", (folder / name).read_text(encoding="ascii"))
+        except OSError:
+            return None
+        if match is None:
+            return None
+        values.append(float(match[0]))
+    speed, width, max_speed, max_width = values
+    if width == 0 or max_width == 0:
+        return None
+    return PcieLink(speed=speed, width=int(width), max_speed=max_speed, max_width=int(max_width))
+
+
+# -- the disk -------------------------------------------------------------------------------------
+def disk_rates(folder: Path, nbytes: int, step: Callable[[str], None]) -> DiskRates:
+    """Rates of writes, of reads and of both at once, of one file of `nbytes` in `folder`.
+
+    An `OSError` becomes the result's `error`.
+    """
+    reads: dict[int, float] = {}
+    writes: dict[int, float] = {}
+    path = str(folder.resolve())
+    try:
+        with _nameless_file(folder) as name:
+            memory = map_slab(max(DEPTHS) * BLOCK_BYTES, torch.uint8)
+            # Random bytes: a disk may hold zeros without writing them.
+            memory.view(torch.int64).random_()
+            for depth in DEPTHS:
+                step(f"file writes and reads, depth {depth}")
+                with _queue(depth, memory) as queue, queue.open(name, nbytes, create=False) as file:
+                    # the first writes allocate blocks
+                    _transfer(queue, file, memory, depth, "w")
+                    writes[depth] = _transfer(queue, file, memory, depth, "w")
+                    reads[depth] = _transfer(queue, file, memory, depth, "r")
+            rates = DiskRates(path=path, read_gbps=reads, write_gbps=writes)
+            depth = rates.best_depth
+            step("file writes and reads together")
+            depth = max(2, depth)  # one of each
+            with _queue(depth, memory) as queue, queue.open(name, nbytes, create=False) as file:
+                mixed = _transfer(queue, file, memory, depth, "rw")
+                return DiskRates(
+                    path=path,
+                    engine=queue.engine,
+                    direct=file.direct,
+                    read_gbps=reads,
+                    write_gbps=writes,
+                    mixed_gbps=mixed,
+                )
+    except OSError as error:
+        return DiskRates(path=path, read_gbps={}, write_gbps={}, error=str(error))
+
+
+@contextmanager
+def _nameless_file(folder: Path) -> Iterator[str]:
+    """Context manager for a new file without a name. It gives a path that opens the file."""
+    descriptor, name = tempfile.mkstemp(dir=folder, prefix=".stronghold-doctor-")
+    try:
+        os.unlink(name)
+        yield f"/proc/self/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
+
+
+def _queue(depth: int, memory: torch.Tensor) -> IoQueue:
+    return IoQueue(depth, BLOCK_BYTES, registered=[(memory.data_ptr(), memory.numel())])
+
+
+def _transfer(queue: IoQueue, file: IoFile, memory: torch.Tensor, depth: int, kinds: str) -> float:
+    """The rate of one pass over the file with `depth` blocks in flight, in 1e9 bytes/s.
+
+    `kinds` is "r", "w", or "rw" for reads and writes in turn. The pass ends after LONGEST_S.
+    """
+    flying: deque[int] = deque()
+    moved = 0
+    begun = time.perf_counter()
+    for index in range(file.size // BLOCK_BYTES):
+        if len(flying) == depth:
+            queue.wait(flying.popleft())
+            if time.perf_counter() - begun > LONGEST_S:
+                break
+        # A block's memory is free again once the operation `depth` before it has ended.
+        address = memory.data_ptr() + index % depth * BLOCK_BYTES
+        submit = queue.write if kinds[index % len(kinds)] == "w" else queue.read
+        flying.append(submit(file, index * BLOCK_BYTES, address, BLOCK_BYTES))
+        moved += BLOCK_BYTES
+    while flying:
+        queue.wait(flying.popleft())
+    return moved / (time.perf_counter() - begun) / 1e9
