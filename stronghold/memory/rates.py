@@ -12,6 +12,7 @@ import datetime
 import functools
 import itertools
 import logging
+import math
 import platform
 import re
 import statistics
@@ -48,9 +49,9 @@ logger = logging.getLogger("stronghold")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredMachine:
-    """The profile of this machine, and what it allows beside it.
+    """The profile of this machine, and the host memory that could be pinned.
 
-    `pinnable_bytes` could be pinned until `pin_error`, which is "" if nothing was refused.
+    `pin_error` is the reason for no more than `pinnable_bytes`; "" if nothing was refused.
     """
 
     profile: MachineProfile
@@ -93,8 +94,8 @@ def measure_machine(
         adam_gbps={threads: figure(rate) for threads, rate in adam.items()},
         adam_lean_gbps={threads: figure(rate) for threads, rate in lean_adam.items()},
         flops={name: figure(rate) for name, rate in flops.items()},
-        attention_flops=attention,
-        attention_backward_flops=attention_backward,
+        attention_flops=attention or None,
+        attention_backward_flops=attention_backward or None,
         fetch_gbps=figure(link["fetch_gbps"]),
         offload_gbps=figure(link["offload_gbps"]),
         duplex_gbps=figure(link["duplex_gbps"]),
@@ -115,17 +116,17 @@ def machine_at_start(
     """
     profile = profile_of(gpu)
     if profile is not None:
-        logger.info("rates of lanes are those of the profile %r", profile.name)
+        logger.info("the rates of this machine are those of the profile %r", profile.name)
         return profile
     begun_s = time.perf_counter()
     limits = host_limits()
     with contextlib.closing(open_device()) as device:
         size = least_effort(threads, dtype, limits)
         profile = measure_machine(device, limits, size, lambda _: None).profile
-        device.memory.trim()
+        device.memory.restart_activation_peak()
     logger.info(
-        "no profile of this machine: its rates were measured in %.1f s. `stronghold doctor` writes "
-        "a profile: link %.3g and %.3g GB/s, Adam %.3g GB/s (threads: %d), products %.3g TFLOP/s",
+        "this machine has no profile. Measured in %.1f s: link %.3g and %.3g GB/s, Adam %.3g GB/s "
+        "(threads: %d), products %.3g TFLOP/s. `stronghold doctor` writes a profile",
         time.perf_counter() - begun_s,
         profile.fetch_gbps,
         profile.offload_gbps,
@@ -166,6 +167,7 @@ class Effort:
     adam_numel: int
     copy_bytes: int
     copies: int  # in a row, so that the hand-over to a lane's thread does not count
+    copy_s: float  # a slow link copies less, so that one copy takes no longer
     rounds: int
     product_s: float  # for products of one dtype
     attention_dtypes: tuple[str, ...]
@@ -189,6 +191,7 @@ def effort(quick: bool, limits: HostLimits) -> Effort:
         adam_numel=max(numel, MIB),
         copy_bytes=copy_bytes,
         copies=4,
+        copy_s=math.inf,
         rounds=3 if quick else 5,
         product_s=0.05 if quick else 0.3,
         attention_dtypes=tuple(DTYPES),
@@ -201,12 +204,11 @@ def effort(quick: bool, limits: HostLimits) -> Effort:
 
 
 def least_effort(threads: tuple[int, ...], dtype: str, limits: HostLimits) -> Effort:
-    """The effort of an engine that starts without a profile: a few seconds.
-
-    `dtype` is the precision, with which it measures attention: "bf16", "fp16" or "fp32".
+    """The effort of an engine that starts without a profile: some seconds.
 
     Adam's arrays together are twice the caches, in an eighth of free memory. The copies may stay in
-    the host's caches, which no link outruns.
+    the host's caches, which no link outruns. Attention has one `dtype`, that of training: "bf16",
+    "fp16" or "fp32".
     """
     room = limits.available_bytes / 8
     numel = int(min(max(128 * MIB, 2 * last_cache_bytes()), room) / ADAM_RESIDENT_BYTES)
@@ -215,8 +217,9 @@ def least_effort(threads: tuple[int, ...], dtype: str, limits: HostLimits) -> Ef
         adam_numel=max(numel, MIB),
         copy_bytes=min(128 * MIB, limits.available_bytes // 16),
         copies=2,
+        copy_s=0.02,
         rounds=3,
-        product_s=0.05,
+        product_s=0.03,
         attention_dtypes=(dtype,),
         attention_tokens=(1024,),
         head_widths=(128,),
@@ -302,7 +305,8 @@ def link_rates(device: Device, size: Effort, step: Step) -> tuple[dict[str, floa
     # the cache.
     hosts = [map_slab(nbytes, torch.uint8).fill_(1) for _ in range(2)]
     slots = [
-        device.memory.allocate(nbytes, torch.uint8, "doctor's buffer").fill_(1) for _ in range(2)
+        device.memory.allocate(nbytes, torch.uint8, "a buffer for measurements").fill_(1)
+        for _ in range(2)
     ]
     device.compute.record("fill").wait()
     step("pinned memory")
@@ -316,11 +320,14 @@ def link_rates(device: Device, size: Effort, step: Step) -> tuple[dict[str, floa
         pin_error = str(error)
     try:
         step("host to device")
-        fetch = _lone(device, device.fetch, slots[0], hosts[0], size)
+        first_s = _seconds(lambda: _submit(device, device.fetch, slots[0], hosts[0], 1).wait())
+        linked = nbytes if first_s <= size.copy_s else int(nbytes * size.copy_s / first_s) or 1
+        near, far = [host[:linked] for host in hosts], [slot[:linked] for slot in slots]
+        fetch = _lone(device, device.fetch, far[0], near[0], size)
         step("device to host")
-        offload = _lone(device, device.offload, hosts[1], slots[1], size)
+        offload = _lone(device, device.offload, near[1], far[1], size)
         step("both directions together")
-        duplex = _together(device, hosts, slots, offload / fetch, size)
+        duplex = _together(device, near, far, offload / fetch, size)
     finally:
         for host in pinned:
             device.pinning.unpin(host)
@@ -330,8 +337,8 @@ def link_rates(device: Device, size: Effort, step: Step) -> tuple[dict[str, floa
     )
     device.memory.release(*slots)
     rates = {
-        "fetch_gbps": nbytes / fetch / 1e9,
-        "offload_gbps": nbytes / offload / 1e9,
+        "fetch_gbps": linked / fetch / 1e9,
+        "offload_gbps": linked / offload / 1e9,
         "duplex_gbps": duplex / 1e9,
         "gpu_memory_gbps": 2 * nbytes / on_device / 1e9,
     }
@@ -381,24 +388,32 @@ def product_flops(device: Device, dtype: torch.dtype, size: Effort) -> float:
     return 2.0 * side**3 / _sustained(device, product, once, size)
 
 
-OfAttention = dict[str, dict[int, dict[int, float]]]
+ByTokensAndWidth = dict[int, dict[int, float]]
+OfAttention = dict[str, ByTokensAndWidth]
 
 
 def attention_rates(device: Device, size: Effort, step: Step) -> tuple[OfAttention, OfAttention]:
     """FLOP/s of fused attention in forward, and in backward.
 
-    Both are by dtype, tokens of a sequence and width of a head, as in a profile.
+    Both are by dtype, tokens of a sequence and width of a head, as in a profile. A dtype is absent,
+    with a warning, if torch has no kernel for it here.
     """
     forward: OfAttention = {}
     backward: OfAttention = {}
     for precision in size.attention_dtypes:
         step(f"attention, {precision}")
-        for rates in (forward, backward):
-            rates[precision] = {tokens: {} for tokens in size.attention_tokens}
-        for tokens, width in itertools.product(size.attention_tokens, size.head_widths):
-            measured = attention_flops(device, DTYPES[precision], tokens, width, size)
-            for rates, rate in zip((forward, backward), measured, strict=True):
-                rates[precision][tokens][width] = figure(rate)
+        of_dtype: tuple[ByTokensAndWidth, ...] = tuple(
+            {tokens: {} for tokens in size.attention_tokens} for _ in range(2)
+        )
+        try:
+            for tokens, width in itertools.product(size.attention_tokens, size.head_widths):
+                measured = attention_flops(device, DTYPES[precision], tokens, width, size)
+                for rates, rate in zip(of_dtype, measured, strict=True):
+                    rates[tokens][width] = figure(rate)
+        except RuntimeError as error:
+            logger.warning("attention in %s does not run here: %s", precision, error)
+            continue
+        forward[precision], backward[precision] = of_dtype
     return forward, backward
 
 

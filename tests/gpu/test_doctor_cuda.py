@@ -79,9 +79,10 @@ def test_an_engine_without_a_profile_measures_the_gpu(
     try:
         machine = engine._stack.machine
         taken_bytes = torch.cuda.memory_reserved() - before_bytes
+        peak_bytes = torch.cuda.max_memory_allocated() - before_bytes
     finally:
         engine.destroy()
     assert machine.name.startswith(torch.cuda.get_device_properties(0).name)
     assert not machine.emulated
     assert machine.fetch_gbps > 0
-    assert taken_bytes < 32 * MIB
+    assert max(taken_bytes, peak_bytes) < 32 * MIB

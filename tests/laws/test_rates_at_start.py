@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -51,19 +51,18 @@ def machine_of(section: dict[str, Any]) -> MachineProfile | None:
 @pytest.mark.usefixtures("cache")
 @law_of_time
 def test_without_a_profile_the_rates_are_measured_in_five_seconds(messages: Any) -> None:
-    section = {**OPEN, "emulated": {"link_gbps": 4.0}}
-    begun_s = time.perf_counter()
+    section = {**OPEN, "emulated": {"link_gbps": 0.5}}  # a slow one
     machine = machine_of(section)
-    seconds = time.perf_counter() - begun_s
     assert machine is not None
     assert machine.emulated
     assert machine.attention_flops is not None
     assert list(machine.attention_flops) == ["fp32"]
-    assert max(machine.fetch_gbps, machine.offload_gbps) <= 4.0  # the engine's own device
-    said = [message for message in messages() if "no profile of this machine" in message][-1]
+    assert max(machine.fetch_gbps, machine.offload_gbps) <= 0.5  # the engine's own device
+    said = [message for message in messages() if "this machine has no profile" in message][-1]
     assert f"link {machine.fetch_gbps:.3g}" in said
-    on_time(machine.fetch_gbps > 2.0, machine)
-    on_time(seconds < 5, seconds)
+    on_time(machine.fetch_gbps > 0.4, machine)
+    (seconds,) = re.findall(r"Measured in (\S+) s", said)
+    on_time(float(seconds) < 5, seconds)
 
 
 def test_a_profile_of_this_device_is_taken(cache: Path, messages: Any) -> None:

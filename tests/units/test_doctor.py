@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import itertools
+import math
 import os
 import pty
 import select
@@ -25,6 +26,7 @@ from stronghold.devices.pinned import HostPinning
 from stronghold.errors import ConfigError
 from stronghold.memory import rates as measure
 from stronghold.memory.rates import Effort
+from stronghold.model.costs import DTYPES
 from stronghold.native import IoQueue
 from stronghold.plan import machine as profile
 from stronghold.plan.machine import ADAM_BF16_BYTES, ADAM_LEAN_BYTES, MachineProfile
@@ -40,6 +42,7 @@ SMALL = Effort(
     adam_numel=MIB,
     copy_bytes=8 * MIB,
     copies=4,
+    copy_s=math.inf,
     rounds=3,
     product_s=0.01,
     attention_dtypes=("bf16", "fp16", "fp32"),
@@ -98,7 +101,7 @@ def test_figures_are_of_the_whole_machine(
     assert machine.name.startswith("emulated on ")
     assert machine.emulated
     for rates in (machine.attention_flops, machine.attention_backward_flops):
-        assert list(rates) == list(machine.flops)
+        assert {"fp32"} <= set(rates) <= set(machine.flops)  # by the CPU
         for by_tokens in rates.values():
             assert list(by_tokens) == [1024, 2048]
             assert all(list(by_width) == [32, 128] for by_width in by_tokens.values())
@@ -175,6 +178,30 @@ def test_rates_count_the_bytes_and_operations(monkeypatch: pytest.MonkeyPatch) -
     assert flops == 2.0 * 256**3
     pairs = 128 * 128  # of one head, also those above the diagonal
     assert attention == (4.0 * 64 * pairs, 8.0 * 64 * pairs)
+
+
+@pytest.mark.parametrize("without", [{"bf16"}, {"bf16", "fp16", "fp32"}])
+def test_a_dtype_in_which_attention_does_not_run_has_no_rate(
+    without: set[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def partly(query: torch.Tensor, *args: torch.Tensor, **kwargs: bool) -> torch.Tensor:
+        if query.dtype in {DTYPES[precision] for precision in without}:
+            raise RuntimeError("no such kernel")
+        return attend(query, *args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", partly)
+    device = EmulatedDevice(poison=False)
+    try:
+        profile = measure.measure_machine(
+            device, limits.host_limits(), SMALL, lambda _: None
+        ).profile
+    finally:
+        device.close()
+    for rates in (profile.attention_flops, profile.attention_backward_flops):
+        assert set(rates or ()) == DTYPES.keys() - without
+    assert "attention in bf16 does not run here: no such kernel" in caplog.text
 
 
 def test_an_unpinnable_host_is_measured_as_it_is() -> None:
