@@ -43,7 +43,7 @@ LLAMA_3B = "--layers 28 --hidden 3072 --heads 24 --kv-heads 8 --intermediate 819
 QWEN_8B = "--layers 36 --hidden 4096 --heads 32 --kv-heads 8 --intermediate 12288 --vocab 151936"
 STEP = "--family llama --precision bf16 --lr 1e-4 --activations recompute --seq 2048"
 CAP_24, CAP_80 = ("--gpu-memory", "24GB"), ("--gpu-memory", "80GB")
-# Plans that are given whole, so that none is made anew after the first steps.
+# Plans that are given whole.
 PLAN_3B = (
     '{"resident_layers": 9, "resident_updates": "gpu", "window": 2, "early_layers": 4, '
     '"gpu_memory": "18GB"}'
@@ -76,7 +76,7 @@ def compare(
     batch: int = 8,
     warmup: int = 5,
 ) -> Piece:
-    """A method on a model. A plan that is refined changes after step 3: five steps of warm-up."""
+    """A method on a model. Memory is touched for the first time in the first steps."""
     text = f"benchmarks/compare.py --method {method} {model} {STEP} --batch {batch} --steps 5"
     text += f" --warmup {warmup} --host-memory 124GB --no-reference"
     text += f" --timeout {limit_s - 5:.0f} --json {{out}}/{{name}}.json"

@@ -190,7 +190,7 @@ STEPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "early-updates": (STREAMED, {**BF16, "clipping": 0.0}),
     "resident": ({**STREAMED, **ON_GPU, "resident_layers": 2}, BF16),
     "whole": ({**ON_GPU, "activations": "keep", "resident_layers": "all"}, BF16),
-    "automatic": ({}, BF16),  # the plan is made, and refined after the first steps
+    "automatic": ({}, BF16),  # the plan is made for the first batch
     "hugging-face": (STREAMED, {**BF16, "name": "llama"}),
 }
 for step, (section, options) in STEPS.items():

@@ -34,7 +34,6 @@ from torch import nn
 
 from stronghold.errors import BudgetError, ConfigError, LaneError
 from stronghold.plan.cost import LEVELS
-from stronghold.plan.plan import make_plan
 from tests.conftest import choose_kernels
 from tests.laws.test_adapters import CASES
 from tests.laws.test_bits import FP32, PLACES, SMALLEST_PIECE
@@ -384,31 +383,11 @@ def states(s: Any, r: random.Random) -> None:
     s.reload()
 
 
-def replan(s: Any, r: random.Random) -> None:
-    def change(engine: Any) -> None:
-        if not {"nvme", "gpu_memory"}.isdisjoint(s.section) or s.section == EVERYTHING_THERE:
-            return
-        now = engine.inspect()
-        if now.is_in_step:  # it is for between two steps
-            return
-        streamed = now.layout.streamed
-        demand = replace(
-            now.demand,
-            window=r.choice([1, 2]),
-            prefetch=None,
-            resident_layers=r.randint(0, len(streamed)),
-            activations=r.choice(list(LEVELS)),
-        )
-        engine.replan(make_plan(now.layout, demand))
-
-    s.replan(change)
-
-
 ACTIONS: dict[str, Action] = {
     f.__name__: f
     for f in (
         *(train, odd_step, read, evaluate, boom, throw_away, bad, freeze, rate, write, hook),
-        *(exchange, save, load, resume, states, replan, copied, by_hand),
+        *(exchange, save, load, resume, states, copied, by_hand),
     )
 }
 CHOICES = [*ACTIONS, *["train"] * 4, *["odd_step"] * 3]

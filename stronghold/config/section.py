@@ -221,9 +221,14 @@ class StrongholdConfig(_Section):
         "an enforced memory budget. Left out: CUDA if there is a GPU, else the emulated device."
     )
     gpu_memory: Bytes | None = key(
-        "Budget of GPU memory for weights, gradients and resident layers. Left out: half of the "
-        "free memory. Once the first steps have measured activations: nine tenths, activations "
-        "included. On the emulated device there is no limit."
+        "Budget of GPU memory for weights, gradients and resident layers. Activations come beside. "
+        "Left out: what the first batch's activations leave of nine tenths of the free memory, or "
+        "half of it where the plan does not know them. On the emulated device there is no limit."
+    )
+    batch_tokens: Positive | None = key(
+        "Tokens of the largest micro-batch that may come, with padding. The plan leaves room for "
+        "it: a larger batch is refused before it runs if it has none. Left out: half as many again "
+        "as the first batch that trains."
     )
     host_memory: Bytes | None = key(
         "Budget of host memory of each rank, for weights, masters, moments and gradients. Left "
@@ -247,8 +252,8 @@ class StrongholdConfig(_Section):
         'attention is not computed twice. "recompute_offload", "attention_offload": the inputs, '
         "and these results, wait on the host. An object gives a number of blocks per word, the "
         'first blocks first: {"recompute": 20, "attention": 8, "keep": 4}. Never changes a bit. '
-        'Left out: the fastest by estimate, and "recompute" on a GPU until the first steps are '
-        "measured."
+        'Left out: the fastest by estimate, or "recompute" on a GPU where the plan does not know '
+        "the activations."
     )
     chunk: Positive | None = key(
         "Number of sequences of the batch that go through a block together (micro-batches inside "
@@ -285,8 +290,8 @@ class StrongholdConfig(_Section):
         'Where the layers that stay on the GPU are updated. "gpu": on the GPU, with masters and '
         'moments beside them and nothing on the host. "host": on the host, and each step fetches '
         'them. If every layer stays, with "gpu", and activations are kept, the model is whole: no '
-        "code of the engine is on its path. Left out: the faster by estimate, once the first "
-        'steps are measured. A model without repeated blocks: "gpu", if it fits.'
+        "code of the engine is on its path. Left out: the faster by estimate. A "
+        'model without repeated blocks: "gpu", if it fits.'
     )
     speculation: bool = key(
         "Allow updates of layers before the norm of all gradients is known (early updates). Such "
@@ -299,8 +304,7 @@ class StrongholdConfig(_Section):
         "Number of layers that are updated early, spread evenly over the model. Each has its "
         "weights, masters and moments twice in host memory: 12 more bytes per parameter with Adam "
         "in bf16. Left out: none where gradient_clipping is above 0, since a clipped step makes "
-        "these updates twice; else as many as pay by estimate and host_memory allows, once the "
-        "first steps are measured."
+        "these updates twice; else as many as pay by estimate and host_memory allows."
     )
     cpu_threads: Annotated[int, Field(ge=1, le=MAX_THREADS)] | None = key(
         "Threads of the CPU optimizer. Left out: the cores that torch does not use, which are all "

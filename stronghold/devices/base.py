@@ -731,10 +731,6 @@ class Device(ABC):
     def enter_operation(self) -> None:  # noqa: B027 - only a real device has threads to prepare
         """Prepare the calling lane thread, before its operation waits for fences."""
 
-    def record_spans(self, recording: bool) -> None:
-        """Switch the trace on or off, between two steps."""
-        self.trace.recording = recording
-
     def settle(self) -> None:  # noqa: B027
         """Enter spans whose times the device still holds. Called between steps of a trace."""
 

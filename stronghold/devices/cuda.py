@@ -262,8 +262,6 @@ class GpuMemory(DeviceMemory):
         super().__init__(str(device), budget_bytes)
         self._owner = owner
         self._device = device
-        # bytes of tensors, before the last restart of torch's count
-        self._earlier_peak = 0
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         # A buffer is never freed before close, so it need not be recorded on the lanes' streams.
@@ -279,8 +277,8 @@ class GpuMemory(DeviceMemory):
     def keep_for_lane(self, tensor: torch.Tensor) -> None:
         tensor.record_stream(self._owner.current_stream())
 
-    def reachable_bytes(self) -> int:
-        return reachable_bytes(self._device.index)
+    def free_bytes(self) -> int:
+        return free_bytes(self._device.index) + self.allocated_bytes
 
     def has_room(self, nbytes: int, beside_bytes: int) -> bool:
         if not super().has_room(nbytes, beside_bytes):
@@ -304,26 +302,12 @@ class GpuMemory(DeviceMemory):
         self._owner.drop_tables()
         torch.accelerator.empty_cache()
 
-    def restart_activation_peak(self) -> None:
-        self._earlier_peak = self.process_peak_bytes()
-        # memory that the allocator keeps from before is no fragment of later steps
+    def restart_process_peak(self) -> None:
         self.trim()
         torch.accelerator.reset_peak_memory_stats(self._device)
 
-    def activation_peak_bytes(self) -> int:
-        return int(torch.accelerator.max_memory_allocated(self._device)) - self.allocated_bytes
-
-    def fragment_bytes(self) -> int:
-        used = int(torch.accelerator.max_memory_allocated(self._device))
-        reserved = int(torch.accelerator.max_memory_reserved(self._device))
-        return max(0, reserved - used)
-
     def process_peak_bytes(self) -> int:
-        peak = int(torch.accelerator.max_memory_allocated(self._device))
-        return max(self._earlier_peak, peak)
-
-    def num_failures(self) -> int:
-        return int(torch.accelerator.memory_stats(self._device).get("num_ooms", 0))
+        return int(torch.accelerator.max_memory_allocated(self._device))
 
 
 class GpuSpans:
@@ -340,12 +324,6 @@ class GpuSpans:
     def num_open(self) -> int:
         """The number of spans whose events were not read yet."""
         return len(self._open)
-
-    def record(self, recording: bool) -> None:
-        """Switch the trace on or off."""
-        if recording and self._clock is None:
-            self._clock = self._make_clock()
-        self._trace.recording = recording
 
     def mark(self, stream: Any) -> Any:
         """Record a timed event on `stream` and return it. None while the trace is off."""
@@ -609,9 +587,6 @@ class CudaDevice(Device):
                 "would be fetched, drained or updated; call the model outside of torch.cuda.graph, "
                 'and compile without mode="reduce-overhead" or "max-autotune"'
             )
-
-    def record_spans(self, recording: bool) -> None:
-        self.spans.record(recording)
 
     def settle(self) -> None:
         self.spans.settle()

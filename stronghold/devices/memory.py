@@ -74,9 +74,9 @@ class DeviceMemory(ABC):
         """
         return max(self._earlier_peak_bytes, self.peak_bytes + beside_bytes)
 
-    def restart_peak(self, beside_bytes: int) -> None:
+    def restart_peak(self) -> None:
         """Begin a new peak for a new plan. The previous plan's buffers do not count with it."""
-        self._earlier_peak_bytes = self.peak_with(beside_bytes)
+        self._earlier_peak_bytes = self.peak_with(0)
         self.peak_bytes = self.allocated_bytes
 
     def has_room(self, nbytes: int, beside_bytes: int) -> bool:
@@ -98,35 +98,16 @@ class DeviceMemory(ABC):
         """
 
     # -- tensors ----------------------------------------------------------------------------------
-    def reachable_bytes(self) -> int | None:
-        """Return the bytes that all tensors of this process can have together now."""
+    def free_bytes(self) -> int | None:
+        """Return the bytes that are free now, or that buffers of `allocate` have. None: unknown."""
         return None
 
     def trim(self) -> None:  # noqa: B027 - CPU memory goes back by itself
         """Return memory of dropped tensors, and of earlier launches of kernels, to the system."""
 
-    def restart_activation_peak(self) -> None:  # noqa: B027
-        """Begin new peaks of `activation_peak_bytes` and `fragment_bytes`.
-
-        Torch keeps one peak for the whole program, which begins again, too. `process_peak_bytes`
-        still counts the earlier peak.
-        """
-
-    def activation_peak_bytes(self) -> int | None:
-        """Return the peak bytes of tensors beside buffers, since `restart_activation_peak`."""
-        return None
-
-    def fragment_bytes(self) -> int:
-        """Return the bytes of fragments since `restart_activation_peak`.
-
-        These are the allocator's peak bytes minus the peak bytes of tensors.
-        """
-        return 0
+    def restart_process_peak(self) -> None:  # noqa: B027
+        """Give unused memory back, and begin the peak of `process_peak_bytes` again."""
 
     def process_peak_bytes(self) -> int:
-        """Return the peak bytes of this process's tensors, over all restarts of the peak."""
-        return 0
-
-    def num_failures(self) -> int:
-        """Return how often the device refused memory to this process."""
+        """Return the peak bytes of this process's tensors."""
         return 0

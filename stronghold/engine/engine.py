@@ -42,10 +42,10 @@ from stronghold.engine.backward import UserBackward
 from stronghold.engine.checkpoints import Checkpoints
 from stronghold.engine.inspection import Inspection, inspect
 from stronghold.engine.monitors import make_monitor, write_step
+from stronghold.engine.planner import Planner
 from stronghold.engine.refusals import REFUSED, ManualClipping, check_loss, refused_method
 from stronghold.errors import ConfigError, did_you_mean, format_size
 from stronghold.plan.plan import Plan
-from stronghold.predict.refine import Refinement
 from stronghold.streaming.fragments import fragments
 from stronghold.streaming.guards import NO_TRANSFORMS, StateHooks, check_free
 from stronghold.streaming.named_weights import Placement, named_weights
@@ -157,7 +157,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         asynchronous = settings.stronghold.async_checkpoint
         self._checkpoints = Checkpoints(stack, optimizer, asynchronous=asynchronous)
         self._stalled_weights = StalledWeights(stack.host, stack.steps)
-        self._refinement = Refinement(stack)
+        self._planner = Planner(stack)
         self._user_backward = UserBackward(self, stack.outside)
         self.module = model
         self.device = stack.device.torch_device
@@ -229,7 +229,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
             self._stack.partition.names.check()
         if self._stack.can_train:
             waits = self._user_backward.waits
-            self._refinement.begin_forward(size, trains=with_graph, waits=waits)
+            self._planner.begin_forward(inputs, kwargs, size, trains=with_graph, waits=waits)
         if self.module.training and with_graph:
             self._stack.metrics.add_tokens(size.tokens)
         with self._stack.runtime.forward_pass():
@@ -243,7 +243,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         try:
             return self.module(*inputs, **kwargs)
         except torch.OutOfMemoryError as error:
-            raise self._refinement.out_of_memory("engine.forward", error) from error
+            raise self._planner.out_of_memory("engine.forward", error) from error
         except RuntimeError as error:
             if str(error) == NO_TRANSFORMS:
                 raise ConfigError(NO_TRANSFORMS) from error
@@ -304,7 +304,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
             if not is_refusal:  # a refusal has changed nothing
                 self._abandon_step()
             if isinstance(error, torch.OutOfMemoryError):
-                raise self._refinement.out_of_memory("engine.backward", error) from error
+                raise self._planner.out_of_memory("engine.backward", error) from error
             raise
         value = divided.detach()
         self._loss_sum = value if self._loss_sum is None else self._loss_sum + value
@@ -314,7 +314,6 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         """Drop the step's gradients so far: the next micro-batch is its first."""
         self._stack.runtime.abandon_backward()
         self._begin_step_again()
-        self._refinement.note_failures()
 
     def _begin_step_again(self) -> None:
         """The step has no gradients any more: the next micro-batch is its first."""
@@ -382,7 +381,6 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         if optimizer.dynamic_loss_scale:
             optimizer.loss_scaler.update_scale(gate.overflow)
         self._report(optimizer, learning_rate)
-        self._refinement.end_step()
         if not gate.overflow:
             self._stalled_weights.end_step()
 
@@ -597,7 +595,6 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         """
         self._check_alive("reload_states")
         self._stack.return_to_device()
-        self._refinement.restart()
 
     def empty_partition_cache(self) -> None:
         """Give device memory of freed tensors, which torch caches, to other processes.
@@ -667,28 +664,6 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         Waits for nothing. Put `print(engine.inspect())` into a bug report.
         """
         return inspect(self._stack)
-
-    def replan(self, plan: Plan) -> bool:
-        """Go on with another plan of this model, between two steps. No bit changes.
-
-        * `plan`: equal on all ranks, which all call this method.
-
-        Returns True if the plan took over, and False if the device has no room for it. Waits for
-        all work of the old plan.
-
-        Raises ConfigError while gradients wait for their step, since a change would drop them, and
-        after `destroy` or `offload_states`. Raises StateError for a plan that gathers gradients in
-        another way, and for one that moves layers from the device to files.
-        """
-        self._check_alive("replan")
-        self._stack.check_here("engine.replan")
-        moves = self._stack.plan.accumulates and not self._stack.ranks.several
-        if self._stack.runtime.ledger.is_in_step and not moves:
-            raise ConfigError(
-                "engine.replan: gradients of a step that has not ended are waiting: call it after "
-                "engine.step, or throw them away with engine.zero_grad"
-            )
-        return self._stack.replan(plan)
 
     def synchronize(self) -> None:
         """Wait until every parameter holds its newest value.

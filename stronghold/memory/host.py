@@ -42,7 +42,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from operator import attrgetter
 
 import torch
@@ -411,25 +411,6 @@ class HostStore:
             self._drop_ring()
         return arrays
 
-    def attach_layer(
-        self,
-        index: int,
-        arrays: Mapping[str, torch.Tensor],
-        copy: Callable[[torch.Tensor, torch.Tensor], None],
-    ) -> None:
-        """Bring the layer back from the device, while no pass is running.
-
-        `arrays`: its arrays on the device. `copy(target, source)` copies each into a new slab.
-        """
-        state = self.layers[index]
-        for name, array in arrays.items():
-            slab = self._slab(array.nbytes, pinned=name == "weights")
-            copy(slab, array)
-            state.replace_array(name, slab)
-        state.homes = {}
-        self._host_layers.append(state)
-        self._host_layers.sort(key=attrgetter("index"))
-
     def _free(self, *slabs: torch.Tensor) -> None:
         """Stop counting the slabs, and unpin them."""
         for slab in slabs:
@@ -503,14 +484,6 @@ class DeviceStore:
                 state.arrays[name] = self._copy_to_device(array, purpose_of(name))
         self.layers.append(state)
         self.layers.sort(key=attrgetter("index"))
-
-    def move_to_host(self, index: int) -> None:
-        """Undo `move_to_device`, while no pass is running."""
-        state = self._host.layers[index]
-        arrays = state.all_arrays()
-        self._host.attach_layer(index, arrays, self._device.copy_now)
-        self._device.memory.release(*arrays.values())
-        self.layers.remove(state)
 
     def _copy_to_device(self, array: torch.Tensor, purpose: str) -> torch.Tensor:
         copied = self._device.memory.allocate(array.nbytes, torch.uint8, purpose)

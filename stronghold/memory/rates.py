@@ -123,7 +123,7 @@ def machine_at_start(
     with contextlib.closing(open_device()) as device:
         size = least_effort(threads, dtype, limits)
         profile = measure_machine(device, limits, size, lambda _: None).profile
-        device.memory.restart_activation_peak()
+        device.memory.restart_process_peak()
     logger.info(
         "this machine has no profile. Measured in %.1f s: link %.3g and %.3g GB/s, Adam %.3g GB/s "
         "(threads: %d), products %.3g TFLOP/s. `stronghold doctor` writes a profile",

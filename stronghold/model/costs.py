@@ -23,20 +23,24 @@ the place of each block. It makes the tensors that the block would make, and cou
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
+import random
 import re
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from stronghold.errors import ConfigError
 from stronghold.model.gpu_operators import GpuOperators
@@ -67,8 +71,9 @@ class LayerCost:
     boundary_bytes     tensors that enter a block. Recomputation keeps them in place of saved
                        tensors. Neither number counts a tensor that enters several blocks ([Note:
                        shared])
-    passing_bytes      of the layer that ran last, the head: the most transient bytes at once in its
-                       forward, in the loss and in their backward, beside the saved ones
+    passing_bytes      the most transient bytes at once, beside the saved ones: in a block's forward
+                       and backward; for the layer that ran last, the head, also in the loss. 0 for
+                       other layers
     """
 
     forward: Counts
@@ -104,26 +109,55 @@ def trace_costs(
     dtype: str,
     inputs: Mapping[str, Any] | None = None,
 ) -> ModelCosts:
-    """Count the costs of `model` on a GPU, in its present mode (training or evaluation).
+    """Count the costs of `model` with token ids, before any engine has it.
 
-    It uses no values of parameters. `inputs` are the keyword arguments of one call, on the meta
-    device. None: token ids int64 [batch, seq], and labels if the model takes them.
+    `inputs` are the keyword arguments of one call. None: token ids int64 [batch, seq], and labels
+    if the model takes them. Parameters count in `dtype`. Logits are computed in parts if the engine
+    does so by default (`model.logits`).
 
-    1. Logits are computed in parts if the engine does so by default (`model.logits`).
-    2. `scaled_dot_product_attention` costs as much as a GPU's fused kernel.
-    3. Work outside the layers' modules counts for the resident layer that ran last.
-
-    ConfigError if forward has arguments that are not known, or depends on values.
+    ConfigError if forward has arguments that are not known, and as `count_costs`.
     """
     arguments = dict(inputs) if inputs is not None else _token_inputs(model, batch, seq)
+    with closing(LogitsInParts(model, None)):
+        return count_costs(
+            model, partition, (), arguments, seq=seq, dtype=dtype, cast_to=DTYPES[dtype]
+        )
+
+
+def count_costs(
+    model: nn.Module,
+    partition: Partition,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    seq: int,
+    dtype: str,
+    cast_to: torch.dtype | None = None,
+) -> ModelCosts:
+    """Count the costs of a call `model(*args, **kwargs)` and its backward on a GPU.
+
+    The model is in its present mode (training or evaluation). Only the values of an attention mask
+    are read. Parameters have the dtype `cast_to`, or their own.
+
+    1. `scaled_dot_product_attention` costs as much as a GPU's fused kernel.
+    2. Work outside the layers' modules counts for the resident layer that ran last.
+    3. If the call returns no loss, the program is taken to compute one from each output by a
+       log-softmax in fp32.
+    4. Hooks after a module's forward do not run. All attributes of modules, and Python's and
+       torch's random numbers on the CPU, are as before.
+
+    ConfigError if the model's code needs values.
+    """
     with ExitStack() as undo:
-        weights = undo.enter_context(_without_memory(model, DTYPES[dtype]))
-        undo.enter_context(closing(LogitsInParts(model, None)))
+        undo.enter_context(_unchanged(model))
+        weights = _without_memory(model, cast_to)
         trace = _Trace(partition, weights)
-        undo.enter_context(trace.attached())
+        undo.enter_context(trace.attached(is_padded=_is_padded(kwargs)))
         undo.enter_context(torch.enable_grad())
+        args, kwargs = tree_map_only(torch.Tensor, _on_meta, (tuple(args), dict(kwargs)))
         try:
-            loss = _loss(model(**arguments))  # of the output it alone stays alive, as in training
+            # of the output it alone stays alive, as in training
+            loss = _loss(model(*args, **kwargs))
             trace.begin_backward()
             if loss is not None:
                 loss.backward()
@@ -138,11 +172,27 @@ def trace_costs(
 
 
 def _loss(output: Any) -> torch.Tensor | None:
-    """The first scalar of the output that has a graph; None if there is none."""
-    for leaf in tree_leaves(output):
-        if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.numel() == 1:
-            return leaf
-    return None
+    """The first scalar of the output that has a graph; else a loss of all that has one, or None."""
+    leaves = [leaf for leaf in tree_leaves(output) if getattr(leaf, "requires_grad", False)]
+    for leaf in leaves:
+        if leaf.numel() == 1:
+            return leaf  # type: ignore[no-any-return]
+    if not leaves:
+        return None
+    return torch.stack([leaf.float().log_softmax(-1).sum() for leaf in leaves]).sum()
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_meta:
+        return tensor
+    made = torch.empty_like(tensor, device="meta", requires_grad=False)
+    return made.requires_grad_(tensor.requires_grad)
+
+
+def _is_padded(kwargs: Mapping[str, Any]) -> bool:
+    """True if an attention mask among the arguments masks a token."""
+    masks = [value for name, value in kwargs.items() if "attention_mask" in name]
+    return any(isinstance(m, torch.Tensor) and not m.is_meta and not m.all() for m in masks)
 
 
 def _token_inputs(model: nn.Module, batch: int, seq: int) -> dict[str, Any]:
@@ -173,37 +223,57 @@ def _token_inputs(model: nn.Module, batch: int, seq: int) -> dict[str, Any]:
 
 
 @contextmanager
-def _without_memory(model: nn.Module, dtype: torch.dtype) -> Iterator[list[torch.Tensor]]:
-    """Context manager in which the model has weights without memory. It restores the model's own.
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Context manager that restores what a forward may change: attributes of modules, the contents
+    of their lists, dicts and sets, and random numbers. Hooks after a forward do not run in it."""
+    attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
+    contents = [
+        (value, copy.copy(value))
+        for _, before in attributes
+        for value in before.values()
+        if isinstance(value, list | dict | set)
+    ]
+    for own, _ in attributes:
+        own["_forward_hooks"] = OrderedDict()  # probes, which would keep what they see
+    generators = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(generators[0])
+        np.random.set_state(generators[1])
+        for own, before in attributes:
+            own.clear()
+            own.update(before)
+        for value, content in contents:
+            value.clear()
+            value.extend(content) if isinstance(value, list) else value.update(content)
 
-    Parameters have `dtype`. Yields them, and the buffers. Parameters change by hand, since modules
-    may take some out in forward, and put them back: PEFT's adapters of fused experts.
-    """
+
+def _without_memory(model: nn.Module, dtype: torch.dtype | None) -> list[torch.Tensor]:
+    """Give the model weights and buffers without memory, and return them. Parameters have `dtype`,
+    or their own. They change by hand, since modules may take some out in forward, and put them
+    back: PEFT's adapters of fused experts."""
     made: dict[int, torch.Tensor] = {}  # by identity of the model's own; tied ones are one
-    own = [(module, dict(module._parameters), dict(module._buffers)) for module in model.modules()]
-    for module, parameters, buffers in own:
-        for name, parameter in parameters.items():
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
             if parameter is not None:
                 if id(parameter) not in made:
                     made[id(parameter)] = _weight_like(parameter, dtype)
                 module._parameters[name] = made[id(parameter)]  # type: ignore[assignment]
-        for name, buffer in buffers.items():
+        for name, buffer in module._buffers.items():
             if buffer is not None:
                 made.setdefault(id(buffer), torch.empty_like(buffer, device="meta"))
                 module._buffers[name] = made[id(buffer)]
-    try:
-        yield list(made.values())
-    finally:
-        for module, parameters, buffers in own:
-            module._parameters.clear()
-            module._parameters.update(parameters)
-            module._buffers.clear()
-            module._buffers.update(buffers)
+    return list(made.values())
 
 
-def _weight_like(parameter: torch.Tensor, dtype: torch.dtype) -> nn.Parameter:
-    weight_dtype = dtype if parameter.is_floating_point() else parameter.dtype
-    values = torch.empty_like(parameter, dtype=weight_dtype, device="meta")
+def _weight_like(parameter: torch.Tensor, dtype: torch.dtype | None) -> nn.Parameter:
+    is_cast = dtype is not None and parameter.is_floating_point()
+    # by its shape, for a hidden parameter would wait if its values were asked for
+    values = torch.empty(
+        parameter.shape, dtype=dtype if is_cast else parameter.dtype, device="meta"
+    )
     weight = nn.Parameter(values, requires_grad=parameter.requires_grad)
     if weight.requires_grad:
         weight.register_post_accumulate_grad_hook(_drop_gradient)
@@ -240,13 +310,15 @@ class _Trace:
         self._kinds: dict[Any, _Kind] = {}  # by everything in which calls must be alike
         self._live = _LiveBytes(self._held)
         self._existed = set(self._held)  # storages that existed when the last block had run
-        self._head = self._outside  # the resident layer that ran last of all
         self._saved_after_blocks = 0  # bytes that autograd saves of what was made after it
-        self._passing_bytes = 0
+        self._passing_bytes = [0] * len(partition.layers)
 
     @contextmanager
-    def attached(self) -> Iterator[None]:
-        """Context manager in which the layers' modules report to this trace. It restores them."""
+    def attached(self, *, is_padded: bool) -> Iterator[None]:
+        """Context manager in which the layers' modules report to this trace. It restores them.
+
+        `is_padded`: an attention mask masks tokens.
+        """
         inside_blocks: set[nn.Module] = set()
         for layer in self._partition.streamed:
             inside_blocks.update(layer.modules[0].modules())
@@ -264,7 +336,7 @@ class _Trace:
                         continue
                     undo.enter_context(_calling(module, call))
             undo.enter_context(saved_tensors_hooks(self._pack, _unpack))
-            undo.enter_context(GpuOperators(self._operators))
+            undo.enter_context(GpuOperators(self._operators, is_padded=is_padded))
             undo.enter_context(self._live)
             undo.enter_context(self._operators)
             yield
@@ -303,7 +375,7 @@ class _Trace:
                 backward=self._backward[index],
                 saved_bytes=saved[index],
                 boundary_bytes=boundary[index],
-                passing_bytes=self._passing_bytes if index == self._head else 0,
+                passing_bytes=self._passing_bytes[index],
             )
             for index in range(len(saved))
         )
@@ -336,6 +408,7 @@ class _Trace:
         self._forward[layer] += kind.forward
         self._backward[layer] += kind.backward
         self._inner_bytes[layer] += kind.inner_bytes
+        self._passing_bytes[layer] = max(self._passing_bytes[layer], kind.passing_bytes)
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
                 self._enter(layer, leaf)
@@ -364,20 +437,28 @@ class _Trace:
                 saved[id(storage)] = storage
             return tensor
 
+        self._live.restart()
         with saved_tensors_hooks(pack, _unpack):
             output = forward(*args, **kwargs)
         forward_counts = self._operators.take()
         outputs, output_spec = tree_flatten(output)
+        forms = [_form(leaf, own) for leaf in outputs]
+        saved_inputs, saved_outputs = _taken_out(saved, own), _taken_out(saved, outputs)
+        inner_bytes = sum(storage.nbytes() for storage in saved.values())
         results = [leaf for leaf in outputs if getattr(leaf, "requires_grad", False)]
+        saved.clear()  # backward frees what it has used
+        del output, outputs
         if results:
-            torch.autograd.backward(results, [torch.empty_like(leaf) for leaf in results])
+            gradients = [torch.empty_like(leaf) for leaf in results]
+            torch.autograd.backward(results, gradients)
         return _Kind(
             forward=forward_counts,
             backward=self._operators.take(),
-            saved_inputs=_taken_out(saved, own),
-            saved_outputs=_taken_out(saved, outputs),
-            inner_bytes=sum(storage.nbytes() for storage in saved.values()),
-            outputs=[_form(leaf, own) for leaf in outputs],
+            saved_inputs=saved_inputs,
+            saved_outputs=saved_outputs,
+            inner_bytes=inner_bytes,
+            passing_bytes=max(0, self._live.peak() - inner_bytes),
+            outputs=forms,
             spec=output_spec,
         )
 
@@ -401,8 +482,9 @@ class _Trace:
         """Backward has come to a block. Then it goes on in the resident layer `outside`."""
         self._charge()
         if self._live.is_on:
-            self._head = self._outside
-            self._passing_bytes = max(0, self._live.end() - self._saved_after_blocks)
+            self._live.is_on = False
+            passing_bytes = max(0, self._live.peak() - self._saved_after_blocks)
+            self._passing_bytes[self._outside] = passing_bytes
         self._outside = outside
 
     # -- the records ------------------------------------------------------------------------------
@@ -508,6 +590,7 @@ class _Kind(NamedTuple):
     """The costs of a call of a block, and its outputs, for all calls of the kind ([Note: alike]).
 
     inner_bytes    saved tensors that are neither inputs nor outputs
+    passing_bytes  the most transient bytes at once, in forward and backward
     saved_inputs, saved_outputs  numbers of the inputs and outputs that autograd saves
     outputs        of each output a `_NewTensor`, an `_Input`, or the value itself
     """
@@ -515,6 +598,7 @@ class _Kind(NamedTuple):
     forward: Counts
     backward: Counts
     inner_bytes: int
+    passing_bytes: int
     saved_inputs: list[int]
     saved_outputs: list[int]
     outputs: list[Any]
@@ -609,9 +693,8 @@ class _LiveBytes(TorchDispatchMode):
         """Forget the peak."""
         self._base = self._peak = self._bytes
 
-    def end(self) -> int:
+    def peak(self) -> int:
         """Return the most bytes at once since `restart`, beside those that lived then."""
-        self.is_on = False
         return self._peak - self._base
 
     def __torch_dispatch__(

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from stronghold.model.operator_counts import Counts, OperatorCounts
 
@@ -63,15 +64,6 @@ def attention_cost(inputs: Sequence[torch.Tensor], results: Sequence[Any]) -> At
     )
 
 
-def total_attention(calls: Sequence[AttentionCost]) -> AttentionCost:
-    """The sum of the costs of several calls."""
-    return AttentionCost(
-        nbytes=sum(call.nbytes for call in calls),
-        flops=sum(call.flops for call in calls),
-        tokens=sum(call.tokens for call in calls),
-    )
-
-
 def _attention_flops(query: torch.Size, key: torch.Size, value: torch.Size) -> int:
     """FLOPs of q k^T and of the product with v, for every head of the query.
 
@@ -84,6 +76,8 @@ def _attention_flops(query: torch.Size, key: torch.Size, value: torch.Size) -> i
 
 _ALL = (torch.Tensor.all, torch.all)
 _ANY = (torch.Tensor.any, torch.any)
+_SUM = (torch.Tensor.sum, torch.sum)
+_EQUAL = (torch.Tensor.__eq__, torch.Tensor.eq, torch.eq)
 
 
 class GpuOperators(TorchFunctionMode):
@@ -91,13 +85,16 @@ class GpuOperators(TorchFunctionMode):
 
     Arguments:
         counts: counts the calls of attention.
+        is_padded: some sequence is padded. Questions about masks are answered by it.
     """
 
-    def __init__(self, counts: OperatorCounts) -> None:
+    def __init__(self, counts: OperatorCounts, *, is_padded: bool = False) -> None:
         super().__init__()
         self._attention = functools.partial(attention, counts=counts)
+        self._is_padded = is_padded
         # By identity: the tensor, which is held so that its id is not used again, and its truth.
         self._answers: dict[int, tuple[torch.Tensor, bool]] = {}
+        self._sums = WeakIdKeyDictionary()  # sums of a mask's elements
 
     def __torch_function__(
         self,
@@ -117,10 +114,13 @@ class GpuOperators(TorchFunctionMode):
             return self._answers[id(args[0])][1]
         result = func(*args, **kwargs)
         if func in (*_ALL, *_ANY):
-            # No sequence is padded or packed. A model asks `all` about the ordinary case, and `any`
-            # about the exception.
-            is_true = func in _ALL
+            # A model asks `all` about the ordinary case, and `any` about the exception.
+            is_true = (func in _ALL) is not self._is_padded
             self._answers[id(result)] = (result, is_true)
+        elif func in _SUM and not args[0].is_floating_point():
+            self._sums[result] = True
+        elif func in _EQUAL and args[0] in self._sums:  # `all` in another way
+            self._answers[id(result)] = (result, not self._is_padded)
         return result
 
     def _with_attention(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

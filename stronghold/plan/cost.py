@@ -27,9 +27,8 @@ and the physical limit. No other file counts a step's bytes.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import get_args
 
 from stronghold.config.section import Level
@@ -38,9 +37,7 @@ from stronghold.model.layout import LayerLayout, ModelLayout, Range
 from stronghold.model.operator_counts import Counts
 from stronghold.optim.states import Formats, States, one_format
 from stronghold.plan.homes import Homes
-from stronghold.plan.machine import MachineProfile, Rates
-from stronghold.telemetry.metrics import BatchSize
-from stronghold.telemetry.trace import Span
+from stronghold.plan.machine import MachineProfile
 
 # -- the demand -----------------------------------------------------------------------------------
 # Activation levels: what a block keeps of the tensors that autograd saves.
@@ -53,6 +50,12 @@ AGAIN = frozenset(LEVELS[2:])  # the block's forward runs again in backward: rec
 ATTENTION = frozenset(LEVELS[2:4])  # attention's results are kept
 AWAY = frozenset(level for level in LEVELS if level.endswith("offload"))
 
+
+def spared(levels: Sequence[str]) -> tuple[str, ...]:
+    """The levels of a forward that keeps nothing on the device that backward can compute again."""
+    return tuple(level if level in AWAY else "recompute" for level in levels)
+
+
 # Why a rule has set a key of the config ([Note: rules] of `rules`).
 REASONS = {
     "window": "three where they fit: one computes, one is still in use, one is on its way",
@@ -64,38 +67,6 @@ REASONS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Growth:
-    """The growth of a micro-batch's bytes from one batch size to a larger one, as factors.
-
-    `linear` holds for most tensors. `square` holds for tensors that grow with the square of a
-    sequence's length. A factor is 1 if the size does not grow, or is not known.
-    """
-
-    linear: float = 1.0
-    square: float = 1.0
-
-    @classmethod
-    def between(cls, known: BatchSize, wanted: BatchSize, margin: float = 1.0) -> Growth:
-        """The growth from a measured batch to a wanted one, times `margin`."""
-        linear = margin * max(
-            _ratio(wanted.tokens, known.tokens),
-            _ratio(wanted.integers, known.integers),
-            _ratio(wanted.values, known.values),
-        )
-        return cls(linear=linear, square=linear * _ratio(wanted.length, known.length))
-
-    def of(self, nbytes: int, square_bytes: int = 0) -> int:
-        """The bytes in the larger batch. `square_bytes` of `nbytes` grow with the square."""
-        linear_bytes = nbytes - square_bytes
-        return math.ceil(linear_bytes * self.linear + square_bytes * self.square)
-
-
-def _ratio(wanted: int, known: int) -> float:
-    """`wanted / known`, but at least 1, and 1 if the known size is 0."""
-    return wanted / known if wanted > known > 0 else 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWork:
     """One layer's work in one micro-batch, in seconds and bytes.
 
@@ -103,8 +74,7 @@ class LayerWork:
     share of `forward_s`. `decode_s` are the seconds that each use of the layer, in forward and in
     backward, takes to decode its packed weights; no other seconds contain them. `saved_bytes` are
     the tensors that autograd saves, `boundary_bytes` the block's inputs, `attention_bytes`
-    attention's results. `square_*` are the shares of these bytes that grow with the square of a
-    sequence's length: the tensors that attention saves without a fused kernel, and its masks.
+    attention's results. `passing_bytes` are transient in forward and backward, beside all others.
     """
 
     forward_s: float
@@ -114,18 +84,16 @@ class LayerWork:
     decode_s: float = 0.0
     attention_s: float = 0.0
     attention_bytes: int = 0
-    square_saved_bytes: int = 0
-    square_boundary_bytes: int = 0
+    passing_bytes: int = 0
 
-    def grown(self, by: Growth) -> LayerWork:
+    def grown(self, factor: float) -> LayerWork:
         """The work with the bytes of a larger micro-batch. The seconds are unchanged."""
         return replace(
             self,
-            saved_bytes=by.of(self.saved_bytes, self.square_saved_bytes),
-            boundary_bytes=by.of(self.boundary_bytes, self.square_boundary_bytes),
-            attention_bytes=by.of(self.attention_bytes),
-            square_saved_bytes=by.of(self.square_saved_bytes, self.square_saved_bytes),
-            square_boundary_bytes=by.of(self.square_boundary_bytes, self.square_boundary_bytes),
+            saved_bytes=math.ceil(factor * self.saved_bytes),
+            boundary_bytes=math.ceil(factor * self.boundary_bytes),
+            attention_bytes=math.ceil(factor * self.attention_bytes),
+            passing_bytes=math.ceil(factor * self.passing_bytes),
         )
 
     def recompute_s(self, level: str) -> float:
@@ -185,6 +153,9 @@ class Demand:
     work: tuple[LayerWork, ...] = ()
     sequences: int = 0  # in a micro-batch; 0: unknown
     tokens: int = 0  # in a micro-batch, in all its sequences; 0: unknown
+    # A later micro-batch may have so many times the tokens. It keeps nothing that backward can
+    # compute again, where no level is pinned.
+    growth: float = 1.0
     reserve_bytes: int = 0  # of the gpu budget, for activations at least
     cpu_threads: int | None = None
     # number of layers that are updated before the norm is known
@@ -241,9 +212,10 @@ class Demand:
 
     @property
     def layers_may_move(self) -> bool:
-        """True if layers may stay on the device: there is a budget, and no layer has files."""
-        pinned = (self.window, self.resident_layers, self.activations)
-        return not self.nvme and self.gpu_budget_bytes is not None and None in pinned
+        """True if the rules may choose where blocks are, or what they keep: there is a budget, and
+        no layer has files."""
+        is_pinned = all(map(self.pins, ("window", "resident_layers", "activations")))
+        return not self.nvme and self.gpu_budget_bytes is not None and not is_pinned
 
     @property
     def meets_others(self) -> bool:
@@ -255,8 +227,6 @@ WEIGHT_FETCHES = 2  # k: forward and backward
 SUM_BYTES = 4  # bytes of an accumulated gradient, which is fp32
 # So many parameters have a whole number of bytes, also where several share an item.
 MANY_PARAMETERS = 1 << 20
-# a rate that no lane reaches: measured rates contain their contention
-UNCONTENDED_GBPS = 1e6
 
 COMPUTE = "compute"
 MEMORY = "host memory bandwidth"
@@ -264,19 +234,6 @@ FETCH = "link host to device"
 OFFLOAD = "link device to host"
 DUPLEX = "link, both directions together"
 DISK = "nvme"
-
-# The rate of each lane that moves bytes.
-LANE_RATES = {
-    "fetch": "fetch_gbps",
-    "offload": "offload_gbps",
-    "update": "update_gbps",
-    "load": "load_gbps",
-    "spill": "spill_gbps",
-    "gather": "wire_gbps",
-    "reduce": "reduce_gbps",
-    "exchange": "exchange_gbps",
-}
-COLLECTIVE_RATES = frozenset({"wire_gbps", "reduce_gbps", "exchange_gbps"})
 
 
 # -- bytes ----------------------------------------------------------------------------------------
@@ -607,14 +564,6 @@ class Workload:
         """Seconds of the model's forward in one micro-batch."""
         return sum(layer.forward_s + layer.decode_s for layer in self.layers)
 
-    def together(self) -> Workload:
-        """All micro-batches merged into one."""
-        layers: list[LayerWork] = []
-        for layer in self.layers:
-            scaled = {name: self.micro_batches * value for name, value in asdict(layer).items()}
-            layers.append(LayerWork(**scaled))
-        return Workload(layers=tuple(layers))
-
     def backward_s(self, activations: Sequence[str]) -> float:
         """Seconds of the model's backward in one micro-batch, with the recomputation that these
         activation levels need."""
@@ -659,7 +608,6 @@ def workload_of(costs: ModelCosts, machine: MachineProfile, *, micro_batches: in
 
     1. Matrix products take their FLOPs at the machine's rate of products.
     2. Fused attention takes its measured rates. Other operators take device memory's rate.
-    3. The transient bytes of the head come beside all saved tensors.
     """
 
     def one_by_one_s(counts: Counts) -> float:
@@ -672,113 +620,11 @@ def workload_of(costs: ModelCosts, machine: MachineProfile, *, micro_batches: in
         work = LayerWork(
             forward_s=one_by_one_s(layer.forward) + attention_forward_s,
             backward_s=one_by_one_s(layer.backward) + attention_backward_s,
-            saved_bytes=layer.saved_bytes + layer.passing_bytes,
+            saved_bytes=layer.saved_bytes,
             boundary_bytes=layer.boundary_bytes,
             attention_s=attention_forward_s,
             attention_bytes=layer.forward.attention_bytes,
+            passing_bytes=layer.passing_bytes,
         )
         layers.append(work)
     return Workload(layers=tuple(layers), micro_batches=micro_batches)
-
-
-# -- measurements of the first steps --------------------------------------------------------------
-def measured_workload(
-    spans: Iterable[Span],
-    layout: ModelLayout,
-    *,
-    activations: Sequence[str],
-    micro_batches: int,
-    num_steps: int,
-    saved_bytes: Sequence[int] = (),
-    boundary_bytes: Sequence[int] = (),
-    attended: Sequence[tuple[int, float, int]] = (),
-    square_saved_bytes: Sequence[int] = (),
-    square_boundary_bytes: Sequence[int] = (),
-) -> Workload:
-    """Measure each layer's seconds in the compute spans "forward i" and "backward i".
-
-    spans        of `num_steps` steps. Work between two layers' uses (head, loss and their backward)
-                 lies in the span of the layer before
-    activations  the levels at which the spans were recorded. A recomputed layer's backward span
-                 contains its forward
-    *_bytes      by layer; empty: nothing is offloaded
-    attended     by layer (bytes, FLOPs, tokens) of attention's kernels. Attention's share of a
-                 forward is its share of the FLOPs; each parameter has two FLOPs per token
-    """
-    seconds: dict[str, float] = defaultdict(float)
-    for span in spans:
-        if span.lane == "compute":
-            seconds[span.name] += span.duration_s / (num_steps * micro_batches)
-    layers: list[LayerWork] = []
-    for layer, level in zip(layout.layers, activations, strict=True):
-        index = layer.index
-        forward_s = seconds[f"forward {index}"]
-        backward_s = seconds[f"backward {index}"]
-        attention_bytes, flops, tokens = attended[index] if attended else (0, 0.0, 0)
-        product_flops = 2.0 * layer.num_parameters * tokens
-        attention_share = flops / (flops + product_flops) if flops else 0.0
-        work = LayerWork(
-            forward_s=forward_s,
-            backward_s=backward_s,
-            saved_bytes=_of_layer(saved_bytes, index),
-            boundary_bytes=_of_layer(boundary_bytes, index),
-            square_saved_bytes=_of_layer(square_saved_bytes, index),
-            square_boundary_bytes=_of_layer(square_boundary_bytes, index),
-            attention_s=attention_share * forward_s,
-            attention_bytes=attention_bytes,
-        )
-        without_recompute_s = max(0.0, backward_s - work.recompute_s(level))
-        layers.append(replace(work, backward_s=without_recompute_s))
-    return Workload(layers=tuple(layers), micro_batches=micro_batches)
-
-
-def _of_layer(sizes: Sequence[int], index: int) -> int:
-    """The layer's size; 0 if no sizes are known."""
-    return sizes[index] if sizes else 0
-
-
-def measured_rates(spans: Iterable[Span], otherwise: Rates) -> Rates:
-    """Measure the rate of each lane in the spans. A lane that moved nothing keeps its rate of
-    `otherwise`.
-
-    Rates that are measured in place contain their contention. So lanes that share a resource are
-    not slowed for it again.
-    """
-    nbytes: dict[str, int] = defaultdict(int)
-    seconds: dict[str, float] = defaultdict(float)
-    for span in spans:
-        if "nbytes" in span.args:
-            nbytes[span.lane] += span.args["nbytes"]
-            seconds[span.lane] += span.duration_s
-    measured: dict[str, float] = {}
-    for lane, rate_name in LANE_RATES.items():
-        if seconds[lane] > 0:
-            measured[rate_name] = nbytes[lane] / seconds[lane] * 1e-9
-    rates = replace(otherwise, memory_gbps=UNCONTENDED_GBPS, **measured)
-    return replace(
-        rates,
-        duplex_gbps=rates.fetch_gbps + rates.offload_gbps,
-        io_gbps=rates.load_gbps + rates.spill_gbps,
-    )
-
-
-def slowest(measured: Sequence[tuple[Rates, Workload]]) -> tuple[Rates, Workload]:
-    """Combine the measurements of several ranks.
-
-    Each layer has its most seconds and bytes. Each lane has its least rate. A lane of a collective
-    (all-gather, reduce-scatter, exchange) has its largest rate, because the spans of the other
-    ranks contain their wait.
-    """
-    rates: dict[str, float] = {}
-    for rate in fields(Rates):
-        values = [getattr(rank_rates, rate.name) for rank_rates, _ in measured]
-        rates[rate.name] = max(values) if rate.name in COLLECTIVE_RATES else min(values)
-    workloads = [workload for _, workload in measured]
-    layers: list[LayerWork] = []
-    for ranks_work in zip(*(workload.layers for workload in workloads), strict=True):
-        most = {
-            size.name: max(getattr(work, size.name) for work in ranks_work)
-            for size in fields(LayerWork)
-        }
-        layers.append(LayerWork(**most))
-    return Rates(**rates), replace(workloads[0], layers=tuple(layers))

@@ -6,8 +6,8 @@ compares them).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from operator import itemgetter
 
 import torch
@@ -16,12 +16,13 @@ from stronghold.errors import BudgetError, ConfigError, ErrorPage, format_size
 from stronghold.model.arrays import array_bytes, moment_arrays
 from stronghold.model.layout import LayerLayout, ModelLayout, Range
 from stronghold.optim.states import Formats
-from stronghold.plan.cost import Demand
+from stronghold.plan.cost import REASONS, Demand, spared
 from stronghold.plan.places import Places
 
 # without a budget: one computes, one is still in use, two are on their way
 DEFAULT_WINDOW = 4
 MAX_GRADIENT_SLOTS = 2  # one gathers while the other drains
+SLOTS = ((3, 2), (2, 2), (2, 1), (1, 1))  # for weights and for gradients: the first that fit
 
 
 # -- activations ----------------------------------------------------------------------------------
@@ -37,16 +38,18 @@ def activation_parts(
     """The parts of `activation_bytes`, in bytes, by what you would call each of them.
 
     1. Saved tensors of blocks, or the inputs of recomputed blocks, wait for backward.
-    2. Layers outside the blocks save tensors. The head's logits go first.
-    3. One block makes tensors when it is recomputed, in the chunks that run at once. Two offloaded
-       layers are on their way beside it.
+    2. Layers outside the blocks save tensors. The head and the loss make more beside them, and the
+       logits go first.
+    3. One block makes tensors in backward, and when it is recomputed, in the chunks that run at
+       once. Two offloaded layers are on their way beside it.
     With one stream the larger of 2 and 3 counts. With several streams their sum counts, because
     torch's allocator keeps each stream's memory for this stream.
     """
     if not demand.work:
         return {}
-    outside = sum(demand.work[index].saved_bytes for index in layout.resident)
-    # of one block that is computed again, and of two offloaded layers on their way
+    all_outside = [demand.work[index] for index in layout.resident]
+    outside = sum(work.saved_bytes + work.passing_bytes for work in all_outside)
+    # of one block that computes, and of two offloaded layers on their way
     passing = 0
     waiting = 0  # of what blocks keep until backward
     num_chunks_at_once = min(demand.streams, demand.chunks)
@@ -54,10 +57,10 @@ def activation_parts(
         work = demand.work[index]
         level = activations[index]
         moved = work.moved_bytes(level)
-        recomputed = work.recomputed_bytes(level) * num_chunks_at_once
-        recomputed = -(-recomputed // demand.chunks)
+        made = (work.recomputed_bytes(level) + work.passing_bytes) * num_chunks_at_once
+        made = -(-made // demand.chunks)
         waiting += work.waiting_bytes(level) - moved
-        passing = max(passing, recomputed + 2 * moved)
+        passing = max(passing, made + 2 * moved)
     if demand.streams == 1:  # one of the two at a time
         if outside > passing:
             passing = 0
@@ -68,6 +71,20 @@ def activation_parts(
         "activations of one block": passing,
         "activations outside the blocks": outside,
     }
+
+
+def later_activation_bytes(
+    layout: ModelLayout, activations: Sequence[str], demand: Demand, *, whole: bool
+) -> int:
+    """Bytes of activations of the largest later batch (`Demand.growth`); 0 if none is larger.
+
+    `whole`: the model is whole on the gpu, where nothing is computed again.
+    """
+    if demand.growth == 1.0 or not demand.work:
+        return 0
+    later = replace(demand, work=tuple(work.grown(demand.growth) for work in demand.work))
+    is_pinned = whole or demand.pins("activations")
+    return activation_bytes(layout, activations if is_pinned else spared(activations), later)
 
 
 # -- buffers --------------------------------------------------------------------------------------
@@ -87,6 +104,9 @@ class GpuPeak:
         training, formats = demand.training, demand.formats
         self.places = places
         self.activations = activation_bytes(places.layout, places.activations, demand)
+        self._later_activations = later_activation_bytes(
+            places.layout, places.activations, demand, whole=places.whole
+        )
         self.slot = _largest_bytes(places.streamed, formats, "weights")
         self.gradient_slot = _largest_bytes(places.shared_slots, formats, "gradients")
         self._sums_in_slot, self._own_sums = _chunk_sums_bytes(places)
@@ -123,9 +143,10 @@ class GpuPeak:
         }
 
     def total(self, window: int, gradient_slots: int) -> int:
-        """Bytes of the peak with so many slots. Activations count, or the room reserved for
-        them."""
-        activations = max(self.activations, self.places.demand.reserve_bytes)
+        """Bytes of the peak with so many slots. Activations count, or the room for those of a
+        larger batch, or the room reserved for them."""
+        reserve_bytes = self.places.demand.reserve_bytes
+        activations = max(self.activations, self._later_activations, reserve_bytes)
         return activations + self.buffers(window, gradient_slots)
 
     def buffers(self, window: int, gradient_slots: int) -> int:
@@ -256,27 +277,36 @@ def _slots_for_window(peak: GpuPeak, wanted: int, budget: int) -> Slots:
 
 
 def _slots_within(peak: GpuPeak, budget: int) -> Slots:
-    """The most slots that fit."""
-    places = peak.places
-    num_streamed = len(places.streamed)
-    most_gradients = most_gradient_slots(places)
-    gradient_slots = min(1, most_gradients)
+    """The first of SLOTS that fit, where blocks may stay in what is left. Else the most that fit:
+    layers that are still in the window are not fetched again when the direction turns."""
+    places, demand = peak.places, peak.places.demand
+    num_streamed, most_gradients = len(places.streamed), most_gradient_slots(places)
     smallest = smallest_bytes(peak)
     if smallest > budget:
-        raise _gpu_refusal(peak, smallest, min(1, num_streamed), gradient_slots)
-    # A second gradient slot lets an offload overlap the next backward: worth more than a third
-    # weight slot.
-    if peak.total(min(2, num_streamed), most_gradients) <= budget:
-        gradient_slots = most_gradients
-    room = budget - peak.total(0, gradient_slots)
-    window = min(num_streamed, room // peak.slot) if peak.slot else num_streamed
-    why = f"the most that {format_size(budget)} hold (stronghold.gpu_memory)"
+        raise _gpu_refusal(peak, smallest, min(1, num_streamed), min(1, most_gradients))
+    tried = [*wanted_slots(places), *wanted_slots(places, prefetch=0)]
+    window, gradient_slots = next(slots for slots in tried if peak.total(*slots) <= budget)
+    why = REASONS["window"]
+    if not (demand.training and demand.layers_may_move):
+        room = budget - peak.total(0, gradient_slots)
+        window = min(num_streamed, room // peak.slot) if peak.slot else num_streamed
+        why = f"the most that {format_size(budget)} hold (stronghold.gpu_memory)"
     return Slots(
         window=window,
         gradient_slots=gradient_slots,
         prefetch=_prefetch(peak, window),
-        reason=f"window: {window} slots, {why}",
+        reason=f"window: {window} slots ({why})",
     )
+
+
+def wanted_slots(places: Places, prefetch: int | None = None) -> Iterator[tuple[int, int]]:
+    """Numbers of slots for weights and for gradients, by SLOTS, as far as they are of use. A window
+    of the config decides the former, or else `prefetch`, or the config's."""
+    demand = places.demand
+    ahead = (demand.prefetch or 0) if prefetch is None else prefetch
+    for window, gradient_slots in SLOTS:
+        slots = min(demand.window or max(window, ahead + 1), len(places.streamed))
+        yield slots, min(gradient_slots, most_gradient_slots(places))
 
 
 def smallest_bytes(peak: GpuPeak) -> int:
@@ -314,8 +344,8 @@ def _gpu_refusal(peak: GpuPeak, need: int, window: int, gradient_slots: int) -> 
     budget = demand.gpu_budget_bytes or 0
     kept = activation_parts(places.layout, places.activations, demand)
     parts = peak.parts(window, gradient_slots) | kept
-    reserved = demand.reserve_bytes - sum(kept.values())
-    if reserved > 0:
+    reserved = peak.total(0, 0) - peak.buffers(0, 0) - sum(kept.values())
+    if reserved:
         parts["reserved for activations"] = reserved
     descending = sorted(parts.items(), key=itemgetter(1), reverse=True)
     named = ", ".join(f"{name} {format_size(size)}" for name, size in descending if size)
@@ -329,6 +359,8 @@ def _gpu_refusal(peak: GpuPeak, need: int, window: int, gradient_slots: int) -> 
     at_least = format_size(need, round_up=True)
     ways = [f"raise gpu_memory to at least {at_least}, if the gpu has it"]
     ways += _ways_with_fewer_buffers(peak, need)
+    if reserved and demand.growth > 1.0:
+        ways.append("lower stronghold.batch_tokens")
     if sum(kept.values()) > need // 2:
         ways += _ways_with_fewer_activations(demand, kept)
     return BudgetError(

@@ -1,9 +1,8 @@
 """The plan: the home of every layer's bytes, the number of slots, and the arrays that spill.
 
-Pure: no tensors, no threads. Made from sizes and budgets when the engine is, and again from what
-the first steps have shown (`refine`); printed with its reasons. `make_plan` takes three steps:
-where each layer is (`places`), what the GPU holds (`gpu_memory`), what the host and files hold
-(`host_memory`).
+Pure: no tensors, no threads. Made from sizes and budgets, and printed with its reasons. `make_plan`
+takes three steps: where each layer is (`places`), what the GPU holds (`gpu_memory`), what the host
+and files hold (`host_memory`).
 
 [Note: the staging ring] A ring of pieces of one size in host memory.
 

@@ -35,12 +35,16 @@ from stronghold.errors import BudgetError, ConfigError
 from stronghold.model.layout import ModelLayout
 from stronghold.plan.cost import Demand, Workload, disk_s
 from stronghold.plan.estimate import StepEstimate, estimate
-from stronghold.plan.gpu_memory import GpuPeak, activation_bytes, most_gradient_slots
+from stronghold.plan.gpu_memory import (
+    GpuPeak,
+    activation_bytes,
+    later_activation_bytes,
+    wanted_slots,
+)
 from stronghold.plan.machine import Rates
 from stronghold.plan.places import Places, levels_of, place_layers
 from stronghold.plan.plan import Plan, make_plan
 
-SLOTS = ((3, 2), (2, 2), (2, 1), (1, 1))  # for weights and for gradients: the first that fit
 RESIDENT_SHARES = 16  # numbers of resident blocks are tried in steps of this share, then in finer
 UPDATE_PLACES = ("host", "gpu")  # the places at which resident layers may be updated
 LEAST_LATE = 0.01  # share of a step that forward waits for updates, from which early ones pay
@@ -266,10 +270,7 @@ def _leveled(layout: ModelLayout, demand: Demand, ladder: Ladder) -> Plan | None
     first = replace(demand, activations=ladder[0]) if ladder else demand
     peak = GpuPeak(place_layers(layout, first))
     budget = demand.gpu_budget_bytes
-    for window, gradient_slots in SLOTS:
-        wanted = demand.window or max(window, (demand.prefetch or 0) + 1)
-        slots = min(wanted, len(peak.places.streamed))
-        gradients = min(gradient_slots, most_gradient_slots(peak.places))
+    for slots, gradients in wanted_slots(peak.places):
         room = inf if budget is None else budget - peak.buffers(slots, gradients)
         levels = _levels_within(peak.places, ladder, room)
         if levels is not None:
@@ -308,8 +309,10 @@ def _raised(
 
 
 def _is_within(places: Places, levels: tuple[str, ...], room: float) -> bool:
-    demand = places.demand
-    return max(activation_bytes(places.layout, levels, demand), demand.reserve_bytes) <= room
+    layout, demand = places.layout, places.demand
+    later_bytes = later_activation_bytes(layout, levels, demand, whole=places.whole)
+    need = max(activation_bytes(layout, levels, demand), later_bytes, demand.reserve_bytes)
+    return need <= room
 
 
 def _made(layout: ModelLayout, demand: Demand) -> Plan | None:
@@ -361,28 +364,6 @@ def _least(layout: ModelLayout, demand: Demand) -> Iterator[Demand]:
         yield _smallest(demand, most, updates or "gpu", policy)
     for policy in SMALLEST_LEVELS:
         yield _smallest(demand, resident or 0, updates or "host", policy)
-
-
-def roomiest_plan(layout: ModelLayout, demand: Demand) -> Plan:
-    """The plan that takes least of the gpu, within the host's budget. The gpu's budget is ignored.
-
-    It serves activations whose size is known too late. BudgetError if the host has room for no
-    plan.
-    """
-    without_gpu_budget = replace(demand, gpu_budget_bytes=None)
-    resident = demand.resident_layers or 0
-    updates = demand.resident_updates or "host"
-    plans: list[Plan] = []
-    failure: BudgetError | None = None
-    for policy in SMALLEST_LEVELS:
-        smallest = _smallest(without_gpu_budget, resident, updates, policy)
-        try:
-            plans.append(make_plan(layout, smallest))
-        except BudgetError as error:
-            failure = error
-    if failure is not None and not plans:
-        raise failure
-    return min(plans, key=_gpu_bytes)
 
 
 def _refusal(layout: ModelLayout, demand: Demand) -> BudgetError:

@@ -75,6 +75,9 @@ def demand_of(
     num_cores = len(free.cores or os.sched_getaffinity(0))
     compute_threads = 1 if on_gpu else torch.get_num_threads()
     capacity = section.nvme.capacity if section.nvme else None
+    pinned = pinned_activations(section, layout)
+    # What blocks keep on a GPU, before the first batch is counted: the least.
+    before_first_batch = "recompute" if on_gpu else None
     return Demand(
         states=states,
         all_formats=formats,
@@ -86,8 +89,8 @@ def demand_of(
         prefetch=section.prefetch,
         resident_layers=len(layout.streamed) if resident == "all" else resident,
         resident_updates=_resident_updates(section, ranks, on_gpu=on_gpu),
-        # On a GPU, before the first steps are measured: the policy that takes least memory.
-        activations=pinned_activations(section, layout) or ("recompute" if on_gpu else None),
+        activations=pinned or before_first_batch,
+        by_rule=frozenset() if pinned else frozenset({"activations"}),
         chunk=section.chunk,
         streams=section.streams or 1,
         cpu_threads=section.cpu_threads,

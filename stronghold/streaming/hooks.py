@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -117,6 +117,7 @@ class Hooks:
         self._gradient_hooks: list[tuple[torch.Tensor, int]] = []
         self._held = HeldTensors(partition.model)
         self._depth = 0
+        self._rests = False  # the hooks before a forward do nothing
         self._training_call = contextlib.ExitStack()  # of the model, if it trains
         self._running: list[tuple[int, nn.Module]] = []  # blocks, the outermost first
         self._training = False  # whether the running pass of the model wants gradients
@@ -130,11 +131,11 @@ class Hooks:
         for layer in partition.layers:
             for module in layer.modules:
                 if layer.streamed:
-                    before = OwnHook(partial(self._before_layer, layer.index))
+                    before = self._own(partial(self._before_layer, layer.index))
                     after = OwnHook(partial(self._after_layer, layer.index))
                     self._attach(module, before, after)
                 else:
-                    hook = OwnHook(partial(self._before_resident, layer.index))
+                    hook = self._own(partial(self._before_resident, layer.index))
                     self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
             state = executor.layers[layer.index]
             for position, parameter in enumerate(state.parameters):
@@ -144,8 +145,30 @@ class Hooks:
                     self._handles.append(handle)
                     self._gradient_hooks.append((parameter, handle.id))
         # Attached last, it is the first to run: the root may hold parameters of its own.
-        before = OwnHook(self._before_model, self._before_compiled)
+        before = self._own(self._before_model, self._before_compiled)
         self._attach(partition.model, before, OwnHook(self._after_model))
+
+    def _own(self, call: Callable[..., Any], compiled: Callable[..., Any] | None = None) -> OwnHook:
+        """The hook before a forward that calls `call`, unless the hooks rest."""
+        return OwnHook(
+            partial(self._unless_resting, call), partial(self._unless_resting, compiled or call)
+        )
+
+    def _unless_resting(self, call: Callable[..., Any], *args: Any) -> Any:
+        return None if self._rests else call(*args)
+
+    @contextlib.contextmanager
+    def resting(self) -> Iterator[None]:
+        """Context manager in which the model's own code runs alone, on tensors that are not the
+        engine's. Graphs and gradients may wait meanwhile."""
+        self._rests = True
+        try:
+            with contextlib.ExitStack() as undo:
+                if self._chunks is not None:
+                    undo.enter_context(self._chunks.resting())
+                yield
+        finally:
+            self._rests = False
 
     def _attach(self, module: nn.Module, before: OwnHook, after: OwnHook) -> None:
         self._handles += (
@@ -218,8 +241,6 @@ class Hooks:
             and self._chunks.divides(module, args, kwargs)
             and self._activations.will_recompute(index, recomputing=recomputing)
         ):
-            num_chunks = self._chunks.count(args, kwargs)
-            self._activations.sizes.divide(index, (args, kwargs), num_chunks)
             return without_cache(args, kwargs)  # each chunk enters by itself
         return self._activations.enter(index, module, args, kwargs, recomputing=recomputing)
 

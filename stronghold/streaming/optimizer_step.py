@@ -198,13 +198,11 @@ class OptimizerStep:
             self._window.drop_held_gradients(state.index)
         self._ledger.forget()
 
-    def restart(self, *, keep_gradients: bool = False) -> None:
+    def restart(self) -> None:
         """Finish queued operations, before the arrays are written anew, or moved.
 
-        Gradients of a step that has not ended are dropped, unless `keep_gradients`. Sums of whole
-        backwards may be kept: they are arrays like others.
+        Gradients of a step that has not ended are dropped.
         """
-        if not keep_gradients:
-            self.forget()
+        self.forget()
         for state in self._layers:
             state.wait_unused()

@@ -93,10 +93,9 @@ class OffDevice(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryReport:
-    """Peak bytes per tier, as planned (the most of the plans so far) and as measured; activations
-    excepted. `gpu_process_peak` is all that tensors of this process had on a GPU at once, with
-    activations: `torch.cuda.max_memory_allocated` begins anew after the first step, when the engine
-    measures the next ones (0 on the emulated device)."""
+    """Peak bytes per tier, as planned (the most of the plans before and after the first batch) and
+    as measured; activations excepted. `gpu_process_peak` is all that tensors of this process had on
+    a GPU at once, with activations (0 on the emulated device)."""
 
     gpu_planned: int
     gpu_peak: int
@@ -135,6 +134,7 @@ class Stack:
         self._off_device = OffDevice.NOTHING
         self.section = section
         self._process = os.getpid()
+        self.precision = settings.precision
         self.dtype = DTYPES[settings.precision]
         groups = {} if optimizer is None else optimizer.group_of()
         self.stored = stored_tensors(model)
@@ -202,7 +202,7 @@ class Stack:
             # None if the plan has nothing to learn from the machine's rates
             self.machine: MachineProfile | None = None
             if self.demand.is_open and not self.plan.whole:
-                self.machine = self._machine(kind, local_rank, settings.precision)
+                self.machine = self._machine(kind, local_rank)
             self.device = self._open_device(kind, local_rank, section.gpu_memory, self.trace)
             undo.callback(self.device.close)
             self.pool = native.Pool(self.plan.cpu_threads, self.ranks.cores or None)
@@ -262,7 +262,7 @@ class Stack:
             nbytes += sum(tensor.nbytes for tensor in tensors if tensor_has_memory(tensor))
         return nbytes
 
-    def _machine(self, kind: str, local_rank: int, precision: str) -> MachineProfile:
+    def _machine(self, kind: str, local_rank: int) -> MachineProfile:
         """This machine's profile. Every rank calls it; a node's first rank measures alone."""
         on_node, alone = self.ranks.on_node, self.plan.cpu_threads
         threads = tuple(sorted({alone, alone * on_node.count}))
@@ -273,7 +273,7 @@ class Stack:
             on_gpu = kind == "cuda" and cuda.available()
             gpu = cuda.identity(local_rank)[0] if on_gpu else None
             open_device = functools.partial(self._open_device, kind, local_rank)
-            return machine_at_start(open_device, gpu, threads, precision)
+            return machine_at_start(open_device, gpu, threads, self.precision)
 
         profile = on_node.together(of_first_rank)[0]
         assert profile is not None
@@ -497,57 +497,28 @@ class Stack:
             )
         self.runtime.drop_gradients()
 
-    def replan(self, plan: Plan) -> bool:
-        """Change to `plan` between two passes. No graph waits for its backward.
+    def take_plan(self, plan: Plan) -> None:
+        """Go on with the plan for the first batch, while no gradient exists. Every rank calls it.
 
-        Buffers of one plan at a time are on the device. Sums over the micro-batches of a step move
-        with their layers. Other gradients that wait for the step are dropped. Returns False, and
-        keeps the present plan, if the device of any rank has no room for the new one. Raises
-        StateError for another way to gather gradients, and for layers that would have to move from
-        the device to files.
+        Buffers of one plan at a time are on the device. Layers may move to the device alone.
         """
-        back = self.plan.updated_on_gpu - plan.updated_on_gpu
-        if (back and self.demand.nvme) or plan.accumulates is not self.plan.accumulates:
-            raise StateError(f"replan: layers {sorted(back)} or gradients cannot change places")
-        keep_gradients = self.plan.accumulates and not self.ranks.several
-        # while the slots still have the values that a program wrote
-        self.runtime.adopt_edited()
-        self.runtime.restart(keep_gradients=keep_gradients)
-        self.runtime.settle()
         try:
-            return self._change_to(plan, keep_gradients=keep_gradients)
+            self._finish_runtime()
+            self._drop_runtime()
+            self.device.memory.restart_peak()
+            for layer in sorted(plan.updated_on_gpu):
+                if self.host.layers[layer].home is not GPU:
+                    self.store.move_to_device(layer)
+            self.host.apply_plan(plan.pending, plan.ring_entries, plan.early)
+            self.plan = plan
+            self.metrics.recomputed = plan.recomputed
+            self._start(plan)
+            gpu, host = self._planned
+            self._planned = (max(gpu, plan.gpu_total_bytes), max(host, plan.host_total_bytes))
         # after Ctrl-C parts of two plans are mixed for good
         except BaseException as error:
-            self.device.report(LaneError(LaneName.COMPUTE, "change of the plan", error))
+            self.device.report(LaneError(LaneName.COMPUTE, "the plan for the first batch", error))
             raise
-
-    def _change_to(self, plan: Plan, *, keep_gradients: bool) -> bool:
-        before = self.plan
-        self.device.finish()  # lanes may read gradient slots of an abandoned step
-        self.runtime.detach()
-        self.runtime.give_back(keep_gradients=keep_gradients)
-        self.runtime.close()
-        self.device.memory.restart_peak(self.runtime.kept_gradient_bytes)
-        for layer in sorted(before.updated_on_gpu - plan.updated_on_gpu):
-            self.store.move_to_host(layer)
-        fits = True
-        # else the old plan's memory is enough
-        if plan.gpu_total_bytes > before.gpu_total_bytes:
-            more = plan.gpu_total_bytes - self.device.memory.allocated_bytes
-            fits = self.device.memory.has_room(more, plan.activation_bytes)
-            fits = self.ranks.least(fits) == 1
-        if not fits:
-            plan = before
-        for layer in sorted(plan.updated_on_gpu):
-            if self.host.layers[layer].home is not GPU:
-                self.store.move_to_device(layer)
-        self.host.apply_plan(plan.pending, plan.ring_entries, plan.early)
-        self.plan = plan
-        self.metrics.recomputed = plan.recomputed
-        self._start(plan)
-        gpu, host = self._planned
-        self._planned = (max(gpu, plan.gpu_total_bytes), max(host, plan.host_total_bytes))
-        return fits
 
     def compile_blocks(self, compiled: Callable[[Any], Any]) -> None:
         """Replace each block's forward by the result of `compiled`. The engine's hooks stay

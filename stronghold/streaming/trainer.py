@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -124,12 +124,14 @@ class Runtime:
             self._hooks = None
             self.adopt_edited()
 
-    def give_back(self, *, keep_gradients: bool = False) -> None:
-        """Point every parameter at its layer's arrays on the host. The lanes have ended.
+    def resting_hooks(self) -> AbstractContextManager[None]:
+        """Context manager in which the model's own code runs alone: no hook of the engine acts."""
+        return nullcontext() if self._hooks is None else self._hooks.resting()
 
-        Gradients that wait on the device are dropped, unless `keep_gradients`.
-        """
-        if self._plan.whole and not keep_gradients:
+    def give_back(self) -> None:
+        """Point every parameter at its layer's arrays on the host. The lanes have ended. Gradients
+        that wait on the device are dropped."""
+        if self._plan.whole:
             self._drop_grad()
             self.step.forget()
         self.executor.bindings.rest_all()
@@ -323,18 +325,17 @@ class Runtime:
         if self.executor.phase is Phase.IDLE and self._team.writable:
             self.adopt_edited()
 
-    def restart(self, *, keep_gradients: bool = False) -> None:
+    def restart(self) -> None:
         """Finish queued operations, before the arrays are written anew, or moved.
 
-        Drops the remains of an exception, and gradients of a step that has not ended, unless
-        `keep_gradients`.
+        Drops the remains of an exception, and gradients of a step that has not ended.
         """
         self._device.check()
         if self._hooks is not None:
             self._hooks.abandon_forward()
             self._hooks.end_backward()
         self._drop_grad()
-        self.step.restart(keep_gradients=keep_gradients)
+        self.step.restart()
         self.executor.forget_calls()
         self.executor.begin_training()
         self._start_again()
@@ -342,13 +343,8 @@ class Runtime:
 
     @property
     def is_between_passes(self) -> bool:
-        """True if layers may move now, and no gradient of the step is lost.
-
-        No pass is running. Earlier micro-batches have left nothing, or sums, which are arrays of
-        their layers.
-        """
-        idle = self.executor.phase is Phase.IDLE
-        return idle and (self._plan.accumulates or not self.ledger.is_in_step)
+        """True if layers may move now: no pass is running, and no gradient waits for its step."""
+        return self.executor.phase is Phase.IDLE and not self.ledger.is_in_step
 
     def loaded(self, layers: Sequence[int] | None = None) -> None:
         """New values were written to the arrays of these layers, or of all (None).

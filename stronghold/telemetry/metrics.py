@@ -268,6 +268,10 @@ class BatchSize(NamedTuple):
         """The larger of both numbers, in each field."""
         return BatchSize(*map(max, self, other))
 
+    def times(self, factor: float) -> BatchSize:
+        """So many times each number."""
+        return BatchSize(*(math.ceil(factor * number) for number in self))
+
     def is_within(self, other: BatchSize) -> bool:
         """True if no field is larger than the other's."""
         return self.maximum(other) == other

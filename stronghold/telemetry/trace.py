@@ -63,7 +63,7 @@ class Trace:
 
     rank       the process of the trace's rows
     newest     number of spans that are kept at least. Older ones are dropped
-    recording  may be switched off and on. While it is off, `record` costs one test
+    recording  False: `record` drops every span, and costs one test
     """
 
     def __init__(
@@ -74,7 +74,6 @@ class Trace:
         self._newest = newest
         self._origin_s = time.perf_counter()
         self._spans: list[tuple[str, str, float, float, dict[str, Any]]] = []
-        self._num_dropped = 0
         self._dropping = threading.Lock()
 
     def record(self, lane: str, name: str, start_s: float, end_s: float, **args: Any) -> None:
@@ -89,27 +88,15 @@ class Trace:
             surplus = len(self._spans) - self._newest
             if surplus > self._newest:
                 del self._spans[:surplus]
-                self._num_dropped += surplus
 
-    def mark(self) -> int:
-        """The present position of the recording, for `spans`."""
+    def spans(self) -> list[Span]:
+        """The spans that are kept, in the order of recording."""
         with self._dropping:
-            return self._num_dropped + len(self._spans)
-
-    def spans(self, since: int = 0) -> list[Span]:
-        """Spans that were recorded since a mark and are kept, in the order of recording."""
-        with self._dropping:
-            kept = self._spans[max(0, since - self._num_dropped) :]
+            kept = list(self._spans)
         return [
             Span(lane=lane, name=name, start_s=start_s, end_s=end_s, args=args)
             for lane, name, start_s, end_s, args in kept
         ]
-
-    def clear(self) -> None:
-        """Forget all recorded spans."""
-        with self._dropping:
-            self._num_dropped += len(self._spans)
-            self._spans.clear()
 
     def write(self, path: str | Path) -> None:
         """Write the kept spans. A reader of `path` sees the old file or the new one."""

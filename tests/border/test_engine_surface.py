@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import ast
 import copy
-import dataclasses
 import gc
 import inspect
 import pickle
@@ -25,7 +24,6 @@ import stronghold
 from stronghold.engine import StrongholdEngine
 from stronghold.engine.refusals import REFUSED
 from stronghold.errors import ConfigError
-from stronghold.plan.plan import make_plan
 from stronghold.streaming import demand, stack
 from stronghold.streaming.patches.parameters import ACCESS_ATTRIBUTES
 from tests.conftest import lane_threads
@@ -587,17 +585,3 @@ def test_an_inspection_says_what_a_bug_report_needs() -> None:
             str(now.ranks),
         ):
             assert words in text
-
-
-def test_a_plan_is_not_changed_while_gradients_wait_for_their_step() -> None:
-    with twin(section={"window": 1, "resident_layers": 0}, clipping=0.5) as both:
-        both.train(0)
-        both.backward(both.on(1))
-        now = both.engine.inspect()
-        other = make_plan(now.layout, dataclasses.replace(now.demand, window=2))
-        with pytest.raises(ConfigError, match=r"engine\.replan: gradients .* are waiting"):
-            both.engine.replan(other)
-        both.step()
-        assert both.engine.replan(other)
-        both.train(2)
-        both.check()

@@ -298,9 +298,6 @@ def test_waits_are_the_streams_and_not_the_hosts() -> None:
     assert time.perf_counter() - begun_s < 0.1, "the host waited"
     assert callable(waited)
     assert waited() > 0.1
-    device.record_spans(False)
-    assert device.compute.wait(slow) is None, "nobody measured it"
-    device.record_spans(True)
     device.close()
     assert [span.name for span in device.trace.spans() if span.lane == "wait"] == ["fetch 3"]
 

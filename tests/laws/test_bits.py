@@ -13,7 +13,6 @@ import functools
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ import torch
 from stronghold import native
 from stronghold.plan.cost import LEVELS
 from stronghold.plan.homes import HOST
-from stronghold.plan.plan import make_plan
 from stronghold.plan.schedule import Action
 from tests.models import HUGGING_FACE, MODELS, PLAIN, loss_of
 from tests.support.pairs import covering, pairs, thinned
@@ -70,7 +68,7 @@ AXES: dict[str, list[str]] = {
     "micro-batches": ["1", "3"],
     "precision": ["fp32", "bf16", "fp16", "lean"],  # lean: bf16 with lean states
     "optimizer": list(OPTIMIZERS),
-    "between": ["nothing", "evaluation", "resumed", "replanned"],
+    "between": ["nothing", "evaluation", "resumed"],
     "cores": [f"{isa} {1 + number % 2}" for number, isa in enumerate(native.isas())],
     "lanes": ["on time", "late"],
 }
@@ -88,10 +86,9 @@ FP32 = {"structured", "shared_list", "sequential", "buffers", "growing_buffers"}
 
 
 def never(*values: str) -> bool:
-    """The search changes no plan whose state is in files."""
-    files = not {"moments", "masters", "weights"}.isdisjoint(values)
+    """Half precision does not mix with values in fp32."""
     half = not {"bf16", "fp16", "lean"}.isdisjoint(values)
-    return ("replanned" in values and files) or (half and not FP32.isdisjoint(values))
+    return half and not FP32.isdisjoint(values)
 
 
 def drawn(count: int) -> Iterator[Case]:
@@ -183,8 +180,8 @@ def trained(of: dict[str, str], folder: Path) -> Run:
                 assert report.host_peak == report.host_planned
             assert report.nvme_peak == report.nvme_planned
             assert report.gpu_peak <= report.gpu_planned
-            # What a whole model does not use has no gradient, and a change of plan leaves less.
-            if not (engine.plan.whole or of["between"] == "replanned"):
+            # What a whole model does not use has no gradient.
+            if not engine.plan.whole:
                 assert report.gpu_peak == report.gpu_planned
             if part.stop < STEPS:
                 engine.save_checkpoint(folder / "saved")
@@ -204,7 +201,7 @@ def check_schedule(
 
 
 def check_homes(engine: Any) -> None:
-    """Arrays lie where the plan says, also after a change of plan."""
+    """Arrays lie where the plan says."""
     for layer in engine.inspect().layers:
         for array in ("gradients", *layer.arrays):
             assert layer.homes.get(array, HOST) == engine.plan.homes[layer.index, array]
@@ -223,12 +220,6 @@ def interrupt(what: str, name: str, engine: Any, make_batch: Any) -> None:
             found, expected = (loss_of(m.eval()(**make_batch(9))) for m in (engine.module, fresh))
         engine.module.train()
         assert torch.equal(found, expected)
-    elif what == "replanned":
-        now = engine.inspect()
-        streamed = now.layout.streamed
-        resident = min(1 + len(now.plan.resident & set(streamed)), len(streamed))
-        demand = replace(now.demand, window=2, resident_layers=resident, activations="recompute")
-        assert engine.replan(make_plan(now.layout, demand))
 
 
 def check(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,18 +74,16 @@ AXES: dict[str, list[str]] = {
     "update": [*UPDATES],
     "micro-batches": ["1", "3"],
     "precision": ["bf16", "lean", "fp16"],
-    "between": ["nothing", "evaluation", "replanned", "offloaded", "resumed"],
+    "between": ["nothing", "evaluation", "offloaded", "resumed"],
     "chunk": ["no chunk", "chunk 1", "chunk 2"],
 }
 Case = tuple[str, ...]
 
 
 def never(*values: str) -> bool:
-    """A change of plan leaves files where they are; the oracle of chunks knows these blocks; the
-    search knows no chunks of a change of plan."""
-    files = not {"moments", "masters", "weights"}.isdisjoint(values)
+    """The oracle of chunks does not know these blocks."""
     chunks = not {"chunk 1", "chunk 2"}.isdisjoint(values)
-    return ("replanned" in values and files) or (chunks and not {"t5", "ernie"}.isdisjoint(values))
+    return chunks and not {"t5", "ernie"}.isdisjoint(values)
 
 
 @functools.cache
@@ -160,7 +158,7 @@ def trained(of: dict[str, str], folder: Path) -> Run:
             assert report.host_peak == report.host_planned
             assert report.nvme_peak == report.nvme_planned
             assert report.gpu_peak <= report.gpu_planned
-            if not (engine.plan.whole or of["between"] == "replanned"):
+            if not engine.plan.whole:
                 assert report.gpu_peak == report.gpu_planned
             if part.stop < STEPS:
                 engine.save_checkpoint(folder / "saved")

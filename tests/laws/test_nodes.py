@@ -80,8 +80,8 @@ def test_each_node_divides_its_own_cores(two: list[Any]) -> None:
         assert found["cores"] == {"cores": cores, "node": node, "nodes": 2}
 
 
-def test_nodes_refine_one_plan_without_a_change_of_bits(two: list[Any]) -> None:
-    test_ranks.test_ranks_refine_one_plan_without_a_change_of_bits(two)
+def test_nodes_take_one_plan_for_the_first_batch(two: list[Any]) -> None:
+    test_ranks.test_ranks_take_one_plan_for_the_first_batch(two)
 
 
 # -- checkpoints -----------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ import torch
 
 import stronghold
 from stronghold.plan.homes import FILE
-from stronghold.predict import refine
 from tests.models import MODELS, loss_of
 from tests.support.pages import ENGINES, mounted
 from tests.support.training import (
@@ -111,14 +110,13 @@ def test_a_checkpoint_beside_training_is_of_its_step(tmp_path: Path) -> None:
     assert_identical(run, expected)
 
 
-def test_a_plan_whose_layers_all_stay_on_the_gpu_is_refined(tmp_path: Path) -> None:
-    """Files were asked for, and hold nothing: what is left open is which updates are early."""
+def test_files_that_hold_nothing_leave_early_updates_to_the_rules(tmp_path: Path) -> None:
+    """Every layer stays on the gpu. The plan is made again for the first batch."""
     section = {"resident_layers": "all", "resident_updates": "gpu", "activations": "recompute"}
     section |= {"early_layers": None, "host_memory": 1 << 30}
-    steps = refine.WARM_UP_STEPS + refine.TRACED_STEPS + 1
     settings = config(section=section | spilling(tmp_path, "moments"), clipping=0.0)
-    run = train_windowed(MODELS["gpt"], steps=steps, settings=settings)
-    assert_identical(run, train_plain(MODELS["gpt"], steps=steps, clipping=0.0))
+    run = train_windowed(MODELS["gpt"], steps=STEPS, settings=settings)
+    assert_identical(run, train_plain(MODELS["gpt"], steps=STEPS, clipping=0.0))
 
 
 def test_deepspeed_keys_ask_for_the_same(tmp_path: Path) -> None:

@@ -29,7 +29,8 @@ class _Counting(TorchDispatchMode):
             return found
         given = {id(storage) for storage in _storages((args, kwargs))}
         for storage in _storages(found):
-            if id(storage) not in given and id(storage) not in self._alive:
+            is_known = id(storage) in given or id(storage) in self._alive
+            if not is_known and storage.device.type != "meta":
                 self._count(storage)
         return found
 
@@ -61,19 +62,17 @@ class CountedMemory(EmulatedMemory):
     def __init__(self, total_bytes: int, budget_bytes: int | None, *, poison: bool) -> None:
         super().__init__(budget_bytes, poison=poison)
         self.total_bytes = total_bytes
-        self.used_bytes = self._peak = self._failures = 0
+        self.used_bytes = 0
         self.allocates = False  # a buffer, which is not counted as a tensor
 
     def take(self, nbytes: int) -> None:
         if self.allocated_bytes + self.used_bytes + nbytes > self.total_bytes:
-            self._failures += 1
             raise torch.OutOfMemoryError(
                 f"counted device out of memory. Tried to allocate {nbytes} bytes: of "
                 f"{self.total_bytes} buffers have {self.allocated_bytes} and tensors "
                 f"{self.used_bytes}"
             )
         self.used_bytes += nbytes
-        self._peak = max(self._peak, self.allocated_bytes + self.used_bytes)
 
     def allocate(self, numel: int, dtype: torch.dtype, purpose: str) -> torch.Tensor:
         peak_bytes, self.allocates = self.peak_bytes, True
@@ -84,25 +83,15 @@ class CountedMemory(EmulatedMemory):
         if self.allocated_bytes + self.used_bytes > self.total_bytes:
             self.release(buffer)
             self.peak_bytes = peak_bytes
-            self._failures += 1
             raise torch.OutOfMemoryError("counted device out of memory, for a buffer")
         return buffer
 
-    def reachable_bytes(self) -> int:
-        return self.total_bytes
+    def free_bytes(self) -> int:
+        return self.total_bytes - self.used_bytes
 
     def has_room(self, nbytes: int, beside_bytes: int) -> bool:
         need = self.allocated_bytes + self.used_bytes + nbytes + beside_bytes
         return super().has_room(nbytes, beside_bytes) and need <= self.total_bytes
-
-    def restart_activation_peak(self) -> None:
-        self._peak = self.allocated_bytes + self.used_bytes
-
-    def activation_peak_bytes(self) -> int:
-        return self._peak - self.allocated_bytes
-
-    def num_failures(self) -> int:
-        return self._failures
 
 
 class CountedDevice(EmulatedDevice):

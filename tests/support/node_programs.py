@@ -37,7 +37,7 @@ def two_nodes(folder: Path) -> dict[str, Any]:
         "seeds": seeds(),
         "new weights": new_weights(),
         "cores": cores(),
-        "refined": rank_cases.refined(),
+        "planned": rank_cases.planned(),
     }
 
 

@@ -19,7 +19,7 @@ from stronghold.errors import LaneError, RankError
 from stronghold.memory import rates
 from tests.models import MODELS, loss_of, token_batch
 from tests.support.counted import of_bytes
-from tests.support.rank_cases import CASES, CLOSE, FILES, files, refined
+from tests.support.rank_cases import CASES, CLOSE, FILES, files, planned
 from tests.support.rank_checkpoints import checkpoint, full_disk, replaced
 from tests.support.rank_looks import (
     alone,
@@ -56,7 +56,7 @@ def two_ranks(folder: Path) -> dict[str, Any]:
         "checkpoint": checkpoint(folder),
         "life": life(),
         "traces": traces(folder),
-        "refined": refined(),
+        "planned": planned(),
         "astray": [astray("gather", clipping=1.0), astray("reduce", clipping=0.0)],
         "diverged": {way: diverged(way) for way in WAYS},
         "broken": [broken(0), broken(-1)],
@@ -75,29 +75,29 @@ def streams(_: Path) -> list[Run]:
     ]
 
 
-def larger(_: Path) -> dict[str, Any]:
-    """The batches of rank 1 grow, beyond what a refined plan has room for. `plans` are the levels
-    of activations as each step begins."""
-    lengths = [64] * 5 + [512] * 3
-    total_bytes = 4_400_000
-    found: dict[str, Any] = {"losses": [], "plans": [], "lengths": lengths}
+LENGTHS = (64, 256)  # tokens of a sequence, of each rank
+
+
+def longer(_: Path) -> dict[str, Any]:
+    """Rank 1 has the longer batches, and the plan is made for them."""
+    total_bytes = 20_000_000
+    found: dict[str, Any] = {"losses": []}
     with pytest.MonkeyPatch.context() as patch:
         of_bytes(total_bytes, patch)
-        # whatever is predicted
-        patch.setattr("stronghold.predict.refine.CHANGE_SHARE", 1e9)
         section = {"gpu_memory": total_bytes, "cpu_threads": 1}
         torch.manual_seed(0)
         model, _ = MODELS["llama"]()
         engine = initialized(model, config(clipping=0.0, section=section))
         with engine.inspect().device.counted():
-            for step, length in enumerate(lengths):
-                found["plans"].append(" ".join(engine.plan.activations))
-                batch = token_batch(2 * step + rank(), length=length if rank() == 1 else 64)
+            for step in range(3):
+                batch = token_batch(2 * step + rank(), length=LENGTHS[rank()])
                 loss = loss_of(engine(**batch))
                 engine.backward(loss)
                 engine.step()
                 found["losses"].append(loss.detach().clone())
                 del loss
+        found["tokens"] = engine.plan.demand.tokens
+        found["plan"] = (engine.plan.activations, sorted(engine.plan.resident))
         state = engine.module_state_dict()
         found["weights"] = {name: value.clone() for name, value in state.items()}
         engine.destroy()

@@ -271,7 +271,7 @@ class Plain(Side):
     def _nothing(self, *_: Any) -> None:
         return
 
-    replan = offload = reload = destroy = _nothing
+    offload = reload = destroy = _nothing
 
 
 class ByEngine(Side):
@@ -412,9 +412,6 @@ class ByEngine(Side):
         edit(self.model)
         self.edits.append(edit)
         self._open(seed=-1)
-
-    def replan(self, change: Callable[[Any], None]) -> None:
-        change(self.engine)
 
     def offload(self, include: list[str] | None) -> None:
         self.engine.offload_states(include=include)

@@ -164,7 +164,7 @@ def config(
 ) -> dict[str, Any]:
     """A DeepSpeed config with the "stronghold" section given; overflow is checked when gradients
     are clipped. Updates stand behind the gate unless the section has another number of early
-    layers: a plan that is refined would change what a test counts.
+    layers: early updates would change what a test counts.
     """
     made: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 from stronghold.errors import ConfigError
-from stronghold.model.costs import DTYPES, ModelCosts, trace_costs
+from stronghold.model.costs import DTYPES, ModelCosts, count_costs, trace_costs
 from stronghold.model.logits import LogitsInParts
 from stronghold.model.partition import Partition, partition
 from tests.models import HIDDEN, LENGTH, MODELS, VOCAB
@@ -350,7 +350,7 @@ def test_passing_bytes_are_the_peak_of_head_and_loss_on_their_own(trains: bool, 
         saved.clear()
         del x
         loss.backward()
-    assert total(traced, "passing_bytes") == live.peak - saved_bytes
+    assert traced.layers[-1].passing_bytes == live.peak - saved_bytes
 
 
 class Live(TorchDispatchMode):
@@ -393,6 +393,69 @@ def test_the_model_is_as_before() -> None:
     for name, parameter in model.named_parameters():
         assert values[name] == (parameter, parameter.data_ptr(), parameter.dtype)
         assert parameter.grad is None
+
+
+@pytest.mark.parametrize("answer", ["all", "sum"])
+def test_a_mask_that_masks_nothing_costs_nothing(answer: str) -> None:
+    """Models ask whether a mask masks something, in two ways. The answer is that of the batch."""
+
+    class Asking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+        def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
+            is_whole = attention_mask.all()
+            if answer == "sum":
+                is_whole = attention_mask.sum() == attention_mask.numel()
+            for block in self.blocks:
+                x = block(x)
+            return x.sum() if is_whole else (x * attention_mask[..., None]).sum()
+
+    model, x = Asking(), torch.ones(2, 3, 8)
+    saved = []
+    for masked in (0, 1):
+        mask = torch.ones(2, 3, dtype=torch.long)
+        mask[0, :masked] = 0
+        inputs = {"x": x, "attention_mask": mask}
+        layers = partition(model, "blocks")
+        costs = count_costs(model, layers, (), inputs, seq=3, dtype="fp32")
+        saved.append(total(costs, "saved_bytes"))
+    assert saved[0] < saved[1]
+
+
+def test_logits_without_a_loss_cost_a_log_softmax() -> None:
+    class Logits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(2))
+            self.head = nn.Linear(8, 1000, bias=False)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            for block in self.blocks:
+                x = block(x)
+            return {"logits": self.head(x)}
+
+    model, x = Logits(), torch.ones(2, 3, 8)
+    costs = count_costs(model, partition(model, "blocks"), (x,), {}, seq=3, dtype="fp32")
+    head = max(costs.layers, key=attrgetter("saved_bytes"))
+    assert head.saved_bytes >= 4 * 2 * 3 * 1000
+    assert head.backward.product_flops == 2 * head.forward.product_flops > 0
+
+
+def test_hooks_after_a_forward_see_no_count_and_other_ones_stay() -> None:
+    model, make_batch = MODELS["gpt"]()
+    seen: list[str] = []
+    model.register_forward_pre_hook(lambda *_: seen.append("before"))
+    after = model.register_forward_hook(lambda *_: seen.append("after"))
+    batch = make_batch(0)
+    count_costs(model, partition(model), (), batch, seq=LENGTH, dtype="fp32")
+    assert seen == ["before"]
+    model(**batch)
+    assert seen == ["before", "before", "after"]
+    after.remove()
+    model(**batch)
+    assert seen[3:] == ["before"]
 
 
 def test_a_buffer_that_forward_makes_does_not_stay() -> None:

@@ -114,6 +114,13 @@ def test_a_model_is_whole_when_all_of_it_stays_and_is_updated_there(pinned: Any)
     assert not make_plan(layout, demand(whole=False, **everything)).whole
 
 
+def test_a_level_that_waits_for_the_first_batch_is_open() -> None:
+    pinned: Any = {"window": 1, "resident_layers": 0, "gpu_budget_bytes": 1 << 30}
+    assert not demand(activations="recompute", **pinned).layers_may_move
+    waits = frozenset({"activations"})
+    assert demand(activations="recompute", by_rule=waits, **pinned).layers_may_move
+
+
 WITHOUT_BLOCKS = layout_of(((4096, 4096, False), (6144, 2048, False), (2048, 0, False)))
 
 
@@ -135,12 +142,13 @@ def test_a_model_without_blocks_is_whole_unless_its_state_has_no_room(pinned: st
 # -- the gpu's budget --------------------------------------------------------------------------
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("kept", [0, 1])
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(("training", "nvme"), [(True, False), (True, True), (False, False)])
 def test_the_budget_is_never_passed_and_too_little_is_refused_with_what_fits(
-    model: str, kept: int, training: bool
+    model: str, kept: int, training: bool, nvme: bool
 ) -> None:
+    """Three slots where blocks may stay in what is left, else as many as fit."""
     layout = layout_of(MODELS[model])
-    wish = demand(resident_layers=kept, training=training)
+    wish = demand(resident_layers=kept, training=training, nvme=nvme)
     most = make_plan(layout, dataclasses.replace(wish, window=99)).gpu_total_bytes
     with pytest.raises(BudgetError, match=r"stronghold\.gpu_memory: got 1 ") as error:
         make_plan(layout, dataclasses.replace(wish, gpu_budget_bytes=1))
@@ -153,7 +161,9 @@ def test_the_budget_is_never_passed_and_too_little_is_refused_with_what_fits(
             assert plan.gradient_slots >= 1
         widest = max(widest, plan.window)
     assert make_plan(layout, dataclasses.replace(wish, gpu_budget_bytes=least)).window <= 1
-    assert widest == plan.window == len(layout.streamed) - kept
+    num_streamed = len(layout.streamed) - kept
+    expected = min(3, num_streamed) if training and not nvme else num_streamed
+    assert widest == plan.window == expected
     with pytest.raises(BudgetError, match=r"stronghold\.gpu_memory") as error:
         make_plan(layout, dataclasses.replace(wish, gpu_budget_bytes=least - 1))
     assert need_of(error, "gpu_memory to at least") == least

@@ -12,8 +12,9 @@ import torch
 
 from stronghold.errors import BudgetError, ConfigError
 from stronghold.model.layout import ModelLayout
-from stronghold.plan.cost import LEVELS, Demand, Workload, workload_of
+from stronghold.plan.cost import LEVELS, Demand, Workload, spared, workload_of
 from stronghold.plan.estimate import estimate
+from stronghold.plan.gpu_memory import activation_bytes
 from stronghold.plan.machine import MachineProfile, Rates, rates_of
 from stronghold.plan.places import levels_of
 from stronghold.plan.plan import Plan, make_plan
@@ -72,6 +73,31 @@ def test_what_the_user_pinned_stays() -> None:
     assert (plan.window, plan.prefetch) == (4, 2)
     assert {plan.activations[index] for index in blocks} == {"recompute"}
     assert plan.resident & set(blocks) == {blocks[0]}
+
+
+@pytest.mark.parametrize("growth", [1.5, 3.0])
+@pytest.mark.parametrize("gpu_gib", [16, 20, 24])
+def test_a_larger_batch_that_keeps_nothing_has_room(gpu_gib: float, growth: float) -> None:
+    asked = question(gpu_gib)
+    plan = asked.choice(growth=growth).plan
+    larger = tuple(load.grown(growth) for load in asked.work.layers)
+    later = activation_bytes(
+        asked.layout, spared(plan.activations), replace(asked.demand, work=larger)
+    )
+    assert max(plan.activation_bytes, later) + plan.gpu_total_bytes <= gpu_gib * GIB
+    # where levels are pinned, the larger batch has these
+    plan = asked.choice(growth=growth, activations="attention").plan
+    later = activation_bytes(asked.layout, plan.activations, replace(asked.demand, work=larger))
+    assert later + plan.gpu_total_bytes <= gpu_gib * GIB
+
+
+def test_a_whole_model_has_room_for_a_larger_batch_that_keeps_everything() -> None:
+    asked = question(1, batch=1)
+    whole = asked.choice(gpu_budget_bytes=None, resident_updates="gpu").plan
+    enough = gpu_bytes(whole) + whole.activation_bytes  # for twice the tokens
+    assert whole.whole
+    assert asked.choice(gpu_budget_bytes=enough, growth=2.0).plan.whole
+    assert not asked.choice(gpu_budget_bytes=enough - (1 << 20), growth=2.0).plan.whole
 
 
 def test_a_refusal_names_the_smallest_budget_that_fits() -> None:

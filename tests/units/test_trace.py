@@ -88,11 +88,8 @@ def test_a_run_of_any_length_keeps_the_newest_operations_alone() -> None:
         kept.append(len(lanes.spans()))
         assert lanes.spans()[-1].name == f"fetch {k}"
     assert max(kept) == 200
-    mark = lanes.mark()
-    lanes.record("fetch", "fetch 1050", 0.0, 1.0)
-    for k in range(1051, 1100):
-        lanes.record("fetch", f"fetch {k}", 0.0, 1.0)
-    assert [span.name for span in lanes.spans(mark)] == [f"fetch {k}" for k in range(1050, 1100)]
+    newest = [span.name for span in lanes.spans()[-100:]]
+    assert newest == [f"fetch {k}" for k in range(950, 1050)]
 
 
 @pytest.mark.parametrize(

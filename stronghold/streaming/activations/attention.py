@@ -24,10 +24,9 @@ import torch
 
 from stronghold.devices.base import Device
 from stronghold.devices.random_numbers import random_state, set_random_state
-from stronghold.model.gpu_operators import ATTENTION_KERNELS, attention_cost
+from stronghold.model.gpu_operators import ATTENTION_KERNELS
 from stronghold.streaming.activations.offload import LayerOffload
 from stronghold.streaming.activations.saved import SavedActivation, SavedTensor
-from stronghold.streaming.activations.sizes import ActivationSizes
 from stronghold.streaming.patches.attention import Plain, Through
 from stronghold.streaming.patches.autograd import TorchDispatchMode
 from stronghold.streaming.patches.tensors import version_of
@@ -38,10 +37,9 @@ DROPOUT_POSITION = 4  # of `dropout_p` among the function's arguments
 
 
 class _KernelCall(NamedTuple):
-    """One call of a kernel: its query, key and value, and its results."""
+    """One call of a kernel, and its results."""
 
     kernel: Any
-    inputs: tuple[Any, ...]
     results: tuple[Any, ...]
 
 
@@ -69,7 +67,7 @@ class _KernelRecorder(TorchDispatchMode):
     ) -> Any:
         results = func(*args, **(kwargs or {}))
         if func in ATTENTION_KERNELS:
-            self.calls.append(_KernelCall(func, args[:3], results))
+            self.calls.append(_KernelCall(func, results))
         return results
 
 
@@ -162,23 +160,6 @@ def _dropout_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
     if len(args) > DROPOUT_POSITION:
         return float(args[DROPOUT_POSITION])
     return float(kwargs.get("dropout_p", 0.0))
-
-
-class MeasuredAttention:
-    """Counts the cost of the attention calls of one layer."""
-
-    def __init__(self, sizes: ActivationSizes, layer: int) -> None:
-        self._sizes = sizes
-        self._layer = layer
-
-    def through(self, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        """Call `plain`, and count the kernels' calls inside."""
-        with _KernelRecorder() as recorder:
-            output = plain(*args, **kwargs)
-        for call in recorder.calls:
-            cost = attention_cost(call.inputs, call.results)
-            self._sizes.saw_attention(self._layer, cost)
-        return output
 
 
 @functools.cache

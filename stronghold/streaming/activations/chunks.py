@@ -192,6 +192,18 @@ class Chunks:
                 vars(module)["forward"] = block.inner
         self._blocks.clear()
 
+    @contextlib.contextmanager
+    def resting(self) -> Iterator[None]:
+        """Context manager in which the modules have their own forward."""
+        divided = {module: vars(module)["forward"] for module in self._blocks}
+        try:
+            for module, block in self._blocks.items():
+                vars(module)["forward"] = block.inner
+            yield
+        finally:
+            for module, forward in divided.items():
+                vars(module)["forward"] = forward
+
     def divides(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """True if this call will be divided."""
         if not torch.is_grad_enabled() or module not in self._blocks:
@@ -199,10 +211,6 @@ class Chunks:
         if any(map(is_cache, (*args, *kwargs.values()))):
             return False
         return batch_of(args, kwargs) > self.size
-
-    def count(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-        """Return the number of chunks in the call."""
-        return -(-batch_of(args, kwargs) // self.size)
 
     def run_again(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Run a chunk's forward in backward. No hook inside the block is called again."""

@@ -31,12 +31,20 @@ from stronghold.streaming.activations.saved import (
     refuse_written,
     refuse_written_resident,
 )
-from stronghold.streaming.activations.sizes import ActivationSizes, strided_tensors
 from stronghold.streaming.executor import Executor
 from stronghold.streaming.patches.autograd import Hooks
-from stronghold.streaming.patches.tensors import version_of
+from stronghold.streaming.patches.tensors import sparse_parts, version_of
 
 OuterPack = Callable[[torch.Tensor], Any]  # of the user's hooks, or of a recomputation
+
+
+# Layouts with compressed indices: the methods that return the two tensors of indices.
+_COMPRESSED = {
+    torch.sparse_csr: ("crow_indices", "col_indices"),
+    torch.sparse_bsr: ("crow_indices", "col_indices"),
+    torch.sparse_csc: ("ccol_indices", "row_indices"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices"),
+}
 
 
 class HookPairs:
@@ -45,12 +53,10 @@ class HookPairs:
     def __init__(
         self,
         executor: Executor,
-        sizes: ActivationSizes,
         offload: ActivationOffload,
         run_again: Callable[[Recomputation], None],
     ) -> None:
         self._executor = executor
-        self._sizes = sizes
         self._offload = offload
         self._run_again = run_again
 
@@ -76,7 +82,7 @@ class HookPairs:
             recomputation: the one whose places this forward saves.
             offloads: whether large tensors go to the host.
         """
-        executor, sizes, layers = self._executor, self._sizes, self._executor.layers
+        executor, layers = self._executor, self._executor.layers
         run_again, weights, offload = (self._run_again, self._executor.weights, self._offload)
         layer_at, staying, decoded = weights.layer_at, weights.staying, weights.decoded
         is_worth_offloading = offload.is_worth_offloading
@@ -96,8 +102,6 @@ class HookPairs:
                 offset = tensor.storage_offset()
                 place = (decoded.layer, tensor.dtype, offset, tensor.shape, tensor.stride())
                 return new(SavedDecoded, place)
-            if sizes.counting:
-                sizes.saw(layer, tensor)
             if address in staying:
                 # [Note: pack] of `saved`
                 return SavedResident(tensor.detach(), version_of(tensor))
@@ -146,14 +150,12 @@ class HookPairs:
     ) -> Any:
         """Return the handle of a sparse tensor ([Note: sparse] of `saved`)."""
         layer_at = self._executor.weights.layer_at
-        tensors = strided_tensors(tensor)
+        tensors = _strided_tensors(tensor)
         if any(strided.untyped_storage().data_ptr() in layer_at for strided in tensors):
             pack, _ = self.make(layer, outer=outer, offloads=offloads)
             handles = tuple(map(pack, tensors))
             is_coalesced = tensor.layout is torch.sparse_coo and tensor.is_coalesced()
             return SavedSparse(handles, tensor.layout, tensor.shape, is_coalesced)
-        if self._sizes.counting:
-            self._sizes.saw(layer, tensor)
         if outer is not None:
             return outer(tensor)
         return SavedTensor(tensor.detach(), version_of(tensor))
@@ -179,3 +181,16 @@ class HookPairs:
         assert foreign is not None
         unpack = foreign.pair[1]
         return unpack(packed.packed)
+
+
+def _strided_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the indices and values of a sparse tensor. Empty for a layout whose memory torch does
+    not show."""
+    tensor = tensor.detach()
+    if tensor.layout is torch.sparse_coo:
+        return sparse_parts(tensor)
+    names = _COMPRESSED.get(tensor.layout)
+    if names is None:
+        return []
+    indices = [getattr(tensor, name)() for name in names]
+    return [*indices, tensor.values()]

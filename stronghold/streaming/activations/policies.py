@@ -29,17 +29,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from stronghold.errors import BudgetError, format_size
 from stronghold.plan.cost import AGAIN, ATTENTION, AWAY
 from stronghold.plan.plan import Plan
-from stronghold.streaming.activations.attention import (
-    AttentionCalls,
-    MeasuredAttention,
-    say_not_kept,
-)
+from stronghold.streaming.activations.attention import AttentionCalls, say_not_kept
 from stronghold.streaming.activations.key_value_caches import without_cache
 from stronghold.streaming.activations.offload import ActivationOffload, LayerOffload
 from stronghold.streaming.activations.packing import HookPairs, OuterPack
 from stronghold.streaming.activations.recompute import Recomputation, RecomputedModule
 from stronghold.streaming.activations.saved import ForeignHooks, SavedTensor, WeightsEpoch
-from stronghold.streaming.activations.sizes import ActivationSizes
 from stronghold.streaming.executor import Executor
 from stronghold.streaming.parts import Parts
 from stronghold.streaming.patches.attention import Through, running
@@ -94,7 +89,6 @@ class Activations:
 
     plan             has the policies, `activations`, by the layout's index
     host_room_bytes  the most host memory for offloaded activations; None: all that is free
-    sizes            counts of saved bytes
     spares           while true, forwards that begin keep nothing on the device that can be
                      recomputed, under any plan
     """
@@ -115,10 +109,8 @@ class Activations:
         # The recomputation whose second run begins, until its module enters.
         self._starting: Recomputation | None = None
         self._recomputed: dict[nn.Module, RecomputedModule] = {}
-        self.sizes = ActivationSizes(num_layers)
         self._offload = ActivationOffload(parts, host_room_bytes, plan.offloaded_bytes)
-        self._measured = [MeasuredAttention(self.sizes, layer) for layer in range(num_layers)]
-        self._pairs = HookPairs(executor, self.sizes, self._offload, self._run_again)
+        self._pairs = HookPairs(executor, self._offload, self._run_again)
         self._keeping = [self._pairs.make(layer) for layer in range(num_layers)]
 
     @property
@@ -161,11 +153,8 @@ class Activations:
         is_first_run = not recomputing and recomputation is None
         if is_first_run:
             self._offload.begin_forward()
-            self.sizes.enter(layer, (args, kwargs))
         foreign = None if foreign_pair is None else ForeignHooks(foreign_pair)
         through: Through | None = None
-        if is_first_run and self.sizes.counting:
-            through = self._measured[layer].through
         outer: OuterPack | None = None
         offloads = False
         if recomputation is not None:
@@ -240,7 +229,6 @@ class Activations:
     def leave(self, layer: int, *, chunk: bool = False) -> None:
         """End the layer's forward, or one `chunk` of it, after its return or exception."""
         scope = next((scope for scope in reversed(self._open) if scope.layer == layer), None)
-        self.sizes.leave(chunk=chunk)
         is_last = layer >= self._last_offloading
         if scope is None:  # the forward failed before `enter`, or went chunk by chunk
             if is_last:
@@ -321,7 +309,6 @@ class Activations:
                 scope.recomputation.drop()
         self._open.clear()
         self._offload.forget_storages()
-        self.sizes.leave()
         return left_open
 
     def _restore_outside_hooks(self) -> None:
