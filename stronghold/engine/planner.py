@@ -268,7 +268,7 @@ class Planner:
                     dtype=stack.precision,
                 )
         except ConfigError as error:
-            logger.info("%s. Memory is left to activations without a count", error)
+            logger.info("%s. The plan leaves memory to activations without a count", error)
             return None
         finally:
             if generator is not None:

@@ -53,6 +53,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 INDEX_NAMES = frozenset(
     {"block_idx", "idx", "index", "layer_id", "layer_idx", "layer_index", "layer_number"}
 )
+HOOKS_AFTER = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 MAX_CONTAINER = 100  # longer containers are compared by identity
 # A block's number in a module's path, which PEFT's layers keep in a dict.
 _NUMBER_IN_PATH = re.compile(r"\.\d+\.")
@@ -143,8 +144,8 @@ def count_costs(
     2. Work outside the layers' modules counts for the resident layer that ran last.
     3. If the call returns no loss, the program is taken to compute one from each output by a
        log-softmax in fp32.
-    4. Hooks after a module's forward do not run. All attributes of modules, and Python's and
-       torch's random numbers on the CPU, are as before.
+    4. Of hooks on modules only those before a forward run. All attributes of modules, and Python's
+       and torch's random numbers on the CPU, are as before.
 
     ConfigError if the model's code needs values.
     """
@@ -225,7 +226,8 @@ def _token_inputs(model: nn.Module, batch: int, seq: int) -> dict[str, Any]:
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
     """Context manager that restores what a forward may change: attributes of modules, the contents
-    of their lists, dicts and sets, and random numbers. Hooks after a forward do not run in it."""
+    of their lists, dicts and sets, and random numbers. Of hooks on modules only those before a
+    forward run in it."""
     attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
     contents = [
         (value, copy.copy(value))
@@ -233,8 +235,8 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
         for value in before.values()
         if isinstance(value, list | dict | set)
     ]
-    for own, _ in attributes:
-        own["_forward_hooks"] = OrderedDict()  # probes, which would keep what they see
+    for own, _ in attributes:  # probes, which would keep what they see
+        own |= {name: OrderedDict() for name in HOOKS_AFTER}
     generators = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):

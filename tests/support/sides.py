@@ -231,7 +231,10 @@ class Plain(Side):
         kept = {
             "weights": self.model.state_dict(),
             "states": {name: self._adam.begin(self.named()[name]) for name in self.trains},
-            "rates": [group["lr"] for group in self.optimizer.param_groups],
+            "groups": [
+                {key: value for key, value in group.items() if key != "params"}
+                for group in self.optimizer.param_groups
+            ],
             "scaler": scaler_state(self._scaler),
             "schedule": self._schedule and self._schedule.state_dict(),
             "random": torch.get_rng_state(),
@@ -249,8 +252,8 @@ class Plain(Side):
                     setattr(module, name, buffer.clone())
         self.model.load_state_dict(kept["weights"])
         self._adam.state = {self.named()[name]: state for name, state in kept["states"].items()}
-        for group, rate in zip(self.optimizer.param_groups, kept["rates"], strict=True):
-            group["lr"] = rate
+        for group, settings in zip(self.optimizer.param_groups, kept["groups"], strict=True):
+            group.update(settings)
         restore_scaler(self._scaler, kept["scaler"])
         if self._schedule is not None:
             self._schedule.load_state_dict(kept["schedule"])

@@ -446,6 +446,8 @@ def test_logits_without_a_loss_cost_a_log_softmax() -> None:
 def test_hooks_after_a_forward_see_no_count_and_other_ones_stay() -> None:
     model, make_batch = MODELS["gpt"]()
     seen: list[str] = []
+    model.blocks[0].register_full_backward_hook(lambda *_: seen.append("backward"))
+    model.blocks[0].register_full_backward_pre_hook(lambda *_: seen.append("backward"))
     model.register_forward_pre_hook(lambda *_: seen.append("before"))
     after = model.register_forward_hook(lambda *_: seen.append("after"))
     batch = make_batch(0)

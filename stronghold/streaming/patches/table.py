@@ -678,7 +678,7 @@ _USED = (
         ),
         reason="A forward that changes its hooks is kept. A block's second run calls the hooks of "
         "the first, and no others. While chunks run, each hook inside a block is replaced by one "
-        "that notes its arguments. While costs are counted, no hook runs after a forward.",
+        "that notes its arguments. While costs are counted, hooks before a forward run alone.",
         file=_MODULES,
         beside=("streaming/activations/block_state.py", "model/costs.py"),
     ),
