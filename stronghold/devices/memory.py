@@ -18,6 +18,7 @@ class DeviceMemory(ABC):
 
     `budget_bytes` limits the bytes of live buffers; None: the device's memory is the limit. A
     device that does not count tensors returns None or 0 from the methods that count them.
+    `peak_bytes` are the most bytes of buffers at once.
     """
 
     def __init__(self, name: str, budget_bytes: int | None) -> None:
@@ -25,7 +26,6 @@ class DeviceMemory(ABC):
         self.budget_bytes = budget_bytes
         self.allocated_bytes = 0
         self.peak_bytes = 0
-        self._earlier_peak_bytes = 0
 
     # -- buffers ----------------------------------------------------------------------------------
     def allocate(self, numel: int, dtype: torch.dtype, purpose: str) -> torch.Tensor:
@@ -66,18 +66,6 @@ class DeviceMemory(ABC):
     def release(self, *buffers: torch.Tensor) -> None:
         """Take buffers of `allocate` out of the count. Their owner is about to drop them."""
         self.allocated_bytes -= sum(buffer.numel() * buffer.element_size() for buffer in buffers)
-
-    def peak_with(self, beside_bytes: int) -> int:
-        """Return the peak of buffers and `beside_bytes` of torch's tensors together.
-
-        An earlier plan's peak counts if it was larger.
-        """
-        return max(self._earlier_peak_bytes, self.peak_bytes + beside_bytes)
-
-    def restart_peak(self) -> None:
-        """Begin a new peak for a new plan. The previous plan's buffers do not count with it."""
-        self._earlier_peak_bytes = self.peak_with(0)
-        self.peak_bytes = self.allocated_bytes
 
     def has_room(self, nbytes: int, beside_bytes: int) -> bool:
         """Return whether `nbytes` of buffers and `beside_bytes` of other memory are free now.

@@ -505,7 +505,6 @@ class Stack:
         try:
             self._finish_runtime()
             self._drop_runtime()
-            self.device.memory.restart_peak()
             for layer in sorted(plan.updated_on_gpu):
                 if self.host.layers[layer].home is not GPU:
                     self.store.move_to_device(layer)
@@ -619,7 +618,7 @@ class Stack:
         device."""
         return MemoryReport(
             gpu_planned=self._planned[0],
-            gpu_peak=self.device.memory.peak_with(self.runtime.kept_gradient_bytes),
+            gpu_peak=self.device.memory.peak_bytes + self.runtime.kept_gradient_bytes,
             host_planned=self._planned[1],
             host_peak=self.host.peak_bytes,
             host_activations=self.runtime.activations.host_bytes,

@@ -212,9 +212,12 @@ def llama(lengths: list[int]) -> Any:
 
 
 @contextlib.contextmanager
-def counted(factory: Any, settings: dict[str, Any], monkeypatch: Any) -> Iterator[Any]:
-    """An engine on a counted device, and batches. Inside, tensors are the device's."""
-    of_bytes(settings["stronghold"]["gpu_memory"], monkeypatch)
+def counted(
+    factory: Any, settings: dict[str, Any], monkeypatch: Any, total_bytes: int | None = None
+) -> Iterator[Any]:
+    """An engine on a counted device, of as many bytes as it may use, and batches. Inside, tensors
+    are the device's."""
+    of_bytes(total_bytes or settings["stronghold"]["gpu_memory"], monkeypatch)
     torch.manual_seed(0)
     model, make_batch = factory()
     engine = initialized(model, settings)
@@ -244,7 +247,8 @@ def trained(
             taken.append(micro)
             del loss
         run.weights = {name: value.clone() for name, value in engine.module_state_dict().items()}
-        run.moments = moments_of(engine)
+        if taken:
+            run.moments = moments_of(engine)
     assert all(map(should_reduce_batch_size, refusals))
     return run, taken, [str(refusal) for refusal in refusals]
 
@@ -310,6 +314,7 @@ def test_a_batch_is_counted_while_a_graph_and_gradients_wait(
 def test_room_for_the_largest_batch_is_left_by_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it the first batch's plan fills the device. With it the long batch keeps nothing that
     can be computed again."""
+    monkeypatch.setenv("STRONGHOLD_PROFILE", str(MACHINE))  # on which recomputation costs time
     lengths = [SHORT, LONG, SHORT]
     section = section_of(2_600_000)
     _, taken, refusals = trained(lengths, config(precision="bf16", section=section), monkeypatch)
@@ -319,6 +324,68 @@ def test_room_for_the_largest_batch_is_left_by_a_key(monkeypatch: pytest.MonkeyP
     run, taken, _ = trained(lengths, config(precision="bf16", section=section), monkeypatch)
     assert taken == [0, 1, 2]
     assert_identical(run, train_plain(llama(lengths), steps=3, precision="bf16"))
+
+
+def test_a_first_batch_may_leave_no_room_for_a_larger_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the config asks for the room."""
+    section = section_of(2_100_000)
+    _, taken, _ = trained([LONG], config(precision="bf16", section=section), monkeypatch)
+    assert taken == [0]
+    section |= {"batch_tokens": 3 * LONG}
+    _, taken, (refusal,) = trained([LONG], config(precision="bf16", section=section), monkeypatch)
+    assert not taken
+    assert "lower stronghold.batch_tokens" in refusal
+
+
+def test_a_batch_that_would_fill_the_last_tenth_keeps_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The allocator's fragments need it."""
+    monkeypatch.setenv("STRONGHOLD_PROFILE", str(MACHINE))
+    monkeypatch.setattr("stronghold.engine.planner.CHECKED_AHEAD", 1.0)
+    section = section_of(MIDDLE, resident_layers=0, resident_updates="host")
+    lengths = list(range(SHORT, LONG, 16))
+    settings = config(precision="bf16", section=section)
+    spared: list[bool] = []
+    with counted(llama(lengths), settings, monkeypatch) as (engine, make_batch):
+        layout, plan = engine.inspect().layout, None
+        for micro in range(len(lengths)):
+            loss = loss_of(engine(**make_batch(micro)))
+            if plan is None:
+                plan = engine.plan
+                share = plan.activation_bytes / lengths[0]  # bytes are proportional to the length
+            spared.append(engine._stack.runtime.activations.spares)
+            kept_bytes = plan.gpu_total_bytes + share * lengths[micro]
+            if kept_bytes < 0.88 * MIDDLE:
+                assert not spared[-1]
+            elif kept_bytes > 0.92 * MIDDLE:
+                assert spared[-1]
+            engine.backward(loss)
+            engine.step()
+            del loss
+    assert layout.streamed
+    assert {*spared} == {True, False}
+
+
+def test_the_budget_of_the_config_counts_no_activations(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = config(precision="bf16", section=section_of(160_000))
+    with counted(llama([SHORT]), settings, monkeypatch, AMPLE) as (engine, make_batch):
+        train(engine, make_batch, range(1))
+        assert 80_000 < engine.plan.gpu_total_bytes <= 160_000 < engine.plan.activation_bytes
+
+
+def test_layers_with_files_stay_where_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvme = {"path": str(tmp_path), "spill": "moments"}
+    section = section_of(AMPLE, nvme=nvme, early_layers=None)
+    settings = config(precision="bf16", clipping=0.0, section=section)
+    with counted(llama([SHORT]), settings, monkeypatch) as (engine, make_batch):
+        before = engine.plan
+        train(engine, make_batch, range(1))
+        after = engine.plan
+        assert (after.resident, after.homes) == (before.resident, before.homes)
+        assert after.window == before.window == 3  # all blocks
 
 
 @pytest.mark.parametrize("length", [96, 4096])
