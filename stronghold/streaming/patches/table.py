@@ -660,9 +660,10 @@ _USED = (
             "torch.nn.modules.module._global_backward_pre_hooks",
         ),
         reason="A head with hooks on its gradient gives real logits: the gradient of lazy "
-        "ones never passes there. Chunks refuse such hooks inside a block.",
+        "ones never passes there. Chunks refuse such hooks inside a block. While costs are "
+        "counted, none runs.",
         file=_MODULES,
-        beside=(_LOGITS,),
+        beside=(_LOGITS, "model/costs.py"),
     ),
     Patch(
         key="forward_hooks",
