@@ -22,6 +22,8 @@ from stronghold.plan.places import Places
 # without a budget: one computes, one is still in use, two are on their way
 DEFAULT_WINDOW = 4
 MAX_GRADIENT_SLOTS = 2  # one gathers while the other drains
+# Parts of a plan's bytes that exist before anything trains.
+WEIGHTS_ON_GPU = ("weight slots", "decoded weights", "resident blocks", "outside the blocks")
 SLOTS = ((3, 2), (2, 2), (2, 1), (1, 1))  # for weights and for gradients: the first that fit
 
 

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field, replace
 from stronghold.errors import BudgetError
 from stronghold.model.layout import ModelLayout
 from stronghold.plan.cost import AGAIN, Demand, Traffic, traffic_of
-from stronghold.plan.gpu_memory import GpuPeak, choose_slots
+from stronghold.plan.gpu_memory import WEIGHTS_ON_GPU, GpuPeak, choose_slots
 from stronghold.plan.homes import Homes, make_homes
 from stronghold.plan.host_memory import Staging, early_reasons, plan_host
 from stronghold.plan.places import MIB, Places, place_layers
@@ -97,6 +97,11 @@ class Plan:
     @property
     def gpu_total_bytes(self) -> int:
         return sum(self.gpu_bytes.values())
+
+    @property
+    def gpu_weight_bytes(self) -> int:
+        """Bytes of the gpu that weights take, before anything trains."""
+        return sum(self.gpu_bytes[part] for part in WEIGHTS_ON_GPU)
 
     @property
     def host_total_bytes(self) -> int:

@@ -509,11 +509,15 @@ class Stack:
                 if self.host.layers[layer].home is not GPU:
                     self.store.move_to_device(layer)
             self.host.apply_plan(plan.pending, plan.ring_entries, plan.early)
+            # The plan before has allocated no gradients on the device.
+            gpu_before, host_before = self.plan.gpu_weight_bytes, self._planned[1]
+            self._planned = (
+                max(gpu_before, plan.gpu_total_bytes),
+                max(host_before, plan.host_total_bytes),
+            )
             self.plan = plan
             self.metrics.recomputed = plan.recomputed
             self._start(plan)
-            gpu, host = self._planned
-            self._planned = (max(gpu, plan.gpu_total_bytes), max(host, plan.host_total_bytes))
         # after Ctrl-C parts of two plans are mixed for good
         except BaseException as error:
             self.device.report(LaneError(LaneName.COMPUTE, "the plan for the first batch", error))

@@ -84,6 +84,22 @@ def test_the_plan_for_the_first_batch_changes_no_bit(name: str, clipping: float)
     assert report.gpu_peak <= section["gpu_memory"]
 
 
+@pytest.mark.parametrize("chunk", [None, 1])
+@pytest.mark.parametrize(("name", "share"), [("llama", 0.3), ("llama", 0.9), ("uneven", 1.4)])
+def test_the_peak_is_planned_also_where_the_plan_before_had_more_slots(
+    name: str, share: float, chunk: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for the third model, of which every block stays."""
+    monkeypatch.setenv("STRONGHOLD_PROFILE", str(MACHINE))
+    section = section_of(budget_of(name, share), chunk=chunk)
+    model, make_batch = MODELS[name]()
+    engine = initialized(model, config(section=section))
+    train(engine, make_batch, range(2))
+    report = engine.memory_report()
+    engine.destroy()
+    assert report.gpu_peak == report.gpu_planned <= section["gpu_memory"]
+
+
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_layers_move_once_before_the_first_gradient(accumulation: int) -> None:
     """Evaluation comes first, and needs no plan for a batch."""
