@@ -226,9 +226,9 @@ class StrongholdConfig(_Section):
         "half of it where the plan does not know them. On the emulated device there is no limit."
     )
     batch_tokens: Positive | None = key(
-        "Tokens of the largest micro-batch that may come, with padding. The plan leaves room for "
-        "it: a larger batch is refused before it runs if it has none. Left out: half as many again "
-        "as the first batch that trains."
+        "Tokens of the largest micro-batch, with padding. The plan leaves room for it. A batch "
+        "without room is refused before it runs. Left out: half as many again as the first batch "
+        "that trains."
     )
     host_memory: Bytes | None = key(
         "Budget of host memory of each rank, for weights, masters, moments and gradients. Left "

@@ -29,7 +29,7 @@ import inspect
 import random
 import re
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -54,6 +54,7 @@ INDEX_NAMES = frozenset(
     {"block_idx", "idx", "index", "layer_id", "layer_idx", "layer_index", "layer_number"}
 )
 HOOKS_AFTER = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+CONTAINERS = (list, dict, set, OrderedDict, defaultdict)  # subclasses may forbid to change them
 MAX_CONTAINER = 100  # longer containers are compared by identity
 # A block's number in a module's path, which PEFT's layers keep in a dict.
 _NUMBER_IN_PATH = re.compile(r"\.\d+\.")
@@ -151,12 +152,11 @@ def count_costs(
     """
     with ExitStack() as undo:
         undo.enter_context(_unchanged(model))
-        weights = _without_memory(model, cast_to)
-        trace = _Trace(partition, weights)
-        undo.enter_context(trace.attached(is_padded=_is_padded(kwargs)))
-        undo.enter_context(torch.enable_grad())
-        args, kwargs = tree_map_only(torch.Tensor, _on_meta, (tuple(args), dict(kwargs)))
         try:
+            trace = _Trace(partition, _without_memory(model, cast_to))
+            undo.enter_context(trace.attached(is_padded=_is_padded(kwargs)))
+            undo.enter_context(torch.enable_grad())
+            args, kwargs = tree_map_only(torch.Tensor, _on_meta, (tuple(args), dict(kwargs)))
             # of the output it alone stays alive, as in training
             loss = _loss(model(*args, **kwargs))
             trace.begin_backward()
@@ -233,7 +233,7 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
         (value, copy.copy(value))
         for _, before in attributes
         for value in before.values()
-        if isinstance(value, list | dict | set)
+        if type(value) in CONTAINERS
     ]
     for own, _ in attributes:  # probes, which would keep what they see
         own |= {name: OrderedDict() for name in HOOKS_AFTER}

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
+from transformers.utils import ModelOutput
 
 from stronghold.errors import ConfigError
 from stronghold.model.costs import DTYPES, ModelCosts, count_costs, trace_costs
@@ -458,6 +459,20 @@ def test_hooks_after_a_forward_see_no_count_and_other_ones_stay() -> None:
     after.remove()
     model(**batch)
     assert seen[3:] == ["before"]
+
+
+def test_what_cannot_be_counted_is_refused_and_changes_nothing() -> None:
+    """An input without shape and strides; a module that keeps its last output, which none may
+    update."""
+    model, make_batch = MODELS["gpt"]()
+    model.last = kept = ModelOutput(loss=torch.ones(1))
+    layers, batch = partition(model), make_batch(0)
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    with pytest.raises(ConfigError, match="failed on tensors without values"):
+        count_costs(model, layers, (nested,), {}, seq=LENGTH, dtype="fp32")
+    count_costs(model, layers, (), batch, seq=LENGTH, dtype="fp32")
+    assert model.last is kept
+    assert list(kept) == ["loss"]
 
 
 def test_a_buffer_that_forward_makes_does_not_stay() -> None:
