@@ -225,8 +225,6 @@ class Demand:
 
 WEIGHT_FETCHES = 2  # k: forward and backward
 SUM_BYTES = 4  # bytes of an accumulated gradient, which is fp32
-# So many parameters have a whole number of bytes, also where several share an item.
-MANY_PARAMETERS = 1 << 20
 
 COMPUTE = "compute"
 MEMORY = "host memory bandwidth"
@@ -266,36 +264,6 @@ class Traffic:
     offloaded_bytes: int = 0
     nvme_read_bytes: int = 0
     nvme_written_bytes: int = 0
-
-    @classmethod
-    def of_parameters(
-        cls,
-        states: States,
-        *,
-        streamed: int = 0,
-        trained: int = 0,
-        refreshed: int = 0,
-        window: int = 0,
-        layer: int = 0,
-        micro_batches: int = 1,
-    ) -> Traffic:
-        """The traffic of a model of one format, from numbers of parameters.
-
-        `trained` of the `streamed` parameters have gradients. `refreshed` parameters stay on the
-        device and are updated on the host.
-        """
-        weight_bytes = states.weight_bytes
-        update_bytes = states.update_bytes(states.dtype)
-        return cls(
-            micro_batches=micro_batches,
-            streamed_bytes=weight_bytes * streamed,
-            window_bytes=weight_bytes * window,
-            refreshed_bytes=weight_bytes * refreshed,
-            layer_bytes=weight_bytes * layer,
-            trained_bytes=weight_bytes * trained,
-            trained_parameters=trained,
-            update_bytes=int(update_bytes * (trained + refreshed)),
-        )
 
     @property
     def fetch_bytes(self) -> int:
@@ -433,18 +401,6 @@ class Limits:
     fill_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BreakEven:
-    """Numbers of tokens from which compute takes longest, for a model of any size.
-
-    From `cpu` tokens per step compute takes longer than the optimizer. From `link` tokens per
-    micro-batch it takes longer than the weights' transfer to the GPU.
-    """
-
-    cpu: float
-    link: float
-
-
 def physical_limit(
     traffic: Traffic,
     machine: MachineProfile,
@@ -500,55 +456,6 @@ def disk_s(traffic: Traffic, read_gbps: float, write_gbps: float, mixed_gbps: fl
     moved = traffic.nvme_read_bytes + traffic.nvme_written_bytes
     together_s = moved / mixed_gbps * 1e-9
     return max(reads_s, writes_s, min(together_s, reads_s + writes_s))
-
-
-def break_even(
-    machine: MachineProfile,
-    dtype: str,
-    states: States,
-    *,
-    recompute: bool,
-    active_share: float = 1.0,
-    trained_share: float = 1.0,
-    gradients_per_product: float = 2.0,
-    stored_bytes: float | None = None,
-) -> BreakEven:
-    """Numbers of tokens at which the terms of [Note: formula] are equal, without attention.
-
-    They are q F / ((2 + 2 g + 2 r) a M) and k e F / ((2 + 2 g + 2 r) a B).
-
-    active_share   a: one token computes with that share of the streamed parameters. It is 1 in a
-                   dense model. It is small in a model of experts, in which all parameters move and
-                   few compute
-    trained_share  the share of the streamed parameters that train, which lowers q
-    gradients_per_product  g: 2 in full training, little more than 1 with frozen weights
-    stored_bytes   e: bytes of a streamed parameter on the host. None: those of `states`
-    """
-    if stored_bytes is None:
-        stored_bytes = states.weight_bytes
-    products = 1.0 + gradients_per_product + (1.0 if recompute else 0.0)
-    tokens_per_s = machine.flops[dtype] / (2.0 * products * active_share)
-    memory_rate = max(machine.memory_gbps.values()) * 1e9
-    fetch_rate = machine.fetch_gbps * 1e9
-    # Of a trained parameter, without the fetches of its weight.
-    updated = bytes_per_parameter(states) - WEIGHT_FETCHES * states.weight_bytes
-    moved = WEIGHT_FETCHES * stored_bytes + trained_share * updated
-    return BreakEven(
-        cpu=moved * tokens_per_s / memory_rate,
-        link=WEIGHT_FETCHES * stored_bytes * tokens_per_s / fetch_rate,
-    )
-
-
-def bytes_per_parameter(states: States, micro_batches: int = 1) -> float:
-    """q: bytes of host memory that a step reads and writes for a trained, streamed parameter.
-
-    With two moments: 32 in bf16, 26 of them the optimizer's; 18.25 with lean states; 36 in fp16,
-    which reads and writes the weight and its whole fp32 master.
-    """
-    moved = Traffic.of_parameters(
-        states, streamed=MANY_PARAMETERS, trained=MANY_PARAMETERS, micro_batches=micro_batches
-    )
-    return moved.memory_bytes / MANY_PARAMETERS
 
 
 # -- seconds --------------------------------------------------------------------------------------

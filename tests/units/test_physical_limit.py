@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from stronghold.model.costs import DTYPES
+from stronghold.optim.states import States
 from stronghold.plan.cost import (
     COMPUTE,
     DISK,
@@ -17,11 +18,8 @@ from stronghold.plan.cost import (
     FETCH,
     MEMORY,
     OFFLOAD,
-    BreakEven,
     Limits,
     Traffic,
-    break_even,
-    bytes_per_parameter,
     physical_limit,
 )
 from stronghold.plan.machine import MachineProfile
@@ -56,9 +54,34 @@ def limit(machine: MachineProfile = MACHINE, dtype: str = "bf16", **changes: Any
     for name, value in changes.items():
         (flops if name.endswith("flops") else parameters)[name] = value
     further = {name: parameters.pop(name) for name in list(parameters) if name.endswith("_bytes")}
-    moved = Traffic.of_parameters(adam_states(DTYPES[dtype]), **parameters)
+    moved = traffic(adam_states(DTYPES[dtype]), **parameters)
     moved = dataclasses.replace(moved, **further)
     return physical_limit(moved, machine, dtype, **flops)
+
+
+def traffic(
+    states: States,
+    *,
+    streamed: int = 0,
+    trained: int = 0,
+    refreshed: int = 0,
+    window: int = 0,
+    layer: int = 0,
+    micro_batches: int = 1,
+) -> Traffic:
+    """The traffic of a model from numbers of parameters. `trained` of the `streamed` ones have
+    gradients; `refreshed` ones stay on the device and are updated on the host."""
+    weight_bytes = states.weight_bytes
+    return Traffic(
+        micro_batches=micro_batches,
+        streamed_bytes=weight_bytes * streamed,
+        window_bytes=weight_bytes * window,
+        refreshed_bytes=weight_bytes * refreshed,
+        layer_bytes=weight_bytes * layer,
+        trained_bytes=weight_bytes * trained,
+        trained_parameters=trained,
+        update_bytes=int(states.update_bytes(states.dtype) * (trained + refreshed)),
+    )
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -85,8 +108,13 @@ def test_offloaded_activations_cross_both_ways_and_touch_memory_twice() -> None:
 
 def test_every_micro_batch_moves_the_weights_and_adds_its_gradients() -> None:
     """Two: 6 bytes of transfers more, one sum of 2 read and 4 written, which Adam reads."""
-    assert bytes_per_parameter(BF16, 2) - bytes_per_parameter(BF16, 1) == 6 + (2 + 4) + 4
-    assert bytes_per_parameter(BF16, 5) - bytes_per_parameter(BF16, 4) == 6 + (2 + 4 + 4)
+    moved = {
+        count: traffic(BF16, streamed=1, trained=1, micro_batches=count).memory_bytes
+        for count in (1, 2, 4, 5)
+    }
+    assert moved[1] == 32  # bytes of host memory per parameter, 26 of them the optimizer's
+    assert moved[2] - moved[1] == 6 + (2 + 4) + 4
+    assert moved[5] - moved[4] == 6 + (2 + 4 + 4)
     one, four = (limit(micro_batches=n).parts for n in (1, 4))
     for name in (COMPUTE, FETCH, OFFLOAD, DUPLEX):
         assert four[name] == pytest.approx(4 * one[name])
@@ -131,25 +159,3 @@ def test_the_limit_is_its_largest_part_and_a_layers_way_in_and_out() -> None:
     assert limits.fill_s == pytest.approx(2 / 20 + 2 / 25)
     assert limits.seconds == max(limits.parts.values()) + limits.fill_s
     assert limits.parts[limits.bound] == max(limits.parts.values())
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-def test_at_break_even_compute_takes_as_long(recompute: bool) -> None:
-    tokens = break_even(MACHINE, "bf16", BF16, recompute=recompute)
-    for count, part in ((tokens.cpu, MEMORY), (tokens.link, FETCH)):
-        for parameters in (10**8, 10**11):  # whatever the size
-            forward = 2.0 * parameters * count
-            parts = limit(
-                forward_flops=forward,
-                recomputed_flops=forward if recompute else 0.0,
-                streamed=parameters,
-                trained=parameters,
-            ).parts
-            assert parts[COMPUTE] == pytest.approx(parts[part])
-
-
-def test_break_even_is_the_published_formula() -> None:
-    assert bytes_per_parameter(BF16) == 32
-    assert break_even(MACHINE, "bf16", BF16, recompute=True) == BreakEven(
-        cpu=pytest.approx(32 * 150e12 / (8 * 60e9)), link=pytest.approx(4 * 150e12 / (8 * 20e9))
-    )

@@ -152,14 +152,12 @@ def test_adapters_of_fused_experts_are_counted_with_the_weights_that_they_add(
     settings.save_pretrained(tmp_path)
     fused = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     alone, both = (question_of(tmp_path, lora_targets=["q_proj", *more]) for more in ([], fused))
-    assert 0 < alone.trained_share < both.trained_share < 0.7
     forward = [
         sum(layer.forward_flops for layer in question.costs.layers) for question in (alone, both)
     ]
     elements = 2 * 4 * (64 * 128 + 64 * 64)  # of both layers' experts
     assert forward[1] - forward[0] == 2 * 2 * RANK * elements
     # PEFT takes the experts out of their module meanwhile. They are there for the next question.
-    assert 1.0 < both.gradients_per_product < 1.6
     longer = both.model.costs_of(both.batch, 2 * both.seq, both.dtype)
     assert sum(layer.forward_flops for layer in longer.layers) > 1.9 * forward[1]
 

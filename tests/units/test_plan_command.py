@@ -53,7 +53,6 @@ def test_the_page_says_what_fits_how_fast_and_why(capsys: pytest.CaptureFixture[
         "of the step",
         "Physical limit",
         "the plan reaches",
-        "break even",
         "1 GiB more on the gpu",
         "1 GiB more of host memory",
         "twice the tokens: batch 2",
@@ -321,9 +320,6 @@ def test_a_model_without_blocks_stays_whole_and_the_page_says_so(
     status, page, _ = run(*call, "--gpu", "100kB", capsys=capsys)
     assert status == 1
     assert "the model has no repeated blocks, so that all of it stays" in " ".join(page.split())
-    status, _, said = run(*call, "--sweep", "window", capsys=capsys)
-    assert status == 2
-    assert "--sweep window: the model has no repeated blocks" in said
 
 
 def test_a_sequence_beyond_the_models_positions_is_noted(tmp_path: Path) -> None:
@@ -381,13 +377,6 @@ def test_without_transformers_the_way_out_is_named(
         ([*SIZES, "--machine", "rtx4090", "--nvme-path", "."], "expected it with --nvme SIZE"),
         ([*SIZES, "--machine", "rtx4090", "--wire", "9"], "expected it with --gpus N"),
         ([*SIZES, "--machine", "rtx4090", "--gpus", "2", "--network", "9"], "with --nodes M"),
-        ([*SIZES, "--machine", "rtx4090", "-o", "a.png"], "is for the plot of --sweep"),
-        ([*SIZES, "--machine", "rtx4090", "--sweep", "seq", "--write", "a"], "--write and --sweep"),
-        ([*SIZES, "--machine", "rtx4090", "--sweep", "seq", "--json"], "--json and --sweep"),
-        (
-            [*SIZES, "--machine", "rtx4090", "--sweep", "window", "-o", "/dev/null/a.png"],
-            "/dev/null/a.png: the picture cannot be written",
-        ),
     ],
 )
 def test_a_mistake_is_one_line_with_the_options_name(

@@ -10,11 +10,6 @@ import textwrap
 from collections.abc import Iterator
 from operator import itemgetter
 
-import torch
-
-from stronghold.optim import DEFAULT
-from stronghold.optim.states import EXACT, states_of
-from stronghold.plan.cost import break_even
 from stronghold.plan.machine import ADAM_BF16_BYTES, ADAM_LEAN_BYTES
 from stronghold.tools.doctor.findings import Findings, threads_in_words
 from stronghold.tools.doctor.rules import problems_of
@@ -22,7 +17,6 @@ from stronghold.tools.doctor.rules import problems_of
 GIB = float(1 << 30)
 WIDTH = 100
 PARAMETERS = 8e9
-STATES = states_of(torch.bfloat16, EXACT, DEFAULT.moments)  # of the example
 # of a parameter on the host: bf16 weight, 16-bit remainder, two fp32 moments
 STATE_BYTES = 12
 Row = tuple[str, str, str]
@@ -65,7 +59,8 @@ def _link_rows(findings: Findings) -> Iterator[Row]:
         meaning = ""
         if dtype == "bf16":
             step_s = 6 * PARAMETERS * 8192 / rate
-            tokens = break_even(profile, "bf16", STATES, recompute=False).link
+            # per parameter: two trips of 2 bytes, 6 FLOPs for each token
+            tokens = (2 * 2 / (profile.fetch_gbps * 1e9)) * (rate / 6)
             meaning = (
                 f"a step of 8192 tokens computes for {_s(step_s)}; from {tokens:,.0f} tokens per "
                 "step on, compute hides the weights' two trips"

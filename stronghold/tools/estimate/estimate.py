@@ -20,10 +20,8 @@ from stronghold.plan.cost import (
     ATTENTION,
     COMPUTE,
     DISK,
-    BreakEven,
     Limits,
     attention_s,
-    break_even,
     physical_limit,
     traffic_of,
 )
@@ -130,21 +128,6 @@ class Estimate:
         return next(iter(self.shares), "nothing")
 
     @property
-    def break_even(self) -> BreakEven:
-        recompute = self.plan is None or self.plan.recomputed > 0.5
-        asked = self.question
-        return break_even(
-            asked.machine,
-            asked.dtype,
-            asked.arrays,
-            recompute=recompute,
-            active_share=asked.active_share,
-            trained_share=asked.trained_share,
-            gradients_per_product=asked.gradients_per_product,
-            stored_bytes=asked.stored_bytes,
-        )
-
-    @property
     def tiers(self) -> dict[str, tuple[int, dict[str, int]]]:
         """The budget of each tier in bytes, and the parts of its peak."""
         question, plan = self.question, self.plan
@@ -191,7 +174,6 @@ class Estimate:
             "reasons": self.reasons,
             "timing": {name: getattr(self, name) for name in timed} if self.fits else None,
             "limits": asdict(self.limits),
-            "break_even": asdict(self.break_even),
             "gains": [
                 {"change": change}
                 | {name: gained and getattr(gained, name) for name in ("step_s", "tokens_per_s")}

@@ -1,4 +1,4 @@
-"""An estimate as one page of text.
+"""An estimate as one page of text, and several as a table.
 
 Owns the words and the layout. The command prints them.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import textwrap
+from collections.abc import Mapping
 from operator import itemgetter
 from typing import Any
 
@@ -37,6 +38,18 @@ def page(estimate: Estimate, *, config_path: str | None = None) -> str:
         text = textwrap.indent(config_text(estimate.config), "  ")
         blocks.append(["Config", *text.splitlines()])
     return "\n\n".join("\n".join(lines) for lines in blocks if lines)
+
+
+def table(points: Mapping[int, Estimate], axis: str) -> str:
+    """One line per estimate, by its value on this axis."""
+    lines = [f"{axis:>9}  {'step':>9}  {'tokens/s':>9}  {'limit':>9}  bound"]
+    for value, point in points.items():
+        line = f"{value:>9,}  does not fit"
+        if point.fits:
+            line = f"{value:>9,}  {seconds(point.step_s):>9}  {point.tokens_per_s:>9,.0f}  "
+            line += f"{seconds(point.limits.seconds):>9}  {point.bound}"
+        lines.append(line)
+    return "\n".join(lines)
 
 
 def _head(estimate: Estimate) -> list[str]:
@@ -105,17 +118,11 @@ def _limit(estimate: Estimate) -> list[str]:
     parts = ", ".join(f"{name} {seconds(value)}" for name, value in descending if value > 0.0)
     if limits.fill_s > 0.0:
         parts += f"; one layer's way in and out {seconds(limits.fill_s)}"
-    even = estimate.break_even
     return [
         "Physical limit",
         *_labelled("step", f"{seconds(limits.seconds)}, {tokens:,.0f} tokens/s{distance}"),
         *_labelled("set by", limits.bound),
         *_labelled("resources", parts),
-        *_labelled(
-            "break even",
-            f"compute outlasts the CPU's updates from {even.cpu:,.0f} tokens per step, the "
-            f"weights' way to the GPU from {even.link:,.0f} tokens per micro-batch",
-        ),
     ]
 
 

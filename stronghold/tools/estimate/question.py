@@ -18,7 +18,7 @@ from stronghold.model.costs import DTYPES, ModelCosts
 from stronghold.model.layout import ModelLayout, for_ranks
 from stronghold.optim import examples
 from stronghold.optim.states import EXACT, LEAN, Formats, StateKind, States, one_format, states_of
-from stronghold.plan.cost import Demand, Workload, weight_bytes, with_decoding, workload_of
+from stronghold.plan.cost import Demand, Workload, with_decoding, workload_of
 from stronghold.plan.machine import MachineProfile, Rates, find_profile, machine_names, rates_of
 from stronghold.streaming.formats import page_items
 from stronghold.tools.estimate.adapters import Adapters, adapters_from_options
@@ -98,45 +98,6 @@ class Question:
             network_gbps=self.network_gbps,
             states=self.states,
         )
-
-    @property
-    def active_share(self) -> float:
-        """The share of the blocks' parameters with which one token computes.
-
-        It comes from the FLOPs of their products, two for each parameter. It is 1 for a model
-        whose blocks multiply nothing.
-        """
-        layout, loads = self.layout, self.costs.layers
-        products = sum(loads[index].forward.product_flops for index in layout.streamed)
-        numel = sum(layout.layers[index].num_parameters for index in layout.streamed)
-        if not products or not numel:
-            return 1.0
-        return products / (2.0 * self.batch * self.seq * numel)
-
-    @property
-    def trained_share(self) -> float:
-        """The share of the blocks' parameters that train; 1 for a model without blocks."""
-        blocks = [self.layout.layers[index] for index in self.layout.streamed]
-        numel = sum(layer.num_parameters for layer in blocks)
-        return sum(layer.num_trainable for layer in blocks) / numel if numel else 1.0
-
-    @property
-    def stored_bytes(self) -> float:
-        """Bytes of a block's parameter on the host, on average."""
-        formats = self.demand.formats
-        blocks = [self.layout.layers[index] for index in self.layout.streamed]
-        numel = sum(layer.num_parameters for layer in blocks)
-        if not numel:
-            return self.arrays.weight_bytes
-        return sum(weight_bytes(layer, formats) for layer in blocks) / numel
-
-    @property
-    def gradients_per_product(self) -> float:
-        """Products of the blocks' backward for each one of forward, by FLOPs."""
-        blocks = [self.costs.layers[index] for index in self.layout.streamed]
-        products = sum(block.forward.product_flops for block in blocks)
-        gradients = sum(block.backward.product_flops for block in blocks)
-        return gradients / products if products else 2.0
 
     @property
     def cpu_threads(self) -> int:
