@@ -24,6 +24,7 @@ from stronghold.tools.answer import Answer
 REMOVED = {
     ("prepare",): '"frozen": "nf4" in the section packs the weights at each start.',
     ("plan", "--base-on"): "--nvme SIZE says what files may hold, frozen weights as well.",
+    ("plan", "-o"): "--sweep prints its table; with --json a plot can read its figures.",
     ("import",): "The weights of DeepSpeed's checkpoints: DeepSpeed's zero_to_fp32.py writes them "
     "in fp32; load them into the model before initialize. Moments begin anew.",
     ("export", "--to"): "It writes a model directory. For fp32 weights run the zero_to_fp32.py "
@@ -250,10 +251,14 @@ def _add_plan(commands: Any) -> None:
         "as many as pay)",
     )
     output = plan.add_argument_group("output")
-    output.add_argument("--write", type=Path, metavar="FILE", help="write the config there")
     output.add_argument("--json", action="store_true", help="print the figures as JSON")
-    output.add_argument("--sweep", choices=["window", "batch", "seq", "layers"], help="draw a plot")
-    output.add_argument("-o", "--output", type=Path, metavar="FILE", help="the plot (sweep.png)")
+    several = output.add_mutually_exclusive_group()
+    several.add_argument("--write", type=Path, metavar="FILE", help="write the config there")
+    several.add_argument(
+        "--sweep",
+        choices=["batch", "seq", "layers"],
+        help="one line for each of several values, each twice the one before it",
+    )
     plan.set_defaults(
         run=LateCommand("stronghold.tools.estimate.command:run", "torch and transformers")
     )

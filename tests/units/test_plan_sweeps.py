@@ -1,60 +1,58 @@
-"""Laws of `stronghold plan --sweep`: it ends where one more does not fit. A plan takes seconds."""
+"""`stronghold plan --sweep`: each value is twice the one before, up to the first that fits not."""
 
 from __future__ import annotations
 
-import functools
-import re
+import json
 import time
 from pathlib import Path
 
 import pytest
 
-from stronghold.tools.estimate.estimate import Estimate, estimate
+from stronghold.tools.estimate.estimate import estimate
 from stronghold.tools.estimate.question import question_from_options
-from stronghold.tools.estimate.sweep import draw, sweep, table
 from tests.support.forecasts import SIZES, asked, full_estimate, run
 from tests.support.published import published
 
 LIMITS = {"gpu": "20MB", "host": "30MB"}
+CALL = [*SIZES, "--machine", "v100-32gb", "--gpu", LIMITS["gpu"], "--host", LIMITS["host"]]
 
 
-@functools.cache
-def swept(axis: str) -> list[tuple[int, Estimate]]:
-    return sweep(asked(**LIMITS), axis)
-
-
-# -- sweeps ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("axis", ["window", "seq"])
-def test_a_sweep_draws_and_prints_its_points(
-    axis: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("axis", "first"), [("batch", 1), ("seq", 512), ("layers", 4)])
+def test_a_sweep_ends_with_the_first_that_does_not_fit(
+    axis: str, first: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    png = tmp_path / "deep" / f"{axis}.png"
-    limits = ["--gpu", LIMITS["gpu"], "--host", LIMITS["host"], "--machine", "v100-32gb"]
-    status, text, _ = run(*SIZES, *limits, "--sweep", axis, "-o", str(png), capsys=capsys)
+    status, text, _ = run(*CALL, "--sweep", axis, capsys=capsys)
     assert status == 0
-    assert f"The plot is in {png}" in text
-    assert png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    rows = [line for line in text.splitlines() if re.match(r"\s+[\d,]+  ", line)]
-    assert len(rows) >= 4
-
-
-@pytest.mark.parametrize("axis", ["batch", "layers"])
-@pytest.mark.slow
-def test_a_sweep_ends_with_the_largest_that_fits_and_the_next_that_does_not(
-    axis: str, tmp_path: Path
-) -> None:
-    points = swept(axis)
-    values = [value for value, _ in points]
-    assert values == sorted(set(values))
-    assert all(found.fits for _, found in points[:-1])
-    assert not points[-1][1].fits
-    assert values[-1] == values[-2] + 1
-    assert f"{values[-1]:,}" in table(points, axis).splitlines()[-1]
-    draw(points, axis, tmp_path / "sweep.png")
-    assert estimate(asked(**LIMITS, **{axis: values[-2]})).fits
+    head, *rows = text.splitlines()
+    assert head.split()[0] == axis
+    values = [int(row.split()[0].replace(",", "")) for row in rows]
+    assert values == [first * 2**k for k in range(len(values))]
+    assert len(values) >= 3
+    *fitting, last = rows
+    assert last.endswith("does not fit")
     assert not estimate(asked(**LIMITS, **{axis: values[-1]})).fits
+    for row, value in zip(fitting, values, strict=False):
+        found = estimate(asked(machine="v100-32gb", **LIMITS, **{axis: value}))
+        assert f"{found.tokens_per_s:,.0f}" in row.split()
+        assert row.endswith(found.bound)
+
+
+def test_a_sweeps_figures_are_json_too(capsys: pytest.CaptureFixture[str]) -> None:
+    status, text, _ = run(*CALL, "--sweep", "layers", "--json", capsys=capsys)
+    assert status == 0
+    figures = json.loads(text)
+    assert [point["asked"]["num_blocks"] for point in figures] == [
+        4 << k for k in range(len(figures))
+    ]
+    assert [point["fits"] for point in figures] == [True] * (len(figures) - 1) + [False]
+
+
+def test_where_not_even_the_first_fits_the_status_says_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    status, text, _ = run(*CALL, "--gpu", "10kB", "--sweep", "batch", capsys=capsys)
+    assert status == 1
+    assert text.splitlines()[1:] == ["        1  does not fit"]
 
 
 # -- speed ----------------------------------------------------------------------------------------

@@ -1,44 +1,46 @@
-"""`stronghold plan`: the options become a question, and its estimate a page, JSON or a plot."""
+"""`stronghold plan`: the options become a question, and its estimate a page, a table or JSON."""
 
 from __future__ import annotations
 
 import argparse
 import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
-from stronghold.errors import ConfigError
 from stronghold.tools.answer import Answer, write_text
 from stronghold.tools.estimate.advice import with_advice
-from stronghold.tools.estimate.estimate import estimate, with_fastest_chunk, with_largest_batch
-from stronghold.tools.estimate.page import config_text, page
+from stronghold.tools.estimate.estimate import (
+    Estimate,
+    estimate,
+    with_fastest_chunk,
+    with_largest_batch,
+)
+from stronghold.tools.estimate.page import config_text, page, table
 from stronghold.tools.estimate.question import Question, question_from_options
+
+# The first value of a sweep; each further one is twice the one before it.
+FIRST = {"batch": 1, "seq": 512, "layers": 4}
+MOST_POINTS = 12  # of a sweep
 
 
 def run(arguments: argparse.Namespace, _: Callable[[str], None]) -> Answer:
     """Estimate what `arguments` ask for. The status is 1 if nothing fits."""
-    _check_output(arguments)
     question = _question(arguments)
-    if arguments.sweep:
-        # imports matplotlib, which others do without
-        from stronghold.tools.estimate import sweep
-
-        png = arguments.output or Path(f"sweep_{arguments.sweep}.png")
-        points = sweep.sweep(question, arguments.sweep)
-        sweep.draw(points, arguments.sweep, png)
-        text = f"{sweep.table(points, arguments.sweep)}\n\nThe plot is in {png}"
-        return Answer(text=text)
-    answer = with_advice(estimate(question))
-    path = arguments.write
-    if path is not None and answer.config is not None:
-        write_text("--write", path, config_text(answer.config) + "\n")
-    if arguments.json:
-        text = json.dumps(answer.as_json(), indent=2)
+    if arguments.sweep is not None:
+        points = dict(_sweep(question, arguments.sweep))
+        fits = any(point.fits for point in points.values())
+        figures: object = [point.as_json() for point in points.values()]
+        text = table(points, arguments.sweep)
     else:
+        answer = with_advice(estimate(question))
+        fits, figures, path = answer.fits, answer.as_json(), arguments.write
+        if path is not None and answer.config is not None:
+            write_text("--write", path, config_text(answer.config) + "\n")
         text = page(answer, config_path=None if path is None else str(path))
-    return Answer(text=text, status=0 if answer.fits else 1)
+    if arguments.json:
+        text = json.dumps(figures, indent=2)
+    return Answer(text=text, status=0 if fits else 1)
 
 
 def _question(arguments: argparse.Namespace) -> Question:
@@ -54,11 +56,20 @@ def _question(arguments: argparse.Namespace) -> Question:
     return question
 
 
-def _check_output(arguments: argparse.Namespace) -> None:
-    if arguments.output is not None and not arguments.sweep:
-        raise ConfigError(
-            "--output: is for the plot of --sweep; expected --sweep, or --write for the config"
-        )
-    for option, value in (("--write", arguments.write), ("--json", arguments.json)):
-        if value and arguments.sweep:
-            raise ConfigError(f"{option} and --sweep: expected one of them; a sweep is many plans")
+def _sweep(question: Question, axis: str) -> Iterator[tuple[int, Estimate]]:
+    """Estimates along "batch", "seq" or "layers", up to the first that does not fit."""
+    model = question.model
+    for doublings in range(MOST_POINTS):
+        value = FIRST[axis] << doublings
+        if axis == "layers":
+            asked = replace(question, model=model.with_layers(value))
+        elif axis == "seq":
+            if value > (model.positions or value):
+                return
+            asked = replace(question, seq=value, model=model.with_positions(value))
+        else:
+            asked = replace(question, batch=value)
+        found = estimate(asked)
+        yield value, found
+        if not found.fits:
+            return
