@@ -83,8 +83,7 @@ def estimate(
     if len(work.layers) != len(layout.layers):
         raise StateError(f"estimate: work of {len(work.layers)} layers for {len(layout.layers)}")
     steps = _StepClocks(layout, plan, work, rates, asynchronous=asynchronous)
-    # Two steps settle. Two count, because slots may alternate.
-    steps.run()
+    # One step settles, to 0.5 % where updates are early. Two count, because slots may alternate.
     begin_s = steps.run()
     steps.forget_shares()
     steps.run()
@@ -140,7 +139,8 @@ class Lanes:
             "stage": (rates.load_gbps, {"spill": after_spill, "load": 0.0}),
             "spill": (rates.spill_gbps, {"load": after_load, "stage": after_load}),
         }
-        gbps["update"] = (rates.update_gbps, dict.fromkeys(gbps, rates.update_gbps))
+        update_gbps = min(rates.update_gbps, rates.memory_gbps)
+        gbps["update"] = (update_gbps, dict.fromkeys(gbps, rates.update_gbps))
         gbps["gather"] = (rates.wire_gbps, {})
         gbps["reduce"] = (rates.reduce_gbps, {})
         gbps["exchange"] = (rates.exchange_gbps, {"reduce": rates.exchange_gbps / 2})
@@ -152,25 +152,17 @@ class Lanes:
     def move(self, lane: str, nbytes: float, *after: End) -> End:
         """Submit a transfer that waits for all of `after`. Returns its end."""
         last = max(after)
-        has_waited = last.at_s > self.free_s[lane]
-        begin_s = now_s = max(self.free_s[lane], last.at_s)
+        free_s = self.free_s[lane]
+        has_waited = last.at_s > free_s
+        begin_s = now_s = max(free_s, last.at_s)
         alone, beside = self._rates[lane]
         others = [
             (other, rate) for name, rate in beside.items() for other in self._after(name, begin_s)
         ]
-        edges = {time_s for other, _ in others for time_s in (other.begin_s, other.end_s)}
-        left = nbytes
-        for edge_s in (*sorted(edge_s for edge_s in edges if edge_s > begin_s), inf):
-            running = [each for each in others if each[0].begin_s <= now_s < each[0].end_s]
-            rate = min([alone, *(rate for _, rate in running)])
-            if lane == "update":
-                rate = min(rate, self._memory - sum(other.rate for other, _ in running))
-            rate = max(rate, LEAST_SHARE * alone)
-            if now_s + left / rate <= edge_s:
-                now_s += left / rate
-                break
-            left -= (edge_s - now_s) * rate
-            now_s = edge_s
+        if others:
+            now_s = self._shared_end_s(lane, begin_s, nbytes, others)
+        else:
+            now_s += nbytes / alone
         if now_s > begin_s:
             self._transfers[lane].append(_Transfer(begin_s, now_s, nbytes / (now_s - begin_s)))
             self.busy_s[lane] += now_s - begin_s
@@ -178,6 +170,25 @@ class Lanes:
         if has_waited and last.seconds > now_s - begin_s:
             return End(now_s, last.lane, last.seconds)
         return End(now_s, lane, now_s - begin_s)
+
+    def _shared_end_s(
+        self, lane: str, begin_s: float, nbytes: float, others: list[tuple[_Transfer, float]]
+    ) -> float:
+        """The end of a transfer beside others, each of which leaves it a rate."""
+        alone, _ = self._rates[lane]
+        now_s, left = begin_s, nbytes
+        edges = {time_s for other, _ in others for time_s in (other.begin_s, other.end_s)}
+        for edge_s in (*sorted(edge_s for edge_s in edges if edge_s > begin_s), inf):
+            running = [each for each in others if each[0].begin_s <= now_s < each[0].end_s]
+            rate = min([alone, *(rate for _, rate in running)])
+            if lane == "update":
+                rate = min(rate, self._memory - sum(other.rate for other, _ in running))
+            rate = max(rate, LEAST_SHARE * alone)
+            if now_s + left / rate <= edge_s:
+                break
+            left -= (edge_s - now_s) * rate
+            now_s = edge_s
+        return now_s + left / rate
 
     def _after(self, lane: str, begin_s: float) -> list[_Transfer]:
         """The lane's transfers that end after `begin_s`. A lane's transfers end in order."""

@@ -45,7 +45,7 @@ from stronghold.plan.machine import Rates
 from stronghold.plan.places import Places, levels_of, place_layers
 from stronghold.plan.plan import Plan, make_plan
 
-RESIDENT_SHARES = 16  # numbers of resident blocks are tried in steps of this share, then in finer
+RESIDENT_SHARES = 8  # numbers of resident blocks are tried in steps of this share, then in finer
 UPDATE_PLACES = ("host", "gpu")  # the places at which resident layers may be updated
 LEAST_LATE = 0.01  # share of a step that forward waits for updates, from which early ones pay
 EARLY_FACTORS = (0.85, 1.15, 1.3)  # how many early updates pay is not exact

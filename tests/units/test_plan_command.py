@@ -53,12 +53,11 @@ def test_the_page_says_what_fits_how_fast_and_why(capsys: pytest.CaptureFixture[
         "of the step",
         "Physical limit",
         "the plan reaches",
-        "1 GiB more on the gpu",
-        "1 GiB more of host memory",
         "twice the tokens: batch 2",
         '"stronghold": {',
     ):
         assert expected in page
+    assert "1 GiB more" not in page  # a whole model gains nothing
     assert "lean" not in page  # the host holds the states
     assert max(map(len, page.split("Config")[0].splitlines())) <= 100
 
@@ -115,12 +114,13 @@ def test_more_memory_is_never_said_to_cost_anything(tmp_path: Path) -> None:
     )
     assert found.fits
     gains = dict(found.gains)
-    for change in ("1 GiB more on the gpu", "1 GiB more of host memory"):
-        gained = gains[change]
-        assert gained.step_s <= found.step_s
+    assert "1 GiB more of host memory" not in gains  # there is plenty
     assert found.bound.startswith("link")
     more = gains["1 GiB more on the gpu"]
     assert more.step_s < 0.95 * found.step_s
+    *_, used = (sum(parts.values()) for _, parts in found.tiers.values())
+    short = full_estimate(dataclasses.replace(found.question, host_bytes=used))
+    assert dict(short.gains)["1 GiB more of host memory"].step_s <= short.step_s
 
 
 def test_what_host_memory_cannot_hold_goes_to_nvme(tmp_path: Path) -> None:
@@ -134,7 +134,9 @@ def test_what_host_memory_cannot_hold_goes_to_nvme(tmp_path: Path) -> None:
     assert found.step_s >= found.limits.parts["nvme"] > 0.0
     settings = load(found.config)
     assert settings.stronghold.nvme.paths == (str(tmp_path),)
-    assert "1 GiB more of nvme" in dict(found.gains)
+    assert "1 GiB more of nvme" not in dict(found.gains)
+    short = full_estimate(dataclasses.replace(found.question, nvme_bytes=sum(parts.values())))
+    assert "1 GiB more of nvme" in dict(short.gains)
 
 
 def test_nvme_needs_a_measured_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,8 @@ from stronghold.tools.estimate.estimate import Estimate, estimate
 from stronghold.tools.estimate.question import Question
 
 GIB = 1 << 30
+OF_TIERS = {"gpu": "on the gpu", "host": "of host memory", "nvme": "of nvme"}
+FULL = 0.9  # share of a tier
 SMALLEST = "nf4"  # format of frozen weights
 
 
@@ -58,12 +60,12 @@ def _wires(question: Question) -> str:
 def _gains(bare: Estimate) -> Iterator[tuple[str, Estimate | None]]:
     """The estimate after each change; if no plan fits, only changes after which one does."""
     question = bare.question
-    changes: dict[str, dict[str, Any]] = {
-        "1 GiB more on the gpu": {"gpu_bytes": question.gpu_bytes + GIB},
-        "1 GiB more of host memory": {"host_bytes": question.host_bytes + GIB},
-        "1 GiB more of nvme": {"nvme_bytes": question.nvme_bytes + GIB},
-        f"twice the tokens: batch {2 * question.batch}": {"batch": 2 * question.batch},
-    }
+    changes: dict[str, dict[str, Any]] = {}
+    for tier, of_tier in OF_TIERS.items():
+        if _is_short(bare, tier):
+            field = f"{tier}_bytes"
+            changes[f"1 GiB more {of_tier}"] = {field: getattr(question, field) + GIB}
+    changes[f"twice the tokens: batch {2 * question.batch}"] = {"batch": 2 * question.batch}
     # Lean states round otherwise, so no plan has them unasked.
     full = bare.plan is None or any(bare.plan.nvme_bytes.values())
     if full and (question.states, question.dtype) == (EXACT, "bf16"):
@@ -73,15 +75,19 @@ def _gains(bare: Estimate) -> Iterator[tuple[str, Estimate | None]]:
         packed = question.model.with_frozen(SMALLEST)
         changes[f"frozen: {SMALLEST} (weights are rounded)"] = {"model": packed}
     for change, values in changes.items():
-        if "nvme_bytes" in values and not question.nvme_bytes:
-            continue
-        asked = replace(question, **values)
-        gained = estimate(asked)
-        alike = (asked.tokens, asked.states) == (question.tokens, question.states)
-        if gained.fits and bare.fits and alike and asked.model is question.model:
+        gained = estimate(replace(question, **values))
+        if change.startswith("1 GiB") and bare.fits:
             # More memory takes nothing away: the plan without it still fits.
             gained = min(gained, bare, key=attrgetter("step_s"))
         if gained.fits:
             yield change, gained
         elif bare.fits:
             yield change, None
+
+
+def _is_short(bare: Estimate, tier: str) -> bool:
+    """True if more of the tier may buy something: its plan nearly fills it, or none fits."""
+    if bare.plan is None:
+        return tier != "nvme" or bare.question.nvme_bytes > 0
+    budget, parts = bare.tiers.get(tier, (0, {}))
+    return not bare.plan.whole and sum(parts.values()) > FULL * budget
