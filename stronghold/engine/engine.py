@@ -663,7 +663,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
 
         Waits for nothing. Put `print(engine.inspect())` into a bug report.
         """
-        return inspect(self._stack)
+        return inspect(self._stack, self.last_record)
 
     def synchronize(self) -> None:
         """Wait until every parameter holds its newest value.

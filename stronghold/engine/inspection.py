@@ -20,10 +20,12 @@ from stronghold.memory.stores import Store
 from stronghold.model.layout import LayerLayout, ModelLayout, ParameterSlice
 from stronghold.optim.states import Formats, States
 from stronghold.plan.cost import Demand
+from stronghold.plan.estimate import StepEstimate
 from stronghold.plan.homes import Home
 from stronghold.plan.plan import Plan
 from stronghold.plan.schedule import Action
 from stronghold.streaming.stack import MemoryReport, Stack
+from stronghold.telemetry.metrics import Metrics, StepRecord
 from stronghold.telemetry.trace import Span
 
 
@@ -133,6 +135,9 @@ class Inspection:
 
     layers, layout  the layers, and how the model is cut into them
     demand, plan    the input of the plan, and the plan
+    predicted       estimate of a step. None before the first batch that trains, and if its costs
+                    are unknown
+    last_step       counters of the last step
     schedule        actions of the training step that the executor predicts
     performed       actions of the last step
     operations      recorded spans, oldest first; empty unless `stronghold.trace` is set or the
@@ -154,6 +159,8 @@ class Inspection:
     layout: ModelLayout
     demand: Demand
     plan: Plan
+    predicted: StepEstimate | None
+    last_step: StepRecord | None
     schedule: tuple[Action, ...]
     performed: tuple[Action, ...]
     operations: tuple[Span, ...]
@@ -170,7 +177,12 @@ class Inspection:
     files: Store
 
     def __str__(self) -> str:
-        lines = [str(self.plan), "layers"]
+        lines = [str(self.plan)]
+        if self.predicted is not None:
+            lines.append(f"predicted {self.predicted}")
+        if self.last_step is not None:
+            lines.append(f"measured {Metrics.format(self.last_step)}")
+        lines.append("layers")
         lines += [f"  {layer.text}" for layer in self.layers]
         lines.append("schedule")
         lines += [f"  {action}" for action in self.schedule]
@@ -180,7 +192,7 @@ class Inspection:
         return "\n".join(lines)
 
 
-def inspect(stack: Stack) -> Inspection:
+def inspect(stack: Stack, last_step: StepRecord | None) -> Inspection:
     """Return the view of the engine whose parts `stack` has. Waits for nothing."""
     host = stack.host
     tiers = host.tiers
@@ -190,6 +202,8 @@ def inspect(stack: Stack) -> Inspection:
         layout=stack.layout,
         demand=stack.demand,
         plan=stack.plan,
+        predicted=stack.predicted,
+        last_step=last_step,
         schedule=tuple(executor.schedule.actions),
         performed=executor.performed.last,
         operations=tuple(stack.trace.spans()),

@@ -46,8 +46,7 @@ from stronghold.model.costs import count_costs
 from stronghold.plan.cost import Demand, LayerWork, Workload, spared, with_decoding, workload_of
 from stronghold.plan.gpu_memory import activation_bytes
 from stronghold.plan.machine import Rates, rates_of
-from stronghold.plan.plan import Plan
-from stronghold.plan.rules import fastest_plan
+from stronghold.plan.rules import Choice, fastest_plan
 from stronghold.streaming.demand import pinned_activations
 from stronghold.streaming.stack import Stack, reserved_bytes
 from stronghold.telemetry.metrics import BatchSize
@@ -175,17 +174,22 @@ class Planner:
                 f"{stack.device.name} would be out of memory. {chosen}"
             ) from chosen
         self._room = _Room(kept=self._first, evaluated=self._first)
-        plan = replace(chosen, cpu_threads=stack.plan.cpu_threads)
+        plan = replace(chosen.plan, cpu_threads=stack.plan.cpu_threads)
         stack.take_plan(plan)
         logger.info("for batches of %d tokens: %s", self._first.tokens, plan)
+        if first.work is not None:
+            tokens_of_step = self._first.tokens * stack.demand.micro_batches
+            stack.metrics.predicted_s = {tokens_of_step: chosen.step_s}
+            stack.predicted = chosen.forecast
+            logger.info("predicted: %s", chosen.forecast)
 
     def _is_aliased(self) -> bool:
         """True if something keeps aliases of weights, which would not move with them."""
         self._stack.runtime.settle()
         return bool(self._stack.runtime.executor.aliased(range(len(self._stack.parameters))))
 
-    def _chosen(self, first: _FirstBatch) -> Plan | BudgetError:
-        """The plan of the rules, or the reason why there is none."""
+    def _chosen(self, first: _FirstBatch) -> Choice | BudgetError:
+        """The plan of the rules and its forecast, or the reason why there is none."""
         stack, rates = self._stack, self._rates()
         workload = first.work or self._uncounted(first.size)
         demand = stack.demand
@@ -207,7 +211,7 @@ class Planner:
             try:
                 return fastest_plan(
                     stack.layout, demand, workload, rates, asynchronous=self._is_asynchronous
-                ).plan
+                )
             except BudgetError as error:
                 refusal = error
         return refusal

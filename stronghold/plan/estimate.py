@@ -23,6 +23,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import ceil, inf
+from operator import itemgetter
 from typing import NamedTuple
 
 from stronghold.errors import StateError
@@ -67,6 +68,11 @@ class StepEstimate:
     def bound(self) -> str:
         """The lane with the largest of `shares`."""
         return max(self.shares, key=self.shares.__getitem__)
+
+    def __str__(self) -> str:
+        descending = sorted(self.shares.items(), key=itemgetter(1), reverse=True)
+        shares = ", ".join(f"{lane} {share:.0%}" for lane, share in descending if share >= 0.005)
+        return f"{self.step_s * 1e3:,.0f} ms per step: {shares}"
 
 
 def estimate(

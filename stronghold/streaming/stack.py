@@ -59,6 +59,7 @@ from stronghold.model.partition import (
 from stronghold.model.stored_tensors import PackedParameter, stored_tensors, tensor_has_memory
 from stronghold.optim.states import States, states_of
 from stronghold.plan.cost import Demand
+from stronghold.plan.estimate import StepEstimate
 from stronghold.plan.homes import FILE, GPU, Home
 from stronghold.plan.machine import MachineProfile
 from stronghold.plan.plan import Plan, make_plan
@@ -183,6 +184,7 @@ class Stack:
         rank = self.ranks.global_rank
         self._trace_path = section.trace and open_path(section.trace, rank)
         self.plan: Plan = make_plan(self.layout, self.demand)
+        self.predicted: StepEstimate | None = None  # for the batch for which the plan was made
         check_alike(self.ranks, self.layout, self.plan, settings.precision)
         if rank == 0:
             report_untried()

@@ -67,6 +67,7 @@ class StepRecord:
 
     loss           mean over the step's micro-batches
     grad_norm      global L2 norm before clipping
+    predicted_s    by the plan's estimate. None for another number of tokens than that of the plan
     wait_*_s       seconds for which compute waited. On a GPU a trace must be on: else None
     skipped        the gradients were not finite, and no weight changed
     """
@@ -78,6 +79,7 @@ class StepRecord:
     tokens_per_s: float
     tflops: float
     step_s: float
+    predicted_s: float | None
     wait_fetch_s: LazyNumber
     wait_offload_s: LazyNumber
     wait_update_s: LazyNumber
@@ -104,6 +106,7 @@ class Metrics:
     ) -> None:
         self._num_parameters = num_parameters
         self.recomputed = recomputed  # may change between two steps
+        self.predicted_s: Mapping[int, float] = {}  # the plan's estimate of a step, by its tokens
         self._trace = trace or Trace(recording=False)
         self._clock = clock
         self._start_s: float | None = None
@@ -149,6 +152,7 @@ class Metrics:
         now_s = self._clock()
         start_s = now_s if self._start_s is None else self._start_s
         step_s = now_s - start_s
+        predicted_s = self.predicted_s.get(self._num_tokens)
         record = StepRecord(
             step=step,
             loss=_detached(loss),
@@ -157,6 +161,7 @@ class Metrics:
             tokens_per_s=self._num_tokens / step_s if step_s > 0.0 else 0.0,
             tflops=tflops(self._num_parameters, self._num_tokens, step_s, self.recomputed),
             step_s=step_s,
+            predicted_s=predicted_s,
             wait_fetch_s=_sum(self._waits[WaitCause.FETCH]),
             wait_offload_s=_sum(self._waits[WaitCause.OFFLOAD]),
             wait_update_s=_sum(self._waits[WaitCause.UPDATE]),
@@ -167,7 +172,8 @@ class Metrics:
                 dropped=self._early[EarlyOutcome.DROPPED],
             ),
         )
-        self._trace.record(STEP_LANE, f"step {step}", start_s, now_s)
+        of_trace = {} if predicted_s is None else {"predicted_ms": predicted_s * 1e3}
+        self._trace.record(STEP_LANE, f"step {step}", start_s, now_s, **of_trace)
         self._start_s = now_s
         self._num_tokens = 0
         self._waits = _no_waits()
@@ -179,6 +185,9 @@ class Metrics:
         """Format one line of the log. It reads the loss and the norm, so it waits for compute."""
         loss = read_number(record.loss)
         grad_norm = read_number(record.grad_norm)
+        predicted = ""
+        if record.predicted_s is not None:
+            predicted = f" (predicted {record.predicted_s * 1e3:,.0f})"
         tflops_digits = 2 if record.tflops >= 1 else 3
         waits = [
             f"fetch {_milliseconds(record.wait_fetch_s)}",
@@ -192,7 +201,7 @@ class Metrics:
             f"lr {record.learning_rate:.2e}",
             f"{record.tokens_per_s:,.0f} tokens/s",
             f"{record.tflops:.{tflops_digits}f} TFLOPS",
-            f"{record.step_s * 1e3:,.0f} ms",
+            f"{record.step_s * 1e3:,.0f} ms{predicted}",
             f"waited ms: {', '.join(waits)}",
         ]
         if record.early:

@@ -118,6 +118,36 @@ def test_layers_move_once_before_the_first_gradient(accumulation: int) -> None:
     engine.destroy()
 
 
+def test_the_predicted_step_stands_beside_the_measured_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the log, in the trace and in `engine.inspect()`. Not for steps of other sizes."""
+    trace = tmp_path / "trace.json"
+    section = section_of(budget_of("llama", 0.8), trace=str(trace))
+    model, _ = MODELS["llama"]()
+    engine = initialized(model, config(accumulation=2, section=section) | {"steps_per_print": 1})
+    assert engine.inspect().predicted is None
+    with caplog.at_level("INFO", logger="stronghold"):
+        for length in (32, 32, 16):
+            for _ in range(2):
+                engine.backward(loss_of(engine(**token_batch(2, length=length))))
+                engine.step()
+    view = engine.inspect()
+    engine.destroy()
+    predicted_ms = view.predicted.step_s * 1e3
+    assert predicted_ms > 0
+    assert sum(view.predicted.shares.values()) == pytest.approx(1.0)
+    assert view.last_step.predicted_s is None  # another size
+    told = [line for line in caplog.messages if line.startswith("step ")]
+    assert [f"(predicted {predicted_ms:,.0f})" in line for line in told] == [True, True, False]
+    assert f"predicted: {view.predicted}" in caplog.messages
+    assert f"predicted {view.predicted}" in str(view).splitlines()
+    assert f"measured {told[-1]}" in str(view).splitlines()
+    events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    steps = [event["args"] for event in events if event["name"].startswith("step ")]
+    assert [args.get("predicted_ms") for args in steps] == [predicted_ms, predicted_ms, None]
+
+
 def test_a_pinned_plan_is_that_of_initialize(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("nothing is open")
