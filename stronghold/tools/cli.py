@@ -211,10 +211,7 @@ def _add_plan(commands: Any) -> None:
     training.add_argument("--seq", type=int, metavar="N", help="tokens of a sequence")
     training.add_argument("--accumulation", type=int, default=1, metavar="N", help="micro-batches")
     training.add_argument(
-        "--chunk",
-        type=_chunk,
-        metavar="N",
-        help="sequences that go through a block together; auto: the fastest",
+        "--chunk", type=int, metavar="N", help="sequences that go through a block together"
     )
     training.add_argument(
         "--streams",
@@ -256,7 +253,7 @@ def _add_plan(commands: Any) -> None:
     several.add_argument("--write", type=Path, metavar="FILE", help="write the config there")
     several.add_argument(
         "--sweep",
-        choices=["batch", "seq", "layers"],
+        choices=["batch", "chunk", "seq", "layers"],
         help="one line for each of several values, each twice the one before it",
     )
     plan.set_defaults(
@@ -270,15 +267,6 @@ def _batch(text: str) -> int | None:
         return None if text == "max" else int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f'got {text!r}, expected a number or "max"') from None
-
-
-def _chunk(text: str) -> int:
-    """A number of sequences; 0 for the fastest."""
-    if text == "auto":
-        return 0
-    if not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f'got {text!r}, expected a number above 0 or "auto"')
-    return int(text)
 
 
 def _add_export(commands: Any) -> None:

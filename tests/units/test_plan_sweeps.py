@@ -37,6 +37,16 @@ def test_a_sweep_ends_with_the_first_that_does_not_fit(
         assert row.endswith(found.bound)
 
 
+def test_a_sweep_of_chunks_ends_with_the_whole_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    call = [*SIZES, "--machine", "v100-32gb", "--gpu", "20MB", "--batch", "6", "--sweep", "chunk"]
+    status, text, _ = run(*call, capsys=capsys)
+    assert status == 0
+    _, *rows = text.splitlines()
+    assert [row.split()[0] for row in rows] == ["1", "2", "4"]
+    found = estimate(asked(machine="v100-32gb", gpu="20MB", batch=6, chunk=2))
+    assert f"{found.tokens_per_s:,.0f}" in rows[1].split()
+
+
 def test_a_sweeps_figures_are_json_too(capsys: pytest.CaptureFixture[str]) -> None:
     status, text, _ = run(*CALL, "--sweep", "layers", "--json", capsys=capsys)
     assert status == 0

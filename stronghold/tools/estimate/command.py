@@ -10,23 +10,21 @@ from dataclasses import replace
 
 from stronghold.tools.answer import Answer, write_text
 from stronghold.tools.estimate.advice import with_advice
-from stronghold.tools.estimate.estimate import (
-    Estimate,
-    estimate,
-    with_fastest_chunk,
-    with_largest_batch,
-)
+from stronghold.tools.estimate.estimate import Estimate, estimate, with_largest_batch
 from stronghold.tools.estimate.page import config_text, page, table
 from stronghold.tools.estimate.question import Question, question_from_options
 
 # The first value of a sweep; each further one is twice the one before it.
-FIRST = {"batch": 1, "seq": 512, "layers": 4}
+FIRST = {"batch": 1, "chunk": 1, "seq": 512, "layers": 4}
 MOST_POINTS = 12  # of a sweep
 
 
 def run(arguments: argparse.Namespace, _: Callable[[str], None]) -> Answer:
     """Estimate what `arguments` ask for. The status is 1 if nothing fits."""
-    question = _question(arguments)
+    options = inspect.signature(question_from_options).parameters
+    question = question_from_options(**{name: getattr(arguments, name) for name in options})
+    if arguments.batch is None:
+        question = with_largest_batch(question)
     if arguments.sweep is not None:
         points = dict(_sweep(question, arguments.sweep))
         fits = any(point.fits for point in points.values())
@@ -43,26 +41,17 @@ def run(arguments: argparse.Namespace, _: Callable[[str], None]) -> Answer:
     return Answer(text=text, status=0 if fits else 1)
 
 
-def _question(arguments: argparse.Namespace) -> Question:
-    """The question, with the batch and the chunk that the options leave to the estimate."""
-    options = inspect.signature(question_from_options).parameters
-    question = question_from_options(**{name: getattr(arguments, name) for name in options})
-    if arguments.batch is None:
-        if arguments.chunk == 0:
-            question = replace(question, chunk=1)
-        question = with_largest_batch(question)
-    if arguments.chunk == 0:
-        question = with_fastest_chunk(question)
-    return question
-
-
 def _sweep(question: Question, axis: str) -> Iterator[tuple[int, Estimate]]:
-    """Estimates along "batch", "seq" or "layers", up to the first that does not fit."""
+    """Estimates along "batch", "chunk", "seq" or "layers", up to the first that does not fit."""
     model = question.model
     for doublings in range(MOST_POINTS):
         value = FIRST[axis] << doublings
         if axis == "layers":
             asked = replace(question, model=model.with_layers(value))
+        elif axis == "chunk":
+            if value > question.batch:
+                return
+            asked = replace(question, chunk=value)
         elif axis == "seq":
             if value > (model.positions or value):
                 return

@@ -213,22 +213,6 @@ def with_largest_batch(question: Question) -> Question:
     return replace(question, batch=max(1, largest))
 
 
-def with_fastest_chunk(question: Question) -> Question:
-    """The question with the chunk of the fastest step, among halves of the micro-batch.
-
-    Of equals it takes the largest, and no chunk where a whole micro-batch is as fast.
-    """
-    chunks: list[int | None] = [None]
-    size = question.batch
-    while size > 1:
-        size = -(-size // 2)
-        chunks.append(size)
-    steps = [estimate(replace(question, chunk=chunk)).step_s for chunk in chunks]
-    _, best = min((round(step_s, 4), index) for index, step_s in enumerate(steps))
-    streams = question.streams if best else 1
-    return replace(question, chunk=chunks[best], streams=streams)
-
-
 def _limits(question: Question, plan: Plan | None) -> Limits:
     """The physical limit of `plan`, from the bytes and FLOPs of one rank.
 

@@ -182,8 +182,7 @@ def question_from_options(
 ) -> Question:
     """The question of the command's options. An option that was left out is None.
 
-    `batch` None asks for the largest batch, and becomes 1. `chunk` 0 asks for the fastest chunk,
-    and becomes None. `with_largest_batch` and `with_fastest_chunk` answer these two.
+    `batch` None asks for the largest batch, and becomes 1: `with_largest_batch` answers.
 
     Raises ConfigError, with the option's name, for a mistake.
     """
@@ -191,7 +190,7 @@ def question_from_options(
         ("--batch", batch),
         ("--seq", seq),
         ("--accumulation", accumulation),
-        ("--chunk", chunk or None),
+        ("--chunk", chunk),
         ("--streams", streams),
         ("--gpus", gpus),
         ("--nodes", nodes),
@@ -250,7 +249,7 @@ def question_from_options(
         batch=batch or 1,
         seq=seq or min(SEQ, asked.positions or SEQ),
         accumulation=accumulation,
-        chunk=chunk or None,
+        chunk=chunk,
         streams=streams,
         dtype=precision,
         states=states,
