@@ -25,7 +25,7 @@ from stronghold.plan.homes import Home
 from stronghold.plan.plan import Plan
 from stronghold.plan.schedule import Action
 from stronghold.streaming.stack import MemoryReport, Stack
-from stronghold.telemetry.metrics import Metrics, StepRecord
+from stronghold.telemetry.metrics import StepRecord
 from stronghold.telemetry.trace import Span
 
 
@@ -181,7 +181,11 @@ class Inspection:
         if self.predicted is not None:
             lines.append(f"predicted {self.predicted}")
         if self.last_step is not None:
-            lines.append(f"measured {Metrics.format(self.last_step)}")
+            step = self.last_step
+            lines.append(
+                f"measured {step.step_s * 1e3:,.0f} ms in step {step.step}, "
+                f"{step.tokens_per_s:,.0f} tokens/s"
+            )
         lines.append("layers")
         lines += [f"  {layer.text}" for layer in self.layers]
         lines.append("schedule")

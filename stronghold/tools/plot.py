@@ -1,4 +1,4 @@
-"""Pictures: the timeline of a trace, and the look of all plots.
+"""The picture of a trace: a timeline with one row per lane.
 
 It reads no file. One thread enters. It draws with Agg, so it needs no display.
 """

@@ -1,4 +1,4 @@
-"""`stronghold plan --sweep`: each value is twice the one before, up to the first that fits not."""
+"""`stronghold plan --sweep`: each value is twice the one before, until one does not fit."""
 
 from __future__ import annotations
 

@@ -60,12 +60,16 @@ def _wires(question: Question) -> str:
 def _gains(bare: Estimate) -> Iterator[tuple[str, Estimate | None]]:
     """The estimate after each change; if no plan fits, only changes after which one does."""
     question = bare.question
-    changes: dict[str, dict[str, Any]] = {}
+    gains: dict[str, Estimate] = {}
     for tier, of_tier in OF_TIERS.items():
         if _is_short(bare, tier):
             field = f"{tier}_bytes"
-            changes[f"1 GiB more {of_tier}"] = {field: getattr(question, field) + GIB}
-    changes[f"twice the tokens: batch {2 * question.batch}"] = {"batch": 2 * question.batch}
+            more = estimate(replace(question, **{field: getattr(question, field) + GIB}))
+            # More memory takes nothing away: the plan without it still fits.
+            gains[f"1 GiB more {of_tier}"] = min(more, bare, key=attrgetter("step_s"))
+    changes: dict[str, dict[str, Any]] = {
+        f"twice the tokens: batch {2 * question.batch}": {"batch": 2 * question.batch}
+    }
     # Lean states round otherwise, so no plan has them unasked.
     full = bare.plan is None or any(bare.plan.nvme_bytes.values())
     if full and (question.states, question.dtype) == (EXACT, "bf16"):
@@ -74,11 +78,8 @@ def _gains(bare: Estimate) -> Iterator[tuple[str, Estimate | None]]:
     if adapters is not None and adapters.frozen is None:
         packed = question.model.with_frozen(SMALLEST)
         changes[f"frozen: {SMALLEST} (weights are rounded)"] = {"model": packed}
-    for change, values in changes.items():
-        gained = estimate(replace(question, **values))
-        if change.startswith("1 GiB") and bare.fits:
-            # More memory takes nothing away: the plan without it still fits.
-            gained = min(gained, bare, key=attrgetter("step_s"))
+    gains |= {change: estimate(replace(question, **values)) for change, values in changes.items()}
+    for change, gained in gains.items():
         if gained.fits:
             yield change, gained
         elif bare.fits:

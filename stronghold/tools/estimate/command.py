@@ -58,7 +58,7 @@ def _sweep(question: Question, axis: str) -> Iterator[tuple[int, Estimate]]:
             asked = replace(question, seq=value, model=model.with_positions(value))
         else:
             asked = replace(question, batch=value)
-        found = estimate(asked)
-        yield value, found
-        if not found.fits:
+        point = estimate(asked)
+        yield value, point
+        if not point.fits:
             return
