@@ -265,7 +265,8 @@ def test_the_table_says_what_each_figure_bounds() -> None:
         "host to device (16 GT/s x16) 20.0 GB/s a bf16 8 B model streams its weights (16 GB) in "
         "800 ms, twice per step",
         "device to host 25.0 GB/s its gradients leave in 640 ms",
-        "matrix products, bf16 256 TFLOP/s a step of 8192 tokens computes for 1.54 s",
+        "matrix products, bf16 256 TFLOP/s a step of 8192 tokens computes for 1.54 s; "
+        "from 8,533 tokens per step on, compute hides the weights' two trips",
         "attention, bf16 300 TFLOP/s backward 200 TFLOP/s, over 4096 tokens, with heads 128 wide",
         "Adam (avx512), 32 threads 130.0 GB/s updates 8 B parameters in 1.60 s",
         "file reads, depth 4 6.00 GB/s states of an 8 B model (96 GB) pass in 16 s",

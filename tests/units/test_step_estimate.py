@@ -130,6 +130,8 @@ def test_an_update_gets_what_transfers_leave_of_the_memory() -> None:
     assert lanes.move("fetch", 1e9, End(0.0)).at_s == pytest.approx(1.0)
     # a second at 1 GB/s, then 1.5
     assert lanes.move("update", 4e9, End(0.0)).at_s == pytest.approx(3.0)
+    lanes = Lanes(replace(ALL_FAST, update_gbps=3.0, memory_gbps=2.0))
+    assert lanes.move("update", 4e9, End(0.0)).at_s == pytest.approx(2.0)
 
 
 def test_the_longest_operation_of_a_chain_is_the_one_that_is_waited_for() -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from operator import attrgetter
 from typing import Any
 
 from stronghold.optim.states import EXACT, LEAN
@@ -60,16 +59,12 @@ def _wires(question: Question) -> str:
 def _gains(bare: Estimate) -> Iterator[tuple[str, Estimate | None]]:
     """The estimate after each change; if no plan fits, only changes after which one does."""
     question = bare.question
-    gains: dict[str, Estimate] = {}
+    changes: dict[str, dict[str, Any]] = {}
     for tier, of_tier in OF_TIERS.items():
         if _is_short(bare, tier):
             field = f"{tier}_bytes"
-            more = estimate(replace(question, **{field: getattr(question, field) + GIB}))
-            # More memory takes nothing away: the plan without it still fits.
-            gains[f"1 GiB more {of_tier}"] = min(more, bare, key=attrgetter("step_s"))
-    changes: dict[str, dict[str, Any]] = {
-        f"twice the tokens: batch {2 * question.batch}": {"batch": 2 * question.batch}
-    }
+            changes[f"1 GiB more {of_tier}"] = {field: getattr(question, field) + GIB}
+    changes[f"twice the tokens: batch {2 * question.batch}"] = {"batch": 2 * question.batch}
     # Lean states round otherwise, so no plan has them unasked.
     full = bare.plan is None or any(bare.plan.nvme_bytes.values())
     if full and (question.states, question.dtype) == (EXACT, "bf16"):
@@ -78,8 +73,8 @@ def _gains(bare: Estimate) -> Iterator[tuple[str, Estimate | None]]:
     if adapters is not None and adapters.frozen is None:
         packed = question.model.with_frozen(SMALLEST)
         changes[f"frozen: {SMALLEST} (weights are rounded)"] = {"model": packed}
-    gains |= {change: estimate(replace(question, **values)) for change, values in changes.items()}
-    for change, gained in gains.items():
+    for change, values in changes.items():
+        gained = estimate(replace(question, **values))
         if gained.fits:
             yield change, gained
         elif bare.fits:
@@ -91,4 +86,4 @@ def _is_short(bare: Estimate, tier: str) -> bool:
     if bare.plan is None:
         return tier != "nvme" or bare.question.nvme_bytes > 0
     budget, parts = bare.tiers.get(tier, (0, {}))
-    return not bare.plan.whole and sum(parts.values()) > FULL * budget
+    return sum(parts.values()) > FULL * budget

@@ -16,7 +16,7 @@ from stronghold.tools.estimate.question import Question, question_from_options
 
 # The first value of a sweep; each further one is twice the one before it.
 FIRST = {"batch": 1, "chunk": 1, "seq": 512, "layers": 4}
-MOST_POINTS = 12  # of a sweep
+MOST_POINTS = 9  # of a sweep
 
 
 def run(arguments: argparse.Namespace, _: Callable[[str], None]) -> Answer:
