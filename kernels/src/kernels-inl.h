@@ -16,11 +16,11 @@
 #include "sgd-inl.h"
 
 template <class Formula, int kVariant, class Weight, class Grad>
-constexpr Update UpdateExact = {Exact<Formula, kVariant, Weight, Grad, true>,
+constexpr Update UpdateExact = {Exact<Formula, kVariant, Weight, Grad, kTwoLoops>,
                                 Exact<Formula, kVariant, Weight, Grad, false>};
 
 template <class Formula, int kVariant, class Grad>
-constexpr Update UpdateLean = {Lean<Formula, kVariant, Grad, true>,
+constexpr Update UpdateLean = {Lean<Formula, kVariant, Grad, kTwoLoops>,
                                Lean<Formula, kVariant, Grad, false>};
 
 template <class Formula, class Weight, class Grad>

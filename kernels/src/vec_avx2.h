@@ -4,6 +4,7 @@
 
 constexpr int kLanes = 8;
 constexpr int kDoubleLanes = 4;
+constexpr bool kTwoLoops = true;
 using F = __m256;
 using D = __m256d;
 

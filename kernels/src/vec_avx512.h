@@ -4,6 +4,7 @@
 
 constexpr int kLanes = 16;
 constexpr int kDoubleLanes = 8;
+constexpr bool kTwoLoops = true;
 using F = __m512;
 using D = __m512d;
 

@@ -4,6 +4,7 @@
 
 constexpr int kLanes = 4;
 constexpr int kDoubleLanes = 2;
+constexpr bool kTwoLoops = true;
 using F = float32x4_t;
 using D = float64x2_t;
 
