@@ -36,16 +36,18 @@ def compile_plain(model: nn.Module, backend: str) -> None:
         block.forward = torch.compile(block.forward, backend=backend)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("section", "precision", "backend"),
     [
         ({**STREAMED, "activations": "recompute"}, "fp32", "aot_eager"),
-        ({**STREAMED, "activations": "offload"}, "bf16", "aot_eager"),
-        ({**STREAMED, "activations": "keep", "chunk": 1}, "fp32", "aot_eager"),
         ({"window": None, "resident_layers": "all"}, "bf16", "aot_eager"),
-        pytest.param(
-            {**STREAMED, "activations": "recompute"}, "bf16", "inductor", marks=pytest.mark.slow
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ({**STREAMED, "activations": "offload"}, "bf16", "aot_eager"),
+                ({**STREAMED, "activations": "keep", "chunk": 1}, "fp32", "aot_eager"),
+                ({**STREAMED, "activations": "recompute"}, "bf16", "inductor"),
+            )
         ),
     ],
 )

@@ -368,6 +368,7 @@ OPTIMIZER: dict[str, Callable[[Live], None]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("heading", "member"),
     [("engine\n", member) for member in rows("engine\n")]

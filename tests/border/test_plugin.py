@@ -365,7 +365,7 @@ def test_the_import_enables_the_plugin_when_deepspeed_is_imported() -> None:
 
 def test_a_program_that_imports_stronghold_needs_no_more() -> None:
     """Whatever is imported first; a section never reaches DeepSpeed's own engine, silently."""
-    probe = "import os, torch\nfor first in ('', '.plugin', '.engine', 'accelerate', None):\n"
+    probe = "import os, torch\nfor first in ('', 'accelerate', None):\n"
     probe += "  if os.fork() == 0: break\n"
     probe += "  assert os.wait()[1] == 0\nelse: os._exit(0)\n"
     probe += "if first == 'accelerate':\n"
@@ -383,4 +383,4 @@ def test_a_program_that_imports_stronghold_needs_no_more() -> None:
         timeout=120,
     )
     assert result.returncode == 0, result.stderr
-    assert result.stdout.count("True deepspeed") == 5, result.stdout
+    assert result.stdout.count("True deepspeed") == 3, result.stdout

@@ -135,6 +135,7 @@ def rewards_of_adapters(*arguments: Any) -> Trainer:
     return rewards(*arguments, peft_config=lora())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "made",
     [supervised, adapters, preferences, preferences_of_adapters, rewards, rewards_of_adapters],

@@ -151,6 +151,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("damage", [*DAMAGES, "removed"])
 @pytest.mark.parametrize("name", FILES)
 def test_a_damaged_file_is_named_and_nothing_changes(
@@ -538,6 +539,7 @@ CRAFTED: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", CRAFTED)
 def test_a_crafted_manifest_is_refused_before_memory_changes(
     case: str, engine: Any, copy: Path

@@ -47,6 +47,7 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in model.named_parameters()}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("spill", ["moments", "weights"])
 @pytest.mark.parametrize("verb", ["read", "write"])

@@ -78,6 +78,7 @@ def beside(engine: Any, read: Callable[[], Any], steps: int) -> tuple[list[Any],
     return losses, errors
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("seed", range(50))
 def test_another_thread_never_touches_training(seed: int, tmp_path: Path) -> None:
     name, section = list(READS)[seed % len(READS)], SECTIONS[seed % len(SECTIONS)]

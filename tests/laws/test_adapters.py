@@ -378,7 +378,6 @@ def streamed_blocks(model: Any) -> list[nn.Module]:
     return list(model.base_model.model.model.layers)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("section", EXPERT_SECTIONS, ids=str)
 @pytest.mark.parametrize(
     ("family", "precision", "accumulation"),

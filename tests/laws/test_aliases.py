@@ -127,7 +127,6 @@ ALIASES = ["transposed", "detached", "data", "hooked", "closure", "remembered", 
 REFUSED = r"blocks\.0\.kernel\.weight: .*save_for_backward"
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("how", "policy"),
     [
@@ -146,7 +145,6 @@ def test_a_view_of_weights_that_outlives_their_block_is_refused(how: str, policy
         train_windowed(factory_of(how), steps=1, settings=settings)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("how", ALIASES)
 def test_with_room_for_every_layer_a_view_may_live_until_the_step(how: str) -> None:
     """No slot changes hands before the step; a view that is held until then would be old."""
@@ -159,7 +157,6 @@ def test_with_room_for_every_layer_a_view_may_live_until_the_step(how: str) -> N
             train_windowed(factory_of(how), steps=3, settings=settings)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
     "how", ["copied", "itself", "copying", "cycle", "checkpointed", "given_out"]

@@ -187,7 +187,7 @@ def between(of: dict[str, str], engine: Any, make_batch: Any) -> None:
         interrupt(what, of["model"], engine, make_batch)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("case", covering(list(AXES.values()), never), ids="-".join)
 def test_nothing_changes_a_bit(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     of = dict(zip(AXES, case, strict=True))
@@ -249,7 +249,6 @@ BYTES: dict[tuple[torch.dtype, bool], tuple[int, float]] = {
 }
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("precision", ["bf16", "lean", "fp16"])
 @pytest.mark.parametrize(("clipping", "accumulation"), [(0.5, 1), (0.0, 1), (0.5, 3)])
 @pytest.mark.parametrize("name", MIXED)

@@ -91,7 +91,6 @@ def test_a_forward_that_is_stopped_within_the_programs_own_checkpoint_leaves_no_
     engine.destroy()
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("error", [RuntimeError("a hook of the user's"), KeyboardInterrupt()])
 @pytest.mark.parametrize("place", ["streamed", "resident", "whole"])
 @pytest.mark.parametrize("mode", ["gated", "accumulated"])

@@ -63,7 +63,7 @@ def budget_of(name: str, share: float) -> int:
 
 
 # -- one plan --------------------------------------------------------------------------------------
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("clipping", [1.0, 0.0])
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_the_plan_for_the_first_batch_changes_no_bit(name: str, clipping: float) -> None:
@@ -391,7 +391,7 @@ def test_a_batch_that_would_fill_the_last_tenth_keeps_nothing(
     monkeypatch.setenv("STRONGHOLD_PROFILE", str(MACHINE))
     monkeypatch.setattr("stronghold.engine.planner.CHECKED_AHEAD", 1.0)
     section = section_of(MIDDLE, resident_layers=0, resident_updates="host")
-    lengths = list(range(SHORT, LONG, 16))
+    lengths = list(range(SHORT, LONG, 40))
     settings = config(precision="bf16", section=section)
     spared: list[bool] = []
     with counted(llama(lengths), settings, monkeypatch) as (engine, make_batch):

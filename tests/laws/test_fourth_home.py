@@ -68,7 +68,6 @@ def section_of(path: Path, spill: str, more: dict[str, Any]) -> dict[str, Any]:
     return {"window": 2, "nvme": nvme, "emulated": {"jitter_s": 0.0002, "seed": 1}, **more}
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "where", "update", "accumulation", "precision"),
     pairs(

@@ -68,7 +68,6 @@ def same_bytes(run: Run, expected: Run) -> None:
     assert_identical(run, expected)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("rule", ["own", "cast"])
 @pytest.mark.parametrize("stored", BYTES, ids=str)
 @pytest.mark.parametrize("place", PLACES)
@@ -222,7 +221,6 @@ class Stacked(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("place", ["one slot", "all in files", "whole"])
 @pytest.mark.parametrize("stored", [*BYTES, *FURTHER], ids=str)
 def test_numbers_of_every_dtype_move_as_bytes_and_are_saved_where_files_have_the_dtype(

@@ -52,6 +52,7 @@ def check(choice: dict[str, str], which: str) -> None:
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", CHOICES.values(), ids=list(CHOICES))
 def test_bits_hold_under_other_kernels(choice: dict[str, str]) -> None:
     check(choice, "nothing_changes and not late and (t5 or odd_llama or cache_dependent)")

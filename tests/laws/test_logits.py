@@ -63,7 +63,6 @@ def gradients(model: Any, given: dict[str, Any]) -> tuple[torch.Tensor, torch.Te
     return loss.detach(), torch.cat(found)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("part", [1, 7, 100])
 @pytest.mark.parametrize("name", list(GIVEN))

@@ -27,7 +27,7 @@ def trained(name: str, steps: int = STEPS, options: Any = None, **settings: Any)
     return engine, make_batch
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", [*PLAIN, *HUGGING_FACE])
 def test_the_budget_is_used_and_never_passed(name: str) -> None:
     engine, _ = trained(name, 0, section={"window": 2})
@@ -41,7 +41,7 @@ def test_the_budget_is_used_and_never_passed(name: str) -> None:
     engine.destroy()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("optimizer", "precision", "nbytes"),
     [
@@ -198,7 +198,7 @@ def assert_nothing_is_left(name: str, room: str, *, steps: int, dropped: int) ->
 NAMES = [*PLAIN, *HUGGING_FACE]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("name", "room"), [(name, list(ROOMS)[k % 5]) for k, name in enumerate(NAMES)]
 )
@@ -206,7 +206,6 @@ def test_neither_steps_nor_dropped_graphs_leave_memory(name: str, room: str) -> 
     assert_nothing_is_left(name, room, steps=2, dropped=2)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("room", ROOMS)
 @pytest.mark.parametrize("name", ["gpt_dropout", "qwen3_next"])
 def test_no_room_leaves_memory(name: str, room: str) -> None:

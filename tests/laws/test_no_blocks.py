@@ -47,7 +47,6 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 # -- bits ------------------------------------------------------------------------------------------
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "mode", "place"), pairs(TOYS, list(MODES), list(PLACES)))
 def test_a_toy_trains_as_in_a_plain_loop(name: str, mode: str, place: str) -> None:
     options = MODES[mode]

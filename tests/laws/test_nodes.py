@@ -22,16 +22,19 @@ from tests.laws.test_ranks import interleaved
 from tests.support import node_programs, rank_cases, rank_checkpoints, rank_programs
 from tests.support.checkpoints import assert_same, stored_tensors
 from tests.support.children import ROOT
-from tests.support.ranks import Launch, ranks_once, run_ranks
+from tests.support.ranks import Launch, names_tested, ranks_once, run_ranks
 from tests.support.training import Run, assert_identical
 
 PROGRAMS = "tests.support.node_programs"
 
+pytestmark = pytest.mark.slow  # what ranks have in common is tested by test_ranks
+
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+def two(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What two nodes of one rank found in one launch."""
-    return ranks_once(f"{PROGRAMS}:two_nodes", 2, tmp_path_factory, num_nodes=2)
+    bits = names_tested(request, "test_nodes_have_the_bits_of_one_rank_that_accumulates")
+    return ranks_once(f"{PROGRAMS}:two_nodes", 2, tmp_path_factory, num_nodes=2, BITS=bits)
 
 
 @pytest.mark.parametrize("name", node_programs.BITS)

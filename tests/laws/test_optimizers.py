@@ -133,7 +133,6 @@ def section_of(place: str, folder: Path) -> dict[str, Any]:
     return section
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(
     ("precision", "clipping", "accumulation"),

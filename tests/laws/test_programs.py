@@ -11,7 +11,6 @@ import pytest
 from tests.programs import DRAWN, check
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", [*range(24), *range(DRAWN, DRAWN + 8)])
 def test_a_program_that_nobody_wrote_is_exact_or_refused(seed: int) -> None:
     check(seed)

@@ -14,7 +14,7 @@ import torch
 from tests.models import MODELS, loss_of
 from tests.support import rank_cases, rank_checkpoints, rank_models, rank_programs
 from tests.support.checkpoints import BESIDE_TAGS, assert_same, stored_tensors
-from tests.support.ranks import Launch, ranks_once, run_ranks
+from tests.support.ranks import Launch, names_tested, ranks_once, run_ranks
 from tests.support.scheduler import hostile_scheduler
 from tests.support.training import DTYPES, Run, assert_identical, config
 
@@ -22,9 +22,10 @@ PROGRAMS = "tests.support.rank_programs"
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+def two(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What two ranks found in one launch: processes take seconds to start."""
-    return ranks_once(f"{PROGRAMS}:two_ranks", 2, tmp_path_factory)
+    bits = names_tested(request, "test_ranks_have_the_bits_of_one_that_accumulates")
+    return ranks_once(f"{PROGRAMS}:two_ranks", 2, tmp_path_factory, BITS=bits)
 
 
 @pytest.mark.parametrize("name", rank_cases.CASES)

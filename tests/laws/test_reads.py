@@ -208,7 +208,6 @@ KEPT: dict[str, Callable[[nn.Parameter], Any]] = {
 }
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("place", "keep", "updates"), pairs(list(PLACES), list(KEPT), UPDATES))
 def test_an_alias_that_was_kept_shows_the_last_step(
     place: str, keep: str, updates: dict[str, Any], tmp_path: Path, caplog: Any

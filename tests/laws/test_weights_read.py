@@ -138,7 +138,6 @@ RUNS = [
 ]
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("place", "run", "updates"), pairs(list(PLACES), RUNS, UPDATES))
 def test_weights_of_a_block_that_are_read_outside_of_its_call_are_new(
     place: str, run: Callable[[Any, Tensor, Tensor], Tensor], updates: dict[str, Any]
@@ -169,7 +168,6 @@ WHERE: dict[str, Callable[[Any], nn.Module]] = {
 }
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("place", "through", "where", "precision"),
     pairs(

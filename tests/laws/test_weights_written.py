@@ -103,7 +103,6 @@ WRITES = [
 ]
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("section", "updates", "write"), pairs(list(SECTIONS), UPDATES, WRITES))
 def test_what_is_written_in_place_is_used_and_trained(
     section: str, updates: dict[str, Any], write: Callable[[nn.Module], None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import shutil
@@ -28,7 +29,7 @@ BITS = ("gpt_tied", "frozen", "experts", "choosy", "hostile", "parts", "all in f
 def two_nodes(folder: Path) -> dict[str, Any]:
     """Everything that needs two nodes of one rank and no failure."""
     return {
-        "bits": {name: CASES[name]() for name in BITS},
+        "bits": {name: CASES[name]() for name in json.loads(os.environ["BITS"])},
         "memory": memory(),
         "traffic": traffic(),
         **rank_looks.alone(),

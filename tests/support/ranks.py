@@ -8,6 +8,7 @@ from __future__ import annotations
 import faulthandler
 import fcntl
 import importlib
+import json
 import os
 import pickle
 import signal
@@ -111,8 +112,20 @@ def run_ranks(
     return [pickle.loads((folder / f"result-{rank}").read_bytes()) for rank in range(num_ranks)]
 
 
+def names_tested(request: pytest.FixtureRequest, test: str) -> str:
+    """JSON: the names with which this run calls a test of the module that asks."""
+    items: list[Any] = request.session.items
+    of_test = [item for item in items if item.path == request.path and item.originalname == test]
+    return json.dumps([item.callspec.params["name"] for item in of_test])
+
+
 def ranks_once(
-    run: str, num_ranks: int, places: pytest.TempPathFactory, *, num_nodes: int = 1
+    run: str,
+    num_ranks: int,
+    places: pytest.TempPathFactory,
+    *,
+    num_nodes: int = 1,
+    **environment: str,
 ) -> list[Any]:
     """`run_ranks`, once for all processes of a test run: a file of tests that several take their
     parts of has its fixtures in each."""
@@ -123,7 +136,7 @@ def ranks_once(
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not all(result.exists() for result in results):
-            return run_ranks(run, num_ranks, folder, num_nodes=num_nodes)
+            return run_ranks(run, num_ranks, folder, num_nodes=num_nodes, **environment)
     return [pickle.loads(result.read_bytes()) for result in results]
 
 

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 
+LAWS = Path(__file__).parents[1] / "laws"
+OF_LAWS = 3
+
 
 def mark_sampled(items: Iterable[pytest.Item]) -> None:
-    """Mark cases of tests with the mark `sampled(n)` as slow.
+    """Mark cases of laws, and of tests with the mark `sampled(n)`, as slow.
 
-    Of the cases that are not slow yet, each n-th stays, from the first on. So does the first case
-    with a value of a parameter that has at most n values.
+    Of the cases that are not slow yet, each n-th (of a law each third) stays, from the first on. So
+    does the first case with a value of a parameter that has at most n values.
     """
     cases: dict[object, list[pytest.Function]] = defaultdict(list)
     for item in items:
-        is_sampled = item.get_closest_marker("sampled") is not None
-        if is_sampled and item.get_closest_marker("slow") is None:
+        is_sampled = item.get_closest_marker("sampled") or LAWS in item.path.parents
+        if is_sampled and hasattr(item, "callspec") and not item.get_closest_marker("slow"):
             assert isinstance(item, pytest.Function)
             cases[item.parent, item.originalname].append(item)
     for of_test in cases.values():
@@ -25,7 +29,8 @@ def mark_sampled(items: Iterable[pytest.Item]) -> None:
 
 
 def _mark(cases: list[pytest.Function]) -> None:
-    (every,) = cases[0].get_closest_marker("sampled").args
+    mark = cases[0].get_closest_marker("sampled")
+    (every,) = mark.args if mark else (OF_LAWS,)
     num_values = Counter(name for name, _ in set().union(*map(_values, cases)))
     seen: set[tuple[str, int]] = set()
     for number, case in enumerate(cases):

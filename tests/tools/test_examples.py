@@ -29,8 +29,11 @@ IN_THIS_PROCESS = {"plain_loop", "lora", "qlora"}
 # A launcher's words in front of the script, as this Python starts it.
 LAUNCHERS = {"deepspeed": "deepspeed.launcher.runner", "torchrun": "torch.distributed.run"}
 LAUNCHED_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-# Imported once: a fork of the process that has them runs each program.
-IMPORTS = ("accelerate", "peft", "trl", "lightning", "stronghold.engine")
+# What each group of programs needs is imported once: a fork of that process runs each of them.
+IMPORTS = {
+    ("accelerate_loop", "launcher", "trainer"): ("accelerate", "peft"),
+    ("lightning_fit", "trl_dpo", "trl_sft"): ("trl", "lightning"),
+}
 TIMEOUT_S = 300
 
 
@@ -49,13 +52,13 @@ def run_here(script: str, *arguments: str) -> None:
         runpy.run_path(script, run_name="__main__")
 
 
-def run_forked(folder: str, commands: str) -> None:
+def run_forked(folder: str, imports: str, commands: str) -> None:
     """Run each command (JSON: script, arguments, environment) in a fork of this process.
 
     What it prints goes to a file of the script's name in `folder`. This process only imports: it
     has no thread that a fork would lack.
     """
-    for name in IMPORTS:
+    for name in [*imports.split(), "stronghold.engine"]:
         importlib.import_module(name)
     for script, arguments, environment in json.loads(commands):
         child = os.fork()
@@ -105,11 +108,21 @@ def test_an_example_trains(name: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert_learns(capsys.readouterr().out)
 
 
-def test_the_examples_of_frameworks_train(tmp_path: Path) -> None:
+def test_every_example_is_run() -> None:
+    assert {path.stem for path in EXAMPLES} == IN_THIS_PROCESS.union(*IMPORTS)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        names if "trl_sft" not in names else pytest.param(names, marks=pytest.mark.slow)
+        for names in IMPORTS
+    ],
+    ids=str,
+)
+def test_the_examples_of_frameworks_train(names: tuple[str, ...], tmp_path: Path) -> None:
     commands = []
-    for path in EXAMPLES:
-        if path.stem in IN_THIS_PROCESS:
-            continue
+    for path in (path for path in EXAMPLES if path.stem in names):
         arguments, variables = ["--steps", "6"], {}
         if not lines_of(path)[0].startswith("python"):  # a launcher starts it
             variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
@@ -117,8 +130,8 @@ def test_the_examples_of_frameworks_train(tmp_path: Path) -> None:
         if path.stem == "launcher":
             arguments += ["--deepspeed_config", "examples/ds_config.json"]
         commands.append((str(path), arguments, variables))
-    assert len(commands) == 6
-    call = f"run_forked({str(tmp_path)!r}, {json.dumps(commands)!r})"
+    imports = " ".join(IMPORTS[names])
+    call = f"run_forked({str(tmp_path)!r}, {imports!r}, {json.dumps(commands)!r})"
     run([sys.executable, "-c", f"from tests.tools.test_examples import run_forked; {call}"])
     for script, *_ in commands:
         assert_learns((tmp_path / Path(script).stem).read_text())

@@ -44,6 +44,7 @@ def check_rehearsal(out: Path, names: list[str]) -> None:
         assert [row["status"] for row in rows if row["status"] == "failed"] == []
 
 
+@pytest.mark.slow
 def test_a_step_and_its_bits_are_rehearsed(tmp_path: Path) -> None:
     check_rehearsal(tmp_path, ["3b", "exact-3b"])
     assert json.loads((tmp_path / "exact-3b.json").read_text())["equal"] is True
@@ -137,6 +138,7 @@ def test_a_feature_that_fails_or_hangs_says_how_and_the_others_go_on(
     assert "smoke on cuda: 1 of 3 work" in said
 
 
+@pytest.mark.slow
 def test_a_smoke_test_has_a_line_for_each_feature(tmp_path: Path) -> None:
     words = ["step-fp32", "gpu", "--machine", "emulated", "--logs", str(tmp_path)]
     program = [sys.executable, str(ROOT / "benchmarks" / "smoke.py"), *words]

@@ -48,6 +48,7 @@ def rows_of(path: str, heading: str) -> list[Row]:
 PLAN_ROWS = rows_of("docs/plan.md", "What fits, and how fast")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("row", PLAN_ROWS, ids=lambda row: f"{row.gpu}, {row.ram}, {row.model}")
 def test_a_prediction_of_the_page_is_that_of_the_plan(row: Row, tmp_path: Path) -> None:
     ram, _, disk = row.ram.partition(", ")

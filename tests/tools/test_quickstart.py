@@ -80,6 +80,7 @@ def test_a_slow_machine_trains_fewer_steps_and_ends_in_time(tmp_path: Path) -> N
     assert config["scheduler"]["params"]["total_num_steps"] >= steps
 
 
+@pytest.mark.slow
 def test_a_machine_too_slow_for_the_model_says_so_and_takes_fewer_steps(tmp_path: Path) -> None:
     ran = run(tmp_path, faster(2000.0))
     assert ran.status == 0, ran.output

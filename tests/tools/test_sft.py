@@ -113,7 +113,9 @@ def without_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deepspeed.checkpoint.utils.clone_tensors_for_torch_save", copies)
 
 
-@pytest.mark.parametrize("kind", DATA)
+@pytest.mark.parametrize(
+    "kind", ["chats", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("prompts", "text"))]
+)
 def test_all_weights_train_and_a_resumed_run_is_the_uninterrupted_one(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,6 +204,7 @@ def test_the_programs_of_the_page_run_one_after_the_other() -> None:
     engine.destroy()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_a_config_trains(path: Path) -> None:
     """With TRL's own values where the file has none: a value that differs would be refused."""

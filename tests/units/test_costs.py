@@ -100,6 +100,7 @@ def really_kept(
 
 
 # The same operators on both: bytes must be equal. Others of the zoo drop their layers at random.
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "name",
     [

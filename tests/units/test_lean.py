@@ -23,7 +23,7 @@ HALF = 1 + 2**-20  # half a step, and the rounding of the few operations on the 
 # ---- The kernel is the reference ----------------------------------------------------------------
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(("isa", "grad_dtype", "form"), pairs(native.isas(), DTYPES, FORMS))
 def test_the_kernel_is_the_reference_bit_for_bit(isa, grad_dtype, form):
     optimizer, changes = form

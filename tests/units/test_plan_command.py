@@ -88,6 +88,7 @@ def test_json_has_the_figures_of_the_page(capsys: pytest.CaptureFixture[str]) ->
     assert [tier["name"] for tier in figures["tiers"]] == ["gpu", "host"]
 
 
+@pytest.mark.slow
 def test_on_stdout_is_the_answer_alone() -> None:
     environment = {k: v for k, v in os.environ.items() if k != "DS_ACCELERATOR"}
     command = [sys.executable, "-m", "stronghold.tools.cli", "plan", *SIZES, "--machine", "rtx4090"]

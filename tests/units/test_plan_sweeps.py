@@ -17,7 +17,13 @@ LIMITS = {"gpu": "20MB", "host": "30MB"}
 CALL = [*SIZES, "--machine", "v100-32gb", "--gpu", LIMITS["gpu"], "--host", LIMITS["host"]]
 
 
-@pytest.mark.parametrize(("axis", "first"), [("batch", 1), ("seq", 512), ("layers", 4)])
+@pytest.mark.parametrize(
+    ("axis", "first"),
+    [
+        ("batch", 1),
+        *(pytest.param(*of, marks=pytest.mark.slow) for of in (("seq", 512), ("layers", 4))),
+    ],
+)
 def test_a_sweep_ends_with_the_first_that_does_not_fit(
     axis: str, first: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,6 +4,7 @@ private names of other packages."""
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -49,8 +50,10 @@ def level(module: str) -> int:
     return LEVELS[room_of_module(module)]
 
 
-def imports(path: Path) -> Iterator[str]:
+@functools.cache
+def imports(path: Path) -> set[str]:
     """The package's modules that a file imports, wherever in it and for whatever reason."""
+    found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -61,7 +64,8 @@ def imports(path: Path) -> Iterator[str]:
             names = [name if name in MODULES else str(node.module) for name in names]
         else:
             continue
-        yield from (name for name in names if name.split(".")[0] == "stronghold")
+        found.update(name for name in names if name.split(".")[0] == "stronghold")
+    return found
 
 
 def dotted(node: ast.AST) -> str:
@@ -73,15 +77,18 @@ def dotted(node: ast.AST) -> str:
     return ""
 
 
-def names_used(path: Path) -> Iterator[tuple[int, str]]:
+@functools.cache
+def names_used(path: Path) -> list[tuple[int, str]]:
     """(line, dotted name) of every name, attribute and import in a file."""
+    found: list[tuple[int, str]] = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Name | ast.Attribute):
-            yield node.lineno, dotted(node)
+            found.append((node.lineno, dotted(node)))
         elif isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
+            found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+            found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
+    return found
 
 
 def room_of(path: Path) -> str:
@@ -112,9 +119,7 @@ def find_cycle(graph: dict[str, set[str]]) -> str:
 
 
 def test_imports_have_no_cycle() -> None:
-    graph = {
-        module: set(imports(path)) & set(MODULES) - {module} for module, path in MODULES.items()
-    }
+    graph = {module: imports(path) & set(MODULES) - {module} for module, path in MODULES.items()}
     assert find_cycle(graph) == ""
 
 
@@ -187,6 +192,7 @@ def names_of_theirs() -> set[str]:
     )
 
 
+@functools.cache
 def names_of_ours() -> set[str]:
     """Private names that the package gives to its functions, classes, attributes and variables."""
     names = set(ONLY_TEXT)
