@@ -41,9 +41,9 @@ struct Arrays {
 static_assert(SH_MAX_MOMENTS == 2);
 
 // One step of an optimizer, from `from` to `to`: two loops around one formula. The gradient of `to`
-// is not used. The first loop takes any alignment, and `to` is `from`. The second one stores past the
-// caches if the instruction set can. For it weight, low and moments of `to` begin at multiples of
-// kStreamAlign bytes, and an array of `to` is that of `from` or overlaps no array of `from`.
+// is not used. The first loop takes any alignment, and `to` is `from`. The second one stores past
+// the caches if the instruction set can. For it weight, low and moments of `to` begin at multiples
+// of kStreamAlign bytes, and an array of `to` is that of `from` or overlaps no array of `from`.
 struct Update {
   using Loop = void (*)(const float* constants, Arrays from, Arrays to, int64_t numel,
                         int64_t ahead);

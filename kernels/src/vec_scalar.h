@@ -4,7 +4,6 @@
 
 constexpr int kLanes = 1;
 constexpr int kDoubleLanes = 1;
-// The loop out of place stands for both, which is half to compile.
 constexpr bool kTwoLoops = false;
 using F = float;
 using D = double;
