@@ -27,7 +27,7 @@ from tests.support.training import Run, assert_identical
 
 PROGRAMS = "tests.support.node_programs"
 
-pytestmark = pytest.mark.slow  # what ranks have in common is tested by test_ranks
+pytestmark = pytest.mark.slow  # test_ranks has what one node and several have in common
 
 
 @pytest.fixture(scope="module")
@@ -122,9 +122,7 @@ def test_a_folder_that_the_nodes_do_not_share_is_refused_before_it_is_written(
 
 
 # -- failures --------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    "how", ["kill", *(pytest.param(how, marks=pytest.mark.slow) for how in ("raise", "stop"))]
-)
+@pytest.mark.parametrize("how", ["kill", "raise", "stop"])
 def test_a_rank_that_is_lost_on_another_node_is_named(how: str, tmp_path: Path) -> None:
     """By its closed connection, or because it does not come."""
     with Launch(
@@ -169,7 +167,6 @@ def test_nodes_with_unequal_numbers_of_ranks_are_refused() -> None:
 
 
 # -- two nodes of two ranks ------------------------------------------------------------------------
-@pytest.mark.slow
 def test_two_nodes_of_two_ranks(two: list[Any], tmp_path: Path) -> None:
     """Bits, bytes, and a checkpoint of two nodes of one rank."""
     source = Path(two[0]["checkpoint"]["saved"])
@@ -201,7 +198,6 @@ AGENT = (
 )
 
 
-@pytest.mark.slow
 def test_two_machines_under_torchrun(tmp_path: Path) -> None:
     """Namespaces of their own: neither sees the other's processes."""
     tried = subprocess.run([*UNSHARE, "hostname", "elsewhere"], capture_output=True, text=True)

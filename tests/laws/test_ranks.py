@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import filecmp
+import json
 import re
 import time
 from pathlib import Path
@@ -348,7 +349,12 @@ def test_four_ranks_have_the_bits_of_one_that_accumulates(tmp_path: Path) -> Non
 @pytest.mark.parametrize("seed", range(3))
 def test_nothing_depends_on_which_thread_comes_first(seed: int, tmp_path: Path) -> None:
     with (
-        Launch(run=f"{PROGRAMS}:two_ranks", num_ranks=2, folder=tmp_path) as launch,
+        Launch(
+            run=f"{PROGRAMS}:two_ranks",
+            num_ranks=2,
+            folder=tmp_path,
+            environment={"BITS": json.dumps(list(rank_cases.CASES))},
+        ) as launch,
         hostile_scheduler([process.pid for process in launch.processes], seed),
     ):
         ended = launch.finish(timeout_s=900)

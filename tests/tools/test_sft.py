@@ -114,7 +114,8 @@ def without_copies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["chats", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("prompts", "text"))]
+    "kind",
+    [kind if kind == "chats" else pytest.param(kind, marks=pytest.mark.slow) for kind in DATA],
 )
 def test_all_weights_train_and_a_resumed_run_is_the_uninterrupted_one(
     kind: str, monkeypatch: pytest.MonkeyPatch
