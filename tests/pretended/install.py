@@ -301,6 +301,7 @@ def _identity(torch: Any, extension: Any) -> None:
     torch.accelerator.device_count = lambda: 1
     cuda = torch.cuda
     cuda.is_available = cuda.is_initialized = cuda._is_compiled = lambda: True
+    cuda._initialized = True  # checkpoints restore the generator of an initialized device
     cuda.is_bf16_supported = lambda including_emulation=True: True
     cuda._lazy_init = cuda.init = lambda: None
     cuda.device_count = lambda: 1
