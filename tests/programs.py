@@ -288,9 +288,12 @@ def write(s: Any, r: random.Random) -> None:
         s.write(r.choice(names), r.choice([shrink, prune]), how)
 
 
+HOOKS = ["gradient", "accumulated", "output", "input", "backward", "before", "peek"]
+
+
 def hook(s: Any, r: random.Random) -> None:
     """A hook of the user's, until the next."""
-    kind = r.choice(["gradient", "accumulated", "output", "input", "backward", "before", "peek"])
+    kind = r.choice(HOOKS)
     if s.hooks:
         s.hooks.pop().remove()
         return

@@ -21,6 +21,11 @@ def parameter_table(module: nn.Module) -> dict[str, nn.Parameter | None]:
     return module._parameters
 
 
+def buffer_table(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Return the table of the module's direct buffers, by attribute."""
+    return module._buffers
+
+
 def is_compiled(module: nn.Module) -> bool:
     """True if `torch.compile(module)` returned the module, or `module.compile()` was called."""
     return hasattr(module, "_orig_mod") or is_call_compiled(module)

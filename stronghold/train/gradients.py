@@ -1,0 +1,279 @@
+"""Gradients: from autograd to a slot, and from there to the buffer in which they wait.
+
+A gradient lies in exactly one buffer of its layer: as it came, or in the fp32 sum over
+micro-batches. The buffer lies on the host, or on the device if the device updates the layer.
+
+[Note: several calls]
+1. A layer is called n times before a backward. Between the calls its parameters rest on the host.
+   On a GPU they change device thereby, and torch makes a new accumulator for each call.
+2. So a parameter gets one gradient on a CPU, and up to n on a GPU.
+3. These are added in the slot, in the compute dtype, as autograd adds. The layer keeps a slot of
+   its own until backward ends: another layer must not take it in between.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from stronghold.devices.base import Device, Record
+from stronghold.native import Kernels
+from stronghold.train.arrays import Arrays
+from stronghold.train.layer import GradientState, Layer, Slot
+
+
+class Gradients:
+    """Gathers each layer's gradients in a slot, and offloads a layer that is complete.
+
+    Blocks take turns in shared slots. A layer outside of the blocks has a slot of its own, and so
+    has one that the device updates.
+
+    accumulates  gradients of several micro-batches are summed in fp32
+    ends_step    the micro-batch is the step's last: sums of squares are taken as gradients come
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        arrays: Arrays,
+        kernels: Kernels,
+        layers: Sequence[Layer],
+        num_slots: int,
+        *,
+        accumulates: bool,
+    ) -> None:
+        self._device, self._arrays, self._kernels, self._layers = device, arrays, kernels, layers
+        self._accumulates, self.ends_step = accumulates, True
+        sharing = [
+            layer.trained_bytes for layer in layers if layer.is_block and not layer.is_on_gpu
+        ]
+        self._shared = [
+            Slot.allocate(device, max(sharing), f"gradient slot {k}")
+            for k in range(num_slots if any(sharing) else 0)
+        ]
+        self._own: dict[Layer, Slot] = {}
+        # Two host buffers in turn, for gradients on their way to a sum. Made when first needed.
+        self._staging: list[tuple[Tensor, Record]] = []
+        # Of layers whose gradients have not changed since: valid once `norm_record` is written.
+        self._square_sums: dict[Layer, list[float]] = {}
+
+    # -- autograd to slot -------------------------------------------------------------------------
+    def arrived(self, layer: Layer, position: int, gradient: Tensor) -> None:
+        """Take a parameter's gradient. Offload the layer if it is complete."""
+        slot = layer.gradient_slot or self._claim(layer)
+        target = slot.views_of(layer, layer.trained_bytes)[position]
+        if position in slot.arrived:  # [Note: several calls], or an earlier backward of the step
+            target.add_(gradient)
+        else:
+            target.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+            slot.arrived.add(position)
+        if layer.num_calls == 1 and len(slot.arrived) == layer.num_trained:
+            self._offload(layer)
+
+    def _claim(self, layer: Layer) -> Slot:
+        """Give the layer a slot to gather in. Compute waits for what still uses the slot."""
+        if layer.is_on_gpu or not layer.is_block or layer.num_calls > 1:
+            slot = self._own_slot(layer)
+        else:
+            slot = self._shared.pop(0)
+            self._shared.append(slot)
+            if slot.layer is not None:  # it misses a gradient, which comes by itself, or never
+                self._offload(slot.layer)
+        for fence in slot.record.users:  # its last offload reads it
+            self._device.compute.wait(fence)
+        slot.layer, layer.gradient_slot = layer, slot
+        layer.gradient_state = GradientState.GATHERING
+        return slot
+
+    def _own_slot(self, layer: Layer) -> Slot:
+        """Made when it is first needed, and kept. If the gradients wait on the device as they came,
+        the slot is their buffer."""
+        if layer not in self._own:
+            if layer.is_on_gpu and not self._accumulates:
+                memory = self._arrays.of(layer, "gradients").view(torch.uint8)
+                self._own[layer] = Slot(memory)
+            else:
+                purpose = f"gradients of {layer.name}"
+                self._own[layer] = Slot.allocate(self._device, layer.trained_bytes, purpose)
+        return self._own[layer]
+
+    # -- slot to buffer ---------------------------------------------------------------------------
+    def _offload(self, layer: Layer) -> None:
+        """Bring the slot's gradients to the layer's buffer, and release the slot."""
+        slot, layer.gradient_slot = layer.gradient_slot, None
+        assert slot is not None
+        slot.layer = None
+        layer.gradient_state = GradientState.WAITING
+        self._square_sums.pop(layer, None)
+        positions = sorted(slot.arrived)
+        if layer.is_on_gpu and not self._accumulates:
+            layer.waiting.update(positions)  # they lie in the buffer; a later backward adds there
+            return
+        slot.arrived = set()
+        slot.record.write(self._device.compute.record(f"gradients {layer.index}"))
+        if layer.is_on_gpu:
+            self._sum(layer, positions, slot.memory, slot.record)
+        else:
+            self._to_host(layer, slot, positions)
+        layer.waiting.update(positions)
+        if self.ends_step and not layer.is_on_gpu:  # the device's are taken in one launch
+            self._sum_squares(layer)
+
+    def _to_host(self, layer: Layer, slot: Slot, positions: Sequence[int]) -> None:
+        """Queue the copy of the slot's gradients to the host: to the buffer, or on to a sum."""
+        target, record = self._arrays.of(layer, "gradients"), layer.gradient_record
+        is_sum = self._accumulates or not layer.waiting.isdisjoint(positions)
+        if is_sum:
+            target, record = self._staging_buffer()
+        target, memory = target.view(torch.uint8), slot.memory
+        runs = [(0, layer.trained_bytes)]  # a complete layer: one copy, with the padding
+        if len(positions) < layer.num_trained:
+            begins = [(layer.offsets[k], layer.parameters[k].nbytes) for k in positions]
+            runs = [(begin, begin + num_bytes) for begin, num_bytes in begins]
+        copy, poison = self._device.copy, self._device.memory.poison
+
+        def work() -> None:
+            for begin, end in runs:
+                copy(target[begin:end], memory[begin:end])
+            poison(memory)
+
+        self._device.offload.submit(
+            f"offload {layer.index}",
+            work,
+            reads=(slot.record,),
+            writes=(record,),
+            nbytes=sum(end - begin for begin, end in runs),
+        )
+        if is_sum:
+            self._sum(layer, positions, target, record)
+
+    def _staging_buffer(self) -> tuple[Tensor, Record]:
+        largest = max(layer.trained_bytes for layer in self._layers)
+        while len(self._staging) < 2:
+            self._staging.append((self._arrays.pinned(largest, torch.uint8), Record()))
+        self._staging.reverse()
+        return self._staging[0]
+
+    def _sum(self, layer: Layer, positions: Sequence[int], source: Tensor, record: Record) -> None:
+        """Queue the sum of gradients in `source` and those in the layer's buffer: in fp32 over
+        micro-batches, in the compute dtype over two backwards of one micro-batch, as autograd
+        adds."""
+        views = layer.views(source[: layer.trained_bytes])
+        sums = {k: self._arrays.gradient(layer, k) for k in positions}
+        known = frozenset(layer.waiting)
+        kernels = self._device.kernels if layer.is_on_gpu else self._kernels
+        segments = [
+            (views[k].data_ptr(), total.data_ptr(), total.numel(), k in known)
+            for k, total in sums.items()
+        ]
+
+        def work() -> None:
+            if self._accumulates:
+                kernels.accumulate(layer.dtype, segments)
+                return
+            for k, total in sums.items():
+                view = views[k].flatten()
+                total.add_(view) if k in known else total.copy_(view)
+
+        lane = self._device.compute if layer.is_on_gpu else self._device.gradients
+        lane.submit(
+            f"sum {layer.index}",
+            work,
+            reads=(record,),
+            writes=(layer.gradient_record,),
+            nbytes=layer.trained_bytes,
+        )
+
+    def end_backward(self) -> None:
+        """No more gradients come in this backward."""
+        for layer in self._layers:
+            if layer.gradient_slot is not None:
+                self._offload(layer)
+
+    def forget_calls(self) -> None:
+        """A forward begins after a backward. Until then its graph may have a further backward."""
+        for layer in self._layers:
+            layer.num_calls = 0
+
+    # -- the norm ---------------------------------------------------------------------------------
+    def _sum_squares(self, layer: Layer) -> None:
+        """Queue the sums of squares, so that the clip barrier finds them done but for the last."""
+        sums: list[float] = []
+        dtype, segments = self._arrays.gradient_dtype(layer.dtype), self._segments(layer)
+        self._device.gradients.submit(
+            f"norm {layer.index}",
+            lambda: sums.extend(self._kernels.sum_squares(dtype, segments)),
+            reads=(layer.gradient_record,),
+            writes=(layer.norm_record,),
+            nbytes=layer.trained_bytes,
+        )
+        self._square_sums[layer] = sums
+
+    def _segments(self, layer: Layer) -> list[tuple[int, int]]:
+        gradients = [self._arrays.gradient(layer, k) for k in sorted(layer.waiting)]
+        return [(gradient.data_ptr(), gradient.numel()) for gradient in gradients]
+
+    def _sum_squares_on_gpu(self, layers: Sequence[Layer]) -> Callable[[], list[float]]:
+        """Launch the sums of squares of these layers. Returns a function that waits for them."""
+        sums: list[Tensor] = []
+        segments: dict[torch.dtype, list[tuple[int, int]]] = {}
+        for layer in layers:
+            of_dtype = segments.setdefault(self._arrays.gradient_dtype(layer.dtype), [])
+            of_dtype += self._segments(layer)
+
+        def work() -> None:
+            sums.extend(
+                self._device.kernels.sum_squares_async(dtype, rows)
+                for dtype, rows in segments.items()
+            )
+
+        records = [layer.gradient_record for layer in layers]
+        self._device.compute.submit("norm on the device", work, reads=records)
+        return self._device.compute.read_later(torch.cat(sums))
+
+    def norm(self) -> Callable[[], float]:
+        """The global L2 norm of the step's gradients: a function that waits for it."""
+        layers = [layer for layer in self._layers if layer.waiting]
+        on_gpu = [layer for layer in layers if layer.is_on_gpu]
+        on_host = [layer for layer in layers if not layer.is_on_gpu]
+        for layer in on_host:
+            if layer not in self._square_sums:  # the last micro-batch had no gradient of it
+                self._sum_squares(layer)
+        writers = [layer.norm_record.writer for layer in on_host]
+        sums = [self._square_sums[layer] for layer in on_host]
+        sums_on_gpu = self._sum_squares_on_gpu(on_gpu) if on_gpu else list
+
+        def wait() -> float:
+            for writer in writers:
+                writer.wait()
+            # fsum rounds once: the grouping of parameters into layers cannot matter.
+            return math.sqrt(math.fsum([*(s for of in sums for s in of), *sums_on_gpu()]))
+
+        return wait
+
+    # -- the end of a step ------------------------------------------------------------------------
+    def drop(self, layer: Layer) -> None:
+        """The layer's gradients were used, or are void."""
+        layer.waiting.clear()
+        layer.gradient_state = GradientState.NONE
+        self._square_sums.pop(layer, None)
+        if layer in self._own:
+            self._own[layer].arrived.clear()
+
+    def forget(self) -> None:
+        """Drop all gradients, after an exception at any place. All lanes have finished."""
+        for slot in (*self._shared, *self._own.values()):
+            slot.layer, slot.arrived = None, set()
+        for layer in self._layers:
+            layer.gradient_slot, layer.num_calls = None, 0
+            self.drop(layer)
+
+    def close(self) -> None:
+        """Drop every slot."""
+        on_device = [layer for layer in self._own if layer.is_on_gpu and not self._accumulates]
+        slots = [*self._shared, *(s for layer, s in self._own.items() if layer not in on_device)]
+        self._device.memory.release(*(slot.memory for slot in slots))
+        self._shared, self._own, self._staging = [], {}, []

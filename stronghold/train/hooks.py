@@ -1,0 +1,391 @@
+"""Hooks on the user's modules and parameters: events of modules and of autograd, nothing else.
+
+There are four mechanisms: the `forward` of an instance, a pair of saved-tensor hooks while a
+layer's forward runs, a hook on a block's outputs, and post-accumulate-grad hooks. They sit on
+modules, not on the engine: evaluation and generation with the raw model stream, too.
+
+[Note: bound]
+1. A layer's parameters point at its slot while its forward runs, and while backward reads it.
+2. A checkpoint inside of a block runs the block's forward again, and calls none of our hooks. So a
+   block stays bound until backward reads another one.
+3. Otherwise they point at the host, where a program finds them.
+
+[Note: read without a call]
+1. A forward may begin while layers outside of the blocks are still updated. It waits for such a
+   layer when the layer's module is called.
+2. Hazard: a model may read a weight without that call (`F.linear(x, embedding.weight)`), perhaps in
+   training alone, as fused losses do. Then the layer's gradient comes without a call.
+3. So a forward waits at the call only for layers that an earlier training pass has called, and that
+   were never read without a call.
+4. It waits for all others when it begins. An evaluation waits for all.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from stronghold.errors import ConfigError
+from stronghold.streaming.patches.autograd import (
+    NO_BACKWARD,
+    at_end_of_backward,
+    backward_number,
+    saved_tensor_hooks,
+)
+from stronghold.streaming.patches.modules import hooks_after_gradient
+from stronghold.streaming.patches.tensors import tree_leaves
+from stronghold.train.gradients import Gradients
+from stronghold.train.layer import Layer, Level, WeightState
+from stronghold.train.order import Order
+from stronghold.train.saved_tensors import Handle, packing, recomputed
+from stronghold.train.weights import SavedWeight, Weights
+
+
+class ReplacedForward:
+    """The `forward` of one of the model's modules while it trains. A copy of the module, by
+    `copy.deepcopy` or a pickle, gets its own forward back."""
+
+    def __init__(self, forward: Callable[..., Any], call: Callable[..., Any]) -> None:
+        self._forward, self._call = forward, call
+        # Its name and signature, which frameworks read. Not its `__dict__`: it may be one of these.
+        functools.update_wrapper(self, forward, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(self._forward, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._forward, memo)
+
+    def __reduce__(self) -> Any:
+        forward: Any = self._forward
+        while isinstance(forward, ReplacedForward):  # a model that holds parameters of its own
+            forward = forward._forward
+        if hasattr(forward, "__self__"):
+            return getattr, (forward.__self__, forward.__name__)
+        return partial, (forward,)  # another package has replaced it before
+
+
+class OutsideLayers:
+    """The layers outside of the blocks, and when a pass waits for each ([Note: read without a
+    call])."""
+
+    def __init__(self, layers: Iterable[Layer]) -> None:
+        self.all = [layer for layer in layers if not layer.is_block]
+        self._seen: set[Layer] = set()  # called by a training pass
+        self._read: set[Layer] = set()  # got a gradient without a call
+        self._expected: set[Layer] = set()  # the running pass waits for these at their call
+        self._called: set[Layer] = set()  # in the running pass
+        # Since the last backward:
+        self._reached: set[Layer] = set()  # called
+        self._missed: set[Layer] = set()  # expected, and not called, while their weights were old
+
+    def begin_pass(self, *, is_training: bool) -> list[Layer]:
+        """A pass of the whole model begins. Returns the layers for which it waits at once."""
+        self._called.clear()
+        self._expected = self._seen - self._read if is_training else set()
+        return [layer for layer in self.all if layer not in self._expected]
+
+    def call(self, layer: Layer) -> None:
+        """The layer's module is called."""
+        self._called.add(layer)
+        self._reached.add(layer)
+
+    def end_pass(self, *, is_training: bool) -> None:
+        """The pass has returned."""
+        missed = self._expected - self._called
+        self._missed |= {x for x in missed if x.weight_state is not WeightState.HERE}
+        if is_training:
+            self._seen |= self._called
+
+    def got_gradient(self, layer: Layer, position: int) -> None:
+        """A gradient has come. ConfigError if the forward has used old weights."""
+        if layer.is_block or layer in self._reached:
+            return
+        self._read.add(layer)
+        if layer in self._missed:
+            raise ConfigError(
+                f"{layer.names[position]} was read without a call of its module, which the "
+                "forwards before had called: its weights may have been those of the step before. "
+                "They are waited for from now on: run the same forward and backward again"
+            )
+
+    def end_backward(self) -> None:
+        self._reached.clear()
+        self._missed.clear()
+
+
+class Hooks:
+    """The hooks of one model. Gradients that the optimizer does not own are dropped."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        modules: Mapping[Layer, Sequence[nn.Module]],
+        order: Order,
+        weights: Weights,
+        gradients: Gradients,
+    ) -> None:
+        self._order, self._weights, self._gradients = order, weights, gradients
+        self._layers = tuple(modules)
+        self._outside = OutsideLayers(modules)
+        self._frozen = [
+            (name, parameter)
+            for layer in modules
+            for name, parameter in zip(layer.names, layer.parameters, strict=True)
+            if not parameter.requires_grad
+        ]
+        self._in_backward = self._in_forward = self._is_training = False
+        self._is_interrupted = False  # a forward, by Ctrl-C at any bytecode
+        self._forgets_calls = False  # at the next forward: a graph may have another backward
+        self._reading: Layer | None = None  # whose backward runs
+        self._version = (0, 0)  # of its weights
+        self._num_recomputed: dict[Layer, int] = defaultdict(int)
+        self._replaced: list[nn.Module] = []
+        self._handles = []
+        self._gradient_hooks: list[tuple[Tensor, int]] = []  # a parameter, and our hook's number
+        for layer, users in modules.items():
+            for module in users:
+                self._replace(module, partial(self._call, layer, module))
+            for position, parameter in enumerate(layer.parameters):
+                if parameter.requires_grad:
+                    arrived = partial(self._arrived, layer, position)
+                    handle = parameter.register_post_accumulate_grad_hook(arrived)
+                    self._handles.append(handle)
+                    self._gradient_hooks.append((parameter, handle.id))
+        self._replace(model, self._pass)  # last: the model may hold parameters of its own
+
+    def _replace(self, module: nn.Module, call: Callable[..., Any]) -> None:
+        module.forward = ReplacedForward(module.forward, call)
+        self._replaced.append(module)
+
+    @property
+    def _is_open(self) -> bool:
+        return self._in_forward or self._in_backward
+
+    # -- forward ----------------------------------------------------------------------------------
+    def _pass(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A call of the whole model."""
+        self.forget_interrupted()
+        if self._is_open:
+            return forward(*args, **kwargs)
+        self._refuse_unfrozen()
+        self.take_gradients_last()
+        self._in_forward, self._is_training = True, torch.is_grad_enabled()
+        try:
+            self._order.begin_pass(is_training=self._is_training)
+            for layer in self._outside.begin_pass(is_training=self._is_training):
+                self._begin_use(layer)
+            output = forward(*args, **kwargs)
+            self._outside.end_pass(is_training=self._is_training)
+            self._end_forward(is_complete=True)
+            return output
+        except Exception:
+            self._end_forward(is_complete=False)
+            raise
+        except BaseException:
+            self._is_interrupted = True  # nothing is repaired here: [Note: interrupts] of `trainer`
+            raise
+
+    def _end_forward(self, *, is_complete: bool) -> None:
+        for layer in self._outside.all:
+            self._end_use(layer)
+        if not self._is_training or not is_complete:
+            self._order.end_pass(is_complete=is_complete)
+        self._in_forward = False
+
+    def _refuse_unfrozen(self) -> None:
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise ConfigError(
+                    f"{name} was frozen in stronghold.initialize, and is not now: it has neither "
+                    "masters nor moments, and would not be trained. Freeze it after initialize "
+                    "(a parameter without a gradient is not updated), or destroy the engine and "
+                    "initialize again"
+                )
+
+    def _call(
+        self,
+        layer: Layer,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """A call of a layer's module. Its gradients may come even without grad mode: a reentrant
+        checkpoint runs it without, and again in backward."""
+        may_train = torch.is_grad_enabled() or (self._in_forward and self._is_training)
+        if backward_number() == NO_BACKWARD and may_train:
+            if self._forgets_calls:
+                self._gradients.forget_calls()
+                self._forgets_calls = False
+            layer.num_calls += 1
+        if not layer.is_block:
+            self._outside.call(layer)
+        if layer.level is Level.KEEP or not layer.is_block or not torch.is_grad_enabled():
+            return self._run(layer, forward, *args, **kwargs)
+        self._num_recomputed[layer] += 1
+        run = partial(self._run, layer, forward)
+        return recomputed(run, module, args, kwargs, call=self._num_recomputed[layer])
+
+    def _run(self, layer: Layer, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a layer's forward, in a forward or again in backward."""
+        if backward_number() != NO_BACKWARD:
+            self._begin_backward()
+        self._begin_use(layer)
+        try:
+            if not torch.is_grad_enabled():
+                output = forward(*args, **kwargs)
+            else:
+                pack = packing(self._weights, saved_tensor_hooks(), self._saved_weight)
+                with saved_tensors_hooks(pack, Handle.__call__):
+                    output = forward(*args, **kwargs)
+        except Exception:
+            self._end_run(layer)
+            raise
+        if layer.is_block and not self._in_backward:
+            self._announce(layer, output)
+        is_written = layer.version != layer.fetched and not layer.is_on_gpu
+        self._end_run(layer)
+        if is_written:
+            raise ConfigError(
+                f"the forward of {layer.name} wrote into its parameters in place: they are a "
+                "copy there, and what is written is lost. Write between two steps, after "
+                "engine.step()"
+            )
+        return output
+
+    def _end_run(self, layer: Layer) -> None:
+        if layer.is_block or not self._is_open:
+            self._end_use(layer)  # a pass keeps the others bound: it may read them again
+        if layer.is_block and not self._is_open:  # the program calls the block by itself
+            self._order.end_pass(is_complete=False)
+
+    def _begin_use(self, layer: Layer) -> None:
+        """Let the layer's parameters be in its slot, and compute wait for their values."""
+        is_bound = layer in self._order.running or layer is self._reading
+        if not is_bound:
+            self._weights.refresh(layer)
+        self._order.use(layer)
+        if not is_bound:
+            self._weights.bind(layer)
+        self._order.running.append(layer)
+
+    def _end_use(self, layer: Layer) -> None:
+        running = self._order.running
+        if not layer.is_block:
+            running[:] = [other for other in running if other is not layer]
+        elif layer in running:  # else an exception came first
+            running.remove(layer)
+        self._rest(layer)
+
+    def _rest(self, layer: Layer | None) -> None:
+        """Point the parameters at the host, unless the layer's forward or backward still runs."""
+        if layer is not None and layer is not self._reading and layer not in self._order.running:
+            self._weights.rest(layer)
+
+    # -- saved tensors ----------------------------------------------------------------------------
+    def _saved_weight(self, saved: SavedWeight) -> Tensor:
+        if torch.is_grad_enabled():
+            raise ConfigError(
+                "create_graph=True: the graph of this backward would hold weights whose memory is "
+                'a slot. Let all weights stay on the device: stronghold.resident_layers: "all"'
+            )
+        self._reached(saved.layer, saved.version, None)
+        return self._weights.view(saved)
+
+    # -- backward ---------------------------------------------------------------------------------
+    def take_gradients_last(self) -> None:
+        """Make ours the last hook of each parameter: it takes the gradient away, which the
+        program's hooks read and write. torch calls them in the order of registration."""
+        for parameter, number in self._gradient_hooks:
+            hooks = hooks_after_gradient(parameter)
+            if next(reversed(hooks)) != number:
+                hooks[number] = hooks.pop(number)
+
+    def _announce(self, layer: Layer, output: Any) -> None:
+        """Let backward bind the layer when it comes to an output of it ([Note: bound])."""
+        reached = partial(self._reached, layer, layer.fetched)
+        for tensor in [output] if isinstance(output, Tensor) else tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+                tensor.register_hook(reached)
+
+    def _begin_backward(self) -> None:
+        if not self._in_backward:
+            self._in_backward = True
+            at_end_of_backward(self._end_backward)
+            self._order.begin_pass(is_training=True)
+            for layer in self._outside.all:
+                if layer.weight_state is WeightState.HERE:  # else its forward has not used it
+                    self._begin_use(layer)
+
+    def _reached(self, layer: Layer, version: tuple[int, int], gradient: Tensor | None) -> None:
+        """Backward reads the layer."""
+        self._begin_backward()
+        if layer is not self._reading or layer.slot is None:
+            before, self._reading = self._reading, layer
+            self._order.use(layer)
+            self._rest(before)
+            self._weights.bind(layer)
+            self._version = layer.version
+        if version != self._version:
+            raise ConfigError(
+                f"backward needs the weights of {layer.name} as they were in its forward, and they "
+                "were written since, by engine.step() or in place: call backward before the step, "
+                "and write after it"
+            )
+
+    def _arrived(self, layer: Layer, position: int, parameter: Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is None or position >= layer.num_trained:
+            return
+        self._begin_backward()
+        self._outside.got_gradient(layer, position)
+        self._gradients.arrived(layer, position, gradient)
+
+    def _end_backward(self) -> None:
+        """Autograd calls it at the end of a backward that did not raise."""
+        self._forgets_calls = True
+        self._outside.end_backward()
+        for layer in self._outside.all:
+            self._end_use(layer)
+        read, self._reading = self._reading, None
+        self._rest(read)
+        self._gradients.end_backward()
+        self._order.end_pass()
+        self._in_backward = False
+
+    # -- life -------------------------------------------------------------------------------------
+    def forget(self) -> None:
+        """End every pass that an exception has left open, at any bytecode, and empty every slot."""
+        self._weights.forget()
+        self._order.forget()
+        for layer in self._layers:
+            self._weights.rest(layer)
+        for parameter, _ in self._gradient_hooks:
+            parameter.grad = None
+        self._outside.end_backward()
+        self._reading = None
+        self._in_backward = self._in_forward = self._is_interrupted = False
+
+    def forget_interrupted(self) -> None:
+        """Forget a pass whose end never came. A backward calls no hook after it has raised."""
+        if self._in_backward and backward_number() == NO_BACKWARD:
+            self._gradients.forget()
+            self.forget()
+        elif self._is_interrupted:
+            self.forget()
+
+    def close(self) -> None:
+        """Give the modules their own forward back."""
+        for module in self._replaced:
+            module.__dict__.pop("forward", None)
+        for handle in self._handles:
+            handle.remove()

@@ -1,0 +1,230 @@
+"""The layer: parameters, the bytes that they take, how far weights and gradients are, and slots.
+
+A layer is the unit that moves (FSDP unit): one block of the model, or the modules outside of the
+blocks that hold a parameter. Its bytes are one buffer: first the trained parameters, which have one
+dtype, then the frozen ones as they came. Host, slot and file have the same layout.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from stronghold.devices.base import Device, Record
+from stronghold.model.partition import NamedParameter, Partition
+from stronghold.optim.contract import Group, Optimizer
+from stronghold.optim.states import EXACT, StateKind, States, states_of
+from stronghold.streaming.patches.tensors import version_of
+
+logger = logging.getLogger("stronghold")
+
+Groups = Mapping[Tensor, tuple[Group, Optimizer]]
+"""Live group of each trained parameter, and the optimizer of that group."""
+
+# A parameter begins at a multiple of this. cuBLAS picks its kernel by the alignment of a pointer,
+# up to 256 bytes. So a view of a slot must be aligned like a fresh allocation, or the window would
+# change bits. Groups of lean states have 64 elements, which are 128 bytes in bf16.
+ALIGN_BYTES = 256
+
+
+class WeightState(Enum):
+    """Where the newest weights of a layer are, beside the host."""
+
+    AWAY = "away"  # on the host alone
+    COMING = "coming"  # a fetch to the layer's slot is queued
+    HERE = "here"  # compute has waited for the fetch
+    STALE = "stale"  # a resident's slot has older weights than the host
+
+
+class GradientState(Enum):
+    """How far the gradients of a layer are in a step."""
+
+    NONE = "none"
+    GATHERING = "gathering"  # autograd adds them in a gradient slot
+    WAITING = "waiting"  # in the layer's buffer, or on their way to it, until the update
+
+
+class Level(Enum):
+    """What a block keeps for backward."""
+
+    KEEP = "keep"  # all that autograd saves
+    RECOMPUTE = "recompute"  # its inputs
+
+
+WEIGHT_MOVES = {
+    WeightState.AWAY: {WeightState.COMING},
+    WeightState.COMING: {WeightState.HERE, WeightState.AWAY, WeightState.STALE},
+    WeightState.HERE: {WeightState.AWAY, WeightState.STALE},
+    WeightState.STALE: {WeightState.COMING},
+}
+
+
+class Layer:
+    """One layer of the model, with the state that its owners share.
+
+    name            dotted path of the block, or of the first module that holds a parameter
+    is_block        only the block's own call uses the parameters
+    is_resident     its weights never leave the device
+    is_on_gpu       its masters and moments lie on the device, which updates them. It is resident
+    parameters      trained ones first. `names`: their first names in the model
+    offsets         first byte of each parameter in the layer's buffer
+    trained_bytes   bytes of the trained parameters, padded. `num_bytes`: of all
+    states          the arrays of the optimizer; None if nothing trains
+    slot            has the weights on the device. `gradient_slot`: gathers gradients there
+    waiting         positions of the parameters whose gradient waits for the update
+    num_calls       forward calls whose gradients come in one backward
+    num_updates     optimizer steps so far
+    fetched         `version` of what the slot has
+    *_record        hazards of weights, remainders and moments; of gradients; of their sums of
+                    squares
+    """
+
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        parameters: Sequence[NamedParameter],
+        dtypes: Sequence[torch.dtype],
+        states: States | None,
+        num_trained: int,
+    ) -> None:
+        self.index, self.name = index, name
+        self.is_block, self.is_resident, self.is_on_gpu = False, True, False
+        self.level = Level.KEEP
+        self.parameters = [named.parameter for named in parameters]
+        self.names = [named.name for named in parameters]
+        self.dtypes, self.states, self.num_trained = tuple(dtypes), states, num_trained
+        self.offsets: list[int] = []
+        self.trained_bytes = self.num_bytes = 0
+        for position, (parameter, dtype) in enumerate(zip(self.parameters, dtypes, strict=True)):
+            self.offsets.append(self.num_bytes)
+            nbytes = math.prod(parameter.shape) * dtype.itemsize
+            self.num_bytes += -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
+            if position < num_trained:
+                self.trained_bytes = self.num_bytes
+        self.weight_state, self.gradient_state = WeightState.AWAY, GradientState.NONE
+        self.slot: Slot | None = None
+        self.gradient_slot: Slot | None = None
+        self.waiting: set[int] = set()
+        self.num_calls = self.num_updates = 0
+        self.fetched = (0, 0)
+        self.weight_record, self.gradient_record, self.norm_record = Record(), Record(), Record()
+
+    def __repr__(self) -> str:
+        facts = [f"weights {self.weight_state.value}", f"gradients {self.gradient_state.value}"]
+        if self.waiting:
+            facts.append(f"{len(self.waiting)} of {self.num_trained} wait")
+        if self.num_calls:
+            facts.append(f"called {self.num_calls} times")
+        for record in (self.weight_record, self.gradient_record):
+            if not record.writer.done:
+                facts.append(f"after {record.writer.operation}")
+        return f"<layer {self.index} {self.name}: {', '.join(facts)}>"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the trained parameters."""
+        return self.dtypes[0]
+
+    @property
+    def trained_numel(self) -> int:
+        """Elements of the trained parameters, padded: each array of the optimizer covers them."""
+        return self.trained_bytes // self.dtype.itemsize if self.num_trained else 0
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Changes with each update, and with each write of the program into a parameter."""
+        return self.num_updates, sum(map(version_of, self.parameters))
+
+    def element(self, position: int) -> int:
+        """First element of a trained parameter in the layer's arrays."""
+        return self.offsets[position] // self.dtype.itemsize
+
+    def move(self, state: WeightState) -> None:
+        """Change the state of the weights. AssertionError for a move that cannot be."""
+        if state not in WEIGHT_MOVES[self.weight_state]:
+            raise AssertionError(f"{self!r} cannot become {state.value}")
+        self.weight_state = state
+
+    @torch.inference_mode(False)  # an evaluation may be the first to need a view that trains later
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """The parameters' views of a uint8 buffer. Of the trained ones alone if it is shorter."""
+        is_whole = buffer.numel() == self.num_bytes
+        views = []
+        for k in range(len(self.parameters) if is_whole else self.num_trained):
+            shape, begin = self.parameters[k].shape, self.offsets[k]
+            end = begin + math.prod(shape) * self.dtypes[k].itemsize
+            views.append(buffer[begin:end].view(self.dtypes[k]).view(shape))
+        return views
+
+    def bind(self, views: Sequence[Tensor]) -> None:
+        """Point the parameters at these views. Autograd does not see it."""
+        for parameter, view in zip(self.parameters, views, strict=True):
+            parameter.data = view
+
+
+@dataclass(eq=False)
+class Slot:
+    """A buffer on the device, for weights or for gradients. Layers take turns, or one keeps it.
+
+    views    of each layer that was ever in it
+    arrived  positions of the gradients in it
+    """
+
+    memory: Tensor
+    layer: Layer | None = None
+    record: Record = field(default_factory=Record)
+    views: dict[Layer, list[Tensor]] = field(default_factory=dict)
+    arrived: set[int] = field(default_factory=set)
+
+    @classmethod
+    def allocate(cls, device: Device, num_bytes: int, purpose: str) -> Slot:
+        return cls(device.memory.allocate(num_bytes, torch.uint8, purpose))
+
+    def views_of(self, layer: Layer, num_bytes: int) -> list[Tensor]:
+        """The views of a layer whose first `num_bytes` the slot has."""
+        if layer not in self.views:
+            self.views[layer] = layer.views(self.memory[:num_bytes])
+        return self.views[layer]
+
+
+def layers_of(
+    partition: Partition,
+    groups: Groups,
+    *,
+    dtype_of: Callable[[Tensor], torch.dtype],
+    precision: torch.dtype,
+    kind: StateKind,
+) -> list[Layer]:
+    """The layers of a partition, in its order.
+
+    groups     the trained parameters; all others are frozen
+    dtype_of   the dtype of a parameter in training
+    precision  the config's: trained parameters of one layer with several dtypes get this one
+    kind       of the states: "exact", or "lean" for bf16 weights
+    """
+    layers = []
+    for part in partition.layers:
+        trained = [named for named in part.parameters if named.parameter in groups]
+        frozen = [named for named in part.parameters if named.parameter not in groups]
+        dtypes = [dtype_of(named.parameter) for named in trained]
+        if len(set(dtypes)) > 1:
+            seen = ", ".join(sorted({str(dtype) for dtype in dtypes}))
+            logger.info("%s: parameters of %s train in %s", part.name, seen, precision)
+            dtypes = [precision] * len(trained)
+        states = None
+        if trained:
+            # Groups without momentum share the arrays of groups with momentum.
+            moments = max((groups[n.parameter][1].moments for n in trained), key=len)
+            states = states_of(dtypes[0], kind if dtypes[0] is torch.bfloat16 else EXACT, moments)
+        dtypes += [dtype_of(named.parameter) for named in frozen]
+        layer = Layer(part.index, part.name, [*trained, *frozen], dtypes, states, len(trained))
+        layer.is_block, layer.is_resident = part.streamed, not part.streamed
+        layers.append(layer)
+    return layers

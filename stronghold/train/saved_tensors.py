@@ -1,0 +1,157 @@
+"""What autograd saves in a layer's forward: handles in place of views of slots, and recomputation.
+
+[Note: saved weights]
+1. Autograd saves a view of a slot. The graph gets a handle instead.
+2. The slot goes to another layer.
+3. Backward asks the handle. It brings its layer to any slot, and returns the view there.
+4. With RECOMPUTE torch's checkpoint runs the forward again. Its pair of hooks lies below ours, in
+   both runs, and sees all tensors but weights. So the second run keeps no view of a slot either:
+   the slot may leave before the last tensor of that run was used.
+
+[Note: below] Torch applies the innermost pair of saved-tensor hooks alone. So our pair calls the
+pair below it: that of a checkpoint, ours or the user's.
+
+[Note: pack] The graph's node owns what the pack hook returns. If that held the saved tensor itself,
+whose `grad_fn` is the node, a graph that ends without a backward would never be freed. So a handle
+holds `detach()` of it, which shares memory and version counter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from stronghold.errors import ConfigError
+from stronghold.streaming.patches.autograd import Hooks
+from stronghold.streaming.patches.modules import buffer_table
+from stronghold.streaming.patches.tensors import sparse_parts, version_of
+from stronghold.train.weights import SavedWeight, Weights
+
+Handle = partial[Tensor]
+"""Stands in the graph for a saved tensor. Backward calls it."""
+
+
+def packing(
+    weights: Weights, below: Hooks | None, read: Callable[[SavedWeight], Tensor]
+) -> Callable[[Tensor], Handle]:
+    """The pack hook of one call of a layer: it makes the handles. `Handle.__call__` unpacks.
+
+    below  the pair of saved-tensor hooks around the call ([Note: below])
+    read   returns a saved weight's view, once its layer is in a slot
+    """
+    saved_weight = weights.saved  # this runs for each tensor of a forward
+    pack_below, unpack_below = below or (None, None)
+
+    def pack(tensor: Tensor) -> Handle:
+        if tensor.layout is torch.strided:
+            saved = saved_weight(tensor)
+            if saved is not None:
+                return partial(read, saved)
+        elif tensor.layout is torch.sparse_coo:
+            refuse_sparse_weights(tensor, weights)
+        if pack_below is not None and unpack_below is not None:
+            return partial(unpack_below, pack_below(tensor))
+        return partial(unwritten, tensor.detach(), version_of(tensor))
+
+    return pack
+
+
+def unwritten(tensor: Tensor, version: int) -> Tensor:
+    """The tensor, if it still has this version. Autograd compares none behind a pair of hooks."""
+    if version_of(tensor) != version:
+        raise RuntimeError(
+            "a tensor needed for backward was modified in place after it was saved: "
+            f"{tensor.dtype} {list(tensor.shape)} is at version {version_of(tensor)}, expected "
+            f"version {version}; write out of place (y = y + x, not y += x)"
+        )
+    return tensor
+
+
+def refuse_sparse_weights(tensor: Tensor, weights: Weights) -> None:
+    """ConfigError for a sparse tensor whose values are weights in a slot, which will move on."""
+    for part in sparse_parts(tensor):
+        saved = weights.saved(part)
+        if saved is not None and not saved.layer.is_resident:
+            raise ConfigError(
+                f"{saved.layer.name} makes a sparse tensor of its weights, whose memory is a slot: "
+                "keep the layer on the device (stronghold.resident_layers), or make a dense tensor"
+            )
+
+
+class Place(int):
+    """Stands for a tensor among the arguments of a call that waits: they must not keep it."""
+
+
+def replaced(kind: type, function: Callable[[Any], Any], tree: Any) -> Any:
+    """Replace the leaves of a class. Lists and dicts stay, since a block may write into them."""
+    if isinstance(tree, kind):
+        return function(tree)
+    if type(tree) is tuple:
+        return tuple(replaced(kind, function, part) for part in tree)
+    return tree
+
+
+def recomputed(
+    run: Callable[..., Any],
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    call: int,
+) -> Any:
+    """Call `run(*args, **kwargs)` so that backward runs it again, in place of what autograd would
+    save.
+
+    module  whose forward runs. A second run gets clones of its buffers, with the values of before
+            the first: batch norm reads the statistics that it had, and counts a batch once
+    call    number of the call, from 1. torch compares the metadata of all tensors of the two runs,
+            in calls 1, 2, 4, 8, ...
+
+    torch's checkpoint saves tensors that it gets by position, and restores the generators of their
+    devices. So all tensors go by position, each once.
+    """
+    tensors: dict[int, Tensor] = {}
+    replaced(Tensor, lambda t: tensors.setdefault(id(t), t), (args, tuple(kwargs.values())))
+    places = {key: Place(number) for number, key in enumerate(tensors)}
+    waiting = replaced(Tensor, lambda t: places[id(t)], (args, tuple(kwargs.values())))
+    names = tuple(kwargs)
+    tables = [buffer_table(part) for part in module.modules()]
+    before = [_clones(table) for table in tables] if any(tables) else []
+    is_second = False
+
+    def run_filled(*given: Tensor) -> Any:
+        nonlocal is_second
+        filled_args, values = replaced(Place, lambda place: given[place], waiting)
+        filled = partial(run, *filled_args, **dict(zip(names, values, strict=True)))
+        if not is_second or not before:
+            is_second = True
+            return filled()
+        present = [dict(table) for table in tables]
+        try:
+            _fill(tables, map(_clones, before))
+            return filled()
+        finally:
+            _fill(tables, present)
+
+    is_compared = call & (call - 1) == 0
+    check = "default" if is_compared else "none"
+    return checkpoint(run_filled, *tensors.values(), use_reentrant=False, determinism_check=check)
+
+
+Buffers = dict[str, Tensor | None]
+
+
+def _clones(buffers: Buffers) -> Buffers:
+    return {name: None if b is None else b.clone() for name, b in buffers.items()}
+
+
+def _fill(tables: Sequence[Buffers], contents: Iterable[Buffers]) -> None:
+    """Replace the buffers of modules, also those that a forward has made."""
+    for table, buffers in zip(tables, contents, strict=True):
+        table.clear()
+        table.update(buffers)

@@ -1,0 +1,194 @@
+"""Weights on the device: slots, and the copies that fill them.
+
+Streamed layers take slots of the window in turn. A resident layer keeps its own. A layer that the
+device updates has its arrays in its slot, so nothing is copied.
+
+[Note: a slot is reused]
+1. A fetch reads the layer's buffer on the host, and writes the slot.
+2. Compute waits for the slot's writer. The layer is HERE.
+3. A release makes compute a reader of the slot. Nothing is copied back.
+4. The next fetch into the slot waits for that reader.
+5. A resident keeps its slot. When its host weights change, compute becomes a reader of the slot, so
+   that the fetch of the new weights waits for backward, and not for the forward that follows.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from stronghold.devices.base import Device, Fence
+from stronghold.train.arrays import Arrays
+from stronghold.train.layer import Layer, Slot, WeightState
+
+
+class SavedWeight(NamedTuple):
+    """Stands in autograd's graph for a view of a slot. The place is in elements of `dtype`, counted
+    from the slot's begin."""
+
+    layer: Layer
+    version: tuple[int, int]  # of the weights that forward has used
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Weights:
+    """The slots for weights. `free` and `held` are the window's: empty slots, and the layers in the
+    others, the one that was fetched first in front."""
+
+    def __init__(
+        self, device: Device, arrays: Arrays, layers: Sequence[Layer], num_slots: int
+    ) -> None:
+        self._device, self._arrays, self._layers = device, arrays, layers
+        streamed = [layer.num_bytes for layer in layers if not layer.is_resident]
+        self.num_slots = num_slots if streamed else 0
+        self._window = [
+            Slot.allocate(device, max(streamed), f"weight slot {k}") for k in range(self.num_slots)
+        ]
+        self.free = list(self._window)
+        self.held: list[Layer] = []
+        self.num_fetches = self.fetched_bytes = 0
+        residents = [layer for layer in layers if layer.is_resident]
+        for layer in residents:
+            layer.slot = self._slot_of_resident(layer)
+            layer.slot.layer = layer
+        # Slots never move, so the slot of an address is found by bisection.
+        slots = [*self._window, *(layer.slot for layer in residents if layer.slot is not None)]
+        self._slots = sorted(slots, key=lambda slot: slot.memory.data_ptr())
+        self._begins = [slot.memory.data_ptr() for slot in self._slots]
+
+    def _slot_of_resident(self, layer: Layer) -> Slot:
+        if layer.is_on_gpu:
+            layer.weight_state, layer.fetched = WeightState.HERE, layer.version
+            return Slot(self._arrays.buffer(layer))
+        layer.weight_state = WeightState.STALE
+        return Slot.allocate(self._device, layer.num_bytes, f"weights of {layer.name}")
+
+    def needs_fetch(self, layer: Layer) -> bool:
+        """True if the device has not the layer's newest weights, and no fetch of them is queued."""
+        return layer.weight_state in (WeightState.AWAY, WeightState.STALE)
+
+    def fetch(self, layer: Layer) -> None:
+        """Queue the copy of the layer's weights to its slot, behind its last update. A streamed
+        layer takes a free slot."""
+        slot = layer.slot
+        if slot is None:
+            slot = layer.slot = self.free.pop(0)
+            slot.layer = layer
+            self.held.append(layer)
+        layer.move(WeightState.COMING)
+        layer.fetched = layer.version
+        copy, source = self._device.copy, self._arrays.buffer(layer)
+        target = slot.memory[: layer.num_bytes]
+        self._device.fetch.submit(
+            f"fetch {layer.index}",
+            lambda: copy(target, source),
+            reads=(layer.weight_record,),
+            writes=(slot.record,),
+            nbytes=layer.num_bytes,
+        )
+        self.num_fetches += 1
+        self.fetched_bytes += layer.num_bytes
+
+    def use(self, layer: Layer) -> None:
+        """Let compute wait for the fetch of the layer, which was queued before."""
+        if layer.weight_state is WeightState.COMING:
+            assert layer.slot is not None
+            # On every stream of compute: a chunk on another one must not read the slot earlier.
+            self._device.compute.wait_everywhere(layer.slot.record.writer)
+            layer.move(WeightState.HERE)
+
+    def bind(self, layer: Layer) -> None:
+        """Point the layer's parameters at its slot."""
+        assert layer.slot is not None
+        layer.bind(layer.slot.views_of(layer, layer.num_bytes))
+
+    def rest(self, layer: Layer) -> None:
+        """Point the layer's parameters at the host, where a program finds them outside of calls."""
+        layer.bind(self._arrays.at_rest[layer])
+
+    def release(self, layer: Layer) -> None:
+        """Give the slot of a streamed layer back. It is free once compute has passed."""
+        slot, layer.slot = layer.slot, None
+        assert slot is not None
+        if layer.weight_state is WeightState.HERE:  # else compute has not read it
+            slot.record.read(self._device.compute.record(f"release {layer.index}"))
+            self._device.memory.poison(slot.memory)
+        layer.move(WeightState.AWAY)
+        slot.layer = None
+        self.held.remove(layer)
+        self.free.append(slot)  # the slot that was freed last is taken last: it may still be read
+
+    def refresh(self, layer: Layer) -> None:
+        """Take over what the program has written into the layer's parameters at rest. A changed
+        version shows a write in place, another address a `parameter.data = ...`."""
+        is_moved = self._arrays.adopt_moved(layer)
+        if layer.slot is not None and (is_moved or layer.fetched != layer.version):
+            self.outdate(layer, self._device.compute.record(f"write {layer.index}"))
+            if layer.is_on_gpu:
+                layer.fetched = layer.version
+
+    def outdate_all(self) -> None:
+        """The program may write parameters now, also in ways that no version shows."""
+        reader = self._device.compute.record("before writes")
+        for layer in self._layers:
+            self.outdate(layer, reader)
+
+    def outdate(self, layer: Layer, reader: Fence) -> None:
+        """The host's weights of the layer change, or did: the device's are old. `reader`: compute
+        that may still read them."""
+        if layer.is_on_gpu:
+            return
+        if not layer.is_resident:
+            if layer.slot is not None:
+                self.release(layer)
+        elif layer.weight_state is not WeightState.STALE:
+            assert layer.slot is not None
+            layer.slot.record.read(reader)
+            layer.move(WeightState.STALE)
+
+    def saved(self, tensor: Tensor) -> SavedWeight | None:
+        """The handle of a tensor that autograd saves, if its memory is a slot's."""
+        address = tensor.data_ptr()
+        k = bisect(self._begins, address) - 1
+        if k < 0 or address >= self._begins[k] + self._slots[k].memory.nbytes:
+            return None
+        layer, dtype = self._slots[k].layer, tensor.dtype
+        assert layer is not None, "a tensor of a slot that no layer has"
+        offset = (address - self._begins[k]) // dtype.itemsize
+        return SavedWeight(layer, layer.fetched, dtype, tensor.shape, tensor.stride(), offset)
+
+    def view(self, saved: SavedWeight) -> Tensor:
+        """The saved view, in the slot that has the layer now."""
+        slot = saved.layer.slot
+        assert slot is not None
+        flat = slot.memory[: saved.layer.num_bytes].view(saved.dtype)
+        return flat.as_strided(saved.shape, saved.stride, saved.offset + flat.storage_offset())
+
+    def forget(self) -> None:
+        """Empty every slot, after an exception at any place. The lanes end what they began."""
+        self._device.finish()
+        for layer in self._layers:
+            if not layer.is_resident:
+                layer.slot, layer.weight_state = None, WeightState.AWAY
+            elif not layer.is_on_gpu:
+                layer.weight_state = WeightState.STALE
+        for slot in self._window:
+            slot.layer = None
+            self._device.memory.poison(slot.memory)
+        self.held, self.free = [], list(self._window)
+
+    def close(self) -> None:
+        """Drop every slot. The layers' arrays stay."""
+        slots = {*self._window, *(layer.slot for layer in self._layers if not layer.is_on_gpu)}
+        self._device.memory.release(*(slot.memory for slot in slots if slot is not None))
+        for layer in self._layers:
+            layer.slot = None
+        self._window, self._slots, self.held, self.free = [], [], [], []
+        self._begins.clear()

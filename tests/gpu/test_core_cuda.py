@@ -1,0 +1,58 @@
+"""The room of one rank (`stronghold.train`) on a GPU: the bodies of tests/laws/test_core.py with
+another device, against a plain loop on the same GPU."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+from stronghold.devices.cuda import CudaDevice
+from tests.gpu.test_training_cuda import train_plain_on_gpu
+from tests.laws.test_bits import never
+from tests.laws.test_core import AXES, PLACES
+from tests.models import MODELS
+from tests.support.core import train_core
+from tests.support.pairs import Case, covering
+from tests.support.training import Run, assert_identical, operators_in_one_order
+
+pytestmark = pytest.mark.gpu
+
+STEPS = 3
+LEFT_OUT = {"optimizer", "lanes"}
+AXES_ON_GPU = {name: values for name, values in AXES.items() if name not in LEFT_OUT}
+AXES_ON_GPU["precision"] = ["fp32", "bf16", "lean"]
+
+
+@functools.cache
+def plain(name: str, **options: Any) -> Run:
+    with operators_in_one_order():
+        return train_plain_on_gpu(MODELS[name], steps=STEPS, **options)
+
+
+def impossible(*values: str) -> bool:
+    """Lean states have no program for a GPU."""
+    is_on_gpu = not {"half on the gpu", "updated on the gpu"}.isdisjoint(values)
+    return never(*values) or (is_on_gpu and "lean" in values)
+
+
+@pytest.mark.parametrize("case", covering(list(AXES_ON_GPU.values()), impossible), ids="-".join)
+def test_no_configuration_changes_a_bit_on_a_gpu(case: Case) -> None:
+    of = dict(zip(AXES_ON_GPU, case, strict=True))
+    options: Any = {
+        "clipping": float(of["clipping"]),
+        "accumulation": int(of["micro-batches"]),
+        "precision": of["precision"],
+    }
+    expected = plain(of["model"], **options)
+    with operators_in_one_order():
+        run = train_core(
+            MODELS[of["model"]],
+            steps=STEPS,
+            device=CudaDevice,
+            activations=of["activations"],
+            **PLACES[of["place"]],
+            **options,
+        )
+    assert_identical(run, expected)
