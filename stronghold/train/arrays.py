@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from stronghold.devices.base import Device
+from stronghold.errors import ConfigError
 from stronghold.memory.slab import map_slab
 from stronghold.optim.states import num_items
 from stronghold.train.layer import Layer
@@ -44,7 +45,7 @@ class Arrays:
             self._take_over(layer)
 
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Of the gradients that wait for an update of parameters of `dtype`."""
+        """The dtype of gradients that wait for the update of parameters of `dtype`."""
         return torch.float32 if self._accumulates else dtype
 
     def _take_over(self, layer: Layer) -> None:
@@ -103,12 +104,17 @@ class Arrays:
 
     def adopt_moved(self, layer: Layer) -> bool:
         """Copy parameters that the program has pointed elsewhere (`parameter.data = ...`), and
-        point them back. Returns whether there were any."""
-        pairs = zip(layer.parameters, self.at_rest[layer], strict=True)
-        moved = [(p, view) for p, view in pairs if p.data_ptr() != view.data_ptr()]
+        point them back. Returns whether there were any. ConfigError for another shape."""
+        of_layer = zip(layer.names, layer.parameters, self.at_rest[layer], strict=True)
+        moved = [each for each in of_layer if each[1].data_ptr() != each[2].data_ptr()]
         if moved:
             layer.weight_record.wait()
-        for parameter, view in moved:
+        for name, parameter, view in moved:
+            if parameter.shape != view.shape:
+                raise ConfigError(
+                    f"{name}.data has the shape {list(parameter.shape)} now, expected "
+                    f"{list(view.shape)}, which its masters and moments have"
+                )
             view.copy_(parameter.detach())
             parameter.data = view
         return bool(moved)

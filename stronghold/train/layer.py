@@ -34,7 +34,7 @@ ALIGN_BYTES = 256
 
 
 class WeightState(Enum):
-    """Where the newest weights of a layer are, beside the host."""
+    """The place of a layer's newest weights, beside the host."""
 
     AWAY = "away"  # on the host alone
     COMING = "coming"  # a fetch to the layer's slot is queued
@@ -43,7 +43,7 @@ class WeightState(Enum):
 
 
 class GradientState(Enum):
-    """How far the gradients of a layer are in a step."""
+    """The stage of a layer's gradients in a step."""
 
     NONE = "none"
     GATHERING = "gathering"  # autograd adds them in a gradient slot
@@ -51,7 +51,7 @@ class GradientState(Enum):
 
 
 class Level(Enum):
-    """What a block keeps for backward."""
+    """The tensors that a block keeps for backward."""
 
     KEEP = "keep"  # all that autograd saves
     RECOMPUTE = "recompute"  # its inputs
@@ -129,7 +129,7 @@ class Layer:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the trained parameters."""
+        """The dtype of the trained parameters."""
         return self.dtypes[0]
 
     @property

@@ -1,4 +1,4 @@
-"""What autograd saves in a layer's forward: handles in place of views of slots, and recomputation.
+"""Saved tensors of a layer's forward: handles in place of views of slots, and recomputation.
 
 [Note: saved weights]
 1. Autograd saves a view of a slot. The graph gets a handle instead.

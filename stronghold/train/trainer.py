@@ -8,7 +8,7 @@ bytecode.
 1. It may leave a layer in two states at once, an operation on a lane whose fence was lost,
    gradients anywhere, and a pass open.
 2. Nothing of this is repaired one by one. The lanes end all queued operations. Then every slot is
-   empty, every gradient is dropped, every parameter is at rest, and no pass is open (`forget`).
+   empty, every gradient is dropped, every parameter points at the host, and no pass is open.
 3. The arrays are whole, for lanes alone write them.
 4. If updates were being queued, some layers may be a step ahead of others. Then nothing goes on.
 """

@@ -225,7 +225,7 @@ class Updates:
         key = update.layer, piece[0]
         if key not in self._rows:
             self._rows[key] = self._make_rows(update.layer, piece)
-        rows = self._rows[key].copy()
+        rows = self._rows[key]
         rows["step"] = update.counts
         for k in range(native.MAX_NUMBERS):
             rows[f"number{k}"] = update.numbers[:, k]

@@ -126,7 +126,7 @@ class Weights:
         self.free.append(slot)  # the slot that was freed last is taken last: it may still be read
 
     def refresh(self, layer: Layer) -> None:
-        """Take over what the program has written into the layer's parameters at rest. A changed
+        """Take over what the program has written into the layer's parameters on the host. A changed
         version shows a write in place, another address a `parameter.data = ...`."""
         is_moved = self._arrays.adopt_moved(layer)
         if layer.slot is not None and (is_moved or layer.fetched != layer.version):

@@ -83,6 +83,22 @@ def test_a_graph_may_have_two_backwards(updates: str) -> None:
         assert_equal(gradients(core), plain)
 
 
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_slots_take_the_bytes_of_the_formula(accumulates: bool) -> None:
+    """Blocks share slots for gradients, in every step. Other layers have one each."""
+    settings: Any = {"window": 2, "resident_layers": 1, "accumulate": accumulates}
+    with streaming(**settings) as (core, _, make_batch):
+        train(core, make_batch, steps=3)
+        blocks = [layer for layer in core.layers if layer.is_block]
+        streamed = max(layer.num_bytes for layer in blocks if not layer.is_resident)
+        residents = sum(layer.num_bytes for layer in core.layers if layer.is_resident)
+        shared = max(layer.trained_bytes for layer in blocks)
+        own = sum(layer.trained_bytes for layer in core.layers if not layer.is_block)
+        weights = core.plan.window * streamed + residents
+        gradients = core.plan.gradient_slots * shared + own
+        assert core.device.memory.peak_bytes == weights + gradients
+
+
 @pytest.mark.parametrize("updates", UPDATES)
 def test_the_norm_is_that_of_the_gradients_of_now(updates: str) -> None:
     """Also if a backward that did not end the step came after one that did."""

@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from stronghold.errors import ConfigError
 from tests.models import MODELS, Block, Decoder, loss_of, token_batch
+from tests.models.base import cross_entropy
 from tests.support.core import Core, opened, train_core
 from tests.support.training import assert_identical, train_plain
 
@@ -150,6 +152,26 @@ def test_a_graph_that_is_older_than_the_step_is_refused(level: str) -> None:
         with pytest.raises((ConfigError, RuntimeError), match=r"were written since|modified by an"):
             core.trainer.backward(loss)
         step(core, 2)
+
+
+def test_an_old_graph_is_refused_where_a_weight_was_read_without_a_call() -> None:
+    """Autograd has the weight itself there, and no handle of it."""
+
+    class Fused(Decoder):
+        def __init__(self) -> None:
+            super().__init__([Block() for _ in range(3)])
+            del self.positions  # so the call of the model is no call of a layer
+
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            hidden = self.norm(self.run(self.embedding(input_ids), input_ids))
+            return cross_entropy(F.linear(hidden, self.head.weight), labels)
+
+    model = Fused()
+    with streaming(model, groups=[model.head.weight, model.embedding.weight]) as core:
+        loss = core.trainer.forward(**token_batch(0))
+        step(core, 1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            core.trainer.backward(loss)
 
 
 @pytest.mark.parametrize("level", LEVELS)

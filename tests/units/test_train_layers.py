@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from stronghold.devices.emulated import EmulatedDevice
+from stronghold.errors import ConfigError
 from stronghold.model.partition import partition
 from stronghold.optim.adam import Adam
 from stronghold.optim.sgd import SGD
@@ -165,6 +166,9 @@ def test_a_parameter_that_was_pointed_elsewhere_is_taken_over() -> None:
     assert arrays.adopt_moved(layer)
     assert model.bias.data_ptr() == arrays.at_rest[layer][1].data_ptr()
     assert model.bias.tolist() == [7.0] * 3
+    model.bias.data = torch.ones(1)  # it would be broadcast
+    with pytest.raises(ConfigError, match=r"bias.data has the shape \[1\] now, expected \[3\]"):
+        arrays.adopt_moved(layer)
     arrays.close()
     device.close()
 
