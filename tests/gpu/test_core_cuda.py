@@ -7,15 +7,16 @@ import functools
 from typing import Any
 
 import pytest
+import torch
 
 from stronghold.devices.cuda import CudaDevice
 from tests.gpu.test_training_cuda import train_plain_on_gpu
 from tests.laws.test_bits import never
 from tests.laws.test_core import AXES, PLACES
 from tests.models import MODELS
-from tests.support.core import train_core
+from tests.support.core import opened, train_core
 from tests.support.pairs import Case, covering
-from tests.support.training import Run, assert_identical, operators_in_one_order
+from tests.support.training import Run, assert_identical, on, operators_in_one_order
 
 pytestmark = pytest.mark.gpu
 
@@ -56,3 +57,23 @@ def test_no_configuration_changes_a_bit_on_a_gpu(case: Case) -> None:
             **options,
         )
     assert_identical(run, expected)
+
+
+def test_new_weights_wait_for_the_forward_that_reads_the_old_ones() -> None:
+    """The host runs ahead: it writes weights while the device computes with the old ones."""
+    model, make_batch = MODELS["gpt"]()
+    batch = on(torch.device("cuda"), make_batch(0))
+    with opened(model, device=CudaDevice, window=1, resident_layers="all") as core, torch.no_grad():
+        original = {p: p.clone() for p in model.parameters()}
+        expected = core.trainer.forward(**batch).cpu()
+        losses = []
+        for _ in range(3):
+            losses.append(core.trainer.forward(**batch))
+            core.trainer.synchronize()
+            for p in model.parameters():
+                p.mul_(0.0)
+            core.trainer.forward(**batch)
+            core.trainer.synchronize()
+            for p in model.parameters():
+                p.copy_(original[p])
+        assert all(torch.equal(loss.cpu(), expected) for loss in losses)

@@ -116,7 +116,7 @@ class Nested(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.outer = nn.ModuleList([Outer() for _ in range(2)])
+        self.outer = nn.ModuleList([Outer() for _ in range(3)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.outer:
