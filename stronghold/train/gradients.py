@@ -7,8 +7,8 @@ micro-batches. The buffer lies on the host, or on the device if the device updat
 1. A layer is called n times before a backward. Between the calls its parameters rest on the host.
    On a GPU they change device thereby, and torch makes a new accumulator for each call.
 2. So a parameter gets one gradient on a CPU, and up to n on a GPU.
-3. These are added in the slot, in the compute dtype, as autograd adds. The layer keeps a slot of
-   its own until backward ends: another layer must not take it in between.
+3. These are added in the slot, in the compute dtype, as autograd adds. So the layer gathers in a
+   slot of its own: another layer must not take it in between.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ class Gradients:
             for k in range(num_slots if any(sharing) else 0)
         ]
         self._own: dict[Layer, Slot] = {}
+        self._called_again: set[Layer] = set()  # blocks that have used their own slot in this pass
         # Two host buffers in turn, for gradients on their way to a sum. Made when first needed.
         self._staging: list[tuple[Tensor, Record]] = []
         # Of layers whose gradients have not changed since: valid once `norm_record` is written.
@@ -77,6 +78,7 @@ class Gradients:
         """Give the layer a slot to gather in. Compute waits for what still uses the slot."""
         if layer.is_on_gpu or not layer.is_block or layer.num_calls > 1:
             slot = self._own_slot(layer)
+            self._called_again.add(layer)
         else:
             slot = self._shared.pop(0)
             self._shared.append(slot)
@@ -89,8 +91,8 @@ class Gradients:
         return slot
 
     def _own_slot(self, layer: Layer) -> Slot:
-        """Made when it is first needed, and kept. If the gradients wait on the device as they came,
-        the slot is their buffer."""
+        """Made when it is first needed. A block keeps it until a backward that does not need it. If
+        gradients wait on the device as they came, the slot is their buffer."""
         if layer not in self._own:
             if layer.is_on_gpu and not self._accumulates:
                 memory = self._arrays.of(layer, "gradients").view(torch.uint8)
@@ -192,6 +194,16 @@ class Gradients:
         for layer in self._layers:
             if layer.gradient_slot is not None:
                 self._offload(layer)
+        for layer in list(self._own):  # a forward without a backward counts as a call, too
+            if layer.is_block and not layer.is_on_gpu and layer not in self._called_again:
+                self._free_own_slot(layer)
+        self._called_again.clear()
+
+    def _free_own_slot(self, layer: Layer) -> None:
+        slot = self._own.pop(layer)
+        for fence in slot.record.users:  # else another tensor gets the memory before the lane ends
+            self._device.compute.wait(fence)
+        self._device.memory.release(slot.memory)
 
     def forget_calls(self) -> None:
         """A forward begins after a backward. Until then its graph may have a further backward."""

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -43,7 +44,7 @@ from stronghold.streaming.patches.autograd import (
 from stronghold.streaming.patches.modules import hooks_after_gradient
 from stronghold.streaming.patches.tensors import tree_leaves
 from stronghold.train.gradients import Gradients
-from stronghold.train.layer import Layer, Level, WeightState
+from stronghold.train.layer import Layer, Level, Slot, WeightState
 from stronghold.train.order import Order
 from stronghold.train.saved_tensors import Handle, packing, recomputed
 from stronghold.train.weights import SavedWeight, Weights
@@ -105,6 +106,10 @@ class OutsideLayers:
         if is_training:
             self._seen |= self._called
 
+    def fail_pass(self) -> None:
+        """The pass has raised, perhaps since it read a layer that it had not waited for."""
+        self._read |= self._expected - self._called
+
     def got_gradient(self, layer: Layer, position: int) -> None:
         """A gradient has come. ConfigError if the forward has used old weights."""
         if layer.is_block or layer in self._reached:
@@ -117,7 +122,8 @@ class OutsideLayers:
                 "They are waited for from now on: run the same forward and backward again"
             )
 
-    def end_backward(self) -> None:
+    def forget_calls(self) -> None:
+        """A forward begins after a backward. Until then its graph may have a further backward."""
         self._reached.clear()
         self._missed.clear()
 
@@ -145,10 +151,13 @@ class Hooks:
         self._in_backward = self._in_forward = self._is_training = False
         self._is_interrupted = False  # a forward, by Ctrl-C at any bytecode
         self._forgets_calls = False  # at the next forward: a graph may have another backward
-        self._reading: Layer | None = None  # whose backward runs
-        self._version = (0, 0)  # of its weights
+        # Of `order.reading`, the block that backward has bound last: its slot and version then.
+        self._slot: Slot | None = None
+        self._version = (0, 0)
+        self._end_of_backward: Any = _nothing  # a reference to the callback that torch holds
+        self._called: list[Layer] = []  # in the running forward, if it may train
         self._num_recomputed: dict[Layer, int] = defaultdict(int)
-        self._replaced: list[nn.Module] = []
+        self._replaced: list[tuple[nn.Module, Any]] = []  # a module, and an own `forward` of it
         self._handles = []
         self._gradient_hooks: list[tuple[Tensor, int]] = []  # a parameter, and our hook's number
         for layer, users in modules.items():
@@ -163,8 +172,8 @@ class Hooks:
         self._replace(model, self._pass)  # last: the model may hold parameters of its own
 
     def _replace(self, module: nn.Module, call: Callable[..., Any]) -> None:
+        self._replaced.append((module, vars(module).get("forward")))
         module.forward = ReplacedForward(module.forward, call)
-        self._replaced.append(module)
 
     @property
     def _is_open(self) -> bool:
@@ -178,8 +187,9 @@ class Hooks:
             return forward(*args, **kwargs)
         self._refuse_unfrozen()
         self.take_gradients_last()
-        self._in_forward, self._is_training = True, torch.is_grad_enabled()
+        self._called.clear()
         try:
+            self._in_forward, self._is_training = True, torch.is_grad_enabled()
             self._order.begin_pass(is_training=self._is_training)
             for layer in self._outside.begin_pass(is_training=self._is_training):
                 self._begin_use(layer)
@@ -188,6 +198,9 @@ class Hooks:
             self._end_forward(is_complete=True)
             return output
         except Exception:
+            self._outside.fail_pass()
+            for layer in self._called:  # its graph is dead
+                layer.num_calls = max(0, layer.num_calls - 1)
             self._end_forward(is_complete=False)
             raise
         except BaseException:
@@ -221,12 +234,16 @@ class Hooks:
     ) -> Any:
         """A call of a layer's module. Its gradients may come even without grad mode: a reentrant
         checkpoint runs it without, and again in backward."""
+        if self._is_interrupted:
+            self.forget_interrupted()
         may_train = torch.is_grad_enabled() or (self._in_forward and self._is_training)
         if backward_number() == NO_BACKWARD and may_train:
             if self._forgets_calls:
                 self._gradients.forget_calls()
+                self._outside.forget_calls()
                 self._forgets_calls = False
             layer.num_calls += 1
+            self._called.append(layer)
         if not layer.is_block:
             self._outside.call(layer)
         if layer.level is Level.KEEP or not layer.is_block or not torch.is_grad_enabled():
@@ -239,19 +256,22 @@ class Hooks:
         """Run a layer's forward, in a forward or again in backward."""
         if backward_number() != NO_BACKWARD:
             self._begin_backward()
-        self._begin_use(layer)
         try:
+            self._begin_use(layer)
             if not torch.is_grad_enabled():
                 output = forward(*args, **kwargs)
             else:
                 pack = packing(self._weights, saved_tensor_hooks(), self._saved_weight)
                 with saved_tensors_hooks(pack, Handle.__call__):
                     output = forward(*args, **kwargs)
+            if layer.is_block and not self._in_backward:
+                self._announce(layer, output)
         except Exception:
             self._end_run(layer)
             raise
-        if layer.is_block and not self._in_backward:
-            self._announce(layer, output)
+        except BaseException:
+            self._is_interrupted = True
+            raise
         is_written = layer.version != layer.fetched and not layer.is_on_gpu
         self._end_run(layer)
         if is_written:
@@ -265,16 +285,17 @@ class Hooks:
     def _end_run(self, layer: Layer) -> None:
         if layer.is_block or not self._is_open:
             self._end_use(layer)  # a pass keeps the others bound: it may read them again
-        if layer.is_block and not self._is_open:  # the program calls the block by itself
+        is_alone = not self._is_open and not self._order.running
+        if layer.is_block and is_alone:  # the program calls the block by itself
             self._order.end_pass(is_complete=False)
 
     def _begin_use(self, layer: Layer) -> None:
         """Let the layer's parameters be in its slot, and compute wait for their values."""
-        is_bound = layer in self._order.running or layer is self._reading
-        if not is_bound:
+        is_running = layer in self._order.running
+        if not is_running and layer is not self._order.reading:
             self._weights.refresh(layer)
         self._order.use(layer)
-        if not is_bound:
+        if not is_running:  # what backward reads may have come back to another slot
             self._weights.bind(layer)
         self._order.running.append(layer)
 
@@ -288,7 +309,8 @@ class Hooks:
 
     def _rest(self, layer: Layer | None) -> None:
         """Point the parameters at the host, unless the layer's forward or backward still runs."""
-        if layer is not None and layer is not self._reading and layer not in self._order.running:
+        order = self._order
+        if layer is not None and layer is not order.reading and layer not in order.running:
             self._weights.rest(layer)
 
     # -- saved tensors ----------------------------------------------------------------------------
@@ -314,28 +336,52 @@ class Hooks:
         """Let backward bind the layer when it comes to an output of it ([Note: bound])."""
         reached = partial(self._reached, layer, layer.fetched)
         for tensor in [output] if isinstance(output, Tensor) else tree_leaves(output):
-            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+            if not isinstance(tensor, Tensor):
+                continue
+            if not layer.is_resident and self._weights.has_memory_of(tensor):
+                raise ConfigError(
+                    f"{layer.name} returns a view of its weights, whose memory is a slot that "
+                    "other layers take: return a clone, or keep the layer on the device "
+                    "(stronghold.resident_layers)"
+                )
+            if tensor.grad_fn is not None:
                 tensor.register_hook(reached)
 
     def _begin_backward(self) -> None:
-        if not self._in_backward:
-            self._in_backward = True
-            at_end_of_backward(self._end_backward)
-            self._order.begin_pass(is_training=True)
-            for layer in self._outside.all:
-                if layer.weight_state is WeightState.HERE:  # else its forward has not used it
-                    self._begin_use(layer)
+        if self._in_backward and self._end_of_backward() is None:
+            self.forget_interrupted()  # by an earlier backward, which has raised
+        if self._in_backward:
+            return
+
+        def end() -> None:
+            self._end_backward()
+
+        at_end_of_backward(end)
+        # Only torch keeps it, and drops it if the backward raises.
+        self._end_of_backward = weakref.ref(end)
+        self._in_backward = True
+        self._order.begin_pass(is_training=True)
+        for layer in self._outside.all:
+            if layer.weight_state is WeightState.HERE:  # else its forward has not used it
+                self._begin_use(layer)
 
     def _reached(self, layer: Layer, version: tuple[int, int], gradient: Tensor | None) -> None:
         """Backward reads the layer."""
         self._begin_backward()
-        if layer is not self._reading or layer.slot is None:
-            before, self._reading = self._reading, layer
-            self._order.use(layer)
-            self._rest(before)
-            self._weights.bind(layer)
-            self._version = layer.version
-        if version != self._version:
+        is_here = layer.weight_state is WeightState.HERE
+        if not layer.is_block:  # it is bound for the whole backward
+            if not is_here:
+                self._order.use(layer)
+            present = layer.version
+        else:
+            if layer is not self._order.reading or layer.slot is not self._slot or not is_here:
+                before, self._order.reading = self._order.reading, layer
+                self._order.use(layer)
+                self._rest(before)
+                self._weights.bind(layer)
+                self._slot, self._version = layer.slot, layer.version
+            present = self._version
+        if version != present:
             raise ConfigError(
                 f"backward needs the weights of {layer.name} as they were in its forward, and they "
                 "were written since, by engine.step() or in place: call backward before the step, "
@@ -353,10 +399,9 @@ class Hooks:
     def _end_backward(self) -> None:
         """Autograd calls it at the end of a backward that did not raise."""
         self._forgets_calls = True
-        self._outside.end_backward()
         for layer in self._outside.all:
             self._end_use(layer)
-        read, self._reading = self._reading, None
+        read, self._order.reading = self._order.reading, None
         self._rest(read)
         self._gradients.end_backward()
         self._order.end_pass()
@@ -371,13 +416,13 @@ class Hooks:
             self._weights.rest(layer)
         for parameter, _ in self._gradient_hooks:
             parameter.grad = None
-        self._outside.end_backward()
-        self._reading = None
+        self._outside.forget_calls()
         self._in_backward = self._in_forward = self._is_interrupted = False
 
     def forget_interrupted(self) -> None:
         """Forget a pass whose end never came. A backward calls no hook after it has raised."""
-        if self._in_backward and backward_number() == NO_BACKWARD:
+        is_dead = backward_number() == NO_BACKWARD or self._end_of_backward() is None
+        if self._in_backward and is_dead:
             self._gradients.forget()
             self.forget()
         elif self._is_interrupted:
@@ -385,7 +430,13 @@ class Hooks:
 
     def close(self) -> None:
         """Give the modules their own forward back."""
-        for module in self._replaced:
+        for module, forward in reversed(self._replaced):
             module.__dict__.pop("forward", None)
+            if forward is not None:  # another package has replaced it before
+                module.forward = forward
         for handle in self._handles:
             handle.remove()
+
+
+def _nothing() -> None:
+    return None

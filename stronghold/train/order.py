@@ -32,13 +32,18 @@ class Pass:
 
 
 class Order:
-    """Prefetches and releases. `running`: layers whose forward runs now, the outermost first."""
+    """Prefetches and releases.
+
+    running  layers whose forward runs now, the outermost first. They keep their slots
+    reading  the block that backward has bound last. It keeps its slot while there is another one
+    """
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
         self._passes = {True: Pass(), False: Pass()}
         self._pass = self._passes[True]
         self.running: list[Layer] = []
+        self.reading: Layer | None = None
 
     def begin_pass(self, *, is_training: bool) -> None:
         """A forward or a backward begins. Training and evaluation may take turns within a pass."""
@@ -57,6 +62,7 @@ class Order:
     def forget(self) -> None:
         """An exception has ended every pass, and all slots are empty. The predictions stay."""
         self.running.clear()
+        self.reading = None
         for each in self._passes.values():
             each.recorded, each.cursor = [], 0
 
@@ -70,7 +76,8 @@ class Order:
             if weights.needs_fetch(layer):  # first on its lane
                 self._fetch(layer, following)
             for other in tuple(weights.held):
-                if following and other not in following and other not in self.running:
+                is_kept = other in self.running or other is self.reading
+                if following and other not in following and not is_kept:
                     weights.release(other)
             for other in following:
                 if weights.needs_fetch(other) and (other.is_resident or weights.free):
@@ -112,5 +119,6 @@ class Order:
                     f"{layer.name} is called inside of other blocks, and these have all "
                     f"{weights.num_slots} slots: raise stronghold.window"
                 )
-            weights.release(next((o for o in held if o not in following), held[0]))
+            held.sort(key=lambda other: (other is self.reading, other in following))
+            weights.release(held[0])
         weights.fetch(layer)

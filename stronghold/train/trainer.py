@@ -133,6 +133,7 @@ class Trainer:
     def synchronize(self) -> None:
         """Wait until every parameter has its newest value. The program may read and write them now,
         between two passes; the next pass uses what it finds."""
+        self._hooks.forget_interrupted()
         for layer in self.layers:
             layer.weight_record.wait()
         self.weights.outdate_all()
@@ -146,3 +147,5 @@ class Trainer:
         self.gradients.close()
         self.weights.close()
         self.arrays.close()
+        for buffer in self.model.buffers():
+            buffer.data = buffer.data.cpu()

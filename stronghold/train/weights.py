@@ -36,6 +36,8 @@ class SavedWeight(NamedTuple):
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
+    is_conj: bool  # torch has not conjugated its values yet
+    is_neg: bool  # or not negated
 
 
 class Weights:
@@ -153,6 +155,10 @@ class Weights:
             layer.slot.record.read(reader)
             layer.move(WeightState.STALE)
 
+    def has_memory_of(self, tensor: Tensor) -> bool:
+        """True if the tensor is a view of a slot."""
+        return tensor.layout is torch.strided and self.saved(tensor) is not None
+
     def saved(self, tensor: Tensor) -> SavedWeight | None:
         """The handle of a tensor that autograd saves, if its memory is a slot's."""
         address = tensor.data_ptr()
@@ -162,14 +168,25 @@ class Weights:
         layer, dtype = self._slots[k].layer, tensor.dtype
         assert layer is not None, "a tensor of a slot that no layer has"
         offset = (address - self._begins[k]) // dtype.itemsize
-        return SavedWeight(layer, layer.fetched, dtype, tensor.shape, tensor.stride(), offset)
+        return SavedWeight(
+            layer,
+            layer.fetched,
+            dtype,
+            tensor.shape,
+            tensor.stride(),
+            offset,
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
 
     def view(self, saved: SavedWeight) -> Tensor:
         """The saved view, in the slot that has the layer now."""
         slot = saved.layer.slot
         assert slot is not None
         flat = slot.memory[: saved.layer.num_bytes].view(saved.dtype)
-        return flat.as_strided(saved.shape, saved.stride, saved.offset + flat.storage_offset())
+        view = flat.as_strided(saved.shape, saved.stride, saved.offset + flat.storage_offset())
+        view = view.conj() if saved.is_conj else view
+        return -view if saved.is_neg else view
 
     def forget(self) -> None:
         """Empty every slot, after an exception at any place. The lanes end what they began."""

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from stronghold.errors import ConfigError
 from tests.models import MODELS, Block, Decoder, loss_of, token_batch
@@ -357,3 +358,216 @@ def test_evaluation_in_inference_mode_leaves_a_model_that_trains() -> None:
         with torch.inference_mode():
             evaluated = loss_of(core.trainer.forward(**token_batch(0))).clone()
         assert torch.equal(step(core, 0), evaluated)
+
+
+# -- odd models, and what is left behind ----------------------------------------------------------
+class Segments(Decoder):
+    """Checkpoints several blocks together."""
+
+    def run(self, x: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
+        for begin in range(0, len(self.blocks), 3):
+            segment = nn.Sequential(*self.blocks[begin : begin + 3])
+            x = checkpoint(segment, x, use_reentrant=False)
+        return x
+
+
+class SharedOutside(Block):
+    """Calls a module outside of the blocks in a checkpoint of its own."""
+
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__()
+        object.__setattr__(self, "shared", shared)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.shared(x) + x)
+
+
+def with_segments() -> nn.Module:
+    return Segments([Block() for _ in range(6)])
+
+
+def with_a_shared_module() -> nn.Module:
+    shared = nn.Linear(16, 16)
+    model = Decoder([SharedOutside(shared) for _ in range(6)])
+    model.shared = shared
+    return model
+
+
+class Conjugates(Block):
+    """Multiplies by a weight that torch conjugates and negates lazily."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(0.3 * torch.randn(16, 16, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        turned = torch.complex(x, -x) @ torch.view_as_complex(self.turn).conj()
+        return super().forward(x + turned.imag * turned.conj().imag)
+
+
+def with_conjugates() -> nn.Module:
+    return Decoder([Conjugates() for _ in range(4)])
+
+
+@pytest.mark.parametrize("window", [1, 2, 3])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("make", [with_segments, with_a_shared_module, with_conjugates])
+def test_odd_models_train_as_in_plain_torch(
+    make: Callable[[], nn.Module], level: str, window: int
+) -> None:
+    def factory() -> Any:
+        torch.manual_seed(0)
+        return make().train(), token_batch
+
+    run = train_core(factory, steps=3, activations=level, window=window, layers="blocks")
+    assert_identical(run, train_plain(factory, steps=3))
+
+
+def test_a_block_that_returns_a_view_of_its_weights_is_refused() -> None:
+    class Views(Block):
+        def forward(self, x: torch.Tensor) -> Any:
+            return super().forward(x), self.norm1.weight.expand(2, 16)
+
+    class Model(Decoder):
+        def run(self, x: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x, _ = block(x)
+            return x
+
+    model = Model([Views() for _ in range(3)])
+    refused = pytest.raises(ConfigError, match=r"blocks.0 returns a view of its weights")
+    with streaming(model, layers="blocks") as core, refused:
+        core.trainer.forward(**token_batch(0))
+    with streaming(model, layers="blocks", resident_layers="all") as core:
+        step(core, 0)
+
+
+def test_a_block_that_calls_a_block_may_be_called_directly() -> None:
+    class Calls(Block):
+        inner: Any = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.norm1(x) if self.inner is None else self.inner(x)
+            return super().forward(y)
+
+    torch.manual_seed(0)
+    model = Decoder([Calls() for _ in range(3)])
+    object.__setattr__(model.blocks[2], "inner", model.blocks[0])
+    x = torch.randn(2, 8, 16)
+    expected = model.blocks[2](x).detach()
+    with streaming(model, layers="blocks", window=2):
+        with torch.no_grad():
+            assert torch.equal(model.blocks[2](x), expected)
+        assert torch.equal(model.blocks[2](x).detach(), expected)
+
+
+@pytest.mark.parametrize("where", ["raw forward", "raw backward", "a block"])
+def test_after_an_interrupt_the_weights_can_be_read_and_written(where: str) -> None:
+    """Ctrl-C, and then a save."""
+
+    def fail(*_: Any) -> None:
+        raise Stop
+
+    model, _ = MODELS["gpt"]()
+    with streaming(model, window=2) as core:
+        before = {name: p.clone() for name, p in model.named_parameters()}
+        block = model.blocks[1]
+        if where == "raw backward":
+            hook: Any = block.mlp.up.weight.register_hook(fail)
+        else:
+            hook = block.mlp.register_forward_pre_hook(fail)
+        with pytest.raises(Stop):
+            block(torch.randn(2, 8, 16)) if where == "a block" else model(
+                **token_batch(0)
+            ).backward()
+        hook.remove()
+        core.trainer.synchronize()
+        for name, p in model.named_parameters():
+            assert torch.equal(p, before[name])
+            p.data.fill_(0.25)
+        loss = core.trainer.forward(**token_batch(0)).detach()
+        core.trainer.synchronize()
+        assert all((p == 0.25).all() for p in model.parameters())
+    assert torch.equal(loss, model(**token_batch(0)).detach())
+
+
+def test_a_backward_after_one_that_failed_is_used() -> None:
+    def fail(*_: Any) -> None:
+        raise ValueError
+
+    model, plain = MODELS["gpt"]()[0], MODELS["gpt"]()[0]
+    with streaming(model, window=2) as core:
+        losses = [model(**token_batch(number)) for number in range(2)]
+        hook = model.blocks[1].mlp.up.weight.register_hook(fail)
+        with pytest.raises(ValueError):
+            losses[0].backward()
+        hook.remove()
+        losses[1].backward()
+        plain(**token_batch(1)).backward()
+        norm = core.trainer.step(clipping=1.0).norm
+    expected = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()])
+    assert norm == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_forwards_without_a_backward_leave_no_slots_behind() -> None:
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    with streaming(window=2) as core:
+        step(core, 0)
+        memory = core.device.memory
+        allocated = memory.allocated_bytes
+        hook = core.trainer.model.blocks[2].register_forward_pre_hook(fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            core.trainer.forward(**token_batch(1))
+        hook.remove()
+        step(core, 1)
+        assert memory.allocated_bytes == allocated == memory.peak_bytes
+        core.trainer.forward(**token_batch(9))  # evaluated with a graph
+        for number in range(2):
+            step(core, number)
+        assert memory.allocated_bytes == allocated
+
+
+def test_a_layer_that_a_failed_forward_read_without_a_call_is_waited_for() -> None:
+    """On a GPU the forward fails: the weight is on the host."""
+    model, _ = MODELS["fused_loss"]()
+    model.fused = False
+    with streaming(model) as core:
+        step(core, 0)
+        model.fused = True
+        hook = model.norm.register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            core.trainer.forward(**token_batch(1))
+        hook.remove()
+        step(core, 1)
+        model.fused = None
+
+
+def test_a_retained_graph_does_not_make_later_forwards_wait() -> None:
+    with streaming() as core:
+        for number in range(2):
+            loss = core.trainer.forward(**token_batch(number))
+            for retains in (True, False):
+                core.trainer.backward(loss, retain_graph=retains)
+            core.trainer.step(clipping=1.0)
+        assert not core.trainer._hooks._outside._read
+
+
+def test_closing_restores_a_forward_that_another_package_has_replaced() -> None:
+    model, _ = MODELS["gpt"]()
+    block = model.blocks[1]
+    own = block.forward
+
+    def replaced(x: torch.Tensor) -> torch.Tensor:
+        return 0.5 * own(x)
+
+    block.forward = replaced
+    expected = model(**token_batch(0)).detach()
+    with streaming(model) as core:
+        assert torch.equal(core.trainer.forward(**token_batch(0)), expected)
+    assert block.forward is replaced
+    assert torch.equal(model(**token_batch(0)), expected)
