@@ -22,7 +22,7 @@ from stronghold.optim.states import num_items
 from stronghold.train.layer import Layer
 
 Piece = tuple[int, dict[str, Tensor]]
-"""Its first element in the layer, and arrays from that element on, by name."""
+"""The first element of a piece in its layer, and the arrays from that element on, by name."""
 
 
 class Arrays:
@@ -38,9 +38,8 @@ class Arrays:
         self._buffers: dict[Layer, Tensor] = {}
         self._pinned: list[Tensor] = []
         self._on_device: list[Tensor] = []
-        self.at_rest: dict[
-            Layer, list[Tensor]
-        ] = {}  # the parameters' views of their layer's buffer
+        # The parameters' views of their layer's buffer.
+        self.at_rest: dict[Layer, list[Tensor]] = {}
         for layer in layers:
             self._take_over(layer)
 

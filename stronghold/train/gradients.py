@@ -55,7 +55,7 @@ class Gradients:
             for k in range(num_slots if any(sharing) else 0)
         ]
         self._own: dict[Layer, Slot] = {}
-        self._called_again: set[Layer] = set()  # blocks that have used their own slot in this pass
+        self._called_again: set[Layer] = set()  # have used their own slot in this backward
         # Two host buffers in turn, for gradients on their way to a sum. Made when first needed.
         self._staging: list[tuple[Tensor, Record]] = []
         # Of layers whose gradients have not changed since: valid once `norm_record` is written.

@@ -84,9 +84,10 @@ class OutsideLayers:
         self._read: set[Layer] = set()  # got a gradient without a call
         self._expected: set[Layer] = set()  # the running pass waits for these at their call
         self._called: set[Layer] = set()  # in the running pass
-        # Since the last backward:
-        self._reached: set[Layer] = set()  # called
-        self._missed: set[Layer] = set()  # expected, and not called, while their weights were old
+        # Since the last backward: the layers that were called, and those that were expected and
+        # not called while their weights were old.
+        self._called_since: set[Layer] = set()
+        self._missed: set[Layer] = set()
 
     def begin_pass(self, *, is_training: bool) -> list[Layer]:
         """A pass of the whole model begins. Returns the layers for which it waits at once."""
@@ -97,7 +98,7 @@ class OutsideLayers:
     def call(self, layer: Layer) -> None:
         """The layer's module is called."""
         self._called.add(layer)
-        self._reached.add(layer)
+        self._called_since.add(layer)
 
     def end_pass(self, *, is_training: bool) -> None:
         """The pass has returned."""
@@ -112,7 +113,7 @@ class OutsideLayers:
 
     def got_gradient(self, layer: Layer, position: int) -> None:
         """A gradient has come. ConfigError if the forward has used old weights."""
-        if layer.is_block or layer in self._reached:
+        if layer.is_block or layer in self._called_since:
             return
         self._read.add(layer)
         if layer in self._missed:
@@ -124,7 +125,7 @@ class OutsideLayers:
 
     def forget_calls(self) -> None:
         """A forward begins after a backward. Until then its graph may have a further backward."""
-        self._reached.clear()
+        self._called_since.clear()
         self._missed.clear()
 
 
@@ -243,7 +244,8 @@ class Hooks:
                 self._outside.forget_calls()
                 self._forgets_calls = False
             layer.num_calls += 1
-            self._called.append(layer)
+            if self._in_forward:
+                self._called.append(layer)
         if not layer.is_block:
             self._outside.call(layer)
         if layer.level is Level.KEEP or not layer.is_block or not torch.is_grad_enabled():

@@ -78,7 +78,7 @@ class Layer:
     states          the arrays of the optimizer; None if nothing trains
     slot            has the weights on the device. `gradient_slot`: gathers gradients there
     waiting         positions of the parameters whose gradient waits for the update
-    num_calls       forward calls whose gradients come in one backward
+    num_calls       forward calls since the first forward after a backward
     num_updates     optimizer steps so far
     fetched         `version` of what the slot has
     *_record        hazards of weights, remainders and moments; of gradients; of their sums of

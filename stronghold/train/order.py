@@ -50,8 +50,8 @@ class Order:
         self._pass = self._passes[is_training]
 
     def end_pass(self, *, is_complete: bool = True) -> None:
-        """The pass has ended. All slots are free now: between two passes the arrays on the host are
-        the truth. A complete pass predicts the next one of its kind."""
+        """End the pass, and free all slots. Between two passes the arrays on the host are the
+        truth. A complete pass predicts the next one of its kind."""
         recorded = self._pass.recorded
         if is_complete and 0 < len(recorded) <= MAX_RECORDED_USES:
             self._pass.predicted = recorded

@@ -83,8 +83,9 @@ def refuse_sparse_weights(tensor: Tensor, weights: Weights) -> None:
             )
 
 
-class Place(int):
-    """Stands for a tensor among the arguments of a call that waits: they must not keep it."""
+class TensorNumber(int):
+    """The number of a tensor among the arguments of a call. It stands in the tensor's place while
+    the call waits for its second run, so that the call does not keep the tensor alive."""
 
 
 def replaced(kind: type, function: Callable[[Any], Any], tree: Any) -> Any:
@@ -117,8 +118,8 @@ def recomputed(
     """
     tensors: dict[int, Tensor] = {}
     replaced(Tensor, lambda t: tensors.setdefault(id(t), t), (args, tuple(kwargs.values())))
-    places = {key: Place(number) for number, key in enumerate(tensors)}
-    waiting = replaced(Tensor, lambda t: places[id(t)], (args, tuple(kwargs.values())))
+    numbers = {key: TensorNumber(number) for number, key in enumerate(tensors)}
+    waiting = replaced(Tensor, lambda t: numbers[id(t)], (args, tuple(kwargs.values())))
     names = tuple(kwargs)
     tables = [buffer_table(part) for part in module.modules()]
     before = [_clones(table) for table in tables] if any(tables) else []
@@ -126,7 +127,7 @@ def recomputed(
 
     def run_filled(*given: Tensor) -> Any:
         nonlocal is_second
-        filled_args, values = replaced(Place, lambda place: given[place], waiting)
+        filled_args, values = replaced(TensorNumber, lambda number: given[number], waiting)
         filled = partial(run, *filled_args, **dict(zip(names, values, strict=True)))
         if not is_second or not before:
             is_second = True

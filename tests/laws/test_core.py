@@ -16,6 +16,7 @@ import torch
 from stronghold.devices.emulated import EmulatedDevice
 from stronghold.errors import ConfigError
 from tests import programs
+from tests.laws import test_bits
 from tests.laws.test_adapters import CASES
 from tests.laws.test_bits import LIKE_LLAMA, never
 from tests.models import HUGGING_FACE, MODELS, PLAIN
@@ -27,14 +28,11 @@ from tests.support.training import OPTIMIZERS, Run, assert_identical, train_plai
 STEPS = 3
 NUM_PROGRAMS, NUM_QUICK = 200, 24
 
-ON_GPU = {"resident_updates": "gpu"}
+# The room has no model that is whole on the device, and keeps levels as an axis of their own.
 PLACES: dict[str, dict[str, Any]] = {
-    "one slot": {"window": 1},
-    "two slots": {"window": 2},
-    "every slot": {"window": 64},
-    "one resident": {"window": 1, "resident_layers": 1},
-    "half on the gpu": {"window": 2, "resident_layers": 1, **ON_GPU},
-    "updated on the gpu": {"resident_layers": "all", **ON_GPU},
+    name: {key: value for key, value in place.items() if key != "activations"}
+    for name, place in test_bits.PLACES.items()
+    if name != "whole"
 }
 AXES: dict[str, list[str]] = {
     "model": [name for name in (*PLAIN, *HUGGING_FACE) if name not in LIKE_LLAMA[1:]],

@@ -458,10 +458,11 @@ def test_a_block_that_calls_a_block_may_be_called_directly() -> None:
     object.__setattr__(model.blocks[2], "inner", model.blocks[0])
     x = torch.randn(2, 8, 16)
     expected = model.blocks[2](x).detach()
-    with streaming(model, layers="blocks", window=2):
+    with streaming(model, layers="blocks", window=2) as core:
         with torch.no_grad():
             assert torch.equal(model.blocks[2](x), expected)
         assert torch.equal(model.blocks[2](x).detach(), expected)
+        assert not core.trainer._hooks._called  # no list grows with such calls
 
 
 @pytest.mark.parametrize("where", ["raw forward", "raw backward", "a block"])
