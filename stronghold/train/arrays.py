@@ -1,47 +1,141 @@
-"""The arrays of layers: weights, remainders, moments and gradients, in RAM or on the device.
+"""The arrays of layers: weights, remainders, moments and gradients, in RAM, in files, or on the
+device.
 
-It makes and frees them. `pieces` is the one way to the arrays of an update.
+It makes and frees them. `pieces` is the one way to the arrays of an update, and `fetched` to the
+bytes of a fetch. Both also queue the transfers of what lies in files.
 
     array                  of the trained parameters
     weights, low, moments  the optimizer's state (`optim.states`). The weights lie in the layer's
                            buffer, whose rest are the frozen parameters
-    gradients              as they came, or their fp32 sums over micro-batches; never both
+    gradients              as they came, or their fp32 sums over micro-batches; never both. They
+                           never lie in files
+
+[Note: pieces in files]
+1. Host buffers stand in a ring. A piece of a layer is loaded to one (swap in), updated there, and
+   spilled from there (swap out), on three lanes. Meanwhile the next pieces are loaded to others.
+2. The record of the buffer orders these three, and the next piece that takes the buffer.
+3. Pieces of one layer do not wait for each other. Each update waits for those that used the layer's
+   arrays before its first piece, and the spill waits for the update. The last spill waits for the
+   others, and is the layer's newest writer.
+4. Piece k of a layer always takes the same buffer. So the addresses of an update do not change.
+5. Fetches have a ring of their own: an update must not wait until a slot is free.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from stronghold.devices.base import Device
+from stronghold.devices.base import Device, Fence, Record
+from stronghold.devices.lane_name import LaneName
 from stronghold.errors import ConfigError
 from stronghold.memory.slab import map_slab
-from stronghold.optim.states import num_items
+from stronghold.optim.states import PAGE_BYTES, group_size, items, num_items, page_numel
+from stronghold.plan.host_memory import Staging
+from stronghold.train.files import Files, Transfer
 from stronghold.train.layer import Layer
 
-Piece = tuple[int, dict[str, Tensor]]
-"""The first element of a piece in its layer, and the arrays from that element on, by name."""
+NOTHING: Mapping[Layer, Sequence[str]] = {}
+NO_STAGING = Staging()
+
+
+class Piece(NamedTuple):
+    """Elements of a layer for one operation that changes them.
+
+    begin   the first one
+    arrays  from that element on, by name. In memory until the operation has ended
+    record  hazards of the arrays, but for the gradients'. The operation writes it
+    after   fences for which the operation waits
+    """
+
+    begin: int
+    arrays: dict[str, Tensor]
+    record: Record
+    after: Sequence[Fence] = ()
+
+
+class Ring:
+    """Host buffers that pieces take in turn, each with its record."""
+
+    def __init__(self, buffers: Sequence[Tensor]) -> None:
+        self._buffers = [(buffer, Record()) for buffer in buffers]
+
+    def __getitem__(self, number: int) -> tuple[Tensor, Record]:
+        return self._buffers[number % len(self._buffers)]
 
 
 class Arrays:
     """Makes the arrays of `layers`, and moves the parameters into them.
 
-    `accumulates`: gradients are summed in fp32. Layers are taken over one by one, so RAM never has
-    two copies of the model.
+    accumulates  gradients are summed in fp32
+    in_files     the arrays of each layer that lie in files, in `folders`
+    staging      the sizes of the rings
+
+    Layers are taken over one by one, so RAM never has two copies of the model.
     """
 
-    def __init__(self, device: Device, layers: Sequence[Layer], *, accumulates: bool) -> None:
+    def __init__(
+        self,
+        device: Device,
+        layers: Sequence[Layer],
+        *,
+        accumulates: bool,
+        in_files: Mapping[Layer, Sequence[str]] = NOTHING,
+        staging: Staging = NO_STAGING,
+        folders: Sequence[Path] = (),
+    ) -> None:
         self._device, self._accumulates = device, accumulates
         self._arrays: dict[tuple[Layer, str], Tensor] = {}
         self._buffers: dict[Layer, Tensor] = {}
         self._pinned: list[Tensor] = []
         self._on_device: list[Tensor] = []
+        # Of the arrays in files: the first byte there. Of layers with some: the number of the
+        # first piece, and the elements of a piece.
+        self._offsets: dict[tuple[Layer, str], int] = {}
+        self._first_pieces: dict[Layer, int] = {}
+        self._piece_numel: dict[Layer, int] = {}
+        self._piece_bytes = staging.piece_bytes
+        self._num_fetched = 0  # pieces
+        self.read_bytes = self.written_bytes = 0  # of files, queued so far
         # The parameters' views of their layer's buffer.
         self.at_rest: dict[Layer, list[Tensor]] = {}
+        num_bytes = self._lay_out(layers, in_files)
+        self._files = Files(folders, num_bytes) if num_bytes else None
+        self._updates = Ring(self._buffers_of(staging.update_entries))
+        self._fetches = Ring(self._buffers_of(staging.fetch_entries))
         for layer in layers:
             self._take_over(layer)
+
+    def _lay_out(self, layers: Sequence[Layer], in_files: Mapping[Layer, Sequence[str]]) -> int:
+        """Place the arrays in the files, layer by layer. Returns their bytes."""
+        end = num_pieces = 0
+        for layer in layers:
+            dtypes = {} if layer.states is None else layer.states.dtypes
+            arrays = [a for a in {"weights": None, **dtypes} if a in in_files.get(layer, ())]
+            for array in arrays:
+                num_bytes = layer.num_bytes
+                if array != "weights":
+                    num_bytes = num_items(array, layer.trained_numel) * dtypes[array].itemsize
+                self._offsets[layer, array] = end
+                end += _padded(num_bytes)
+            if arrays and layer.states is not None:
+                bytes_of = [dtypes[array].itemsize / group_size(array) for array in arrays]
+                page = page_numel(layer.states.kind)
+                numel = int(self._piece_bytes / sum(bytes_of)) // page * page
+                assert numel, f"a piece of {self._piece_bytes} bytes is too small for {layer!r}"
+                self._piece_numel[layer], self._first_pieces[layer] = numel, num_pieces
+                num_pieces += -(-layer.trained_numel // numel)
+        return end
+
+    def _buffers_of(self, count: int) -> list[Tensor]:
+        if self._files is None:
+            return []
+        return [self.pinned(self._piece_bytes, torch.uint8) for _ in range(count)]
 
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of gradients that wait for the update of parameters of `dtype`."""
@@ -58,10 +152,10 @@ class Arrays:
             return
         for array, dtype in layer.states.dtypes.items():
             if array == "weights":
-                slab = buffer[: layer.trained_bytes].view(dtype)
-            else:
-                slab = self._zeros(layer, array, num_items(array, layer.trained_numel), dtype)
-            self._arrays[layer, array] = slab
+                self._arrays[layer, array] = buffer[: layer.trained_bytes].view(dtype)
+            elif (layer, array) not in self._offsets:
+                numel = num_items(array, layer.trained_numel)
+                self._arrays[layer, array] = self._zeros(layer, array, numel, dtype)
         # Zeros are a fresh state. But in fp16 "low" is the master itself.
         if layer.states.low is torch.float32:
             self.of(layer, "low").copy_(self.of(layer, "weights"))
@@ -69,6 +163,8 @@ class Arrays:
         self._arrays[layer, "gradients"] = self._zeros(layer, "gradients", numel, dtype)
 
     def _zeros(self, layer: Layer, array: str, numel: int, dtype: torch.dtype) -> Tensor:
+        if (layer, array) in self._offsets:
+            return self._map(layer, array, numel, dtype)
         if layer.is_on_gpu:
             purpose = f"{array} of {layer.name}"
             memory = self._device.memory.allocate_zeros(numel * dtype.itemsize, purpose)
@@ -80,6 +176,12 @@ class Arrays:
         self._device.first_touch.add(slab)
         return slab
 
+    def _map(self, layer: Layer, array: str, numel: int, dtype: torch.dtype) -> Tensor:
+        assert self._files is not None
+        num_bytes = numel * dtype.itemsize
+        mapped = self._files.map(self._offsets[layer, array], _padded(num_bytes))
+        return mapped[:num_bytes].view(dtype)
+
     def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Zeros that a stream copies from and to without the host."""
         slab = map_slab(numel, dtype)
@@ -89,8 +191,13 @@ class Arrays:
         return slab
 
     def of(self, layer: Layer, array: str) -> Tensor:
-        """One array of a layer, flat."""
-        return self._arrays[layer, array]
+        """One array of a layer, flat. One in files is mapped for the caller, who reads or writes it
+        while no operation on the layer is queued."""
+        if (layer, array) in self._arrays:
+            return self._arrays[layer, array]
+        assert layer.states is not None
+        numel, dtype = num_items(array, layer.trained_numel), layer.states.dtypes[array]
+        return self._map(layer, array, numel, dtype)
 
     def buffer(self, layer: Layer) -> Tensor:
         """The bytes of all parameters, as a slot has them: uint8 [num_bytes]."""
@@ -118,13 +225,93 @@ class Arrays:
             parameter.data = view
         return bool(moved)
 
-    def pieces(self, layer: Layer, arrays: Iterable[str]) -> Iterator[Piece]:
-        """Yield the layer's arrays of these names, piece by piece, each in memory until the next.
-        Arrays in memory are one piece."""
-        yield 0, {array: self.of(layer, array) for array in arrays}
+    def pieces(self, layer: Layer) -> Iterator[Piece]:
+        """Yield the arrays of the layer's update piece by piece, in order. Arrays in memory are one
+        piece. The caller queues one operation for each, before it takes the next."""
+        assert layer.states is not None
+        names = (*layer.states.dtypes, "gradients")
+        if layer not in self._piece_numel:
+            yield Piece(0, {array: self.of(layer, array) for array in names}, layer.weight_record)
+            return
+        assert self._files is not None
+        load, spill = self._device.lane(LaneName.LOAD), self._device.lane(LaneName.SPILL)
+        numel, before = self._piece_numel[layer], layer.weight_record.users
+        spills: list[Fence] = []
+        for number, begin in enumerate(range(0, layer.trained_numel, numel)):
+            end = min(begin + numel, layer.trained_numel)
+            memory, record = self._updates[self._first_pieces[layer] + number]
+            arrays, transfers = self._staged(layer, names, begin, end, memory)
+            num_bytes = sum(place.nbytes for _, place in transfers)
+            self.read_bytes += num_bytes
+            self.written_bytes += num_bytes
+            load.submit(
+                f"load {layer.index}",
+                partial(self._files.read, transfers),
+                reads=(layer.weight_record,),
+                writes=(record,),
+                nbytes=num_bytes,
+            )
+            yield Piece(begin, arrays, record, before)
+            is_last = end == layer.trained_numel
+            fence = spill.submit(
+                f"spill {layer.index}",
+                partial(self._files.write, transfers),
+                spills if is_last else (),
+                reads=(record,),
+                writes=(layer.weight_record,) if is_last else (),
+                nbytes=num_bytes,
+            )
+            spills.append(fence)
+
+    def _staged(
+        self, layer: Layer, names: Sequence[str], begin: int, end: int, memory: Tensor
+    ) -> tuple[dict[str, Tensor], list[Transfer]]:
+        """The arrays of a piece. Of those in files: views of a buffer that the transfers fill."""
+        assert layer.states is not None
+        arrays: dict[str, Tensor] = {}
+        transfers: list[Transfer] = []
+        filled = 0
+        for array in names:
+            of_piece = items(array, begin, end)
+            if (layer, array) not in self._offsets:
+                arrays[array] = self.of(layer, array)[of_piece]
+                continue
+            dtype = layer.states.dtypes[array]
+            num_bytes = (of_piece.stop - of_piece.start) * dtype.itemsize
+            place = memory[filled : filled + _padded(num_bytes)]
+            first = self._offsets[layer, array] + of_piece.start * dtype.itemsize
+            transfers.append((first, place))
+            arrays[array] = place[:num_bytes].view(dtype)
+            filled += place.nbytes
+        return arrays, transfers
+
+    def fetched(self, layer: Layer) -> Iterator[tuple[int, Tensor, Record]]:
+        """Yield the bytes of all parameters for the link: the first one's place in the layer, the
+        bytes, and the record of their memory. The caller queues one operation for each, before it
+        takes the next."""
+        if (layer, "weights") not in self._offsets:
+            yield 0, self.buffer(layer), layer.weight_record
+            return
+        assert self._files is not None
+        offset = self._offsets[layer, "weights"]
+        for begin in range(0, layer.num_bytes, self._piece_bytes):
+            memory, record = self._fetches[self._num_fetched]
+            self._num_fetched += 1
+            num_bytes = min(self._piece_bytes, layer.num_bytes - begin)
+            place = memory[: _padded(num_bytes)]
+            self.read_bytes += place.nbytes
+            self._device.lane(LaneName.STAGE).submit(
+                f"stage {layer.index}",
+                partial(self._files.read, [(offset + begin, place)]),
+                reads=(layer.weight_record,),
+                writes=(record,),
+                nbytes=place.nbytes,
+            )
+            yield begin, place[:num_bytes], record
 
     def close(self) -> None:
-        """Free all arrays. Parameters keep the buffers of their layers, in host memory."""
+        """Free all arrays. Parameters keep the buffers of their layers, in host memory. Weights in
+        files stay there, mapped, until the program drops the parameters."""
         for layer, views in self.at_rest.items():
             if layer.is_on_gpu:
                 buffer = torch.empty(layer.num_bytes, dtype=torch.uint8)
@@ -134,8 +321,15 @@ class Arrays:
         for slab in self._pinned:
             self._device.pinning.unpin(slab)
         self._device.memory.release(*self._on_device)
+        if self._files is not None:
+            self._files.close()
         self._on_device.clear()
         self._pinned.clear()
         self._arrays.clear()
         self._buffers.clear()
         self.at_rest.clear()
+
+
+def _padded(num_bytes: int) -> int:
+    """Rounded up to whole pages."""
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES

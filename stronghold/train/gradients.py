@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from stronghold.devices.base import Device, Record
+from stronghold.devices.base import Device, Fence, Record
 from stronghold.native import Kernels
 from stronghold.train.arrays import Arrays
 from stronghold.train.layer import GradientState, Layer, Slot
@@ -58,8 +58,9 @@ class Gradients:
         self._called_again: set[Layer] = set()  # have used their own slot in this backward
         # Two host buffers in turn, for gradients on their way to a sum. Made when first needed.
         self._staging: list[tuple[Tensor, Record]] = []
-        # Of layers whose gradients have not changed since: valid once `norm_record` is written.
-        self._square_sums: dict[Layer, list[float]] = {}
+        # Of layers whose gradients have not changed since, with the fence after which they are
+        # complete.
+        self._square_sums: dict[Layer, tuple[list[float], Fence]] = {}
 
     # -- autograd to slot -------------------------------------------------------------------------
     def arrived(self, layer: Layer, position: int, gradient: Tensor) -> None:
@@ -215,14 +216,13 @@ class Gradients:
         """Queue the sums of squares, so that the clip barrier finds them done but for the last."""
         sums: list[float] = []
         dtype, segments = self._arrays.gradient_dtype(layer.dtype), self._segments(layer)
-        self._device.gradients.submit(
+        fence = self._device.gradients.submit(
             f"norm {layer.index}",
             lambda: sums.extend(self._kernels.sum_squares(dtype, segments)),
             reads=(layer.gradient_record,),
-            writes=(layer.norm_record,),
             nbytes=layer.trained_bytes,
         )
-        self._square_sums[layer] = sums
+        self._square_sums[layer] = sums, fence
 
     def _segments(self, layer: Layer) -> list[tuple[int, int]]:
         gradients = [self._arrays.gradient(layer, k) for k in sorted(layer.waiting)]
@@ -254,15 +254,14 @@ class Gradients:
         for layer in on_host:
             if layer not in self._square_sums:  # the last micro-batch had no gradient of it
                 self._sum_squares(layer)
-        writers = [layer.norm_record.writer for layer in on_host]
         sums = [self._square_sums[layer] for layer in on_host]
         sums_on_gpu = self._sum_squares_on_gpu(on_gpu) if on_gpu else list
 
         def wait() -> float:
-            for writer in writers:
-                writer.wait()
+            for _, fence in sums:
+                fence.wait()
             # fsum rounds once: the grouping of parameters into layers cannot matter.
-            return math.sqrt(math.fsum([*(s for of in sums for s in of), *sums_on_gpu()]))
+            return math.sqrt(math.fsum([*(s for of, _ in sums for s in of), *sums_on_gpu()]))
 
         return wait
 

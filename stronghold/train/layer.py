@@ -19,7 +19,7 @@ from torch import Tensor
 from stronghold.devices.base import Device, Record
 from stronghold.model.partition import NamedParameter, Partition
 from stronghold.optim.contract import Group, Optimizer
-from stronghold.optim.states import EXACT, StateKind, States, states_of
+from stronghold.optim.states import EXACT, PAGE_BYTES, StateKind, States, states_of
 from stronghold.streaming.patches.tensors import version_of
 
 logger = logging.getLogger("stronghold")
@@ -74,15 +74,14 @@ class Layer:
     is_on_gpu       its masters and moments lie on the device, which updates them. It is resident
     parameters      trained ones first. `names`: their first names in the model
     offsets         first byte of each parameter in the layer's buffer
-    trained_bytes   bytes of the trained parameters, padded. `num_bytes`: of all
+    trained_bytes   bytes of the trained parameters, padded to pages. `num_bytes`: of all
     states          the arrays of the optimizer; None if nothing trains
     slot            has the weights on the device. `gradient_slot`: gathers gradients there
     waiting         positions of the parameters whose gradient waits for the update
     num_calls       forward calls since the first forward after a backward
     num_updates     optimizer steps so far
     fetched         `version` of what the slot has
-    *_record        hazards of weights, remainders and moments; of gradients; of their sums of
-                    squares
+    *_record        hazards of weights, remainders and moments; of gradients
     """
 
     def __init__(
@@ -105,7 +104,9 @@ class Layer:
         for position, (parameter, dtype) in enumerate(zip(self.parameters, dtypes, strict=True)):
             self.offsets.append(self.num_bytes)
             nbytes = math.prod(parameter.shape) * dtype.itemsize
-            self.num_bytes += -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
+            # In a file an update writes whole pages, and none of a frozen parameter.
+            align = PAGE_BYTES if position == num_trained - 1 else ALIGN_BYTES
+            self.num_bytes = -(-(self.num_bytes + nbytes) // align) * align
             if position < num_trained:
                 self.trained_bytes = self.num_bytes
         self.weight_state, self.gradient_state = WeightState.AWAY, GradientState.NONE
@@ -114,7 +115,7 @@ class Layer:
         self.waiting: set[int] = set()
         self.num_calls = self.num_updates = 0
         self.fetched = (0, 0)
-        self.weight_record, self.gradient_record, self.norm_record = Record(), Record(), Record()
+        self.weight_record, self.gradient_record = Record(), Record()
 
     def __repr__(self) -> str:
         facts = [f"weights {self.weight_state.value}", f"gradients {self.gradient_state.value}"]

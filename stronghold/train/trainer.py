@@ -15,6 +15,8 @@ bytecode.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -39,6 +41,7 @@ class Trainer:
     layers   of the partition, in its order (`layers_of`)
     groups   the hyper-parameters of each trained parameter, live, and their optimizer
     kernels  run on the update lane
+    folders  for the arrays that the plan puts in files
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class Trainer:
         plan: Plan,
         device: Device,
         kernels: native.Kernels,
+        folders: Sequence[Path] = (),
     ) -> None:
         self.model, self.layers = partition.model, layers
         self._device = device
@@ -60,7 +64,14 @@ class Trainer:
         for buffer in self.model.buffers():
             buffer.data = buffer.data.to(device.torch_device)
         accumulates = plan.accumulates
-        self.arrays = Arrays(device, layers, accumulates=accumulates)
+        self.arrays = Arrays(
+            device,
+            layers,
+            accumulates=accumulates,
+            in_files={layer: plan.homes.staged(layer.index) for layer in layers},
+            staging=plan.staging,
+            folders=folders,
+        )
         self.weights = Weights(device, self.arrays, layers, plan.window)
         self.gradients = Gradients(
             device, self.arrays, kernels, layers, plan.gradient_slots, accumulates=accumulates

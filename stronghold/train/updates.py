@@ -148,13 +148,16 @@ class Updates:
             layer = update.layer
             self.counts[layer][update.positions] += 1
             layer.num_updates += 1
-            if not layer.is_on_gpu:
+            if layer.is_on_gpu:
+                continue
+            for piece in self._arrays.pieces(layer):
                 self._device.update.submit(
                     f"update {layer.index}",
-                    partial(self._run, update, scale),
+                    partial(self._run, update, piece, scale),
+                    piece.after,
                     reads=(layer.gradient_record,),
-                    writes=(layer.weight_record,),
-                    nbytes=self._bytes(layer),
+                    writes=(piece.record,),
+                    nbytes=self._bytes(layer, piece.arrays["weights"].numel()),
                 )
         on_gpu = [update.layer for update in updates if update.layer.is_on_gpu]
         if on_gpu:
@@ -163,7 +166,7 @@ class Updates:
                 lambda: _launch(launches, scale),
                 reads=[layer.gradient_record for layer in on_gpu],
                 writes=[layer.weight_record for layer in on_gpu],
-                nbytes=sum(map(self._bytes, on_gpu)),
+                nbytes=sum(self._bytes(layer, layer.trained_numel) for layer in on_gpu),
             )
 
     def _outdate(self, layers: Sequence[Layer], weights: Weights) -> None:
@@ -177,27 +180,26 @@ class Updates:
             if layer.is_on_gpu:
                 layer.fetched = layer.version
 
-    def _bytes(self, layer: Layer) -> int:
-        """Bytes of memory that an update reads and writes."""
+    def _bytes(self, layer: Layer, numel: int) -> int:
+        """Bytes of memory that an update of so many elements reads and writes."""
         assert layer.states is not None
         of_element = layer.states.update_bytes(self._arrays.gradient_dtype(layer.dtype))
-        return int(of_element * layer.trained_numel)
+        return int(of_element * numel)
 
     # -- the kernels' calls -----------------------------------------------------------------------
-    def _run(self, update: LayerUpdate, scale: float) -> None:
-        """Work of the update lane: one pass over the arrays of a layer."""
+    def _run(self, update: LayerUpdate, piece: Piece, scale: float) -> None:
+        """Work of the update lane: one pass over the arrays of a piece."""
         layer = update.layer
         assert layer.states is not None
-        for piece in self._arrays.pieces(layer, (*layer.states.dtypes, "gradients")):
-            for kernel, rows in self._calls(update, piece).items():
-                rows["grad_scale"] = scale
-                self._kernels.update(
-                    kernel,
-                    layer.dtype,
-                    self._arrays.gradient_dtype(layer.dtype),
-                    rows,
-                    lean=layer.states.is_lean,
-                )
+        for kernel, rows in self._calls(update, piece).items():
+            rows["grad_scale"] = scale
+            self._kernels.update(
+                kernel,
+                layer.dtype,
+                self._arrays.gradient_dtype(layer.dtype),
+                rows,
+                lean=layer.states.is_lean,
+            )
 
     def _launches(self, updates: Sequence[LayerUpdate]) -> list[Callable[[float | None], None]]:
         """Prepare the device's updates: one launch for each kernel and dtype. The host does it
@@ -206,7 +208,7 @@ class Updates:
         for update in updates:
             states = update.layer.states
             assert states is not None
-            for piece in self._arrays.pieces(update.layer, (*states.dtypes, "gradients")):
+            for piece in self._arrays.pieces(update.layer):
                 for kernel, rows in self._calls(update, piece).items():
                     calls[kernel, states].append(rows)
         return [
@@ -222,7 +224,7 @@ class Updates:
 
     def _calls(self, update: LayerUpdate, piece: Piece) -> dict[str, native.Rows]:
         """The rows of an update for one piece, by kernel."""
-        key = update.layer, piece[0]
+        key = update.layer, piece.begin
         if key not in self._rows:
             self._rows[key] = self._make_rows(update.layer, piece)
         rows = self._rows[key]
@@ -238,8 +240,8 @@ class Updates:
     def _make_rows(self, layer: Layer, piece: Piece) -> native.Rows:
         """One row for each trained parameter, with the addresses of its elements in the piece. The
         arrays do not move, so this is done once."""
-        begin, views = piece
-        end = begin + views["weights"].numel()
+        begin, arrays = piece.begin, piece.arrays
+        end = begin + arrays["weights"].numel()
         rows = np.zeros(layer.num_trained, ROW)
         assert layer.states is not None
         names = dict(zip(ADDRESSES, layer.states.kernel_arrays, strict=True), grad="gradients")
@@ -249,7 +251,7 @@ class Updates:
             row["numel"], row["flags"] = last - first, optimizer.flags
             for address, array in names.items():
                 if array is not None and last > first:
-                    part = views[array][items(array, first - begin, last - begin)]
+                    part = arrays[array][items(array, first - begin, last - begin)]
                     row[address] = part.data_ptr()
         return rows
 

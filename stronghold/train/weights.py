@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -86,15 +87,15 @@ class Weights:
             self.held.append(layer)
         layer.move(WeightState.COMING)
         layer.fetched = layer.version
-        copy, source = self._device.copy, self._arrays.buffer(layer)
-        target = slot.memory[: layer.num_bytes]
-        self._device.fetch.submit(
-            f"fetch {layer.index}",
-            lambda: copy(target, source),
-            reads=(layer.weight_record,),
-            writes=(slot.record,),
-            nbytes=layer.num_bytes,
-        )
+        for begin, source, record in self._arrays.fetched(layer):
+            target = slot.memory[begin : begin + source.nbytes]
+            self._device.fetch.submit(
+                f"fetch {layer.index}",
+                partial(self._device.copy, target, source),
+                reads=(record,),
+                writes=(slot.record,),
+                nbytes=source.nbytes,
+            )
         self.num_fetches += 1
         self.fetched_bytes += layer.num_bytes
 

@@ -4,8 +4,10 @@ or of after it, and training goes on to the bit. Or the trainer says that it can
 from __future__ import annotations
 
 import random
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ ACCUMULATION = 2
 PLACES: list[dict[str, Any]] = [
     {"window": 2, "resident_layers": 1, "activations": "keep"},
     {"window": 1, "resident_layers": 1, "resident_updates": "gpu", "activations": "recompute"},
+    {"window": 2, "folders": [Path(tempfile.gettempdir())], "spill": "weights"},
 ]
 
 
@@ -89,8 +92,13 @@ def interrupt_steps(place: dict[str, Any], expected: list[Any], seed: int) -> tu
     return num_stopped, False
 
 
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stronghold.plan.host_memory.PIECE_BYTES", 1)  # a page of each array
+
+
 @pytest.mark.parametrize("seeds", [range(6, 9), pytest.param(range(9, 50), marks=pytest.mark.slow)])
-@pytest.mark.parametrize("place", PLACES, ids=["on the host", "on the gpu"])
+@pytest.mark.parametrize("place", PLACES, ids=["on the host", "on the gpu", "in files"])
 def test_a_step_that_ends_anywhere_leaves_no_trace(place: dict[str, Any], seeds: range) -> None:
     with session(place) as undisturbed:
         expected = [undisturbed.state()]

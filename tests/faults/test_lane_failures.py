@@ -16,7 +16,7 @@ import torch
 
 import stronghold
 from stronghold import native
-from stronghold.devices.base import ThreadLane
+from stronghold.devices.base import Device, ThreadLane
 from tests.conftest import lane_threads
 from tests.models import MODELS, loss_of
 from tests.support.training import config, initialized
@@ -63,11 +63,11 @@ def in_time(work: Callable[[], object]) -> BaseException | None:
 
 
 def fail_in(
-    engine: Any, monkeypatch: pytest.MonkeyPatch, operation: str, only: int | None = None
+    device: Device, monkeypatch: pytest.MonkeyPatch, operation: str, only: int | None = None
 ) -> None:
-    """Let the engine's next operations of this name fail; with `only` the one of that number, from
+    """Let the device's next operations of this name fail; with `only` the one of that number, from
     1 on."""
-    device, submit, seen = engine.inspect().device, ThreadLane.submit, 0
+    submit, seen = ThreadLane.submit, 0
 
     def submit_failing(
         lane: ThreadLane, name: str, work: Any, after: Any = (), **declared: Any
@@ -93,7 +93,7 @@ def test_a_failing_operation_names_itself_within_one_step(
     engine, make_batch = make_engine(**MODES[mode])
     run_steps(engine, make_batch, range(2))
     layer = engine.inspect().layout.streamed[1]
-    fail_in(engine, monkeypatch, f"{verb} {layer}")
+    fail_in(engine.inspect().device, monkeypatch, f"{verb} {layer}")
     # One step in which the operation fails, and the next one, whose first wait tells at the latest.
     error = in_time(lambda: run_steps(engine, make_batch, range(2, 4)))
     assert isinstance(error, stronghold.LaneError)
@@ -112,7 +112,7 @@ def test_a_failing_activation_transfer_names_itself(
     engine, make_batch = make_engine(activations="offload")
     run_steps(engine, make_batch, range(2))
     layer = engine.inspect().layout.streamed[1]
-    fail_in(engine, monkeypatch, f"{verb} {layer}")
+    fail_in(engine.inspect().device, monkeypatch, f"{verb} {layer}")
     error = in_time(lambda: run_steps(engine, make_batch, range(2, 4)))
     assert isinstance(error, stronghold.LaneError)
     assert f"{verb} {layer} failed" in str(error)
@@ -144,7 +144,7 @@ def test_a_failure_of_the_last_step_is_told_by_destroy(
     run_steps(engine, make_batch, range(1))
     # the last one in either order
     last = f"update {engine.inspect().layout.layers[0].index}"
-    fail_in(engine, monkeypatch, last)
+    fail_in(engine.inspect().device, monkeypatch, last)
     model = engine.module
     error = in_time(lambda: (run_steps(engine, make_batch, range(1, 2)), engine.destroy()))
     assert isinstance(error, stronghold.LaneError)

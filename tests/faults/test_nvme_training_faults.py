@@ -100,7 +100,7 @@ def test_after_a_failure_every_weight_is_of_one_step_or_the_next(mode: str, tmp_
             engine, make_batch = make_engine(tmp_path, "moments", clipping, accumulation)
             run_steps(engine, make_batch, range(2))
             with pytest.MonkeyPatch.context() as patch:
-                fail_in(engine, patch, f"{verb} {layer}")
+                fail_in(engine.inspect().device, patch, f"{verb} {layer}")
                 assert in_time(partial(run_steps, engine, make_batch, range(2, 4))) is not None
             engine.destroy()
             after = weights(engine.module)
@@ -118,7 +118,7 @@ def test_a_failing_piece_fails_the_layer(tmp_path: Path) -> None:
         run_steps(engine, make_batch, range(1))
         layer = engine.inspect().layout.streamed[1]
         with pytest.MonkeyPatch.context() as patch:
-            fail_in(engine, patch, f"{verb} {layer}", only=1)
+            fail_in(engine.inspect().device, patch, f"{verb} {layer}", only=1)
             assert in_time(partial(run_steps, engine, make_batch, range(1, 3))) is not None
         with pytest.raises(stronghold.LaneError, match=f"{verb} {layer} failed"):
             engine.inspect().layers[layer].wait()

@@ -4,6 +4,7 @@ another device, against a plain loop on the same GPU."""
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from stronghold.devices.cuda import CudaDevice
 from tests.gpu.test_training_cuda import train_plain_on_gpu
 from tests.laws.test_bits import never
-from tests.laws.test_core import AXES, PLACES
+from tests.laws.test_core import AXES, PLACES, at_home
 from tests.models import MODELS
 from tests.support.core import opened, train_core
 from tests.support.pairs import Case, covering
@@ -24,6 +25,11 @@ STEPS = 3
 LEFT_OUT = {"optimizer", "lanes"}
 AXES_ON_GPU = {name: values for name, values in AXES.items() if name not in LEFT_OUT}
 AXES_ON_GPU["precision"] = ["fp32", "bf16", "lean"]
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stronghold.plan.host_memory.PIECE_BYTES", 1)  # a page of each
 
 
 @functools.cache
@@ -39,7 +45,7 @@ def impossible(*values: str) -> bool:
 
 
 @pytest.mark.parametrize("case", covering(list(AXES_ON_GPU.values()), impossible), ids="-".join)
-def test_no_configuration_changes_a_bit_on_a_gpu(case: Case) -> None:
+def test_no_configuration_changes_a_bit_on_a_gpu(case: Case, tmp_path: Path) -> None:
     of = dict(zip(AXES_ON_GPU, case, strict=True))
     options: Any = {
         "clipping": float(of["clipping"]),
@@ -54,6 +60,7 @@ def test_no_configuration_changes_a_bit_on_a_gpu(case: Case) -> None:
             device=CudaDevice,
             activations=of["activations"],
             **PLACES[of["place"]],
+            **at_home(of["home"], tmp_path),
             **options,
         )
     assert_identical(run, expected)

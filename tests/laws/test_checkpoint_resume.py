@@ -328,7 +328,7 @@ def test_a_save_of_which_a_layer_failed_to_update_does_not_take_the_place_of_a_w
         engine.save_checkpoint(tmp_path, tag="best")
         engine.wait_for_checkpoint()
         update = f"update {engine.inspect().layout.streamed[1]}"
-        fail_in(engine, monkeypatch, update)
+        fail_in(engine.inspect().device, monkeypatch, update)
         train(engine, 1)
         engine.save_checkpoint(tmp_path, tag="best")
         with pytest.raises(LaneError, match=f"{update} failed .*injected"):

@@ -7,6 +7,7 @@ import functools
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ PLACES: dict[str, dict[str, Any]] = {
 AXES: dict[str, list[str]] = {
     "model": [name for name in (*PLAIN, *HUGGING_FACE) if name not in LIKE_LLAMA[1:]],
     "place": list(PLACES),
+    "home": ["ram", "moments", "masters", "weights"],
     "activations": ["keep", "recompute"],
     "clipping": ["0.0", "0.5"],
     "micro-batches": ["1", "3"],
@@ -63,6 +65,24 @@ def lanes(*, are_late: bool, seed: int = 1) -> Callable[[], EmulatedDevice]:
     return functools.partial(EmulatedDevice, jitter_s=jitter_s, seed=seed)
 
 
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers take several pieces, and pieces several blocks on both disks."""
+    monkeypatch.setattr("stronghold.plan.host_memory.PIECE_BYTES", 1)  # a page of each
+    monkeypatch.setattr("stronghold.train.files.BLOCK_BYTES", 4096)
+    monkeypatch.setattr("stronghold.train.files.UNIT_BYTES", 8192)
+
+
+def at_home(home: str, folder: Path) -> dict[str, Any]:
+    """The settings of a core some of whose arrays lie in files on two disks."""
+    if home == "ram":
+        return {}
+    folders = [folder / "one", folder / "other"]
+    for each in folders:
+        each.mkdir(exist_ok=True)
+    return {"folders": folders, "spill": home}
+
+
 ARRAY = covering(list(AXES.values()), never)
 random.Random(0).shuffle(ARRAY)  # the default run has some of all
 DEFAULT = ARRAY[:60]
@@ -73,7 +93,7 @@ DEFAULT = ARRAY[:60]
     [pytest.param(c, marks=() if c in DEFAULT else pytest.mark.slow) for c in ARRAY],
     ids="-".join,
 )
-def test_no_configuration_changes_a_bit(case: Case) -> None:
+def test_no_configuration_changes_a_bit(case: Case, tmp_path: Path) -> None:
     of = dict(zip(AXES, case, strict=True))
     options: Any = {
         "clipping": float(of["clipping"]),
@@ -88,6 +108,7 @@ def test_no_configuration_changes_a_bit(case: Case) -> None:
         device=lanes(are_late=of["lanes"] == "late"),
         activations=of["activations"],
         **PLACES[of["place"]],
+        **at_home(of["home"], tmp_path),
         **options,
     )
     assert_identical(run, expected)
@@ -159,19 +180,17 @@ def performed(case: programs.Case, side: Any) -> tuple[list[tuple[str, Any]], Ex
     return s.log, None
 
 
-def judged(case: programs.Case) -> tuple[str, str]:
+def judged(case: programs.Case, folder: Path) -> tuple[str, str]:
     expected, expected_error = performed(case, lambda: Plain(case))
     r = random.Random(case.seed)
     place = PLACES[r.choice(list(PLACES))]
     level, late = r.choice(["keep", "recompute"]), r.random() < 0.3
-    found, error = performed(
-        case,
-        lambda: ByCore(
-            case, activations=level, device=lanes(are_late=late, seed=case.seed), **place
-        ),
-    )
+    home = r.choice(AXES["home"])
+    settings = {"activations": level, **place, **at_home(home, folder)}
+    device = lanes(are_late=late, seed=case.seed)
+    found, error = performed(case, lambda: ByCore(case, device=device, **settings))
     action: Any = ""
-    where = f"{place} {level} {'late' if late else ''}"
+    where = f"{place} {home} {level} {'late' if late else ''}"
     for (label, value), (other_label, other) in zip(found, expected, strict=False):
         action = value if label == "--" else action
         if label != other_label or not programs.same(value, other):
@@ -187,7 +206,7 @@ def judged(case: programs.Case) -> tuple[str, str]:
     "seed",
     [pytest.param(k, marks=() if k < NUM_QUICK else pytest.mark.slow) for k in range(NUM_PROGRAMS)],
 )
-def test_no_program_tells_the_room_from_plain_torch(seed: int) -> None:
+def test_no_program_tells_the_room_from_plain_torch(seed: int, tmp_path: Path) -> None:
     case = drawn(seed)
-    kind, why = judged(case)
+    kind, why = judged(case, tmp_path)
     assert kind in ("equal", "refused"), f"{case}\n{why}"

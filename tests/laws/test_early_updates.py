@@ -189,7 +189,7 @@ def test_a_committed_update_that_failed_is_told_by_destroy(monkeypatch: pytest.M
     engine = engine_of(model, ALL)
     step(engine, make_batch, 0)
     layer = max(engine.plan.early)
-    fail_in(engine, monkeypatch, f"update early {layer}")
+    fail_in(engine.inspect().device, monkeypatch, f"update early {layer}")
 
     def to_the_end() -> None:
         try:

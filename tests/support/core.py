@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,6 +56,7 @@ class Core:
         layers: Any = None,
         dtypes: str = CAST,
         optimizers: Sequence[Optimizer] | None = None,
+        folders: Sequence[Path] = (),
         **settings: Any,
     ) -> None:
         trains = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
@@ -78,7 +80,7 @@ class Core:
             default=trains.optimizer,
         )
         self.partition: Partition = partition(model, layers, formats.of)
-        page = page_items(formats.formats, in_files=False)
+        page = page_items(formats.formats, in_files=bool(folders))
         if settings.get("resident_layers") == "all":
             settings["resident_layers"] = len(self.partition.streamed)
         self.plan: Plan = make_plan(
@@ -87,7 +89,7 @@ class Core:
                 states=states_of(dtype, kind, trains.optimizer.moments),
                 all_formats=formats.formats,
                 **{"window": 2, "resident_layers": 0, "resident_updates": "host", "whole": False}
-                | {"accumulate": False, "cpu_threads": 1, "early_layers": 0}
+                | {"accumulate": False, "cpu_threads": 1, "early_layers": 0, "nvme": bool(folders)}
                 | settings,
             ),
         )
@@ -107,6 +109,7 @@ class Core:
             plan=self.plan,
             device=self.device,
             kernels=self.pool,
+            folders=folders,
         )
 
     def moments(self) -> dict[str, tuple[torch.Tensor, ...]]:

@@ -13,7 +13,7 @@ from stronghold.errors import ConfigError
 from stronghold.model.partition import partition
 from stronghold.optim.adam import Adam
 from stronghold.optim.sgd import SGD
-from stronghold.optim.states import EXACT, LEAN, StateKind
+from stronghold.optim.states import EXACT, LEAN, PAGE_BYTES, StateKind
 from stronghold.train.arrays import Arrays
 from stronghold.train.layer import ALIGN_BYTES, Groups, Layer, WeightState, layers_of
 from tests.models import MODELS
@@ -90,7 +90,7 @@ def test_fp32_adapters_keep_their_dtype_over_a_base_of_16_bits() -> None:
     model.weight.requires_grad_(False)
     (layer,) = layers_of_model(model, own=True, precision=torch.bfloat16)
     assert layer.dtypes == (torch.float32, torch.bfloat16)
-    assert layer.trained_bytes == ALIGN_BYTES
+    assert layer.trained_bytes == PAGE_BYTES
 
 
 def test_groups_without_momentum_share_the_arrays_of_groups_with_momentum() -> None:
