@@ -40,15 +40,12 @@ from stronghold.plan.host_memory import Staging
 from stronghold.train.files import Files, Transfer
 from stronghold.train.layer import Layer
 
-NOTHING: Mapping[Layer, Sequence[str]] = {}
-NO_STAGING = Staging()
-
 
 class Piece(NamedTuple):
     """Elements of a layer for one operation that changes them.
 
     begin   the first one
-    arrays  from that element on, by name. In memory until the operation has ended
+    arrays  from that element on, by name. They are in memory until the operation has ended
     record  hazards of the arrays, but for the gradients'. The operation writes it
     after   fences for which the operation waits
     """
@@ -85,9 +82,9 @@ class Arrays:
         layers: Sequence[Layer],
         *,
         accumulates: bool,
-        in_files: Mapping[Layer, Sequence[str]] = NOTHING,
-        staging: Staging = NO_STAGING,
-        folders: Sequence[Path] = (),
+        in_files: Mapping[Layer, Sequence[str]],
+        staging: Staging,
+        folders: Sequence[Path],
     ) -> None:
         self._device, self._accumulates = device, accumulates
         self._arrays: dict[tuple[Layer, str], Tensor] = {}
@@ -116,7 +113,7 @@ class Arrays:
         end = num_pieces = 0
         for layer in layers:
             dtypes = {} if layer.states is None else layer.states.dtypes
-            arrays = [a for a in {"weights": None, **dtypes} if a in in_files.get(layer, ())]
+            arrays = [a for a in {"weights": None, **dtypes} if a in in_files[layer]]
             for array in arrays:
                 num_bytes = layer.num_bytes
                 if array != "weights":
@@ -191,8 +188,8 @@ class Arrays:
         return slab
 
     def of(self, layer: Layer, array: str) -> Tensor:
-        """One array of a layer, flat. One in files is mapped for the caller, who reads or writes it
-        while no operation on the layer is queued."""
+        """One array of a layer, flat. An array in files is mapped for the caller. It may be read
+        and written only while no operation on the layer is queued."""
         if (layer, array) in self._arrays:
             return self._arrays[layer, array]
         assert layer.states is not None

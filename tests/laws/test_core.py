@@ -19,14 +19,13 @@ from stronghold.errors import ConfigError
 from tests import programs
 from tests.laws import test_bits
 from tests.laws.test_adapters import CASES
-from tests.laws.test_bits import LIKE_LLAMA, never
+from tests.laws.test_bits import LIKE_LLAMA, STEPS, never, plain
 from tests.models import HUGGING_FACE, MODELS, PLAIN
 from tests.support.core import ByCore, train_core
 from tests.support.pairs import Case, covering
 from tests.support.sides import Plain
-from tests.support.training import OPTIMIZERS, Run, assert_identical, train_plain
+from tests.support.training import OPTIMIZERS, assert_identical
 
-STEPS = 3
 NUM_PROGRAMS, NUM_QUICK = 200, 24
 
 # The room has no model that is whole on the device, and keeps levels as an axis of their own.
@@ -46,18 +45,6 @@ AXES: dict[str, list[str]] = {
     "optimizer": list(OPTIMIZERS),
     "lanes": ["on time", "late"],
 }
-
-
-@functools.cache
-def plain(name: str, clipping: float, accumulation: int, precision: str, optimizer: str) -> Run:
-    return train_plain(
-        MODELS[name],
-        steps=STEPS,
-        clipping=clipping,
-        accumulation=accumulation,
-        precision=precision,
-        optimizer=optimizer,
-    )
 
 
 def lanes(*, are_late: bool, seed: int = 1) -> Callable[[], EmulatedDevice]:

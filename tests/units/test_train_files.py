@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -215,6 +216,26 @@ def test_a_disk_that_is_too_small_is_refused(tmp_path: Path) -> None:
             r"needs 2\.00 MiB in .* and the disk has 1\.00 MiB free", str(caught.value)
         )
         assert list(tmp_path.iterdir()) == []
+    assert count() == before
+
+
+@pytest.mark.parametrize("number", [1, 5])
+def test_threads_that_the_system_refuses_are_named(
+    number: int, folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that it did not refuse end."""
+    start, before, num_started = threading.Thread.start, count(), 0
+
+    def refused(thread: threading.Thread) -> None:
+        nonlocal num_started
+        num_started += 1
+        if num_started == number:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    with pytest.raises(OSError, match="the files threads: the system refused to start a thread"):
+        Files(folders[:1], PAGE)
     assert count() == before
 
 

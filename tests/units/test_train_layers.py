@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import nn
 
+from stronghold.devices.base import Device
 from stronghold.devices.emulated import EmulatedDevice
 from stronghold.errors import ConfigError
 from stronghold.model.partition import partition
 from stronghold.optim.adam import Adam
 from stronghold.optim.sgd import SGD
 from stronghold.optim.states import EXACT, LEAN, PAGE_BYTES, StateKind
+from stronghold.plan.host_memory import Staging
 from stronghold.train.arrays import Arrays
 from stronghold.train.layer import ALIGN_BYTES, Groups, Layer, WeightState, layers_of
 from tests.models import MODELS
@@ -36,6 +39,14 @@ class Weird(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x
+
+
+def in_ram(device: Device, layers: list[Layer], *, accumulates: bool) -> Arrays:
+    """Arrays of which none lies in files."""
+    in_files: dict[Layer, Sequence[str]] = dict.fromkeys(layers, ())
+    return Arrays(
+        device, layers, accumulates=accumulates, in_files=in_files, staging=Staging(), folders=()
+    )
 
 
 def layers_of_model(
@@ -132,7 +143,7 @@ def test_arrays_have_the_states_items_and_the_parameters_values(kind: StateKind)
     values = {name: p.detach().clone() for name, p in model.named_parameters()}
     (layer,) = layers = layers_of_model(model, precision=torch.bfloat16, kind=kind)
     device = EmulatedDevice()
-    arrays = Arrays(device, layers, accumulates=False)
+    arrays = in_ram(device, layers, accumulates=False)
     assert layer.states is not None
     for array, dtype in layer.states.dtypes.items():
         assert arrays.of(layer, array).dtype is dtype
@@ -149,7 +160,7 @@ def test_arrays_have_the_states_items_and_the_parameters_values(kind: StateKind)
 def test_in_fp16_the_master_begins_as_the_weight() -> None:
     (layer,) = layers = layers_of_model(nn.Linear(5, 3), precision=torch.float16)
     device = EmulatedDevice()
-    arrays = Arrays(device, layers, accumulates=True)
+    arrays = in_ram(device, layers, accumulates=True)
     assert torch.equal(arrays.of(layer, "low"), arrays.of(layer, "weights").float())
     assert arrays.of(layer, "gradients").dtype is torch.float32
     arrays.close()
@@ -160,7 +171,7 @@ def test_a_parameter_that_was_pointed_elsewhere_is_taken_over() -> None:
     model = nn.Linear(5, 3)
     (layer,) = layers = layers_of_model(model)
     device = EmulatedDevice()
-    arrays = Arrays(device, layers, accumulates=False)
+    arrays = in_ram(device, layers, accumulates=False)
     assert not arrays.adopt_moved(layer)
     model.bias.data = torch.full((3,), 7.0)
     assert arrays.adopt_moved(layer)
