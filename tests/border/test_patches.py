@@ -820,14 +820,16 @@ def test_attention_kernels() -> None:
     assert efficient(heads, heads, heads, None, True)[0].shape == heads.shape
 
 
-def test_lazy_logits() -> None:
-    function, make = map(named, ROWS["lazy_logits"].names)
+def test_tensor_subclasses() -> None:
+    function, make, to_copy = map(named, ROWS["tensor_subclasses"].names)
+    seen = []
 
     class Empty(torch.Tensor):
         __torch_function__ = function
 
         @classmethod
         def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            seen.append(func)
             return torch.full((2, 3), 7.0)
 
     empty = make(Empty, (2, 3), dtype=torch.float32, device=torch.device("cpu"))
@@ -836,6 +838,8 @@ def test_lazy_logits() -> None:
     result = empty * 2
     assert type(result) is torch.Tensor
     assert result[0, 0] == 7.0
+    empty.to(torch.bfloat16)
+    assert seen[-1] is to_copy.default
 
 
 def test_flatten() -> None:

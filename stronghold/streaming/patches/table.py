@@ -85,6 +85,7 @@ _ATTENTION = "streaming/patches/attention.py"
 _IMPORTS = "streaming/patches/imports.py"
 _QUANTISED = "streaming/patches/quantised.py"
 _LOGITS = "model/logits.py"
+_PACKED = "model/packed_weight.py"
 _OPERATORS = "model/gpu_operators.py"
 
 _REPLACED = (
@@ -504,7 +505,7 @@ _USED = (
         reason="Tensors in nested arguments and outputs, also in the outputs of "
         "Transformers, which register themselves there alone.",
         file=_TENSORS,
-        beside=("model/costs.py", _LOGITS, "model/operator_counts.py"),
+        beside=("model/costs.py", _LOGITS, "model/operator_counts.py", _PACKED),
     ),
     Patch(
         key="version",
@@ -560,7 +561,7 @@ _USED = (
         names=("torch._ops.OpOverload._schema",),
         reason="Which arguments an operator writes, and whether its result is a view.",
         file=_TENSORS,
-        beside=("model/operator_counts.py",),
+        beside=("model/operator_counts.py", _PACKED),
     ),
     Patch(
         key="attention_kernels",
@@ -582,14 +583,18 @@ _USED = (
         beside=(_OPERATORS, "model/operator_counts.py"),
     ),
     Patch(
-        key="lazy_logits",
+        key="tensor_subclasses",
         package=TORCH,
         manner=Manner.USED,
-        names=("torch._C._disabled_torch_function_impl", "torch.Tensor._make_wrapper_subclass"),
-        reason="Logits that have a shape and no memory: a subclass whose operators come to "
-        "`__torch_dispatch__`, below autograd.",
+        names=(
+            "torch._C._disabled_torch_function_impl",
+            "torch.Tensor._make_wrapper_subclass",
+            "torch.ops.aten._to_copy",
+        ),
+        reason="Logits that have a shape and no memory, and packed weights: subclasses whose "
+        "operators come to `__torch_dispatch__`, below autograd. `to` comes as `_to_copy`.",
         file=_LOGITS,
-        beside=(_LOGITS,),
+        beside=(_LOGITS, _PACKED),
     ),
     Patch(
         key="flatten",
