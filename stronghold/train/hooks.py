@@ -143,12 +143,8 @@ class Hooks:
         self._order, self._weights, self._gradients = order, weights, gradients
         self._layers = tuple(modules)
         self._outside = OutsideLayers(modules)
-        self._frozen = [
-            (name, parameter)
-            for layer in modules
-            for name, parameter in zip(layer.names, layer.parameters, strict=True)
-            if not parameter.requires_grad
-        ]
+        # Not those of layers: these have the inner tensors of quantised ones.
+        self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
         self._in_backward = self._in_forward = self._is_training = False
         self._is_interrupted = False  # a forward, by Ctrl-C at any bytecode
         self._forgets_calls = False  # at the next forward: a graph may have another backward

@@ -7,6 +7,8 @@
 4. With RECOMPUTE torch's checkpoint runs the forward again. Its pair of hooks lies below ours, in
    both runs, and sees all tensors but weights. So the second run keeps no view of a slot either:
    the slot may leave before the last tensor of that run was used.
+5. A wrapper subclass (a quantised weight) has no memory of its own. The graph gets handles of its
+   inner tensors, and the wrapper is made anew around what these return.
 
 [Note: below] Torch applies the innermost pair of saved-tensor hooks alone. So our pair calls the
 pair below it: that of a checkpoint, ours or the user's.
@@ -27,10 +29,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from stronghold.errors import ConfigError
+from stronghold.model.inner_tensors import is_wrapper
 from stronghold.streaming.patches.autograd import Hooks
 from stronghold.streaming.patches.modules import buffer_table
 from stronghold.streaming.patches.tensors import sparse_parts, version_of
 from stronghold.train.weights import SavedWeight, Weights
+
+PLAIN = (Tensor, nn.Parameter)
 
 Handle = partial[Tensor]
 """Stands in the graph for a saved tensor. Backward calls it."""
@@ -47,7 +52,7 @@ def packing(
     saved_weight = weights.saved  # this runs for each tensor of a forward
     pack_below, unpack_below = below or (None, None)
 
-    def pack(tensor: Tensor) -> Handle:
+    def pack_dense(tensor: Tensor) -> Handle:
         if tensor.layout is torch.strided:
             saved = saved_weight(tensor)
             if saved is not None:
@@ -58,7 +63,41 @@ def packing(
             return partial(unpack_below, pack_below(tensor))
         return partial(unwritten, tensor.detach(), version_of(tensor))
 
+    def pack(tensor: Tensor) -> Handle:
+        # No function may name itself here: the graph would be part of a cycle, and freed late.
+        if type(tensor) not in PLAIN and is_wrapper(tensor) and has_weights(tensor, weights):
+            return pack_wrapper(tensor, pack_dense)
+        return pack_dense(tensor)
+
     return pack
+
+
+def has_weights(wrapper: Any, weights: Weights) -> bool:
+    """True if an inner tensor of a wrapper subclass is a view of a slot."""
+    inner = (getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0])
+    return any(
+        has_weights(x, weights) if is_wrapper(x) else weights.has_memory_of(x) for x in inner
+    )
+
+
+def pack_wrapper(wrapper: Any, pack: Callable[[Tensor], Handle]) -> Handle:
+    """The handle of a wrapper subclass: `pack` makes those of its inner tensors."""
+    names, context = wrapper.__tensor_flatten__()
+    tensors = {name: getattr(wrapper, name) for name in names}
+    inner = {
+        name: pack_wrapper(tensor, pack) if is_wrapper(tensor) else pack(tensor)
+        for name, tensor in tensors.items()
+    }
+    return partial(made_anew, type(wrapper), inner, context, wrapper.size(), wrapper.stride())
+
+
+def made_anew(
+    kind: Any, inner: dict[str, Handle], context: Any, size: torch.Size, stride: tuple[int, ...]
+) -> Tensor:
+    """The wrapper subclass around its saved inner tensors."""
+    tensors = {name: handle() for name, handle in inner.items()}
+    wrapper: Tensor = kind.__tensor_unflatten__(tensors, context, size, stride)
+    return wrapper
 
 
 def unwritten(tensor: Tensor, version: int) -> Tensor:

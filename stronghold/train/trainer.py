@@ -24,6 +24,7 @@ from torch import Tensor
 from stronghold import native
 from stronghold.devices.base import Device
 from stronghold.errors import ConfigError
+from stronghold.model.inner_tensors import follow_device, wrappers
 from stronghold.model.partition import Partition
 from stronghold.plan.plan import Plan
 from stronghold.train.arrays import Arrays
@@ -72,6 +73,7 @@ class Trainer:
             staging=plan.staging,
             folders=folders,
         )
+        follow_device(wrappers(self.model))
         self.weights = Weights(device, self.arrays, layers, plan.window)
         self.gradients = Gradients(
             device, self.arrays, kernels, layers, plan.gradient_slots, accumulates=accumulates
@@ -158,5 +160,6 @@ class Trainer:
         self.gradients.close()
         self.weights.close()
         self.arrays.close()
+        follow_device(wrappers(self.model))
         for buffer in self.model.buffers():
             buffer.data = buffer.data.cpu()

@@ -12,6 +12,7 @@ import torch
 
 from stronghold.devices.cuda import CudaDevice
 from tests.gpu.test_training_cuda import train_plain_on_gpu
+from tests.laws import test_core_quantised as quantised
 from tests.laws.test_bits import never
 from tests.laws.test_core import AXES, PLACES, at_home
 from tests.models import MODELS
@@ -64,6 +65,64 @@ def test_no_configuration_changes_a_bit_on_a_gpu(case: Case, tmp_path: Path) -> 
             **options,
         )
     assert_identical(run, expected)
+
+
+QUANTISED = ["nf4", "nf4 double", "torchao int8", "torchao nf4"]
+QUANTISED += [kind for kind in quantised.ALL if kind.startswith(("loaded", "frozen"))]
+
+
+@functools.cache
+def plain_quantised(base: str) -> Run:
+    factory = quantised.ALL[base][1]
+    with operators_in_one_order():
+        return train_plain_on_gpu(
+            factory, steps=STEPS, clipping=0.5, precision="bf16", accumulation=1
+        )
+
+
+@pytest.mark.parametrize("place", quantised.PLACES)
+@pytest.mark.parametrize("base", QUANTISED)
+def test_adapters_train_over_a_quantised_base_as_on_a_gpu(
+    base: str, place: str, tmp_path: Path
+) -> None:
+    expected = plain_quantised(base)
+    number = QUANTISED.index(base) + list(quantised.PLACES).index(place)
+    is_on_gpu = place == "all on the device"
+    homes = ["ram", "ram" if is_on_gpu else "weights"]
+    factory, _, settings = quantised.ALL[base]
+    with operators_in_one_order():
+        run = train_core(
+            factory,
+            steps=STEPS,
+            clipping=0.5,
+            precision="bf16",
+            device=CudaDevice,
+            activations=["keep", "recompute"][number % 2],
+            **quantised.PLACES[place],
+            **at_home(homes[number // 2 % 2], tmp_path),
+            **settings,
+        )
+    assert_identical(run, expected)
+
+
+@pytest.mark.parametrize("updates", ["host", "gpu"])
+@pytest.mark.parametrize("base", ["torchao int8", "loaded dense"])
+def test_a_base_that_came_on_the_gpu_comes_back_on_the_host(base: str, updates: str) -> None:
+    model, make_batch = quantised.ALL[base][0]()
+    model.cuda()
+    batch = make_batch(0)
+    device = torch.device("cuda")
+    settings = {"resident_layers": 1, "resident_updates": updates, "window": 1}
+    with opened(model, precision="bf16", device=CudaDevice, **settings) as core:
+        core.trainer.backward(core.trainer.forward(**on(device, batch)).loss)
+        core.trainer.step()
+        expected = core.trainer.forward(**on(device, batch)).loss.cpu()
+        core.trainer.synchronize()
+        for name, value in model.state_dict().items():
+            inner = getattr(value, "__tensor_flatten__", lambda: ([], None))()[0]
+            assert all(getattr(value, each).device == value.device for each in inner), name
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+    assert torch.equal(model.cuda()(**on(device, batch)).loss.cpu(), expected)
 
 
 def test_new_weights_wait_for_the_forward_that_reads_the_old_ones() -> None:

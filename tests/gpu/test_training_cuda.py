@@ -53,6 +53,7 @@ from tests.support.training import (
     Run,
     assert_identical,
     config,
+    dense_copies,
     flash_in_one_order,
     initialized,
     on,
@@ -79,12 +80,12 @@ def train_plain_on_gpu(
     without_caches(model)
     dtype = DTYPES[precision]
     mirrors: dict[nn.Parameter, nn.Parameter] = {}
+    model.cuda()
     for parameter in model.parameters():
-        parameter.data = parameter.data.to("cuda", dtype)
+        if type(parameter.data) is torch.Tensor and parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
         if parameter.requires_grad:
             mirrors[parameter] = nn.Parameter(parameter.detach().cpu())
-    for buffer in model.buffers():
-        buffer.data = buffer.data.cuda()
     kind: StateKind = "lean" if precision == "lean" else "exact"
     optimizer = KernelOptimizer(torch.optim.AdamW(list(mirrors.values()), **ADAM), kind)
     run = Run()
@@ -106,7 +107,7 @@ def train_plain_on_gpu(
             sums.clear()
             for parameter, mirror in mirrors.items():
                 parameter.data.copy_(mirror)
-    run.weights = {name: value.cpu() for name, value in model.state_dict().items()}
+    run.weights = {name: x.cpu() for name, x in dense_copies(model.state_dict()).items()}
     return run
 
 

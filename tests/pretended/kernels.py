@@ -9,11 +9,13 @@ later than the call returns. Nothing here runs a program of Triton: the interpre
 from __future__ import annotations
 
 import ctypes
+import importlib
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
+from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
@@ -192,8 +194,16 @@ class PackedPrograms:
         self._extension.launch(run)
 
 
+def import_without_cuda(package: str) -> None:
+    """Import a package that computes with torch's operators if there is no GPU. Its own library of
+    CUDA kernels needs a real one."""
+    with mock.patch("torch.cuda.is_available", return_value=False):
+        importlib.import_module(package)
+
+
 def install(extension: Any) -> None:
     """Every `CudaDevice` makes these from now on, and tests that ask for Triton's do."""
+    import_without_cuda("bitsandbytes")
     memory = Memory(extension)
 
     class PretendedKernels(triton_kernels.TritonKernels):

@@ -16,7 +16,8 @@ from stronghold import native
 from stronghold.devices.base import Device
 from stronghold.devices.emulated import EmulatedDevice
 from stronghold.model.layout import layout
-from stronghold.model.partition import Partition, partition
+from stronghold.model.packed_weight import pack_frozen
+from stronghold.model.partition import Partition, find_blocks, partition
 from stronghold.model.stored_tensors import stored_tensors
 from stronghold.optim.contract import Optimizer
 from stronghold.optim.states import EXACT, LEAN, items, join_master, states_of
@@ -24,6 +25,8 @@ from stronghold.plan.cost import Demand
 from stronghold.plan.plan import Plan, make_plan
 from stronghold.streaming.formats import CAST, model_formats, page_items
 from stronghold.streaming.optimizer import make_scaler
+from stronghold.streaming.patches.quantised import replace_quantised
+from stronghold.streaming.patches.replacements import Replacements
 from stronghold.train.layer import Groups, Layer, layers_of
 from stronghold.train.trainer import Trainer
 from tests.models import loss_of, without_caches
@@ -57,6 +60,7 @@ class Core:
         dtypes: str = CAST,
         optimizers: Sequence[Optimizer] | None = None,
         folders: Sequence[Path] = (),
+        frozen: str | None = None,
         **settings: Any,
     ) -> None:
         trains = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
@@ -71,8 +75,13 @@ class Core:
             for parameter in group["params"]
         }
         kind, dtype = LEAN if precision == "lean" else EXACT, DTYPES[precision]
+        if frozen == "nf4":
+            pack_frozen(model, find_blocks(model, layers), dtype if dtypes == CAST else None)
+        stored = stored_tensors(model)
+        self._replacements = Replacements()
+        replace_quantised(self._replacements, stored.names)
         formats = model_formats(
-            stored_tensors(model),
+            stored,
             dtype=dtype,
             kind=kind,
             rule=dtypes,
@@ -129,6 +138,7 @@ class Core:
         return found
 
     def close(self) -> None:
+        self._replacements.undo()
         self.trainer.close()
         self.device.close()
         self.pool.close()
