@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +33,18 @@ NF4, MAPPED = "stronghold_nf4", "stronghold_mapped"
 
 
 def mapped(tensor: Tensor, folder: str) -> Tensor:
-    """A copy in a file of its own, which goes with the copy. It takes pages of the file, no RAM."""
+    """Copy a tensor to a new file in `folder`, and map the file. It has no name, and ends with the
+    copy. OSError if the disk is full."""
     number, path = tempfile.mkstemp(prefix="stronghold-", dir=folder)
-    os.close(number)
     try:
+        # A page of a sparse file that the disk has no room for would end the process (SIGBUS).
+        os.posix_fallocate(number, 0, tensor.nbytes)
         copy = torch.from_file(path, shared=True, size=tensor.numel(), dtype=tensor.dtype)
+    except OSError as error:
+        what = f"{error.strerror}, for a weight of {tensor.nbytes} bytes"
+        raise OSError(error.errno, what, str(folder)) from error
     finally:
+        os.close(number)
         os.unlink(path)
     return copy.view(tensor.shape).copy_(tensor)
 
@@ -59,43 +67,56 @@ class MappedConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """`quantization_config` of `from_pretrained`: the weights are loaded to files in `folder`, on a
     local disk, and mapped. The model is an ordinary one, and may train."""
 
-    def __init__(self, folder: str = ".", **_: Any) -> None:
+    def __init__(self, folder: str, **_: Any) -> None:
         self.quant_method = MAPPED
         self.folder = folder
 
 
 class Convert(ConversionOps):  # type: ignore[misc]
-    """Packs or maps the weights that Transformers has loaded."""
+    """Converts the weights that Transformers has loaded, one by one."""
 
-    def __init__(self, config: Any) -> None:
-        self._config = config
+    def __init__(self, converted: Callable[[Tensor], Tensor]) -> None:
+        self._converted = converted
 
     def convert(self, input_dict: dict[str, Any], **_: Any) -> dict[str, Tensor]:
-        folder, converted = self._config.folder, {}
-        for name, value in input_dict.items():
-            weight: Tensor = value[0] if isinstance(value, list) else value
-            if self._config.quant_method == MAPPED:
-                converted[name] = mapped(weight, folder)
-                continue
-            packed = PackedWeight.pack(weight)
-            if folder is not None:
-                packed = packed.changed(lambda inner: mapped(inner, folder))
-            converted[name] = nn.Parameter(packed, requires_grad=False)
-        return converted
+        return {
+            name: self._converted(value[0] if isinstance(value, list) else value)
+            for name, value in input_dict.items()
+        }
 
 
-@register_quantizer(NF4)
-class NF4Quantizer(HfQuantizer):  # type: ignore[misc]
+class Quantizer(HfQuantizer):  # type: ignore[misc]
+    """What both configs share. `_names`: the parameters that are converted."""
+
     requires_calibration = False
 
     def __init__(self, config: Any, **kwargs: Any) -> None:
         super().__init__(config, **kwargs)
+        self._folder: Any = config.folder
         self._names: set[str] = set()
-        if config.folder is not None and not Path(config.folder).is_dir():
+        self._dtype: torch.dtype | None = None
+        if self._folder is not None and not Path(self._folder).is_dir():
             raise ConfigError(
-                f"{type(config).__name__}: {config.folder!r} is no folder: give one on a local disk"
+                f"{type(config).__name__}: {self._folder!r} is no folder: give one on a local disk"
             )
 
+    def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        self._dtype = dtype
+        return dtype
+
+    def param_needs_quantization(self, model: nn.Module, param_name: str, **_: Any) -> bool:
+        return param_name in self._names
+
+    def is_serializable(self) -> bool:
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
+
+@register_quantizer(NF4)
+class NF4Quantizer(Quantizer):
     def _process_model_before_weight_loading(self, model: nn.Module, **_: Any) -> None:
         names = {module: name for name, module in model.named_modules()}
         blocks = find_blocks(model)
@@ -106,29 +127,24 @@ class NF4Quantizer(HfQuantizer):  # type: ignore[misc]
                 "fused experts to pack: load it without NF4Config"
             )
 
-    def param_needs_quantization(self, model: nn.Module, param_name: str, **_: Any) -> bool:
-        return param_name in self._names
-
     def get_quantize_ops(self) -> ConversionOps:
-        return Convert(self.quantization_config)
+        return Convert(self._packed)
 
-    def is_serializable(self) -> bool:
-        return False
-
-    @property
-    def is_trainable(self) -> bool:
-        return True
+    def _packed(self, weight: Tensor) -> Tensor:
+        packed = PackedWeight.pack(weight)
+        if self._folder is not None:
+            packed = packed.changed(lambda inner: mapped(inner, self._folder))
+        return nn.Parameter(packed, requires_grad=False)
 
 
 @register_quantizer(MAPPED)
-class MappedQuantizer(NF4Quantizer):
-    def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        self._dtype = dtype
-        return dtype
-
+class MappedQuantizer(Quantizer):
     def _process_model_before_weight_loading(self, model: nn.Module, **_: Any) -> None:
-        # Transformers casts what is converted to the model's dtype alone.
+        # Transformers casts a converted parameter to the model's dtype, and to no other.
         self._names = {name for name, p in model.named_parameters() if p.dtype is self._dtype}
+
+    def get_quantize_ops(self) -> ConversionOps:
+        return Convert(partial(mapped, folder=self._folder))
 
     def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> None:
         self.remove_quantization_config(model)

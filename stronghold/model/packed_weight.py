@@ -30,8 +30,8 @@ KEY = "stronghold.frozen"
 BLOCK = 64  # elements that share a largest magnitude
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 NUM_EXPERT_DIMS = 3  # (experts, rows, columns) of fused experts
-# Transformers' Conv1D is a linear layer whose matrix lies the other way round.
-LINEARS = ("Linear", "Conv1D")
+# Transformers' linear layer whose matrix lies the other way round.
+CONV1D = "Conv1D"
 # PEFT's modules hold the module that they adapt under one of these names, beside their own ones.
 ADAPTED = ("base_layer", "original_module")
 
@@ -103,15 +103,14 @@ class PackedWeight(Tensor):
         is_by_expert = weight.dim() == NUM_EXPERT_DIMS and weight[0].numel() % BLOCK == 0
         codes, absmax = [], []
         for part in weight if is_by_expert else [weight]:
+            if not part.isfinite().all():
+                raise ConfigError("a weight with NaN or infinity cannot be packed to nf4")
             packed, state = _bitsandbytes().quantize_4bit(
                 part.contiguous(), quant_type="nf4", blocksize=BLOCK
             )
             codes.append(packed)
             absmax.append(state.absmax)
-        largest = torch.cat(absmax)
-        if not largest.isfinite().all():
-            raise ConfigError("a weight with NaN or infinity cannot be packed to nf4")
-        return cls(torch.cat(codes), largest, weight.shape, weight.dtype)
+        return cls(torch.cat(codes), torch.cat(absmax), weight.shape, weight.dtype)
 
     def decode(self) -> Tensor:
         """The weight that operators compute with."""
@@ -197,7 +196,7 @@ def packable(blocks: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str]]:
     projection."""
     for block in blocks:
         for module in _without_adapters(block):
-            is_linear = any(kind.__name__ in LINEARS for kind in type(module).__mro__)
+            is_linear = isinstance(module, nn.Linear) or type(module).__name__ == CONV1D
             is_convolution = isinstance(module, (nn.Conv1d, nn.ConvTranspose1d))
             for name, parameter in module.named_parameters(recurse=False):
                 is_matrix = is_linear and name == "weight" and parameter.dim() == 2

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -18,15 +18,11 @@ from torch import nn
 from stronghold.errors import ConfigError
 from stronghold.model.inner_tensors import has_codes
 from stronghold.model.packed_formats import PackedFormat, PackingError
+from stronghold.model.packed_weight import packable
 from stronghold.model.partition import Partition
 from stronghold.model.stored_tensors import PackedParameter, pack
 
 KEY = "stronghold.frozen"
-FUSED_EXPERTS_DIM = 3  # (experts, rows, columns)
-# Transformers' Conv1D is a linear layer whose matrix lies the other way round.
-_LINEAR_NAMES = frozenset({"Conv1D"})
-# PEFT's modules hold the module that they adapt under one of these names, beside their own ones.
-_ADAPTED_NAMES = ("base_layer", "original_module")
 
 
 def choose_packed(
@@ -41,7 +37,8 @@ def choose_packed(
     chosen: dict[nn.Parameter, PackedParameter] = {}
     for layer in partitioned.streamed:
         names = {named.parameter: named.name for named in layer.parameters}
-        for parameter in _candidates(layer.modules):
+        for module, name in packable(layer.modules):
+            parameter = getattr(module, name)
             dtype = dtype_of(parameter)
             is_of_block = parameter in names and not parameter.requires_grad
             if is_of_block and packed_format.can_pack(tuple(parameter.shape), dtype):
@@ -84,25 +81,3 @@ def sum_of_errors(errors: Sequence[PackingError]) -> PackingError:
         numel=sum(error.numel for error in errors),
         largest=max(error.largest for error in errors),
     )
-
-
-def _candidates(modules: tuple[nn.Module, ...]) -> Iterator[nn.Parameter]:
-    """The weights of linear layers and of fused experts in these modules, without adapters."""
-    for block in modules:
-        for module in _without_adapters(block):
-            is_linear = isinstance(module, nn.Linear) or type(module).__name__ in _LINEAR_NAMES
-            is_convolution = isinstance(module, (nn.Conv1d, nn.ConvTranspose1d))
-            for name, parameter in module.named_parameters(recurse=False):
-                is_matrix = is_linear and name == "weight"
-                is_fused = parameter.dim() == FUSED_EXPERTS_DIM and not is_convolution
-                if is_matrix or is_fused:
-                    yield parameter
-
-
-def _without_adapters(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the module and all modules in it, without those that adapters have added."""
-    yield module
-    children = dict(module.named_children())
-    adapted = [children[name] for name in _ADAPTED_NAMES if name in children]
-    for child in adapted or children.values():
-        yield from _without_adapters(child)

@@ -143,7 +143,7 @@ class Hooks:
         self._order, self._weights, self._gradients = order, weights, gradients
         self._layers = tuple(modules)
         self._outside = OutsideLayers(modules)
-        # Not those of layers: these have the inner tensors of quantised ones.
+        # A layer has the inner tensors of a quantised parameter, which never require a gradient.
         self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
         self._in_backward = self._in_forward = self._is_training = False
         self._is_interrupted = False  # a forward, by Ctrl-C at any bytecode

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from transformers import AutoModel, LlamaForCausalLM, MobileNetV2Config, MobileN
 from transformers.trainer_utils import validate_quantization_for_training
 
 from stronghold.errors import ConfigError
-from stronghold.model.loading import MappedConfig, NF4Config
+from stronghold.model.loading import MappedConfig, NF4Config, mapped
 from stronghold.model.packed_weight import PackedWeight, packable
 from stronghold.model.partition import find_blocks
 from tests.support import nf4
@@ -119,8 +120,8 @@ def is_mapped(tensor: torch.Tensor, folder: Path) -> bool:
 
 
 def test_weights_lie_in_the_folder(tmp_path: Path) -> None:
-    mapped = nf4.from_folder("dense", quantization_config=MappedConfig(str(tmp_path)))
-    assert all(is_mapped(parameter, tmp_path) for parameter in mapped.parameters())
+    model = nf4.from_folder("dense", quantization_config=MappedConfig(str(tmp_path)))
+    assert all(is_mapped(parameter, tmp_path) for parameter in model.parameters())
     packed = nf4.from_folder("dense", quantization_config=NF4Config(str(tmp_path)))
     weight = packed.model.layers[1].mlp.up_proj.weight
     assert is_mapped(weight.codes, tmp_path)
@@ -153,3 +154,15 @@ def test_a_folder_that_is_none_is_refused_before_loading(tmp_path: Path) -> None
     for config in (MappedConfig(str(tmp_path / "none")), NF4Config(str(tmp_path / "none"))):
         with pytest.raises(ConfigError, match=r"none' is no folder: give one on a local disk"):
             nf4.from_folder("dense", quantization_config=config)
+
+
+def test_a_disk_without_room_is_an_error_that_names_the_folder(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"for a weight of 2097152 bytes") as raised:
+            mapped(torch.zeros(1 << 20, dtype=torch.bfloat16), str(tmp_path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert raised.value.filename == str(tmp_path)
+    assert not list(tmp_path.iterdir())

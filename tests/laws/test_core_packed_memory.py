@@ -124,12 +124,11 @@ def test_a_model_larger_than_the_budget_is_loaded_taken_over_and_trained(
     process.start()
     process.join()
     found = in_a_process(measured, tmp_path, times, is_packed)
-    print({name: round(size / 2**20, 1) for name, size in found.items()})
     assert found["plan"] <= found["budget"]
     assert found["files"] > 0
+    assert found["loading"] < found["plan"] + 3 * found["largest"]
     # The emulated device has its memory in RAM, too.
     plan = found["plan"] + found["device"]
-    assert found["loading"] < plan + 3 * found["largest"]
     assert found["taking over"] < plan + 3 * found["largest"]
     assert found["taken over"] < plan + found["largest"] / 4
     assert not [path for path in tmp_path.iterdir() if path.name != "model"]

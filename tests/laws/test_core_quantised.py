@@ -151,32 +151,28 @@ def test_one_backward_of_two_forwards_has_the_bits_of_plain_torch(
     base: str, activations: str
 ) -> None:
     """As preference losses do. The first graph finds its layers in other slots."""
-    gradients = []
-    for factory, settings in ((ALL[base][1], None), (ALL[base][0], ALL[base][2])):
-        torch.manual_seed(0)
-        model, make_batch = factory()
-        if settings is None:
-            loss = loss_of(model(**make_batch(0))) - 2 * loss_of(model(**make_batch(1)))
-            loss.backward()
-            gradients.append({n: p.grad for n, p in model.named_parameters() if p.requires_grad})
-            continue
-        settings = {**settings, "activations": activations, "window": 2}
-        with opened(model, precision="bf16", accumulate=False, **settings) as core:
-            forward = core.trainer.forward
-            loss = loss_of(forward(**make_batch(0))) - 2 * loss_of(forward(**make_batch(1)))
-            core.trainer.backward(loss)
-            for layer in core.layers:
-                layer.gradient_record.wait()
-            gradients.append(
-                {
-                    name: core.trainer.arrays.gradient(layer, k).view(layer.parameters[k].shape)
-                    for layer in core.layers
-                    for k, name in enumerate(layer.names[: layer.num_trained])
-                }
-            )
-            assert gradients[0].keys() == gradients[1].keys()
-            for name, value in gradients[0].items():
-                assert torch.equal(gradients[1][name], value), name
+    core_factory, factory, settings = ALL[base]
+    torch.manual_seed(0)
+    model, make_batch = factory()
+
+    def preference(call: Callable[..., Any]) -> torch.Tensor:
+        return loss_of(call(**make_batch(0))) - 2 * loss_of(call(**make_batch(1)))
+
+    preference(model).backward()
+    expected = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    torch.manual_seed(0)
+    core_model, _ = core_factory()
+    options = {"activations": activations, "window": 2, "accumulate": False, **settings}
+    with opened(core_model, precision="bf16", **options) as core:
+        core.trainer.backward(preference(core.trainer.forward))
+        names = set()
+        for layer in core.layers:
+            layer.gradient_record.wait()
+            for k, name in enumerate(layer.names[: layer.num_trained]):
+                gradient = core.trainer.arrays.gradient(layer, k).view(layer.parameters[k].shape)
+                assert torch.equal(gradient, expected[name]), name
+                names.add(name)
+    assert names == expected.keys()
 
 
 def test_an_evaluation_and_a_reference_without_adapters_have_the_bits_of_the_model() -> None:

@@ -81,6 +81,7 @@ STAYS: dict[str, Callable[[Tensor], Tensor]] = {
     "the last expert by number": lambda w: w.select(0, -1),
     "an expert of the transposed": lambda w: w.mT[1],
     "another dtype": lambda w: w.to(torch.float32),
+    "the same dtype, copied": lambda w: torch.ops.aten._to_copy(w, dtype=None),
     "a copy of the object": copy.copy,
     "a deep copy": copy.deepcopy,
     "a view of all": lambda w: w.data,
