@@ -175,10 +175,10 @@ class UserBackward:
         if not (gradient or self._trains(engine, task)):
             return
         _check_scale(engine.optimizer.loss_scale, is_engine_call)
-        runtime = engine._stack.runtime
-        if not runtime.ledger.is_in_step:
+        stack = engine._stack
+        if not stack.is_in_step:
             engine._loss_sum = None
-        runtime.begin_backward(boundary=engine.is_gradient_accumulation_boundary())
+        stack.begin_backward(ends_step=engine.is_gradient_accumulation_boundary())
         self._task = task
         at_end_of_backward(self._end)
 
@@ -193,7 +193,7 @@ class UserBackward:
         if engine is None or self._task is None:
             return
         try:
-            engine._stack.runtime.end_backward()
+            engine._stack.end_backward()
             engine._num_backwards += 1
         except BaseException:
             self._abandon()
@@ -252,7 +252,7 @@ def _reaches_parameter(engine: Any) -> bool:
         if node.name() == _REENTRANT:
             return True
         variable = getattr(node, "variable", None)
-        if engine._stack.steps.trains(variable) and _will_execute(node):
+        if engine._stack.trains(variable) and _will_execute(node):
             return True
     return False
 

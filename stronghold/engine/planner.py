@@ -47,7 +47,6 @@ from stronghold.plan.cost import Demand, LayerWork, Workload, spared, with_decod
 from stronghold.plan.gpu_memory import activation_bytes
 from stronghold.plan.machine import Rates, rates_of
 from stronghold.plan.rules import Choice, fastest_plan
-from stronghold.streaming.demand import pinned_activations
 from stronghold.streaming.stack import Stack, reserved_bytes
 from stronghold.telemetry.metrics import BatchSize
 
@@ -116,7 +115,7 @@ class Planner:
             self._plan_for(args, kwargs, size, waits=waits)
             self._is_open = False
         spares = self._check(args, kwargs, size, trains=trains)
-        self._stack.runtime.activations.spares = self._may_spare and (spares or self._ran_out)
+        self._stack.spare_activations(self._may_spare and (spares or self._ran_out))
 
     def out_of_memory(self, call: str, error: torch.OutOfMemoryError) -> OutOfMemoryError:
         """The error that the engine's `call` raises in place of `error` ([Note: out of memory])."""
@@ -152,7 +151,7 @@ class Planner:
     ) -> None:
         """Take the rules' plan for the batch ([Note: one plan]). Every rank calls it."""
         stack, ranks = self._stack, self._stack.ranks
-        may_move = not waits and stack.runtime.is_between_passes and not self._is_aliased()
+        may_move = not waits and stack.is_between_passes and not stack.is_aliased()
         free_bytes = stack.device.memory.free_bytes()
         if free_bytes is not None:
             free_bytes = max(0, free_bytes - reserved_bytes(but=stack)[0])
@@ -182,11 +181,6 @@ class Planner:
             stack.metrics.predicted_s = {tokens_of_step: chosen.step_s}
             stack.predicted = chosen.forecast
             logger.info("predicted: %s", chosen.forecast)
-
-    def _is_aliased(self) -> bool:
-        """True if something keeps aliases of weights, which would not move with them."""
-        self._stack.runtime.settle()
-        return bool(self._stack.runtime.executor.aliased(range(len(self._stack.parameters))))
 
     def _chosen(self, first: _FirstBatch) -> Choice | BudgetError:
         """The plan of the rules and its forecast, or the reason why there is none."""
@@ -231,7 +225,7 @@ class Planner:
         chunk = stack.demand.chunk
         return replace(
             stack.demand,
-            activations=pinned_activations(stack.section, stack.layout),
+            activations=stack.pinned_activations,
             work=work,
             sequences=sequences,
             tokens=size.tokens,
@@ -262,7 +256,7 @@ class Planner:
         device = stack.device.torch_device
         generator = random_state(device)
         try:
-            with stack.runtime.resting_hooks(), torch.compiler.set_stance("force_eager"):
+            with stack.resting_hooks(), torch.compiler.set_stance("force_eager"):
                 costs = count_costs(
                     stack.partition.model,
                     stack.partition,

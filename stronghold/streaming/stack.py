@@ -65,10 +65,11 @@ from stronghold.plan.machine import MachineProfile
 from stronghold.plan.plan import Plan, make_plan
 from stronghold.streaming.activations.key_value_caches import forbid_caches
 from stronghold.streaming.decoded_weights import return_packed
-from stronghold.streaming.demand import FreeResources, demand_of
+from stronghold.streaming.demand import FreeResources, demand_of, pinned_activations
 from stronghold.streaming.formats import CAST, COMPUTED, OWN, model_formats, page_items
 from stronghold.streaming.guards import COMPILED_WHOLE
 from stronghold.streaming.optimizer import EngineOptimizer
+from stronghold.streaming.optimizer_step import GateResult
 from stronghold.streaming.parts import Written, assemble
 from stronghold.streaming.patches.modules import is_compiled
 from stronghold.streaming.patches.versions import report_untried
@@ -152,7 +153,7 @@ class Stack:
         )
         self.formats = chosen.formats
         self.partition: Partition = partition(model, section.layers, chosen.of, self.stored.packed)
-        _check_parameters(
+        check_parameters(
             self._values_of_model(), settings.precision, source_of(model), cast=rule == CAST
         )
         self.ranks = ranks
@@ -189,7 +190,7 @@ class Stack:
         if rank == 0:
             report_untried()
             if not self.partition.streamed:
-                _say_no_blocks(model, section)
+                say_no_blocks(model, section)
         if not self.plan.whole and is_compiled(model):
             raise ConfigError(f"model: {COMPILED_WHOLE}")
         self.trace = Trace(rank, recording=section.trace is not None)
@@ -215,7 +216,7 @@ class Stack:
             undo.callback(LogitsInParts(model, section.loss_chunk, self._updates_of).close)
             self._parts = undo.pop_all()
         self._planned = (self.plan.gpu_total_bytes, self.plan.host_total_bytes)
-        _open.add(self)
+        open_models.add(self)
 
     def _own_cores(self) -> tuple[int, ...]:
         """The cores of the update threads: of several ranks each has its share. Empty for one rank,
@@ -477,6 +478,60 @@ class Stack:
         # other ranks may still read the old ones
         self.team.barrier("before new weights")
 
+    # -- the step ---------------------------------------------------------------------------------
+    def training(self, operation: str) -> contextlib.AbstractContextManager[None]:
+        return self.trainer.training(operation)
+
+    def forward_pass(self) -> contextlib.AbstractContextManager[None]:
+        return self.runtime.forward_pass()
+
+    def begin_backward(self, *, ends_step: bool) -> None:
+        self.runtime.begin_backward(boundary=ends_step)
+
+    def end_backward(self) -> None:
+        self.runtime.end_backward()
+
+    def abandon_backward(self) -> None:
+        self.runtime.abandon_backward()
+
+    def step(self, *, clipping: float, loss_scale: float, skips_overflow: bool) -> GateResult:
+        return self.runtime.close_gate(
+            clipping=clipping, loss_scale=loss_scale, skip_on_overflow=skips_overflow
+        )
+
+    @property
+    def is_in_step(self) -> bool:
+        return self.runtime.ledger.is_in_step
+
+    @property
+    def is_between_passes(self) -> bool:
+        return self.runtime.is_between_passes
+
+    @property
+    def has_trained(self) -> bool:
+        return self.host.training
+
+    @property
+    def host_bytes(self) -> int:
+        return self.host.allocated_bytes
+
+    def trains(self, parameter: torch.Tensor) -> bool:
+        return self.steps.trains(parameter)
+
+    def resting_hooks(self) -> contextlib.AbstractContextManager[None]:
+        return self.runtime.resting_hooks()
+
+    def spare_activations(self, spares: bool) -> None:
+        self.runtime.activations.spares = spares
+
+    @property
+    def pinned_activations(self) -> str | tuple[str, ...] | None:
+        return pinned_activations(self.section, self.layout)
+
+    def is_aliased(self) -> bool:
+        self.runtime.settle()
+        return bool(self.runtime.executor.aliased(range(len(self.parameters))))
+
     def adopt_weights(self, written: Written | None = None) -> None:
         """Make new values of these parameters, or of all (None), the masters."""
         if self.is_away:
@@ -537,7 +592,7 @@ class Stack:
         self.runtime.settle()
         self.runtime.detach()
         for module in (module for layer in self.partition.streamed for module in layer.modules):
-            self._parts.callback(_give_forward, module, vars(module).get("forward"))
+            self._parts.callback(give_forward, module, vars(module).get("forward"))
             run = compiled(module.forward)
             run.__wrapped__ = module.forward
             vars(module)["forward"] = Forward(module, run)
@@ -661,7 +716,7 @@ class Stack:
         if self._closed or forked_from(self._process):
             return
         self._closed = True
-        _open.discard(self)
+        open_models.discard(self)
         with self._parts:  # the lanes and the pool end whatever happens below
             self.runtime.detach()
             self.device.close()
@@ -701,17 +756,17 @@ def _open_files(stack: Stack, extents: Sequence[Extent], ring: StagingRing) -> N
 # Functions that open the store of each staged home. The extents pass the ring.
 STORES: dict[Home, Callable[[Stack, Sequence[Extent], StagingRing], Store]] = {FILE: _open_files}
 
-_open: weakref.WeakSet[Stack] = weakref.WeakSet()
+open_models: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def reserved_bytes(but: Stack | None = None) -> tuple[int, int]:
+def reserved_bytes(but: Any = None) -> tuple[int, int]:
     """Return bytes on the device and in RAM that other engines of this process will still take.
 
     The first backward allocates gradient slots, each step activations. An engine that is away from
     the device has left its room there to others. `but`: an engine that does not count.
     """
     on_device = on_host = 0
-    for stack in _open:
+    for stack in open_models:
         if stack is but:
             continue
         plan = stack.plan
@@ -719,11 +774,11 @@ def reserved_bytes(but: Stack | None = None) -> tuple[int, int]:
             need = plan.gpu_total_bytes + plan.activation_bytes
             on_device += max(0, need - stack.device.memory.allocated_bytes)
         need = plan.host_total_bytes + plan.offloaded_bytes
-        on_host += max(0, need - stack.host.allocated_bytes)
+        on_host += max(0, need - stack.host_bytes)
     return on_device, on_host
 
 
-def _check_parameters(
+def check_parameters(
     parameters: Sequence[NamedParameter], precision: str, source: WeightSource | None, *, cast: bool
 ) -> None:
     """Raise ConfigError for a parameter without values, or in another precision than the config.
@@ -755,7 +810,7 @@ def _check_parameters(
         )
 
 
-def _say_no_blocks(model: nn.Module, section: StrongholdConfig) -> None:
+def say_no_blocks(model: nn.Module, section: StrongholdConfig) -> None:
     keys = [key for key in OF_BLOCKS if getattr(section, key) is not None]
     names = ", ".join(f"stronghold.{key}" for key in keys)
     logger.warning(
@@ -765,7 +820,7 @@ def _say_no_blocks(model: nn.Module, section: StrongholdConfig) -> None:
     )
 
 
-def _give_forward(module: nn.Module, forward: Any) -> None:
+def give_forward(module: nn.Module, forward: Any) -> None:
     """Remove the compiled forward of a module, and restore an attribute `forward` of its own."""
     del vars(module)["forward"]
     if forward is not None:
