@@ -43,6 +43,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from stronghold.config import StrongholdConfig  # noqa: E402
 from stronghold.devices.emulated import EmulatedDevice  # noqa: E402
 from tests.support.sampling import mark_sampled  # noqa: E402
 from tests.support.turns import turn  # noqa: E402
@@ -56,7 +57,14 @@ LANE_PREFIX = "stronghold:"
 GRACE_S = 2.0
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    rooms = ("streaming", "train")
+    parser.addoption("--room", choices=rooms, default=rooms[0], help="that engines train on")
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    StrongholdConfig.model_fields["room"].default = config.getoption("room")
+    StrongholdConfig.model_rebuild(force=True)
     config.addinivalue_line("markers", "gpu: needs a CUDA GPU; skipped where there is none")
 
 

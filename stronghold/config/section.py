@@ -335,6 +335,11 @@ class StrongholdConfig(_Section):
         "that ends is noticed at once. Left out: DeepSpeed's time-out, 600, or the environment "
         "variable DEEPSPEED_TIMEOUT in minutes."
     )
+    room: Literal["streaming", "train"] = key(
+        'For tests: the part of the package that trains. "train" is the next one. It lacks '
+        "checkpoints, chunks and several ranks so far.",
+        default="streaming",
+    )
     emulated: EmulatedConfig = Field(
         default_factory=EmulatedConfig,
         description='Settings of the emulated device. An error with device "cuda".',

@@ -40,7 +40,7 @@ from stronghold.distributed.process_groups import Ranks, local_rank_of
 from stronghold.engine import live_engines
 from stronghold.engine.backward import UserBackward
 from stronghold.engine.checkpoints import Checkpoints
-from stronghold.engine.inspection import Inspection, inspect
+from stronghold.engine.inspection import Inspection, inspect, inspect_job
 from stronghold.engine.monitors import make_monitor, write_step
 from stronghold.engine.planner import Planner
 from stronghold.engine.refusals import REFUSED, ManualClipping, check_loss, refused_method
@@ -55,6 +55,7 @@ from stronghold.streaming.stack import MemoryReport, Stack
 from stronghold.streaming.steps import StalledWeights
 from stronghold.telemetry.metrics import StepRecord, batch_size
 from stronghold.telemetry.start import Start
+from stronghold.train.job import Job
 
 logger = logging.getLogger("stronghold")
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -81,7 +82,7 @@ def _trains(method: _Method) -> _Method:
 
     @functools.wraps(method)
     def call(engine: StrongholdEngine, *args: Any, **kwargs: Any) -> Any:
-        with engine._stack.trainer.training(f"engine.{method.__name__}"):
+        with engine._stack.training(f"engine.{method.__name__}"):
             return method(engine, *args, **kwargs)
 
     return cast(_Method, call)
@@ -151,12 +152,12 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
                 stage = self.zero_optimization_stage()
                 optimizer.loss_scaler = make_scaler(self._config.float16_config, stage)
         self.lr_scheduler = lr_scheduler
-        self._stack = stack = Stack(
-            model, settings, optimizer, local_rank=self.local_rank, ranks=ranks
-        )
+        # Until one room is left: a `Stack`, or a `Job` with the same methods.
+        room: Any = Job if settings.stronghold.room == "train" else Stack
+        stack = room(model, settings, optimizer, local_rank=self.local_rank, ranks=ranks)
+        self._stack = stack
         asynchronous = settings.stronghold.async_checkpoint
         self._checkpoints = Checkpoints(stack, optimizer, asynchronous=asynchronous)
-        self._stalled_weights = StalledWeights(stack.host, stack.steps)
         self._planner = Planner(stack)
         self._user_backward = UserBackward(self, stack.outside)
         self.module = model
@@ -168,18 +169,22 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
             read=stack.wait_for_readers,
             loaded=stack.adopt_weights,
         )
-        clipping = ManualClipping(configured=settings.gradient_clipping)
-        self._reads = ParameterReads(
-            _places_of_parameters(stack),
-            settle=stack.settle,
-            decode=stack.decode_at_rest,
-            drop=stack.drop_gradients,
-            clipped=clipping.check,
-            moved=stack.note_copy,
-            fragments=fragments(stack),
-            moving=itertools.chain.from_iterable(stack.parameters),
-        )
-        stack.hide_packed()
+        self._reads: ParameterReads | None = None
+        self._stalled_weights: StalledWeights | None = None
+        if room is Stack:
+            clipping = ManualClipping(configured=settings.gradient_clipping)
+            self._reads = ParameterReads(
+                _places_of_parameters(stack),
+                settle=stack.settle,
+                decode=stack.decode_at_rest,
+                drop=stack.drop_gradients,
+                clipped=clipping.check,
+                moved=stack.note_copy,
+                fragments=fragments(stack),
+                moving=itertools.chain.from_iterable(stack.parameters),
+            )
+            self._stalled_weights = StalledWeights(stack.host, stack.steps)
+            stack.hide_packed()
         live_engines.register(self)
         try:
             self.monitor = make_monitor(self._config)
@@ -209,7 +214,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         if self._destroyed:  # the model is the user's again, or another engine's
             return self.module(*inputs, **kwargs)
         if torch.is_grad_enabled() and self.module.training:
-            with self._stack.trainer.training("engine.forward"):
+            with self._stack.training("engine.forward"):
                 return self._forward(inputs, kwargs)
         return self._forward(inputs, kwargs)
 
@@ -232,7 +237,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
             self._planner.begin_forward(inputs, kwargs, size, trains=with_graph, waits=waits)
         if self.module.training and with_graph:
             self._stack.metrics.add_tokens(size.tokens)
-        with self._stack.runtime.forward_pass():
+        with self._stack.forward_pass():
             output = self._call_module(inputs, kwargs)
         if self.optimizer is not None and torch.is_grad_enabled():
             self._user_backward.watch(output)
@@ -287,17 +292,17 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         num_accumulated = self.gradient_accumulation_steps()
         is_divided = scale_wrt_gas and num_accumulated > 1
         divided: torch.Tensor = loss / num_accumulated if is_divided else loss
-        runtime = self._stack.runtime
+        stack = self._stack
         # the step's first backward, or all before were dropped
-        if not runtime.ledger.is_in_step:
+        if not stack.is_in_step:
             self._loss_sum = None
         has_begun = False
         try:
-            runtime.begin_backward(boundary=self.is_gradient_accumulation_boundary())
+            stack.begin_backward(ends_step=self.is_gradient_accumulation_boundary())
             has_begun = True
             with self._user_backward.announced(keeps_graph=retain_graph):
                 optimizer.scaled(divided).backward(retain_graph=retain_graph)
-            runtime.end_backward()
+            stack.end_backward()
             self._num_backwards += 1
         except BaseException as error:
             is_refusal = not has_begun and isinstance(error, Exception)
@@ -312,7 +317,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
 
     def _abandon_step(self) -> None:
         """Drop the step's gradients so far: the next micro-batch is its first."""
-        self._stack.runtime.abandon_backward()
+        self._stack.abandon_backward()
         self._begin_step_again()
 
     def _begin_step_again(self) -> None:
@@ -360,18 +365,18 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         stack.device.check()
         optimizer.check_groups()
         learning_rate = float(optimizer.param_groups[0]["lr"])
-        if not stack.runtime.ledger.is_in_step:
+        if not stack.is_in_step:
             self._loss_sum = None
-        gate = stack.runtime.close_gate(
+        result = stack.step(
             clipping=float(self.gradient_clipping() or 0.0),
             loss_scale=optimizer.loss_scale,
-            skip_on_overflow=self.settings.skip_on_overflow,
+            skips_overflow=self.settings.skip_on_overflow,
         )
-        optimizer.grad_norm = gate.grad_norm
-        optimizer.overflow = gate.overflow
-        self._step_applied = not gate.overflow
+        optimizer.grad_norm = result.grad_norm
+        optimizer.overflow = result.overflow
+        self._step_applied = not result.overflow
         optimizer.count_step()
-        if gate.overflow:
+        if result.overflow:
             self.skipped_steps += 1
             logger.warning("step %d skipped: the gradients are not finite", self.global_steps + 1)
         elif self.lr_scheduler is not None:
@@ -379,9 +384,9 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         self.global_steps += 1
         self.global_samples += self._samples_of_step()
         if optimizer.dynamic_loss_scale:
-            optimizer.loss_scaler.update_scale(gate.overflow)
+            optimizer.loss_scaler.update_scale(result.overflow)
         self._report(optimizer, learning_rate)
-        if not gate.overflow:
+        if not result.overflow and self._stalled_weights is not None:
             self._stalled_weights.end_step()
 
     def _samples_of_step(self) -> int:
@@ -649,21 +654,24 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
     @property
     def plan(self) -> Plan:
         """The plan: the home of every array, and the reasons. `print(engine.plan)` explains it."""
-        return self._stack.plan
+        plan: Plan = self._stack.plan
+        return plan
 
     def memory_report(self) -> MemoryReport:
         """Return peak bytes per tier (GPU, host, NVMe), planned and measured. Waits for nothing.
 
         Gradient slots, and what trains on the GPU, get memory at the first backward.
         """
-        return self._stack.memory_report()
+        report: MemoryReport = self._stack.memory_report()
+        return report
 
     def inspect(self) -> Inspection:
         """Return a read-only view: layers, plan, schedule, recorded operations, bytes.
 
         Waits for nothing. Put `print(engine.inspect())` into a bug report.
         """
-        return inspect(self._stack, self.last_record)
+        see = inspect_job if isinstance(self._stack, Job) else inspect
+        return see(self._stack, self.last_record)
 
     def synchronize(self) -> None:
         """Wait until every parameter holds its newest value.
@@ -738,7 +746,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
             self.synchronize()
             self._stack.wait_for_readers()
             custom_load_fn(src=state, dst=self.module)
-            self._stack.runtime.adopt_weights()
+            self._stack.adopt_weights()
         else:
             self.module.load_state_dict(state, strict=strict)
 
@@ -913,7 +921,8 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         if not self._destroyed and not forked_from(self._process):
             self._destroyed = True
             self._state_hooks.close()
-            self._reads.close()
+            if self._reads is not None:
+                self._reads.close()
             try:
                 self._checkpoints.wait()
             finally:

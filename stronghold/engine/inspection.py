@@ -18,15 +18,18 @@ from stronghold.memory.host import HostStore
 from stronghold.memory.layer import LayerState, Residency
 from stronghold.memory.stores import Store
 from stronghold.model.layout import LayerLayout, ModelLayout, ParameterSlice
-from stronghold.optim.states import Formats, States
+from stronghold.optim.states import Formats, States, items, join_master
 from stronghold.plan.cost import Demand
 from stronghold.plan.estimate import StepEstimate
-from stronghold.plan.homes import Home
+from stronghold.plan.homes import GPU, HOST, Home
 from stronghold.plan.plan import Plan
 from stronghold.plan.schedule import Action
 from stronghold.streaming.stack import MemoryReport, Stack
 from stronghold.telemetry.metrics import StepRecord
 from stronghold.telemetry.trace import Span
+from stronghold.train.arrays import Arrays
+from stronghold.train.job import Job
+from stronghold.train.layer import Layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +158,7 @@ class Inspection:
     device, files   the live objects, with their lanes and their files
     """
 
-    layers: tuple[LayerView, ...]
+    layers: tuple[LayerView | JobLayerView, ...]
     layout: ModelLayout
     demand: Demand
     plan: Plan
@@ -174,7 +177,7 @@ class Inspection:
     torn: str | None
     ranks: RanksView
     device: Device
-    files: Store
+    files: Store | None
 
     def __str__(self) -> str:
         lines = [str(self.plan)]
@@ -194,6 +197,103 @@ class Inspection:
         if self.torn is not None:
             lines.append(f"torn: {self.torn}")
         return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobLayerView:
+    """A layer of the room `train` at the moment of the call, as `LayerView`."""
+
+    layout: LayerLayout
+    home: Home
+    homes: Mapping[str, Home]
+    counts: tuple[int, ...]
+    trained: frozenset[int]
+    text: str
+    _arrays: Arrays = field(repr=False)
+    _layer: Layer = field(repr=False)
+
+    @property
+    def index(self) -> int:
+        return self.layout.index
+
+    @property
+    def arrays(self) -> Mapping[str, torch.Tensor]:
+        """The optimizer's arrays, by name, flat: the engine's, not copies."""
+        states = self._layer.states
+        names = () if states is None else states.dtypes
+        return {name: self._arrays.of(self._layer, name) for name in names}
+
+    @property
+    def weights(self) -> torch.Tensor:
+        """The whole layer's weights, flat, as bytes."""
+        return self._arrays.buffer(self._layer)
+
+    def wait(self) -> None:
+        """Block until every operation that writes the layer's arrays has ended."""
+        for record in (self._layer.weight_record, self._layer.gradient_record):
+            record.wait()
+
+    def read(self, array: str, part: ParameterSlice) -> torch.Tensor:
+        """Return a flat copy of one trained parameter's items of `array`."""
+        layer = self._layer
+        k = layer.names.index(part.name)
+        begin, numel = layer.element(k), layer.parameters[k].numel()
+        flat = self._arrays.of(layer, array)[items(array, begin, begin + numel)]
+        return flat.to("cpu", copy=True)
+
+    def master(self, part: ParameterSlice) -> torch.Tensor:
+        """Return a parameter's exact fp32 master, in its shape, as a copy on the CPU."""
+        states = self._layer.states
+        low = None if states is None or states.low is None else self.read("low", part)
+        return join_master(self.read("weights", part), low).view(part.shape)
+
+
+def inspect_job(job: Job, last_step: StepRecord | None) -> Inspection:
+    """Return the view of an engine on the room `train`. Waits for nothing."""
+    trainer = job.trainer
+    reason = "an interrupted step" if trainer.updates.is_broken else None
+    return Inspection(
+        layers=tuple(_job_layer_view(job, layer) for layer in job.layers),
+        layout=job.layout,
+        demand=job.demand,
+        plan=job.plan,
+        predicted=job.predicted,
+        last_step=last_step,
+        schedule=(),
+        performed=(),
+        operations=tuple(job.trace.spans()),
+        bytes=job.memory_report(),
+        traffic=TransferCounts(
+            num_fetches=trainer.weights.num_fetches,
+            fetched_bytes=trainer.weights.fetched_bytes,
+            offloaded_bytes=trainer.gradients.offloaded_bytes,
+            read_bytes=trainer.arrays.read_bytes,
+            written_bytes=trainer.arrays.written_bytes,
+        ),
+        is_in_step=job.is_in_step,
+        has_trained=job.has_trained,
+        states=job.states,
+        formats=job.formats,
+        host_bytes=job.host_bytes,
+        torn=reason,
+        ranks=_ranks_view(job.ranks),
+        device=job.device,
+        files=None,
+    )
+
+
+def _job_layer_view(job: Job, layer: Layer) -> JobLayerView:
+    homes = job.plan.homes
+    return JobLayerView(
+        layout=job.layout.layers[layer.index],
+        home=GPU if layer.is_on_gpu else HOST,
+        homes=dict(homes.row(layer.index)),
+        counts=tuple(job.trainer.updates.counts[layer].tolist()),
+        trained=frozenset(range(layer.num_trained)),
+        text=repr(layer),
+        _arrays=job.trainer.arrays,
+        _layer=layer,
+    )
 
 
 def inspect(stack: Stack, last_step: StepRecord | None) -> Inspection:

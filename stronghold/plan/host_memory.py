@@ -46,6 +46,7 @@ from stronghold.optim.states import EXACT, LEAN, PAGE_BYTES, Formats, group_size
 from stronghold.plan.cost import Demand
 from stronghold.plan.places import Places
 
+SUM_BUFFERS = 2  # of the room `train`: one is filled while the other is added
 RING_ENTRIES = 3  # one drains, one waits for its update, one is updated
 UPDATE_ENTRIES, FETCH_ENTRIES, OTHER_ENTRIES = 4, 3, 1  # [Note: the staging ring]
 # Beside milliseconds of a disk the tenths that a hand-over between lanes takes do not count.
@@ -76,12 +77,13 @@ class Staging:
     update_entries: int = 0
     fetch_entries: int = 0
     piece_bytes: int = PAGE_BYTES
+    other_entries: int = OTHER_ENTRIES
 
     @property
     def entries(self) -> int:
         """All of them, with that of checkpoints."""
         needed = self.update_entries + self.fetch_entries
-        return needed + OTHER_ENTRIES if needed else 0
+        return needed + self.other_entries if needed else 0
 
     @property
     def nbytes(self) -> int:
@@ -189,6 +191,8 @@ class _HostSizes:
 def _host_sizes(places: Places) -> _HostSizes:
     demand = places.demand
     kinds = kinds_of(demand.formats)
+    if demand.gradients_in_ram:
+        kinds = {kind: arrays for kind, arrays in kinds.items() if "gradients" not in kind}
     of_ranges: dict[Ranges, _RangeSizes] = {}
     for layer in places.on_host:
         if layer.ranges not in of_ranges:
@@ -224,6 +228,11 @@ def _equal_layers(sizes: _HostSizes, spilled: Spilled) -> Counter[tuple[Ranges, 
     return Counter((ranges, spilled[index]) for index, ranges in sizes.ranges.items())
 
 
+def _padded(nbytes: int) -> int:
+    """Rounded up to whole pages, which an array in files takes."""
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+
+
 def _array_sums(sizes: _HostSizes, spilled: Spilled, *, in_files: bool) -> Counter[str]:
     """Bytes of each array, of all layers, that lie in files or in memory."""
     sums: Counter[str] = Counter()
@@ -231,7 +240,7 @@ def _array_sums(sizes: _HostSizes, spilled: Spilled, *, in_files: bool) -> Count
         layer = sizes.of_ranges[ranges]
         for array, nbytes in {**layer.trained, "weights": layer.weights}.items():
             if array != "trained weights" and (array in arrays) == in_files:
-                sums[array] += count * nbytes
+                sums[array] += count * (_padded(nbytes) if in_files else nbytes)
     return sums
 
 
@@ -432,6 +441,8 @@ def _ring_entries(sizes: _HostSizes, spilled: Spilled) -> int:
     demand = sizes.demand
     if not demand.training or not sizes.largest_gradients:
         return 0
+    if demand.gradients_in_ram:
+        return SUM_BUFFERS if demand.accumulate else 0
     pass_ring = demand.accumulate or any("gradients" in arrays for arrays in spilled)
     return RING_ENTRIES if pass_ring else 0
 
@@ -467,6 +478,7 @@ def _staging(sizes: _HostSizes, spilled: Spilled) -> Staging:
         update_entries=UPDATE_ENTRIES if has_updates else 0,
         fetch_entries=FETCH_ENTRIES if has_fetches else 0,
         piece_bytes=-(-piece_bytes // PAGE_BYTES) * PAGE_BYTES,
+        other_entries=0 if demand.gradients_in_ram else OTHER_ENTRIES,
     )
 
 

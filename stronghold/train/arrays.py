@@ -91,6 +91,7 @@ class Arrays:
         self._buffers: dict[Layer, Tensor] = {}
         self._pinned: list[Tensor] = []
         self._on_device: list[Tensor] = []
+        self.host_bytes = self.host_peak_bytes = 0  # now, and the most so far
         # Of the arrays in files: the first byte there. Of layers with some: the number of the
         # first piece, and the elements of a piece.
         self._offsets: dict[tuple[Layer, str], int] = {}
@@ -101,12 +102,16 @@ class Arrays:
         self.read_bytes = self.written_bytes = 0  # of files, queued so far
         # The parameters' views of their layer's buffer.
         self.at_rest: dict[Layer, list[Tensor]] = {}
-        num_bytes = self._lay_out(layers, in_files)
-        self._files = Files(folders, num_bytes) if num_bytes else None
+        self.file_bytes = self._lay_out(layers, in_files)
+        self._files = Files(folders, self.file_bytes) if self.file_bytes else None
         self._updates = Ring(self._buffers_of(staging.update_entries))
         self._fetches = Ring(self._buffers_of(staging.fetch_entries))
-        for layer in layers:
-            self._take_over(layer)
+        try:
+            for layer in layers:
+                self._take_over(layer)
+        except BaseException:
+            self.close()
+            raise
 
     def _lay_out(self, layers: Sequence[Layer], in_files: Mapping[Layer, Sequence[str]]) -> int:
         """Place the arrays in the files, layer by layer. Returns their bytes."""
@@ -140,17 +145,14 @@ class Arrays:
 
     def _take_over(self, layer: Layer) -> None:
         """Move the layer's parameters into its buffer. Torch frees the memory that they had."""
-        buffer = self._buffers[layer] = self._zeros(layer, "weights", layer.num_bytes, torch.uint8)
-        views = self.at_rest[layer] = layer.views(buffer)
-        for parameter, view in zip(layer.parameters, views, strict=True):
+        buffer = self._zeros(layer, "weights", layer.num_bytes, torch.uint8)
+        for parameter, view in zip(layer.parameters, layer.views(buffer), strict=True):
             view.copy_(parameter.detach())
-        layer.bind(views)
+        self._hold(layer, buffer)
         if layer.states is None:
             return
         for array, dtype in layer.states.dtypes.items():
-            if array == "weights":
-                self._arrays[layer, array] = buffer[: layer.trained_bytes].view(dtype)
-            elif (layer, array) not in self._offsets:
+            if array != "weights" and (layer, array) not in self._offsets:
                 numel = num_items(array, layer.trained_numel)
                 self._arrays[layer, array] = self._zeros(layer, array, numel, dtype)
         # Zeros are a fresh state. But in fp16 "low" is the master itself.
@@ -158,6 +160,14 @@ class Arrays:
             self.of(layer, "low").copy_(self.of(layer, "weights"))
         numel, dtype = layer.trained_numel, self.gradient_dtype(layer.dtype)
         self._arrays[layer, "gradients"] = self._zeros(layer, "gradients", numel, dtype)
+
+    def _hold(self, layer: Layer, buffer: Tensor) -> None:
+        """Take this memory for the layer's parameters, and point them at it."""
+        self._buffers[layer] = buffer
+        self.at_rest[layer] = layer.views(buffer)
+        layer.bind(self.at_rest[layer])
+        if layer.states is not None:
+            self._arrays[layer, "weights"] = buffer[: layer.trained_bytes].view(layer.dtype)
 
     def _zeros(self, layer: Layer, array: str, numel: int, dtype: torch.dtype) -> Tensor:
         if (layer, array) in self._offsets:
@@ -169,8 +179,14 @@ class Arrays:
             return memory.view(dtype)
         if array in ("weights", "gradients"):  # the link copies no other arrays
             return self.pinned(numel, dtype)
-        slab = map_slab(numel, dtype)
+        slab = self._slab(numel, dtype)
         self._device.first_touch.add(slab)
+        return slab
+
+    def _slab(self, numel: int, dtype: torch.dtype) -> Tensor:
+        slab = map_slab(numel, dtype)
+        self.host_bytes += slab.nbytes
+        self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
         return slab
 
     def _map(self, layer: Layer, array: str, numel: int, dtype: torch.dtype) -> Tensor:
@@ -181,7 +197,7 @@ class Arrays:
 
     def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Zeros that a stream copies from and to without the host."""
-        slab = map_slab(numel, dtype)
+        slab = self._slab(numel, dtype)
         if numel:
             self._device.pinning.pin(slab)
             self._pinned.append(slab)
@@ -204,6 +220,19 @@ class Arrays:
         """The place of one trained parameter's gradient, flat."""
         begin = layer.element(position)
         return self.of(layer, "gradients")[begin : begin + layer.parameters[position].numel()]
+
+    def restart_master(self, layer: Layer, position: int) -> None:
+        """Make a trained parameter's master equal to its weight, which was written from outside. No
+        operation on the layer is queued."""
+        assert layer.states is not None
+        if layer.states.low is None:
+            return
+        begin, numel = layer.element(position), layer.parameters[position].numel()
+        low = self.of(layer, "low")[items("low", begin, begin + numel)]
+        if layer.states.low is torch.float32:  # the whole master
+            low.copy_(self.of(layer, "weights")[begin : begin + numel])
+        else:  # the remainder beside the weight
+            low.zero_()
 
     def adopt_moved(self, layer: Layer) -> bool:
         """Copy parameters that the program has pointed elsewhere (`parameter.data = ...`), and
@@ -305,6 +334,27 @@ class Arrays:
                 nbytes=place.nbytes,
             )
             yield begin, place[:num_bytes], record
+
+    def move_to_device(self, layer: Layer) -> None:
+        """Move a layer's arrays to the device, which updates it from now on. Gradients are void.
+        The lanes have finished, and none of the arrays lies in files."""
+        layer.is_on_gpu = True
+        buffer = self._moved(layer, "weights", self._buffers[layer])
+        self._hold(layer, buffer)
+        states = () if layer.states is None else layer.states.dtypes
+        for array in (*states, "gradients"):
+            if array != "weights" and (layer, array) in self._arrays:
+                self._arrays[layer, array] = self._moved(layer, array, self._arrays[layer, array])
+
+    def _moved(self, layer: Layer, array: str, slab: Tensor) -> Tensor:
+        """A copy of a slab on the device. The slab is freed."""
+        moved = self._zeros(layer, array, slab.numel(), slab.dtype)
+        self._device.copy_now(moved, slab)
+        if any(slab is pinned for pinned in self._pinned):
+            self._device.pinning.unpin(slab)
+            self._pinned = [pinned for pinned in self._pinned if pinned is not slab]
+        self.host_bytes -= slab.nbytes
+        return moved
 
     def close(self) -> None:
         """Free all arrays. Parameters keep the buffers of their layers, in host memory. Weights in

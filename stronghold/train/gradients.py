@@ -21,6 +21,7 @@ from torch import Tensor
 
 from stronghold.devices.base import Device, Fence, Record
 from stronghold.native import Kernels
+from stronghold.telemetry.metrics import Metrics, WaitCause
 from stronghold.train.arrays import Arrays
 from stronghold.train.layer import GradientState, Layer, Slot
 
@@ -29,7 +30,7 @@ class Gradients:
     """Gathers each layer's gradients in a slot, and offloads a layer that is complete.
 
     Blocks take turns in shared slots. A layer outside of the blocks has a slot of its own, and so
-    has one that the device updates.
+    has one whose gradients wait on the device as they came: there the slot is their buffer.
 
     accumulates  gradients of several micro-batches are summed in fp32
     ends_step    the micro-batch is the step's last: sums of squares are taken as gradients come
@@ -44,11 +45,16 @@ class Gradients:
         num_slots: int,
         *,
         accumulates: bool,
+        metrics: Metrics,
     ) -> None:
         self._device, self._arrays, self._kernels, self._layers = device, arrays, kernels, layers
+        self._metrics = metrics
         self._accumulates, self.ends_step = accumulates, True
+        self.offloaded_bytes = 0
         sharing = [
-            layer.trained_bytes for layer in layers if layer.is_block and not layer.is_on_gpu
+            layer.trained_bytes
+            for layer in layers
+            if layer.is_block and not self._waits_in_slot(layer)
         ]
         self._shared = [
             Slot.allocate(device, max(sharing), f"gradient slot {k}")
@@ -62,10 +68,15 @@ class Gradients:
         # complete.
         self._square_sums: dict[Layer, tuple[list[float], Fence]] = {}
 
+    def _waits_in_slot(self, layer: Layer) -> bool:
+        """True if the layer's gradients wait for the update where they were gathered."""
+        return layer.is_on_gpu and not self._accumulates
+
     # -- autograd to slot -------------------------------------------------------------------------
     def arrived(self, layer: Layer, position: int, gradient: Tensor) -> None:
         """Take a parameter's gradient. Offload the layer if it is complete."""
         slot = layer.gradient_slot or self._claim(layer)
+        self._enter(slot)
         target = slot.views_of(layer, layer.trained_bytes)[position]
         if position in slot.arrived:  # [Note: several calls], or an earlier backward of the step
             target.add_(gradient)
@@ -76,8 +87,8 @@ class Gradients:
             self._offload(layer)
 
     def _claim(self, layer: Layer) -> Slot:
-        """Give the layer a slot to gather in. Compute waits for what still uses the slot."""
-        if layer.is_on_gpu or not layer.is_block or layer.num_calls > 1:
+        """Give the layer a slot to gather in."""
+        if self._waits_in_slot(layer) or not layer.is_block or layer.num_calls > 1:
             slot = self._own_slot(layer)
             self._called_again.add(layer)
         else:
@@ -85,17 +96,30 @@ class Gradients:
             self._shared.append(slot)
             if slot.layer is not None:  # it misses a gradient, which comes by itself, or never
                 self._offload(slot.layer)
-        for fence in slot.record.users:  # its last offload reads it
-            self._device.compute.wait(fence)
         slot.layer, layer.gradient_slot = layer, slot
         layer.gradient_state = GradientState.GATHERING
         return slot
 
+    def _enter(self, slot: Slot) -> None:
+        """Let the calling thread's stream wait for the slot's users, before its first write."""
+        stream = self._device.compute.stream()
+        if stream not in slot.writers:
+            for fence in slot.record.users:  # the last offload reads it
+                self._metrics.waited(WaitCause.OFFLOAD, self._device.compute.wait(fence))
+            slot.writers.append(stream)
+
+    def _join(self, slot: Slot, name: str) -> None:
+        """Let the calling thread's stream wait for the other streams that have written the slot."""
+        compute = self._device.compute
+        for stream in slot.writers:
+            if stream != compute.stream():
+                compute.wait(compute.record(name, stream))
+        slot.writers.clear()
+
     def _own_slot(self, layer: Layer) -> Slot:
-        """Made when it is first needed. A block keeps it until a backward that does not need it. If
-        gradients wait on the device as they came, the slot is their buffer."""
+        """Made when it is first needed. A block keeps it until a backward that does not need it."""
         if layer not in self._own:
-            if layer.is_on_gpu and not self._accumulates:
+            if self._waits_in_slot(layer):
                 memory = self._arrays.of(layer, "gradients").view(torch.uint8)
                 self._own[layer] = Slot(memory)
             else:
@@ -112,7 +136,8 @@ class Gradients:
         layer.gradient_state = GradientState.WAITING
         self._square_sums.pop(layer, None)
         positions = sorted(slot.arrived)
-        if layer.is_on_gpu and not self._accumulates:
+        self._join(slot, f"gradients {layer.index}")
+        if self._waits_in_slot(layer):
             layer.waiting.update(positions)  # they lie in the buffer; a later backward adds there
             return
         slot.arrived = set()
@@ -136,6 +161,7 @@ class Gradients:
         if len(positions) < layer.num_trained:
             begins = [(layer.offsets[k], layer.parameters[k].nbytes) for k in positions]
             runs = [(begin, begin + num_bytes) for begin, num_bytes in begins]
+        self.offloaded_bytes += sum(end - begin for begin, end in runs)
         copy, poison = self._device.copy, self._device.memory.poison
 
         def work() -> None:
@@ -154,7 +180,7 @@ class Gradients:
             self._sum(layer, positions, target, record)
 
     def _staging_buffer(self) -> tuple[Tensor, Record]:
-        largest = max(layer.trained_bytes for layer in self._layers)
+        largest = max(layer.trained_bytes for layer in self._layers if not layer.is_on_gpu)
         while len(self._staging) < 2:
             self._staging.append((self._arrays.pinned(largest, torch.uint8), Record()))
         self._staging.reverse()
@@ -196,7 +222,11 @@ class Gradients:
             if layer.gradient_slot is not None:
                 self._offload(layer)
         for layer in list(self._own):  # a forward without a backward counts as a call, too
-            if layer.is_block and not layer.is_on_gpu and layer not in self._called_again:
+            if (
+                layer.is_block
+                and not self._waits_in_slot(layer)
+                and layer not in self._called_again
+            ):
                 self._free_own_slot(layer)
         self._called_again.clear()
 
@@ -278,13 +308,14 @@ class Gradients:
         """Drop all gradients, after an exception at any place. All lanes have finished."""
         for slot in (*self._shared, *self._own.values()):
             slot.layer, slot.arrived = None, set()
+            slot.writers.clear()
         for layer in self._layers:
             layer.gradient_slot, layer.num_calls = None, 0
             self.drop(layer)
 
     def close(self) -> None:
         """Drop every slot."""
-        on_device = [layer for layer in self._own if layer.is_on_gpu and not self._accumulates]
+        on_device = [layer for layer in self._own if self._waits_in_slot(layer)]
         slots = [*self._shared, *(s for layer, s in self._own.items() if layer not in on_device)]
         self._device.memory.release(*(slot.memory for slot in slots))
         self._shared, self._own, self._staging = [], {}, []

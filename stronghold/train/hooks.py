@@ -26,7 +26,9 @@ import copy
 import functools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -129,6 +131,20 @@ class OutsideLayers:
         self._missed.clear()
 
 
+@dataclass(slots=True)
+class ProgramBackward:
+    """Callbacks for a backward that the program starts itself: `loss.backward()`.
+
+    reached  called with False at a layer's output, with True at a parameter
+    check    called before other work. Ends a backward that raised
+    divisor  of gradients that arrive
+    """
+
+    reached: Callable[[bool], None] = lambda _: None
+    check: Callable[[], None] = lambda: None
+    divisor: int = 1
+
+
 class Hooks:
     """The hooks of one model. Gradients that the optimizer does not own are dropped."""
 
@@ -139,14 +155,17 @@ class Hooks:
         order: Order,
         weights: Weights,
         gradients: Gradients,
+        program: ProgramBackward,
     ) -> None:
         self._order, self._weights, self._gradients = order, weights, gradients
+        self._program = program
         self._layers = tuple(modules)
         self._outside = OutsideLayers(modules)
         # A layer has the inner tensors of a quantised parameter, which never require a gradient.
         self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
         self._in_backward = self._in_forward = self._is_training = False
         self._is_interrupted = False  # a forward, by Ctrl-C at any bytecode
+        self._rests = False  # the model's own code runs alone
         self._forgets_calls = False  # at the next forward: a graph may have another backward
         # Of `order.reading`, the block that backward has bound last: its slot and version then.
         self._slot: Slot | None = None
@@ -173,14 +192,17 @@ class Hooks:
         module.forward = ReplacedForward(module.forward, call)
 
     @property
-    def _is_open(self) -> bool:
+    def is_open(self) -> bool:
+        """True within a forward or a backward."""
         return self._in_forward or self._in_backward
 
     # -- forward ----------------------------------------------------------------------------------
     def _pass(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A call of the whole model."""
+        if self._rests:
+            return forward(*args, **kwargs)
         self.forget_interrupted()
-        if self._is_open:
+        if self.is_open:
             return forward(*args, **kwargs)
         self._refuse_unfrozen()
         self.take_gradients_last()
@@ -231,6 +253,8 @@ class Hooks:
     ) -> Any:
         """A call of a layer's module. Its gradients may come even without grad mode: a reentrant
         checkpoint runs it without, and again in backward."""
+        if self._rests:
+            return forward(*args, **kwargs)
         if self._is_interrupted:
             self.forget_interrupted()
         may_train = torch.is_grad_enabled() or (self._in_forward and self._is_training)
@@ -281,9 +305,9 @@ class Hooks:
         return output
 
     def _end_run(self, layer: Layer) -> None:
-        if layer.is_block or not self._is_open:
+        if layer.is_block or not self.is_open:
             self._end_use(layer)  # a pass keeps the others bound: it may read them again
-        is_alone = not self._is_open and not self._order.running
+        is_alone = not self.is_open and not self._order.running
         if layer.is_block and is_alone:  # the program calls the block by itself
             self._order.end_pass(is_complete=False)
 
@@ -350,6 +374,7 @@ class Hooks:
             self.forget_interrupted()  # by an earlier backward, which has raised
         if self._in_backward:
             return
+        self._program.reached(False)
 
         def end() -> None:
             self._end_backward()
@@ -390,6 +415,9 @@ class Hooks:
         gradient, parameter.grad = parameter.grad, None
         if gradient is None or position >= layer.num_trained:
             return
+        self._program.reached(True)
+        if self._program.divisor > 1:
+            gradient = gradient / self._program.divisor
         self._begin_backward()
         self._outside.got_gradient(layer, position)
         self._gradients.arrived(layer, position, gradient)
@@ -406,6 +434,16 @@ class Hooks:
         self._in_backward = False
 
     # -- life -------------------------------------------------------------------------------------
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """Context manager in which the model's own code runs alone, on tensors that are not the
+        layers'. Graphs and gradients may wait meanwhile."""
+        self._rests = True
+        try:
+            yield
+        finally:
+            self._rests = False
+
     def forget(self) -> None:
         """End every pass that an exception has left open, at any bytecode, and empty every slot."""
         self._weights.forget()
@@ -419,6 +457,7 @@ class Hooks:
 
     def forget_interrupted(self) -> None:
         """Forget a pass whose end never came. A backward calls no hook after it has raised."""
+        self._program.check()
         is_dead = backward_number() == NO_BACKWARD or self._end_of_backward() is None
         if self._in_backward and is_dead:
             self._gradients.forget()

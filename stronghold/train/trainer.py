@@ -15,10 +15,12 @@ bytecode.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from stronghold import native
@@ -27,10 +29,11 @@ from stronghold.errors import ConfigError
 from stronghold.model.inner_tensors import follow_device, wrappers
 from stronghold.model.partition import Partition
 from stronghold.plan.plan import Plan
+from stronghold.telemetry.metrics import Metrics
 from stronghold.train.arrays import Arrays
 from stronghold.train.gradients import Gradients
-from stronghold.train.hooks import Hooks
-from stronghold.train.layer import Groups, Layer, Level
+from stronghold.train.hooks import Hooks, ProgramBackward
+from stronghold.train.layer import GradientState, Groups, Layer, Level
 from stronghold.train.order import Order
 from stronghold.train.updates import StepResult, Updates
 from stronghold.train.weights import Weights
@@ -42,8 +45,12 @@ class Trainer:
     layers   of the partition, in its order (`layers_of`)
     groups   the hyper-parameters of each trained parameter, live, and their optimizer
     kernels  run on the update lane
+    metrics  count the seconds for which compute waits
     folders  for the arrays that the plan puts in files
     """
+
+    weights: Weights
+    gradients: Gradients
 
     def __init__(
         self,
@@ -54,55 +61,113 @@ class Trainer:
         plan: Plan,
         device: Device,
         kernels: native.Kernels,
+        metrics: Metrics,
         folders: Sequence[Path] = (),
     ) -> None:
         self.model, self.layers = partition.model, layers
-        self._device = device
+        self._partition, self._device, self._kernels = partition, device, kernels
+        self._metrics = metrics
+        self.program = ProgramBackward()
         for layer in layers:
-            layer.is_resident = layer.index in plan.resident
             layer.is_on_gpu = layer.index in plan.updated_on_gpu
-            layer.level = Level(plan.activations[layer.index])
-        for buffer in self.model.buffers():
-            buffer.data = buffer.data.to(device.torch_device)
-        accumulates = plan.accumulates
+        self._move_buffers(device.torch_device)
         self.arrays = Arrays(
             device,
             layers,
-            accumulates=accumulates,
+            accumulates=plan.accumulates,
             in_files={layer: plan.homes.staged(layer.index) for layer in layers},
             staging=plan.staging,
             folders=folders,
         )
         follow_device(wrappers(self.model))
-        self.weights = Weights(device, self.arrays, layers, plan.window)
+        try:
+            self.updates = Updates(device, self.arrays, kernels, layers, groups)
+            self._start(plan)
+        except BaseException:
+            self.arrays.close()
+            raise
+
+    def _move_buffers(self, device: torch.device) -> None:
+        """Move the buffers, and the modules without a parameter: these may keep tensors that are no
+        buffers, and move them in their own way (torchmetrics' metrics)."""
+        for buffer in self.model.buffers():
+            buffer.data = buffer.data.to(device)
+        for module in self._partition.modules_without_stored():
+            module.to(device)
+
+    # -- the plan ---------------------------------------------------------------------------------
+    def _start(self, plan: Plan) -> None:
+        """Make slots and hooks by `plan`. The model may be called now."""
+        device, layers = self._device, self.layers
+        for layer in layers:
+            layer.is_resident = layer.index in plan.resident
+            layer.level = Level(plan.activations[layer.index])
+        self.weights = Weights(device, self.arrays, layers, plan.window, self._metrics)
         self.gradients = Gradients(
-            device, self.arrays, kernels, layers, plan.gradient_slots, accumulates=accumulates
+            device,
+            self.arrays,
+            self._kernels,
+            layers,
+            plan.gradient_slots,
+            accumulates=plan.accumulates,
+            metrics=self._metrics,
         )
-        self.updates = Updates(device, self.arrays, kernels, layers, groups)
         self._order = Order(self.weights)
-        modules = {layer: partition.layers[layer.index].modules for layer in layers}
-        self._hooks = Hooks(self.model, modules, self._order, self.weights, self.gradients)
+        modules = {layer: self._partition.layers[layer.index].modules for layer in layers}
+        self._hooks = Hooks(
+            self.model, modules, self._order, self.weights, self.gradients, self.program
+        )
+
+    def _stop(self) -> None:
+        """Finish the lanes, and remove hooks and slots. The model is a plain one."""
+        self._device.finish()
+        self._hooks.close()
+        self.gradients.close()
+        self.weights.close()
+
+    def take_plan(self, plan: Plan) -> None:
+        """Go on by another plan, between two steps. Layers may move to the device alone: files, and
+        what lies there, stay. Slots of one plan at a time are on the device."""
+        self._stop()
+        for layer in self.layers:
+            if layer.index in plan.updated_on_gpu and not layer.is_on_gpu:
+                self.arrays.move_to_device(layer)
+        self.updates.forget_addresses()
+        follow_device(wrappers(self.model))
+        self._start(plan)
 
     # -- the step ---------------------------------------------------------------------------------
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model. If it raises, the gradients of earlier micro-batches stay."""
+    @contextmanager
+    def forward_pass(self) -> Iterator[None]:
+        """Context manager for a call of the model. If it raises, the gradients of earlier
+        micro-batches stay."""
         self._begin("a forward")
         try:
-            return self.model(*args, **kwargs)
+            yield
         except Exception:
             raise  # the hooks have ended the pass
         except BaseException:
             self._hooks.forget()
             raise
 
-    def backward(self, loss: Tensor, *, ends_step: bool = True, retain_graph: bool = False) -> None:
-        """Run autograd. Gradients leave for the host layer by layer meanwhile.
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model."""
+        with self.forward_pass():
+            return self.model(*args, **kwargs)
 
-        `ends_step`: `step` follows. If autograd raises, the step's gradients are dropped.
+    def begin_backward(self, *, ends_step: bool = True) -> None:
+        """Autograd is about to run. Gradients leave for the host layer by layer meanwhile. The
+        hooks notice its end. If it raises, the caller calls `forget`.
+
+        ends_step  `step` follows
         """
         self._begin("a backward")
         self._hooks.take_gradients_last()
         self.gradients.ends_step = ends_step
+
+    def backward(self, loss: Tensor, *, ends_step: bool = True, retain_graph: bool = False) -> None:
+        """Run autograd. If it raises, the step's gradients are dropped."""
+        self.begin_backward(ends_step=ends_step)
         try:
             loss.backward(retain_graph=retain_graph)
         except BaseException:
@@ -112,8 +177,10 @@ class Trainer:
     def step(
         self, *, clipping: float = 0.0, loss_scale: float = 1.0, skips_overflow: bool = False
     ) -> StepResult:
-        """Queue the updates of all layers with gradients (`Updates.step`)."""
+        """Queue the updates of all layers with gradients (`Updates.step`). ConfigError for a
+        gradient that was set by hand."""
         self._begin("a step")
+        self._refuse_strays()
         try:
             return self.updates.step(
                 self.weights,
@@ -136,12 +203,46 @@ class Trainer:
                 "are a step ahead. Load a checkpoint"
             )
 
+    def _refuse_strays(self) -> None:
+        """ConfigError for a parameter with a gradient: hooks take all that autograd makes. It is
+        dropped."""
+        strays = []
+        for layer in self.layers:
+            for name, parameter in zip(layer.names, layer.parameters, strict=True):
+                if parameter.grad is not None:
+                    parameter.grad = None
+                    strays.append(name)
+        if strays:
+            raise ConfigError(
+                f"{strays[0]}.grad was set by hand: change a gradient in a hook of the parameter "
+                "(parameter.register_hook)"
+            )
+
     # -- between steps ----------------------------------------------------------------------------
+    @property
+    def is_in_step(self) -> bool:
+        """True if a layer has gradients of a step that has not ended."""
+        return any(layer.gradient_state is not GradientState.NONE for layer in self.layers)
+
+    @property
+    def is_in_pass(self) -> bool:
+        """True within a forward or a backward."""
+        return self._hooks.is_open
+
+    def drop_gradients(self) -> None:
+        """Drop the gradients that wait for the step. The graph of a forward stays alive."""
+        for layer in self.layers:
+            self.gradients.drop(layer)
+
     def forget(self) -> None:
         """After an exception: drop the step's gradients, and end every pass ([Note:
         interrupts])."""
         self._hooks.forget()
         self.gradients.forget()
+
+    def resting_hooks(self) -> AbstractContextManager[None]:
+        """Context manager in which the model's own code runs alone."""
+        return self._hooks.resting()
 
     def synchronize(self) -> None:
         """Wait until every parameter has its newest value. The program may read and write them now,
@@ -155,11 +256,7 @@ class Trainer:
     def close(self) -> None:
         """Finish the lanes, and give the model back: every parameter is a CPU tensor with its
         newest value. The caller closes the device and the kernels."""
-        self._device.finish()
-        self._hooks.close()
-        self.gradients.close()
-        self.weights.close()
+        self._stop()
         self.arrays.close()
         follow_device(wrappers(self.model))
-        for buffer in self.model.buffers():
-            buffer.data = buffer.data.cpu()
+        self._move_buffers(torch.device("cpu"))

@@ -35,13 +35,13 @@ ADDRESSES = ("weight", "low", "moment0", "moment1", "scale0", "scale1")
 class StepResult:
     """The end of a step.
 
-    norm      global L2 norm of the gradients before clipping, without the loss scale. If nothing
+    grad_norm  global L2 norm of the gradients before clipping, without the loss scale. If nothing
               depended on it, a function that waits for it
-    overflow  the norm is not finite, and no layer was updated. The norm is infinity then, as
+    overflow   the norm is not finite, and no layer was updated. The norm is infinity then, as
               DeepSpeed's, also if a gradient is NaN
     """
 
-    norm: float | Callable[[], float]
+    grad_norm: float | Callable[[], float]
     overflow: bool = False
 
 
@@ -109,7 +109,7 @@ class Updates:
         layers = [layer for layer in self._layers if layer.waiting]
         updates = [self._next(layer) for layer in layers]
         launches = self._launches([u for u in updates if u.layer.is_on_gpu])
-        scale, result = 1.0, StepResult(norm=lambda: scaled_norm() / loss_scale)
+        scale, result = 1.0, StepResult(grad_norm=lambda: scaled_norm() / loss_scale)
         if clipping > 0.0 or skips_overflow:
             # The quotient rounds once. A product with 1 / loss_scale would round twice.
             norm = scaled_norm() / loss_scale
@@ -117,7 +117,7 @@ class Updates:
             scale = clipping / (norm + CLIPPING_EPSILON) if clipping > 0.0 else 1.0
             scale = 1.0 if scale > 1.0 else scale
             overflow = skips_overflow and not math.isfinite(norm)
-            result = StepResult(norm=math.inf if overflow else norm, overflow=overflow)
+            result = StepResult(grad_norm=math.inf if overflow else norm, overflow=overflow)
         if not result.overflow:
             self.is_broken = True
             self._queue(updates, launches, scale / loss_scale)
@@ -186,6 +186,10 @@ class Updates:
         of_element = layer.states.update_bytes(self._arrays.gradient_dtype(layer.dtype))
         return int(of_element * numel)
 
+    def forget_addresses(self) -> None:
+        """Arrays have moved."""
+        self._rows.clear()
+
     # -- the kernels' calls -----------------------------------------------------------------------
     def _run(self, update: LayerUpdate, piece: Piece, scale: float) -> None:
         """Work of the update lane: one pass over the arrays of a piece."""
@@ -238,8 +242,8 @@ class Updates:
         }
 
     def _make_rows(self, layer: Layer, piece: Piece) -> native.Rows:
-        """One row for each trained parameter, with the addresses of its elements in the piece. The
-        arrays do not move, so this is done once."""
+        """One row for each trained parameter, with the addresses of its elements in the piece. This
+        is done once for each place of the arrays."""
         begin, arrays = piece.begin, piece.arrays
         end = begin + arrays["weights"].numel()
         rows = np.zeros(layer.num_trained, ROW)

@@ -22,7 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stronghold.devices.base import Device, Fence
+from stronghold.devices.base import Device, Fence, timed
+from stronghold.telemetry.metrics import Metrics, WaitCause
 from stronghold.train.arrays import Arrays
 from stronghold.train.layer import Layer, Slot, WeightState
 
@@ -46,9 +47,14 @@ class Weights:
     others, the one that was fetched first in front."""
 
     def __init__(
-        self, device: Device, arrays: Arrays, layers: Sequence[Layer], num_slots: int
+        self,
+        device: Device,
+        arrays: Arrays,
+        layers: Sequence[Layer],
+        num_slots: int,
+        metrics: Metrics,
     ) -> None:
-        self._device, self._arrays, self._layers = device, arrays, layers
+        self._device, self._arrays, self._layers, self._metrics = device, arrays, layers, metrics
         streamed = [layer.num_bytes for layer in layers if not layer.is_resident]
         self.num_slots = num_slots if streamed else 0
         self._window = [
@@ -103,8 +109,12 @@ class Weights:
         """Let compute wait for the fetch of the layer, which was queued before."""
         if layer.weight_state is WeightState.COMING:
             assert layer.slot is not None
+            updated = layer.weight_record.writer
+            if not updated.done:
+                self._metrics.waited(WaitCause.UPDATE, timed(updated.wait))
             # On every stream of compute: a chunk on another one must not read the slot earlier.
-            self._device.compute.wait_everywhere(layer.slot.record.writer)
+            seconds = self._device.compute.wait_everywhere(layer.slot.record.writer)
+            self._metrics.waited(WaitCause.FETCH, seconds)
             layer.move(WeightState.HERE)
 
     def bind(self, layer: Layer) -> None:
@@ -207,6 +217,6 @@ class Weights:
         slots = {*self._window, *(layer.slot for layer in self._layers if not layer.is_on_gpu)}
         self._device.memory.release(*(slot.memory for slot in slots if slot is not None))
         for layer in self._layers:
-            layer.slot = None
+            layer.slot, layer.weight_state = None, WeightState.AWAY
         self._window, self._slots, self.held, self.free = [], [], [], []
         self._begins.clear()

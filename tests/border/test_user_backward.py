@@ -281,6 +281,18 @@ def test_what_a_whole_model_finds_in_grad_is_refused_with_the_way() -> None:
         both.train(0)
 
 
+@pytest.mark.parametrize("room", ["streaming", "train"])
+def test_a_backward_of_the_raw_model_after_one_that_failed_is_used(room: str) -> None:
+    with twin(section={"room": room}) as both:
+        fails = failing_once(both.model.blocks[1], "backward")
+        with fails, pytest.raises(torch.OutOfMemoryError):
+            both.on(0)(both.model).backward()
+        both.on(1)(both.model).backward()
+        both.plain_backward(both.on(1))
+        both.step()
+        both.train(2)
+
+
 def test_gradients_of_inputs_are_no_backward_of_the_engines() -> None:
     with twin("sequential", clipping=0.0) as both:
         inputs = both.make_batch(0)["inputs"].requires_grad_()

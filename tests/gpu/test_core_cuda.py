@@ -4,6 +4,7 @@ another device, against a plain loop on the same GPU."""
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from stronghold.devices.cuda import CudaDevice
+from stronghold.plan.plan import make_plan
 from tests.gpu.test_training_cuda import train_plain_on_gpu
 from tests.laws import test_core_quantised as quantised
 from tests.laws.test_bits import never
@@ -123,6 +125,25 @@ def test_a_base_that_came_on_the_gpu_comes_back_on_the_host(base: str, updates: 
             assert all(getattr(value, each).device == value.device for each in inner), name
     assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
     assert torch.equal(model.cuda()(**on(device, batch)).loss.cpu(), expected)
+
+
+@pytest.mark.parametrize("base", ["torchao int8", "loaded dense"])
+def test_a_base_moves_to_the_gpu_with_its_layers(base: str) -> None:
+    model, make_batch = quantised.ALL[base][0]()
+    batch = on(torch.device("cuda"), make_batch(0))
+    with opened(model, precision="bf16", device=CudaDevice, window=1) as core:
+        expected = core.trainer.forward(**batch).loss.detach().clone()
+        pinned_bytes = core.device.pinning.pinned_bytes
+        demand = replace(core.plan.demand, resident_layers=1, resident_updates="gpu")
+        core.trainer.take_plan(make_plan(core.layout, demand))
+        moved = [layer for layer in core.layers if layer.is_on_gpu]
+        slabs = (of_layer for x in moved for of_layer in (x.num_bytes, x.trained_bytes))
+        assert moved
+        assert core.device.pinning.pinned_bytes == pinned_bytes - sum(slabs)
+        for value in model.state_dict().values():
+            inner = getattr(value, "__tensor_flatten__", lambda: ([], None))()[0]
+            assert all(getattr(value, each).device == value.device for each in inner)
+        assert torch.equal(core.trainer.forward(**batch).loss, expected)
 
 
 def test_new_weights_wait_for_the_forward_that_reads_the_old_ones() -> None:

@@ -15,7 +15,6 @@ from deepspeed.runtime.precision_config import DeepSpeedFP16Config
 from stronghold import native
 from stronghold.devices.base import Device
 from stronghold.devices.emulated import EmulatedDevice
-from stronghold.model.layout import layout
 from stronghold.model.packed_weight import pack_frozen
 from stronghold.model.partition import Partition, find_blocks, partition
 from stronghold.model.stored_tensors import stored_tensors
@@ -23,11 +22,12 @@ from stronghold.optim.contract import Optimizer
 from stronghold.optim.states import EXACT, LEAN, items, join_master, states_of
 from stronghold.plan.cost import Demand
 from stronghold.plan.plan import Plan, make_plan
-from stronghold.streaming.formats import CAST, model_formats, page_items
+from stronghold.streaming.formats import CAST, model_formats
 from stronghold.streaming.optimizer import make_scaler
 from stronghold.streaming.patches.quantised import replace_quantised
 from stronghold.streaming.patches.replacements import Replacements
-from stronghold.train.layer import Groups, Layer, layers_of
+from stronghold.telemetry.metrics import Metrics
+from stronghold.train.layer import Groups, Layer, layers_of, layout_of
 from stronghold.train.trainer import Trainer
 from tests.models import loss_of, without_caches
 from tests.support.sides import Change, Side
@@ -89,25 +89,26 @@ class Core:
             default=trains.optimizer,
         )
         self.partition: Partition = partition(model, layers, formats.of)
-        page = page_items(formats.formats, in_files=bool(folders))
-        if settings.get("resident_layers") == "all":
-            settings["resident_layers"] = len(self.partition.streamed)
-        self.plan: Plan = make_plan(
-            layout(self.partition, 1, page, formats.of),
-            Demand(
-                states=states_of(dtype, kind, trains.optimizer.moments),
-                all_formats=formats.formats,
-                **{"window": 2, "resident_layers": 0, "resident_updates": "host", "whole": False}
-                | {"accumulate": False, "cpu_threads": 1, "early_layers": 0, "nvme": bool(folders)}
-                | settings,
-            ),
-        )
         self.layers: list[Layer] = layers_of(
             self.partition,
             self.groups,
             dtype_of=lambda tensor: formats.formats[formats.of(tensor)].dtype,
             precision=dtype,
             kind=kind,
+        )
+        if settings.get("resident_layers") == "all":
+            settings["resident_layers"] = len(self.partition.streamed)
+        self.layout, all_formats = layout_of(self.layers, self.partition)
+        self.plan: Plan = make_plan(
+            self.layout,
+            Demand(
+                states=states_of(dtype, kind, trains.optimizer.moments),
+                all_formats=all_formats,
+                **{"window": 2, "resident_layers": 0, "resident_updates": "host", "whole": False}
+                | {"accumulate": False, "cpu_threads": 1, "early_layers": 0, "nvme": bool(folders)}
+                | {"gradients_in_ram": True}
+                | settings,
+            ),
         )
         self.device = device()
         self.pool = native.Pool(1)
@@ -118,6 +119,7 @@ class Core:
             plan=self.plan,
             device=self.device,
             kernels=self.pool,
+            metrics=Metrics(num_parameters=0),
             folders=folders,
         )
 
@@ -187,7 +189,9 @@ def train_core(
                 result = core.trainer.step(
                     clipping=clipping, loss_scale=scale, skips_overflow=precision == "fp16"
                 )
-                run.norms.append(result.norm if isinstance(result.norm, float) else result.norm())
+                run.norms.append(
+                    result.grad_norm if isinstance(result.grad_norm, float) else result.grad_norm()
+                )
         run.moments = core.moments()
         if inspect is not None:
             inspect(core)
@@ -282,14 +286,14 @@ class ByCore(Side):
             loss_scale=self._scaler.cur_scale if case.precision == "fp16" else 1.0,
             skips_overflow=case.precision in ("fp16", "fp32") or case.clipping > 0,
         )
-        self.norm = result.norm if isinstance(result.norm, float) else result.norm()
+        self.norm = result.grad_norm if isinstance(result.grad_norm, float) else result.grad_norm()
         self.applied = not result.overflow
         if self._schedule is not None and self.applied:
             self._schedule.step()
         self._scaler.update_scale(result.overflow)
 
     def zero(self, _: bool = False) -> None:
-        self._trainer.forget()
+        self._trainer.drop_gradients()
 
     def weights(self) -> dict[str, torch.Tensor]:
         self._trainer.synchronize()

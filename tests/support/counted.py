@@ -113,4 +113,5 @@ class CountedDevice(EmulatedDevice):
 def of_bytes(total_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Emulated devices of engines that are made from now on are counted, and have so many bytes."""
     device = type("Counted", (CountedDevice,), {"total_bytes": total_bytes})
-    monkeypatch.setattr("stronghold.streaming.stack.EmulatedDevice", device)
+    for module in ("streaming.stack", "train.job"):
+        monkeypatch.setattr(f"stronghold.{module}.EmulatedDevice", device)

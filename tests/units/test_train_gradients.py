@@ -109,7 +109,7 @@ def test_the_norm_is_that_of_the_gradients_of_now(updates: str) -> None:
             plain(**make_batch(number)).backward()
         result = core.trainer.step(clipping=1.0)
         squares = [p.grad.double().square().sum() for p in plain.parameters() if p.grad is not None]
-        assert result.norm == pytest.approx(math.sqrt(sum(squares)), rel=1e-6)
+        assert result.grad_norm == pytest.approx(math.sqrt(sum(squares)), rel=1e-6)
 
 
 def test_micro_batches_without_a_gradient_keep_the_sums_of_others() -> None:
@@ -125,7 +125,7 @@ def test_micro_batches_without_a_gradient_keep_the_sums_of_others() -> None:
         assert found.keys() == expected.keys()
         result = core.trainer.step(clipping=1.0)
         squares = [gradient.double().square().sum() for gradient in expected.values()]
-        assert result.norm == pytest.approx(math.sqrt(sum(squares)), rel=1e-5)
+        assert result.grad_norm == pytest.approx(math.sqrt(sum(squares)), rel=1e-5)
 
 
 @pytest.mark.parametrize("updates", UPDATES)
@@ -134,7 +134,7 @@ def test_without_clipping_nothing_waits_for_the_norm(updates: str) -> None:
     with streaming(**settings) as (core, plain, make_batch):
         core.trainer.backward(core.trainer.forward(**make_batch(0)))
         plain(**make_batch(0)).backward()
-        norm = core.trainer.step().norm
+        norm = core.trainer.step().grad_norm
         assert callable(norm)
         core.trainer.backward(core.trainer.forward(**make_batch(1)))  # its sums are others
         squares = [p.grad.double().square().sum() for p in plain.parameters() if p.grad is not None]
@@ -149,7 +149,7 @@ def test_a_step_with_an_overflow_changes_nothing(updates: str) -> None:
         core.trainer.backward(core.trainer.forward(**make_batch(0)) * math.nan)
         result = core.trainer.step(clipping=1.0, skips_overflow=True)
         assert result.overflow
-        assert result.norm == math.inf
+        assert result.grad_norm == math.inf
         core.trainer.synchronize()
         for name, p in core.trainer.model.named_parameters():
             assert torch.equal(p, before[name])

@@ -508,7 +508,7 @@ def test_a_backward_after_one_that_failed_is_used() -> None:
         hook.remove()
         losses[1].backward()
         plain(**token_batch(1)).backward()
-        norm = core.trainer.step(clipping=1.0).norm
+        norm = core.trainer.step(clipping=1.0).grad_norm
     expected = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()])
     assert norm == pytest.approx(float(expected), rel=1e-5)
 

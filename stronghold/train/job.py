@@ -1,0 +1,405 @@
+"""The job: one model in training by one config.
+
+It turns the config into layers and a plan, opens the device, and makes the trainer. The engine
+calls it, and knows neither layers nor lanes. One rank alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from stronghold import native
+from stronghold.config import Settings
+from stronghold.devices import cuda
+from stronghold.devices.base import Device
+from stronghold.devices.cuda import CudaDevice
+from stronghold.devices.emulated import EmulatedDevice
+from stronghold.devices.forks import check_not_forked, forked_from
+from stronghold.devices.lane_name import LaneName
+from stronghold.distributed.process_groups import Ranks
+from stronghold.errors import ConfigError, LaneError
+from stronghold.memory.rates import machine_at_start
+from stronghold.model.costs import DTYPES
+from stronghold.model.packed_weight import pack_frozen
+from stronghold.model.partition import Partition, find_blocks, partition
+from stronghold.model.stored_tensors import stored_tensors, tensor_has_memory
+from stronghold.optim.states import states_of
+from stronghold.plan.cost import Demand
+from stronghold.plan.estimate import StepEstimate
+from stronghold.plan.machine import MachineProfile
+from stronghold.plan.plan import Plan, make_plan
+from stronghold.streaming.activations.key_value_caches import forbid_caches
+from stronghold.streaming.demand import FreeResources, demand_of, pinned_activations
+from stronghold.streaming.formats import CAST, OWN, model_formats
+from stronghold.streaming.guards import COMPILED_WHOLE
+from stronghold.streaming.optimizer import EngineOptimizer
+from stronghold.streaming.patches.modules import is_compiled
+from stronghold.streaming.patches.quantised import replace_quantised
+from stronghold.streaming.patches.replacements import Replacements
+from stronghold.streaming.stack import (
+    MemoryReport,
+    check_parameters,
+    open_models,
+    reserved_bytes,
+    say_no_blocks,
+)
+from stronghold.streaming.training_thread import TrainingThread
+from stronghold.telemetry.metrics import Metrics
+from stronghold.telemetry.trace import Trace, open_path
+from stronghold.train.hooks import ProgramBackward
+from stronghold.train.layer import Layer, Level, layers_of, layout_of
+from stronghold.train.trainer import Trainer
+from stronghold.train.updates import StepResult
+
+KEY = "stronghold.room"
+# Keys for which the room has no part yet.
+MISSING = ("chunk", "streams", "loss_chunk", "early_layers", "kept_activations")
+
+
+class Job:
+    """Trains `model` by `settings`, from the take-over until `close`.
+
+    plan       the present one; `predicted` is its estimate of a step, for the batch that it was
+               made for. `demand` is the question that it answers
+    layout     sizes of the layers, for the planner
+    machine    rates of this machine. None if the plan leaves nothing to choose
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: Settings,
+        optimizer: EngineOptimizer | None,
+        *,
+        local_rank: int,
+        ranks: Ranks,
+    ) -> None:
+        self.section, self.ranks, self._process = settings.stronghold, ranks, os.getpid()
+        self._refuse_missing()
+        self._trace_path = self.section.trace and open_path(self.section.trace, 0)
+        self.precision = settings.precision
+        self.predicted: StepEstimate | None = None
+        self._training_thread = TrainingThread()
+        groups = {} if optimizer is None else optimizer.group_of()
+        with contextlib.ExitStack() as undo:
+            self._take_layers(model, settings, optimizer, undo)
+            self._make_plan(settings, optimizer, local_rank)
+            self.trace = Trace(0, recording=self.section.trace is not None)
+            self.metrics = Metrics(
+                num_parameters=self.layout.num_parameters,
+                recomputed=self.plan.recomputed,
+                trace=self.trace,
+            )
+            self.machine = self._machine(local_rank) if self.demand.is_open else None
+            self.device = self._open_device(local_rank, self.section.gpu_memory, self.trace)
+            undo.callback(self.device.close)
+            pool = native.Pool(self.plan.cpu_threads)
+            undo.callback(pool.close)
+            nvme = self.section.nvme
+            self.trainer = Trainer(
+                self.partition,
+                self.layers,
+                groups,
+                plan=self.plan,
+                device=self.device,
+                kernels=pool,
+                metrics=self.metrics,
+                folders=[] if nvme is None else [Path(path) for path in nvme.paths],
+            )
+            undo.callback(self.trainer.close)
+            self._undo = undo.pop_all()
+        self._planned = (self.plan.gpu_total_bytes, self.plan.host_total_bytes)
+        open_models.add(self)
+
+    # -- opening ----------------------------------------------------------------------------------
+    def _refuse_missing(self) -> None:
+        levels = self.section.activations or "keep"
+        wrong = {str(x) for x in ([levels] if isinstance(levels, str) else levels)}
+        wrong -= {level.value for level in Level}
+        missing = [key for key in MISSING if getattr(self.section, key)]
+        missing += [f"activations {level}" for level in sorted(wrong)]
+        missing += ["several ranks"] if self.ranks.several else []
+        if missing:
+            raise ConfigError(f'{KEY}: "train" has no {", ".join(missing)}: leave the key out')
+
+    def _take_layers(
+        self,
+        model: nn.Module,
+        settings: Settings,
+        optimizer: EngineOptimizer | None,
+        undo: contextlib.ExitStack,
+    ) -> None:
+        """Cut the model into layers, and look at the dtype and the optimizer of each parameter."""
+        section, dtype = self.section, DTYPES[settings.precision]
+        stored = stored_tensors(model)
+        rule = section.dtypes or (OWN if stored.quantised else CAST)
+        if section.frozen is not None:
+            blocks = find_blocks(model, section.layers)
+            pack_frozen(model, blocks, dtype if rule == CAST else None)
+            stored = stored_tensors(model)
+        groups = {} if optimizer is None else optimizer.group_of()
+        chosen = model_formats(
+            stored,
+            dtype=dtype,
+            kind=section.states,
+            rule=rule,
+            optimizers={parameter: group[1] for parameter, group in groups.items()},
+            default=None if optimizer is None else optimizer.default,
+        )
+        self.partition: Partition = partition(model, section.layers, chosen.of)
+        named = [named for layer in self.partition.layers for named in layer.parameters]
+        check_parameters(named, settings.precision, None, cast=rule == CAST)
+        if is_compiled(model):
+            raise ConfigError(f"model: {COMPILED_WHOLE}")
+        self.layers: list[Layer] = layers_of(
+            self.partition,
+            groups,
+            dtype_of=lambda tensor: chosen.formats[chosen.of(tensor)].dtype,
+            precision=dtype,
+            kind=section.states,
+        )
+        self.layout, self.formats = layout_of(self.layers, self.partition)
+        if not self.partition.streamed:
+            say_no_blocks(model, section)
+        if optimizer is not None:
+            forbid_caches(model, undo)
+        replacements = Replacements()
+        undo.callback(replacements.undo)
+        replace_quantised(replacements, stored.names)
+
+    def _make_plan(
+        self, settings: Settings, optimizer: EngineOptimizer | None, local_rank: int
+    ) -> None:
+        """Make the plan of before the first batch. BudgetError before anything is allocated."""
+        on_device, on_host = reserved_bytes()
+        free = cuda.free_bytes(local_rank) if self._is_on_gpu else None
+        moments = () if optimizer is None else optimizer.default.moments
+        self.states = states_of(DTYPES[self.precision], self.section.states, moments)
+        tensors = [p for layer in self.layers for p in layer.parameters if tensor_has_memory(p)]
+        demand = demand_of(
+            settings,
+            self.layout,
+            self.formats,
+            self.states,
+            self.ranks,
+            FreeResources(
+                gpu_free_bytes=None if free is None else max(0, free - on_device),
+                host_reserved_bytes=on_host,
+                model_bytes=sum(tensor.nbytes for tensor in tensors),
+                cores=(),
+            ),
+            training=optimizer is not None,
+        )
+        self.demand: Demand = replace(
+            demand,
+            whole=False,
+            early_layers=0,
+            activations=self.pinned_activations,
+            gradients_in_ram=True,
+        )
+        self.plan: Plan = make_plan(self.layout, self.demand)
+
+    @property
+    def _is_on_gpu(self) -> bool:
+        return self.section.device != "emulated" and cuda.available()
+
+    def _machine(self, local_rank: int) -> MachineProfile:
+        gpu = cuda.identity(local_rank)[0] if self._is_on_gpu else None
+        threads = (self.plan.cpu_threads,)
+        return machine_at_start(lambda: self._open_device(local_rank), gpu, threads, self.precision)
+
+    def _open_device(
+        self, local_rank: int, budget_bytes: int | None = None, trace: Trace | None = None
+    ) -> Device:
+        if self.section.device == "cuda" or self._is_on_gpu:
+            return CudaDevice(local_rank, budget_bytes=budget_bytes, trace=trace)
+        settings = self.section.emulated.model_dump()  # EmulatedDevice has the same names
+        return EmulatedDevice(budget_bytes=budget_bytes, trace=trace, **settings)
+
+    # -- the step ---------------------------------------------------------------------------------
+    def training(self, operation: str) -> contextlib.AbstractContextManager[None]:
+        """Context manager for a call of the thread that trains."""
+        return self._training_thread.training(operation)
+
+    def forward_pass(self) -> contextlib.AbstractContextManager[None]:
+        return self.trainer.forward_pass()
+
+    def begin_backward(self, *, ends_step: bool) -> None:
+        self.trainer.begin_backward(ends_step=ends_step)
+
+    def end_backward(self) -> None:
+        """Nothing is left to do: hooks notice the end."""
+
+    def abandon_backward(self) -> None:
+        self.trainer.forget()
+
+    def step(self, *, clipping: float, loss_scale: float, skips_overflow: bool) -> StepResult:
+        return self.trainer.step(
+            clipping=clipping, loss_scale=loss_scale, skips_overflow=skips_overflow
+        )
+
+    @property
+    def outside(self) -> ProgramBackward:
+        """Callbacks for backwards that the program starts."""
+        return self.trainer.program
+
+    @property
+    def is_in_step(self) -> bool:
+        return self.trainer.is_in_step
+
+    @property
+    def has_trained(self) -> bool:
+        """True if a layer was updated."""
+        return any(layer.num_updates for layer in self.layers)
+
+    def trains(self, parameter: torch.Tensor) -> bool:
+        """True if the optimizer owns the parameter."""
+        return any(
+            parameter is own
+            for layer in self.layers
+            for own in layer.parameters[: layer.num_trained]
+        )
+
+    def drop_gradients(self) -> None:
+        """Drop the gradients that wait for the step."""
+        self.trainer.drop_gradients()
+
+    # -- the plan ---------------------------------------------------------------------------------
+    @property
+    def is_between_passes(self) -> bool:
+        """True if layers may move now."""
+        return not (self.trainer.is_in_pass or self.trainer.is_in_step)
+
+    @property
+    def pinned_activations(self) -> str | tuple[str, ...]:
+        """The config's levels. The rules would choose others than the room has."""
+        return pinned_activations(self.section, self.layout) or Level.KEEP.value
+
+    def is_aliased(self) -> bool:
+        """Nothing counts aliases."""
+        return False
+
+    def resting_hooks(self) -> contextlib.AbstractContextManager[None]:
+        return self.trainer.resting_hooks()
+
+    def spare_activations(self, spares: bool) -> None:
+        """Levels do not change yet."""
+
+    def take_plan(self, plan: Plan) -> None:
+        """Go on with the plan for the first batch, while no gradient exists."""
+        try:
+            self.trainer.take_plan(plan)
+        except BaseException as error:  # after Ctrl-C parts of two plans are mixed for good
+            self.device.report(LaneError(LaneName.COMPUTE, "the plan for the first batch", error))
+            raise
+        self.plan, self.metrics.recomputed = plan, plan.recomputed
+        self._planned = (
+            max(self._planned[0], plan.gpu_total_bytes),
+            max(self._planned[1], plan.host_total_bytes),
+        )
+
+    # -- between steps ----------------------------------------------------------------------------
+    @property
+    def parameters(self) -> list[list[torch.Tensor]]:
+        """Of each layer."""
+        return [layer.parameters for layer in self.layers]
+
+    def settle(self, layers: Sequence[int] | None = None) -> None:
+        """Wait until the parameters of these layers, or of all (None), have their newest values.
+        Between two passes the program may also write all of them."""
+        self.check_process("reading parameters")
+        if layers is None and not self.trainer.is_in_pass:
+            self.trainer.synchronize()
+            return
+        for index in range(len(self.layers)) if layers is None else layers:
+            self.layers[index].weight_record.wait()
+
+    def wait_for_readers(self) -> None:
+        """Block until no operation reads the arrays, before the program writes them."""
+        for layer in self.layers:
+            layer.weight_record.wait()
+
+    def adopt_weights(self, written: Mapping[int, Collection[int]] | None = None) -> None:
+        """Make new values of these parameters, or of all (None), the masters. They were written to
+        the memory that the parameters point to."""
+        self.wait_for_readers()
+        for layer in self.layers:
+            positions = (
+                range(len(layer.parameters)) if written is None else written.get(layer.index, ())
+            )
+            for k in positions:
+                if k < layer.num_trained:
+                    self.trainer.arrays.restart_master(layer, k)
+        self.trainer.synchronize()
+
+    def return_to_device(self) -> None:
+        """Nothing has left."""
+
+    def check_process(self, operation: str, *, any_thread: bool = False) -> None:
+        """Raise ConfigError in a forked child, and in another thread than the one that trains."""
+        check_not_forked(self._process, operation)
+        if not any_thread:
+            self._training_thread.check(operation)
+
+    def check_here(self, operation: str, *, evaluates: bool = False) -> None:
+        self.check_process(operation)
+
+    @property
+    def can_train(self) -> bool:
+        return True
+
+    def __getattr__(self, name: str) -> Any:
+        raise ConfigError(f'{KEY}: "train" has no part for this call yet ({name})')
+
+    # -- reports ----------------------------------------------------------------------------------
+    @property
+    def host_bytes(self) -> int:
+        return self.trainer.arrays.host_bytes
+
+    def memory_report(self) -> MemoryReport:
+        """Bytes so far, and as planned."""
+        return MemoryReport(
+            gpu_planned=self._planned[0],
+            gpu_peak=self.device.memory.peak_bytes,
+            host_planned=self._planned[1],
+            host_peak=self.trainer.arrays.host_peak_bytes,
+            host_activations=0,
+            nvme_planned=self.plan.nvme_total_bytes,
+            nvme_peak=self.trainer.arrays.file_bytes,
+            gpu_process_peak=self.device.memory.process_peak_bytes(),
+        )
+
+    def write_trace(self) -> None:
+        """Write the trace file, if the config asks for one."""
+        if self._trace_path is not None:
+            self.device.settle()
+            self.trace.write(self._trace_path)
+
+    # -- life -------------------------------------------------------------------------------------
+    def finish(self, first: Callable[[], object]) -> None:
+        """The process ends: call `first`, then finish queued operations."""
+        try:
+            first()
+        finally:
+            self.device.finish()
+            self.write_trace()
+        self.device.check_unsurfaced()
+
+    def close(self) -> None:
+        """Finish pending work, end the lanes, give the model back. Safe to call twice. Raises
+        LaneError after that, for a failure that no call has raised yet."""
+        if self not in open_models or forked_from(self._process):
+            return
+        open_models.discard(self)
+        with self._undo:  # the lanes and the pool end whatever happens
+            self.device.finish()
+        self.write_trace()
+        self.device.check_unsurfaced()
