@@ -249,6 +249,7 @@ def _host_bytes(sizes: _HostSizes, spilled: Spilled) -> dict[str, int]:
     sums = _array_sums(sizes, spilled, in_files=False)
     staging = _staging(sizes, spilled)
     ring_bytes = _ring_entries(sizes, spilled) * sizes.largest_gradients
+    ring_size = SUM_BUFFERS if sizes.demand.gradients_in_ram else RING_ENTRIES
     early = _early_layers(sizes, spilled)
     return {
         "weights": sums["weights"],
@@ -257,7 +258,7 @@ def _host_bytes(sizes: _HostSizes, spilled: Spilled) -> dict[str, int]:
         "held gradients": sums["gradients"],
         "accumulated gradients": sums["accumulated"],
         SECOND_ARRAYS: sum(_second_bytes(sizes, index) for index in early),
-        f"gradient ring ({RING_ENTRIES} entries)": ring_bytes,
+        f"gradient ring ({ring_size} entries)": ring_bytes,
         f"staging ring ({staging.entries} pieces)": staging.nbytes,
     }
 

@@ -592,7 +592,7 @@ class Stack:
         self.runtime.settle()
         self.runtime.detach()
         for module in (module for layer in self.partition.streamed for module in layer.modules):
-            self._parts.callback(give_forward, module, vars(module).get("forward"))
+            self._parts.callback(_give_forward, module, vars(module).get("forward"))
             run = compiled(module.forward)
             run.__wrapped__ = module.forward
             vars(module)["forward"] = Forward(module, run)
@@ -820,7 +820,7 @@ def say_no_blocks(model: nn.Module, section: StrongholdConfig) -> None:
     )
 
 
-def give_forward(module: nn.Module, forward: Any) -> None:
+def _give_forward(module: nn.Module, forward: Any) -> None:
     """Remove the compiled forward of a module, and restore an attribute `forward` of its own."""
     del vars(module)["forward"]
     if forward is not None:

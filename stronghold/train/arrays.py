@@ -104,9 +104,9 @@ class Arrays:
         self.at_rest: dict[Layer, list[Tensor]] = {}
         self.file_bytes = self._lay_out(layers, in_files)
         self._files = Files(folders, self.file_bytes) if self.file_bytes else None
-        self._updates = Ring(self._buffers_of(staging.update_entries))
-        self._fetches = Ring(self._buffers_of(staging.fetch_entries))
         try:
+            self._updates = Ring(self._buffers_of(staging.update_entries))
+            self._fetches = Ring(self._buffers_of(staging.fetch_entries))
             for layer in layers:
                 self._take_over(layer)
         except BaseException:

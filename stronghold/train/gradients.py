@@ -21,6 +21,7 @@ from torch import Tensor
 
 from stronghold.devices.base import Device, Fence, Record
 from stronghold.native import Kernels
+from stronghold.plan.host_memory import SUM_BUFFERS
 from stronghold.telemetry.metrics import Metrics, WaitCause
 from stronghold.train.arrays import Arrays
 from stronghold.train.layer import GradientState, Layer, Slot
@@ -181,7 +182,7 @@ class Gradients:
 
     def _staging_buffer(self) -> tuple[Tensor, Record]:
         largest = max(layer.trained_bytes for layer in self._layers if not layer.is_on_gpu)
-        while len(self._staging) < 2:
+        while len(self._staging) < SUM_BUFFERS:
             self._staging.append((self._arrays.pinned(largest, torch.uint8), Record()))
         self._staging.reverse()
         return self._staging[0]

@@ -16,7 +16,7 @@ bytecode.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -70,22 +70,27 @@ class Trainer:
         self.program = ProgramBackward()
         for layer in layers:
             layer.is_on_gpu = layer.index in plan.updated_on_gpu
-        self._move_buffers(device.torch_device)
-        self.arrays = Arrays(
-            device,
-            layers,
-            accumulates=plan.accumulates,
-            in_files={layer: plan.homes.staged(layer.index) for layer in layers},
-            staging=plan.staging,
-            folders=folders,
-        )
-        follow_device(wrappers(self.model))
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._move_buffers, torch.device("cpu"))
+            self._move_buffers(device.torch_device)
+            undo.callback(self._follow_device)
+            self.arrays = Arrays(
+                device,
+                layers,
+                accumulates=plan.accumulates,
+                in_files={layer: plan.homes.staged(layer.index) for layer in layers},
+                staging=plan.staging,
+                folders=folders,
+            )
+            undo.callback(self.arrays.close)
+            self._follow_device()
             self.updates = Updates(device, self.arrays, kernels, layers, groups)
             self._start(plan)
-        except BaseException:
-            self.arrays.close()
-            raise
+            self._give_back = undo.pop_all()
+
+    def _follow_device(self) -> None:
+        """Let quantised weights say the device on which their inner tensors are."""
+        follow_device(wrappers(self.model))
 
     def _move_buffers(self, device: torch.device) -> None:
         """Move the buffers, and the modules without a parameter: these may keep tensors that are no
@@ -133,7 +138,7 @@ class Trainer:
             if layer.index in plan.updated_on_gpu and not layer.is_on_gpu:
                 self.arrays.move_to_device(layer)
         self.updates.forget_addresses()
-        follow_device(wrappers(self.model))
+        self._follow_device()
         self._start(plan)
 
     # -- the step ---------------------------------------------------------------------------------
@@ -204,11 +209,13 @@ class Trainer:
             )
 
     def _refuse_strays(self) -> None:
-        """ConfigError for a parameter with a gradient: hooks take all that autograd makes. It is
-        dropped."""
+        """ConfigError for a trained parameter that has a gradient: hooks take all that autograd
+        makes. The gradient is dropped."""
         strays = []
         for layer in self.layers:
-            for name, parameter in zip(layer.names, layer.parameters, strict=True):
+            for name, parameter in zip(
+                layer.names[: layer.num_trained], layer.parameters, strict=False
+            ):
                 if parameter.grad is not None:
                     parameter.grad = None
                     strays.append(name)
@@ -257,6 +264,4 @@ class Trainer:
         """Finish the lanes, and give the model back: every parameter is a CPU tensor with its
         newest value. The caller closes the device and the kernels."""
         self._stop()
-        self.arrays.close()
-        follow_device(wrappers(self.model))
-        self._move_buffers(torch.device("cpu"))
+        self._give_back.close()

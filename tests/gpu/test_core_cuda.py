@@ -13,12 +13,14 @@ import torch
 
 from stronghold.devices.cuda import CudaDevice
 from stronghold.plan.plan import make_plan
+from stronghold.train.arrays import Arrays
+from stronghold.train.layer import Layer
 from tests.gpu.test_training_cuda import train_plain_on_gpu
 from tests.laws import test_core_quantised as quantised
 from tests.laws.test_bits import never
 from tests.laws.test_core import AXES, PLACES, at_home
 from tests.models import MODELS
-from tests.support.core import opened, train_core
+from tests.support.core import Core, opened, train_core
 from tests.support.pairs import Case, covering
 from tests.support.training import Run, assert_identical, on, operators_in_one_order
 
@@ -144,6 +146,31 @@ def test_a_base_moves_to_the_gpu_with_its_layers(base: str) -> None:
             inner = getattr(value, "__tensor_flatten__", lambda: ([], None))()[0]
             assert all(getattr(value, each).device == value.device for each in inner)
         assert torch.equal(core.trainer.forward(**batch).loss, expected)
+
+
+def test_a_take_over_that_fails_leaves_the_model_on_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, make_batch = MODELS["buffers"]()
+    expected = model(**make_batch(0))
+    layers: list[Layer] = []
+
+    def fail(arrays: Arrays, layer: Layer) -> None:
+        layers.append(layer)
+        if len(layers) == 3:
+            raise OSError("no memory")
+        take_over(arrays, layer)
+
+    take_over = Arrays._take_over
+    monkeypatch.setattr(Arrays, "_take_over", fail)
+    device = CudaDevice()
+    with pytest.raises(OSError, match="no memory"):
+        Core(model, device=lambda: device)
+    tensors = [*model.parameters(), *model.buffers()]
+    assert {tensor.device.type for tensor in tensors} == {"cpu"}
+    assert device.pinning.pinned_bytes == 0
+    device.close()
+    assert torch.equal(model(**make_batch(0)), expected)
 
 
 def test_new_weights_wait_for_the_forward_that_reads_the_old_ones() -> None:
