@@ -52,15 +52,16 @@ class _Decisions:
 
         None if this engine did not write the checkpoint, or if the plugin is disabled.
         """
-        from stronghold.checkpoint.manifest import MANIFEST
-        from stronghold.checkpoint.weights import fp32_state, locate
+        from stronghold.checkpoint import export, weights
+        from stronghold.checkpoint.format import MANIFEST, has_format
 
         # DeepSpeed raises its own error for it
         with contextlib.suppress(ValueError, OSError):
-            path = locate(path, tag)
+            path = weights.locate(path, tag)
         if not (_active and (path / MANIFEST).exists()):
             return None
-        return fp32_state(path, exclude_frozen=exclude_frozen)
+        read = export.fp32_state if has_format(path) else weights.fp32_state
+        return read(path, exclude_frozen=exclude_frozen)
 
     def live_state(self, model: Any) -> dict[str, Any] | None:
         """Return the state dict of an engine of this package without a copy, else None."""

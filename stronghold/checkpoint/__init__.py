@@ -1,12 +1,16 @@
 """Checkpoints: saving, loading, and Hugging Face directories.
 
-save        writes a checkpoint, each layer between two of its updates
-load        reads a checkpoint into the host arrays
-directory   tags, `latest`, and the atomic publication of a tag
-tag         a tag that is open for reading
-manifest    the tensors and files of a tag
-files       one file: written durably, held open, verified, read
-state       the state file: everything that is no tensor
-weights     the weights alone: state dicts and exports
-pretrained  `from_pretrained`: a Hugging Face directory becomes a model without memory
+format        names, shapes and files of a tag
+saving        writes a checkpoint, each layer between two of its updates
+loading       reads a checkpoint into the arrays of the layers
+export        the weights of a checkpoint, for other programs
+held_tag      a tag that is open for reading
+tensor_files  one file of tensors: written by threads, verified
+directory     tags, `latest`, and the atomic publication of a tag
+files         one file: written durably, held open, read
+state         the state file: everything that is no tensor
+weights       the weights of a live engine, and Hugging Face's files
+pretrained    `from_pretrained`: a Hugging Face directory becomes a model without memory
+
+The rooms before `train` write version 2 of the format: `save`, `load`, `manifest`, `tag`.
 """

@@ -9,7 +9,7 @@ enters.
 1. `Load` reads the manifest and matches names and shapes.
 2. It checks the size and the checksum of every file that is needed. Ranks divide the files.
 3. It unpacks the state file. Every error so far leaves memory as it was.
-4. `into_slabs` writes.
+4. `apply` writes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 
 from stronghold.checkpoint.directory import CheckpointRanks
 from stronghold.checkpoint.manifest import BUFFERS, LOW, STATE, WEIGHTS, TensorRecord
-from stronghold.checkpoint.save import named_groups, persistent_buffers
+from stronghold.checkpoint.saving import named_groups, persistent_buffers
 from stronghold.checkpoint.state import unpack_state
 from stronghold.checkpoint.tag import OpenTag
 from stronghold.errors import CheckpointError, ConfigError, ErrorPage, did_you_mean
@@ -181,7 +181,7 @@ class Load:
         """Raise an error unless saved groups, moments and hyper-parameters fit the optimizer."""
         advice = "pass load_optimizer_states=False to load the weights and start the optimizer anew"
         saved = self.manifest.groups
-        live = named_groups(self._stack, optimizer) or ()
+        live = named_groups(self._stack.partition, optimizer) or ()
         if saved is None:
             raise ConfigError(f"{self._path} was saved by an engine without an optimizer; {advice}")
         self._check_moments(advice)
@@ -238,7 +238,7 @@ class Load:
         return names.union(*(match.record.files(arrays) for match in self._matches))
 
     # -- writing --------------------------------------------------------------------------------
-    def into_slabs(self, custom: Callable[..., Any] | None = None) -> None:
+    def apply(self, custom: Callable[..., Any] | None = None) -> None:
         """Write the checkpoint into memory, and drop gradients of an unfinished step.
 
         It writes weights and buffers. With an optimizer it writes masters, moments, step counts and

@@ -26,14 +26,12 @@ thread or on the io lane.
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from stronghold.checkpoint import directory
 from stronghold.checkpoint.directory import CheckpointRanks
@@ -56,6 +54,7 @@ from stronghold.checkpoint.manifest import (
     TensorRecord,
     stored_as,
 )
+from stronghold.checkpoint.saving import model_config, named_groups, persistent_buffers, versions
 from stronghold.checkpoint.state import ClientState, pack_state
 from stronghold.devices.base import Fence, surfacing
 from stronghold.devices.lane_name import LaneName
@@ -63,21 +62,12 @@ from stronghold.errors import CheckpointError, ConfigError, LaneError
 from stronghold.memory.access import ArrayAccess
 from stronghold.model.arrays import array_dtype, moment_arrays
 from stronghold.model.layout import ParameterSlice
-from stronghold.model.partition import Partition
 from stronghold.optim import DEFAULT
 from stronghold.optim.states import items
 from stronghold.plan.homes import GPU
 from stronghold.plan.schedule import update_order
 from stronghold.streaming.optimizer import EngineOptimizer
-from stronghold.streaming.patches.modules import transient_buffers
 from stronghold.streaming.stack import Stack
-
-PACKAGES = ("stronghold", "deepspeed", "torch")
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of the packages that make a checkpoint."""
-    return {name: importlib.metadata.version(name) for name in PACKAGES}
 
 
 class WrittenPiece(NamedTuple):
@@ -148,6 +138,7 @@ class Save:
 
     Call `run`, or `start` and later `wait`.
 
+    path            directory of the tag
     client          state without tensors
     counters        the engine's counters, by name
     exclude_frozen  leave frozen parameters out
@@ -159,8 +150,7 @@ class Save:
         self,
         stack: Stack,
         optimizer: EngineOptimizer | None,
-        save_dir: Path,
-        tag: str,
+        path: Path,
         *,
         client: ClientState,
         counters: dict[str, int],
@@ -170,8 +160,7 @@ class Save:
     ) -> None:
         self._stack = stack
         self._team = team
-        self._save_dir = save_dir
-        self._tag = directory.check_tag(tag)
+        self._save_dir, self._tag = path.parent, path.name
         self._latest = latest
         self._counters = counters
         self._exclude_frozen = exclude_frozen
@@ -184,7 +173,7 @@ class Save:
         }
         self._state = pack_state(client, counters, self._versions)
         self._config = model_config(model)
-        self._groups = named_groups(stack, optimizer)
+        self._groups = named_groups(stack.partition, optimizer)
         num_layers = len(stack.host.layers)
         self._saved = [self._saved_parameters(layer) for layer in range(num_layers)]
         # removes the hidden directory, of the leader
@@ -492,55 +481,3 @@ def _pieces_by_name(of_ranks: list[Written]) -> dict[str, dict[str, tuple[Stored
         piece = StoredPiece(file=file, begin=begin, end=end)
         arrays[array] = (*arrays.get(array, ()), piece)
     return pieces
-
-
-def persistent_buffers(partition: Partition) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, buffer) for each buffer that a state dict has, once."""
-    transient: set[str] = set()
-    for prefix, module in partition.model.named_modules():
-        for name in transient_buffers(module):
-            transient.add(f"{prefix}.{name}" if prefix else name)
-    for name, buffer in partition.model.named_buffers():
-        if name not in transient:
-            yield name, buffer
-
-
-def model_config(model: nn.Module) -> bytes | None:
-    """Return the JSON of a Hugging Face model's configuration, for exports of the checkpoint.
-
-    None for another model.
-    """
-    config: Any = getattr(model, "config", None)
-    to_json: Callable[..., str] | None = getattr(config, "to_json_string", None)
-    return None if to_json is None else to_json(use_diff=False).encode()
-
-
-def named_groups(
-    stack: Stack, optimizer: EngineOptimizer | None
-) -> tuple[dict[str, Any], ...] | None:
-    """Return the optimizer's live groups, with parameters by name and values as JSON has them."""
-    if optimizer is None:
-        return None
-    names: dict[torch.Tensor, str] = {}
-    for layer in stack.partition.layers:
-        for named in layer.parameters:
-            names[named.parameter] = named.name
-    groups = []
-    for group in optimizer.param_groups:
-        listed = [names[parameter] for parameter in group["params"] if parameter in names]
-        groups.append(plain_group(group, listed))
-    return tuple(groups)
-
-
-def plain_group(group: dict[str, Any], names: list[str]) -> dict[str, Any]:
-    """Return a parameter group for a manifest: names, and hyper-parameters as JSON has them."""
-    kept = {key: _plain(value) for key, value in group.items() if key != "params"}
-    return {**kept, "params": names}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return value.item()
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value if isinstance(value, int | float | str | bool | None) else str(value)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,10 +39,10 @@ from stronghold.checkpoint.manifest import (
 )
 from stronghold.checkpoint.tag import OpenTag
 from stronghold.errors import CheckpointError, ConfigError
-from stronghold.memory.layer import LayerState
-from stronghold.model.layout import ParameterSlice
+from stronghold.model.inner_tensors import is_wrapper
 from stronghold.plan.homes import GPU
 from stronghold.streaming.stack import Stack
+from stronghold.train.job import Job
 
 INDEX = "model.safetensors.index.json"
 Item = TypeVar("Item")
@@ -50,38 +50,70 @@ SMALL_FILES = (".json", ".txt", ".model", ".jinja")  # configuration and tokeniz
 
 
 # -- of a live engine -----------------------------------------------------------------------------
-def live_weights(stack: Stack, *, exclude_frozen: bool = False) -> dict[str, torch.Tensor]:
+def live_weights(stack: Stack | Job, *, exclude_frozen: bool = False) -> dict[str, torch.Tensor]:
     """Return the model's state dict. The caller has waited for pending updates.
 
     Parameters are CPU tensors over the host arrays, without a copy. Each has a storage of its own
     size. So a saver neither copies the whole array nor takes neighbours for tied weights. Arrays on
     the GPU are copied. Tied names share a tensor. A packed parameter stands for itself: a read of
-    its values decodes its layer.
+    its values decodes its layer. So does a quantised one.
     """
+    if isinstance(stack, Job):
+        of_job = _of_job(stack, exclude_frozen=exclude_frozen)
+        return _state_dict(stack.partition.model, of_job, (), exclude_frozen)
     packed = {each.parameter for state in stack.host.layers for each in state.packed}
     tensors: dict[torch.Tensor, torch.Tensor] = {}
     for state, layer in zip(stack.host.layers, stack.partition.layers, strict=True):
         for part, named in zip(state.layout.slices, layer.parameters, strict=True):
             if part.trainable or not exclude_frozen:
-                tensors[named.parameter] = _live_parameter(state, part)
+                values = state.maps["weights"].parameter(state.weights, part)
+                is_on_gpu = state.home is GPU
+                tensors[named.parameter] = values.cpu() if is_on_gpu else _own_storage(values)
+    return _state_dict(stack.partition.model, tensors, packed, exclude_frozen)
+
+
+def _of_job(job: Job, *, exclude_frozen: bool) -> dict[torch.Tensor, torch.Tensor]:
+    """Values of each parameter on the CPU."""
+    tensors: dict[torch.Tensor, torch.Tensor] = {}
+    for layer in job.layers:
+        buffer = job.trainer.arrays.buffer(layer)
+        views = layer.views(buffer.cpu() if layer.is_on_gpu else buffer)
+        count = layer.num_trained if exclude_frozen else len(views)
+        for parameter, values in zip(layer.parameters[:count], views[:count], strict=True):
+            tensors[parameter] = _own_storage(values)
+    return tensors
+
+
+def _state_dict(
+    model: nn.Module,
+    tensors: dict[torch.Tensor, torch.Tensor],
+    packed: Collection[torch.Tensor],
+    exclude_frozen: bool,
+) -> dict[str, torch.Tensor]:
     weights: dict[str, torch.Tensor] = {}
-    for name, value in stack.partition.model.state_dict(keep_vars=True).items():
-        if not isinstance(value, torch.Tensor) or (value in packed and not exclude_frozen):
+    for name, value in model.state_dict(keep_vars=True).items():
+        if not isinstance(value, torch.Tensor):
             weights[name] = value
         elif value in tensors:
             weights[name] = tensors[value]
         elif not (exclude_frozen and isinstance(value, nn.Parameter)):
-            weights[name] = value.detach().cpu().contiguous()
+            stands_for_itself = value in packed or is_wrapper(value)
+            weights[name] = value if stands_for_itself else _on_cpu(value)
     return weights
 
 
-def _live_parameter(state: LayerState, part: ParameterSlice) -> torch.Tensor:
-    """One parameter's weights on the CPU, in a storage of their own size."""
-    values = state.maps["weights"].parameter(state.weights, part)
-    if state.home is GPU or not values.numel():
-        return values.to("cpu", copy=True)
-    flat = torch.frombuffer(raw_bytes(values), dtype=values.dtype)
-    return flat.view(values.shape)
+def _on_cpu(value: torch.Tensor) -> torch.Tensor:
+    """A buffer, or an entry of a module's own (bitsandbytes' scales lie in a layer's buffer)."""
+    value = value.detach().cpu().contiguous()
+    is_whole = value.untyped_storage().nbytes() == value.nbytes
+    return value if is_whole else _own_storage(value)
+
+
+def _own_storage(values: torch.Tensor) -> torch.Tensor:
+    """The same memory in a storage of the tensor's own size."""
+    if not values.numel():
+        return values.clone()
+    return torch.frombuffer(raw_bytes(values), dtype=values.dtype).view(values.shape)
 
 
 def write_weights(weights: dict[str, torch.Tensor], save_dir: Path, filename: str) -> None:
@@ -150,7 +182,7 @@ def export_hf(
             entries.append(entry_of(name, tag.tensors(BUFFERS).mapped(name)))
         described = None
         if has_config and model_dir is None:
-            described = _read_config(tag.file(CONFIG))
+            described = read_config(tag.file(CONFIG))
         with directory.appearing(out) as hidden:
             write_shards(hidden, shards(entries, max_shard_bytes, _num_bytes))
             tag.check_unchanged()
@@ -253,7 +285,7 @@ def write_small_files(
                 shutil.copyfile(path, out / path.name)
         if not (model_dir / CONFIG).exists():
             raise ConfigError(f"{model_dir}: has no {CONFIG}")
-        described = _read_config(HeldFile(model_dir / CONFIG))
+        described = read_config(HeldFile(model_dir / CONFIG))
     if described is None:
         return  # not a Hugging Face model: it has weights alone
     described |= changes
@@ -266,8 +298,8 @@ def write_small_files(
     write_durably(out / CONFIG, json.dumps(described, indent=2).encode())
 
 
-def _read_config(file: HeldFile) -> dict[str, Any]:
-    """The JSON object in a file. Raises CheckpointError for another content."""
+def read_config(file: HeldFile) -> dict[str, Any]:
+    """Return the JSON object in a file. Raises CheckpointError for another content."""
     try:
         described = json.loads(file.read(LARGEST))
     except (ValueError, RecursionError) as error:

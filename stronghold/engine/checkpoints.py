@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from stronghold.checkpoint import directory
+from stronghold.checkpoint import directory, loading, saving
 from stronghold.checkpoint.directory import CheckpointRanks
 from stronghold.checkpoint.load import Load
 from stronghold.checkpoint.manifest import COUNTERS, GAS, STATE
@@ -25,6 +25,7 @@ from stronghold.checkpoint.weights import live_weights, write_weights
 from stronghold.errors import ConfigError
 from stronghold.streaming.optimizer import EngineOptimizer, restore_scaler, scaler_state
 from stronghold.streaming.stack import Stack
+from stronghold.train.job import Job
 
 logger = logging.getLogger("stronghold")
 
@@ -36,13 +37,13 @@ class Checkpoints:
     """
 
     def __init__(
-        self, stack: Stack, optimizer: EngineOptimizer | None, *, asynchronous: bool
+        self, stack: Stack | Job, optimizer: EngineOptimizer | None, *, asynchronous: bool
     ) -> None:
         self._stack = stack
         self._optimizer = optimizer
         self._asynchronous = asynchronous
         self._team = CheckpointRanks(stack.ranks)
-        self._running: Save | None = None
+        self._running: Save | saving.Save | None = None
         self._warns_of_gradients = True
         self._has_loaded = False  # a checkpoint with its state
         self._random: dict[str, Any] | None = None  # its random states for this rank
@@ -76,11 +77,7 @@ class Checkpoints:
             raise ConfigError(f"save_checkpoint: save_dir is {save_dir!r}, expected a directory")
         self._stack.check_process("save_checkpoint")
         self.wait()
-        runtime = self._stack.runtime
-        runtime.ledger.check()
-        self._stack.partition.names.check()
-        runtime.check_between_passes("save_checkpoint")
-        runtime.adopt_edited()
+        self._stack.begin_save()
         optimizer = self._optimizer
         random = random_states(self._stack.device)
         of_ranks = self._team.exchange((str(tag), random), "states of the ranks")
@@ -93,12 +90,12 @@ class Checkpoints:
             random=random,
             random_of_ranks=[random for _, random in of_ranks] if len(of_ranks) > 1 else None,
         )
-        save = Save(
+        make: Any = saving.Save if isinstance(self._stack, Job) else Save
+        save: Save | saving.Save = make(
             self._stack,
             optimizer,
             # the program may change its working directory meanwhile
-            Path(save_dir).absolute(),
-            directory.check_tag(tag),
+            Path(save_dir).absolute() / directory.check_tag(tag),
             client=state,
             counters=self._counters(engine),
             exclude_frozen=exclude_frozen,
@@ -115,7 +112,7 @@ class Checkpoints:
         """The engine's counters at the begin of the step. Warns once of gradients that are left."""
         gas = int(engine.gradient_accumulation_steps())
         counters = {name: getattr(engine, name) for name in COUNTERS} | {GAS: gas}
-        if self._stack.runtime.ledger.is_in_step:
+        if self._stack.is_in_step:
             if engine.managed_gradient_accumulation():
                 counters["micro_steps"] -= counters["micro_steps"] % gas
             if self._warns_of_gradients:
@@ -181,8 +178,9 @@ class Checkpoints:
         name = directory.check_tag(tag)
         team.check_same(root / name)
         path = team.all_or_raise(directory.resolve, root, name)
-        load = team.all_or_raise(
-            Load,
+        make: Any = loading.Load if isinstance(stack, Job) else Load
+        load: Load | loading.Load = team.all_or_raise(
+            make,
             path,
             stack,
             self._optimizer if states and not weights_only else None,
@@ -196,16 +194,17 @@ class Checkpoints:
             if state is not None and schedule and not weights_only:
                 scheduler, saved = engine.lr_scheduler, state.scheduler
                 team.all_or_raise(_restore_scheduler, scheduler, saved, path)
-            with stack.runtime.ledger.changing(f"load_checkpoint({str(path)!r})"):
-                if stack.runtime.ledger.is_in_step:
+            is_in_step = stack.is_in_step
+            with stack.changing(f"load_checkpoint({str(path)!r})"):
+                if is_in_step:
                     engine._begin_step_again()
-                load.into_slabs(custom)
+                load.apply(custom)
                 if state is not None and not weights_only:
                     self._restore(engine, state, load)
         client = None if state is None else _with_version(state.client, load.manifest.versions)
         return str(path / STATE), client
 
-    def _restore(self, engine: Any, saved: ClientState, load: Load) -> None:
+    def _restore(self, engine: Any, saved: ClientState, load: Load | loading.Load) -> None:
         """Restore counters, data loader and loss scale. Keep the random states for the program."""
         self._has_loaded = True
         counters = load.manifest.counters
@@ -242,7 +241,7 @@ class Checkpoints:
 
         Waits for pending updates and for the running save. Raises OSError of the disk.
         """
-        self._stack.runtime.ledger.check()
+        self._stack.check_whole()
         self._stack.settle()
         self.wait()
         self._team.all_or_raise(self._write_weights, Path(save_dir), filename, exclude_frozen)

@@ -251,7 +251,6 @@ class JobLayerView:
 def inspect_job(job: Job, last_step: StepRecord | None) -> Inspection:
     """Return the view of an engine on the room `train`. Waits for nothing."""
     trainer = job.trainer
-    reason = "an interrupted step" if trainer.updates.is_broken else None
     return Inspection(
         layers=tuple(_job_layer_view(job, layer) for layer in job.layers),
         layout=job.layout,
@@ -275,7 +274,7 @@ def inspect_job(job: Job, last_step: StepRecord | None) -> Inspection:
         states=job.states,
         formats=job.formats,
         host_bytes=job.host_bytes,
-        torn=reason,
+        torn=trainer.torn,
         ranks=_ranks_view(job.ranks),
         device=job.device,
         files=None,

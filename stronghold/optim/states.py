@@ -183,6 +183,10 @@ class States:
         array_bytes = self.weight_bytes + self.low_bytes + self.moment_bytes
         return 2 * array_bytes + grad_dtype.itemsize
 
+    def of(self, moments: tuple[Moment, ...]) -> States:
+        """The states of the same weights and kind, for an optimizer with other moments."""
+        return states_of(self.dtype, self.kind, moments)
+
     def split(self, master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Split a flat fp32 master into weights and `low`. Lean states round it to 24 bits."""
         if self.is_lean:

@@ -65,6 +65,10 @@ NO_TRANSFORMS = (
     "create_graph=True where its result is trained through), or let all weights stay on the gpu: "
     'stronghold.resident_layers: "all"'
 )
+WITHIN_PASS = (
+    "{operation}: called within a forward or a backward, where weights come and go: call it after "
+    "engine.step"
+)
 COMPILED_WHOLE = (
     "torch.compile of a whole model that streams: got one graph, expected one per block, since "
     "layers come and go between them. Leave torch.compile(model) or model.compile() out and call "

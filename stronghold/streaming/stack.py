@@ -532,6 +532,18 @@ class Stack:
         self.runtime.settle()
         return bool(self.runtime.executor.aliased(range(len(self.parameters))))
 
+    def check_whole(self) -> None:
+        self.runtime.ledger.check()
+
+    def begin_save(self) -> None:
+        self.runtime.ledger.check()
+        self.partition.names.check()
+        self.runtime.check_between_passes("save_checkpoint")
+        self.runtime.adopt_edited()
+
+    def changing(self, operation: str) -> contextlib.AbstractContextManager[None]:
+        return self.runtime.ledger.changing(operation)
+
     def adopt_weights(self, written: Written | None = None) -> None:
         """Make new values of these parameters, or of all (None), the masters."""
         if self.is_away:

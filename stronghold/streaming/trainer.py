@@ -40,6 +40,7 @@ from stronghold.plan.homes import GPU
 from stronghold.plan.plan import Plan
 from stronghold.streaming.activations.policies import Activations
 from stronghold.streaming.executor import Executor, Phase
+from stronghold.streaming.guards import WITHIN_PASS
 from stronghold.streaming.hooks import Hooks
 from stronghold.streaming.ledger import Ledger
 from stronghold.streaming.optimizer_step import GateResult, OptimizerStep
@@ -164,10 +165,7 @@ class Runtime:
         """Raise ConfigError within a call of the engine, and within a backward. Ends a call of the
         raw module that was interrupted."""
         if self._num_calls or backward_number() != NO_BACKWARD:
-            raise ConfigError(
-                f"{operation}: called within a forward or a backward, where weights come and go: "
-                "call it after engine.step"
-            )
+            raise ConfigError(WITHIN_PASS.format(operation=operation))
         self._abandon_forward()
 
     def _abandon_forward(self, *, interrupted: bool = False) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from stronghold.checkpoint import weights
+from stronghold.checkpoint import export, weights
+from stronghold.checkpoint.format import has_format
 from stronghold.config.section import parse_bytes
 from stronghold.errors import ConfigError
 from stronghold.tools.answer import Answer
@@ -18,7 +19,6 @@ def run(arguments: argparse.Namespace, _: Callable[[str], None]) -> Answer:
     except ValueError as error:
         raise ConfigError(f"--max-shard-size {arguments.max_shard_size}: {error}") from error
     source = weights.locate(arguments.checkpoint, arguments.tag)
-    files = weights.export_hf(
-        source, arguments.out, max_shard_bytes=size, model_dir=arguments.model_dir
-    )
+    write = export.export_hf if has_format(source) else weights.export_hf
+    files = write(source, arguments.out, max_shard_bytes=size, model_dir=arguments.model_dir)
     return Answer(text="\n".join(str(path) for path in files))

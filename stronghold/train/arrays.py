@@ -40,6 +40,8 @@ from stronghold.plan.host_memory import Staging
 from stronghold.train.files import Files, Transfer
 from stronghold.train.layer import Layer
 
+BLOCK_BYTES = 8 << 20  # of checkpoints, in host memory
+
 
 class Piece(NamedTuple):
     """Elements of a layer for one operation that changes them.
@@ -334,6 +336,40 @@ class Arrays:
                 nbytes=place.nbytes,
             )
             yield begin, place[:num_bytes], record
+
+    def blocks(
+        self, layer: Layer, array: str, *, writes: bool = False
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Yield the bytes of an array in order, wherever it lies: the place of the first one, and
+        the bytes in host memory, flat uint8. Those of "weights" are the layer's whole buffer.
+
+        The caller has waited for the layer's operations, or no other one writes the array until the
+        end. A block is valid until the next is taken.
+
+        writes  the caller changes the bytes
+        """
+        is_in_files = (layer, array) in self._offsets
+        whole = self.buffer(layer) if array == "weights" else self.of(layer, array)
+        whole = whole.view(torch.uint8)
+        if not is_in_files and not layer.is_on_gpu:
+            yield 0, whole
+            return
+        memory, num_bytes = map_slab(BLOCK_BYTES, torch.uint8), whole.numel()
+        for begin in range(0, num_bytes, BLOCK_BYTES):
+            block = memory[: min(BLOCK_BYTES, num_bytes - begin)]
+            if is_in_files:
+                assert self._files is not None
+                transfer = self._offsets[layer, array] + begin, memory[: _padded(block.numel())]
+                self._files.read([transfer])
+                yield begin, block
+                if writes:
+                    self._files.write([transfer])
+            else:
+                on_device = whole[begin : begin + block.numel()]
+                self._device.copy_now(block, on_device)
+                yield begin, block
+                if writes:
+                    self._device.copy_now(on_device, block)
 
     def move_to_device(self, layer: Layer) -> None:
         """Move a layer's arrays to the device, which updates it from now on. Gradients are void.

@@ -257,8 +257,8 @@ class Job:
 
     @property
     def has_trained(self) -> bool:
-        """True if a layer was updated."""
-        return any(layer.num_updates for layer in self.layers)
+        """True if a parameter was updated, here or before its checkpoint."""
+        return any(counts.any() for counts in self.trainer.updates.counts.values())
 
     def trains(self, parameter: torch.Tensor) -> bool:
         """True if the optimizer owns the parameter."""
@@ -339,6 +339,23 @@ class Job:
                 if k < layer.num_trained:
                     self.trainer.arrays.restart_master(layer, k)
         self.trainer.synchronize()
+
+    def check_whole(self) -> None:
+        """Raise ConfigError if layers have values of two states."""
+        self.trainer.check()
+
+    def begin_save(self) -> None:
+        """Raise ConfigError unless a checkpoint may be saved now. Adopt weights that the program
+        has pointed elsewhere."""
+        self.trainer.check()
+        self.partition.names.check()
+        self.trainer.check_between_passes("save_checkpoint")
+        for layer in self.layers:
+            self.trainer.arrays.adopt_moved(layer)
+
+    def changing(self, operation: str) -> contextlib.AbstractContextManager[None]:
+        """Context manager for a load."""
+        return self.trainer.changing(operation)
 
     def return_to_device(self) -> None:
         """Nothing has left."""

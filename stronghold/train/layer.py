@@ -28,6 +28,7 @@ from stronghold.optim.states import (
     Formats,
     StateKind,
     States,
+    items,
     page_numel,
     states_of,
 )
@@ -157,6 +158,31 @@ class Layer:
     def element(self, position: int) -> int:
         """First element of a trained parameter in the layer's arrays."""
         return self.offsets[position] // self.dtype.itemsize
+
+    def arrays_of(self, optimizer: Optimizer) -> dict[str, str]:
+        """The arrays that hold a parameter's state, by the names that its optimizer gives them.
+
+        They have the names of the optimizer with the most moments in this layer. Others share them,
+        moment by moment.
+        """
+        assert self.states is not None
+        own = self.states.of(optimizer.moments)
+        arrays = {array: array for array in own.dtypes if array not in own.moment_dtypes}
+        for moment, shared in zip(own.moments, self.states.moments, strict=False):
+            arrays |= zip(own.arrays_of(moment), self.states.arrays_of(shared), strict=True)
+        return arrays
+
+    def extent(self, array: str, position: int) -> slice:
+        """The bytes of a parameter in an array of the optimizer. Of "weights": in the layer's
+        buffer, which has frozen parameters, too."""
+        numel = math.prod(self.parameters[position].shape)
+        if array == "weights":
+            begin = self.offsets[position]
+            return slice(begin, begin + numel * self.dtypes[position].itemsize)
+        assert self.states is not None
+        begin, itemsize = self.element(position), self.states.dtypes[array].itemsize
+        of_array = items(array, begin, begin + numel)
+        return slice(of_array.start * itemsize, of_array.stop * itemsize)
 
     def move(self, state: WeightState) -> None:
         """Change the state of the weights. AssertionError for a move that cannot be."""

@@ -29,6 +29,8 @@ from stronghold.errors import ConfigError
 from stronghold.model.inner_tensors import follow_device, wrappers
 from stronghold.model.partition import Partition
 from stronghold.plan.plan import Plan
+from stronghold.streaming.guards import WITHIN_PASS
+from stronghold.streaming.patches.autograd import NO_BACKWARD, backward_number
 from stronghold.telemetry.metrics import Metrics
 from stronghold.train.arrays import Arrays
 from stronghold.train.gradients import Gradients
@@ -68,6 +70,7 @@ class Trainer:
         self._partition, self._device, self._kernels = partition, device, kernels
         self._metrics = metrics
         self.program = ProgramBackward()
+        self._unfinished: str | None = None  # change of the arrays
         for layer in layers:
             layer.is_on_gpu = layer.index in plan.updated_on_gpu
         with ExitStack() as undo:
@@ -146,7 +149,7 @@ class Trainer:
     def forward_pass(self) -> Iterator[None]:
         """Context manager for a call of the model. If it raises, the gradients of earlier
         micro-batches stay."""
-        self._begin("a forward")
+        self.check()
         try:
             yield
         except Exception:
@@ -166,7 +169,7 @@ class Trainer:
 
         ends_step  `step` follows
         """
-        self._begin("a backward")
+        self.check()
         self._hooks.take_gradients_last()
         self.gradients.ends_step = ends_step
 
@@ -184,7 +187,7 @@ class Trainer:
     ) -> StepResult:
         """Queue the updates of all layers with gradients (`Updates.step`). ConfigError for a
         gradient that was set by hand."""
-        self._begin("a step")
+        self.check()
         self._refuse_strays()
         try:
             return self.updates.step(
@@ -198,15 +201,27 @@ class Trainer:
             self.forget()
             raise
 
-    def _begin(self, operation: str) -> None:
+    def check_between_passes(self, operation: str) -> None:
+        """Raise what has failed, and ConfigError within a forward or a backward."""
+        self._device.check()
+        self._hooks.forget_interrupted()
+        if self.is_in_pass or backward_number() != NO_BACKWARD:
+            raise ConfigError(WITHIN_PASS.format(operation=operation))
+
+    def check(self) -> None:
         """Raise what has failed. End a pass that an exception of the program left open."""
         self._device.check()
         self._hooks.forget_interrupted()
-        if self.updates.is_broken:
+        if self.torn is not None:
             raise ConfigError(
-                f"{operation}: an earlier step was interrupted while layers were updated, so some "
-                "are a step ahead. Load a checkpoint"
+                f"{self.torn} did not end: some layers have new values and others have not. "
+                "Nothing can go on from that: load a checkpoint (engine.load_checkpoint)"
             )
+
+    @property
+    def torn(self) -> str | None:
+        """What did not end, and left layers of two states. None: nothing."""
+        return "a step" if self.updates.is_broken else self._unfinished
 
     def _refuse_strays(self) -> None:
         """ConfigError for a trained parameter that has a gradient: hooks take all that autograd
@@ -259,6 +274,22 @@ class Trainer:
             layer.weight_record.wait()
         self.weights.outdate_all()
         self._device.check()
+
+    @contextmanager
+    def changing(self, operation: str) -> Iterator[None]:
+        """Context manager in which the caller writes the arrays, instead of an optimizer. Gradients
+        are dropped, and nothing is queued. If it raises, nothing goes on until a later one ends.
+
+        ConfigError within a forward or a backward."""
+        self.check_between_passes(operation)
+        self._device.finish()
+        self.forget()
+        self._unfinished = operation
+        yield
+        # Slots of residents have older values now, and autograd refuses a graph that needs them.
+        for layer in self.layers:
+            torch.autograd.graph.increment_version(layer.parameters)
+        self.updates.is_broken, self._unfinished = False, None
 
     def close(self) -> None:
         """Finish the lanes, and give the model back: every parameter is a CPU tensor with its

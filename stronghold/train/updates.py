@@ -20,6 +20,7 @@ import torch
 from stronghold import native
 from stronghold.devices.base import Device
 from stronghold.native.segments import ROW
+from stronghold.optim.contract import Optimizer
 from stronghold.optim.states import States, items
 from stronghold.train.arrays import Arrays, Piece
 from stronghold.train.gradients import Gradients
@@ -84,6 +85,10 @@ class Updates:
         self.counts = {layer: np.zeros(layer.num_trained, np.int64) for layer in layers}
         self._rows: dict[tuple[Layer, int], native.Rows] = {}
         self.is_broken = False
+
+    def optimizers(self, layer: Layer) -> list[Optimizer]:
+        """Of each trained parameter."""
+        return [optimizer for _, optimizer in self._groups_of[layer]]
 
     # -- the step ---------------------------------------------------------------------------------
     def step(

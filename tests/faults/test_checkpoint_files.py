@@ -26,38 +26,38 @@ from torch import nn
 
 from stronghold.checkpoint import directory, files
 from stronghold.checkpoint.files import HeldFile, TensorFile, entry_of, write_durably, write_tensors
-from stronghold.checkpoint.load import Load
-from stronghold.checkpoint.manifest import (
-    COUNTERS,
-    GAS,
-    MANIFEST,
-    STATE,
-    Manifest,
-    StoredPiece,
-    TensorRecord,
-    stored_as,
-)
+from stronghold.checkpoint.manifest import COUNTERS, GAS, StoredPiece, TensorRecord, stored_as
 from stronghold.checkpoint.tag import OpenTag
 from stronghold.errors import CheckpointError, ConfigError
 from stronghold.tools.cli import main
 from tests.support.checkpoints import (
+    FORMAT,
+    LOAD,
+    PARAMETERS,
     assert_same,
     command,
+    file_of,
     make_model,
+    record_of,
     resume,
     session,
     snapshot,
+    stored_weights,
     train,
     without_exchange,
 )
 from tests.support.children import run
 from tests.support.mutations import mutated
+from tests.support.room import is_next
 
+MANIFEST, STATE, Manifest = FORMAT.MANIFEST, FORMAT.STATE, FORMAT.Manifest
+MOMENT = "exp_avg/" if is_next() else "exp_avg."
+ANOTHER_MOMENT = MOMENT.replace("exp_avg", "exp_avg_sq")
 TAG = "global_step3"
 FILES = [
-    "weights-00001.safetensors",
-    "masters-00002.safetensors",
-    "moments-00003.safetensors",
+    file_of("weights", 1),
+    file_of("masters", 2),
+    file_of("moments", 3),
     "buffers.safetensors",
     STATE,
     MANIFEST,
@@ -171,7 +171,12 @@ def test_the_undamaged_copy_loads(engine: Any, copy: Path) -> None:
 
 def test_another_version_is_refused(engine: Any, copy: Path) -> None:
     rewrite(copy / TAG, lambda body: body.update(version=7))
-    refused(engine, copy, CheckpointError, "version 7, expected stronghold checkpoint version 2")
+    refused(
+        engine,
+        copy,
+        CheckpointError,
+        f"version 7, expected stronghold checkpoint version {FORMAT.VERSION}",
+    )
 
 
 def test_a_file_that_says_other_than_the_manifest_is_refused(engine: Any, copy: Path) -> None:
@@ -179,8 +184,7 @@ def test_a_file_that_says_other_than_the_manifest_is_refused(engine: Any, copy: 
     name = sorted(tensors)[0]
     tensors[name] = tensors[name][:1].clone()
     save_file(tensors, copy / TAG / FILES[0])
-    data = (copy / TAG / FILES[0]).read_bytes()
-    record = {"num_bytes": len(data), "crc32": zlib.crc32(data)}
+    record = record_of((copy / TAG / FILES[0]).read_bytes())
     rewrite(copy / TAG, lambda body: body["files"].update({FILES[0]: record}))
     refused(engine, copy, CheckpointError, f"{FILES[0]}: {name} is .* and the manifest has")
 
@@ -202,7 +206,7 @@ def test_foreign_directories_are_told_apart(engine: Any, tmp_path: Path) -> None
     for name, match in (
         ("bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "zero_to_fp32.py"),
         (STATE, "zero_to_fp32.py"),
-        ("model.safetensors", "from_pretrained"),
+        ("model.safetensors", "own loader"),
         ("notes.txt", "not a checkpoint of stronghold's"),
     ):
         tag = tmp_path / name.replace(".", "-")
@@ -227,7 +231,7 @@ def test_names_need_not_match_on_request(saved: Path) -> None:
     with session(WithBuffer(num_layers=2, seed=9), precision="bf16") as smaller:
         refused(smaller, saved, ConfigError, "parameter groups", load_module_strict=False)
         smaller.load_checkpoint(saved, load_module_strict=False, load_optimizer_states=False)
-        weights = load_file(saved / TAG / "weights-00001.safetensors")
+        weights = stored_weights(saved / TAG / file_of("weights", 1))
         name = sorted(weights)[0]
         assert torch.equal(smaller.module_state_dict()[name], weights[name])
 
@@ -284,6 +288,7 @@ def test_what_is_no_safetensors_file_is_refused(data: bytes, tmp_path: Path) -> 
         TensorFile(tmp_path / "file")
 
 
+@pytest.mark.skipif(is_next(), reason="a file has whole arrays")
 @pytest.mark.parametrize("seed", range(20))
 def test_any_range_is_read_across_the_pieces_of_ranks(seed: int, tmp_path: Path) -> None:
     chosen, tag = random.Random(seed), tmp_path
@@ -325,13 +330,19 @@ def test_any_range_is_read_across_the_pieces_of_ranks(seed: int, tmp_path: Path)
 
 
 def test_the_manifest_is_what_was_written(saved: Path) -> None:
-    manifest = Manifest.read(saved / TAG)
-    names = {record.name for record in manifest.tensors}
+    within = os.open(saved / TAG, os.O_RDONLY)
+    manifest = Manifest.read(saved / TAG, within)
+    os.close(within)
+    records = getattr(manifest, PARAMETERS)
+    names = {record.name for record in records}
     assert "body.transformer.wte.weight" in names
-    tied = next(r for r in manifest.tensors if r.name == "body.transformer.wte.weight")
-    assert tied.aliases == ("body.transformer.wte.weight", "body.lm_head.weight")
+    tied = next(r for r in records if r.name == "body.transformer.wte.weight")
+    assert (tied.names if is_next() else tied.aliases) == (
+        "body.transformer.wte.weight",
+        "body.lm_head.weight",
+    )
     assert manifest.buffers == {"seen": (3,)}
-    assert {record.step for record in manifest.tensors} == {3}
+    assert {record.step for record in records} == {3}
     listed = set(manifest.files) | {MANIFEST}
     assert listed == {path.name for path in (saved / TAG).iterdir()}
 
@@ -378,7 +389,7 @@ def before_read(
 @pytest.mark.parametrize("exchange", [True, False])
 @pytest.mark.parametrize(
     ("number", "prefix"),
-    [(0, ""), (1, ""), (2, ""), (1, "exp_avg."), (1, "exp_avg_sq.")],
+    [(0, ""), (1, ""), (2, ""), (1, MOMENT), (1, ANOTHER_MOMENT)],
     ids=["begin", "a weight", "the second read", "a moment", "another moment"],
 )
 def test_a_load_is_of_the_save_that_it_verified(
@@ -393,7 +404,7 @@ def test_a_load_is_of_the_save_that_it_verified(
     if not exchange:
         without_exchange(monkeypatch)
     expected, later = state_of(engine, copy, TAG), state_of(engine, copy, "five")
-    into_slabs, replaced = Load.into_slabs, list[None]()
+    apply, replaced = LOAD.Load.apply, list[None]()
 
     def replace_once() -> None:
         if not replaced:
@@ -401,10 +412,10 @@ def test_a_load_is_of_the_save_that_it_verified(
 
     def replacing(*args: Any, **options: Any) -> None:
         replace_once()
-        into_slabs(*args, **options)
+        apply(*args, **options)
 
     if number == 0:
-        monkeypatch.setattr(Load, "into_slabs", replacing)
+        monkeypatch.setattr(LOAD.Load, "apply", replacing)
     else:
         before_read(number, prefix, replace_once, monkeypatch)
     assert_same(state_of(engine, copy, TAG), expected)
@@ -456,11 +467,11 @@ def test_a_file_that_is_written_to_while_it_is_read_is_noticed(
     saved: Path, copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not replaced: overwritten where it lies, as no save of ours does."""
-    file = copy / TAG / "moments-00001.safetensors"
+    file = copy / TAG / file_of("moments", 1)
     other = (saved / "five" / file.name).read_bytes()
-    before_read(1, "exp_avg.", lambda: file.write_bytes(other), monkeypatch)
+    before_read(1, MOMENT, lambda: file.write_bytes(other), monkeypatch)
     with session(WithBuffer(seed=9), precision="bf16") as engine:
-        with pytest.raises(CheckpointError, match=r"moments-00001\.safetensors: was written to"):
+        with pytest.raises(CheckpointError, match=r"00001\.safetensors: was written to"):
             engine.load_checkpoint(copy, tag=TAG)
         monkeypatch.undo()
         engine.load_checkpoint(saved)
@@ -476,14 +487,14 @@ def test_no_file_is_held_after_a_load_or_a_refusal(engine: Any, copy: Path) -> N
     assert not [name for name in held() if str(copy) in name]
     rewrite(copy / TAG, lambda body: body["counters"].pop("global_samples"))
     refused(engine, copy, CheckpointError, "global_samples")
-    (copy / "five" / "moments-00002.safetensors").write_bytes(b"?")
-    refused(engine, copy, CheckpointError, "moments-00002", tag="five")
+    (copy / "five" / file_of("moments", 2)).write_bytes(b"?")
+    refused(engine, copy, CheckpointError, file_of("moments", 2), tag="five")
     assert not [name for name in held() if str(copy) in name]
 
 
 # -- manifests ------------------------------------------------------------------------------------
 def tensor(key: str, value: Any) -> Callable[[dict[str, Any]], Any]:
-    return lambda body: body["tensors"][3].update({key: value})
+    return lambda body: body[PARAMETERS][3].update({key: value})
 
 
 def piece(array: str, **change: Any) -> Callable[[dict[str, Any]], Any]:
@@ -495,12 +506,31 @@ CRAFTED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "step is negative": tensor("step", -1),
     "step is a fraction": tensor("step", 1.5),
     "step is endless": tensor("step", 10**400),
+    "sizes are negative": tensor("shape", [-1, -24]),
+    "a type that no layer has": tensor("dtype", "I64"),
+    "an unknown key": tensor("strange", 1),
+    "a tensor twice": lambda body: body[PARAMETERS].append(body[PARAMETERS][0]),
+    "tensors are an object": lambda body: body.update({PARAMETERS: {}}),
+    "no counters": lambda body: body.pop("counters"),
+    "a counter less": lambda body: body["counters"].pop("global_samples"),
+    "a counter is a word": lambda body: body["counters"].update(micro_steps="x"),
+    "no accumulation": lambda body: body["counters"].update(gradient_accumulation_steps=0),
+    "lr is a word": lambda body: body["groups"][0].update(lr="x"),
+    "lr is missing a number": lambda body: body["groups"][0].update(lr=None),
+    "lr is endless": lambda body: body["groups"][0].update(lr=10**400),
+    "one beta": lambda body: body["groups"][0].update(betas=[0.9]),
+    "betas are words": lambda body: body["groups"][0].update(betas=["a", "b"]),
+    "a group without params": lambda body: body["groups"][0].pop("params"),
+    "params are numbers": lambda body: body["groups"][0].update(params=[1]),
+    "sizes of files are words": lambda body: body["files"][STATE].update(num_bytes="x"),
+    "a file without a checksum": lambda body: body["files"][STATE].pop("crc32"),
+    "buffers are a list": lambda body: body.update(buffers=[1]),
+}
+WITH_PIECES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "trainable is a number": tensor("trainable", 1),
     "a name is a number": tensor("name", 7),
     "another name first": tensor("aliases", ["other"]),
     "no name at all": tensor("aliases", []),
-    "sizes are negative": tensor("shape", [-1, -24]),
-    "a type that no layer has": tensor("dtype", "I64"),
     "a file elsewhere": piece("weights", file="../../weights.safetensors"),
     "a file that is not listed": piece("exp_avg", file="moments-99999.safetensors"),
     "a gap before a piece": piece("exp_avg", begin=1),
@@ -516,27 +546,30 @@ CRAFTED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "an array that the optimizer does not have": lambda body: body["tensors"][3]["pieces"].update(
         momentum=body["tensors"][3]["pieces"]["exp_avg"]
     ),
-    "an unknown key": tensor("strange", 1),
-    "a tensor twice": lambda body: body["tensors"].append(body["tensors"][0]),
-    "tensors are an object": lambda body: body.update(tensors={}),
-    "no counters": lambda body: body.pop("counters"),
-    "a counter less": lambda body: body["counters"].pop("global_samples"),
     "sums over micro-batches": lambda body: body["tensors"][0]["pieces"].update(
         accumulated=body["tensors"][0]["pieces"]["exp_avg"]
     ),
-    "a counter is a word": lambda body: body["counters"].update(micro_steps="x"),
-    "no accumulation": lambda body: body["counters"].update(gradient_accumulation_steps=0),
-    "lr is a word": lambda body: body["groups"][0].update(lr="x"),
-    "lr is missing a number": lambda body: body["groups"][0].update(lr=None),
-    "lr is endless": lambda body: body["groups"][0].update(lr=10**400),
-    "one beta": lambda body: body["groups"][0].update(betas=[0.9]),
-    "betas are words": lambda body: body["groups"][0].update(betas=["a", "b"]),
-    "a group without params": lambda body: body["groups"][0].pop("params"),
-    "params are numbers": lambda body: body["groups"][0].update(params=[1]),
-    "sizes of files are words": lambda body: body["files"][STATE].update(num_bytes="x"),
-    "a file without a checksum": lambda body: body["files"][STATE].pop("crc32"),
-    "buffers are a list": lambda body: body.update(buffers=[1]),
 }
+WITH_ARRAYS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "a name is a number": tensor("names", [7]),
+    "no name at all": tensor("names", []),
+    "a name twice": tensor("names", ["a", "a"]),
+    "a file elsewhere": tensor("file", "../../weights.safetensors"),
+    "a file that is not listed": tensor("file", "layer-99999.safetensors"),
+    "an optimizer that is none": tensor("optimizer", "Adagrad"),
+    "moments of what is frozen": tensor("optimizer", None),
+    "remainders of fp32": tensor("dtype", "F32"),
+    "no weights": tensor("arrays", ["low", "exp_avg", "exp_avg_sq"]),
+    "no array": tensor("arrays", []),
+    "an array twice": tensor("arrays", ["weights", "low", "low", "exp_avg", "exp_avg_sq"]),
+    "a moment less": tensor("arrays", ["weights", "low", "exp_avg_sq"]),
+    "a moment more": tensor("arrays", ["weights", "low", "exp_avg", "exp_avg_sq", "momentum"]),
+    "states of another kind": lambda body: body.update(states="lean"),
+    "a checksum less": lambda body: body["files"][STATE].update(crc32=[]),
+    "a checksum more": lambda body: body["files"][STATE]["crc32"].append(1),
+    "no state file": lambda body: body["files"].pop(STATE),
+}
+CRAFTED |= WITH_ARRAYS if is_next() else WITH_PIECES
 
 
 @pytest.mark.sampled(3)
@@ -608,14 +641,14 @@ def test_mutated_manifests_are_refused_or_load(engine: Any, copy: Path) -> None:
 
 
 def test_mutated_headers_are_refused_or_read(saved: Path, tmp_path: Path) -> None:
-    file = saved / TAG / "moments-00001.safetensors"
+    file = saved / TAG / file_of("moments", 1)
     assert fuzz_headers(file, tmp_path / "file", cases=300, seed=0) > 150
 
 
 @pytest.mark.slow
 def test_many_mutations(engine: Any, saved: Path, copy: Path, tmp_path: Path) -> None:
     manifests = fuzz_manifests(engine, copy, cases=5000, seed=1)
-    file = saved / TAG / "moments-00001.safetensors"
+    file = saved / TAG / file_of("moments", 1)
     headers = fuzz_headers(file, tmp_path / "file", cases=20_000, seed=1)
     print(f"refused: {manifests} of 5,000 manifests, {headers} of 20,000 headers")
 
@@ -628,9 +661,7 @@ def test_a_latest_that_names_no_tag_is_refused(content: bytes, engine: Any, copy
     assert main(["export", str(copy), str(copy / "out")]) == 2
 
 
-@pytest.mark.parametrize(
-    "name", ["latest", f"{TAG}/{MANIFEST}", f"{TAG}/moments-00001.safetensors"]
-)
+@pytest.mark.parametrize("name", ["latest", f"{TAG}/{MANIFEST}", f"{TAG}/{file_of('moments', 1)}"])
 @pytest.mark.parametrize("kind", ["pipe", "directory"])
 def test_what_is_no_file_is_refused(kind: str, name: str, engine: Any, copy: Path) -> None:
     (copy / name).unlink()
@@ -658,19 +689,21 @@ class Underscored(nn.Module):
         return output
 
 
+@pytest.mark.parametrize("name", ["__scale", *(["__metadata__"] if is_next() else [])])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_name_may_begin_with_two_underscores(precision: str, tmp_path: Path) -> None:
-    with session(Underscored("__scale"), precision=precision) as engine:
+def test_a_name_may_begin_with_two_underscores(precision: str, name: str, tmp_path: Path) -> None:
+    with session(Underscored(name), precision=precision) as engine:
         train(engine, 2)
         engine.save_checkpoint(tmp_path)
         expected = snapshot(engine)
         train(engine, 1)
         resume(engine, tmp_path)
         assert_same(snapshot(engine), expected)
-        engine.save_16bit_model(tmp_path, "model.safetensors")
-    assert "__scale" in load_file(tmp_path / "model.safetensors")
+        engine.save_16bit_model(tmp_path, "model.bin")
+    assert name in torch.load(tmp_path / "model.bin")
 
 
+@pytest.mark.skipif(is_next(), reason="names have a prefix")
 def test_the_formats_own_key_is_refused_as_a_name(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="__metadata__: safetensors keeps this name"):
         write_tensors(tmp_path / "file", [entry_of("__metadata__", torch.ones(3))])
@@ -726,7 +759,7 @@ def test_weights_alone_run_no_code_of_the_checkpoints(
         path, client = engine.load_checkpoint(saved, load_module_only=True)
         assert client is None
         assert path == str(saved / "global_step2" / STATE)
-        weights = load_file(saved / "global_step2" / "weights-00001.safetensors")
+        weights = stored_weights(saved / "global_step2" / file_of("weights", 1))
         live = engine.module_state_dict()
         assert all(torch.equal(live[name], value) for name, value in weights.items())
         assert not trace.exists()
@@ -775,7 +808,6 @@ def test_small_state_of_other_types_is_refused(
 ) -> None:
     file = copy / TAG / STATE
     torch.save({**torch.load(file, weights_only=False), **change}, file)
-    data = file.read_bytes()
-    record = {"num_bytes": len(data), "crc32": zlib.crc32(data)}
+    record = record_of(file.read_bytes())
     rewrite(copy / TAG, lambda body: body["files"].update({STATE: record}))
     refused(engine, copy, (CheckpointError, ConfigError), str(copy / TAG))  # type: ignore[arg-type]

@@ -75,11 +75,7 @@ AXES: dict[str, list[str]] = {
 }
 if room.is_next():
     UPDATES = {"clipped": (0.5, {}), "loosely": (1e4, {}), "unclipped": (0.0, {})}
-    AXES |= {
-        "activations": ["keep", "recompute"],
-        "update": list(UPDATES),
-        "between": ["nothing", "evaluation"],
-    }
+    AXES |= {"activations": ["keep", "recompute"], "update": list(UPDATES)}
 Case = tuple[str, ...]
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import json
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,27 @@ from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import stronghold
+from stronghold.checkpoint import (
+    export,
+    load,
+    loading,
+    manifest,
+    save,
+    saving,
+    tensor_files,
+    weights,
+)
+from stronghold.checkpoint import format as checkpoint_format
 from stronghold.tools.cli import main
+from tests.support.room import is_next
 from tests.support.training import config, moments_of, on
 
+# The modules of the room that this test run trains on.
+FORMAT = checkpoint_format if is_next() else manifest
+SAVE = saving if is_next() else save
+LOAD = loading if is_next() else load
+EXPORT = export if is_next() else weights
+PARAMETERS = "parameters" if is_next() else "tensors"  # key of a manifest
 VOCABULARY = 61
 # what a save of a tag leaves beside it
 BESIDE_TAGS = ["latest", "zero_to_fp32.py"]
@@ -129,14 +149,42 @@ def assert_same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> N
         assert torch.equal(value, two[name]), f"{name} differs"
 
 
+def file_of(kind: str, layer: int) -> str:
+    """The file of a layer with its "weights", "masters" or "moments"."""
+    return f"{'layer' if is_next() else kind}-{layer:05d}.safetensors"
+
+
+def record_of(data: bytes) -> dict[str, Any]:
+    """What a manifest says of a file that has this content."""
+    if not is_next():
+        return {"num_bytes": len(data), "crc32": zlib.crc32(data)}
+    return asdict(tensor_files.small_record(data)) | {"crc32": [zlib.crc32(data)]}
+
+
+def stored_weights(file: Path) -> dict[str, torch.Tensor]:
+    """The weights in a file of a layer, by name."""
+    tensors = load_file(file)
+    if not is_next():
+        return tensors
+    found = {k: v for k, v in tensors.items() if k.startswith("weights/")}
+    return {name.removeprefix("weights/"): value for name, value in found.items()}
+
+
 def stored_tensors(tag: Path) -> dict[str, torch.Tensor]:
     """Every array of a checkpoint by its name, flat, and every buffer, as the library reads them:
     whichever ranks have written them. The files hold nothing else."""
-    manifest = json.loads((tag / "manifest.json").read_text())["manifest"]
+    described = json.loads((tag / "manifest.json").read_text())["manifest"]
     files = {path.name: load_file(path) for path in sorted(tag.glob("*.safetensors"))}
-    assert files.keys() <= manifest["files"].keys()
+    assert files.keys() <= described["files"].keys()
     tensors = dict(files.pop("buffers.safetensors", {}))
-    for record in manifest["tensors"]:
+    if is_next():
+        for one in described["parameters"]:
+            for array in one["arrays"]:
+                name = f"{array}/{one['names'][0]}"
+                tensors[name] = files[one["file"]].pop(name).flatten()
+        assert not any(files.values()), "tensors that the manifest does not list"
+        return tensors
+    for record in described["tensors"]:
         for array, pieces in record["pieces"].items():
             name = record["name"] if array in ("weights", "low") else f"{array}.{record['name']}"
             parts = []
