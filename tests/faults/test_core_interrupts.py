@@ -82,7 +82,7 @@ def interrupt_steps(place: dict[str, Any], expected: list[Any], seed: int) -> tu
             except Stopped:
                 num_stopped += 1
                 if mine.core.trainer.updates.is_broken:
-                    with pytest.raises(ConfigError, match="a step ahead"):
+                    with pytest.raises(ConfigError, match="a step did not end"):
                         mine.step(number)
                     return num_stopped, True
                 mine.core.trainer.forget()
