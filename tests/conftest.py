@@ -45,6 +45,7 @@ import torch  # noqa: E402
 
 from stronghold.config import StrongholdConfig  # noqa: E402
 from stronghold.devices.emulated import EmulatedDevice  # noqa: E402
+from stronghold.streaming.patches.autograd import pop_saved_tensor_hooks_above, saved_tensor_hooks  # noqa: E402
 from tests.support.sampling import mark_sampled  # noqa: E402
 from tests.support.turns import turn  # noqa: E402
 
@@ -185,3 +186,14 @@ def no_lane_thread_is_left() -> Iterator[None]:
     left = lane_threads()
     if len(left) > len(before):
         pytest.fail(f"the test left lane threads alive: {', '.join(left)}; close its engine")
+
+
+@pytest.fixture(autouse=True)
+def no_saved_tensor_hooks_are_left() -> Iterator[None]:
+    """Fail the test that leaves a pair of saved-tensor hooks behind: blocks of later tests would
+    keep what they should recompute or offload."""
+    yield
+    left = saved_tensor_hooks()
+    pop_saved_tensor_hooks_above(None)
+    if left is not None:
+        pytest.fail(f"the test left saved-tensor hooks: {left}")

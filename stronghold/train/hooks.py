@@ -41,6 +41,7 @@ from stronghold.streaming.patches.autograd import (
     NO_BACKWARD,
     at_end_of_backward,
     backward_number,
+    pop_saved_tensor_hooks_above,
     saved_tensor_hooks,
 )
 from stronghold.streaming.patches.modules import hooks_after_gradient
@@ -204,6 +205,7 @@ class Hooks:
         self.forget_interrupted()
         if self.is_open:
             return forward(*args, **kwargs)
+        outer_pair = saved_tensor_hooks()
         self._refuse_unfrozen()
         self.take_gradients_last()
         self._called.clear()
@@ -222,8 +224,9 @@ class Hooks:
                 layer.num_calls = max(0, layer.num_calls - 1)
             self._end_forward(is_complete=False)
             raise
-        except BaseException:
-            self._is_interrupted = True  # nothing is repaired here: [Note: interrupts] of `trainer`
+        except BaseException:  # the rest is repaired later: [Note: interrupts] of `trainer`
+            self._is_interrupted = True
+            pop_saved_tensor_hooks_above(outer_pair)
             raise
 
     def _end_forward(self, *, is_complete: bool) -> None:
@@ -276,6 +279,7 @@ class Hooks:
 
     def _run(self, layer: Layer, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a layer's forward, in a forward or again in backward."""
+        outer_pair = saved_tensor_hooks()
         if backward_number() != NO_BACKWARD:
             self._begin_backward()
         try:
@@ -283,7 +287,7 @@ class Hooks:
             if not torch.is_grad_enabled():
                 output = forward(*args, **kwargs)
             else:
-                pack = packing(self._weights, saved_tensor_hooks(), self._saved_weight)
+                pack = packing(self._weights, outer_pair, self._saved_weight)
                 with saved_tensors_hooks(pack, Handle.__call__):
                     output = forward(*args, **kwargs)
             if layer.is_block and not self._in_backward:
@@ -293,6 +297,7 @@ class Hooks:
             raise
         except BaseException:
             self._is_interrupted = True
+            pop_saved_tensor_hooks_above(outer_pair)
             raise
         is_written = layer.version != layer.fetched and not layer.is_on_gpu
         self._end_run(layer)

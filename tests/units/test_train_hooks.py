@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from stronghold.errors import ConfigError
+from stronghold.streaming.patches.autograd import saved_tensor_hooks
 from tests.models import MODELS, Block, Decoder, loss_of, token_batch
 from tests.models.base import cross_entropy
 from tests.support.core import Core, opened, train_core
@@ -493,6 +495,40 @@ def test_after_an_interrupt_the_weights_can_be_read_and_written(where: str) -> N
         core.trainer.synchronize()
         assert all((p == 0.25).all() for p in model.parameters())
     assert torch.equal(loss, model(**token_batch(0)).detach())
+
+
+@pytest.mark.parametrize("number", [0, 1, 5])
+@pytest.mark.parametrize("moment", ["__enter__", "__exit__"])
+@pytest.mark.parametrize("level", ["keep", "recompute"])
+def test_an_interrupt_leaves_no_saved_tensor_hooks(
+    level: str, moment: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes after a pair was pushed and before that is known, or before it is popped."""
+    original, countdown = getattr(saved_tensors_hooks, moment), [number]
+
+    def interrupting(self: Any, *args: Any) -> None:
+        countdown[0] -= 1
+        if moment == "__enter__":
+            original(self, *args)
+        if countdown[0] == -1:
+            raise KeyboardInterrupt
+        if moment == "__exit__":
+            original(self, *args)
+
+    with streaming(activations=level, window=1) as undisturbed:
+        losses = [step(undisturbed, number) for number in range(2)]
+    outer = (lambda tensor: tensor, lambda tensor: tensor)
+    with streaming(activations=level, window=1) as core:
+        found = [step(core, 0)]
+        with saved_tensors_hooks(*outer):
+            with monkeypatch.context() as patched:
+                patched.setattr(saved_tensors_hooks, moment, interrupting)
+                with pytest.raises(KeyboardInterrupt):
+                    core.trainer.forward(**token_batch(1))
+            assert saved_tensor_hooks() == outer
+        assert saved_tensor_hooks() is None
+        found.append(step(core, 1))
+    assert all(map(torch.equal, found, losses))
 
 
 def test_a_backward_after_one_that_failed_is_used() -> None:

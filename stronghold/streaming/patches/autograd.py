@@ -64,3 +64,10 @@ def push_saved_tensor_hooks(hooks: Hooks) -> None:
 def pop_saved_tensor_hooks() -> None:
     """Remove the innermost pair of this thread."""
     torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+def pop_saved_tensor_hooks_above(outer: Hooks | None) -> None:
+    """Remove the pairs of this thread inside of `outer`. None: all. An interrupt may come in a
+    context manager between the push of a pair and its pop."""
+    while saved_tensor_hooks() not in (None, outer):
+        pop_saved_tensor_hooks()
