@@ -139,7 +139,7 @@ class StoredParameter(BaseModel):
         return states_of(self.dtype, kind if self.dtype is torch.bfloat16 else EXACT, moments)
 
     def header(self, array: str, kind: StateKind) -> TensorHeader:
-        """What a file says of one of its arrays."""
+        """Name, dtype and shape of one of its arrays in the file."""
         shape = self.shape if group_size(array) == 1 else (num_items(array, self.numel),)
         dtype = self.dtype if array == WEIGHTS else self.states(kind).dtypes[array]
         return TensorHeader(tensor_name(array, self.name), dtype, shape)

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from stronghold.checkpoint.directory import CheckpointRanks
+from stronghold.checkpoint.loading import is_like, listed
 from stronghold.checkpoint.manifest import BUFFERS, LOW, STATE, WEIGHTS, TensorRecord
 from stronghold.checkpoint.saving import named_groups, persistent_buffers
 from stronghold.checkpoint.state import unpack_state
@@ -33,7 +34,6 @@ from stronghold.streaming.optimizer import EngineOptimizer
 from stronghold.streaming.stack import Stack
 
 PIECE_NUMEL = 1 << 20  # elements that are converted at once: a multiple of a group
-SHOWN = 5  # names in an error; the others are counted
 
 
 class Match(NamedTuple):
@@ -168,9 +168,9 @@ class Load:
         lines = [f"{self._path} is not of this model:"]
         if missing:
             hint = did_you_mean(missing[0], extra) if extra else ""
-            lines.append(f"it has no {_listed(missing)}.{hint}")
+            lines.append(f"it has no {listed(missing)}.{hint}")
         if extra:
-            lines.append(f"this model has no {_listed(extra)}.")
+            lines.append(f"this model has no {listed(extra)}.")
         lines.append(
             f"{num_saved} names are there; with load_module_strict=False those that match are "
             "loaded"
@@ -194,7 +194,7 @@ class Load:
             saved_sizes = [len(names) for names in saved_names]
             live_sizes = [len(names) for names in live_names]
             different = sorted(set().union(*saved_names) ^ set().union(*live_names))
-            hint = f"; only one of them has {_listed(different)}" if different else ""
+            hint = f"; only one of them has {listed(different)}" if different else ""
             raise ConfigError(
                 f"{self._path}: its parameter groups hold {saved_sizes} parameters and this "
                 f"optimizer's {live_sizes}{hint}, or in another order; {advice}"
@@ -207,7 +207,7 @@ class Load:
         """Raise CheckpointError for a saved value that cannot take a live value's place."""
         for index, (group, stored) in enumerate(zip(optimizer.param_groups, saved, strict=True)):
             for key, value in stored.items():
-                if key in group and key != "params" and not _is_like(group[key], value):
+                if key in group and key != "params" and not is_like(group[key], value):
                     raise CheckpointError(
                         f"{self._path}: groups.{index}.{key}: got {value!r:.80}, expected what can "
                         f"take the place of {group[key]!r}; {advice}"
@@ -434,25 +434,3 @@ def moments_of(tag: OpenTag, record: TensorRecord, begin: int, end: int) -> dict
         span = items(array, begin, end)
         arrays[array] = tag.read(record, array, span.start, span.stop)
     return {moment.name: states.decode(moment, arrays) for moment in states.moments}
-
-
-def _is_like(live: Any, saved: Any) -> bool:
-    """True if a saved hyper-parameter can take the place of this live one."""
-    if isinstance(live, tuple | list):
-        return (
-            isinstance(saved, tuple | list)
-            and len(live) == len(saved)
-            and all(map(_is_like, live, saved))
-        )
-    if isinstance(live, bool | str):
-        return type(saved) is type(live)
-    if isinstance(live, int | float | torch.Tensor):
-        # Numbers that a double can hold. A larger integer would raise.
-        return type(saved) is float or (type(saved) is int and abs(saved) < 2**63)
-    return True
-
-
-def _listed(names: list[str]) -> str:
-    """The first names, and the number of the others."""
-    shown = ", ".join(names[:SHOWN])
-    return shown if len(names) <= SHOWN else f"{shown} and {len(names) - SHOWN} more"

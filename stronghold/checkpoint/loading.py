@@ -33,7 +33,7 @@ ANEW = "pass load_optimizer_states=False to load the weights and start the optim
 
 
 class Match(NamedTuple):
-    """A parameter of the model by its position in a layer, and of the checkpoint."""
+    """A parameter of the model, by its position in a layer, and its record in the checkpoint."""
 
     layer: Layer
     position: int
@@ -166,9 +166,9 @@ class Load:
         lines = [f"{self._path} is not of this model:"]
         if missing:
             hint = did_you_mean(missing[0], extra) if extra else ""
-            lines.append(f"it has no {_listed(missing)}.{hint}")
+            lines.append(f"it has no {listed(missing)}.{hint}")
         if extra:
-            lines.append(f"this model has no {_listed(extra)}.")
+            lines.append(f"this model has no {listed(extra)}.")
         lines.append(
             f"{len(self._by_name) + len(self.manifest.buffers)} names are there; with "
             "load_module_strict=False those that match are loaded"
@@ -189,7 +189,7 @@ class Load:
         ]
         if saved_names != live_names:
             different = sorted(set().union(*saved_names) ^ set().union(*live_names))
-            hint = f"; only one of them has {_listed(different)}" if different else ""
+            hint = f"; only one of them has {listed(different)}" if different else ""
             raise ConfigError(
                 f"{self._path}: its parameter groups hold {list(map(len, saved_names))} parameters "
                 f"and this optimizer's {list(map(len, live_names))}{hint}, or in another order; "
@@ -197,7 +197,7 @@ class Load:
             )
         for index, (group, stored) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
             for key, value in stored.items():
-                if key in group and key != "params" and not _is_like(group[key], value):
+                if key in group and key != "params" and not is_like(group[key], value):
                     raise CheckpointError(
                         f"{self._path}: groups.{index}.{key}: got {value!r:.80}, expected what can "
                         f"take the place of {group[key]!r}; {ANEW}"
@@ -303,7 +303,7 @@ class Load:
             moment = next(m for m in states.moments if array in states.arrays_of(m))
             arrays = {a: self._tag.read(saved, a, elements) for a in stored.arrays_of(moment)}
             return states.encode(moment, stored.decode(moment, arrays))[array]
-        if self._optimizer is None:  # the master follows of the weights
+        if self._optimizer is None:  # the saved weights become the masters
             master = self._tag.read(saved, WEIGHTS, elements).to(match.dtype).float()
         else:
             master = self._tag.master(saved, elements)
@@ -341,13 +341,13 @@ def _arrays(layer: Layer) -> Iterator[str]:
         yield from (array for array in layer.states.dtypes if array != WEIGHTS)
 
 
-def _is_like(live: Any, saved: Any) -> bool:
-    """True if a saved hyper-parameter can take the place of this live one."""
+def is_like(live: Any, saved: Any) -> bool:
+    """Return True if a saved hyper-parameter can take the place of this live one."""
     if isinstance(live, tuple | list):
         return (
             isinstance(saved, tuple | list)
             and len(live) == len(saved)
-            and all(map(_is_like, live, saved))
+            and all(map(is_like, live, saved))
         )
     if isinstance(live, bool | str):
         return type(saved) is type(live)
@@ -357,7 +357,7 @@ def _is_like(live: Any, saved: Any) -> bool:
     return True
 
 
-def _listed(names: list[str]) -> str:
-    """The first names, and the number of the others."""
+def listed(names: list[str]) -> str:
+    """Return the first names, and the number of the others."""
     shown = ", ".join(names[:SHOWN])
     return shown if len(names) <= SHOWN else f"{shown} and {len(names) - SHOWN} more"

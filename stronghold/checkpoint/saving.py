@@ -55,7 +55,7 @@ from stronghold.train.layer import Layer
 PACKAGES = ("stronghold", "deepspeed", "torch")
 
 
-class SavedTensor(NamedTuple):
+class SavedArray(NamedTuple):
     """One array of one parameter, and its bytes in an array of the layer."""
 
     header: TensorHeader
@@ -64,12 +64,12 @@ class SavedTensor(NamedTuple):
 
 
 class SavedLayer(NamedTuple):
-    """What is saved of a layer. `tensors`: array by array, in the order of their extents."""
+    """The saved parameters of a layer. `tensors`: array by array, in the order of their extents."""
 
     layer: Layer
     file: str
     parameters: list[StoredParameter]
-    tensors: list[SavedTensor]
+    tensors: list[SavedArray]
 
 
 class Save:
@@ -151,7 +151,7 @@ class Save:
             saved.parameters.append(stored)
             for own, array in arrays.items():
                 header = stored.header(own, kind)
-                saved.tensors.append(SavedTensor(header, array, layer.extent(array, k)))
+                saved.tensors.append(SavedArray(header, array, layer.extent(array, k)))
         if saved.parameters:
             order = [WEIGHTS, *(layer.states.dtypes if layer.states is not None else ())]
             saved.tensors.sort(key=lambda tensor: order.index(tensor.array))

@@ -45,7 +45,7 @@ class FileRecord:
 
 
 class TensorHeader(NamedTuple):
-    """What a file says of a tensor."""
+    """Name, dtype and shape of a tensor, as its file has them."""
 
     name: str
     dtype: torch.dtype
@@ -64,7 +64,8 @@ def write_tensors(
     `data`: the bytes of all tensors in order, as flat uint8 on the host, cut anywhere. A piece has
     been copied when the next is asked for.
 
-    Raises OSError with the file's name.
+    Raises OSError with the file's name, and CheckpointError for a dtype or a name that no file can
+    have.
     """
     header = _header(tensors)
     num_bytes = len(header) + sum(tensor.num_bytes for tensor in tensors)
@@ -81,6 +82,12 @@ def _header(tensors: Sequence[TensorHeader]) -> bytes:
     header: dict[str, Any] = {METADATA: {"format": "pt"}}
     end = 0
     for tensor in tensors:
+        if tensor.dtype not in NAMES:
+            raise CheckpointError(f"{tensor.name}: safetensors has no type for {tensor.dtype}")
+        if tensor.name == METADATA:
+            raise CheckpointError(
+                f"{tensor.name}: safetensors keeps this name for itself; rename the tensor"
+            )
         begin, end = end, end + tensor.num_bytes
         header[tensor.name] = {
             "dtype": NAMES[tensor.dtype],
@@ -94,9 +101,9 @@ def _header(tensors: Sequence[TensorHeader]) -> bytes:
 
 def _write(path: Path, contents: Iterable[Tensor], num_bytes: int, threads: Executor) -> FileRecord:
     """Write a new file ([Note: blocks]). An existing file is an OSError."""
+    ring = [map_slab(BLOCK_BYTES, torch.uint8) for _ in range(NUM_THREADS + 1)]
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(path, flags, 0o666)
-    ring = [map_slab(BLOCK_BYTES, torch.uint8) for _ in range(NUM_THREADS + 1)]
     checksums: list[Future[int]] = []
     filled = 0
 

@@ -274,7 +274,7 @@ def inspect_job(job: Job, last_step: StepRecord | None) -> Inspection:
         states=job.states,
         formats=job.formats,
         host_bytes=job.host_bytes,
-        torn=trainer.torn,
+        torn=trainer.unfinished,
         ranks=_ranks_view(job.ranks),
         device=job.device,
         files=None,

@@ -343,8 +343,8 @@ class Arrays:
         """Yield the bytes of an array in order, wherever it lies: the place of the first one, and
         the bytes in host memory, flat uint8. Those of "weights" are the layer's whole buffer.
 
-        The caller has waited for the layer's operations, or no other one writes the array until the
-        end. A block is valid until the next is taken.
+        No operation writes the array meanwhile: the caller has waited for the layer's operations,
+        or they wait for the caller. A block is valid until the next is taken.
 
         writes  the caller changes the bytes
         """

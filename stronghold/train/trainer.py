@@ -70,7 +70,7 @@ class Trainer:
         self._partition, self._device, self._kernels = partition, device, kernels
         self._metrics = metrics
         self.program = ProgramBackward()
-        self._unfinished: str | None = None  # change of the arrays
+        self._changing: str | None = None  # change of the arrays
         for layer in layers:
             layer.is_on_gpu = layer.index in plan.updated_on_gpu
         with ExitStack() as undo:
@@ -212,16 +212,17 @@ class Trainer:
         """Raise what has failed. End a pass that an exception of the program left open."""
         self._device.check()
         self._hooks.forget_interrupted()
-        if self.torn is not None:
+        if self.unfinished is not None:
             raise ConfigError(
-                f"{self.torn} did not end: some layers have new values and others have not. "
+                f"{self.unfinished} did not end: some layers have new values and others have not. "
                 "Nothing can go on from that: load a checkpoint (engine.load_checkpoint)"
             )
 
     @property
-    def torn(self) -> str | None:
-        """What did not end, and left layers of two states. None: nothing."""
-        return "a step" if self.updates.is_broken else self._unfinished
+    def unfinished(self) -> str | None:
+        """The operation that did not end, so that layers have values of two states. None: all have
+        those of one."""
+        return "a step" if self.updates.is_broken else self._changing
 
     def _refuse_strays(self) -> None:
         """ConfigError for a trained parameter that has a gradient: hooks take all that autograd
@@ -284,12 +285,12 @@ class Trainer:
         self.check_between_passes(operation)
         self._device.finish()
         self.forget()
-        self._unfinished = operation
+        self._changing = operation
         yield
         # Slots of residents have older values now, and autograd refuses a graph that needs them.
         for layer in self.layers:
             torch.autograd.graph.increment_version(layer.parameters)
-        self.updates.is_broken, self._unfinished = False, None
+        self.updates.is_broken, self._changing = False, None
 
     def close(self) -> None:
         """Finish the lanes, and give the model back: every parameter is a CPU tensor with its

@@ -87,7 +87,7 @@ class Updates:
         self.is_broken = False
 
     def optimizers(self, layer: Layer) -> list[Optimizer]:
-        """Of each trained parameter."""
+        """Return the optimizer of each trained parameter."""
         return [optimizer for _, optimizer in self._groups_of[layer]]
 
     # -- the step ---------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ from tests.support.checkpoints import (
     FORMAT,
     LOAD,
     PARAMETERS,
+    WithBuffer,
     assert_same,
     command,
     file_of,
@@ -62,19 +63,6 @@ FILES = [
     STATE,
     MANIFEST,
 ]
-
-
-class WithBuffer(nn.Module):
-    """GPT-2 has no buffer in its state dict: this one has."""
-
-    def __init__(self, seed: int = 0, num_layers: int = 3, width: int = 24) -> None:
-        super().__init__()
-        self.body = make_model(seed=seed, num_layers=num_layers, width=width)
-        self.register_buffer("seen", torch.zeros(3))
-
-    def forward(self, **batch: Any) -> Any:
-        self.seen += 1
-        return self.body(**batch)
 
 
 @contextmanager

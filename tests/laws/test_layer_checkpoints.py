@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 
 import stronghold
 from stronghold.checkpoint import held_tag, loading, saving, tensor_files
@@ -34,6 +33,7 @@ from stronghold.train import arrays
 from tests.models import loss_of
 from tests.support import nf4
 from tests.support.checkpoints import (
+    WithBuffer,
     assert_same,
     make_batch,
     make_model,
@@ -247,6 +247,28 @@ def test_a_disk_that_takes_no_more_is_told_with_the_file(
     assert not [name for name in descriptors if "a.safetensors" in name]
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype", "match"),
+    [
+        ("__metadata__", torch.float32, "__metadata__: safetensors keeps this name"),
+        ("a", torch.complex32, "a: safetensors has no type for torch.complex32"),
+    ],
+)
+def test_what_no_file_can_have_is_refused(
+    name: str, dtype: torch.dtype, match: str, threads: Executor, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=match):
+        write_tensors(tmp_path / "a", [TensorHeader(name, dtype, (0,))], [], threads)
+    assert not list(tmp_path.iterdir())
+    model = make_model()
+    model.register_buffer(name, torch.zeros(3, dtype=dtype))
+    with on_room("ram", tmp_path, model) as engine:
+        train(engine, 1)
+        with pytest.raises(CheckpointError, match=match):
+            engine.save_checkpoint(tmp_path / "saved")
+        assert not (tmp_path / "saved").exists()
+
+
 def test_a_failing_source_leaves_no_thread_at_the_file(threads: Executor, tmp_path: Path) -> None:
     def data() -> Iterator[torch.Tensor]:
         yield torch.zeros(40 << 20, dtype=torch.uint8)
@@ -267,19 +289,6 @@ def test_a_save_waits_for_the_updates(tmp_path: Path) -> None:
             engine.save_checkpoint(tmp_path / name)
         tags.append(contents(tmp_path / name / TAG))
     assert tags[0] == tags[1]
-
-
-class WithBuffer(nn.Module):
-    """GPT-2 has no buffer in its state dict: this one has."""
-
-    def __init__(self, seed: int = 0) -> None:
-        super().__init__()
-        self.body = make_model(seed=seed)
-        self.register_buffer("seen", torch.zeros(3))
-
-    def forward(self, **batch: Any) -> Any:
-        self.seen += 1
-        return self.body(**batch)
 
 
 def test_a_save_beside_training_has_the_buffers_of_its_step(

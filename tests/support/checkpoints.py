@@ -57,6 +57,19 @@ def make_model(num_layers: int = 3, seed: int = 0, width: int = 24) -> GPT2LMHea
         return GPT2LMHeadModel(shape).train()
 
 
+class WithBuffer(torch.nn.Module):
+    """GPT-2 has no buffer in its state dict: this one has."""
+
+    def __init__(self, seed: int = 0, num_layers: int = 3, width: int = 24) -> None:
+        super().__init__()
+        self.body = make_model(seed=seed, num_layers=num_layers, width=width)
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, **batch: Any) -> Any:
+        self.seen += 1
+        return self.body(**batch)
+
+
 def make_batch(seed: int) -> dict[str, torch.Tensor]:
     tokens = torch.randint(0, VOCABULARY, (2, 11), generator=torch.Generator().manual_seed(seed))
     return {"input_ids": tokens, "labels": tokens}
