@@ -228,6 +228,13 @@ class JobLayerView:
         """The whole layer's weights, flat, as bytes."""
         return self._arrays.buffer(self._layer)
 
+    @property
+    def writers(self) -> Mapping[str, Fence]:
+        """The fence of the newest operation that writes the weights (the masters and moments, too),
+        and the gradients."""
+        records = {"weights": self._layer.weight_record, "gradients": self._layer.gradient_record}
+        return {array: record.writer for array, record in records.items()}
+
     def wait(self) -> None:
         """Block until every operation that writes the layer's arrays has ended."""
         for record in (self._layer.weight_record, self._layer.gradient_record):

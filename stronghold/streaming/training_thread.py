@@ -14,10 +14,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Iterator
 from typing import Any
 
+from stronghold.devices.forks import check_not_forked
 from stronghold.devices.lane_name import THREAD_PREFIX
 from stronghold.errors import ConfigError
 from stronghold.streaming.patches.autograd import NO_BACKWARD, backward_number
@@ -29,7 +31,8 @@ class TrainingThread:
     def __init__(self) -> None:
         self._thread: Any = None  # of `threading`
         self._num_calls = 0  # calls of that thread that are running
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # what interrupts it never keeps its own thread out
+        self._process = os.getpid()
 
     @contextlib.contextmanager
     def training(self, operation: str) -> Iterator[None]:
@@ -67,7 +70,8 @@ class TrainingThread:
         )
 
     def check(self, operation: str) -> None:
-        """Raise ConfigError if another thread trains."""
+        """Raise ConfigError if another thread trains, and in a forked child."""
+        check_not_forked(self._process, operation)
         if self.is_another:
             raise ConfigError(
                 f"{operation} in thread {threading.current_thread().name!r}, while thread "

@@ -37,8 +37,10 @@ from stronghold.errors import ConfigError
 from stronghold.memory.slab import map_slab
 from stronghold.optim.states import PAGE_BYTES, group_size, items, num_items, page_numel
 from stronghold.plan.host_memory import Staging
+from stronghold.streaming.patches.autograd import without_torch_function
+from stronghold.streaming.patches.tensors import with_own_storage
 from stronghold.train.files import Files, Transfer
-from stronghold.train.layer import Layer
+from stronghold.train.layer import Layer, point
 
 BLOCK_BYTES = 8 << 20  # of checkpoints, in host memory
 
@@ -102,7 +104,8 @@ class Arrays:
         self._piece_bytes = staging.piece_bytes
         self._num_fetched = 0  # pieces
         self.read_bytes = self.written_bytes = 0  # of files, queued so far
-        # The parameters' views of their layer's buffer.
+        # The parameters' views of their layer's buffer, each in a storage of its own size: a
+        # program that saves a parameter, or its state dict, saves no other one.
         self.at_rest: dict[Layer, list[Tensor]] = {}
         self.file_bytes = self._lay_out(layers, in_files)
         self._files = Files(folders, self.file_bytes) if self.file_bytes else None
@@ -166,7 +169,7 @@ class Arrays:
     def _hold(self, layer: Layer, buffer: Tensor) -> None:
         """Take this memory for the layer's parameters, and point them at it."""
         self._buffers[layer] = buffer
-        self.at_rest[layer] = layer.views(buffer)
+        self.at_rest[layer] = [_in_own_storage(view) for view in layer.views(buffer)]
         layer.bind(self.at_rest[layer])
         if layer.states is not None:
             self._arrays[layer, "weights"] = buffer[: layer.trained_bytes].view(layer.dtype)
@@ -236,22 +239,35 @@ class Arrays:
         else:  # the remainder beside the weight
             low.zero_()
 
-    def adopt_moved(self, layer: Layer) -> bool:
-        """Copy parameters that the program has pointed elsewhere (`parameter.data = ...`), and
-        point them back. Returns whether there were any. ConfigError for another shape."""
-        of_layer = zip(layer.names, layer.parameters, self.at_rest[layer], strict=True)
-        moved = [each for each in of_layer if each[1].data_ptr() != each[2].data_ptr()]
-        if moved:
+    def moved(self, layer: Layer) -> list[int]:
+        """The positions of the parameters that the program has pointed elsewhere
+        (`parameter.data = ...`) since the layer was used."""
+        if not layer.is_seen:
+            return []
+        views = self.at_rest[layer]
+        with without_torch_function():
+            pointers = [parameter.data_ptr() for parameter in layer.parameters]
+        return [k for k, pointer in enumerate(pointers) if pointer != views[k].data_ptr()]
+
+    def adopt_moved(self, layer: Layer) -> None:
+        """Copy parameters that the program has pointed elsewhere, and point them back. ConfigError
+        for another shape or dtype."""
+        for k in self.moved(layer):
+            parameter, view = layer.parameters[k], self.at_rest[layer][k]
+            for what, value, expected in (
+                ("shape", list(parameter.shape), list(view.shape)),
+                ("dtype", parameter.dtype, view.dtype),
+            ):
+                if value != expected:
+                    raise ConfigError(
+                        f"{layer.names[k]}.data has the {what} {value} now, expected {expected}, "
+                        "as when its masters and moments were made: change a model before "
+                        "stronghold.initialize, or after engine.destroy() for a new engine"
+                    )
             layer.weight_record.wait()
-        for name, parameter, view in moved:
-            if parameter.shape != view.shape:
-                raise ConfigError(
-                    f"{name}.data has the shape {list(parameter.shape)} now, expected "
-                    f"{list(view.shape)}, which its masters and moments have"
-                )
             view.copy_(parameter.detach())
-            parameter.data = view
-        return bool(moved)
+            with without_torch_function():
+                point(parameter, view)
 
     def pieces(self, layer: Layer) -> Iterator[Piece]:
         """Yield the arrays of the layer's update piece by piece, in order. Arrays in memory are one
@@ -394,13 +410,15 @@ class Arrays:
 
     def close(self) -> None:
         """Free all arrays. Parameters keep the buffers of their layers, in host memory. Weights in
-        files stay there, mapped, until the program drops the parameters."""
+        files stay there, mapped, until the program drops the parameters. What the program has
+        pointed elsewhere stays there."""
         for layer, views in self.at_rest.items():
             if layer.is_on_gpu:
                 buffer = torch.empty(layer.num_bytes, dtype=torch.uint8)
                 self._device.copy_now(buffer, self.buffer(layer))
                 views = layer.views(buffer)
-            layer.bind(views)
+            own = {k: layer.parameters[k].data for k in self.moved(layer)}
+            layer.bind([own.get(k, view) for k, view in enumerate(views)])
         for slab in self._pinned:
             self._device.pinning.unpin(slab)
         self._device.memory.release(*self._on_device)
@@ -411,6 +429,15 @@ class Arrays:
         self._arrays.clear()
         self._buffers.clear()
         self.at_rest.clear()
+
+
+def _in_own_storage(view: Tensor) -> Tensor:
+    """A view of the same memory, in a storage of exactly its bytes."""
+    if not view.numel():
+        return view
+    with torch.inference_mode(False):  # autograd must be able to save it
+        own = with_own_storage(view.view(-1).view(torch.uint8))
+        return own.view(view.dtype).view(view.shape)
 
 
 def _padded(num_bytes: int) -> int:

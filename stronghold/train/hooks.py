@@ -27,7 +27,7 @@ import functools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -43,9 +43,11 @@ from stronghold.streaming.patches.autograd import (
     backward_number,
     pop_saved_tensor_hooks_above,
     saved_tensor_hooks,
+    without_torch_function,
 )
 from stronghold.streaming.patches.modules import hooks_after_gradient
 from stronghold.streaming.patches.tensors import tree_leaves
+from stronghold.streaming.training_thread import TrainingThread
 from stronghold.train.gradients import Gradients
 from stronghold.train.layer import Layer, Level, Slot, WeightState
 from stronghold.train.order import Order
@@ -156,10 +158,13 @@ class Hooks:
         order: Order,
         weights: Weights,
         gradients: Gradients,
+        *,
         program: ProgramBackward,
+        thread: TrainingThread,
     ) -> None:
+        self._model = model
         self._order, self._weights, self._gradients = order, weights, gradients
-        self._program = program
+        self._program, self._thread = program, thread
         self._layers = tuple(modules)
         self._outside = OutsideLayers(modules)
         # A layer has the inner tensors of a quantised parameter, which never require a gradient.
@@ -202,6 +207,14 @@ class Hooks:
         """A call of the whole model."""
         if self._rests:
             return forward(*args, **kwargs)
+        operation = "a forward of the model"
+        with ExitStack() as call:
+            if self._model.training and torch.is_grad_enabled():
+                call.enter_context(self._thread.training(operation))
+            self._thread.check(operation)
+            return self._run_pass(forward, *args, **kwargs)
+
+    def _run_pass(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.forget_interrupted()
         if self.is_open:
             return forward(*args, **kwargs)
@@ -237,14 +250,15 @@ class Hooks:
         self._in_forward = False
 
     def _refuse_unfrozen(self) -> None:
-        for name, parameter in self._frozen:
-            if parameter.requires_grad:
-                raise ConfigError(
-                    f"{name} was frozen in stronghold.initialize, and is not now: it has neither "
-                    "masters nor moments, and would not be trained. Freeze it after initialize "
-                    "(a parameter without a gradient is not updated), or destroy the engine and "
-                    "initialize again"
-                )
+        with without_torch_function():  # hidden parameters take long else
+            unfrozen = [name for name, parameter in self._frozen if parameter.requires_grad]
+        if unfrozen:
+            raise ConfigError(
+                f"{unfrozen[0]} was frozen in stronghold.initialize, and is not now: it has "
+                "neither masters nor moments, and would not be trained. Freeze it after initialize "
+                "(a parameter without a gradient is not updated), or destroy the engine and "
+                "initialize again"
+            )
 
     def _call(
         self,
@@ -258,6 +272,7 @@ class Hooks:
         checkpoint runs it without, and again in backward."""
         if self._rests:
             return forward(*args, **kwargs)
+        self._thread.check("a forward of a part of the model")
         if self._is_interrupted:
             self.forget_interrupted()
         may_train = torch.is_grad_enabled() or (self._in_forward and self._is_training)
@@ -299,15 +314,26 @@ class Hooks:
             self._is_interrupted = True
             pop_saved_tensor_hooks_above(outer_pair)
             raise
-        is_written = layer.version != layer.fetched and not layer.is_on_gpu
+        is_written = layer.version != layer.fetched
         self._end_run(layer)
         if is_written:
+            self._refuse_write(layer)
+        return output
+
+    def _refuse_write(self, layer: Layer) -> None:
+        """ConfigError for a forward that has written weights, unless it is right there."""
+        if not layer.is_on_gpu:
             raise ConfigError(
                 f"the forward of {layer.name} wrote into its parameters in place: they are a "
                 "copy there, and what is written is lost. Write between two steps, after "
-                "engine.step()"
+                "engine.step(), or let the device keep and update the layer "
+                '(stronghold.resident_layers, "resident_updates": "gpu")'
             )
-        return output
+        if layer.is_block and layer.level is not Level.KEEP:
+            raise ConfigError(
+                f"the forward of {layer.name} wrote into its parameters in place, and would do so "
+                'again in backward: set stronghold.activations to "keep", which runs it once'
+            )
 
     def _end_run(self, layer: Layer) -> None:
         if layer.is_block or not self.is_open:
@@ -354,10 +380,11 @@ class Hooks:
     def take_gradients_last(self) -> None:
         """Make ours the last hook of each parameter: it takes the gradient away, which the
         program's hooks read and write. torch calls them in the order of registration."""
-        for parameter, number in self._gradient_hooks:
-            hooks = hooks_after_gradient(parameter)
-            if next(reversed(hooks)) != number:
-                hooks[number] = hooks.pop(number)
+        with without_torch_function():  # hidden parameters take long else
+            for parameter, number in self._gradient_hooks:
+                hooks = hooks_after_gradient(parameter)
+                if next(reversed(hooks)) != number:
+                    hooks[number] = hooks.pop(number)
 
     def _announce(self, layer: Layer, output: Any) -> None:
         """Let backward bind the layer when it comes to an output of it ([Note: bound])."""
@@ -396,6 +423,8 @@ class Hooks:
     def _reached(self, layer: Layer, version: tuple[int, int], gradient: Tensor | None) -> None:
         """Backward reads the layer."""
         self._begin_backward()
+        if layer.is_seen:  # since its forward
+            self._weights.refresh(layer)
         is_here = layer.weight_state is WeightState.HERE
         if not layer.is_block:  # it is bound for the whole backward
             if not is_here:
@@ -409,7 +438,8 @@ class Hooks:
                 self._weights.bind(layer)
                 self._slot, self._version = layer.slot, layer.version
             present = self._version
-        if version != present:
+        # Of what stays in its memory and runs once, autograd itself compares versions.
+        if version != present and (not layer.is_on_gpu or layer.level is not Level.KEEP):
             raise ConfigError(
                 f"backward needs the weights of {layer.name} as they were in its forward, and they "
                 "were written since, by engine.step() or in place: call backward before the step, "
@@ -455,8 +485,9 @@ class Hooks:
         self._order.forget()
         for layer in self._layers:
             self._weights.rest(layer)
-        for parameter, _ in self._gradient_hooks:
-            parameter.grad = None
+        with without_torch_function():
+            for parameter, _ in self._gradient_hooks:
+                parameter.grad = None
         self._outside.forget_calls()
         self._in_backward = self._in_forward = self._is_interrupted = False
 

@@ -112,6 +112,7 @@ class Job:
                 device=self.device,
                 kernels=pool,
                 metrics=self.metrics,
+                thread=self._training_thread,
                 folders=[] if nvme is None else [Path(path) for path in nvme.paths],
             )
             undo.callback(self.trainer.close)
@@ -350,8 +351,7 @@ class Job:
         self.trainer.check()
         self.partition.names.check()
         self.trainer.check_between_passes("save_checkpoint")
-        for layer in self.layers:
-            self.trainer.arrays.adopt_moved(layer)
+        self.trainer.hide()
 
     def changing(self, operation: str) -> contextlib.AbstractContextManager[None]:
         """Context manager for a load."""
@@ -362,8 +362,9 @@ class Job:
 
     def check_process(self, operation: str, *, any_thread: bool = False) -> None:
         """Raise ConfigError in a forked child, and in another thread than the one that trains."""
-        check_not_forked(self._process, operation)
-        if not any_thread:
+        if any_thread:
+            check_not_forked(self._process, operation)
+        else:
             self._training_thread.check(operation)
 
     def check_here(self, operation: str, *, evaluates: bool = False) -> None:

@@ -32,12 +32,16 @@ from stronghold.optim.states import (
     page_numel,
     states_of,
 )
+from stronghold.streaming.patches.autograd import without_torch_function
 from stronghold.streaming.patches.tensors import version_of
 
 logger = logging.getLogger("stronghold")
 
 Groups = Mapping[Tensor, tuple[Group, Optimizer]]
 """Live group of each trained parameter, and the optimizer of that group."""
+
+# `point(parameter, view)` is `parameter.data = view`, also while `visible` replaces that name.
+point: Callable[[Tensor, Tensor], None] = Tensor.data.__set__  # type: ignore[attr-defined]
 
 # A parameter begins at a multiple of this. cuBLAS picks its kernel by the alignment of a pointer,
 # up to 256 bytes. So a view of a slot must be aligned like a fresh allocation, or the window would
@@ -93,6 +97,7 @@ class Layer:
     num_calls       forward calls since the first forward after a backward
     num_updates     optimizer steps so far
     fetched         `version` of what the slot has
+    is_seen         the program may have written parameters since the layer was used (`visible`)
     *_record        hazards of weights, remainders and moments; of gradients
     """
 
@@ -126,7 +131,7 @@ class Layer:
         self.gradient_slot: Slot | None = None
         self.waiting: set[int] = set()
         self.num_calls = self.num_updates = 0
-        self.fetched = (0, 0)
+        self.fetched, self.is_seen = (0, 0), True
         self.weight_record, self.gradient_record = Record(), Record()
 
     def __repr__(self) -> str:
@@ -153,7 +158,8 @@ class Layer:
     @property
     def version(self) -> tuple[int, int]:
         """Changes with each update, and with each write of the program into a parameter."""
-        return self.num_updates, sum(map(version_of, self.parameters))
+        with without_torch_function():  # hidden parameters need not be shown
+            return self.num_updates, sum(map(version_of, self.parameters))
 
     def element(self, position: int) -> int:
         """First element of a trained parameter in the layer's arrays."""
@@ -203,8 +209,9 @@ class Layer:
 
     def bind(self, views: Sequence[Tensor]) -> None:
         """Point the parameters at these views. Autograd does not see it."""
-        for parameter, view in zip(self.parameters, views, strict=True):
-            parameter.data = view
+        with without_torch_function():
+            for parameter, view in zip(self.parameters, views, strict=True):
+                point(parameter, view)
 
 
 @dataclass(eq=False)

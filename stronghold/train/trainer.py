@@ -30,7 +30,12 @@ from stronghold.model.inner_tensors import follow_device, wrappers
 from stronghold.model.partition import Partition
 from stronghold.plan.plan import Plan
 from stronghold.streaming.guards import WITHIN_PASS
-from stronghold.streaming.patches.autograd import NO_BACKWARD, backward_number
+from stronghold.streaming.patches.autograd import (
+    NO_BACKWARD,
+    backward_number,
+    without_torch_function,
+)
+from stronghold.streaming.training_thread import TrainingThread
 from stronghold.telemetry.metrics import Metrics
 from stronghold.train.arrays import Arrays
 from stronghold.train.gradients import Gradients
@@ -38,6 +43,7 @@ from stronghold.train.hooks import Hooks, ProgramBackward
 from stronghold.train.layer import GradientState, Groups, Layer, Level
 from stronghold.train.order import Order
 from stronghold.train.updates import StepResult, Updates
+from stronghold.train.visible import Visible
 from stronghold.train.weights import Weights
 
 
@@ -48,6 +54,7 @@ class Trainer:
     groups   the hyper-parameters of each trained parameter, live, and their optimizer
     kernels  run on the update lane
     metrics  count the seconds for which compute waits
+    thread   the one that trains
     folders  for the arrays that the plan puts in files
     """
 
@@ -64,11 +71,12 @@ class Trainer:
         device: Device,
         kernels: native.Kernels,
         metrics: Metrics,
+        thread: TrainingThread,
         folders: Sequence[Path] = (),
     ) -> None:
         self.model, self.layers = partition.model, layers
         self._partition, self._device, self._kernels = partition, device, kernels
-        self._metrics = metrics
+        self._metrics, self._thread = metrics, thread
         self.program = ProgramBackward()
         self._changing: str | None = None  # change of the arrays
         for layer in layers:
@@ -86,6 +94,8 @@ class Trainer:
                 folders=folders,
             )
             undo.callback(self.arrays.close)
+            self._visible = Visible(layers, thread)
+            undo.callback(self._visible.close)
             self._follow_device()
             self.updates = Updates(device, self.arrays, kernels, layers, groups)
             self._start(plan)
@@ -110,7 +120,9 @@ class Trainer:
         for layer in layers:
             layer.is_resident = layer.index in plan.resident
             layer.level = Level(plan.activations[layer.index])
-        self.weights = Weights(device, self.arrays, layers, plan.window, self._metrics)
+        self.weights = Weights(
+            device, self.arrays, layers, plan.window, metrics=self._metrics, visible=self._visible
+        )
         self.gradients = Gradients(
             device,
             self.arrays,
@@ -123,7 +135,13 @@ class Trainer:
         self._order = Order(self.weights)
         modules = {layer: self._partition.layers[layer.index].modules for layer in layers}
         self._hooks = Hooks(
-            self.model, modules, self._order, self.weights, self.gradients, self.program
+            self.model,
+            modules,
+            self._order,
+            self.weights,
+            self.gradients,
+            program=self.program,
+            thread=self._thread,
         )
 
     def _stop(self) -> None:
@@ -228,13 +246,14 @@ class Trainer:
         """ConfigError for a trained parameter that has a gradient: hooks take all that autograd
         makes. The gradient is dropped."""
         strays = []
-        for layer in self.layers:
-            for name, parameter in zip(
-                layer.names[: layer.num_trained], layer.parameters, strict=False
-            ):
-                if parameter.grad is not None:
-                    parameter.grad = None
-                    strays.append(name)
+        with without_torch_function():  # hidden parameters take long else
+            for layer in self.layers:
+                for name, parameter in zip(
+                    layer.names[: layer.num_trained], layer.parameters, strict=False
+                ):
+                    if parameter.grad is not None:
+                        parameter.grad = None
+                        strays.append(name)
         if strays:
             raise ConfigError(
                 f"{strays[0]}.grad was set by hand: change a gradient in a hook of the parameter "
@@ -268,13 +287,17 @@ class Trainer:
         return self._hooks.resting()
 
     def synchronize(self) -> None:
-        """Wait until every parameter has its newest value. The program may read and write them now,
-        between two passes; the next pass uses what it finds."""
+        """Wait until every parameter has its newest value. Between two passes the program may use
+        what it has kept of them now, and write through it; the next pass uses what it finds."""
         self._hooks.forget_interrupted()
-        for layer in self.layers:
-            layer.weight_record.wait()
-        self.weights.outdate_all()
+        self._visible.see_all()
         self._device.check()
+
+    def hide(self) -> None:
+        """A save will read the arrays. It gets what the program has written so far, and the next
+        look at a parameter waits for it."""
+        for layer in self.layers:
+            self.weights.hide(layer)
 
     @contextmanager
     def changing(self, operation: str) -> Iterator[None]:
@@ -285,6 +308,9 @@ class Trainer:
         self.check_between_passes(operation)
         self._device.finish()
         self.forget()
+        for layer in self.layers:  # the load takes the place of what the program has written
+            layer.is_seen = False
+            self.weights.rest(layer)
         self._changing = operation
         yield
         # Slots of residents have older values now, and autograd refuses a graph that needs them.

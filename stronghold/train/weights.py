@@ -26,6 +26,7 @@ from stronghold.devices.base import Device, Fence, timed
 from stronghold.telemetry.metrics import Metrics, WaitCause
 from stronghold.train.arrays import Arrays
 from stronghold.train.layer import Layer, Slot, WeightState
+from stronghold.train.visible import Visible
 
 
 class SavedWeight(NamedTuple):
@@ -52,9 +53,12 @@ class Weights:
         arrays: Arrays,
         layers: Sequence[Layer],
         num_slots: int,
+        *,
         metrics: Metrics,
+        visible: Visible,
     ) -> None:
-        self._device, self._arrays, self._layers, self._metrics = device, arrays, layers, metrics
+        self._device, self._arrays, self._layers = device, arrays, layers
+        self._metrics, self._visible = metrics, visible
         streamed = [layer.num_bytes for layer in layers if not layer.is_resident]
         self.num_slots = num_slots if streamed else 0
         self._window = [
@@ -67,8 +71,10 @@ class Weights:
         for layer in residents:
             layer.slot = self._slot_of_resident(layer)
             layer.slot.layer = layer
-        # Slots never move, so the slot of an address is found by bisection.
-        slots = [*self._window, *(layer.slot for layer in residents if layer.slot is not None)]
+        # Slots never move, so the slot of an address is found by bisection. The memory of a layer
+        # that the device updates is no copy: autograd may keep it, as in plain torch.
+        copied = [layer.slot for layer in residents if not layer.is_on_gpu]
+        slots = [*self._window, *(slot for slot in copied if slot is not None)]
         self._slots = sorted(slots, key=lambda slot: slot.memory.data_ptr())
         self._begins = [slot.memory.data_ptr() for slot in self._slots]
 
@@ -120,11 +126,15 @@ class Weights:
     def bind(self, layer: Layer) -> None:
         """Point the layer's parameters at its slot."""
         assert layer.slot is not None
+        self._visible.show(layer)
         layer.bind(layer.slot.views_of(layer, layer.num_bytes))
 
     def rest(self, layer: Layer) -> None:
-        """Point the layer's parameters at the host, where a program finds them outside of calls."""
-        layer.bind(self._arrays.at_rest[layer])
+        """Point the layer's parameters at the host, where a program finds them outside of calls.
+        Does nothing if the program has looked since they were bound: it may have written."""
+        if not layer.is_seen:
+            layer.bind(self._arrays.at_rest[layer])
+            self._visible.hide(layer)
 
     def release(self, layer: Layer) -> None:
         """Give the slot of a streamed layer back. It is free once compute has passed."""
@@ -139,19 +149,21 @@ class Weights:
         self.free.append(slot)  # the slot that was freed last is taken last: it may still be read
 
     def refresh(self, layer: Layer) -> None:
-        """Take over what the program has written into the layer's parameters on the host. A changed
-        version shows a write in place, another address a `parameter.data = ...`."""
-        is_moved = self._arrays.adopt_moved(layer)
-        if layer.slot is not None and (is_moved or layer.fetched != layer.version):
+        """Take over what the program may have written into the layer's parameters on the host. It
+        has looked at them, or kept an alias whose writes change the version."""
+        if layer.is_seen:
+            self._arrays.adopt_moved(layer)
+        if layer.slot is not None and (layer.is_seen or layer.fetched != layer.version):
             self.outdate(layer, self._device.compute.record(f"write {layer.index}"))
             if layer.is_on_gpu:
                 layer.fetched = layer.version
+        layer.is_seen = False
 
-    def outdate_all(self) -> None:
-        """The program may write parameters now, also in ways that no version shows."""
-        reader = self._device.compute.record("before writes")
-        for layer in self._layers:
-            self.outdate(layer, reader)
+    def hide(self, layer: Layer) -> None:
+        """The host's weights are about to change, or to be saved, as the program has written them:
+        its next look waits."""
+        self.refresh(layer)
+        self._visible.hide(layer)
 
     def outdate(self, layer: Layer, reader: Fence) -> None:
         """The host's weights of the layer change, or did: the device's are old. `reader`: compute
@@ -167,7 +179,7 @@ class Weights:
             layer.move(WeightState.STALE)
 
     def has_memory_of(self, tensor: Tensor) -> bool:
-        """True if the tensor is a view of a slot."""
+        """True if the tensor is a view of a slot, to which weights are copied."""
         return tensor.layout is torch.strided and self.saved(tensor) is not None
 
     def saved(self, tensor: Tensor) -> SavedWeight | None:

@@ -305,7 +305,34 @@ def test_weights_that_are_loaded_beside_a_save_are_not_in_it(
         assert_same(engine.module.state_dict(), saved)
 
 
-@pytest.mark.skipif(is_next(), reason="the room does not see writes between steps yet")
+@pytest.mark.skipif(not is_next(), reason="refused there, below")
+def test_a_write_in_place_waits_for_the_save_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one into a parameter that the program has looked at before the save."""
+    write, goes_on = SAVE.write_tensors, threading.Event()
+
+    def late(*file: Any, **options: Any) -> Any:
+        assert goes_on.wait(60)
+        return write(*file, **options)
+
+    monkeypatch.setattr(SAVE, "write_tensors", late)
+    with session(section={"async_checkpoint": True}) as engine:
+        train(engine, 1)
+        saved = {name: value.clone() for name, value in engine.module.state_dict().items()}
+        engine.save_checkpoint(tmp_path)
+        timer = threading.Timer(0.1, goes_on.set)
+        timer.start()
+        for parameter in engine.module.parameters():
+            parameter.data.mul_(0.9)
+            assert goes_on.is_set()
+        timer.join()
+        engine.wait_for_checkpoint()
+        engine.load_checkpoint(tmp_path, load_module_only=True)
+        assert_same(engine.module.state_dict(), saved)
+
+
+@pytest.mark.skipif(is_next(), reason="a write waits there, above")
 def test_a_save_beside_writes_in_place_fails_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

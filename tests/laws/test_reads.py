@@ -22,6 +22,7 @@ from tests.models import HIDDEN, MODELS, VOCAB, loss_of
 from tests.support.children import run
 from tests.support.pairs import pairs
 from tests.support.quiet import law_of_time, on_time
+from tests.support.room import is_next
 from tests.support.twin import Twin, twin
 
 # Some 20 ms an update of each layer: what does not wait reads weights of two steps.
@@ -191,7 +192,8 @@ def test_weights_between_backward_and_step_are_of_the_step_before(
         for step in range(3):
             both.backward(both.on(step))
             now = both.engine.inspect()
-            assert any(layer.is_updated_early for layer in now.layers) == bool(now.plan.early)
+            if not is_next():
+                assert any(layer.is_updated_early for layer in now.layers) == bool(now.plan.early)
             assert_same(both.model, both.plain)
             with torch.no_grad():
                 assert torch.equal(both.on(9)(both.engine), both.on(9)(both.plain))
@@ -212,7 +214,7 @@ KEPT: dict[str, Callable[[nn.Parameter], Any]] = {
 def test_an_alias_that_was_kept_shows_the_last_step(
     place: str, keep: str, updates: dict[str, Any], tmp_path: Path, caplog: Any
 ) -> None:
-    """And what is written through it counts."""
+    """And what is written through it counts. In the next room `synchronize` waits for that."""
 
     def kept(model: nn.Module) -> list[Any]:
         return [KEPT[keep](parameter) for parameter in model.parameters()]
@@ -224,13 +226,15 @@ def test_an_alias_that_was_kept_shows_the_last_step(
         ours, plain = kept(both.model), kept(both.plain)
         for step in range(4):
             both.train(step)
+            if is_next():
+                both.engine.synchronize()
             assert_equal(values(ours), values(plain), keep)
             for alias in (*ours, *plain):
                 alias *= 0.5
             with torch.no_grad():
                 assert torch.equal(both.on(9)(both.engine), both.on(9)(both.plain))
         told = [record for record in caplog.records if "keeps aliases" in record.message]
-        assert len(told) == (place != "whole")
+        assert len(told) == (place != "whole" and not is_next())
 
 
 def test_nothing_waits_for_a_program_that_keeps_no_alias(caplog: pytest.LogCaptureFixture) -> None:
@@ -283,9 +287,10 @@ def test_a_part_of_the_model_waits_for_its_own_updates_alone() -> None:
 def test_torch_is_as_it_was_when_the_last_engine_is_gone() -> None:
     before = dict(vars(nn.Parameter))
     one, other = Twin("gpt"), Twin("llama")
-    assert vars(nn.Parameter).keys() - before.keys() == {"data", "set_"}
+    names = {"data"} if is_next() else {"data", "set_"}
+    assert vars(nn.Parameter).keys() - before.keys() == names
     one.engine.destroy()
-    assert vars(nn.Parameter).keys() - before.keys() == {"data", "set_"}
+    assert vars(nn.Parameter).keys() - before.keys() == names
     other.train(0)
     assert_same(other.model, other.plain)
     other.engine.destroy()

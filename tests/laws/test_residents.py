@@ -124,7 +124,8 @@ def test_a_graph_older_than_the_step_is_refused_as_in_a_plain_loop() -> None:
     engine, make_batch = engine_of("whole")
     old = loss_of(engine(**make_batch(0)))
     train(engine, make_batch, range(1))
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    message = "modified by an inplace operation|modified in place after it was saved"
+    with pytest.raises(RuntimeError, match=message):
         engine.backward(old)
     train(engine, make_batch, range(1, 2))
     engine.destroy()
@@ -146,18 +147,19 @@ def detached() -> Any:
     return Decoder([ReadsDetached() for _ in range(3)]), MODELS["gpt"]()[1]
 
 
-def test_a_graph_older_than_the_step_is_refused_where_torch_has_handles() -> None:
+@pytest.mark.parametrize("levels", [{"recompute": 1, "keep": 2}, "recompute"])
+def test_a_graph_older_than_the_step_is_refused_where_torch_has_handles(levels: Any) -> None:
     """Blocks that stay, in a model that is not whole: torch does not see their weights."""
     model, make_batch = detached()
     model.requires_grad_(False)
     for block in model.blocks:
         block.inner.requires_grad_(True)
-    levels = {"recompute": 1, "keep": 2}
     settings = config(section={**on_gpu("every layer"), "activations": levels})
     engine = initialized(model, settings)
     old = loss_of(engine(**make_batch(0)))
     train(engine, make_batch, range(1))
-    with pytest.raises(ConfigError, match="before an update on the gpu"):
+    message = "before an update on the gpu|written since|modified in place after it was saved"
+    with pytest.raises((ConfigError, RuntimeError), match=message):
         engine.backward(old)
     engine.destroy()
 

@@ -18,6 +18,7 @@ from stronghold.errors import ConfigError
 from tests.models import token_batch
 from tests.models.base import cross_entropy
 from tests.support.pairs import pairs
+from tests.support.room import is_next
 from tests.support.twin import Twin, twin
 
 SECTIONS: dict[str, dict[str, Any]] = {
@@ -189,11 +190,14 @@ def test_what_a_forward_writes_into_its_weights_counts_or_is_refused(
     hooks = [
         WHERE[where](model).register_forward_pre_hook(write) for model in (both.model, both.plain)
     ]
-    block = "block" in where
-    if block and place in ("one slot", "recompute"):
-        with pytest.raises(ConfigError, match=r"blocks\.1 wrote into its parameters"):
+    is_copy = "block" in where and place in ("one slot", "recompute")
+    if is_next():  # a hook before a block's forward writes the host's weights
+        is_copy = where in ("inside a block", "the head") and place != "whole"
+    if is_copy:
+        refused = pytest.raises(ConfigError, match=r"(blocks\.1|head) wrote into its parameters")
+        with refused:
             both.engine(**both.make_batch(0))
-        with torch.no_grad(), pytest.raises(ConfigError, match=r"blocks\.1 wrote"):
+        with torch.no_grad(), refused:
             both.engine(**both.make_batch(0))
         for hook in hooks:
             hook.remove()

@@ -17,6 +17,7 @@ import stronghold
 from stronghold.errors import ConfigError
 from tests.models import MODELS
 from tests.support.pairs import pairs
+from tests.support.room import is_next
 from tests.support.training import config, initialized
 from tests.support.twin import Twin, twin
 
@@ -79,6 +80,11 @@ def halve_by_a_foreign_kernel(model: nn.Module) -> None:
         torch.autograd.graph.increment_version(parameter)
 
 
+def assign(model: nn.Module) -> None:
+    for parameter in KEPT[id(model)]:
+        parameter.data = 0.5 * parameter.data
+
+
 KEPT: dict[int, list[nn.Parameter]] = {}  # of each model, from before the first step
 
 
@@ -92,6 +98,7 @@ UPDATES: dict[str, dict[str, Any]] = {
     "gated updates": {"clipping": 1.0},
 }
 WRITES = [
+    *([assign] if is_next() else []),
     clamp,
     renew_the_head,
     renew_by_its_own_method,
@@ -173,7 +180,7 @@ def resize(model: nn.Module) -> None:
     [
         (halve, "pointed at other memory"),
         (nn.Module.half, "pointed at other memory|dtype"),
-        (resize, "another shape.*before stronghold"),
+        (resize, "another shape.*before stronghold|has the shape .*before stronghold"),
     ],
     ids=["p.data =", "model.half()", "resized"],
 )
@@ -181,6 +188,8 @@ def resize(model: nn.Module) -> None:
 def test_a_parameter_that_points_at_other_values_is_refused(
     section: str, point: Callable[[nn.Module], Any], match: str
 ) -> None:
+    if is_next() and point is halve:
+        pytest.skip("it counts there")
     both = Twin(section=SECTIONS[section])
     both.train(0)
 

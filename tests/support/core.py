@@ -26,6 +26,7 @@ from stronghold.streaming.formats import CAST, model_formats
 from stronghold.streaming.optimizer import make_scaler
 from stronghold.streaming.patches.quantised import replace_quantised
 from stronghold.streaming.patches.replacements import Replacements
+from stronghold.streaming.training_thread import TrainingThread
 from stronghold.telemetry.metrics import Metrics
 from stronghold.train.layer import Groups, Layer, layers_of, layout_of
 from stronghold.train.trainer import Trainer
@@ -120,6 +121,7 @@ class Core:
             device=self.device,
             kernels=self.pool,
             metrics=Metrics(num_parameters=0),
+            thread=TrainingThread(),
             folders=folders,
         )
 
@@ -225,12 +227,6 @@ class ByCore(Side):
         self.norm: float | None = None
         self.applied = False
 
-    def named(self) -> dict[str, torch.nn.Parameter]:
-        """For the program to read or write."""
-        if hasattr(self, "_trainer"):
-            self._trainer.synchronize()
-        return super().named()
-
     @property
     def _is_boundary(self) -> bool:
         """Whether the next `step` ends one."""
@@ -253,7 +249,6 @@ class ByCore(Side):
             return self.model.generate(tokens, max_new_tokens=3, do_sample=False)
 
     def copied(self) -> torch.nn.Module:
-        self._trainer.synchronize()
         with caching(self._caching, on=True):
             return copy.deepcopy(self.model)
 
@@ -296,7 +291,6 @@ class ByCore(Side):
         self._trainer.drop_gradients()
 
     def weights(self) -> dict[str, torch.Tensor]:
-        self._trainer.synchronize()
         return self.model.state_dict()
 
     def write(self, name: str, change: Change, how: str) -> None:

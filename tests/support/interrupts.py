@@ -80,11 +80,15 @@ def at_bytecode(work: Round, number: int, *, within: str = "/stronghold/") -> in
                 raise Stopped
         return trace
 
+    # A signal never comes between a block and the exit of a context manager in C. This does, and
+    # would leave torch without the functions of subclasses.
+    functions_of_subclasses = torch._C._get_torch_function_state()
     sys.settrace(trace)
     try:
         work()
     finally:
         sys.settrace(None)
+        torch._C._set_torch_function_state(functions_of_subclasses)
     return seen
 
 

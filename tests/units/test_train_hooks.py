@@ -25,6 +25,7 @@ from tests.models.base import cross_entropy
 from tests.support.core import Core, opened, train_core
 from tests.support.training import assert_identical, train_plain
 
+WRITTEN = "written since|modified by an|modified in place"
 LEVELS = ["keep", "recompute"]
 
 
@@ -152,7 +153,7 @@ def test_a_graph_that_is_older_than_the_step_is_refused(level: str) -> None:
     with streaming(activations=level, resident_layers=1) as core:
         loss = core.trainer.forward(**token_batch(0))
         step(core, 1)
-        with pytest.raises((ConfigError, RuntimeError), match=r"were written since|modified by an"):
+        with pytest.raises((ConfigError, RuntimeError), match=WRITTEN):
             core.trainer.backward(loss)
         step(core, 2)
 
@@ -186,7 +187,7 @@ def test_a_write_between_forward_and_backward_is_refused(level: str, updates: st
             core.trainer.synchronize()
             with torch.no_grad():
                 core.trainer.model.get_parameter(name).mul_(1.0)
-            with pytest.raises((ConfigError, RuntimeError), match=r"written since|modified by an"):
+            with pytest.raises((ConfigError, RuntimeError), match=WRITTEN):
                 core.trainer.backward(loss)
 
 
@@ -221,6 +222,25 @@ def test_a_forward_that_writes_into_its_parameters_is_refused() -> None:
     refused = pytest.raises(ConfigError, match=r"the forward of blocks.1 wrote into its parameters")
     with streaming(Decoder([Block(), Clamps(), Block()]), layers="blocks") as core, refused:
         core.trainer.forward(**token_batch(0))
+
+
+def test_a_second_run_that_would_write_again_is_refused() -> None:
+    """Where the device has the weights themselves, a forward may write them, once."""
+
+    def shrink(module: Any, _: Any) -> None:
+        module.weight.data.mul_(0.9)
+
+    model, make_batch = MODELS["gpt"]()
+    hook = model.blocks[1].mlp.up.register_forward_pre_hook(shrink)
+    there = {"resident_layers": 3, "resident_updates": "gpu"}
+    with opened(model, activations="keep", **there) as core:
+        core.trainer.backward(loss_of(core.trainer.forward(**make_batch(0))))
+    with (
+        opened(model, activations="recompute", **there) as core,
+        pytest.raises(ConfigError, match=r"blocks\.1 wrote .* again in backward: set"),
+    ):
+        core.trainer.forward(**make_batch(0))
+    hook.remove()
 
 
 def test_sparse_weights_of_a_streamed_block_are_refused() -> None:

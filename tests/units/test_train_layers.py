@@ -172,15 +172,21 @@ def test_a_parameter_that_was_pointed_elsewhere_is_taken_over() -> None:
     (layer,) = layers = layers_of_model(model)
     device = EmulatedDevice()
     arrays = in_ram(device, layers, accumulates=False)
-    assert not arrays.adopt_moved(layer)
+    assert arrays.moved(layer) == []
     model.bias.data = torch.full((3,), 7.0)
-    assert arrays.adopt_moved(layer)
+    assert arrays.moved(layer) == [1]
+    arrays.adopt_moved(layer)
+    assert arrays.moved(layer) == []
     assert model.bias.data_ptr() == arrays.at_rest[layer][1].data_ptr()
     assert model.bias.tolist() == [7.0] * 3
     model.bias.data = torch.ones(1)  # it would be broadcast
     with pytest.raises(ConfigError, match=r"bias.data has the shape \[1\] now, expected \[3\]"):
         arrays.adopt_moved(layer)
+    model.bias.data = torch.ones(3, dtype=torch.float16)
+    with pytest.raises(ConfigError, match=r"bias.data has the dtype torch.float16 now, expected"):
+        arrays.adopt_moved(layer)
     arrays.close()
+    assert model.bias.dtype is torch.float16  # the program's own
     device.close()
 
 

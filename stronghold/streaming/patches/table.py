@@ -174,6 +174,7 @@ _REPLACED = (
         "trains from it. An assignment of equal values on another device (`model.to`) is "
         "dropped, so that it takes no memory.",
         file=_PARAMETERS,
+        beside=("train/visible.py",),
     ),
     Patch(
         key="copies",
@@ -311,6 +312,7 @@ _WRITTEN = (
         reason="A parameter becomes an instance of a subclass with `__torch_function__`, so "
         "that the first operation that needs its values waits for them.",
         file=_PARAMETERS,
+        beside=("train/visible.py",),
     ),
     Patch(
         key="full_functions",
