@@ -31,7 +31,7 @@ class TrainingThread:
     def __init__(self) -> None:
         self._thread: Any = None  # of `threading`
         self._num_calls = 0  # calls of that thread that are running
-        self._lock = threading.RLock()  # what interrupts it never keeps its own thread out
+        self._lock = threading.RLock()  # after an interrupt its thread can enter again
         self._process = os.getpid()
 
     @contextlib.contextmanager

@@ -417,8 +417,8 @@ class Arrays:
                 buffer = torch.empty(layer.num_bytes, dtype=torch.uint8)
                 self._device.copy_now(buffer, self.buffer(layer))
                 views = layer.views(buffer)
-            own = {k: layer.parameters[k].data for k in self.moved(layer)}
-            layer.bind([own.get(k, view) for k, view in enumerate(views)])
+            moved = {k: layer.parameters[k].data for k in self.moved(layer)}
+            layer.bind([moved.get(k, view) for k, view in enumerate(views)])
         for slab in self._pinned:
             self._device.pinning.unpin(slab)
         self._device.memory.release(*self._on_device)

@@ -321,7 +321,8 @@ class Hooks:
         return output
 
     def _refuse_write(self, layer: Layer) -> None:
-        """ConfigError for a forward that has written weights, unless it is right there."""
+        """ConfigError for a forward that has written weights. It may write those that the device
+        updates, if it runs once."""
         if not layer.is_on_gpu:
             raise ConfigError(
                 f"the forward of {layer.name} wrote into its parameters in place: they are a "

@@ -351,7 +351,7 @@ class Job:
         self.trainer.check()
         self.partition.names.check()
         self.trainer.check_between_passes("save_checkpoint")
-        self.trainer.hide()
+        self.trainer.refresh()
 
     def changing(self, operation: str) -> contextlib.AbstractContextManager[None]:
         """Context manager for a load."""

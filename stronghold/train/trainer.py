@@ -154,6 +154,7 @@ class Trainer:
     def take_plan(self, plan: Plan) -> None:
         """Go on by another plan, between two steps. Layers may move to the device alone: files, and
         what lies there, stay. Slots of one plan at a time are on the device."""
+        self.refresh()  # a layer that moves takes what the program has written along
         self._stop()
         for layer in self.layers:
             if layer.index in plan.updated_on_gpu and not layer.is_on_gpu:
@@ -293,11 +294,11 @@ class Trainer:
         self._visible.see_all()
         self._device.check()
 
-    def hide(self) -> None:
-        """A save will read the arrays. It gets what the program has written so far, and the next
-        look at a parameter waits for it."""
+    def refresh(self) -> None:
+        """Take over what the program has written so far, between two passes. Its next look at a
+        parameter waits for the operations that are queued until then."""
         for layer in self.layers:
-            self.weights.hide(layer)
+            self.weights.refresh(layer)
 
     @contextmanager
     def changing(self, operation: str) -> Iterator[None]:

@@ -124,8 +124,8 @@ class Updates:
             overflow = skips_overflow and not math.isfinite(norm)
             result = StepResult(grad_norm=math.inf if overflow else norm, overflow=overflow)
         if not result.overflow:
-            for layer in layers:
-                weights.hide(layer)
+            for layer in layers:  # the update begins with what the program has written
+                weights.refresh(layer)
             self.is_broken = True
             self._queue(updates, launches, scale / loss_scale)
             self._outdate(layers, weights)

@@ -1,26 +1,30 @@
 """Parameters as a program sees them outside of calls: hidden until it looks.
 
 [Note: places of a parameter]
-1. In use: while its layer runs, forward or backward, it points at the layer's slot.
-2. Hidden: it points at the host, where an update or a save may be under way. It is of a subclass of
-   its class, as torch's `UninitializedParameter` is until it has values.
+1. Bound: while its layer's forward or backward runs, it points at the layer's slot.
+2. Hidden: it points at the host, where an update may write it, and a save may read it. Its class is
+   a subclass of its own class, as torch's `UninitializedParameter` is until it has values.
 3. Seen: torch calls `__torch_function__` of that subclass for every operation. The first one that
-   needs values waits for the layer's operations, and the layer's parameters have their class back.
-   The program may read and write them now.
-4. What is written is used: when the layer is used next, updated or saved, the host's weights are
-   the truth, and those on the device are fetched again (`Weights.refresh`).
-5. Then the layer is hidden again. So every read waits, and every write is noticed, without a count
-   of aliases. But whoever keeps an alias (`p.data`, a view) over a pass or a step asks nobody: it
-   must call `engine.synchronize()` before it uses the alias.
+   needs values waits for the layer's operations. Then the layer's parameters have their own class
+   again, and the program may read and write them.
+4. `Weights.refresh` comes before the layer's next use, update or save. It takes over what was
+   written, outdates the copy on the device, and hides the parameters. So a layer that is not seen
+   is bound or hidden.
+5. So every read waits, and every write is noticed, without a count of aliases.
+6. Limit: a program may keep an alias (`p.data`, a view) over a pass or a step. No operation on the
+   alias waits. The program calls `engine.synchronize()` first.
 
-[Note: .data] Torch counts writes in a version that all aliases share, but for those of `.data`.
-While an engine lives, `.data` of its parameters returns an alias that shares the version, too: a
-layer's forward that writes into its slot, where nothing is kept, is noticed by the version.
+[Note: .data]
+1. Torch counts writes in a version. All aliases share it, except those of `.data`.
+2. Hazard: a layer's forward writes `weight.data`. That is its slot, and the write is lost.
+3. So `.data` of an engine's parameters returns an alias that shares the version. The layer's hooks
+   compare the version after each forward, and refuse the write.
 
 [Note: another thread]
-1. A thread that looks while another one trains would take the layer's state out of its hands. It is
-   refused. So is a forked child.
-2. What is seen asks nothing: another thread may see the values of two steps, as in plain PyTorch.
+1. A look changes the state of a layer, which the training thread changes without a lock.
+2. So a look of another thread is refused while one trains. So is one of a forked child.
+3. An operation on a seen parameter is an ordinary one. Another thread may see values of two steps,
+   as in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -99,17 +103,14 @@ class Hidden(nn.Parameter):
                 leaf.visible.look(leaf)
         return func(*args, **kwargs)
 
+    # A class may define these two in Python, and copy its class before an operation looks.
     def __deepcopy__(self, memo: Any) -> Any:
         self.visible.look(self)
-        return copy.deepcopy(self, memo)  # it has its own class now
+        return copy.deepcopy(self, memo)
 
     def __copy__(self) -> Any:
         self.visible.look(self)
         return copy.copy(self)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        self.visible.look(self)
-        return self.__reduce_ex__(protocol)
 
 
 class Visible:
@@ -118,27 +119,20 @@ class Visible:
     def __init__(self, layers: Sequence[Layer], thread: TrainingThread) -> None:
         self._layers, self._thread = layers, thread
         self._layer_of = {id(p): layer for layer in layers for p in layer.parameters}
-        # Of each layer those that can be hidden, with both classes. The bytes of a quantised weight
-        # are frozen, in classes of libraries, and written by these alone.
+        # The parameters of each layer, with their own class and the hidden one. Other tensors of a
+        # quantised weight are frozen, and their library alone writes them.
         self._classes: dict[Layer, list[tuple[Any, type, type]]] = {}
         hidden: dict[type, type] = {}
         for layer in layers:
-            kinds = [(p, type(p)) for p in layer.parameters]
-            own = [
-                (parameter, kind)
-                for k, (parameter, kind) in enumerate(kinds)
-                if k < layer.num_trained or kind is nn.Parameter
-            ]
-            for _, kind in own:
-                if kind not in hidden:
-                    hidden[kind] = self._make_hidden_class(kind)
-            self._classes[layer] = [(parameter, kind, hidden[kind]) for parameter, kind in own]
+            parameters = [p for p in layer.parameters if isinstance(p, nn.Parameter)]
+            for kind in {type(parameter) for parameter in parameters} - hidden.keys():
+                hidden[kind] = self._make_hidden_class(kind)
+            self._classes[layer] = [(p, type(p), hidden[type(p)]) for p in parameters]
         _counted.update(self._layer_of)
         _replacements.put(nn.Parameter, "data", _counting_data)
 
     def hide(self, layer: Layer) -> None:
-        """Let the next look at a parameter of the layer wait: its values are about to change, or
-        are written to a file. `layer.is_seen` stays, until the writes of before are taken over."""
+        """Let the next look at a parameter of the layer wait."""
         for parameter, _, hidden in self._classes[layer]:
             parameter.__class__ = hidden
 
@@ -152,8 +146,7 @@ class Visible:
         return hidden
 
     def show(self, layer: Layer) -> None:
-        """Give the parameters their own class back. The caller has waited for the values, or will
-        not let them be read."""
+        """Give the layer's parameters their own class back."""
         for parameter, shown, _ in self._classes[layer]:
             parameter.__class__ = shown
 
@@ -164,16 +157,16 @@ class Visible:
         ConfigError in another thread than the one that trains, and in a forked child."""
         layer = self._layer_of[id(parameter)]
         self._thread.check(f"reading {layer.name}")
-        for fence in layer.weight_record.users:  # a save reads
-            # What the device updates stays there, and the program's operations come behind.
+        for fence in layer.weight_record.users:  # the readers, too: a save is one
+            # The program's own operations are queued behind those of compute.
             if not (layer.is_on_gpu and fence.lane is LaneName.COMPUTE):
                 fence.wait()
         layer.is_seen = True  # first: an interrupt may come before all are shown
         self.show(layer)
 
     def see_all(self) -> None:
-        """Wait for the operations of all layers. The program may use what it has kept of any
-        parameter."""
+        """Wait for the operations of all layers. All count as seen: the program may write through
+        aliases that it has kept."""
         for layer in self._layers:
             layer.weight_record.wait()
             layer.is_seen = True

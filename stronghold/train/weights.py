@@ -149,21 +149,16 @@ class Weights:
         self.free.append(slot)  # the slot that was freed last is taken last: it may still be read
 
     def refresh(self, layer: Layer) -> None:
-        """Take over what the program may have written into the layer's parameters on the host. It
-        has looked at them, or kept an alias whose writes change the version."""
+        """Take over what the program may have written into the layer's parameters at rest, and hide
+        them. It has looked at them, or kept an alias whose writes change the version."""
         if layer.is_seen:
             self._arrays.adopt_moved(layer)
+            self._visible.hide(layer)
         if layer.slot is not None and (layer.is_seen or layer.fetched != layer.version):
             self.outdate(layer, self._device.compute.record(f"write {layer.index}"))
             if layer.is_on_gpu:
                 layer.fetched = layer.version
         layer.is_seen = False
-
-    def hide(self, layer: Layer) -> None:
-        """The host's weights are about to change, or to be saved, as the program has written them:
-        its next look waits."""
-        self.refresh(layer)
-        self._visible.hide(layer)
 
     def outdate(self, layer: Layer, reader: Fence) -> None:
         """The host's weights of the layer change, or did: the device's are old. `reader`: compute

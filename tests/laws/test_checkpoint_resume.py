@@ -23,6 +23,7 @@ from tests.support.checkpoints import (
     BESIDE_TAGS,
     SAVE,
     assert_same,
+    held_saves,
     make_batch,
     make_model,
     masters_of,
@@ -310,13 +311,7 @@ def test_a_write_in_place_waits_for_the_save_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also one into a parameter that the program has looked at before the save."""
-    write, goes_on = SAVE.write_tensors, threading.Event()
-
-    def late(*file: Any, **options: Any) -> Any:
-        assert goes_on.wait(60)
-        return write(*file, **options)
-
-    monkeypatch.setattr(SAVE, "write_tensors", late)
+    goes_on = held_saves(monkeypatch)
     with session(section={"async_checkpoint": True}) as engine:
         train(engine, 1)
         saved = {name: value.clone() for name, value in engine.module.state_dict().items()}
@@ -336,13 +331,7 @@ def test_a_write_in_place_waits_for_the_save_beside_it(
 def test_a_save_beside_writes_in_place_fails_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, written = SAVE.write_tensors, threading.Event()
-
-    def late(*file: Any, **options: Any) -> Any:
-        written.wait()
-        return write(*file, **options)
-
-    monkeypatch.setattr(SAVE, "write_tensors", late)
+    written = held_saves(monkeypatch)
     with session(section={"async_checkpoint": True}) as engine:
         train(engine, 1)
         engine.save_checkpoint(tmp_path)

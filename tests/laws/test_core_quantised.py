@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import io
 import random
 import re
 from collections.abc import Callable, Iterator
@@ -18,13 +19,14 @@ import torch
 from stronghold.errors import ConfigError
 from stronghold.model.packed_weight import PackedWeight
 from stronghold.train.layer import ALIGN_BYTES
+from stronghold.train.visible import Hidden
 from tests.laws.test_core import at_home, lanes
 from tests.models import loss_of
 from tests.support import nf4
 from tests.support.core import opened, train_core
 from tests.support.pairs import Case, covering
 from tests.support.quantised_bases import BASES, blocks_of, fp8_on_cpus
-from tests.support.training import Run, assert_identical, dense_copies, same_bits, train_plain
+from tests.support.training import Run, assert_identical, cast, dense_copies, same_bits, train_plain
 
 STEPS = 3
 PLACES: dict[str, dict[str, Any]] = {
@@ -187,6 +189,51 @@ def test_an_evaluation_and_a_reference_without_adapters_have_the_bits_of_the_mod
                 with context(model), context(plain_one):
                     expected = plain_one(**make_batch(7)).logits
                     assert torch.equal(core.trainer.forward(**make_batch(7)).logits, expected)
+
+
+def weight_of(model: Any) -> Any:
+    """One weight of 4 bits, in a block."""
+    found = [m.weight for n, m in model.named_modules() if n.endswith("1.mlp.up_proj")]
+    return getattr(found[0], "base_layer", found[0])
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_other_codes_that_are_assigned_to_a_weight_of_4_bits_count(place: str) -> None:
+    """Also after an evaluation, which has left the codes of before in the slots of residents."""
+
+    torch.manual_seed(0)
+    model, make_batch = BASES["nf4"]()
+    torch.manual_seed(0)
+    plain, _ = BASES["nf4"]()
+    cast(plain, torch.bfloat16)
+    with opened(model, precision="bf16", **PLACES[place]) as core, torch.no_grad():
+        before = loss_of(core.trainer.forward(**make_batch(0)))
+        for weight in (weight_of(model), weight_of(plain)):
+            weight.data = weight.data.flip(0)
+        found = loss_of(core.trainer.forward(**make_batch(0)))
+        assert torch.equal(found, loss_of(plain(**make_batch(0))))
+        assert not torch.equal(found, before)
+
+
+def through_pickle(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, through_pickle])
+def test_a_copy_of_a_hidden_weight_is_of_the_librarys_class(copied: Any) -> None:
+    model, make_batch = BASES["nf4"]()
+    weight = weight_of(model)
+    kind, expected = type(weight), copied(weight)
+    with opened(model, precision="bf16", window=1) as core:
+        core.trainer.forward(**make_batch(0))
+        assert isinstance(weight, Hidden)
+        assert type(weight).__name__ == kind.__name__
+        found = copied(weight)
+        assert type(found) is type(expected)
+        assert torch.equal(found, expected)
 
 
 def test_a_base_that_is_no_longer_frozen_is_refused_by_name() -> None:

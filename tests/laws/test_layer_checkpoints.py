@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import threading
 from collections.abc import Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
@@ -35,6 +34,7 @@ from tests.support import nf4
 from tests.support.checkpoints import (
     WithBuffer,
     assert_same,
+    held_saves,
     make_batch,
     make_model,
     masters_of,
@@ -294,13 +294,7 @@ def test_a_save_waits_for_the_updates(tmp_path: Path) -> None:
 def test_a_save_beside_training_has_the_buffers_of_its_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, trained = saving.write_tensors, threading.Event()
-
-    def late(*file: Any, **options: Any) -> Any:
-        trained.wait()
-        return write(*file, **options)
-
-    monkeypatch.setattr(saving, "write_tensors", late)
+    trained = held_saves(monkeypatch, saving)
     section = {"async_checkpoint": True}
     with on_room("ram", tmp_path, WithBuffer(), section=section) as engine:
         train(engine, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import threading
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -172,6 +173,18 @@ def record_of(data: bytes) -> dict[str, Any]:
     if not is_next():
         return {"num_bytes": len(data), "crc32": zlib.crc32(data)}
     return asdict(tensor_files.small_record(data)) | {"crc32": [zlib.crc32(data)]}
+
+
+def held_saves(monkeypatch: pytest.MonkeyPatch, module: Any = SAVE) -> threading.Event:
+    """Let `module` write no file of a layer until the event is set."""
+    write, goes_on = module.write_tensors, threading.Event()
+
+    def late(*file: Any, **options: Any) -> Any:
+        assert goes_on.wait(60)
+        return write(*file, **options)
+
+    monkeypatch.setattr(module, "write_tensors", late)
+    return goes_on
 
 
 def stored_weights(file: Path) -> dict[str, torch.Tensor]:

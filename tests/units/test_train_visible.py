@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import copy
 import io
+import os
+import signal
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from stronghold.devices.emulated import EmulatedDevice
 from stronghold.errors import ConfigError, LaneError
-from stronghold.streaming.training_thread import TrainingThread
+from stronghold.plan.plan import make_plan
 from stronghold.train.visible import Hidden
 from tests.models import MODELS, loss_of
 from tests.support.core import Core, opened
@@ -153,6 +155,26 @@ def test_what_is_assigned_before_a_pass_that_fails_is_kept(place: str, raised: A
         assert not any(map(torch.equal, model.parameters(), expected))
 
 
+def test_what_is_assigned_before_another_plan_is_trained_from() -> None:
+    """The plan for the first batch moves layers to the device."""
+
+    def after(move: bool) -> list[torch.Tensor]:
+        model, make_batch = MODELS["gpt"]()
+        with opened(model) as core:
+            for p in model.parameters():
+                p.data = p.data * 0.5
+            if move:
+                there = {"resident_layers": 3, "resident_updates": "gpu"}
+                demand = replace(core.plan.demand, **there)
+                core.trainer.take_plan(make_plan(core.layout, demand))
+                assert all(layer.is_on_gpu for layer in core.layers)
+                assert all(isinstance(p, Hidden) for p in model.parameters())
+            step(core, make_batch, 0)
+            return [p.detach().clone() for p in model.parameters()]
+
+    assert all(map(torch.equal, after(False), after(True)))
+
+
 def test_a_load_takes_the_place_of_what_was_assigned() -> None:
     model, _ = MODELS["gpt"]()
     with opened(model) as core:
@@ -187,7 +209,7 @@ def test_a_failed_update_is_raised_by_the_read_and_by_the_next() -> None:
 
     layer = core.layers[1]
     core.device.update.submit("a bad update", broken, writes=(layer.weight_record,))
-    core.trainer.weights.hide(layer)
+    core.trainer.refresh()
     for _ in range(2):
         with pytest.raises(LaneError, match="a bad update failed"):
             layer.parameters[0].sum()
@@ -230,9 +252,24 @@ def test_another_thread_may_not_look_while_one_trains() -> None:
         raise errors[0]
 
 
+def test_a_forked_child_may_not_look() -> None:
+    model, make_batch = MODELS["gpt"]()
+    with opened(model) as core:
+        step(core, make_batch, 0)
+        child = os.fork()
+        if not child:
+            signal.alarm(20)  # a wait would never end
+            try:
+                model.head.weight.sum()
+            except ConfigError as error:
+                os._exit(0 if "reading head: this engine belongs to" in str(error) else 2)
+            finally:
+                os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+
+
 def test_parameters_of_other_models_keep_their_own_data() -> None:
     other = nn.Linear(2, 2)
-    device = EmulatedDevice()
     model, _ = MODELS["gpt"]()
     with opened(model):
         before = other.weight._version
@@ -244,12 +281,3 @@ def test_parameters_of_other_models_keep_their_own_data() -> None:
     counted = model.head.weight._version
     model.head.weight.data.mul_(2.0)
     assert model.head.weight._version == counted
-    device.close()
-
-
-def test_the_thread_is_of_one_process() -> None:
-    thread = TrainingThread()
-    thread.check("a call")
-    thread._process = -1
-    with pytest.raises(ConfigError, match=r"a call: this engine belongs to the parent process"):
-        thread.check("a call")
