@@ -48,10 +48,11 @@ from stronghold.streaming.patches.autograd import (
 from stronghold.streaming.patches.modules import hooks_after_gradient
 from stronghold.streaming.patches.tensors import tree_leaves
 from stronghold.streaming.training_thread import TrainingThread
+from stronghold.train.activations import forget_attention, recomputed
 from stronghold.train.gradients import Gradients
 from stronghold.train.layer import Layer, Level, Slot, WeightState
 from stronghold.train.order import Order
-from stronghold.train.saved_tensors import Handle, packing, recomputed
+from stronghold.train.saved_tensors import is_foreign, packing, unpack
 from stronghold.train.weights import SavedWeight, Weights
 
 
@@ -286,11 +287,12 @@ class Hooks:
                 self._called.append(layer)
         if not layer.is_block:
             self._outside.call(layer)
-        if layer.level is Level.KEEP or not layer.is_block or not torch.is_grad_enabled():
+        is_kept = layer.level is Level.KEEP or not layer.is_block or not torch.is_grad_enabled()
+        if is_kept or is_foreign(saved_tensor_hooks()):  # the program's own checkpoint decides
             return self._run(layer, forward, *args, **kwargs)
         self._num_recomputed[layer] += 1
-        run = partial(self._run, layer, forward)
-        return recomputed(run, module, args, kwargs, call=self._num_recomputed[layer])
+        run, call = partial(self._run, layer, forward), self._num_recomputed[layer]
+        return recomputed(layer, module, run, args, kwargs, call=call)
 
     def _run(self, layer: Layer, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a layer's forward, in a forward or again in backward."""
@@ -303,7 +305,7 @@ class Hooks:
                 output = forward(*args, **kwargs)
             else:
                 pack = packing(self._weights, outer_pair, self._saved_weight)
-                with saved_tensors_hooks(pack, Handle.__call__):
+                with saved_tensors_hooks(pack, unpack):
                     output = forward(*args, **kwargs)
             if layer.is_block and not self._in_backward:
                 self._announce(layer, output)
@@ -490,6 +492,7 @@ class Hooks:
             for parameter, _ in self._gradient_hooks:
                 parameter.grad = None
         self._outside.forget_calls()
+        forget_attention()
         self._in_backward = self._in_forward = self._is_interrupted = False
 
     def forget_interrupted(self) -> None:

@@ -70,6 +70,7 @@ class Level(Enum):
     """The tensors that a block keeps for backward."""
 
     KEEP = "keep"  # all that autograd saves
+    ATTENTION = "attention"  # its inputs, and the results of fused attention
     RECOMPUTE = "recompute"  # its inputs
 
 

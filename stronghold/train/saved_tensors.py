@@ -1,4 +1,4 @@
-"""Saved tensors of a layer's forward: handles in place of views of slots, and recomputation.
+"""Saved tensors of a layer's forward: handles in place of views of slots.
 
 [Note: saved weights]
 1. Autograd saves a view of a slot. The graph gets a handle instead.
@@ -20,18 +20,16 @@ holds `detach()` of it, which shares memory and version counter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from stronghold.errors import ConfigError
 from stronghold.model.inner_tensors import is_wrapper
 from stronghold.streaming.patches.autograd import Hooks
-from stronghold.streaming.patches.modules import buffer_table
 from stronghold.streaming.patches.tensors import sparse_parts, version_of
 from stronghold.train.weights import SavedWeight, Weights
 
@@ -40,11 +38,18 @@ PLAIN = (Tensor, nn.Parameter)
 Handle = partial[Tensor]
 """Stands in the graph for a saved tensor. Backward calls it."""
 
+unpack: Callable[[Handle], Tensor] = Handle.__call__
+
+
+def is_foreign(pair: Hooks | None) -> bool:
+    """True for saved-tensor hooks that are not those of a layer's call."""
+    return pair is not None and pair[1] is not unpack
+
 
 def packing(
     weights: Weights, below: Hooks | None, read: Callable[[SavedWeight], Tensor]
 ) -> Callable[[Tensor], Handle]:
-    """The pack hook of one call of a layer: it makes the handles. `Handle.__call__` unpacks.
+    """The pack hook of one call of a layer: it makes the handles. `unpack` belongs to it.
 
     below  the pair of saved-tensor hooks around the call ([Note: below])
     read   returns a saved weight's view, once its layer is in a slot
@@ -120,78 +125,3 @@ def refuse_sparse_weights(tensor: Tensor, weights: Weights) -> None:
                 f"{saved.layer.name} makes a sparse tensor of its weights, whose memory is a slot: "
                 "keep the layer on the device (stronghold.resident_layers), or make a dense tensor"
             )
-
-
-class TensorNumber(int):
-    """The number of a tensor among the arguments of a call. It stands in the tensor's place while
-    the call waits for its second run, so that the call does not keep the tensor alive."""
-
-
-def replaced(kind: type, function: Callable[[Any], Any], tree: Any) -> Any:
-    """Replace the leaves of a class. Lists and dicts stay, since a block may write into them."""
-    if isinstance(tree, kind):
-        return function(tree)
-    if type(tree) is tuple:
-        return tuple(replaced(kind, function, part) for part in tree)
-    return tree
-
-
-def recomputed(
-    run: Callable[..., Any],
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    call: int,
-) -> Any:
-    """Call `run(*args, **kwargs)` so that backward runs it again, in place of what autograd would
-    save.
-
-    module  whose forward runs. A second run gets clones of its buffers, with the values of before
-            the first: batch norm reads the statistics that it had, and counts a batch once
-    call    number of the call, from 1. torch compares the metadata of all tensors of the two runs,
-            in calls 1, 2, 4, 8, ...
-
-    torch's checkpoint saves tensors that it gets by position, and restores the generators of their
-    devices. So all tensors go by position, each once.
-    """
-    tensors: dict[int, Tensor] = {}
-    replaced(Tensor, lambda t: tensors.setdefault(id(t), t), (args, tuple(kwargs.values())))
-    numbers = {key: TensorNumber(number) for number, key in enumerate(tensors)}
-    waiting = replaced(Tensor, lambda t: numbers[id(t)], (args, tuple(kwargs.values())))
-    names = tuple(kwargs)
-    tables = [buffer_table(part) for part in module.modules()]
-    before = [_clones(table) for table in tables] if any(tables) else []
-    is_second = False
-
-    def run_filled(*given: Tensor) -> Any:
-        nonlocal is_second
-        filled_args, values = replaced(TensorNumber, lambda number: given[number], waiting)
-        filled = partial(run, *filled_args, **dict(zip(names, values, strict=True)))
-        if not is_second or not before:
-            is_second = True
-            return filled()
-        present = [dict(table) for table in tables]
-        try:
-            _fill(tables, map(_clones, before))
-            return filled()
-        finally:
-            _fill(tables, present)
-
-    is_compared = call & (call - 1) == 0
-    check = "default" if is_compared else "none"
-    return checkpoint(run_filled, *tensors.values(), use_reentrant=False, determinism_check=check)
-
-
-Buffers = dict[str, Tensor | None]
-
-
-def _clones(buffers: Buffers) -> Buffers:
-    return {name: None if b is None else b.clone() for name, b in buffers.items()}
-
-
-def _fill(tables: Sequence[Buffers], contents: Iterable[Buffers]) -> None:
-    """Replace the buffers of modules, also those that a forward has made."""
-    for table, buffers in zip(tables, contents, strict=True):
-        table.clear()
-        table.update(buffers)

@@ -37,6 +37,7 @@ from stronghold.streaming.patches.autograd import (
 )
 from stronghold.streaming.training_thread import TrainingThread
 from stronghold.telemetry.metrics import Metrics
+from stronghold.train.activations import intercepted_attention
 from stronghold.train.arrays import Arrays
 from stronghold.train.gradients import Gradients
 from stronghold.train.hooks import Hooks, ProgramBackward
@@ -82,6 +83,7 @@ class Trainer:
         for layer in layers:
             layer.is_on_gpu = layer.index in plan.updated_on_gpu
         with ExitStack() as undo:
+            undo.enter_context(intercepted_attention())
             undo.callback(self._move_buffers, torch.device("cpu"))
             self._move_buffers(device.torch_device)
             undo.callback(self._follow_device)

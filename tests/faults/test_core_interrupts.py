@@ -23,7 +23,12 @@ ACCUMULATION = 2
 PLACES: list[dict[str, Any]] = [
     {"window": 2, "resident_layers": 1, "activations": "keep"},
     {"window": 1, "resident_layers": 1, "resident_updates": "gpu", "activations": "recompute"},
-    {"window": 2, "folders": [Path(tempfile.gettempdir())], "spill": "weights"},
+    {
+        "window": 2,
+        "folders": [Path(tempfile.gettempdir())],
+        "spill": "weights",
+        "activations": "attention",
+    },
 ]
 
 

@@ -101,7 +101,7 @@ def test_adapters_train_over_a_quantised_base_as_on_a_gpu(
             clipping=0.5,
             precision="bf16",
             device=CudaDevice,
-            activations=["keep", "recompute"][number % 2],
+            activations=["keep", "attention", "recompute"][number % 3],
             **quantised.PLACES[place],
             **at_home(homes[number // 2 % 2], tmp_path),
             **settings,

@@ -17,6 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from stronghold.streaming.patches.attention import intercepted
 from stronghold.streaming.patches.replacements import Replacements
 from tests.models import loss_of
+from tests.support.room import is_next
 from tests.support.training import config, initialized
 
 KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -51,10 +52,11 @@ def counted(query: torch.Size, key: torch.Size, value: torch.Size, *_: Any, **__
     return int(sdpa_flop_count(query, key, value))
 
 
-@pytest.mark.parametrize("chunk", [None, 1])
+@pytest.mark.parametrize("chunk", [None, *([] if is_next() else [1])])
 def test_none_of_attentions_products_is_computed_twice(chunk: int | None) -> None:
     flops = {}
-    for level in ("keep", "recompute", "attention", "attention_offload"):
+    levels = ("keep", "recompute", "attention")
+    for level in (*levels, *([] if is_next() else ["attention_offload"])):
         section = {"window": 1, "activations": level, **({"chunk": chunk} if chunk else {})}
         model, make_batch = gpt2()
         engine = initialized(model, config(section=section))
@@ -64,8 +66,8 @@ def test_none_of_attentions_products_is_computed_twice(chunk: int | None) -> Non
         engine.destroy()
         flops[level] = counter.get_flop_counts()["Global"][KERNEL]
     once = LAYERS * sdpa_flop_count(*[torch.Size((BATCH, 2, SEQ, 16))] * 3)
-    assert flops["keep"] == flops["attention"] == flops["attention_offload"] == once
-    assert flops["recompute"] == 2 * once
+    assert flops.pop("recompute") == 2 * once
+    assert set(flops.values()) == {once}
 
 
 def test_a_function_that_stands_before_ours_stays(monkeypatch: pytest.MonkeyPatch) -> None:

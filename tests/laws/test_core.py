@@ -38,7 +38,7 @@ AXES: dict[str, list[str]] = {
     "model": [name for name in (*PLAIN, *HUGGING_FACE) if name not in LIKE_LLAMA[1:]],
     "place": list(PLACES),
     "home": ["ram", "moments", "masters", "weights"],
-    "activations": ["keep", "recompute"],
+    "activations": ["keep", "attention", "recompute"],
     "clipping": ["0.0", "0.5"],
     "micro-batches": ["1", "3"],
     "precision": ["fp32", "bf16", "fp16", "lean"],
@@ -171,7 +171,7 @@ def judged(case: programs.Case, folder: Path) -> tuple[str, str]:
     expected, expected_error = performed(case, lambda: Plain(case))
     r = random.Random(case.seed)
     place = PLACES[r.choice(list(PLACES))]
-    level, late = r.choice(["keep", "recompute"]), r.random() < 0.3
+    level, late = r.choice(["keep", "attention", "recompute"]), r.random() < 0.3
     home = r.choice(AXES["home"])
     settings = {"activations": level, **place, **at_home(home, folder)}
     device = lanes(are_late=late, seed=case.seed)

