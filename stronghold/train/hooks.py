@@ -317,14 +317,21 @@ class Hooks:
             pop_saved_tensor_hooks_above(outer_pair)
             raise
         is_written = layer.version != layer.fetched
+        moved = self._weights.moved(layer) if is_written else []
         self._end_run(layer)
         if is_written:
-            self._refuse_write(layer)
+            self._refuse_write(layer, moved)
         return output
 
-    def _refuse_write(self, layer: Layer) -> None:
-        """ConfigError for a forward that has written weights. It may write those that the device
-        updates, if it runs once."""
+    def _refuse_write(self, layer: Layer, moved: Sequence[str]) -> None:
+        """ConfigError for a forward that has written weights, or `moved` some. It may write those
+        that the device updates, if it runs once."""
+        if moved:
+            raise ConfigError(
+                f"the forward of {layer.name} pointed {moved[0]} to other memory "
+                f"({moved[0]}.data = ...), and what is assigned there is lost. Assign between two "
+                "steps, after engine.step(), or let the forward compute with a tensor of its own"
+            )
         if not layer.is_on_gpu:
             raise ConfigError(
                 f"the forward of {layer.name} wrote into its parameters in place: they are a "

@@ -17,8 +17,13 @@
 [Note: .data]
 1. Torch counts writes in a version. All aliases share it, except those of `.data`.
 2. Hazard: a layer's forward writes `weight.data`. That is its slot, and the write is lost.
-3. So `.data` of an engine's parameters returns an alias that shares the version. The layer's hooks
-   compare the version after each forward, and refuse the write.
+3. So `.data` of an engine's parameters returns an alias that shares the version, and an assignment
+   to it raises the version. The layer's hooks compare the version after each forward, and refuse
+   the write.
+
+[Note: set_] PEFT's adapters of fused experts parametrize weights in each forward, and restore them.
+`torch.nn.utils.parametrize` sets a parameter to itself meanwhile (`p.set_(p)`). That changes no
+value, and raises the version. So it does nothing to an engine's parameter.
 
 [Note: another thread]
 1. A look changes the state of a layer, which the training thread changes without a lock.
@@ -30,7 +35,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -69,7 +75,7 @@ _WITHOUT_VALUES = frozenset(
 )
 
 
-# Identities of the parameters of all engines, and the name that is replaced for them.
+# Identities of the parameters of all engines, and the names that are replaced for them.
 _counted: set[int] = set()
 _replacements = Replacements()
 
@@ -82,7 +88,25 @@ def _counting_data(data: Any) -> property:
         alias: Tensor = parameter.detach() if is_counted else data.__get__(parameter)
         return alias
 
-    return property(read, data.__set__, doc=data.__doc__)
+    def write(parameter: nn.Parameter, values: Tensor) -> None:
+        data.__set__(parameter, values)
+        if id(parameter) in _counted:
+            torch.autograd.graph.increment_version(parameter)
+
+    return property(read, write, doc=data.__doc__)
+
+
+def _not_setting_to_itself(set_: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`torch.nn.Parameter.set_` ([Note: set_])."""
+
+    @functools.wraps(set_)
+    def to(parameter: Tensor, *source: Any, **named: Any) -> Tensor:
+        is_itself = len(source) == 1 and source[0] is parameter
+        if is_itself and id(parameter) in _counted:
+            return parameter
+        return set_(parameter, *source, **named)
+
+    return to
 
 
 class Hidden(nn.Parameter):
@@ -130,6 +154,7 @@ class Visible:
             self._classes[layer] = [(p, type(p), hidden[type(p)]) for p in parameters]
         _counted.update(self._layer_of)
         _replacements.put(nn.Parameter, "data", _counting_data)
+        _replacements.put(nn.Parameter, "set_", _not_setting_to_itself)
 
     def hide(self, layer: Layer) -> None:
         """Let the next look at a parameter of the layer wait."""
@@ -172,7 +197,7 @@ class Visible:
             layer.is_seen = True
 
     def close(self) -> None:
-        """Give every parameter its own class and `.data` back."""
+        """Give every parameter its own class back, and torch its names."""
         for layer in self._layers:
             self.show(layer)
         _counted.difference_update(self._layer_of)

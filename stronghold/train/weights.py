@@ -129,6 +129,14 @@ class Weights:
         self._visible.show(layer)
         layer.bind(layer.slot.views_of(layer, layer.num_bytes))
 
+    def moved(self, layer: Layer) -> list[str]:
+        """The names of the parameters that do not point at the slot any more, though the layer is
+        bound: its forward has assigned to their `.data`."""
+        assert layer.slot is not None
+        views = layer.slot.views_of(layer, layer.num_bytes)
+        bound = zip(layer.names, layer.parameters, views, strict=True)
+        return [name for name, p, view in bound if p.data_ptr() != view.data_ptr()]
+
     def rest(self, layer: Layer) -> None:
         """Point the layer's parameters at the host, where a program finds them outside of calls.
         Does nothing if the program has looked since they were bound: it may have written."""

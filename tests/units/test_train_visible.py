@@ -281,3 +281,40 @@ def test_parameters_of_other_models_keep_their_own_data() -> None:
     counted = model.head.weight._version
     model.head.weight.data.mul_(2.0)
     assert model.head.weight._version == counted
+
+
+def test_a_parameter_that_is_set_to_itself_is_not_written() -> None:
+    """As `torch.nn.utils.parametrize` does."""
+    own, other = nn.Parameter.set_, nn.Parameter(torch.zeros(2))
+    model, make_batch = MODELS["gpt"]()
+    with opened(model, resident_layers=3) as core:
+        step(core, make_batch, 0)
+        weight = model.head.weight
+        before = weight._version
+        with torch.no_grad():
+            assert weight.set_(weight) is weight
+            assert isinstance(weight, Hidden)
+            assert weight._version == before
+            other.set_(other)
+            assert other._version == 1
+            other.set_(torch.ones(3))
+        assert torch.equal(other, torch.ones(3))
+    assert nn.Parameter.set_ is own
+
+
+@pytest.mark.parametrize("level", ["keep", "recompute"])
+@pytest.mark.parametrize("place", PLACES)
+def test_an_assignment_in_a_forward_is_refused_with_the_name(place: str, level: str) -> None:
+    model, make_batch = MODELS["gpt"]()
+    module = model.blocks[1].mlp.down
+
+    def assign(*_: Any) -> None:
+        module.weight.data = module.weight.data * 0.5
+
+    with opened(model, activations=level, **PLACES[place]) as core:
+        step(core, make_batch, 0)
+        handle = module.register_forward_pre_hook(assign)
+        with pytest.raises(ConfigError, match=r"blocks\.1\.mlp\.down\.weight to other memory"):
+            core.trainer.forward(**make_batch(1))
+        handle.remove()
+        step(core, make_batch, 1)

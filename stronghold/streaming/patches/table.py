@@ -196,6 +196,7 @@ _REPLACED = (
         reason="`torch.nn.utils.parametrize` calls `p.set_(p)` in each forward of some PEFT "
         "adapters. That changes no value and raises the version, like a write.",
         file=_PARAMETERS,
+        beside=("train/visible.py",),
     ),
     Patch(
         key="zero_grad",
