@@ -52,7 +52,7 @@ from stronghold.train.activations import forget_attention, recomputed
 from stronghold.train.gradients import Gradients
 from stronghold.train.layer import Layer, Level, Slot, WeightState
 from stronghold.train.order import Order
-from stronghold.train.saved_tensors import is_foreign, packing, unpack
+from stronghold.train.saved_tensors import Handle, packing
 from stronghold.train.weights import SavedWeight, Weights
 
 
@@ -287,8 +287,7 @@ class Hooks:
                 self._called.append(layer)
         if not layer.is_block:
             self._outside.call(layer)
-        is_kept = layer.level is Level.KEEP or not layer.is_block or not torch.is_grad_enabled()
-        if is_kept or is_foreign(saved_tensor_hooks()):  # the program's own checkpoint decides
+        if layer.level is Level.KEEP or not layer.is_block or not torch.is_grad_enabled():
             return self._run(layer, forward, *args, **kwargs)
         self._num_recomputed[layer] += 1
         run, call = partial(self._run, layer, forward), self._num_recomputed[layer]
@@ -305,7 +304,7 @@ class Hooks:
                 output = forward(*args, **kwargs)
             else:
                 pack = packing(self._weights, outer_pair, self._saved_weight)
-                with saved_tensors_hooks(pack, unpack):
+                with saved_tensors_hooks(pack, Handle.__call__):
                     output = forward(*args, **kwargs)
             if layer.is_block and not self._in_backward:
                 self._announce(layer, output)

@@ -38,18 +38,11 @@ PLAIN = (Tensor, nn.Parameter)
 Handle = partial[Tensor]
 """Stands in the graph for a saved tensor. Backward calls it."""
 
-unpack: Callable[[Handle], Tensor] = Handle.__call__
-
-
-def is_foreign(pair: Hooks | None) -> bool:
-    """True for saved-tensor hooks that are not those of a layer's call."""
-    return pair is not None and pair[1] is not unpack
-
 
 def packing(
     weights: Weights, below: Hooks | None, read: Callable[[SavedWeight], Tensor]
 ) -> Callable[[Tensor], Handle]:
-    """The pack hook of one call of a layer: it makes the handles. `unpack` belongs to it.
+    """The pack hook of one call of a layer: it makes the handles. `Handle.__call__` unpacks.
 
     below  the pair of saved-tensor hooks around the call ([Note: below])
     read   returns a saved weight's view, once its layer is in a slot

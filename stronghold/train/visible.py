@@ -90,7 +90,9 @@ def _counting_data(data: Any) -> property:
 
     def write(parameter: nn.Parameter, values: Tensor) -> None:
         data.__set__(parameter, values)
-        if id(parameter) in _counted:
+        # Parameters of a library's class are frozen, and its own forward may assign to them, as
+        # that of bitsandbytes' Linear8bitLt does. The next use points them at a slot again.
+        if type(parameter) is nn.Parameter and id(parameter) in _counted:
             torch.autograd.graph.increment_version(parameter)
 
     return property(read, write, doc=data.__doc__)

@@ -287,7 +287,7 @@ def test_a_part_of_the_model_waits_for_its_own_updates_alone() -> None:
 def test_torch_is_as_it_was_when_the_last_engine_is_gone() -> None:
     before = dict(vars(nn.Parameter))
     one, other = Twin("gpt"), Twin("llama")
-    names = {"data"} if is_next() else {"data", "set_"}
+    names = {"data", "set_"}
     assert vars(nn.Parameter).keys() - before.keys() == names
     one.engine.destroy()
     assert vars(nn.Parameter).keys() - before.keys() == names

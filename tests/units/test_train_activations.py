@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import CheckpointError
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from stronghold.streaming.patches.attention import running
 from stronghold.train import activations
@@ -28,7 +28,7 @@ from stronghold.train.activations import (
     some_values,
 )
 from tests.models import HIDDEN, Block, Decoder, loss_of, token_batch
-from tests.support.core import Core, train_core
+from tests.support.core import Core, opened, train_core
 from tests.support.training import assert_identical, train_plain
 
 
@@ -193,6 +193,52 @@ def test_torchs_attention_is_replaced_while_a_model_trains() -> None:
         second.trainer.backward(loss)
         assert running.through is None
     assert F.scaled_dot_product_attention is plain
+
+
+def test_an_interrupt_leaves_attention_as_it_was() -> None:
+    with decoder() as core:
+        running.through = lambda plain, args, kwargs: args[0]
+        core.trainer.forget()
+        assert running.through is None
+
+
+# -- blocks ----------------------------------------------------------------------------------------
+class Counted(Block):
+    """It counts its runs, and fails in run `fails`."""
+
+    def __init__(self, fails: int = 0) -> None:
+        super().__init__()
+        self.fails, self.runs = fails, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        if self.runs == self.fails:
+            raise RuntimeError("no room in here")
+        return super().forward(x)
+
+
+def test_an_error_of_the_second_run_is_the_blocks_own() -> None:
+    with decoder(Counted, level="recompute", fails=2) as core:
+        loss = core.trainer.forward(**token_batch(0))
+        with pytest.raises(RuntimeError, match=r"^no room in here$"):
+            core.trainer.backward(loss)
+
+
+class Checkpointed(Decoder):
+    """With checkpoints of its own around its blocks."""
+
+    def run(self, x: Tensor, input_ids: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+def test_a_block_in_a_checkpoint_of_the_program_runs_twice_as_there() -> None:
+    torch.manual_seed(0)
+    model = Checkpointed([Counted() for _ in range(3)])
+    with opened(model, activations="recompute", window=1) as core:
+        core.trainer.backward(core.trainer.forward(**token_batch(0)))
+        assert [block.runs for block in model.blocks] == [2] * 3
 
 
 def test_a_block_that_differs_is_refused_and_nothing_of_the_step_stays() -> None:
