@@ -6,14 +6,14 @@ comparison of values, and attention that is computed once.
 [Note: the second run] It must save what the first run has saved.
 1. Arguments: torch's checkpoint saves tensors that it gets by position, compares their versions,
    and restores the generators of their devices. So all tensors go by position, each once.
-2. Buffers: the second run gets clones, with the values of before the first. So batch norm reads the
-   statistics that it had, and counts a batch once.
+2. Buffers: the second run gets clones, with the values that they had before the first run. So batch
+   norm reads the same statistics, and counts a batch once.
 3. Hazard: a block reads something else that has changed (a counter, a list, a generator of Python,
    a hook that is gone). Torch compares the number of the saved tensors, and here their shapes. So
    in calls 1, 2, 4, 8, ... of a block some elements of each tensor are compared, too.
 4. Hazard: the block writes a tensor after autograd has saved it. Plain torch refuses the backward.
    Torch's checkpoint does not, so the versions are compared here.
-5. What the forward changes outside of its output, it changes twice.
+5. Limit: what a forward changes beside its output, it changes twice.
 
 [Note: attention once]
 1. A dispatch mode sees every operator of a block, which costs 3 to 5 us each. So the modes stand
@@ -373,7 +373,8 @@ class _Giving(TorchDispatchMode):
 
 
 class _Passing:
-    """Context manager, also more than once: attention passes through what `begin` returns."""
+    """Context manager that may be entered again. Inside, attention passes through what `begin` has
+    returned."""
 
     def __init__(self, begin: Callable[[], Through]) -> None:
         self._begin = begin
@@ -402,22 +403,22 @@ def _say_not_kept(kind: str) -> None:
     )
 
 
-# The engines whose blocks need the replaced name.
-_num_engines = 0
+# The number of models in training, and the name that is replaced for them.
+_num_models = 0
 _replacements = Replacements()
 
 
 @contextmanager
 def intercepted_attention() -> Iterator[None]:
     """Context manager in which calls of torch's attention pass through `running.through`."""
-    global _num_engines
-    _num_engines += 1
+    global _num_models
+    _num_models += 1
     _replacements.put(F, "scaled_dot_product_attention", intercepted)
     try:
         yield
     finally:
-        _num_engines -= 1
-        if not _num_engines:
+        _num_models -= 1
+        if not _num_models:
             _replacements.undo()
 
 

@@ -37,7 +37,8 @@ from tests.support.training import (
 
 SECTION = {"window": 2, "activations": "recompute"}
 RUNS_AGAIN = r"blocks\.\d: .*runs? again in backward.*stronghold\.activations"
-of_old_room = pytest.mark.skipif(is_next(), reason="there the call is not kept, but refused")
+of_old_room = pytest.mark.skipif(is_next(), reason="the room `train` refuses such a block")
+of_next_room = pytest.mark.skipif(not is_next(), reason="the old room keeps its state")
 
 
 @contextmanager
@@ -148,7 +149,7 @@ REFUSED |= {"its argument": "argument was written in place", "gradient": "create
 def test_a_block_of_any_kind_computes_what_it_computed(kind: str) -> None:
     """The oracle of programs draws these kinds among other blocks, in any way through a model."""
     if is_next() and kind == "sampled":
-        pytest.skip("its values are equal, and what it changes beside them changes twice")
+        pytest.skip("what a block changes beside its output, it changes twice there")
 
     def factory() -> Any:
         random.seed(1), np.random.seed(1)
@@ -223,7 +224,7 @@ def test_a_tensor_of_the_block_that_the_program_writes_before_backward_is_refuse
     engine.destroy()
 
 
-@pytest.mark.skipif(not is_next(), reason="refused there, above")
+@of_next_room
 def test_a_buffer_that_the_program_writes_before_backward_is_for_the_next_forward() -> None:
     def train(level: str) -> list[float]:
         torch.manual_seed(0)
@@ -263,7 +264,7 @@ def test_a_model_in_another_mode_in_backward_is_recomputed_in_its_own() -> None:
     assert losses[0] == losses[1]
 
 
-@pytest.mark.skipif(not is_next(), reason="recomputed there, above")
+@of_next_room
 def test_a_model_in_another_mode_in_backward_is_refused() -> None:
     model = decoder()
     engine = engine_of(model)
@@ -334,7 +335,7 @@ def test_a_change_in_any_call_is_kept_in_that_call(when: tuple[int, ...], caplog
     assert "17792 bytes on the device in this call" in lines[0]
 
 
-@pytest.mark.skipif(not is_next(), reason="the call is kept there, above")
+@of_next_room
 @pytest.mark.parametrize("when", [(1,), (2, 4), (4,)])
 def test_a_change_in_a_call_whose_values_are_compared_is_refused(when: tuple[int, ...]) -> None:
     model = Stepping([Late(when) for _ in range(3)])
@@ -436,7 +437,7 @@ def test_an_attribute_that_changes_before_backward_is_for_the_next_forward() -> 
     assert losses[0] == losses[1]
 
 
-@pytest.mark.skipif(not is_next(), reason="computed there, above")
+@of_next_room
 def test_an_attribute_that_changes_before_backward_is_refused() -> None:
     model = Decoder([Late(()) for _ in range(3)])
     engine = engine_of(model)

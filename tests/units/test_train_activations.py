@@ -23,6 +23,7 @@ from stronghold.train import activations
 from stronghold.train.activations import (
     NUM_COMPARED,
     ROUNDING,
+    AttentionOnce,
     difference,
     may_be_rounding,
     some_values,
@@ -100,7 +101,7 @@ def test_a_gpu_may_round_otherwise_and_leave_one_tensor_unwritten() -> None:
 
 # -- attention once --------------------------------------------------------------------------------
 class Fused(Block):
-    """Its attention is torch's fused kernel, and may be called twice."""
+    """A block that calls attention `calls` more times."""
 
     def __init__(self, calls: int = 1, dropout: float = 0.0) -> None:
         super().__init__()
@@ -109,9 +110,8 @@ class Fused(Block):
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(self.calls):
             heads = x.unflatten(-1, (2, HIDDEN // 2)).transpose(1, 2)
-            x = x + F.scaled_dot_product_attention(heads, heads, heads, None, self.rate).transpose(
-                1, 2
-            ).flatten(-2)
+            mixed = F.scaled_dot_product_attention(heads, heads, heads, None, self.rate)
+            x = x + mixed.transpose(1, 2).flatten(-2)
         return super().forward(x)
 
 
@@ -151,6 +151,48 @@ def test_a_graph_that_is_retained_has_a_second_backward() -> None:
     assert gradients["attention"] == gradients["keep"] > 0.0
 
 
+KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+def kernel(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+    output: Tensor = KERNEL(query, key, value)[0]
+    return output
+
+
+def test_each_run_gets_an_alias_of_what_is_kept() -> None:
+    attention, heads = AttentionOnce(), torch.randn(1, 2, 4, 8, requires_grad=True)
+    first = attention._compute(kernel, (heads, heads, heads), {})
+    assert attention.is_kept
+    for _ in range(2):
+        again = attention._begin_second()(kernel, (heads, heads, heads), {})
+        assert again.data_ptr() == first.data_ptr()
+        assert again.grad_fn is not None
+        kept = attention._calls[0][0].results[0]()
+        assert kept.grad_fn is None  # else the graph of a second run would live as long
+
+
+def test_a_kernel_that_another_run_chooses_is_computed() -> None:
+    attention, heads = AttentionOnce(), torch.randn(1, 2, 4, 8, requires_grad=True)
+    first = attention._compute(kernel, (heads, heads, heads), {})
+    other = torch.ops.aten._scaled_dot_product_efficient_attention.default
+    attention._calls[0][0] = attention._calls[0][0]._replace(kernel=other)
+    again = attention._begin_second()(kernel, (heads, heads, heads), {})
+    assert again.data_ptr() != first.data_ptr()
+    assert torch.equal(again, first)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_attention_with_dropout_is_computed_again(by_name: bool) -> None:
+    """It draws from the device's generator, as no kernel of a CPU does."""
+    attention, heads = AttentionOnce(), torch.randn(1, 2, 4, 8)
+    args = (heads, heads, heads)
+    if by_name:
+        attention._compute(lambda *a, dropout_p: kernel(*a), args, {"dropout_p": 0.1})
+    else:
+        attention._compute(kernel, (*args, None, 0.1), {})
+    assert not attention.is_kept
+
+
 def test_what_is_kept_goes_with_the_graph() -> None:
     kept: list[weakref.ref[Any]] = []
     first = activations.AttentionOnce._compute
@@ -172,9 +214,11 @@ def test_what_is_kept_goes_with_the_graph() -> None:
             gc.enable()
 
 
-def test_attention_that_is_written_out_is_said_once(caplog: Any) -> None:
+def test_a_block_without_fused_attention_is_said_once(
+    caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     activations._say_not_kept.cache_clear()
-    logging.getLogger("stronghold").propagate = True
+    monkeypatch.setattr(logging.getLogger("stronghold"), "propagate", True)
     with decoder(Unfused) as core, caplog.at_level(logging.WARNING, "stronghold"):
         for number in range(2):
             core.trainer.backward(loss_of(core.trainer.forward(**token_batch(number))))

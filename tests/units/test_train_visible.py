@@ -318,3 +318,18 @@ def test_an_assignment_in_a_forward_is_refused_with_the_name(place: str, level: 
             core.trainer.forward(**make_batch(1))
         handle.remove()
         step(core, make_batch, 1)
+
+
+@pytest.mark.parametrize("level", ["keep", "recompute"])
+@pytest.mark.parametrize("place", PLACES)
+def test_an_assignment_between_forward_and_backward_is_refused(place: str, level: str) -> None:
+    """The backward would find the new values where the old ones were."""
+    model, make_batch = MODELS["gpt"]()
+    weight = model.blocks[1].mlp.down.weight
+    with opened(model, activations=level, **PLACES[place]) as core:
+        step(core, make_batch, 0)
+        loss = loss_of(core.trainer.forward(**make_batch(1)))
+        weight.data = weight.data * 0.5
+        with pytest.raises((ConfigError, RuntimeError), match=r"written since|modified"):
+            core.trainer.backward(loss)
+        step(core, make_batch, 1)
