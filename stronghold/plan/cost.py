@@ -175,7 +175,8 @@ class Demand:
     # True: a reduce-scatter needs a buffer as large as the largest layer's gradients. That is so in
     # CPU memory; NCCL adds in place.
     reduces_in_room: bool = False
-    # For the room `train`: gradients never lie in files, and two buffers take them to a sum.
+    # For the room `train`: gradients never lie in files, nor do inputs where gradients will, and
+    # two buffers take them to a sum.
     gradients_in_ram: bool = False
     shares_weights: bool = False  # in memory, with other processes: weights never spill
 

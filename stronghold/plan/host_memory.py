@@ -277,6 +277,8 @@ def _offloaded_bytes(sizes: _HostSizes, spilled: Spilled) -> int:
     total = 0
     for index, activations in sizes.places.offloaded.items():
         total += activations.nbytes
+        if sizes.demand.gradients_in_ram:  # they lend nothing
+            continue
         if index not in sizes.ranges or "gradients" in spilled[index]:
             continue
         trained = sizes.of_layer(index).trained

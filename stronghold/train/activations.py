@@ -31,7 +31,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -42,14 +42,15 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointError, checkpoint, noop_context_fn
 
 from stronghold.model.gpu_operators import ATTENTION_KERNELS
+from stronghold.plan.cost import ATTENTION
 from stronghold.streaming.activations.key_value_caches import is_cache, without_cache
 from stronghold.streaming.patches.attention import Plain, Through, intercepted, running
 from stronghold.streaming.patches.autograd import Hooks, TorchDispatchMode, saved_tensor_hooks
 from stronghold.streaming.patches.modules import buffer_table
 from stronghold.streaming.patches.replacements import Replacements
 from stronghold.streaming.patches.tensors import version_of
-from stronghold.train.layer import Layer, Level
-from stronghold.train.saved_tensors import unwritten
+from stronghold.train.layer import Layer
+from stronghold.train.saved_tensors import Handle, Keep, kept
 
 logger = logging.getLogger("stronghold")
 
@@ -81,11 +82,13 @@ def recomputed(
     kwargs: dict[str, Any],
     *,
     call: int,
+    keep: Keep,
 ) -> Any:
     """Call `run(*args, **kwargs)`, a forward of the layer's module, so that backward runs it again
     ([Note: the second run]).
 
     call  number of the call, from 1
+    keep  makes the handles of what waits for the second run. `kept`: all stays where it is
     """
     args, kwargs = without_cache(args, kwargs)
     if any(map(is_cache, (*args, *kwargs.values()))):
@@ -118,17 +121,32 @@ def recomputed(
             _fill(tables, present)
             runs.compare()
 
-    attention = AttentionOnce() if layer.level is Level.ATTENTION else None
-    output = checkpoint(
-        run_filled,
-        *tensors.values(),
-        use_reentrant=False,
-        determinism_check="default" if is_compared else "none",
-        context_fn=noop_context_fn if attention is None else attention.contexts,
-    )
+    attention = AttentionOnce(keep) if layer.level in ATTENTION else None
+    with nullcontext() if keep is kept else _first_input_goes(keep):
+        output = checkpoint(
+            run_filled,
+            *tensors.values(),
+            use_reentrant=False,
+            determinism_check="default" if is_compared else "none",
+            context_fn=noop_context_fn if attention is None else attention.contexts,
+        )
     if attention is not None and not attention.is_kept:
         _say_not_kept(type(module).__name__)
     return output
+
+
+def _first_input_goes(keep: Keep) -> saved_tensors_hooks:
+    """Context manager for the arguments that torch's checkpoint saves: `keep` makes the handle of
+    the first one with a graph, the hidden states. Others may be those of all blocks."""
+    is_first = True
+
+    def pack(tensor: Tensor) -> Handle:
+        nonlocal is_first
+        goes = is_first and tensor.grad_fn is not None
+        is_first = is_first and not goes
+        return keep(tensor) if goes else kept(tensor)
+
+    return saved_tensors_hooks(pack, Handle.__call__)
 
 
 Buffers = dict[str, Tensor | None]
@@ -293,10 +311,10 @@ def _warn_of_rounding(kind: str) -> None:
 # -- attention once --------------------------------------------------------------------------------
 class AttentionOnce:
     """Attention in the two runs of one call of a block. `is_kept`: a fused kernel has run, and its
-    results are kept."""
+    results are kept, by `keep`."""
 
-    def __init__(self) -> None:
-        self.is_kept = False
+    def __init__(self, keep: Keep) -> None:
+        self._keep, self.is_kept = keep, False
         self._calls: list[list[KernelCall]] = []  # by call of attention
 
     def contexts(self) -> tuple[_Passing, _Passing]:
@@ -305,23 +323,23 @@ class AttentionOnce:
 
     def _compute(self, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """A call of attention in the first run."""
-        kept: list[KernelCall] = []
-        self._calls.append(kept)
+        calls: list[KernelCall] = []
+        self._calls.append(calls)
         if _dropout(args, kwargs):
             return plain(*args, **kwargs)
-        with _Keeping(kept):
+        with _Keeping(calls, self._keep):
             output = plain(*args, **kwargs)
-        self.is_kept = self.is_kept or bool(kept)
+        self.is_kept = self.is_kept or bool(calls)
         return output
 
     def _begin_second(self) -> Through:
-        calls = iter(self._calls)
+        by_call = iter(self._calls)
 
         def give(plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-            kept = next(calls, [])
-            if not kept:
+            calls = next(by_call, [])
+            if not calls:
                 return plain(*args, **kwargs)
-            with _Giving(kept):
+            with _Giving(calls):
                 return plain(*args, **kwargs)
 
         return give
@@ -338,20 +356,17 @@ class KernelCall(NamedTuple):
 class _Keeping(TorchDispatchMode):
     """Keeps the results of attention's kernels in `calls`."""
 
-    def __init__(self, calls: list[KernelCall]) -> None:
+    def __init__(self, calls: list[KernelCall], keep: Keep) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._calls = calls
+        self._calls, self._keep = calls, keep
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         results = func(*args, **(kwargs or {}))
         if func in ATTENTION_KERNELS:
-            kept = (
-                partial(unwritten, x.detach(), version_of(x)) if isinstance(x, Tensor) else x
-                for x in results
-            )
-            self._calls.append(KernelCall(func, tuple(kept)))
+            handles = tuple(self._keep(x) if isinstance(x, Tensor) else x for x in results)
+            self._calls.append(KernelCall(func, handles))
         return results
 
 

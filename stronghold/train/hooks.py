@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from stronghold.errors import ConfigError
+from stronghold.plan.cost import AGAIN, AWAY
 from stronghold.streaming.patches.autograd import (
     NO_BACKWARD,
     at_end_of_backward,
@@ -50,9 +51,10 @@ from stronghold.streaming.patches.tensors import tree_leaves
 from stronghold.streaming.training_thread import TrainingThread
 from stronghold.train.activations import forget_attention, recomputed
 from stronghold.train.gradients import Gradients
-from stronghold.train.layer import Layer, Level, Slot, WeightState
+from stronghold.train.layer import Layer, Slot, WeightState
+from stronghold.train.offload import ActivationOffload
 from stronghold.train.order import Order
-from stronghold.train.saved_tensors import Handle, packing
+from stronghold.train.saved_tensors import Handle, Keep, kept, packing
 from stronghold.train.weights import SavedWeight, Weights
 
 
@@ -159,14 +161,17 @@ class Hooks:
         order: Order,
         weights: Weights,
         gradients: Gradients,
+        offload: ActivationOffload,
         *,
         program: ProgramBackward,
         thread: TrainingThread,
     ) -> None:
         self._model = model
         self._order, self._weights, self._gradients = order, weights, gradients
+        self._offload = offload
         self._program, self._thread = program, thread
         self._layers = tuple(modules)
+        self._last_away = max((x.index for x in modules if x.level in AWAY), default=-1)
         self._outside = OutsideLayers(modules)
         # A layer has the inner tensors of a quantised parameter, which never require a gradient.
         self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
@@ -287,13 +292,34 @@ class Hooks:
                 self._called.append(layer)
         if not layer.is_block:
             self._outside.call(layer)
-        if layer.level is Level.KEEP or not layer.is_block or not torch.is_grad_enabled():
-            return self._run(layer, forward, *args, **kwargs)
-        self._num_recomputed[layer] += 1
-        run, call = partial(self._run, layer, forward), self._num_recomputed[layer]
-        return recomputed(layer, module, run, args, kwargs, call=call)
+        if layer.level == "keep" or not layer.is_block or not torch.is_grad_enabled():
+            return self._run(layer, kept, forward, *args, **kwargs)
+        # The program's own pair of hooks decides where tensors wait.
+        is_away = layer.level in AWAY and saved_tensor_hooks() is None
+        if not is_away or backward_number() != NO_BACKWARD:
+            return self._run_once_or_twice(layer, module, kept, forward, args, kwargs)
+        with self._offload.call(layer, is_last=layer.index >= self._last_away) as keep:
+            return self._run_once_or_twice(layer, module, keep, forward, args, kwargs)
 
-    def _run(self, layer: Layer, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run_once_or_twice(
+        self,
+        layer: Layer,
+        module: nn.Module,
+        keep: Keep,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        run = partial(self._run, layer, keep, forward)
+        if layer.level not in AGAIN:
+            return run(*args, **kwargs)
+        self._num_recomputed[layer] += 1
+        call = self._num_recomputed[layer]
+        return recomputed(layer, module, run, args, kwargs, call=call, keep=keep)
+
+    def _run(
+        self, layer: Layer, keep: Keep, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
         """Run a layer's forward, in a forward or again in backward."""
         outer_pair = saved_tensor_hooks()
         if backward_number() != NO_BACKWARD:
@@ -303,7 +329,7 @@ class Hooks:
             if not torch.is_grad_enabled():
                 output = forward(*args, **kwargs)
             else:
-                pack = packing(self._weights, outer_pair, self._saved_weight)
+                pack = packing(self._weights, outer_pair, self._saved_weight, keep)
                 with saved_tensors_hooks(pack, Handle.__call__):
                     output = forward(*args, **kwargs)
             if layer.is_block and not self._in_backward:
@@ -338,7 +364,7 @@ class Hooks:
                 "engine.step(), or let the device keep and update the layer "
                 '(stronghold.resident_layers, "resident_updates": "gpu")'
             )
-        if layer.is_block and layer.level is not Level.KEEP:
+        if layer.is_block and layer.level in AGAIN:
             raise ConfigError(
                 f"the forward of {layer.name} wrote into its parameters in place, and would do so "
                 'again in backward: set stronghold.activations to "keep", which runs it once'
@@ -424,6 +450,7 @@ class Hooks:
         # Only torch keeps it, and drops it if the backward raises.
         self._end_of_backward = weakref.ref(end)
         self._in_backward = True
+        self._offload.begin_backward()
         self._order.begin_pass(is_training=True)
         for layer in self._outside.all:
             if layer.weight_state is WeightState.HERE:  # else its forward has not used it
@@ -448,7 +475,7 @@ class Hooks:
                 self._slot, self._version = layer.slot, layer.version
             present = self._version
         # Of what stays in its memory and runs once, autograd itself compares versions.
-        if version != present and (not layer.is_on_gpu or layer.level is not Level.KEEP):
+        if version != present and (not layer.is_on_gpu or layer.level in AGAIN):
             raise ConfigError(
                 f"backward needs the weights of {layer.name} as they were in its forward, and they "
                 "were written since, by engine.step() or in place: call backward before the step, "
@@ -491,6 +518,7 @@ class Hooks:
     def forget(self) -> None:
         """End every pass that an exception has left open, at any bytecode, and empty every slot."""
         self._weights.forget()
+        self._offload.forget()
         self._order.forget()
         for layer in self._layers:
             self._weights.rest(layer)

@@ -32,7 +32,7 @@ from stronghold.model.packed_weight import pack_frozen
 from stronghold.model.partition import Partition, find_blocks, partition
 from stronghold.model.stored_tensors import stored_tensors, tensor_has_memory
 from stronghold.optim.states import states_of
-from stronghold.plan.cost import Demand
+from stronghold.plan.cost import Demand, spared
 from stronghold.plan.estimate import StepEstimate
 from stronghold.plan.machine import MachineProfile
 from stronghold.plan.plan import Plan, make_plan
@@ -55,13 +55,13 @@ from stronghold.streaming.training_thread import TrainingThread
 from stronghold.telemetry.metrics import Metrics
 from stronghold.telemetry.trace import Trace, open_path
 from stronghold.train.hooks import ProgramBackward
-from stronghold.train.layer import Layer, Level, layers_of, layout_of
+from stronghold.train.layer import Layer, layers_of, layout_of
 from stronghold.train.trainer import Trainer
 from stronghold.train.updates import StepResult
 
 KEY = "stronghold.room"
 # Keys for which the room has no part yet.
-MISSING = ("chunk", "streams", "loss_chunk", "early_layers", "kept_activations")
+MISSING = ("chunk", "streams", "loss_chunk", "early_layers")
 
 
 class Job:
@@ -122,11 +122,7 @@ class Job:
 
     # -- opening ----------------------------------------------------------------------------------
     def _refuse_missing(self) -> None:
-        levels = self.section.activations or "keep"
-        wrong = {str(x) for x in ([levels] if isinstance(levels, str) else levels)}
-        wrong -= {level.value for level in Level}
         missing = [key for key in MISSING if getattr(self.section, key)]
-        missing += [f"activations {level}" for level in sorted(wrong)]
         missing += ["several ranks"] if self.ranks.several else []
         if missing:
             raise ConfigError(f'{KEY}: "train" has no {", ".join(missing)}: leave the key out')
@@ -199,13 +195,7 @@ class Job:
             ),
             training=optimizer is not None,
         )
-        self.demand: Demand = replace(
-            demand,
-            whole=False,
-            early_layers=0,
-            activations=self.pinned_activations,
-            gradients_in_ram=True,
-        )
+        self.demand: Demand = replace(demand, whole=False, early_layers=0, gradients_in_ram=True)
         self.plan: Plan = make_plan(self.layout, self.demand)
 
     @property
@@ -280,9 +270,9 @@ class Job:
         return not (self.trainer.is_in_pass or self.trainer.is_in_step)
 
     @property
-    def pinned_activations(self) -> str | tuple[str, ...]:
-        """The config's levels. The rules would choose others than the room has."""
-        return pinned_activations(self.section, self.layout) or Level.KEEP.value
+    def pinned_activations(self) -> str | tuple[str, ...] | None:
+        """The config's levels. None leaves them to the rules."""
+        return pinned_activations(self.section, self.layout)
 
     def is_aliased(self) -> bool:
         """Nothing counts aliases."""
@@ -292,7 +282,10 @@ class Job:
         return self.trainer.resting_hooks()
 
     def spare_activations(self, spares: bool) -> None:
-        """Levels do not change yet."""
+        """Let forwards that begin from now on keep nothing that backward can compute again, or what
+        the plan says."""
+        levels = self.plan.activations
+        self.trainer.set_levels(spared(levels) if spares else levels)
 
     def take_plan(self, plan: Plan) -> None:
         """Go on with the plan for the first batch, while no gradient exists."""
@@ -389,7 +382,7 @@ class Job:
             gpu_peak=self.device.memory.peak_bytes,
             host_planned=self._planned[1],
             host_peak=self.trainer.arrays.host_peak_bytes,
-            host_activations=0,
+            host_activations=self.trainer.offload.host_bytes,
             nvme_planned=self.plan.nvme_total_bytes,
             nvme_peak=self.trainer.arrays.file_bytes,
             gpu_process_peak=self.device.memory.process_peak_bytes(),

@@ -66,14 +66,6 @@ class GradientState(Enum):
     WAITING = "waiting"  # in the layer's buffer, or on their way to it, until the update
 
 
-class Level(Enum):
-    """The tensors that a block keeps for backward."""
-
-    KEEP = "keep"  # all that autograd saves
-    ATTENTION = "attention"  # its inputs, and the results of fused attention
-    RECOMPUTE = "recompute"  # its inputs
-
-
 WEIGHT_MOVES = {
     WeightState.AWAY: {WeightState.COMING},
     WeightState.COMING: {WeightState.HERE, WeightState.AWAY, WeightState.STALE},
@@ -89,6 +81,7 @@ class Layer:
     is_block        only the block's own call uses the parameters
     is_resident     its weights never leave the device
     is_on_gpu       its masters and moments lie on the device, which updates them. It is resident
+    level           of activations: one of `plan.cost.LEVELS`
     parameters      trained ones first. `names`: their first names in the model
     offsets         first byte of each parameter in the layer's buffer
     trained_bytes   bytes of the trained parameters, padded to pages. `num_bytes`: of all
@@ -113,7 +106,7 @@ class Layer:
     ) -> None:
         self.index, self.name = index, name
         self.is_block, self.is_resident, self.is_on_gpu = False, True, False
-        self.level = Level.KEEP
+        self.level = "keep"
         self.parameters = [named.parameter for named in parameters]
         self.names = [named.name for named in parameters]
         self.dtypes, self.states, self.num_trained = tuple(dtypes), states, num_trained

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -37,15 +37,38 @@ PLAIN = (Tensor, nn.Parameter)
 
 Handle = partial[Tensor]
 """Stands in the graph for a saved tensor. Backward calls it."""
+Keep = Callable[[Tensor], Handle]
+"""Makes the handle of a tensor that is no weight: `kept`, or one that takes it to the host."""
+
+
+def kept(tensor: Tensor) -> Handle:
+    """The handle of a tensor that stays where it is ([Note: pack])."""
+    return partial(unwritten, tensor.detach(), version_of(tensor))
+
+
+def unwritten(tensor: Tensor, version: int) -> Tensor:
+    """The tensor, if it still has this version. Autograd compares none behind a pair of hooks."""
+    if version_of(tensor) != version:
+        refuse_written(tensor.dtype, tensor.shape)
+    return tensor
+
+
+def refuse_written(dtype: torch.dtype, shape: torch.Size) -> NoReturn:
+    """RuntimeError for a saved tensor that was written since."""
+    raise RuntimeError(
+        "a tensor needed for backward was modified in place after it was saved: "
+        f"{dtype} {list(shape)}; write out of place (y = y + x, not y += x)"
+    )
 
 
 def packing(
-    weights: Weights, below: Hooks | None, read: Callable[[SavedWeight], Tensor]
+    weights: Weights, below: Hooks | None, read: Callable[[SavedWeight], Tensor], keep: Keep
 ) -> Callable[[Tensor], Handle]:
     """The pack hook of one call of a layer: it makes the handles. `Handle.__call__` unpacks.
 
     below  the pair of saved-tensor hooks around the call ([Note: below])
     read   returns a saved weight's view, once its layer is in a slot
+    keep   makes the handles of other tensors, if there is no pair below
     """
     saved_weight = weights.saved  # this runs for each tensor of a forward
     pack_below, unpack_below = below or (None, None)
@@ -59,7 +82,7 @@ def packing(
             refuse_sparse_weights(tensor, weights)
         if pack_below is not None and unpack_below is not None:
             return partial(unpack_below, pack_below(tensor))
-        return partial(unwritten, tensor.detach(), version_of(tensor))
+        return keep(tensor)
 
     def pack(tensor: Tensor) -> Handle:
         # No function may name itself here: the graph would be part of a cycle, and freed late.
@@ -96,17 +119,6 @@ def made_anew(
     tensors = {name: handle() for name, handle in inner.items()}
     wrapper: Tensor = kind.__tensor_unflatten__(tensors, context, size, stride)
     return wrapper
-
-
-def unwritten(tensor: Tensor, version: int) -> Tensor:
-    """The tensor, if it still has this version. Autograd compares none behind a pair of hooks."""
-    if version_of(tensor) != version:
-        raise RuntimeError(
-            "a tensor needed for backward was modified in place after it was saved: "
-            f"{tensor.dtype} {list(tensor.shape)} is at version {version_of(tensor)}, expected "
-            f"version {version}; write out of place (y = y + x, not y += x)"
-        )
-    return tensor
 
 
 def refuse_sparse_weights(tensor: Tensor, weights: Weights) -> None:

@@ -41,7 +41,8 @@ from stronghold.train.activations import intercepted_attention
 from stronghold.train.arrays import Arrays
 from stronghold.train.gradients import Gradients
 from stronghold.train.hooks import Hooks, ProgramBackward
-from stronghold.train.layer import GradientState, Groups, Layer, Level
+from stronghold.train.layer import GradientState, Groups, Layer
+from stronghold.train.offload import ActivationOffload
 from stronghold.train.order import Order
 from stronghold.train.updates import StepResult, Updates
 from stronghold.train.visible import Visible
@@ -61,6 +62,7 @@ class Trainer:
 
     weights: Weights
     gradients: Gradients
+    offload: ActivationOffload
 
     def __init__(
         self,
@@ -121,7 +123,7 @@ class Trainer:
         device, layers = self._device, self.layers
         for layer in layers:
             layer.is_resident = layer.index in plan.resident
-            layer.level = Level(plan.activations[layer.index])
+        self.set_levels(plan.activations)
         self.weights = Weights(
             device, self.arrays, layers, plan.window, metrics=self._metrics, visible=self._visible
         )
@@ -134,6 +136,14 @@ class Trainer:
             accumulates=plan.accumulates,
             metrics=self._metrics,
         )
+        budget = plan.demand.host_budget_bytes
+        self.offload = ActivationOffload(
+            device,
+            metrics=self._metrics,
+            room_bytes=None if budget is None else budget - plan.host_total_bytes,
+            expected_bytes=plan.offloaded_bytes,
+            weights=self.weights.staying,
+        )
         self._order = Order(self.weights)
         modules = {layer: self._partition.layers[layer.index].modules for layer in layers}
         self._hooks = Hooks(
@@ -142,14 +152,21 @@ class Trainer:
             self._order,
             self.weights,
             self.gradients,
+            self.offload,
             program=self.program,
             thread=self._thread,
         )
+
+    def set_levels(self, levels: Sequence[str]) -> None:
+        """Set the level of activations of each layer, for forwards that begin later."""
+        for layer in self.layers:
+            layer.level = levels[layer.index]
 
     def _stop(self) -> None:
         """Finish the lanes, and remove hooks and slots. The model is a plain one."""
         self._device.finish()
         self._hooks.close()
+        self.offload.close()
         self.gradients.close()
         self.weights.close()
 

@@ -77,6 +77,12 @@ class Weights:
         slots = [*self._window, *(slot for slot in copied if slot is not None)]
         self._slots = sorted(slots, key=lambda slot: slot.memory.data_ptr())
         self._begins = [slot.memory.data_ptr() for slot in self._slots]
+        # Storages of weights that the device updates, by address.
+        self.staying = frozenset(
+            layer.slot.memory.untyped_storage().data_ptr()
+            for layer in residents
+            if layer.is_on_gpu and layer.slot is not None
+        )
 
     def _slot_of_resident(self, layer: Layer) -> Slot:
         if layer.is_on_gpu:

@@ -75,7 +75,7 @@ AXES: dict[str, list[str]] = {
 }
 if room.is_next():
     UPDATES = {"clipped": (0.5, {}), "loosely": (1e4, {}), "unclipped": (0.0, {})}
-    AXES |= {"activations": ["keep", "recompute"], "update": list(UPDATES)}
+    AXES |= {"update": list(UPDATES)}
 Case = tuple[str, ...]
 
 
@@ -260,7 +260,8 @@ def interrupt(what: str, name: str, engine: Any, make_batch: Any) -> None:
 def check(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     of = dict(zip(AXES, case, strict=True))
     monkeypatch.setattr("stronghold.plan.host_memory.PIECE_BYTES", SMALLEST_PIECE)
-    monkeypatch.setattr("stronghold.streaming.activations.offload.MIN_OFFLOAD_BYTES", 1)
+    for place in ("streaming.activations", "train"):
+        monkeypatch.setattr(f"stronghold.{place}.offload.MIN_OFFLOAD_BYTES", 1)
     monkeypatch.setenv("STRONGHOLD_ISA", of["cores"].split()[0])
     expected = plain(
         of["model"],
