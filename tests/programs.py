@@ -22,7 +22,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from tests.laws.test_adapters import CASES
 from tests.laws.test_bits import FP32, PLACES, SMALLEST_PIECE
 from tests.models import HUGGING_FACE, MODELS, PLAIN, loss_of
 from tests.models.drawn import drawn_model
+from tests.support.room import OFFLOADS
 from tests.support.sides import ByEngine, Plain
 from tests.support.states import MOMENTS
 
@@ -573,8 +574,11 @@ def shortest(case: Case, kind: str) -> Case:
 @contextmanager
 def many_pieces() -> Iterator[None]:
     """Tiny layers take several pieces, and whatever is saved is worth sending to the host."""
-    pieces = mock.patch("stronghold.plan.host_memory.PIECE_BYTES", SMALLEST_PIECE)
-    with pieces, mock.patch("stronghold.streaming.activations.offload.MIN_OFFLOAD_BYTES", 1):
+    with ExitStack() as patches:
+        pieces = mock.patch("stronghold.plan.host_memory.PIECE_BYTES", SMALLEST_PIECE)
+        patches.enter_context(pieces)
+        for module in OFFLOADS:
+            patches.enter_context(mock.patch(f"{module}.MIN_OFFLOAD_BYTES", 1))
         yield
 
 

@@ -238,6 +238,7 @@ class TwoRuns:
 
     def _refusal(self, error: RuntimeError) -> RuntimeError:
         text = str(error).removeprefix("torch.utils.checkpoint: ").partition("\nTip:")[0]
+        text = text.partition("; write out of place")[0]  # ours: it follows
         reason = " ".join(text.split()).rstrip(".")
         if not self._has_second:
             return RuntimeError(

@@ -54,7 +54,7 @@ from stronghold.train.gradients import Gradients
 from stronghold.train.layer import Layer, Slot, WeightState
 from stronghold.train.offload import ActivationOffload
 from stronghold.train.order import Order
-from stronghold.train.saved_tensors import Handle, Keep, kept, packing
+from stronghold.train.saved_tensors import Handle, Keep, Packing, kept, pair_below
 from stronghold.train.weights import SavedWeight, Weights
 
 
@@ -295,7 +295,7 @@ class Hooks:
         if layer.level == "keep" or not layer.is_block or not torch.is_grad_enabled():
             return self._run(layer, kept, forward, *args, **kwargs)
         # The program's own pair of hooks decides where tensors wait.
-        is_away = layer.level in AWAY and saved_tensor_hooks() is None
+        is_away = layer.level in AWAY and pair_below() is None
         if not is_away or backward_number() != NO_BACKWARD:
             return self._run_once_or_twice(layer, module, kept, forward, args, kwargs)
         with self._offload.call(layer, is_last=layer.index >= self._last_away) as keep:
@@ -329,7 +329,7 @@ class Hooks:
             if not torch.is_grad_enabled():
                 output = forward(*args, **kwargs)
             else:
-                pack = packing(self._weights, outer_pair, self._saved_weight, keep)
+                pack = Packing(self._weights, self._saved_weight, keep)
                 with saved_tensors_hooks(pack, Handle.__call__):
                     output = forward(*args, **kwargs)
             if layer.is_block and not self._in_backward:

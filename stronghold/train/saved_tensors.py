@@ -11,7 +11,8 @@
    inner tensors, and the wrapper is made anew around what these return.
 
 [Note: below] Torch applies the innermost pair of saved-tensor hooks alone. So our pair calls the
-pair below it: that of a checkpoint, ours or the user's.
+pair below it: that of a checkpoint, ours or the user's. It leaves out the pairs of layers whose
+forwards run around it, for these would make the same handles.
 
 [Note: pack] The graph's node owns what the pack hook returns. If that held the saved tensor itself,
 whose `grad_fn` is the node, a graph that ends without a backward would never be freed. So a handle
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 
 from stronghold.errors import ConfigError
 from stronghold.model.inner_tensors import is_wrapper
-from stronghold.streaming.patches.autograd import Hooks
+from stronghold.streaming.patches.autograd import Hooks, saved_tensor_hooks
 from stronghold.streaming.patches.tensors import sparse_parts, version_of
 from stronghold.train.weights import SavedWeight, Weights
 
@@ -61,36 +62,44 @@ def refuse_written(dtype: torch.dtype, shape: torch.Size) -> NoReturn:
     )
 
 
-def packing(
-    weights: Weights, below: Hooks | None, read: Callable[[SavedWeight], Tensor], keep: Keep
-) -> Callable[[Tensor], Handle]:
+class Packing:
     """The pack hook of one call of a layer: it makes the handles. `Handle.__call__` unpacks.
 
-    below  the pair of saved-tensor hooks around the call ([Note: below])
+    below  the pair of saved-tensor hooks that gets all tensors but weights ([Note: below])
     read   returns a saved weight's view, once its layer is in a slot
     keep   makes the handles of other tensors, if there is no pair below
     """
-    saved_weight = weights.saved  # this runs for each tensor of a forward
-    pack_below, unpack_below = below or (None, None)
 
-    def pack_dense(tensor: Tensor) -> Handle:
+    def __init__(
+        self, weights: Weights, read: Callable[[SavedWeight], Tensor], keep: Keep = kept
+    ) -> None:
+        self.below = pair_below()
+        self._weights, self._saved = weights, weights.saved
+        self._read, self._keep = read, keep
+
+    def __call__(self, tensor: Tensor) -> Handle:
+        if type(tensor) not in PLAIN and is_wrapper(tensor) and has_weights(tensor, self._weights):
+            return pack_wrapper(tensor, self._dense)
+        return self._dense(tensor)
+
+    def _dense(self, tensor: Tensor) -> Handle:  # this runs for each tensor of a forward
         if tensor.layout is torch.strided:
-            saved = saved_weight(tensor)
+            saved = self._saved(tensor)
             if saved is not None:
-                return partial(read, saved)
+                return partial(self._read, saved)
         elif tensor.layout is torch.sparse_coo:
-            refuse_sparse_weights(tensor, weights)
-        if pack_below is not None and unpack_below is not None:
-            return partial(unpack_below, pack_below(tensor))
-        return keep(tensor)
+            refuse_sparse_weights(tensor, self._weights)
+        if self.below is None:
+            return self._keep(tensor)
+        pack_below, unpack_below = self.below
+        return partial(unpack_below, pack_below(tensor))
 
-    def pack(tensor: Tensor) -> Handle:
-        # No function may name itself here: the graph would be part of a cycle, and freed late.
-        if type(tensor) not in PLAIN and is_wrapper(tensor) and has_weights(tensor, weights):
-            return pack_wrapper(tensor, pack_dense)
-        return pack_dense(tensor)
 
-    return pack
+def pair_below() -> Hooks | None:
+    """The innermost pair of saved-tensor hooks in this thread that is no layer's."""
+    pair = saved_tensor_hooks()
+    pack: Any = None if pair is None else pair[0]
+    return pack.below if isinstance(pack, Packing) else pair
 
 
 def has_weights(wrapper: Any, weights: Weights) -> bool:

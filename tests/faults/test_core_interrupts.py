@@ -17,18 +17,25 @@ from stronghold.errors import ConfigError
 from tests.models import MODELS, loss_of
 from tests.support.core import Core
 from tests.support.interrupts import Stopped, at_bytecode
+from tests.support.room import offload_small
 
 NUM_STEPS = 20
 ACCUMULATION = 2
 PLACES: list[dict[str, Any]] = [
     {"window": 2, "resident_layers": 1, "activations": "keep"},
-    {"window": 1, "resident_layers": 1, "resident_updates": "gpu", "activations": "recompute"},
+    {
+        "window": 1,
+        "resident_layers": 1,
+        "resident_updates": "gpu",
+        "activations": "recompute_offload",
+    },
     {
         "window": 2,
         "folders": [Path(tempfile.gettempdir())],
         "spill": "weights",
-        "activations": "attention",
+        "activations": "attention_offload",
     },
+    {"window": 1, "activations": "offload"},
 ]
 
 
@@ -100,10 +107,13 @@ def interrupt_steps(place: dict[str, Any], expected: list[Any], seed: int) -> tu
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stronghold.plan.host_memory.PIECE_BYTES", 1)  # a page of each array
+    offload_small(monkeypatch)
 
 
 @pytest.mark.parametrize("seeds", [range(6, 9), pytest.param(range(9, 50), marks=pytest.mark.slow)])
-@pytest.mark.parametrize("place", PLACES, ids=["on the host", "on the gpu", "in files"])
+@pytest.mark.parametrize(
+    "place", PLACES, ids=["on the host", "on the gpu", "in files", "offloaded"]
+)
 def test_a_step_that_ends_anywhere_leaves_no_trace(place: dict[str, Any], seeds: range) -> None:
     with session(place) as undisturbed:
         expected = [undisturbed.state()]

@@ -19,6 +19,7 @@ from stronghold import native
 from stronghold.devices.base import Device, ThreadLane
 from tests.conftest import lane_threads
 from tests.models import MODELS, loss_of
+from tests.support.room import offload_small
 from tests.support.training import config, initialized
 
 MODES: dict[str, dict[str, Any]] = {
@@ -106,9 +107,7 @@ def test_a_failing_operation_names_itself_within_one_step(
 def test_a_failing_activation_transfer_names_itself(
     verb: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from stronghold.streaming.activations import offload
-
-    monkeypatch.setattr(offload, "MIN_OFFLOAD_BYTES", 1)
+    offload_small(monkeypatch)
     engine, make_batch = make_engine(activations="offload")
     run_steps(engine, make_batch, range(2))
     layer = engine.inspect().layout.streamed[1]

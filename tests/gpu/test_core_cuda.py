@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from stronghold.devices.cuda import CudaDevice
+from stronghold.plan.cost import LEVELS
 from stronghold.plan.plan import make_plan
 from stronghold.train.arrays import Arrays
 from stronghold.train.layer import Layer
@@ -101,7 +102,7 @@ def test_adapters_train_over_a_quantised_base_as_on_a_gpu(
             clipping=0.5,
             precision="bf16",
             device=CudaDevice,
-            activations=["keep", "attention", "recompute"][number % 3],
+            activations=LEVELS[number % len(LEVELS)],
             **quantised.PLACES[place],
             **at_home(homes[number // 2 % 2], tmp_path),
             **settings,

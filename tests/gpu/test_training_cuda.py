@@ -45,6 +45,7 @@ from tests.models.families import llama_of
 from tests.models.families import odd_llama as llama
 from tests.pretended.process_groups import COMMUNICATOR_BYTES
 from tests.support.ranks import ROOT, run_ranks
+from tests.support.room import offload_small
 from tests.support.sleeping import sleep_on_stream
 from tests.support.training import (
     ADAM,
@@ -174,7 +175,7 @@ def test_what_fused_attention_gave_is_given_again(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("stronghold.streaming.activations.offload.MIN_OFFLOAD_BYTES", 1)
+    offload_small(monkeypatch)
     attention.say_not_kept.cache_clear()
     check_fused_attention(kernel, precision)
     assert "computed again" not in caplog.text, "the engine has not seen the kernel"
@@ -766,7 +767,7 @@ def test_streams_and_places_of_chunks_never_change_a_bit(
     accumulation: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("stronghold.streaming.activations.offload.MIN_OFFLOAD_BYTES", 1)
+    offload_small(monkeypatch)
     run = train_chunks(
         precision, clipping, accumulation, streams=streams, activations=policy, **PLACES[place]
     )

@@ -55,8 +55,7 @@ def counted(query: torch.Size, key: torch.Size, value: torch.Size, *_: Any, **__
 @pytest.mark.parametrize("chunk", [None, *([] if is_next() else [1])])
 def test_none_of_attentions_products_is_computed_twice(chunk: int | None) -> None:
     flops = {}
-    levels = ("keep", "recompute", "attention")
-    for level in (*levels, *([] if is_next() else ["attention_offload"])):
+    for level in ("keep", "recompute", "attention", "attention_offload"):
         section = {"window": 1, "activations": level, **({"chunk": chunk} if chunk else {})}
         model, make_batch = gpt2()
         engine = initialized(model, config(section=section))

@@ -260,8 +260,7 @@ def interrupt(what: str, name: str, engine: Any, make_batch: Any) -> None:
 def check(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     of = dict(zip(AXES, case, strict=True))
     monkeypatch.setattr("stronghold.plan.host_memory.PIECE_BYTES", SMALLEST_PIECE)
-    for place in ("streaming.activations", "train"):
-        monkeypatch.setattr(f"stronghold.{place}.offload.MIN_OFFLOAD_BYTES", 1)
+    room.offload_small(monkeypatch)
     monkeypatch.setenv("STRONGHOLD_ISA", of["cores"].split()[0])
     expected = plain(
         of["model"],

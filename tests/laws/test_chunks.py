@@ -23,6 +23,7 @@ from stronghold.memory.slab import PinnedPool
 from stronghold.model.partition import partition
 from tests.models import HUGGING_FACE, MODELS
 from tests.models.families import llama_of
+from tests.support.room import offload_small
 from tests.support.training import (
     Run,
     assert_identical,
@@ -289,7 +290,7 @@ def test_a_hook_on_a_gradient_is_refused(kind: str) -> None:
 def test_inputs_wait_where_the_gradients_will_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     """As far as these go; and move where gradients come before they are used: of several graphs
     one goes backward first."""
-    monkeypatch.setattr("stronghold.streaming.activations.offload.MIN_OFFLOAD_BYTES", 1)
+    offload_small(monkeypatch)
     # pieces that were taken, and operations that offload
     pinned, left = list[int](), list[str]()
     take, submit = PinnedPool.take, ThreadLane.submit

@@ -16,6 +16,7 @@ import torch
 
 from stronghold.devices.emulated import EmulatedDevice
 from stronghold.errors import ConfigError
+from stronghold.plan.cost import LEVELS
 from tests import programs
 from tests.laws import test_bits
 from tests.laws.test_adapters import CASES
@@ -23,6 +24,7 @@ from tests.laws.test_bits import LIKE_LLAMA, STEPS, never, plain
 from tests.models import HUGGING_FACE, MODELS, PLAIN
 from tests.support.core import ByCore, train_core
 from tests.support.pairs import Case, covering
+from tests.support.room import offload_small
 from tests.support.sides import Plain
 from tests.support.training import OPTIMIZERS, assert_identical
 
@@ -38,7 +40,7 @@ AXES: dict[str, list[str]] = {
     "model": [name for name in (*PLAIN, *HUGGING_FACE) if name not in LIKE_LLAMA[1:]],
     "place": list(PLACES),
     "home": ["ram", "moments", "masters", "weights"],
-    "activations": ["keep", "attention", "recompute"],
+    "activations": [*LEVELS],
     "clipping": ["0.0", "0.5"],
     "micro-batches": ["1", "3"],
     "precision": ["fp32", "bf16", "fp16", "lean"],
@@ -58,6 +60,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stronghold.plan.host_memory.PIECE_BYTES", 1)  # a page of each
     monkeypatch.setattr("stronghold.train.files.BLOCK_BYTES", 4096)
     monkeypatch.setattr("stronghold.train.files.UNIT_BYTES", 8192)
+    offload_small(monkeypatch)
 
 
 def at_home(home: str, folder: Path) -> dict[str, Any]:
@@ -171,7 +174,7 @@ def judged(case: programs.Case, folder: Path) -> tuple[str, str]:
     expected, expected_error = performed(case, lambda: Plain(case))
     r = random.Random(case.seed)
     place = PLACES[r.choice(list(PLACES))]
-    level, late = r.choice(["keep", "attention", "recompute"]), r.random() < 0.3
+    level, late = r.choice(LEVELS), r.random() < 0.3
     home = r.choice(AXES["home"])
     settings = {"activations": level, **place, **at_home(home, folder)}
     device = lanes(are_late=late, seed=case.seed)

@@ -18,6 +18,7 @@ import torch
 
 from stronghold.errors import ConfigError
 from stronghold.model.packed_weight import PackedWeight
+from stronghold.plan.cost import LEVELS
 from stronghold.train.layer import ALIGN_BYTES
 from stronghold.train.visible import Hidden
 from tests.laws.test_core import at_home, lanes
@@ -26,6 +27,7 @@ from tests.support import nf4
 from tests.support.core import opened, train_core
 from tests.support.pairs import Case, covering
 from tests.support.quantised_bases import BASES, blocks_of, fp8_on_cpus
+from tests.support.room import offload_small
 from tests.support.training import Run, assert_identical, cast, dense_copies, same_bits, train_plain
 
 STEPS = 3
@@ -49,7 +51,7 @@ AXES: dict[str, list[str]] = {
     "base": list(ALL),
     "place": list(PLACES),
     "home": ["ram", "moments", "masters", "weights"],
-    "activations": ["keep", "attention", "recompute"],
+    "activations": [*LEVELS],
     "micro-batches": ["1", "2"],
     "lanes": ["on time", "late"],
 }
@@ -72,6 +74,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("stronghold.plan.host_memory.PIECE_BYTES", 1)
     monkeypatch.setattr("stronghold.train.files.BLOCK_BYTES", 4096)
     monkeypatch.setattr("stronghold.train.files.UNIT_BYTES", 8192)
+    offload_small(monkeypatch)
     with fp8_on_cpus():
         yield
 
@@ -148,7 +151,7 @@ def test_a_packed_weight_takes_9_sixteenths_of_a_byte_on_the_host_and_over_the_l
 
 # -- unusual programs ------------------------------------------------------------------------------
 @pytest.mark.parametrize("base", ["nf4", "torchao nf4", "loaded experts", "nested"])
-@pytest.mark.parametrize("activations", ["keep", "attention", "recompute"])
+@pytest.mark.parametrize("activations", LEVELS)
 def test_one_backward_of_two_forwards_has_the_bits_of_plain_torch(
     base: str, activations: str
 ) -> None:

@@ -22,6 +22,7 @@ from tests.laws.test_bits import PLACES, SMALLEST_PIECE, UPDATES, interrupt
 from tests.models import loss_of
 from tests.support.mixed import BLOCKS, MIXED, OWN, lora, of_family
 from tests.support.pairs import covering
+from tests.support.room import offload_small
 from tests.support.training import (
     DTYPES,
     Run,
@@ -192,7 +193,7 @@ def between(of: dict[str, str], engine: Any, make_batch: Any) -> None:
 def test_nothing_changes_a_bit(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     of = dict(zip(AXES, case, strict=True))
     monkeypatch.setattr("stronghold.plan.host_memory.PIECE_BYTES", SMALLEST_PIECE)
-    monkeypatch.setattr("stronghold.streaming.activations.offload.MIN_OFFLOAD_BYTES", 1)
+    offload_small(monkeypatch)
     clipping, accumulation = UPDATES[of["update"]][0], int(of["micro-batches"])
     expected = plain(of["model"], clipping, accumulation, of["precision"], chunk_of(of))
     run = trained(of, tmp_path)

@@ -18,6 +18,7 @@ from stronghold.errors import ConfigError, LaneError
 from stronghold.plan.schedule import Action, Kind
 from tests.faults.test_lane_failures import WITHIN_S, fail_backward, fail_in
 from tests.models import MODELS, loss_of
+from tests.support.room import offload_small
 from tests.support.sleeping import SleepingModel
 from tests.support.training import config, initialized
 from tests.support.twin import Twin, twin
@@ -34,7 +35,7 @@ SLOW: dict[str, Any] = {"emulated": {"update_gbps": 0.002}}
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """And every input is offloaded, as a large one is."""
     monkeypatch.setattr("stronghold.plan.host_memory.PIECE_BYTES", FEW_BYTES)
-    monkeypatch.setattr("stronghold.streaming.activations.offload.MIN_OFFLOAD_BYTES", 1)
+    offload_small(monkeypatch)
 
 
 def engine_of(

@@ -18,6 +18,7 @@ from tests.models import loss_of
 from tests.support.checkpoints import command
 from tests.support.mixed import token_batch
 from tests.support.quantised import BYTES, quantised, quantised_model, raw
+from tests.support.room import offload_small
 from tests.support.training import (
     DTYPES,
     Run,
@@ -75,7 +76,7 @@ def test_frozen_bytes_train_what_is_beside_them_as_in_a_plain_loop(
     place: str, stored: torch.dtype, rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("stronghold.plan.host_memory.PIECE_BYTES", 4096 * 24)
-    monkeypatch.setattr("stronghold.streaming.activations.offload.MIN_OFFLOAD_BYTES", 1)
+    offload_small(monkeypatch)
     # Every second case accumulates, or has lean states.
     odd = (list(PLACES).index(place) + BYTES.index(stored)) % 2
     accumulation, precision = (3, "bf16") if odd else (1, "lean")

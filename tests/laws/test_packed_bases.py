@@ -29,6 +29,7 @@ from tests.support.packed import (
     token_batch,
     with_decoded_weights,
 )
+from tests.support.room import offload_small
 from tests.support.training import (
     Run,
     assert_identical,
@@ -89,7 +90,7 @@ def test_a_packed_base_has_the_bits_of_its_decoded_weights(
     place: str, model: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("stronghold.plan.host_memory.PIECE_BYTES", 4096 * 24)
-    monkeypatch.setattr("stronghold.streaming.activations.offload.MIN_OFFLOAD_BYTES", 1)
+    offload_small(monkeypatch)
     reports: list[Any] = []
     section = placed(place, tmp_path, frozen=name)
     run = train_windowed(

@@ -19,6 +19,7 @@ from tests.models import loss_of
 from tests.support import quantised_ranks
 from tests.support.quantised_bases import BASES, adapted, base, blocks_of, fp8_on_cpus, token_batch
 from tests.support.ranks import ranks_once
+from tests.support.room import offload_small
 from tests.support.training import (
     Run,
     assert_identical,
@@ -52,7 +53,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """FP8Linear computes on CPUs. Files are read in pieces of a few pages, and small tensors are
     offloaded."""
     monkeypatch.setattr("stronghold.plan.host_memory.PIECE_BYTES", 4096 * 24)
-    monkeypatch.setattr("stronghold.streaming.activations.offload.MIN_OFFLOAD_BYTES", 1)
+    offload_small(monkeypatch)
     with fp8_on_cpus():
         yield
 

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
 from stronghold.errors import ConfigError
-from stronghold.streaming.activations import offload, policies
+from stronghold.streaming.activations import policies
 from tests.models import HIDDEN, MODELS, Block, Decoder, loss_of, token_batch
 from tests.models.drawn import KINDS, model_of_kind
-from tests.support.room import is_next
+from tests.support.room import is_next, offload_small
 from tests.support.training import (
     Run,
     assert_identical,
@@ -369,7 +369,7 @@ def logged(caplog: Any) -> Iterator[list[str]]:
 def test_what_cannot_be_recomputed_goes_to_the_host_where_that_has_room(
     monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    monkeypatch.setattr(offload, "MIN_OFFLOAD_BYTES", 1)
+    offload_small(monkeypatch)
 
     def factory() -> Any:
         return Decoder([Counting() for _ in range(3)]), token_batch

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
+
 from stronghold.config import StrongholdConfig
 from stronghold.train.job import MISSING
+
+OFFLOADS = ("stronghold.streaming.activations.offload", "stronghold.train.offload")
 
 
 def is_next() -> bool:
@@ -19,3 +23,9 @@ def without_missing(section: dict[str, Any], but: Sequence[str] = ()) -> None:
     for key in MISSING:
         if f"stronghold.{key}" not in but:
             section.pop(key, None)
+
+
+def offload_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small tensors are offloaded, too, on both rooms."""
+    for module in OFFLOADS:
+        monkeypatch.setattr(f"{module}.MIN_OFFLOAD_BYTES", 1)

@@ -19,14 +19,20 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from stronghold.errors import ConfigError
+from stronghold.plan.cost import LEVELS
 from stronghold.streaming.patches.autograd import saved_tensor_hooks
 from tests.models import MODELS, Block, Decoder, loss_of, token_batch
 from tests.models.base import cross_entropy
 from tests.support.core import Core, opened, train_core
+from tests.support.room import offload_small
 from tests.support.training import assert_identical, train_plain
 
 WRITTEN = "written since|modified by an|modified in place"
-LEVELS = ["keep", "attention", "recompute"]
+
+
+@pytest.fixture(autouse=True)
+def small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    offload_small(monkeypatch)
 
 
 @contextmanager
