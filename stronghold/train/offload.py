@@ -248,7 +248,9 @@ class ActivationOffload:
     def _begin_loads(self, call: Call) -> None:
         for reference in reversed(call.storages):  # backward reads the last one first
             stored = reference()
-            if stored is not None and stored.loaded is None:
+            if stored is None or stored.loaded is not None:
+                continue
+            if stored.saved is not None:  # else an interrupt came before its copy
                 self._begin_load(stored)
 
     def _begin_load(self, stored: Stored) -> Loaded:

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from stronghold.streaming.patches.attention import running
-from stronghold.train import activations
+from stronghold.train import activations, saved_tensors
 from stronghold.train.activations import (
     NUM_COMPARED,
     ROUNDING,
@@ -160,7 +160,10 @@ def kernel(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
 
 
 def test_each_run_gets_an_alias_of_what_is_kept() -> None:
-    attention, heads = AttentionOnce(), torch.randn(1, 2, 4, 8, requires_grad=True)
+    attention, heads = (
+        AttentionOnce(saved_tensors.kept),
+        torch.randn(1, 2, 4, 8, requires_grad=True),
+    )
     first = attention._compute(kernel, (heads, heads, heads), {})
     assert attention.is_kept
     for _ in range(2):
@@ -172,7 +175,10 @@ def test_each_run_gets_an_alias_of_what_is_kept() -> None:
 
 
 def test_a_kernel_that_another_run_chooses_is_computed() -> None:
-    attention, heads = AttentionOnce(), torch.randn(1, 2, 4, 8, requires_grad=True)
+    attention, heads = (
+        AttentionOnce(saved_tensors.kept),
+        torch.randn(1, 2, 4, 8, requires_grad=True),
+    )
     first = attention._compute(kernel, (heads, heads, heads), {})
     other = torch.ops.aten._scaled_dot_product_efficient_attention.default
     attention._calls[0][0] = attention._calls[0][0]._replace(kernel=other)
@@ -184,7 +190,7 @@ def test_a_kernel_that_another_run_chooses_is_computed() -> None:
 @pytest.mark.parametrize("by_name", [False, True])
 def test_attention_with_dropout_is_computed_again(by_name: bool) -> None:
     """It draws from the device's generator, as no kernel of a CPU does."""
-    attention, heads = AttentionOnce(), torch.randn(1, 2, 4, 8)
+    attention, heads = AttentionOnce(saved_tensors.kept), torch.randn(1, 2, 4, 8)
     args = (heads, heads, heads)
     if by_name:
         attention._compute(lambda *a, dropout_p: kernel(*a), args, {"dropout_p": 0.1})
