@@ -282,7 +282,6 @@ class ActivationOffload:
     def forget(self) -> None:
         """After an exception at any place, and with all lanes finished: no call runs. Graphs that
         live may still load what they have here."""
-        self._reading = None
         self._coming.clear()
         for call in self._leaving:
             call.is_over = True

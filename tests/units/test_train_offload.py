@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from stronghold.devices.base import ThreadLane
 from stronghold.devices.emulated import EmulatedDevice
@@ -121,7 +122,7 @@ def test_a_storage_goes_once_and_comes_once(
 class Crossing(Block):
     """Its other argument, with a graph of its own, is the one of every block."""
 
-    def forward(self, x: Tensor, other: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, mask: Tensor, x: Tensor, other: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(x * mask + other)
 
 
@@ -129,7 +130,7 @@ class Crossed(Decoder):
     def run(self, x: Tensor, input_ids: Tensor) -> Tensor:
         other, mask = x * 0.5, torch.ones_like(x)
         for block in self.blocks:
-            x = block(x, mask=mask, other=other)
+            x = block(mask, x, other=other)
         return x
 
 
@@ -175,6 +176,22 @@ def test_a_tensor_goes_if_that_frees_enough(
     monkeypatch.setattr(offload, "MIN_OFFLOAD_BYTES", 4 * LARGE)
     with training("keep") as core:
         assert core.trainer.offload._is_worth_it(tensor) == goes
+
+
+class Reentrant(Decoder):
+    """The program's own checkpoint runs a block without a graph first."""
+
+    def run(self, x: Tensor, input_ids: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return x
+
+
+def test_nothing_goes_in_backward() -> None:
+    model = Reentrant([Block() for _ in range(NUM_BLOCKS)])
+    with training("offload", model) as core:
+        step(core)
+        assert core.trainer.offload.host_bytes == 0
 
 
 def test_nothing_goes_without_a_graph(moved: list[Operation]) -> None:
@@ -258,7 +275,9 @@ def test_two_calls_at_most_are_on_the_device(
             Wide.loaded.append(weakref.ref(self))
 
     monkeypatch.setattr(offload, "Loaded", Noted)
-    with training(levels_of(num_away), model) as core:
+    # A lane's thread would hold the source of its last copy a little longer.
+    at_once = partial(EmulatedDevice, poison=False)
+    with training(levels_of(num_away), model, device=at_once) as core:
         for number in range(2):
             Wide.alive, Wide.loaded, Wide.in_backward = [], [], []
             loss = forward(core, number)
@@ -287,6 +306,40 @@ def test_memory_of_a_dead_graph_is_kept_until_its_load_has_ended() -> None:
             assert len(waiting._calls) <= NUM_BLOCKS
 
 
+class Outer(Block):
+    """It calls another block within its forward."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = [inner]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.inner[0](torch.tanh(x))) * torch.tanh(x)
+
+
+class Nested(Decoder):
+    def run(self, x: Tensor, input_ids: Tensor) -> Tensor:
+        for block in self.blocks[::2]:
+            x = block(x)
+        return x
+
+
+def nested() -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    inner = [Block() for _ in range(2)]
+    return Nested([block for one in inner for block in (Outer(one), one)]), token_batch
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_block_within_a_block_changes_no_bit_and_leaves_nothing(level: str) -> None:
+    settings = {"layers": "blocks.*", "window": 2}
+    with training(level, nested()[0], **settings) as core:
+        forward(core).backward()
+        assert not any(call.sources for call in core.trainer.offload._calls)
+    run = train_core(nested, steps=3, activations=level, **settings)
+    assert_identical(run, train_plain(nested, steps=3))
+
+
 # -- memory of the host ----------------------------------------------------------------------------
 @pytest.mark.parametrize("level", LEVELS)
 def test_host_memory_is_used_again(level: str) -> None:
@@ -298,6 +351,31 @@ def test_host_memory_is_used_again(level: str) -> None:
             forward(core)  # a graph that nobody needs
             step(core, number)
         assert core.trainer.offload.host_bytes == nbytes
+
+
+def test_copies_are_in_order(moved: list[Operation], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load waits for the copy to the host. A copy to the host waits for the newest load, which
+    may read the same memory for a graph that has died."""
+    submit, orders = ThreadLane.submit, []
+
+    def noted(lane: ThreadLane, name: str, work: Any, after: Any = (), **kwargs: Any) -> Any:
+        fence = submit(lane, name, work, after, **kwargs)
+        orders.append((name.partition(" ")[0], {waited.operation for waited in after}))
+        return fence
+
+    monkeypatch.setattr(ThreadLane, "submit", noted)
+    with training("recompute_offload") as core:
+        out = forward(core)
+        torch.autograd.grad(out, core.trainer.model.head.weight)  # type: ignore[arg-type]
+        last = max(layer.index for layer in core.layers if layer.is_block)
+        assert [waits for verb, waits in orders if verb == "onload"] == [
+            {f"offload {last}", f"room for activation {last}"}
+        ]
+        orders.clear()
+        forward(core)
+        stored = [waits for verb, waits in orders if verb == "offload"]
+        assert len(stored) == NUM_BLOCKS
+        assert all(f"onload {last}" in waits for waits in stored)
 
 
 def test_a_host_without_room_is_said() -> None:
