@@ -91,7 +91,7 @@ def test_a_hundred_lengths_of_batches_pin_what_the_longest_needs() -> None:
     try:
         alone.backward(alone(torch.randn(longest, 32)))
         alone.step()
-        assert pinned <= 1.25 * alone.memory_report().host_activations
+        assert 0 < pinned <= 1.25 * alone.memory_report().host_activations
     finally:
         alone.destroy()
 

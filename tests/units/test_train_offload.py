@@ -128,7 +128,7 @@ class Crossing(Block):
 
 class Crossed(Decoder):
     def run(self, x: Tensor, input_ids: Tensor) -> Tensor:
-        other, mask = x * 0.5, torch.ones_like(x)
+        other, mask = x * 0.5, torch.ones(1)
         for block in self.blocks:
             x = block(mask, x, other=other)
         return x
@@ -141,8 +141,12 @@ def crossed() -> tuple[nn.Module, Any]:
 
 def test_of_several_inputs_the_first_with_a_graph_goes(moved: list[Operation]) -> None:
     with training("recompute_offload", crossed()[0]) as core:
-        forward(core)
+        loss = forward(core)
         assert len(moved) == NUM_BLOCKS
+        stored = [one() for call in core.trainer.offload._calls for one in call.storages]
+        hidden_bytes = 4 * HIDDEN * token_batch(0)["input_ids"].numel()
+        assert [one.host.nbytes for one in stored if one] == [hidden_bytes] * NUM_BLOCKS
+        del loss
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -291,6 +295,20 @@ def test_two_calls_at_most_are_on_the_device(
             assert Wide.in_backward == expected
 
 
+def test_no_source_is_dropped_before_its_copy_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    drop, ended = offload.Call.drop_sources, []
+
+    def noted(call: offload.Call) -> None:
+        ended.extend(one.saved is not None and one.saved.done for one in call.sources.values())
+        drop(call)
+
+    monkeypatch.setattr(offload.Call, "drop_sources", noted)
+    with training("offload") as core:
+        forward(core)
+    assert len(ended) >= NUM_BLOCKS
+    assert all(ended)
+
+
 def test_memory_of_a_dead_graph_is_kept_until_its_load_has_ended() -> None:
     with training("offload") as core:
         for _ in range(2):
@@ -304,6 +322,18 @@ def test_memory_of_a_dead_graph_is_kept_until_its_load_has_ended() -> None:
             step(core)
             assert not waiting._coming
             assert len(waiting._calls) <= NUM_BLOCKS
+
+
+def test_an_interrupted_call_keeps_nothing_on_the_device() -> None:
+    with training("offload") as core:
+        block = next(layer for layer in core.layers if layer.is_block)
+        call = core.trainer.offload.call(block, is_last=False)
+        keep = call.__enter__()
+        keep(torch.zeros(8))
+        core.trainer.forget()  # and the call never ends
+        assert not core.trainer.offload._leaving
+        step(core)
+        assert not core.trainer.offload._leaving
 
 
 class Outer(Block):
@@ -445,6 +475,41 @@ class Writes(Block):
         y = hidden * 2.0
         hidden.add_(1.0)
         return y
+
+
+class Inner(Block):
+    """It has a backward within its forward, perhaps after it has written a tensor of that."""
+
+    writes = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = x.detach().requires_grad_()
+        hidden = torch.tanh(own)
+        y = hidden.square()
+        if self.writes:
+            hidden.add_(1.0)
+        (gradient,) = torch.autograd.grad(y.sum(), own)
+        return super().forward(x + gradient)
+
+
+def inner() -> tuple[nn.Module, Any]:
+    return deep(Inner), token_batch
+
+
+def test_a_backward_within_a_block_changes_no_bit() -> None:
+    run = train_core(inner, steps=2, activations="offload", window=1)
+    assert_identical(run, train_plain(inner, steps=2))
+
+
+def test_a_write_before_a_backward_within_a_block_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Inner, "writes", True)
+    with (
+        training("offload", inner()[0]) as core,
+        pytest.raises(RuntimeError, match="modified in place after it was saved"),
+    ):
+        forward(core)
 
 
 class WritesInput(Block):
