@@ -31,7 +31,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -88,7 +88,7 @@ def recomputed(
     ([Note: the second run]).
 
     call  number of the call, from 1
-    keep  makes the handles of what waits for the second run. `kept`: all stays where it is
+    keep  makes the handles of attention's results
     """
     args, kwargs = without_cache(args, kwargs)
     if any(map(is_cache, (*args, *kwargs.values()))):
@@ -122,31 +122,30 @@ def recomputed(
             runs.compare()
 
     attention = AttentionOnce(keep) if layer.level in ATTENTION else None
-    with nullcontext() if keep is kept else _first_input_goes(keep):
-        output = checkpoint(
-            run_filled,
-            *tensors.values(),
-            use_reentrant=False,
-            determinism_check="default" if is_compared else "none",
-            context_fn=noop_context_fn if attention is None else attention.contexts,
-        )
+    output = checkpoint(
+        run_filled,
+        *tensors.values(),
+        use_reentrant=False,
+        determinism_check="default" if is_compared else "none",
+        context_fn=noop_context_fn if attention is None else attention.contexts,
+    )
     if attention is not None and not attention.is_kept:
         _say_not_kept(type(module).__name__)
     return output
 
 
-def _first_input_goes(keep: Keep) -> saved_tensors_hooks:
-    """Context manager for the arguments that torch's checkpoint saves: `keep` makes the handle of
-    the first one with a graph, the hidden states. Others may be those of all blocks."""
+def first_input(keep: Keep) -> Keep:
+    """For the arguments that torch's checkpoint saves: `keep` makes the handle of the first one
+    with a graph, which are the hidden states. The others stay, since all blocks may share them."""
     is_first = True
 
-    def pack(tensor: Tensor) -> Handle:
+    def keep_first(tensor: Tensor) -> Handle:
         nonlocal is_first
         goes = is_first and tensor.grad_fn is not None
         is_first = is_first and not goes
         return keep(tensor) if goes else kept(tensor)
 
-    return saved_tensors_hooks(pack, Handle.__call__)
+    return keep_first
 
 
 Buffers = dict[str, Tensor | None]
@@ -178,7 +177,7 @@ class TwoRuns:
 
     def first(self) -> saved_tensors_hooks:
         """Context manager for the first run."""
-        pack_below, unpack_below = _pair_below()
+        pack_below, unpack_below = _pair_of_checkpoint()
 
         def pack(tensor: Tensor) -> tuple[int, Any]:
             if self._values is not None:
@@ -206,7 +205,7 @@ class TwoRuns:
 
     def second(self) -> saved_tensors_hooks:
         """Context manager for a second run."""
-        pack_below, unpack_below = _pair_below()
+        pack_below, unpack_below = _pair_of_checkpoint()
         self._has_second = True
         self._versions.clear()
         self._values_again.clear()
@@ -254,7 +253,7 @@ class TwoRuns:
         )
 
 
-def _pair_below() -> Hooks:
+def _pair_of_checkpoint() -> Hooks:
     pair = saved_tensor_hooks()
     assert pair is not None, "a run outside of torch's checkpoint"
     return pair
@@ -412,7 +411,7 @@ def _dropout(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
 def _say_not_kept(kind: str) -> None:
     """Log once per class that no fused kernel of torch computes the block's attention."""
     logger.warning(
-        '%s: stronghold.activations is "attention", but no fused kernel of torch\'s '
+        "%s: stronghold.activations keeps the results of attention, but no fused kernel of torch's "
         "scaled_dot_product_attention computes its attention without dropout: it is computed "
         'again like the rest, as under "recompute" (logged once for each class)',
         kind,

@@ -49,7 +49,7 @@ from stronghold.streaming.patches.autograd import (
 from stronghold.streaming.patches.modules import hooks_after_gradient
 from stronghold.streaming.patches.tensors import tree_leaves
 from stronghold.streaming.training_thread import TrainingThread
-from stronghold.train.activations import forget_attention, recomputed
+from stronghold.train.activations import first_input, forget_attention, recomputed
 from stronghold.train.gradients import Gradients
 from stronghold.train.layer import Layer, Slot, WeightState
 from stronghold.train.offload import ActivationOffload
@@ -315,7 +315,12 @@ class Hooks:
             return run(*args, **kwargs)
         self._num_recomputed[layer] += 1
         call = self._num_recomputed[layer]
-        return recomputed(layer, module, run, args, kwargs, call=call, keep=keep)
+        if keep is kept:
+            return recomputed(layer, module, run, args, kwargs, call=call, keep=keep)
+        # A block inside of another one may get a weight of that one, whose slot moves on.
+        pack = Packing(self._weights, self._saved_weight, first_input(keep))
+        with saved_tensors_hooks(pack, Handle.__call__):
+            return recomputed(layer, module, run, args, kwargs, call=call, keep=keep)
 
     def _run(
         self, layer: Layer, keep: Keep, forward: Callable[..., Any], *args: Any, **kwargs: Any

@@ -135,8 +135,8 @@ class ActivationOffload:
     # -- forward ----------------------------------------------------------------------------------
     @contextlib.contextmanager
     def call(self, layer: Layer, *, is_last: bool) -> Iterator[Keep]:
-        """Context manager for a call of a block. Gives the function that makes handles of its
-        tensors.
+        """Context manager for a call of a block. It gives the function that makes the handles of
+        the block's tensors.
 
         is_last  later blocks keep their tensors on the device, and have no room for ours
         """

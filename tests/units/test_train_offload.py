@@ -370,6 +370,41 @@ def test_a_block_within_a_block_changes_no_bit_and_leaves_nothing(level: str) ->
     assert_identical(run, train_plain(nested, steps=3))
 
 
+class Scaled(Block):
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x * scale)
+
+
+class Scaling(Block):
+    """It calls another block with a weight of its own."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = [inner]
+        self.scale = nn.Parameter(torch.randn(HIDDEN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.inner[0](x, self.scale))
+
+
+def scaled() -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    inner = [Scaled() for _ in range(2)]
+    return Nested([block for one in inner for block in (Scaling(one), one)]), token_batch
+
+
+@pytest.mark.parametrize("outer", ["keep", *LEVELS])
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_block_may_get_a_weight_of_the_block_around_it(level: str, outer: str) -> None:
+    settings = {"layers": "blocks.*", "window": 3}
+    with training("keep", scaled()[0], **settings) as core:
+        blocks = [layer.index for layer in core.layers if layer.is_block]
+        of_block = dict(zip(blocks, [outer, level] * 2, strict=True))
+        levels = tuple(of_block.get(layer.index, "keep") for layer in core.layers)
+    run = train_core(scaled, steps=3, activations=levels, **settings)
+    assert_identical(run, train_plain(scaled, steps=3))
+
+
 # -- memory of the host ----------------------------------------------------------------------------
 @pytest.mark.parametrize("level", LEVELS)
 def test_host_memory_is_used_again(level: str) -> None:
