@@ -52,6 +52,7 @@ PLAN_8B = (
     '{"resident_layers": 14, "resident_updates": "gpu", "window": 3, "early_layers": 0, '
     '"activations": "recompute", "gpu_memory": "62GB"}'
 )
+ROOM_TESTS = ("core", "packed", "activations", "memory", "checkpoint", "training", "comparison")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,8 @@ def compare(
 
 
 OURS, PINNED = "stronghold", ("--section", PLAN_8B)
+# The engine on `stronghold/train`, which replaces `stronghold/streaming`.
+ROOM = ("--section", '{"room": "train"}')
 PIECES = {  # in the order of what shows most
     "smoke": command(
         "each feature has the bits of a plain loop", 150, "benchmarks/smoke.py --logs {out}/smoke"
@@ -127,6 +130,24 @@ PIECES = {  # in the order of what shows most
         "SuperOffload", 200, "superoffload-param", LLAMA_3B, *CAP_24, warmup=2
     ),
     "3b-fsdp2": compare("FSDP2", 300, "fsdp2-offload", LLAMA_3B, *CAP_24, warmup=2),
+    "room-3b": compare(
+        "3.0 B in 24 GB", 110, OURS, LLAMA_3B, *CAP_24, *ROOM, "--trace", "{out}/{name}-trace.json"
+    ),
+    "room-8b-32k": compare("the engine's own plan", 200, OURS, QWEN_8B, *CAP_80, *ROOM, batch=16),
+    "room-8b-16k": compare("half the tokens", 160, OURS, QWEN_8B, *CAP_80, *ROOM),
+    "room-exact-3b": command(
+        "losses, norms and weights of 3.0 B are plain torch's, to the bit",
+        170,
+        f"benchmarks/exact.py {LLAMA_3B} {STEP} --batch 8 --steps 3 --json {{out}}/{{name}}.json",
+        *CAP_24,
+        *ROOM,
+    ),
+    "room-tests": command(
+        "tests of the CUDA path, on the room",
+        200,
+        "-m pytest -q -p no:cacheprovider -n 8 --room train -m gpu -v --tb short -p no:benchmark",
+        *(f"tests/gpu/test_{name}_cuda.py" for name in ROOM_TESTS),
+    ),
     "tests": command(
         "tests of the CUDA path", 400, "-m pytest -q -p no:cacheprovider -n 4 tests/gpu"
     ),

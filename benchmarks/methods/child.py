@@ -75,6 +75,7 @@ def train(method: Method, task: Task) -> dict[str, Any]:
     # before the clock starts
     steps = [data.step(index) for index in range(task.num_steps)]
     losses: list[float] = []
+    warmup_s: list[float] = []
     step_s: list[float] = []
     pending: torch.Tensor | None = None
     begun = previous = time.perf_counter()
@@ -88,8 +89,7 @@ def train(method: Method, task: Task) -> dict[str, Any]:
             losses.append(pending.item())
         pending = loss
         now = time.perf_counter()
-        if index >= task.warmup:
-            step_s.append(now - previous)
+        (step_s if index >= task.warmup else warmup_s).append(now - previous)
         previous = now
     finish(method, task)
     wall_s = time.perf_counter() - begun
@@ -97,6 +97,7 @@ def train(method: Method, task: Task) -> dict[str, Any]:
     losses.append(pending.item())
     return {
         "losses": losses,
+        "warmup_s": warmup_s,
         "step_s": step_s,
         "wall_s": wall_s,
         "num_parameters": method.num_parameters,

@@ -41,6 +41,7 @@ class Stronghold(Method):
             "window": plan.window,
             "prefetch": plan.prefetch,
             "plan": str(plan),
+            "inspection": str(self.engine.inspect()),
             "host_planned_bytes": memory.host_planned,
             "device_planned_bytes": memory.gpu_planned,
         }

@@ -82,8 +82,7 @@ def run(
         elif not killed:
             result = exit_result(process.returncode)
         result |= killed
-        if result["status"] in ("failed", "out of memory"):
-            result["log"] = log_file.read_bytes()[-4000:].decode(errors="replace")
+        result["log"] = log_file.read_bytes()[-8000:].decode(errors="replace")
         return {"method": method, "host_anonymous_peak_bytes": peak, **result}
 
 

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import bitsandbytes
 import pytest
 import torch
 from torch import nn
@@ -77,6 +76,7 @@ def fp8_on_cpus() -> Iterator[None]:
 
 # -- one linear in each format ---------------------------------------------------------------------
 def four_bits(linear: nn.Linear, **options: Any) -> nn.Module:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
     quantised = bitsandbytes.nn.Linear4bit(
         linear.in_features,
         linear.out_features,
@@ -89,6 +89,7 @@ def four_bits(linear: nn.Linear, **options: Any) -> nn.Module:
 
 
 def eight_bits(linear: nn.Linear) -> nn.Module:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
     quantised = bitsandbytes.nn.Linear8bitLt(
         linear.in_features,
         linear.out_features,
