@@ -52,7 +52,7 @@ PLAN_8B = (
     '{"resident_layers": 14, "resident_updates": "gpu", "window": 3, "early_layers": 0, '
     '"activations": "recompute", "gpu_memory": "62GB"}'
 )
-ROOM_TESTS = ("core", "packed", "activations", "memory", "checkpoint", "training", "comparison")
+ROOM_TESTS = ("core", "packed", "activations", "memory", "checkpoint")
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,8 @@ PIECES = {  # in the order of what shows most
     "room-tests": command(
         "tests of the CUDA path, on the room",
         200,
-        "-m pytest -q -p no:cacheprovider -n 8 --room train -m gpu -v --tb short -p no:benchmark",
+        # -v names a test as it ends: a run that is cut off has shown what failed
+        "-m pytest -v -p no:cacheprovider -n 8 --room train -m gpu --tb short -p no:benchmark",
         *(f"tests/gpu/test_{name}_cuda.py" for name in ROOM_TESTS),
     ),
     "tests": command(

@@ -81,6 +81,7 @@ def config(task: Task) -> dict[str, Any]:
         "host_memory": task.host_memory,
         "cpu_threads": task.threads,
         "trace": task.trace,
+        "batch_tokens": task.batch * task.seq,  # every batch has so many: room for more is lost
     }
     if task.machine == "emulated":
         section["emulated"] = {"poison": False, "link_gbps": task.link_gbps}
