@@ -68,6 +68,11 @@ class Method(ABC):
         on_cuda = self.task.machine == "cuda"
         return torch.cuda.max_memory_allocated(self.task.device) if on_cuda else None
 
+    def device_reserved_peak_bytes(self) -> int | None:
+        """What torch's allocator has taken at most, its fragments included; None as above."""
+        on_cuda = self.task.machine == "cuda"
+        return torch.cuda.max_memory_reserved(self.task.device) if on_cuda else None
+
     def needs_policy(self, *offered: str) -> None:
         """Unavailable when the task asks for another activation policy than those offered."""
         if self.task.activations not in offered:

@@ -103,6 +103,7 @@ def train(method: Method, task: Task) -> dict[str, Any]:
         "num_parameters": method.num_parameters,
         "activations": method.activations,
         "device_peak_bytes": method.device_peak_bytes(),
+        "device_reserved_peak_bytes": method.device_reserved_peak_bytes(),
         "link_bytes": method.link_bytes,
         **method.report(),
     }

@@ -13,7 +13,14 @@ import torch
 from stronghold.devices import cuda
 from stronghold.devices.cuda import CudaDevice
 from tests.models import MODELS, loss_of, token_batch
-from tests.support.training import Run, assert_identical, config, initialized, on
+from tests.support.training import (
+    Run,
+    assert_identical,
+    config,
+    flash_in_one_order,
+    initialized,
+    on,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
@@ -36,6 +43,14 @@ def device() -> Iterator[CudaDevice]:
     device = CudaDevice()
     yield device
     device.close()
+
+
+@pytest.fixture
+def fused_attention() -> Iterator[None]:
+    """The kernel that is estimated, and libraries that have what they keep."""
+    with flash_in_one_order():
+        run_of({**SLOWEST, "activations": "keep"}, [LONG])
+        yield
 
 
 def settled() -> int:
@@ -116,6 +131,7 @@ def run_of(section: dict[str, Any], lengths: list[int]) -> tuple[Run, int, Any]:
 
 
 @ESTIMATED
+@pytest.mark.usefixtures("fused_attention")
 def test_a_larger_batch_keeps_less_and_is_refused_without_room() -> None:
     """What the GPU has lies between what long batches take when activations are kept, and when they
     are computed again."""
@@ -132,6 +148,7 @@ def test_a_larger_batch_keeps_less_and_is_refused_without_room() -> None:
 
 
 @ESTIMATED
+@pytest.mark.usefixtures("fused_attention")
 @pytest.mark.parametrize("level", ["keep", "recompute"])
 def test_the_estimate_of_activations_is_what_a_step_takes(level: str) -> None:
     section = {**SLOWEST, "activations": level, "window": None}

@@ -174,7 +174,8 @@ def test_rates_count_the_bytes_and_operations(monkeypatch: pytest.MonkeyPatch) -
         device.close()
     copies = 4 * 8 * MIB / 1e9
     assert rates["fetch_gbps"] == rates["offload_gbps"] == copies
-    assert rates["duplex_gbps"] == rates["gpu_memory_gbps"] == 2 * copies
+    assert rates["duplex_gbps"] == 2 * copies
+    assert rates["gpu_memory_gbps"] == 2 * 8 * MIB / 1e9  # one copy took longer than products may
     assert flops == 2.0 * 256**3
     pairs = 128 * 128  # of one head, also those above the diagonal
     assert attention == (4.0 * 64 * pairs, 8.0 * 64 * pairs)
