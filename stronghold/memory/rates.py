@@ -206,16 +206,15 @@ def effort(quick: bool, limits: HostLimits) -> Effort:
 def least_effort(threads: tuple[int, ...], dtype: str, limits: HostLimits) -> Effort:
     """The effort of an engine that starts without a profile: some seconds.
 
-    The arrays of a lean Adam are twice the caches, those of an exact one almost five times. With
-    twice the caches 16 cores of a Xeon with 300 MiB showed 190 GB/s for an exact one, with this
-    155 to 160; training had 149. All take an eighth of free memory at most. The copies may stay in
-    the host's caches, which no link outruns. Attention has one `dtype`, that of training: "bf16",
-    "fp16" or "fp32".
+    Adam's arrays with lean states are twice the caches, in an eighth of free memory. The copies may
+    stay in the host's caches, which no link outruns. Attention has one `dtype`, that of training:
+    "bf16", "fp16" or "fp32".
     """
+    # Exact states take almost five times the caches then. With twice the caches 16 cores of a Xeon
+    # with 300 MiB showed 190 GB/s, now 155 to 160. Training had 149.
     outside = max(128 * MIB, 2 * last_cache_bytes())
-    numel = int(
-        min(outside / LEAN_RESIDENT_BYTES, limits.available_bytes / 8 / ADAM_RESIDENT_BYTES)
-    )
+    room = limits.available_bytes / 8
+    numel = int(min(outside / LEAN_RESIDENT_BYTES, room / ADAM_RESIDENT_BYTES))
     return Effort(
         threads=threads,
         adam_numel=max(numel, MIB),
@@ -339,7 +338,7 @@ def link_rates(device: Device, size: Effort, step: Step) -> tuple[dict[str, floa
     copy = functools.partial(slots[0].copy_, slots[1])
     _on_compute(device, copy, 1, 1)
     once = _on_compute(device, copy, 3, 1)
-    # In a row: on a GPU one copy takes as long as its launch and the wait for its end.
+    # In a row, since a GPU takes hardly longer for one copy than for its launch.
     on_device = _sustained(device, copy, once, size)
     device.memory.release(*slots)
     rates = {

@@ -14,6 +14,7 @@ import sys
 import termios
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -235,11 +236,27 @@ def test_rates_are_measured_outside_of_the_caches(
     cache: int, quick: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(measure, "last_cache_bytes", lambda: cache)
-    size = measure.effort(
-        quick, limits.HostLimits(memory_bytes=200 << 30, available_bytes=200 << 30)
-    )
+    plenty = limits.HostLimits(memory_bytes=200 << 30, available_bytes=200 << 30)
+    size = measure.effort(quick, plenty)
     assert size.adam_numel * measure.LEAN_RESIDENT_BYTES >= 2 * cache - 8
     assert size.copy_bytes >= 2 * cache
+    least = measure.least_effort((2,), "bf16", plenty)
+    assert least.adam_numel * measure.LEAN_RESIDENT_BYTES >= 2 * cache - 8
+
+
+def test_copies_on_the_device_are_measured_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock that ticks once in each reading, ten copies take what one takes."""
+    tick_s = 1e-6
+    clock = itertools.count()
+    timer = SimpleNamespace(perf_counter=lambda: next(clock) * tick_s)
+    monkeypatch.setattr(measure, "time", timer)
+    device = EmulatedDevice(poison=False)
+    try:
+        size = replace(SMALL, product_s=31 * tick_s)
+        rates, _, _ = measure.link_rates(device, size, lambda _: None)
+    finally:
+        device.close()
+    assert rates["gpu_memory_gbps"] == pytest.approx(10 * 2 * 8 * MIB / tick_s / 1e9)
 
 
 def test_the_caches_of_all_chiplets_count(tmp_path: Path) -> None:
