@@ -54,6 +54,7 @@ from stronghold.streaming.stack import (
 from stronghold.streaming.training_thread import TrainingThread
 from stronghold.telemetry.metrics import Metrics
 from stronghold.telemetry.trace import Trace, open_path
+from stronghold.train import fragments
 from stronghold.train.hooks import ProgramBackward
 from stronghold.train.layer import Layer, layers_of, layout_of
 from stronghold.train.trainer import Trainer
@@ -116,6 +117,7 @@ class Job:
                 folders=[] if nvme is None else [Path(path) for path in nvme.paths],
             )
             undo.callback(self.trainer.close)
+            undo.callback(fragments.detach, fragments.attach(self.trainer))
             self._undo = undo.pop_all()
         self._planned = (self.plan.gpu_total_bytes, self.plan.host_total_bytes)
         open_models.add(self)

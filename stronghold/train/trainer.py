@@ -313,6 +313,14 @@ class Trainer:
         self._visible.see_all()
         self._device.check()
 
+    def settle(self, layer: Layer, operation: str) -> None:
+        """Wait until a layer's weights, remainders and moments may be read. They have what the
+        program has written. ConfigError in another thread than the one that trains."""
+        self._thread.check(operation)
+        if layer.is_seen:
+            self.weights.refresh(layer)
+        layer.weight_record.writer.wait()
+
     def refresh(self) -> None:
         """Take over what the program has written so far, between two passes. Its next look at a
         parameter waits for the operations that are queued until then."""

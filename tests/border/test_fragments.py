@@ -17,9 +17,11 @@ from torch import nn
 import stronghold
 from stronghold.errors import ConfigError
 from stronghold.optim.states import join_master
+from stronghold.train.fragments import ATTRIBUTES
 from tests.models import MODELS, loss_of
 from tests.support import stock
 from tests.support.pairs import each
+from tests.support.room import is_next
 from tests.support.states import MOMENTS
 from tests.support.training import config
 from tests.support.twin import Twin, twin
@@ -143,11 +145,49 @@ def test_what_cannot_be_had_is_refused_with_the_way() -> None:
             write()
     both.engine.destroy()
     # of no engine: DeepSpeed's own answer
+    assert not any(hasattr(nn.Parameter, name) or hasattr(weight, name) for name in ATTRIBUTES)
     assert utils.safe_get_full_fp32_param(weight) is None
     with pytest.raises(AssertionError, match="ZeRO-3"):
         utils.safe_get_local_fp32_param(weight)
 
 
+@pytest.mark.parametrize("how", ["in place", "data", *(["assigned"] if is_next() else [])])
+@pytest.mark.parametrize("place", list(PLACES))
+def test_a_master_has_what_the_program_has_written(place: str, how: str, tmp_path: Path) -> None:
+    """Between two steps, at once. The next step goes on from it."""
+    with twin("gpt", section=placed(place, tmp_path)) as both:
+        both.train(0)
+        for _, ours, plain in pairs_of(both):
+            values = plain.detach() * 1.5
+            if how == "in place":
+                with torch.no_grad():
+                    ours.copy_(values)
+            elif how == "data":
+                ours.data.copy_(values)
+            else:
+                ours.data = values.to(ours.device)
+            assert torch.equal(utils.safe_get_full_fp32_param(ours), values)
+            plain.data.copy_(values)
+        both.train(1)
+        check_states(both)
+
+
+@pytest.mark.skipif(not is_next(), reason="the old room reads what has arrived so far")
+def test_gradients_are_not_read_within_a_backward() -> None:
+    """Some have not arrived. The engine goes on without the step."""
+    with twin() as both:
+
+        def look(_: torch.Tensor) -> None:
+            utils.safe_get_full_grad(both.model.head.weight)
+
+        handle = next(both.model.parameters()).register_post_accumulate_grad_hook(look)
+        with pytest.raises(ConfigError, match="reading gradients: called within a forward"):
+            both.engine.backward(loss_of(both.engine(**both.make_batch(0))))
+        handle.remove()
+        both.train(1)
+
+
+@pytest.mark.skipif(is_next(), reason="it has no early updates yet")
 def test_gradients_that_early_updates_have_used_are_read() -> None:
     with twin(clipping=0.0, early="all") as both:
         for step in range(3):

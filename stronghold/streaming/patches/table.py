@@ -331,6 +331,7 @@ _WRITTEN = (
         reason="`safe_get_full_fp32_param` and the functions beside it look for these "
         "attributes, and return None where there are none.",
         file=_PARAMETERS,
+        beside=("train/fragments.py",),
     ),
     Patch(
         key="zero_attributes",
