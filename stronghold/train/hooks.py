@@ -152,7 +152,10 @@ class ProgramBackward:
 
 
 class Hooks:
-    """The hooks of one model. Gradients that the optimizer does not own are dropped."""
+    """The hooks of one model. Gradients that the optimizer does not own are dropped.
+
+    frozen  parameters that were frozen when their optimizer was made, with their names
+    """
 
     def __init__(
         self,
@@ -163,18 +166,17 @@ class Hooks:
         gradients: Gradients,
         offload: ActivationOffload,
         *,
+        frozen: Sequence[tuple[str, nn.Parameter]],
         program: ProgramBackward,
         thread: TrainingThread,
     ) -> None:
-        self._model = model
+        self._model, self._frozen = model, frozen
         self._order, self._weights, self._gradients = order, weights, gradients
         self._offload = offload
         self._program, self._thread = program, thread
         self._layers = tuple(modules)
         self._last_away = max((x.index for x in modules if x.level in AWAY), default=-1)
         self._outside = OutsideLayers(modules)
-        # A layer has the inner tensors of a quantised parameter, which never require a gradient.
-        self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
         self._in_backward = self._in_forward = self._is_training = False
         self._is_interrupted = False  # a forward, by Ctrl-C at any bytecode
         self._rests = False  # the model's own code runs alone
@@ -192,9 +194,12 @@ class Hooks:
             for module in users:
                 self._replace(module, partial(self._call, layer, module))
             for position, parameter in enumerate(layer.parameters):
-                if parameter.requires_grad:
+                requires_grad = parameter.requires_grad
+                if position < layer.num_trained or requires_grad:
                     arrived = partial(self._arrived, layer, position)
+                    parameter.requires_grad_(True)  # torch refuses a hook else
                     handle = parameter.register_post_accumulate_grad_hook(arrived)
+                    parameter.requires_grad_(requires_grad)
                     self._handles.append(handle)
                     self._gradient_hooks.append((parameter, handle.id))
         self._replace(model, self._pass)  # last: the model may hold parameters of its own

@@ -82,6 +82,9 @@ class Trainer:
         self._metrics, self._thread = metrics, thread
         self.program = ProgramBackward()
         self._changing: str | None = None  # change of the arrays
+        # Now: a program may freeze and thaw parameters before the first batch has its plan.
+        named = self.model.named_parameters()
+        self._frozen = [(name, p) for name, p in named if not p.requires_grad]
         for layer in layers:
             layer.is_on_gpu = layer.index in plan.updated_on_gpu
         with ExitStack() as undo:
@@ -153,6 +156,7 @@ class Trainer:
             self.weights,
             self.gradients,
             self.offload,
+            frozen=self._frozen,
             program=self.program,
             thread=self._thread,
         )
