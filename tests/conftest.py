@@ -43,9 +43,9 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-from stronghold.config import StrongholdConfig  # noqa: E402
 from stronghold.devices.emulated import EmulatedDevice  # noqa: E402
 from stronghold.streaming.patches.autograd import pop_saved_tensor_hooks_above, saved_tensor_hooks  # noqa: E402
+from tests.support.room import choose  # noqa: E402
 from tests.support.sampling import mark_sampled  # noqa: E402
 from tests.support.turns import turn  # noqa: E402
 
@@ -64,8 +64,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    StrongholdConfig.model_fields["room"].default = config.getoption("room")
-    StrongholdConfig.model_rebuild(force=True)
+    choose(config.getoption("room"))
     config.addinivalue_line("markers", "gpu: needs a CUDA GPU; skipped where there is none")
 
 

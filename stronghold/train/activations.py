@@ -10,7 +10,8 @@ comparison of values, and attention that is computed once.
    norm reads the same statistics, and counts a batch once.
 3. Hazard: a block reads something else that has changed (a counter, a list, a generator of Python,
    a hook that is gone). Torch compares the number of the saved tensors, and here their shapes. So
-   in calls 1, 2, 4, 8, ... of a block some elements of each tensor are compared, too.
+   in calls 1, 2, 4, 8, ... of a block some elements of each tensor are compared, too, and of its
+   output: autograd keeps a factor of Python's (`x * random.random()`) in no tensor.
 4. Hazard: the block writes a tensor after autograd has saved it. Plain torch refuses the backward.
    Torch's checkpoint does not, so the versions are compared here.
 5. Limit: what a forward changes beside its output, it changes twice.
@@ -41,6 +42,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointError, checkpoint, noop_context_fn
 
+from stronghold.errors import ConfigError
 from stronghold.model.gpu_operators import ATTENTION_KERNELS
 from stronghold.plan.cost import ATTENTION
 from stronghold.streaming.activations.key_value_caches import is_cache, without_cache
@@ -48,7 +50,7 @@ from stronghold.streaming.patches.attention import Plain, Through, intercepted, 
 from stronghold.streaming.patches.autograd import Hooks, TorchDispatchMode, saved_tensor_hooks
 from stronghold.streaming.patches.modules import buffer_table
 from stronghold.streaming.patches.replacements import Replacements
-from stronghold.streaming.patches.tensors import version_of
+from stronghold.streaming.patches.tensors import tree_leaves, version_of
 from stronghold.train.layer import Layer
 from stronghold.train.saved_tensors import Handle, Keep, kept
 
@@ -100,8 +102,8 @@ def recomputed(
     names = tuple(kwargs)
     tables = [buffer_table(part) for part in module.modules()]
     before = [_clones(table) for table in tables] if any(tables) else []
-    is_compared = call & (call - 1) == 0
-    runs = TwoRuns(layer.name, type(module).__name__, is_compared=is_compared)
+    compares = is_compared(call)
+    runs = TwoRuns(layer.name, type(module).__name__, is_compared=compares)
     is_second = False
 
     def run_filled(*given: Tensor) -> Any:
@@ -111,12 +113,16 @@ def recomputed(
         if not is_second:
             is_second = True
             with runs.first():
-                return filled()
+                output = filled()
+            runs.returned(output)
+            return output
         present = [dict(table) for table in tables] if before else []
         try:
             _fill(tables, map(_clones, before))
             with runs.second():
-                return filled()
+                output = filled()
+            runs.returned(output, again=True)
+            return output
         finally:
             _fill(tables, present)
             runs.compare()
@@ -126,12 +132,18 @@ def recomputed(
         run_filled,
         *tensors.values(),
         use_reentrant=False,
-        determinism_check="default" if is_compared else "none",
+        determinism_check="default" if compares else "none",
         context_fn=noop_context_fn if attention is None else attention.contexts,
+        early_stop=not compares,  # else torch ends the second run when all is saved
     )
     if attention is not None and not attention.is_kept:
         _say_not_kept(type(module).__name__)
     return output
+
+
+def is_compared(call: int) -> bool:
+    """True for a power of two: these calls of a block are compared."""
+    return call & (call - 1) == 0
 
 
 def first_input(keep: Keep) -> Keep:
@@ -164,14 +176,15 @@ def _fill(tables: Sequence[Buffers], contents: Iterable[Buffers]) -> None:
 
 # -- the two runs save the same --------------------------------------------------------------------
 class TwoRuns:
-    """The tensors that a block saves in its first and in its second run: hooks between the block
-    and torch's checkpoint. They raise CheckpointError with the block's name."""
+    """The tensors that a block saves and returns in its first and in its second run: hooks between
+    the block and torch's checkpoint. They raise CheckpointError with the block's name."""
 
     def __init__(self, name: str, kind: str, *, is_compared: bool) -> None:
         self._name, self._kind = name, kind
         self._values: list[Tensor] | None = [] if is_compared else None  # of the first run
         self._values_again: list[Tensor] = []
         self._num_saved = 0
+        self._has_returned = False  # the first run
         self._has_second = False  # run, or a part of it
         self._versions: list[int] = []  # of each tensor when the second run saved it
 
@@ -187,6 +200,11 @@ class TwoRuns:
 
         def unpack(packed: tuple[int, Any]) -> Tensor:
             number, below = packed
+            if not self._has_returned:
+                raise ConfigError(
+                    f"{self._name}: its forward takes gradients inside, and would run again for "
+                    f"them before it has ended: {REMEDY}"
+                )
             try:
                 tensor = unpack_below(below)  # the second run, if it was not yet
             except RuntimeError as error:
@@ -218,22 +236,29 @@ class TwoRuns:
 
         return saved_tensors_hooks(pack, unpack_below)
 
+    def returned(self, output: Any, *, again: bool = False) -> None:
+        """A run has ended. Outputs come after the saved tensors."""
+        self._has_returned = True
+        if self._values is not None:
+            values = self._values_again if again else self._values
+            values += [some_values(leaf) for leaf in tree_leaves(output) if type(leaf) is Tensor]
+
     def compare(self) -> None:
-        """CheckpointError if the second run has saved other values than the first."""
+        """CheckpointError if the second run has saved or returned other values than the first."""
         if self._values is None or len(self._values_again) != len(self._values):
             return  # torch refuses another number
         pairs = list(zip(self._values_again, self._values, strict=True))
         self._values = None
         self._values_again.clear()
-        different = [
-            (got, units) for got, expected in pairs if (units := difference(got, expected))
-        ]
-        on_cpu = any(got.device.type == "cpu" for got, _ in different)
-        if different and not on_cpu and may_be_rounding([units for _, units in different]):
+        differences = [difference(got, expected) for got, expected in pairs]
+        different = [got for (got, _), units in zip(pairs, differences, strict=True) if units]
+        on_cpu = any(got.device.type == "cpu" for got in different)
+        saved, returned = differences[: self._num_saved], differences[self._num_saved :]
+        if different and not on_cpu and may_be_rounding(saved, returned):
             _warn_of_rounding(self._kind)
         elif different:
             num_different = f"{len(different)} of {len(pairs)}"
-            raise CheckpointError(f"{num_different} saved tensors have other values")
+            raise CheckpointError(f"{num_different} tensors have other values")
 
     def _refusal(self, error: RuntimeError) -> RuntimeError:
         text = str(error).removeprefix("torch.utils.checkpoint: ").partition("\nTip:")[0]
@@ -291,10 +316,12 @@ def difference(got: Tensor, expected: Tensor) -> float:
     return float((distance.max() / unit).nan_to_num(nan=math.inf, posinf=math.inf))
 
 
-def may_be_rounding(differences: Sequence[float]) -> bool:
+def may_be_rounding(saved: Sequence[float], returned: Sequence[float]) -> bool:
     """True if a GPU may find these differences between two runs of the same operators: some add in
-    an undefined order, and some leave elements of a result unwritten."""
-    return len(differences) == 1 or max(differences) <= ROUNDING
+    an undefined order, and some leave elements of one tensor that they save unwritten."""
+    num_different = sum(units > 0.0 for units in saved)
+    is_near = max(saved, default=0.0) <= ROUNDING
+    return (num_different <= 1 or is_near) and max(returned, default=0.0) <= ROUNDING
 
 
 @functools.cache

@@ -18,6 +18,9 @@ modules, not on the engine: evaluation and generation with the raw model stream,
 3. So a forward waits at the call only for layers that an earlier training pass has called, and that
    were never read without a call.
 4. It waits for all others when it begins. An evaluation waits for all.
+
+[Note: inner backward] A forward may take gradients inside: a model of energies returns forces. The
+layers of that forward stay bound, and its pass goes on when the inner backward ends.
 """
 
 from __future__ import annotations
@@ -38,10 +41,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from stronghold.errors import ConfigError
 from stronghold.plan.cost import AGAIN, AWAY
+from stronghold.streaming.guards import NO_TRANSFORMS
 from stronghold.streaming.patches.autograd import (
     NO_BACKWARD,
     at_end_of_backward,
     backward_number,
+    is_transformed,
     pop_saved_tensor_hooks_above,
     saved_tensor_hooks,
     without_torch_function,
@@ -54,7 +59,7 @@ from stronghold.train.gradients import Gradients
 from stronghold.train.layer import Layer, Slot, WeightState
 from stronghold.train.offload import ActivationOffload
 from stronghold.train.order import Order
-from stronghold.train.saved_tensors import Handle, Keep, Packing, kept, pair_below
+from stronghold.train.saved_tensors import Handle, Keep, Packing, is_packed, kept, pair_below
 from stronghold.train.weights import SavedWeight, Weights
 
 
@@ -178,6 +183,7 @@ class Hooks:
         self._last_away = max((x.index for x in modules if x.level in AWAY), default=-1)
         self._outside = OutsideLayers(modules)
         self._in_backward = self._in_forward = self._is_training = False
+        self._is_inner = False  # the running backward, within a forward ([Note: inner backward])
         self._is_interrupted = False  # a forward, by Ctrl-C at any bytecode
         self._rests = False  # the model's own code runs alone
         self._forgets_calls = False  # at the next forward: a graph may have another backward
@@ -284,6 +290,8 @@ class Hooks:
         if self._rests:
             return forward(*args, **kwargs)
         self._thread.check("a forward of a part of the model")
+        if self._weights.has_slots and is_transformed():
+            raise ConfigError(NO_TRANSFORMS)
         if self._is_interrupted:
             self.forget_interrupted()
         may_train = torch.is_grad_enabled() or (self._in_forward and self._is_training)
@@ -336,7 +344,7 @@ class Hooks:
             self._begin_backward()
         try:
             self._begin_use(layer)
-            if not torch.is_grad_enabled():
+            if not torch.is_grad_enabled() or (keep is kept and not self._weights.has_slots):
                 output = forward(*args, **kwargs)
             else:
                 pack = Packing(self._weights, self._saved_weight, keep)
@@ -344,8 +352,10 @@ class Hooks:
                     output = forward(*args, **kwargs)
             if layer.is_block and not self._in_backward:
                 self._announce(layer, output)
-        except Exception:
+        except Exception as error:
             self._end_run(layer)
+            if "support saved tensor hooks" in str(error):  # torch's own text has no way out
+                raise ConfigError(NO_TRANSFORMS) from error
             raise
         except BaseException:
             self._is_interrupted = True
@@ -413,7 +423,7 @@ class Hooks:
 
     # -- saved tensors ----------------------------------------------------------------------------
     def _saved_weight(self, saved: SavedWeight) -> Tensor:
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not is_packed():
             raise ConfigError(
                 "create_graph=True: the graph of this backward would hold weights whose memory is "
                 'a slot. Let all weights stay on the device: stronghold.resident_layers: "all"'
@@ -460,7 +470,10 @@ class Hooks:
         # Only torch keeps it, and drops it if the backward raises.
         self._end_of_backward = weakref.ref(end)
         self._in_backward = True
+        self._is_inner = self._in_forward or bool(self._order.running)
         self._offload.begin_backward()
+        if self._is_inner:
+            return
         self._order.begin_pass(is_training=True)
         for layer in self._outside.all:
             if layer.weight_state is WeightState.HERE:  # else its forward has not used it
@@ -505,13 +518,15 @@ class Hooks:
 
     def _end_backward(self) -> None:
         """Autograd calls it at the end of a backward that did not raise."""
-        self._forgets_calls = True
-        for layer in self._outside.all:
-            self._end_use(layer)
+        if not self._is_inner:
+            self._forgets_calls = True
+            for layer in self._outside.all:
+                self._end_use(layer)
         read, self._order.reading = self._order.reading, None
         self._rest(read)
         self._gradients.end_backward()
-        self._order.end_pass()
+        if not self._is_inner:
+            self._order.end_pass()
         self._in_backward = False
 
     # -- life -------------------------------------------------------------------------------------

@@ -102,6 +102,12 @@ def pair_below() -> Hooks | None:
     return pack.below if isinstance(pack, Packing) else pair
 
 
+def is_packed() -> bool:
+    """True if the graph that is made now gets handles of weights."""
+    pair = saved_tensor_hooks()
+    return pair is not None and isinstance(pair[0], Packing)
+
+
 def has_weights(wrapper: Any, weights: Weights) -> bool:
     """True if an inner tensor of a wrapper subclass is a view of a slot."""
     inner = (getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0])

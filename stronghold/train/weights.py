@@ -91,6 +91,11 @@ class Weights:
         layer.weight_state = WeightState.STALE
         return Slot.allocate(self._device, layer.num_bytes, f"weights of {layer.name}")
 
+    @property
+    def has_slots(self) -> bool:
+        """True if weights are copied to the device: autograd must keep none of these."""
+        return bool(self._slots)
+
     def needs_fetch(self, layer: Layer) -> bool:
         """True if the device has not the layer's newest weights, and no fetch of them is queued."""
         return layer.weight_state in (WeightState.AWAY, WeightState.STALE)

@@ -142,7 +142,7 @@ def test_hooks_that_change_arguments_change_them_once(hook: Any, remove: bool) -
 
 
 REFUSED = dict.fromkeys(("python's", "numpy's", "own", "counted", "remembered", "left"), RUNS_AGAIN)
-REFUSED |= {"its argument": "argument was written in place", "gradient": "create_graph"}
+REFUSED |= {"its argument": "argument was written in place", "gradient": "takes gradients inside"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -410,7 +410,7 @@ class Flagged(Block):
 
 def test_a_second_run_that_ends_early_leaves_no_attribute_changed(caplog: Any) -> None:
     with logged(caplog) as lines, refused_in_next_room():
-        check(lambda: (Decoder([Flagged() for _ in range(3)]), token_batch))
+        check(lambda: (Decoder([Flagged() for _ in range(3)]), token_batch), steps=4)
     assert not lines
 
 
@@ -532,7 +532,7 @@ class Otherwise(Block):
         (
             "other shapes",
             r"tensor \d+: got torch.float32 \[.*\] on cpu, expected torch.float32"
-            r"|blocks\.1: .*\(1 of \d+ saved tensors",
+            r"|blocks\.1: .*\(2 of \d+ tensors",
         ),
     ],
 )
@@ -572,10 +572,11 @@ def test_a_block_is_run_again_once_and_as_far_as_autograd_needs_it() -> None:
 
     train_windowed(
         lambda: (Decoder([Telling() for _ in range(3)]), token_batch),
-        steps=1,
+        steps=3,
         settings=config(section=SECTION),
     )
-    assert seen == ["begins", "ends"] * 3 + ["begins"] * 3
+    # The last step: its second runs are not compared.
+    assert seen[-9:] == ["begins", "ends"] * 3 + ["begins"] * 3
 
 
 class Surrounded(Block):

@@ -13,6 +13,12 @@ from stronghold.train.job import MISSING
 OFFLOADS = ("stronghold.streaming.activations.offload", "stronghold.train.offload")
 
 
+def choose(room: str) -> None:
+    """Let engines of this process train on a room, if their config names none."""
+    StrongholdConfig.model_fields["room"].default = room
+    StrongholdConfig.model_rebuild(force=True)
+
+
 def is_next() -> bool:
     """True on the room `train`. Its abilities are fewer so far."""
     return StrongholdConfig().room == "train"

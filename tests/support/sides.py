@@ -27,6 +27,7 @@ from stronghold.errors import ConfigError
 from stronghold.optim.states import join_master
 from stronghold.streaming.optimizer import make_scaler, restore_scaler, scaler_state
 from tests.models import loss_of, without_caches
+from tests.support.room import is_next
 from tests.support.training import ADAM, DTYPES, WARMUP, KernelOptimizer, config, moments_of, on
 
 Change = Callable[[torch.Tensor], Any]  # of a weight, in place
@@ -150,7 +151,9 @@ class Plain(Side):
             loss = loss / count
         if self.case.precision == "fp16":
             loss = loss.float() * self._scaler.cur_scale
-        added = count == 1 and not self.hooks  # by autograd, one by one
+        # By autograd, one by one. The room `train` first adds those of a backward, of which
+        # reentrant checkpoints hand over several.
+        added = count == 1 and not self.hooks and not is_next()
         for p, total in self._sums.items() if added else ():
             p.grad = total
         try:

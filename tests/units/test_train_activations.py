@@ -94,9 +94,31 @@ def test_differences_are_counted_in_units_in_the_last_place(
 
 
 def test_a_gpu_may_round_otherwise_and_leave_one_tensor_unwritten() -> None:
-    assert may_be_rounding([1.0, ROUNDING])
-    assert may_be_rounding([math.inf])
-    assert not may_be_rounding([1.0, ROUNDING + 1])
+    assert may_be_rounding([1.0, ROUNDING], [ROUNDING])
+    assert may_be_rounding([0.0, math.inf], [0.0])
+    assert not may_be_rounding([1.0, ROUNDING + 1], [])
+    assert not may_be_rounding([], [ROUNDING + 1])
+
+
+class Factored(Block):
+    """Its last factor is a number of Python's, which autograd keeps in no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) * (1.0 + self.calls)
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_block_that_differs_in_its_output_alone_is_refused(is_frozen: bool) -> None:
+    with decoder(Factored, level="recompute") as core:
+        core.trainer.model.blocks.requires_grad_(not is_frozen)
+        loss = loss_of(core.trainer.forward(**token_batch(0)))
+        with pytest.raises(CheckpointError, match=r"blocks\.2: .*\(1 of \d+ tensors have other"):
+            core.trainer.backward(loss)
 
 
 # -- attention once --------------------------------------------------------------------------------
