@@ -184,6 +184,7 @@ class Hooks:
         self._outside = OutsideLayers(modules)
         self._in_backward = self._in_forward = self._is_training = False
         self._is_inner = False  # the running backward, within a forward ([Note: inner backward])
+        self._has_gradients = False  # of parameters, from the running backward
         self._is_interrupted = False  # a forward, by Ctrl-C at any bytecode
         self._rests = False  # the model's own code runs alone
         self._forgets_calls = False  # at the next forward: a graph may have another backward
@@ -469,7 +470,7 @@ class Hooks:
         at_end_of_backward(end)
         # Only torch keeps it, and drops it if the backward raises.
         self._end_of_backward = weakref.ref(end)
-        self._in_backward = True
+        self._in_backward, self._has_gradients = True, False
         self._is_inner = self._in_forward or bool(self._order.running)
         self._offload.begin_backward()
         if self._is_inner:
@@ -513,6 +514,7 @@ class Hooks:
         if self._program.divisor > 1:
             gradient = gradient / self._program.divisor
         self._begin_backward()
+        self._has_gradients = True
         self._outside.got_gradient(layer, position)
         self._gradients.arrived(layer, position, gradient)
 
@@ -555,11 +557,16 @@ class Hooks:
         self._in_backward = self._in_forward = self._is_interrupted = False
 
     def forget_interrupted(self) -> None:
-        """Forget a pass whose end never came. A backward calls no hook after it has raised."""
+        """Forget a pass whose end never came. A backward calls no hook after it has raised.
+
+        If it has brought gradients, the step begins again. One of `torch.autograd.grad` has none,
+        and the gradients of earlier micro-batches stay."""
         self._program.check()
         is_dead = backward_number() == NO_BACKWARD or self._end_of_backward() is None
         if self._in_backward and is_dead:
-            self._gradients.forget()
+            if self._has_gradients:
+                self._gradients.forget()
+            self._forgets_calls = True
             self.forget()
         elif self._is_interrupted:
             self.forget()

@@ -303,6 +303,22 @@ def test_gradients_of_inputs_are_no_backward_of_the_engines() -> None:
         both.train(0)
 
 
+@pytest.mark.parametrize("room", ["streaming", "train"])
+def test_gradients_of_inputs_that_fail_take_none_of_the_step(room: str) -> None:
+    def fail(_: torch.Tensor) -> None:
+        raise ValueError("the program's")
+
+    with twin("sequential", accumulation=2, section={"room": room}) as both:
+        both.backward(both.on(0))
+        both.engine.step()
+        inputs = both.make_batch(1)["inputs"].requires_grad_()
+        out = loss_of(both.engine(**(both.make_batch(1) | {"inputs": inputs})))
+        inputs.register_hook(fail)
+        with pytest.raises(ValueError, match="the program's"):
+            torch.autograd.grad(out, inputs)
+        both.train(2)
+
+
 # -- beside DeepSpeed ------------------------------------------------------------------------------
 class Outputs(nn.Module):
     """Its outputs are those of `names`: "hidden", or "loss", which is made of it, or both."""
@@ -463,14 +479,17 @@ class Falling(nn.Module):
         return x - self.last(force) * self.first(x)
 
 
+@pytest.mark.parametrize("room", ["streaming", "train"])
 @pytest.mark.parametrize("trains", [False, True])
 @pytest.mark.parametrize("section", [{"window": 1}, {"window": 2}, {"resident_layers": 1}])
-def test_a_forward_may_take_gradients_inside(section: dict[str, Any], trains: bool) -> None:
+def test_a_forward_may_take_gradients_inside(
+    section: dict[str, Any], trains: bool, room: str
+) -> None:
     """Of the blocks before, and of the block that runs. No weight has moved when it goes on."""
     torch.manual_seed(0)
     model = Forces()
     plain = copy.deepcopy(model)
-    engine = initialized(model, config(section={"activations": "keep", **section}))
+    engine = initialized(model, config(section={"activations": "keep", "room": room, **section}))
     x = torch.linspace(-1, 1, 32).view(4, 8)
     for _ in range(2):
         with torch.set_grad_enabled(trains):

@@ -3,6 +3,7 @@ another device, against a plain loop on the same GPU."""
 
 from __future__ import annotations
 
+import copy
 import functools
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from stronghold.plan.cost import LEVELS
 from stronghold.plan.plan import make_plan
 from stronghold.train.arrays import Arrays
 from stronghold.train.layer import Layer
+from tests.border.test_user_backward import Forces
 from tests.gpu.test_training_cuda import train_plain_on_gpu
 from tests.laws import test_core_quantised as quantised
 from tests.laws.test_bits import never
@@ -192,3 +194,15 @@ def test_new_weights_wait_for_the_forward_that_reads_the_old_ones() -> None:
             for p in model.parameters():
                 p.copy_(original[p])
         assert all(torch.equal(loss.cpu(), expected) for loss in losses)
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_forward_may_take_gradients_inside(trains: bool) -> None:
+    """Autograd's thread brings weights back, and the forward goes on with those that it had."""
+    torch.manual_seed(0)
+    model = Forces()
+    plain, x = copy.deepcopy(model).cuda(), torch.linspace(-1, 1, 32, device="cuda").view(4, 8)
+    with opened(model, device=CudaDevice, window=1) as core, torch.set_grad_enabled(trains):
+        for _ in range(2):
+            found, expected = core.trainer.forward(x), plain(x)
+            assert all(map(torch.equal, found, expected))
