@@ -163,6 +163,9 @@ class Arrays:
         # Zeros are a fresh state. But in fp16 "low" is the master itself.
         if layer.states.low is torch.float32:
             self.of(layer, "low").copy_(self.of(layer, "weights"))
+        self._make_gradients(layer)
+
+    def _make_gradients(self, layer: Layer) -> None:
         numel, dtype = layer.trained_numel, self.gradient_dtype(layer.dtype)
         self._arrays[layer, "gradients"] = self._zeros(layer, "gradients", numel, dtype)
 
@@ -180,8 +183,8 @@ class Arrays:
         if layer.is_on_gpu:
             purpose = f"{array} of {layer.name}"
             memory = self._device.memory.allocate_zeros(numel * dtype.itemsize, purpose)
-            self._on_device.append(memory)
-            return memory.view(dtype)
+            self._on_device.append(memory.view(dtype))
+            return self._on_device[-1]
         if array in ("weights", "gradients"):  # the link copies no other arrays
             return self.pinned(numel, dtype)
         slab = self._slab(numel, dtype)
@@ -388,32 +391,53 @@ class Arrays:
                     self._device.copy_now(on_device, block)
 
     def move_to_device(self, layer: Layer) -> None:
-        """Move a layer's arrays to the device, which updates it from now on. Gradients are void.
-        The lanes have finished, and none of the arrays lies in files."""
-        layer.is_on_gpu = True
-        buffer = self._moved(layer, "weights", self._buffers[layer])
-        self._hold(layer, buffer)
-        states = () if layer.states is None else layer.states.dtypes
-        for array in (*states, "gradients"):
-            if array != "weights" and (layer, array) in self._arrays:
+        """Move a layer's arrays to the device, which updates it from now on. Its gradients are
+        void. The lanes have finished, and none of the arrays lies in files."""
+        self._move(layer, to_device=True)
+        if layer.states is not None:
+            self._make_gradients(layer)
+
+    def move_to_host(self, layer: Layer) -> None:
+        """Undo `move_to_device`. The layer has no place for gradients until the next one."""
+        self._move(layer, to_device=False)
+
+    def _move(self, layer: Layer, *, to_device: bool) -> None:
+        layer.is_on_gpu = to_device
+        gradients = self._arrays.pop((layer, "gradients"), None)
+        if gradients is not None:
+            self._free(gradients)
+        self._hold(layer, self._moved(layer, "weights", self._buffers[layer]))
+        for array in () if layer.states is None else layer.states.dtypes:
+            if array != "weights":
                 self._arrays[layer, array] = self._moved(layer, array, self._arrays[layer, array])
 
-    def _moved(self, layer: Layer, array: str, slab: Tensor) -> Tensor:
-        """A copy of a slab on the device. The slab is freed."""
-        moved = self._zeros(layer, array, slab.numel(), slab.dtype)
-        self._device.copy_now(moved, slab)
-        if any(slab is pinned for pinned in self._pinned):
-            self._device.pinning.unpin(slab)
-            self._pinned = [pinned for pinned in self._pinned if pinned is not slab]
-        self.host_bytes -= slab.nbytes
+    def _moved(self, layer: Layer, array: str, source: Tensor) -> Tensor:
+        """A copy of an array in the layer's present memory. The array is freed."""
+        moved = self._zeros(layer, array, source.numel(), source.dtype)
+        self._device.copy_now(moved, source)
+        self._free(source)
         return moved
+
+    def _is_on_device(self, array: Tensor) -> bool:
+        return any(array is other for other in self._on_device)
+
+    def _free(self, array: Tensor) -> None:
+        """Take an array out of the counts. The caller drops it."""
+        if self._is_on_device(array):
+            self._device.memory.release(array)
+            self._on_device = [other for other in self._on_device if other is not array]
+            return
+        if any(array is other for other in self._pinned):
+            self._device.pinning.unpin(array)
+            self._pinned = [other for other in self._pinned if other is not array]
+        self.host_bytes -= array.nbytes
 
     def close(self) -> None:
         """Free all arrays. Parameters keep the buffers of their layers, in host memory. Weights in
         files stay there, mapped, until the program drops the parameters. What the program has
         pointed elsewhere stays there."""
         for layer, views in self.at_rest.items():
-            if layer.is_on_gpu:
+            if self._is_on_device(self.buffer(layer)):  # a move may have been interrupted
                 buffer = torch.empty(layer.num_bytes, dtype=torch.uint8)
                 self._device.copy_now(buffer, self.buffer(layer))
                 views = layer.views(buffer)

@@ -315,7 +315,8 @@ class Gradients:
             self.drop(layer)
 
     def close(self) -> None:
-        """Drop every slot."""
+        """Drop every slot. Graphs have no further backward."""
+        self.forget_calls()
         on_device = [layer for layer in self._own if self._waits_in_slot(layer)]
         slots = [*self._shared, *(s for layer, s in self._own.items() if layer not in on_device)]
         self._device.memory.release(*(slot.memory for slot in slots))

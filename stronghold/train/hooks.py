@@ -187,6 +187,7 @@ class Hooks:
         self._has_gradients = False  # of parameters, from the running backward
         self._is_interrupted = False  # a forward, by Ctrl-C at any bytecode
         self._rests = False  # the model's own code runs alone
+        self._is_closed = False
         self._forgets_calls = False  # at the next forward: a graph may have another backward
         # Of `order.reading`, the block that backward has bound last: its slot and version then.
         self._slot: Slot | None = None
@@ -462,6 +463,11 @@ class Hooks:
             self.forget_interrupted()  # by an earlier backward, which has raised
         if self._in_backward:
             return
+        if self._is_closed:
+            raise ConfigError(
+                "backward: since the forward of this graph its layers have left their memory "
+                "(engine.offload_states): run the forward again"
+            )
         self._program.reached(False)
 
         def end() -> None:
@@ -572,13 +578,16 @@ class Hooks:
             self.forget()
 
     def close(self) -> None:
-        """Give the modules their own forward back."""
+        """Give the modules their own forward back. Safe to call twice."""
+        self._is_closed = True
         for module, forward in reversed(self._replaced):
             module.__dict__.pop("forward", None)
             if forward is not None:  # another package has replaced it before
                 module.forward = forward
         for handle in self._handles:
             handle.remove()
+        self._replaced.clear()
+        self._handles.clear()
 
 
 def _nothing() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from stronghold.devices.emulated import EmulatedDevice
 from stronghold.devices.forks import check_not_forked, forked_from
 from stronghold.devices.lane_name import LaneName
 from stronghold.distributed.process_groups import Ranks
-from stronghold.errors import ConfigError, LaneError
+from stronghold.errors import ConfigError, LaneError, format_size
 from stronghold.memory.rates import machine_at_start
 from stronghold.model.costs import DTYPES
 from stronghold.model.packed_weight import pack_frozen
@@ -46,6 +46,7 @@ from stronghold.streaming.patches.quantised import replace_quantised
 from stronghold.streaming.patches.replacements import Replacements
 from stronghold.streaming.stack import (
     MemoryReport,
+    OffDevice,
     check_parameters,
     open_models,
     reserved_bytes,
@@ -120,6 +121,7 @@ class Job:
             undo.callback(fragments.detach, fragments.attach(self.trainer))
             self._undo = undo.pop_all()
         self._planned = (self.plan.gpu_total_bytes, self.plan.host_total_bytes)
+        self._off_device = OffDevice.NOTHING
         open_models.add(self)
 
     # -- opening ----------------------------------------------------------------------------------
@@ -226,6 +228,7 @@ class Job:
         return self.trainer.forward_pass()
 
     def begin_backward(self, *, ends_step: bool) -> None:
+        self.check_here("backward")
         self.trainer.begin_backward(ends_step=ends_step)
 
     def end_backward(self) -> None:
@@ -291,16 +294,80 @@ class Job:
 
     def take_plan(self, plan: Plan) -> None:
         """Go on with the plan for the first batch, while no gradient exists."""
-        try:
+        with self._moving("the plan for the first batch"):
             self.trainer.take_plan(plan)
-        except BaseException as error:  # after Ctrl-C parts of two plans are mixed for good
-            self.device.report(LaneError(LaneName.COMPUTE, "the plan for the first batch", error))
-            raise
         self.plan, self.metrics.recomputed = plan, plan.recomputed
         self._planned = (
             max(self._planned[0], plan.gpu_total_bytes),
             max(self._planned[1], plan.host_total_bytes),
         )
+
+    @contextlib.contextmanager
+    def _moving(self, operation: str) -> Iterator[None]:
+        """Context manager in which layers move. After an exception nothing goes on: some have."""
+        self.trainer.refresh()  # it refuses shapes that the program has changed: nothing has moved
+        try:
+            yield
+        except BaseException as error:
+            self.device.report(LaneError(LaneName.COMPUTE, operation, error))
+            raise
+
+    # -- away from the device ---------------------------------------------------------------------
+    def leave_device(self, *, keeps_weights: bool = False) -> None:
+        """Move the model to the host, until `return_to_device`. Safe to call twice.
+
+        keeps_weights  those stay on the device, and the model can be evaluated
+
+        ConfigError within a pass, and while gradients wait for their step.
+        """
+        target = OffDevice.TRAINING if keeps_weights else OffDevice.EVERYTHING
+        if self._off_device in (target, OffDevice.EVERYTHING):
+            return
+        self.check_process("engine.offload_states")
+        self.trainer.check()
+        self.trainer.check_between_passes("engine.offload_states")
+        if self.is_in_step:
+            raise ConfigError(
+                "engine.offload_states: gradients of a step that has not ended are waiting: call "
+                "it after engine.step, or throw them away with engine.zero_grad"
+            )
+        with self._moving("engine.offload_states"):
+            if keeps_weights:
+                self.trainer.keep_weights(self.plan)
+            else:
+                self.trainer.leave_device()
+        self._off_device = target
+
+    def return_to_device(self) -> None:
+        """Undo `leave_device`. ConfigError, and nothing changes, if other programs have taken the
+        memory."""
+        self.device.check()
+        if self.can_train:
+            return
+        self.check_process("engine.reload_states")
+        self.trainer.check_between_passes("engine.reload_states")
+        plan, memory = self.plan, self.device.memory
+        need = plan.gpu_total_bytes - memory.allocated_bytes
+        if not memory.has_room(need, plan.activation_bytes):
+            raise ConfigError(
+                f"engine.reload_states: the plan needs {format_size(need)} on {self.device.name} "
+                f"and {format_size(plan.activation_bytes)} for activations, and other programs "
+                "have taken that memory: free it, or lower stronghold.gpu_memory and make the "
+                "engine again from a checkpoint"
+            )
+        with self._moving("engine.reload_states"):
+            self.trainer.take_plan(plan)
+        self._off_device = OffDevice.NOTHING
+
+    @property
+    def can_train(self) -> bool:
+        """False while something is away from the device."""
+        return self._off_device is OffDevice.NOTHING
+
+    @property
+    def is_away(self) -> bool:
+        """True while the whole model is away from the device."""
+        return self._off_device is OffDevice.EVERYTHING
 
     # -- between steps ----------------------------------------------------------------------------
     @property
@@ -352,9 +419,6 @@ class Job:
         """Context manager for a load."""
         return self.trainer.changing(operation)
 
-    def return_to_device(self) -> None:
-        """Nothing has left."""
-
     def check_process(self, operation: str, *, any_thread: bool = False) -> None:
         """Raise ConfigError in a forked child, and in another thread than the one that trains."""
         if any_thread:
@@ -363,11 +427,17 @@ class Job:
             self._training_thread.check(operation)
 
     def check_here(self, operation: str, *, evaluates: bool = False) -> None:
-        self.check_process(operation)
+        """Raise ConfigError as `check_process` does, and while what the operation needs is away
+        from the device.
 
-    @property
-    def can_train(self) -> bool:
-        return True
+        evaluates  it needs the weights alone
+        """
+        self.check_process(operation)
+        if self.is_away or not (evaluates or self.can_train):
+            raise ConfigError(
+                f"{operation}: engine.offload_states() has taken {self._off_device.value} off the "
+                "device: call engine.reload_states() first"
+            )
 
     def __getattr__(self, name: str) -> Any:
         raise ConfigError(f'{KEY}: "train" has no part for this call yet ({name})')

@@ -15,7 +15,7 @@ bytecode.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -121,7 +121,7 @@ class Trainer:
             module.to(device)
 
     # -- the plan ---------------------------------------------------------------------------------
-    def _start(self, plan: Plan) -> None:
+    def _start(self, plan: Plan, *, trains: bool = True) -> None:
         """Make slots and hooks by `plan`. The model may be called now."""
         device, layers = self._device, self.layers
         for layer in layers:
@@ -135,7 +135,7 @@ class Trainer:
             self.arrays,
             self._kernels,
             layers,
-            plan.gradient_slots,
+            plan.gradient_slots if trains else 0,
             accumulates=plan.accumulates,
             metrics=self._metrics,
         )
@@ -167,7 +167,8 @@ class Trainer:
             layer.level = levels[layer.index]
 
     def _stop(self) -> None:
-        """Finish the lanes, and remove hooks and slots. The model is a plain one."""
+        """Finish the lanes, and remove hooks and slots. The model is a plain one. Safe to call
+        twice."""
         self._device.finish()
         self._hooks.close()
         self.offload.close()
@@ -176,15 +177,34 @@ class Trainer:
 
     def take_plan(self, plan: Plan) -> None:
         """Go on by another plan, between two steps. Layers may move to the device alone: files, and
-        what lies there, stay. Slots of one plan at a time are on the device."""
+        what lies there, stay. Slots of one plan at a time are on the device. Backward refuses
+        graphs of earlier forwards."""
+        self._leave_plan(plan.updated_on_gpu)
+        self._move_buffers(self._device.torch_device)
+        self._start(plan)
+
+    def keep_weights(self, plan: Plan) -> None:
+        """Keep on the device what a forward by `plan` needs, until `take_plan`. The model can be
+        evaluated."""
+        self._leave_plan(())
+        self._start(plan, trains=False)
+
+    def leave_device(self) -> None:
+        """Keep nothing on the device, until `take_plan`. The model is a plain one on the host."""
+        self._leave_plan(())
+        self._move_buffers(torch.device("cpu"))
+
+    def _leave_plan(self, on_gpu: Collection[int]) -> None:
+        """Stop, and move layers. The device will update those of these indices."""
         self.refresh()  # a layer that moves takes what the program has written along
         self._stop()
         for layer in self.layers:
-            if layer.index in plan.updated_on_gpu and not layer.is_on_gpu:
+            if layer.index in on_gpu and not layer.is_on_gpu:
                 self.arrays.move_to_device(layer)
+            elif layer.is_on_gpu and layer.index not in on_gpu:
+                self.arrays.move_to_host(layer)
         self.updates.forget_addresses()
         self._follow_device()
-        self._start(plan)
 
     # -- the step ---------------------------------------------------------------------------------
     @contextmanager

@@ -15,7 +15,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from stronghold.engine import StrongholdEngine
-from stronghold.errors import ConfigError
+from stronghold.errors import ConfigError, LaneError
 from stronghold.streaming.optimizer import EngineOptimizer
 from tests.support.pairs import each
 from tests.support.training import initialized
@@ -33,11 +33,19 @@ def write(parameter: torch.Tensor) -> None:
 
 @pytest.mark.parametrize(
     ("section", "precision", "accumulation"),
-    [({}, "fp32", 1), (MIXED, "bf16", 2), (FRESH, "bf16", 1), (WHOLE, "fp32", 2)],
+    [
+        ({}, "fp32", 1),
+        (MIXED, "bf16", 2),
+        ({**MIXED, "nvme": {"spill": "masters"}}, "bf16", 1),
+        (FRESH, "bf16", 1),
+        (WHOLE, "fp32", 2),
+    ],
 )
 def test_a_model_that_was_away_trains_on_with_the_same_bits(
     section: dict[str, Any], precision: str, accumulation: int, tmp_path: Path
 ) -> None:
+    if "nvme" in section:
+        section = {**section, "nvme": {**section["nvme"], "path": str(tmp_path)}}
     with twin(precision=precision, section=section, accumulation=accumulation) as both:
         both.train(*range(accumulation))
         device = both.engine.inspect().device
@@ -60,6 +68,46 @@ def test_a_model_that_was_away_trains_on_with_the_same_bits(
         both.train(*range(4, 4 + accumulation))
         report = both.engine.memory_report()
         assert report.gpu_peak <= report.gpu_planned
+
+
+def test_values_of_another_shape_are_refused_and_what_was_there_comes_back() -> None:
+    with twin(section={**MIXED, "room": "train"}) as both:
+        both.train(0)
+        both.engine.offload_states()
+        parameter = next(both.model.parameters())
+        before = parameter.data
+        parameter.data = torch.zeros(3)
+        with pytest.raises(ConfigError, match="shape"):
+            both.engine.reload_states()
+        parameter.data = before
+        both.engine.reload_states()
+        both.train(1)
+
+
+@pytest.mark.parametrize("moves", [0, 1])
+def test_after_an_interrupt_while_layers_move_the_newest_weights_come_back(
+    moves: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = Twin(section={**MIXED, "room": "train", "resident_layers": 2})
+    both.train(0)
+    arrays = both.engine._stack.trainer.arrays
+    copy_now, copies = arrays._device.copy_now, []
+
+    def copy(target: torch.Tensor, source: torch.Tensor) -> None:
+        copies.append(source)
+        if len(copies) == 1 + moves * 4:
+            raise KeyboardInterrupt
+        copy_now(target, source)
+
+    monkeypatch.setattr(arrays._device, "copy_now", copy)
+    with pytest.raises(KeyboardInterrupt):
+        both.engine.offload_states()
+    monkeypatch.undo()
+    for call in (both.engine.offload_states, both.engine.reload_states):
+        with pytest.raises(LaneError, match="offload_states failed"):
+            call()
+    both.engine.destroy()
+    both.check()
 
 
 def test_masters_of_their_own_take_what_was_written_while_the_model_was_away() -> None:
@@ -148,9 +196,9 @@ def test_weights_that_stay_are_evaluated(section: dict[str, Any], precision: str
     with twin(precision=precision, section=section) as both:
         optimizer, device = both.engine.optimizer, both.engine.inspect().device
         optimizer.offload_states(include=WITHOUT_WEIGHTS, pin_memory=True, non_blocking=True)
+        before = device.memory.allocated_bytes
         both.engine.empty_partition_cache()
         both.engine.reload_states(non_blocking=True)
-        before = device.memory.allocated_bytes
         both.train(0)
         assert device.memory.allocated_bytes > before
         for _ in range(2):

@@ -151,6 +151,47 @@ def test_a_base_moves_to_the_gpu_with_its_layers(base: str) -> None:
         assert torch.equal(core.trainer.forward(**batch).loss, expected)
 
 
+@pytest.mark.parametrize("base", ["torchao int8", "loaded dense"])
+@pytest.mark.parametrize("keeps_weights", [True, False])
+def test_a_model_that_has_left_the_gpu_trains_on_with_the_same_bits(
+    keeps_weights: bool, base: str
+) -> None:
+    device, losses = torch.device("cuda"), {}
+    for leaves in (False, True):
+        torch.manual_seed(0)
+        model, make_batch = quantised.ALL[base][0]()
+        settings = {"resident_layers": 1, "resident_updates": "gpu", "window": 1}
+        with opened(model, precision="bf16", device=CudaDevice, **settings) as core:
+            trainer, memory, batch = core.trainer, core.device.memory, on(device, make_batch(0))
+            trainer.backward(trainer.forward(**batch).loss)
+            trainer.step()
+            before, losses[leaves] = memory.allocated_bytes, []
+            if leaves and keeps_weights:
+                trainer.keep_weights(core.plan)
+                assert 0 < memory.allocated_bytes < before
+            elif leaves:
+                trainer.leave_device()
+                assert memory.allocated_bytes == 0
+                tensors = [*model.parameters(), *model.buffers()]
+                assert {tensor.device.type for tensor in tensors} == {"cpu"}
+            with torch.no_grad():
+                place = next(model.buffers(), next(model.parameters())).device
+                at = on(device if keeps_weights or not leaves else place, make_batch(1))
+                losses[leaves].append(model(**at).loss.cpu())
+            if leaves:
+                trainer.take_plan(core.plan)
+                assert memory.allocated_bytes == before
+            for number in (2, 3):
+                loss = trainer.forward(**on(device, make_batch(number))).loss
+                trainer.backward(loss)
+                trainer.step()
+                losses[leaves].append(loss.detach().cpu())
+    away, *trained = losses[True]
+    evaluated, *expected = losses[False]
+    assert all(map(torch.equal, trained, expected))
+    assert torch.equal(away, evaluated) or not keeps_weights  # a CPU rounds otherwise
+
+
 def test_a_take_over_that_fails_leaves_the_model_on_the_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
