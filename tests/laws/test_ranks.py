@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import filecmp
-import json
 import re
 import time
 from pathlib import Path
@@ -25,8 +24,14 @@ PROGRAMS = "tests.support.rank_programs"
 @pytest.fixture(scope="module")
 def two(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What two ranks found in one launch: processes take seconds to start."""
-    bits = names_tested(request, "test_ranks_have_the_bits_of_one_that_accumulates")
-    return ranks_once(f"{PROGRAMS}:two_ranks", 2, tmp_path_factory, BITS=bits)
+    tests = {
+        "BITS": "test_ranks_have_the_bits_of_one_that_accumulates",
+        "CLOSE": "test_ranks_and_one_rank_differ_by_rounding",
+        "FILES": "test_files_of_each_rank_never_change_a_bit",
+        "WAYS": "test_a_rank_that_diverges_is_named_with_its_layer",
+    }
+    names = {key: names_tested(request, test) for key, test in tests.items()}
+    return ranks_once(f"{PROGRAMS}:two_ranks", 2, tmp_path_factory, **names)
 
 
 @pytest.mark.parametrize("name", rank_cases.CASES)
@@ -201,15 +206,15 @@ def test_ranks_that_go_different_ways_are_named_before_a_weight_changes(two: lis
         assert "gathered or reduced different layers in this step: [0] against [1]" in said
 
 
-@pytest.mark.parametrize("way", rank_programs.WAYS)
-def test_a_rank_that_diverges_is_named_with_its_layer(way: str, two: list[Any]) -> None:
+@pytest.mark.parametrize("name", rank_programs.WAYS)
+def test_a_rank_that_diverges_is_named_with_its_layer(name: str, two: list[Any]) -> None:
     """On both ranks, before a weight changes: what each came for, or waited for."""
     for found in two:
-        text = found["diverged"][way]
+        text = found["diverged"][name]
         expected = r"rank 0 (for|in) [a-z ]+\d* ?.*, rank 1 (for|in) gather \d+ \(blocks\.\d\)"
         assert re.search(expected, text), text
         # there rank 0 has come to the gate, where rank 1 never comes
-        if way != "backward":
+        if name != "backward":
             assert "the ranks have come for different operations: rank 0 for gather" in text
 
 
@@ -349,12 +354,7 @@ def test_four_ranks_have_the_bits_of_one_that_accumulates(tmp_path: Path) -> Non
 @pytest.mark.parametrize("seed", range(3))
 def test_nothing_depends_on_which_thread_comes_first(seed: int, tmp_path: Path) -> None:
     with (
-        Launch(
-            run=f"{PROGRAMS}:two_ranks",
-            num_ranks=2,
-            folder=tmp_path,
-            environment={"BITS": json.dumps(list(rank_cases.CASES))},
-        ) as launch,
+        Launch(run=f"{PROGRAMS}:two_ranks", num_ranks=2, folder=tmp_path) as launch,
         hostile_scheduler([process.pid for process in launch.processes], seed),
     ):
         ended = launch.finish(timeout_s=900)

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,12 +39,19 @@ from tests.support.rank_models import engine_of, full, num_ranks, rank, train
 from tests.support.training import Run, config, initialized, on
 
 
+def tested(key: str, all_names: Iterable[str]) -> list[str]:
+    """The names that this run tests: the environment's, or all."""
+    return json.loads(os.environ[key]) if key in os.environ else list(all_names)
+
+
 def two_ranks(folder: Path) -> dict[str, Any]:
     """Everything that needs two ranks and no failure."""
     return {
-        "bits": {name: CASES[name]() for name in json.loads(os.environ["BITS"])},
-        "close": {name: run() for name, run in CLOSE.items()},
-        "files": {name: (run(), run(in_memory=True)) for name, run in FILES.items()},
+        "bits": {name: CASES[name]() for name in tested("BITS", CASES)},
+        "close": {name: CLOSE[name]() for name in tested("CLOSE", CLOSE)},
+        "files": {
+            name: (FILES[name](), FILES[name](in_memory=True)) for name in tested("FILES", FILES)
+        },
         "memory on files": memory(clipping=1.0, **files("masters")),
         "memory": memory(clipping=1.0),
         "memory without gate": memory(clipping=0.0),
@@ -59,7 +67,7 @@ def two_ranks(folder: Path) -> dict[str, Any]:
         "traces": traces(folder),
         "planned": planned(),
         "astray": [astray("gather", clipping=1.0), astray("reduce", clipping=0.0)],
-        "diverged": {way: diverged(way) for way in WAYS},
+        "diverged": {way: diverged(way) for way in tested("WAYS", WAYS)},
         "broken": [broken(0), broken(-1)],
         "full disk": full_disk(folder),
         "replaced": replaced(folder),
