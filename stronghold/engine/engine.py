@@ -43,7 +43,7 @@ from stronghold.engine.checkpoints import Checkpoints
 from stronghold.engine.inspection import Inspection, inspect, inspect_job
 from stronghold.engine.monitors import make_monitor, write_step
 from stronghold.engine.planner import Planner
-from stronghold.engine.refusals import REFUSED, ManualClipping, check_loss, refused_method
+from stronghold.engine.refusals import REFUSED, check_loss, refused_method
 from stronghold.errors import ConfigError, did_you_mean, format_size
 from stronghold.plan.plan import Plan
 from stronghold.streaming.fragments import fragments
@@ -55,6 +55,7 @@ from stronghold.streaming.stack import MemoryReport, Stack
 from stronghold.streaming.steps import StalledWeights
 from stronghold.telemetry.metrics import StepRecord, batch_size
 from stronghold.telemetry.start import Start
+from stronghold.train.fragments import check_clipping
 from stronghold.train.job import Job
 
 logger = logging.getLogger("stronghold")
@@ -172,13 +173,12 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         self._reads: ParameterReads | None = None
         self._stalled_weights: StalledWeights | None = None
         if room is Stack:
-            clipping = ManualClipping(configured=settings.gradient_clipping)
             self._reads = ParameterReads(
                 _places_of_parameters(stack),
                 settle=stack.settle,
                 decode=stack.decode_at_rest,
                 drop=stack.drop_gradients,
-                clipped=clipping.check,
+                clipped=functools.partial(check_clipping, settings.gradient_clipping),
                 moved=stack.note_copy,
                 fragments=fragments(stack),
                 moving=itertools.chain.from_iterable(stack.parameters),

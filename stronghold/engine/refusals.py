@@ -1,14 +1,11 @@
-"""Calls that the engine refuses, and what to do instead: DeepSpeed's methods, losses, clipping.
+"""Calls that the engine refuses, and what to do instead: DeepSpeed's methods, and losses.
 
 Never changes a step. The training thread alone enters.
 """
 
 from __future__ import annotations
 
-import math
-import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,29 +50,4 @@ def check_loss(method: str, loss: Any) -> None:
         raise ConfigError(
             f"engine.{method}: expected a scalar loss with a graph (a tensor of one element); for "
             "another tensor, output.backward(gradient)"
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ManualClipping:
-    """Checks a program's own call of `torch.nn.utils.clip_grad_norm_`.
-
-    Such a call clips no gradient, because gradients have left the model by then. Accelerate calls
-    `step` before it, in backward. `configured` is `gradient_clipping` of the config.
-    """
-
-    configured: float
-
-    def check(self, max_norm: float) -> None:
-        """Warn about the call. Raise ConfigError if `max_norm` is finite and not the config's."""
-        if math.isfinite(max_norm) and max_norm != self.configured:
-            raise ConfigError(
-                f"clip_grad_norm_ by hand to {max_norm}: gradients have left the model, and the "
-                "engine clips them in step, to the config's gradient_clipping: got "
-                f'{self.configured}. Set "gradient_clipping": {max_norm}, and leave the call out'
-            )
-        warnings.warn(
-            "clip_grad_norm_ by hand finds no gradient, and returns 0: the engine clips in step; "
-            "engine.get_global_grad_norm() is the norm afterwards",
-            stacklevel=6,
         )

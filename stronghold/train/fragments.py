@@ -1,4 +1,5 @@
-"""Answers DeepSpeed's `safe_get_full_*` for a trained parameter: master, moments, gradient.
+"""What an engine holds of a trained parameter: master, moments, gradient. Calls of a program that
+mean these find them: DeepSpeed's `safe_get_full_*`, torch's `zero_grad` and `clip_grad_norm_`.
 
 [Note: DeepSpeed's attributes]
 1. `deepspeed.utils.safe_get_full_fp32_param` and the functions beside it look for attributes of the
@@ -7,17 +8,28 @@
    AttributeError for a parameter that no engine trains.
 3. So a parameter has no attributes of ours, and no copy or pickle takes them along. DeepSpeed's own
    engine writes the same names on its parameters, and finds what it wrote.
+
+[Note: torch's calls]
+1. Between backward and step no parameter has a `grad`. So torch's calls would change nothing.
+2. `zero_grad` drops the gradients that wait of just its parameters. A later norm is without them.
+3. `clip_grad_norm_` computes a norm of nothing. Its last function is replaced, which it calls under
+   every name that a program has for it: the engine clips, to the config's norm.
 """
 
 from __future__ import annotations
 
+import math
+import warnings
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad
 
 from stronghold.errors import ConfigError
 from stronghold.optim.states import items, join_master
+from stronghold.streaming.patches.replacements import Replacements
 from stronghold.train.layer import Layer
 from stronghold.train.trainer import Trainer
 
@@ -32,6 +44,7 @@ ATTRIBUTES = {
 }
 # Of the trained parameters of all engines, by identity.
 _fragments: dict[int, Fragment] = {}
+_replacements = Replacements()
 
 
 class _Attribute:
@@ -54,10 +67,13 @@ class Fragment:
     Tensors that it returns are fp32 copies in the parameter's shape, on the parameter's device.
     Raises ConfigError (a ValueError) for a value that does not exist now, and in another thread
     than the one that trains.
+
+    clipping  largest norm of the engine's step, 0 for none
     """
 
-    def __init__(self, trainer: Trainer, layer: Layer, position: int) -> None:
+    def __init__(self, trainer: Trainer, layer: Layer, position: int, *, clipping: float) -> None:
         self._trainer, self._layer, self._position = trainer, layer, position
+        self.clipping = clipping
         self._name = layer.names[position]
 
     def get(self, optim_state_key: str | None = None) -> Tensor:
@@ -108,6 +124,10 @@ class Fragment:
         layer.gradient_record.wait()
         return self._whole(self._trainer.arrays.gradient(layer, position))
 
+    def drop_gradient(self) -> None:
+        """Drop the gradient that waits for the step."""
+        self._trainer.drop_gradient(self._layer, self._position)
+
     def refuse(self, *args: object, **kwargs: object) -> None:
         """Raise ConfigError: nothing is written in this way."""
         raise ConfigError(
@@ -122,24 +142,69 @@ class Fragment:
         return copied.view(parameter.shape)
 
 
-def attach(trainer: Trainer) -> list[int]:
+def _of(parameters: Iterable[Tensor]) -> list[Fragment]:
+    return [f for parameter in parameters if (f := _fragments.get(id(parameter))) is not None]
+
+
+def _zero_grad(original: Callable[..., None], owner: Any, *args: Any, **kwargs: Any) -> None:
+    """`zero_grad` of a module or of torch's optimizers ([Note: torch's calls])."""
+    original(owner, *args, **kwargs)
+    groups = (
+        [{"params": owner.parameters()}] if isinstance(owner, nn.Module) else owner.param_groups
+    )
+    for fragment in _of(parameter for group in groups for parameter in group["params"]):
+        fragment.drop_gradient()
+
+
+def _clip(
+    original: Callable[..., None], parameters: Any, max_norm: float, *args: Any, **kwargs: Any
+) -> None:
+    """The function that scales gradients in `clip_grad_norm_` ([Note: torch's calls])."""
+    listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    for clipping in {fragment.clipping for fragment in _of(listed)}:
+        check_clipping(clipping, max_norm)
+    original(listed, max_norm, *args, **kwargs)
+
+
+def check_clipping(configured: float, max_norm: float) -> None:
+    """Warn of a program's own clipping, which clips nothing. ConfigError for a finite norm that is
+    not the config's. Accelerate calls it after backward, in which it has called the step."""
+    if math.isfinite(max_norm) and max_norm != configured:
+        raise ConfigError(
+            f"clip_grad_norm_ by hand to {max_norm}: gradients have left the model, and the "
+            "engine clips them in step, to the config's gradient_clipping: got "
+            f'{configured}. Set "gradient_clipping": {max_norm}, and leave the call out'
+        )
+    warnings.warn(
+        "clip_grad_norm_ by hand finds no gradient, and returns 0: the engine clips in step; "
+        "engine.get_global_grad_norm() is the norm afterwards",
+        stacklevel=6,
+    )
+
+
+def attach(trainer: Trainer, *, clipping: float) -> list[int]:
     """Answer for all trained parameters of a model. Returns what `detach` needs."""
     own = {
-        id(layer.parameters[k]): Fragment(trainer, layer, k)
+        id(layer.parameters[k]): Fragment(trainer, layer, k, clipping=clipping)
         for layer in trainer.layers
         for k in range(layer.num_trained)
     }
     _fragments.update(own)
     for name in ATTRIBUTES:
         setattr(nn.Parameter, name, _Attribute(name))
+    for owner in (nn.Module, torch.optim.Optimizer):
+        _replacements.wrap(owner, "zero_grad", _zero_grad)
+    if hasattr(clip_grad, "_clip_grads_with_norm_"):  # some torch have it in another place
+        _replacements.wrap(clip_grad, "_clip_grads_with_norm_", _clip)
     return list(own)
 
 
 def detach(identities: list[int]) -> None:
-    """Answer for these no longer. After the last engine nothing is left on `nn.Parameter`."""
+    """Answer for these no longer. After the last engine torch is as it was."""
     for identity in identities:
         _fragments.pop(identity, None)
     if not _fragments:
         for name in ATTRIBUTES:
             if name in vars(nn.Parameter):
                 delattr(nn.Parameter, name)
+        _replacements.undo()

@@ -14,7 +14,7 @@ micro-batches. The buffer lies on the host, or on the device if the device updat
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -297,13 +297,17 @@ class Gradients:
         return wait
 
     # -- the end of a step ------------------------------------------------------------------------
-    def drop(self, layer: Layer) -> None:
-        """The layer's gradients were used, or are void."""
-        layer.waiting.clear()
-        layer.gradient_state = GradientState.NONE
+    def drop(self, layer: Layer, positions: Collection[int] | None = None) -> None:
+        """The layer's gradients, or those of its parameters at `positions`, were used or are
+        void."""
+        dropped = range(layer.num_trained) if positions is None else positions
+        layer.waiting.difference_update(dropped)
+        for slot in (layer.gradient_slot, self._own.get(layer)):
+            if slot is not None:
+                slot.arrived.difference_update(dropped)
         self._square_sums.pop(layer, None)
-        if layer in self._own:
-            self._own[layer].arrived.clear()
+        if not layer.waiting and layer.gradient_slot is None:
+            layer.gradient_state = GradientState.NONE
 
     def forget(self) -> None:
         """Drop all gradients, after an exception at any place. All lanes have finished."""

@@ -118,7 +118,8 @@ class Job:
                 folders=[] if nvme is None else [Path(path) for path in nvme.paths],
             )
             undo.callback(self.trainer.close)
-            undo.callback(fragments.detach, fragments.attach(self.trainer))
+            attached = fragments.attach(self.trainer, clipping=settings.gradient_clipping)
+            undo.callback(fragments.detach, attached)
             self._undo = undo.pop_all()
         self._planned = (self.plan.gpu_total_bytes, self.plan.host_total_bytes)
         self._off_device = OffDevice.NOTHING

@@ -320,6 +320,13 @@ class Trainer:
         for layer in self.layers:
             self.gradients.drop(layer)
 
+    def drop_gradient(self, layer: Layer, position: int) -> None:
+        """Drop the gradient of one parameter that waits for the step, if there is one. ConfigError
+        in another thread than the one that trains."""
+        if layer.gradient_state is not GradientState.NONE:
+            self._thread.check(f"dropping the gradient of {layer.names[position]}")
+            self.gradients.drop(layer, [position])
+
     def forget(self) -> None:
         """After an exception: drop the step's gradients, and end every pass ([Note:
         interrupts])."""

@@ -29,7 +29,7 @@ from stronghold.streaming.patches.parameters import ACCESS_ATTRIBUTES
 from tests.conftest import lane_threads
 from tests.models import MODELS, loss_of
 from tests.support.insides import hooks_of, num_hooks
-from tests.support.pairs import pairs
+from tests.support.pairs import each, pairs
 from tests.support.training import config, initialized
 from tests.support.twin import Twin, twin
 
@@ -390,6 +390,39 @@ def test_gradients_of_a_part_are_not_thrown_away_alone() -> None:
         with pytest.raises(ConfigError, match=r"zero_grad .* of a part of the model, without"):
             both.model.blocks[0].zero_grad()
         both.step()
+
+
+SOME: dict[str, Any] = {
+    "block": lambda model: list(model.blocks[1].parameters()),
+    "parameter": lambda model: [model.blocks[0].mlp.up.weight],
+    "head and embedding": lambda model: [model.head.weight, model.embedding.weight],
+}
+
+
+@pytest.mark.parametrize(
+    ("mode", "place", "some"),
+    each(
+        {"fp32": {}, "bf16": {"precision": "bf16"}, "accumulated": {"accumulation": 2}},
+        list(PLACES),
+        list(SOME),
+    ),
+)
+def test_some_gradients_are_thrown_away_as_in_a_plain_loop(
+    mode: dict[str, Any], place: str, some: str
+) -> None:
+    with twin(section={**PLACES[place], "room": "train"}, **mode) as both:
+        for number in range(3):
+            both.backward(both.on(2 * number))
+            if both.accumulation == 2:
+                both.engine.step()
+            if number > 0:
+                torch.optim.SGD(SOME[some](both.model)).zero_grad()
+                for parameter in SOME[some](both.plain):
+                    parameter.grad = None
+                    both.sums.pop(parameter, None)
+            if number < 2:  # of the same step: it is added
+                both.backward(both.on(2 * number + 1))
+            both.step()
 
 
 def test_the_loss_of_a_step_is_that_of_the_batches_that_were_kept() -> None:

@@ -207,6 +207,7 @@ _REPLACED = (
         reason="Gradients wait for the step on the host. A program that throws gradients "
         "away means these too.",
         file=_PARAMETERS,
+        beside=("train/fragments.py",),
     ),
     Patch(
         key="clipping",
@@ -217,6 +218,7 @@ _REPLACED = (
         reason="`clip_grad_norm_` calls it with the norm. No parameter has a gradient then, "
         "so clipping by hand would do nothing: it is refused, or warned about.",
         file=_PARAMETERS,
+        beside=("train/fragments.py",),
     ),
     # -- attention ---------------------------------------------------------------------------------
     Patch(
