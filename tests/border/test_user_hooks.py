@@ -72,15 +72,17 @@ def test_a_grad_that_is_set_by_hand_is_refused_with_the_way(place: str) -> None:
         both.step()
 
 
+@pytest.mark.parametrize("room", ["streaming", "train"])
 @pytest.mark.parametrize("place", ["streamed", "whole"])
-def test_clipping_by_hand_is_the_configs_or_refused_with_the_way(place: str) -> None:
+def test_clipping_by_hand_is_the_configs_or_refused_with_the_way(place: str, room: str) -> None:
     """Under the name that a program imported before."""
-    with twin(section=PLACES[place], clipping=0.5) as both:
+    with twin(section={**PLACES[place], "room": room}, clipping=0.5) as both:
         both.backward(both.on(0))
         with pytest.raises(ConfigError, match=r"got 0\.5\. Set \"gradient_clipping\": 9\.0"):
             clip_grad_norm_(both.model.parameters(), 9.0)
-        with pytest.warns(UserWarning, match="the engine clips in step"):
+        with pytest.warns(UserWarning, match="the engine clips in step") as warned:
             clip_grad_norm_(both.engine.parameters(), 0.5)
+        assert warned[0].filename == __file__
         both.step()
     assert clip_grad_norm_(both.plain.parameters(), 9.0) >= 0.0  # torch's again
 
