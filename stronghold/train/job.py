@@ -42,8 +42,6 @@ from stronghold.streaming.formats import CAST, OWN, model_formats
 from stronghold.streaming.guards import COMPILED_WHOLE
 from stronghold.streaming.optimizer import EngineOptimizer
 from stronghold.streaming.patches.modules import is_compiled
-from stronghold.streaming.patches.quantised import replace_quantised
-from stronghold.streaming.patches.replacements import Replacements
 from stronghold.streaming.stack import (
     MemoryReport,
     OffDevice,
@@ -173,9 +171,6 @@ class Job:
             say_no_blocks(model, section)
         if optimizer is not None:
             forbid_caches(model, undo)
-        replacements = Replacements()
-        undo.callback(replacements.undo)
-        replace_quantised(replacements, stored.names)
 
     def _make_plan(
         self, settings: Settings, optimizer: EngineOptimizer | None, local_rank: int

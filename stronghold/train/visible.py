@@ -44,6 +44,7 @@ from torch import Tensor, nn
 
 from stronghold.devices.lane_name import LaneName
 from stronghold.streaming.patches.autograd import without_torch_function
+from stronghold.streaming.patches.quantised import replace_quantised
 from stronghold.streaming.patches.replacements import Replacements
 from stronghold.streaming.patches.tensors import tree_leaves
 from stronghold.streaming.training_thread import TrainingThread
@@ -157,6 +158,8 @@ class Visible:
         _counted.update(self._layer_of)
         _replacements.put(nn.Parameter, "data", _counting_data)
         _replacements.put(nn.Parameter, "set_", _not_setting_to_itself)
+        # Here, for all models: a Function that is replaced twice has no `forward`.
+        replace_quantised(_replacements, (p for layer in layers for p in layer.parameters))
 
     def hide(self, layer: Layer) -> None:
         """Let the next look at a parameter of the layer wait."""

@@ -87,6 +87,39 @@ def plain(base: str, micro_batches: int) -> Run:
         )
 
 
+@pytest.mark.parametrize("base", ["nf4 double", "int8", "torchao int8"])
+@pytest.mark.parametrize("closes_first", [0, 1])
+def test_two_live_models_over_quantised_bases_train_in_turns(base: str, closes_first: int) -> None:
+    """As each does alone. One of the two ends before the other."""
+
+    def start(number: int) -> Callable[[int], torch.Tensor]:
+        torch.manual_seed(number)
+        model, make_batch = ALL[base][0]()
+        core = stacks[number].enter_context(opened(model, precision="bf16", window=1))
+
+        def train(seed: int) -> torch.Tensor:
+            loss: torch.Tensor = core.trainer.forward(**make_batch(seed)).loss
+            core.trainer.backward(loss)
+            core.trainer.step()
+            return loss.detach().clone()
+
+        return train
+
+    stacks = [contextlib.ExitStack() for _ in range(2)]
+    expected = []
+    for number, stack in enumerate(stacks):
+        with stack:
+            expected.append(list(map(start(number), range(3))))
+    with stacks[0], stacks[1]:
+        trains = [start(number) for number in range(2)]
+        losses = [[train(0)] for train in trains]
+        for number in (closes_first, 1 - closes_first):
+            losses[number] += map(trains[number], (1, 2))
+            stacks[number].close()
+    for alone, in_turns in zip(expected, losses, strict=True):
+        assert all(map(torch.equal, alone, in_turns))
+
+
 @pytest.mark.parametrize(
     "case",
     [pytest.param(c, marks=() if c in DEFAULT else pytest.mark.slow) for c in ARRAY],

@@ -24,8 +24,6 @@ from stronghold.plan.cost import Demand
 from stronghold.plan.plan import Plan, make_plan
 from stronghold.streaming.formats import CAST, model_formats
 from stronghold.streaming.optimizer import make_scaler
-from stronghold.streaming.patches.quantised import replace_quantised
-from stronghold.streaming.patches.replacements import Replacements
 from stronghold.streaming.training_thread import TrainingThread
 from stronghold.telemetry.metrics import Metrics
 from stronghold.train.layer import Groups, Layer, layers_of, layout_of
@@ -79,8 +77,6 @@ class Core:
         if frozen == "nf4":
             pack_frozen(model, find_blocks(model, layers), dtype if dtypes == CAST else None)
         stored = stored_tensors(model)
-        self._replacements = Replacements()
-        replace_quantised(self._replacements, stored.names)
         formats = model_formats(
             stored,
             dtype=dtype,
@@ -142,7 +138,6 @@ class Core:
         return found
 
     def close(self) -> None:
-        self._replacements.undo()
         self.trainer.close()
         self.device.close()
         self.pool.close()
