@@ -10,7 +10,7 @@ between two passes.
    server loads the first layers while the last ones are updated.
 2. Hazard: a program takes a step, or loads a checkpoint, and goes on with the same iterator. The
    server would then have layers of two steps.
-3. `OptimizerSteps.num_changes` counts steps and loads. The iterator raises when it has changed.
+3. `num_changes` counts steps and loads. The iterator raises when it has changed.
 
 [Note: merged]
 1. PEFT merges in place. The base's weights may be those of other ranks or of files, and a merge in
@@ -33,6 +33,7 @@ from torch import nn
 
 from stronghold.errors import ConfigError
 from stronghold.model.inner_tensors import format_of
+from stronghold.model.packed_weight import PackedWeight
 from stronghold.streaming.patches.modules import parameter_table, transient_buffers
 from stronghold.streaming.patches.parameters import point
 from stronghold.streaming.patches.tensors import with_own_storage
@@ -71,13 +72,11 @@ def named_weights(
     See `StrongholdEngine.named_weights`. Raises ConfigError within a forward or backward, and while
     arrays belong to two steps.
     """
-    runtime = stack.runtime
     stack.check_process("engine.named_weights")
-    runtime.ledger.check()
-    if not stack.is_away:
-        runtime.check_between_passes("engine.named_weights")
+    stack.check_whole()
+    stack.check_between_passes("engine.named_weights")
     groups = _groups(stack, merges_adapters=merges_adapters)
-    return _give(stack, groups, placement, stack.steps.num_changes)
+    return _give(stack, groups, placement, stack.num_changes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -161,13 +160,12 @@ def _give(
                 _check_same_step(stack, num_changes)
                 # No name refers to the copy, so that the caller alone keeps it alive.
                 yield name, placed.place(_shown(tensor))
-        for layer in group.layers:
-            stack.runtime.executor.weights.decoded.rest(layer)
+        stack.drop_decoded(group.layers)
 
 
 def _check_same_step(stack: Stack, num_changes: int) -> None:
     """Raise ConfigError if weights have changed since the iterator was made ([Note: one step])."""
-    if stack.steps.num_changes != num_changes:
+    if stack.num_changes != num_changes:
         raise ConfigError(
             "engine.named_weights: a step was taken, or weights were loaded, since this iterator "
             "was made: its layers would be of two steps. Call engine.named_weights again"
@@ -181,7 +179,7 @@ def _shown(tensor: torch.Tensor) -> torch.Tensor:
     takes no other parameter along. The engine sees the alias ([Note: a storage of their own] of
     `parameter_views`), and writes through it.
     """
-    values = tensor.detach()
+    values = _dense(tensor)
     is_plain = type(values) is torch.Tensor and values.is_cpu and values.is_contiguous()
     if is_plain and values.numel():
         point(values, with_own_storage(values.detach()))
@@ -199,7 +197,7 @@ def _groups(stack: Stack, *, merges_adapters: bool) -> list[_LayerGroup]:
     if merges_adapters:
         names = {key: _base_name(name) for key, name in names.items()}
     given = {id(p) for module in adapted for p in _merged_parameters(module)}
-    layer_of = _layer_of(stack)
+    layer_of = stack.layer_of_tensors()
     members: list[tuple[tuple[int, ...], _Member]] = []
     for prefix, module in model.named_modules():
         if module in adapted:
@@ -227,15 +225,6 @@ def _groups(stack: Stack, *, merges_adapters: bool) -> list[_LayerGroup]:
     ]
 
 
-def _layer_of(stack: Stack) -> dict[int, int]:
-    """The number of the layer of each parameter and stored tensor, by identity."""
-    layer_of: dict[int, int] = {}
-    for state in stack.host.layers:
-        layer_of |= {id(tensor): state.index for tensor in state.parameters}
-        layer_of |= {id(packed.parameter): state.index for packed in state.packed}
-    return layer_of
-
-
 def _layers_of(
     stack: Stack, layer_of: dict[int, int], tensors: Iterable[torch.Tensor]
 ) -> tuple[int, ...]:
@@ -249,7 +238,7 @@ def _layers_of(
         if id(tensor) in layer_of:
             layers.add(layer_of[id(tensor)])
         elif isinstance(tensor, nn.Parameter):
-            return tuple(range(len(stack.host.layers)))
+            return tuple(range(len(stack.parameters)))
     return tuple(sorted(layers))
 
 
@@ -272,7 +261,17 @@ def _own_buffers(module: nn.Module) -> list[NamedTensor]:
 def _is_quantised(module: nn.Module) -> bool:
     """True if the module itself holds a weight that a library has quantised."""
     parameters = module.parameters(recurse=False)
-    return any(format_of(parameter) is not None for parameter in parameters)
+    return any(_has_library_format(parameter) for parameter in parameters)
+
+
+def _has_library_format(parameter: nn.Parameter) -> bool:
+    """True for a weight that a library has quantised. The engine decodes its own packed ones."""
+    return format_of(parameter) is not None and not isinstance(parameter, PackedWeight)
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without its graph. A packed weight is decoded."""
+    return tensor.decode() if isinstance(tensor, PackedWeight) else tensor.detach()
 
 
 def _persistent_buffers(module: nn.Module) -> Iterator[NamedTensor]:
@@ -308,7 +307,7 @@ def _refuse_quantised(name: str, module: Any) -> None:
     """Raise ConfigError if the base's weights are a library's quantised ones."""
     for key, parameter in module.named_parameters():
         is_code = not parameter.is_floating_point() or parameter.itemsize == 1
-        if is_code or format_of(parameter) is not None:
+        if is_code or _has_library_format(parameter):
             raise ConfigError(
                 f"engine.named_weights(merge_adapters=True): {name}.{key} is quantised "
                 f"({type(parameter).__name__}, {parameter.dtype}), and a merge adds to "
@@ -360,7 +359,7 @@ def _copied(module: nn.Module, device: torch.device | None) -> Iterator[dict[int
     copies: dict[int, nn.Parameter] = {}
     for _, _, parameter in places:
         if id(parameter) not in copies:
-            values = parameter.detach().to(device=device, copy=True)
+            values = _dense(parameter).to(device=device, copy=True)
             copies[id(parameter)] = nn.Parameter(values, requires_grad=False)
     try:
         for table, key, parameter in places:

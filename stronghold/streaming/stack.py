@@ -541,6 +541,29 @@ class Stack:
         self.runtime.check_between_passes("save_checkpoint")
         self.runtime.adopt_edited()
 
+    def check_between_passes(self, operation: str) -> None:
+        """Raise ConfigError within a forward or a backward."""
+        if not self.is_away:
+            self.runtime.check_between_passes(operation)
+
+    @property
+    def num_changes(self) -> int:
+        """Steps and loads so far."""
+        return self.steps.num_changes
+
+    def layer_of_tensors(self) -> dict[int, int]:
+        """The number of the layer of each parameter and stored tensor, by identity."""
+        layer_of: dict[int, int] = {}
+        for state in self.host.layers:
+            layer_of |= {id(tensor): state.index for tensor in state.parameters}
+            layer_of |= {id(packed.parameter): state.index for packed in state.packed}
+        return layer_of
+
+    def drop_decoded(self, layers: Sequence[int]) -> None:
+        """Drop decoded values of these layers' packed weights, which a program has read."""
+        for layer in layers:
+            self.runtime.executor.weights.decoded.rest(layer)
+
     def changing(self, operation: str) -> contextlib.AbstractContextManager[None]:
         return self.runtime.ledger.changing(operation)
 

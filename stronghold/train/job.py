@@ -167,6 +167,7 @@ class Job:
             kind=section.states,
         )
         self.layout, self.formats = layout_of(self.layers, self.partition)
+        self._stored = stored
         if not self.partition.streamed:
             say_no_blocks(model, section)
         if optimizer is not None:
@@ -390,6 +391,7 @@ class Job:
         """Make new values of these parameters, or of all (None), the masters. They were written to
         the memory that the parameters point to."""
         self.wait_for_readers()
+        self.trainer.num_changes += 1
         for layer in self.layers:
             positions = (
                 range(len(layer.parameters)) if written is None else written.get(layer.index, ())
@@ -402,6 +404,28 @@ class Job:
     def check_whole(self) -> None:
         """Raise ConfigError if layers have values of two states."""
         self.trainer.check()
+
+    def check_between_passes(self, operation: str) -> None:
+        """Raise ConfigError within a forward or a backward."""
+        self.trainer.check_between_passes(operation)
+
+    @property
+    def num_changes(self) -> int:
+        """Steps and loads so far."""
+        return self.trainer.num_changes
+
+    def layer_of_tensors(self) -> dict[int, int]:
+        """The number of the layer of each parameter, by identity. A quantised one is in the layer
+        of its inner tensors, as all that its module holds."""
+        layer_of = {id(p): layer.index for layer in self.layers for p in layer.parameters}
+        for module in self.partition.model.modules():
+            for inner in self._stored.held_by(module):
+                for parameter in module.parameters(recurse=False):
+                    layer_of.setdefault(id(parameter), layer_of[id(inner)])
+        return layer_of
+
+    def drop_decoded(self, layers: Sequence[int]) -> None:
+        """Nothing is kept decoded."""
 
     def begin_save(self) -> None:
         """Raise ConfigError unless a checkpoint may be saved now. Adopt weights that the program

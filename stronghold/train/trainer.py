@@ -58,6 +58,8 @@ class Trainer:
     metrics  count the seconds for which compute waits
     thread   the one that trains
     folders  for the arrays that the plan puts in files
+
+    num_changes  counts steps, and loads of weights
     """
 
     weights: Weights
@@ -82,6 +84,7 @@ class Trainer:
         self._metrics, self._thread = metrics, thread
         self.program = ProgramBackward()
         self._changing: str | None = None  # change of the arrays
+        self.num_changes = 0
         # Now: a program may freeze and thaw parameters before the first batch has its plan.
         named = self.model.named_parameters()
         self._frozen = [(name, p) for name, p in named if not p.requires_grad]
@@ -251,6 +254,7 @@ class Trainer:
         gradient that was set by hand."""
         self.check()
         self._refuse_strays()
+        self.num_changes += 1
         try:
             return self.updates.step(
                 self.weights,
@@ -371,6 +375,7 @@ class Trainer:
             layer.is_seen = False
             self.weights.rest(layer)
         self._changing = operation
+        self.num_changes += 1
         yield
         # Slots of residents have older values now, and autograd refuses a graph that needs them.
         for layer in self.layers:
