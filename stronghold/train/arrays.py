@@ -398,7 +398,7 @@ class Arrays:
             self._make_gradients(layer)
 
     def move_to_host(self, layer: Layer) -> None:
-        """Undo `move_to_device`. The layer has no place for gradients until the next one."""
+        """Undo `move_to_device`. Until the layer moves back, it has no place for gradients."""
         self._move(layer, to_device=False)
 
     def _move(self, layer: Layer, *, to_device: bool) -> None:

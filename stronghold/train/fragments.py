@@ -12,8 +12,8 @@ mean these find them: DeepSpeed's `safe_get_full_*`, torch's `zero_grad` and `cl
 [Note: torch's calls]
 1. Between backward and step no parameter has a `grad`. So torch's calls would change nothing.
 2. `zero_grad` drops the gradients that wait of just its parameters. A later norm is without them.
-3. `clip_grad_norm_` computes a norm of nothing. Its last function is replaced, which it calls under
-   every name that a program has for it: the engine clips, to the config's norm.
+3. `clip_grad_norm_` finds no gradient. It calls `_clip_grads_with_norm_`, also where a program has
+   it under another name. So that function is replaced. It refuses another norm than the config's.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def attach(trainer: Trainer, *, clipping: float) -> list[int]:
         setattr(nn.Parameter, name, _Attribute(name))
     for owner in (nn.Module, torch.optim.Optimizer):
         _replacements.wrap(owner, "zero_grad", _zero_grad)
-    if hasattr(clip_grad, "_clip_grads_with_norm_"):  # some torch have it in another place
+    if hasattr(clip_grad, "_clip_grads_with_norm_"):  # private: a later torch may lack it
         _replacements.wrap(clip_grad, "_clip_grads_with_norm_", _clip)
     return list(own)
 

@@ -465,7 +465,7 @@ class Hooks:
             return
         if self._is_closed:
             raise ConfigError(
-                "backward: since the forward of this graph its layers have left their memory "
+                "backward: the layers have moved since the forward of this graph "
                 "(engine.offload_states): run the forward again"
             )
         self._program.reached(False)

@@ -301,8 +301,9 @@ class Job:
 
     @contextlib.contextmanager
     def _moving(self, operation: str) -> Iterator[None]:
-        """Context manager in which layers move. After an exception nothing goes on: some have."""
-        self.trainer.refresh()  # it refuses shapes that the program has changed: nothing has moved
+        """Context manager in which layers move. After an exception some have moved, and nothing
+        goes on."""
+        self.trainer.refresh()  # first: it refuses values of another shape
         try:
             yield
         except BaseException as error:

@@ -198,7 +198,8 @@ class Trainer:
         self._move_buffers(torch.device("cpu"))
 
     def _leave_plan(self, on_gpu: Collection[int]) -> None:
-        """Stop, and move layers. The device will update those of these indices."""
+        """Stop, and move layers. Afterwards the device has all arrays of the layers with these
+        indices."""
         self.refresh()  # a layer that moves takes what the program has written along
         self._stop()
         for layer in self.layers:

@@ -158,7 +158,7 @@ class Visible:
         _counted.update(self._layer_of)
         _replacements.put(nn.Parameter, "data", _counting_data)
         _replacements.put(nn.Parameter, "set_", _not_setting_to_itself)
-        # Here, for all models: a Function that is replaced twice has no `forward`.
+        # Once for all models: a Function that is replaced twice has no `forward`.
         replace_quantised(_replacements, (p for layer in layers for p in layer.parameters))
 
     def hide(self, layer: Layer) -> None:
