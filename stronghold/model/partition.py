@@ -21,6 +21,8 @@ model. The training thread makes a partition once; it is immutable afterwards.
 2. A parameter of two blocks, or of a block and a module outside, leaves its block and stays
    resident.
 3. Every parameter outside the blocks stays resident: embedding, final norm, head.
+4. With `trains_in` a layer trains one dtype. Of a block that trains several, as with routers in
+   fp32, the dtype with the most bytes moves. The other trained parameters stay resident.
 
 [Note: callable] Hooks around a block's call stream the block. So a block is a module that has a
 forward. ModuleList and ModuleDict have none. The search looks through them, wherever they stand
@@ -163,6 +165,7 @@ def partition(
     layers: str | Sequence[str] | None = None,
     format_of: Callable[[torch.Tensor], int] | None = None,
     packed: Mapping[nn.Parameter, PackedParameter] = NOTHING_PACKED,
+    trains_in: Callable[[torch.Tensor], torch.dtype | None] | None = None,
 ) -> Partition:
     """Split `model` into layers.
 
@@ -170,6 +173,8 @@ def partition(
                blocks])
     format_of  gives the number of a stored tensor's format (`model.layout`). None: all have one
     packed     parameters whose packed tensors the layers have in their place
+    trains_in  gives the dtype in which a stored tensor trains; None for a frozen one. Each layer
+               trains one. None: a layer may train several
 
     ConfigError if a path is unknown, or if a parameter cannot move (`_check_lasting`,
     `_check_movable`). The result does not follow later changes of `requires_grad` or of the module
@@ -180,6 +185,8 @@ def partition(
     _check_lasting(model)
     _check_movable(names)
     owners = _owners(model, find_blocks(model, layers), stored)
+    if trains_in is not None:
+        _keep_other_dtypes(owners, trains_in)
     holders = _holders(model, stored)
     members: dict[tuple[nn.Module, bool], list[torch.Tensor]] = {}
     for tensor in names:
@@ -194,20 +201,21 @@ def partition(
         for streamed in (False, True):
             if (module, streamed) not in members:
                 continue
-            tensors = _in_range_order(members[module, streamed], format_of)
-            users = [module]
-            if not streamed:
-                users = list(_holders_of(tensors, holders))
-            result.append(
-                Layer(
-                    index=len(result),
-                    name=module_name,
-                    modules=tuple(users),
-                    parameters=tuple(_named(tensor, stored) for tensor in tensors),
-                    streamed=streamed,
-                    packed=stored.packed_among(tensors),
+            in_order = _in_range_order(members[module, streamed], format_of)
+            for tensors in _by_dtype(in_order, trains_in):
+                users = [module]
+                if not streamed:
+                    users = list(_holders_of(tensors, holders))
+                result.append(
+                    Layer(
+                        index=len(result),
+                        name=module_name,
+                        modules=tuple(users),
+                        parameters=tuple(_named(tensor, stored) for tensor in tensors),
+                        streamed=streamed,
+                        packed=stored.packed_among(tensors),
+                    )
                 )
-            )
     check_exactly_once(names, result)
     return Partition(layers=tuple(result), model=model, names=ModelNames(model))
 
@@ -221,6 +229,35 @@ def _in_range_order(
         format_number = 0 if format_of is None else format_of(tensor)
         keys.append((not tensor.requires_grad, format_number, number))
     return [tensors[number] for *_, number in sorted(keys)]
+
+
+def _keep_other_dtypes(
+    owners: dict[torch.Tensor, nn.Module | None],
+    trains_in: Callable[[torch.Tensor], torch.dtype | None],
+) -> None:
+    """Let each block own the trained tensors of one dtype: the one with the most bytes."""
+    num_bytes: dict[nn.Module, Counter[torch.dtype]] = {}
+    for tensor, block in owners.items():
+        dtype = trains_in(tensor)
+        if block is not None and dtype is not None:
+            num_bytes.setdefault(block, Counter())[dtype] += tensor.numel() * dtype.itemsize
+    for tensor, block in owners.items():
+        dtype = trains_in(tensor)
+        if block is not None and dtype is not None:
+            (moving, _), *_ = num_bytes[block].most_common(1)
+            owners[tensor] = block if dtype is moving else None
+
+
+def _by_dtype(
+    tensors: Sequence[torch.Tensor], trains_in: Callable[[torch.Tensor], torch.dtype | None] | None
+) -> Iterable[list[torch.Tensor]]:
+    """The tensors by the dtype in which they train. Frozen ones join those of the first dtype."""
+    dtypes = [None if trains_in is None else trains_in(tensor) for tensor in tensors]
+    first = next((dtype for dtype in dtypes if dtype is not None), None)
+    groups: dict[torch.dtype | None, list[torch.Tensor]] = {}
+    for tensor, dtype in zip(tensors, dtypes, strict=True):
+        groups.setdefault(dtype or first, []).append(tensor)
+    return groups.values()
 
 
 def _holders_of(

@@ -50,6 +50,10 @@ class ModelFormats:
         """Index of the stored tensor's format."""
         return self.numbers[tensor]
 
+    def dtype_of(self, tensor: torch.Tensor) -> torch.dtype:
+        """Dtype of the stored tensor in training."""
+        return self.formats[self.numbers[tensor]].dtype
+
 
 def model_formats(
     stored: StoredTensors,

@@ -33,6 +33,7 @@ class Gradients:
     Blocks take turns in shared slots. A layer outside of the blocks has a slot of its own, and so
     has one whose gradients wait on the device as they came: there the slot is their buffer.
 
+    trains       False: the model is evaluated alone, without slots
     accumulates  gradients of several micro-batches are summed in fp32
     ends_step    the micro-batch is the step's last: sums of squares are taken as gradients come
     """
@@ -45,6 +46,7 @@ class Gradients:
         layers: Sequence[Layer],
         num_slots: int,
         *,
+        trains: bool = True,
         accumulates: bool,
         metrics: Metrics,
     ) -> None:
@@ -59,9 +61,12 @@ class Gradients:
         ]
         self._shared = [
             Slot.allocate(device, max(sharing), f"gradient slot {k}")
-            for k in range(num_slots if any(sharing) else 0)
+            for k in range(num_slots if trains and any(sharing) else 0)
         ]
         self._own: dict[Layer, Slot] = {}
+        for layer in layers if trains else ():
+            if not layer.is_block and layer.num_trained:
+                self._own_slot(layer)
         self._called_again: set[Layer] = set()  # have used their own slot in this backward
         # Two host buffers in turn, for gradients on their way to a sum. Made when first needed.
         self._staging: list[tuple[Tensor, Record]] = []
@@ -118,7 +123,7 @@ class Gradients:
         slot.writers.clear()
 
     def _own_slot(self, layer: Layer) -> Slot:
-        """Made when it is first needed. A block keeps it until a backward that does not need it."""
+        """A block's is made when it is needed, and kept until a backward does not need it."""
         if layer not in self._own:
             if self._waits_in_slot(layer):
                 memory = self._arrays.of(layer, "gradients").view(torch.uint8)

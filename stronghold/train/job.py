@@ -154,17 +154,18 @@ class Job:
             optimizers={parameter: group[1] for parameter, group in groups.items()},
             default=None if optimizer is None else optimizer.default,
         )
-        self.partition: Partition = partition(model, section.layers, chosen.of)
+        self.partition: Partition = partition(
+            model,
+            section.layers,
+            chosen.of,
+            trains_in=lambda tensor: chosen.dtype_of(tensor) if tensor in groups else None,
+        )
         named = [named for layer in self.partition.layers for named in layer.parameters]
         check_parameters(named, settings.precision, None, cast=rule == CAST)
         if is_compiled(model):
             raise ConfigError(f"model: {COMPILED_WHOLE}")
         self.layers: list[Layer] = layers_of(
-            self.partition,
-            groups,
-            dtype_of=lambda tensor: chosen.formats[chosen.of(tensor)].dtype,
-            precision=dtype,
-            kind=section.states,
+            self.partition, groups, dtype_of=chosen.dtype_of, kind=section.states
         )
         self.layout, self.formats = layout_of(self.layers, self.partition)
         self._stored = stored

@@ -7,7 +7,6 @@ dtype, then the frozen ones as they came. Host, slot and file have the same layo
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,8 +33,6 @@ from stronghold.optim.states import (
 )
 from stronghold.streaming.patches.autograd import without_torch_function
 from stronghold.streaming.patches.tensors import version_of
-
-logger = logging.getLogger("stronghold")
 
 Groups = Mapping[Tensor, tuple[Group, Optimizer]]
 """Live group of each trained parameter, and the optimizer of that group."""
@@ -240,25 +237,19 @@ def layers_of(
     groups: Groups,
     *,
     dtype_of: Callable[[Tensor], torch.dtype],
-    precision: torch.dtype,
     kind: StateKind,
 ) -> list[Layer]:
     """The layers of a partition, in its order.
 
-    groups     the trained parameters; all others are frozen
-    dtype_of   the dtype of a parameter in training
-    precision  the config's: trained parameters of one layer with several dtypes get this one
-    kind       of the states: "exact", or "lean" for bf16 weights
+    groups    the trained parameters; all others are frozen
+    dtype_of  the dtype of a parameter in training. The trained ones of a layer have one
+    kind      of the states: "exact", or "lean" for bf16 weights
     """
     layers = []
     for part in partition.layers:
         trained = [named for named in part.parameters if named.parameter in groups]
         frozen = [named for named in part.parameters if named.parameter not in groups]
         dtypes = [dtype_of(named.parameter) for named in trained]
-        if len(set(dtypes)) > 1:
-            seen = ", ".join(sorted({str(dtype) for dtype in dtypes}))
-            logger.info("%s: parameters of %s train in %s", part.name, seen, precision)
-            dtypes = [precision] * len(trained)
         states = None
         if trained:
             # Groups without momentum share the arrays of groups with momentum.

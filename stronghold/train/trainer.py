@@ -138,7 +138,8 @@ class Trainer:
             self.arrays,
             self._kernels,
             layers,
-            plan.gradient_slots if trains else 0,
+            plan.gradient_slots,
+            trains=trains,
             accumulates=plan.accumulates,
             metrics=self._metrics,
         )

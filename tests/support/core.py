@@ -85,13 +85,14 @@ class Core:
             optimizers={p: one for p, (_, one) in self.groups.items()},
             default=trains.optimizer,
         )
-        self.partition: Partition = partition(model, layers, formats.of)
+        self.partition: Partition = partition(
+            model,
+            layers,
+            formats.of,
+            trains_in=lambda tensor: formats.dtype_of(tensor) if tensor in self.groups else None,
+        )
         self.layers: list[Layer] = layers_of(
-            self.partition,
-            self.groups,
-            dtype_of=lambda tensor: formats.formats[formats.of(tensor)].dtype,
-            precision=dtype,
-            kind=kind,
+            self.partition, self.groups, dtype_of=formats.dtype_of, kind=kind
         )
         if settings.get("resident_layers") == "all":
             settings["resident_layers"] = len(self.partition.streamed)

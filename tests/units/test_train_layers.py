@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 import pytest
@@ -60,7 +59,10 @@ def layers_of_model(
         return tensor.dtype if own or not tensor.is_floating_point() else precision
 
     groups: Groups = {p: ({"lr": 0.1}, Adam()) for p in model.parameters() if p.requires_grad}
-    return layers_of(partition(model), groups, dtype_of=dtype_of, precision=precision, kind=kind)
+    parts = partition(
+        model, trains_in=lambda tensor: dtype_of(tensor) if tensor in groups else None
+    )
+    return layers_of(parts, groups, dtype_of=dtype_of, kind=kind)
 
 
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16, torch.float16])
@@ -82,16 +84,46 @@ def test_trained_parameters_come_first_and_every_one_is_aligned(precision: torch
     assert len(trained) == layer.num_trained
 
 
-def test_parameters_of_several_dtypes_train_in_the_precision_with_one_line(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    model = nn.Sequential(nn.Linear(3, 3))
-    model[0].weight.data = model[0].weight.data.bfloat16()
-    with caplog.at_level(logging.INFO, "stronghold"):
-        (layer,) = layers_of_model(model, own=True, precision=torch.bfloat16)
-    assert layer.dtypes == (torch.bfloat16, torch.bfloat16)
-    assert [record.getMessage() for record in caplog.records] == [
-        "0: parameters of torch.bfloat16, torch.float32 train in torch.bfloat16"
+class TwoDtypes(nn.Module):
+    """A block whose gate and offset train in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(3, 1)
+        self.product = nn.Linear(3, 9, dtype=torch.bfloat16)
+        self.gain = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+        self.offset = nn.Parameter(torch.zeros(1))
+        self.fixed = nn.Parameter(torch.ones(1), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_of_several_dtypes_in_a_block_the_one_with_the_most_bytes_moves() -> None:
+    model = nn.Module()
+    model.blocks = nn.ModuleList(TwoDtypes() for _ in range(2))
+    fp32, bf16 = torch.float32, torch.bfloat16
+    assert [
+        (layer.is_block, layer.names, layer.dtypes) for layer in layers_of_model(model, own=True)
+    ] == [
+        (is_block, [f"blocks.{k}.{name}" for name in names], dtypes)
+        for k in range(2)
+        for is_block, names, dtypes in [
+            (False, ["offset"], (fp32,)),
+            (True, ["gain", "product.weight", "product.bias", "fixed"], (bf16, bf16, bf16, fp32)),
+            (False, ["gate.weight", "gate.bias"], (fp32, fp32)),
+        ]
+    ]
+
+
+def test_a_module_outside_of_the_blocks_is_a_layer_for_each_trained_dtype() -> None:
+    layers = layers_of_model(TwoDtypes(), own=True)
+    fp32, bf16 = torch.float32, torch.bfloat16
+    assert [(layer.names, layer.dtypes) for layer in layers] == [
+        (["gain", "fixed"], (bf16, fp32)),
+        (["offset"], (fp32,)),
+        (["gate.weight", "gate.bias"], (fp32, fp32)),
+        (["product.weight", "product.bias"], (bf16, bf16)),
     ]
 
 
@@ -110,13 +142,7 @@ def test_groups_without_momentum_share_the_arrays_of_groups_with_momentum() -> N
         model.weight: ({"lr": 0.1}, SGD()),
         model.bias: ({"lr": 0.1}, SGD(has_momentum=True)),
     }
-    (layer,) = layers_of(
-        partition(model),
-        groups,
-        dtype_of=lambda tensor: tensor.dtype,
-        precision=torch.float32,
-        kind=EXACT,
-    )
+    (layer,) = layers_of(partition(model), groups, dtype_of=lambda tensor: tensor.dtype, kind=EXACT)
     assert layer.states is not None
     assert set(layer.states.dtypes) == {"weights", "momentum_buffer"}
 
