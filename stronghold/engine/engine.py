@@ -24,7 +24,6 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -63,18 +62,6 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 # the first step that starts as it ends: its seconds give the wear per hour
 WEAR_STEP = 3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockCompiler:
-    """Compiles the forward of one block. `options` are arguments of `torch.compile`."""
-
-    options: dict[str, Any]
-
-    def compile(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the compiled forward."""
-        compiled: Callable[..., Any] = torch.compile(forward, **self.options)
-        return compiled
 
 
 def _trains(method: _Method) -> _Method:
@@ -647,8 +634,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
                 "whole model; leave them out"
             )
         if not self._is_compiled:
-            compiler = BlockCompiler(options={**(compile_kwargs or {}), "backend": backend})
-            self._stack.compile_blocks(compiler.compile)
+            self._stack.compile_blocks({**(compile_kwargs or {}), "backend": backend})
             self._is_compiled = True
 
     @property

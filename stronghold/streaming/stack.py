@@ -11,7 +11,7 @@ import functools
 import logging
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -615,9 +615,8 @@ class Stack:
             self.device.report(LaneError(LaneName.COMPUTE, "the plan for the first batch", error))
             raise
 
-    def compile_blocks(self, compiled: Callable[[Any], Any]) -> None:
-        """Replace each block's forward by the result of `compiled`. The engine's hooks stay
-        uncompiled.
+    def compile_blocks(self, options: Mapping[str, Any]) -> None:
+        """Compile each block's forward by `torch.compile`. The engine's hooks stay uncompiled.
 
         `close` undoes it. Raises ConfigError within a step.
         """
@@ -628,7 +627,7 @@ class Stack:
         self.runtime.detach()
         for module in (module for layer in self.partition.streamed for module in layer.modules):
             self._parts.callback(_give_forward, module, vars(module).get("forward"))
-            run = compiled(module.forward)
+            run: Any = torch.compile(module.forward, **options)
             run.__wrapped__ = module.forward
             vars(module)["forward"] = Forward(module, run)
         self.runtime.start(self.partition)

@@ -19,6 +19,13 @@ modules, not on the engine: evaluation and generation with the raw model stream,
    were never read without a call.
 4. It waits for all others when it begins. An evaluation waits for all.
 
+[Note: compiled]
+1. `module.compile()` compiles the module's call. Torch cannot compile the hooks in it.
+2. So the hooks stand around the compiled call. The `forward` inside of it is the module's own. So
+   are those of layers outside of the blocks that a block holds.
+3. A pass looks for compiled calls when it begins: a program may compile a block at any time. Until
+   then, and in a compiled module around it, the module's call runs uncompiled.
+
 [Note: inner backward] A forward may take gradients inside: a model of energies returns forces. The
 layers of that forward stay bound, and its pass goes on when the inner backward ends.
 """
@@ -33,7 +40,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +48,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from stronghold.errors import ConfigError
 from stronghold.plan.cost import AGAIN, AWAY
-from stronghold.streaming.guards import NO_TRANSFORMS
+from stronghold.streaming.guards import COMPILED_WHOLE, NO_TRANSFORMS
 from stronghold.streaming.patches.autograd import (
     NO_BACKWARD,
     at_end_of_backward,
@@ -51,7 +58,11 @@ from stronghold.streaming.patches.autograd import (
     saved_tensor_hooks,
     without_torch_function,
 )
-from stronghold.streaming.patches.modules import hooks_after_gradient
+from stronghold.streaming.patches.modules import (
+    compiled_call,
+    hooks_after_gradient,
+    set_compiled_call,
+)
 from stronghold.streaming.patches.tensors import tree_leaves
 from stronghold.streaming.training_thread import TrainingThread
 from stronghold.train.activations import first_input, forget_attention, recomputed
@@ -65,15 +76,30 @@ from stronghold.train.weights import SavedWeight, Weights
 
 class ReplacedForward:
     """The `forward` of one of the model's modules while it trains. A copy of the module, by
-    `copy.deepcopy` or a pickle, gets its own forward back."""
+    `copy.deepcopy` or a pickle, gets its own forward back.
 
-    def __init__(self, forward: Callable[..., Any], call: Callable[..., Any]) -> None:
-        self._forward, self._call = forward, call
+    call       called with the forward, and with its arguments
+    compiled   the same, if torch compiles a call around it ([Note: compiled])
+    is_within  the module's own compiled call runs, and `call` around it
+    """
+
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        call: Callable[..., Any],
+        compiled: Callable[..., Any] | None = None,
+    ) -> None:
+        self._forward, self.call, self.is_within = forward, call, False
+        self._compiled = compiled or call
         # Its name and signature, which frameworks read. Not its `__dict__`: it may be one of these.
         functools.update_wrapper(self, forward, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(self._forward, *args, **kwargs)
+        if self.is_within:
+            return self._forward(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(self._compiled)(self._forward, *args, **kwargs)
+        return self.call(self._forward, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self._forward, memo)
@@ -85,6 +111,16 @@ class ReplacedForward:
         if hasattr(forward, "__self__"):
             return getattr, (forward.__self__, forward.__name__)
         return partial, (forward,)  # another package has replaced it before
+
+
+class Replaced(NamedTuple):
+    """A module with its present forward, and the one that it had as an attribute before. `stays`:
+    its layer is outside of the blocks."""
+
+    module: nn.Module
+    forward: ReplacedForward
+    before: Any
+    stays: bool
 
 
 class OutsideLayers:
@@ -195,12 +231,14 @@ class Hooks:
         self._end_of_backward: Any = _nothing  # a reference to the callback that torch holds
         self._called: list[Layer] = []  # in the running forward, if it may train
         self._num_recomputed: dict[Layer, int] = defaultdict(int)
-        self._replaced: list[tuple[nn.Module, Any]] = []  # a module, and an own `forward` of it
+        self._replaced: list[Replaced] = []
+        self._compiled: list[tuple[nn.Module, Any]] = []  # modules, with their compiled calls
         self._handles = []
         self._gradient_hooks: list[tuple[Tensor, int]] = []  # a parameter, and our hook's number
         for layer, users in modules.items():
             for module in users:
-                self._replace(module, partial(self._call, layer, module))
+                call = partial(self._call, layer, module)
+                self._replace(module, call, stays=not layer.is_block)
             for position, parameter in enumerate(layer.parameters):
                 requires_grad = parameter.requires_grad
                 if position < layer.num_trained or requires_grad:
@@ -210,11 +248,35 @@ class Hooks:
                     parameter.requires_grad_(requires_grad)
                     self._handles.append(handle)
                     self._gradient_hooks.append((parameter, handle.id))
-        self._replace(model, self._pass)  # last: the model may hold parameters of its own
+        # Last: the model may hold parameters of its own.
+        self._replace(model, self._pass, self._pass_compiled)
 
-    def _replace(self, module: nn.Module, call: Callable[..., Any]) -> None:
-        self._replaced.append((module, vars(module).get("forward")))
-        module.forward = ReplacedForward(module.forward, call)
+    def _replace(
+        self,
+        module: nn.Module,
+        call: Callable[..., Any],
+        compiled: Callable[..., Any] | None = None,
+        *,
+        stays: bool = False,
+    ) -> None:
+        before = vars(module).get("forward")
+        module.forward = forward = ReplacedForward(module.forward, call, compiled)
+        self._replaced.append(Replaced(module, forward, before, stays))
+
+    def _stand_around_compiled_calls(self) -> None:
+        """Put the hooks around the calls that the program has compiled since ([Note: compiled])."""
+        for module in {one.module: None for one in self._replaced}:
+            compiled = compiled_call(module)
+            if compiled is None or isinstance(compiled, ReplacedForward) or module is self._model:
+                continue
+            self._compiled.append((module, compiled))
+            within = {*module.modules()} - {module}
+            forwards = [r.forward for r in self._replaced if r.stays and r.module in within]
+            forwards += [r.forward for r in self._replaced if r.module is module]
+            call: Callable[..., Any] = partial(_within, forwards, compiled)
+            for forward in forwards:
+                call = ReplacedForward(call, forward.call)
+            set_compiled_call(module, call)
 
     @property
     def is_open(self) -> bool:
@@ -233,11 +295,18 @@ class Hooks:
             self._thread.check(operation)
             return self._run_pass(forward, *args, **kwargs)
 
+    def _pass_compiled(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A call of the whole model in one that torch compiles. It runs uncompiled."""
+        if torch.is_grad_enabled():
+            raise ConfigError(COMPILED_WHOLE)
+        return self._pass(forward, *args, **kwargs)
+
     def _run_pass(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.forget_interrupted()
         if self.is_open:
             return forward(*args, **kwargs)
         outer_pair = saved_tensor_hooks()
+        self._stand_around_compiled_calls()
         self._refuse_unfrozen()
         self.take_gradients_last()
         self._called.clear()
@@ -560,6 +629,8 @@ class Hooks:
                 parameter.grad = None
         self._outside.forget_calls()
         forget_attention()
+        for replaced in self._replaced:
+            replaced.forward.is_within = False
         self._in_backward = self._in_forward = self._is_interrupted = False
 
     def forget_interrupted(self) -> None:
@@ -580,14 +651,31 @@ class Hooks:
     def close(self) -> None:
         """Give the modules their own forward back. Safe to call twice."""
         self._is_closed = True
-        for module, forward in reversed(self._replaced):
+        for module, compiled in self._compiled:
+            if isinstance(compiled_call(module), ReplacedForward):  # else compiled once more
+                set_compiled_call(module, compiled)
+        self._compiled.clear()
+        for module, _, before, _ in reversed(self._replaced):
             module.__dict__.pop("forward", None)
-            if forward is not None:  # another package has replaced it before
-                module.forward = forward
+            if before is not None:  # another package has replaced it before
+                module.forward = before
         for handle in self._handles:
             handle.remove()
         self._replaced.clear()
         self._handles.clear()
+
+
+def _within(
+    forwards: Sequence[ReplacedForward], compiled: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Run a module's compiled call, in which these modules have their own forward."""
+    for forward in forwards:
+        forward.is_within = True
+    try:
+        return compiled(*args, **kwargs)
+    finally:
+        for forward in forwards:
+            forward.is_within = False
 
 
 def _nothing() -> None:

@@ -41,7 +41,7 @@ from stronghold.streaming.demand import FreeResources, demand_of, pinned_activat
 from stronghold.streaming.formats import CAST, OWN, model_formats
 from stronghold.streaming.guards import COMPILED_WHOLE
 from stronghold.streaming.optimizer import EngineOptimizer
-from stronghold.streaming.patches.modules import is_compiled
+from stronghold.streaming.patches.modules import is_compiled, set_compiled_call
 from stronghold.streaming.stack import (
     MemoryReport,
     OffDevice,
@@ -310,6 +310,19 @@ class Job:
         except BaseException as error:
             self.device.report(LaneError(LaneName.COMPUTE, operation, error))
             raise
+
+    def compile_blocks(self, options: Mapping[str, Any]) -> None:
+        """Compile each block's call with these options of `torch.compile`, until `close`.
+
+        ConfigError within a step.
+        """
+        self.check_here("engine.compile")
+        self.trainer.check_between_passes("engine.compile")
+        if self.is_in_step:
+            raise ConfigError("engine.compile: call it between two steps, after engine.step")
+        for module in (module for layer in self.partition.streamed for module in layer.modules):
+            self._undo.callback(set_compiled_call, module, None)
+            module.compile(**options)
 
     # -- away from the device ---------------------------------------------------------------------
     def leave_device(self, *, keeps_weights: bool = False) -> None:

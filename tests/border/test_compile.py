@@ -13,9 +13,11 @@ from torch import nn
 import stronghold
 from stronghold.errors import ConfigError
 from tests.models import MODELS
-from tests.support.training import config
+from tests.support.mixed import OWN, odd
+from tests.support.training import assert_identical, config, train_plain, train_windowed
 from tests.support.twin import Twin, twin
 
+ROOMS = ["streaming", "train"]
 STREAMED = {"window": 1, "resident_layers": 0}
 
 
@@ -26,9 +28,9 @@ def fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def num_frames() -> int:
+def num_graphs() -> int:
     """That were compiled so far."""
-    return int(torch._dynamo.utils.counters["frames"]["ok"])
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 def compile_plain(model: nn.Module, backend: str) -> None:
@@ -41,6 +43,7 @@ def compile_plain(model: nn.Module, backend: str) -> None:
     [
         ({**STREAMED, "activations": "recompute"}, "fp32", "aot_eager"),
         ({"window": None, "resident_layers": "all"}, "bf16", "aot_eager"),
+        ({**STREAMED, "activations": "attention", "room": "train"}, "bf16", "aot_eager"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
@@ -54,7 +57,7 @@ def compile_plain(model: nn.Module, backend: str) -> None:
 def test_blocks_that_the_engine_compiles_have_the_bits_of_compiled_plain_ones(
     section: dict[str, Any], precision: str, backend: str
 ) -> None:
-    before = num_frames()
+    before = num_graphs()
     with twin(precision=precision, section=section) as both:
         both.engine.compile(backend=backend, compile_kwargs={"dynamic": False})
         both.engine.compile()
@@ -70,7 +73,7 @@ def test_blocks_that_the_engine_compiles_have_the_bits_of_compiled_plain_ones(
                 each.engine.step()
             both.plain.load_state_dict(other.engine.module_state_dict())
             other.engine.destroy()
-        assert num_frames() > before
+        assert num_graphs() > before
         copied = copy.deepcopy(both.model)
         both.engine.destroy()
         assert not any("forward" in vars(module) for module in both.model.modules())
@@ -81,27 +84,76 @@ def test_blocks_that_the_engine_compiles_have_the_bits_of_compiled_plain_ones(
             next(both.model.blocks[0].parameters()).div_(2.0)
 
 
+@pytest.mark.parametrize("room", ROOMS)
 @pytest.mark.parametrize(("activations", "first"), [("keep", True), ("recompute", False)])
-def test_a_block_that_compiles_itself_has_the_same_bits(activations: str, first: bool) -> None:
+def test_a_block_that_compiles_itself_has_the_same_bits(
+    activations: str, first: bool, room: str
+) -> None:
     model = MODELS["gpt"]()[0]
 
     def compile_blocks() -> None:
         for block in model.blocks:
-            block.compile(backend="aot_eager")
+            block.compile(backend="aot_eager", fullgraph=room == "train")
 
     if first:
         compile_blocks()
-    before = num_frames()
-    with twin(of=model, section={**STREAMED, "activations": activations}) as both:
+    before = num_graphs()
+    section = {**STREAMED, "activations": activations, "room": room}
+    with twin(of=model, section=section) as both:
         if not first:
             compile_blocks()
         both.train(0)
         both.train(1)
-        assert num_frames() > before
+        assert num_graphs() > before
 
 
-def test_a_model_that_is_compiled_whole_is_refused_before_it_trains() -> None:
-    both = Twin(section={**STREAMED, "activations": "recompute"})
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_compiled_blocks_go_on_after_a_forward_that_raises_and_after_layers_have_moved(
+    activations: str,
+) -> None:
+    """Of these blocks a part stays on the device: two hooks stand around a compiled call."""
+    fails = False
+
+    def failing(*_: Any) -> None:
+        if fails:
+            raise ValueError("of the program")
+
+    def compiled_odd(seed: int = 0) -> Any:
+        model, make_batch = odd(torch.bfloat16)(seed)
+        fails_within = activations == "keep"  # torch compiles no whole graph around it
+        where = model.blocks[1].norm if fails_within else model.head
+        where.register_forward_pre_hook(failing)
+        for block in model.blocks:
+            block.compile(backend="aot_eager", fullgraph=not fails_within)
+        return model, make_batch
+
+    def interrupt(engine: Any, micro: int) -> None:
+        nonlocal fails
+        if micro == 0:
+            fails = True
+            with pytest.raises(ValueError, match="of the program"):
+                engine(**odd(torch.bfloat16)()[1](7))
+            fails = False
+        elif micro == 1:
+            engine.offload_states()
+            engine.reload_states()
+        models.append(engine.module)
+
+    models: list[Any] = []
+    own = {**STREAMED, **OWN, "activations": activations, "room": "train"}
+    options: dict[str, Any] = {"clipping": 0.5, "precision": "bf16"}
+    run = train_windowed(
+        compiled_odd, steps=4, settings=config(section=own, **options), after=interrupt
+    )
+    assert_identical(run, train_plain(compiled_odd, steps=4, dtypes="own", **options))
+    for block in models[0].blocks:  # its own compiled call, and its class's forward
+        assert block._compiled_call_impl.__name__ == "_call_impl"
+        assert "forward" not in vars(block)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_model_that_is_compiled_whole_is_refused_before_it_trains(room: str) -> None:
+    both = Twin(section={**STREAMED, "activations": "recompute", "room": room})
 
     def check() -> None:
         with pytest.raises(ConfigError, match=r"call engine\.compile\(\)"):
@@ -126,8 +178,9 @@ def test_a_model_that_is_compiled_whole_is_refused_before_it_trains() -> None:
         )
 
 
-def test_compilation_within_a_step_or_of_the_whole_graph_is_refused() -> None:
-    with twin(section=STREAMED) as both:
+@pytest.mark.parametrize("room", ROOMS)
+def test_compilation_within_a_step_or_of_the_whole_graph_is_refused(room: str) -> None:
+    with twin(section={**STREAMED, "room": room}) as both:
         with pytest.raises(ConfigError, match="leave them out"):
             both.engine.compile(schedule=[(0, [])])
         both.backward(both.on(0))

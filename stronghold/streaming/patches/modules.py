@@ -36,6 +36,17 @@ def is_call_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None
 
 
+def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
+    """Return what a call of the module runs after `module.compile()`."""
+    call: Callable[..., Any] | None = module._compiled_call_impl
+    return call
+
+
+def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
+    """Let a call of the module run `call`. None: its own forward, uncompiled."""
+    module._compiled_call_impl = call
+
+
 def transient_buffers(module: nn.Module) -> set[str]:
     """Return the names of the module's direct buffers that its state dict leaves out."""
     return module._non_persistent_buffers_set

@@ -628,7 +628,8 @@ _USED = (
         manner=Manner.USED,
         names=("torch.nn.Module._compiled_call_impl", "torch._dynamo.OptimizedModule._orig_mod"),
         reason="A whole model that is compiled is one graph, and layers come and go inside "
-        "of it: it is refused. So is a compiled block that is to be divided.",
+        "of it: it is refused. So is a compiled block that is to be divided. Around a compiled "
+        "block's call stands the engine's, uncompiled.",
         file=_MODULES,
         beside=(_LOGITS,),
     ),
