@@ -18,7 +18,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -120,6 +120,14 @@ class PackedWeight(Tensor):
         )
         return weight.transpose(-2, -1) if self.is_transposed else weight
 
+    def untyped_storage(self) -> NoReturn:
+        """ConfigError: writers of files ask for it (safetensors, `save_pretrained`)."""
+        raise ConfigError(
+            f"{self!r} has no storage of its own, since it is packed to nf4: save trained weights "
+            "alone (adapters), let engine.save_16bit_model write all values, or give "
+            "save_pretrained a state_dict whose packed weights are replaced by their decode()"
+        )
+
     def changed(
         self,
         change: Callable[[Tensor], Tensor] = lambda inner: inner,
@@ -187,6 +195,10 @@ class PackedWeight(Tensor):
                 )
         args, kwargs = tree_map_only(PackedWeight, PackedWeight.decode, (args, kwargs))
         return func(*args, **kwargs)
+
+
+# A state dict that torch.save has written can be read by torch.load.
+torch.serialization.add_safe_globals([PackedWeight])
 
 
 # -- the weights of a model ------------------------------------------------------------------------
