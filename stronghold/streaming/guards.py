@@ -101,8 +101,9 @@ def _own_storages(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
     """
     for name, parameter in parameter_table(module).items():
         value = state.get(prefix + name)
-        is_dense = isinstance(value, torch.Tensor) and not is_wrapper(value) and not value.is_meta
-        if is_dense and value is not parameter:
+        if not isinstance(value, torch.Tensor) or is_wrapper(value):
+            continue
+        if value is not parameter and not value.is_meta:
             whole = value.untyped_storage().nbytes()
             if value.is_contiguous() and value.nbytes < whole and value.nbytes:
                 point(value, with_own_storage(value.detach()))

@@ -66,33 +66,48 @@ _WAITS: tuple[Callable[[], object], ...] = (
 )
 
 
+VIEW_IS_HELD = (
+    "{names}: a view (of weight.t(), weight.detach() or weight.data, say) is still held after the "
+    "block's forward or backward, in memory that the next layer takes: read later it would be "
+    "another layer's weights. In a torch.autograd.Function use ctx.save_for_backward, not an "
+    "attribute of ctx, or keep the parameter itself and make the view in backward; copy what is "
+    "kept otherwise (weight.detach().clone()); or let the weights stay on the gpu: "
+    'stronghold.resident_layers: "all"'
+)
+
+
 def refuse_aliases(state: LayerState, slot: torch.Tensor, ours: Sequence[torch.Tensor]) -> None:
     """Raise ConfigError if an object holds the slot's memory beside `slot` and `ours`, its
     views."""
     if held_elsewhere(slot, len(ours)):
         storage = slot.untyped_storage()
-        raise ConfigError(_message(state, _views(storage, {id(slot), *map(id, ours)})))
+        raise ConfigError(_message(state, views_in(storage, {id(slot), *map(id, ours)})))
 
 
 def held_elsewhere(memory: torch.Tensor, num_ours: int) -> bool:
     """True if an object holds the memory's storage beside `memory` and `num_ours` views of it."""
-    storage = memory.untyped_storage()
-    expected = num_ours + 2  # the memory, and the storage that is asked
-    if num_references(storage_address(storage)) <= expected:
+    if num_elsewhere(memory, num_ours) == 0:
         return False
     for wait in _WAITS:
         wait()
-        if num_references(storage_address(storage)) <= expected:
+        if num_elsewhere(memory, num_ours) == 0:
             return False
     return True
 
 
-def _views(storage: torch.UntypedStorage, known: set[int]) -> list[torch.Tensor]:
+def num_elsewhere(memory: torch.Tensor, num_ours: int) -> int:
+    """The number of objects that hold the memory's storage beside `memory` and `num_ours` views."""
+    storage = memory.untyped_storage()  # is one more
+    return max(0, num_references(storage_address(storage)) - num_ours - 2)
+
+
+def views_in(storage: torch.UntypedStorage, known: set[int]) -> list[torch.Tensor]:
     """Return the tensors in `storage` whose ids are not `known`."""
     views = []
     for candidate in gc.get_objects():
         if issubclass(type(candidate), torch.Tensor) and id(candidate) not in known:
-            with contextlib.suppress(RuntimeError):  # a tensor without a storage
+            # A tensor of any library may have no storage. A hidden one is not to be shown.
+            with contextlib.suppress(Exception), without_torch_function():
                 if candidate.untyped_storage().data_ptr() == storage.data_ptr():
                     views.append(candidate)
     return views
@@ -106,15 +121,7 @@ def _message(state: LayerState, views: list[torch.Tensor]) -> str:
         place = bytes_of(parameter.offset, parameter.offset + parameter.numel)
         if any(place.start <= start < place.stop for start in view_starts):
             names.add(parameter.name)
-    return (
-        f"{', '.join(sorted(names)) or state.layout.name}: a view (of weight.t(), "
-        "weight.detach() or weight.data, say) is still held after the block's forward or backward, "
-        "in memory that the next layer takes: read later it would be another layer's weights. In a "
-        "torch.autograd.Function use ctx.save_for_backward, not an attribute of ctx, or keep the "
-        "parameter itself and make the view in backward; copy what is kept otherwise "
-        "(weight.detach().clone()); or let the weights stay on the gpu: "
-        'stronghold.resident_layers: "all"'
-    )
+    return VIEW_IS_HELD.format(names=", ".join(sorted(names)) or state.layout.name)
 
 
 _unasked = without_torch_function  # hidden parameters do not wait for the engine

@@ -568,8 +568,8 @@ class Hooks:
         else:
             if layer is not self._order.reading or layer.slot is not self._slot or not is_here:
                 before, self._order.reading = self._order.reading, layer
-                self._order.use(layer)
                 self._rest(before)
+                self._order.use(layer)
                 self._weights.bind(layer)
                 self._slot, self._version = layer.slot, layer.version
             present = self._version

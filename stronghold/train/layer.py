@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from weakref import ReferenceType
 
 import torch
 from torch import Tensor
@@ -195,7 +196,8 @@ class Layer:
         for k in range(len(self.parameters) if is_whole else self.num_trained):
             shape, begin = self.parameters[k].shape, self.offsets[k]
             end = begin + math.prod(shape) * self.dtypes[k].itemsize
-            views.append(buffer[begin:end].view(self.dtypes[k]).view(shape))
+            view = buffer[begin:end].view(self.dtypes[k]).view(shape)
+            views.append(view.data)  # without `_base`, which would be one more tensor of the memory
         return views
 
     def bind(self, views: Sequence[Tensor]) -> None:
@@ -209,15 +211,18 @@ class Layer:
 class Slot:
     """A buffer on the device, for weights or for gradients. Layers take turns, or one keeps it.
 
-    views    of each layer that was ever in it
-    arrived  positions of the gradients in it
-    writers  streams of compute that have written these
+    views      of each layer that was ever in it; `num_views` in all
+    left       further views, which frames of an exception hold
+    arrived    positions of the gradients in it
+    writers    streams of compute that have written these
     """
 
     memory: Tensor
     layer: Layer | None = None
     record: Record = field(default_factory=Record)
     views: dict[Layer, list[Tensor]] = field(default_factory=dict)
+    num_views: int = 0
+    left: list[ReferenceType[Tensor]] = field(default_factory=list)
     arrived: set[int] = field(default_factory=set)
     writers: list[object] = field(default_factory=list)
 
@@ -227,9 +232,11 @@ class Slot:
 
     def views_of(self, layer: Layer, num_bytes: int) -> list[Tensor]:
         """The views of a layer whose first `num_bytes` the slot has."""
-        if layer not in self.views:
-            self.views[layer] = layer.views(self.memory[:num_bytes])
-        return self.views[layer]
+        views = self.views.get(layer)
+        if views is None:
+            views = self.views[layer] = layer.views(self.memory[:num_bytes])
+            self.num_views = sum(map(len, self.views.values()))
+        return views
 
 
 def layers_of(

@@ -57,7 +57,7 @@ class Order:
             self._pass.predicted = recorded
         self._pass.recorded, self._pass.cursor = [], 0
         for layer in tuple(self._weights.held):
-            self._weights.release(layer)
+            self._weights.release(layer, is_checked=is_complete)
 
     def forget(self) -> None:
         """An exception has ended every pass, and all slots are empty. The predictions stay."""

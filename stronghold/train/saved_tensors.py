@@ -7,8 +7,8 @@
 4. With RECOMPUTE torch's checkpoint runs the forward again. Its pair of hooks lies below ours, in
    both runs, and sees all tensors but weights. So the second run keeps no view of a slot either:
    the slot may leave before the last tensor of that run was used.
-5. A wrapper subclass (a quantised weight) has no memory of its own. The graph gets handles of its
-   inner tensors, and the wrapper is made anew around what these return.
+5. A wrapper subclass (a quantised weight) and a sparse tensor have no memory of their own. The
+   graph gets handles of their inner tensors. They are made anew around what these return.
 
 [Note: below] Torch applies the innermost pair of saved-tensor hooks alone. So our pair calls the
 pair below it: that of a checkpoint, ours or the user's. It leaves out the pairs of layers whose
@@ -28,7 +28,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from stronghold.errors import ConfigError
 from stronghold.model.inner_tensors import is_wrapper
 from stronghold.streaming.patches.autograd import Hooks, saved_tensor_hooks
 from stronghold.streaming.patches.tensors import sparse_parts, version_of
@@ -88,7 +87,10 @@ class Packing:
             if saved is not None:
                 return partial(self._read, saved)
         elif tensor.layout is torch.sparse_coo:
-            refuse_sparse_weights(tensor, self._weights)
+            parts = sparse_parts(tensor.detach())
+            if any(map(self._weights.has_memory_of, parts)):
+                indices, values = map(self._dense, parts)
+                return partial(sparse_anew, indices, values, tensor.shape, tensor.is_coalesced())
         if self.below is None:
             return self._keep(tensor)
         pack_below, unpack_below = self.below
@@ -136,12 +138,8 @@ def made_anew(
     return wrapper
 
 
-def refuse_sparse_weights(tensor: Tensor, weights: Weights) -> None:
-    """ConfigError for a sparse tensor whose values are weights in a slot, which will move on."""
-    for part in sparse_parts(tensor):
-        saved = weights.saved(part)
-        if saved is not None and not saved.layer.is_resident:
-            raise ConfigError(
-                f"{saved.layer.name} makes a sparse tensor of its weights, whose memory is a slot: "
-                "keep the layer on the device (stronghold.resident_layers), or make a dense tensor"
-            )
+def sparse_anew(indices: Handle, values: Handle, shape: torch.Size, is_coalesced: bool) -> Tensor:
+    """The sparse tensor of its saved indices and values."""
+    return torch.sparse_coo_tensor(
+        indices(), values(), shape, is_coalesced=is_coalesced, check_invariants=False
+    )

@@ -167,6 +167,69 @@ def test_what_needs_no_view_is_right(how: str, policy: str) -> None:
     assert_identical(run, train_plain(factory_of(how), steps=3))
 
 
+class Raising(Block):
+    """Fails beside a view of a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fails, self.view = False, torch.empty(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.view = view = self.norm1.weight.detach()
+        if self.fails:
+            self.view = torch.empty(0)
+            raise ValueError(f"of the program, beside {len(view)} elements")
+        self.view = torch.empty(0)
+        return super().forward(x)
+
+
+def test_the_frames_of_an_exception_may_keep_views() -> None:
+    """As in a notebook, which keeps the last exception. Views of others are refused as before."""
+
+    def factory() -> Any:
+        torch.manual_seed(0)
+        return Decoder([Raising() for _ in range(3)]), token_batch
+
+    kept: list[Any] = []
+
+    def fail(engine: Any, micro: int) -> None:
+        if micro == 0:
+            engine.module.blocks[1].fails = True
+            with pytest.raises(ValueError, match="beside 16 elements") as raised:
+                engine(**token_batch(5))
+            kept.append(raised.value)
+            engine.module.blocks[1].fails = False
+        elif micro == 2:
+            block = engine.module.blocks[0]
+            block.mlp.register_forward_hook(lambda *_: kept.append(block.norm2.weight.detach()))
+            with pytest.raises(ConfigError, match=r"blocks\.0\.norm2\.weight: "):
+                engine.backward(loss_of(engine(**token_batch(6))))
+
+    settings = config(section={"window": 1, "activations": "keep", "room": "train"})
+    run = train_windowed(factory, steps=3, settings=settings, after=fail)
+    assert isinstance(kept[0], ValueError)
+    assert_identical(run, train_plain(factory, steps=3))
+
+
+def test_a_view_in_a_forward_that_still_runs_is_refused() -> None:
+    class Collecting(Decoder):
+        def run(self, x: Tensor, input_ids: Tensor) -> Tensor:
+            views = []
+            for block in self.blocks:
+                x = block(x)
+                views.append(block.kernel.kept)
+                block.kernel.kept = None
+            return x
+
+    def factory() -> Any:
+        torch.manual_seed(0)
+        return Collecting([_Kernels("remembered") for _ in range(3)]), token_batch
+
+    settings = config(section={"window": 1, "activations": "keep", "room": "train"})
+    with pytest.raises(ConfigError, match=REFUSED):
+        train_windowed(factory, steps=1, settings=settings)
+
+
 @pytest.mark.parametrize("how", ["transposed", "detached", "hooked", "closure", "remembered"])
 def test_views_of_weights_that_stay_are_right(how: str) -> None:
     run = train_windowed(factory_of(how), steps=3, settings=config(section=on_gpu("whole")))

@@ -249,21 +249,6 @@ def test_a_second_run_that_would_write_again_is_refused() -> None:
     hook.remove()
 
 
-def test_sparse_weights_of_a_streamed_block_are_refused() -> None:
-    class Sparse(Block):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            indices = torch.arange(16).repeat(2, 1)
-            matrix = torch.sparse_coo_tensor(indices, self.norm1.weight, (16, 16))
-            return torch.sparse.mm(matrix, x.flatten(0, 1).t()).t().view_as(x) + super().forward(x)
-
-    model = Decoder([Sparse() for _ in range(3)])
-    refused = pytest.raises(ConfigError, match="makes a sparse tensor of its weights")
-    with streaming(model) as core, refused:
-        core.trainer.forward(**token_batch(0))
-    with streaming(model, resident_layers="all") as core:
-        step(core, 0)
-
-
 class Counting(Block):
     """Counts its batches, and shifts by a mean that runs."""
 
