@@ -71,8 +71,8 @@ VIEW_IS_HELD = (
     "block's forward or backward, in memory that the next layer takes: read later it would be "
     "another layer's weights. In a torch.autograd.Function use ctx.save_for_backward, not an "
     "attribute of ctx, or keep the parameter itself and make the view in backward; copy what is "
-    "kept otherwise (weight.detach().clone()); or let the weights stay on the gpu: "
-    'stronghold.resident_layers: "all"'
+    "kept otherwise (weight.detach().clone()); or let the gpu keep and update the weights: "
+    'stronghold.resident_layers: "all", "resident_updates": "gpu"'
 )
 
 

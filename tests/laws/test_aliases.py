@@ -230,6 +230,13 @@ def test_a_view_in_a_forward_that_still_runs_is_refused() -> None:
         train_windowed(factory, steps=1, settings=settings)
 
 
+@pytest.mark.parametrize("how", ["transposed", "detached", "closure", "remembered"])
+def test_a_view_of_a_resident_is_refused_when_newer_weights_come(how: str) -> None:
+    section = {"resident_layers": "all", "resident_updates": "host", "room": "train"}
+    with pytest.raises(ConfigError, match=REFUSED):
+        train_windowed(factory_of(how), steps=2, settings=config(section=section))
+
+
 @pytest.mark.parametrize("how", ["transposed", "detached", "hooked", "closure", "remembered"])
 def test_views_of_weights_that_stay_are_right(how: str) -> None:
     run = train_windowed(factory_of(how), steps=3, settings=config(section=on_gpu("whole")))
