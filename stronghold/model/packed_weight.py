@@ -18,7 +18,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -119,14 +119,6 @@ class PackedWeight(Tensor):
             self.codes, self.absmax, BLOCK, "nf4", self.packed_shape, self.dtype
         )
         return weight.transpose(-2, -1) if self.is_transposed else weight
-
-    def untyped_storage(self) -> NoReturn:
-        """ConfigError: writers of files ask for it (safetensors, `save_pretrained`)."""
-        raise ConfigError(
-            f"{self!r} has no storage of its own, since it is packed to nf4: save trained weights "
-            "alone (adapters), let engine.save_16bit_model write all values, or give "
-            "save_pretrained a state_dict whose packed weights are replaced by their decode()"
-        )
 
     def changed(
         self,

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from stronghold.errors import ConfigError
-from stronghold.model.inner_tensors import follow_device, is_wrapper, wrappers
+from stronghold.model.inner_tensors import follow_device, wrappers
 from stronghold.streaming.parts import Written
 from stronghold.streaming.patches.modules import (
     hooks_before_state_dict,
@@ -101,9 +101,7 @@ def _own_storages(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
     """
     for name, parameter in parameter_table(module).items():
         value = state.get(prefix + name)
-        if not isinstance(value, torch.Tensor) or is_wrapper(value):
-            continue
-        if value is not parameter and not value.is_meta:
+        if isinstance(value, torch.Tensor) and value is not parameter and not value.is_meta:
             whole = value.untyped_storage().nbytes()
             if value.is_contiguous() and value.nbytes < whole and value.nbytes:
                 point(value, with_own_storage(value.detach()))

@@ -68,8 +68,8 @@ _WAITS: tuple[Callable[[], object], ...] = (
 
 VIEW_IS_HELD = (
     "{names}: a view (of weight.t(), weight.detach() or weight.data, say) is still held after the "
-    "block's forward or backward, in memory that the next layer takes: read later it would be "
-    "another layer's weights. In a torch.autograd.Function use ctx.save_for_backward, not an "
+    "block's forward or backward. Other weights take its memory next, and a later read would find "
+    "these. In a torch.autograd.Function use ctx.save_for_backward, not an "
     "attribute of ctx, or keep the parameter itself and make the view in backward; copy what is "
     "kept otherwise (weight.detach().clone()); or let the gpu keep and update the weights: "
     'stronghold.resident_layers: "all", "resident_updates": "gpu"'

@@ -41,7 +41,7 @@ from stronghold.streaming.demand import FreeResources, demand_of, pinned_activat
 from stronghold.streaming.formats import CAST, OWN, model_formats
 from stronghold.streaming.guards import COMPILED_WHOLE
 from stronghold.streaming.optimizer import EngineOptimizer
-from stronghold.streaming.patches.modules import is_compiled, set_compiled_call
+from stronghold.streaming.patches.modules import is_call_compiled, is_compiled, set_compiled_call
 from stronghold.streaming.stack import (
     MemoryReport,
     OffDevice,
@@ -312,7 +312,8 @@ class Job:
             raise
 
     def compile_blocks(self, options: Mapping[str, Any]) -> None:
-        """Compile each block's call with these options of `torch.compile`, until `close`.
+        """Compile each block's call with these options of `torch.compile`, until `close`. Blocks
+        that the program has compiled stay as they are.
 
         ConfigError within a step.
         """
@@ -321,8 +322,9 @@ class Job:
         if self.is_in_step:
             raise ConfigError("engine.compile: call it between two steps, after engine.step")
         for module in (module for layer in self.partition.streamed for module in layer.modules):
-            self._undo.callback(set_compiled_call, module, None)
-            module.compile(**options)
+            if not is_call_compiled(module):
+                self._undo.callback(set_compiled_call, module, None)
+                module.compile(**options)
 
     # -- away from the device ---------------------------------------------------------------------
     def leave_device(self, *, keeps_weights: bool = False) -> None:

@@ -10,70 +10,26 @@ device updates has its arrays in its slot, so nothing is copied.
 4. The next fetch into the slot waits for that reader.
 5. A resident keeps its slot. When its host weights change, compute becomes a reader of the slot, so
    that the fetch of the new weights waits for backward, and not for the forward that follows.
-
-[Note: aliases of a slot]
-1. Autograd saves views of a slot, and gets handles (`saved_tensors`). Parameters point elsewhere
-   when a slot is reused.
-2. Hazard: an attribute of a custom Function, hooks inside of the model, a closure or a module may
-   keep another view. It reads the next layer's weights, and no hook sees that.
-3. A storage counts the tensors that refer to it. One more than ours is such a view: the release of
-   the slot, or the fetch of a resident's new weights, refuses it.
-4. The frames of an exception keep views, as long as a debugger or a notebook keeps the exception.
-   They run no more, and such a view is harmless.
 """
 
 from __future__ import annotations
 
-import gc
-import sys
 from bisect import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
-from types import FrameType
 from typing import NamedTuple
-from weakref import ReferenceType
 
 import torch
 from torch import Tensor
 
 from stronghold.devices.base import Device, Fence, timed
-from stronghold.errors import ConfigError
-from stronghold.streaming.parameter_views import (
-    VIEW_IS_HELD,
-    held_elsewhere,
-    num_elsewhere,
-    views_in,
-)
+from stronghold.streaming.parameter_views import num_elsewhere
 from stronghold.streaming.patches.autograd import without_torch_function
 from stronghold.telemetry.metrics import Metrics, WaitCause
+from stronghold.train.aliases import refuse_aliases
 from stronghold.train.arrays import Arrays
 from stronghold.train.layer import Layer, Slot, WeightState
 from stronghold.train.visible import Visible
-
-
-def is_left_by_exception(held: object, others: set[int], depth: int = 4) -> bool:
-    """True if only frames that run no more hold the object, perhaps in objects of Python's own.
-
-    others  ids of holders that do not count
-    """
-    holders = [holder for holder in gc.get_referrers(held) if id(holder) not in others]
-    others = others | {id(holders)}
-    for holder in holders:
-        if isinstance(holder, FrameType):
-            continue
-        is_container = type(holder).__module__ == "builtins" or isinstance(holder, partial)
-        if not is_container or not depth or not is_left_by_exception(holder, others, depth - 1):
-            return False
-    return bool(holders)
-
-
-def running_frames() -> Iterator[FrameType]:
-    """The frames that run, of all threads."""
-    for innermost in sys._current_frames().values():
-        frame: FrameType | None = innermost
-        while frame is not None:
-            yield frame
-            frame = frame.f_back
 
 
 class SavedWeight(NamedTuple):
@@ -223,8 +179,7 @@ class Weights:
             self._refuse_aliases(layer, slot)
 
     def _refuse_aliases(self, layer: Layer, slot: Slot) -> None:
-        """ConfigError if the program keeps a view of the slot, which the layer has had ([Note:
-        aliases of a slot])."""
+        """ConfigError if the program keeps a view of the slot, which the layer has had."""
         if num_elsewhere(slot.memory, slot.num_views) == 0:
             return
         views = slot.views.get(layer, [])
@@ -233,20 +188,7 @@ class Weights:
             is_bound = any(p.data_ptr() == view.data_ptr() for p, view in bound if p.numel())
         if is_bound:
             self.rest(layer)  # backward reads it no more, or binds it again
-        own = [view for views in slot.views.values() for view in views]
-        slot.num_views = len(own)  # an interrupt may have come before it was counted
-        slot.left = [reference for reference in slot.left if reference() is not None]
-        if not held_elsewhere(slot.memory, slot.num_views + len(slot.left)):
-            return
-        others = views_in(slot.memory.untyped_storage(), {id(slot.memory), *map(id, own)})
-        running = {id(others), *map(id, running_frames())}
-        harmless = [view for view in others if is_left_by_exception(view, running)]
-        slot.left = list(map(ReferenceType, harmless))
-        if not held_elsewhere(slot.memory, slot.num_views + len(slot.left)):
-            return
-        begins = [view.data_ptr() - slot.memory.data_ptr() for view in others]
-        names = {layer.names[bisect(layer.offsets, begin) - 1] for begin in begins}
-        raise ConfigError(VIEW_IS_HELD.format(names=", ".join(sorted(names)) or layer.name))
+        refuse_aliases(layer, slot)
 
     def refresh(self, layer: Layer) -> None:
         """Take over what the program may have written into the layer's parameters at rest, and hide

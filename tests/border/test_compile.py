@@ -13,7 +13,7 @@ from torch import nn
 import stronghold
 from stronghold.errors import ConfigError
 from tests.models import MODELS
-from tests.support.mixed import OWN, odd
+from tests.support.mixed import OWN, lora_model, odd, token_batch
 from tests.support.training import assert_identical, config, train_plain, train_windowed
 from tests.support.twin import Twin, twin
 
@@ -149,6 +149,34 @@ def test_compiled_blocks_go_on_after_a_forward_that_raises_and_after_layers_have
     for block in models[0].blocks:  # its own compiled call, and its class's forward
         assert block._compiled_call_impl.__name__ == "_call_impl"
         assert "forward" not in vars(block)
+
+
+def test_blocks_over_packed_weights_compile_with_the_same_bits() -> None:
+    def factory(seed: int = 0) -> Any:
+        return lora_model(torch.bfloat16, seed), token_batch
+
+    def compile_blocks(engine: Any, micro: int) -> None:
+        if micro == 0:
+            engine.compile(backend="aot_eager")
+
+    section = {**STREAMED, **OWN, "frozen": "nf4", "room": "train"}
+    settings = config(section=section, precision="bf16")
+    before = num_graphs()
+    run = train_windowed(factory, steps=3, settings=settings, after=compile_blocks)
+    assert num_graphs() > before
+    assert_identical(run, train_windowed(factory, steps=3, settings=settings))
+
+
+def test_the_engine_leaves_a_block_that_the_program_has_compiled() -> None:
+    with twin(section={**STREAMED, "room": "train"}) as both:
+        first, second = both.model.blocks[:2]
+        first.compile(backend="eager")
+        own = first._compiled_call_impl
+        both.train(0)
+        both.engine.compile(backend="aot_eager")
+        both.train(1)
+    assert first._compiled_call_impl is own
+    assert second._compiled_call_impl is None
 
 
 @pytest.mark.parametrize("room", ROOMS)

@@ -1,0 +1,72 @@
+"""Aliases of a slot: views of weights that a program keeps after their layer.
+
+[Note: aliases of a slot]
+1. Autograd saves views of a slot, and gets handles (`saved_tensors`). Parameters point elsewhere
+   when a slot is reused.
+2. Hazard: an attribute of a custom Function, hooks inside of the model, a closure or a module may
+   keep another view. It reads the next layer's weights, and no hook sees that.
+3. A storage counts the tensors that refer to it. One more than ours is such a view. It is refused
+   when the slot is released, or when a resident's newer weights come.
+4. The frames of an exception keep views, as long as a debugger or a notebook keeps the exception.
+   They run no more, and such a view is harmless.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from bisect import bisect
+from collections.abc import Iterator
+from functools import partial
+from types import CellType, FrameType
+from weakref import ReferenceType
+
+from stronghold.errors import ConfigError
+from stronghold.streaming.parameter_views import VIEW_IS_HELD, held_elsewhere, views_in
+from stronghold.train.layer import Layer, Slot
+
+CONTAINERS = (list, tuple, set, CellType, partial, Iterator)
+MAX_DEPTH = 4  # of containers in one another
+
+
+def refuse_aliases(layer: Layer, slot: Slot) -> None:
+    """ConfigError if the program keeps a view of the slot, which the layer has had. No parameter
+    points at the slot."""
+    own = [view for views in slot.views.values() for view in views]
+    slot.num_views = len(own)  # an interrupt may have come before it was counted
+    slot.left = [reference for reference in slot.left if reference() is not None]
+    if not held_elsewhere(slot.memory, slot.num_views + len(slot.left)):
+        return
+    others = views_in(slot.memory.untyped_storage(), {id(slot.memory), *map(id, own)})
+    slot.left = [ReferenceType(v) for v in others if is_left_by_exception(v, {id(others)})]
+    if not held_elsewhere(slot.memory, slot.num_views + len(slot.left)):
+        return
+    begins = [view.data_ptr() - slot.memory.data_ptr() for view in others]
+    names = {layer.names[bisect(layer.offsets, begin) - 1] for begin in begins}
+    raise ConfigError(VIEW_IS_HELD.format(names=", ".join(sorted(names)) or layer.name))
+
+
+def is_left_by_exception(held: object, others: set[int], depth: int = MAX_DEPTH) -> bool:
+    """True if only frames that run no more hold the object, by themselves or in containers.
+
+    others  ids of holders that do not count
+    """
+    ignored = others | set(map(id, running_frames()))
+    holders = [holder for holder in gc.get_referrers(held) if id(holder) not in ignored]
+    others = others | {id(holders)}
+    for holder in holders:
+        if isinstance(holder, FrameType):
+            continue
+        is_container = depth > 0 and isinstance(holder, CONTAINERS)
+        if not is_container or not is_left_by_exception(holder, others, depth - 1):
+            return False
+    return bool(holders)  # a frame that runs may hold the object, and is no holder in this list
+
+
+def running_frames() -> Iterator[FrameType]:
+    """The frames that run, of all threads."""
+    for innermost in sys._current_frames().values():
+        frame: FrameType | None = innermost
+        while frame is not None:
+            yield frame
+            frame = frame.f_back
