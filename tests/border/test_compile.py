@@ -107,7 +107,7 @@ def test_a_block_that_compiles_itself_has_the_same_bits(
         assert num_graphs() > before
 
 
-@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize("activations", [pytest.param("keep", marks=pytest.mark.slow), "recompute"])
 def test_compiled_blocks_go_on_after_a_forward_that_raises_and_after_layers_have_moved(
     activations: str,
 ) -> None:
