@@ -9,6 +9,11 @@ micro-batches. The buffer lies on the host, or on the device if the device updat
 2. So a parameter gets one gradient on a CPU, and up to n on a GPU.
 3. These are added in the slot, in the compute dtype, as autograd adds. So the layer gathers in a
    slot of its own: another layer must not take it in between.
+
+[Note: sums of chunks]
+1. A call may be divided (`chunks`). The gradients of its chunks are added in fp32, and rounded
+   after its last chunk. Then the slot has one gradient of the call.
+2. An fp32 layer sums in the gradient's place. Others have fp32 memory beside the slot.
 """
 
 from __future__ import annotations
@@ -35,6 +40,7 @@ class Gradients:
 
     trains       False: the model is evaluated alone, without slots
     accumulates  gradients of several micro-batches are summed in fp32
+    in_chunks    calls of blocks may be divided
     ends_step    the micro-batch is the step's last: sums of squares are taken as gradients come
     """
 
@@ -48,31 +54,43 @@ class Gradients:
         *,
         trains: bool = True,
         accumulates: bool,
+        in_chunks: bool = False,
         metrics: Metrics,
     ) -> None:
         self._device, self._arrays, self._kernels, self._layers = device, arrays, kernels, layers
         self._metrics = metrics
         self._accumulates, self.ends_step = accumulates, True
         self.offloaded_bytes = 0
-        sharing = [
-            layer.trained_bytes
-            for layer in layers
-            if layer.is_block and not self._waits_in_slot(layer)
-        ]
+        blocks = [layer for layer in layers if layer.is_block and layer.num_trained]
+        sharing = [layer for layer in blocks if not self._waits_in_slot(layer)]
         self._shared = [
-            Slot.allocate(device, max(sharing), f"gradient slot {k}")
-            for k in range(num_slots if trains and any(sharing) else 0)
+            Slot.allocate(device, max(x.trained_bytes for x in sharing), f"gradient slot {k}")
+            for k in range(num_slots if trains and sharing else 0)
         ]
         self._own: dict[Layer, Slot] = {}
         for layer in layers if trains else ():
             if not layer.is_block and layer.num_trained:
                 self._own_slot(layer)
+        if trains and in_chunks:
+            self._make_sum_memory(sharing, self._shared)
+            for layer in blocks:
+                if self._waits_in_slot(layer):
+                    self._make_sum_memory([layer], [self._own_slot(layer)])
         self._called_again: set[Layer] = set()  # have used their own slot in this backward
         # Two host buffers in turn, for gradients on their way to a sum. Made when first needed.
         self._staging: list[tuple[Tensor, Record]] = []
         # Of layers whose gradients have not changed since, with the fence after which they are
         # complete.
         self._square_sums: dict[Layer, tuple[list[float], Fence]] = {}
+
+    def _make_sum_memory(self, layers: Sequence[Layer], slots: Sequence[Slot]) -> None:
+        """Give slots the memory for fp32 sums of these layers."""
+        numel = max((x.trained_numel for x in layers if x.dtype is not torch.float32), default=0)
+        for slot in slots if numel else ():
+            slot.sum_memory = self._sum_memory(numel)
+
+    def _sum_memory(self, numel: int) -> Tensor:
+        return self._device.memory.allocate(numel, torch.float32, "fp32 sums of chunks")
 
     def _waits_in_slot(self, layer: Layer) -> bool:
         """True if the layer's gradients wait for the update where they were gathered."""
@@ -84,13 +102,55 @@ class Gradients:
         slot = layer.gradient_slot or self._claim(layer)
         self._enter(slot)
         target = slot.views_of(layer, layer.trained_bytes)[position]
-        if position in slot.arrived:  # [Note: several calls], or an earlier backward of the step
+        is_again = position in slot.arrived or slot.sums.get(position) is target
+        if is_again:  # [Note: several calls], or an earlier backward of the step
             target.add_(gradient)
         else:
             target.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
             slot.arrived.add(position)
         if layer.num_calls == 1 and len(slot.arrived) == layer.num_trained:
             self._offload(layer)
+
+    def chunk_arrived(
+        self, layer: Layer, gradients: Sequence[tuple[int, Tensor]], *, is_last: bool
+    ) -> None:
+        """Take the gradients of one chunk, by position ([Note: sums of chunks]). After the last one
+        of its call, offload the layer unless it was called again."""
+        slot = layer.gradient_slot
+        if gradients:
+            slot = slot or self._claim(layer)
+            self._enter(slot)
+            for position, gradient in gradients:
+                gradient = gradient.to_dense() if gradient.is_sparse else gradient
+                if position in slot.sums:
+                    slot.sums[position].add_(gradient)
+                else:
+                    slot.sums[position] = self._place_of_sum(layer, slot, position).copy_(gradient)
+        if is_last and slot is not None:
+            self._round(layer, slot)
+            if layer.num_calls == 1:
+                self._offload(layer)
+
+    def _place_of_sum(self, layer: Layer, slot: Slot, position: int) -> Tensor:
+        target = slot.views_of(layer, layer.trained_bytes)[position]
+        if target.dtype is torch.float32 and position not in slot.arrived:
+            return target
+        if slot.sum_memory is None:  # a parameter has two gradients, which is rare and not planned
+            slot.sum_memory = self._sum_memory(slot.memory.nbytes // layer.dtype.itemsize)
+        begin = layer.element(position)
+        return slot.sum_memory[begin : begin + target.numel()].view(target.shape)
+
+    def _round(self, layer: Layer, slot: Slot) -> None:
+        """Round the sums of a call, and add them to the gradients of earlier calls."""
+        views = slot.views_of(layer, layer.trained_bytes)
+        for position, total in slot.sums.items():
+            target = views[position]
+            if position in slot.arrived:
+                target.add_(total.to(target.dtype))
+            elif total is not target:
+                target.copy_(total)
+            slot.arrived.add(position)
+        slot.sums.clear()
 
     def _claim(self, layer: Layer) -> Slot:
         """Give the layer a slot to gather in."""
@@ -141,6 +201,7 @@ class Gradients:
         slot.layer = None
         layer.gradient_state = GradientState.WAITING
         self._square_sums.pop(layer, None)
+        self._round(layer, slot)  # of a call whose last chunk has not come
         positions = sorted(slot.arrived)
         self._join(slot, f"gradients {layer.index}")
         if self._waits_in_slot(layer):
@@ -240,7 +301,11 @@ class Gradients:
         slot = self._own.pop(layer)
         for fence in slot.record.users:  # else another tensor gets the memory before the lane ends
             self._device.compute.wait(fence)
-        self._device.memory.release(slot.memory)
+        self._release(slot)
+
+    def _release(self, *slots: Slot) -> None:
+        sums = (slot.sum_memory for slot in slots if slot.sum_memory is not None)
+        self._device.memory.release(*(slot.memory for slot in slots), *sums)
 
     def forget_calls(self) -> None:
         """A forward begins after a backward. Until then its graph may have a further backward."""
@@ -310,6 +375,8 @@ class Gradients:
         for slot in (layer.gradient_slot, self._own.get(layer)):
             if slot is not None:
                 slot.arrived.difference_update(dropped)
+                for position in slot.sums.keys() & dropped:
+                    del slot.sums[position]
         self._square_sums.pop(layer, None)
         if not layer.waiting and layer.gradient_slot is None:
             layer.gradient_state = GradientState.NONE
@@ -318,6 +385,7 @@ class Gradients:
         """Drop all gradients, after an exception at any place. All lanes have finished."""
         for slot in (*self._shared, *self._own.values()):
             slot.layer, slot.arrived = None, set()
+            slot.sums.clear()
             slot.writers.clear()
         for layer in self._layers:
             layer.gradient_slot, layer.num_calls = None, 0
@@ -326,7 +394,10 @@ class Gradients:
     def close(self) -> None:
         """Drop every slot. Graphs have no further backward."""
         self.forget_calls()
-        on_device = [layer for layer in self._own if self._waits_in_slot(layer)]
-        slots = [*self._shared, *(s for layer, s in self._own.items() if layer not in on_device)]
-        self._device.memory.release(*(slot.memory for slot in slots))
+        self._release(*self._shared)
+        for layer, slot in self._own.items():
+            if not self._waits_in_slot(layer):
+                self._release(slot)
+            elif slot.sum_memory is not None:  # its gradients lie in the layer's arrays
+                self._device.memory.release(slot.sum_memory)
         self._shared, self._own, self._staging = [], {}, []

@@ -66,6 +66,7 @@ from stronghold.streaming.patches.modules import (
 from stronghold.streaming.patches.tensors import tree_leaves
 from stronghold.streaming.training_thread import TrainingThread
 from stronghold.train.activations import first_input, forget_attention, recomputed
+from stronghold.train.chunks import Chunks
 from stronghold.train.gradients import Gradients
 from stronghold.train.layer import Layer, Slot, WeightState
 from stronghold.train.offload import ActivationOffload
@@ -196,6 +197,8 @@ class Hooks:
     """The hooks of one model. Gradients that the optimizer does not own are dropped.
 
     frozen  parameters that were frozen when their optimizer was made, with their names
+    chunk   sequences that go through a block together; None: all
+    device  the one on which blocks run
     """
 
     def __init__(
@@ -210,6 +213,8 @@ class Hooks:
         frozen: Sequence[tuple[str, nn.Parameter]],
         program: ProgramBackward,
         thread: TrainingThread,
+        chunk: int | None,
+        device: torch.device,
     ) -> None:
         self._model, self._frozen = model, frozen
         self._order, self._weights, self._gradients = order, weights, gradients
@@ -250,6 +255,8 @@ class Hooks:
                     self._gradient_hooks.append((parameter, handle.id))
         # Last: the model may hold parameters of its own.
         self._replace(model, self._pass, self._pass_compiled)
+        blocks = {module: x for x, users in modules.items() if x.is_block for module in users}
+        self._chunks = chunk and Chunks(chunk, blocks, self._chunk_arrived, device)
 
     def _replace(
         self,
@@ -376,6 +383,21 @@ class Hooks:
                 self._called.append(layer)
         if not layer.is_block:
             self._outside.call(layer)
+        elif self._chunks and self._chunks.divides(args, kwargs):
+            run_chunk = partial(self._run_by_level, layer, module)
+            forward = partial(self._chunks.run, module, run_chunk, forward)
+            return self._run(layer, kept, forward, *args, **kwargs)
+        return self._run_by_level(layer, module, forward, *args, **kwargs)
+
+    def _run_by_level(
+        self,
+        layer: Layer,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Run a layer's forward, of the batch or of a chunk, by its level of activations."""
         if layer.level == "keep" or not layer.is_block or not torch.is_grad_enabled():
             return self._run(layer, kept, forward, *args, **kwargs)
         # The program's own pair of hooks decides where tensors wait.
@@ -592,6 +614,17 @@ class Hooks:
         self._has_gradients = True
         self._outside.got_gradient(layer, position)
         self._gradients.arrived(layer, position, gradient)
+
+    def _chunk_arrived(
+        self, layer: Layer, gradients: Sequence[tuple[int, Tensor]], is_last: bool
+    ) -> None:
+        if gradients:
+            self._program.reached(True)
+            self._has_gradients = True
+        if self._program.divisor > 1:
+            gradients = [(position, g / self._program.divisor) for position, g in gradients]
+        self._begin_backward()
+        self._gradients.chunk_arrived(layer, gradients, is_last=is_last)
 
     def _end_backward(self) -> None:
         """Autograd calls it at the end of a backward that did not raise."""

@@ -214,6 +214,8 @@ class Slot:
     views      of each layer that was ever in it; `num_views` in all
     left       further views, which frames of an exception hold
     arrived    positions of the gradients in it
+    sum_memory fp32 [elements of a layer], for sums of chunks that are not in the gradient's place
+    sums       the fp32 sums of the call whose chunks come now, by position
     writers    streams of compute that have written these
     """
 
@@ -224,6 +226,8 @@ class Slot:
     num_views: int = 0
     left: list[ReferenceType[Tensor]] = field(default_factory=list)
     arrived: set[int] = field(default_factory=set)
+    sum_memory: Tensor | None = None
+    sums: dict[int, Tensor] = field(default_factory=dict)
     writers: list[object] = field(default_factory=list)
 
     @classmethod

@@ -141,6 +141,7 @@ class Trainer:
             plan.gradient_slots,
             trains=trains,
             accumulates=plan.accumulates,
+            in_chunks=plan.demand.chunk is not None,
             metrics=self._metrics,
         )
         budget = plan.demand.host_budget_bytes
@@ -163,6 +164,8 @@ class Trainer:
             frozen=self._frozen,
             program=self.program,
             thread=self._thread,
+            chunk=plan.demand.chunk,
+            device=device.torch_device,
         )
 
     def set_levels(self, levels: Sequence[str]) -> None:

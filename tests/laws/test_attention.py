@@ -17,7 +17,6 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from stronghold.streaming.patches.attention import intercepted
 from stronghold.streaming.patches.replacements import Replacements
 from tests.models import loss_of
-from tests.support.room import is_next
 from tests.support.training import config, initialized
 
 KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -52,7 +51,7 @@ def counted(query: torch.Size, key: torch.Size, value: torch.Size, *_: Any, **__
     return int(sdpa_flop_count(query, key, value))
 
 
-@pytest.mark.parametrize("chunk", [None, *([] if is_next() else [1])])
+@pytest.mark.parametrize("chunk", [None, 1])
 def test_none_of_attentions_products_is_computed_twice(chunk: int | None) -> None:
     flops = {}
     for level in ("keep", "recompute", "attention", "attention_offload"):

@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from stronghold.errors import ConfigError
+from tests.support.room import is_next
 from tests.support.training import config, initialized
 
 BATCH, LENGTH, VOCABULARY, LAYERS, CALLS = 5, 11, 61, 2, 3
@@ -208,6 +209,10 @@ def train_stack(
     return model, losses
 
 
+if is_next():  # a trial calls the block, too
+    HOLDS["trials counted"] = r"0 changes Block\.seen"
+
+
 @pytest.mark.parametrize("kind", HOLDS)
 def test_what_a_block_keeps_of_a_chunk_is_refused_by_name(kind: str) -> None:
     with pytest.raises(ConfigError, match=f"^stronghold.chunk: {HOLDS[kind]}.*leave the key out"):
@@ -221,7 +226,10 @@ def test_a_hook_that_sees_or_changes_a_chunk_is_refused_by_name(kind: str) -> No
         train_stack("", {"chunk": 2}, register)
 
 
-@pytest.mark.parametrize("kind", ["table", "trials counted", "input written"])
+TRIED = ["table", "input written", *([] if is_next() else ["trials counted"])]
+
+
+@pytest.mark.parametrize("kind", TRIED)
 def test_a_trial_leaves_no_trace_and_a_table_stays(kind: str) -> None:
     model, losses = train_stack(kind, {"chunk": 2})
     plain, expected = train_stack(kind, {})

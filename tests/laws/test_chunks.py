@@ -23,7 +23,7 @@ from stronghold.memory.slab import PinnedPool
 from stronghold.model.partition import partition
 from tests.models import HUGGING_FACE, MODELS
 from tests.models.families import llama_of
-from tests.support.room import offload_small
+from tests.support.room import is_next, offload_small
 from tests.support.training import (
     Run,
     assert_identical,
@@ -161,9 +161,12 @@ def test_weights_cross_twice_and_gradients_once_however_many_chunks(chunk: int) 
             fetched = after.num_fetches - before.num_fetches
             drained = after.offloaded_bytes - before.offloaded_bytes
             engine.step()
-        streamed = sum(state.layout.streamed for state in engine.inspect().layers)
+        layers = engine.inspect().layers
+        # The room `train` fetches residents that the host has updated, too.
+        streamed = sum(state.layout.streamed for state in layers)
+        residents = (len(layers) - streamed) * is_next()
         # One layer of the turn from forward to backward is there already.
-        assert fetched <= 2 * streamed
+        assert fetched <= 2 * streamed + residents
         trained = sum(s.layout.num_trainable for s in engine.inspect().layers)
         padding = sum(s.layout.trainable_numel for s in engine.inspect().layers)
         assert 2 * trained <= drained <= 2 * padding
@@ -287,6 +290,7 @@ def test_a_hook_on_a_gradient_is_refused(kind: str) -> None:
         engine.destroy()
 
 
+@pytest.mark.skipif(is_next(), reason="inputs have pieces of their own there")
 def test_inputs_wait_where_the_gradients_will_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     """As far as these go; and move where gradients come before they are used: of several graphs
     one goes backward first."""

@@ -1,0 +1,285 @@
+"""What a block's call does besides its output, if it takes the batch in chunks.
+
+[Note: hooks inside] Forward hooks on modules inside a block wait while the chunks run. After the
+last chunk they are called once, with the joined arguments and output. Transformers' recorders
+(router logits, attentions, hidden states) are such hooks. Hooks that could change a chunk, and
+hooks on gradients, are refused. The engine's own hooks are let through.
+
+[Note: what a block holds] The first chunk may make attributes, buffers, lists and objects of the
+block's modules: a table of positions is the same for all chunks. A later change belongs to one
+chunk and not to the batch (a running mean, an output that is kept), and is refused. Nothing sees
+globals, closures, and the inside of objects of C.
+
+[Note: trial] The first call of each class of blocks computes two chunks, and both at once, without
+dropout and gradients. They must be equal but for rounding. So a norm or a sum over the batch is
+noticed before it trains.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from stronghold.devices.random_numbers import random_state, set_random_state
+from stronghold.errors import ConfigError
+from stronghold.streaming.activations.chunk_values import KEY, Call, join, split, tensors_of
+from stronghold.streaming.guards import OwnHook
+from stronghold.streaming.interrupts import run_and_restore
+from stronghold.streaming.patches.modules import (
+    buffer_table,
+    has_gradient_hooks,
+    hooks_after_forward,
+    hooks_before_forward,
+)
+from stronghold.streaming.patches.tensors import tree_map_only, version_of
+
+# Rounding of another matrix shape, not another function: relative to the largest element.
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 6e-2, torch.float16: 2e-2}
+# of a block that gets arguments that it does not expect
+FAILURES = (RuntimeError, IndexError, ValueError)
+
+Records = list[tuple[Any, ...]]
+"""Calls of hooks that wait, in order: the hook, and its arguments."""
+Forward = Callable[..., Any]
+
+
+# -- hooks inside ----------------------------------------------------------------------------------
+class InnerHooks:
+    """The hooks on the modules inside one block ([Note: hooks inside])."""
+
+    def __init__(self, block_name: str, block: nn.Module) -> None:
+        self._block_name = block_name
+        self._modules = {n: module for n, module in block.named_modules() if module is not block}
+        # The instances' own, which replace their classes'.
+        self._forwards = {n: vars(module).get("forward") for n, module in self._modules.items()}
+
+    def refuse(self) -> None:
+        """ConfigError for what would see, or change, the call of a chunk as that of the batch."""
+        for name, module in self._modules.items():
+            if vars(module).get("forward") is not self._forwards[name]:
+                found = "forward that was replaced after initialize"
+            elif not all(isinstance(hook, OwnHook) for hook in hooks_before_forward(module)):
+                found = "hook before its forward"
+            elif has_gradient_hooks(module):
+                found = "hook on its gradient"
+            else:
+                continue
+            raise ConfigError(
+                f"{KEY}: {self._block_name}.{name} has a {found}, which would get a chunk in place "
+                f"of the batch: put it on {self._block_name}, or leave the key out"
+            )
+
+    def counts(self) -> tuple[tuple[str, int], ...]:
+        """The hooked modules' names, each with the number of its hooks."""
+        counts = ((name, len(hooks_after_forward(m))) for name, m in self._modules.items())
+        return tuple((name, count) for name, count in counts if count)
+
+    def run(self, forward: Forward, *args: Any, **kwargs: Any) -> tuple[Any, Records]:
+        """Call `forward` while the hooks wait. Returns its output, and the hooks' calls."""
+        records: Records = []
+        tables = (hooks_after_forward(module) for module in self._modules.values())
+        waiting = [(table, dict(table)) for table in tables if table]
+
+        def work() -> Any:
+            for table, hooks in waiting:
+                table.update({key: partial(_record, records, hook) for key, hook in hooks.items()})
+            return forward(*args, **kwargs)
+
+        def restore() -> None:
+            for table, hooks in waiting:
+                table.update({key: hooks[key] for key in table.keys() & hooks.keys()})
+
+        return run_and_restore(work, restore), records
+
+    def call(self, records: Records) -> None:
+        """Call the hooks that waited. ConfigError for one that returns another output."""
+        for hook, *given in records:
+            if hook(*given) is not None:
+                raise ConfigError(
+                    f"{KEY}: a forward hook on a {type(given[0]).__name__} in {self._block_name} "
+                    "returns another output, which chunks have not got: let it return None, or "
+                    "leave the key out"
+                )
+
+
+def _record(records: Records, hook: Callable[..., Any], *given: Any) -> None:
+    records.append((hook, *given))
+
+
+# -- what a block holds ----------------------------------------------------------------------------
+MAX_DEPTH = 5  # of containers and objects inside one another
+MAX_ITEMS = 1024  # of a longer container the length alone is compared
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+_BY_VALUE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+# Objects that are not entered.
+_WHOLE = (nn.Module, type, enum.Enum, logging.Logger, types.ModuleType, types.FunctionType)
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+
+
+class Item(NamedTuple):
+    """One value, by reference, with its version (tensor) or length (container)."""
+
+    name: str
+    value: Any
+    size: int
+
+    def equals(self, other: Item) -> bool:
+        """True for the same value under the same name."""
+        same = self.value is other.value
+        if not same and isinstance(self.value, _BY_VALUE):
+            same = type(self.value) is type(other.value) and self.value == other.value
+        return same and self.name == other.name and self.size == other.size
+
+
+class Held:
+    """What the modules of a block hold, or the arguments of a call, at one moment."""
+
+    def __init__(self, block: nn.Module | None = None, arguments: Iterable[Any] = ()) -> None:
+        self._block, self._arguments = block, tuple(arguments)
+        self._items = self._present()
+
+    def refuse_change(self, block_name: str) -> None:
+        """ConfigError if something has changed since ([Note: what a block holds])."""
+        items = self._present()
+        pairs = zip(self._items, items, strict=False)
+        changed = next((before.name for before, after in pairs if not before.equals(after)), None)
+        if changed is None and len(items) != len(self._items):
+            longer = max(items, self._items, key=len)
+            changed = longer[min(len(items), len(self._items))].name
+        if changed is not None:
+            raise ConfigError(
+                f"{KEY}: {block_name} changes {changed} in its forward, which would have what one "
+                "chunk wrote, and not the batch: leave the key out, or let the block return it"
+            )
+
+    def _present(self) -> list[Item]:
+        seen: set[int] = set()
+        items = [item for x in self._arguments for item in _items("an argument", x, seen)]
+        for module in () if self._block is None else self._block.modules():
+            kind = type(module).__name__
+            for table in (vars(module), buffer_table(module)):
+                for name, value in table.items():
+                    if name not in _MODULE_ATTRIBUTES:
+                        items += _items(f"{kind}.{name}", value, seen)
+        return items
+
+
+def _items(name: str, value: Any, seen: set[int], depth: int = 0) -> Iterator[Item]:
+    """A value, and what it holds. `seen`: identities of what was entered already."""
+    if isinstance(value, Tensor):
+        yield Item(name, value, 0 if value.is_inference() else version_of(value))
+        return
+    if isinstance(value, _BY_VALUE):
+        yield Item(name, value, 0)
+        return
+    is_container = isinstance(value, _CONTAINERS)
+    yield Item(name, value, len(value) if is_container else 0)
+    if depth == MAX_DEPTH or id(value) in seen or isinstance(value, _WHOLE):
+        return
+    seen.add(id(value))
+    inner = value if is_container else getattr(value, "__dict__", ())
+    if isinstance(inner, Mapping):
+        inner = tuple(inner.values())
+    if len(inner) <= MAX_ITEMS:
+        for one in tuple(inner):
+            yield from _items(name, one, seen, depth + 1)
+
+
+# -- the trial -------------------------------------------------------------------------------------
+def tried(
+    block_name: str,
+    module: nn.Module,
+    run: Callable[..., tuple[Any, Records]],
+    call: Call,
+    sizes: Sequence[int],
+    device: torch.device,
+) -> frozenset[int]:
+    """Try whether a block's calls can be divided ([Note: trial]).
+
+    run    returns the block's output, and the records of its hooks, which are tried, too
+    sizes  sequences in each chunk
+
+    Returns the numbers of the returned tensors that are equal for all chunks: a table of relative
+    positions, say. ConfigError if the first two chunks differ from both at once.
+    """
+    batch, (first, second) = sum(sizes), sizes[:2]
+    both = split(call, batch, [first + second, batch - first - second])[0]
+    try:
+        expected, *outputs = _outputs(
+            block_name, module, run, [both, *split(call, batch, sizes)[:2]], device
+        )
+    except ConfigError:
+        raise
+    except FAILURES as error:
+        raise ConfigError(
+            f"{KEY}: {block_name} fails with {first} of the batch's sequences at a time ({error}): "
+            "an argument with as many rows as the batch is none, or has several for each sequence, "
+            "or the block needs them all. Leave the key out"
+        ) from error
+    whole = tensors_of(expected)
+    columns = zip(*map(tensors_of, outputs), strict=False)
+    shared = frozenset(
+        number
+        for number, (column, tensor) in enumerate(zip(columns, whole, strict=False))
+        if all(one.shape == tensor.shape for one in column)
+    )
+    joined = tensors_of(join(outputs, [first, second], block_name, shared))
+    if len(joined) != len(whole) or not all(map(_is_close, joined, whole)):
+        raise ConfigError(
+            f"{KEY}: {block_name} does not give for {first} sequences at a time what it gives for "
+            f"{first + second}: it mixes the sequences of a batch (a norm or a sum over it), or an "
+            f"argument with {first + second} rows is no batch. Leave the key out"
+        )
+    return shared
+
+
+def _outputs(
+    block_name: str,
+    module: nn.Module,
+    run: Callable[..., tuple[Any, Records]],
+    calls: Sequence[Call],
+    device: torch.device,
+) -> list[Any]:
+    """The block's output for each call, without dropout, from copies of the arguments. ConfigError
+    if the later calls change what the block holds."""
+    modes = [(part, part.training) for part in module.modules()]
+    random = random_state(device)
+
+    def work() -> list[Any]:
+        for part, _ in modes:
+            part.training = False
+        outputs = []
+        uncompiled = torch.compiler.set_stance("force_eager")  # else it compiles other shapes
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), uncompiled:
+            for args, kwargs in tree_map_only(Tensor, torch.clone, list(calls)):
+                outputs.append(run(*args, **kwargs))
+                if len(outputs) == 1:
+                    held = Held(module)
+        held.refuse_change(block_name)
+        return outputs
+
+    def restore() -> None:
+        for part, mode in modes:
+            part.training = mode
+        if random is not None:
+            set_random_state(device, random)
+
+    return run_and_restore(work, restore)
+
+
+def _is_close(tensor: Tensor, expected: Tensor) -> bool:
+    """True if the tensors are equal but for rounding. NaN is no difference."""
+    if tensor.shape != expected.shape or not tensor.is_floating_point():
+        return tensor.shape == expected.shape
+    limit = TOLERANCE.get(tensor.dtype, 1e-3)
+    scale = expected.float().abs().max().clamp_min(1e-6)
+    is_apart = (tensor.float() - expected.float()).abs() > limit * scale
+    return not is_apart.any()
