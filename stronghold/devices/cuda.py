@@ -45,7 +45,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -488,6 +488,9 @@ class GpuSideStreams(SideStreams):
         if self.streams:
             # the main stream waits for the chunk's
             main.wait_stream(self._compute.stream())
+
+    def on_main(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._main is None else self._compute.on(self._main)
 
     @contextmanager
     def joined(self) -> Iterator[None]:

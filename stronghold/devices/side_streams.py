@@ -34,6 +34,10 @@ class SideStreams:
     def follow(self, main: object) -> None:
         """Let `main`, the stream of `forked`, wait for the calling thread's stream."""
 
+    def on_main(self) -> AbstractContextManager[None]:
+        """Context manager: the calling thread is on the stream that forked last. Nothing waits."""
+        return nullcontext()
+
     def joined(self) -> AbstractContextManager[None]:
         """Context manager: the calling thread is on the stream that forked last.
 

@@ -123,7 +123,7 @@ class LayerLayout:
     of one format together. `ranges` cover the layer. Moments and gradients cover the padded prefix
     `trainable_numel`; weights cover the padded whole, `numel`. `num_parameters` and `num_trainable`
     count weights, without padding. `decoded_bytes`: bytes of the layer's packed weights when they
-    are decoded.
+    are decoded. `in_block`: the layer is no block, and one block alone holds it.
     """
 
     index: int
@@ -136,6 +136,7 @@ class LayerLayout:
     num_parameters: int
     num_trainable: int
     decoded_bytes: int = 0
+    in_block: bool = False
 
     @property
     def trainable_ranges(self) -> tuple[Range, ...]:

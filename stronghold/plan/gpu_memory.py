@@ -211,7 +211,9 @@ def _chunk_sums_bytes(places: Places) -> tuple[int, int]:
         return 0, 0
     formats = demand.formats
     largest = max((sum_numel(layer, formats) for layer in places.shared_slots), default=0)
-    unshared = sum(sum_numel(layer, formats) for layer in places.own_slots if layer.streamed)
+    unshared = sum(
+        sum_numel(layer, formats) for layer in places.own_slots if layer.streamed or layer.in_block
+    )
     return 4 * largest, 4 * unshared
 
 

@@ -52,7 +52,7 @@ from stronghold.streaming.patches.modules import buffer_table
 from stronghold.streaming.patches.replacements import Replacements
 from stronghold.streaming.patches.tensors import tree_leaves, version_of
 from stronghold.train.layer import Layer
-from stronghold.train.saved_tensors import Handle, Keep, kept
+from stronghold.train.saved_tensors import PLAIN, Handle, Keep, kept
 
 logger = logging.getLogger("stronghold")
 
@@ -289,7 +289,7 @@ def some_values(tensor: Tensor) -> Tensor:
 
     [0] for tensors without strided memory, and for those that a kernel may leave unwritten: the
     work space of a library, and seed and offset of fused attention without dropout."""
-    is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_meta
+    is_plain = type(tensor) in PLAIN and tensor.layout is torch.strided and not tensor.is_meta
     is_integer = not (tensor.is_floating_point() or tensor.is_complex())
     is_seed = is_integer and tensor.dtype is not torch.bool and tensor.numel() <= 2
     if not is_plain or is_seed or tensor.dtype in (torch.uint8, torch.int8):

@@ -146,7 +146,7 @@ class Held:
         self._block, self._arguments = block, tuple(arguments)
         self._items = self._present()
 
-    def refuse_change(self, block_name: str) -> None:
+    def refuse_change(self, block_name: str, key: str = KEY) -> None:
         """ConfigError if something has changed since ([Note: what a block holds])."""
         items = self._present()
         pairs = zip(self._items, items, strict=False)
@@ -156,7 +156,7 @@ class Held:
             changed = longer[min(len(items), len(self._items))].name
         if changed is not None:
             raise ConfigError(
-                f"{KEY}: {block_name} changes {changed} in its forward, which would have what one "
+                f"{key}: {block_name} changes {changed} in its forward, which would have what one "
                 "chunk wrote, and not the batch: leave the key out, or let the block return it"
             )
 
@@ -191,6 +191,13 @@ def _items(name: str, value: Any, seen: set[int], depth: int = 0) -> Iterator[It
     if len(inner) <= MAX_ITEMS:
         for one in tuple(inner):
             yield from _items(name, one, seen, depth + 1)
+
+
+def containers_of(call: Call) -> list[Any]:
+    """The lists, tables and objects among a call's arguments."""
+    args, kwargs = call
+    values = (*args, *kwargs.values())
+    return [value for value in values if not isinstance(value, Tensor | tuple)]
 
 
 # -- the trial -------------------------------------------------------------------------------------

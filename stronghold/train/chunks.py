@@ -10,18 +10,30 @@ Weights cross the link twice per call of the model, and gradients once, for any 
    gradient slot, and never reach the parameters.
 4. The last chunk of the call rounds the sums. The gradients of several calls are added in the
    compute dtype, as autograd adds them.
+
+[Note: streams] Chunks may take turns on several streams of the device (`cuda`, [Note: side
+streams]). Two chunks must not race on memory that one of them writes.
+1. A chunk enters with its share of the batch, too. So its entry is its last node in backward, and
+   the main stream follows the entry.
+2. What the block holds may only be read, also by the first chunk. So may arguments that all chunks
+   get. Both are compared after the last chunk.
+3. Limit: nothing sees that a block writes a tensor of a closure or of a global, or by a kernel that
+   torch does not know. Such a block needs one stream.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from stronghold.devices.base import Device
 from stronghold.errors import ConfigError
 from stronghold.streaming.activations.chunk_values import (
     KEY,
@@ -43,8 +55,8 @@ from stronghold.streaming.patches.modules import (
     is_call_compiled,
     parameter_table,
 )
-from stronghold.streaming.patches.tensors import version_of
-from stronghold.train.chunk_effects import Forward, Held, InnerHooks, Records, tried
+from stronghold.streaming.patches.tensors import tree_map_only, version_of
+from stronghold.train.chunk_effects import Forward, Held, InnerHooks, Records, containers_of, tried
 from stronghold.train.layer import Layer
 
 Arrived = Callable[[Layer, Sequence[tuple[int, Tensor]], bool], None]
@@ -54,23 +66,28 @@ RunChunk = Callable[..., Any]
 
 
 class ChunkEntry(torch.autograd.Function):
-    """Returns views of the weights with which a chunk is computed, and takes their gradients."""
+    """Returns views of the tensors with which a chunk is computed. The first ones are weights: it
+    takes their gradients. The gradients of the others, the inputs, go on."""
 
     @staticmethod
     def forward(
-        ctx: Any, take: Callable[[Sequence[Tensor | None]], None], *weights: Tensor
+        ctx: Any,
+        take: Callable[[Sequence[Tensor | None]], None],
+        num_weights: int,
+        *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.take = take
+        ctx.take, ctx.num_weights = take, num_weights
         ctx.set_materialize_grads(False)
-        return tuple(weight.view_as(weight) for weight in weights)
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         leaves = (leaf for leaf, _ in ctx.next_functions)
-        pairs = zip(leaves, gradients, strict=True)
+        pairs = zip(leaves, gradients[: ctx.num_weights], strict=False)
         ctx.take([gradient if _is_wanted(leaf) else None for leaf, gradient in pairs])
-        return (None,) * (1 + len(gradients))
+        inputs = gradients[ctx.num_weights :]
+        return *(None,) * (2 + ctx.num_weights), *inputs
 
 
 enter: Any = ChunkEntry.apply  # torch has no type for it
@@ -88,46 +105,59 @@ def _is_wanted(leaf: Any) -> bool:
         ) from error
 
 
-class Place(NamedTuple):
-    """The place of a parameter in a module, and its position in the layer."""
+class Weight(NamedTuple):
+    """A trained parameter of a block: its layer, its position there, and its places in modules."""
 
-    table: dict[str, Any]
-    name: str
+    parameter: Tensor
+    layer: Layer
     position: int
+    places: list[tuple[dict[str, Any], str]]
 
 
 class Divided:
-    """One divided call. `remaining`: chunks whose gradients have not come in `backward`."""
+    """One divided call. `remaining`: chunks whose gradients have not come in `backward`. `follow`:
+    lets the main stream wait for the calling thread's."""
 
-    def __init__(self, layer: Layer, num_chunks: int, arrived: Arrived) -> None:
-        self._layer, self._num_chunks, self._arrived = layer, num_chunks, arrived
+    def __init__(self, num_chunks: int, arrived: Arrived, follow: Callable[[], None]) -> None:
+        self._num_chunks, self._arrived, self._follow = num_chunks, arrived, follow
         self._backward, self._remaining = NO_BACKWARD, num_chunks
 
-    def take(self, positions: Sequence[int], gradients: Sequence[Tensor | None]) -> None:
+    def take(self, weights: Sequence[Weight], gradients: Sequence[Tensor | None]) -> None:
         """Take the gradients of one chunk. None: the chunk has not used the weight."""
         if self._backward != backward_number():  # the first one, or one more of a graph that stays
             self._backward, self._remaining = backward_number(), self._num_chunks
         self._remaining -= 1
-        pairs = zip(positions, gradients, strict=True)
-        arrived = [(position, g) for position, g in pairs if g is not None]
-        self._arrived(self._layer, arrived, self._remaining == 0)
+        of_layer: dict[Layer, list[tuple[int, Tensor]]] = {weight.layer: [] for weight in weights}
+        for weight, gradient in zip(weights, gradients, strict=True):
+            if gradient is not None:
+                of_layer[weight.layer].append((weight.position, gradient))
+        for layer, arrived in of_layer.items():
+            self._arrived(layer, arrived, self._remaining == 0)
+        self._follow()
 
 
 class Block:
-    """A block whose calls are divided. `name`: of the block, for errors."""
+    """A block whose calls are divided.
 
-    def __init__(self, layer: Layer, module: nn.Module) -> None:
-        self.layer, self.module = layer, module
+    name   of the block, for errors
+    inner  layers outside of the blocks that this block alone holds: a block's layer trains one
+           dtype
+    """
+
+    def __init__(self, layer: Layer, module: nn.Module, inner: Sequence[Layer]) -> None:
+        self.layer, self.module, self.inner = layer, module, inner
         self.name = layer.name or type(module).__name__
         self.hooks = InnerHooks(self.name, module)
-        positions = {id(p): k for k, p in enumerate(layer.parameters[: layer.num_trained])}
-        tables = (parameter_table(part) for part in module.modules())
-        self._places = [
-            Place(table, name, positions[id(parameter)])
-            for table in tables
-            for name, parameter in table.items()
-            if id(parameter) in positions
-        ]
+        self._weights = {
+            id(parameter): Weight(parameter, one, position, [])
+            for one in (layer, *inner)
+            for position, parameter in enumerate(one.parameters[: one.num_trained])
+        }
+        for part in module.modules():
+            table = parameter_table(part)
+            for name, parameter in table.items():
+                if id(parameter) in self._weights:
+                    self._weights[id(parameter)].places.append((table, name))
 
     def refuse(self) -> None:
         """ConfigError for a block whose calls cannot be divided."""
@@ -138,7 +168,9 @@ class Block:
                 "place of the batch: compile parts inside of the block, or leave the key out"
             )
         self.hooks.refuse()
-        for name, parameter in zip(self.layer.names, self.layer.parameters, strict=True):
+        layers = (self.layer, *self.inner)
+        names = (zip(layer.names, layer.parameters, strict=True) for layer in layers)
+        for name, parameter in chain.from_iterable(names):
             # one of them is the engine's own
             if hooks_on_gradient(parameter) or len(hooks_after_gradient(parameter)) > 1:
                 raise ConfigError(
@@ -146,26 +178,31 @@ class Block:
                     "the parameter: remove the hook, or leave the key out"
                 )
 
-    def run_with_views(self, work: Callable[[], Any], divided: Divided) -> Any:
-        """Call `work`, the forward of one chunk. The block's modules have views of their weights
-        ([Note: gradients of a chunk])."""
-        trained = enumerate(self.layer.parameters[: self.layer.num_trained])
-        weights = {position: p for position, p in trained if p.requires_grad}
-        if not weights:
-            return work()
-        views = enter(partial(divided.take, [*weights]), *weights.values())
-        by_position = dict(zip(weights, views, strict=True))
-        restored = [(place, place.table[place.name]) for place in self._places]
+    def run_with_views(
+        self, work: Callable[..., Any], chunk: Call, inputs: Sequence[Tensor], divided: Divided
+    ) -> Any:
+        """Call `work` with a chunk's arguments. The block's modules have views of weights, and the
+        arguments have views of `inputs` ([Note: gradients of a chunk])."""
+        weights = [w for w in self._weights.values() if w.places and w.parameter.requires_grad]
+        args, kwargs = chunk
+        if not weights and not inputs:
+            return work(*args, **kwargs)
+        take = partial(divided.take, weights)
+        views = enter(take, len(weights), *(weight.parameter for weight in weights), *inputs)
+        if inputs:
+            by_input = dict(zip(map(id, inputs), views[len(weights) :], strict=True))
+            args, kwargs = tree_map_only(Tensor, lambda x: by_input.get(id(x), x), chunk)
 
         def run() -> Any:
-            for table, name, position in self._places:
-                if position in by_position:
-                    table[name] = by_position[position]
-            return work()
+            for weight, view in zip(weights, views, strict=False):
+                for table, name in weight.places:
+                    table[name] = view
+            return work(*args, **kwargs)
 
         def restore() -> None:
-            for (table, name, _), parameter in restored:
-                table[name] = parameter
+            for weight in weights:
+                for table, name in weight.places:
+                    table[name] = weight.parameter
 
         return run_and_restore(run, restore)
 
@@ -173,16 +210,27 @@ class Block:
 class Chunks:
     """Divides the calls of blocks into chunks of `size` sequences.
 
-    modules  of the blocks, with their layers
+    modules  of all layers
     arrived  takes the gradients of each chunk
-    device   the one on which the blocks run
+    device   the one on which the blocks run, with its side streams
     """
 
     def __init__(
-        self, size: int, modules: Mapping[nn.Module, Layer], arrived: Arrived, device: torch.device
+        self,
+        size: int,
+        modules: Mapping[Layer, Sequence[nn.Module]],
+        arrived: Arrived,
+        device: Device,
     ) -> None:
         self._size, self._arrived, self._device = size, arrived, device
-        self._blocks = {module: Block(layer, module) for module, layer in modules.items()}
+        inner: dict[Layer | None, list[Layer]] = defaultdict(list)
+        for layer in modules:
+            inner[layer.block].append(layer)
+        self._blocks = {
+            module: Block(layer, module, inner[layer])
+            for layer, users in modules.items()
+            for module in (users if layer.is_block else ())
+        }
         # By class, and hooks inside: numbers of the returned tensors that are equal for all chunks.
         self._shared: dict[tuple[type, Any], frozenset[int]] = {}
 
@@ -191,6 +239,10 @@ class Chunks:
         if not torch.is_grad_enabled() or any(map(is_cache, (*args, *kwargs.values()))):
             return False
         return batch_of(args, kwargs) > self._size
+
+    def inner(self, module: nn.Module) -> Sequence[Layer]:
+        """The layers outside of the blocks that this block alone holds."""
+        return self._blocks[module].inner
 
     def run(
         self, module: nn.Module, run_chunk: RunChunk, forward: Forward, *args: Any, **kwargs: Any
@@ -210,7 +262,7 @@ class Chunks:
         kind = type(module), block.hooks.counts()
         if kind not in self._shared:
             self._shared[kind] = tried(
-                block.name, module, run_hooked, (args, kwargs), sizes, self._device
+                block.name, module, run_hooked, (args, kwargs), sizes, self._device.torch_device
             )
         chunks = split((args, kwargs), batch, sizes)
         outputs = self._run_chunks(block, partial(run_chunk, run_hooked), (args, kwargs), chunks)
@@ -222,24 +274,30 @@ class Chunks:
         self, block: Block, run_chunk: Callable[..., Any], call: Call, chunks: Sequence[Call]
     ) -> list[tuple[Any, Records]]:
         """The block's output for each chunk of the call, with its hooks' records."""
+        sides, index = self._device.side_streams, block.layer.index
+        on_sides = len(sides.streams) > 1
+        key = "stronghold.streams" if on_sides else KEY
         whole = set(map(id, tensors_of(call)))
         shared = [tensor for tensor in tensors_of(chunks[0]) if id(tensor) in whole]
         read = [*block.layer.parameters, *shared]
         versions = _versions_of(read)
-        divided = Divided(block.layer, len(chunks), self._arrived)
         outputs = []
-        for number, (args, kwargs) in enumerate(chunks):
-            if number == 1:
-                held = Held(block.module)
-            values = (*args, *kwargs.values())
-            given = Held(arguments=[x for x in values if not isinstance(x, Tensor | tuple)])
-            run = partial(run_chunk, *args, **kwargs)
-            outputs.append(block.run_with_views(run, divided))
-            given.refuse_change(block.name)
-        held.refuse_change(block.name)
+        with sides.forked() as main:
+            divided = Divided(len(chunks), self._arrived, partial(sides.follow, main))
+            for number, chunk in enumerate(chunks):
+                if number == (0 if on_sides else 1):
+                    held = Held(block.module)
+                given = Held(arguments=containers_of(chunk))
+                inputs = [t for t in tensors_of(chunk) if t.requires_grad and id(t) not in whole]
+                with sides.beside(number, f"chunk {number} of {index}"):
+                    outputs.append(
+                        block.run_with_views(run_chunk, chunk, inputs if on_sides else (), divided)
+                    )
+                given.refuse_change(block.name)
+        held.refuse_change(block.name, key)
         if versions != _versions_of(read):
             raise ConfigError(
-                f"{KEY}: {block.name} writes into a parameter or an argument that all its chunks "
+                f"{key}: {block.name} writes into a parameter or an argument that all its chunks "
                 "read: leave the key out, or let the block write into a copy"
             )
         return outputs

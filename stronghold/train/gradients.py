@@ -73,8 +73,8 @@ class Gradients:
                 self._own_slot(layer)
         if trains and in_chunks:
             self._make_sum_memory(sharing, self._shared)
-            for layer in blocks:
-                if self._waits_in_slot(layer):
+            for layer in (x for x in layers if x.num_trained and x not in sharing):
+                if layer.is_block or layer.block is not None:
                     self._make_sum_memory([layer], [self._own_slot(layer)])
         self._called_again: set[Layer] = set()  # have used their own slot in this backward
         # Two host buffers in turn, for gradients on their way to a sum. Made when first needed.
@@ -120,6 +120,8 @@ class Gradients:
         if gradients:
             slot = slot or self._claim(layer)
             self._enter(slot)
+            if slot.sums:  # which another stream may have written
+                self._join(slot, f"chunk {layer.index}")
             for position, gradient in gradients:
                 gradient = gradient.to_dense() if gradient.is_sparse else gradient
                 if position in slot.sums:
@@ -127,9 +129,11 @@ class Gradients:
                 else:
                     slot.sums[position] = self._place_of_sum(layer, slot, position).copy_(gradient)
         if is_last and slot is not None:
-            self._round(layer, slot)
-            if layer.num_calls == 1:
-                self._offload(layer)
+            with self._device.side_streams.joined():
+                self._enter(slot)
+                self._round(layer, slot)
+                if layer.num_calls == 1:
+                    self._offload(layer)
 
     def _place_of_sum(self, layer: Layer, slot: Slot, position: int) -> Tensor:
         target = slot.views_of(layer, layer.trained_bytes)[position]
@@ -180,7 +184,7 @@ class Gradients:
         for stream in slot.writers:
             if stream != compute.stream():
                 compute.wait(compute.record(name, stream))
-        slot.writers.clear()
+        slot.writers = [compute.stream()]
 
     def _own_slot(self, layer: Layer) -> Slot:
         """A block's is made when it is needed, and kept until a backward does not need it."""
@@ -204,6 +208,7 @@ class Gradients:
         self._round(layer, slot)  # of a call whose last chunk has not come
         positions = sorted(slot.arrived)
         self._join(slot, f"gradients {layer.index}")
+        slot.writers.clear()
         if self._waits_in_slot(layer):
             layer.waiting.update(positions)  # they lie in the buffer; a later backward adds there
             return

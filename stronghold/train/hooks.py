@@ -46,6 +46,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from stronghold.devices.base import Device
 from stronghold.errors import ConfigError
 from stronghold.plan.cost import AGAIN, AWAY
 from stronghold.streaming.guards import COMPILED_WHOLE, NO_TRANSFORMS
@@ -214,7 +215,7 @@ class Hooks:
         program: ProgramBackward,
         thread: TrainingThread,
         chunk: int | None,
-        device: torch.device,
+        device: Device,
     ) -> None:
         self._model, self._frozen = model, frozen
         self._order, self._weights, self._gradients = order, weights, gradients
@@ -255,8 +256,7 @@ class Hooks:
                     self._gradient_hooks.append((parameter, handle.id))
         # Last: the model may hold parameters of its own.
         self._replace(model, self._pass, self._pass_compiled)
-        blocks = {module: x for x, users in modules.items() if x.is_block for module in users}
-        self._chunks = chunk and Chunks(chunk, blocks, self._chunk_arrived, device)
+        self._chunks = chunk and Chunks(chunk, modules, self._chunk_arrived, device)
 
     def _replace(
         self,
@@ -384,6 +384,9 @@ class Hooks:
         if not layer.is_block:
             self._outside.call(layer)
         elif self._chunks and self._chunks.divides(args, kwargs):
+            for other in self._chunks.inner(module):
+                self._outside.call(other)
+                self._begin_use(other)
             run_chunk = partial(self._run_by_level, layer, module)
             forward = partial(self._chunks.run, module, run_chunk, forward)
             return self._run(layer, kept, forward, *args, **kwargs)
@@ -621,6 +624,7 @@ class Hooks:
         if gradients:
             self._program.reached(True)
             self._has_gradients = True
+            self._outside.got_gradient(layer, gradients[0][0])
         if self._program.divisor > 1:
             gradients = [(position, g / self._program.divisor) for position, g in gradients]
         self._begin_backward()

@@ -61,7 +61,7 @@ from stronghold.train.updates import StepResult
 
 KEY = "stronghold.room"
 # Keys for which the room has no part yet.
-MISSING = ("streams", "loss_chunk", "early_layers")
+MISSING = ("loss_chunk", "early_layers")
 
 
 class Job:

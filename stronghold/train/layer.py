@@ -77,6 +77,7 @@ class Layer:
 
     name            dotted path of the block, or of the first module that holds a parameter
     is_block        only the block's own call uses the parameters
+    block           of a layer outside of the blocks: the block that alone holds it, if one does
     is_resident     its weights never leave the device
     is_on_gpu       its masters and moments lie on the device, which updates them. It is resident
     level           of activations: one of `plan.cost.LEVELS`
@@ -104,6 +105,7 @@ class Layer:
     ) -> None:
         self.index, self.name = index, name
         self.is_block, self.is_resident, self.is_on_gpu = False, True, False
+        self.block: Layer | None = None
         self.level = "keep"
         self.parameters = [named.parameter for named in parameters]
         self.names = [named.name for named in parameters]
@@ -270,6 +272,17 @@ def layers_of(
         layer = Layer(part.index, part.name, [*trained, *frozen], dtypes, states, len(trained))
         layer.is_block, layer.is_resident = part.streamed, not part.streamed
         layers.append(layer)
+    parts = list(zip(layers, partition.layers, strict=True))
+    block_of = {
+        module: layer
+        for layer, part in parts
+        for block in (part.modules if layer.is_block else ())
+        for module in block.modules()
+    }
+    for layer, part in parts:
+        holders = {block_of.get(module) for module in part.modules}
+        if not layer.is_block and len(holders) == 1:
+            (layer.block,) = holders
     return layers
 
 
@@ -333,6 +346,7 @@ def _layer_layout(layer: Layer, part: PartitionLayer, formats: list[Format]) -> 
         index=layer.index,
         name=layer.name,
         streamed=layer.is_block,
+        in_block=layer.block is not None,
         slices=tuple(slices),
         ranges=tuple(ranges),
         trainable_numel=layer.trained_numel,

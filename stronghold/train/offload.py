@@ -10,7 +10,8 @@ after it. So it never drops memory because it saw a copy end.
 2. Work that compute gets later may take their memory. It runs after the copies, in stream order.
 3. In backward compute waits for the copy to the device. Autograd drops the memory after its last
    use, again in stream order.
-4. So the activations of at most two calls are on the device.
+4. So the activations of at most two calls are on the device. Chunks on several streams are as many
+   calls at once.
 
 [Note: dead graphs] A graph may die without a backward, at any moment and on any thread.
 1. Its storages give their host memory back to the pool at once. A copy may still use that memory.
@@ -148,7 +149,8 @@ class ActivationOffload:
             yield partial(self._keep, call)
         finally:
             call.is_over = True
-            self._drop_sources(0 if is_last else 1)
+            num_at_once = max(1, len(self._device.side_streams.streams))
+            self._drop_sources(0 if is_last else num_at_once)
 
     def _keep(self, call: Call, tensor: Tensor) -> Handle:
         """The handle of a saved tensor. BudgetError if the host has no room."""
@@ -256,9 +258,11 @@ class ActivationOffload:
     def _begin_load(self, stored: Stored) -> Loaded:
         device, host, index = self._device, stored.host, stored.call.layer.index
         assert stored.saved is not None
-        memory = torch.empty(host.nbytes, dtype=torch.uint8, device=device.torch_device)
-        # Queued work of compute may still use what the allocator gives.
-        room = device.compute.record(f"room for activation {index}")
+        # The main stream's memory: a call's tensors come while another one runs on a side stream.
+        with device.side_streams.on_main():
+            memory = torch.empty(host.nbytes, dtype=torch.uint8, device=device.torch_device)
+            # Queued work of compute may still use what the allocator gives.
+            room = device.compute.record(f"room for activation {index}")
         ready = device.fetch.submit(
             f"onload {index}",
             partial(device.copy, memory, host),

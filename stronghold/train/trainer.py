@@ -130,6 +130,7 @@ class Trainer:
         for layer in layers:
             layer.is_resident = layer.index in plan.resident
         self.set_levels(plan.activations)
+        device.side_streams.open(plan.demand.streams)
         self.weights = Weights(
             device, self.arrays, layers, plan.window, metrics=self._metrics, visible=self._visible
         )
@@ -165,7 +166,7 @@ class Trainer:
             program=self.program,
             thread=self._thread,
             chunk=plan.demand.chunk,
-            device=device.torch_device,
+            device=device,
         )
 
     def set_levels(self, levels: Sequence[str]) -> None:
