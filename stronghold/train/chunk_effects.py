@@ -21,7 +21,7 @@ import enum
 import logging
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -117,80 +117,88 @@ def _record(records: Records, hook: Callable[..., Any], *given: Any) -> None:
 # -- what a block holds ----------------------------------------------------------------------------
 MAX_DEPTH = 5  # of containers and objects inside one another
 MAX_ITEMS = 1024  # of a longer container the length alone is compared
+_BY_VALUE = frozenset(
+    {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size}
+)
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
-_BY_VALUE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 # Objects that are not entered.
-_WHOLE = (nn.Module, type, enum.Enum, logging.Logger, types.ModuleType, types.FunctionType)
-_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+_CODE = (types.FunctionType, types.MethodType, partial, type)
+_WHOLE = (nn.Module, enum.Enum, logging.Logger, types.ModuleType, *_CODE)
+_SKIPPED = frozenset({*vars(nn.Module()), "forward"})
 
 
 class Item(NamedTuple):
-    """One value, by reference, with its version (tensor) or length (container)."""
+    """One value, by reference, with its version (tensor) or length (container). `owner`: class of
+    the module that holds it, by the attribute `name`."""
 
+    owner: str
     name: str
     value: Any
     size: int
 
-    def equals(self, other: Item) -> bool:
-        """True for the same value under the same name."""
-        same = self.value is other.value
-        if not same and isinstance(self.value, _BY_VALUE):
-            same = type(self.value) is type(other.value) and self.value == other.value
-        return same and self.name == other.name and self.size == other.size
-
 
 class Held:
-    """What the modules of a block hold, or the arguments of a call, at one moment."""
+    """What these modules hold, or the arguments of a call, at one moment."""
 
-    def __init__(self, block: nn.Module | None = None, arguments: Iterable[Any] = ()) -> None:
-        self._block, self._arguments = block, tuple(arguments)
+    def __init__(self, modules: Sequence[nn.Module] = (), *, arguments: Sequence[Any] = ()) -> None:
+        self._modules, self._arguments = modules, arguments
         self._items = self._present()
 
     def refuse_change(self, block_name: str, key: str = KEY) -> None:
         """ConfigError if something has changed since ([Note: what a block holds])."""
-        items = self._present()
-        pairs = zip(self._items, items, strict=False)
-        changed = next((before.name for before, after in pairs if not before.equals(after)), None)
-        if changed is None and len(items) != len(self._items):
-            longer = max(items, self._items, key=len)
-            changed = longer[min(len(items), len(self._items))].name
+        changed = _first_change(self._items, self._present())
         if changed is not None:
+            name = f"{changed.owner}.{changed.name}" if changed.owner else changed.name
             raise ConfigError(
-                f"{key}: {block_name} changes {changed} in its forward, which would have what one "
+                f"{key}: {block_name} changes {name} in its forward, which would have what one "
                 "chunk wrote, and not the batch: leave the key out, or let the block return it"
             )
 
     def _present(self) -> list[Item]:
-        seen: set[int] = set()
-        items = [item for x in self._arguments for item in _items("an argument", x, seen)]
-        for module in () if self._block is None else self._block.modules():
-            kind = type(module).__name__
+        items: list[Item] = []
+        entered: set[int] = set()
+        for argument in self._arguments:
+            _add("", "an argument", argument, items, entered)
+        for module in self._modules:
+            owner = type(module).__name__
             for table in (vars(module), buffer_table(module)):
                 for name, value in table.items():
-                    if name not in _MODULE_ATTRIBUTES:
-                        items += _items(f"{kind}.{name}", value, seen)
+                    if name not in _SKIPPED:
+                        _add(owner, name, value, items, entered)
         return items
 
 
-def _items(name: str, value: Any, seen: set[int], depth: int = 0) -> Iterator[Item]:
-    """A value, and what it holds. `seen`: identities of what was entered already."""
-    if isinstance(value, Tensor):
-        yield Item(name, value, 0 if value.is_inference() else version_of(value))
+def _add(
+    owner: str, name: str, value: Any, items: list[Item], entered: set[int], depth: int = 0
+) -> None:
+    """Add a value, and what it holds, to `items`. `entered`: identities, for cycles."""
+    if type(value) in _BY_VALUE:
+        items.append(Item(owner, name, value, 0))
         return
-    if isinstance(value, _BY_VALUE):
-        yield Item(name, value, 0)
+    if isinstance(value, Tensor):
+        items.append(Item(owner, name, value, 0 if value.is_inference() else version_of(value)))
         return
     is_container = isinstance(value, _CONTAINERS)
-    yield Item(name, value, len(value) if is_container else 0)
-    if depth == MAX_DEPTH or id(value) in seen or isinstance(value, _WHOLE):
+    items.append(Item(owner, name, value, len(value) if is_container else 0))
+    if depth == MAX_DEPTH or isinstance(value, _WHOLE) or id(value) in entered:
         return
-    seen.add(id(value))
+    entered.add(id(value))
     inner = value if is_container else getattr(value, "__dict__", ())
-    if isinstance(inner, Mapping):
-        inner = tuple(inner.values())
     if len(inner) <= MAX_ITEMS:
-        for one in tuple(inner):
-            yield from _items(name, one, seen, depth + 1)
+        for one in [*inner.values()] if isinstance(inner, dict) else [*inner]:
+            _add(owner, name, one, items, entered, depth + 1)
+
+
+def _first_change(before: Sequence[Item], after: Sequence[Item]) -> Item | None:
+    for one, other in zip(before, after, strict=False):
+        same = one.value is other.value
+        if not same and type(one.value) in _BY_VALUE:
+            same = type(one.value) is type(other.value) and one.value == other.value
+        if not same or one.size != other.size or one.name != other.name:
+            return one
+    longer = max(before, after, key=len)
+    shorter = min(len(before), len(after))
+    return longer[shorter] if len(longer) > shorter else None
 
 
 def containers_of(call: Call) -> list[Any]:
@@ -258,24 +266,26 @@ def _outputs(
     """The block's output for each call, without dropout, from copies of the arguments. ConfigError
     if the later calls change what the block holds."""
     modes = [(part, part.training) for part in module.modules()]
-    random = random_state(device)
+    random, random_on_cpu = random_state(device), torch.get_rng_state()
 
     def work() -> list[Any]:
         for part, _ in modes:
             part.training = False
         outputs = []
-        uncompiled = torch.compiler.set_stance("force_eager")  # else it compiles other shapes
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), uncompiled:
+        torch.set_grad_enabled(False)
+        with torch.compiler.set_stance("force_eager"):  # else it compiles more shapes
             for args, kwargs in tree_map_only(Tensor, torch.clone, list(calls)):
                 outputs.append(run(*args, **kwargs))
                 if len(outputs) == 1:
-                    held = Held(module)
+                    held = Held([*module.modules()])
         held.refuse_change(block_name)
         return outputs
 
     def restore() -> None:
         for part, mode in modes:
             part.training = mode
+        torch.set_grad_enabled(True)  # a call without gradients is not divided
+        torch.set_rng_state(random_on_cpu)
         if random is not None:
             set_random_state(device, random)
 

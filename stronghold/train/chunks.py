@@ -140,6 +140,7 @@ class Block:
     """A block whose calls are divided.
 
     name   of the block, for errors
+    parts  its modules
     inner  layers outside of the blocks that this block alone holds: a block's layer trains one
            dtype
     """
@@ -147,13 +148,13 @@ class Block:
     def __init__(self, layer: Layer, module: nn.Module, inner: Sequence[Layer]) -> None:
         self.layer, self.module, self.inner = layer, module, inner
         self.name = layer.name or type(module).__name__
-        self.hooks = InnerHooks(self.name, module)
+        self.hooks, self.parts = InnerHooks(self.name, module), [*module.modules()]
         self._weights = {
             id(parameter): Weight(parameter, one, position, [])
             for one in (layer, *inner)
             for position, parameter in enumerate(one.parameters[: one.num_trained])
         }
-        for part in module.modules():
+        for part in self.parts:
             table = parameter_table(part)
             for name, parameter in table.items():
                 if id(parameter) in self._weights:
@@ -286,7 +287,7 @@ class Chunks:
             divided = Divided(len(chunks), self._arrived, partial(sides.follow, main))
             for number, chunk in enumerate(chunks):
                 if number == (0 if on_sides else 1):
-                    held = Held(block.module)
+                    held = Held(block.parts)
                 given = Held(arguments=containers_of(chunk))
                 inputs = [t for t in tensors_of(chunk) if t.requires_grad and id(t) not in whole]
                 with sides.beside(number, f"chunk {number} of {index}"):

@@ -380,8 +380,6 @@ class Gradients:
         for slot in (layer.gradient_slot, self._own.get(layer)):
             if slot is not None:
                 slot.arrived.difference_update(dropped)
-                for position in slot.sums.keys() & dropped:
-                    del slot.sums[position]
         self._square_sums.pop(layer, None)
         if not layer.waiting and layer.gradient_slot is None:
             layer.gradient_state = GradientState.NONE

@@ -49,6 +49,7 @@ def compile_plain(model: nn.Module, backend: str) -> None:
             for case in (
                 ({**STREAMED, "activations": "offload"}, "bf16", "aot_eager"),
                 ({**STREAMED, "activations": "keep", "chunk": 1}, "fp32", "aot_eager"),
+                ({**STREAMED, "chunk": 1, "room": "train"}, "fp32", "aot_eager"),
                 ({**STREAMED, "activations": "recompute"}, "bf16", "inductor"),
             )
         ),

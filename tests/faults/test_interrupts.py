@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from stronghold.devices.emulated import EmulatedDevice
 from stronghold.streaming.activations.recompute import Recomputation, RecomputedModule
+from stronghold.streaming.patches.modules import hooks_after_forward
 from tests.models import HIDDEN
 from tests.support import children
 from tests.support.checkpoints import assert_same, resume, session, snapshot
@@ -148,21 +149,49 @@ def test_an_interrupt_while_a_block_runs_again_leaves_it_as_it_was() -> None:
         device.close()
 
 
-@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
-def test_an_interrupt_while_a_chunk_runs_leaves_the_block_its_parameters(stride: int) -> None:
-    """At bytecodes of what gives a block views of its parameters, and takes them away."""
+CHUNKS = ("train", "train/chunks.py")
+EFFECTS = ("train", "train/chunk_effects.py")
+
+
+@pytest.mark.parametrize(
+    ("room", "file", "stride"),
+    [
+        ("streaming", "streaming/activations/chunks.py", 7),
+        (*CHUNKS, 7),
+        (*EFFECTS, 61),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((*CHUNKS, 1), (*EFFECTS, 7))),
+    ],
+)
+def test_an_interrupt_while_a_chunk_runs_leaves_the_block_as_it_was(
+    room: str, file: str, stride: int
+) -> None:
+    """At bytecodes of what gives a block views of its parameters, lets its hooks wait, and tries
+    it; and of what takes this back."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)))
-    engine = initialized(model, config(section={"chunk": 1, "window": 1, "layers": ["0", "1"]}))
-    x, within = torch.randn(2, 4), "/stronghold/streaming/activations/chunks.py"
-    work = lambda: engine(x)  # noqa: E731
-    expected = work()
+    section = {"chunk": 1, "window": 1, "layers": ["0", "1"], "room": room}
+    engine = initialized(model, config(section=section))
+    x, within = torch.randn(2, 4), f"/stronghold/{file}"
+    model[0][1].register_forward_hook(lambda module, args, output: None)
+
+    def state() -> list[Any]:
+        hooks = [*hooks_after_forward(model[0][1]).values()]
+        return [*hooks, *(part.training for part in model.modules())]
+
+    def work() -> Tensor:
+        if room == "train":  # its blocks are tried anew
+            engine._stack.trainer._hooks._chunks._shared.clear()
+        output: Tensor = engine(x)
+        return output
+
+    expected, before = work(), state()
     count = at_bytecode(work, 0, within=within)
     for number in range(1, count + 1, stride):
         with pytest.raises(Stopped):
             at_bytecode(work, number, within=within)
         kinds = [type(p) for part in model.modules() for p in part.parameters(recurse=False)]
         assert all(issubclass(kind, nn.Parameter) for kind in kinds), f"bytecode {number}"
+        assert state() == before, f"bytecode {number}"
     assert torch.equal(work(), expected)
     engine.destroy()
 

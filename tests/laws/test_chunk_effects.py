@@ -240,6 +240,39 @@ def test_a_trial_leaves_no_trace_and_a_table_stays(kind: str) -> None:
         assert block.training
 
 
+class Halving(nn.Module):
+    """Its blocks write into an argument that all their chunks get."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(HalvingBlock() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shift = torch.ones(8)
+        for block in self.blocks:
+            x = block(x, shift)
+        return x
+
+
+class HalvingBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            shift.mul_(0.5)
+        y: torch.Tensor = self.linear(x) + shift
+        return y
+
+
+def test_an_argument_that_all_chunks_get_is_not_written() -> None:
+    engine = initialized(Halving(), config(section={"window": 1, "chunk": 2}))
+    with pytest.raises(ConfigError, match=r"^stronghold.chunk: blocks.0 writes into a parameter"):
+        engine(torch.randn(5, 8))
+    engine.destroy()
+
+
 class Inside(nn.Module):
     """A block with one of Transformers' models inside, which has a hook of the engine."""
 
@@ -287,3 +320,24 @@ def test_a_hook_that_comes_between_two_calls_gets_a_table_once() -> None:
     engine(x)
     assert [tuple(table.shape) for table in seen] == [(4, 8)]
     engine.destroy()
+
+
+@pytest.mark.skipif(not is_next(), reason="the old room keeps the gradients of such a backward")
+@pytest.mark.parametrize("place", [{"window": 1}, {"resident_layers": "all"}], ids=str)
+def test_gradients_of_some_tensors_alone_reach_no_step(place: dict[str, Any]) -> None:
+    model = stack_of("")
+    engine = initialized(model, config(section={"chunk": 2, **place}))
+    plain = initialized(stack_of(""), config(section={"chunk": 2, **place}))
+    x = torch.randn(5, 8, requires_grad=True)
+    loss = engine(x).square().mean()
+    (gradient,) = torch.autograd.grad(loss, x, retain_graph=True)
+    assert gradient.shape == x.shape
+    with pytest.raises(ConfigError, match=r"^stronghold.chunk: torch.autograd.grad asks for"):
+        torch.autograd.grad(loss, model[1].linear.weight)
+    for one in (engine, plain):
+        one.backward(one(x.detach()).square().mean())
+        one.step()
+    for ours, theirs in zip(model.parameters(), plain.module.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    engine.destroy()
+    plain.destroy()

@@ -340,3 +340,106 @@ def test_inputs_wait_where_the_gradients_will_lie(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(ThreadLane, "submit", submit_noted)
     expected = train("keep")
     assert all(map(torch.equal, train("recompute_offload"), expected))
+
+
+# -- backwards of other kinds ----------------------------------------------------------------------
+class Failing(torch.autograd.Function):
+    """Raises in its `fails`-th backward, counted from 1."""
+
+    fails = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        Failing.fails -= 1
+        if Failing.fails == 0:
+            raise RuntimeError("of the program")
+        return gradient
+
+
+class WholeNumbers(nn.Module):
+    """A block whose sums are exact in any order. It returns something that all chunks share."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randint(-2, 3, (width, width)).float())
+        self.scale = nn.Parameter(torch.randint(1, 4, (3,)).float())
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = Failing.apply(x)  # type: ignore[no-untyped-call]
+        return torch.nn.functional.linear(x, self.weight), 2.0 * self.scale
+
+
+class Twice(nn.Module):
+    """Its last block is first called with one sequence, which is not divided."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(WholeNumbers(width) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, ends: int) -> torch.Tensor:
+        alone, own = self.blocks[2](x[:1])
+        for block in self.blocks:
+            x, shared = block(x)
+        sums = [x.sum() + alone.sum()] if ends != 1 else []
+        return sum([*sums, *([shared.sum() + 3.0 * own.sum()] if ends > 0 else [])])
+
+
+def backward_twice(loss: torch.Tensor) -> None:
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def backward_again(loss: torch.Tensor) -> None:
+    """After one that has failed between two chunks of the second block."""
+    Failing.fails = 5  # after three chunks of the third block, and one of the second
+    with pytest.raises(RuntimeError, match="of the program"):
+        loss.backward(retain_graph=True)
+    loss.backward()
+
+
+BACKWARDS = {"once": torch.Tensor.backward, "twice": backward_twice, "again": backward_again}
+
+
+@pytest.mark.parametrize("place", [CALLED_IN[0], CALLED_IN[2]], ids=str)
+@pytest.mark.parametrize(
+    ("ends", "backward"),
+    [(0, "once"), (0, "twice"), (1, "once"), (1, "twice"), (2, "twice"), (2, "again")],
+)
+def test_gradients_are_whole_after_any_backward(
+    ends: int, backward: str, place: dict[str, Any]
+) -> None:
+    """Also if the call of a block has chunks without a gradient, and chunks beside a whole call."""
+    torch.manual_seed(0)
+    model = Twice()
+    plain = copy.deepcopy(model)
+    engine = initialized(model, config(section={"chunk": 2, **place}))
+    x = torch.randint(-2, 3, (5, 4)).float()
+    BACKWARDS[backward](engine(x, ends))
+    engine.step()
+    loss = plain(x, ends)
+    BACKWARDS["twice" if backward == "twice" else "once"](loss)
+    gradients = [p.grad for p in plain.parameters() if p.grad is not None]
+    assert engine.get_global_grad_norm() == torch.cat([g.flatten() for g in gradients]).norm()
+    engine.destroy()
+
+
+@pytest.mark.skipif(not is_next(), reason="the failed one ends the sums of a later call there")
+def test_a_backward_after_one_that_failed_has_the_same_bits() -> None:
+    """Sums of the calls of a block are rounded one by one, in bf16."""
+    norms = []
+    for backward in ("once", "again"):
+        torch.manual_seed(0)
+        model = Twice(32)
+        for parameter in model.parameters():
+            nn.init.normal_(parameter)
+        settings = config(precision="bf16", section={"chunk": 2, **CALLED_IN[0]})
+        engine = initialized(model, settings)
+        BACKWARDS[backward](engine(torch.randn(5, 32, dtype=torch.bfloat16), 2))
+        engine.step()
+        norms.append(engine.get_global_grad_norm())
+        engine.destroy()
+    assert norms[0] == norms[1]
