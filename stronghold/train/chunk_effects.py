@@ -1,18 +1,14 @@
-"""What a block's call does besides its output, if it takes the batch in chunks.
-
-[Note: hooks inside] Forward hooks on modules inside a block wait while the chunks run. After the
-last chunk they are called once, with the joined arguments and output. Transformers' recorders
-(router logits, attentions, hidden states) are such hooks. Hooks that could change a chunk, and
-hooks on gradients, are refused. The engine's own hooks are let through.
+"""Effects of a divided call: changes that a block makes beside its output.
 
 [Note: what a block holds] The first chunk may make attributes, buffers, lists and objects of the
 block's modules: a table of positions is the same for all chunks. A later change belongs to one
-chunk and not to the batch (a running mean, an output that is kept), and is refused. Nothing sees
-globals, closures, and the inside of objects of C.
+chunk and not to the batch (a running mean, an output that is kept). It is refused. Nothing sees
+globals, closures, large NumPy arrays, and the inside of objects of C.
 
 [Note: trial] The first call of each class of blocks computes two chunks, and both at once, without
 dropout and gradients. They must be equal but for rounding. So a norm or a sum over the batch is
-noticed before it trains.
+noticed before it trains. The first of these three calls may change what the block holds, as the
+first chunk may.
 """
 
 from __future__ import annotations
@@ -25,98 +21,23 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from stronghold.devices.random_numbers import random_state, set_random_state
 from stronghold.errors import ConfigError
-from stronghold.streaming.activations.chunk_values import KEY, Call, join, split, tensors_of
-from stronghold.streaming.guards import OwnHook
+from stronghold.streaming.activations.chunk_effects import Records
+from stronghold.streaming.activations.chunk_trial import FAILURES, refusal, shared_tensors
+from stronghold.streaming.activations.chunk_values import KEY, Call, split
 from stronghold.streaming.interrupts import run_and_restore
-from stronghold.streaming.patches.modules import (
-    buffer_table,
-    has_gradient_hooks,
-    hooks_after_forward,
-    hooks_before_forward,
-)
+from stronghold.streaming.patches.modules import buffer_table
 from stronghold.streaming.patches.tensors import tree_map_only, version_of
-
-# Rounding of another matrix shape, not another function: relative to the largest element.
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 6e-2, torch.float16: 2e-2}
-# of a block that gets arguments that it does not expect
-FAILURES = (RuntimeError, IndexError, ValueError)
-
-Records = list[tuple[Any, ...]]
-"""Calls of hooks that wait, in order: the hook, and its arguments."""
-Forward = Callable[..., Any]
-
-
-# -- hooks inside ----------------------------------------------------------------------------------
-class InnerHooks:
-    """The hooks on the modules inside one block ([Note: hooks inside])."""
-
-    def __init__(self, block_name: str, block: nn.Module) -> None:
-        self._block_name = block_name
-        self._modules = {n: module for n, module in block.named_modules() if module is not block}
-        # The instances' own, which replace their classes'.
-        self._forwards = {n: vars(module).get("forward") for n, module in self._modules.items()}
-
-    def refuse(self) -> None:
-        """ConfigError for what would see, or change, the call of a chunk as that of the batch."""
-        for name, module in self._modules.items():
-            if vars(module).get("forward") is not self._forwards[name]:
-                found = "forward that was replaced after initialize"
-            elif not all(isinstance(hook, OwnHook) for hook in hooks_before_forward(module)):
-                found = "hook before its forward"
-            elif has_gradient_hooks(module):
-                found = "hook on its gradient"
-            else:
-                continue
-            raise ConfigError(
-                f"{KEY}: {self._block_name}.{name} has a {found}, which would get a chunk in place "
-                f"of the batch: put it on {self._block_name}, or leave the key out"
-            )
-
-    def counts(self) -> tuple[tuple[str, int], ...]:
-        """The hooked modules' names, each with the number of its hooks."""
-        counts = ((name, len(hooks_after_forward(m))) for name, m in self._modules.items())
-        return tuple((name, count) for name, count in counts if count)
-
-    def run(self, forward: Forward, *args: Any, **kwargs: Any) -> tuple[Any, Records]:
-        """Call `forward` while the hooks wait. Returns its output, and the hooks' calls."""
-        records: Records = []
-        tables = (hooks_after_forward(module) for module in self._modules.values())
-        waiting = [(table, dict(table)) for table in tables if table]
-
-        def work() -> Any:
-            for table, hooks in waiting:
-                table.update({key: partial(_record, records, hook) for key, hook in hooks.items()})
-            return forward(*args, **kwargs)
-
-        def restore() -> None:
-            for table, hooks in waiting:
-                table.update({key: hooks[key] for key in table.keys() & hooks.keys()})
-
-        return run_and_restore(work, restore), records
-
-    def call(self, records: Records) -> None:
-        """Call the hooks that waited. ConfigError for one that returns another output."""
-        for hook, *given in records:
-            if hook(*given) is not None:
-                raise ConfigError(
-                    f"{KEY}: a forward hook on a {type(given[0]).__name__} in {self._block_name} "
-                    "returns another output, which chunks have not got: let it return None, or "
-                    "leave the key out"
-                )
-
-
-def _record(records: Records, hook: Callable[..., Any], *given: Any) -> None:
-    records.append((hook, *given))
-
 
 # -- what a block holds ----------------------------------------------------------------------------
 MAX_DEPTH = 5  # of containers and objects inside one another
 MAX_ITEMS = 1024  # of a longer container the length alone is compared
+MAX_ARRAY_BYTES = 4096  # of a larger NumPy array the identity alone is compared
 _BY_VALUE = frozenset(
     {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size}
 )
@@ -138,7 +59,7 @@ class Item(NamedTuple):
 
 
 class Held:
-    """What these modules hold, or the arguments of a call, at one moment."""
+    """A snapshot of all that these modules hold, or the arguments of a call."""
 
     def __init__(self, modules: Sequence[nn.Module] = (), *, arguments: Sequence[Any] = ()) -> None:
         self._modules, self._arguments = modules, arguments
@@ -178,15 +99,25 @@ def _add(
     if isinstance(value, Tensor):
         items.append(Item(owner, name, value, 0 if value.is_inference() else version_of(value)))
         return
+    if isinstance(value, np.ndarray) and value.nbytes <= MAX_ARRAY_BYTES:
+        items.append(Item(owner, name, value.tobytes(), 0))
+        return
     is_container = isinstance(value, _CONTAINERS)
     items.append(Item(owner, name, value, len(value) if is_container else 0))
     if depth == MAX_DEPTH or isinstance(value, _WHOLE) or id(value) in entered:
         return
     entered.add(id(value))
-    inner = value if is_container else getattr(value, "__dict__", ())
+    inner = value if is_container else _attributes(value)
     if len(inner) <= MAX_ITEMS:
         for one in [*inner.values()] if isinstance(inner, dict) else [*inner]:
             _add(owner, name, one, items, entered, depth + 1)
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """The attributes of an object, also of one with `__slots__`."""
+    slots = (name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ()))
+    present = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    return {**getattr(value, "__dict__", {}), **present}
 
 
 def _first_change(before: Sequence[Item], after: Sequence[Item]) -> Item | None:
@@ -234,26 +165,8 @@ def tried(
     except ConfigError:
         raise
     except FAILURES as error:
-        raise ConfigError(
-            f"{KEY}: {block_name} fails with {first} of the batch's sequences at a time ({error}): "
-            "an argument with as many rows as the batch is none, or has several for each sequence, "
-            "or the block needs them all. Leave the key out"
-        ) from error
-    whole = tensors_of(expected)
-    columns = zip(*map(tensors_of, outputs), strict=False)
-    shared = frozenset(
-        number
-        for number, (column, tensor) in enumerate(zip(columns, whole, strict=False))
-        if all(one.shape == tensor.shape for one in column)
-    )
-    joined = tensors_of(join(outputs, [first, second], block_name, shared))
-    if len(joined) != len(whole) or not all(map(_is_close, joined, whole)):
-        raise ConfigError(
-            f"{KEY}: {block_name} does not give for {first} sequences at a time what it gives for "
-            f"{first + second}: it mixes the sequences of a batch (a norm or a sum over it), or an "
-            f"argument with {first + second} rows is no batch. Leave the key out"
-        )
-    return shared
+        raise refusal(block_name, first, error) from error
+    return shared_tensors(block_name, expected, outputs, sizes[:2])
 
 
 def _outputs(
@@ -290,13 +203,3 @@ def _outputs(
             set_random_state(device, random)
 
     return run_and_restore(work, restore)
-
-
-def _is_close(tensor: Tensor, expected: Tensor) -> bool:
-    """True if the tensors are equal but for rounding. NaN is no difference."""
-    if tensor.shape != expected.shape or not tensor.is_floating_point():
-        return tensor.shape == expected.shape
-    limit = TOLERANCE.get(tensor.dtype, 1e-3)
-    scale = expected.float().abs().max().clamp_min(1e-6)
-    is_apart = (tensor.float() - expected.float()).abs() > limit * scale
-    return not is_apart.any()

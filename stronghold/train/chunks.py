@@ -2,7 +2,7 @@
 
 Weights cross the link twice per call of the model, and gradients once, for any number of chunks.
 
-[Note: gradients of a chunk] To its surroundings a divided call is an undivided one.
+[Note: gradients of a chunk] Other layers cannot tell a divided call from a whole one.
 1. Each chunk enters by a node of its own, which gives views of the weights (`ChunkEntry`).
 2. Autograd runs nodes in the reverse order of their making. So all chunks of a layer come before
    any chunk of the layer below.
@@ -35,6 +35,7 @@ from torch.autograd.function import once_differentiable
 
 from stronghold.devices.base import Device
 from stronghold.errors import ConfigError
+from stronghold.streaming.activations.chunk_effects import InnerHooks, Records
 from stronghold.streaming.activations.chunk_values import (
     KEY,
     Call,
@@ -56,13 +57,12 @@ from stronghold.streaming.patches.modules import (
     parameter_table,
 )
 from stronghold.streaming.patches.tensors import tree_map_only, version_of
-from stronghold.train.chunk_effects import Forward, Held, InnerHooks, Records, containers_of, tried
+from stronghold.train.chunk_effects import Held, containers_of, tried
 from stronghold.train.layer import Layer
 
 Arrived = Callable[[Layer, Sequence[tuple[int, Tensor]], bool], None]
 """Called with the gradients of a chunk, by position. True: it is the last of its call."""
-RunChunk = Callable[..., Any]
-"""Called with the function that computes a chunk, and with its arguments."""
+Run = Callable[..., Any]
 
 
 class ChunkEntry(torch.autograd.Function):
@@ -139,23 +139,24 @@ class Divided:
 class Block:
     """A block whose calls are divided.
 
-    name   of the block, for errors
-    parts  its modules
-    inner  layers outside of the blocks that this block alone holds: a block's layer trains one
-           dtype
+    name     of the block, for errors
+    modules  the block's own one, and those inside it
+    hooks    of those inside it
+    inner    layers outside of the blocks that this block alone holds: a block's layer trains one
+             dtype
     """
 
     def __init__(self, layer: Layer, module: nn.Module, inner: Sequence[Layer]) -> None:
         self.layer, self.module, self.inner = layer, module, inner
         self.name = layer.name or type(module).__name__
-        self.hooks, self.parts = InnerHooks(self.name, module), [*module.modules()]
+        self.hooks, self.modules = InnerHooks(self.name, module), [*module.modules()]
         self._weights = {
             id(parameter): Weight(parameter, one, position, [])
             for one in (layer, *inner)
             for position, parameter in enumerate(one.parameters[: one.num_trained])
         }
-        for part in self.parts:
-            table = parameter_table(part)
+        for one in self.modules:
+            table = parameter_table(one)
             for name, parameter in table.items():
                 if id(parameter) in self._weights:
                     self._weights[id(parameter)].places.append((table, name))
@@ -178,6 +179,11 @@ class Block:
                     f"{KEY}: {name} has a hook on its gradient, which comes in chunks and never to "
                     "the parameter: remove the hook, or leave the key out"
                 )
+
+    def run_hooked(self, forward: Run, *args: Any, **kwargs: Any) -> tuple[Any, Records]:
+        """Call `forward` while the hooks inside the block wait. Returns its output, and the hooks'
+        calls."""
+        return self.hooks.run(forward, args, kwargs)
 
     def run_with_views(
         self, work: Callable[..., Any], chunk: Call, inputs: Sequence[Tensor], divided: Divided
@@ -246,11 +252,12 @@ class Chunks:
         return self._blocks[module].inner
 
     def run(
-        self, module: nn.Module, run_chunk: RunChunk, forward: Forward, *args: Any, **kwargs: Any
+        self, module: nn.Module, run_chunk: Run, forward: Run, *args: Any, **kwargs: Any
     ) -> Any:
         """Call a block chunk by chunk. Its weights are on the device meanwhile.
 
-        run_chunk  runs a chunk's forward by the block's level of activations
+        run_chunk  called with the function that computes a chunk, and with its arguments. Runs it
+                   by the block's level of activations
         forward    the module's own
 
         ConfigError if the block leaves something of one chunk where the whole batch's belongs.
@@ -259,7 +266,7 @@ class Chunks:
         block.refuse()
         batch = batch_of(args, kwargs)
         sizes = [min(self._size, batch - begin) for begin in range(0, batch, self._size)]
-        run_hooked = partial(block.hooks.run, forward)
+        run_hooked = partial(block.run_hooked, forward)
         kind = type(module), block.hooks.counts()
         if kind not in self._shared:
             self._shared[kind] = tried(
@@ -280,14 +287,15 @@ class Chunks:
         key = "stronghold.streams" if on_sides else KEY
         whole = set(map(id, tensors_of(call)))
         shared = [tensor for tensor in tensors_of(chunks[0]) if id(tensor) in whole]
-        read = [*block.layer.parameters, *shared]
+        layers = (block.layer, *block.inner)
+        read = [*chain.from_iterable(layer.parameters for layer in layers), *shared]
         versions = _versions_of(read)
         outputs = []
         with sides.forked() as main:
             divided = Divided(len(chunks), self._arrived, partial(sides.follow, main))
             for number, chunk in enumerate(chunks):
                 if number == (0 if on_sides else 1):
-                    held = Held(block.parts)
+                    held = Held(block.modules)
                 given = Held(arguments=containers_of(chunk))
                 inputs = [t for t in tensors_of(chunk) if t.requires_grad and id(t) not in whole]
                 with sides.beside(number, f"chunk {number} of {index}"):

@@ -256,7 +256,9 @@ class Hooks:
                     self._gradient_hooks.append((parameter, handle.id))
         # Last: the model may hold parameters of its own.
         self._replace(model, self._pass, self._pass_compiled)
-        self._chunks = chunk and Chunks(chunk, modules, self._chunk_arrived, device)
+        self._chunks: Chunks | None = None
+        if chunk is not None:
+            self._chunks = Chunks(chunk, modules, self._chunk_arrived, device)
 
     def _replace(
         self,

@@ -272,14 +272,14 @@ def layers_of(
         layer = Layer(part.index, part.name, [*trained, *frozen], dtypes, states, len(trained))
         layer.is_block, layer.is_resident = part.streamed, not part.streamed
         layers.append(layer)
-    parts = list(zip(layers, partition.layers, strict=True))
+    pairs = list(zip(layers, partition.layers, strict=True))
     block_of = {
         module: layer
-        for layer, part in parts
+        for layer, part in pairs
         for block in (part.modules if layer.is_block else ())
         for module in block.modules()
     }
-    for layer, part in parts:
+    for layer, part in pairs:
         holders = {block_of.get(module) for module in part.modules}
         if not layer.is_block and len(holders) == 1:
             (layer.block,) = holders

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -122,6 +123,13 @@ def test_hooks_and_recorders_get_the_whole_batch(
             torch.testing.assert_close(tensor, other, rtol=1e-3, atol=1e-4)
 
 
+class Slotted:
+    __slots__ = ("total",)
+
+    def __init__(self) -> None:
+        self.total = 0
+
+
 class Block(nn.Module):
     """Leaves something besides its output, or lets a hook do so."""
 
@@ -131,6 +139,7 @@ class Block(nn.Module):
         self.kind = kind
         self.seen: list[int] = []
         self.mean: torch.Tensor | None = None
+        self.array, self.slotted = np.zeros(3), Slotted()
         self.table: torch.Tensor | None = None
         if kind == "spectral norm":
             parametrizations.spectral_norm(self.linear)
@@ -146,6 +155,10 @@ class Block(nn.Module):
             self.mean = y
         elif self.kind in ("calls counted", "trials counted"):
             self.seen.extend([len(y)] * (self.training == (self.kind == "calls counted")))
+        elif self.kind == "array written":
+            self.array[0] += self.training
+        elif self.kind == "slot written":
+            self.slotted.total += self.training
         elif self.kind == "table":
             self.table = torch.arange(8.0) if self.table is None else self.table
             y = y + self.table
@@ -186,6 +199,8 @@ HOLDS = {
     "running mean": r"0 changes Block\.mean",
     "output kept": r"0 changes Block\.mean",
     "calls counted": r"0 changes Block\.seen",
+    "array written": r"0 changes Block\.array",
+    "slot written": r"0 changes Block\.slotted",
 }
 
 

@@ -67,21 +67,8 @@ class Trial:
         try:
             expected, *outputs = self._outputs([both, *split(call, batch, sizes)[:2]])
         except FAILURES as error:
-            raise ConfigError(
-                f"{KEY}: {self._block_name} fails with {chunk_sizes[0]} of the batch's sequences "
-                f"at a time ({error}): an argument with as many rows as the batch is none, or has "
-                "several for each sequence, or the block needs them all. Leave the key out"
-            ) from error
-        shared = _shared_tensors(outputs, expected)
-        joined = tensors_of(join(outputs, chunk_sizes, self._block_name, shared))
-        whole = tensors_of(expected)
-        if len(joined) != len(whole) or not all(map(_is_close, joined, whole)):
-            raise ConfigError(
-                f"{KEY}: {self._block_name} does not give for {chunk_sizes[0]} sequences at a time "
-                f"what it gives for {both_size}: it mixes the sequences of a batch (a norm or a "
-                f"sum over it), or an argument with {both_size} rows is no batch. Leave the key out"
-            )
-        return shared
+            raise refusal(self._block_name, chunk_sizes[0], error) from error
+        return shared_tensors(self._block_name, expected, outputs, chunk_sizes)
 
     def _outputs(self, calls: Iterable[Call]) -> list[Any]:
         """Return the block's output for each (args, kwargs), without dropout, with the records of
@@ -105,18 +92,41 @@ class Trial:
         return outputs
 
 
-def _shared_tensors(outputs: Sequence[Any], expected: Any) -> frozenset[int]:
-    """Return the numbers of returned tensors with the same shape for a chunk and for both.
+def refusal(block_name: str, size: int, error: Exception) -> ConfigError:
+    """The error for a block that has failed with `size` sequences."""
+    return ConfigError(
+        f"{KEY}: {block_name} fails with {size} of the batch's sequences at a time ({error}): an "
+        "argument with as many rows as the batch is none, or has several for each sequence, or "
+        "the block needs them all. Leave the key out"
+    )
 
-    A table of relative positions, say, is one for all chunks.
+
+def shared_tensors(
+    block_name: str, expected: Any, outputs: Sequence[Any], sizes: Sequence[int]
+) -> frozenset[int]:
+    """Return the numbers of returned tensors with the same shape for a chunk and for both. A table
+    of relative positions, say, is one for all chunks.
+
+    expected  what the block has returned for two chunks at once
+    outputs   what it has returned for each; `sizes`: sequences in each
+
+    ConfigError if they differ.
     """
-    shared = set()
+    whole = tensors_of(expected)
     columns = zip(*map(tensors_of, outputs), strict=False)
-    pairs = zip(columns, tensors_of(expected), strict=False)
-    for number, (column, whole) in enumerate(pairs):
-        if all(tensor.shape == whole.shape for tensor in column):
-            shared.add(number)
-    return frozenset(shared)
+    shared = frozenset(
+        number
+        for number, (column, tensor) in enumerate(zip(columns, whole, strict=False))
+        if all(one.shape == tensor.shape for one in column)
+    )
+    joined = tensors_of(join(outputs, sizes, block_name, shared))
+    if len(joined) != len(whole) or not all(map(_is_close, joined, whole)):
+        raise ConfigError(
+            f"{KEY}: {block_name} does not give for {sizes[0]} sequences at a time what it gives "
+            f"for {sum(sizes)}: it mixes the sequences of a batch (a norm or a sum over it), or an "
+            f"argument with {sum(sizes)} rows is no batch. Leave the key out"
+        )
+    return shared
 
 
 def _is_close(tensor: torch.Tensor, expected: torch.Tensor) -> bool:
