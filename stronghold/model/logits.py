@@ -45,6 +45,10 @@ KEY = "stronghold.loss_chunk"
 LARGE_BYTES = 1 << 30  # bytes of all logits in fp32
 TOKENS = 1024  # tokens of a chunk, without the key
 
+Updates = Callable[[torch.Tensor], int | None]
+Age = list[tuple[int, int | None]]
+Run = Callable[[nn.Module, Callable[[], torch.Tensor]], torch.Tensor]
+
 
 def part_of(tokens: int, vocab: int, loss_chunk: int | None) -> int:
     """Return the number of tokens whose logits exist at once; 0: all, in the plain way."""
@@ -58,10 +62,8 @@ class Logits(torch.Tensor):
     """The logits of a head: (..., vocabulary), computed when their values are used."""
 
     _hidden: torch.Tensor
-    _weight: torch.Tensor
-    _bias: torch.Tensor | None
-    _age: Callable[[], Any]
-    _age_in_forward: Any
+    _head: Head
+    _age_in_forward: Age
     _computed: torch.Tensor | None
 
     # Autograd sees every function. The functions that it calls get real logits.
@@ -76,16 +78,24 @@ class Logits(torch.Tensor):
 
     def _compute(self) -> torch.Tensor:
         if self._computed is None:
-            weight = self._weight
-            if self._age() != self._age_in_forward or weight.device != self.device:
+            with torch.no_grad():
+                self._computed = self._use(lambda w, b: F.linear(self._hidden, w, b))
+        return self._computed
+
+    def _use(self, compute: Callable[[Any, Any], torch.Tensor]) -> torch.Tensor:
+        """Compute something with the head's weight and bias. They must be those of forward."""
+        head = self._head.module
+
+        def checked() -> torch.Tensor:
+            if self._head.age != self._age_in_forward or head.weight.device != self.device:
                 raise ConfigError(
                     f"logits of {list(self.shape)} were not computed in forward, and the head's "
-                    "weight has changed since: read outputs.logits before engine.step(), or set "
+                    "weights have changed since: use outputs.logits before engine.step(), or set "
                     f"{KEY} to 0, so that they are whole"
                 )
-            with torch.no_grad():
-                self._computed = F.linear(self._hidden, weight, self._bias)
-        return self._computed
+            return compute(head.weight, head.bias)
+
+        return self._head.run(checked)
 
     def _whole(self) -> torch.Tensor:
         """Return real logits with the same autograd graph."""
@@ -129,8 +139,8 @@ class Logits(torch.Tensor):
         )
 
 
-class _Head(torch.autograd.Function):
-    """The head as a function of autograd, which returns `Logits`."""
+class _Product(torch.autograd.Function):
+    """The head's product as a function of autograd, which returns `Logits`."""
 
     @staticmethod
     def forward(
@@ -156,21 +166,30 @@ class _Head(torch.autograd.Function):
         return hidden_gradient, weight_gradient, bias_gradient
 
 
-def _lazy(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, age: Callable[[], Any]
-) -> torch.Tensor:
-    """Return `Logits` of the hidden states.
+class Head:
+    """The head of a model, as the engine that has its weights uses it."""
 
-    `age` returns another value once the weight has other values.
-    """
-    logits: Logits = _apply_head(hidden, weight, bias)
-    logits._hidden = hidden
-    logits._weight = weight
-    logits._bias = bias
-    logits._age = age
-    logits._age_in_forward = age()
-    logits._computed = None
-    return logits
+    def __init__(self, module: nn.Linear, updates: Updates, run: Run) -> None:
+        self.module = module
+        self._updates, self._run = updates, run
+
+    @property
+    def age(self) -> Age:
+        """Another value once the weight or the bias has other values."""
+        parameters = self.module.parameters(recurse=False)
+        return [(parameter._version, self._updates(parameter)) for parameter in parameters]
+
+    def run(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Run `compute`, which uses the weights and may be differentiated."""
+        return self._run(self.module, compute)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return `Logits` of the hidden states."""
+        logits: Logits = _apply_product(hidden, self.module.weight, self.module.bias)
+        logits._hidden = hidden
+        logits._head, logits._age_in_forward = self, self.age
+        logits._computed = None
+        return logits
 
 
 # -- the loss --------------------------------------------------------------------------------------
@@ -279,7 +298,7 @@ def _head_gradients(
     return weight_gradient, bias_gradient
 
 
-_apply_head: Any = _Head.apply
+_apply_product: Any = _Product.apply
 _apply_losses: Any = _Losses.apply
 
 
@@ -288,15 +307,15 @@ class Forward:
     """Replaces a module's `forward` while an engine lives. A copy of the module is without it."""
 
     def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
-        self._module = module
+        self.__self__, self.__name__ = module, "forward"  # as a method has them
         self._run = run
-        self.__wrapped__ = getattr(run, "__wrapped__", None)
+        self.__wrapped__ = getattr(run, "__wrapped__", module.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(*args, **kwargs)
 
     def __reduce__(self) -> Any:
-        return getattr, (self._module, "forward")
+        return getattr, (self.__self__, self.__name__)
 
 
 class _Loss:
@@ -337,19 +356,14 @@ class _Loss:
         target = shift_labels.reshape(-1).to(logits.device)
         hidden = logits._hidden.reshape(-1, logits._hidden.size(-1))
         ignored = target == ignore_index
+        known = target.masked_fill(ignored, 0)
+        part = part_of(hidden.size(0), vocab_size, self._loss_chunk)
         self.num_divided += 1
-        losses = _apply_losses(
-            hidden,
-            logits._weight,
-            logits._bias,
-            target.masked_fill(ignored, 0),
-            ignored,
-            part_of(hidden.size(0), vocab_size, self._loss_chunk),
-        )
+        losses = logits._use(lambda w, b: _apply_losses(hidden, w, b, known, ignored, part))
         count = (~ignored).sum() if num_items_in_batch is None else num_items_in_batch
         if isinstance(count, torch.Tensor):
             count = count.to(losses.device)
-        return losses.sum() / count  # type: ignore[no-any-return]
+        return losses.sum() / count
 
     @staticmethod
     def _divides(logits: Logits, targets: torch.Tensor | None, vocab_size: int) -> bool:
@@ -366,15 +380,8 @@ def _never_updated(weight: torch.Tensor) -> int:
     return 0
 
 
-class _WeightAge:
-    """Changes with the values of a weight: its version, and the number of its updates."""
-
-    def __init__(self, weight: torch.Tensor, updates: Callable[[torch.Tensor], int | None]) -> None:
-        self._weight = weight
-        self._updates = updates
-
-    def __call__(self) -> tuple[int, int | None]:
-        return self._weight._version, self._updates(self._weight)
+def _run_as_it_is(head: nn.Module, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+    return compute()
 
 
 class LogitsInParts:
@@ -385,17 +392,21 @@ class LogitsInParts:
     Arguments:
         model: the user's model.
         loss_chunk: as in the config: tokens of a chunk; 0: never; None: if the logits are large.
-        updates: returns how often a head's weight was updated; None: this head stays as it is.
+        updates: returns how often a parameter was updated. If it returns None for a head's weight,
+            this head stays as it is.
+        run: called with a head and a function, which it runs while that head's weights are on the
+            device.
     """
 
     def __init__(
         self,
         model: nn.Module,
         loss_chunk: int | None,
-        updates: Callable[[torch.Tensor], int | None] = _never_updated,
+        updates: Updates = _never_updated,
+        run: Run = _run_as_it_is,
     ) -> None:
         self._loss_chunk = loss_chunk
-        self._updates = updates
+        self._updates, self._run = updates, run
         self._heads: dict[nn.Module, Forward] = {}
         self._losses: list[tuple[nn.Module, _Loss]] = []
         if loss_chunk != 0:
@@ -411,7 +422,8 @@ class LogitsInParts:
         if head not in self._heads:  # a model inside this one may have the same head
             if not _is_product(head):
                 return
-            self._heads[head] = Forward(head, functools.partial(self._forward, head))
+            known = Head(head, self._updates, self._run)
+            self._heads[head] = Forward(head, functools.partial(self._forward, known))
             vars(head)["forward"] = self._heads[head]
         if str(getattr(module.forward, "__module__", "")).startswith("liger_kernel"):
             logger.info(
@@ -439,11 +451,10 @@ class LogitsInParts:
         self._heads.clear()
         self._losses.clear()
 
-    def _forward(self, head: nn.Linear, input: torch.Tensor) -> torch.Tensor:
-        if self._divides(head, input):
-            age = _WeightAge(head.weight, self._updates)
-            return _lazy(input, head.weight, head.bias, age)
-        return F.linear(input, head.weight, head.bias)
+    def _forward(self, head: Head, input: torch.Tensor) -> torch.Tensor:
+        if self._divides(head.module, input):
+            return head.logits(input)
+        return F.linear(input, head.module.weight, head.module.bias)
 
     def _divides(self, head: nn.Linear, hidden: torch.Tensor) -> bool:
         """Return whether the head's logits of these hidden states are never whole."""

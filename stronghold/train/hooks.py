@@ -217,7 +217,7 @@ class Hooks:
         chunk: int | None,
         device: Device,
     ) -> None:
-        self._model, self._frozen = model, frozen
+        self._model, self._modules, self._frozen = model, modules, frozen
         self._order, self._weights, self._gradients = order, weights, gradients
         self._offload = offload
         self._program, self._thread = program, thread
@@ -393,6 +393,17 @@ class Hooks:
             forward = partial(self._chunks.run, module, run_chunk, forward)
             return self._run(layer, kept, forward, *args, **kwargs)
         return self._run_by_level(layer, module, forward, *args, **kwargs)
+
+    def run_part(self, module: nn.Module, part: Callable[[], Tensor]) -> Tensor:
+        """Run a function that belongs to the last call of a module outside of the blocks: it uses
+        the weights that the module holds. Autograd may save them."""
+        if self._rests or self._is_closed:
+            return part()
+        self._thread.check("a forward of a part of the model")
+        for layer in self._outside.all:
+            if module in self._modules[layer]:
+                part = partial(self._run, layer, kept, part)
+        return part()
 
     def _run_by_level(
         self,

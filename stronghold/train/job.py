@@ -28,6 +28,7 @@ from stronghold.distributed.process_groups import Ranks
 from stronghold.errors import ConfigError, LaneError, format_size
 from stronghold.memory.rates import machine_at_start
 from stronghold.model.costs import DTYPES
+from stronghold.model.logits import LogitsInParts
 from stronghold.model.packed_weight import pack_frozen
 from stronghold.model.partition import Partition, find_blocks, partition
 from stronghold.model.stored_tensors import stored_tensors, tensor_has_memory
@@ -61,7 +62,7 @@ from stronghold.train.updates import StepResult
 
 KEY = "stronghold.room"
 # Keys for which the room has no part yet.
-MISSING = ("loss_chunk", "early_layers")
+MISSING = ("early_layers",)
 
 
 class Job:
@@ -103,6 +104,14 @@ class Job:
             undo.callback(self.device.close)
             pool = native.Pool(self.plan.cpu_threads)
             undo.callback(pool.close)
+            # First: the trainer's hooks stand around the head's replaced forward.
+            parts = LogitsInParts(
+                model,
+                self.section.loss_chunk,
+                self._updates_of,
+                lambda head, compute: self.trainer.run_part(head, compute),
+            )
+            undo.callback(parts.close)
             nvme = self.section.nvme
             self.trainer = Trainer(
                 self.partition,
@@ -216,6 +225,13 @@ class Job:
             return CudaDevice(local_rank, budget_bytes=budget_bytes, trace=trace)
         settings = self.section.emulated.model_dump()  # EmulatedDevice has the same names
         return EmulatedDevice(budget_bytes=budget_bytes, trace=trace, **settings)
+
+    def _updates_of(self, weight: torch.Tensor) -> int | None:
+        """Number of updates of the layer of a parameter. None for a block."""
+        for layer in self.layers:
+            if any(parameter is weight for parameter in layer.parameters):
+                return None if layer.is_block else layer.num_updates
+        return None
 
     # -- the step ---------------------------------------------------------------------------------
     def training(self, operation: str) -> contextlib.AbstractContextManager[None]:

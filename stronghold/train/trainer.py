@@ -15,13 +15,13 @@ bytecode.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stronghold import native
 from stronghold.devices.base import Device
@@ -228,6 +228,11 @@ class Trainer:
         except BaseException:
             self._hooks.forget()
             raise
+
+    def run_part(self, module: nn.Module, part: Callable[[], Tensor]) -> Tensor:
+        """Run a function that uses the weights of a module outside of the blocks, after its call
+        and until the step."""
+        return self._hooks.run_part(module, part)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model."""

@@ -5,9 +5,11 @@ else asks for logits gets them.
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -23,11 +25,13 @@ from tests.support.training import (
     assert_identical,
     config,
     initialized,
+    on,
     train_plain,
     train_windowed,
 )
 
 VOCABULARY = 61
+ROOMS = ["streaming", "train"]
 
 
 def llama(*, tied: bool = False, bias: bool = False) -> Any:
@@ -43,6 +47,17 @@ def batch(**more: Any) -> dict[str, Any]:
     labels = ids.clone()
     labels[1, 5:] = -100
     return {"input_ids": ids, "labels": labels, **more}
+
+
+def tied_llama(part: int = 0) -> Any:
+    """A model whose head has the embedding's weight and a bias, computed in parts of `part`."""
+    model = llama(tied=True, bias=True)
+    LogitsInParts(model, part)
+    return model, lambda seed: batch()
+
+
+def tied_in_parts() -> Any:
+    return tied_llama(5)
 
 
 SHIFTED = torch.roll(batch()["labels"], -1, 1)
@@ -95,14 +110,77 @@ def in_parts(name: str, part: int) -> Callable[[], Any]:
     return make
 
 
+@pytest.mark.parametrize("room", ROOMS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["odd_llama", "qwen2", "gpt2"])
-def test_the_engine_has_the_bits_of_a_plain_loop_in_parts(name: str, precision: str) -> None:
-    section = {"loss_chunk": 5, "window": 2, "activations": "recompute"}
+def test_the_engine_has_the_bits_of_a_plain_loop_in_parts(
+    name: str, precision: str, room: str
+) -> None:
+    section = {"loss_chunk": 5, "window": 2, "activations": "recompute", "room": room}
     run = train_windowed(
         MODELS[name], steps=4, settings=config(precision=precision, section=section)
     )
     assert_identical(run, train_plain(in_parts(name, 5), steps=4, precision=precision))
+
+
+@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize("updates", ["gpu", "host"])
+def test_a_head_of_two_layers_has_the_bits_of_a_plain_loop(updates: str, room: str) -> None:
+    """Its weight is the embedding's, its bias is its own."""
+
+    section = {"loss_chunk": 5, "window": 1, "resident_updates": updates, "room": room}
+    run = train_windowed(tied_llama, steps=3, settings=config(precision="bf16", section=section))
+    assert_identical(run, train_plain(tied_in_parts, steps=3, precision="bf16"))
+
+
+class Pair(nn.Module):
+    """Two language models, each a block of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.models = nn.ModuleList([llama(), llama(tied=True)])
+
+    def forward(self, **inputs: Any) -> torch.Tensor:
+        return sum(model(**inputs).loss for model in self.models)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_head_in_a_block_stays_as_it_is(room: str) -> None:
+    def pair() -> Any:
+        return Pair(), lambda seed: batch()
+
+    section = {"loss_chunk": 5, "layers": "models", "window": 1, "room": room}
+    run = train_windowed(pair, steps=2, settings=config(section=section))
+    assert_identical(run, train_plain(pair, steps=2))
+
+
+def with_a_late_loss(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
+    """The tied model. Training runs compute its loss from its logits after the call."""
+    models: list[Any] = []
+
+    def make() -> Any:
+        models.append(tied_llama()[0])
+        given = {name: value for name, value in batch().items() if name != "labels"}
+        return models[-1], lambda seed: given
+
+    def loss_of(output: Any) -> torch.Tensor:
+        loss: torch.Tensor = models[-1].loss_function(output.logits, batch()["labels"], VOCABULARY)
+        return loss
+
+    monkeypatch.setattr("tests.support.training.loss_of", loss_of)
+    return make
+
+
+@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize("updates", ["gpu", "host"])
+def test_a_program_may_compute_the_loss_after_the_call(
+    updates: str, room: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = train_plain(tied_in_parts, steps=3, precision="bf16")
+    section = {"loss_chunk": 5, "window": 1, "resident_updates": updates, "room": room}
+    settings = config(precision="bf16", section=section)
+    run = train_windowed(with_a_late_loss(monkeypatch), steps=3, settings=settings)
+    assert_identical(run, expected)
 
 
 def test_logits_of_a_gib_in_fp32_are_in_parts_without_being_asked(
@@ -134,7 +212,7 @@ def test_ligers_fused_loss_lives_beside_ours(tied: bool, caplog: pytest.LogCaptu
         patch(model=model, rope=False, rms_norm=False, swiglu=False)
         return model, lambda seed: batch()
 
-    def inspect(engine: Any) -> None:
+    def evaluate(engine: Any) -> None:
         loss = engine.module.loss_function
         assert loss.num_divided == 0
         engine.eval()
@@ -143,7 +221,7 @@ def test_ligers_fused_loss_lives_beside_ours(tied: bool, caplog: pytest.LogCaptu
         assert loss.num_divided == 1
 
     section = {"window": 1, "loss_chunk": 5}
-    run = train_windowed(fused, steps=3, settings=config(section=section), inspect=inspect)
+    run = train_windowed(fused, steps=3, settings=config(section=section), inspect=evaluate)
     assert_identical(run, train_plain(fused, steps=3))
     assert "LlamaForCausalLM: liger_kernel computes head and loss in training" in caplog.text
 
@@ -235,29 +313,64 @@ def test_a_frozen_head_costs_no_gradient_of_its_own() -> None:
             torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.parametrize("room", ROOMS)
 @pytest.mark.parametrize("resident_updates", ["gpu", "host"])
-def test_logits_are_read_before_the_step(resident_updates: str) -> None:
+def test_logits_are_used_before_the_step(resident_updates: str, room: str) -> None:
+    check_use_of_logits({"resident_updates": resident_updates, "room": room})
+
+
+def check_use_of_logits(section: dict[str, Any]) -> None:
     model = llama()
-    section = {"loss_chunk": 7, "resident_updates": resident_updates}
-    engine = initialized(model, config(section=section))
+    engine = initialized(model, config(section={"loss_chunk": 7, **section}))
+    given = on(engine.device, batch())
+    too_late = pytest.raises(ConfigError, match=r"outputs.logits before engine.step\(\)")
     try:
         for _ in range(2):
-            early, late = engine(**batch()), engine(**batch())
+            plain = copy.deepcopy(model).to(engine.device)
+            early, late, third = (engine(**given) for _ in range(3))
             engine.backward(late.loss)
-            assert early.logits.argmax(-1).shape == (3, 11)
+            expected = plain(**given).logits
+            assert torch.equal(early.logits, expected)
             engine.step()
-            early.logits.sum()
-            with pytest.raises(ConfigError, match=r"outputs.logits before engine.step\(\)"):
+            assert torch.equal(early.logits, expected)
+            with too_late:
                 late.logits.sum()
+            with too_late:
+                model.loss_function(third.logits, given["labels"], VOCABULARY)
+        with torch.no_grad():
+            kept = engine(**given).logits
+        expected = copy.deepcopy(model).to(engine.device)(**given).logits
+        engine.offload_states()
+        with nullcontext() if model.lm_head.weight.device == engine.device else too_late:
+            assert torch.equal(kept, expected)
     finally:
         engine.destroy()
 
 
-def test_the_model_is_given_back_whole_and_copies_are_their_own() -> None:
+@pytest.mark.parametrize("room", ROOMS)
+def test_logits_of_an_older_bias_are_refused(room: str) -> None:
+    model = tied_llama()[0]
+    model.lm_head.weight.requires_grad_(False)
+    engine = initialized(model, config(section={"loss_chunk": 7, "room": room}))
+    try:
+        outputs = engine(**batch())
+        engine.backward(outputs.loss)
+        engine.step()
+        with pytest.raises(ConfigError, match=r"outputs.logits before engine.step\(\)"):
+            outputs.logits.sum()
+    finally:
+        engine.destroy()
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_the_model_is_given_back_whole_and_copies_are_their_own(room: str) -> None:
     model = llama()
     before = {name: set(vars(module)) for name, module in model.named_modules()}
-    engine, *_ = stronghold.initialize(model=model, config=config(section={"loss_chunk": 7}))
+    engine, *_ = stronghold.initialize(
+        model=model, config=config(section={"loss_chunk": 7, "room": room})
+    )
     try:
+        assert list(inspect.signature(model.lm_head.forward).parameters) == ["input"]
         assert type(model(**batch()).logits) is Logits
         for made in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             output = made(**{name: value.clone() for name, value in batch().items()})
