@@ -78,6 +78,7 @@ random.Random(0).shuffle(ARRAY)  # the default run has some of all
 DEFAULT = ARRAY[:60]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "case",
     [pytest.param(c, marks=() if c in DEFAULT else pytest.mark.slow) for c in ARRAY],

@@ -120,6 +120,7 @@ def test_two_live_models_over_quantised_bases_train_in_turns(base: str, closes_f
         assert all(map(torch.equal, alone, in_turns))
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "case",
     [pytest.param(c, marks=() if c in DEFAULT else pytest.mark.slow) for c in ARRAY],

@@ -75,6 +75,7 @@ def state_of(engine: Any) -> dict[str, torch.Tensor]:
 
 
 # -- across the key --------------------------------------------------------------------------------
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("name", "precision"), [("lora", "bf16"), ("t5", "bf16"), ("odd", "bf16"), ("odd", "fp16")]
 )

@@ -69,6 +69,7 @@ def same_bytes(run: Run, expected: Run) -> None:
     assert_identical(run, expected)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("rule", ["own", "cast"])
 @pytest.mark.parametrize("stored", BYTES, ids=str)
 @pytest.mark.parametrize("place", PLACES)

@@ -91,6 +91,7 @@ def threads() -> Iterator[Executor]:
 
 
 # -- engines --------------------------------------------------------------------------------------
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("precision", ["bf16", "lean", "fp16", "fp32"])
 @pytest.mark.parametrize("place", PLACES)
@@ -117,6 +118,7 @@ def test_places_and_blocks_change_no_byte(
             assert all(map(torch.equal, train(engine, 2), expected))
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(
     ("before", "after"),
@@ -362,6 +364,7 @@ def test_a_load_within_a_pass_is_refused(tmp_path: Path) -> None:
 
 
 # -- quantised bases ------------------------------------------------------------------------------
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("without_base", [False, True])
 @pytest.mark.parametrize("base", QUANTISED)
 def test_adapters_resume_over_a_quantised_base(

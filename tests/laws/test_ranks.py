@@ -34,6 +34,7 @@ def two(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return ranks_once(f"{PROGRAMS}:two_ranks", 2, tmp_path_factory, **names)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", rank_cases.CASES)
 def test_ranks_have_the_bits_of_one_that_accumulates(name: str, two: list[Any]) -> None:
     """In fp32 with 2 or 4 ranks: halves are exact, and sums come in the order of the ranks. The

@@ -425,6 +425,7 @@ def with_conjugates() -> nn.Module:
     return Decoder([Conjugates() for _ in range(4)])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("window", [1, 2, 3])
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("make", [with_segments, with_a_shared_module, with_conjugates])
@@ -508,6 +509,7 @@ def test_after_an_interrupt_the_weights_can_be_read_and_written(where: str) -> N
     assert torch.equal(loss, model(**token_batch(0)).detach())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("number", [0, 1, 5])
 @pytest.mark.parametrize("moment", ["__enter__", "__exit__"])
 @pytest.mark.parametrize("level", LEVELS)

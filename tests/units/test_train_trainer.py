@@ -73,6 +73,7 @@ class Twin:
             assert all(map(same_bits, moments, expected)), name
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "lean"])
 @pytest.mark.parametrize(
     ("before", "after"),
