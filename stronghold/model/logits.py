@@ -83,7 +83,8 @@ class Logits(torch.Tensor):
         return self._computed
 
     def _use(self, compute: Callable[[Any, Any], torch.Tensor]) -> torch.Tensor:
-        """Compute something with the head's weight and bias. They must be those of forward."""
+        """Call `compute` with the head's weight and bias. ConfigError if they are not those of
+        forward."""
         head = self._head.module
 
         def checked() -> torch.Tensor:
@@ -167,7 +168,7 @@ class _Product(torch.autograd.Function):
 
 
 class Head:
-    """The head of a model, as the engine that has its weights uses it."""
+    """A model's head, with what its engine knows of it: see `LogitsInParts`."""
 
     def __init__(self, module: nn.Linear, updates: Updates, run: Run) -> None:
         self.module = module
@@ -180,7 +181,7 @@ class Head:
         return [(parameter._version, self._updates(parameter)) for parameter in parameters]
 
     def run(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Run `compute`, which uses the weights and may be differentiated."""
+        """Run `compute` while the weights are on the device. Autograd may save them."""
         return self._run(self.module, compute)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -394,16 +394,16 @@ class Hooks:
             return self._run(layer, kept, forward, *args, **kwargs)
         return self._run_by_level(layer, module, forward, *args, **kwargs)
 
-    def run_part(self, module: nn.Module, part: Callable[[], Tensor]) -> Tensor:
-        """Run a function that belongs to the last call of a module outside of the blocks: it uses
-        the weights that the module holds. Autograd may save them."""
+    def run_with_weights(self, module: nn.Module, compute: Callable[[], Tensor]) -> Tensor:
+        """Call `compute` while the weights of a module outside of the blocks are on the device.
+        Autograd may save them. It belongs to the module's last call, and counts as none."""
         if self._rests or self._is_closed:
-            return part()
+            return compute()
         self._thread.check("a forward of a part of the model")
         for layer in self._outside.all:
             if module in self._modules[layer]:
-                part = partial(self._run, layer, kept, part)
-        return part()
+                compute = partial(self._run, layer, kept, compute)
+        return compute()
 
     def _run_by_level(
         self,

@@ -109,7 +109,7 @@ class Job:
                 model,
                 self.section.loss_chunk,
                 self._updates_of,
-                lambda head, compute: self.trainer.run_part(head, compute),
+                lambda head, compute: self.trainer.run_with_weights(head, compute),
             )
             undo.callback(parts.close)
             nvme = self.section.nvme
@@ -226,10 +226,10 @@ class Job:
         settings = self.section.emulated.model_dump()  # EmulatedDevice has the same names
         return EmulatedDevice(budget_bytes=budget_bytes, trace=trace, **settings)
 
-    def _updates_of(self, weight: torch.Tensor) -> int | None:
+    def _updates_of(self, parameter: torch.Tensor) -> int | None:
         """Number of updates of the layer of a parameter. None for a block."""
         for layer in self.layers:
-            if any(parameter is weight for parameter in layer.parameters):
+            if any(parameter is own for own in layer.parameters):
                 return None if layer.is_block else layer.num_updates
         return None
 

@@ -229,10 +229,10 @@ class Trainer:
             self._hooks.forget()
             raise
 
-    def run_part(self, module: nn.Module, part: Callable[[], Tensor]) -> Tensor:
-        """Run a function that uses the weights of a module outside of the blocks, after its call
-        and until the step."""
-        return self._hooks.run_part(module, part)
+    def run_with_weights(self, module: nn.Module, compute: Callable[[], Tensor]) -> Tensor:
+        """Call `compute` while the weights of a module outside of the blocks are on the device. Its
+        forward has been called since the last step."""
+        return self._hooks.run_with_weights(module, compute)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model."""

@@ -1,5 +1,5 @@
-"""Every kind of PEFT's adapters under recompute: a block's second run saves what the first one has
-saved, so nothing is refused, and the bits are the plain loop's."""
+"""Every kind of PEFT's adapters under recompute. A block's second run saves what the first one has
+saved, so nothing is refused. The bits are the plain loop's."""
 
 from __future__ import annotations
 
@@ -81,7 +81,8 @@ def test_every_kind_of_adapter_is_recomputed_exactly(name: str, policy: str) -> 
 
 
 def activated_lora(*, checkpointed: bool) -> tuple[nn.Module, Batches]:
-    """Adapters that begin at an invocation, which hooks of one call of the model tell them."""
+    """aLoRA: adapters work from an invocation on. Hooks tell them its place, and end with the call
+    of the model."""
     model, _ = adapted("LORA", {"alora_invocation_tokens": [5]})
     if checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -97,7 +98,7 @@ def activated_lora(*, checkpointed: bool) -> tuple[nn.Module, Batches]:
 
 @pytest.mark.parametrize("policy", ["keep", "recompute"])
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_hooks_that_are_gone_in_backward_are_refused_or_their_own_checkpoint_keeps_them(
+def test_adapters_whose_hooks_end_with_the_call_need_keep_or_their_own_checkpointing(
     checkpointed: bool, policy: str
 ) -> None:
     factory = functools.partial(activated_lora, checkpointed=checkpointed)

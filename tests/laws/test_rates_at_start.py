@@ -53,8 +53,8 @@ def machine_of(section: dict[str, Any]) -> MachineProfile | None:
 def test_without_a_profile_the_rates_are_measured_in_five_seconds(
     messages: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Arrays are twice the caches. Of a virtual machine these may be the whole host's, and its host
-    # may give new memory at less than 1 GB/s.
+    # Arrays are twice the caches. A virtual machine may name its whole host's caches, and get new
+    # memory from it at less than 1 GB/s.
     monkeypatch.setattr("stronghold.memory.rates.last_cache_bytes", lambda: 64 << 20)
     section = {**OPEN, "emulated": {"link_gbps": 0.5}}  # a slow one
     machine = machine_of(section)

@@ -266,7 +266,7 @@ def machine_at_start(folder: Path) -> tuple[Any, int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("STRONGHOLD_PROFILE")
         patch.setenv("XDG_CACHE_HOME", str(folder))
-        patch.setattr(rates, "last_cache_bytes", lambda: 64 << 20)  # not those of a whole host
+        patch.setattr(rates, "last_cache_bytes", lambda: 64 << 20)  # as in test_doctor
         measure = Mock(wraps=rates.measure_machine)
         patch.setattr(rates, "measure_machine", measure)
         engine = engine_of(MODELS["llama"]()[0], config(section=section))

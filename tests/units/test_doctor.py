@@ -68,7 +68,7 @@ def examined(tmp_path_factory: pytest.TempPathFactory) -> tuple[Findings, Path, 
     folder = tmp_path_factory.mktemp("disk")
     shares: list[float] = []
     with pytest.MonkeyPatch.context() as patched:
-        # Arrays are twice the caches. Those of a virtual machine may be the whole host's.
+        # Arrays are twice the caches. A virtual machine may name its whole host's.
         patched.setattr(measure, "last_cache_bytes", lambda: 64 * MIB)
         begun = time.perf_counter()
         findings = examine(
