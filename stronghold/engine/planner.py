@@ -1,7 +1,7 @@
-"""The plan for an engine's batches: made once, for the first batch that trains.
+"""The plan for an engine's batches: made for the first batch that trains.
 
-Owns two decisions: which plan the engine has, and whether a later batch has room. `Stack.take_plan`
-makes the one change. The training thread enters, before each forward.
+Owns two decisions: which plan the engine has, and by which levels of activations a later batch has
+room. The training thread enters, before each forward.
 
 [Note: one plan]
 1. `initialize` does not know a batch. Its plan has three slots, and no block that stays on the
@@ -14,19 +14,25 @@ makes the one change. The training thread enters, before each forward.
 4. Several ranks plan for the largest of their batches. The first rank plans, and all follow.
 
 [Note: larger batches]
-1. The plan leaves room for HEADROOM times the first batch, or for `stronghold.batch_tokens`. A
-   batch that needs this room keeps nothing that backward can compute again.
-2. A batch that is larger than any before is counted like the first, before its forward. By these
-   counts it runs by the plan's levels, or keeps nothing, or is refused with the numbers.
-3. If its costs are unknown, it runs, and torch raises where memory ends.
+1. A batch that is larger than any before is counted like the first, before its forward. It gets the
+   levels of activations at which a step is shortest by estimate, among those that have room.
+2. If none has room, the engine plans for this batch as for a first one, and layers move again. They
+   cannot move while a graph or gradients wait, nor on several ranks.
+3. Then the batch may use all of the device, and keeps nothing that backward can compute again. If
+   even that has no room, it is refused with the numbers.
+4. So a plan leaves room for a larger batch only where layers may be unable to move, and where
+   batches have grown before: for HEADROOM times its own, or for `stronghold.batch_tokens`.
+5. If the costs are unknown, the batch runs, and torch raises where memory ends.
 
-[Note: out of memory] Torch raises if an estimate was too low.
+[Note: out of memory] Torch raises if an estimate was too low, or if another program has taken
+memory of the device.
 1. In a forward: the graph dies with the call. Sums of earlier micro-batches stay. The step goes on.
 2. In a backward, and in a forward that it runs again: the step is given up, as for any exception.
 3. In a lane, or in an update on the device: a LaneError, which is final.
 In 1 and 2 the engine's call raises `OutOfMemoryError`, a subclass of torch's class. Later forwards
-keep nothing that backward can compute again. The engine does not run the call again: the user's
-code has changed counters, buffers and random numbers in it.
+keep nothing that backward can compute again. After a second time the next batch gets a new plan.
+The engine does not run the call again: the user's code has changed counters, buffers and random
+numbers in it.
 """
 
 from __future__ import annotations
@@ -46,7 +52,7 @@ from stronghold.model.costs import count_costs
 from stronghold.plan.cost import Demand, LayerWork, Workload, spared, with_decoding, workload_of
 from stronghold.plan.gpu_memory import activation_bytes
 from stronghold.plan.machine import Rates, rates_of
-from stronghold.plan.rules import Choice, fastest_plan
+from stronghold.plan.rules import Choice, fastest_levels, fastest_plan
 from stronghold.streaming.stack import Stack, reserved_bytes
 from stronghold.telemetry.metrics import BatchSize
 
@@ -59,13 +65,11 @@ HEADROOM = 1.5  # later batches may have so many times the first one's tokens
 CHECKED_AHEAD = 1.25  # a batch that has ample room stands for larger ones, up to this factor
 
 
-class _Room(NamedTuple):
-    """The largest batches that have room: by the plan's levels, if they keep nothing that can be
-    computed again, and without a graph."""
+class _Levels(NamedTuple):
+    """Levels of activations, by layer, by which batches up to this size have room."""
 
-    kept: BatchSize = BatchSize()
-    spared: BatchSize = BatchSize()
-    evaluated: BatchSize = BatchSize()
+    size: BatchSize
+    levels: tuple[str, ...]
 
 
 class _FirstBatch(NamedTuple):
@@ -89,10 +93,16 @@ class Planner:
         self._stack = stack
         self._is_asynchronous = stack.device.torch_device.type == "cuda"
         self._is_open = stack.machine is not None  # the rules have something to choose
-        # Bytes of the device for buffers and activations. None: unknown, and no batch is checked.
+        self._plans_again = False  # for the next batch
+        # What the plan was made for. `_limit_bytes` are those of the device for buffers and
+        # activations. None: unknown, and no batch is checked.
+        self._planned = BatchSize()
+        self._work: Workload | None = None
         self._limit_bytes: int | None = None
-        self._first = BatchSize()
-        self._room = _Room()
+        self._levels: list[_Levels] = []  # of larger batches, in the order in which they came
+        self._evaluated = BatchSize()  # the largest batch that has room without a graph
+        self._evaluated_bytes = 0  # which such batches took, where a plan had no room for them
+        self._grows = False  # a plan had no room for a later batch
         self._ran_out = False  # of memory, in some call
 
     def begin_forward(
@@ -111,11 +121,15 @@ class Planner:
 
         `OutOfMemoryError` if the device has no room for the batch by any plan.
         """
-        if trains and self._is_open:
-            self._plan_for(args, kwargs, size, waits=waits)
-            self._is_open = False
-        spares = self._check(args, kwargs, size, trains=trains)
-        self._stack.spare_activations(self._may_spare and (spares or self._ran_out))
+        stack = self._stack
+        if not trains:
+            self._check_evaluation(args, kwargs, size, waits=waits)
+            return
+        if self._is_open or (self._plans_again and self._may_plan_again(waits)):
+            self._plan_for(size, self._count(args, kwargs, size), may_move=self._may_move(waits))
+            self._is_open = self._plans_again = False
+        levels = self._levels_for(args, kwargs, size, waits=waits)
+        stack.take_levels(spared(levels) if self._may_spare and self._ran_out else levels)
 
     def out_of_memory(self, call: str, error: torch.OutOfMemoryError) -> OutOfMemoryError:
         """The error that the engine's `call` raises in place of `error` ([Note: out of memory])."""
@@ -129,6 +143,11 @@ class Planner:
             remedy = (
                 "from now on backward computes again what it can, and the same batch may train "
                 f"then; else {remedy}"
+            )
+        elif stack.can_plan_again and stack.machine is not None:
+            self._plans_again = True
+            remedy = (
+                f"the next batch gets a new plan, by the memory that is free then; else {remedy}"
             )
         self._ran_out = True
         dropped = ""
@@ -145,24 +164,26 @@ class Planner:
         """True if a forward may keep less than the plan says."""
         return self._stack.section.activations is None and not self._stack.plan.whole
 
-    # -- the plan, once ---------------------------------------------------------------------------
-    def _plan_for(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], size: BatchSize, *, waits: bool
-    ) -> None:
+    # -- the plan ---------------------------------------------------------------------------------
+    def _may_move(self, waits: bool) -> bool:
+        stack = self._stack
+        return not waits and stack.is_between_passes and not stack.is_aliased()
+
+    def _may_plan_again(self, waits: bool) -> bool:
+        return self._stack.can_plan_again and self._may_move(waits)
+
+    def _plan_for(self, size: BatchSize, work: Workload | None, *, may_move: bool) -> None:
         """Take the rules' plan for the batch ([Note: one plan]). Every rank calls it."""
         stack, ranks = self._stack, self._stack.ranks
-        may_move = not waits and stack.is_between_passes and not stack.is_aliased()
         free_bytes = stack.device.memory.free_bytes()
         if free_bytes is not None:
             free_bytes = max(0, free_bytes - reserved_bytes(but=stack)[0])
-        first = _FirstBatch(size, self._count(args, kwargs, size), free_bytes, may_move)
+        first = _FirstBatch(size, work, free_bytes, may_move)
         of_ranks: Any = ranks.control.objects(first, "the first batch")
         first = _largest(of_ranks)
         if not first.may_move:
             logger.info("the plan stays as it is: aliases of weights are kept, or a graph waits")
             return
-        self._first = first.size
-        self._limit_bytes = None if first.work is None else first.free_bytes
         chosen: Any = None
         if ranks.control.rank == 0:
             chosen = self._chosen(first)
@@ -172,12 +193,14 @@ class Planner:
             raise OutOfMemoryError(
                 f"{stack.device.name} would be out of memory. {chosen}"
             ) from chosen
-        self._room = _Room(kept=self._first, evaluated=self._first)
-        plan = replace(chosen.plan, cpu_threads=stack.plan.cpu_threads)
-        stack.take_plan(plan)
-        logger.info("for batches of %d tokens: %s", self._first.tokens, plan)
+        stack.take_plan(replace(chosen.plan, cpu_threads=stack.plan.cpu_threads))
+        self._planned, self._work = first.size, first.work
+        self._limit_bytes = None if first.work is None else first.free_bytes
+        self._levels.clear()
+        self._evaluated = first.size
+        logger.info("for batches of %d tokens: %s", first.size.tokens, stack.plan)
         if first.work is not None:
-            tokens_of_step = self._first.tokens * stack.demand.micro_batches
+            tokens_of_step = first.size.tokens * stack.demand.micro_batches
             stack.metrics.predicted_s = {tokens_of_step: chosen.step_s}
             stack.predicted = chosen.forecast
             logger.info("predicted: %s", chosen.forecast)
@@ -189,17 +212,17 @@ class Planner:
         demand = stack.demand
         if not demand.layers_may_move:
             demand = _present_demand(stack)
-        elif self._limit_bytes is not None:
-            budget = int(GPU_SHARE * self._limit_bytes)
+        elif first.work is not None and first.free_bytes is not None:
+            budget = int(GPU_SHARE * first.free_bytes)
             for_buffers = min(budget, stack.section.gpu_memory or budget)
             demand = replace(
-                self._demand(workload.layers, first.size),
+                self._demand(demand, workload, first.size),
                 gpu_budget_bytes=budget,
-                reserve_bytes=budget - for_buffers,
-                growth=self._growth(),
+                reserve_bytes=max(budget - for_buffers, self._evaluated_bytes),
+                growth=self._growth(first.size),
             )
         demands = [demand]
-        if stack.section.batch_tokens is None:
+        if stack.section.batch_tokens is None and demand.growth > 1.0:
             demands.append(replace(demand, growth=1.0))  # no room to spare
         for demand in demands:
             try:
@@ -210,26 +233,26 @@ class Planner:
                 refusal = error
         return refusal
 
-    def _growth(self) -> float:
-        """How many times the first batch's tokens a later batch may have."""
-        most_tokens = self._stack.section.batch_tokens
-        if most_tokens is None or not self._first.tokens:
-            return HEADROOM
-        return max(1.0, most_tokens / self._first.tokens)
-
-    def _demand(self, work: tuple[LayerWork, ...], size: BatchSize) -> Demand:
-        """The planner's question for a batch of counted work. Activations take their part of the
-        device's memory."""
+    def _growth(self, size: BatchSize) -> float:
+        """How many times the tokens of this batch a later one may have ([Note: larger batches])."""
         stack = self._stack
+        most_tokens = stack.section.batch_tokens
+        if most_tokens is not None and size.tokens:
+            return max(1.0, most_tokens / size.tokens)
+        may_plan_again = stack.can_plan_again and stack.demand.micro_batches == 1
+        return 1.0 if may_plan_again and not self._grows else HEADROOM
+
+    def _demand(self, base: Demand, workload: Workload, size: BatchSize) -> Demand:
+        """The planner's question `base` for a batch of counted work. Activations take their part of
+        the device's memory."""
         sequences = size.tokens // size.length if size.length else size.tokens
-        chunk = stack.demand.chunk
         return replace(
-            stack.demand,
-            activations=stack.pinned_activations,
-            work=work,
+            base,
+            activations=self._stack.pinned_activations,
+            work=workload.layers,
             sequences=sequences,
             tokens=size.tokens,
-            chunks=1 if chunk is None else max(1, -(-sequences // chunk)),
+            chunks=1 if base.chunk is None else max(1, -(-sequences // base.chunk)),
         )
 
     def _rates(self) -> Rates:
@@ -287,50 +310,105 @@ class Planner:
         return Workload(layers=tuple(layers), micro_batches=stack.demand.micro_batches)
 
     # -- larger batches ---------------------------------------------------------------------------
-    def _check(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], size: BatchSize, *, trains: bool
-    ) -> bool:
-        """True if the batch has room only if it keeps nothing that can be computed again.
+    def _levels_for(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], size: BatchSize, *, waits: bool
+    ) -> tuple[str, ...]:
+        """The levels of a batch that trains ([Note: larger batches]). Layers may move.
 
-        `OutOfMemoryError` if it has none ([Note: larger batches]).
+        `OutOfMemoryError` if it has no room.
         """
-        room = self._room
-        if self._limit_bytes is None or size.is_within(room.kept if trains else room.evaluated):
-            return False
-        if not trains and size.tokens <= room.evaluated.tokens:
-            return False  # text that is written token by token
-        if trains and size.is_within(room.spared):
-            return True
+        stack = self._stack
+        if self._limit_bytes is None or size.is_within(self._planned):
+            return stack.plan.activations
+        for known in self._levels:
+            if size.is_within(known.size):
+                return known.levels
         workload = self._count(args, kwargs, size)
         if workload is None:
-            return False
-        needs = self._needs(workload.layers, size, trains=trains)
-        for number, (kind, need) in enumerate(needs.items(), start=1):
-            share = 1.0 if number == len(needs) else GPU_SHARE  # the last way may use all
-            free_bytes = int(share * self._limit_bytes) - self._stack.plan.gpu_total_bytes
-            if need > free_bytes:
-                continue
-            known = size.times(CHECKED_AHEAD) if need * CHECKED_AHEAD**2 <= free_bytes else size
-            self._room = room._replace(**{kind: known.maximum(getattr(room, kind))})
-            return kind == "spared"
-        raise OutOfMemoryError(self._refusal(size, min(needs.values())))
+            return stack.plan.activations
+        levels = self._levels_within(workload, size)
+        if levels is None and self._may_plan_again(waits):
+            self._grows = True
+            try:
+                self._plan_for(size, workload, may_move=True)
+                return stack.plan.activations
+            except OutOfMemoryError as error:
+                levels = self._last_levels(workload, size, error)
+        elif levels is None:
+            levels = self._last_levels(workload, size)
+        elif self._needs(levels, _grown(workload), size) <= self._room_bytes():
+            size = size.times(CHECKED_AHEAD)
+        self._levels.append(_Levels(size, levels))
+        return levels
 
-    def _needs(
-        self, work: tuple[LayerWork, ...], size: BatchSize, *, trains: bool
-    ) -> dict[str, int]:
-        """Bytes of the batch's activations, by the field of `_Room`."""
+    def _levels_within(self, workload: Workload, size: BatchSize) -> tuple[str, ...] | None:
+        """The fastest levels that leave the allocator its share. None if none does."""
+        stack, room_bytes = self._stack, self._room_bytes()
+        if not stack.can_plan_again:
+            levels = stack.plan.activations
+            return levels if self._needs(levels, workload, size) <= room_bytes else None
+        return fastest_levels(
+            stack.layout,
+            self._demand(_present_demand(stack), workload, size),
+            workload,
+            self._rates(),
+            room_bytes,
+            asynchronous=self._is_asynchronous,
+        )
+
+    def _last_levels(
+        self, workload: Workload, size: BatchSize, refusal: OutOfMemoryError | None = None
+    ) -> tuple[str, ...]:
+        """The levels that take least, in all of the device. If they have no room, it raises
+        `refusal`, or an `OutOfMemoryError` with the numbers of the present plan."""
+        levels = self._stack.plan.activations
+        levels = spared(levels) if self._may_spare else levels
+        need = self._needs(levels, workload, size)
+        if need > self._room_bytes(1.0):
+            raise refusal or OutOfMemoryError(self._refusal(size, need))
+        return levels
+
+    def _room_bytes(self, share: float = GPU_SHARE) -> int:
+        """Bytes of the device for activations."""
+        assert self._limit_bytes is not None
+        return int(share * self._limit_bytes) - self._stack.plan.gpu_total_bytes
+
+    def _needs(self, levels: Sequence[str], workload: Workload, size: BatchSize) -> int:
+        """Bytes of the activations of a batch that trains."""
         stack = self._stack
-        layout, levels = stack.layout, stack.plan.activations
-        if not trains:
-            made = [load.saved_bytes + load.passing_bytes for load in work]
-            outside = sum(made[index] for index in layout.resident)
-            blocks = max((made[index] for index in layout.streamed), default=0)
-            return {"evaluated": outside + blocks}
-        demand = self._demand(work, size)
-        needs = {"kept": activation_bytes(layout, levels, demand)}
-        if self._may_spare:
-            needs["spared"] = activation_bytes(layout, spared(levels), demand)
-        return needs
+        return activation_bytes(stack.layout, levels, self._demand(stack.demand, workload, size))
+
+    def _check_evaluation(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], size: BatchSize, *, waits: bool
+    ) -> None:
+        """Let a batch without a graph have room. `OutOfMemoryError` if it has none."""
+        # Of no more tokens: text that is written token by token
+        if self._limit_bytes is None or size.tokens <= self._evaluated.tokens:
+            return
+        workload = self._count(args, kwargs, size)
+        if workload is None:
+            return
+        layout = self._stack.layout
+        made = [load.saved_bytes + load.passing_bytes for load in workload.layers]
+        need = sum(made[index] for index in layout.resident)
+        need += max((made[index] for index in layout.streamed), default=0)
+        if need > self._room_bytes(1.0):
+            if not self._may_plan_again(waits):
+                raise OutOfMemoryError(self._refusal(size, need))
+            self._plan_beside(size, need)
+        is_ample = need * CHECKED_AHEAD**2 <= self._room_bytes()
+        checked = size.times(CHECKED_AHEAD) if is_ample else size
+        self._evaluated = self._evaluated.maximum(checked)
+
+    def _plan_beside(self, size: BatchSize, need_bytes: int) -> None:
+        """Plan again, with room for a batch without a graph. `OutOfMemoryError` if no plan has
+        it."""
+        before, self._evaluated_bytes = self._evaluated_bytes, need_bytes
+        try:
+            self._plan_for(self._planned, self._work, may_move=True)
+        except OutOfMemoryError as error:
+            self._evaluated_bytes = before
+            raise OutOfMemoryError(self._refusal(size, need_bytes)) from error
 
     def _refusal(self, size: BatchSize, need_bytes: int) -> str:
         stack = self._stack
@@ -340,10 +418,16 @@ class Planner:
         return (
             f"{stack.device.name} would be out of memory. By estimate the activations of a batch "
             f"of {size.tokens:,} tokens take {need}, and the plan for batches of "
-            f"{self._first.tokens:,} tokens takes {plan} of {limit}. Set stronghold.batch_tokens "
+            f"{self._planned.tokens:,} tokens takes {plan} of {limit}. Set stronghold.batch_tokens "
             "to the tokens of the largest micro-batch, so that the plan leaves room for it; or use "
             "smaller batches, or shorter sequences"
         )
+
+
+def _grown(workload: Workload) -> Workload:
+    """The work of a batch that is CHECKED_AHEAD times as large. Attention grows by the square."""
+    layers = [layer.grown(CHECKED_AHEAD**2) for layer in workload.layers]
+    return replace(workload, layers=tuple(layers))
 
 
 def _present_demand(stack: Stack) -> Demand:

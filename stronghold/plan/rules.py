@@ -84,6 +84,22 @@ def fastest_plan(
     return _Rules(layout, demand, work, rates, asynchronous).choice()
 
 
+def fastest_levels(
+    layout: ModelLayout,
+    demand: Demand,
+    work: Workload,
+    rates: Rates,
+    room_bytes: int,
+    *,
+    asynchronous: bool = True,
+) -> Ladder | None:
+    """The level of each layer at which a step is shortest by estimate, where activations take at
+    most `room_bytes` of the GPU. None if none fits. `demand` has settled everything else."""
+    demand = replace(demand, gpu_budget_bytes=None, early_layers=demand.early_layers or 0)
+    best = _Rules(layout, demand, work, rates, asynchronous).with_levels(room_bytes)
+    return None if best is None else best.plan.activations
+
+
 # -- the choice -----------------------------------------------------------------------------------
 @dataclass(slots=True)
 class _Rules:
@@ -116,6 +132,17 @@ class _Rules:
             behind_gate = self._estimated(make_plan(self.layout, without))
             for factor in EARLY_FACTORS:
                 self._keep(self._with_early_updates(behind_gate, factor))
+        return self.best
+
+    def with_levels(self, room_bytes: int) -> Choice | None:
+        """The fastest of the ladders, with activations in so many bytes. None if none fits."""
+        for ladder in _ladders(self.layout, self.demand):
+            first = replace(self.demand, activations=ladder[0]) if ladder else self.demand
+            levels = _levels_within(place_layers(self.layout, first), ladder, room_bytes)
+            if levels is not None:
+                plan = _made(self.layout, replace(first, activations=levels))
+                if plan is not None:
+                    self._keep(self._estimated(plan))
         return self.best
 
     # -- tries ------------------------------------------------------------------------------------

@@ -122,6 +122,8 @@ class Stack:
     hook is removed.
     """
 
+    can_plan_again = False  # layers move to the device alone
+
     def __init__(
         self,
         model: nn.Module,
@@ -521,8 +523,8 @@ class Stack:
     def resting_hooks(self) -> contextlib.AbstractContextManager[None]:
         return self.runtime.resting_hooks()
 
-    def spare_activations(self, spares: bool) -> None:
-        self.runtime.activations.spares = spares
+    def take_levels(self, levels: Sequence[str]) -> None:
+        self.runtime.activations.spares = tuple(levels) != self.plan.activations
 
     @property
     def pinned_activations(self) -> str | tuple[str, ...] | None:

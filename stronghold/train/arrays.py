@@ -163,11 +163,13 @@ class Arrays:
         # Zeros are a fresh state. But in fp16 "low" is the master itself.
         if layer.states.low is torch.float32:
             self.of(layer, "low").copy_(self.of(layer, "weights"))
-        self._make_gradients(layer)
+        self.make_gradients(layer)
 
-    def _make_gradients(self, layer: Layer) -> None:
-        numel, dtype = layer.trained_numel, self.gradient_dtype(layer.dtype)
-        self._arrays[layer, "gradients"] = self._zeros(layer, "gradients", numel, dtype)
+    def make_gradients(self, layer: Layer) -> None:
+        """Make the place for the layer's gradients, unless it has one or does not train."""
+        if layer.states is not None and (layer, "gradients") not in self._arrays:
+            numel, dtype = layer.trained_numel, self.gradient_dtype(layer.dtype)
+            self._arrays[layer, "gradients"] = self._zeros(layer, "gradients", numel, dtype)
 
     def _hold(self, layer: Layer, buffer: Tensor) -> None:
         """Take this memory for the layer's parameters, and point them at it."""
@@ -390,18 +392,10 @@ class Arrays:
                 if writes:
                     self._device.copy_now(on_device, block)
 
-    def move_to_device(self, layer: Layer) -> None:
-        """Move a layer's arrays to the device, which updates it from now on. Its gradients are
-        void. The lanes have finished, and none of the arrays lies in files."""
-        self._move(layer, to_device=True)
-        if layer.states is not None:
-            self._make_gradients(layer)
-
-    def move_to_host(self, layer: Layer) -> None:
-        """Undo `move_to_device`. Until the layer moves back, it has no place for gradients."""
-        self._move(layer, to_device=False)
-
-    def _move(self, layer: Layer, *, to_device: bool) -> None:
+    def move(self, layer: Layer, *, to_device: bool) -> None:
+        """Move a layer's arrays to the device, which updates it from now on, or back to the host.
+        Its gradients have no place until `make_gradients`. The lanes have finished, and none of the
+        arrays lies in files."""
         layer.is_on_gpu = to_device
         gradients = self._arrays.pop((layer, "gradients"), None)
         if gradients is not None:

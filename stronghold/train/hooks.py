@@ -222,7 +222,7 @@ class Hooks:
         self._offload = offload
         self._program, self._thread = program, thread
         self._layers = tuple(modules)
-        self._last_away = max((x.index for x in modules if x.level in AWAY), default=-1)
+        self._last_away = -1  # the last layer whose activations go to the host
         self._outside = OutsideLayers(modules)
         self._in_backward = self._in_forward = self._is_training = False
         self._is_inner = False  # the running backward, within a forward ([Note: inner backward])
@@ -291,6 +291,12 @@ class Hooks:
     def is_open(self) -> bool:
         """True within a forward or a backward."""
         return self._in_forward or self._in_backward
+
+    def set_levels(self, levels: Sequence[str]) -> None:
+        """Set the level of activations of each layer, for forwards that begin later."""
+        for layer in self._layers:
+            layer.level = levels[layer.index]
+        self._last_away = max((x.index for x in self._layers if x.level in AWAY), default=-1)
 
     # -- forward ----------------------------------------------------------------------------------
     def _pass(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -537,7 +543,8 @@ class Hooks:
                 "create_graph=True: the graph of this backward would hold weights whose memory is "
                 'a slot. Let all weights stay on the device: stronghold.resident_layers: "all"'
             )
-        self._reached(saved.layer, saved.version, None)
+        # False: weights that the device updates have no such handles.
+        self._reached(saved.layer, saved.version, False, None)
         return self._weights.view(saved)
 
     # -- backward ---------------------------------------------------------------------------------
@@ -552,7 +559,8 @@ class Hooks:
 
     def _announce(self, layer: Layer, output: Any) -> None:
         """Let backward bind the layer when it comes to an output of it ([Note: bound])."""
-        reached = partial(self._reached, layer, layer.fetched)
+        # The level of now: later forwards may have another one.
+        reached = partial(self._reached, layer, layer.fetched, layer.level in AGAIN)
         for tensor in [output] if isinstance(output, Tensor) else tree_leaves(output):
             if not isinstance(tensor, Tensor):
                 continue
@@ -593,7 +601,9 @@ class Hooks:
             if layer.weight_state is WeightState.HERE:  # else its forward has not used it
                 self._begin_use(layer)
 
-    def _reached(self, layer: Layer, version: tuple[int, int], gradient: Tensor | None) -> None:
+    def _reached(
+        self, layer: Layer, version: tuple[int, int], runs_again: bool, gradient: Tensor | None
+    ) -> None:
         """Backward reads the layer."""
         self._begin_backward()
         if layer.is_seen:  # since its forward
@@ -612,7 +622,7 @@ class Hooks:
                 self._slot, self._version = layer.slot, layer.version
             present = self._version
         # Of what stays in its memory and runs once, autograd itself compares versions.
-        if version != present and (not layer.is_on_gpu or layer.level in AGAIN):
+        if version != present and (not layer.is_on_gpu or runs_again):
             raise ConfigError(
                 f"backward needs the weights of {layer.name} as they were in its forward, and they "
                 "were written since, by engine.step() or in place: call backward before the step, "

@@ -33,7 +33,7 @@ from stronghold.model.packed_weight import pack_frozen
 from stronghold.model.partition import Partition, find_blocks, partition
 from stronghold.model.stored_tensors import stored_tensors, tensor_has_memory
 from stronghold.optim.states import states_of
-from stronghold.plan.cost import Demand, spared
+from stronghold.plan.cost import Demand
 from stronghold.plan.estimate import StepEstimate
 from stronghold.plan.machine import MachineProfile
 from stronghold.plan.plan import Plan, make_plan
@@ -73,6 +73,8 @@ class Job:
     layout     sizes of the layers, for the planner
     machine    rates of this machine. None if the plan leaves nothing to choose
     """
+
+    can_plan_again = True  # layers may move between any two steps
 
     def __init__(
         self,
@@ -300,15 +302,13 @@ class Job:
     def resting_hooks(self) -> contextlib.AbstractContextManager[None]:
         return self.trainer.resting_hooks()
 
-    def spare_activations(self, spares: bool) -> None:
-        """Let forwards that begin from now on keep nothing that backward can compute again, or what
-        the plan says."""
-        levels = self.plan.activations
-        self.trainer.set_levels(spared(levels) if spares else levels)
+    def take_levels(self, levels: Sequence[str]) -> None:
+        """Let forwards that begin from now on have these levels of activations, by layer."""
+        self.trainer.set_levels(levels)
 
     def take_plan(self, plan: Plan) -> None:
-        """Go on with the plan for the first batch, while no gradient exists."""
-        with self._moving("the plan for the first batch"):
+        """Go on with a plan for the next batch, between two passes, while no gradient exists."""
+        with self._moving("a plan for the batch"):
             self.trainer.take_plan(plan)
         self.plan, self.metrics.recomputed = plan, plan.recomputed
         self._planned = (

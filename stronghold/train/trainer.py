@@ -129,7 +129,8 @@ class Trainer:
         device, layers = self._device, self.layers
         for layer in layers:
             layer.is_resident = layer.index in plan.resident
-        self.set_levels(plan.activations)
+            if trains:
+                self.arrays.make_gradients(layer)
         device.side_streams.open(plan.demand.streams)
         self.weights = Weights(
             device, self.arrays, layers, plan.window, metrics=self._metrics, visible=self._visible
@@ -168,11 +169,11 @@ class Trainer:
             chunk=plan.demand.chunk,
             device=device,
         )
+        self.set_levels(plan.activations)
 
     def set_levels(self, levels: Sequence[str]) -> None:
         """Set the level of activations of each layer, for forwards that begin later."""
-        for layer in self.layers:
-            layer.level = levels[layer.index]
+        self._hooks.set_levels(levels)
 
     def _stop(self) -> None:
         """Finish the lanes, and remove hooks and slots. The model is a plain one. Safe to call
@@ -208,10 +209,8 @@ class Trainer:
         self.refresh()  # a layer that moves takes what the program has written along
         self._stop()
         for layer in self.layers:
-            if layer.index in on_gpu and not layer.is_on_gpu:
-                self.arrays.move_to_device(layer)
-            elif layer.is_on_gpu and layer.index not in on_gpu:
-                self.arrays.move_to_host(layer)
+            if layer.is_on_gpu != (layer.index in on_gpu):
+                self.arrays.move(layer, to_device=not layer.is_on_gpu)
         self.updates.forget_addresses()
         self._follow_device()
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,10 @@ import torch
 
 from stronghold.devices import cuda
 from stronghold.devices.cuda import CudaDevice
+from stronghold.train.job import Job
+from tests.conftest import MACHINE
 from tests.models import MODELS, loss_of, token_batch
+from tests.models.families import llama_of
 from tests.support.training import (
     Run,
     assert_identical,
@@ -29,6 +34,7 @@ ESTIMATED = pytest.mark.skipif(
     reason="attention of the pretended device is written out, and saves more than is estimated",
 )
 MIB = 1 << 20
+MOVES_BYTES = 7_000_000  # of a device
 SHORT, LONG = 64, 1024  # tokens of a sequence, of which a batch has two
 SLOWEST: dict[str, Any] = {  # and smallest
     "device": "cuda",
@@ -100,7 +106,8 @@ def test_what_ran_out_of_memory_trains_when_it_is_tried_again(
     share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a forward, and in a backward. The estimate of a larger batch is much too low."""
-    monkeypatch.setattr("stronghold.engine.planner.activation_bytes", lambda *_: 0)
+    for module in ("engine.planner", "plan.rules"):
+        monkeypatch.setattr(f"stronghold.{module}.activation_bytes", lambda *_: 0)
     lengths = [SHORT, LONG]
     run_of({**SLOWEST, "activations": "keep"}, lengths)  # libraries keep memory from now on
     _, most, _ = run_of({**SLOWEST, "activations": "keep"}, lengths)
@@ -116,18 +123,57 @@ def test_what_ran_out_of_memory_trains_when_it_is_tried_again(
         engine.destroy()
 
 
-def run_of(section: dict[str, Any], lengths: list[int]) -> tuple[Run, int, Any]:
+def small_model() -> Any:
+    return MODELS["llama"](max_position_embeddings=LONG)[0]
+
+
+def large_model() -> Any:
+    """With optimizer it takes 5.3 MB."""
+    return llama_of(hidden=64, inner=256, layers=6, heads=4, pairs=2, vocabulary=64)
+
+
+def run_of(
+    section: dict[str, Any], lengths: list[int], make_model: Callable[[], Any] = small_model
+) -> tuple[Run, int, Any]:
     """A run, the bytes that it took at most, and its plan."""
     before = settled()
     torch.cuda.reset_peak_memory_stats()
     torch.manual_seed(0)
-    model, _ = MODELS["llama"](max_position_embeddings=LONG)
-    engine = initialized(model, config(precision="bf16", section={"device": "cuda", **section}))
+    settings = config(precision="bf16", section={"device": "cuda", **section})
+    engine = initialized(make_model(), settings)
     run = steps(engine, lengths)
     plan = engine.plan
     run.weights = {name: value.clone() for name, value in engine.module_state_dict().items()}
     engine.destroy()
     return run, torch.cuda.max_memory_allocated() - before, plan
+
+
+def test_layers_move_again_for_a_batch_that_has_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rules know of a slow link and of less memory than there is. The first plan lets all
+    blocks stay, and a later one takes some to the host."""
+    profile = json.loads(MACHINE.read_text(encoding="utf-8"))
+    profile |= dict.fromkeys(("fetch_gbps", "offload_gbps", "duplex_gbps"), 0.003)
+    (tmp_path / "slow.json").write_text(json.dumps(profile), encoding="utf-8")
+    monkeypatch.setenv("STRONGHOLD_PROFILE", str(tmp_path / "slow.json"))
+    lengths = [8, SHORT, LONG // 2, 8, LONG // 2]
+    section = {**SLOWEST, "room": "train", "activations": "keep"}
+    expected, *_ = run_of(section, lengths, large_model)
+    plans: list[Any] = []
+    take_plan = Job.take_plan
+
+    def noted(job: Job, plan: Any) -> None:
+        plans.append(plan)
+        take_plan(job, plan)
+
+    monkeypatch.setattr(Job, "take_plan", noted)
+    monkeypatch.setattr("stronghold.devices.cuda.GpuMemory.free_bytes", lambda _: MOVES_BYTES)
+    section = {"gpu_memory": MOVES_BYTES, "room": "train"}
+    run, _, plan = run_of(section, lengths, large_model)
+    assert len(plans) >= 2
+    assert len(plan.updated_on_gpu) < len(plans[0].updated_on_gpu)
+    assert_identical(run, expected)
 
 
 @ESTIMATED

@@ -351,7 +351,7 @@ def test_a_batch_is_counted_while_a_graph_and_gradients_wait(
                 engine.backward(loss)
                 engine.step()
             del losses, loss
-        assert engine._planner._room.kept.length >= LONG
+        assert any(known.size.length >= LONG for known in engine._planner._levels)
         run.weights = {name: value.clone() for name, value in engine.module_state_dict().items()}
     chunks = (lambda model: list(model.model.layers), chunk) if chunk else None
     plain = train_plain(llama(lengths), steps=3, accumulation=2, precision="bf16", chunks=chunks)
@@ -360,14 +360,17 @@ def test_a_batch_is_counted_while_a_graph_and_gradients_wait(
 
 
 def test_room_for_the_largest_batch_is_left_by_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without it the first batch's plan fills the device. With it the long batch keeps nothing that
-    can be computed again."""
+    """Without it the first batch's plan fills the device: the long batch is refused, or layers move
+    again. With it the long batch keeps nothing that can be computed again."""
     monkeypatch.setenv("STRONGHOLD_PROFILE", str(MACHINE))  # on which recomputation costs time
     lengths = [SHORT, LONG, SHORT]
     section = section_of(2_600_000)
     _, taken, refusals = trained(lengths, config(precision="bf16", section=section), monkeypatch)
-    assert taken == [0, 2]
-    assert "Set stronghold.batch_tokens to the tokens of the largest micro-batch" in refusals[0]
+    if is_next():
+        assert taken == [0, 1, 2]
+    else:
+        assert taken == [0, 2]
+        assert "Set stronghold.batch_tokens to the tokens of the largest micro-b" in refusals[0]
     section |= {"batch_tokens": 2 * LONG}
     run, taken, _ = trained(lengths, config(precision="bf16", section=section), monkeypatch)
     assert taken == [0, 1, 2]
