@@ -70,7 +70,9 @@ def test_a_rank_that_never_comes_ends_the_other_after_the_time_out(tmp_path: Pat
     run = f"{PROGRAM}:train"
     with Launch(run=run, num_ranks=2, folder=tmp_path, environment=environment) as launch:
         status = launch.processes[0].wait(timeout=120)
-        seconds = time.time() - float((tmp_path / "died").read_text())
+        # On a busy machine the victim may still import when the other one gives up.
+        died = tmp_path / "died"
+        seconds = time.time() - float(died.read_text()) if died.exists() else 0.0
         output = launch.output(0)
     assert status == 1, output
     assert "RankError: stronghold.initialize: not all ranks have come" in output
