@@ -17,7 +17,7 @@ room. The training thread enters, before each forward.
 1. A batch that is larger than any before is counted like the first, before its forward. It gets the
    levels of activations at which a step is shortest by estimate, among those that have room.
 2. If none has room, the engine plans for this batch as for a first one, and layers move again. They
-   cannot move while a graph or gradients wait, nor on several ranks.
+   cannot move while a graph or gradients wait, nor with files, nor on several ranks.
 3. Then the batch may use all of the device, and keeps nothing that backward can compute again. If
    even that has no room, it is refused with the numbers.
 4. So a plan leaves room for a larger batch only where layers may be unable to move, and where
@@ -61,7 +61,7 @@ logger = logging.getLogger("stronghold")
 # Share of the device's memory that a plan fills with buffers and activations. The remainder is for
 # the allocator's fragments, for modules that load later, and for errors of the counts.
 GPU_SHARE = 0.9
-HEADROOM = 1.5  # later batches may have so many times the first one's tokens
+HEADROOM = 1.5  # later batches may have so many times the tokens of the planned one
 CHECKED_AHEAD = 1.25  # a batch that has ample room stands for larger ones, up to this factor
 
 
@@ -73,7 +73,7 @@ class _Levels(NamedTuple):
 
 
 class _FirstBatch(NamedTuple):
-    """What a rank knows before its first forward that trains.
+    """What a rank knows of the batch to plan for, before its forward.
 
     work        None: unknown
     free_bytes  of the device for buffers and activations. None: unknown
@@ -144,7 +144,7 @@ class Planner:
                 "from now on backward computes again what it can, and the same batch may train "
                 f"then; else {remedy}"
             )
-        elif stack.can_plan_again and stack.machine is not None:
+        elif self._can_plan_again and self._limit_bytes is not None:
             self._plans_again = True
             remedy = (
                 f"the next batch gets a new plan, by the memory that is free then; else {remedy}"
@@ -169,8 +169,12 @@ class Planner:
         stack = self._stack
         return not waits and stack.is_between_passes and not stack.is_aliased()
 
+    @property
+    def _can_plan_again(self) -> bool:
+        return self._stack.can_plan_again and self._stack.demand.layers_may_move
+
     def _may_plan_again(self, waits: bool) -> bool:
-        return self._stack.can_plan_again and self._may_move(waits)
+        return self._can_plan_again and self._may_move(waits)
 
     def _plan_for(self, size: BatchSize, work: Workload | None, *, may_move: bool) -> None:
         """Take the rules' plan for the batch ([Note: one plan]). Every rank calls it."""
@@ -239,8 +243,8 @@ class Planner:
         most_tokens = stack.section.batch_tokens
         if most_tokens is not None and size.tokens:
             return max(1.0, most_tokens / size.tokens)
-        may_plan_again = stack.can_plan_again and stack.demand.micro_batches == 1
-        return 1.0 if may_plan_again and not self._grows else HEADROOM
+        may_move = self._can_plan_again and stack.demand.micro_batches == 1
+        return 1.0 if may_move and not self._grows else HEADROOM
 
     def _demand(self, base: Demand, workload: Workload, size: BatchSize) -> Demand:
         """The planner's question `base` for a batch of counted work. Activations take their part of

@@ -5,10 +5,8 @@ for activations, too.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +21,8 @@ import stronghold
 from stronghold.plan.gpu_memory import activation_bytes
 from tests.conftest import MACHINE
 from tests.models import MODELS, loss_of, token_batch
-from tests.support.counted import CountedMemory, of_bytes
+from tests.support.counted import CountedMemory, counted
+from tests.support.profiles import use_slow_link
 from tests.support.ranks import run_ranks
 from tests.support.room import is_next
 from tests.support.training import (
@@ -37,8 +36,6 @@ from tests.support.training import (
     train_windowed,
 )
 
-# So slow a link that whatever stays on the device pays.
-SLOW_LINK = dict.fromkeys(("fetch_gbps", "offload_gbps", "duplex_gbps"), 0.003)
 SHORT, LONG = 64, 512  # tokens of a sequence, of which a batch has two
 # Bytes of the counted device. The model in bf16 takes 0.42 MB whole; activations that are kept take
 # 0.53 MB with short batches and 4.2 with long ones, of which 1.7 if they are computed again.
@@ -51,10 +48,7 @@ def section_of(total_bytes: int, **more: Any) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def slow_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    profile = json.loads(MACHINE.read_text(encoding="utf-8")) | SLOW_LINK
-    path = tmp_path / "slow_link.json"
-    path.write_text(json.dumps(profile), encoding="utf-8")
-    monkeypatch.setenv("STRONGHOLD_PROFILE", str(path))
+    use_slow_link(tmp_path, monkeypatch)
 
 
 def budget_of(name: str, share: float) -> int:
@@ -257,24 +251,6 @@ def llama(lengths: list[int]) -> Any:
         return model, lambda micro: token_batch(micro, length=lengths[micro])
 
     return factory
-
-
-@contextlib.contextmanager
-def counted(
-    factory: Any, settings: dict[str, Any], monkeypatch: Any, total_bytes: int | None = None
-) -> Iterator[Any]:
-    """An engine on a counted device, of as many bytes as it may use, and batches. Inside, tensors
-    are the device's."""
-    of_bytes(total_bytes or settings["stronghold"]["gpu_memory"], monkeypatch)
-    torch.manual_seed(0)
-    model, make_batch = factory()
-    engine = initialized(model, settings)
-    torch.manual_seed(1)
-    try:
-        with engine.inspect().device.counted():
-            yield engine, make_batch
-    finally:
-        engine.destroy()
 
 
 def trained(

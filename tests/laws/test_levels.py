@@ -4,9 +4,7 @@ counted device, whose memory ends for activations, too. Losses and weights are a
 
 from __future__ import annotations
 
-import contextlib
-import json
-from collections.abc import Iterator
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +12,17 @@ import pytest
 import torch
 
 import stronghold
+from stronghold.checkpoint.tensor_files import write_tensors
 from stronghold.engine.planner import HEADROOM
 from stronghold.errors import ConfigError
 from stronghold.model.costs import count_costs
-from tests.conftest import MACHINE
 from tests.models import loss_of, token_batch
 from tests.models.families import llama_of
-from tests.support.counted import of_bytes
-from tests.support.training import (
-    Run,
-    assert_identical,
-    config,
-    initialized,
-    moments_of,
-    train_plain,
-)
+from tests.support.counted import counted
+from tests.support.profiles import use_slow_link
+from tests.support.training import Run, assert_identical, config, moments_of, train_plain
 
 SHORT, LONG = 32, 256  # tokens of a sequence, of which a batch has two
-SLOW_LINK = dict.fromkeys(("fetch_gbps", "offload_gbps", "duplex_gbps"), 0.003)
 
 
 def section_of(total_bytes: int, **more: Any) -> dict[str, Any]:
@@ -56,27 +47,7 @@ def llama(lengths: list[int], *, trains_head: bool = True) -> Any:
 @pytest.fixture
 def slow_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What stays on the device pays."""
-    profile = json.loads(MACHINE.read_text(encoding="utf-8")) | SLOW_LINK
-    path = tmp_path / "slow_link.json"
-    path.write_text(json.dumps(profile), encoding="utf-8")
-    monkeypatch.setenv("STRONGHOLD_PROFILE", str(path))
-
-
-@contextlib.contextmanager
-def counted(
-    lengths: list[int], settings: dict[str, Any], total_bytes: int, monkeypatch: Any, **more: Any
-) -> Iterator[tuple[Any, Any]]:
-    """An engine on a counted device with so many bytes, and its batches."""
-    of_bytes(total_bytes, monkeypatch)
-    torch.manual_seed(0)
-    model, make_batch = llama(lengths, **more)()
-    engine = initialized(model, settings)
-    torch.manual_seed(1)
-    try:
-        with engine.inspect().device.counted():
-            yield engine, make_batch
-    finally:
-        engine.destroy()
+    use_slow_link(tmp_path, monkeypatch)
 
 
 def levels_of(engine: Any) -> tuple[str, ...]:
@@ -120,7 +91,7 @@ def test_a_larger_batch_keeps_as_much_as_has_room(monkeypatch: pytest.MonkeyPatc
     pinned = {"resident_layers": 0, "resident_updates": "host"}
     settings = config(precision="bf16", section=section_of(5_000_000, **pinned))
     run, seen = Run(), list[tuple[str, ...]]()
-    with counted(lengths, settings, 5_000_000, monkeypatch) as (engine, make_batch):
+    with counted(llama(lengths), settings, monkeypatch) as (engine, make_batch):
         for micro in range(len(lengths)):
             take_step(engine, make_batch(micro), run)
             seen.append(levels_of(engine))
@@ -145,7 +116,7 @@ def test_layers_move_again_for_a_batch_that_has_no_room(
     """The plan for the first batch fills the device with layers. No batch is refused."""
     settings = config(precision="bf16", section=section_of(total_bytes))
     run, buffers = Run(), list[int]()
-    with counted(order, settings, total_bytes, monkeypatch) as (engine, make_batch):
+    with counted(llama(order), settings, monkeypatch) as (engine, make_batch):
         for micro in range(len(order)):
             take_step(engine, make_batch(micro), run)
             buffers.append(engine.plan.gpu_total_bytes)
@@ -164,7 +135,7 @@ def test_layers_move_again_where_the_config_sets_the_levels(
     section = section_of(7_000_000, activations="recompute")
     settings = config(precision="bf16", section=section)
     run, buffers = Run(), list[int]()
-    with counted(lengths, settings, 7_000_000, monkeypatch) as (engine, make_batch):
+    with counted(llama(lengths), settings, monkeypatch) as (engine, make_batch):
         for micro in range(2):
             take_step(engine, make_batch(micro), run)
             assert {*levels_of(engine)} == {"recompute"}
@@ -181,7 +152,7 @@ def test_no_layer_moves_while_gradients_wait(monkeypatch: pytest.MonkeyPatch) ->
     of_steps = [0, 1, 3, 4, 5, 2]
     settings = config(precision="bf16", accumulation=2, section=section_of(6_000_000))
     run = Run()
-    with counted(lengths, settings, 6_000_000, monkeypatch) as (engine, make_batch):
+    with counted(llama(lengths), settings, monkeypatch) as (engine, make_batch):
         for micro in (0, 1, 3):
             take_step(engine, make_batch(micro), run)
         before = engine.plan
@@ -203,7 +174,7 @@ def test_no_layer_moves_while_a_graph_waits(monkeypatch: pytest.MonkeyPatch) -> 
     lengths = [SHORT, SHORT, LONG]
     settings = config(precision="bf16", section=section_of(7_000_000))
     run = Run()
-    with counted(lengths, settings, 7_000_000, monkeypatch) as (engine, make_batch):
+    with counted(llama(lengths), settings, monkeypatch) as (engine, make_batch):
         take_step(engine, make_batch(0), run)
         before = engine.plan
         loss = loss_of(engine(**make_batch(1)))
@@ -232,7 +203,7 @@ def test_a_plan_leaves_room_for_a_larger_batch_where_layers_cannot_move(
     ]:
         section = section_of(8_000_000)
         settings = config(precision="bf16", accumulation=accumulation, section=section)
-        with counted(lengths, settings, 8_000_000, monkeypatch) as (engine, make_batch):
+        with counted(llama(lengths), settings, monkeypatch) as (engine, make_batch):
             for micro in range(len(lengths)):
                 take_step(engine, make_batch(micro), Run())
             assert engine.plan.demand.growth == growth, lengths
@@ -244,7 +215,7 @@ def test_levels_that_offload_may_come_later(monkeypatch: pytest.MonkeyPatch) -> 
     pinned = {"resident_layers": 0, "resident_updates": "host"}
     settings = config(precision="bf16", section=section_of(6_000_000, **pinned))
     run, last = Run(), list[int]()
-    with counted(lengths, settings, 6_000_000, monkeypatch) as (engine, make_batch):
+    with counted(llama(lengths), settings, monkeypatch) as (engine, make_batch):
         for micro in range(len(lengths)):
             take_step(engine, make_batch(micro), run)
             last.append(engine._stack.trainer._hooks._last_away)
@@ -265,7 +236,7 @@ def test_layers_move_again_for_a_larger_batch_of_an_evaluation(
     lengths = [SHORT, SHORT, SHORT, 440]
     settings = config(precision="bf16", section=section_of(7_000_000))
     run = Run()
-    with counted(lengths, settings, 7_000_000, monkeypatch) as (engine, make_batch):
+    with counted(llama(lengths), settings, monkeypatch) as (engine, make_batch):
         take_step(engine, make_batch(0), run)
         before = engine.plan
         large = token_batch(7, length=LONG)
@@ -299,7 +270,7 @@ def test_training_goes_on_when_another_program_has_taken_memory(
     total_bytes = 8_000_000
     settings = config(precision="bf16", section=section_of(total_bytes))
     run, errors = Run(), list[str]()
-    with counted(lengths, settings, total_bytes, monkeypatch) as (engine, make_batch):
+    with counted(llama(lengths), settings, monkeypatch) as (engine, make_batch):
         memory, micro = engine.inspect().device.memory, 0
         batches = [make_batch(micro) for micro in range(len(lengths))]
         while micro < len(lengths):
@@ -334,10 +305,8 @@ def test_a_graph_has_the_level_of_its_forward(monkeypatch: pytest.MonkeyPatch) -
     pinned = {"resident_layers": "all", "resident_updates": "gpu"}
     settings = config(precision="bf16", section=section_of(9_000_000, **pinned))
     lengths, run = [SHORT, LONG, SHORT], Run()
-    with counted(lengths, settings, 9_000_000, monkeypatch, trains_head=False) as (
-        engine,
-        make_batch,
-    ):
+    factory = llama(lengths, trains_head=False)
+    with counted(factory, settings, monkeypatch) as (engine, make_batch):
         take_step(engine, make_batch(0), run)
         older = loss_of(engine(**make_batch(1)))
         assert "keep" not in levels_of(engine)
@@ -347,3 +316,31 @@ def test_a_graph_has_the_level_of_its_forward(monkeypatch: pytest.MonkeyPatch) -
         engine.step()
         with pytest.raises(ConfigError, match="as they were in its forward"):
             engine.backward(older)
+
+
+@pytest.mark.usefixtures("slow_link")
+def test_a_checkpoint_that_is_written_while_layers_move_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def written_slowly(*args: Any) -> Any:
+        time.sleep(0.1)  # for each layer: the save is on its way when they move
+        return write_tensors(*args)
+
+    monkeypatch.setattr("stronghold.checkpoint.saving.write_tensors", written_slowly)
+    lengths = [SHORT, SHORT, LONG]
+    section = section_of(8_000_000, async_checkpoint=True)
+    settings, run, resumed = config(precision="bf16", section=section), Run(), Run()
+    with counted(llama(lengths), settings, monkeypatch) as (engine, make_batch):
+        for micro in range(2):
+            take_step(engine, make_batch(micro), run)
+        plan = engine.plan
+        engine.save_checkpoint(str(tmp_path), tag="two")
+        take_step(engine, make_batch(2), run)
+        assert engine.plan is not plan
+        finish(run, engine)
+    with counted(llama(lengths), settings, monkeypatch) as (engine, make_batch):
+        engine.load_checkpoint(str(tmp_path), tag="two")
+        resumed.losses = run.losses[:2]
+        take_step(engine, make_batch(2), resumed)
+        finish(resumed, engine)
+    assert_identical(resumed, run)

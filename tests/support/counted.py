@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stronghold.devices.emulated import EmulatedDevice, EmulatedMemory
+from tests.support.training import initialized
 
 
 class _Counting(TorchDispatchMode):
@@ -115,3 +116,21 @@ def of_bytes(total_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     device = type("Counted", (CountedDevice,), {"total_bytes": total_bytes})
     for module in ("streaming.stack", "train.job"):
         monkeypatch.setattr(f"stronghold.{module}.EmulatedDevice", device)
+
+
+@contextlib.contextmanager
+def counted(
+    factory: Any, settings: dict[str, Any], monkeypatch: Any, total_bytes: int | None = None
+) -> Iterator[Any]:
+    """An engine on a counted device, of as many bytes as it may use, and batches. Inside, tensors
+    are the device's."""
+    of_bytes(total_bytes or settings["stronghold"]["gpu_memory"], monkeypatch)
+    torch.manual_seed(0)
+    model, make_batch = factory()
+    engine = initialized(model, settings)
+    torch.manual_seed(1)
+    try:
+        with engine.inspect().device.counted():
+            yield engine, make_batch
+    finally:
+        engine.destroy()

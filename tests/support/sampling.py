@@ -38,7 +38,8 @@ def mark_sampled(items: Iterable[pytest.Item]) -> None:
     """Mark cases of laws, and of tests with the mark `sampled(n)`, as slow.
 
     Of the cases that are not slow yet, each n-th (of a law each third) stays, from the first on. So
-    does the first case with a value of a parameter that has at most n values, on the next room.
+    does the first case with a value of a parameter that has at most n values. Files on the old room
+    keep a third of those, and none of these.
     """
     from tests.support.room import is_next  # here: `scripts/test` asks for the names alone
 
