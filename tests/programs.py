@@ -39,7 +39,7 @@ from tests.laws.test_adapters import CASES
 from tests.laws.test_bits import FP32, PLACES, SMALLEST_PIECE
 from tests.models import HUGGING_FACE, MODELS, PLAIN, loss_of
 from tests.models.drawn import drawn_model
-from tests.support.room import OFFLOADS, choose, is_next, without_missing
+from tests.support.room import OFFLOADS, choose
 from tests.support.sides import ByEngine, Plain
 from tests.support.states import MOMENTS
 
@@ -434,8 +434,6 @@ def drawn(seed: int, device: str = "emulated") -> Case:
         model, section = f"drawn {seed}", {}
     if r.random() < 0.3 and model in CAUSAL:
         section["loss_chunk"] = r.choice([3, 5])
-    if is_next():
-        without_missing(section)
     made = Case(
         seed=seed,
         model=model,
@@ -480,8 +478,6 @@ def placed(case: Case, r: random.Random, folder: Path) -> dict[str, Any]:
         made["early_layers"] = r.choice([0, 1, "all", "all"])
     if "chunk" in case.section and r.random() < 0.5:
         made["streams"] = 2
-    if is_next():
-        without_missing(made)
     made["async_checkpoint"] = r.random() < 0.2
     if case.device == "cuda":
         made.setdefault("resident_layers", 0)

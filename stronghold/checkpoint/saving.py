@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor
 from functools import partial
 from pathlib import Path
@@ -70,6 +70,10 @@ class SavedLayer(NamedTuple):
     file: str
     parameters: list[StoredParameter]
     tensors: list[SavedArray]
+
+
+# The bytes of a layer's arrays, block by block, with the place of each (`Arrays.blocks`).
+Sources = Mapping[str, Iterator[tuple[int, Tensor]]]
 
 
 class Save:
@@ -180,7 +184,7 @@ class Save:
         Raises OSError, and then leaves no trace on disk.
         """
         for saved in self._layers:
-            self._write_guarded(saved, waits=True)
+            self._write_guarded(saved, self._sources(saved), waits=True)
         self._finish()
 
     def start(self) -> None:
@@ -191,7 +195,7 @@ class Save:
         lane = self._job.device.lane(LaneName.IO)
         try:
             for saved in self._layers:
-                work = partial(self._write_guarded, saved)
+                work = partial(self._write_guarded, saved, self._sources(saved))
                 reads = (saved.layer.weight_record,)
                 self._jobs.append(lane.submit(f"save {saved.layer.name}", work, reads=reads))
         except BaseException as error:  # queued jobs write nothing more
@@ -218,7 +222,13 @@ class Save:
             operation = f"publish {self._path.name}"
             raise LaneError(LaneName.IO, operation, self._failure) from self._failure
 
-    def _write_guarded(self, saved: SavedLayer, *, waits: bool = False) -> None:
+    def _sources(self, saved: SavedLayer) -> Sources:
+        """The bytes of the layer's arrays. A step may exchange the layer's memory before they are
+        written: they are those of now."""
+        arrays = dict.fromkeys(tensor.array for tensor in saved.tensors)
+        return {array: self._job.trainer.arrays.blocks(saved.layer, array) for array in arrays}
+
+    def _write_guarded(self, saved: SavedLayer, sources: Sources, *, waits: bool = False) -> None:
         """Write a layer, and keep its error for `_finish`: every rank comes to the end."""
         if self._failure is not None:
             return
@@ -227,20 +237,11 @@ class Save:
                 saved.layer.weight_record.wait()
             headers = [tensor.header for tensor in saved.tensors]
             path = self._hidden / saved.file
-            self._files[saved.file] = write_tensors(path, headers, self._data(saved), self._threads)
+            self._files[saved.file] = write_tensors(
+                path, headers, _data(saved, sources), self._threads
+            )
         except BaseException as error:
             self._failure = error
-
-    def _data(self, saved: SavedLayer) -> Iterator[Tensor]:
-        """The bytes of the layer's tensors, in order."""
-        for array in dict.fromkeys(tensor.array for tensor in saved.tensors):
-            extents = [tensor.extent for tensor in saved.tensors if tensor.array == array]
-            for begin, block in self._job.trainer.arrays.blocks(saved.layer, array):
-                for extent in extents:
-                    first = max(extent.start - begin, 0)
-                    last = min(extent.stop - begin, block.numel())
-                    if first < last:
-                        yield block[first:last]
 
     # -- the end ----------------------------------------------------------------------------------
     def _finish_guarded(self) -> None:
@@ -320,6 +321,18 @@ def persistent_buffers(partition: Partition) -> Iterator[tuple[str, torch.Tensor
     for name, buffer in partition.model.named_buffers():
         if name not in transient:
             yield name, buffer
+
+
+def _data(saved: SavedLayer, sources: Sources) -> Iterator[Tensor]:
+    """The bytes of the layer's tensors, in order."""
+    for array, blocks in sources.items():
+        extents = [tensor.extent for tensor in saved.tensors if tensor.array == array]
+        for begin, block in blocks:
+            for extent in extents:
+                first = max(extent.start - begin, 0)
+                last = min(extent.stop - begin, block.numel())
+                if first < last:
+                    yield block[first:last]
 
 
 def model_config(model: nn.Module) -> bytes | None:

@@ -337,7 +337,7 @@ class StrongholdConfig(_Section):
     )
     room: Literal["streaming", "train"] = key(
         'For tests: the part of the package that trains. "train" is the next one. It lacks '
-        "early updates and several ranks so far.",
+        "several ranks so far.",
         default="streaming",
     )
     emulated: EmulatedConfig = Field(

@@ -208,6 +208,7 @@ class JobLayerView:
     homes: Mapping[str, Home]
     counts: tuple[int, ...]
     trained: frozenset[int]
+    is_updated_early: bool
     text: str
     _arrays: Arrays = field(repr=False)
     _layer: Layer = field(repr=False)
@@ -296,6 +297,7 @@ def _job_layer_view(job: Job, layer: Layer) -> JobLayerView:
         homes=dict(homes.row(layer.index)),
         counts=tuple(job.trainer.updates.counts[layer].tolist()),
         trained=frozenset(range(layer.num_trained)),
+        is_updated_early=job.trainer.updates.is_started(layer),
         text=repr(layer),
         _arrays=job.trainer.arrays,
         _layer=layer,

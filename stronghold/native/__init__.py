@@ -34,3 +34,4 @@ from stronghold.native.segments import UpdateSegment as UpdateSegment
 from stronghold.native.segments import packed_rows as packed_rows
 from stronghold.native.segments import rows as rows
 from stronghold.native.segments import target_rows as target_rows
+from stronghold.native.segments import targets_of as targets_of

@@ -115,6 +115,14 @@ def target_rows(targets: Targets, num_segments: int) -> Rows:
     return np.array(targets, dtype=TARGET_ROW)
 
 
+def targets_of(rows: Rows) -> Rows:
+    """Targets where the arrays of these segments are."""
+    targets = np.zeros(len(rows), TARGET_ROW)
+    for name in Target._fields:
+        targets[name] = rows[name]
+    return targets
+
+
 def packed_rows(weights: Sequence[PackedWeight]) -> Rows:
     """Packed weights as rows."""
     return np.array(weights, dtype=PACKED_ROW)

@@ -24,6 +24,7 @@ bytes of a fetch. Both also queue the transfers of what lies in files.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -37,6 +38,7 @@ from stronghold.errors import ConfigError
 from stronghold.memory.slab import map_slab
 from stronghold.optim.states import PAGE_BYTES, group_size, items, num_items, page_numel
 from stronghold.plan.host_memory import Staging
+from stronghold.streaming.parameter_views import num_elsewhere
 from stronghold.streaming.patches.autograd import without_torch_function
 from stronghold.streaming.patches.tensors import with_own_storage
 from stronghold.train.files import Files, Transfer
@@ -58,6 +60,23 @@ class Piece(NamedTuple):
     arrays: dict[str, Tensor]
     record: Record
     after: Sequence[Fence] = ()
+
+
+@dataclass(slots=True, eq=False)
+class Memory:
+    """Memory of a layer's arrays, but for its gradients.
+
+    buffer   of all parameters, as a slot has them: uint8 [num_bytes]
+    at_rest  the parameters' views of it, each in a storage of its own size: a program that saves a
+             parameter, or its state dict, saves no other one
+    arrays   the optimizer's that are in memory, by name. "weights" is a view of the buffer
+    record   hazards of these
+    """
+
+    buffer: Tensor
+    at_rest: list[Tensor]
+    arrays: dict[str, Tensor]
+    record: Record
 
 
 class Ring:
@@ -91,8 +110,8 @@ class Arrays:
         folders: Sequence[Path],
     ) -> None:
         self._device, self._accumulates = device, accumulates
-        self._arrays: dict[tuple[Layer, str], Tensor] = {}
-        self._buffers: dict[Layer, Tensor] = {}
+        self._memory: dict[Layer, Memory] = {}
+        self._gradients: dict[Layer, Tensor] = {}
         self._pinned: list[Tensor] = []
         self._on_device: list[Tensor] = []
         self.host_bytes = self.host_peak_bytes = 0  # now, and the most so far
@@ -104,9 +123,6 @@ class Arrays:
         self._piece_bytes = staging.piece_bytes
         self._num_fetched = 0  # pieces
         self.read_bytes = self.written_bytes = 0  # of files, queued so far
-        # The parameters' views of their layer's buffer, each in a storage of its own size: a
-        # program that saves a parameter, or its state dict, saves no other one.
-        self.at_rest: dict[Layer, list[Tensor]] = {}
         self.file_bytes = self._lay_out(layers, in_files)
         self._files = Files(folders, self.file_bytes) if self.file_bytes else None
         try:
@@ -125,11 +141,8 @@ class Arrays:
             dtypes = {} if layer.states is None else layer.states.dtypes
             arrays = [a for a in {"weights": None, **dtypes} if a in in_files[layer]]
             for array in arrays:
-                num_bytes = layer.num_bytes
-                if array != "weights":
-                    num_bytes = num_items(array, layer.trained_numel) * dtypes[array].itemsize
                 self._offsets[layer, array] = end
-                end += _padded(num_bytes)
+                end += _padded(_num_bytes(layer, array))
             if arrays and layer.states is not None:
                 bytes_of = [dtypes[array].itemsize / group_size(array) for array in arrays]
                 page = page_numel(layer.states.kind)
@@ -150,34 +163,49 @@ class Arrays:
 
     def _take_over(self, layer: Layer) -> None:
         """Move the layer's parameters into its buffer. Torch frees the memory that they had."""
-        buffer = self._zeros(layer, "weights", layer.num_bytes, torch.uint8)
-        for parameter, view in zip(layer.parameters, layer.views(buffer), strict=True):
+        memory = self.allocate(layer)
+        for parameter, view in zip(layer.parameters, memory.at_rest, strict=True):
             view.copy_(parameter.detach())
-        self._hold(layer, buffer)
-        if layer.states is None:
-            return
-        for array, dtype in layer.states.dtypes.items():
-            if array != "weights" and (layer, array) not in self._offsets:
-                numel = num_items(array, layer.trained_numel)
-                self._arrays[layer, array] = self._zeros(layer, array, numel, dtype)
+        self._hold(layer, memory)
         # Zeros are a fresh state. But in fp16 "low" is the master itself.
-        if layer.states.low is torch.float32:
+        if layer.states is not None and layer.states.low is torch.float32:
             self.of(layer, "low").copy_(self.of(layer, "weights"))
         self.make_gradients(layer)
 
+    def allocate(self, layer: Layer) -> Memory:
+        """Make zeros for all arrays of the layer where they belong, but for its gradients."""
+        buffer = self._zeros(layer, "weights", layer.num_bytes, torch.uint8)
+        arrays: dict[str, Tensor] = {}
+        if layer.states is not None:
+            arrays["weights"] = buffer[: layer.trained_bytes].view(layer.dtype)
+            for array, dtype in layer.states.dtypes.items():
+                if array != "weights" and (layer, array) not in self._offsets:
+                    numel = num_items(array, layer.trained_numel)
+                    arrays[array] = self._zeros(layer, array, numel, dtype)
+        return Memory(buffer, _in_own_storages(layer, buffer), arrays, Record())
+
+    def _hold(self, layer: Layer, memory: Memory) -> None:
+        self._memory[layer] = memory  # all at once: an interrupt may come at any bytecode
+        layer.weight_record = memory.record
+        layer.bind(memory.at_rest)
+
+    def exchange(self, layer: Layer, memory: Memory) -> Memory:
+        """Let this be the memory of the layer, and point its parameters, which are at rest, at it.
+        Returns the memory of before."""
+        before = self._memory[layer]
+        self._hold(layer, memory)
+        return before
+
+    def free(self, memory: Memory) -> None:
+        """Give back memory that no layer has. The lanes have finished."""
+        for array in (memory.buffer, *(x for n, x in memory.arrays.items() if n != "weights")):
+            self._free(array)
+
     def make_gradients(self, layer: Layer) -> None:
         """Make the place for the layer's gradients, unless it has one or does not train."""
-        if layer.states is not None and (layer, "gradients") not in self._arrays:
+        if layer.states is not None and layer not in self._gradients:
             numel, dtype = layer.trained_numel, self.gradient_dtype(layer.dtype)
-            self._arrays[layer, "gradients"] = self._zeros(layer, "gradients", numel, dtype)
-
-    def _hold(self, layer: Layer, buffer: Tensor) -> None:
-        """Take this memory for the layer's parameters, and point them at it."""
-        self._buffers[layer] = buffer
-        self.at_rest[layer] = [_in_own_storage(view) for view in layer.views(buffer)]
-        layer.bind(self.at_rest[layer])
-        if layer.states is not None:
-            self._arrays[layer, "weights"] = buffer[: layer.trained_bytes].view(layer.dtype)
+            self._gradients[layer] = self._zeros(layer, "gradients", numel, dtype)
 
     def _zeros(self, layer: Layer, array: str, numel: int, dtype: torch.dtype) -> Tensor:
         if (layer, array) in self._offsets:
@@ -216,15 +244,30 @@ class Arrays:
     def of(self, layer: Layer, array: str) -> Tensor:
         """One array of a layer, flat. An array in files is mapped for the caller. It may be read
         and written only while no operation on the layer is queued."""
-        if (layer, array) in self._arrays:
-            return self._arrays[layer, array]
+        if array == "gradients":
+            return self._gradients[layer]
+        if array in self._memory[layer].arrays:
+            return self._memory[layer].arrays[array]
         assert layer.states is not None
         numel, dtype = num_items(array, layer.trained_numel), layer.states.dtypes[array]
         return self._map(layer, array, numel, dtype)
 
     def buffer(self, layer: Layer) -> Tensor:
         """The bytes of all parameters, as a slot has them: uint8 [num_bytes]."""
-        return self._buffers[layer]
+        return self._memory[layer].buffer
+
+    def at_rest(self, layer: Layer) -> list[Tensor]:
+        """The parameters' views of the layer's buffer."""
+        return self._memory[layer].at_rest
+
+    def is_aliased(self, layer: Layer) -> bool:
+        """True if the program keeps an alias of one of the layer's parameters at rest."""
+        with without_torch_function():
+            pairs = zip(layer.parameters, self.at_rest(layer), strict=True)
+            return any(
+                view.numel() and num_elsewhere(view, int(p.data_ptr() == view.data_ptr()))
+                for p, view in pairs
+            )
 
     def gradient(self, layer: Layer, position: int) -> Tensor:
         """The place of one trained parameter's gradient, flat."""
@@ -249,7 +292,7 @@ class Arrays:
         (`parameter.data = ...`) since the layer was used."""
         if not layer.is_seen:
             return []
-        views = self.at_rest[layer]
+        views = self.at_rest(layer)
         with without_torch_function():
             pointers = [parameter.data_ptr() for parameter in layer.parameters]
         return [k for k, pointer in enumerate(pointers) if pointer != views[k].data_ptr()]
@@ -258,7 +301,7 @@ class Arrays:
         """Copy parameters that the program has pointed elsewhere, and point them back. ConfigError
         for another shape or dtype."""
         for k in self.moved(layer):
-            parameter, view = layer.parameters[k], self.at_rest[layer][k]
+            parameter, view = layer.parameters[k], self.at_rest(layer)[k]
             for what, value, expected in (
                 ("shape", list(parameter.shape), list(view.shape)),
                 ("dtype", parameter.dtype, view.dtype),
@@ -362,48 +405,62 @@ class Arrays:
         self, layer: Layer, array: str, *, writes: bool = False
     ) -> Iterator[tuple[int, Tensor]]:
         """Yield the bytes of an array in order, wherever it lies: the place of the first one, and
-        the bytes in host memory, flat uint8. Those of "weights" are the layer's whole buffer.
+        the bytes in host memory, flat uint8. Those of "weights" are the layer's whole buffer. They
+        are of the layer's memory at the call: a later `exchange` changes nothing.
 
         No operation writes the array meanwhile: the caller has waited for the layer's operations,
         or they wait for the caller. A block is valid until the next is taken.
 
         writes  the caller changes the bytes
         """
-        is_in_files = (layer, array) in self._offsets
+        if (layer, array) in self._offsets:
+            return self._blocks_in_files(layer, array, writes=writes)
         whole = self.buffer(layer) if array == "weights" else self.of(layer, array)
         whole = whole.view(torch.uint8)
-        if not is_in_files and not layer.is_on_gpu:
-            yield 0, whole
-            return
-        memory, num_bytes = map_slab(BLOCK_BYTES, torch.uint8), whole.numel()
+        if layer.is_on_gpu:
+            return self._blocks_on_device(whole, writes=writes)
+        return iter([(0, whole)])
+
+    def _blocks_in_files(
+        self, layer: Layer, array: str, *, writes: bool
+    ) -> Iterator[tuple[int, Tensor]]:
+        assert self._files is not None
+        memory, num_bytes = map_slab(BLOCK_BYTES, torch.uint8), _num_bytes(layer, array)
         for begin in range(0, num_bytes, BLOCK_BYTES):
             block = memory[: min(BLOCK_BYTES, num_bytes - begin)]
-            if is_in_files:
-                assert self._files is not None
-                transfer = self._offsets[layer, array] + begin, memory[: _padded(block.numel())]
-                self._files.read([transfer])
-                yield begin, block
-                if writes:
-                    self._files.write([transfer])
-            else:
-                on_device = whole[begin : begin + block.numel()]
-                self._device.copy_now(block, on_device)
-                yield begin, block
-                if writes:
-                    self._device.copy_now(on_device, block)
+            transfer = self._offsets[layer, array] + begin, memory[: _padded(block.numel())]
+            self._files.read([transfer])
+            yield begin, block
+            if writes:
+                self._files.write([transfer])
+
+    def _blocks_on_device(self, whole: Tensor, *, writes: bool) -> Iterator[tuple[int, Tensor]]:
+        memory = map_slab(BLOCK_BYTES, torch.uint8)
+        for begin in range(0, whole.numel(), BLOCK_BYTES):
+            on_device = whole[begin : begin + BLOCK_BYTES]
+            block = memory[: on_device.numel()]
+            self._device.copy_now(block, on_device)
+            yield begin, block
+            if writes:
+                self._device.copy_now(on_device, block)
 
     def move(self, layer: Layer, *, to_device: bool) -> None:
         """Move a layer's arrays to the device, which updates it from now on, or back to the host.
         Its gradients have no place until `make_gradients`. The lanes have finished, and none of the
         arrays lies in files."""
         layer.is_on_gpu = to_device
-        gradients = self._arrays.pop((layer, "gradients"), None)
+        gradients = self._gradients.pop(layer, None)
         if gradients is not None:
             self._free(gradients)
-        self._hold(layer, self._moved(layer, "weights", self._buffers[layer]))
-        for array in () if layer.states is None else layer.states.dtypes:
-            if array != "weights":
-                self._arrays[layer, array] = self._moved(layer, array, self._arrays[layer, array])
+        memory = self._memory[layer]
+        memory.buffer = self._moved(layer, "weights", memory.buffer)
+        memory.at_rest = _in_own_storages(layer, memory.buffer)
+        layer.bind(memory.at_rest)
+        for array, source in memory.arrays.items():
+            if array == "weights":
+                memory.arrays[array] = memory.buffer[: layer.trained_bytes].view(layer.dtype)
+            else:
+                memory.arrays[array] = self._moved(layer, array, source)
 
     def _moved(self, layer: Layer, array: str, source: Tensor) -> Tensor:
         """A copy of an array in the layer's present memory. The array is freed."""
@@ -430,10 +487,11 @@ class Arrays:
         """Free all arrays. Parameters keep the buffers of their layers, in host memory. Weights in
         files stay there, mapped, until the program drops the parameters. What the program has
         pointed elsewhere stays there."""
-        for layer, views in self.at_rest.items():
-            if self._is_on_device(self.buffer(layer)):  # a move may have been interrupted
+        for layer, memory in self._memory.items():
+            views = memory.at_rest
+            if self._is_on_device(memory.buffer):  # a move may have been interrupted
                 buffer = torch.empty(layer.num_bytes, dtype=torch.uint8)
-                self._device.copy_now(buffer, self.buffer(layer))
+                self._device.copy_now(buffer, memory.buffer)
                 views = layer.views(buffer)
             moved = {k: layer.parameters[k].data for k in self.moved(layer)}
             layer.bind([moved.get(k, view) for k, view in enumerate(views)])
@@ -444,9 +502,20 @@ class Arrays:
             self._files.close()
         self._on_device.clear()
         self._pinned.clear()
-        self._arrays.clear()
-        self._buffers.clear()
-        self.at_rest.clear()
+        self._memory.clear()
+        self._gradients.clear()
+
+
+def _num_bytes(layer: Layer, array: str) -> int:
+    """Bytes of an array of the optimizer. Of "weights": of the layer's buffer."""
+    if array == "weights":
+        return layer.num_bytes
+    assert layer.states is not None
+    return num_items(array, layer.trained_numel) * layer.states.dtypes[array].itemsize
+
+
+def _in_own_storages(layer: Layer, buffer: Tensor) -> list[Tensor]:
+    return [_in_own_storage(view) for view in layer.views(buffer)]
 
 
 def _in_own_storage(view: Tensor) -> Tensor:
@@ -455,7 +524,7 @@ def _in_own_storage(view: Tensor) -> Tensor:
         return view
     with torch.inference_mode(False):  # autograd must be able to save it
         own = with_own_storage(view.view(-1).view(torch.uint8))
-        return own.view(view.dtype).view(view.shape)
+        return own.view(view.dtype).view(view.shape).data  # without `_base`, which is one more
 
 
 def _padded(num_bytes: int) -> int:

@@ -42,6 +42,8 @@ class Gradients:
     accumulates  gradients of several micro-batches are summed in fp32
     in_chunks    calls of blocks may be divided
     ends_step    the micro-batch is the step's last: sums of squares are taken as gradients come
+    change       called with a layer before its gradients on the host change
+    complete     called with it after that, if the step follows
     """
 
     def __init__(
@@ -56,9 +58,11 @@ class Gradients:
         accumulates: bool,
         in_chunks: bool = False,
         metrics: Metrics,
+        change: Callable[[Layer], None],
+        complete: Callable[[Layer], None],
     ) -> None:
         self._device, self._arrays, self._kernels, self._layers = device, arrays, kernels, layers
-        self._metrics = metrics
+        self._metrics, self._change, self._complete = metrics, change, complete
         self._accumulates, self.ends_step = accumulates, True
         self.offloaded_bytes = 0
         blocks = [layer for layer in layers if layer.is_block and layer.num_trained]
@@ -217,10 +221,12 @@ class Gradients:
         if layer.is_on_gpu:
             self._sum(layer, positions, slot.memory, slot.record)
         else:
+            self._change(layer)
             self._to_host(layer, slot, positions)
         layer.waiting.update(positions)
         if self.ends_step and not layer.is_on_gpu:  # the device's are taken in one launch
             self._sum_squares(layer)
+            self._complete(layer)
 
     def _to_host(self, layer: Layer, slot: Slot, positions: Sequence[int]) -> None:
         """Queue the copy of the slot's gradients to the host: to the buffer, or on to a sum."""

@@ -61,8 +61,6 @@ from stronghold.train.trainer import Trainer
 from stronghold.train.updates import StepResult
 
 KEY = "stronghold.room"
-# Keys for which the room has no part yet.
-MISSING = ("early_layers",)
 
 
 class Job:
@@ -86,7 +84,8 @@ class Job:
         ranks: Ranks,
     ) -> None:
         self.section, self.ranks, self._process = settings.stronghold, ranks, os.getpid()
-        self._refuse_missing()
+        if ranks.several:
+            raise ConfigError(f'{KEY}: "train" has no several ranks yet: leave the key out')
         self._trace_path = self.section.trace and open_path(self.section.trace, 0)
         self.precision = settings.precision
         self.predicted: StepEstimate | None = None
@@ -135,12 +134,6 @@ class Job:
         open_models.add(self)
 
     # -- opening ----------------------------------------------------------------------------------
-    def _refuse_missing(self) -> None:
-        missing = [key for key in MISSING if getattr(self.section, key)]
-        missing += ["several ranks"] if self.ranks.several else []
-        if missing:
-            raise ConfigError(f'{KEY}: "train" has no {", ".join(missing)}: leave the key out')
-
     def _take_layers(
         self,
         model: nn.Module,
@@ -208,7 +201,7 @@ class Job:
             ),
             training=optimizer is not None,
         )
-        self.demand: Demand = replace(demand, whole=False, early_layers=0, gradients_in_ram=True)
+        self.demand: Demand = replace(demand, whole=False, gradients_in_ram=True)
         self.plan: Plan = make_plan(self.layout, self.demand)
 
     @property

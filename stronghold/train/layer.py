@@ -90,7 +90,8 @@ class Layer:
     num_calls       forward calls since the first forward after a backward
     num_updates     optimizer steps so far
     fetched         `version` of what the slot has
-    is_seen         the program may have written parameters since the layer was used (`visible`)
+    is_seen         the program may have written parameters since the layer was used (`visible`).
+                    `num_looks`: how often it has looked at them
     *_record        hazards of weights, remainders and moments; of gradients
     """
 
@@ -125,7 +126,7 @@ class Layer:
         self.gradient_slot: Slot | None = None
         self.waiting: set[int] = set()
         self.num_calls = self.num_updates = 0
-        self.fetched, self.is_seen = (0, 0), True
+        self.fetched, self.is_seen, self.num_looks = (0, 0), True, 0
         self.weight_record, self.gradient_record = Record(), Record()
 
     def __repr__(self) -> str:

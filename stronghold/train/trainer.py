@@ -39,12 +39,13 @@ from stronghold.streaming.training_thread import TrainingThread
 from stronghold.telemetry.metrics import Metrics
 from stronghold.train.activations import intercepted_attention
 from stronghold.train.arrays import Arrays
+from stronghold.train.early_updates import EarlyUpdates
 from stronghold.train.gradients import Gradients
 from stronghold.train.hooks import Hooks, ProgramBackward
 from stronghold.train.layer import GradientState, Groups, Layer
 from stronghold.train.offload import ActivationOffload
 from stronghold.train.order import Order
-from stronghold.train.updates import StepResult, Updates
+from stronghold.train.updates import StepResult
 from stronghold.train.visible import Visible
 from stronghold.train.weights import Weights
 
@@ -107,7 +108,7 @@ class Trainer:
             self._visible = Visible(layers, thread)
             undo.callback(self._visible.close)
             self._follow_device()
-            self.updates = Updates(device, self.arrays, kernels, layers, groups)
+            self.updates = EarlyUpdates(device, self.arrays, kernels, layers, groups, metrics)
             self._start(plan)
             self._give_back = undo.pop_all()
 
@@ -131,6 +132,8 @@ class Trainer:
             layer.is_resident = layer.index in plan.resident
             if trains:
                 self.arrays.make_gradients(layer)
+        if trains:
+            self.updates.open(layer for layer in layers if layer.index in plan.early)
         device.side_streams.open(plan.demand.streams)
         self.weights = Weights(
             device, self.arrays, layers, plan.window, metrics=self._metrics, visible=self._visible
@@ -145,6 +148,8 @@ class Trainer:
             accumulates=plan.accumulates,
             in_chunks=plan.demand.chunk is not None,
             metrics=self._metrics,
+            change=self.updates.cancel,
+            complete=self.updates.start,
         )
         budget = plan.demand.host_budget_bytes
         self.offload = ActivationOffload(
@@ -182,6 +187,7 @@ class Trainer:
         self._hooks.close()
         self.offload.close()
         self.gradients.close()
+        self.updates.close()
         self.weights.close()
 
     def take_plan(self, plan: Plan) -> None:
@@ -346,6 +352,7 @@ class Trainer:
         interrupts])."""
         self._hooks.forget()
         self.gradients.forget()
+        self.updates.forget()
 
     def resting_hooks(self) -> AbstractContextManager[None]:
         """Context manager in which the model's own code runs alone."""

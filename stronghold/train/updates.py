@@ -83,7 +83,8 @@ class Updates:
             for layer in layers
         }
         self.counts = {layer: np.zeros(layer.num_trained, np.int64) for layer in layers}
-        self._rows: dict[tuple[Layer, int], native.Rows] = {}
+        # Of the pieces, by layer, first element and address.
+        self._rows: dict[tuple[Layer, int, int], native.Rows] = {}
         self.is_broken = False
 
     def optimizers(self, layer: Layer) -> list[Optimizer]:
@@ -152,20 +153,10 @@ class Updates:
         scale: float,
     ) -> None:
         for update in updates:
-            layer = update.layer
-            self.counts[layer][update.positions] += 1
-            layer.num_updates += 1
-            if layer.is_on_gpu:
-                continue
-            for piece in self._arrays.pieces(layer):
-                self._device.update.submit(
-                    f"update {layer.index}",
-                    partial(self._run, update, piece, scale),
-                    piece.after,
-                    reads=(layer.gradient_record,),
-                    writes=(piece.record,),
-                    nbytes=self._bytes(layer, piece.arrays["weights"].numel()),
-                )
+            if not update.layer.is_on_gpu:
+                self._update_on_host(update, scale)
+            self.counts[update.layer][update.positions] += 1
+            update.layer.num_updates += 1
         on_gpu = [update.layer for update in updates if update.layer.is_on_gpu]
         if on_gpu:
             self._device.compute.submit(
@@ -174,6 +165,18 @@ class Updates:
                 reads=[layer.gradient_record for layer in on_gpu],
                 writes=[layer.weight_record for layer in on_gpu],
                 nbytes=sum(self._bytes(layer, layer.trained_numel) for layer in on_gpu),
+            )
+
+    def _update_on_host(self, update: LayerUpdate, scale: float) -> None:
+        layer = update.layer
+        for piece in self._arrays.pieces(layer):
+            self._device.update.submit(
+                f"update {layer.index}",
+                partial(self._run, update, piece, scale),
+                piece.after,
+                reads=(layer.gradient_record,),
+                writes=(piece.record,),
+                nbytes=self._bytes(layer, piece.arrays["weights"].numel()),
             )
 
     def _outdate(self, layers: Sequence[Layer], weights: Weights) -> None:
@@ -198,10 +201,14 @@ class Updates:
         self._rows.clear()
 
     # -- the kernels' calls -----------------------------------------------------------------------
-    def _run(self, update: LayerUpdate, piece: Piece, scale: float) -> None:
-        """Work of the update lane: one pass over the arrays of a piece."""
+    def _run(
+        self, update: LayerUpdate, piece: Piece, scale: float, target: Piece | None = None
+    ) -> None:
+        """Work of the update lane: one pass over the arrays of a piece. They are written in place,
+        or to those of `target`."""
         layer = update.layer
         assert layer.states is not None
+        targets = {} if target is None else self._calls(update, target)
         for kernel, rows in self._calls(update, piece).items():
             rows["grad_scale"] = scale
             self._kernels.update(
@@ -210,6 +217,7 @@ class Updates:
                 self._arrays.gradient_dtype(layer.dtype),
                 rows,
                 lean=layer.states.is_lean,
+                targets=None if target is None else native.targets_of(targets[kernel]),
             )
 
     def _launches(self, updates: Sequence[LayerUpdate]) -> list[Callable[[float | None], None]]:
@@ -235,7 +243,7 @@ class Updates:
 
     def _calls(self, update: LayerUpdate, piece: Piece) -> dict[str, native.Rows]:
         """The rows of an update for one piece, by kernel."""
-        key = update.layer, piece.begin
+        key = update.layer, piece.begin, piece.arrays["weights"].data_ptr()
         if key not in self._rows:
             self._rows[key] = self._make_rows(update.layer, piece)
         rows = self._rows[key]

@@ -191,7 +191,7 @@ class Visible:
             # The program's own operations are queued behind those of compute.
             if not (layer.is_on_gpu and fence.lane is LaneName.COMPUTE):
                 fence.wait()
-        layer.is_seen = True  # first: an interrupt may come before all are shown
+        _note_look(layer)  # first: an interrupt may come before all are shown
         self.show(layer)
 
     def see_all(self) -> None:
@@ -199,7 +199,7 @@ class Visible:
         aliases that it has kept."""
         for layer in self._layers:
             layer.weight_record.wait()
-            layer.is_seen = True
+            _note_look(layer)
 
     def close(self) -> None:
         """Give every parameter its own class back, and torch its names."""
@@ -208,3 +208,8 @@ class Visible:
         _counted.difference_update(self._layer_of)
         if not _counted:
             _replacements.undo()
+
+
+def _note_look(layer: Layer) -> None:
+    layer.num_looks += 1
+    layer.is_seen = True

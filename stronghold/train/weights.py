@@ -157,7 +157,7 @@ class Weights:
         """Point the layer's parameters at the host, where a program finds them outside of calls.
         Does nothing if the program has looked since they were bound: it may have written."""
         if not layer.is_seen:
-            layer.bind(self._arrays.at_rest[layer])
+            layer.bind(self._arrays.at_rest(layer))
             self._visible.hide(layer)
 
     def release(self, layer: Layer, *, is_checked: bool = True) -> None:

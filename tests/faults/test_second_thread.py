@@ -15,7 +15,6 @@ import torch
 
 from stronghold.errors import ConfigError
 from tests.support.checkpoints import assert_same, make_batch, make_model, session, snapshot, train
-from tests.support.room import is_next, without_missing
 
 SECTIONS: list[dict[str, Any]] = [
     {"window": 1, "activations": "recompute"},
@@ -84,8 +83,6 @@ def beside(engine: Any, read: Callable[[], Any], steps: int) -> tuple[list[Any],
 def test_another_thread_never_touches_training(seed: int, tmp_path: Path) -> None:
     name, section = list(READS)[seed % len(READS)], SECTIONS[seed % len(SECTIONS)]
     section = {**section, "emulated": {"jitter_s": 0.0003, "seed": seed}}
-    if is_next():
-        without_missing(section)
     options = {"precision": "bf16", "section": section, "clipping": 0.0}
     with session(without_dropout(), **options) as engine:
         losses = train(engine, 1 + STEPS)

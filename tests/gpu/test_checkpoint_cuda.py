@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from tests.support.checkpoints import assert_same, make_model, resume, session, snapshot, train
-from tests.support.room import is_next, without_missing
 
 pytestmark = pytest.mark.gpu
 
@@ -35,8 +34,6 @@ def test_a_resumed_run_is_the_uninterrupted_one_on_a_gpu(
         losses, expected = train(engine, 10), snapshot(engine)
     for layout in LAYOUTS:
         section = {"device": "cuda", **layout}
-        if is_next():
-            without_missing(section)
         with session(make_model(seed=9), section=section, **options) as engine:
             resume(engine, tmp_path)
             assert all(map(torch.equal, train(engine, 10), losses)), layout

@@ -17,7 +17,6 @@ from stronghold.errors import ConfigError
 from stronghold.streaming.optimizer import make_scaler
 from tests.models import LENGTH, MODELS, VOCAB, Decoder, loss_of
 from tests.models.families import llama_of
-from tests.support import room
 from tests.support.fuzzed_configs import BATCH, NUM_BLOCKS, Drawn, drawn
 from tests.support.training import Run, assert_identical, initialized, moments_of, train_plain
 
@@ -111,8 +110,6 @@ def test_a_config_trains_as_the_plain_loop_or_is_refused_by_name(
     number: int, tmp_path: Path
 ) -> None:
     case = drawn(number, tmp_path)
-    if room.is_next():
-        room.without_missing(case.section, but=case.refused)
     if case.refused:
         with pytest.raises(ConfigError) as caught:
             trained(case)

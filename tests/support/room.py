@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import pytest
 
 from stronghold.config import StrongholdConfig
-from stronghold.train.job import MISSING
 
 OFFLOADS = ("stronghold.streaming.activations.offload", "stronghold.train.offload")
 
@@ -22,13 +18,6 @@ def choose(room: str) -> None:
 def is_next() -> bool:
     """True on the room `train`. Its abilities are fewer so far."""
     return StrongholdConfig().room == "train"
-
-
-def without_missing(section: dict[str, Any], but: Sequence[str] = ()) -> None:
-    """Take out of a "stronghold" section what the room `train` lacks, but for these dotted keys."""
-    for key in MISSING:
-        if f"stronghold.{key}" not in but:
-            section.pop(key, None)
 
 
 def offload_small(monkeypatch: pytest.MonkeyPatch) -> None:

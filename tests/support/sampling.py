@@ -15,7 +15,7 @@ OF_LAWS = 3
 ON_BOTH_ROOMS = (
     *(f"laws/test_{name}.py" for name in ("bits", "fuzzed_configs", "recompute", "attention")),
     *(f"laws/test_{name}.py" for name in ("aliases", "checkpoint_resume", "chunks", "programs")),
-    *(f"laws/test_{name}.py" for name in ("chunk_effects", "reads")),
+    *(f"laws/test_{name}.py" for name in ("chunk_effects", "early_updates", "reads")),
     *(f"laws/test_{name}.py" for name in ("weights_read", "weights_written")),
     *(f"border/test_{name}.py" for name in ("fragments", "named_weights", "offload_states")),
     "units/test_pinned.py",
@@ -25,7 +25,7 @@ ON_BOTH_ROOMS = (
 # These train on the old room, in which nothing changes any more. Of them, and on the old room of
 # those above, the default run takes a third of the cases that it would take else.
 ON_THE_OLD_ROOM = (
-    *(f"laws/test_{name}.py" for name in ("dtypes", "early_updates", "first_batch")),
+    *(f"laws/test_{name}.py" for name in ("dtypes", "first_batch")),
     *(f"laws/test_{name}.py" for name in ("fourth_home", "frozen_formats", "memory")),
     *(f"laws/test_{name}.py" for name in ("nvme_memory", "optimizer", "packed_bases", "ranks")),
     "faults/test_interrupts.py",

@@ -14,7 +14,6 @@ from torch import nn
 import stronghold
 from stronghold.optim.states import StateKind
 from tests.models import MODELS, loss_of, without_caches
-from tests.support.room import is_next, without_missing
 from tests.support.training import ADAM, KernelOptimizer, config
 
 Objective = Callable[[Any], torch.Tensor]
@@ -51,8 +50,6 @@ class Twin:
             section={"window": 1, "early_layers": early, **(section or {})},
         )
         self.settings.update(extra or {})
-        if is_next():
-            without_missing(self.settings["stronghold"])
         if "optimizer" not in initialize:
             initialize.setdefault("model_parameters", list(self.model.parameters()))
         self.engine: Any = stronghold.initialize(
