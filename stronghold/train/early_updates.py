@@ -173,7 +173,6 @@ class EarlyUpdates(Updates):
             and started.weights == _weights_of(layer)
             and np.array_equal(started.update.positions, update.positions)
             and np.array_equal(started.update.numbers, update.numbers)
-            and np.array_equal(started.update.counts, update.counts)
         )
         if not is_same:
             self._dropped.add(layer)

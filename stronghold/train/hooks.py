@@ -480,29 +480,29 @@ class Hooks:
         moved = self._weights.moved(layer) if is_written else []
         self._end_run(layer)
         if is_written:
-            self._refuse_write(layer, moved)
+            self._refuse_write(f"the forward of {layer.name}", layer, moved)
+            if layer.is_block and layer.level in AGAIN:
+                raise ConfigError(
+                    f"the forward of {layer.name} wrote into its parameters in place, and would do "
+                    'so again in backward: set stronghold.activations to "keep", which runs it once'
+                )
         return output
 
-    def _refuse_write(self, layer: Layer, moved: Sequence[str]) -> None:
-        """ConfigError for a forward that has written weights, or `moved` some. It may write those
-        that the device updates, if it runs once."""
+    def _refuse_write(self, writer: str, layer: Layer, moved: Sequence[str]) -> None:
+        """ConfigError for code that has written weights of a bound layer, or `moved` some. It may
+        write those that the device updates."""
         if moved:
             raise ConfigError(
-                f"the forward of {layer.name} pointed {moved[0]} to other memory "
+                f"{writer} pointed {moved[0]} to other memory "
                 f"({moved[0]}.data = ...), and what is assigned there is lost. Assign between two "
                 "steps, after engine.step(), or let the forward compute with a tensor of its own"
             )
         if not layer.is_on_gpu:
             raise ConfigError(
-                f"the forward of {layer.name} wrote into its parameters in place: they are a "
+                f"{writer} wrote into its parameters in place: they are a "
                 "copy there, and what is written is lost. Write between two steps, after "
                 "engine.step(), or let the device keep and update the layer "
                 '(stronghold.resident_layers, "resident_updates": "gpu")'
-            )
-        if layer.is_block and layer.level in AGAIN:
-            raise ConfigError(
-                f"the forward of {layer.name} wrote into its parameters in place, and would do so "
-                'again in backward: set stronghold.activations to "keep", which runs it once'
             )
 
     def _end_run(self, layer: Layer) -> None:
@@ -616,6 +616,7 @@ class Hooks:
         else:
             if layer is not self._order.reading or layer.slot is not self._slot or not is_here:
                 before, self._order.reading = self._order.reading, layer
+                self._refuse_written_in_backward(before)
                 self._rest(before)
                 self._order.use(layer)
                 self._weights.bind(layer)
@@ -628,6 +629,16 @@ class Hooks:
                 "were written since, by engine.step() or in place: call backward before the step, "
                 "and write after it"
             )
+
+    def _refuse_written_in_backward(self, layer: Layer | None) -> None:
+        """ConfigError if a hook of the program has written weights that backward has bound."""
+        if (
+            layer is not None
+            and layer.weight_state is WeightState.HERE
+            and (layer.version != layer.fetched)
+        ):
+            writer = f"a hook in the backward of {layer.name}"
+            self._refuse_write(writer, layer, self._weights.moved(layer))
 
     def _arrived(self, layer: Layer, position: int, parameter: Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None
@@ -655,6 +666,8 @@ class Hooks:
 
     def _end_backward(self) -> None:
         """Autograd calls it at the end of a backward that did not raise."""
+        for layer in (*self._outside.all, self._order.reading):
+            self._refuse_written_in_backward(layer)
         if not self._is_inner:
             self._forgets_calls = True
             for layer in self._outside.all:

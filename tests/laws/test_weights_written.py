@@ -130,6 +130,40 @@ def test_what_is_written_in_place_is_used_and_trained(
         KEPT.clear()
 
 
+def halve_in_place(weight: nn.Parameter) -> None:
+    with torch.no_grad():
+        weight.mul_(0.5)
+
+
+def halve_by_assignment(weight: nn.Parameter) -> None:
+    weight.data = 0.5 * weight.data
+
+
+@pytest.mark.skipif(not is_next(), reason="the room `streaming` loses what is written in a block")
+@pytest.mark.parametrize("halve", [halve_in_place, halve_by_assignment])
+@pytest.mark.parametrize("name", ["head", "blocks.0.mlp.up"])
+@pytest.mark.parametrize("section", SECTIONS)
+def test_what_a_hook_writes_into_weights_that_backward_reads_counts_or_is_refused(
+    section: str, name: str, halve: Callable[[nn.Parameter], None]
+) -> None:
+    with twin(section=SECTIONS[section], clipping=1.0) as both:
+        both.train(0)
+        handles = []
+        for model in (both.model, both.plain):
+            weight = model.get_submodule(name).weight
+            last = model.embedding.weight  # whose gradient is the last one
+            handles.append(last.register_hook(lambda _, weight=weight: halve(weight)))
+        if halve is halve_in_place and section in ("updated on the gpu", "whole"):
+            both.train(1)
+        else:
+            with pytest.raises(ConfigError, match=rf"hook in the backward of {name[:8]}"):
+                both.engine.backward(both.on(1)(both.engine))
+        for handle in handles:
+            handle.remove()
+        both.train(2)
+        both.train(3)
+
+
 @pytest.mark.parametrize("hook", ["register_forward_hook", "register_full_backward_hook"])
 @pytest.mark.parametrize("raised", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("section", SECTIONS)
