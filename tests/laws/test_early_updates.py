@@ -17,6 +17,7 @@ from torch import nn
 
 from stronghold.devices.lane_name import LaneName
 from stronghold.errors import ConfigError, LaneError
+from stronghold.streaming.patches.autograd import without_torch_function
 from tests.faults.test_lane_failures import WITHIN_S, fail_backward, fail_in
 from tests.models import MODELS, loss_of
 from tests.support.checkpoints import assert_same, snapshot
@@ -166,13 +167,19 @@ def change_rate(both: Twin) -> None:
             group["lr"] *= 0.5
 
 
+def write_past_the_hidden_class(both: Twin) -> None:
+    for model in (both.model, both.plain):
+        with torch.no_grad(), without_torch_function():
+            model.blocks[1].mlp.up.weight.mul_(0.5)
+
+
 def drop_a_gradient(both: Twin) -> None:
     for model in (both.model, both.plain):
         model.blocks[1].mlp.up.zero_grad()
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["under way", "ended"])
-@pytest.mark.parametrize("change", [change_rate, drop_a_gradient])
+@pytest.mark.parametrize("change", [change_rate, write_past_the_hidden_class, drop_a_gradient])
 def test_what_changes_before_the_step_is_the_steps(
     change: Callable[[Twin], None], ends: bool
 ) -> None:
