@@ -25,12 +25,12 @@ from enum import Enum
 
 import torch
 
+from stronghold.devices.compute_span import ComputeSpan
 from stronghold.errors import ConfigError
 from stronghold.memory.layer import ExpectedGradients, LayerState, Residency
 from stronghold.memory.window import Window
 from stronghold.plan.plan import Plan
 from stronghold.plan.schedule import Action, Kind, Position, Schedule, canonical_uses, make_schedule
-from stronghold.streaming.compute_span import ComputeSpan
 from stronghold.streaming.gradients import GradientOffload
 from stronghold.streaming.ledger import Ledger
 from stronghold.streaming.optimizer_step import OptimizerStep

@@ -23,6 +23,7 @@ from operator import attrgetter
 import torch
 
 from stronghold.devices.base import Fence
+from stronghold.devices.compute_span import ComputeSpan
 from stronghold.errors import StateError
 from stronghold.memory.buffers import GradientSlot, HostEntry
 from stronghold.memory.gradient_slots import gradient_view, round_sums, sum_view
@@ -31,7 +32,6 @@ from stronghold.memory.window import Window, slot_gradient_bytes
 from stronghold.model.layout import ALIGN_NUMEL, ParameterSlice, Span
 from stronghold.plan.homes import GPU
 from stronghold.plan.schedule import Kind
-from stronghold.streaming.compute_span import ComputeSpan
 from stronghold.streaming.parts import Parts
 from stronghold.streaming.pending_gradients import PendingGradients
 from stronghold.streaming.pieces import InBuffer, LayerGradients

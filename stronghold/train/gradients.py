@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from stronghold.devices.base import Device, Fence, Record
+from stronghold.devices.compute_span import ComputeSpan
 from stronghold.native import Kernels
 from stronghold.plan.host_memory import SUM_BUFFERS
 from stronghold.telemetry.metrics import Metrics, WaitCause
@@ -58,11 +59,13 @@ class Gradients:
         accumulates: bool,
         in_chunks: bool = False,
         metrics: Metrics,
+        span: ComputeSpan,
         change: Callable[[Layer], None],
         complete: Callable[[Layer], None],
     ) -> None:
         self._device, self._arrays, self._kernels, self._layers = device, arrays, kernels, layers
-        self._metrics, self._change, self._complete = metrics, change, complete
+        self._metrics, self._span = metrics, span
+        self._change, self._complete = change, complete
         self._accumulates, self.ends_step = accumulates, True
         self.offloaded_bytes = 0
         blocks = [layer for layer in layers if layer.is_block and layer.num_trained]
@@ -179,7 +182,8 @@ class Gradients:
         stream = self._device.compute.stream()
         if stream not in slot.writers:
             for fence in slot.record.users:  # the last offload reads it
-                self._metrics.waited(WaitCause.OFFLOAD, self._device.compute.wait(fence))
+                with self._span.waiting(fence):
+                    self._metrics.waited(WaitCause.OFFLOAD, self._device.compute.wait(fence))
             slot.writers.append(stream)
 
     def _join(self, slot: Slot, name: str) -> None:

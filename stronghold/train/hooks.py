@@ -47,6 +47,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from stronghold.devices.base import Device
+from stronghold.devices.compute_span import ComputeSpan
 from stronghold.errors import ConfigError
 from stronghold.plan.cost import AGAIN, AWAY
 from stronghold.streaming.guards import COMPILED_WHOLE, NO_TRANSFORMS
@@ -200,6 +201,7 @@ class Hooks:
     frozen  parameters that were frozen when their optimizer was made, with their names
     chunk   sequences that go through a block together; None: all
     device  the one on which blocks run
+    span    the compute lane's row of the trace: from the use of a layer to that of the next one
     """
 
     def __init__(
@@ -216,11 +218,12 @@ class Hooks:
         thread: TrainingThread,
         chunk: int | None,
         device: Device,
+        span: ComputeSpan,
     ) -> None:
         self._model, self._modules, self._frozen = model, modules, frozen
         self._order, self._weights, self._gradients = order, weights, gradients
         self._offload = offload
-        self._program, self._thread = program, thread
+        self._program, self._thread, self._span = program, thread, span
         self._layers = tuple(modules)
         self._last_away = -1  # the last layer whose activations go to the host
         self._outside = OutsideLayers(modules)
@@ -346,6 +349,7 @@ class Hooks:
             raise
 
     def _end_forward(self, *, is_complete: bool) -> None:
+        self._span.end()
         for layer in self._outside.all:
             self._end_use(layer)
         if not self._is_training or not is_complete:
@@ -457,8 +461,13 @@ class Hooks:
         outer_pair = saved_tensor_hooks()
         if backward_number() != NO_BACKWARD:
             self._begin_backward()
+        has_span = not self._in_backward and layer not in self._order.running
         try:
+            if has_span:
+                self._span.end()  # waits are no compute
             self._begin_use(layer)
+            if has_span:
+                self._span.begin(f"forward {layer.index}")
             if not torch.is_grad_enabled() or (keep is kept and not self._weights.has_slots):
                 output = forward(*args, **kwargs)
             else:
@@ -510,6 +519,7 @@ class Hooks:
             self._end_use(layer)  # a pass keeps the others bound: it may read them again
         is_alone = not self.is_open and not self._order.running
         if layer.is_block and is_alone:  # the program calls the block by itself
+            self._span.end()
             self._order.end_pass(is_complete=False)
 
     def _begin_use(self, layer: Layer) -> None:
@@ -600,6 +610,7 @@ class Hooks:
         for layer in self._outside.all:
             if layer.weight_state is WeightState.HERE:  # else its forward has not used it
                 self._begin_use(layer)
+        self._span.begin("backward")  # of what is behind the last block
 
     def _reached(
         self, layer: Layer, version: tuple[int, int], runs_again: bool, gradient: Tensor | None
@@ -617,9 +628,11 @@ class Hooks:
             if layer is not self._order.reading or layer.slot is not self._slot or not is_here:
                 before, self._order.reading = self._order.reading, layer
                 self._refuse_written_in_backward(before)
+                self._span.end()
                 self._rest(before)
                 self._order.use(layer)
                 self._weights.bind(layer)
+                self._span.begin(f"backward {layer.index}")
                 self._slot, self._version = layer.slot, layer.version
             present = self._version
         # Of what stays in its memory and runs once, autograd itself compares versions.
@@ -666,6 +679,7 @@ class Hooks:
 
     def _end_backward(self) -> None:
         """Autograd calls it at the end of a backward that did not raise."""
+        self._span.end()
         for layer in (*self._outside.all, self._order.reading):
             self._refuse_written_in_backward(layer)
         if not self._is_inner:
@@ -692,6 +706,7 @@ class Hooks:
 
     def forget(self) -> None:
         """End every pass that an exception has left open, at any bytecode, and empty every slot."""
+        self._span.drop()
         self._weights.forget()
         self._offload.forget()
         self._order.forget()

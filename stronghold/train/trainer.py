@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from stronghold import native
 from stronghold.devices.base import Device
+from stronghold.devices.compute_span import ComputeSpan
 from stronghold.errors import ConfigError
 from stronghold.model.inner_tensors import follow_device, wrappers
 from stronghold.model.partition import Partition
@@ -127,7 +128,7 @@ class Trainer:
     # -- the plan ---------------------------------------------------------------------------------
     def _start(self, plan: Plan, *, trains: bool = True) -> None:
         """Make slots and hooks by `plan`. The model may be called now."""
-        device, layers = self._device, self.layers
+        device, layers, span = self._device, self.layers, ComputeSpan(self._device)
         for layer in layers:
             layer.is_resident = layer.index in plan.resident
             if trains:
@@ -148,6 +149,7 @@ class Trainer:
             accumulates=plan.accumulates,
             in_chunks=plan.demand.chunk is not None,
             metrics=self._metrics,
+            span=span,
             change=self.updates.cancel,
             complete=self.updates.start,
         )
@@ -173,6 +175,7 @@ class Trainer:
             thread=self._thread,
             chunk=plan.demand.chunk,
             device=device,
+            span=span,
         )
         self.set_levels(plan.activations)
 

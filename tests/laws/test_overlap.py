@@ -43,7 +43,8 @@ def measure(
     """The median step's seconds, and how busy each lane was in one; the plan."""
     path.mkdir(exist_ok=True)
     model = SleepingModel(layers)
-    section = {"window": 3, "cpu_threads": 1, "trace": str(path / "trace.json"), **section}
+    trace = str(path / "trace.json")
+    section = {"room": "train", "window": 3, "cpu_threads": 1, "trace": trace, **section}
     section["emulated"] = {"poison": False, **emulated}
     engine = initialized(model, config(clipping=clipping, section=section))
     steps = timed_steps(engine, torch.ones(1024), WARM_UP + MEASURED)[WARM_UP:]
@@ -55,6 +56,16 @@ def measure(
         for lane in LANES
     }
     return {"step": statistics.median(steps), **busy}, plan
+
+
+def test_the_row_of_compute_has_each_use_of_a_layer_and_no_wait(tmp_path: Path) -> None:
+    layers = [(LAYER_NUMEL, 0.001, 0.002)] * 4
+    link_gbps = 4 * LAYER_NUMEL / 0.02 / 1e9  # 20 ms for a layer
+    busy, _ = measure(layers, {}, {"link_gbps": link_gbps}, 0.0, tmp_path)
+    row = [span.name for span in read(tmp_path / "trace.json") if span.lane == "compute"]
+    forward, backward = [f"forward {k}" for k in range(4)], [f"backward {k}" for k in range(4)]
+    assert [*dict.fromkeys(row)] == [*forward, "backward", *reversed(backward)]
+    assert busy["compute"] < 0.5 * busy["step"]
 
 
 @pytest.mark.parametrize(

@@ -203,7 +203,7 @@ def test_a_parameter_that_was_pointed_elsewhere_is_taken_over() -> None:
     assert arrays.moved(layer) == [1]
     arrays.adopt_moved(layer)
     assert arrays.moved(layer) == []
-    assert model.bias.data_ptr() == arrays.at_rest[layer][1].data_ptr()
+    assert model.bias.data_ptr() == arrays.at_rest(layer)[1].data_ptr()
     assert model.bias.tolist() == [7.0] * 3
     model.bias.data = torch.ones(1)  # it would be broadcast
     with pytest.raises(ConfigError, match=r"bias.data has the shape \[1\] now, expected \[3\]"):
