@@ -58,14 +58,15 @@ def measure(
     return {"step": statistics.median(steps), **busy}, plan
 
 
+@law_of_time
 def test_the_row_of_compute_has_each_use_of_a_layer_and_no_wait(tmp_path: Path) -> None:
     layers = [(LAYER_NUMEL, 0.001, 0.002)] * 4
-    link_gbps = 4 * LAYER_NUMEL / 0.02 / 1e9  # 20 ms for a layer
+    link_gbps = 4 * LAYER_NUMEL / 0.06 / 1e9  # 60 ms for a layer
     busy, _ = measure(layers, {}, {"link_gbps": link_gbps}, 0.0, tmp_path)
     row = [span.name for span in read(tmp_path / "trace.json") if span.lane == "compute"]
     forward, backward = [f"forward {k}" for k in range(4)], [f"backward {k}" for k in range(4)]
     assert [*dict.fromkeys(row)] == [*forward, "backward", *reversed(backward)]
-    assert busy["compute"] < 0.5 * busy["step"]
+    on_time(busy["compute"] < 0.13 * busy["step"], busy)
 
 
 @pytest.mark.parametrize(
