@@ -33,8 +33,7 @@ from stronghold.telemetry.metrics import EarlyOutcome, Metrics
 from stronghold.train.arrays import Arrays, Memory, Piece
 from stronghold.train.gradients import Gradients
 from stronghold.train.layer import Groups, Layer
-from stronghold.train.updates import LayerUpdate, StepResult, Updates
-from stronghold.train.weights import Weights
+from stronghold.train.updates import LayerUpdate, Updates
 
 
 class Started(NamedTuple):
@@ -63,8 +62,8 @@ class EarlyUpdates(Updates):
         self._second: dict[Layer, Memory] = {}
         self._started: dict[Layer, Started] = {}  # in the order of the lane
         self._dropped: set[Layer] = set()  # have begun in vain in this step
-        # The factor of the gradients in a step that is not clipped, as the last step knew it. A run
-        # that clips one step often clips the next.
+        # The factor of the gradients in a step that is not clipped, as the last step knew it. After
+        # a clipped step the next one often is, too.
         self._scale, self._was_clipped = 1.0, False
 
     def open(self, layers: Iterable[Layer]) -> None:
@@ -117,39 +116,20 @@ class EarlyUpdates(Updates):
         return layer in self._started
 
     # -- the step ---------------------------------------------------------------------------------
-    def step(
-        self,
-        weights: Weights,
-        gradients: Gradients,
-        *,
-        clipping: float,
-        loss_scale: float,
-        skips_overflow: bool,
-    ) -> StepResult:
-        self._scale = 1.0 / loss_scale
-        try:
-            return super().step(
-                weights,
-                gradients,
-                clipping=clipping,
-                loss_scale=loss_scale,
-                skips_overflow=skips_overflow,
-            )
-        finally:
-            self.forget()
-
     def _queue(
         self,
         updates: Sequence[LayerUpdate],
         launches: Sequence[Callable[[float | None], None]],
-        scale: float,
+        *,
+        clip: float,
+        loss_scale: float,
     ) -> None:
-        self._was_clipped = scale != self._scale
+        self._scale, self._was_clipped = 1.0 / loss_scale, clip != 1.0
         newest_first = list(reversed(self._started.items()))
         fences = [started.fence for _, started in newest_first]
         for layer, _ in newest_first[: self._device.update.withdraw(fences)]:
             del self._started[layer]
-        super()._queue(updates, launches, scale)
+        super()._queue(updates, launches, clip=clip, loss_scale=loss_scale)
 
     def _update_on_host(self, update: LayerUpdate, scale: float) -> None:
         if self._commit(update, scale):
@@ -179,6 +159,10 @@ class EarlyUpdates(Updates):
             return False
         self._second[layer] = self._arrays.exchange(layer, self._second[layer])
         return True
+
+    def _end(self, layers: Sequence[Layer], gradients: Gradients) -> None:
+        self.forget()
+        super()._end(layers, gradients)
 
     def forget(self) -> None:
         """The step has ended, or is void: cancel its early updates, the newest first."""

@@ -128,12 +128,16 @@ class Updates:
             for layer in layers:  # the update begins with what the program has written
                 weights.refresh(layer)
             self.is_broken = True
-            self._queue(updates, launches, scale / loss_scale)
+            self._queue(updates, launches, clip=scale, loss_scale=loss_scale)
             self._outdate(layers, weights)
-            self.is_broken = False
+        self._end(layers, gradients)
+        self.is_broken = False
+        return result
+
+    def _end(self, layers: Sequence[Layer], gradients: Gradients) -> None:
+        """The step of these layers has ended, or was skipped."""
         for layer in layers:
             gradients.drop(layer)
-        return result
 
     def _next(self, layer: Layer) -> LayerUpdate:
         numbers = np.zeros((layer.num_trained, native.MAX_NUMBERS))
@@ -150,8 +154,13 @@ class Updates:
         self,
         updates: Sequence[LayerUpdate],
         launches: Sequence[Callable[[float | None], None]],
-        scale: float,
+        *,
+        clip: float,
+        loss_scale: float,
     ) -> None:
+        """Queue updates. `clip`: the factor of the gradients without their loss scale, 1 for a step
+        that is not clipped."""
+        scale = clip / loss_scale
         for update in updates:
             if not update.layer.is_on_gpu:
                 self._update_on_host(update, scale)

@@ -208,19 +208,28 @@ def arrays_of(engine: Any) -> dict[str, Tensor]:
 
 # Primes: each instruction of a loop has its turn.
 @pytest.mark.parametrize("stride", [41, pytest.param(13, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("room", "file"),
+    [
+        ("streaming", "early_updates"),
+        ("train", "early_updates"),
+        pytest.param("train", "arrays", marks=pytest.mark.slow),
+    ],
+)
 def test_an_interrupt_between_early_update_and_commit_leaves_one_step_or_says_so(
-    stride: int, tmp_path: Path
+    room: str, file: str, stride: int, tmp_path: Path
 ) -> None:
     """At bytecodes that start, take back and commit early updates. The arrays are those of before
     the step, or the engine asks for a load, which heals it."""
-    section = {"window": 2, "early_layers": "all"}
+    section = {"room": room, "window": 2, "early_layers": "all"}
     with session(clipping=1e4, section=section) as engine:
         first = train_steps(engine, 2)
         engine.save_checkpoint(tmp_path)
         before = snapshot(engine)
         expected = train_steps(engine, 1)
         resume(engine, tmp_path)
-        within = "/stronghold/streaming/early_updates.py"
+        assert_same(snapshot(engine), before)  # as after each interrupt
+        within = f"/stronghold/{room}/{file}.py"
         work = lambda: train_steps(engine, 1)  # noqa: E731
         count = at_bytecode(work, 0, within=within)
         assert len(first) == 2
