@@ -121,6 +121,7 @@ def test_a_step_that_ends_anywhere_leaves_no_trace(place: dict[str, Any], seeds:
             undisturbed.step(number)
             expected.append(undisturbed.state())
     runs = [interrupt_steps(place, expected, seed) for seed in seeds]
-    assert sum(stopped for stopped, _ in runs) >= 2 * len(runs)
+    # A run ends where the step does not: at its first interrupt, perhaps.
+    assert sum(stopped + is_broken for stopped, is_broken in runs) >= 2 * len(runs)
     is_rare = place is PLACES[-1]  # updates are queued in few of its bytecodes
     assert len(runs) < 10 or is_rare or any(is_broken for _, is_broken in runs)
