@@ -184,10 +184,11 @@ class Trainer:
         self._hooks.set_levels(levels)
 
     def _stop(self) -> None:
-        """Finish the lanes, and remove hooks and slots. The model is a plain one. Safe to call
-        twice."""
+        """Finish lanes and compute, and remove hooks and slots. The model is a plain one. Safe to
+        call twice."""
         self._device.finish()
         self._hooks.close()
+        self._device.compute.finish()  # the device may still update its layers
         self.offload.close()
         self.gradients.close()
         self.updates.close()
@@ -390,6 +391,7 @@ class Trainer:
         ConfigError within a forward or a backward."""
         self.check_between_passes(operation)
         self._device.finish()
+        self._device.compute.finish()  # the device may still update its layers
         self.forget()
         for layer in self.layers:  # the load takes the place of what the program has written
             layer.is_seen = False

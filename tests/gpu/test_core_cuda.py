@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,14 @@ from stronghold.plan.plan import make_plan
 from stronghold.train.arrays import Arrays
 from stronghold.train.layer import Layer
 from tests.border.test_user_backward import Forces
-from tests.gpu.test_training_cuda import train_plain_on_gpu
+from tests.gpu.test_training_cuda import CYCLES, train_plain_on_gpu
 from tests.laws import test_core_quantised as quantised
 from tests.laws.test_bits import never
 from tests.laws.test_core import AXES, PLACES, at_home
-from tests.models import MODELS
+from tests.models import MODELS, loss_of
 from tests.support.core import Core, opened, train_core
 from tests.support.pairs import Case, covering
+from tests.support.sleeping import sleep_on_stream
 from tests.support.training import Run, assert_identical, on, operators_in_one_order
 
 pytestmark = pytest.mark.gpu
@@ -190,6 +192,41 @@ def test_a_model_that_has_left_the_gpu_trains_on_with_the_same_bits(
     evaluated, *expected = losses[False]
     assert all(map(torch.equal, trained, expected))
     assert torch.equal(away, evaluated) or not keeps_weights  # a CPU rounds otherwise
+
+
+def load_zeros(core: Core) -> None:
+    with core.trainer.changing("a load"):
+        for layer in core.layers:
+            for _, block in core.trainer.arrays.blocks(layer, "weights", writes=True):
+                block.zero_()
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda core: core.trainer.leave_device(),
+        lambda core: core.trainer.take_plan(core.plan),
+        lambda core: None,  # the end
+        load_zeros,
+    ],
+    ids=["leave", "move", "close", "load"],
+)
+def test_what_takes_or_writes_weights_on_the_device_waits_for_their_update(
+    take: Callable[[Core], None],
+) -> None:
+    """The host runs ahead: the device has not begun the update."""
+    device, states = torch.device("cuda"), []
+    for waits in (True, False):
+        model, make_batch = MODELS["gpt"]()
+        with opened(model, device=CudaDevice, resident_layers=2, resident_updates="gpu") as core:
+            core.trainer.backward(loss_of(core.trainer.forward(**on(device, make_batch(0)))))
+            sleep_on_stream(100 * CYCLES)
+            core.trainer.step()
+            if waits:
+                torch.cuda.synchronize()
+            take(core)
+        states.append(model.state_dict())
+    assert all(torch.equal(value, states[0][name]) for name, value in states[1].items())
 
 
 def test_a_take_over_that_fails_leaves_the_model_on_the_host(
