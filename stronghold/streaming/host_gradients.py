@@ -47,21 +47,27 @@ class HostGradients:
             added = gradients.positions & positions
             needs_load = bool(positions)
             positions |= gradients.positions
-            taken = PieceNorms(self._kernels, state.gradients.square_sums) if norms else None
+            square_sums = state.gradients.square_sums
+            taken = PieceNorms(self._kernels, square_sums) if norms else None
             is_sum = array == "accumulated"
             verb = Verb.ACCUMULATE if is_sum else Verb.NORM if norms else Verb.MERGE
             self._operations.queue(
                 verb,
                 gradients,
                 (array,),
-                partial(self._set_or_add, array, added, taken),
+                partial(self._set_or_add, array, added, taken, square_sums),
                 partial(summed_bytes, norms=norms) if is_sum else gradient_bytes,
                 also_writes=(state.records["norms"],) if norms or is_sum else (),
                 needs_load=needs_load,
             )
 
     def _set_or_add(
-        self, array: str, added: frozenset[int], norms: PieceNorms | None, piece: Piece
+        self,
+        array: str,
+        added: frozenset[int],
+        norms: PieceNorms | None,
+        square_sums: dict[int, float],
+        piece: Piece,
     ) -> None:
         """Work of a lane: set the gradients of one piece, or add those of parameters in `added`."""
         target = piece.views[array]
@@ -84,6 +90,9 @@ class HostGradients:
                 set_or_add(target[elements], piece.flat[elements], add=k in added)
         if norms is not None:
             norms.add(piece, array)
+            return
+        for k, _, _ in piece.parameters():  # a sum of before is that of another gradient
+            square_sums.pop(k, None)
 
     def sum_squares(self, state: LayerState) -> None:
         """Compute the sums of squares that the layer lacks. All operations on its gradients have

@@ -88,7 +88,6 @@ def test_what_is_written_between_backward_and_step_is_stepped_from(ends: bool) -
             both.step()
 
 
-@pytest.mark.skipif(not is_next(), reason="the room `streaming` has the norm of before then")
 def test_a_late_gradient_of_a_step_that_goes_on_cancels_the_early_update() -> None:
     """The program ends its step later than it had said."""
     with twin(section=ALL, clipping=1e4, accumulation=3) as both:
