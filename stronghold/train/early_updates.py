@@ -21,7 +21,7 @@ and an update has the same bits whenever it runs. It writes a second memory of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -46,7 +46,7 @@ class Started(NamedTuple):
 
 
 class EarlyUpdates(Updates):
-    """Updates, of which those of the layers of `open` may run early."""
+    """Updates every layer that has gradients, those of `open` early where it may."""
 
     def __init__(
         self,
@@ -116,20 +116,13 @@ class EarlyUpdates(Updates):
         return layer in self._started
 
     # -- the step ---------------------------------------------------------------------------------
-    def _queue(
-        self,
-        updates: Sequence[LayerUpdate],
-        launches: Sequence[Callable[[float | None], None]],
-        *,
-        clip: float,
-        loss_scale: float,
-    ) -> None:
+    def _close_barrier(self, *, clip: float, loss_scale: float) -> float:
         self._scale, self._was_clipped = 1.0 / loss_scale, clip != 1.0
         newest_first = list(reversed(self._started.items()))
         fences = [started.fence for _, started in newest_first]
         for layer, _ in newest_first[: self._device.update.withdraw(fences)]:
             del self._started[layer]
-        super()._queue(updates, launches, clip=clip, loss_scale=loss_scale)
+        return super()._close_barrier(clip=clip, loss_scale=loss_scale)
 
     def _update_on_host(self, update: LayerUpdate, scale: float) -> None:
         if self._commit(update, scale):

@@ -489,11 +489,11 @@ class Hooks:
         moved = self._weights.moved(layer) if is_written else []
         self._end_run(layer)
         if is_written:
-            self._refuse_write(f"the forward of {layer.name}", layer, moved)
+            self._refuse_write("a forward", layer, moved)
             if layer.is_block and layer.level in AGAIN:
                 raise ConfigError(
-                    f"the forward of {layer.name} wrote into its parameters in place, and would do "
-                    'so again in backward: set stronghold.activations to "keep", which runs it once'
+                    f"a forward wrote into the parameters of {layer.name} in place, and would "
+                    'again in backward: set stronghold.activations to "keep", which runs it once'
                 )
         return output
 
@@ -508,8 +508,8 @@ class Hooks:
             )
         if not layer.is_on_gpu:
             raise ConfigError(
-                f"{writer} wrote into its parameters in place: they are a "
-                "copy there, and what is written is lost. Write between two steps, after "
+                f"{writer} wrote into the parameters of {layer.name} in place: they are a copy "
+                "there, and what is written is lost. Write between two steps, after "
                 "engine.step(), or let the device keep and update the layer "
                 '(stronghold.resident_layers, "resident_updates": "gpu")'
             )
@@ -650,8 +650,7 @@ class Hooks:
             and layer.weight_state is WeightState.HERE
             and (layer.version != layer.fetched)
         ):
-            writer = f"a hook in the backward of {layer.name}"
-            self._refuse_write(writer, layer, self._weights.moved(layer))
+            self._refuse_write("a hook in backward", layer, self._weights.moved(layer))
 
     def _arrived(self, layer: Layer, position: int, parameter: Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None

@@ -85,7 +85,7 @@ class Job:
     ) -> None:
         self.section, self.ranks, self._process = settings.stronghold, ranks, os.getpid()
         if ranks.several:
-            raise ConfigError(f'{KEY}: "train" has no several ranks yet: leave the key out')
+            raise ConfigError(f'{KEY}: "train" trains on one rank alone so far: leave the key out')
         self._trace_path = self.section.trace and open_path(self.section.trace, 0)
         self.precision = settings.precision
         self.predicted: StepEstimate | None = None

@@ -83,7 +83,7 @@ class Updates:
             for layer in layers
         }
         self.counts = {layer: np.zeros(layer.num_trained, np.int64) for layer in layers}
-        # Of the pieces, by layer, first element and address.
+        # Of each piece, by its layer, its first element and its address.
         self._rows: dict[tuple[Layer, int, int], native.Rows] = {}
         self.is_broken = False
 
@@ -128,11 +128,19 @@ class Updates:
             for layer in layers:  # the update begins with what the program has written
                 weights.refresh(layer)
             self.is_broken = True
-            self._queue(updates, launches, clip=scale, loss_scale=loss_scale)
+            factor = self._close_barrier(clip=scale, loss_scale=loss_scale)
+            self._queue(updates, launches, factor)
             self._outdate(layers, weights)
         self._end(layers, gradients)
         self.is_broken = False
         return result
+
+    def _close_barrier(self, *, clip: float, loss_scale: float) -> float:
+        """The norm is known, and updates are queued next. Returns the factor of the gradients.
+
+        clip  their factor without the loss scale, 1 for a step that is not clipped
+        """
+        return clip / loss_scale
 
     def _end(self, layers: Sequence[Layer], gradients: Gradients) -> None:
         """The step of these layers has ended, or was skipped."""
@@ -154,13 +162,8 @@ class Updates:
         self,
         updates: Sequence[LayerUpdate],
         launches: Sequence[Callable[[float | None], None]],
-        *,
-        clip: float,
-        loss_scale: float,
+        scale: float,
     ) -> None:
-        """Queue updates. `clip`: the factor of the gradients without their loss scale, 1 for a step
-        that is not clipped."""
-        scale = clip / loss_scale
         for update in updates:
             if not update.layer.is_on_gpu:
                 self._update_on_host(update, scale)
