@@ -296,7 +296,7 @@ def test_a_forward_that_writes_a_quantised_weight_is_refused_by_name(base: str) 
     blocks_of(model)[1].self_attn.q_proj.base_layer.register_forward_pre_hook(write)
     with (
         opened(model, precision="bf16", window=1, **settings) as core,
-        pytest.raises(ConfigError, match=r"layers\.1 wrote into its parameters in place"),
+        pytest.raises(ConfigError, match=r"wrote into the parameters of .*layers\.1 in place"),
     ):
         core.trainer.forward(**make_batch(0))
 
