@@ -196,8 +196,10 @@ class Save:
         try:
             for saved in self._layers:
                 work = partial(self._write_guarded, saved, self._sources(saved))
-                reads = (saved.layer.weight_record,)
-                self._jobs.append(lane.submit(f"save {saved.layer.name}", work, reads=reads))
+                record = saved.layer.weight_record
+                name = f"save {saved.layer.name}"
+                # The users, too: the spill of moments is one.
+                self._jobs.append(lane.submit(name, work, record.users, reads=(record,)))
         except BaseException as error:  # queued jobs write nothing more
             self._failure = error
             lane.submit(f"drop {self._path.name}", self._cleanup.close)

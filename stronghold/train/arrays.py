@@ -14,11 +14,13 @@ bytes of a fetch. Both also queue the transfers of what lies in files.
 1. Host buffers stand in a ring. A piece of a layer is loaded to one (swap in), updated there, and
    spilled from there (swap out), on three lanes. Meanwhile the next pieces are loaded to others.
 2. The record of the buffer orders these three, and the next piece that takes the buffer.
-3. Pieces of one layer do not wait for each other. Each update waits for those that used the layer's
-   arrays before its first piece, and the spill waits for the update. The last spill waits for the
-   others, and is the layer's newest writer.
-4. Piece k of a layer always takes the same buffer. So the addresses of an update do not change.
-5. Fetches have a ring of their own: an update must not wait until a slot is free.
+3. Pieces of one layer do not wait for each other. Each load and each update waits for those that
+   used the layer's arrays before its first piece, and the spill waits for the update.
+4. The layer's newest writer is the last one of its weights. Weights in files: the last spill, which
+   waits for the others. Weights in memory: the last update, and the last spill is a reader. So a
+   fetch does not wait for the spill of moments. Who reads moments waits for the readers, too.
+5. Piece k of a layer always takes the same buffer. So the addresses of an update do not change.
+6. Fetches have a ring of their own: an update must not wait until a slot is free.
 """
 
 from __future__ import annotations
@@ -50,15 +52,15 @@ BLOCK_BYTES = 8 << 20  # of checkpoints, in host memory
 class Piece(NamedTuple):
     """Elements of a layer for one operation that changes them.
 
-    begin   the first one
-    arrays  from that element on, by name. They are in memory until the operation has ended
-    record  hazards of the arrays, but for the gradients'. The operation writes it
-    after   fences for which the operation waits
+    begin    the first one
+    arrays   from that element on, by name. They are in memory until the operation has ended
+    records  hazards of the arrays, but for the gradients'. The operation writes them
+    after    fences for which the operation waits
     """
 
     begin: int
     arrays: dict[str, Tensor]
-    record: Record
+    records: tuple[Record, ...]
     after: Sequence[Fence] = ()
 
 
@@ -323,11 +325,14 @@ class Arrays:
         assert layer.states is not None
         names = (*layer.states.dtypes, "gradients")
         if layer not in self._piece_numel:
-            yield Piece(0, {array: self.of(layer, array) for array in names}, layer.weight_record)
+            arrays = {array: self.of(layer, array) for array in names}
+            yield Piece(0, arrays, (layer.weight_record,))
             return
         assert self._files is not None
         load, spill = self._device.lane(LaneName.LOAD), self._device.lane(LaneName.SPILL)
         numel, before = self._piece_numel[layer], layer.weight_record.users
+        of_layer = (layer.weight_record,)
+        are_weights_in_files = (layer, "weights") in self._offsets
         spills: list[Fence] = []
         for number, begin in enumerate(range(0, layer.trained_numel, numel)):
             end = min(begin + numel, layer.trained_numel)
@@ -339,18 +344,19 @@ class Arrays:
             load.submit(
                 f"load {layer.index}",
                 partial(self._files.read, transfers),
-                reads=(layer.weight_record,),
+                before,
                 writes=(record,),
                 nbytes=num_bytes,
             )
-            yield Piece(begin, arrays, record, before)
             is_last = end == layer.trained_numel
+            written = of_layer if is_last and not are_weights_in_files else ()
+            yield Piece(begin, arrays, (record, *written), before)
             fence = spill.submit(
                 f"spill {layer.index}",
                 partial(self._files.write, transfers),
                 spills if is_last else (),
-                reads=(record,),
-                writes=(layer.weight_record,) if is_last else (),
+                reads=(record, *written),
+                writes=of_layer if is_last and are_weights_in_files else (),
                 nbytes=num_bytes,
             )
             spills.append(fence)

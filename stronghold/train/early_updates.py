@@ -95,12 +95,12 @@ class EarlyUpdates(Updates):
         update, second = self._next(layer), self._second[layer]
         (piece,) = self._arrays.pieces(layer)
         gradients = {"gradients": self._arrays.of(layer, "gradients")}
-        target = Piece(0, {**second.arrays, **gradients}, second.record)
+        target = Piece(0, {**second.arrays, **gradients}, (second.record,))
         fence = self._device.update.submit(
             f"update early {layer.index}",
             partial(self._run, update, piece, self._scale, target),
-            reads=(layer.gradient_record, piece.record),
-            writes=(target.record,),
+            reads=(layer.gradient_record, *piece.records),
+            writes=target.records,
             nbytes=self._bytes(layer, layer.trained_numel),
         )
         self._started[layer] = Started(update, self._scale, _weights_of(layer), fence)

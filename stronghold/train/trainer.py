@@ -375,7 +375,7 @@ class Trainer:
         self._thread.check(operation)
         if layer.is_seen:
             self.weights.refresh(layer)
-        layer.weight_record.writer.wait()
+        layer.weight_record.wait()  # the readers, too: the spill of moments is one
 
     def refresh(self) -> None:
         """Take over what the program has written so far, between two passes. Its next look at a

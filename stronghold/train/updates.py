@@ -187,7 +187,7 @@ class Updates:
                 partial(self._run, update, piece, scale),
                 piece.after,
                 reads=(layer.gradient_record,),
-                writes=(piece.record,),
+                writes=piece.records,
                 nbytes=self._bytes(layer, piece.arrays["weights"].numel()),
             )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import time
 from collections.abc import Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ from stronghold.checkpoint.tensor_files import (
     small_record,
     write_tensors,
 )
+from stronghold.devices.lane_name import LaneName
 from stronghold.devices.workers import open_workers
 from stronghold.errors import CheckpointError, ConfigError
 from stronghold.train import arrays
@@ -285,14 +287,21 @@ def test_a_failing_source_leaves_no_thread_at_the_file(threads: Executor, tmp_pa
         write_tensors(tmp_path / "a", [header], data(), threads)
 
 
-def test_a_save_waits_for_the_updates(tmp_path: Path) -> None:
-    """Of each layer: those that were queued before."""
-    late = {"emulated": {"jitter_s": 0.02}}
+@pytest.mark.parametrize("place", ["ram", "moments in files"])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_save_waits_for_the_updates(asynchronous: bool, place: str, tmp_path: Path) -> None:
+    """Of each layer: those that were queued before, and what they write to files."""
+    section = {"async_checkpoint": asynchronous}
     tags = []
-    for name, section in {"on time": {}, "late": late}.items():
-        with on_room("ram", tmp_path, section=section, precision="bf16") as engine:
+    for name, late_s in {"on time": 0.0, "late": 0.02}.items():
+        section["emulated"] = {"jitter_s": late_s}
+        with on_room(place, tmp_path, section=section, precision="bf16") as engine:
             train(engine, 4)
-            engine.save_checkpoint(tmp_path / name)
+            if late_s:
+                spill = engine.inspect().device.lane(LaneName.SPILL)
+                spill.submit("stand still", lambda: time.sleep(0.3))
+            train(engine, 1)
+            engine.save_checkpoint(tmp_path / name, tag=TAG)
         tags.append(contents(tmp_path / name / TAG))
     assert tags[0] == tags[1]
 

@@ -171,8 +171,7 @@ def measure_step(load: float, path: Path) -> Measured:
     nbytes = 8 * ON_DISK_NUMEL * ON_DISK_LAYERS  # each way
     disk_s = load * compute_s
     layers = [(ON_DISK_NUMEL, forward_s, 2 * forward_s)] * ON_DISK_LAYERS
-    # The room `train` takes 4 to 8 % longer with files, which is too much.
-    section = {"room": "streaming", "nvme": {"path": str(path), "spill": "moments"}}
+    section = {"nvme": {"path": str(path), "spill": "moments"}}
     busy, plan = measure(layers, section, {"nvme_gbps": nbytes / disk_s / 1e9}, 0.0, path)
     assert plan.traffic.nvme_read_bytes == plan.traffic.nvme_written_bytes == nbytes
     # Sleeps and Python take what the machine makes of them.

@@ -116,6 +116,28 @@ def test_loads_run_ahead_of_updates_by_the_ring(tmp_path: Path) -> None:
         assert num_loaded == core.plan.staging.update_entries
 
 
+def test_readers_of_moments_wait_for_their_spill_and_fetches_do_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stronghold.plan.host_memory.PIECE_BYTES", 1 << 30)  # one for each layer
+    with in_files(tmp_path, "moments") as (core, make_batch):
+        goes_on, trainer = threading.Event(), core.trainer
+        layer = core.layers[0]
+        for number in range(2):  # the second one has loads behind spills
+            spill = core.device.lane(LaneName.SPILL)
+            standing = spill.submit("stand still", lambda: bool(goes_on.wait(10.0)))
+            step(core, make_batch(number))
+            layer.weight_record.writer.wait()
+            assert not standing.done
+            threading.Timer(0.3, goes_on.set).start()
+            trainer.settle(layer, "reading moments")
+            found = trainer.arrays.of(layer, "exp_avg").clone()
+            trainer.synchronize()
+            assert found.any()
+            assert torch.equal(found, trainer.arrays.of(layer, "exp_avg"))
+            goes_on.clear()
+
+
 @pytest.mark.parametrize(("spill", "lane"), [("moments", "fetch"), ("weights", "stage")])
 def test_weights_do_not_change_while_a_fetch_reads_them(
     spill: str, lane: str, tmp_path: Path
