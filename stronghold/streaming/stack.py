@@ -73,6 +73,7 @@ from stronghold.streaming.optimizer_step import GateResult
 from stronghold.streaming.parts import Written, assemble
 from stronghold.streaming.patches.modules import is_compiled
 from stronghold.streaming.patches.versions import report_untried
+from stronghold.streaming.steps import StalledWeights
 from stronghold.streaming.trainer import Runtime
 from stronghold.telemetry.metrics import Metrics
 from stronghold.telemetry.trace import Trace, open_path
@@ -351,6 +352,7 @@ class Stack:
             packed=[layer.packed for layer in self.partition.layers],
         )
         self.host, self.store, self.steps = made.host, made.store, made.steps
+        self._stalled_weights = StalledWeights(self.host, self.steps)
         for state in self.host.layers:
             state.pool = self.pool
         self.team, self.outside, self.trainer = made.team, made.outside, made.trainer
@@ -497,9 +499,12 @@ class Stack:
         self.runtime.abandon_backward()
 
     def step(self, *, clipping: float, loss_scale: float, skips_overflow: bool) -> GateResult:
-        return self.runtime.close_gate(
+        result = self.runtime.close_gate(
             clipping=clipping, loss_scale=loss_scale, skip_on_overflow=skips_overflow
         )
+        if not result.overflow:
+            self._stalled_weights.end_step()
+        return result
 
     @property
     def is_in_step(self) -> bool:

@@ -149,7 +149,8 @@ class StalledWeights:
             return
         sizes, before = self._steps.step_sizes(), self._before
         self._before = sizes
-        if before is None or any(now > then for now, then in zip(sizes, before, strict=True)):
+        rises = before is None or any(now > then for now, then in zip(sizes, before, strict=True))
+        if rises or not any(sizes):
             return
         self._looks = False
         stalled: list[str] = []

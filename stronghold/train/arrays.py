@@ -33,11 +33,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from stronghold.devices.base import Device, Fence, Record
 from stronghold.devices.lane_name import LaneName
 from stronghold.errors import ConfigError
-from stronghold.memory.slab import map_slab
+from stronghold.memory.slab import map_slab, trim_heap
 from stronghold.optim.states import PAGE_BYTES, group_size, items, num_items, page_numel
 from stronghold.plan.host_memory import Staging
 from stronghold.streaming.parameter_views import num_elsewhere
@@ -47,6 +48,7 @@ from stronghold.train.files import Files, Transfer
 from stronghold.train.layer import Layer, point
 
 BLOCK_BYTES = 8 << 20  # of checkpoints, in host memory
+TRIM_BYTES = 256 << 20  # of freed tensors, of which the heap keeps pages meanwhile
 
 
 class Piece(NamedTuple):
@@ -130,8 +132,15 @@ class Arrays:
         try:
             self._updates = Ring(self._buffers_of(staging.update_entries))
             self._fetches = Ring(self._buffers_of(staging.fetch_entries))
-            for layer in layers:
+            freed_bytes = 0
+            for layer in tqdm(
+                layers, desc="taking the model over", unit="layer", delay=2.0, leave=False
+            ):
                 self._take_over(layer)
+                freed_bytes += layer.num_bytes
+                if freed_bytes >= TRIM_BYTES or layer is layers[-1]:
+                    trim_heap()  # else it keeps the pages of what torch has freed
+                    freed_bytes = 0
         except BaseException:
             self.close()
             raise
@@ -265,11 +274,15 @@ class Arrays:
     def is_aliased(self, layer: Layer) -> bool:
         """True if the program keeps an alias of one of the layer's parameters at rest."""
         with without_torch_function():
-            pairs = zip(layer.parameters, self.at_rest(layer), strict=True)
             return any(
-                view.numel() and num_elsewhere(view, int(p.data_ptr() == view.data_ptr()))
-                for p, view in pairs
+                view.numel() and num_elsewhere(view, self._num_bound(layer, k))
+                for k, view in enumerate(self.at_rest(layer))
             )
+
+    def _num_bound(self, layer: Layer, position: int) -> int:
+        """Tensors of the model that point at a parameter's view at rest."""
+        is_bound = layer.parameters[position].data_ptr() == self.at_rest(layer)[position].data_ptr()
+        return 1 + len(layer.aliases.get(position, ())) if is_bound else 0
 
     def gradient(self, layer: Layer, position: int) -> Tensor:
         """The place of one trained parameter's gradient, flat."""

@@ -28,6 +28,7 @@ from stronghold.distributed.process_groups import Ranks
 from stronghold.errors import ConfigError, LaneError, format_size
 from stronghold.memory.rates import machine_at_start
 from stronghold.model.costs import DTYPES
+from stronghold.model.inner_tensors import HeldTensors
 from stronghold.model.logits import LogitsInParts
 from stronghold.model.packed_weight import pack_frozen
 from stronghold.model.partition import Partition, find_blocks, partition
@@ -57,6 +58,7 @@ from stronghold.telemetry.trace import Trace, open_path
 from stronghold.train import fragments
 from stronghold.train.hooks import ProgramBackward
 from stronghold.train.layer import Layer, layers_of, layout_of
+from stronghold.train.stalled import StalledWeights
 from stronghold.train.trainer import Trainer
 from stronghold.train.updates import StepResult
 
@@ -126,6 +128,7 @@ class Job:
                 folders=[] if nvme is None else [Path(path) for path in nvme.paths],
             )
             undo.callback(self.trainer.close)
+            self._stalled_weights = StalledWeights(self.trainer)
             attached = fragments.attach(self.trainer, clipping=settings.gradient_clipping)
             undo.callback(fragments.detach, attached)
             self._undo = undo.pop_all()
@@ -169,8 +172,13 @@ class Job:
         if is_compiled(model):
             raise ConfigError(f"model: {COMPILED_WHOLE}")
         self.layers: list[Layer] = layers_of(
-            self.partition, groups, dtype_of=chosen.dtype_of, kind=section.states
+            self.partition,
+            groups,
+            dtype_of=chosen.dtype_of,
+            kind=section.states,
+            aliases=stored.aliases,
         )
+        self._held = HeldTensors(model)
         self.layout, self.formats = layout_of(self.layers, self.partition)
         self._stored = stored
         if not self.partition.streamed:
@@ -234,6 +242,7 @@ class Job:
         return self._training_thread.training(operation)
 
     def forward_pass(self) -> contextlib.AbstractContextManager[None]:
+        self._held.check()
         return self.trainer.forward_pass()
 
     def begin_backward(self, *, ends_step: bool) -> None:
@@ -247,9 +256,12 @@ class Job:
         self.trainer.forget()
 
     def step(self, *, clipping: float, loss_scale: float, skips_overflow: bool) -> StepResult:
-        return self.trainer.step(
+        result = self.trainer.step(
             clipping=clipping, loss_scale=loss_scale, skips_overflow=skips_overflow
         )
+        if not result.overflow:
+            self._stalled_weights.end_step()
+        return result
 
     @property
     def outside(self) -> ProgramBackward:
@@ -458,6 +470,7 @@ class Job:
         has pointed elsewhere."""
         self.trainer.check()
         self.partition.names.check()
+        self._held.check()
         self.trainer.check_between_passes("save_checkpoint")
         self.trainer.refresh()
 

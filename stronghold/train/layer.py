@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from types import MappingProxyType
 from weakref import ReferenceType
 
 import torch
@@ -37,6 +38,8 @@ from stronghold.streaming.patches.tensors import version_of
 
 Groups = Mapping[Tensor, tuple[Group, Optimizer]]
 """Live group of each trained parameter, and the optimizer of that group."""
+
+NO_ALIASES: Mapping[Tensor, Sequence[Tensor]] = MappingProxyType({})
 
 # `point(parameter, view)` is `parameter.data = view`, also while `visible` replaces that name.
 point: Callable[[Tensor, Tensor], None] = Tensor.data.__set__  # type: ignore[attr-defined]
@@ -87,6 +90,7 @@ class Layer:
     states          the arrays of the optimizer; None if nothing trains
     slot            has the weights on the device. `gradient_slot`: gathers gradients there
     waiting         positions of the parameters whose gradient waits for the update
+    aliases         by position: further tensors of a library over a parameter's memory
     num_calls       forward calls since the first forward after a backward
     num_updates     optimizer steps so far
     fetched         `version` of what the slot has
@@ -127,6 +131,7 @@ class Layer:
         self.waiting: set[int] = set()
         self.num_calls = self.num_updates = 0
         self.fetched, self.is_seen, self.num_looks = (0, 0), True, 0
+        self.aliases: Mapping[int, Sequence[Tensor]] = {}
         self.weight_record, self.gradient_record = Record(), Record()
 
     def __repr__(self) -> str:
@@ -208,6 +213,9 @@ class Layer:
         with without_torch_function():
             for parameter, view in zip(self.parameters, views, strict=True):
                 point(parameter, view)
+            for position, aliases in self.aliases.items():
+                for alias in aliases:
+                    point(alias, views[position])
 
 
 @dataclass(eq=False)
@@ -252,12 +260,14 @@ def layers_of(
     *,
     dtype_of: Callable[[Tensor], torch.dtype],
     kind: StateKind,
+    aliases: Mapping[Tensor, Sequence[Tensor]] = NO_ALIASES,
 ) -> list[Layer]:
     """The layers of a partition, in its order.
 
     groups    the trained parameters; all others are frozen
     dtype_of  the dtype of a parameter in training. The trained ones of a layer have one
     kind      of the states: "exact", or "lean" for bf16 weights
+    aliases   further tensors of a library over a parameter's memory
     """
     layers = []
     for part in partition.layers:
@@ -272,6 +282,7 @@ def layers_of(
         dtypes += [dtype_of(named.parameter) for named in frozen]
         layer = Layer(part.index, part.name, [*trained, *frozen], dtypes, states, len(trained))
         layer.is_block, layer.is_resident = part.streamed, not part.streamed
+        layer.aliases = {k: aliases[p] for k, p in enumerate(layer.parameters) if p in aliases}
         layers.append(layer)
     pairs = list(zip(layers, partition.layers, strict=True))
     block_of = {

@@ -65,6 +65,7 @@ class LayerUpdate:
 class Updates:
     """Updates every layer that has gradients.
 
+    groups_of  group and optimizer of each trained parameter, by layer
     counts     number of updates of each trained parameter, by layer
     is_broken  an exception came while updates were queued: some layers may be a step ahead
     """
@@ -78,7 +79,7 @@ class Updates:
         groups: Groups,
     ) -> None:
         self._device, self._arrays, self._kernels, self._layers = device, arrays, kernels, layers
-        self._groups_of = {
+        self.groups_of = {
             layer: [groups[parameter] for parameter in layer.parameters[: layer.num_trained]]
             for layer in layers
         }
@@ -89,7 +90,7 @@ class Updates:
 
     def optimizers(self, layer: Layer) -> list[Optimizer]:
         """Return the optimizer of each trained parameter."""
-        return [optimizer for _, optimizer in self._groups_of[layer]]
+        return [optimizer for _, optimizer in self.groups_of[layer]]
 
     # -- the step ---------------------------------------------------------------------------------
     def step(
@@ -151,7 +152,7 @@ class Updates:
         numbers = np.zeros((layer.num_trained, native.MAX_NUMBERS))
         last: Any = None
         values: tuple[float, ...] = ()
-        for k, (group, optimizer) in enumerate(self._groups_of[layer]):
+        for k, (group, optimizer) in enumerate(self.groups_of[layer]):
             if group is not last:
                 last, values = group, optimizer.numbers(group)
             numbers[k, : len(values)] = values
@@ -262,7 +263,7 @@ class Updates:
         rows["step"] = update.counts
         for k in range(native.MAX_NUMBERS):
             rows[f"number{k}"] = update.numbers[:, k]
-        kernels = [optimizer.kernel for _, optimizer in self._groups_of[update.layer]]
+        kernels = [optimizer.kernel for _, optimizer in self.groups_of[update.layer]]
         return {
             kernel: rows[[k for k in update.positions if kernels[k] == kernel]]
             for kernel in dict.fromkeys(kernels[k] for k in update.positions)
@@ -276,7 +277,7 @@ class Updates:
         rows = np.zeros(layer.num_trained, ROW)
         assert layer.states is not None
         names = dict(zip(ADDRESSES, layer.states.kernel_arrays, strict=True), grad="gradients")
-        for k, (row, (_, optimizer)) in enumerate(zip(rows, self._groups_of[layer], strict=True)):
+        for k, (row, (_, optimizer)) in enumerate(zip(rows, self.groups_of[layer], strict=True)):
             first = max(begin, layer.element(k))
             last = max(first, min(end, layer.element(k) + layer.parameters[k].numel()))
             row["numel"], row["flags"] = last - first, optimizer.flags

@@ -324,7 +324,7 @@ def test_a_quantised_weight_that_a_forward_writes_is_refused_by_name(kind: str) 
     model = plain_model(kind)
     layer_of(model).register_forward_pre_hook(write)
     engine = initialized(model, config(precision="bf16", section={"window": 1}))
-    with pytest.raises(ConfigError, match=r"layers\.1 wrote into its parameters in place"):
+    with pytest.raises(ConfigError, match=r"wrote into the parameters of .*layers\.1"):
         engine(**token_batch(0))
     engine.destroy()
 
@@ -349,7 +349,7 @@ def test_a_quantised_weight_that_requires_grad_is_refused_before_training(
 
 def test_packing_what_a_library_has_quantised_is_refused_with_the_way() -> None:
     section = {"window": 1, "frozen": "nf4"}
-    with pytest.raises(ConfigError, match=r"stronghold\.frozen: .*already\. Leave the key"):
+    with pytest.raises(ConfigError, match=r"stronghold\.frozen: .*leave the key out: .*already"):
         initialized(plain_model("nf4"), config(precision="bf16", section=section))
 
 
