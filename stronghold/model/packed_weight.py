@@ -103,7 +103,7 @@ class PackedWeight(Tensor):
         is_by_expert = weight.dim() == NUM_EXPERT_DIMS and weight[0].numel() % BLOCK == 0
         codes, absmax = [], []
         for part in weight if is_by_expert else [weight]:
-            if not part.isfinite().all():
+            if not part.is_meta and not part.isfinite().all():
                 raise ConfigError("a weight with NaN or infinity cannot be packed to nf4")
             packed, state = _bitsandbytes().quantize_4bit(
                 part.contiguous(), quant_type="nf4", blocksize=BLOCK

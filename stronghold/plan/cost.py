@@ -176,7 +176,7 @@ class Demand:
     # CPU memory; NCCL adds in place.
     reduces_in_room: bool = False
     # For the room `train`: gradients never lie in files, nor do inputs where gradients will, and
-    # two buffers take them to a sum.
+    # two buffers take them to a sum. Nothing is `whole` there.
     gradients_in_ram: bool = False
     shares_weights: bool = False  # in memory, with other processes: weights never spill
 

@@ -112,6 +112,8 @@ def plan(settings: Settings, of: ModelLayout, ram: int, accumulation: int | None
             activations=section.activations,
             nvme=section.nvme is not None,
             spill=section.nvme.spill if section.nvme else None,
+            whole=False,
+            gradients_in_ram=True,
         ),
     )
 
@@ -125,8 +127,8 @@ def test_the_model_fits_the_machine_that_the_config_is_for(config: str, model: s
     numel = sum(layer.numel for layer in of.layers)
     largest = max(layer.numel for layer in of.layers)
     if planned.accumulates:
-        # weight, rest of the master, two moments, fp32 sum; a ring of three layers in bf16
-        expected = (2 + 2 + 8 + 4) * numel + 3 * 2 * largest
+        # weight, rest of the master, two moments, fp32 sum; two bf16 gradients on their way to it
+        expected = (2 + 2 + 8 + 4) * numel + 2 * 2 * largest
     else:
         # The last two: the gradient, held for the norm.
         states = adam_states(torch.bfloat16, kind)
@@ -152,11 +154,11 @@ def test_the_model_fits_the_ram_and_the_disk_that_the_config_is_for(
     numel = sum(layer.numel for layer in of.layers)
     assert planned.nvme_bytes["moments"] == 8 * numel
     assert planned.nvme_bytes["master remainder"] == 2 * numel
-    assert planned.nvme_bytes["held gradients"] == 2 * numel
+    assert "held gradients" not in planned.nvme_bytes
     # RAM is full but for less than one layer: of the weights no more spill than must.
     left = int(has.ram * RAM_SHARE) - planned.host_total_bytes
     assert 0 <= left < 2 * max(layer.numel for layer in of.layers)
-    assert planned.nvme_bytes["weights"] < 2 * 0.3 * numel
+    assert planned.nvme_bytes["weights"] < 2 * 0.6 * numel
     free, moved = (
         int(found) * 10**9
         for found in re.search(

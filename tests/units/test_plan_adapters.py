@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 import stronghold
 from stronghold.errors import ConfigError
-from stronghold.model.packed_formats import FORMATS
 from stronghold.plan.cost import weight_bytes
 from stronghold.tools.estimate.adapters import Adapters
 from stronghold.tools.estimate.estimate import Estimate, estimate
@@ -175,18 +174,15 @@ def test_packed_weights_cost_the_bytes_of_their_format(llama: Path) -> None:
     hidden, inner, keys = 256, 512, 128
     shapes = [(hidden, hidden)] * 2 + [(keys, hidden)] * 2 + [(inner, hidden)] * 2
     shapes.append((hidden, inner))
-    packed = sum(FORMATS["nf4"].packed_bytes(shape) for shape in shapes)
-    decoded = 2 * sum(rows * columns for rows, columns in shapes)
+    packed = sum(rows * columns for rows, columns in shapes) * (1 / 2 + 4 / 64)
     trained = 2 * RANK * sum(rows + columns for rows, columns in shapes)
     norms = 2 * 2 * hidden
     blocks = [question.layout.layers[index] for index in question.layout.streamed]
     for layer in blocks:
         assert weight_bytes(layer, question.formats) == packed + trained + norms
-        assert layer.decoded_bytes == decoded
     traffic = plan.traffic
     assert traffic.streamed_bytes == len(blocks) * (packed + trained + norms)
     assert traffic.trained_bytes == len(blocks) * trained
-    assert found.tiers["gpu"][1]["decoded weights"] == decoded
     assert (
         question.layout.num_parameters
         == from_config(llama, Adapters(rank=RANK)).layout.num_parameters

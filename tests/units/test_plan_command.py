@@ -48,7 +48,7 @@ def test_the_page_says_what_fits_how_fast_and_why(capsys: pytest.CaptureFixture[
         "\nFITS\n",
         "  gpu ",
         "of 1.00 GiB",
-        "the model stays whole on the gpu",
+        "6 of 6 blocks stay on the gpu",
         "tokens/s",
         "of the step",
         "Physical limit",
@@ -319,7 +319,7 @@ def test_a_model_without_blocks_stays_whole_and_the_page_says_so(
     page = " ".join(page.split())  # it wraps its lines
     assert "in 0 blocks" in page
     assert "has no repeated blocks: all of it stays on the gpu; --chunk has no effect" in page
-    assert "the model stays whole on the gpu" in page
+    assert "resident layers are updated on the gpu" in page
     status, page, _ = run(*call, "--gpu", "100kB", capsys=capsys)
     assert status == 1
     assert "the model has no repeated blocks, so that all of it stays" in " ".join(page.split())

@@ -219,7 +219,7 @@ def _limits(question: Question, plan: Plan | None) -> Limits:
     Without a plan it is the limit of the one that needs the least memory: it streams and
     recomputes every block.
     """
-    layout, machine, costs = question.model.layout, question.machine, question.costs
+    layout, machine, costs = question.layout, question.machine, question.costs
     rate = machine.flops[question.dtype]
     forward = []  # FLOPs of products and of attention in each layer's forward
     passes = []  # a third of each layer's FLOPs in forward and backward

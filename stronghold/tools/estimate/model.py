@@ -14,6 +14,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,16 @@ from torch import nn
 from stronghold.errors import ConfigError
 from stronghold.model.costs import DTYPES, ModelCosts, trace_costs
 from stronghold.model.layout import ModelLayout, layout
-from stronghold.model.partition import partition
+from stronghold.model.packed_weight import pack_frozen
+from stronghold.model.partition import find_blocks, partition
 from stronghold.model.stored_tensors import PackedParameter, stored_tensors
-from stronghold.optim.states import EXACT, Formats
+from stronghold.optim.contract import Optimizer
+from stronghold.optim.states import EXACT, Formats, StateKind
 from stronghold.streaming.formats import CAST, ModelFormats, model_formats
 from stronghold.streaming.patches.meta_autocast import autocast_on_meta
 from stronghold.streaming.patches.modules import build_from_config
 from stronghold.tools.estimate.adapters import Adapters, packed_weights, with_adapters
+from stronghold.train.layer import Groups, layers_of, layout_of
 
 CONFIG = "config.json"
 MOST_LAYERS = 1000  # eight times what the deepest models have
@@ -48,7 +52,7 @@ class MetaModel:
         self._config = config
         self._source = source
         self.adapters = adapters
-        self._module = _build(config, source)
+        self._module: nn.Module = _build(config, source)
         self._class_name = type(self._module).__name__
         if source is None:
             # GPT2LMHeadModel has this loss, and no name of it. Without one, logits are kept whole.
@@ -57,7 +61,7 @@ class MetaModel:
             with _without_advice():
                 self._module = with_adapters(self._module, adapters)
         self._layers = partition(self._module)  # as it computes
-        self._costs: dict[tuple[int, int, str], ModelCosts] = {}
+        self._costs: dict[tuple[int, int, str, bool], ModelCosts] = {}
         packed = packed_weights(self._layers, adapters)
         chosen = _formats_of(self._module, packed, adapters)
         # as it lies on the host
@@ -88,22 +92,49 @@ class MetaModel:
             return None
         return getattr(self._config, "max_position_embeddings", None)
 
+    @cached_property
+    def _packed(self) -> nn.Module:
+        """The module as an engine of one rank has it."""
+        if self.adapters is None or self.adapters.frozen is None:
+            return self._module
+        module = copy.deepcopy(self._module)
+        pack_frozen(module, find_blocks(module, None), DTYPES[self.adapters.precision])
+        return module
+
+    def layout_of_one_rank(
+        self, optimizer: Optimizer, dtype: torch.dtype, kind: StateKind
+    ) -> tuple[ModelLayout, Formats]:
+        """The sizes of the layers, and their formats, in an engine of one rank."""
+        groups: Groups = {p: ({}, optimizer) for p in self._packed.parameters() if p.requires_grad}
+        chosen = model_formats(
+            stored_tensors(self._packed),
+            dtype=dtype,
+            kind=kind,
+            rule=CAST,
+            optimizers=dict.fromkeys(groups, optimizer),
+            default=optimizer,
+        )
+        parts = partition(self._packed, None, chosen.of)
+        return layout_of(layers_of(parts, groups, dtype_of=chosen.dtype_of, kind=kind), parts)
+
     def with_frozen(self, frozen: str) -> MetaModel:
         """Store the frozen weights in the format of this name. The model must have adapters."""
         assert self.adapters is not None
         return MetaModel(self._config, self._source, replace(self.adapters, frozen=frozen))
 
-    def costs_of(self, batch: int, seq: int, dtype: str) -> ModelCosts:
+    def costs_of(self, batch: int, seq: int, dtype: str, *, packed: bool = True) -> ModelCosts:
         """The costs of `batch` sequences of `seq` tokens in `dtype` ("bf16", "fp16", "fp32").
+
+        packed  frozen weights are decoded by the operators that need them, as on one rank
 
         Raises ConfigError if the model's forward depends on values.
         """
-        key = (batch, seq, dtype)
+        key = (batch, seq, dtype, packed)
         if key not in self._costs:
+            module = self._packed if packed else self._module
+            layers = self._layers if module is self._module else partition(module)
             with _without_advice(), autocast_on_meta():
-                self._costs[key] = trace_costs(
-                    self._module, self._layers, batch=batch, seq=seq, dtype=dtype
-                )
+                self._costs[key] = trace_costs(module, layers, batch=batch, seq=seq, dtype=dtype)
         return self._costs[key]
 
     def with_layers(self, count: int) -> MetaModel:

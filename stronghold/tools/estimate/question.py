@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from stronghold.config import settings_from_config
@@ -17,6 +18,7 @@ from stronghold.limits import update_cores
 from stronghold.model.costs import DTYPES, ModelCosts
 from stronghold.model.layout import ModelLayout, for_ranks
 from stronghold.optim import examples
+from stronghold.optim.contract import Optimizer
 from stronghold.optim.states import EXACT, LEAN, Formats, StateKind, States, one_format, states_of
 from stronghold.plan.cost import Demand, Workload, with_decoding, workload_of
 from stronghold.plan.machine import MachineProfile, Rates, find_profile, machine_names, rates_of
@@ -28,7 +30,7 @@ SEQ = 2048  # without --seq, or as many as the model knows
 CLIPPING = 1.0  # DeepSpeed's default
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Question:
     """A model, a machine with its budgets in bytes, and a way to train.
 
@@ -72,15 +74,18 @@ class Question:
     @property
     def layout(self) -> ModelLayout:
         """The layout of the model, shared by the ranks, with pages for these states."""
-        layout = self.model.layout
+        if self.ranks == 1:
+            return self._of_one_rank[0]
         page = page_items(self.formats, in_files=self.nvme_bytes > 0)
-        if self.ranks == 1 and page == layout.page_numel:
-            return layout
-        return for_ranks(layout, self.ranks, page)
+        return for_ranks(self.model.layout, self.ranks, page)
+
+    @cached_property
+    def _of_one_rank(self) -> tuple[ModelLayout, Formats]:
+        return self.model.layout_of_one_rank(self._optimizer, DTYPES[self.dtype], self.states)
 
     @property
     def costs(self) -> ModelCosts:
-        return self.model.costs_of(self.batch, self.seq, self.dtype)
+        return self.model.costs_of(self.batch, self.seq, self.dtype, packed=self.ranks == 1)
 
     @property
     def work(self) -> Workload:
@@ -107,13 +112,19 @@ class Question:
     @property
     def arrays(self) -> States:
         """The arrays of a trained parameter."""
+        return states_of(DTYPES[self.dtype], self.states, self._optimizer.moments)
+
+    @property
+    def _optimizer(self) -> Optimizer:
         settings = settings_from_config(examples()[self.optimizer])
         assert settings is not None
-        return states_of(DTYPES[self.dtype], self.states, settings.optimizer.moments)
+        return settings.optimizer
 
     @property
     def formats(self) -> Formats:
         """The formats of parameters, and of the inner tensors of packed weights."""
+        if self.ranks == 1:
+            return self._of_one_rank[1]
         return (*one_format(self.arrays), *self.model.inner_formats)
 
     @property
@@ -140,6 +151,8 @@ class Question:
             num_ranks=self.ranks,
             num_nodes=self.nodes,
             resident_updates="host" if self.ranks > 1 or self.states == LEAN else None,
+            whole=None if self.ranks > 1 else False,
+            gradients_in_ram=self.ranks == 1,
             nvme=self.nvme_bytes > 0,
             nvme_capacity_bytes=self.nvme_bytes // self.gpus or None,
             micro_batches=self.accumulation,
