@@ -60,7 +60,7 @@ GRACE_S = 2.0
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     rooms = ("streaming", "train")
-    parser.addoption("--room", choices=rooms, default=rooms[0], help="that engines train on")
+    parser.addoption("--room", choices=rooms, help="that engines train on. Else: by their ranks")
 
 
 def pytest_configure(config: pytest.Config) -> None:

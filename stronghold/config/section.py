@@ -335,10 +335,9 @@ class StrongholdConfig(_Section):
         "that ends is noticed at once. Left out: DeepSpeed's time-out, 600, or the environment "
         "variable DEEPSPEED_TIMEOUT in minutes."
     )
-    room: Literal["streaming", "train"] = key(
-        'For tests: the part of the package that trains. "train" is the next one. It lacks '
-        "several ranks so far.",
-        default="streaming",
+    room: Literal["streaming", "train"] | None = key(
+        'For tests: the part of the package that trains. Left out: "train" for one rank, and '
+        '"streaming" for several, and for a model of `stronghold.from_pretrained`. It will go.'
     )
     emulated: EmulatedConfig = Field(
         default_factory=EmulatedConfig,

@@ -44,6 +44,7 @@ from stronghold.engine.monitors import make_monitor, write_step
 from stronghold.engine.planner import Planner
 from stronghold.engine.refusals import REFUSED, check_loss, refused_method
 from stronghold.errors import ConfigError, did_you_mean, format_size
+from stronghold.model.partition import source_of
 from stronghold.plan.plan import Plan
 from stronghold.streaming.fragments import fragments
 from stronghold.streaming.guards import NO_TRANSFORMS, StateHooks, check_free
@@ -51,7 +52,6 @@ from stronghold.streaming.named_weights import Placement, named_weights
 from stronghold.streaming.optimizer import EngineOptimizer, make_scaler
 from stronghold.streaming.patches.parameters import ParameterReads
 from stronghold.streaming.stack import MemoryReport, Stack
-from stronghold.streaming.steps import StalledWeights
 from stronghold.telemetry.metrics import StepRecord, batch_size
 from stronghold.telemetry.start import Start
 from stronghold.train.fragments import check_clipping
@@ -140,8 +140,10 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
                 stage = self.zero_optimization_stage()
                 optimizer.loss_scaler = make_scaler(self._config.float16_config, stage)
         self.lr_scheduler = lr_scheduler
-        # Until one room is left: a `Stack`, or a `Job` with the same methods.
-        room: Any = Job if settings.stronghold.room == "train" else Stack
+        # Until one room is left: a `Job` for one rank, or a `Stack`, which has the same methods.
+        is_old = ranks.several or source_of(model) is not None
+        name = settings.stronghold.room or ("streaming" if is_old else "train")
+        room: Any = Job if name == "train" else Stack
         stack = room(model, settings, optimizer, local_rank=self.local_rank, ranks=ranks)
         self._stack = stack
         asynchronous = settings.stronghold.async_checkpoint
@@ -158,7 +160,6 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
             loaded=stack.adopt_weights,
         )
         self._reads: ParameterReads | None = None
-        self._stalled_weights: StalledWeights | None = None
         if room is Stack:
             self._reads = ParameterReads(
                 _places_of_parameters(stack),
@@ -170,7 +171,6 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
                 fragments=fragments(stack),
                 moving=itertools.chain.from_iterable(stack.parameters),
             )
-            self._stalled_weights = StalledWeights(stack.host, stack.steps)
             stack.hide_packed()
         live_engines.register(self)
         try:
@@ -373,8 +373,6 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         if optimizer.dynamic_loss_scale:
             optimizer.loss_scaler.update_scale(result.overflow)
         self._report(optimizer, learning_rate)
-        if not result.overflow and self._stalled_weights is not None:
-            self._stalled_weights.end_step()
 
     def _samples_of_step(self) -> int:
         """Samples of the step on all ranks. It sets the count of backwards to 0."""

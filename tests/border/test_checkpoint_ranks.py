@@ -20,7 +20,7 @@ def test_our_tags_say_nothing_about_ranks(tmp_path: Path) -> None:
         for name, value in engine.module_state_dict().items():
             assert torch.equal(value, weights[name])
     names = {path.name.split("-")[0] for path in (tmp_path / "before training").iterdir()}
-    assert names == {"weights", "manifest.json", "config.json", "mp_rank_00_model_states.pt"}
+    assert names == {"layer", "manifest.json", "config.json", "mp_rank_00_model_states.pt"}
 
 
 @pytest.mark.slow

@@ -118,7 +118,8 @@ def test_adapters_over_a_bitsandbytes_directory_train_as_over_the_loaded_model(
         with stronghold.placeholders(model):
             chosen = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear")
             model = peft.get_peft_model(model, chosen)
-        with session(model.train(), precision="bf16", section={"window": 1}) as engine:
+        section = {"window": 1, "room": "streaming"}
+        with session(model.train(), precision="bf16", section=section) as engine:
             runs.append(train(engine, 3))
     theirs, ours = runs
     assert not torch.equal(ours[0], ours[-1])

@@ -274,17 +274,8 @@ def test_one_loss_of_several_engines_is_scaled_for_all_of_them_or_refused(
         engine.destroy()
 
 
-def test_what_a_whole_model_finds_in_grad_is_refused_with_the_way() -> None:
-    with twin(section=PLACES["whole"]) as both:
-        both.on(1)(both.engine.module).backward()
-        with pytest.raises(ConfigError, match=r"call the engine, not its module.*register_hook"):
-            both.engine.step()
-        both.train(0)
-
-
-@pytest.mark.parametrize("room", ["streaming", "train"])
-def test_a_backward_of_the_raw_model_after_one_that_failed_is_used(room: str) -> None:
-    with twin(section={"room": room}) as both:
+def test_a_backward_of_the_raw_model_after_one_that_failed_is_used() -> None:
+    with twin() as both:
         fails = failing_once(both.model.blocks[1], "backward")
         with fails, pytest.raises(torch.OutOfMemoryError):
             both.on(0)(both.model).backward()

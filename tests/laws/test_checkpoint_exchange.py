@@ -91,7 +91,8 @@ def test_an_export_touches_no_name_that_it_did_not_make(saved: Path, tmp_path: P
 def test_from_pretrained_trains_as_the_loaded_model_does(precision: str, tmp_path: Path) -> None:
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     make_model().to(dtype).save_pretrained(tmp_path, max_shard_size="20kB")
-    with session(AutoModelForCausalLM.from_pretrained(tmp_path).train(), precision=precision) as e:
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).train()
+    with session(loaded, precision=precision, section={"room": "streaming"}) as e:
         losses, expected = train(e, 4), snapshot(e)
     model = stronghold.from_pretrained(tmp_path)
     assert not model.training

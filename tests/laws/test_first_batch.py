@@ -158,22 +158,6 @@ def test_a_pinned_plan_is_that_of_initialize(monkeypatch: pytest.MonkeyPatch) ->
     engine.destroy()
 
 
-def test_weights_with_aliases_stay_where_they_are(caplog: pytest.LogCaptureFixture) -> None:
-    """An alias would show old values if its weight moved."""
-    model, make_batch = MODELS["llama"]()
-    engine = initialized(model, config(section=section_of(budget_of("llama", 0.8))))
-    plan = engine.plan
-    aliases = [parameter.data for parameter in model.parameters()]
-    with caplog.at_level("INFO", logger="stronghold"):
-        train(engine, make_batch, range(1))
-    assert engine.plan is plan
-    assert "the plan stays as it is" in caplog.text
-    engine.synchronize()
-    for alias, parameter in zip(aliases, model.parameters(), strict=True):
-        assert torch.equal(alias, parameter)
-    engine.destroy()
-
-
 def test_training_goes_on_from_a_checkpoint_with_the_plan_for_the_first_batch(
     tmp_path: Path,
 ) -> None:

@@ -3,7 +3,6 @@ cost one byte each on the link, on the host, in files and in checkpoints."""
 
 from __future__ import annotations
 
-import errno
 import functools
 from pathlib import Path
 from typing import Any
@@ -244,21 +243,3 @@ def test_numbers_of_every_dtype_move_as_bytes_and_are_saved_where_files_have_the
     engine.destroy()
     assert model.blocks[0].stored.dtype is stored
     assert torch.equal(raw(model.blocks[0].stored), before)
-
-
-@pytest.mark.parametrize("stored", [*BYTES, *FURTHER], ids=str)
-def test_weights_that_no_disk_gives_back_are_reported_whatever_their_dtype(
-    stored: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The disk's own error, and NaN where the dtype has it."""
-    model = Stacked(stored)
-    engine = initialized(model, config(section=placed("all in files", tmp_path)))
-
-    def fails(*_: Any, **__: Any) -> Any:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr("stronghold.memory.access.ArrayAccess.pieces", fails)
-    with pytest.raises(OSError, match="cannot be read back from NVMe"):
-        engine.destroy()
-    assert model.blocks[0].linear.weight.isnan().all()
-    assert bool((raw(model.blocks[0].stored) == 0xFF).all())

@@ -60,7 +60,7 @@ def test_a_toy_trains_as_in_a_plain_loop(name: str, mode: str, place: str) -> No
     plain = train_plain(MODELS[name], steps=STEPS, **options)
     assert_identical(run, plain)
     assert run.norms == plain.norms
-    assert plans[0].whole == (place != "updated on the host")
+    assert bool(plans[0].updated_on_gpu) == (place != "updated on the host")
 
 
 # -- what is said ----------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ def test_too_little_room_is_refused_with_what_fits(precision: str, window: int |
         return initialized(MODELS["one_block"]()[0], config(precision=precision, section=section))
 
     engine = engine_within("1GiB")
-    assert engine.plan.whole
+    assert engine.plan.updated_on_gpu
     need = engine.plan.gpu_total_bytes
     engine.destroy()
     engine = engine_within(need - 1)

@@ -49,8 +49,8 @@ def test_a_step_moves_the_planned_bytes(tmp_path: Path) -> None:
             engine.synchronize()
             for layer in engine.inspect().layers:
                 layer.wait()
-            store = engine.inspect().files
-            moved.append((store.bytes_read, store.bytes_written))
+            traffic = engine.inspect().traffic
+            moved.append((traffic.read_bytes, traffic.written_bytes))
         read, written = (late - early for early, late in zip(moved[2], moved[3], strict=True))
         plan = engine.plan
         engine.destroy()
@@ -60,20 +60,9 @@ def test_a_step_moves_the_planned_bytes(tmp_path: Path) -> None:
         assert read >= 0.7 * plan.traffic.nvme_read_bytes
 
 
-def test_what_is_replaced_costs_no_more_than_itself(tmp_path: Path) -> None:
-    """Taking the model over writes its weights once, and pages that two parameters share twice."""
-    model, _ = MODELS["gpt"](num_layers=4)
-    engine = engine_of(model, tmp_path, {"nvme": {"spill": "weights"}}, precision="bf16")
-    store, layers = engine.inspect().files, engine.inspect().layout.layers
-    edges = 2 * sum(len(layer.slices) for layer in layers) * 2 * PAGE_NUMEL
-    weights = sum(layer.numel for layer in layers) * 2
-    assert store.bytes_written <= weights + edges
-    engine.destroy()
-
-
 @pytest.mark.parametrize(
     ("spill", "clipping", "accumulation", "most"),
-    [("moments", 0.0, 1, 6.5), ("weights", 1.0, 2, 0.5)],
+    [("moments", 0.0, 1, 6.5), ("weights", 1.0, 1, 2.5), ("weights", 1.0, 2, 4.5)],
 )
 def test_host_bytes_per_parameter_are_few(
     spill: str, clipping: float, accumulation: int, most: float, tmp_path: Path
@@ -99,7 +88,7 @@ def test_state_of_three_times_the_host_budget_trains(tmp_path: Path) -> None:
     from tests.support.training import assert_identical, train_windowed
 
     def factory() -> Any:
-        return MODELS["gpt"](num_layers=24)
+        return MODELS["gpt"](num_layers=48)
 
     settings = {"precision": "bf16", "clipping": 1.0}
     found: list[Any] = []
@@ -136,15 +125,15 @@ def test_what_does_not_fit_is_refused_with_what_helps(tmp_path: Path) -> None:
         return str(caught.value)
 
     nvme = {"path": str(tmp_path)}
-    assert "stronghold.nvme.path" in refusal({"host_memory": 500_000})
-    told = refusal({"host_memory": 500_000, "nvme": {**nvme, "spill": "moments"}})
+    assert "stronghold.nvme.path" in refusal({"host_memory": 600_000})
+    told = refusal({"host_memory": 600_000, "nvme": {**nvme, "spill": "moments"}})
     assert 'leave stronghold.nvme.spill ("moments") out' in told
-    told = refusal({"host_memory": 500_000, "nvme": {**nvme, "capacity": 4096}})
+    told = refusal({"host_memory": 600_000, "nvme": {**nvme, "capacity": 4096}})
     need = named_size(told, r"stronghold\.nvme\.capacity: what spills needs")
     told = refusal({"host_memory": 100_000, "nvme": nvme})
     least = named_size(told, "at least")
     for section in (
-        {"host_memory": 500_000, "nvme": {**nvme, "capacity": need}},
+        {"host_memory": 600_000, "nvme": {**nvme, "capacity": need}},
         {"host_memory": least, "nvme": nvme},
     ):
         engine_of(model, tmp_path, section, precision="bf16").destroy()

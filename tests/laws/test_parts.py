@@ -5,23 +5,15 @@ All of them are in the step, and none of them is too late.
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from deepspeed.utils import safe_get_full_grad
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.training import (
-    assert_identical,
-    config,
-    initialized,
-    train_plain,
-    train_windowed,
-)
+from tests.support.training import assert_identical, config, train_plain, train_windowed
 
 WIDTH = 24
 
@@ -108,20 +100,6 @@ class Twice(Model):
         for block in self.blocks:
             x = block(block(x))
         return x.square().mean()
-
-
-@pytest.mark.parametrize("window", [1, 64])
-def test_parts_of_a_further_backward_are_added_one_by_one(window: int) -> None:
-    """As autograd does, also where they come together in a slot."""
-    model, _ = model_of(partial(Twice, Checkpointed))
-    plain = copy.deepcopy(model)
-    engine: Any = initialized(model, config(clipping=0.5, section={"window": window}))
-    for each, backward in ((plain, torch.Tensor.backward), (engine, engine.backward)):
-        for number in range(3):
-            backward(each(**batch(number)))
-    for p, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(safe_get_full_grad(p), expected.grad)
-    engine.destroy()
 
 
 class CheckpointedInside(Block):

@@ -260,7 +260,7 @@ def test_a_save_beside_training_writes_the_same_files(two: list[Any]) -> None:
 def test_one_rank_loads_what_two_saved(two: list[Any], tmp_path: Path) -> None:
     """And saves the same tensors."""
     source = Path(two[0]["checkpoint"]["saved"])
-    found = rank_checkpoints.session(tmp_path / "again", source, steps=0)
+    found = rank_checkpoints.session(tmp_path / "again", source, steps=0, room="streaming")
     assert_same_save(found, two[0]["checkpoint"]["first"], source, tmp_path / "again", steps=2)
 
 
@@ -308,7 +308,9 @@ def test_one_rank_loads_what_two_saved_from_files(
     spill: str | None, two: list[Any], tmp_path: Path
 ) -> None:
     source = Path(two[0]["checkpoint"]["from files"])
-    section = {"nvme": {"path": str(tmp_path), "spill": spill}} if spill else {}
+    section: dict[str, Any] = {"room": "streaming"}
+    if spill:
+        section["nvme"] = {"path": str(tmp_path), "spill": spill}
     found = rank_checkpoints.session(tmp_path / "again", source, steps=0, **section)
     assert_same_save(found, two[0]["checkpoint"]["on files"], source, tmp_path / "again", steps=4)
 

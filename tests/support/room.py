@@ -9,15 +9,15 @@ from stronghold.config import StrongholdConfig
 OFFLOADS = ("stronghold.streaming.activations.offload", "stronghold.train.offload")
 
 
-def choose(room: str) -> None:
+def choose(room: str | None) -> None:
     """Let engines of this process train on a room, if their config names none."""
     StrongholdConfig.model_fields["room"].default = room
     StrongholdConfig.model_rebuild(force=True)
 
 
 def is_next() -> bool:
-    """True on the room `train`. Its abilities are fewer so far."""
-    return StrongholdConfig().room == "train"
+    """True if engines of one rank train on the room `train`, as by default."""
+    return StrongholdConfig().room != "streaming"
 
 
 def offload_small(monkeypatch: pytest.MonkeyPatch) -> None:
