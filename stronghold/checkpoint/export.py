@@ -20,7 +20,7 @@ from stronghold.checkpoint.format import BUFFERS, CONFIG, LOW, WEIGHTS, StoredPa
 from stronghold.checkpoint.held_tag import Tag, pieces
 from stronghold.checkpoint.tensor_files import NUM_THREADS, TensorHeader, bytes_of, write_tensors
 from stronghold.checkpoint.weights import INDEX, read_config, shards, write_small_files
-from stronghold.devices.workers import open_workers
+from stronghold.devices.workers import Workers
 from stronghold.errors import ConfigError
 
 Export = tuple[TensorHeader, Callable[[], Iterable[Tensor]]]
@@ -41,7 +41,7 @@ def export_hf(
     CheckpointError for a damaged checkpoint, and ConfigError for one without its frozen parameters.
     """
     directory.check_new(out)
-    with Tag(source) as tag, open_workers("export", NUM_THREADS) as threads:
+    with Tag(source) as tag, Workers("export", NUM_THREADS) as threads:
         manifest = tag.manifest
         if manifest.excluded:
             raise ConfigError(

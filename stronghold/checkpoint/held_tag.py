@@ -31,7 +31,7 @@ from stronghold.checkpoint.format import (
     tensor_name,
 )
 from stronghold.checkpoint.tensor_files import NUM_THREADS, check_file
-from stronghold.devices.workers import open_workers
+from stronghold.devices.workers import Workers
 from stronghold.errors import CheckpointError
 from stronghold.native import Closeable
 from stronghold.optim.states import items, join_master
@@ -170,7 +170,7 @@ class Tag(HeldTag[Manifest]):
                     info = self.tensors(saved.file).info(header.name)
                     end = ends.get(saved.file) or 0
                     ends[saved.file] = max(end, info.begin + info.num_bytes)
-        with open_workers("load", NUM_THREADS) as threads:
+        with Workers("load", NUM_THREADS) as threads:
             for name in sorted(ends):
                 check_file(self.file(name), self.manifest.files[name], threads, ends[name])
 

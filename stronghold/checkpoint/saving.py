@@ -43,7 +43,7 @@ from stronghold.checkpoint.tensor_files import (
 )
 from stronghold.devices.base import Fence, surfacing
 from stronghold.devices.lane_name import LaneName
-from stronghold.devices.workers import open_workers
+from stronghold.devices.workers import Workers
 from stronghold.errors import ConfigError, LaneError
 from stronghold.model.costs import DTYPES
 from stronghold.model.partition import Partition
@@ -120,7 +120,7 @@ class Save:
         self._jobs: list[Fence] = []
         self._published: Fence | None = None
         with contextlib.ExitStack() as undo:  # it removes the hidden directory, on the leader
-            self._threads: Executor = undo.enter_context(open_workers("save", NUM_THREADS))
+            self._threads: Executor = undo.enter_context(Workers("save", NUM_THREADS))
             self._hidden = self._make_hidden(undo)
             self._cleanup = undo.pop_all()
 

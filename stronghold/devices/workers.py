@@ -1,32 +1,74 @@
 """Threads beside the caller's, for work that belongs to no device.
 
 Owns no lane and no fence: a caller waits for the futures that it gets.
+
+[Note: when the interpreter ends]
+1. A program may never destroy its engine. Then the engine finishes its last save in `atexit`.
+2. Before that the interpreter joins all threads but daemons, and ends torch's and the standard
+   library's pools: they take no call any more.
+3. So these threads are daemons. They wait for calls until the process has ended.
 """
 
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
 
 from stronghold.devices.lane_name import THREAD_PREFIX
 from stronghold.native import naming_threads
 
+Call = tuple[Future[Any], Callable[[], Any]]
 
-def open_workers(name: str, num_threads: int) -> ThreadPoolExecutor:
-    """Start threads that run submitted calls.
+
+class Workers(Executor):
+    """Threads that run submitted calls, the first one first ([Note: when the interpreter ends]).
 
     The end of its `with` block waits for all calls. Raises what `naming_threads` raises if the
     system refuses a thread.
     """
-    workers = ThreadPoolExecutor(num_threads, thread_name_prefix=THREAD_PREFIX + name)
-    # The pool starts a thread for a call only if none is idle. So all first calls meet.
-    meeting = threading.Barrier(num_threads)
-    with naming_threads(f"the {name} threads"):
-        try:
-            for call in [workers.submit(meeting.wait) for _ in range(num_threads)]:
-                call.result()
-        except BaseException:
-            meeting.abort()
-            workers.shutdown()
-            raise
-    return workers
+
+    def __init__(self, name: str, num_threads: int) -> None:
+        self._calls: SimpleQueue[Call | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._is_closed = False
+        with naming_threads(f"the {name} threads"):
+            try:
+                for k in range(num_threads):
+                    thread = threading.Thread(
+                        target=self._run, name=f"{THREAD_PREFIX}{name}_{k}", daemon=True
+                    )
+                    thread.start()
+                    self._threads.append(thread)
+            except BaseException:
+                self.shutdown()
+                raise
+
+    def submit(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Queue a call. RuntimeError after `shutdown`."""
+        if self._is_closed:
+            raise RuntimeError("these threads take no call after shutdown")
+        future: Future[Any] = Future()
+        self._calls.put((future, partial(call, *args, **kwargs)))
+        return future
+
+    def _run(self) -> None:
+        while (queued := self._calls.get()) is not None:
+            future, call = queued
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(call())
+                except BaseException as error:
+                    future.set_exception(error)
+            del queued, future, call  # else they live until the next call comes
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """End the threads after all calls. Safe to call twice."""
+        self._is_closed = True
+        for _ in self._threads:
+            self._calls.put(None)
+        for thread in self._threads if wait else ():
+            thread.join()

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from stronghold.devices.workers import open_workers
+from stronghold.devices.workers import Workers
 from stronghold.errors import BudgetError, ConfigError, ErrorPage, format_size
 from stronghold.memory.slab import MappedPart, map_files
 from stronghold.optim.states import PAGE_BYTES
@@ -69,7 +69,7 @@ class Files:
         file_bytes = -(-num_bytes // row_bytes) * self._unit_bytes
         with contextlib.ExitStack() as undo:
             self._descriptors = [_open(folder, file_bytes, undo) for folder in self.folders]
-            self._pool = undo.enter_context(open_workers("files", NUM_THREADS))
+            self._pool = undo.enter_context(Workers("files", NUM_THREADS))
             self._close = undo.pop_all()
 
     # -- transfers --------------------------------------------------------------------------------

@@ -23,7 +23,6 @@ from tests.models import HIDDEN, MODELS, VOCAB, loss_of
 from tests.support.children import run
 from tests.support.pairs import pairs
 from tests.support.quiet import law_of_time, on_time
-from tests.support.room import is_next
 from tests.support.twin import Twin, twin
 
 # Some 20 ms an update of each layer: what does not wait reads weights of two steps.
@@ -193,8 +192,7 @@ def test_weights_between_backward_and_step_are_of_the_step_before(
         for step in range(3):
             both.backward(both.on(step))
             now = both.engine.inspect()
-            if not is_next():
-                assert any(layer.is_updated_early for layer in now.layers) == bool(now.plan.early)
+            assert any(layer.is_updated_early for layer in now.layers) == bool(now.plan.early)
             assert_same(both.model, both.plain)
             with torch.no_grad():
                 assert torch.equal(both.on(9)(both.engine), both.on(9)(both.plain))
@@ -213,9 +211,9 @@ KEPT: dict[str, Callable[[nn.Parameter], Any]] = {
 
 @pytest.mark.parametrize(("place", "keep", "updates"), pairs(list(PLACES), list(KEPT), UPDATES))
 def test_an_alias_that_was_kept_shows_the_last_step(
-    place: str, keep: str, updates: dict[str, Any], tmp_path: Path, caplog: Any
+    place: str, keep: str, updates: dict[str, Any], tmp_path: Path
 ) -> None:
-    """And what is written through it counts. In the next room `synchronize` waits for that."""
+    """After `synchronize`; and what is written through it counts."""
 
     def kept(model: nn.Module) -> list[Any]:
         return [KEPT[keep](parameter) for parameter in model.parameters()]
@@ -227,15 +225,12 @@ def test_an_alias_that_was_kept_shows_the_last_step(
         ours, plain = kept(both.model), kept(both.plain)
         for step in range(4):
             both.train(step)
-            if is_next():
-                both.engine.synchronize()
+            both.engine.synchronize()
             assert_equal(values(ours), values(plain), keep)
             for alias in (*ours, *plain):
                 alias *= 0.5
             with torch.no_grad():
                 assert torch.equal(both.on(9)(both.engine), both.on(9)(both.plain))
-        told = [record for record in caplog.records if "keeps aliases" in record.message]
-        assert len(told) == (place != "whole" and not is_next())
 
 
 def test_nothing_waits_for_a_program_that_keeps_no_alias(caplog: pytest.LogCaptureFixture) -> None:
@@ -288,7 +283,7 @@ def test_a_part_of_the_model_waits_for_its_own_updates_alone() -> None:
 def test_torch_is_as_it_was_when_the_last_engine_is_gone() -> None:
     before = dict(vars(nn.Parameter))
     one, other = Twin("gpt"), Twin("llama")
-    names = {"data", "set_", *(ATTRIBUTES if is_next() else ())}
+    names = {"data", "set_", *ATTRIBUTES}
     assert vars(nn.Parameter).keys() - before.keys() == names
     one.engine.destroy()
     assert vars(nn.Parameter).keys() - before.keys() == names
@@ -305,6 +300,8 @@ from tests.support.training import config
 folder = sys.argv[1]
 model, make_batch = MODELS["gpt"]()
 section = {"window": 1, "trace": folder + "/trace.json", "async_checkpoint": True}
+if sys.argv[2:]:
+    section["nvme"] = {"path": folder, "spill": "weights"}
 engine, *_ = stronghold.initialize(
     model=model, config=config(section=section), model_parameters=model.parameters()
 )
@@ -315,9 +312,12 @@ engine.itself = engine
 """
 
 
-def test_what_a_program_owes_the_disk_is_there_when_it_ends(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [[], ["in files"]], ids=["in memory", "in files"])
+def test_what_a_program_owes_the_disk_is_there_when_it_ends(
+    options: list[str], tmp_path: Path
+) -> None:
     """It never destroys its engine, as programs of frameworks do not; and is not disturbed."""
-    status, said = run(SCRIPT, tmp_path, folder=tmp_path)
+    status, said = run(SCRIPT, tmp_path, *options, folder=tmp_path)
     assert status == 0, said
     assert "Exception" not in said
     assert (tmp_path / "trace.json").stat().st_size > 0
