@@ -44,19 +44,12 @@ QWEN_8B = "--layers 36 --hidden 4096 --heads 32 --kv-heads 8 --intermediate 1228
 STEP = "--family llama --precision bf16 --lr 1e-4 --activations recompute --seq 2048"
 CAP_24, CAP_80 = ("--gpu-memory", "24GB"), ("--gpu-memory", "80GB")
 # Plans that are given whole.
-PLAN_3B = (
-    '{"resident_layers": 9, "resident_updates": "gpu", "window": 2, "early_layers": 4, '
-    '"gpu_memory": "18GB"}'
-)
-PLAN_ROOM_3B = (
-    '{"room": "train", "resident_layers": 9, "resident_updates": "gpu", "window": 3, '
-    '"gpu_memory": "19GB"}'
-)
+PLAN_3B = '{"resident_layers": 9, "resident_updates": "gpu", "window": 3, "gpu_memory": "19GB"}'
 PLAN_8B = (
     '{"resident_layers": 14, "resident_updates": "gpu", "window": 3, "early_layers": 0, '
     '"activations": "recompute", "gpu_memory": "62GB"}'
 )
-ROOM_TESTS = ("core", "activations", "memory", "checkpoint")
+CORE_TESTS = ("core", "activations", "memory", "checkpoint", "logits")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +82,6 @@ def compare(
 
 
 OURS, PINNED = "stronghold", ("--section", PLAN_8B)
-# The engine on `stronghold/train`, which replaces `stronghold/streaming`.
-ROOM = ("--section", '{"room": "train"}')
 PIECES = {  # in the order of what shows most
     "smoke": command(
         "each feature has the bits of a plain loop", 150, "benchmarks/smoke.py --logs {out}/smoke"
@@ -107,9 +98,8 @@ PIECES = {  # in the order of what shows most
         "--section",
         PLAN_3B,
     ),
-    "8b-32k": compare("Qwen3-8B's shape", 170, OURS, QWEN_8B, *CAP_80, *PINNED, batch=16, warmup=2),
-    "8b-16k": compare("half the tokens", 160, OURS, QWEN_8B, *CAP_80, *PINNED, warmup=2),
-    "8b-32k-automatic": compare("the engine's own plan", 200, OURS, QWEN_8B, *CAP_80, batch=16),
+    "8b-32k": compare("Qwen3-8B's shape", 170, OURS, QWEN_8B, *CAP_80, batch=16),
+    "8b-16k": compare("half the tokens", 160, OURS, QWEN_8B, *CAP_80),
     "3b-unclipped": compare(
         "clipping off: early updates", 90, OURS, LLAMA_3B, *CAP_24, "--clipping", "0"
     ),
@@ -134,25 +124,12 @@ PIECES = {  # in the order of what shows most
         "SuperOffload", 200, "superoffload-param", LLAMA_3B, *CAP_24, warmup=2
     ),
     "3b-fsdp2": compare("FSDP2", 300, "fsdp2-offload", LLAMA_3B, *CAP_24, warmup=2),
-    "room-3b": compare(
-        "3.0 B in 24 GB", 110, OURS, LLAMA_3B, *CAP_24, *ROOM, "--trace", "{out}/{name}-trace.json"
-    ),
-    "room-8b-32k": compare("the engine's own plan", 170, OURS, QWEN_8B, *CAP_80, *ROOM, batch=16),
-    "room-8b-16k": compare("half the tokens", 160, OURS, QWEN_8B, *CAP_80, *ROOM),
-    "room-exact-3b": command(
-        "losses, norms and weights of 3.0 B are plain torch's, to the bit",
-        170,
-        f"benchmarks/exact.py {LLAMA_3B} {STEP} --batch 8 --steps 3 --json {{out}}/{{name}}.json",
-        *CAP_24,
-        "--section",
-        PLAN_ROOM_3B,
-    ),
-    "room-tests": command(
-        "tests of the CUDA path, on the room",
+    "core-tests": command(
+        "tests of the CUDA path of the core",
         200,
         # -v names a test as it ends: a run that is cut off has shown what failed
-        "-m pytest -v -p no:cacheprovider -n 8 --room train -m gpu --tb short -p no:benchmark",
-        *(f"tests/gpu/test_{name}_cuda.py" for name in ROOM_TESTS),
+        "-m pytest -v -p no:cacheprovider -n 8 -m gpu --tb short -p no:benchmark",
+        *(f"tests/gpu/test_{name}_cuda.py" for name in CORE_TESTS),
     ),
     "tests": command(
         "tests of the CUDA path", 400, "-m pytest -q -p no:cacheprovider -n 4 tests/gpu"

@@ -45,7 +45,6 @@ import torch  # noqa: E402
 
 from stronghold.devices.emulated import EmulatedDevice  # noqa: E402
 from stronghold.streaming.patches.autograd import pop_saved_tensor_hooks_above, saved_tensor_hooks  # noqa: E402
-from tests.support.room import choose  # noqa: E402
 from tests.support.sampling import mark_sampled  # noqa: E402
 from tests.support.turns import turn  # noqa: E402
 
@@ -58,13 +57,7 @@ LANE_PREFIX = "stronghold:"
 GRACE_S = 2.0
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    rooms = ("streaming", "train")
-    parser.addoption("--room", choices=rooms, help="that engines train on. Else: by their ranks")
-
-
 def pytest_configure(config: pytest.Config) -> None:
-    choose(config.getoption("room"))
     config.addinivalue_line("markers", "gpu: needs a CUDA GPU; skipped where there is none")
 
 

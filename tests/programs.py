@@ -3,9 +3,9 @@ twice, in plain PyTorch (or, where that is no oracle, with every weight on the d
 that the same seed draws. Every loss, norm, weight, master and moment is equal to the bit, or the
 engine refuses.
 
-    python -m tests.programs FIRST END [ROOM]
+    python -m tests.programs FIRST END
 
-runs these seeds on a room, says what was refused, and prints of each that differs the shortest
+runs these seeds, says what was refused, and prints of each that differs the shortest
 program that does. Seeds from `DRAWN` on draw the model, too.
 """
 
@@ -39,7 +39,7 @@ from tests.laws.test_adapters import CASES
 from tests.laws.test_bits import FP32, PLACES, SMALLEST_PIECE
 from tests.models import HUGGING_FACE, MODELS, PLAIN, loss_of
 from tests.models.drawn import drawn_model
-from tests.support.room import OFFLOADS, choose
+from tests.support.insides import OFFLOADS
 from tests.support.sides import ByEngine, Plain
 from tests.support.states import MOMENTS
 
@@ -598,8 +598,6 @@ def check(seed: int, device: str = "emulated") -> tuple[str, str]:
 
 def main() -> None:
     choose_kernels()
-    if len(sys.argv) > 3:
-        choose(sys.argv[3])
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     kinds: collections.Counter[str] = collections.Counter()

@@ -17,7 +17,6 @@ from tests.support.mixed import OWN, lora_model, odd, token_batch
 from tests.support.training import assert_identical, config, train_plain, train_windowed
 from tests.support.twin import Twin, twin
 
-ROOMS = ["streaming", "train"]
 STREAMED = {"window": 1, "resident_layers": 0}
 
 
@@ -43,13 +42,13 @@ def compile_plain(model: nn.Module, backend: str) -> None:
     [
         ({**STREAMED, "activations": "recompute"}, "fp32", "aot_eager"),
         ({"window": None, "resident_layers": "all"}, "bf16", "aot_eager"),
-        ({**STREAMED, "activations": "attention", "room": "train"}, "bf16", "aot_eager"),
+        ({**STREAMED, "activations": "attention"}, "bf16", "aot_eager"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
                 ({**STREAMED, "activations": "offload"}, "bf16", "aot_eager"),
                 ({**STREAMED, "activations": "keep", "chunk": 1}, "fp32", "aot_eager"),
-                ({**STREAMED, "chunk": 1, "room": "train"}, "fp32", "aot_eager"),
+                ({**STREAMED, "chunk": 1}, "fp32", "aot_eager"),
                 ({**STREAMED, "activations": "recompute"}, "bf16", "inductor"),
             )
         ),
@@ -85,21 +84,18 @@ def test_blocks_that_the_engine_compiles_have_the_bits_of_compiled_plain_ones(
             next(both.model.blocks[0].parameters()).div_(2.0)
 
 
-@pytest.mark.parametrize("room", ROOMS)
 @pytest.mark.parametrize(("activations", "first"), [("keep", True), ("recompute", False)])
-def test_a_block_that_compiles_itself_has_the_same_bits(
-    activations: str, first: bool, room: str
-) -> None:
+def test_a_block_that_compiles_itself_has_the_same_bits(activations: str, first: bool) -> None:
     model = MODELS["gpt"]()[0]
 
     def compile_blocks() -> None:
         for block in model.blocks:
-            block.compile(backend="aot_eager", fullgraph=room == "train")
+            block.compile(backend="aot_eager", fullgraph=True)
 
     if first:
         compile_blocks()
     before = num_graphs()
-    section = {**STREAMED, "activations": activations, "room": room}
+    section = {**STREAMED, "activations": activations}
     with twin(of=model, section=section) as both:
         if not first:
             compile_blocks()
@@ -141,7 +137,7 @@ def test_compiled_blocks_go_on_after_a_forward_that_raises_and_after_layers_have
         models.append(engine.module)
 
     models: list[Any] = []
-    own = {**STREAMED, **OWN, "activations": activations, "room": "train"}
+    own = {**STREAMED, **OWN, "activations": activations}
     options: dict[str, Any] = {"clipping": 0.5, "precision": "bf16"}
     run = train_windowed(
         compiled_odd, steps=4, settings=config(section=own, **options), after=interrupt
@@ -160,7 +156,7 @@ def test_blocks_over_packed_weights_compile_with_the_same_bits() -> None:
         if micro == 0:
             engine.compile(backend="aot_eager")
 
-    section = {**STREAMED, **OWN, "frozen": "nf4", "room": "train"}
+    section = {**STREAMED, **OWN, "frozen": "nf4"}
     settings = config(section=section, precision="bf16")
     before = num_graphs()
     run = train_windowed(factory, steps=3, settings=settings, after=compile_blocks)
@@ -169,7 +165,7 @@ def test_blocks_over_packed_weights_compile_with_the_same_bits() -> None:
 
 
 def test_the_engine_leaves_a_block_that_the_program_has_compiled() -> None:
-    with twin(section={**STREAMED, "room": "train"}) as both:
+    with twin(section=STREAMED) as both:
         first, second = both.model.blocks[:2]
         first.compile(backend="eager")
         own = first._compiled_call_impl
@@ -180,9 +176,8 @@ def test_the_engine_leaves_a_block_that_the_program_has_compiled() -> None:
     assert second._compiled_call_impl is None
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_a_model_that_is_compiled_whole_is_refused_before_it_trains(room: str) -> None:
-    both = Twin(section={**STREAMED, "activations": "recompute", "room": room})
+def test_a_model_that_is_compiled_whole_is_refused_before_it_trains() -> None:
+    both = Twin(section={**STREAMED, "activations": "recompute"})
 
     def check() -> None:
         with pytest.raises(ConfigError, match=r"call engine\.compile\(\)"):
@@ -207,9 +202,8 @@ def test_a_model_that_is_compiled_whole_is_refused_before_it_trains(room: str) -
         )
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_compilation_within_a_step_or_of_the_whole_graph_is_refused(room: str) -> None:
-    with twin(section={**STREAMED, "room": room}) as both:
+def test_compilation_within_a_step_or_of_the_whole_graph_is_refused() -> None:
+    with twin(section=STREAMED) as both:
         with pytest.raises(ConfigError, match="leave them out"):
             both.engine.compile(schedule=[(0, [])])
         both.backward(both.on(0))

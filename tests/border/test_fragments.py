@@ -21,7 +21,6 @@ from stronghold.train.fragments import ATTRIBUTES
 from tests.models import MODELS, loss_of
 from tests.support import stock
 from tests.support.pairs import each
-from tests.support.room import is_next
 from tests.support.states import MOMENTS
 from tests.support.training import config
 from tests.support.twin import Twin, twin
@@ -151,7 +150,7 @@ def test_what_cannot_be_had_is_refused_with_the_way() -> None:
         utils.safe_get_local_fp32_param(weight)
 
 
-@pytest.mark.parametrize("how", ["in place", "data", *(["assigned"] if is_next() else [])])
+@pytest.mark.parametrize("how", ["in place", "data", "assigned"])
 @pytest.mark.parametrize("place", list(PLACES))
 def test_a_master_has_what_the_program_has_written(place: str, how: str, tmp_path: Path) -> None:
     """Between two steps, at once. The next step goes on from it."""
@@ -172,7 +171,6 @@ def test_a_master_has_what_the_program_has_written(place: str, how: str, tmp_pat
         check_states(both)
 
 
-@pytest.mark.skipif(not is_next(), reason="the old room reads what has arrived so far")
 def test_gradients_are_not_read_within_a_backward() -> None:
     """Some have not arrived. The engine goes on without the step."""
     with twin() as both:
@@ -187,7 +185,6 @@ def test_gradients_are_not_read_within_a_backward() -> None:
         both.train(1)
 
 
-@pytest.mark.skipif(is_next(), reason="it has no early updates yet")
 def test_gradients_that_early_updates_have_used_are_read() -> None:
     with twin(clipping=0.0, early="all") as both:
         for step in range(3):

@@ -71,7 +71,7 @@ def test_a_model_that_was_away_trains_on_with_the_same_bits(
 
 
 def test_values_of_another_shape_are_refused_and_what_was_there_comes_back() -> None:
-    with twin(section={**MIXED, "room": "train"}) as both:
+    with twin(section=MIXED) as both:
         both.train(0)
         both.engine.offload_states()
         parameter = next(both.model.parameters())
@@ -88,7 +88,7 @@ def test_values_of_another_shape_are_refused_and_what_was_there_comes_back() -> 
 def test_after_an_interrupt_while_layers_move_the_newest_weights_come_back(
     moves: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    both = Twin(section={**MIXED, "room": "train", "resident_layers": 2})
+    both = Twin(section={**MIXED, "resident_layers": 2})
     both.train(0)
     arrays = both.engine._stack.trainer.arrays
     copy_now, copies = arrays._device.copy_now, []

@@ -20,7 +20,6 @@ from tests.laws.test_adapters import checkpointed_lora
 from tests.models import MODELS, loss_of
 from tests.support import stock
 from tests.support.pairs import each
-from tests.support.room import is_next
 from tests.support.training import Run, assert_identical, config, initialized, moments_of
 from tests.support.twin import failing_once, twin
 
@@ -294,12 +293,11 @@ def test_gradients_of_inputs_are_no_backward_of_the_engines() -> None:
         both.train(0)
 
 
-@pytest.mark.parametrize("room", ["streaming", "train"])
-def test_gradients_of_inputs_that_fail_take_none_of_the_step(room: str) -> None:
+def test_gradients_of_inputs_that_fail_take_none_of_the_step() -> None:
     def fail(_: torch.Tensor) -> None:
         raise ValueError("the program's")
 
-    with twin("sequential", accumulation=2, section={"room": room}) as both:
+    with twin("sequential", accumulation=2) as both:
         both.backward(both.on(0))
         both.engine.step()
         inputs = both.make_batch(1)["inputs"].requires_grad_()
@@ -470,17 +468,14 @@ class Falling(nn.Module):
         return x - self.last(force) * self.first(x)
 
 
-@pytest.mark.parametrize("room", ["streaming", "train"])
 @pytest.mark.parametrize("trains", [False, True])
 @pytest.mark.parametrize("section", [{"window": 1}, {"window": 2}, {"resident_layers": 1}])
-def test_a_forward_may_take_gradients_inside(
-    section: dict[str, Any], trains: bool, room: str
-) -> None:
+def test_a_forward_may_take_gradients_inside(section: dict[str, Any], trains: bool) -> None:
     """Of the blocks before, and of the block that runs. No weight has moved when it goes on."""
     torch.manual_seed(0)
     model = Forces()
     plain = copy.deepcopy(model)
-    engine = initialized(model, config(section={"activations": "keep", "room": room, **section}))
+    engine = initialized(model, config(section={"activations": "keep", **section}))
     x = torch.linspace(-1, 1, 32).view(4, 8)
     for _ in range(2):
         with torch.set_grad_enabled(trains):
@@ -500,7 +495,7 @@ def test_a_block_may_take_gradients_itself(policy: str) -> None:
     section = {"window": 1, "activations": policy}
     plain = descending("autograd", None)
     assert len(plain) == 18
-    if is_next() and policy == "recompute":
+    if policy == "recompute":
         with pytest.raises(ConfigError, match=r'takes gradients inside.*activations to "keep"'):
             descending("autograd", section)
     else:
@@ -517,8 +512,7 @@ def test_torchs_transforms_are_refused_of_the_raw_module_too(inside: bool) -> No
     engine = initialized(model, config(section={"window": 1}))
     inputs = torch.linspace(-1, 1, 32).view(4, 8)
     call = model if inside else torch.func.grad(lambda x: model(x).sum())
-    error = RuntimeError if inside and not is_next() else ConfigError
-    with pytest.raises(error, match=r"use torch\.autograd\.grad .*resident_layers"):
+    with pytest.raises(ConfigError, match=r"use torch\.autograd\.grad .*resident_layers"):
         call(inputs)
     if not inside:  # and nothing is left behind
         engine.backward(engine(inputs).square().mean())

@@ -25,7 +25,7 @@ from stronghold.checkpoint import directory
 from stronghold.checkpoint.files import write_durably
 from stronghold.checkpoint.tensor_files import TensorHeader, write_tensors
 from stronghold.checkpoint.weights import write_weights
-from stronghold.devices.workers import open_workers
+from stronghold.devices.workers import Workers
 from tests.support.checkpoints import (
     BESIDE_TAGS,
     make_model,
@@ -307,7 +307,7 @@ def save_and_die(save_dir: Path, content: str, number: int) -> None:
         write_durably(hidden / "one", content.encode())
         data = torch.tensor(list(content.encode()), dtype=torch.uint8)
         headers = [TensorHeader("t", torch.uint8, (len(content),))]
-        with open_workers("save", 1) as threads:
+        with Workers("save", 1) as threads:
             write_tensors(hidden / "two", headers, [data], threads)
     directory.write_latest(save_dir, "tag")
 

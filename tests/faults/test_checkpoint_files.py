@@ -4,7 +4,6 @@ where another hand has changed it, before a load or while it runs.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import random
@@ -24,20 +23,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from stronghold.checkpoint import directory, files
+from stronghold.checkpoint import directory, files, loading
 from stronghold.checkpoint.files import HeldFile, TensorFile, entry_of, write_durably, write_tensors
-from stronghold.checkpoint.manifest import COUNTERS, GAS, StoredPiece, TensorRecord, stored_as
-from stronghold.checkpoint.tag import OpenTag
+from stronghold.checkpoint.format import MANIFEST, STATE, VERSION, Manifest
 from stronghold.errors import CheckpointError, ConfigError
 from stronghold.tools.cli import main
 from tests.support.checkpoints import (
-    FORMAT,
-    LOAD,
-    PARAMETERS,
     WithBuffer,
     assert_same,
     command,
-    file_of,
     make_model,
     record_of,
     resume,
@@ -49,20 +43,15 @@ from tests.support.checkpoints import (
 )
 from tests.support.children import run
 from tests.support.mutations import mutated
-from tests.support.room import is_next
 
-MANIFEST, STATE, Manifest = FORMAT.MANIFEST, FORMAT.STATE, FORMAT.Manifest
-MOMENT = "exp_avg/" if is_next() else "exp_avg."
-ANOTHER_MOMENT = MOMENT.replace("exp_avg", "exp_avg_sq")
 TAG = "global_step3"
-FILES = [
-    file_of("weights", 1),
-    file_of("masters", 2),
-    file_of("moments", 3),
-    "buffers.safetensors",
-    STATE,
-    MANIFEST,
-]
+
+
+def file_of(layer: int) -> str:
+    return f"layer-{layer:05d}.safetensors"
+
+
+FILES = [*map(file_of, (1, 2, 3)), "buffers.safetensors", STATE, MANIFEST]
 
 
 @contextmanager
@@ -163,7 +152,7 @@ def test_another_version_is_refused(engine: Any, copy: Path) -> None:
         engine,
         copy,
         CheckpointError,
-        f"version 7, expected stronghold checkpoint version {FORMAT.VERSION}",
+        f"version 7, expected stronghold checkpoint version {VERSION}",
     )
 
 
@@ -219,7 +208,7 @@ def test_names_need_not_match_on_request(saved: Path) -> None:
     with session(WithBuffer(num_layers=2, seed=9), precision="bf16") as smaller:
         refused(smaller, saved, ConfigError, "parameter groups", load_module_strict=False)
         smaller.load_checkpoint(saved, load_module_strict=False, load_optimizer_states=False)
-        weights = stored_weights(saved / TAG / file_of("weights", 1))
+        weights = stored_weights(saved / TAG / file_of(1))
         name = sorted(weights)[0]
         assert torch.equal(smaller.module_state_dict()[name], weights[name])
 
@@ -276,61 +265,16 @@ def test_what_is_no_safetensors_file_is_refused(data: bytes, tmp_path: Path) -> 
         TensorFile(tmp_path / "file")
 
 
-@pytest.mark.skipif(is_next(), reason="a file has whole arrays")
-@pytest.mark.parametrize("seed", range(20))
-def test_any_range_is_read_across_the_pieces_of_ranks(seed: int, tmp_path: Path) -> None:
-    chosen, tag = random.Random(seed), tmp_path
-    numel = chosen.randint(1, 300)
-    cuts = [chosen.randint(0, numel) for _ in range(seed % 5)]
-    values = torch.arange(numel, dtype=torch.float32)
-    pieces, records = [], {}
-    for rank, (begin, end) in enumerate(itertools.pairwise([0, *sorted(cuts), numel])):
-        name, shape = stored_as("weights", "a.b", (numel,), begin, end)
-        entry = entry_of(name, values[begin:end].view(shape))
-        records[f"weights-{rank}"] = write_tensors(tag / f"weights-{rank}", [entry])
-        pieces.append(StoredPiece(file=f"weights-{rank}", begin=begin, end=end))
-    record = TensorRecord(
-        name="a.b",
-        aliases=("a.b",),
-        shape=(numel,),
-        dtype=torch.float32,
-        trainable=False,
-        step=0,
-        pieces={"weights": tuple(pieces)},
-    )
-    Manifest(
-        versions={},
-        dtype=torch.float32,
-        counters=dict.fromkeys((*COUNTERS, GAS), 1),
-        groups=None,
-        buffers={},
-        tensors=(record,),
-        files=records,
-    ).write(tag)
-    with OpenTag(tag) as opened:
-        opened.check(opened.manifest.files)
-        opened.check_headers(opened.manifest.tensors, state=True)
-        assert torch.equal(opened.weights(record), values)
-        for _ in range(50):
-            begin = chosen.randint(0, numel)
-            end = chosen.randint(begin, numel)
-            assert torch.equal(opened.read(record, "weights", begin, end), values[begin:end])
-
-
 def test_the_manifest_is_what_was_written(saved: Path) -> None:
     within = os.open(saved / TAG, os.O_RDONLY)
     manifest = Manifest.read(saved / TAG, within)
     os.close(within)
-    records = getattr(manifest, PARAMETERS)
-    names = {record.name for record in records}
+    names = {record.name for record in manifest.parameters}
     assert "body.transformer.wte.weight" in names
-    tied = next(r for r in records if r.name == "body.transformer.wte.weight")
-    assert (tied.names if is_next() else tied.aliases) == (
-        "body.transformer.wte.weight",
-        "body.lm_head.weight",
-    )
+    tied = next(r for r in manifest.parameters if r.name == "body.transformer.wte.weight")
+    assert tied.names == ("body.transformer.wte.weight", "body.lm_head.weight")
     assert manifest.buffers == {"seen": (3,)}
-    assert {record.step for record in records} == {3}
+    assert {record.step for record in manifest.parameters} == {3}
     listed = set(manifest.files) | {MANIFEST}
     assert listed == {path.name for path in (saved / TAG).iterdir()}
 
@@ -377,7 +321,7 @@ def before_read(
 @pytest.mark.parametrize("exchange", [True, False])
 @pytest.mark.parametrize(
     ("number", "prefix"),
-    [(0, ""), (1, ""), (2, ""), (1, MOMENT), (1, ANOTHER_MOMENT)],
+    [(0, ""), (1, ""), (2, ""), (1, "exp_avg/"), (1, "exp_avg_sq/")],
     ids=["begin", "a weight", "the second read", "a moment", "another moment"],
 )
 def test_a_load_is_of_the_save_that_it_verified(
@@ -392,7 +336,7 @@ def test_a_load_is_of_the_save_that_it_verified(
     if not exchange:
         without_exchange(monkeypatch)
     expected, later = state_of(engine, copy, TAG), state_of(engine, copy, "five")
-    apply, replaced = LOAD.Load.apply, list[None]()
+    apply, replaced = loading.Load.apply, list[None]()
 
     def replace_once() -> None:
         if not replaced:
@@ -403,7 +347,7 @@ def test_a_load_is_of_the_save_that_it_verified(
         apply(*args, **options)
 
     if number == 0:
-        monkeypatch.setattr(LOAD.Load, "apply", replacing)
+        monkeypatch.setattr(loading.Load, "apply", replacing)
     else:
         before_read(number, prefix, replace_once, monkeypatch)
     assert_same(state_of(engine, copy, TAG), expected)
@@ -455,9 +399,9 @@ def test_a_file_that_is_written_to_while_it_is_read_is_noticed(
     saved: Path, copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not replaced: overwritten where it lies, as no save of ours does."""
-    file = copy / TAG / file_of("moments", 1)
+    file = copy / TAG / file_of(1)
     other = (saved / "five" / file.name).read_bytes()
-    before_read(1, MOMENT, lambda: file.write_bytes(other), monkeypatch)
+    before_read(1, "exp_avg/", lambda: file.write_bytes(other), monkeypatch)
     with session(WithBuffer(seed=9), precision="bf16") as engine:
         with pytest.raises(CheckpointError, match=r"00001\.safetensors: was written to"):
             engine.load_checkpoint(copy, tag=TAG)
@@ -475,18 +419,14 @@ def test_no_file_is_held_after_a_load_or_a_refusal(engine: Any, copy: Path) -> N
     assert not [name for name in held() if str(copy) in name]
     rewrite(copy / TAG, lambda body: body["counters"].pop("global_samples"))
     refused(engine, copy, CheckpointError, "global_samples")
-    (copy / "five" / file_of("moments", 2)).write_bytes(b"?")
-    refused(engine, copy, CheckpointError, file_of("moments", 2), tag="five")
+    (copy / "five" / file_of(2)).write_bytes(b"?")
+    refused(engine, copy, CheckpointError, file_of(2), tag="five")
     assert not [name for name in held() if str(copy) in name]
 
 
 # -- manifests ------------------------------------------------------------------------------------
 def tensor(key: str, value: Any) -> Callable[[dict[str, Any]], Any]:
-    return lambda body: body[PARAMETERS][3].update({key: value})
-
-
-def piece(array: str, **change: Any) -> Callable[[dict[str, Any]], Any]:
-    return lambda body: body["tensors"][3]["pieces"][array][0].update(change)
+    return lambda body: body["parameters"][3].update({key: value})
 
 
 CRAFTED: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -497,8 +437,8 @@ CRAFTED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "sizes are negative": tensor("shape", [-1, -24]),
     "a type that no layer has": tensor("dtype", "I64"),
     "an unknown key": tensor("strange", 1),
-    "a tensor twice": lambda body: body[PARAMETERS].append(body[PARAMETERS][0]),
-    "tensors are an object": lambda body: body.update({PARAMETERS: {}}),
+    "a tensor twice": lambda body: body["parameters"].append(body["parameters"][0]),
+    "tensors are an object": lambda body: body.update(parameters={}),
     "no counters": lambda body: body.pop("counters"),
     "a counter less": lambda body: body["counters"].pop("global_samples"),
     "a counter is a word": lambda body: body["counters"].update(micro_steps="x"),
@@ -513,32 +453,6 @@ CRAFTED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "sizes of files are words": lambda body: body["files"][STATE].update(num_bytes="x"),
     "a file without a checksum": lambda body: body["files"][STATE].pop("crc32"),
     "buffers are a list": lambda body: body.update(buffers=[1]),
-}
-WITH_PIECES: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "trainable is a number": tensor("trainable", 1),
-    "a name is a number": tensor("name", 7),
-    "another name first": tensor("aliases", ["other"]),
-    "no name at all": tensor("aliases", []),
-    "a file elsewhere": piece("weights", file="../../weights.safetensors"),
-    "a file that is not listed": piece("exp_avg", file="moments-99999.safetensors"),
-    "a gap before a piece": piece("exp_avg", begin=1),
-    "a piece that ends before the last item": piece("weights", end=5),
-    "a piece beyond the last item": piece("low", end=10**9),
-    "a piece that ends before it begins": piece("low", end=-1),
-    "no piece of an array": lambda body: body["tensors"][3]["pieces"].update(low=[]),
-    "a piece twice": lambda body: body["tensors"][3]["pieces"]["low"].append(
-        body["tensors"][3]["pieces"]["low"][0]
-    ),
-    "no weights": lambda body: body["tensors"][3]["pieces"].pop("weights"),
-    "a moment less": lambda body: body["tensors"][3]["pieces"].pop("exp_avg"),
-    "an array that the optimizer does not have": lambda body: body["tensors"][3]["pieces"].update(
-        momentum=body["tensors"][3]["pieces"]["exp_avg"]
-    ),
-    "sums over micro-batches": lambda body: body["tensors"][0]["pieces"].update(
-        accumulated=body["tensors"][0]["pieces"]["exp_avg"]
-    ),
-}
-WITH_ARRAYS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a name is a number": tensor("names", [7]),
     "no name at all": tensor("names", []),
     "a name twice": tensor("names", ["a", "a"]),
@@ -557,7 +471,6 @@ WITH_ARRAYS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a checksum more": lambda body: body["files"][STATE]["crc32"].append(1),
     "no state file": lambda body: body["files"].pop(STATE),
 }
-CRAFTED |= WITH_ARRAYS if is_next() else WITH_PIECES
 
 
 @pytest.mark.sampled(3)
@@ -629,14 +542,14 @@ def test_mutated_manifests_are_refused_or_load(engine: Any, copy: Path) -> None:
 
 
 def test_mutated_headers_are_refused_or_read(saved: Path, tmp_path: Path) -> None:
-    file = saved / TAG / file_of("moments", 1)
+    file = saved / TAG / file_of(1)
     assert fuzz_headers(file, tmp_path / "file", cases=300, seed=0) > 150
 
 
 @pytest.mark.slow
 def test_many_mutations(engine: Any, saved: Path, copy: Path, tmp_path: Path) -> None:
     manifests = fuzz_manifests(engine, copy, cases=5000, seed=1)
-    file = saved / TAG / file_of("moments", 1)
+    file = saved / TAG / file_of(1)
     headers = fuzz_headers(file, tmp_path / "file", cases=20_000, seed=1)
     print(f"refused: {manifests} of 5,000 manifests, {headers} of 20,000 headers")
 
@@ -649,7 +562,7 @@ def test_a_latest_that_names_no_tag_is_refused(content: bytes, engine: Any, copy
     assert main(["export", str(copy), str(copy / "out")]) == 2
 
 
-@pytest.mark.parametrize("name", ["latest", f"{TAG}/{MANIFEST}", f"{TAG}/{file_of('moments', 1)}"])
+@pytest.mark.parametrize("name", ["latest", f"{TAG}/{MANIFEST}", f"{TAG}/{file_of(1)}"])
 @pytest.mark.parametrize("kind", ["pipe", "directory"])
 def test_what_is_no_file_is_refused(kind: str, name: str, engine: Any, copy: Path) -> None:
     (copy / name).unlink()
@@ -677,7 +590,7 @@ class Underscored(nn.Module):
         return output
 
 
-@pytest.mark.parametrize("name", ["__scale", *(["__metadata__"] if is_next() else [])])
+@pytest.mark.parametrize("name", ["__scale", "__metadata__"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_name_may_begin_with_two_underscores(precision: str, name: str, tmp_path: Path) -> None:
     with session(Underscored(name), precision=precision) as engine:
@@ -689,16 +602,6 @@ def test_a_name_may_begin_with_two_underscores(precision: str, name: str, tmp_pa
         assert_same(snapshot(engine), expected)
         engine.save_16bit_model(tmp_path, "model.bin")
     assert name in torch.load(tmp_path / "model.bin")
-
-
-@pytest.mark.skipif(is_next(), reason="names have a prefix")
-def test_the_formats_own_key_is_refused_as_a_name(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="__metadata__: safetensors keeps this name"):
-        write_tensors(tmp_path / "file", [entry_of("__metadata__", torch.ones(3))])
-    with session(Underscored("__metadata__")) as engine:
-        with pytest.raises(CheckpointError, match="__metadata__: safetensors keeps this name"):
-            engine.save_checkpoint(tmp_path / "saved")
-        assert list((tmp_path / "saved").iterdir()) == []
 
 
 SMALL_LIMIT = """
@@ -747,7 +650,7 @@ def test_weights_alone_run_no_code_of_the_checkpoints(
         path, client = engine.load_checkpoint(saved, load_module_only=True)
         assert client is None
         assert path == str(saved / "global_step2" / STATE)
-        weights = stored_weights(saved / "global_step2" / file_of("weights", 1))
+        weights = stored_weights(saved / "global_step2" / file_of(1))
         live = engine.module_state_dict()
         assert all(torch.equal(live[name], value) for name, value in weights.items())
         assert not trace.exists()

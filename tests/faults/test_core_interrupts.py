@@ -16,8 +16,8 @@ import torch
 from stronghold.errors import ConfigError
 from tests.models import MODELS, loss_of
 from tests.support.core import Core
+from tests.support.insides import offload_small
 from tests.support.interrupts import Stopped, at_bytecode
-from tests.support.room import offload_small
 
 NUM_STEPS = 20
 ACCUMULATION = 2

@@ -1,28 +1,20 @@
 """Ctrl-C at any moment, then the checkpoint on the same engine: the losses of a run that nobody
-interrupted. Ctrl-C while a block runs again in backward: the block is the user's, and whole.
+interrupted. Ctrl-C while chunks run: the block is the user's, and whole.
 """
 
 from __future__ import annotations
 
-import copy
-import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
-from stronghold.devices.emulated import EmulatedDevice
-from stronghold.streaming.activations.recompute import Recomputation, RecomputedModule
 from stronghold.streaming.patches.modules import hooks_after_forward
-from tests.models import HIDDEN
 from tests.support import children
 from tests.support.checkpoints import assert_same, resume, session, snapshot
 from tests.support.checkpoints import train as train_steps
-from tests.support.insides import hooks_of
 from tests.support.interrupts import Stopped, at_bytecode
 from tests.support.training import config, initialized
 
@@ -56,122 +48,23 @@ def test_two_hundred_interrupts_leave_nothing(first: int, tmp_path: Path) -> Non
     interrupt(tmp_path, first, 20)
 
 
-class Reading(nn.Module):
-    """Its forward reads a number, a list, a buffer and its mode, and draws."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(HIDDEN, HIDDEN))
-        self.bias = nn.Parameter(torch.randn(HIDDEN))
-        self.scale, self.history = 0.5, [1.0, 2.0]
-        self.register_buffer("total", torch.ones(HIDDEN))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = nn.functional.linear(x + self.total, self.weight, self.bias)
-        y = nn.functional.dropout(y, training=self.training)
-        return (y * self.scale * sum(self.history)).sin()
-
-
-def attributes_of(module: nn.Module) -> list[Any]:
-    """Of all parts, in order, with what is in torch's tables and in lists."""
-    found: list[Any] = []
-    for part in module.modules():
-        for name, value in vars(part).items():
-            found += [name, id(value)]
-            if isinstance(value, dict):
-                found += [(key, id(inside)) for key, inside in value.items()]
-            if isinstance(value, bool | int | list):
-                found.append(copy.copy(value))
-    return found
-
-
-def train(block: nn.Module, x: Tensor) -> list[Tensor]:
-    """The gradients and the buffers after a forward and a backward."""
-    torch.manual_seed(5)
-    block(x).square().sum().backward()
-    return [p.grad for p in block.parameters() if p.grad is not None] + list(block.buffers())
-
-
-@pytest.mark.slow
-def test_an_interrupt_while_a_block_runs_again_leaves_it_as_it_was() -> None:
-    """At each bytecode of what gives the block its old state, and takes it away."""
-    torch.manual_seed(0)
-    x, device, hooks = torch.randn(2, 3, HIDDEN), EmulatedDevice(), nn.modules.module
-    block = Reading()
-    gone = [
-        block.register_forward_hook(lambda *_: None),
-        hooks.register_module_forward_hook(lambda *_: None),
-    ]
-
-    def again(*args: Tensor) -> None:
-        with saved_tensors_hooks(kept.save_again, lambda saved: saved.tensor):
-            block(*args)
-
-    recomputed = RecomputedModule(block, list(block.parameters()))
-    options: Any = {"name": "block", "device": device, "check": lambda: None, "run": again}
-    kept = Recomputation(recomputed, (x,), {}, **options)
-    with saved_tensors_hooks(kept.save, lambda place: place.kept.tensor):
-        block(x)
-    assert kept.end() is None
-    for handle in gone:
-        handle.remove()
-    new = hooks.register_module_forward_pre_hook(lambda *_: None)
-    block.bias.requires_grad_(False)
-    block.scale = 2.0
-    block.history.append(3.0)
-    block.register_buffer("late", torch.ones(HIDDEN))
-    block.eval()
-    torch.rand(3)
-    random.random()
-    np.random.rand()
-    kept.run()  # it compares values once
-    plain = copy.deepcopy(block)
-
-    def state() -> list[Any]:
-        chance = torch.get_rng_state().tolist()
-        modes = [parameter.requires_grad for parameter in block.parameters()]
-        return [attributes_of(block), chance, modes, hooks_of(hooks)]
-
-    before = state()
-    names = ("recompute", "block_state", "random_states")
-    rooms = [f"streaming/activations/{name}.py" for name in names]
-    try:
-        for within in rooms:
-            count = at_bytecode(kept.run, 0, within=within)
-            assert state() == before
-            for number in range(1, count + 1):
-                with pytest.raises(Stopped):
-                    at_bytecode(kept.run, number, within=within)
-                assert state() == before, f"bytecode {number} of {count} in {within}"
-        assert all(map(torch.equal, train(block, x), train(plain, x)))
-    finally:
-        new.remove()
-        device.close()
-
-
-CHUNKS = ("train", "train/chunks.py")
-EFFECTS = ("train", "train/chunk_effects.py")
-
-
 @pytest.mark.parametrize(
-    ("room", "file", "stride"),
+    ("file", "stride"),
     [
-        ("streaming", "streaming/activations/chunks.py", 7),
-        (*CHUNKS, 7),
-        (*EFFECTS, 61),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((*CHUNKS, 1), (*EFFECTS, 7))),
+        ("chunks", 7),
+        ("chunk_effects", 61),
+        pytest.param("chunks", 1, marks=pytest.mark.slow),
+        pytest.param("chunk_effects", 7, marks=pytest.mark.slow),
     ],
 )
-def test_an_interrupt_while_a_chunk_runs_leaves_the_block_as_it_was(
-    room: str, file: str, stride: int
-) -> None:
+def test_an_interrupt_while_a_chunk_runs_leaves_the_block_as_it_was(file: str, stride: int) -> None:
     """At bytecodes of what gives a block views of its parameters, lets its hooks wait, and tries
     it; and of what takes this back."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)))
-    section = {"chunk": 1, "window": 1, "layers": ["0", "1"], "room": room}
+    section = {"chunk": 1, "window": 1, "layers": ["0", "1"]}
     engine = initialized(model, config(section=section))
-    x, within = torch.randn(2, 4), f"/stronghold/{file}"
+    x, within = torch.randn(2, 4), f"/stronghold/train/{file}.py"
     model[0][1].register_forward_hook(lambda module, args, output: None)
 
     def state() -> list[Any]:
@@ -179,8 +72,7 @@ def test_an_interrupt_while_a_chunk_runs_leaves_the_block_as_it_was(
         return [*hooks, *(part.training for part in model.modules())]
 
     def work() -> Tensor:
-        if room == "train":  # its blocks are tried anew
-            engine._stack.trainer._hooks._chunks._shared.clear()
+        engine._stack.trainer._hooks._chunks._shared.clear()  # its blocks are tried anew
         output: Tensor = engine(x)
         return output
 
@@ -208,20 +100,13 @@ def arrays_of(engine: Any) -> dict[str, Tensor]:
 
 # Primes: each instruction of a loop has its turn.
 @pytest.mark.parametrize("stride", [41, pytest.param(13, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    ("room", "file"),
-    [
-        ("streaming", "early_updates"),
-        ("train", "early_updates"),
-        pytest.param("train", "arrays", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("file", ["early_updates", pytest.param("arrays", marks=pytest.mark.slow)])
 def test_an_interrupt_between_early_update_and_commit_leaves_one_step_or_says_so(
-    room: str, file: str, stride: int, tmp_path: Path
+    file: str, stride: int, tmp_path: Path
 ) -> None:
     """At bytecodes that start, take back and commit early updates. The arrays are those of before
     the step, or the engine asks for a load, which heals it."""
-    section = {"room": room, "window": 2, "early_layers": "all"}
+    section = {"window": 2, "early_layers": "all"}
     with session(clipping=1e4, section=section) as engine:
         first = train_steps(engine, 2)
         engine.save_checkpoint(tmp_path)
@@ -229,7 +114,7 @@ def test_an_interrupt_between_early_update_and_commit_leaves_one_step_or_says_so
         expected = train_steps(engine, 1)
         resume(engine, tmp_path)
         assert_same(snapshot(engine), before)  # as after each interrupt
-        within = f"/stronghold/{room}/{file}.py"
+        within = f"/stronghold/train/{file}.py"
         work = lambda: train_steps(engine, 1)  # noqa: E731
         count = at_bytecode(work, 0, within=within)
         assert len(first) == 2

@@ -19,7 +19,7 @@ from stronghold import native
 from stronghold.devices.base import Device, ThreadLane
 from tests.conftest import lane_threads
 from tests.models import MODELS, loss_of
-from tests.support.room import offload_small
+from tests.support.insides import offload_small
 from tests.support.training import config, initialized
 
 MODES: dict[str, dict[str, Any]] = {

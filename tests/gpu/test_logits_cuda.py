@@ -35,24 +35,19 @@ def check(make: Callable[[], Any], section: dict[str, Any]) -> None:
     assert_identical(run, plain())
 
 
-@pytest.mark.parametrize("room", logits.ROOMS)
 @pytest.mark.parametrize("updates", UPDATES)
-def test_the_engine_has_the_bits_of_a_plain_loop_in_parts(
-    updates: dict[str, Any], room: str
-) -> None:
-    check(logits.tied_llama, {**updates, "room": room})
+def test_the_engine_has_the_bits_of_a_plain_loop_in_parts(updates: dict[str, Any]) -> None:
+    check(logits.tied_llama, updates)
 
 
-@pytest.mark.parametrize("room", logits.ROOMS)
 @pytest.mark.parametrize("updates", UPDATES)
 def test_a_program_may_compute_the_loss_after_the_call(
-    updates: dict[str, Any], room: str, monkeypatch: pytest.MonkeyPatch
+    updates: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain()  # before the loss of training runs is replaced
-    check(logits.with_a_late_loss(monkeypatch), {**updates, "room": room})
+    check(logits.with_a_late_loss(monkeypatch), updates)
 
 
-@pytest.mark.parametrize("room", logits.ROOMS)
 @pytest.mark.parametrize("updates", UPDATES)
-def test_logits_are_used_before_the_step(updates: dict[str, Any], room: str) -> None:
-    logits.check_use_of_logits({"device": "cuda", **STREAMED, **updates, "room": room})
+def test_logits_are_used_before_the_step(updates: dict[str, Any]) -> None:
+    logits.check_use_of_logits({"device": "cuda", **STREAMED, **updates})

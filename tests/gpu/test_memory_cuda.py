@@ -154,7 +154,7 @@ def test_layers_move_again_for_a_batch_that_has_no_room(
     blocks stay, and a later one takes some to the host."""
     use_slow_link(tmp_path, monkeypatch)
     lengths = [8, SHORT, LONG // 2, 8, LONG // 2]
-    section = {**SLOWEST, "room": "train", "activations": "keep"}
+    section = {**SLOWEST, "activations": "keep"}
     expected, *_ = run_of(section, lengths, large_model)
     plans: list[Any] = []
     take_plan = Job.take_plan
@@ -165,7 +165,7 @@ def test_layers_move_again_for_a_batch_that_has_no_room(
 
     monkeypatch.setattr(Job, "take_plan", noted)
     monkeypatch.setattr("stronghold.devices.cuda.GpuMemory.free_bytes", lambda _: MOVES_BYTES)
-    section = {"gpu_memory": MOVES_BYTES, "room": "train"}
+    section = {"gpu_memory": MOVES_BYTES}
     run, _, plan = run_of(section, lengths, large_model)
     assert len(plans) >= 2
     assert len(plan.updated_on_gpu) < len(plans[0].updated_on_gpu)

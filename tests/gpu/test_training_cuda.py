@@ -44,8 +44,8 @@ from tests.models import (
 from tests.models.families import llama_of
 from tests.models.families import odd_llama as llama
 from tests.pretended.process_groups import COMMUNICATOR_BYTES
+from tests.support.insides import offload_small
 from tests.support.ranks import ROOT, run_ranks
-from tests.support.room import offload_small
 from tests.support.sleeping import sleep_on_stream
 from tests.support.training import (
     ADAM,
@@ -270,16 +270,11 @@ class TwoStreams(nn.Module):
 CYCLES = 10_000_000  # milliseconds
 
 
-@pytest.mark.parametrize("room", ["streaming", "train"])
 @pytest.mark.parametrize("held_up", ["stream", "offload"])
 @pytest.mark.parametrize("clipping", [0.0, 0.5])
 @pytest.mark.parametrize("section", [STREAMED, {**STREAMED, "resident_layers": 5}])
 def test_blocks_may_compute_on_several_streams(
-    section: dict[str, Any],
-    clipping: float,
-    held_up: str,
-    room: str,
-    monkeypatch: pytest.MonkeyPatch,
+    section: dict[str, Any], clipping: float, held_up: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gradients leave when all streams have written theirs, and none of them writes into a slot
     that is still on its way out: one of the streams takes long here, or the way out."""
@@ -300,8 +295,7 @@ def test_blocks_may_compute_on_several_streams(
     monkeypatch.setattr(cuda.StreamLane, "submit", late)
     monkeypatch.setattr(Late, "cycles", CYCLES if held_up == "stream" else 0)
     settings = config(
-        section={"device": "cuda", **section, "activations": "keep", "room": room},
-        clipping=clipping,
+        section={"device": "cuda", **section, "activations": "keep"}, clipping=clipping
     )
     run = train_windowed(factory, steps=STEPS, settings=settings)
     assert_identical(run, expected)

@@ -102,7 +102,7 @@ def test_adapters_whose_hooks_end_with_the_call_need_keep_or_their_own_checkpoin
     checkpointed: bool, policy: str
 ) -> None:
     factory = functools.partial(activated_lora, checkpointed=checkpointed)
-    settings = config(section={"window": 1, "activations": policy, "room": "train"})
+    settings = config(section={"window": 1, "activations": policy})
     if policy == "recompute" and not checkpointed:
         with pytest.raises(RuntimeError, match=r'a hook, or its mode.*to "keep"'):
             train_windowed(factory, steps=2, settings=settings)

@@ -205,7 +205,7 @@ def test_the_frames_of_an_exception_may_keep_views() -> None:
             with pytest.raises(ConfigError, match=r"blocks\.0\.norm2\.weight: "):
                 engine.backward(loss_of(engine(**token_batch(6))))
 
-    settings = config(section={"window": 1, "activations": "keep", "room": "train"})
+    settings = config(section={"window": 1, "activations": "keep"})
     run = train_windowed(factory, steps=3, settings=settings, after=fail)
     assert isinstance(kept[0], ValueError)
     assert_identical(run, train_plain(factory, steps=3))
@@ -225,14 +225,14 @@ def test_a_view_in_a_forward_that_still_runs_is_refused() -> None:
         torch.manual_seed(0)
         return Collecting([_Kernels("remembered") for _ in range(3)]), token_batch
 
-    settings = config(section={"window": 1, "activations": "keep", "room": "train"})
+    settings = config(section={"window": 1, "activations": "keep"})
     with pytest.raises(ConfigError, match=REFUSED):
         train_windowed(factory, steps=1, settings=settings)
 
 
 @pytest.mark.parametrize("how", ["transposed", "detached", "closure", "remembered"])
 def test_a_view_of_a_resident_is_refused_when_newer_weights_come(how: str) -> None:
-    section = {"resident_layers": "all", "resident_updates": "host", "room": "train"}
+    section = {"resident_layers": "all", "resident_updates": "host"}
     with pytest.raises(ConfigError, match=REFUSED):
         train_windowed(factory_of(how), steps=2, settings=config(section=section))
 

@@ -24,9 +24,8 @@ from stronghold.engine.inspection import Inspection
 from stronghold.plan.cost import LEVELS, WEIGHT_FETCHES
 from stronghold.plan.homes import HOST
 from tests.models import HUGGING_FACE, MODELS, PLAIN, loss_of
-from tests.support import room
+from tests.support.insides import offload_small
 from tests.support.pairs import covering, pairs, thinned
-from tests.support.performed import assert_as_scheduled
 from tests.support.training import (
     OPTIMIZERS,
     Run,
@@ -73,9 +72,6 @@ AXES: dict[str, list[str]] = {
     "cores": [f"{isa} {1 + number % 2}" for number, isa in enumerate(native.isas())],
     "lanes": ["on time", "late"],
 }
-if room.is_next():
-    UPDATES = {"clipped": (0.5, {}), "loosely": (1e4, {}), "unclipped": (0.0, {})}
-    AXES |= {"update": list(UPDATES)}
 Case = tuple[str, ...]
 
 
@@ -85,7 +81,7 @@ IN_PARTS = {"called_twice", "shared_list", "layer_drop"}
 # another one, which are fetched on demand; or autograd comes to a layer's outputs in any order.
 UNSTEADY = IN_PARTS | {"skip_inside", "experts", "structured"}
 UNSTEADY |= {"fused_loss", "megatron_bert", "tied_blocks", "t5"}
-# Backward does not come to all layers. The room `train` moves and makes nothing for those.
+# Backward does not come to all layers: nothing is moved and made for those.
 PARTLY_USED = {"unused", "frozen_prefix"}
 # Their buffers and what they are given are fp32 values, which half precision does not mix with.
 FP32 = {"structured", "shared_list", "sequential", "buffers", "growing_buffers"}
@@ -190,20 +186,13 @@ def trained(of: dict[str, str], folder: Path) -> Run:
 
 
 def check_step(engine: Any, before: Inspection, of: dict[str, str]) -> None:
-    """The last step performed its schedule, and moved the bytes of the formula. Not where uses
-    differ from step to step, where a model is whole and nothing moves, or where a step has several
-    passes."""
-    now = engine.inspect()
-    is_steady = of["model"] not in UNSTEADY and of["between"] in ("nothing", "evaluation")
-    is_steady = is_steady and not (room.is_next() and of["model"] in PARTLY_USED)
-    if not is_steady or engine.plan.whole:
+    """The last step moved the bytes of the formula. Not where uses differ from step to step, or
+    where a model is whole and nothing moves."""
+    is_steady = of["model"] not in UNSTEADY | PARTLY_USED
+    if engine.plan.whole or not is_steady or of["between"] not in ("nothing", "evaluation"):
         return
-    if room.is_next():
-        assert now.traffic.fetched_bytes - before.traffic.fetched_bytes == fetch_bytes(
-            engine, num_passes=int(of["micro-batches"])
-        )
-    elif of["micro-batches"] == "1":
-        assert_as_scheduled(now.performed, before.schedule)
+    fetched = engine.inspect().traffic.fetched_bytes - before.traffic.fetched_bytes
+    assert fetched == fetch_bytes(engine, num_passes=int(of["micro-batches"]))
 
 
 def fetch_bytes(engine: Any, *, num_passes: int) -> int:
@@ -222,14 +211,13 @@ def fetch_bytes(engine: Any, *, num_passes: int) -> int:
 def check_memory(engine: Any, of: dict[str, str]) -> None:
     """The peak of each tier is the plan's."""
     report, model = engine.memory_report(), of["model"]
-    if model not in IN_PARTS:
-        assert report.host_peak == report.host_planned
     assert report.nvme_peak == report.nvme_planned
-    if room.is_next() and model in IN_PARTS:
+    if model in IN_PARTS:
         return  # a block that is called again has a gradient slot of its own
+    assert report.host_peak == report.host_planned
     assert report.gpu_peak <= report.gpu_planned
-    # What a whole model does not use has no gradient. On the room `train` that holds for all.
-    if not engine.plan.whole and not (room.is_next() and model in UNSTEADY | PARTLY_USED):
+    # what a model does not use has no gradient
+    if not engine.plan.whole and model not in UNSTEADY | PARTLY_USED:
         assert report.gpu_peak == report.gpu_planned
 
 
@@ -242,8 +230,7 @@ def check_homes(engine: Any) -> None:
 
 def interrupt(what: str, name: str, engine: Any, make_batch: Any) -> None:
     if what == "evaluation":  # the raw model, without gradients
-        if room.is_next():
-            engine.synchronize()  # nothing hides a parameter there
+        engine.synchronize()  # nothing hides a parameter
         fresh, _ = MODELS[name]()
         for parameter, trained in zip(fresh.parameters(), engine.parameters(), strict=True):
             parameter.data = trained.detach().clone()
@@ -260,7 +247,7 @@ def interrupt(what: str, name: str, engine: Any, make_batch: Any) -> None:
 def check(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     of = dict(zip(AXES, case, strict=True))
     monkeypatch.setattr("stronghold.plan.host_memory.PIECE_BYTES", SMALLEST_PIECE)
-    room.offload_small(monkeypatch)
+    offload_small(monkeypatch)
     monkeypatch.setenv("STRONGHOLD_ISA", of["cores"].split()[0])
     expected = plain(
         of["model"],

@@ -15,13 +15,12 @@ import torch
 from torch.utils.data import DataLoader
 
 import stronghold
-from stronghold.checkpoint import directory
+from stronghold.checkpoint import directory, saving
 from stronghold.checkpoint.files import TensorFile
 from stronghold.errors import ConfigError, LaneError
 from tests.faults.test_lane_failures import fail_in
 from tests.support.checkpoints import (
     BESIDE_TAGS,
-    SAVE,
     assert_same,
     held_saves,
     make_batch,
@@ -34,7 +33,6 @@ from tests.support.checkpoints import (
     train,
 )
 from tests.support.places import on_gpu
-from tests.support.room import is_next
 
 
 def test_counters_tags_client_state_and_generators_return(tmp_path: Path) -> None:
@@ -164,13 +162,13 @@ def test_masters_are_the_same_numbers_in_every_precision(
 
 def slow_saves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let each file of a layer take a hundredth of a second longer."""
-    write = SAVE.write_tensors
+    write = saving.write_tensors
 
     def slow(*file: Any, **options: Any) -> Any:
         time.sleep(0.01)
         return write(*file, **options)
 
-    monkeypatch.setattr(SAVE, "write_tensors", slow)
+    monkeypatch.setattr(saving, "write_tensors", slow)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +179,7 @@ def slow_saves(monkeypatch: pytest.MonkeyPatch) -> None:
         {"section": {"window": 1, "nvme": {}}},
         *({"clipping": 0.5, "section": on_gpu(place)} for place in ("half", "whole")),
         *({"clipping": 0.0, "section": on_gpu(place)} for place in ("half", "whole")),
-        *([] if is_next() else [{"clipping": 0.0, "section": {"early_layers": "all"}}]),
+        {"clipping": 0.0, "section": {"early_layers": "all"}},
     ],
     ids=str,
 )
@@ -215,7 +213,7 @@ def test_a_save_beside_training_equals_one_that_stops_it(
 def test_after_a_failed_save_beside_training_is_told_of_once_everything_goes_on(
     told_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = SAVE.write_tensors
+    write = saving.write_tensors
     errors = [OSError(28, "No space left on device")]
 
     def full_once(*file: Any, **options: Any) -> Any:
@@ -230,7 +228,7 @@ def test_after_a_failed_save_beside_training_is_told_of_once_everything_goes_on(
         engine.save_checkpoint(tmp_path, tag="good")
         engine.wait_for_checkpoint()
         with monkeypatch.context() as patched:
-            patched.setattr(SAVE, "write_tensors", full_once)
+            patched.setattr(saving, "write_tensors", full_once)
             engine.save_checkpoint(tmp_path, tag="bad")
             engine.inspect().device.finish()
             call = {
@@ -306,7 +304,6 @@ def test_weights_that_are_loaded_beside_a_save_are_not_in_it(
         assert_same(engine.module.state_dict(), saved)
 
 
-@pytest.mark.skipif(not is_next(), reason="refused there, below")
 def test_a_write_in_place_waits_for_the_save_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -325,21 +322,6 @@ def test_a_write_in_place_waits_for_the_save_beside_it(
         engine.wait_for_checkpoint()
         engine.load_checkpoint(tmp_path, load_module_only=True)
         assert_same(engine.module.state_dict(), saved)
-
-
-@pytest.mark.skipif(is_next(), reason="a write waits there, above")
-def test_a_save_beside_writes_in_place_fails_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    written = held_saves(monkeypatch)
-    with session(section={"async_checkpoint": True}) as engine:
-        train(engine, 1)
-        engine.save_checkpoint(tmp_path)
-        engine.module.transformer.h[1].mlp.c_fc.bias.data.mul_(0.9)
-        written.set()
-        with pytest.raises(LaneError, match=r"1\.mlp\.c_fc\.bias was written in place while"):
-            engine.wait_for_checkpoint()
-        assert list(tmp_path.iterdir()) == []
 
 
 def test_a_save_of_which_a_layer_failed_to_update_does_not_take_the_place_of_a_whole_one(

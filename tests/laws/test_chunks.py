@@ -17,13 +17,10 @@ from torch import nn
 from transformers import BloomConfig, BloomForCausalLM
 
 import stronghold
-from stronghold.devices.base import ThreadLane
 from stronghold.errors import ConfigError
-from stronghold.memory.slab import PinnedPool
 from stronghold.model.partition import partition
 from tests.models import HUGGING_FACE, MODELS
 from tests.models.families import llama_of
-from tests.support.room import is_next, offload_small
 from tests.support.training import (
     Run,
     assert_identical,
@@ -38,8 +35,8 @@ VOCABULARY = 61
 BATCH = 5
 
 
-def llama(dropout: float = 0.2) -> tuple[nn.Module, Callable[[int], dict[str, Any]]]:
-    model = llama_of(24, 52, NUM_LAYERS, 2, 1, VOCABULARY, attention_dropout=dropout)
+def llama() -> tuple[nn.Module, Callable[[int], dict[str, Any]]]:
+    model = llama_of(24, 52, NUM_LAYERS, 2, 1, VOCABULARY, attention_dropout=0.2)
 
     def make_batch(seed: int) -> dict[str, Any]:
         made = torch.Generator().manual_seed(seed)
@@ -162,9 +159,8 @@ def test_weights_cross_twice_and_gradients_once_however_many_chunks(chunk: int) 
             drained = after.offloaded_bytes - before.offloaded_bytes
             engine.step()
         layers = engine.inspect().layers
-        # The room `train` fetches residents that the host has updated, too.
         streamed = sum(state.layout.streamed for state in layers)
-        residents = (len(layers) - streamed) * is_next()
+        residents = len(layers) - streamed  # the host has updated them
         # One layer of the turn from forward to backward is there already.
         assert fetched <= 2 * streamed + residents
         trained = sum(s.layout.num_trainable for s in engine.inspect().layers)
@@ -290,58 +286,6 @@ def test_a_hook_on_a_gradient_is_refused(kind: str) -> None:
         engine.destroy()
 
 
-@pytest.mark.skipif(is_next(), reason="inputs have pieces of their own there")
-def test_inputs_wait_where_the_gradients_will_lie(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As far as these go; and move where gradients come before they are used: of several graphs
-    one goes backward first."""
-    offload_small(monkeypatch)
-    # pieces that were taken, and operations that offload
-    pinned, left = list[int](), list[str]()
-    take, submit = PinnedPool.take, ThreadLane.submit
-
-    def take_noted(pool: PinnedPool, nbytes: int) -> torch.Tensor:
-        pinned.append(nbytes)
-        return take(pool, nbytes)
-
-    def submit_noted(lane: ThreadLane, name: str, *work: Any, **declared: Any) -> Any:
-        left.extend([name] * name.startswith("offload"))
-        return submit(lane, name, *work, **declared)
-
-    def train(policy: str) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        model, make_batch = llama(dropout=0.0)
-        section = {"chunk": 1, "window": 1, "activations": policy}
-        settings = config(clipping=0.5, precision="bf16", section=section)
-        engine, *_ = stronghold.initialize(model=model, config=settings)
-        inputs = BATCH * NUM_LAYERS * (policy != "keep")  # of a graph
-        for step in range(2):
-            pinned.clear(), left.clear()
-            losses = [engine(**make_batch(step)).loss]
-            assert len(left) == inputs
-            assert pinned == []
-            if step == 0:
-                assert engine.memory_report().host_activations == engine.plan.offloaded_bytes == 0
-            losses += [engine(**make_batch(10 * step + k)).loss for k in range(5)]
-            assert len(left) == 6 * inputs
-            assert bool(pinned) == bool(inputs)
-            lent = len(left) - len(pinned)
-            assert lent >= 2 * inputs, "those of the first graph alone would have nothing to move"
-            pinned.clear()
-            for loss in losses:
-                engine.backward(loss)
-                # The first graph has used its own; all others' have moved before its gradients.
-                assert len(pinned) == lent - inputs
-            engine.step()
-        weights = {name: p.clone() for name, p in engine.module_state_dict().items()}
-        engine.destroy()
-        return list(weights.values())
-
-    monkeypatch.setattr(PinnedPool, "take", take_noted)
-    monkeypatch.setattr(ThreadLane, "submit", submit_noted)
-    expected = train("keep")
-    assert all(map(torch.equal, train("recompute_offload"), expected))
-
-
 # -- backwards of other kinds ----------------------------------------------------------------------
 class Failing(torch.autograd.Function):
     """Raises in its `fails`-th backward, counted from 1."""
@@ -427,7 +371,6 @@ def test_gradients_are_whole_after_any_backward(
     engine.destroy()
 
 
-@pytest.mark.skipif(not is_next(), reason="the failed one ends the sums of a later call there")
 def test_a_backward_after_one_that_failed_has_the_same_bits() -> None:
     """Sums of the calls of a block are rounded one by one, in bf16."""
     norms = []

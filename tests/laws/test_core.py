@@ -23,8 +23,8 @@ from tests.laws.test_adapters import CASES
 from tests.laws.test_bits import LIKE_LLAMA, STEPS, never, plain
 from tests.models import HUGGING_FACE, MODELS, PLAIN
 from tests.support.core import ByCore, train_core
+from tests.support.insides import offload_small
 from tests.support.pairs import Case, covering
-from tests.support.room import offload_small
 from tests.support.sides import Plain
 from tests.support.training import OPTIMIZERS, assert_identical
 

@@ -25,9 +25,9 @@ from tests.laws.test_core import at_home, lanes
 from tests.models import loss_of
 from tests.support import nf4
 from tests.support.core import opened, train_core
+from tests.support.insides import offload_small
 from tests.support.pairs import Case, covering
 from tests.support.quantised_bases import BASES, blocks_of, fp8_on_cpus
-from tests.support.room import offload_small
 from tests.support.training import Run, assert_identical, cast, dense_copies, same_bits, train_plain
 
 STEPS = 3

@@ -20,9 +20,9 @@ from stronghold.plan.cost import LEVELS
 from stronghold.streaming.optimizer import make_scaler
 from tests.laws.test_bits import PLACES, SMALLEST_PIECE, UPDATES, interrupt
 from tests.models import loss_of
+from tests.support.insides import offload_small
 from tests.support.mixed import BLOCKS, MIXED, OWN, lora, of_family
 from tests.support.pairs import covering
-from tests.support.room import offload_small
 from tests.support.training import (
     DTYPES,
     Run,
@@ -35,7 +35,6 @@ from tests.support.training import (
 )
 
 STEPS = 3
-ROOMS = ["streaming", "train"]
 
 
 # -- families of Transformers that keep modules in fp32 --------------------------------------------
@@ -46,10 +45,9 @@ FAMILIES = [
 ]
 
 
-@pytest.mark.parametrize("room", ROOMS)
 @pytest.mark.parametrize(("family", "precision"), FAMILIES)
 def test_families_that_keep_modules_in_fp32_train_as_in_a_plain_loop(
-    family: str, precision: str, room: str
+    family: str, precision: str
 ) -> None:
     """Transformers 5 obeys `_keep_in_fp32_modules_strict` in a bf16 model, and the other list in
     an fp16 model alone. RWKV overflows at the first loss scale."""
@@ -57,7 +55,7 @@ def test_families_that_keep_modules_in_fp32_train_as_in_a_plain_loop(
     factory = of_family(family, half)
     assert {p.dtype for p in factory()[0].parameters()} == {half, torch.float32}
     options: dict[str, Any] = {"clipping": 0.5, "precision": precision}
-    settings = config(section={"window": 1, "room": room, **OWN}, **options)
+    settings = config(section={"window": 1, **OWN}, **options)
     if precision == "fp16":
         settings["fp16"]["hysteresis"] = 1
         scaler = make_scaler(DeepSpeedFP16Config(**settings["fp16"]), 0)
@@ -79,16 +77,14 @@ AXES: dict[str, list[str]] = {
     "precision": ["bf16", "lean", "fp16"],
     "between": ["nothing", "evaluation", "offloaded", "resumed"],
     "chunk": ["no chunk", "chunk 1", "chunk 2"],
-    "room": ROOMS,
 }
 Case = tuple[str, ...]
 
 
 def never(*values: str) -> bool:
-    """The oracle of chunks does not know these blocks. The room `train` has no early updates."""
+    """The oracle of chunks does not know these blocks."""
     chunks = not {"chunk 1", "chunk 2"}.isdisjoint(values)
-    early = any("early" in value for value in values)
-    return (chunks and not {"t5", "ernie"}.isdisjoint(values)) or (early and "train" in values)
+    return chunks and not {"t5", "ernie"}.isdisjoint(values)
 
 
 @functools.cache
@@ -107,7 +103,7 @@ def plain(name: str, clipping: float, accumulation: int, precision: str, chunk: 
 @contextmanager
 def engine_of(of: dict[str, str], folder: Path, seed: int) -> Iterator[Any]:
     section = {**PLACES[of["place"]], **UPDATES[of["update"]][1], **OWN}
-    section |= {"activations": of["activations"], "room": of["room"]}
+    section["activations"] = of["activations"]
     if of["home"] != "ram":
         section["nvme"] = {"path": str(folder), "spill": of["home"]}
     if chunk_of(of):
@@ -161,7 +157,7 @@ def trained(of: dict[str, str], folder: Path) -> Run:
                     between(of, engine, make_batch)
             report = engine.memory_report()
             # What leaves the device lies on the host. The plan does not count that.
-            if of["room"] == "streaming" or of["between"] != "offloaded":
+            if of["between"] != "offloaded":
                 assert report.host_peak == report.host_planned
             assert report.nvme_peak == report.nvme_planned
             assert report.gpu_peak <= report.gpu_planned

@@ -13,10 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from stronghold.checkpoint import export
 from stronghold.checkpoint.weights import locate
 from stronghold.optim.states import split_master
 from tests.models import loss_of
-from tests.support.checkpoints import EXPORT, command, masters_of
+from tests.support.checkpoints import command, masters_of
 from tests.support.mixed import MIXED, token_batch
 from tests.support.training import DTYPES, config, initialized, moments_of
 
@@ -181,5 +182,5 @@ def test_exports_have_every_parameter_in_its_own_dtype_and_every_master(
     for name, value in opened.state_dict().items():
         assert value.dtype is weights[name].dtype, name
         assert torch.equal(value, weights[name]), name
-    fp32 = EXPORT.fp32_state(locate(tmp_path / "saved", None))
+    fp32 = export.fp32_state(locate(tmp_path / "saved", None))
     assert all(torch.equal(fp32[name], value) for name, value in masters.items())

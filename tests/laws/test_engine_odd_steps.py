@@ -285,9 +285,7 @@ def test_a_step_that_is_not_to_be_skipped_has_the_bits_of_a_plain_loop(
 
 
 @pytest.mark.parametrize("way", ["engine", "checkpoint", "custom"])
-@pytest.mark.parametrize(
-    "section", [{"window": 2}, on_gpu("whole"), {"window": 2, "room": "train"}], ids=str
-)
+@pytest.mark.parametrize("section", [{"window": 2}, on_gpu("whole")], ids=str)
 def test_loaded_weights_become_the_masters(way: str, section: dict[str, Any]) -> None:
     """In every form that DeepSpeed's engine takes. The oracle of programs trains them further."""
 

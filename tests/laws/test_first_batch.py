@@ -24,7 +24,6 @@ from tests.models import MODELS, loss_of, token_batch
 from tests.support.counted import CountedMemory, counted
 from tests.support.profiles import use_slow_link
 from tests.support.ranks import run_ranks
-from tests.support.room import is_next
 from tests.support.training import (
     Run,
     assert_identical,
@@ -320,17 +319,13 @@ def test_a_batch_is_counted_while_a_graph_and_gradients_wait(
 
 
 def test_room_for_the_largest_batch_is_left_by_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without it the first batch's plan fills the device: the long batch is refused, or layers move
-    again. With it the long batch keeps nothing that can be computed again."""
+    """Without it the first batch's plan fills the device, and layers move again for the long batch.
+    With it the long batch keeps nothing that can be computed again."""
     monkeypatch.setenv("STRONGHOLD_PROFILE", str(MACHINE))  # on which recomputation costs time
     lengths = [SHORT, LONG, SHORT]
     section = section_of(2_600_000)
-    _, taken, refusals = trained(lengths, config(precision="bf16", section=section), monkeypatch)
-    if is_next():
-        assert taken == [0, 1, 2]
-    else:
-        assert taken == [0, 2]
-        assert "Set stronghold.batch_tokens to the tokens of the largest micro-b" in refusals[0]
+    _, taken, _ = trained(lengths, config(precision="bf16", section=section), monkeypatch)
+    assert taken == [0, 1, 2]
     section |= {"batch_tokens": 2 * LONG}
     run, taken, _ = trained(lengths, config(precision="bf16", section=section), monkeypatch)
     assert taken == [0, 1, 2]
@@ -350,8 +345,6 @@ def test_a_first_batch_may_leave_no_room_for_a_larger_one(monkeypatch: pytest.Mo
 
 def spares(engine: Any) -> bool:
     """True if the last forward kept less than the plan says."""
-    if not is_next():
-        return engine._stack.runtime.activations.spares
     return tuple(layer.level for layer in engine._stack.layers) != engine.plan.activations
 
 

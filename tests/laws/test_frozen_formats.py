@@ -15,9 +15,9 @@ from torch import nn
 from stronghold.errors import ConfigError
 from tests.models import loss_of
 from tests.support.checkpoints import command
+from tests.support.insides import offload_small
 from tests.support.mixed import token_batch
 from tests.support.quantised import BYTES, quantised, quantised_model, raw
-from tests.support.room import offload_small
 from tests.support.training import (
     DTYPES,
     Run,

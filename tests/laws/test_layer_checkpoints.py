@@ -1,4 +1,4 @@
-"""Checkpoints of the room `train`: one file of tensors for each layer, in blocks of any size."""
+"""Checkpoints of one rank: one file of tensors for each layer, in blocks of any size."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 import stronghold
-from stronghold.checkpoint import held_tag, loading, saving, tensor_files
+from stronghold.checkpoint import held_tag, loading, tensor_files
 from stronghold.checkpoint.export import export_hf, fp32_state
 from stronghold.checkpoint.files import DTYPES, HeldFile
 from stronghold.checkpoint.held_tag import Tag
@@ -29,7 +29,7 @@ from stronghold.checkpoint.tensor_files import (
     write_tensors,
 )
 from stronghold.devices.lane_name import LaneName
-from stronghold.devices.workers import open_workers
+from stronghold.devices.workers import Workers
 from stronghold.errors import CheckpointError, ConfigError
 from stronghold.train import arrays
 from tests.models import loss_of
@@ -66,8 +66,8 @@ TAG = "global_step4"
 
 
 @contextmanager
-def on_room(place: str, folder: Path, model: Any = None, **options: Any) -> Iterator[Any]:
-    section = {"room": "train", **PLACES[place], **options.pop("section", {})}
+def placed(place: str, folder: Path, model: Any = None, **options: Any) -> Iterator[Any]:
+    section = {**PLACES[place], **options.pop("section", {})}
     if "nvme" in section:
         section["nvme"] = {**section["nvme"], "path": str(folder)}
     with session(model, section=section, **options) as engine:
@@ -88,7 +88,7 @@ def contents(tag: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def threads() -> Iterator[Executor]:
-    with open_workers("test", tensor_files.NUM_THREADS) as workers:
+    with Workers("test", tensor_files.NUM_THREADS) as workers:
         yield workers
 
 
@@ -100,20 +100,20 @@ def threads() -> Iterator[Executor]:
 def test_places_and_blocks_change_no_byte(
     place: str, precision: str, asynchronous: bool, tmp_path: Path
 ) -> None:
-    with on_room("ram", tmp_path, precision=precision) as engine:
+    with placed("ram", tmp_path, precision=precision) as engine:
         train(engine, 4)
         engine.save_checkpoint(tmp_path / "ram")
         saved, expected = snapshot(engine), train(engine, 2)
     section = {"async_checkpoint": asynchronous}
     with pytest.MonkeyPatch.context() as patched:
         small_blocks(patched)
-        with on_room(place, tmp_path, precision=precision, section=section) as engine:
+        with placed(place, tmp_path, precision=precision, section=section) as engine:
             train(engine, 4)
             engine.save_checkpoint(tmp_path / "other")
             train(engine, 4)
         assert contents(tmp_path / "other" / TAG) == contents(tmp_path / "ram" / TAG)
         other = make_model(seed=9)
-        with on_room(place, tmp_path, other, precision=precision) as engine:
+        with placed(place, tmp_path, other, precision=precision) as engine:
             train(engine, 1)
             resume(engine, tmp_path / "other")
             assert_same(snapshot(engine), saved)
@@ -138,11 +138,11 @@ def test_another_precision_takes_the_masters_and_moments(
         with pytest.MonkeyPatch.context() as patched:
             if is_small:
                 small_blocks(patched)
-            with on_room("ram", tmp_path, precision=before) as engine:
+            with placed("ram", tmp_path, precision=before) as engine:
                 train(engine, 4)
                 engine.save_checkpoint(tmp_path / "saved")
                 masters = masters_of(engine)
-            with on_room(place, tmp_path, make_model(seed=9), precision=after) as engine:
+            with placed(place, tmp_path, make_model(seed=9), precision=after) as engine:
                 resume(engine, tmp_path / "saved")
                 assert engine.inspect().has_trained
                 found_masters = masters_of(engine)
@@ -155,7 +155,7 @@ def test_another_precision_takes_the_masters_and_moments(
 
 
 def test_the_library_reads_every_array(tmp_path: Path) -> None:
-    with on_room("ram", tmp_path, precision="lean") as engine:
+    with placed("ram", tmp_path, precision="lean") as engine:
         train(engine, 4)
         engine.save_checkpoint(tmp_path)
         live = {k: v.clone() for k, v in engine.module_state_dict().items()}
@@ -183,7 +183,7 @@ def test_the_library_reads_every_array(tmp_path: Path) -> None:
 def test_weights_alone_need_only_the_blocks_that_they_lie_in(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patched:
         small_blocks(patched)
-        with on_room("ram", tmp_path, precision="bf16") as engine:
+        with placed("ram", tmp_path, precision="bf16") as engine:
             train(engine, 4)
             engine.save_checkpoint(tmp_path / "saved")
             live = {k: v.clone() for k, v in engine.module_state_dict().items()}
@@ -192,7 +192,7 @@ def test_weights_alone_need_only_the_blocks_that_they_lie_in(tmp_path: Path) -> 
         data = bytearray(file.read_bytes())
         data[-1] ^= 1  # in a moment
         file.write_bytes(data)
-        with on_room("ram", tmp_path, make_model(seed=9), precision="bf16") as engine:
+        with placed("ram", tmp_path, make_model(seed=9), precision="bf16") as engine:
             with pytest.raises(CheckpointError, match=f"{file}: checksum .* from byte"):
                 engine.load_checkpoint(tmp_path / "saved")
             engine.load_checkpoint(tmp_path / "saved", load_optimizer_states=False)
@@ -270,7 +270,7 @@ def test_what_no_file_can_have_is_refused(
     assert not list(tmp_path.iterdir())
     model = make_model()
     model.register_buffer(name, torch.zeros(3, dtype=dtype))
-    with on_room("ram", tmp_path, model) as engine:
+    with placed("ram", tmp_path, model) as engine:
         train(engine, 1)
         with pytest.raises(CheckpointError, match=match):
             engine.save_checkpoint(tmp_path / "saved")
@@ -295,7 +295,7 @@ def test_a_save_waits_for_the_updates(asynchronous: bool, place: str, tmp_path: 
     tags = []
     for name, late_s in {"on time": 0.0, "late": 0.02}.items():
         section["emulated"] = {"jitter_s": late_s}
-        with on_room(place, tmp_path, section=section, precision="bf16") as engine:
+        with placed(place, tmp_path, section=section, precision="bf16") as engine:
             train(engine, 4)
             if late_s:
                 spill = engine.inspect().device.lane(LaneName.SPILL)
@@ -309,9 +309,9 @@ def test_a_save_waits_for_the_updates(asynchronous: bool, place: str, tmp_path: 
 def test_a_save_beside_training_has_the_buffers_of_its_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trained = held_saves(monkeypatch, saving)
+    trained = held_saves(monkeypatch)
     section = {"async_checkpoint": True}
-    with on_room("ram", tmp_path, WithBuffer(), section=section) as engine:
+    with placed("ram", tmp_path, WithBuffer(), section=section) as engine:
         train(engine, 2)
         engine.save_checkpoint(tmp_path)
         engine(**make_batch(7))
@@ -333,7 +333,7 @@ def test_optimizers_of_one_layer_share_its_arrays(precision: str, tmp_path: Path
         sgd = {"params": vectors, "optimizer": "SGD", "momentum": 0.9, "lr": 0.1}
         engine, *_ = stronghold.initialize(
             model=model,
-            config=config(section={"room": "train", "window": 1}, precision=precision),
+            config=config(section={"window": 1}, precision=precision),
             model_parameters=[{"params": matrices}, sgd],
         )
         return engine
@@ -357,7 +357,7 @@ def test_optimizers_of_one_layer_share_its_arrays(precision: str, tmp_path: Path
 
 def test_a_load_within_a_pass_is_refused(tmp_path: Path) -> None:
     """A hook of the program saves or loads where weights come and go."""
-    with on_room("ram", tmp_path) as engine:
+    with placed("ram", tmp_path) as engine:
         train(engine, 1)
         engine.save_checkpoint(tmp_path)
         expected = train(engine, 1)
@@ -390,7 +390,7 @@ def test_adapters_resume_over_a_quantised_base(
             losses.append(loss.detach().clone())
         return losses
 
-    section = {"room": "train", "window": 1, **QUANTISED[base][1]}
+    section = {"window": 1, **QUANTISED[base][1]}
 
     @contextmanager
     def opened() -> Iterator[tuple[Any, Any]]:

@@ -26,7 +26,7 @@ SHORT, LONG = 32, 256  # tokens of a sequence, of which a batch has two
 
 
 def section_of(total_bytes: int, **more: Any) -> dict[str, Any]:
-    return {"gpu_memory": total_bytes, "cpu_threads": 1, "room": "train", **more}
+    return {"gpu_memory": total_bytes, "cpu_threads": 1, **more}
 
 
 def llama(lengths: list[int], *, trains_head: bool = True) -> Any:

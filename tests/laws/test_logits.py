@@ -31,7 +31,6 @@ from tests.support.training import (
 )
 
 VOCABULARY = 61
-ROOMS = ["streaming", "train"]
 
 
 def llama(*, tied: bool = False, bias: bool = False) -> Any:
@@ -110,25 +109,21 @@ def in_parts(name: str, part: int) -> Callable[[], Any]:
     return make
 
 
-@pytest.mark.parametrize("room", ROOMS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["odd_llama", "qwen2", "gpt2"])
-def test_the_engine_has_the_bits_of_a_plain_loop_in_parts(
-    name: str, precision: str, room: str
-) -> None:
-    section = {"loss_chunk": 5, "window": 2, "activations": "recompute", "room": room}
+def test_the_engine_has_the_bits_of_a_plain_loop_in_parts(name: str, precision: str) -> None:
+    section = {"loss_chunk": 5, "window": 2, "activations": "recompute"}
     run = train_windowed(
         MODELS[name], steps=4, settings=config(precision=precision, section=section)
     )
     assert_identical(run, train_plain(in_parts(name, 5), steps=4, precision=precision))
 
 
-@pytest.mark.parametrize("room", ROOMS)
 @pytest.mark.parametrize("updates", ["gpu", "host"])
-def test_a_head_of_two_layers_has_the_bits_of_a_plain_loop(updates: str, room: str) -> None:
+def test_a_head_of_two_layers_has_the_bits_of_a_plain_loop(updates: str) -> None:
     """Its weight is the embedding's, its bias is its own."""
 
-    section = {"loss_chunk": 5, "window": 1, "resident_updates": updates, "room": room}
+    section = {"loss_chunk": 5, "window": 1, "resident_updates": updates}
     run = train_windowed(tied_llama, steps=3, settings=config(precision="bf16", section=section))
     assert_identical(run, train_plain(tied_in_parts, steps=3, precision="bf16"))
 
@@ -144,12 +139,11 @@ class Pair(nn.Module):
         return sum(model(**inputs).loss for model in self.models)  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_a_head_in_a_block_stays_as_it_is(room: str) -> None:
+def test_a_head_in_a_block_stays_as_it_is() -> None:
     def pair() -> Any:
         return Pair(), lambda seed: batch()
 
-    section = {"loss_chunk": 5, "layers": "models", "window": 1, "room": room}
+    section = {"loss_chunk": 5, "layers": "models", "window": 1}
     run = train_windowed(pair, steps=2, settings=config(section=section))
     assert_identical(run, train_plain(pair, steps=2))
 
@@ -171,13 +165,12 @@ def with_a_late_loss(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
     return make
 
 
-@pytest.mark.parametrize("room", ROOMS)
 @pytest.mark.parametrize("updates", ["gpu", "host"])
 def test_a_program_may_compute_the_loss_after_the_call(
-    updates: str, room: str, monkeypatch: pytest.MonkeyPatch
+    updates: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = train_plain(tied_in_parts, steps=3, precision="bf16")
-    section = {"loss_chunk": 5, "window": 1, "resident_updates": updates, "room": room}
+    section = {"loss_chunk": 5, "window": 1, "resident_updates": updates}
     settings = config(precision="bf16", section=section)
     run = train_windowed(with_a_late_loss(monkeypatch), steps=3, settings=settings)
     assert_identical(run, expected)
@@ -313,10 +306,9 @@ def test_a_frozen_head_costs_no_gradient_of_its_own() -> None:
             torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize("room", ROOMS)
 @pytest.mark.parametrize("resident_updates", ["gpu", "host"])
-def test_logits_are_used_before_the_step(resident_updates: str, room: str) -> None:
-    check_use_of_logits({"resident_updates": resident_updates, "room": room})
+def test_logits_are_used_before_the_step(resident_updates: str) -> None:
+    check_use_of_logits({"resident_updates": resident_updates})
 
 
 def check_use_of_logits(section: dict[str, Any]) -> None:
@@ -347,11 +339,10 @@ def check_use_of_logits(section: dict[str, Any]) -> None:
         engine.destroy()
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_logits_of_an_older_bias_are_refused(room: str) -> None:
+def test_logits_of_an_older_bias_are_refused() -> None:
     model = tied_llama()[0]
     model.lm_head.weight.requires_grad_(False)
-    engine = initialized(model, config(section={"loss_chunk": 7, "room": room}))
+    engine = initialized(model, config(section={"loss_chunk": 7}))
     try:
         outputs = engine(**batch())
         engine.backward(outputs.loss)
@@ -362,13 +353,10 @@ def test_logits_of_an_older_bias_are_refused(room: str) -> None:
         engine.destroy()
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_the_model_is_given_back_whole_and_copies_are_their_own(room: str) -> None:
+def test_the_model_is_given_back_whole_and_copies_are_their_own() -> None:
     model = llama()
     before = {name: set(vars(module)) for name, module in model.named_modules()}
-    engine, *_ = stronghold.initialize(
-        model=model, config=config(section={"loss_chunk": 7, "room": room})
-    )
+    engine, *_ = stronghold.initialize(model=model, config=config(section={"loss_chunk": 7}))
     try:
         assert list(inspect.signature(model.lm_head.forward).parameters) == ["input"]
         assert type(model(**batch()).logits) is Logits

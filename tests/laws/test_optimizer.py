@@ -169,16 +169,15 @@ def test_l2_decay_of_adam_is_no_decoupled_decay() -> None:
 IN_A_BUDGET = {"gpu_memory": "4MB", "window": None}  # the first batch has a plan of its own
 
 
-@pytest.mark.parametrize("room", ["streaming", "train"])
 @pytest.mark.parametrize("has_trained", [True, False])
 @pytest.mark.parametrize(
     "section", [{}, {"resident_layers": "all", "resident_updates": "gpu"}, IN_A_BUDGET]
 )
 def test_a_parameter_that_was_frozen_from_the_start_cannot_be_thawed(
-    section: Any, has_trained: bool, room: str
+    section: Any, has_trained: bool
 ) -> None:
     """It would be in no step, without a word."""
-    with twin("frozen", section={"room": room, **section}) as both:
+    with twin("frozen", section=section) as both:
         if has_trained:
             both.train(0)
         both.model.embedding.requires_grad_(True)
@@ -188,13 +187,10 @@ def test_a_parameter_that_was_frozen_from_the_start_cannot_be_thawed(
         both.train(1)
 
 
-@pytest.mark.parametrize("room", ["streaming", "train"])
 @pytest.mark.parametrize("section", [{}, IN_A_BUDGET])
-def test_a_parameter_may_be_frozen_for_a_while_before_the_first_batch(
-    section: Any, room: str
-) -> None:
+def test_a_parameter_may_be_frozen_for_a_while_before_the_first_batch(section: Any) -> None:
     """As LISA does."""
-    with twin("gpt", section={"room": room, **section}) as both:
+    with twin("gpt", section=section) as both:
         for step in range(4):
             for model in (both.model, both.plain):
                 model.head.weight.requires_grad_(step % 2 == 1)

@@ -44,7 +44,7 @@ def measure(
     path.mkdir(exist_ok=True)
     model = SleepingModel(layers)
     trace = str(path / "trace.json")
-    section = {"room": "train", "window": 3, "cpu_threads": 1, "trace": trace, **section}
+    section = {"window": 3, "cpu_threads": 1, "trace": trace, **section}
     section["emulated"] = {"poison": False, **emulated}
     engine = initialized(model, config(clipping=clipping, section=section))
     steps = timed_steps(engine, torch.ones(1024), WARM_UP + MEASURED)[WARM_UP:]

@@ -17,9 +17,9 @@ import torch
 from stronghold.errors import ConfigError
 from tests.models import loss_of
 from tests.support import quantised_ranks
+from tests.support.insides import offload_small
 from tests.support.quantised_bases import BASES, adapted, base, blocks_of, fp8_on_cpus, token_batch
 from tests.support.ranks import ranks_once
-from tests.support.room import offload_small
 from tests.support.training import (
     Run,
     assert_identical,

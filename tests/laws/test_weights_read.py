@@ -18,7 +18,6 @@ from stronghold.errors import ConfigError
 from tests.models import token_batch
 from tests.models.base import cross_entropy
 from tests.support.pairs import pairs
-from tests.support.room import is_next
 from tests.support.twin import Twin, twin
 
 SECTIONS: dict[str, dict[str, Any]] = {
@@ -190,15 +189,10 @@ def test_what_a_forward_writes_into_its_weights_counts_or_is_refused(
     hooks = [
         WHERE[where](model).register_forward_pre_hook(write) for model in (both.model, both.plain)
     ]
-    is_copy = "block" in where and place in ("one slot", "recompute")
-    if is_next():  # a hook before a block's forward writes the host's weights
-        is_copy = where in ("inside a block", "the head") and place != "whole"
+    # a hook before a block's forward writes the host's weights
+    is_copy = where in ("inside a block", "the head") and place != "whole"
     if is_copy:
-        said = (
-            r"parameters of (blocks\.1|head) in place"
-            if is_next()
-            else r"wrote into its parameters"
-        )
+        said = r"parameters of (blocks\.1|head) in place"
         refused = pytest.raises(ConfigError, match=said)
         with refused:
             both.engine(**both.make_batch(0))

@@ -17,7 +17,6 @@ import stronghold
 from stronghold.errors import ConfigError
 from tests.models import MODELS
 from tests.support.pairs import pairs
-from tests.support.room import is_next
 from tests.support.training import config, initialized
 from tests.support.twin import Twin, twin
 
@@ -98,7 +97,7 @@ UPDATES: dict[str, dict[str, Any]] = {
     "gated updates": {"clipping": 1.0},
 }
 WRITES = [
-    *([assign] if is_next() else []),
+    assign,
     clamp,
     renew_the_head,
     renew_by_its_own_method,
@@ -139,7 +138,6 @@ def halve_by_assignment(weight: nn.Parameter) -> None:
     weight.data = 0.5 * weight.data
 
 
-@pytest.mark.skipif(not is_next(), reason="the room `streaming` loses what is written in a block")
 @pytest.mark.parametrize("halve", [halve_in_place, halve_by_assignment])
 @pytest.mark.parametrize("name", ["head", "blocks.0.mlp.up"])
 @pytest.mark.parametrize("section", SECTIONS)
@@ -198,23 +196,15 @@ def test_what_is_written_last_is_in_the_model_that_is_given_back() -> None:
     assert all(bool((parameter == 0.25).all()) for parameter in model.parameters())
 
 
-@torch.no_grad()
-def halve(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        parameter.data = 0.5 * parameter.data
-
-
 def resize(model: nn.Module) -> None:
     weight = next(model.parameters())
     weight.data = torch.cat([weight.data, weight.data])
 
 
 REFUSED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
-    "model.half()": (nn.Module.half, "pointed at other memory|dtype"),
-    "resized": (resize, "another shape.*before stronghold|has the shape .*before stronghold"),
+    "model.half()": (nn.Module.half, "has the dtype .*before stronghold"),
+    "resized": (resize, "has the shape .*before stronghold"),
 }
-if not is_next():  # it counts there: `assign`
-    REFUSED["p.data ="] = halve, "pointed at other memory"
 
 
 @pytest.mark.parametrize("how", REFUSED)
@@ -228,7 +218,7 @@ def test_a_parameter_that_points_at_other_values_is_refused(section: str, how: s
         point(both.model)
         both.engine.backward(both.on(1)(both.engine))
 
-    with pytest.raises((ConfigError, RuntimeError), match=match):
+    with pytest.raises(ConfigError, match=match):
         go_on()
     both.engine.destroy()
 

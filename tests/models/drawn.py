@@ -17,7 +17,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tests.models.base import HIDDEN, LENGTH, MLP, VOCAB, Attention, Batch, cross_entropy
-from tests.support.room import is_next
 
 Context = dict[str, Any]  # what a model gives all of its blocks
 
@@ -35,20 +34,15 @@ class _Product(torch.autograd.Function):
 
 
 class Sampler:
-    """No module: it draws by generators of its own, and may hand out each draw twice."""
+    """No module: it draws by generators of its own."""
 
     def __init__(self) -> None:
         self.torchs = torch.Generator().manual_seed(1)
         self.others = [np.random.default_rng(2), random.Random(3)]
-        self.kept: list[float] = []
 
     def draw(self) -> float:
         first = float(torch.rand((), generator=self.torchs))
         return first + sum(each.random() for each in self.others)
-
-    def sample(self) -> float:
-        self.kept = self.kept[:-1] or [self.draw()] * 2
-        return self.kept[-1]
 
 
 # --- parts of blocks ------------------------------------------------------------------------------
@@ -161,7 +155,6 @@ KINDS: dict[str, Callable[[Any, Tensor, Context], Tensor]] = {
     "python's": lambda p, y, c: p.linear(y * (random.random() if p.training else 1.0)),
     "numpy's": lambda p, y, c: p.linear(y * (np.random.rand() if p.training else 1.0)),
     "own": lambda p, y, c: p.linear(y * (p.sampler.draw() if p.training else 1.0)),
-    "sampled": lambda p, y, c: p.linear(y * (p.sampler.sample() if p.training else 1.0)),
     "counted": lambda p, y, c: p.counted(y),
     "remembered": lambda p, y, c: p.remembered(y),
     "average": lambda p, y, c: p.averaged(y, anew=False),
@@ -252,8 +245,7 @@ class Drawn(nn.Module):
         self.lengths, self.empty = r.random() < 0.5, r.random() < 0.2
         returns, passes, alike = (r.choice(list(RETURNS)), r.random() < 0.15, r.random() < 0.5)
         counts = [r.choice([1, 2, 3]) for _ in range(r.choice([2, 3, 4]))]
-        # `sampled` is right in its second run, too, and has drawn twice then.
-        known = [kind for kind in KINDS if kind != "sampled" or not is_next()]
+        known = list(KINDS)
         kinds = [[r.choice(known) for _ in range(count)] for count in counts]
         blocks = [_Block(kinds[0] if alike else own, returns, passes) for own in kinds]
         self.embedding, self.own = (nn.Embedding(VOCAB, HIDDEN), nn.Linear(HIDDEN, HIDDEN))

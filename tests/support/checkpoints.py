@@ -18,27 +18,10 @@ from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import stronghold
-from stronghold.checkpoint import (
-    export,
-    load,
-    loading,
-    manifest,
-    save,
-    saving,
-    tensor_files,
-    weights,
-)
-from stronghold.checkpoint import format as checkpoint_format
+from stronghold.checkpoint import saving, tensor_files
 from stronghold.tools.cli import main
-from tests.support.room import is_next
 from tests.support.training import config, moments_of, on
 
-# The modules of the room that this test run trains on.
-FORMAT = checkpoint_format if is_next() else manifest
-SAVE = saving if is_next() else save
-LOAD = loading if is_next() else load
-EXPORT = export if is_next() else weights
-PARAMETERS = "parameters" if is_next() else "tensors"  # key of a manifest
 VOCABULARY = 61
 # what a save of a tag leaves beside it
 BESIDE_TAGS = ["latest", "zero_to_fp32.py"]
@@ -163,36 +146,26 @@ def assert_same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> N
         assert torch.equal(value, two[name]), f"{name} differs"
 
 
-def file_of(kind: str, layer: int) -> str:
-    """The file of a layer with its "weights", "masters" or "moments"."""
-    return f"{'layer' if is_next() else kind}-{layer:05d}.safetensors"
-
-
 def record_of(data: bytes) -> dict[str, Any]:
     """What a manifest says of a file that has this content."""
-    if not is_next():
-        return {"num_bytes": len(data), "crc32": zlib.crc32(data)}
     return asdict(tensor_files.small_record(data)) | {"crc32": [zlib.crc32(data)]}
 
 
-def held_saves(monkeypatch: pytest.MonkeyPatch, module: Any = SAVE) -> threading.Event:
-    """Let `module` write no file of a layer until the event is set."""
-    write, goes_on = module.write_tensors, threading.Event()
+def held_saves(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Let saves write no file of a layer until the event is set."""
+    write, goes_on = saving.write_tensors, threading.Event()
 
     def late(*file: Any, **options: Any) -> Any:
         assert goes_on.wait(60)
         return write(*file, **options)
 
-    monkeypatch.setattr(module, "write_tensors", late)
+    monkeypatch.setattr(saving, "write_tensors", late)
     return goes_on
 
 
 def stored_weights(file: Path) -> dict[str, torch.Tensor]:
     """The weights in a file of a layer, by name."""
-    tensors = load_file(file)
-    if not is_next():
-        return tensors
-    found = {k: v for k, v in tensors.items() if k.startswith("weights/")}
+    found = {k: v for k, v in load_file(file).items() if k.startswith("weights/")}
     return {name.removeprefix("weights/"): value for name, value in found.items()}
 
 

@@ -44,7 +44,7 @@ from tests.support.training import (
 
 
 class Core:
-    """A model on the new room, with what a test needs to see. `settings` are `Demand`'s.
+    """A model on `stronghold.train`, with what a test needs to see. `settings` are `Demand`'s.
     `optimizers`: one for each group, if they differ."""
 
     def __init__(
@@ -165,7 +165,7 @@ def train_core(
     inspect: Callable[[Core], None] | None = None,
     **settings: Any,
 ) -> Run:
-    """Train on the new room. `inspect` sees it before it is closed."""
+    """Train on `stronghold.train`. `inspect` sees it before it is closed."""
     torch.manual_seed(0)
     model, make_batch = factory()
     without_caches(model)
@@ -198,7 +198,7 @@ def train_core(
 
 
 class ByCore(Side):
-    """A model on the new room, under the names of `sides`. `settings` are `Core`'s."""
+    """A model on `stronghold.train`, under the names of `sides`. `settings` are `Core`'s."""
 
     def __init__(self, case: Any, **settings: Any) -> None:
         super().__init__(case)

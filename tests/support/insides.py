@@ -1,9 +1,11 @@
-"""What lies in the tables of a module and of a parameter, of which torch shows no list."""
+"""What lies in the tables of a module and of a parameter, of which torch shows no list; and a limit
+inside of the engine."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from torch import nn
 
 Tables = dict[str, list[tuple[Any, int]]]
@@ -33,3 +35,13 @@ def num_hooks(parameter: nn.Parameter) -> int:
     """How many hooks wait for the parameter's gradient."""
     tables = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
     return sum(len(table or ()) for table in tables)
+
+
+# of one rank, and of several
+OFFLOADS = ("stronghold.train.offload", "stronghold.streaming.activations.offload")
+
+
+def offload_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let small tensors be offloaded, too."""
+    for module in OFFLOADS:
+        monkeypatch.setattr(f"{module}.MIN_OFFLOAD_BYTES", 1)

@@ -27,7 +27,6 @@ from stronghold.errors import ConfigError
 from stronghold.optim.states import join_master
 from stronghold.streaming.optimizer import make_scaler, restore_scaler, scaler_state
 from tests.models import loss_of, without_caches
-from tests.support.room import is_next
 from tests.support.training import ADAM, DTYPES, WARMUP, KernelOptimizer, config, moments_of, on
 
 Change = Callable[[torch.Tensor], Any]  # of a weight, in place
@@ -151,11 +150,6 @@ class Plain(Side):
             loss = loss / count
         if self.case.precision == "fp16":
             loss = loss.float() * self._scaler.cur_scale
-        # By autograd, one by one. The room `train` first adds those of a backward, of which
-        # reentrant checkpoints hand over several.
-        added = count == 1 and not self.hooks and not is_next()
-        for p, total in self._sums.items() if added else ():
-            p.grad = total
         try:
             loss.backward(retain_graph=retain)
         except BaseException:
@@ -166,8 +160,7 @@ class Plain(Side):
             if p.grad is not None:
                 gradient = p.grad / count if count > 1 and by_user else p.grad
                 gradient = gradient.float() if count > 1 else gradient
-                further = p in self._sums and not added
-                self._sums[p] = self._sums[p] + gradient if further else gradient
+                self._sums[p] = self._sums[p] + gradient if p in self._sums else gradient
                 p.grad = None
 
     def step(self) -> None:

@@ -24,7 +24,7 @@ from stronghold.streaming.patches.autograd import saved_tensor_hooks
 from tests.models import MODELS, Block, Decoder, loss_of, token_batch
 from tests.models.base import cross_entropy
 from tests.support.core import Core, opened, train_core
-from tests.support.room import offload_small
+from tests.support.insides import offload_small
 from tests.support.training import assert_identical, train_plain
 
 WRITTEN = "written since|modified by an|modified in place"

@@ -23,7 +23,7 @@ from stronghold.plan.cost import AWAY
 from stronghold.train import offload
 from tests.models import HIDDEN, Block, Decoder, loss_of, token_batch
 from tests.support.core import Core, train_core
-from tests.support.room import offload_small
+from tests.support.insides import offload_small
 from tests.support.training import assert_identical, train_plain
 
 LEVELS = sorted(AWAY)
