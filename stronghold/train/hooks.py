@@ -222,6 +222,7 @@ class Hooks:
     ) -> None:
         self._model, self._modules, self._frozen = model, modules, frozen
         self._order, self._weights, self._gradients = order, weights, gradients
+        self._device_type = device.torch_device.type
         self._offload = offload
         self._program, self._thread, self._span = program, thread, span
         self._layers = tuple(modules)
@@ -656,6 +657,15 @@ class Hooks:
         gradient, parameter.grad = parameter.grad, None
         if gradient is None or position >= layer.num_trained:
             return
+        if gradient.device.type != self._device_type:
+            # Race: autograd's thread of the CPU brings it beside the device's thread.
+            raise ConfigError(
+                f"a gradient of {layer.names[position]} came on the CPU: the loss reads it outside "
+                "of its layer, where it rests, beside the model on the device. Compute what needs "
+                "it in a module that the model calls, set weight_decay for a penalty on weights, "
+                "or let the device keep and update the layer (stronghold.resident_layers, "
+                '"resident_updates": "gpu")'
+            )
         self._program.reached(True)
         if self._program.divisor > 1:
             gradient = gradient / self._program.divisor
@@ -738,6 +748,7 @@ class Hooks:
     def close(self) -> None:
         """Give the modules their own forward back. Safe to call twice."""
         self._is_closed = True
+        self._slot = None  # its memory is for others now
         for module, compiled in self._compiled:
             if isinstance(compiled_call(module), ReplacedForward):  # else compiled once more
                 set_compiled_call(module, compiled)
