@@ -114,6 +114,22 @@ def test_adapters_train_over_a_quantised_base_as_on_a_gpu(
     assert_identical(run, expected)
 
 
+def test_second_tensors_over_the_codes_are_on_the_device_with_them() -> None:
+    """bitsandbytes' 8-bit layers compute with such a tensor. Plain torch cannot move a layer after
+    its first forward, so the windows are compared with each other."""
+    factory, _, settings = quantised.ALL["int8"]
+    runs = []
+    with operators_in_one_order():
+        for place in ("all on the device", "one slot", "two slots"):
+            options = {**quantised.PLACES[place], **settings}
+            runs.append(
+                train_core(factory, steps=STEPS, precision="bf16", device=CudaDevice, **options)
+            )
+    assert len({float(loss) for loss in runs[0].losses}) == STEPS
+    for run in runs[1:]:
+        assert_identical(run, runs[0])
+
+
 @pytest.mark.parametrize("updates", ["host", "gpu"])
 @pytest.mark.parametrize("base", ["torchao int8", "loaded dense"])
 def test_a_base_that_came_on_the_gpu_comes_back_on_the_host(base: str, updates: str) -> None:

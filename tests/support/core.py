@@ -15,6 +15,7 @@ from deepspeed.runtime.precision_config import DeepSpeedFP16Config
 from stronghold import native
 from stronghold.devices.base import Device
 from stronghold.devices.emulated import EmulatedDevice
+from stronghold.model.inner_tensors import HeldTensors
 from stronghold.model.packed_weight import pack_frozen
 from stronghold.model.partition import Partition, find_blocks, partition
 from stronghold.model.stored_tensors import stored_tensors
@@ -92,8 +93,13 @@ class Core:
             trains_in=lambda tensor: formats.dtype_of(tensor) if tensor in self.groups else None,
         )
         self.layers: list[Layer] = layers_of(
-            self.partition, self.groups, dtype_of=formats.dtype_of, kind=kind
+            self.partition,
+            self.groups,
+            dtype_of=formats.dtype_of,
+            kind=kind,
+            aliases=stored.aliases,
         )
+        HeldTensors(model)  # moves scales where a first forward puts them
         if settings.get("resident_layers") == "all":
             settings["resident_layers"] = len(self.partition.streamed)
         self.layout, all_formats = layout_of(self.layers, self.partition)
