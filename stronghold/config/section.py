@@ -159,24 +159,28 @@ class NvmeConfig(_Section):
 
     path: Name | Annotated[list[Name], Field(min_length=1)] | None = key(
         "Directory on an NVMe disk. Or a list of directories on several disks: state is then "
-        "striped over them by their measured rates. Left out: DeepSpeed's nvme_path."
+        "striped over them in equal shares, of several ranks by the disks' measured rates. Left "
+        "out: DeepSpeed's nvme_path."
     )
     capacity: Bytes | None = key(
         "Most bytes of all files, of all ranks of a node. Left out: the free space."
     )
     spill: Literal["moments", "masters", "weights"] | None = key(
         'State that lies on NVMe even if RAM could hold it. "moments": those of the optimizer. '
-        '"masters": also the fp32 masters. "weights": everything, on one GPU alone. Left out: the '
-        "state that host_memory cannot hold, moments first, then masters, then weights, of the "
-        "last layers first. A layer with state on NVMe is not updated early."
+        '"masters": also the fp32 masters. "weights": also the weights, on one GPU alone. Left '
+        "out: the state that host_memory cannot hold, moments first, then masters, then weights, "
+        "of the last layers first. A layer with state on NVMe is not updated early."
     )
     engine: Literal["io_uring", "threads"] | None = key(
-        "How files are read and written. Left out: io_uring if the kernel permits it, else threads."
+        "Of several ranks: how files are read and written. Left out: io_uring if the kernel "
+        "permits it, else threads. One rank has eight threads."
     )
     depth: Annotated[int, Field(ge=1, le=MAX_DEPTH)] | None = key(
-        "Blocks in flight on each disk, in each direction. Left out: 16."
+        "Of several ranks: blocks in flight on each disk, in each direction. Left out: 16."
     )
-    block: Block | None = key("Bytes of one request to the disk. Left out: 1 MiB.")
+    block: Block | None = key(
+        "Of several ranks: bytes of one request to the disk. Left out: 1 MiB. One rank has 4 MiB."
+    )
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -242,7 +246,8 @@ class StrongholdConfig(_Section):
         "there at once."
     )
     prefetch: NotNegative | None = key(
-        "Number of layers that are fetched ahead of compute. Less than the window."
+        "Of several ranks: layers that are fetched ahead of compute. Less than the window. One "
+        "rank fetches as far ahead as the window reaches."
     )
     activations: Level | Annotated[dict[Level, Positive], Field(min_length=1)] | None = key(
         "What happens to the tensors that autograd saves in a block's forward (activation "

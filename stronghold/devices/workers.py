@@ -4,8 +4,8 @@ Owns no lane and no fence: a caller waits for the futures that it gets.
 
 [Note: when the interpreter ends]
 1. A program may never destroy its engine. Then the engine finishes its last save in `atexit`.
-2. Before that the interpreter joins all threads but daemons, and ends torch's and the standard
-   library's pools: they take no call any more.
+2. Before `atexit` the interpreter joins all threads but daemons, and ends the pools of
+   `concurrent.futures`. These take no call any more.
 3. So these threads are daemons. They wait for calls until the process has ended.
 """
 
@@ -66,8 +66,12 @@ class Workers(Executor):
             del queued, future, call  # else they live until the next call comes
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """End the threads after all calls. Safe to call twice."""
+        """End the threads after all calls, or after those that run. Safe to call twice."""
         self._is_closed = True
+        while cancel_futures and not self._calls.empty():
+            queued = self._calls.get()
+            if queued is not None:
+                queued[0].cancel()
         for _ in self._threads:
             self._calls.put(None)
         for thread in self._threads if wait else ():

@@ -26,13 +26,14 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import itertools
 import random
 import re
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,6 +47,7 @@ from stronghold.errors import ConfigError
 from stronghold.model.gpu_operators import GpuOperators
 from stronghold.model.logits import LogitsInParts
 from stronghold.model.operator_counts import Counts, OperatorCounts
+from stronghold.model.packed_weight import STORED_BYTES, PackedWeight
 from stronghold.model.partition import Partition
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -150,6 +152,7 @@ def count_costs(
 
     ConfigError if the model's code needs values.
     """
+    packed = [_packed_weights(layer.modules) for layer in partition.layers]
     with ExitStack() as undo:
         undo.enter_context(_unchanged(model))
         try:
@@ -169,7 +172,31 @@ def count_costs(
                 f"{type(model).__name__}: a step failed on tensors without values, so that "
                 f"its costs cannot be counted before a run: {type(error).__name__}: {reason}"
             ) from error
-    return ModelCosts(layers=trace.costs(), dtype=dtype, seq=seq)
+    layers = tuple(map(_with_decoding, trace.costs(), packed))
+    return ModelCosts(layers=layers, dtype=dtype, seq=seq)
+
+
+def _packed_weights(modules: Sequence[nn.Module]) -> list[PackedWeight]:
+    parameters = itertools.chain.from_iterable(module.parameters() for module in modules)
+    return [parameter for parameter in parameters if isinstance(parameter, PackedWeight)]
+
+
+def _with_decoding(cost: LayerCost, packed: Sequence[PackedWeight]) -> LayerCost:
+    """The cost with that of decoding. A trace does not see it, for `PackedWeight` decodes below it.
+
+    An operator decodes its weight in forward and in backward, and frees the values afterwards.
+    """
+    if not packed:
+        return cost
+    decoded = [weight.numel() * weight.dtype.itemsize for weight in packed]
+    stored = sum(weight.numel() for weight in packed) * STORED_BYTES
+    moved = Counts(moved_bytes=stored + sum(decoded))
+    return replace(
+        cost,
+        forward=cost.forward + moved,
+        backward=cost.backward + moved,
+        passing_bytes=cost.passing_bytes + max(decoded),
+    )
 
 
 def _loss(output: Any) -> torch.Tensor | None:

@@ -28,6 +28,7 @@ from stronghold.errors import ConfigError
 
 KEY = "stronghold.frozen"
 BLOCK = 64  # elements that share a largest magnitude
+STORED_BYTES = 1 / 2 + 4 / BLOCK  # of an element: its code, and a share of the magnitude
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 NUM_EXPERT_DIMS = 3  # (experts, rows, columns) of fused experts
 # Transformers' linear layer whose matrix lies the other way round.

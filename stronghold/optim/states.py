@@ -56,6 +56,7 @@ A group with a moment that is not finite decodes to NaN in all elements.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -77,6 +78,7 @@ GROUP = 64  # number of elements that share a scale
 SIGNED_TOP = 16128.0  # expand(127): the largest code's value, in units of the scale
 ROOT_TOP = 65024.0  # expand(255)
 SMALLEST_SCALE = 2.0**-126  # its reciprocal is a normal number
+COMPARED_NUMEL = 1 << 22  # elements at once
 _ONE = 0x3F800000  # the bits of 1.0
 
 # The dtype of the master remainder of each trainable dtype. Weight and remainder are the exact fp32
@@ -306,6 +308,17 @@ def split_lean_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     weights = upper.to(torch.int16).view(torch.bfloat16)
     low = (kept - (upper << 8)).to(torch.int8)
     return weights, low
+
+
+def count_standing(weights: torch.Tensor, step_size: float) -> int:
+    """Count the weights of lean states that a step of about this size, which is positive, does not
+    move.
+
+    A master has 24 bits. For a weight in [2^e, 2^(e+1)) half a unit in the last place is 2^(e-16),
+    and a smaller change is rounded away. So weights from 2^(floor(log2(size)) + 17) on stand still.
+    """
+    least = 2.0 ** (math.floor(math.log2(step_size)) + 17)
+    return sum(int((block.abs() >= least).sum()) for block in weights.split(COMPARED_NUMEL))
 
 
 def compress(x: torch.Tensor) -> torch.Tensor:

@@ -3,19 +3,11 @@
 This file never touches a weight. It never decides when a step is made (`streaming.optimizer_step`
 does). The training thread calls `next` and `count` when it queues an update, and
 `StalledWeights.end_step` between steps.
-
-[Note: half a unit]
-1. A lean master has 24 bits. For a weight in [2^e, 2^(e+1)) half a unit in the last place is
-   2^(e-16).
-2. A smaller change is rounded away, in every step.
-3. Let an optimizer's steps be about as large as a known size s (often the learning rate). Then
-   weights from 2^(floor(log2(s)) + 17) on do not move, except in steps that are larger.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -27,6 +19,7 @@ from stronghold.memory.layer import LayerState
 from stronghold.model.layout import ParameterSlice
 from stronghold.native import MAX_NUMBERS
 from stronghold.optim.contract import Group, Optimizer
+from stronghold.optim.states import count_standing
 
 logger = logging.getLogger("stronghold")
 
@@ -127,7 +120,6 @@ class OptimizerSteps:
 
 
 SHOWN = 3  # layers that are named
-PIECE_NUMEL = 1 << 22  # compared at once
 
 
 class StalledWeights:
@@ -180,12 +172,10 @@ class StalledWeights:
             # a rate of zero is wanted; exact states move
             if size <= 0.0 or not is_lean:
                 continue
-            least = 2.0 ** (math.floor(math.log2(size)) + 17)  # [Note: half a unit]
             begin = parameter_slice.offset
             end = begin + parameter_slice.numel
             for _, views in self._host.access.pieces(state.index, ("weights",), begin, end):
                 weights = views["weights"]
                 numel += weights.numel()
-                for block in weights.split(PIECE_NUMEL):
-                    num_stalled += int((block.abs() >= least).sum())
+                num_stalled += count_standing(weights, size)
         return num_stalled, numel

@@ -274,15 +274,11 @@ class Arrays:
     def is_aliased(self, layer: Layer) -> bool:
         """True if the program keeps an alias of one of the layer's parameters at rest."""
         with without_torch_function():
+            pairs = zip(layer.parameters, self.at_rest(layer), strict=True)
             return any(
-                view.numel() and num_elsewhere(view, self._num_bound(layer, k))
-                for k, view in enumerate(self.at_rest(layer))
+                view.numel() and num_elsewhere(view, int(p.data_ptr() == view.data_ptr()))
+                for p, view in pairs
             )
-
-    def _num_bound(self, layer: Layer, position: int) -> int:
-        """Tensors of the model that point at a parameter's view at rest."""
-        is_bound = layer.parameters[position].data_ptr() == self.at_rest(layer)[position].data_ptr()
-        return 1 + len(layer.aliases.get(position, ())) if is_bound else 0
 
     def gradient(self, layer: Layer, position: int) -> Tensor:
         """The place of one trained parameter's gradient, flat."""

@@ -1,24 +1,15 @@
-"""Says once that steps are too small to move the largest weights of lean states.
-
-[Note: half a unit]
-1. A lean master has 24 bits. For a weight in [2^e, 2^(e+1)) half a unit in the last place is
-   2^(e-16).
-2. A smaller change is rounded away, in every step.
-3. Let an optimizer's steps be about as large as a known size s (often the learning rate). Then
-   weights from 2^(floor(log2(s)) + 17) on do not move, except in steps that are larger.
-"""
+"""Says once that steps are too small to move the largest weights of lean states."""
 
 from __future__ import annotations
 
 import logging
-import math
 from itertools import chain
 
+from stronghold.optim.states import count_standing
 from stronghold.train.layer import Layer
 from stronghold.train.trainer import Trainer
 
 SHOWN = 3  # layers that are named
-BLOCK_NUMEL = 1 << 22  # compared at once
 
 logger = logging.getLogger("stronghold")
 
@@ -44,7 +35,7 @@ class StalledWeights:
             return
         self._layers = []
         counts = {layer.name: self._count(layer, own) for layer, own in of_layers.items()}
-        stalled = [f"{few} of {all_} in {name}" for name, (few, all_) in counts.items() if few]
+        stalled = [f"{few} of {numel} in {name}" for name, (few, numel) in counts.items() if few]
         if stalled:
             more = len(stalled) - SHOWN
             logger.warning(
@@ -70,9 +61,7 @@ class StalledWeights:
         for k, size in enumerate(sizes):
             if size <= 0.0:
                 continue
-            least = 2.0 ** (math.floor(math.log2(size)) + 17)  # [Note: half a unit]
             begin, numel = layer.element(k), layer.parameters[k].numel()
             num_compared += numel
-            for block in weights[begin : begin + numel].split(BLOCK_NUMEL):
-                num_stalled += int((block.abs() >= least).sum())
+            num_stalled += count_standing(weights[begin : begin + numel], size)
         return num_stalled, num_compared

@@ -22,9 +22,9 @@ from torch import nn
 import stronghold
 from stronghold.devices.pinned import GpuPinning
 from stronghold.errors import ConfigError, ErrorPage, RankError, page_link
-from stronghold.memory.nvme import check_space
 from stronghold.model.partition import why_no_blocks
 from stronghold.native import loader
+from stronghold.train.files import Files
 from tests.models import MODELS
 from tests.support.documents import DOCS, fenced
 from tests.support.training import config, initialized
@@ -92,7 +92,7 @@ def messages(
     return {
         ErrorPage.GPU_MEMORY: refusal(gpu_memory=100),
         ErrorPage.HOST_MEMORY: refusal(host_memory=10_000),
-        ErrorPage.DISK: message_of(lambda: check_space({tmp_path: 1 << 60})),
+        ErrorPage.DISK: message_of(lambda: Files([tmp_path], 1 << 60)),
         ErrorPage.PINNED_MEMORY: warned_of_pinned_memory(caplog),
         ErrorPage.NO_BLOCKS: why_no_blocks(nn.Sequential(nn.Linear(2, 3), nn.ReLU())),
         ErrorPage.UNKNOWN_KEY: refusal(windw=2),

@@ -187,6 +187,14 @@ def test_packed_weights_cost_the_bytes_of_their_format(llama: Path) -> None:
         question.layout.num_parameters
         == from_config(llama, Adapters(rank=RANK)).layout.num_parameters
     )
+    # Each product decodes its weight, in forward and in backward.
+    plain = streamed_estimate(llama, gpu="6MiB").question
+    decoded = 2 * sum(rows * columns for rows, columns in shapes)
+    for index in question.layout.streamed:
+        cost, dense = question.costs.layers[index], plain.costs.layers[index]
+        for moved, before in ((cost.forward, dense.forward), (cost.backward, dense.backward)):
+            assert moved.moved_bytes - before.moved_bytes == packed + decoded
+        assert cost.passing_bytes - dense.passing_bytes == 2 * hidden * inner
     assert found.config is not None
     assert found.config["stronghold"]["frozen"] == "nf4"
 
