@@ -137,9 +137,8 @@ class Fragment:
         )
 
     def _whole(self, flat: Tensor) -> Tensor:
-        parameter = self._layer.parameters[self._position]
-        copied = flat.to(parameter.device, torch.float32, copy=True)
-        return copied.view(parameter.shape)
+        at_rest = self._trainer.arrays.at_rest(self._layer)[self._position]
+        return flat.to(at_rest.device, torch.float32, copy=True).view(at_rest.shape)
 
 
 def _of(parameters: Iterable[Tensor]) -> list[Fragment]:

@@ -129,6 +129,7 @@ class Trainer:
     def _start(self, plan: Plan, *, trains: bool = True) -> None:
         """Make slots and hooks by `plan`. The model may be called now."""
         device, layers, span = self._device, self.layers, ComputeSpan(self._device)
+        self._visible.set_device(device.torch_device)
         for layer in layers:
             layer.is_resident = layer.index in plan.resident
             if trains:
@@ -212,6 +213,7 @@ class Trainer:
         """Keep nothing on the device, until `take_plan`. The model is a plain one on the host."""
         self._leave_plan(())
         self._move_buffers(torch.device("cpu"))
+        self._visible.set_device(None)
 
     def _leave_plan(self, on_gpu: Collection[int]) -> None:
         """Stop, and move layers. Afterwards the device has all arrays of the layers with these

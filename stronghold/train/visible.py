@@ -25,6 +25,12 @@
 `torch.nn.utils.parametrize` sets a parameter to itself meanwhile (`p.set_(p)`). That changes no
 value, and raises the version. So it does nothing to an engine's parameter.
 
+[Note: .device]
+1. Programs send a batch to the model: `batch.to(model.device)`. That is the device of its first
+   parameter, mostly the embedding.
+2. Its values rest on the host between two passes. So `.device` of a parameter outside of the blocks
+   says where it computes.
+
 [Note: another thread]
 1. A look changes the state of a layer, which the training thread changes without a lock.
 2. So a look of another thread is refused while one trains. So is one of a forked child.
@@ -78,6 +84,8 @@ _WITHOUT_VALUES = frozenset(
 
 # Identities of the parameters of all engines, and the names that are replaced for them.
 _counted: set[int] = set()
+# By identity: where parameters outside of the blocks compute.
+_devices: dict[int, torch.device] = {}
 _replacements = Replacements()
 
 
@@ -97,6 +105,16 @@ def _counting_data(data: Any) -> property:
             torch.autograd.graph.increment_version(parameter)
 
     return property(read, write, doc=data.__doc__)
+
+
+def _where_it_computes(device: Any) -> property:
+    """`torch.nn.Parameter.device` ([Note: .device])."""
+
+    def read(parameter: Tensor) -> torch.device:
+        found: torch.device = _devices.get(id(parameter)) or device.__get__(parameter)
+        return found
+
+    return property(read, doc=device.__doc__)
 
 
 def _not_setting_to_itself(set_: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -149,6 +167,12 @@ class Visible:
         # The parameters of each layer, with their own class and the hidden one. Other tensors of a
         # quantised weight are frozen, and their library alone writes them.
         self._classes: dict[Layer, list[tuple[Any, type, type]]] = {}
+        self._outside = [
+            parameter
+            for layer in layers
+            for parameter in ([] if layer.is_block else layer.parameters)
+            if isinstance(parameter, nn.Parameter)
+        ]
         hidden: dict[type, type] = {}
         for layer in layers:
             parameters = [p for p in layer.parameters if isinstance(p, nn.Parameter)]
@@ -160,6 +184,15 @@ class Visible:
         _replacements.put(nn.Parameter, "set_", _not_setting_to_itself)
         # Once for all models: a Function that is replaced twice has no `forward`.
         replace_quantised(_replacements, (p for layer in layers for p in layer.parameters))
+
+    def set_device(self, device: torch.device | None) -> None:
+        """Let parameters outside of the blocks say that they compute there. None: they say where
+        their values are."""
+        for parameter in self._outside:
+            _devices.pop(id(parameter), None)
+        if device is not None and device.type != "cpu":
+            _devices.update((id(parameter), device) for parameter in self._outside)
+            _replacements.put(nn.Parameter, "device", _where_it_computes)
 
     def hide(self, layer: Layer) -> None:
         """Let the next look at a parameter of the layer wait."""
@@ -205,6 +238,7 @@ class Visible:
         """Give every parameter its own class back, and torch its names."""
         for layer in self._layers:
             self.show(layer)
+        self.set_device(None)
         _counted.difference_update(self._layer_of)
         if not _counted:
             _replacements.undo()

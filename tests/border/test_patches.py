@@ -240,6 +240,18 @@ def test_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # -- parameters ------------------------------------------------------------------------------------
+
+
+def test_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers asks the first parameter, which has torch's property from its base class."""
+    model = gpt2()
+    assert "device" not in vars(nn.Parameter)
+    assert model.device == next(model.parameters()).device == torch.device("cpu")
+    there = property(lambda _: torch.device("meta"))
+    monkeypatch.setattr(nn.Parameter, "device", there, raising=False)
+    assert model.device == torch.device("meta")
+
+
 def test_data() -> None:
     # else deleting ours would not give torch's back
     assert "data" not in vars(nn.Parameter)

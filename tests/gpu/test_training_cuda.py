@@ -816,6 +816,27 @@ def test_a_penalty_on_weights_that_rest_on_the_host_is_refused() -> None:
         engine.destroy()
 
 
+@pytest.mark.parametrize("updates", ["host", "gpu"])
+def test_a_batch_that_is_sent_to_the_models_device_trains(updates: str) -> None:
+    """Before the first step and after it, wherever the embedding rests."""
+    model, make_batch = llama()
+    before = vars(nn.Parameter).keys()
+    section = {"device": "cuda", "window": 1, "resident_updates": updates}
+    engine = initialized(model, config(precision="bf16", section=section))
+    for number in range(2):
+        device = next(model.parameters()).device
+        assert (device, model.device) == (engine.device, engine.device)
+        engine.backward(loss_of(engine(**on(device, make_batch(number)))))
+        engine.step()
+    engine.offload_states()
+    assert model.device.type == "cpu"
+    engine.reload_states()
+    assert model.device == engine.device
+    engine.destroy()
+    assert model.device.type == "cpu"
+    assert vars(nn.Parameter).keys() == before
+
+
 @pytest.mark.parametrize("streams", [1, 2])
 def test_two_chunks_compute_at_once_on_two_streams(streams: int, tmp_path: Path) -> None:
     """In forward, and where a block runs again. Autograd's operations have no row in the trace."""

@@ -199,6 +199,16 @@ _REPLACED = (
         beside=("train/visible.py",),
     ),
     Patch(
+        key="device",
+        package=TORCH,
+        manner=Manner.REPLACED,
+        lifetime=Lifetime.ENGINE,
+        names=("torch.nn.Parameter.device",),
+        reason="Programs send a batch to the device of a model's first parameter. On a GPU a "
+        "parameter outside of the blocks says where it computes. Its values rest on the host.",
+        file="train/visible.py",
+    ),
+    Patch(
         key="zero_grad",
         package=TORCH,
         manner=Manner.REPLACED,
