@@ -22,10 +22,10 @@ from stronghold.errors import (
 from stronghold.streaming.patches.imports import call_when_imported
 
 if TYPE_CHECKING:
-    from stronghold.checkpoint.pretrained import from_pretrained
     from stronghold.devices.base import OutOfMemoryError
     from stronghold.engine import StrongholdEngine
     from stronghold.engine.dispatch import initialize
+    from stronghold.model.loading import MappedConfig, NF4Config
     from stronghold.optim.cpu_adam import CPUAdam
 
 __version__ = "0.1.0"
@@ -35,25 +35,25 @@ __all__ = [
     "CPUAdam",
     "ConfigError",
     "LaneError",
+    "MappedConfig",
+    "NF4Config",
     "OutOfMemoryError",
     "RankError",
     "StateError",
     "StrongholdEngine",
     "StrongholdError",
-    "from_pretrained",
     "initialize",
-    "placeholders",
 ]
 
-# Module of each name whose import takes seconds, because it imports DeepSpeed. The first use of the
-# name imports it: a command that only draws a trace should not wait for it.
+# Module of each name whose import takes seconds, because it imports DeepSpeed or Transformers. The
+# first use of the name imports it: a command that only draws a trace should not wait for it.
 _MODULE_OF_NAME = {
     "CPUAdam": "stronghold.optim.cpu_adam",
+    "MappedConfig": "stronghold.model.loading",
+    "NF4Config": "stronghold.model.loading",
     "OutOfMemoryError": "stronghold.devices.base",
     "StrongholdEngine": "stronghold.engine",
-    "from_pretrained": "stronghold.checkpoint.pretrained",
     "initialize": "stronghold.engine.dispatch",
-    "placeholders": "stronghold.checkpoint.placeholders",
 }
 
 

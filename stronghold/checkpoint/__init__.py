@@ -1,4 +1,4 @@
-"""Checkpoints: saving, loading, and Hugging Face directories.
+"""Checkpoints: saving, loading, and weights for other programs.
 
 format        names, shapes and files of a tag
 saving        writes a checkpoint, each layer between two of its updates
@@ -10,7 +10,6 @@ directory     tags, `latest`, and the atomic publication of a tag
 files         one file: written durably, held open, read
 state         the state file: everything that is no tensor
 weights       the weights of a live engine, and Hugging Face's files
-pretrained    `from_pretrained`: a Hugging Face directory becomes a model without memory
 
 The rooms before `train` write version 2 of the format: `save`, `load`, `manifest`, `tag`.
 """

@@ -331,7 +331,7 @@ def _foreign(directory: Path) -> str:
         )
     if any(directory.glob("*.safetensors")):
         return (
-            f"{directory}: weights without {MANIFEST}; load them with stronghold.from_pretrained "
-            "or the model's own loader"
+            f"{directory}: weights without {MANIFEST}; load them with Transformers' "
+            "from_pretrained or the model's own loader"
         )
     return f"{directory / MANIFEST}: the file is missing; not a checkpoint of stronghold's"

@@ -342,7 +342,7 @@ class StrongholdConfig(_Section):
     )
     room: Literal["streaming", "train"] | None = key(
         'For tests: the part of the package that trains. Left out: "train" for one rank, and '
-        '"streaming" for several, and for a model of `stronghold.from_pretrained`. It will go.'
+        '"streaming" for several. It will go.'
     )
     emulated: EmulatedConfig = Field(
         default_factory=EmulatedConfig,

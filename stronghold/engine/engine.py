@@ -44,7 +44,6 @@ from stronghold.engine.monitors import make_monitor, write_step
 from stronghold.engine.planner import Planner
 from stronghold.engine.refusals import REFUSED, check_loss, refused_method
 from stronghold.errors import ConfigError, did_you_mean, format_size
-from stronghold.model.partition import source_of
 from stronghold.plan.plan import Plan
 from stronghold.streaming.fragments import fragments
 from stronghold.streaming.guards import NO_TRANSFORMS, StateHooks, check_free
@@ -141,8 +140,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
                 optimizer.loss_scaler = make_scaler(self._config.float16_config, stage)
         self.lr_scheduler = lr_scheduler
         # Until one room is left: a `Job` for one rank, or a `Stack`, which has the same methods.
-        is_old = ranks.several or source_of(model) is not None
-        name = settings.stronghold.room or ("streaming" if is_old else "train")
+        name = settings.stronghold.room or ("streaming" if ranks.several else "train")
         room: Any = Job if name == "train" else Stack
         stack = room(model, settings, optimizer, local_rank=self.local_rank, ranks=ranks)
         self._stack = stack

@@ -54,7 +54,6 @@ from stronghold.memory.layer import LayerState, SecondArrays
 from stronghold.memory.slab import map_slab
 from stronghold.memory.tiers import Tiers
 from stronghold.model.layout import ModelLayout, ParameterSlice
-from stronghold.model.partition import WeightSource
 from stronghold.plan.homes import GPU, HOST
 
 logger = logging.getLogger("stronghold")
@@ -141,11 +140,8 @@ class HostStore:
             self._device.pinning.pin(slab)
             self._pinned[slab.data_ptr()] = slab
 
-    def adopt(self, index: int, source: WeightSource | None = None) -> None:
-        """Make the layer's weight slab, and copy its parameters into it, cast to its dtypes.
-
-        Parameters on the meta device are read from `source`.
-        """
+    def adopt(self, index: int) -> None:
+        """Make the layer's weight slab, and copy its parameters into it, cast to its dtypes."""
         state = self.layers[index]
         weights = state.maps["weights"]
         if self._shared is not None:
@@ -153,39 +149,25 @@ class HostStore:
             for _, (begin, end) in self.shards.fetched(state.layout):
                 self._count(state.weights[weights.bytes_of(begin, end)], pinned=True)
             if self._fills:
-                state.fill(state.weights, source)
+                state.fill(state.weights)
             return
         if not state.home_of("weights").is_staged:
             state.weights = map_slab(weights.nbytes, torch.uint8)
             self._count(state.weights, pinned=True)
-            state.fill(state.weights, source)
+            state.fill(state.weights)
             return
         state.weights = self.tiers.mapped(index, "weights")
         slices = state.layout.slices
         for position in state.positions_of_model:
-            values = self._initial_values(state, position, source)
-            self._write_weights(index, slices[position], values)
+            self._write_weights(index, slices[position], state.parameters[position].detach())
         for packed in state.packed:
             inner = {
                 name: torch.empty(slices[position].shape, dtype=state.sections[position].dtype)
                 for name, position in packed.positions.items()
             }
-            state.encode(packed, inner, source)
+            state.encode(packed, inner)
             for name, position in packed.positions.items():
                 self._write_weights(index, slices[position], inner[name])
-
-    @staticmethod
-    def _initial_values(
-        state: LayerState, position: int, source: WeightSource | None
-    ) -> torch.Tensor:
-        """A parameter's values in host memory: the parameter itself, or a copy from `source`."""
-        parameter = state.parameters[position]
-        if not parameter.is_meta or source is None:
-            return parameter.detach()
-        shape = state.layout.slices[position].shape
-        values = torch.empty(shape, dtype=state.sections[position].dtype)
-        source.read_into(parameter, values)
-        return values
 
     def _write_weights(
         self, index: int, parameter_slice: ParameterSlice, values: torch.Tensor
@@ -455,15 +437,14 @@ class DeviceStore:
             nbytes = state.maps["weights"].nbytes
             state.weights = device.memory.allocate(nbytes, torch.uint8, purpose)
 
-    def adopt(self, index: int, source: WeightSource | None = None) -> None:
+    def adopt(self, index: int) -> None:
         """Copy the layer's parameters into its weights, cast to its dtypes.
 
-        They pass through host memory of one layer. Parameters on the meta device are read from
-        `source`.
+        They pass through host memory of one layer.
         """
         state = self._host.layers[index]
         host_weights = map_slab(state.maps["weights"].nbytes, torch.uint8)
-        state.fill(host_weights, source)
+        state.fill(host_weights)
         self._device.copy_now(state.weights, host_weights)
 
     def move_to_device(self, index: int) -> None:

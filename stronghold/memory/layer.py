@@ -27,7 +27,6 @@ from stronghold.memory.buffers import GradientSlot, Slot
 from stronghold.model.arrays import ArrayMap, Section, array_maps, contiguous_strides, state_arrays
 from stronghold.model.layout import LayerLayout, ParameterSlice, Shards, Span, decoded_bytes
 from stronghold.model.packed_formats import PackedFormat, PackingError
-from stronghold.model.partition import WeightSource
 from stronghold.model.stored_tensors import PackedParameter
 from stronghold.native import Pool
 from stronghold.optim.states import Format, Formats
@@ -485,22 +484,18 @@ class LayerState:
             raise StateError(f"layer {self.index} cannot go from {residency.value} to {to.value}")
         self.on_gpu.residency = to
 
-    def fill(self, weights: torch.Tensor, source: WeightSource | None) -> None:
+    def fill(self, weights: torch.Tensor) -> None:
         """Copy the layer's stored tensors into `weights`, cast to the layer's dtypes. Pack what is
         packed.
 
-        `weights`: flat uint8 host tensor. Parameters on the meta device are read from `source`.
+        `weights`: flat uint8 host tensor.
         """
         weight_map, slices = self.maps["weights"], self.layout.slices
         for position in self.positions_of_model:
             target = weight_map.parameter(weights, slices[position])
-            parameter = self.parameters[position]
-            if parameter.is_meta and source is not None:
-                source.read_into(parameter, target)
-            else:
-                target.copy_(parameter.detach())
+            target.copy_(self.parameters[position].detach())
         for packed in self.packed:
-            self.encode(packed, self.packed_tensors(packed, weights), source)
+            self.encode(packed, self.packed_tensors(packed, weights))
 
     def packed_tensors(self, packed: PackedPlace, memory: torch.Tensor) -> dict[str, torch.Tensor]:
         """The packed tensors of a parameter by name. `memory`: the flat bytes of the weights."""
@@ -525,20 +520,13 @@ class LayerState:
         """Positions of the packed tensors."""
         return frozenset(k for packed in self.packed for k in packed.positions.values())
 
-    def encode(
-        self, packed: PackedPlace, inner: Mapping[str, torch.Tensor], source: WeightSource | None
-    ) -> None:
+    def encode(self, packed: PackedPlace, inner: Mapping[str, torch.Tensor]) -> None:
         """Write the packed tensors of a parameter. Notes the error of the packed form.
 
-        `inner`: host memory for each packed tensor. A parameter on the meta device is read from
-        `source`.
+        `inner`: host memory for each packed tensor.
         """
-        parameter, described = packed.parameter, packed.described
-        if parameter.is_meta and source is not None:
-            values = torch.empty(described.shape, dtype=described.dtype)
-            source.read_into(parameter, values)
-        else:
-            values = parameter.detach().to(described.dtype)
+        described = packed.described
+        values = packed.parameter.detach().to(described.dtype)
         try:
             error = described.format.encode(values, inner, self.pool)
         except ConfigError as reason:

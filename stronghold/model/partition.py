@@ -37,13 +37,12 @@ from __future__ import annotations
 import fnmatch
 import math
 import re
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import is_, itemgetter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -782,48 +781,3 @@ def why_no_blocks(model: nn.Module) -> str:
         '{"layers": ["encoder.block.*", "decoder.block.*"]}.'
     )
     return with_page(message, ErrorPage.NO_BLOCKS)
-
-
-# -- the values of meta parameters ----------------------------------------------------------------
-class WeightSource(Protocol):
-    """Values by parameter, not by name: a name changes if the model is wrapped."""
-
-    def has(self, parameter: torch.Tensor) -> bool:
-        """True if the source has the parameter's values."""
-
-    def read_into(self, parameter: torch.Tensor, target: torch.Tensor) -> None:
-        """Fill `target` with the values, cast to its dtype.
-
-        `target` is contiguous CPU memory of the parameter's shape.
-        """
-
-
-_SOURCES: weakref.WeakKeyDictionary[nn.Module, WeightSource] = weakref.WeakKeyDictionary()
-
-
-def set_source(model: nn.Module, source: WeightSource) -> None:
-    """Register the source from which `stronghold.initialize` fills the model's meta parameters."""
-    _SOURCES[model] = source
-
-
-def source_of(model: nn.Module) -> WeightSource | None:
-    """The source of the model, or of a model that it wraps; None if the model has its values."""
-    for module in model.modules():
-        if module in _SOURCES:
-            return _SOURCES[module]
-    return None
-
-
-def forget_source(model: nn.Module) -> None:
-    """Remove the model's source: it has its values now."""
-    for module in model.modules():
-        _SOURCES.pop(module, None)
-
-
-def materialize(parameter: torch.Tensor, values: torch.Tensor) -> None:
-    """Give a meta parameter `values`. It stays the same object.
-
-    `.data` cannot cross from the meta device. So torch swaps the tensors inside the objects.
-    """
-    real = nn.Parameter(values, requires_grad=parameter.requires_grad)
-    torch.utils.swap_tensors(parameter, real)

@@ -19,7 +19,6 @@ from stronghold.memory.host import DeviceStore, HostStore
 from stronghold.memory.layer import LayerState, packed_weights
 from stronghold.memory.tiers import Tiers
 from stronghold.model.layout import ModelLayout
-from stronghold.model.partition import WeightSource
 from stronghold.model.stored_tensors import PackedParameter
 from stronghold.native import Kernels
 from stronghold.plan.homes import GPU, HOST, Home
@@ -107,11 +106,10 @@ class Parts:
     def layers(self) -> Sequence[LayerState]:
         return self.host.layers
 
-    def adopt(self, index: int, source: WeightSource | None = None) -> None:
-        """Copy the layer's parameters into its arrays. Parameters on the meta device are read from
-        `source`."""
+    def adopt(self, index: int) -> None:
+        """Copy the layer's parameters into its arrays."""
         stores: dict[Home, HostStore | DeviceStore] = {GPU: self.store, HOST: self.host}
-        stores[self.layers[index].home].adopt(index, source)
+        stores[self.layers[index].home].adopt(index)
 
 
 def assemble(

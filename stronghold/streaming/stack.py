@@ -45,17 +45,7 @@ from stronghold.model.layout import ModelLayout, layout
 from stronghold.model.logits import Forward, LogitsInParts
 from stronghold.model.packed_formats import FORMATS, PackingError
 from stronghold.model.packing import choose_packed, kind_of_weight, sum_of_errors
-from stronghold.model.partition import (
-    Layer,
-    NamedParameter,
-    Partition,
-    WeightSource,
-    forget_source,
-    materialize,
-    partition,
-    source_of,
-    why_no_blocks,
-)
+from stronghold.model.partition import Layer, NamedParameter, Partition, partition, why_no_blocks
 from stronghold.model.stored_tensors import PackedParameter, stored_tensors, tensor_has_memory
 from stronghold.optim.states import States, states_of
 from stronghold.plan.cost import Demand
@@ -156,9 +146,7 @@ class Stack:
         )
         self.formats = chosen.formats
         self.partition: Partition = partition(model, section.layers, chosen.of, self.stored.packed)
-        check_parameters(
-            self._values_of_model(), settings.precision, source_of(model), cast=rule == CAST
-        )
+        check_parameters(self._values_of_model(), settings.precision, cast=rule == CAST)
         self.ranks = ranks
         page = page_items(self.formats, in_files=section.nvme is not None)
         self.layout: ModelLayout = layout(self.partition, self.ranks.num_ranks, page, chosen.of)
@@ -367,15 +355,11 @@ class Stack:
             leave=False,
             disable=shared is not None and not shared.fills,
         )
-        source = source_of(model)
         freed_bytes = 0
         for index, layer_parameters in enumerate(bar):
             packed = [described.parameter for described in self.partition.layers[index].packed]
-            freed_bytes += sum(p.nbytes for p in (*layer_parameters, *packed) if not p.is_meta)
-            made.adopt(index, source)
-            for parameter in (*layer_parameters, *packed):
-                if parameter.is_meta:
-                    materialize(parameter, torch.empty(0, dtype=parameter.dtype))
+            freed_bytes += sum(p.nbytes for p in (*layer_parameters, *packed))
+            made.adopt(index)
             self.runtime.executor.rest(index)
             if self.demand.training:
                 self.host.map_ahead(index)
@@ -384,7 +368,6 @@ class Stack:
                 trim_heap()
         trim_heap()
         self._report_packing()
-        forget_source(model)
         self._move_buffers(self.device.torch_device)
         self.team.agree("taking the model over")
         self.runtime.start(self.partition)
@@ -819,18 +802,14 @@ def reserved_bytes(but: Any = None) -> tuple[int, int]:
     return on_device, on_host
 
 
-def check_parameters(
-    parameters: Sequence[NamedParameter], precision: str, source: WeightSource | None, *, cast: bool
-) -> None:
+def check_parameters(parameters: Sequence[NamedParameter], precision: str, *, cast: bool) -> None:
     """Raise ConfigError for a parameter without values, or in another precision than the config.
     Warn of parameters that are not contiguous."""
     for named in parameters:
         dtype = named.parameter.dtype
-        has_values = source is not None and source.has(named.parameter)
-        if named.parameter.is_meta and not has_values:
+        if named.parameter.is_meta:
             raise ConfigError(
-                f"{named.name} is on the meta device: load its values before "
-                "stronghold.initialize, or build the model with stronghold.from_pretrained"
+                f"{named.name} is on the meta device: load its values before stronghold.initialize"
             )
         if cast and precision == "fp32" and dtype in COMPUTED and dtype is not torch.float32:
             section = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype)

@@ -168,7 +168,7 @@ class Job:
             trains_in=lambda tensor: chosen.dtype_of(tensor) if tensor in groups else None,
         )
         named = [named for layer in self.partition.layers for named in layer.parameters]
-        check_parameters(named, settings.precision, None, cast=rule == CAST)
+        check_parameters(named, settings.precision, cast=rule == CAST)
         if is_compiled(model):
             raise ConfigError(f"model: {COMPILED_WHOLE}")
         self.layers: list[Layer] = layers_of(

@@ -10,7 +10,6 @@ import copy
 import importlib
 import importlib.machinery
 import inspect
-import json
 import pickle
 import re
 import sys
@@ -34,7 +33,6 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
-from transformers.core_model_loading import WeightRenaming
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from stronghold.streaming.patches import autograd, modules, quantised, tensors
@@ -558,17 +556,6 @@ def test_opt_called() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         marked.step()
-
-
-def test_weight_conversions(tmp_path: Path) -> None:
-    model = gpt2(tie_word_embeddings=False)
-    rules = [WeightRenaming(r"^renamed\.", "transformer.")]
-    modules.set_weight_conversions(model, rules)
-    model.save_pretrained(tmp_path)
-    header = (tmp_path / "model.safetensors").read_bytes()
-    stored = json.loads(header[8 : 8 + int.from_bytes(header[:8], "little")])
-    assert any(name.startswith("renamed.") for name in stored)
-    assert not any(name.startswith("transformer.") for name in stored)
 
 
 # -- autograd --------------------------------------------------------------------------------------

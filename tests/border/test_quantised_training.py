@@ -39,8 +39,8 @@ def without_evaluation_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)
 
 
-def quantised(folder: Path, *, bits: int = 4, bias: bool = False) -> Any:
-    """A tiny checkpoint, loaded as a user does."""
+def quantised(folder: Path, *, bits: int = 4, bias: bool = False, stored: bool = False) -> Any:
+    """A tiny checkpoint, loaded as a user does. `stored`: from a directory that is quantised."""
     if not (folder / "config.json").exists():
         torch.manual_seed(0)
         sizes = (64, 128, 3, 2, 1, VOCABULARY)
@@ -53,9 +53,13 @@ def quantised(folder: Path, *, bits: int = 4, bias: bool = False) -> Any:
             "bnb_4bit_use_double_quant": True,
             "bnb_4bit_compute_dtype": torch.float32,
         }
-    return AutoModelForCausalLM.from_pretrained(
+    model = AutoModelForCausalLM.from_pretrained(
         folder, quantization_config=BitsAndBytesConfig(**options), dtype=torch.float32
     )
+    if stored:
+        model.save_pretrained(folder / "stored")
+        model = AutoModelForCausalLM.from_pretrained(folder / "stored", dtype=torch.float32)
+    return model
 
 
 def adapted(base: Any, *, checkpointing: bool = False) -> Any:
@@ -79,6 +83,7 @@ TRAINED: dict[str, Callable[[Path, Any], Trainer]] = {
     "4 bits, checkpointed": lambda folder, settings: by_trainer(
         folder, settings, checkpointing=True
     ),
+    "4 bits, stored": lambda folder, settings: by_trainer(folder, settings, stored=True),
     "8 bits": lambda folder, settings: by_trainer(folder, settings, bits=8),
 }
 

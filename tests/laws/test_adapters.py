@@ -16,13 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import GptOssConfig, GptOssForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.integrations import HfDeepSpeedConfig
 
 import stronghold
@@ -251,86 +245,6 @@ def test_saved_adapters_open_on_the_base_model(tmp_path: Path) -> None:
     merged = engine.module.eval()(**make_batch(1)).loss
     assert torch.allclose(opened.eval()(**make_batch(1)).loss, merged, atol=1e-6)
     engine.destroy()
-
-
-# --- weights in files -----------------------------------------------------------------------------
-
-
-def directory_of_base(folder: Path, **options: Any) -> Path:
-    torch.manual_seed(0)
-    model: Any = llama_of(24, 52, 3, 2, 1, VOCABULARY, **options).bfloat16()
-    model.save_pretrained(folder)
-    return folder
-
-
-def fused_experts(folder: Path) -> Path:
-    """Files have a tensor for each expert, the model has one for all."""
-    torch.manual_seed(0)
-    fused: Any = FUSED["qwen3_moe"]()[0]
-    fused.unload().bfloat16().save_pretrained(folder)
-    return folder
-
-
-IN_FILES: dict[str, tuple[Callable[[Path], Path], dict[str, Any]]] = {
-    "plain": (directory_of_base, {}),
-    "tied": (functools.partial(directory_of_base, tie_word_embeddings=True), {}),
-    "head": (directory_of_base, {"modules_to_save": ["lm_head"]}),
-    "tied head": (
-        functools.partial(directory_of_base, tie_word_embeddings=True),
-        {"modules_to_save": ["lm_head"]},
-    ),
-    "experts": (
-        fused_experts,
-        {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
-    ),
-}
-
-
-@pytest.mark.parametrize("case", IN_FILES)
-def test_adapters_of_weights_in_files_are_those_of_weights_in_memory(
-    case: str, tmp_path: Path
-) -> None:
-    """The same initial values, and training to the same bits."""
-    make, more = IN_FILES[case]
-    folder = make(tmp_path)
-    settings = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"], **more)
-
-    def in_memory() -> tuple[nn.Module, Batches]:
-        base = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").train()
-        return peft.get_peft_model(base, settings), token_batch
-
-    def in_files() -> tuple[nn.Module, Batches]:
-        base = stronghold.from_pretrained(folder).train()
-        weights = list(base.parameters())
-        with stronghold.placeholders(base):
-            model = peft.get_peft_model(base, settings)
-        assert all(weight.is_meta for weight in weights)
-        assert {id(p) for p in model.parameters()} >= {*map(id, weights)}
-        return model, token_batch
-
-    section = {"window": 1, "dtypes": "own"}
-    run = train_windowed(in_files, steps=3, settings=config(precision="bf16", section=section))
-    expected = train_windowed(
-        in_memory, steps=3, settings=config(precision="bf16", section=section)
-    )
-    assert_identical(run, expected)
-
-
-def test_initial_values_that_follow_from_weights_in_files_are_refused(tmp_path: Path) -> None:
-    base = stronghold.from_pretrained(directory_of_base(tmp_path))
-    settings = peft.LoraConfig(r=4, target_modules=["q_proj"], use_dora=True)
-    match = r"lora_magnitude_vector.*follow from the model's weights"
-    with pytest.raises(ConfigError, match=match), stronghold.placeholders(base):
-        peft.get_peft_model(base, settings)
-    assert all(p.is_meta for name, p in base.named_parameters() if "lora_" not in name)
-
-
-def test_weights_come_back_if_the_block_raises(tmp_path: Path) -> None:
-    base = stronghold.from_pretrained(directory_of_base(tmp_path))
-    before = {name: id(parameter) for name, parameter in base.named_parameters()}
-    with pytest.raises(ValueError, match="Target modules"), stronghold.placeholders(base):
-        peft.get_peft_model(base, peft.LoraConfig(target_modules=["nothing"]))
-    assert {name: id(parameter) for name, parameter in base.named_parameters()} == before
 
 
 # --- adapters of a parameter ----------------------------------------------------------------------

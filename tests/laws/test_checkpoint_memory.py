@@ -29,7 +29,7 @@ def status(key: str) -> int:
 
 def measure(work: Path, hidden: int, intermediate: int, num_layers: int) -> dict[str, int]:
     """Growth of peak resident memory over steady state, in bytes, of each way to save and load."""
-    from transformers import LlamaConfig
+    from transformers import AutoModelForCausalLM, LlamaConfig
 
     import stronghold
     from stronghold.tools.cli import main
@@ -45,13 +45,13 @@ def measure(work: Path, hidden: int, intermediate: int, num_layers: int) -> dict
         use_cache=False,
         dtype="bfloat16",
     )
-    grown: dict[str, int] = {}
+    found: dict[str, int] = {}
 
-    def peak(what: str, work: Any, steady: int | None = None) -> Any:
+    def peak(what: str, work: Any) -> Any:
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
         before = status("VmRSS")
         result = work()
-        grown[what] = status("VmHWM") - (before if steady is None else before + steady)
+        found[what] = status("VmHWM") - before
         return result
 
     def engine_of(model: Any, asynchronous: bool = False) -> Any:
@@ -81,9 +81,12 @@ def measure(work: Path, hidden: int, intermediate: int, num_layers: int) -> dict
 
     # Random weights, written without ever making the model.
     write_model(shape, work / "model")
-    model = stronghold.from_pretrained(work / "model").train()
-    weights = 2 * sum(p.numel() for p in model.parameters())
-    engine = peak("from_pretrained and initialize", lambda: engine_of(model), steady=weights)
+    model = AutoModelForCausalLM.from_pretrained(work / "model").train()
+    engines: list[Any] = []
+    before = status("RssAnon")
+    highest = before + grown(lambda: engines.append(engine_of(model)))
+    found["initialize"] = highest - status("RssAnon")  # the model itself is pages of its file
+    engine = engines[0]
     step(engine), step(engine)
     peak("save", lambda: engine.save_checkpoint(work / "saved"))
     peak("load", lambda: engine.load_checkpoint(work / "saved"))
@@ -102,8 +105,8 @@ def measure(work: Path, hidden: int, intermediate: int, num_layers: int) -> dict
     slabs = engine.memory_report().host_peak
     engine.destroy()
     peak("export hf", lambda: main(["export", str(work / "saved"), str(work / "hf")]))
-    grown |= {"layer": 12 * largest, "layer's weights": 2 * largest, "slabs": slabs}
-    return grown
+    found |= {"layer": 12 * largest, "layer's weights": 2 * largest, "slabs": slabs}
+    return found
 
 
 def write_model(shape: Any, out: Path) -> None:
@@ -236,5 +239,5 @@ def measure_spilled(work: Path) -> dict[str, int]:
 def test_spilled_state_is_saved_and_loaded_within_one_layer(tmp_path: Path) -> None:
     found = in_a_process(measure_spilled, tmp_path)
     print(found)
-    for what, size in found.items():
-        assert size <= 14 * WIDTH * WIDTH, (what, found)
+    for what, size in found.items():  # a layer's file is written from blocks, in pieces of 4 MiB
+        assert size <= 14 * WIDTH * WIDTH + (8 << 20), (what, found)

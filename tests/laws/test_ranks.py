@@ -327,7 +327,7 @@ def test_ranks_take_one_plan_for_the_first_batch(two: list[Any]) -> None:
 
 @pytest.mark.slow
 def test_four_ranks_load_what_one_saved_and_what_two_saved(two: list[Any], tmp_path: Path) -> None:
-    one = rank_checkpoints.session(tmp_path / "one", None, steps=2)
+    one = rank_checkpoints.session(tmp_path / "one", None, steps=2, room="streaming")
     for source, expected in (
         (tmp_path / "one", one),
         (Path(two[0]["checkpoint"]["saved"]), two[0]["checkpoint"]["first"]),

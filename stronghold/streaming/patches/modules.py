@@ -6,7 +6,7 @@ the reasons, versions and tests. The training thread enters, and autograd's thre
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -109,9 +109,3 @@ def build_from_config(model_class: Any) -> Callable[..., nn.Module]:
     Transformers' `Auto...` family have a public one."""
     build: Callable[..., nn.Module] = model_class._from_config
     return build
-
-
-def set_weight_conversions(model: nn.Module, rules: Sequence[Any]) -> None:
-    """Write the rules by which names of files became names of `model`. `save_pretrained` applies
-    them backwards."""
-    setattr(model, "_weight_conversions", rules)  # noqa: B010 - no attribute that mypy knows

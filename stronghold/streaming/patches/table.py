@@ -415,16 +415,6 @@ _WRITTEN = (
         "before them; the engine steps.",
         file=_MODULES,
     ),
-    Patch(
-        key="weight_conversions",
-        package=TRANSFORMERS,
-        manner=Manner.WRITTEN,
-        lifetime=Lifetime.STAYS,
-        names=("transformers.PreTrainedModel._weight_conversions",),
-        reason="`save_pretrained` writes the names that `from_pretrained` read. It takes the"
-        " rules between the two from this attribute.",
-        file=_MODULES,
-    ),
 )
 
 _USED = (
