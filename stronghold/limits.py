@@ -121,6 +121,21 @@ def available_host_bytes() -> int:
     return max(0, min([available, *left_in_groups]))
 
 
+def mapped_files(root: Path = _ROOT) -> list[range]:
+    """The addresses at which this process has mapped files of disks, in ascending order.
+
+    Their pages are the system's cache, which counts as available. Files in memory (/dev/shm,
+    memfd) are left out.
+    """
+    mapped = []
+    for line in _text(root / "proc/self/maps").splitlines():
+        addresses, _, _, _, _, *path = line.split(maxsplit=5)
+        if path and path[0].startswith("/") and not path[0].startswith(("/dev/", "/memfd:")):
+            begin, end = (int(address, 16) for address in addresses.split("-"))
+            mapped.append(range(begin, end))
+    return mapped
+
+
 def memory_groups(root: Path = _ROOT) -> list[tuple[int, int]]:
     """(limit, bytes in use) of every control group of this process that has a memory limit.
 

@@ -236,7 +236,8 @@ class StrongholdConfig(_Section):
     )
     host_memory: Bytes | None = key(
         "Budget of host memory of each rank, for weights, masters, moments and gradients. Left "
-        "out: the available memory at initialize, plus the memory that the model takes by then. "
+        "out: the available memory at initialize, plus the memory that the model takes by then "
+        "(pages of its files take none). "
         "Ranks on one node get equal parts, each less 1 GiB for libraries. The memory of some "
         "virtual machines grows as it is used: set the environment variable "
         "STRONGHOLD_HOST_MEMORY to the bytes that the machine can have."

@@ -8,8 +8,9 @@ together: they agree on budgets.
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,8 +18,9 @@ import torch
 from stronghold.config import Settings, StrongholdConfig
 from stronghold.distributed.process_groups import Ranks
 from stronghold.errors import ConfigError
-from stronghold.limits import available_host_bytes, update_cores
+from stronghold.limits import available_host_bytes, mapped_files, update_cores
 from stronghold.model.layout import ModelLayout
+from stronghold.model.stored_tensors import tensor_has_memory
 from stronghold.optim.states import LEAN, Formats, States
 from stronghold.plan.cost import Demand
 from stronghold.plan.places import levels_of
@@ -36,7 +38,8 @@ class FreeResources:
 
     gpu_free_bytes       free memory of the GPU; None on another device
     host_reserved_bytes  host memory that other engines of this process will still take
-    model_bytes          the model's own parameters in RAM, which the engine's memory replaces
+    model_bytes          the model's own parameters in RAM (`ram_bytes`), which the engine's memory
+                         replaces
     cores                this rank's cores; empty if ranks do not divide the node's
     """
 
@@ -44,6 +47,23 @@ class FreeResources:
     host_reserved_bytes: int
     model_bytes: int
     cores: Sequence[int]
+
+
+def ram_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of RAM that are free once the tensors are.
+
+    Pages of files are no part of it: Transformers maps safetensors, and the system counts their
+    pages as available already.
+    """
+    mapped = mapped_files()
+    begins = [addresses.start for addresses in mapped]
+    nbytes = 0
+    for tensor in tensors:
+        if tensor.device.type == "cpu" and tensor_has_memory(tensor):
+            position = bisect_right(begins, tensor.data_ptr()) - 1
+            is_mapped = position >= 0 and tensor.data_ptr() in mapped[position]
+            nbytes += 0 if is_mapped else tensor.nbytes
+    return nbytes
 
 
 def demand_of(

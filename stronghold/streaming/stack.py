@@ -46,7 +46,7 @@ from stronghold.model.logits import Forward, LogitsInParts
 from stronghold.model.packed_formats import FORMATS, PackingError
 from stronghold.model.packing import choose_packed, kind_of_weight, sum_of_errors
 from stronghold.model.partition import Layer, NamedParameter, Partition, partition, why_no_blocks
-from stronghold.model.stored_tensors import PackedParameter, stored_tensors, tensor_has_memory
+from stronghold.model.stored_tensors import PackedParameter, stored_tensors
 from stronghold.optim.states import States, states_of
 from stronghold.plan.cost import Demand
 from stronghold.plan.estimate import StepEstimate
@@ -55,7 +55,7 @@ from stronghold.plan.machine import MachineProfile
 from stronghold.plan.plan import Plan, make_plan
 from stronghold.streaming.activations.key_value_caches import forbid_caches
 from stronghold.streaming.decoded_weights import return_packed
-from stronghold.streaming.demand import FreeResources, demand_of, pinned_activations
+from stronghold.streaming.demand import FreeResources, demand_of, pinned_activations, ram_bytes
 from stronghold.streaming.formats import CAST, COMPUTED, OWN, model_formats, page_items
 from stronghold.streaming.guards import COMPILED_WHOLE
 from stronghold.streaming.optimizer import EngineOptimizer
@@ -249,12 +249,11 @@ class Stack:
 
     def _model_bytes(self) -> int:
         """Bytes of the model's own parameters in RAM. The slabs replace them."""
-        nbytes = 0
+        tensors: list[torch.Tensor] = []
         for layer in self.partition.layers:
-            tensors = [named.parameter for named in layer.parameters]
+            tensors += [named.parameter for named in layer.parameters]
             tensors += [described.parameter for described in layer.packed]
-            nbytes += sum(tensor.nbytes for tensor in tensors if tensor_has_memory(tensor))
-        return nbytes
+        return ram_bytes(tensors)
 
     def _machine(self, kind: str, local_rank: int) -> MachineProfile:
         """This machine's profile. Every rank calls it; a node's first rank measures alone."""

@@ -32,14 +32,14 @@ from stronghold.model.inner_tensors import HeldTensors
 from stronghold.model.logits import LogitsInParts
 from stronghold.model.packed_weight import pack_frozen
 from stronghold.model.partition import Partition, find_blocks, partition
-from stronghold.model.stored_tensors import stored_tensors, tensor_has_memory
+from stronghold.model.stored_tensors import stored_tensors
 from stronghold.optim.states import states_of
 from stronghold.plan.cost import Demand
 from stronghold.plan.estimate import StepEstimate
 from stronghold.plan.machine import MachineProfile
 from stronghold.plan.plan import Plan, make_plan
 from stronghold.streaming.activations.key_value_caches import forbid_caches
-from stronghold.streaming.demand import FreeResources, demand_of, pinned_activations
+from stronghold.streaming.demand import FreeResources, demand_of, pinned_activations, ram_bytes
 from stronghold.streaming.formats import CAST, OWN, model_formats
 from stronghold.streaming.guards import COMPILED_WHOLE
 from stronghold.streaming.optimizer import EngineOptimizer
@@ -194,7 +194,6 @@ class Job:
         free = cuda.free_bytes(local_rank) if self._is_on_gpu else None
         moments = () if optimizer is None else optimizer.default.moments
         self.states = states_of(DTYPES[self.precision], self.section.states, moments)
-        tensors = [p for layer in self.layers for p in layer.parameters if tensor_has_memory(p)]
         demand = demand_of(
             settings,
             self.layout,
@@ -204,7 +203,7 @@ class Job:
             FreeResources(
                 gpu_free_bytes=None if free is None else max(0, free - on_device),
                 host_reserved_bytes=on_host,
-                model_bytes=sum(tensor.nbytes for tensor in tensors),
+                model_bytes=ram_bytes(p for layer in self.layers for p in layer.parameters),
                 cores=(),
             ),
             training=optimizer is not None,

@@ -13,6 +13,7 @@ import textwrap
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -20,6 +21,7 @@ import pytest
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
+from transformers import GPT2LMHeadModel
 
 import stronghold
 from stronghold.engine import StrongholdEngine
@@ -28,6 +30,7 @@ from stronghold.errors import ConfigError
 from stronghold.streaming import demand, stack
 from tests.conftest import lane_threads
 from tests.models import MODELS, loss_of
+from tests.support.checkpoints import make_model
 from tests.support.insides import hooks_of, num_hooks
 from tests.support.pairs import each, pairs
 from tests.support.training import config, initialized
@@ -494,6 +497,24 @@ def test_an_engine_plans_with_what_the_others_have_left(monkeypatch: pytest.Monk
     assert stack.reserved_bytes()[0] == before[0]
     first.destroy()
     assert stack.reserved_bytes() == before
+
+
+def test_pages_of_a_models_files_are_not_counted_as_memory_that_comes_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demand, "available_host_bytes", lambda: 2 << 30)
+    made = make_model()
+    made.save_pretrained(tmp_path)
+
+    def budget(model: Any) -> int:
+        engine = initialized(model, config())
+        found: int = engine.inspect().demand.host_budget_bytes
+        engine.destroy()
+        return found
+
+    of_files = budget(GPT2LMHeadModel.from_pretrained(tmp_path))
+    assert of_files == (1 << 30)
+    assert budget(made) == of_files + sum(p.nbytes for p in made.parameters())
 
 
 def test_a_model_that_an_engine_trains_is_refused_until_it_is_given_back() -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import resource
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 
 from stronghold import limits
 from stronghold.errors import ConfigError
@@ -137,6 +140,19 @@ def test_memory_is_stated_in_whole_bytes(text: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("STRONGHOLD_HOST_MEMORY", text)
     with pytest.raises(ConfigError, match=r"STRONGHOLD_HOST_MEMORY: got .*expected a whole number"):
         limits.available_host_bytes()
+
+
+def test_pages_of_files_on_disks_are_found(tmp_path: Path) -> None:
+    with (
+        tempfile.TemporaryFile(dir=tmp_path) as on_disk,
+        open(os.memfd_create("m"), "wb") as in_ram,
+    ):
+        for number, is_on_disk in ((on_disk.fileno(), True), (in_ram.fileno(), False), (-1, False)):
+            if number >= 0:
+                os.truncate(number, mmap.PAGESIZE)
+            pages = torch.frombuffer(mmap.mmap(number, mmap.PAGESIZE), dtype=torch.uint8)
+            found = any(pages.data_ptr() in each for each in limits.mapped_files())
+            assert found == is_on_disk
 
 
 def test_the_groups_limit_is_what_the_host_has() -> None:
