@@ -93,6 +93,7 @@ def test_a_machine_too_slow_for_the_model_says_so_and_takes_fewer_steps(tmp_path
     assert ran.summary["losses_equal"]
 
 
+@pytest.mark.slow
 def test_given_steps_are_taken_exactly_however_slow_the_machine(tmp_path: Path) -> None:
     ran = run(tmp_path, faster(2000.0), "--steps", "5", "--compare-steps", "3", "--no-timing")
     assert ran.status == 0, ran.output
