@@ -121,14 +121,14 @@ def available_host_bytes() -> int:
     return max(0, min([available, *left_in_groups]))
 
 
-def mapped_files(root: Path = _ROOT) -> list[range]:
+def mapped_files() -> list[range]:
     """The addresses at which this process has mapped files of disks, in ascending order.
 
     Their pages are the system's cache, which counts as available. Files in memory (/dev/shm,
     memfd) are left out.
     """
     mapped = []
-    for line in _text(root / "proc/self/maps").splitlines():
+    for line in _text(_ROOT / "proc/self/maps").splitlines():
         addresses, _, _, _, _, *path = line.split(maxsplit=5)
         if path and path[0].startswith("/") and not path[0].startswith(("/dev/", "/memfd:")):
             begin, end = (int(address, 16) for address in addresses.split("-"))

@@ -50,10 +50,10 @@ class FreeResources:
 
 
 def ram_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of RAM that are free once the tensors are.
+    """Bytes of RAM that come free with the tensors.
 
-    Pages of files are no part of it: Transformers maps safetensors, and the system counts their
-    pages as available already.
+    Pages of files do not count: the system has them as available already. Transformers maps
+    safetensors.
     """
     mapped = mapped_files()
     begins = [addresses.start for addresses in mapped]
