@@ -37,14 +37,22 @@ def say(text: str, indent: str = "") -> None:
     print("\n".join(lines), flush=True)
 
 
-def compare_losses(windowed: list[float], plain: list[float]) -> bool:
-    """Print some of both; whether all are equal bit for bit."""
+def compare_losses(windowed: list[float], plain: list[float], again: list[float]) -> bool:
+    """Print some of both; whether all are equal bit for bit. `again`: of a second plain loop."""
     compared = range(1, len(plain) + 1)
     for step in sorted({1, len(plain) // 2, len(plain)} & set(compared)):
         a, b = windowed[step - 1], plain[step - 1]
         print(f"   loss in step {step:<3d}  {a:.9f} {'==' if a == b else '!='} {b:.9f}")
     equal = windowed == plain
-    verdict = "are equal, bit for bit" if equal else "ARE NOT EQUAL: this is a bug"
+    if equal:
+        verdict = "are equal, bit for bit"
+    elif again == plain:
+        verdict = "ARE NOT EQUAL, and a second plain loop repeats the first one's: this is a bug"
+    else:
+        verdict = (
+            "ARE NOT EQUAL, and a second plain loop differs from the first one, too: PyTorch does "
+            "not repeat itself on this machine"
+        )
     say(f"   the first {len(plain)} losses {verdict}")
     return equal
 

@@ -250,6 +250,37 @@ def test_the_compared_loops_write_attention_out(
     assert not torch.are_deterministic_algorithms_enabled()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("odd", ["window", "plain"])
+def test_losses_that_differ_are_a_bug_if_the_plain_loop_repeats_its_own(
+    odd: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`odd`: the side whose losses are of another model in its first run."""
+    quickstart, name = module("quickstart"), f"run_with{'' if odd == 'window' else 'out'}_window"
+    first = getattr(quickstart, name)
+
+    def of_another_model(*arguments: Any) -> Any:
+        with monkeypatch.context() as patched:
+            build = quickstart.Task.build
+            patched.setattr(quickstart.Task, "build", lambda task: scaled(build(task)))
+            return first(*arguments)
+
+    monkeypatch.setattr(quickstart, name, of_another_model)
+    given = ["--deepspeed_config", CONFIG, "--tiny", "--compare-steps", "2"]
+    args = quickstart.parse_arguments([*given, "--output", str(tmp_path)])
+    _, numbers = quickstart.compare(args, quickstart.prepare(args, module("pace").Watch(150.0)))
+    assert not numbers["losses_equal"]
+    verdict = " ".join(capsys.readouterr().out.split())
+    assert ("repeats the first one's: this is a bug" in verdict) == (odd == "window")
+    assert ("PyTorch does not repeat itself on this machine" in verdict) == (odd == "plain")
+
+
+def scaled(model: Any) -> Any:
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1.01)
+    return model
+
+
 # -- as commands ----------------------------------------------------------------------------------
 def environment(**more: str) -> dict[str, str]:
     """This one, without what a launcher sets."""
