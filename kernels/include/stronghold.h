@@ -20,7 +20,7 @@
 extern "C" {
 #endif
 
-#define SH_ABI_VERSION 7
+#define SH_ABI_VERSION 8
 
 /* The most that one optimizer has. */
 #define SH_MAX_MOMENTS 2
@@ -72,6 +72,11 @@ SH_API const char* sh_isa_at(int32_t index);
 /* Commits the pages of `bytes` bytes from the start of one on. Other threads may read and write them
  * meanwhile: an atomic OR with 0 changes nothing. */
 SH_API void sh_touch(void* memory, int64_t bytes);
+
+/* A word that processes share. Who loads a value sees all that was written before it was stored:
+ * the store is a release, the load an acquire. */
+SH_API void sh_store(int64_t* word, int64_t value);
+SH_API int64_t sh_load(const int64_t* word);
 
 /* ---- Threads --------------------------------------------------------------------------------- */
 

@@ -70,6 +70,10 @@ void sh_touch(void* memory, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 4096) __atomic_fetch_or(first + i, 0, __ATOMIC_RELAXED);
 }
 
+void sh_store(int64_t* word, int64_t value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
+
+int64_t sh_load(const int64_t* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
+
 int32_t sh_pool_create(int32_t num_threads, const int32_t* cores, int32_t num_cores,
                        const char* isa, sh_pool** out) {
   return sh::Guarded([&] {

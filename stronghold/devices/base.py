@@ -655,6 +655,7 @@ class Device(ABC):
         self.side_streams = SideStreams()
         self.trace = trace or Trace(recording=False)
         self.is_single_process = True  # no operation waits for another process
+        self.on_failure: Callable[[LaneError], None] = _ignore
         self._failure: LaneError | None = None
         self._process = os.getpid()
         # In the order in which they were made: a lane that waits for others comes later.
@@ -682,6 +683,7 @@ class Device(ABC):
         """Keep the first failure of any lane. Lane threads call it."""
         if self._failure is None:
             self._failure = error
+            self.on_failure(error)
         elif error is not self._failure:
             error.first = self._failure
 
@@ -744,6 +746,10 @@ class Device(ABC):
         self.first_touch.close()
         for lane in list(self._lanes.values()):
             lane.close()
+
+
+def _ignore(error: LaneError) -> None:
+    """Nobody else need know that a lane has failed."""
 
 
 def bytes_moved(nbytes: int) -> dict[str, int]:

@@ -19,7 +19,9 @@ from stronghold.native.kernels import constants as constants
 from stronghold.native.kernels import formats as formats
 from stronghold.native.kernels import isa as isa
 from stronghold.native.kernels import isas as isas
+from stronghold.native.kernels import load as load
 from stronghold.native.kernels import optimizers as optimizers
+from stronghold.native.kernels import store as store
 from stronghold.native.kernels import touch as touch
 from stronghold.native.loader import Closeable as Closeable
 from stronghold.native.loader import available_cores as available_cores

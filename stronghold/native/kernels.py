@@ -403,6 +403,16 @@ def touch(memory: torch.Tensor) -> None:
     library().sh_touch(memory.data_ptr(), memory.nbytes)
 
 
+def store(word: torch.Tensor, value: int) -> None:
+    """Store an int64 that processes share. Who loads it sees all that was written before."""
+    library().sh_store(word.data_ptr(), value)
+
+
+def load(word: torch.Tensor) -> int:
+    """Load an int64 that processes share, and with it what was written before it was stored."""
+    return int(library().sh_load(word.data_ptr()))
+
+
 def formats() -> list[str]:
     """The names of the kernels' packed formats."""
     names: list[str] = []

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from stronghold.errors import ConfigError, ErrorPage, StateError
 from stronghold.native.segments import PACKED_ROW, ROW, TARGET_ROW
 
-_ABI_VERSION = 7
+_ABI_VERSION = 8
 _SH_INVALID = 1
 CloseableT = TypeVar("CloseableT", bound="Closeable")
 
@@ -105,6 +105,8 @@ def library() -> ctypes.CDLL:
         "sh_update_prefetch": (int32, [address, text, int32, int32, address]),
         "sh_update_constants": (int32, [text, address, int64, address, address]),
         "sh_touch": (None, [address, int64]),
+        "sh_store": (None, [address, int64]),
+        "sh_load": (int64, [address]),
         "sh_accumulate": (int32, [address, int32, address, int64]),
         "sh_sum_squares": (int32, [address, int32, address, int64, address]),
         "sh_format_at": (text, [int32]),

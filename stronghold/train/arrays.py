@@ -175,13 +175,19 @@ class Arrays:
     def _take_over(self, layer: Layer) -> None:
         """Move the layer's parameters into its buffer. Torch frees the memory that they had."""
         memory = self.allocate(layer)
+        self._fill(layer, memory)
+        self._hold(layer, memory)
+        self._begin_masters(layer)
+        self.make_gradients(layer)
+
+    def _fill(self, layer: Layer, memory: Memory) -> None:
         for parameter, view in zip(layer.parameters, memory.at_rest, strict=True):
             view.copy_(parameter.detach())
-        self._hold(layer, memory)
-        # Zeros are a fresh state. But in fp16 "low" is the master itself.
+
+    def _begin_masters(self, layer: Layer) -> None:
+        """Zeros are a fresh state. But in fp16 "low" is the master itself."""
         if layer.states is not None and layer.states.low is torch.float32:
             self.of(layer, "low").copy_(self.of(layer, "weights"))
-        self.make_gradients(layer)
 
     def allocate(self, layer: Layer) -> Memory:
         """Make zeros for all arrays of the layer where they belong, but for its gradients."""

@@ -224,20 +224,30 @@ class Gradients:
         slot.record.write(self._device.compute.record(f"gradients {layer.index}"))
         if layer.is_on_gpu:
             self._sum(layer, positions, slot.memory, slot.record)
+            layer.waiting.update(positions)
         else:
             self._change(layer)
             self._to_host(layer, slot, positions)
-        layer.waiting.update(positions)
-        if self.ends_step and not layer.is_on_gpu:  # the device's are taken in one launch
-            self._sum_squares(layer)
-            self._complete(layer)
 
     def _to_host(self, layer: Layer, slot: Slot, positions: Sequence[int]) -> None:
-        """Queue the copy of the slot's gradients to the host: to the buffer, or on to a sum."""
+        """Queue what follows on the host: the copy to the layer's buffer, or on to a sum, and the
+        sums of squares if the step follows."""
         target, record = self._arrays.of(layer, "gradients"), layer.gradient_record
         is_sum = self._accumulates or not layer.waiting.isdisjoint(positions)
         if is_sum:
             target, record = self._staging_buffer()
+        self._copy_to_host(layer, slot, positions, target, record)
+        if is_sum:
+            self._sum(layer, positions, target.view(torch.uint8), record)
+        layer.waiting.update(positions)
+        if self.ends_step:
+            self._sum_squares(layer)
+            self._complete(layer)
+
+    def _copy_to_host(
+        self, layer: Layer, slot: Slot, positions: Sequence[int], target: Tensor, record: Record
+    ) -> None:
+        """Queue the copy of these gradients of a slot. The slot is free after it."""
         target, memory = target.view(torch.uint8), slot.memory
         runs = [(0, layer.trained_bytes)]  # a complete layer: one copy, with the padding
         if len(positions) < layer.num_trained:
@@ -258,8 +268,6 @@ class Gradients:
             writes=(record,),
             nbytes=sum(end - begin for begin, end in runs),
         )
-        if is_sum:
-            self._sum(layer, positions, target, record)
 
     def _staging_buffer(self) -> tuple[Tensor, Record]:
         largest = max(layer.trained_bytes for layer in self._layers if not layer.is_on_gpu)
@@ -326,6 +334,9 @@ class Gradients:
         """A forward begins after a backward. Until then its graph may have a further backward."""
         for layer in self._layers:
             layer.num_calls = 0
+
+    def end_micro_batch(self) -> None:
+        """The micro-batch has no further backward."""
 
     # -- the norm ---------------------------------------------------------------------------------
     def _sum_squares(self, layer: Layer) -> None:

@@ -62,11 +62,16 @@ class Trainer:
     folders  for the arrays that the plan puts in files
 
     num_changes  counts steps, and loads of weights
+    make_*       make the nouns. `ranks` has others
     """
 
     weights: Weights
     gradients: Gradients
     offload: ActivationOffload
+    make_arrays: Callable[..., Arrays] = Arrays
+    make_weights: Callable[..., Weights] = Weights
+    make_gradients: Callable[..., Gradients] = Gradients
+    make_updates: Callable[..., EarlyUpdates] = EarlyUpdates
 
     def __init__(
         self,
@@ -97,7 +102,7 @@ class Trainer:
             undo.callback(self._move_buffers, torch.device("cpu"))
             self._move_buffers(device.torch_device)
             undo.callback(self._follow_device)
-            self.arrays = Arrays(
+            self.arrays = self.make_arrays(
                 device,
                 layers,
                 accumulates=plan.accumulates,
@@ -109,7 +114,7 @@ class Trainer:
             self._visible = Visible(layers, thread)
             undo.callback(self._visible.close)
             self._follow_device()
-            self.updates = EarlyUpdates(device, self.arrays, kernels, layers, groups, metrics)
+            self.updates = self.make_updates(device, self.arrays, kernels, layers, groups, metrics)
             self._start(plan)
             self._give_back = undo.pop_all()
 
@@ -137,10 +142,10 @@ class Trainer:
         if trains:
             self.updates.open(layer for layer in layers if layer.index in plan.early)
         device.side_streams.open(plan.demand.streams)
-        self.weights = Weights(
+        self.weights = self.make_weights(
             device, self.arrays, layers, plan.window, metrics=self._metrics, visible=self._visible
         )
-        self.gradients = Gradients(
+        self.gradients = self.make_gradients(
             device,
             self.arrays,
             self._kernels,
@@ -268,6 +273,10 @@ class Trainer:
         except BaseException:
             self.forget()
             raise
+
+    def end_micro_batch(self) -> None:
+        """The micro-batch has no further backward, and the step goes on with the next one."""
+        self.gradients.end_micro_batch()
 
     def step(
         self, *, clipping: float = 0.0, loss_scale: float = 1.0, skips_overflow: bool = False

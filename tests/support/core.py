@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,8 @@ from stronghold.streaming.optimizer import make_scaler
 from stronghold.streaming.training_thread import TrainingThread
 from stronghold.telemetry.metrics import Metrics
 from stronghold.train.layer import Groups, Layer, layers_of, layout_of
+from stronghold.train.rank_trainer import RankTrainer
+from stronghold.train.ranks import Ranks
 from stronghold.train.trainer import Trainer
 from tests.models import loss_of, without_caches
 from tests.support.sides import Change, Side
@@ -61,8 +65,11 @@ class Core:
         optimizers: Sequence[Optimizer] | None = None,
         folders: Sequence[Path] = (),
         frozen: str | None = None,
+        ranks: Ranks | None = None,
+        gradient_slots: int | None = None,
         **settings: Any,
     ) -> None:
+        self.ranks = ranks
         trains = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
         trained = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = trains.groups(groups or trained)
@@ -114,9 +121,12 @@ class Core:
                 | settings,
             ),
         )
+        if gradient_slots is not None:
+            self.plan = replace(self.plan, gradient_slots=gradient_slots)
         self.device = device()
         self.pool = native.Pool(1)
-        self.trainer = Trainer(
+        make: Any = Trainer if ranks is None else partial(RankTrainer, ranks=ranks)
+        self.trainer: Trainer = make(
             self.partition,
             self.layers,
             self.groups,
@@ -129,10 +139,12 @@ class Core:
         )
 
     def moments(self) -> dict[str, tuple[torch.Tensor, ...]]:
-        """Flat, of every trained parameter, by name. In host memory."""
+        """Flat, of every trained parameter that this rank owns, by name. In host memory."""
         self.trainer.synchronize()
         found = {}
         for layer in self.layers:
+            if self.ranks is not None and not self.ranks.owns(layer):
+                continue
             for k in range(layer.num_trained):
                 assert layer.states is not None
                 begin, numel = layer.element(k), layer.parameters[k].numel()
@@ -189,6 +201,8 @@ def train_core(
             core.trainer.backward(
                 loss.float() * scale if scale != 1.0 else loss, ends_step=ends_step
             )
+            if not ends_step:
+                core.trainer.end_micro_batch()
             if ends_step:
                 result = core.trainer.step(
                     clipping=clipping, loss_scale=scale, skips_overflow=precision == "fp16"

@@ -1,0 +1,312 @@
+"""The ranks that train one model: their nodes, the memory of a node, and what they send each other.
+
+Each layer has one owner: the rank that updates it. Its masters and moments exist there alone.
+
+[Note: weights in common]
+1. The ranks of a node have one copy of the weights. The owner of a layer writes its new weights,
+   and then its counter (release).
+2. A rank that reads the layer waits for the counter of the last update (acquire).
+3. Before the clip barrier each rank waits until its fetches have ended. Updates come after it. So
+   no rank reads weights while they are written.
+4. Each node has a copy. An owner sends new weights to the rank of its place in every other node.
+
+[Note: a rank fails]
+1. A rank that cannot go on writes why to torch's store. The first one's words stay. Then it closes
+   its connections.
+2. A rank whose process ends closes them, too. The ranks of its node see its end by a pidfd, and
+   write it to the store.
+3. So an operation of another rank fails at once. This rank looks for the words, raises them, and
+   closes its own connections.
+4. A rank that hangs closes nothing. The operation fails by its time-out. The rank that has begun
+   the fewest reductions is the one that hangs: the node's memory counts them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from itertools import accumulate, count
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from stronghold import native
+from stronghold.devices.base import Fence
+from stronghold.devices.lane_name import LaneName
+from stronghold.distributed.process_groups import joining, mesh_of, this_node
+from stronghold.errors import ConfigError, RankError
+from stronghold.memory.neighbours import Neighbours
+from stronghold.memory.slab import NodeMemory
+from stronghold.optim.states import PAGE_BYTES
+from stronghold.train.layer import Layer
+
+logger = logging.getLogger("stronghold")
+
+POLL_S, LOOK_S = 5e-5, 0.05  # between two looks at a counter; at the other processes
+CAUSE_S = 1.0  # a process that ends closes its connections before its pidfd shows it
+TAG = 7  # of messages that no rank sends
+_numbers = count()  # of the objects of this process, which all ranks make in one order
+
+
+class Ranks(Neighbours):
+    """The ranks that train one model. Every rank makes the same calls in the same order.
+
+    rank, num_ranks  this rank, and how many there are
+    index, count     this rank's place on its node, and how many ranks the node has
+    has_nodes        there are several nodes
+    sent_bytes       by kind of operation
+
+    Each group of torch has one thread, so that its collectives come in one order: `reduce` and
+    `exchange` that of their lane, `control` the training thread.
+
+    RankError if a rank does not come within `timeout`. ConfigError if some nodes have more ranks
+    than others.
+    """
+
+    def __init__(self, *, device: torch.device | None, timeout: timedelta) -> None:
+        self.rank, self.num_ranks = distributed.get_rank(), distributed.get_world_size()
+        self._timeout = timeout
+        every = range(self.num_ranks)
+        self._control = self._group(every)
+        infos: list[Any] = [None for _ in every]
+        with joining("stronghold.initialize"):
+            info = this_node(), os.getpid()
+            distributed.all_gather_object(infos, info, group=self._control)
+        mesh = mesh_of([node for node, _ in infos])
+        self._node = next(row for row in mesh.tolist() if self.rank in row)
+        self.index, self.count = self._node.index(self.rank), len(self._node)
+        self.has_nodes = self.count < self.num_ranks
+        self._reduce = self._group(every, "gloo" if device is None else "nccl")
+        exchanges = [self._group(column) for column in mesh.T.tolist()]
+        self._exchange = exchanges[self.index]
+        store = distributed.distributed_c10d._get_default_store()
+        self._store = distributed.PrefixStore(f"stronghold {next(_numbers)}", store)
+        self._failure: RankError | None = None
+        self._is_closing = threading.Lock()
+        # A pidfd is readable once its process has ended.
+        self._processes = {os.pidfd_open(infos[rank][1]): rank for rank in self._node}
+        self.sent_bytes: Counter[str] = Counter()
+
+    def _group(self, members: Sequence[int], backend: str = "gloo") -> Any:
+        """Every rank makes every group."""
+        with joining("stronghold.initialize"):
+            return distributed.new_group(list(members), backend=backend, timeout=self._timeout)
+
+    def open(self, layers: Sequence[Layer]) -> None:
+        """Choose the owners of these layers, and make the node's memory for them. ConfigError if
+        the ranks have different models."""
+        self._refuse_other_models(layers)
+        self._index = {layer: k for k, layer in enumerate(layers)}
+        self._owner = owners([layer.trained_bytes for layer in layers], self.num_ranks)
+        num_words = len(layers) + self.count
+        sizes = [8 * num_words, *(layer.num_bytes for layer in layers)]
+        self._begins = [*accumulate(-(-size // PAGE_BYTES) * PAGE_BYTES for size in sizes)]
+        self.memory = NodeMemory("weights", self._begins[-1], self)
+        # Of each layer: the updates that its weights have. Of each rank of the node: the reductions
+        # that it has begun.
+        self._words = self.memory.part(0, num_words, torch.int64)
+
+    def _refuse_other_models(self, layers: Sequence[Layer]) -> None:
+        described = [
+            f"{name} {dtype} {tuple(parameter.shape)}"
+            + (" trained" if k < layer.num_trained else "")
+            for layer in layers
+            for k, (name, dtype, parameter) in enumerate(
+                zip(layer.names, layer.dtypes, layer.parameters, strict=True)
+            )
+        ]
+        for rank, other in enumerate(self.of_all(described)):
+            for own, its in zip(described, other, strict=False):
+                if own != its:
+                    raise ConfigError(
+                        f"the ranks have different models: rank {self.rank} has {own}, and rank "
+                        f"{rank} has {its}. Build one model and read one config on every rank"
+                    )
+            if len(described) != len(other):
+                raise ConfigError(
+                    f"the ranks have different models: rank {self.rank} has {len(described)} "
+                    f"parameters, and rank {rank} has {len(other)}"
+                )
+
+    # -- owners -----------------------------------------------------------------------------------
+    def owner(self, layer: Layer) -> int:
+        return self._owner[self._index[layer]]
+
+    def owns(self, layer: Layer) -> bool:
+        return self.owner(layer) == self.rank
+
+    def receives(self, layer: Layer) -> bool:
+        """True if the owner is on another node, and sends the weights to this rank."""
+        owner = self.owner(layer)
+        is_peer = owner in distributed.get_process_group_ranks(self._exchange)
+        return self.has_nodes and is_peer and owner not in self._node
+
+    # -- weights ----------------------------------------------------------------------------------
+    def weights_of(self, layer: Layer) -> Tensor:
+        """The node's copy: uint8 [num_bytes]."""
+        begin = self._begins[self._index[layer]]
+        return self.memory.part(begin, layer.num_bytes, torch.uint8)
+
+    def publish(self, layer: Layer, version: int) -> None:
+        """The node's copy has so many updates."""
+        native.store(self._words[self._index[layer]], version)
+
+    def has_weights(self, layer: Layer, version: int) -> bool:
+        return native.load(self._words[self._index[layer]]) >= version
+
+    def wait_for_weights(self, layer: Layer, version: int) -> None:
+        """Block the calling thread until the node's copy has so many updates."""
+        look = time.monotonic() + LOOK_S
+        end = time.monotonic() + self._timeout.total_seconds()
+        while not self.has_weights(layer, version):
+            time.sleep(POLL_S)
+            if time.monotonic() > look:
+                look = time.monotonic() + LOOK_S
+                if self._cause() is not None or look > end:
+                    words = f"it waited for rank {self.owner(layer)}"
+                    raise self._explain(f"weights of {layer.name}", words)
+
+    def send_weights(self, layer: Layer, source: int, weights: Tensor) -> None:
+        """Send the weights from a rank to that of its place in every other node."""
+        name, group = f"exchange {layer.name}", self._exchange
+        self._run(name, distributed.broadcast, weights, src=source, group=group)
+
+    # -- gradients and numbers --------------------------------------------------------------------
+    def reduce_to_owner(self, layer: Layer, gradients: Tensor) -> None:
+        """Add gradients over the ranks, in a fixed order: a stream's work on a GPU."""
+        self._words[len(self._index) + self.index] += 1
+        owner, group = self.owner(layer), self._reduce
+        self._run(f"reduce {layer.name}", distributed.reduce, gradients, dst=owner, group=group)
+
+    def reduce_on_host(self, layer: Layer, gradients: Tensor) -> None:
+        """The same in host memory, between two clip barriers."""
+        owner, group = self.owner(layer), self._control
+        self._run(f"late {layer.name}", distributed.reduce, gradients, dst=owner, group=group)
+
+    def add(self, numbers: Tensor) -> None:
+        """Add numbers over the ranks."""
+        self._run("clip barrier", distributed.all_reduce, numbers, group=self._control)
+
+    def barrier(self) -> None:
+        self._run("barrier", distributed.barrier, group=self._control)
+
+    def of_all(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.num_ranks
+        self._run("set-up", distributed.all_gather_object, values, value, group=self._control)
+        return values
+
+    def of_node(self, value: Any) -> list[Any]:
+        values = self.of_all(value)
+        return [values[rank] for rank in self._node]
+
+    # -- failures ---------------------------------------------------------------------------------
+    def _run(self, name: str, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        if self._failure is not None:
+            raise self._failure
+        try:
+            collective(*args, **kwargs)
+        except RuntimeError as error:
+            raise self._explain(name, str(error).partition("\n")[0]) from error
+        self.sent_bytes[name.split()[0]] += getattr(args[0], "nbytes", 0) if args else 0
+
+    def _cause(self) -> str | None:
+        """What has happened to the rank that failed first, if it is known."""
+        poll = select.poll()
+        for descriptor in self._processes:
+            poll.register(descriptor, select.POLLIN)
+        ended = [f"rank {self._processes[each]} has ended" for each, _ in poll.poll(0)]
+        try:
+            if ended:
+                self._store.compare_set("failure", "", ended[0])
+            is_known = self._store.check(["failure"])
+            return self._store.get("failure").decode() if is_known else None
+        except RuntimeError:  # the store ends with the process that has it, mostly rank 0's
+            return ended[0] if ended else "rank 0 has ended"
+
+    def _explain(self, name: str, words: str) -> RankError:
+        """The error of an operation that has failed. It ends the operations of all ranks."""
+        if self._failure is None:
+            end = time.monotonic() + CAUSE_S
+            while (cause := self._cause()) is None and time.monotonic() < end:
+                time.sleep(0.01)
+            turns = self._words[len(self._index) :].tolist() if hasattr(self, "_words") else [0]
+            if cause is None and min(turns) < max(turns):
+                cause = f"rank {self._node[turns.index(min(turns))]} does not come"
+            cause = cause or "a rank of another node has ended, or does not come"
+            self._end(cause, f"{name}: {cause} ({words})")
+        assert self._failure is not None
+        return self._failure
+
+    def fail(self, reason: str) -> None:
+        """This rank cannot go on: let the operations of all ranks end."""
+        self._end(f"rank {self.rank} has failed: {reason}", f"this rank has failed: {reason}")
+
+    def _end(self, cause: str, message: str) -> None:
+        with self._is_closing:
+            if self._failure is not None:
+                return
+            self._failure = RankError(f"{message}. Load the last checkpoint")
+            logger.error("%s", self._failure)  # before a launcher ends this process
+            with contextlib.suppress(RuntimeError):
+                self._store.compare_set("failure", "", cause)
+            for group in (self._reduce, self._control, self._exchange):
+                _close_connections(group)
+
+    def close(self) -> None:
+        """Leave the groups, and close the node's memory, whose mapping stays. Waits for no rank."""
+        if distributed.is_initialized():
+            for group in (self._reduce, self._control, self._exchange):
+                distributed.destroy_process_group(group)
+        for descriptor in self._processes:
+            os.close(descriptor)
+        self._processes.clear()
+        if hasattr(self, "memory"):
+            self.memory.close()
+
+
+class OwnersUpdate(Fence):
+    """Marks the end of an update that another rank runs: the layer's counter shows it."""
+
+    __slots__ = ("_layer", "_ranks", "_version")
+
+    def __init__(self, ranks: Ranks, layer: Layer, version: int) -> None:
+        super().__init__(LaneName.UPDATE, f"update {layer.index} of rank {ranks.owner(layer)}")
+        self._ranks, self._layer, self._version = ranks, layer, version
+
+    def wait_issued(self) -> None:
+        self._ranks.wait_for_weights(self._layer, self._version)
+
+    @property
+    def done(self) -> bool:
+        return self._ranks.has_weights(self._layer, self._version)
+
+
+def owners(trained_bytes: Sequence[int], num_ranks: int) -> list[int]:
+    """The owner of each layer: the largest first, each to the rank with the fewest bytes so far."""
+    owner, loads = [0] * len(trained_bytes), [0] * num_ranks
+    for k in sorted(range(len(owner)), key=lambda k: -trained_bytes[k]):
+        owner[k] = loads.index(min(loads))
+        loads[owner[k]] += trained_bytes[k]
+    return owner
+
+
+def _close_connections(group: Any) -> None:
+    """End a group for all of its ranks. Gloo closes the connections of a receive that times out."""
+    others = {*distributed.get_process_group_ranks(group)} - {distributed.get_rank()}
+    if not others:
+        return
+    if distributed.get_backend(group) == "nccl":
+        group.abort()
+        return
+    with contextlib.suppress(RuntimeError):
+        message = distributed.irecv(torch.zeros(1), min(others), group=group, tag=TAG)
+        if message is not None:
+            message.wait(timedelta(milliseconds=1))
