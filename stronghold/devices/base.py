@@ -72,18 +72,23 @@ from stronghold.devices.lane_name import THREAD_PREFIX, LaneName
 from stronghold.devices.memory import DeviceMemory
 from stronghold.devices.pinned import HostPinning
 from stronghold.devices.side_streams import SideStreams
-from stronghold.errors import LaneError, StateError, StrongholdError
+from stronghold.errors import LaneError, RankError, StateError, StrongholdError
 from stronghold.native import Kernels, naming_threads
 from stronghold.telemetry.trace import Trace
 
 
-def surfacing(error: LaneError) -> LaneError:
-    """Return `error`, which the calling thread is about to raise ([Note: surfaced])."""
-    if not threading.current_thread().name.startswith(THREAD_PREFIX):
-        error.surfaced = True
-        if error.first is not None:  # a caller that got one failure needs no second one
-            error.first.surfaced = True
-    return error
+def surfacing(error: LaneError) -> LaneError | RankError:
+    """Return what the calling thread is about to raise ([Note: surfaced]).
+
+    A thread of the program gets the error about a rank itself, and not the lane's.
+    """
+    if threading.current_thread().name.startswith(THREAD_PREFIX):
+        return error
+    error.surfaced = True
+    if error.first is not None:  # a caller that got one failure needs no second one
+        error.first.surfaced = True
+    cause = error.__cause__
+    return cause if isinstance(cause, RankError) else error
 
 
 class OutOfMemoryError(StrongholdError, torch.OutOfMemoryError):

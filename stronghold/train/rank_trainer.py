@@ -105,8 +105,9 @@ class RankWeights(Weights):
     def refresh(self, layer: Layer) -> None:
         if layer.version[1] != self._versions[layer] or self._arrays.moved(layer):
             raise ConfigError(
-                f"the program wrote into parameters of {layer.name}: the ranks of a node share "
-                "their memory, and each of them would write. Write before stronghold.initialize"
+                f"the program wrote into parameters of the layer of {layer.names[0]}: the ranks of "
+                "a node share their memory, and each of them would write. Write before "
+                "stronghold.initialize"
             )
         super().refresh(layer)
 
@@ -166,7 +167,7 @@ class RankGradients(Gradients):
         return self._buffers[layer, kind]
 
     def _add(self, layer: Layer, total: Buffer, addend: Buffer, *, is_first: bool) -> None:
-        work = partial(total[0].copy_ if is_first else total[0].add_, addend[0])
+        work: Any = partial(total[0].copy_ if is_first else total[0].add_, addend[0])
         reads, writes = (addend[1],), (total[1],)
         self._device.gradients.submit(f"sum {layer.index}", work, reads=reads, writes=writes)
 
@@ -225,6 +226,11 @@ class RankGradients(Gradients):
         super().end_backward()
         if self._turn or self._early:  # else no layer was ready, as in `torch.autograd.grad`
             self._advance(is_over=True)
+
+    @property
+    def has_begun(self) -> bool:
+        """True if the micro-batch has had a turn."""
+        return self._turn > 0
 
     def end_micro_batch(self) -> None:
         self._advance(is_over=True)
@@ -360,6 +366,8 @@ class RankUpdates(EarlyUpdates):
 class RankTrainer(Trainer):
     """A `Trainer` for one of several ranks. Every rank makes it, and closes it."""
 
+    gradients: RankGradients
+
     def __init__(self, *args: Any, ranks: Ranks, **settings: Any) -> None:
         plan, device = settings["plan"], settings["device"]
         assert not plan.early, "ranks update after backward"
@@ -372,6 +380,12 @@ class RankTrainer(Trainer):
         self.make_gradients = partial(RankGradients, ranks)
         self.make_updates = partial(RankUpdates, ranks)
         super().__init__(*args, **settings)
+
+    def drop_gradients(self) -> None:
+        """All ranks do it. What comes next has turns of its own."""
+        if self.gradients.has_begun:
+            self.gradients.end_micro_batch()
+        super().drop_gradients()
 
     def close(self) -> None:
         self._stop()

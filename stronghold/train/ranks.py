@@ -24,6 +24,7 @@ Each layer has one owner: the rank that updates it. Its masters and moments exis
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import select
@@ -32,7 +33,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from itertools import accumulate, count
 from typing import Any
 
 import torch
@@ -46,6 +46,7 @@ from stronghold.errors import ConfigError, RankError
 from stronghold.memory.neighbours import Neighbours
 from stronghold.memory.slab import NodeMemory
 from stronghold.optim.states import PAGE_BYTES
+from stronghold.streaming.patches.distributed import shared_store
 from stronghold.train.layer import Layer
 
 logger = logging.getLogger("stronghold")
@@ -53,7 +54,7 @@ logger = logging.getLogger("stronghold")
 POLL_S, LOOK_S = 5e-5, 0.05  # between two looks at a counter; at the other processes
 CAUSE_S = 1.0  # a process that ends closes its connections before its pidfd shows it
 TAG = 7  # of messages that no rank sends
-_numbers = count()  # of the objects of this process, which all ranks make in one order
+_numbers = itertools.count()  # of the objects of this process, which all ranks make in one order
 
 
 class Ranks(Neighbours):
@@ -87,10 +88,11 @@ class Ranks(Neighbours):
         self._reduce = self._group(every, "gloo" if device is None else "nccl")
         exchanges = [self._group(column) for column in mesh.T.tolist()]
         self._exchange = exchanges[self.index]
-        store = distributed.distributed_c10d._get_default_store()
-        self._store = distributed.PrefixStore(f"stronghold {next(_numbers)}", store)
+        self._store = shared_store(f"stronghold {next(_numbers)}")
         self._failure: RankError | None = None
-        self._is_closing = threading.Lock()
+        self._is_failing = threading.Lock()
+        self._sent: list[Any] = []  # gloo keeps a message that nothing receives
+        self._begun, self._failed = torch.zeros(self.count), torch.tensor(0)  # until `open`
         # A pidfd is readable once its process has ended.
         self._processes = {os.pidfd_open(infos[rank][1]): rank for rank in self._node}
         self.sent_bytes: Counter[str] = Counter()
@@ -106,13 +108,16 @@ class Ranks(Neighbours):
         self._refuse_other_models(layers)
         self._index = {layer: k for k, layer in enumerate(layers)}
         self._owner = owners([layer.trained_bytes for layer in layers], self.num_ranks)
-        num_words = len(layers) + self.count
+        num_words = len(layers) + self.count + 1
         sizes = [8 * num_words, *(layer.num_bytes for layer in layers)]
-        self._begins = [*accumulate(-(-size // PAGE_BYTES) * PAGE_BYTES for size in sizes)]
+        self._begins = [
+            *itertools.accumulate(-(-size // PAGE_BYTES) * PAGE_BYTES for size in sizes)
+        ]
         self.memory = NodeMemory("weights", self._begins[-1], self)
         # Of each layer: the updates that its weights have. Of each rank of the node: the reductions
-        # that it has begun.
+        # that it has begun. And 1 more than the number of the rank that failed first, else 0.
         self._words = self.memory.part(0, num_words, torch.int64)
+        self._begun, self._failed = self._words[len(layers) : -1], self._words[-1]
 
     def _refuse_other_models(self, layers: Sequence[Layer]) -> None:
         described = [
@@ -171,8 +176,8 @@ class Ranks(Neighbours):
             if time.monotonic() > look:
                 look = time.monotonic() + LOOK_S
                 if self._cause() is not None or look > end:
-                    words = f"it waited for rank {self.owner(layer)}"
-                    raise self._explain(f"weights of {layer.name}", words)
+                    name, words = f"weights of {layer.name}", f"from rank {self.owner(layer)}"
+                    raise self._explain(name, words, hangs=look > end)
 
     def send_weights(self, layer: Layer, source: int, weights: Tensor) -> None:
         """Send the weights from a rank to that of its place in every other node."""
@@ -182,7 +187,7 @@ class Ranks(Neighbours):
     # -- gradients and numbers --------------------------------------------------------------------
     def reduce_to_owner(self, layer: Layer, gradients: Tensor) -> None:
         """Add gradients over the ranks, in a fixed order: a stream's work on a GPU."""
-        self._words[len(self._index) + self.index] += 1
+        self._begun[self.index] += 1
         owner, group = self.owner(layer), self._reduce
         self._run(f"reduce {layer.name}", distributed.reduce, gradients, dst=owner, group=group)
 
@@ -211,54 +216,77 @@ class Ranks(Neighbours):
     def _run(self, name: str, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         if self._failure is not None:
             raise self._failure
+        end = time.monotonic() + self._timeout.total_seconds()
         try:
             collective(*args, **kwargs)
         except RuntimeError as error:
-            raise self._explain(name, str(error).partition("\n")[0]) from error
+            words, hangs = str(error).partition("\n")[0], time.monotonic() > end
+            raise self._explain(name, words, hangs=hangs) from error
         self.sent_bytes[name.split()[0]] += getattr(args[0], "nbytes", 0) if args else 0
 
     def _cause(self) -> str | None:
         """What has happened to the rank that failed first, if it is known."""
+        with contextlib.suppress(RuntimeError):  # the store ends with its process, mostly rank 0's
+            if self._store.check(["failure"]):
+                words: str = self._store.get("failure").decode()
+                return words
+        if self._failed:
+            return f"rank {int(self._failed) - 1} has failed"
         poll = select.poll()
         for descriptor in self._processes:
             poll.register(descriptor, select.POLLIN)
-        ended = [f"rank {self._processes[each]} has ended" for each, _ in poll.poll(0)]
-        try:
-            if ended:
-                self._store.compare_set("failure", "", ended[0])
-            is_known = self._store.check(["failure"])
-            return self._store.get("failure").decode() if is_known else None
-        except RuntimeError:  # the store ends with the process that has it, mostly rank 0's
-            return ended[0] if ended else "rank 0 has ended"
+        ended = [self._processes[descriptor] for descriptor, _ in poll.poll(0)]
+        return self._first_failure(ended[0], "has ended") if ended else None
 
-    def _explain(self, name: str, words: str) -> RankError:
+    def _first_failure(self, rank: int, words: str) -> str:
+        """Tell all ranks that this one has failed, unless they know of another one."""
+        words = f"rank {rank} {words}"
+        if not self._failed:
+            native.store(self._failed, rank + 1)
+        with contextlib.suppress(RuntimeError):
+            words = str(self._store.compare_set("failure", "", words).decode())
+        return words
+
+    def _closed(self) -> int | None:
+        """A rank of another node whose connections are closed."""
+        others: list[int] = sorted({*range(self.num_ranks)} - {*self._node})
+        for rank in others:
+            try:
+                byte = torch.zeros(1, dtype=torch.uint8)
+                self._sent.append(distributed.isend(byte, rank, group=self._control, tag=TAG))
+            except RuntimeError:
+                return rank
+        return None
+
+    def _explain(self, name: str, words: str, *, hangs: bool) -> RankError:
         """The error of an operation that has failed. It ends the operations of all ranks."""
-        if self._failure is None:
-            end = time.monotonic() + CAUSE_S
-            while (cause := self._cause()) is None and time.monotonic() < end:
-                time.sleep(0.01)
-            turns = self._words[len(self._index) :].tolist() if hasattr(self, "_words") else [0]
-            if cause is None and min(turns) < max(turns):
-                cause = f"rank {self._node[turns.index(min(turns))]} does not come"
-            cause = cause or "a rank of another node has ended, or does not come"
-            self._end(cause, f"{name}: {cause} ({words})")
+        with self._is_failing:
+            if self._failure is None:
+                end = time.monotonic() + CAUSE_S
+                while (cause := self._cause()) is None and time.monotonic() < end:
+                    time.sleep(0.01)
+                begun = self._begun.tolist()
+                if cause is None and hangs and min(begun) < max(begun):
+                    rank = self._node[begun.index(min(begun))]
+                    cause = self._first_failure(rank, "does not come")
+                if cause is None and (closed := self._closed()) is not None:
+                    cause = self._first_failure(closed, "has ended")
+                self._end(f"{name}: {cause or 'a rank of another node does not come'} ({words})")
         assert self._failure is not None
         return self._failure
 
     def fail(self, reason: str) -> None:
         """This rank cannot go on: let the operations of all ranks end."""
-        self._end(f"rank {self.rank} has failed: {reason}", f"this rank has failed: {reason}")
+        with self._is_failing:
+            if self._failure is None:
+                self._first_failure(self.rank, f"has failed: {reason}")
+                self._end(f"this rank has failed: {reason}")
 
-    def _end(self, cause: str, message: str) -> None:
-        with self._is_closing:
-            if self._failure is not None:
-                return
-            self._failure = RankError(f"{message}. Load the last checkpoint")
-            logger.error("%s", self._failure)  # before a launcher ends this process
-            with contextlib.suppress(RuntimeError):
-                self._store.compare_set("failure", "", cause)
-            for group in (self._reduce, self._control, self._exchange):
-                _close_connections(group)
+    def _end(self, message: str) -> None:
+        self._failure = RankError(f"{message}. Load the last checkpoint")
+        logger.error("%s", self._failure)  # before a launcher ends this process
+        for group in (self._reduce, self._control, self._exchange):
+            _close_connections(group)
 
     def close(self) -> None:
         """Leave the groups, and close the node's memory, whose mapping stays. Waits for no rank."""
@@ -275,18 +303,18 @@ class Ranks(Neighbours):
 class OwnersUpdate(Fence):
     """Marks the end of an update that another rank runs: the layer's counter shows it."""
 
-    __slots__ = ("_layer", "_ranks", "_version")
+    __slots__ = ("_count", "_layer", "_ranks")
 
-    def __init__(self, ranks: Ranks, layer: Layer, version: int) -> None:
+    def __init__(self, ranks: Ranks, layer: Layer, count: int) -> None:
         super().__init__(LaneName.UPDATE, f"update {layer.index} of rank {ranks.owner(layer)}")
-        self._ranks, self._layer, self._version = ranks, layer, version
+        self._ranks, self._layer, self._count = ranks, layer, count
 
     def wait_issued(self) -> None:
-        self._ranks.wait_for_weights(self._layer, self._version)
+        self._ranks.wait_for_weights(self._layer, self._count)
 
     @property
     def done(self) -> bool:
-        return self._ranks.has_weights(self._layer, self._version)
+        return self._ranks.has_weights(self._layer, self._count)
 
 
 def owners(trained_bytes: Sequence[int], num_ranks: int) -> list[int]:
@@ -300,13 +328,11 @@ def owners(trained_bytes: Sequence[int], num_ranks: int) -> list[int]:
 
 def _close_connections(group: Any) -> None:
     """End a group for all of its ranks. Gloo closes the connections of a receive that times out."""
-    others = {*distributed.get_process_group_ranks(group)} - {distributed.get_rank()}
-    if not others:
-        return
     if distributed.get_backend(group) == "nccl":
         group.abort()
         return
-    with contextlib.suppress(RuntimeError):
-        message = distributed.irecv(torch.zeros(1), min(others), group=group, tag=TAG)
-        if message is not None:
-            message.wait(timedelta(milliseconds=1))
+    for rank in {*distributed.get_process_group_ranks(group)} - {distributed.get_rank()}:
+        with contextlib.suppress(RuntimeError):
+            message = distributed.irecv(torch.zeros(1), rank, group=group, tag=TAG + 1)
+            if message is not None:
+                message.wait(timedelta(milliseconds=1))

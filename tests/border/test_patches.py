@@ -36,6 +36,7 @@ from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaConfig,
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from stronghold.streaming.patches import autograd, modules, quantised, tensors
+from stronghold.streaming.patches.distributed import shared_store
 from stronghold.streaming.patches.table import PATCHES, Lifetime, Manner, Package
 from stronghold.streaming.patches.versions import report_untried, untried_versions
 from tests.support.frameworks import fresh_accelerate
@@ -954,6 +955,20 @@ def test_forward_hooks() -> None:
         assert not vars(owner)[name]
     handle = layer.register_forward_hook(lambda *_: None, with_kwargs=True)
     assert list(vars(layer)[with_kwargs]) == [handle.id]
+
+
+def test_default_store(tmp_path: Path) -> None:
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    try:
+        first, second = (shared_store(prefix) for prefix in "ab")
+        assert not first.check(["key"])
+        assert first.compare_set("key", "", "one") == b"one"
+        assert first.compare_set("key", "", "two") == b"one"
+        assert not second.check(["key"])
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 # -- NumPy -----------------------------------------------------------------------------------------

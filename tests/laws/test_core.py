@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -171,15 +171,22 @@ def performed(case: programs.Case, side: Any) -> tuple[list[tuple[str, Any]], Ex
     return s.log, None
 
 
-def judged(case: programs.Case, folder: Path) -> tuple[str, str]:
+def judged(
+    case: programs.Case,
+    folder: Path,
+    *,
+    by: Callable[..., Any] = ByCore,
+    places: dict[str, dict[str, Any]] = PLACES,
+    homes: Sequence[str] = tuple(AXES["home"]),
+) -> tuple[str, str]:
     expected, expected_error = performed(case, lambda: Plain(case))
     r = random.Random(case.seed)
-    place = PLACES[r.choice(list(PLACES))]
+    place = places[r.choice(list(places))]
     level, late = r.choice(LEVELS), r.random() < 0.3
-    home = r.choice(AXES["home"])
+    home = r.choice(homes)
     settings = {"activations": level, **place, **at_home(home, folder)}
     device = lanes(are_late=late, seed=case.seed)
-    found, error = performed(case, lambda: ByCore(case, device=device, **settings))
+    found, error = performed(case, lambda: by(case, device=device, **settings))
     action: Any = ""
     where = f"{place} {home} {level} {'late' if late else ''}"
     for (label, value), (other_label, other) in zip(found, expected, strict=False):

@@ -5,22 +5,30 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from stronghold.devices.emulated import EmulatedDevice
+from stronghold.errors import RankError
+from stronghold.optim.states import PAGE_BYTES
+from stronghold.plan.host_memory import SUM_BUFFERS
+from stronghold.streaming.formats import OWN
+from tests.laws.test_adapters import CASES
 from tests.laws.test_bits import STEPS, never, plain
 from tests.laws.test_core import AXES as OF_ONE
-from tests.laws.test_core import PLACES, at_home, lanes
+from tests.laws.test_core import PLACES, at_home, drawn, judged, lanes
 from tests.models import MODELS
-from tests.support.core import train_core
+from tests.support.core import ByRankCore, train_core
 from tests.support.insides import offload_small
 from tests.support.pairs import covering
+from tests.support.quantised_bases import BASES
 from tests.support.rank_core import UNLIKE, asked, joined
 from tests.support.ranks import names_tested, ranks_once, run_ranks
-from tests.support.training import Run, assert_identical
+from tests.support.training import Factory, Run, assert_identical
 
 SUPPORT = "tests.support.rank_core"
 HERE = "tests.laws.test_rank_core"
@@ -137,6 +145,164 @@ def test_two_ranks_and_one_differ_by_rounding(name: str, unlike: list[Any]) -> N
     for name_of, weight in expected.weights.items():
         assert torch.equal(runs[0].weights[name_of], runs[1].weights[name_of])
         assert torch.allclose(runs[0].weights[name_of], weight, atol=2e-4)
+
+
+# -- further cases ---------------------------------------------------------------------------------
+FURTHER: dict[str, tuple[Factory, dict[str, Any]]] = {
+    "fp32": (MODELS["gpt"], {"accumulation": 2}),
+    "bf16": (MODELS["llama"], {"precision": "bf16", "resident_layers": 1}),
+    "chunks": (MODELS["gpt"], {"chunk": 1, "gradient_slots": 1}),
+    "chunks in bf16": (MODELS["llama"], {"chunk": 1, "precision": "bf16", "accumulation": 2}),
+    "lora": (CASES["lora"], {"precision": "bf16"}),
+    "lora with dropout": (CASES["lora with dropout"], {}),
+    "nf4": (BASES["nf4"], {"precision": "bf16", "dtypes": OWN}),
+}
+LAUNCHES = {"2": (2, 1), "two nodes of 1": (2, 2), "two nodes of 2": (4, 2), "3": (3, 1)}
+
+
+def further(folder: Path) -> dict[str, Run]:
+    runs = {}
+    for name, (factory, settings) in FURTHER.items():
+        with joined() as ranks:
+            device = partial(EmulatedDevice, jitter_s=1e-3)
+            runs[name] = train_core(factory, steps=STEPS, ranks=ranks, device=device, **settings)
+    return runs
+
+
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_chunks_adapters_and_nodes_change_no_bit(launch: str, tmp_path: Path) -> None:
+    """Three ranks add in another order than one that multiplies by three."""
+    num_ranks, num_nodes = LAUNCHES[launch]
+    found = run_ranks(f"{HERE}:further", num_ranks, tmp_path, num_nodes=num_nodes)
+    for name, (factory, settings) in FURTHER.items():
+        expected = train_core(factory, steps=STEPS, **settings)
+        runs = [of_rank[name] for of_rank in found]
+        for run in runs:
+            if num_ranks == 3:
+                bound = 2e-2 if settings.get("precision") == "bf16" else 1e-4
+                assert run.norms == pytest.approx(expected.norms, rel=bound)
+                assert run.norms == runs[0].norms
+                continue
+            assert_identical(replace(run, moments=moments_of_all(runs)), expected)
+            assert run.norms == expected.norms
+
+
+def sizes(folder: Path) -> dict[str, Any]:
+    """Bytes of arrays, and of what this rank has sent or received."""
+    found: dict[str, Any] = {}
+    for name in ("fp32", "bf16"):
+        for accumulation in (1, 2):
+            with joined() as ranks:
+                counts: dict[str, Any] = {}
+
+                def inspect(core: Any, counts: dict[str, Any] = counts) -> None:
+                    layers, ranks, arrays = core.layers, core.ranks, core.trainer.arrays
+                    own = [x.trained_numel for x in layers if ranks.owns(x)]
+                    counts |= {
+                        "own": sum(own),
+                        "layers": len(layers),
+                        "all": sum(x.trained_numel for x in layers),
+                        "shared": ranks.memory.bytes.nbytes,
+                        "weights": sum(x.num_bytes for x in layers),
+                        "largest": max(x.trained_bytes for x in layers),
+                        "host": arrays.host_bytes,
+                        "numbers": sum(8 * (2 + 2 * x.num_trained) for x in layers),
+                        "sent": dict(ranks.sent_bytes),
+                    }
+
+                train_core(
+                    MODELS["gpt"],
+                    steps=STEPS,
+                    ranks=ranks,
+                    precision=name,
+                    accumulation=accumulation,
+                    inspect=inspect,
+                )
+                found[f"{name} {accumulation}"] = counts
+    return found
+
+
+@pytest.mark.parametrize("launch", ["2 1", "4 1", "4 2"])
+def test_bytes_are_those_of_the_formulas(launch: str, tmp_path: Path) -> None:
+    """Masters, moments and gradients exist on their owner alone. A step reduces each gradient once
+    for each micro-batch, and nodes exchange new weights once."""
+    num_ranks, num_nodes = map(int, launch.split())
+    found = run_ranks(f"{HERE}:sizes", num_ranks, tmp_path, num_nodes=num_nodes)
+    for name in found[0]:
+        size, micro_batches = (4, 2)[name.startswith("bf16")], int(name[-1])
+        states = 8 + (2 if size == 2 else 0) + (4 if micro_batches > 1 else size)
+        for of_rank in found:
+            counts = of_rank[name]
+            on_node, shared = num_ranks // num_nodes, counts["shared"]
+            sums = SUM_BUFFERS * counts["largest"] if micro_batches > 1 else 0
+            assert counts["host"] == counts["own"] * states + shared // on_node + sums
+            assert (
+                counts["weights"] < shared < counts["weights"] + PAGE_BYTES * (counts["layers"] + 1)
+            )
+            sent, steps = counts["sent"], STEPS
+            assert sent["reduce"] == counts["all"] * size * micro_batches * steps
+            assert sent["clip"] == counts["numbers"] * steps
+            assert "late" not in sent
+            if num_nodes > 1:  # and once at the start
+                assert sent["exchange"] >= counts["all"] // on_node * size
+        assert sum(of_rank[name]["own"] for of_rank in found) == found[0][name]["all"]
+
+
+# -- programs --------------------------------------------------------------------------------------
+NUM_PROGRAMS, NUM_QUICK = 200, 12
+OF_RANKS = {name: PLACES[name] for name in AXES["place"]}
+
+
+def of_ranks(seed: int) -> Any:
+    """A program without writes to weights, which are refused, and without exceptions in the middle
+    of a backward, which end all ranks."""
+    case = drawn(seed)
+    never = ("write_parameters", "exchange_weights", "boom")
+    actions = tuple(action for action in case.actions if action[0] not in never)
+    # Two backwards of a micro-batch are added in another order, which a sum of more would show.
+    is_odd = any(name == "odd_step" for name, _ in actions)
+    return replace(case, actions=actions, accumulation=1 if is_odd else case.accumulation)
+
+
+def programs_2(folder: Path) -> dict[str, tuple[str, str]]:
+    """What each of the programs is like on two ranks that do the same."""
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("stronghold.plan.host_memory.PIECE_BYTES", 1)
+        offload_small(patch)
+        for name in asked():
+            with joined(5.0) as ranks:
+                place = folder / f"{name} of {ranks.rank}"
+                place.mkdir()
+                by, homes = partial(ByRankCore, ranks=ranks), AXES["home"]
+                try:
+                    found[name] = judged(
+                        of_ranks(int(name)), place, by=by, places=OF_RANKS, homes=homes
+                    )
+                except RankError as error:  # an exception after the first turn ends all ranks
+                    found[name] = "ended", str(error)
+    return found
+
+
+@pytest.fixture(scope="module")
+def programs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    names = names_tested(request, "test_no_program_tells_two_ranks_from_plain_torch")
+    return ranks_once(f"{HERE}:programs_2", 2, tmp_path_factory, NAMES=names)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(f"{k}", marks=() if k < NUM_QUICK else pytest.mark.slow)
+        for k in range(NUM_PROGRAMS)
+    ],
+)
+def test_no_program_tells_two_ranks_from_plain_torch(name: str, programs: list[Any]) -> None:
+    """Both do the same. Gradients are written between no two steps, and weights never."""
+    for found in programs:
+        kind, why = found[name]
+        assert kind in ("equal", "refused", "ended"), f"{of_ranks(int(name))}\n{why}"
+        print(kind, why)
 
 
 def test_what_the_program_may_not_do_is_refused(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from deepspeed.runtime.precision_config import DeepSpeedFP16Config
 from stronghold import native
 from stronghold.devices.base import Device
 from stronghold.devices.emulated import EmulatedDevice
+from stronghold.errors import ConfigError
 from stronghold.model.inner_tensors import HeldTensors
 from stronghold.model.packed_weight import pack_frozen
 from stronghold.model.partition import Partition, find_blocks, partition
@@ -291,6 +292,7 @@ class ByCore(Side):
         self._micros += 1
         self.applied = False
         if not ends:
+            self._trainer.end_micro_batch()
             return
         result = self._trainer.step(
             clipping=case.clipping,
@@ -353,6 +355,30 @@ class ByCore(Side):
 
     def destroy(self) -> None:
         self.core.close()
+
+
+class ByRankCore(ByCore):
+    """The same on one of several ranks, all of which do the same. Owners tell what they have."""
+
+    def __init__(self, case: Any, ranks: Ranks, **settings: Any) -> None:
+        super().__init__(case, ranks=ranks, **settings)
+        self._ranks = ranks
+
+    def _of_owner(self, name: str, read: Callable[..., Any], *args: Any) -> Any:
+        owner = self._ranks.owner(self._place(name)[0])
+        return self._ranks.of_all(read(name, *args) if owner == self._ranks.rank else None)[owner]
+
+    def moment(self, name: str, which: str) -> torch.Tensor:
+        return self._of_owner(name, super().moment, which)
+
+    def master(self, name: str) -> torch.Tensor:
+        return self._of_owner(name, super().master)
+
+    def gradient(self, name: str) -> torch.Tensor:
+        raise ConfigError("gradients are on their owners, without those that come late")
+
+    def moments(self) -> dict[str, Any]:
+        return {k: own for each in self._ranks.of_all(super().moments()) for k, own in each.items()}
 
 
 def caching_configs(model: torch.nn.Module) -> list[Any]:

@@ -6,6 +6,8 @@ import contextlib
 import json
 import os
 import random
+import signal
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -263,4 +265,47 @@ def refused(folder: Path) -> dict[str, str]:
         with pytest.raises(Exception) as caught:
             Core(model, ranks=ranks)
         found["another model"] = str(caught.value)
+    return found
+
+
+HOWS = ["raises", "dies", "hangs", "raises in its update", "dies in its update", "raises at start"]
+FAILS_IN, LIMIT_S = 2, 5.0  # the step; the time-out
+
+
+def failing(folder: Path) -> tuple[str, str, float]:
+    """Rank 1 fails in a step. What the others get: the type of the error, its words, and the
+    seconds since."""
+    how, began = os.environ["HOW"], time.monotonic()
+
+    def fail(*_: Any, **__: Any) -> Any:
+        if "dies" in how:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(4 * LIMIT_S if how == "hangs" else 0.0)
+        raise ArithmeticError("the program's own error")
+
+    with joined(LIMIT_S) as ranks:
+        model, make_batch = MODELS["gpt"]()
+        core = Core(model, ranks=ranks)
+        try:
+            for step in range(5):
+                if step == FAILS_IN:
+                    ranks.barrier()
+                    began = time.monotonic()
+                    if ranks.rank == 1 and "start" in how:
+                        core.device.fetch.submit("fetch 3", fail)
+                    elif ranks.rank == 1 and "update" in how:
+                        core.trainer.updates._run = fail  # type: ignore[method-assign]
+                    elif ranks.rank == 1:
+                        first: Any = next(iter(model.blocks[1].parameters()))
+                        first.register_hook(fail)
+                core.trainer.backward(loss_of(core.trainer.forward(**make_batch(step))))
+                core.trainer.step()
+            core.trainer.synchronize()
+            found = ("", "", 0.0)
+        except Exception as error:
+            found = (type(error).__name__, str(error), time.monotonic() - began)
+        with contextlib.suppress(Exception):
+            core.close()
+    (folder / f"seconds-{ranks.rank}").write_text(f"{time.monotonic() - began}")
+    distributed.destroy_process_group()
     return found

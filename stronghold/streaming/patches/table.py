@@ -698,6 +698,15 @@ _USED = (
     ),
     # -- generators --------------------------------------------------------------------------------
     Patch(
+        key="default_store",
+        package=TORCH,
+        manner=Manner.USED,
+        names=("torch.distributed.distributed_c10d._get_default_store",),
+        reason="A rank that fails writes why to the store of the default process group, which "
+        "outlives connections. Torch has no public name for it.",
+        file="streaming/patches/distributed.py",
+    ),
+    Patch(
         key="numpy_pickles",
         package=NUMPY,
         manner=Manner.USED,

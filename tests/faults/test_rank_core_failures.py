@@ -1,0 +1,42 @@
+"""A rank of several that own layers fails: the others end, and name it."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+
+from tests.support.pairs import pairs
+from tests.support.rank_core import FAILS_IN, HOWS, LIMIT_S
+from tests.support.ranks import Launch
+
+SECONDS = 3.0  # a busy machine takes one of them
+
+
+@pytest.mark.parametrize(("how", "launch"), pairs(HOWS, ["2 1", "2 2", "4 1", "4 2"]))
+def test_the_other_ranks_end_in_time_and_name_it(how: str, launch: str, tmp_path: Path) -> None:
+    num_ranks, num_nodes = map(int, launch.split())
+    with Launch(
+        run="tests.support.rank_core:failing",
+        num_ranks=num_ranks,
+        num_nodes=num_nodes,
+        folder=tmp_path,
+        environment={"HOW": how},
+    ) as processes:
+        processes.finish(timeout_s=60.0)
+        said = "\n".join(map(processes.output, range(num_ranks)))
+    for rank in {*range(num_ranks)} - {1}:
+        result = tmp_path / f"result-{rank}"
+        assert result.exists(), said
+        kind, words, seconds = pickle.loads(result.read_bytes())
+        assert kind == "RankError", f"rank {rank}: {kind}: {words}"
+        on_its_node = rank // (num_ranks // num_nodes) == 1 // (num_ranks // num_nodes)
+        if how != "hangs" or on_its_node:
+            assert "rank 1 " in words, words
+        assert seconds < SECONDS + (LIMIT_S if how == "hangs" else 0.0), words
+    if "dies" not in how:
+        kind, words, _ = pickle.loads((tmp_path / "result-1").read_bytes())
+        assert kind == ("ArithmeticError" if how in ("raises", "hangs") else "LaneError"), words
+        assert "the program's own error" in words
+    assert FAILS_IN < 5
