@@ -240,9 +240,6 @@ class RankGradients(Gradients):
     def norm(self) -> Callable[[], float]:
         """All ranks meet. Afterwards each of them knows which gradients wait for the step."""
         self.end_micro_batch()
-        self._device.fetch.submit(
-            "barrier", _nothing
-        ).wait()  # [Note: weights in common] of `ranks`
         squares: list[float] = []
         seen: list[tuple[float, Layer]] = []  # by their place in rank 0's order
         for layer, numbers in self._agreed_numbers().items():
@@ -398,7 +395,3 @@ class RankTrainer(Trainer):
 def _in_turn(*works: Callable[[], object]) -> None:
     for work in works:
         work()
-
-
-def _nothing() -> None:
-    """Mark a place in a lane's order."""

@@ -6,8 +6,8 @@ Each layer has one owner: the rank that updates it. Its masters and moments exis
 1. The ranks of a node have one copy of the weights. The owner of a layer writes its new weights,
    and then its counter (release).
 2. A rank that reads the layer waits for the counter of the last update (acquire).
-3. Before the clip barrier each rank waits until its fetches have ended. Updates come after it. So
-   no rank reads weights while they are written.
+3. Updates come after the clip barrier. At its end every rank gives the slots of all updated layers
+   back. So a fetch that still reads old weights then fills a slot that nobody uses.
 4. Each node has a copy. An owner sends new weights to the rank of its place in every other node.
 
 [Note: a rank fails]
