@@ -7,6 +7,7 @@ import json
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -112,6 +113,14 @@ class Images(nn.Module):
         return self.head(x).square().mean()
 
 
+class SlowCopies(EmulatedDevice):
+    """Gradients come late to the host."""
+
+    def delay(self) -> None:
+        if threading.current_thread().name.endswith("offload"):
+            time.sleep(5e-3)
+
+
 def rows(number: int) -> dict[str, Any]:
     return {"x": torch.randn(8, 24, generator=torch.Generator().manual_seed(number))}
 
@@ -200,7 +209,7 @@ def _unlike() -> dict[str, Unlike]:
             "has_backward": lambda r, n: (r, n) != (0, 1),
         },
         "no backward": {"is_used": always, "has_backward": lambda r, n: n != 1},
-        "two backwards": {"is_used": always, "num_backwards": lambda r, n: 1 + (r + n) % 2},
+        "several backwards": {"is_used": always, "num_backwards": lambda r, n: 1 + (r + n) % 3},
     }
     cases: dict[str, Unlike] = {}
     for title, more in uses.items():
@@ -225,6 +234,14 @@ def _unlike() -> dict[str, Unlike]:
         layers=["tower", "blocks"],
         micro_batches=2,
         settings={"optimizer": "sgd"},
+    )
+    for name in ("experts", "layer_drop", "skip_inside"):  # batches choose what is used
+        cases[f"other batches, {name}"] = Unlike(MODELS[name], settings={"window": 1})
+    cases["towers, slow copies"] = Unlike(
+        lambda: (Towers(), rows),
+        layers=["towers.0", "towers.1"],
+        device=SlowCopies,
+        settings={"window": 1, "gradient_slots": 1},
     )
     for seed in range(20):
         late = {"jitter_s": 3e-3, "seed": seed}
