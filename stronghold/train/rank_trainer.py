@@ -9,12 +9,12 @@
    goes to others. In its turn the reduce lane copies it back to a slot that is free.
 4. A late layer has gradients after its turn, or is not in the order yet. Each rank sums them on the
    host, apart from the owner's sum, and the clip barrier reduces them.
-5. The first backward that makes a layer ready ends the turns of its micro-batch. Without one the
-   end of the micro-batch does. So ranks may differ in the number of their backwards.
+5. The end of the micro-batch ends its turns. So ranks may differ in the number of backwards.
 
 [Note: no deadlock between ranks]
 1. Let T be the first turn that has not ended. A rank that has not submitted T waits at most for
-   turns before T, and these have ended. So its backward goes on, and its end submits all turns.
+   turns before T, and these have ended. So it comes to the end of its micro-batch, which submits
+   all turns.
 2. So every rank submits T, and no lane of reductions has anything before it. T ends.
 3. A fetch waits for an update of the step before, and an update waits for no rank.
 
@@ -221,11 +221,6 @@ class RankGradients(Gradients):
 
     def _owns(self, layer: Layer) -> bool:
         return self._ranks.owns(layer)
-
-    def end_backward(self) -> None:
-        super().end_backward()
-        if self._turn or self._early:  # else no layer was ready, as in `torch.autograd.grad`
-            self._advance(is_over=True)
 
     @property
     def has_begun(self) -> bool:

@@ -250,6 +250,23 @@ def test_bytes_are_those_of_the_formulas(launch: str, tmp_path: Path) -> None:
         assert sum(of_rank[name]["own"] for of_rank in found) == found[0][name]["all"]
 
 
+def test_every_rank_keeps_the_newest_weights_as_its_own(tmp_path: Path) -> None:
+    """Rank 1 is late with its updates when rank 0 closes."""
+    expected = train_core(MODELS["gpt"], steps=1).weights
+    for rank, (closed, later) in enumerate(run_ranks(f"{SUPPORT}:ended", 2, tmp_path)):
+        for name, weight in expected.items():
+            assert torch.equal(closed[name], weight)
+            assert torch.equal(later[name], weight * (1 if rank else 2))
+
+
+def test_ranks_learn_their_order_in_a_step(tmp_path: Path) -> None:
+    """In the first step the order is a guess, and most layers are early. Afterwards a rank copies
+    the gradients that it owns, and no others: not even where a block is left out."""
+    for steps in run_ranks(f"{SUPPORT}:copied", 2, tmp_path):
+        assert steps[0][0] > steps[0][1]
+        assert all(copied == own for copied, own in steps[1:]), steps
+
+
 # -- programs --------------------------------------------------------------------------------------
 NUM_PROGRAMS, NUM_QUICK = 200, 12
 OF_RANKS = {name: PLACES[name] for name in AXES["place"]}

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,12 +114,16 @@ class Images(nn.Module):
         return self.head(x).square().mean()
 
 
-class SlowCopies(EmulatedDevice):
-    """Gradients come late to the host."""
+class Slow(EmulatedDevice):
+    """One of its lanes is late."""
+
+    def __init__(self, lane: str, seconds: float = 5e-3) -> None:
+        super().__init__()
+        self._slow, self._seconds = lane, seconds
 
     def delay(self) -> None:
-        if threading.current_thread().name.endswith("offload"):
-            time.sleep(5e-3)
+        if threading.current_thread().name.endswith(self._slow):
+            time.sleep(self._seconds)
 
 
 def rows(number: int) -> dict[str, Any]:
@@ -240,8 +245,8 @@ def _unlike() -> dict[str, Unlike]:
     cases["towers, slow copies"] = Unlike(
         lambda: (Towers(), rows),
         layers=["towers.0", "towers.1"],
-        device=SlowCopies,
-        settings={"window": 1, "gradient_slots": 1},
+        device=partial(Slow, "offload"),
+        settings={"window": 3, "gradient_slots": 3},
     )
     for seed in range(20):
         late = {"jitter_s": 3e-3, "seed": seed}
@@ -262,6 +267,61 @@ def two_unlike(folder: Path) -> dict[str, Run]:
     for name in asked():
         with joined() as ranks:
             found[name] = UNLIKE[name].train(ranks)
+    return found
+
+
+# -- the end, and what is copied -------------------------------------------------------------------
+def ended(folder: Path) -> list[Any]:
+    """Weights after a close that came behind a step, and after rank 0 has written its own."""
+    found: list[Any] = []
+    with joined() as ranks:
+        device = partial(Slow, "update", 0.05 * ranks.rank)
+        torch.manual_seed(0)
+        model, make_batch = MODELS["gpt"]()
+        with opened(model, ranks=ranks, device=device) as core:
+            core.trainer.backward(loss_of(core.trainer.forward(**make_batch(0))))
+            core.trainer.step(clipping=1.0)
+        found.append(dense_copies(model.state_dict()))
+        if ranks.rank == 0:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(2)
+        distributed.barrier()
+        found.append(dense_copies(model.state_dict()))
+    return found
+
+
+class Reversed(nn.Module):
+    """Calls its blocks from the last one on, without one of them: nobody could guess it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(24, 24), nn.GELU()) for _ in range(6))
+        self.head = nn.Linear(24, 1)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        for k in range(5, -1, -1):
+            if self.calls == 1 or k != 1 + self.calls % 3:
+                x = x + self.blocks[k](x)
+        return self.head(x).square().mean()
+
+
+def copied(folder: Path) -> list[tuple[int, int]]:
+    """Bytes of gradients that a rank copies to the host in each step, and those that it owns."""
+    found = []
+    with (
+        joined() as ranks,
+        opened(Reversed(), layers=["blocks"], gradient_slots=2, ranks=ranks) as core,
+    ):
+        own = sum(x.trained_bytes for x in core.layers if ranks.owns(x))
+        for step in range(4):
+            before = core.trainer.gradients.offloaded_bytes
+            core.trainer.backward(core.trainer.forward(**rows(step)))
+            core.trainer.step()
+            found.append((core.trainer.gradients.offloaded_bytes - before, own))
     return found
 
 
