@@ -74,8 +74,6 @@ class RankArrays(Arrays):
             for layer in layers:
                 ranks.send_weights(layer, 0, ranks.weights_of(layer))
         ranks.barrier()
-        for layer in filter(ranks.owns, layers):
-            super()._begin_masters(layer)
 
     def _zeros(self, layer: Layer, array: str, numel: int, dtype: torch.dtype) -> Tensor:
         if array == "weights":
@@ -85,9 +83,6 @@ class RankArrays(Arrays):
     def _fill(self, layer: Layer, memory: Memory) -> None:
         if self._ranks.index == 0:  # the values of other ranks' models are not read
             super()._fill(layer, memory)
-
-    def _begin_masters(self, layer: Layer) -> None:
-        """All weights come first."""
 
 
 class RankWeights(Weights):

@@ -117,7 +117,7 @@ class Images(nn.Module):
 class Slow(EmulatedDevice):
     """One of its lanes is late."""
 
-    def __init__(self, lane: str, seconds: float = 5e-3) -> None:
+    def __init__(self, lane: str, seconds: float) -> None:
         super().__init__()
         self._slow, self._seconds = lane, seconds
 
@@ -245,8 +245,8 @@ def _unlike() -> dict[str, Unlike]:
     cases["towers, slow copies"] = Unlike(
         lambda: (Towers(), rows),
         layers=["towers.0", "towers.1"],
-        device=partial(Slow, "offload"),
-        settings={"window": 3, "gradient_slots": 3},
+        device=partial(Slow, "offload", 0.02),
+        settings={"window": 9, "gradient_slots": 9},  # compute waits for no slot
     )
     for seed in range(20):
         late = {"jitter_s": 3e-3, "seed": seed}
