@@ -357,7 +357,7 @@ def failing(folder: Path) -> tuple[str, str, float]:
     def fail(*_: Any, **__: Any) -> Any:
         if "dies" in how:
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(4 * LIMIT_S if how == "hangs" else 0.0)
+        time.sleep(2 * LIMIT_S if how == "hangs" else 0.0)
         raise ArithmeticError("the program's own error")
 
     with joined(LIMIT_S) as ranks:
