@@ -173,8 +173,10 @@ class Arrays:
         return torch.float32 if self._accumulates else dtype
 
     def _take_over(self, layer: Layer) -> None:
-        """Move the layer's parameters into its buffer. Torch frees the memory that they had. Zeros in
-        the other arrays are a fresh state: a master that is not near its weight follows it."""
+        """Move the layer's parameters into its buffer. Torch frees the memory that they had.
+
+        Zeros in the other arrays are a fresh state: a master that is not near its weight follows
+        it, in fp16, too."""
         memory = self.allocate(layer)
         self._fill(layer, memory)
         self._hold(layer, memory)
