@@ -958,17 +958,20 @@ def test_forward_hooks() -> None:
 
 
 def test_default_store(tmp_path: Path) -> None:
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
-    )
+    was_there = torch.distributed.is_initialized()
+    if not was_there:
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+        )
     try:
-        first, second = (shared_store(prefix) for prefix in "ab")
+        first, second = (shared_store(f"{tmp_path} {number}") for number in range(2))
         assert not first.check(["key"])
         assert first.compare_set("key", "", "one") == b"one"
         assert first.compare_set("key", "", "two") == b"one"
         assert not second.check(["key"])
     finally:
-        torch.distributed.destroy_process_group()
+        if not was_there:
+            torch.distributed.destroy_process_group()
 
 
 # -- NumPy -----------------------------------------------------------------------------------------

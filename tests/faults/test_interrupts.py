@@ -22,6 +22,7 @@ PROGRAM = """
 import faulthandler
 from tests.support.interrupts import main
 faulthandler.enable()
+faulthandler.dump_traceback_later(180, exit=True)  # it hangs
 main()
 """
 
