@@ -21,14 +21,15 @@
 [Note: the mean] Gradients are added in the dtype in which they come, as in DDP. The division by the
 number of ranks is a part of the factor that an update applies.
 
-[Note: interrupts] An exception before a step's first turn stays on its rank. A later one ends all
-ranks: the others wait for a turn that does not come.
+[Note: interrupts] An exception before a step's first turn stays on its rank. A later one, until the
+step's end, ends all ranks: the others wait for a turn, or for an update, that does not come.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -45,7 +46,7 @@ from stronghold.train.gradients import Gradients
 from stronghold.train.layer import GradientState, Layer, Slot
 from stronghold.train.ranks import OwnersUpdate, Ranks
 from stronghold.train.trainer import Trainer
-from stronghold.train.updates import LayerUpdate
+from stronghold.train.updates import LayerUpdate, StepResult
 from stronghold.train.weights import Weights
 
 
@@ -224,6 +225,7 @@ class RankGradients(Gradients):
 
     def end_micro_batch(self) -> None:
         self._advance(is_over=True)
+        assert self._turn == len(self._order), "a layer still gathers gradients"
         self._turn = 0
 
     # -- the clip barrier -------------------------------------------------------------------------
@@ -305,7 +307,8 @@ class RankGradients(Gradients):
 
     def forget(self) -> None:
         if self.num_turns:  # [Note: interrupts]
-            self._ranks.fail("an exception has ended its step")
+            error = sys.exc_info()[1]
+            self._ranks.fail(f"{type(error).__name__}: {error}" if error else "an interrupt")
         super().forget()
         self._turn = 0
         self._early.clear()
@@ -367,6 +370,13 @@ class RankTrainer(Trainer):
         self.make_gradients = partial(RankGradients, ranks)
         self.make_updates = partial(RankUpdates, ranks)
         super().__init__(*args, **settings)
+
+    def step(self, **settings: Any) -> StepResult:
+        try:
+            return super().step(**settings)
+        except BaseException as error:  # [Note: interrupts]
+            self._ranks.fail(f"{type(error).__name__}: {error}")
+            raise
 
     def drop_gradients(self) -> None:
         """All ranks do it. What comes next has turns of its own."""

@@ -11,10 +11,11 @@ Each layer has one owner: the rank that updates it. Its masters and moments exis
 4. Each node has a copy. An owner sends new weights to the rank of its place in every other node.
 
 [Note: a rank fails]
-1. A rank that cannot go on writes why to torch's store. The first one's words stay. Then it closes
-   its connections.
-2. A rank whose process ends closes them, too. The ranks of its node see its end by a pidfd, and
-   write it to the store.
+1. A rank that cannot go on writes why to torch's store, and its number to the node's memory: the
+   store ends with the process that has it. The first one's words stay. Then it closes its
+   connections.
+2. A rank whose process ends closes them, too. The ranks of its node see its end by a pidfd, those
+   of others see a connection that is closed. They write what they see.
 3. So an operation of another rank fails at once. This rank looks for the words, raises them, and
    closes its own connections.
 4. A rank that hangs closes nothing. The operation fails by its time-out. The rank that has begun

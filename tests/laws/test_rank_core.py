@@ -123,6 +123,7 @@ def unlike(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return ranks_once(f"{SUPPORT}:two_unlike", 2, tmp_path_factory, NAMES=json.dumps(names))
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", EXACT)
 def test_two_ranks_are_one_that_accumulates(name: str, unlike: list[Any]) -> None:
     """Batches differ, and what is called. A sum of two rounds once."""
@@ -169,13 +170,8 @@ def further(folder: Path) -> dict[str, Run]:
     return runs
 
 
-@pytest.mark.parametrize(
-    "launch",
-    [
-        "two nodes of 1",
-        *(pytest.param(x, marks=pytest.mark.slow) for x in LAUNCHES if x != "two nodes of 1"),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("launch", LAUNCHES)
 def test_chunks_adapters_and_nodes_change_no_bit(launch: str, tmp_path: Path) -> None:
     """Three ranks add in another order than one that multiplies by three."""
     num_ranks, num_nodes = LAUNCHES[launch]

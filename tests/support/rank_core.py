@@ -346,6 +346,7 @@ def refused(folder: Path) -> dict[str, str]:
 
 
 HOWS = ["raises", "dies", "hangs", "raises in its update", "dies in its update", "raises at start"]
+HOWS += ["raises in its step"]
 FAILS_IN, LIMIT_S = 2, 5.0  # the step; the time-out
 
 
@@ -370,6 +371,8 @@ def failing(folder: Path) -> tuple[str, str, float]:
                     began = time.monotonic()
                     if ranks.rank == 1 and "start" in how:
                         core.device.fetch.submit("fetch 3", fail)
+                    elif ranks.rank == 1 and "step" in how:
+                        core.trainer.updates._outdate = fail  # type: ignore[method-assign]
                     elif ranks.rank == 1 and "update" in how:
                         core.trainer.updates._run = fail  # type: ignore[method-assign]
                     elif ranks.rank == 1:
