@@ -220,8 +220,8 @@ class RankGradients(Gradients):
 
     @property
     def has_begun(self) -> bool:
-        """True if the micro-batch has had a turn."""
-        return self._turn > 0
+        """True if a layer was ready in this micro-batch."""
+        return self._turn > 0 or bool(self._early)
 
     def end_micro_batch(self) -> None:
         self._advance(is_over=True)
