@@ -62,7 +62,7 @@ class Trainer:
     folders  for the arrays that the plan puts in files
 
     num_changes  counts steps, and loads of weights
-    make_*       make the nouns. `ranks` has others
+    make_*       make the nouns. `rank_trainer` has others
     """
 
     weights: Weights
