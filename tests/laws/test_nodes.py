@@ -100,7 +100,7 @@ def test_one_rank_loads_what_two_nodes_saved_and_saves_the_same(
     two: list[Any], tmp_path: Path
 ) -> None:
     source = Path(two[0]["checkpoint"]["saved"])
-    found = rank_checkpoints.session(tmp_path / "again", source, steps=0)
+    found = rank_checkpoints.session(tmp_path / "again", source, steps=0, room="streaming")
     for name, weight in two[0]["checkpoint"]["first"]["weights"].items():
         assert torch.equal(found["weights"][name], weight), name
     tensors = stored_tensors(source / "global_step2")
@@ -233,4 +233,5 @@ def test_two_machines_under_torchrun(tmp_path: Path) -> None:
         assert of_rank["nodes"] == 2
         losses = interleaved([each["run"] for each in found])
         assert_identical(Run(losses=losses, weights=of_rank["run"].weights), one)
-    assert rank_checkpoints.session(None, tmp_path / "saved", steps=0)["steps"] == 1
+    again = rank_checkpoints.session(None, tmp_path / "saved", steps=0, room="streaming")
+    assert again["steps"] == 1
