@@ -173,18 +173,22 @@ class Arrays:
         return torch.float32 if self._accumulates else dtype
 
     def _take_over(self, layer: Layer) -> None:
-        """Move the layer's parameters into its buffer. Torch frees the memory that they had.
-
-        Zeros in the other arrays are a fresh state: a master that is not near its weight follows
-        it, in fp16, too."""
+        """Move the layer's parameters into its buffer. Torch frees the memory that they had."""
         memory = self.allocate(layer)
         self._fill(layer, memory)
         self._hold(layer, memory)
+        self._begin_masters(layer)
         self.make_gradients(layer)
 
     def _fill(self, layer: Layer, memory: Memory) -> None:
         for parameter, view in zip(layer.parameters, memory.at_rest, strict=True):
             view.copy_(parameter.detach())
+
+    def _begin_masters(self, layer: Layer) -> None:
+        """Zeros are a fresh state. But in fp16 "low" is the master itself. A kernel takes a weight
+        in place of a master that does not round to it: that would lose the sign of -0.0."""
+        if layer.states is not None and layer.states.low is torch.float32:
+            self.of(layer, "low").copy_(self.of(layer, "weights"))
 
     def allocate(self, layer: Layer) -> Memory:
         """Make zeros for all arrays of the layer where they belong, but for its gradients."""

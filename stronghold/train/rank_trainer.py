@@ -75,6 +75,8 @@ class RankArrays(Arrays):
             for layer in layers:
                 ranks.send_weights(layer, 0, ranks.weights_of(layer))
         ranks.barrier()
+        for layer in filter(ranks.owns, layers):
+            super()._begin_masters(layer)
 
     def _zeros(self, layer: Layer, array: str, numel: int, dtype: torch.dtype) -> Tensor:
         if array == "weights":
@@ -84,6 +86,9 @@ class RankArrays(Arrays):
     def _fill(self, layer: Layer, memory: Memory) -> None:
         if self._ranks.index == 0:  # the values of other ranks' models are not read
             super()._fill(layer, memory)
+
+    def _begin_masters(self, layer: Layer) -> None:
+        """Wait for the weights, which another rank may still fill."""
 
 
 class RankWeights(Weights):
@@ -267,8 +272,8 @@ class RankGradients(Gradients):
                 return agreed
 
     def _numbers(self, layer: Layer, place: int) -> list[float]:
-        """Whether the layer is late; its place in rank 0's order; of each parameter the owner's sum
-        of squares, and whether this rank had a gradient."""
+        """The row of a layer: 1 if it is late; its place in rank 0's order; of each parameter the
+        owner's sum of squares; of each parameter 1 if this rank had a gradient."""
         squares = [0.0] * layer.num_trained
         if layer.waiting:  # on its owner alone
             if layer not in self._square_sums:

@@ -193,7 +193,7 @@ class Ranks(Neighbours):
         self._run(f"reduce {layer.name}", distributed.reduce, gradients, dst=owner, group=group)
 
     def reduce_on_host(self, layer: Layer, gradients: Tensor) -> None:
-        """The same in host memory, between two clip barriers."""
+        """Add late gradients over the ranks, in host memory. The training thread enters."""
         owner, group = self.owner(layer), self._control
         self._run(f"late {layer.name}", distributed.reduce, gradients, dst=owner, group=group)
 
@@ -226,7 +226,7 @@ class Ranks(Neighbours):
         self.sent_bytes[name.split()[0]] += getattr(args[0], "nbytes", 0) if args else 0
 
     def _cause(self) -> str | None:
-        """What has happened to the rank that failed first, if it is known."""
+        """Say what happened to the rank that failed first. None: nobody knows."""
         with contextlib.suppress(RuntimeError):  # the store ends with its process, mostly rank 0's
             if self._store.check(["failure"]):
                 words: str = self._store.get("failure").decode()

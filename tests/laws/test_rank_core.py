@@ -253,6 +253,10 @@ def test_every_rank_keeps_the_newest_weights_as_its_own(tmp_path: Path) -> None:
             assert torch.equal(later[name], weight * (1 if rank else 2))
 
 
+def test_masters_in_fp16_begin_as_the_weights(tmp_path: Path) -> None:
+    assert run_ranks(f"{SUPPORT}:masters", 2, tmp_path) == [True, True]
+
+
 def test_ranks_learn_their_order_in_a_step(tmp_path: Path) -> None:
     """In the first step the order is a guess, and most layers are early. Afterwards a rank copies
     the gradients that it owns, and no others: not even where a block is left out."""

@@ -309,6 +309,18 @@ class Reversed(nn.Module):
         return self.head(x).square().mean()
 
 
+def masters(folder: Path) -> bool:
+    """Whether the masters of fp16 have the bits of their weights, with the sign of -0.0."""
+    model, _ = MODELS["gpt"]()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.flatten()[::2] = -0.0
+    with joined() as ranks, opened(model, precision="fp16", ranks=ranks) as core:
+        of, own = core.trainer.arrays.of, [x for x in core.layers if ranks.owns(x)]
+        pairs = [(of(x, "low"), of(x, "weights").float()) for x in own]
+        return all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in pairs)
+
+
 def copied(folder: Path) -> list[tuple[int, int]]:
     """Bytes of gradients that a rank copies to the host in each step, and those that it owns."""
     found = []
