@@ -244,29 +244,35 @@ def test_bytes_are_those_of_the_formulas(launch: str, tmp_path: Path) -> None:
         assert sum(of_rank[name]["own"] for of_rank in found) == found[0][name]["all"]
 
 
-def test_every_rank_keeps_the_newest_weights_as_its_own(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def of_two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return ranks_once(f"{SUPPORT}:of_two", 2, tmp_path_factory)
+
+
+def test_every_rank_keeps_the_newest_weights_as_its_own(of_two: list[Any]) -> None:
     """Rank 1 is late with its updates when rank 0 closes."""
     expected = train_core(MODELS["gpt"], steps=1).weights
-    for rank, (closed, later) in enumerate(run_ranks(f"{SUPPORT}:ended", 2, tmp_path)):
+    for rank, found in enumerate(of_two):
+        closed, later = found["ended"]
         for name, weight in expected.items():
             assert torch.equal(closed[name], weight)
             assert torch.equal(later[name], weight * (1 if rank else 2))
 
 
-def test_masters_in_fp16_begin_as_the_weights(tmp_path: Path) -> None:
-    assert run_ranks(f"{SUPPORT}:masters", 2, tmp_path) == [True, True]
+def test_masters_in_fp16_begin_as_the_weights(of_two: list[Any]) -> None:
+    assert [found["masters"] for found in of_two] == [True, True]
 
 
-def test_ranks_learn_their_order_in_a_step(tmp_path: Path) -> None:
+def test_ranks_learn_their_order_in_a_step(of_two: list[Any]) -> None:
     """In the first step the order is a guess, and most layers are early. Afterwards a rank copies
     the gradients that it owns, and no others: not even where a block is left out."""
-    for steps in run_ranks(f"{SUPPORT}:copied", 2, tmp_path):
+    for steps in (found["copied"] for found in of_two):
         assert steps[0][0] > steps[0][1]
         assert all(copied == own for copied, own in steps[1:]), steps
 
 
 # -- programs --------------------------------------------------------------------------------------
-NUM_PROGRAMS, NUM_QUICK = 200, 6
+NUM_PROGRAMS = 200
 OF_RANKS = {name: PLACES[name] for name in AXES["place"]}
 
 
@@ -307,13 +313,8 @@ def programs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return ranks_once(f"{HERE}:programs_2", 2, tmp_path_factory, NAMES=names)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(f"{k}", marks=() if k < NUM_QUICK else pytest.mark.slow)
-        for k in range(NUM_PROGRAMS)
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [f"{k}" for k in range(NUM_PROGRAMS)])
 def test_no_program_tells_two_ranks_from_plain_torch(name: str, programs: list[Any]) -> None:
     """Both do the same. Gradients are written between no two steps, and weights never."""
     for found in programs:
@@ -322,7 +323,7 @@ def test_no_program_tells_two_ranks_from_plain_torch(name: str, programs: list[A
         print(kind, why)
 
 
-def test_what_the_program_may_not_do_is_refused(tmp_path: Path) -> None:
-    for rank, found in enumerate(run_ranks(f"{SUPPORT}:refused", 2, tmp_path)):
-        assert "the program wrote into parameters of" in found["written"]
-        assert f"different models: rank {rank} has" in found["another model"]
+def test_what_the_program_may_not_do_is_refused(of_two: list[Any]) -> None:
+    for rank, found in enumerate(of_two):
+        assert "the program wrote into parameters of" in found["refused"]["written"]
+        assert f"different models: rank {rank} has" in found["refused"]["another model"]

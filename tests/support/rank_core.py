@@ -401,3 +401,9 @@ def failing(folder: Path) -> tuple[str, str, float]:
     (folder / f"seconds-{ranks.rank}").write_text(f"{time.monotonic() - began}")
     distributed.destroy_process_group()
     return found
+
+
+def of_two(folder: Path) -> dict[str, Any]:
+    """What needs two ranks, and little time: a launch takes seconds."""
+    works = (ended, copied, masters, refused)
+    return {work.__name__: work(folder) for work in works}
