@@ -29,7 +29,6 @@ import contextlib
 import ctypes
 import errno
 import fcntl
-import functools
 import logging
 import os
 import re
@@ -45,6 +44,7 @@ from stronghold.checkpoint.files import HeldFile, MissingError, write_durably
 from stronghold.checkpoint.manifest import MANIFEST
 from stronghold.distributed.process_groups import Ranks
 from stronghold.errors import CheckpointError, ConfigError, did_you_mean
+from stronghold.memory.neighbours import Neighbours
 
 logger = logging.getLogger("stronghold")
 
@@ -313,9 +313,9 @@ class CheckpointRanks:
     leader           true on the rank that names tags, writes small files and publishes
     """
 
-    def __init__(self, ranks: Ranks) -> None:
-        self.rank, self.num_ranks = ranks.control.rank, ranks.num_ranks
-        self._group, self._node_name = ranks.files, ranks.node_name
+    def __init__(self, ranks: Ranks | Neighbours) -> None:
+        self._ranks, self.rank, self.num_ranks = ranks, ranks.rank, ranks.num_ranks
+        self._node_name = ranks.node_name
         self.leader = self.rank == 0
 
     def exchange(self, value: Any, operation: str) -> list[Any]:
@@ -323,7 +323,7 @@ class CheckpointRanks:
 
         Waits for the other ranks. `operation` names the exchange in errors.
         """
-        return self._group.objects(value, operation)
+        return self._ranks.of_all(value, operation, beside=True)
 
     def all_or_raise(self, work: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Result:
         """Return the result of `work(*args, **kwargs)`. Waits for the other ranks.
@@ -331,8 +331,20 @@ class CheckpointRanks:
         If it raises on one rank, all ranks raise. That rank raises its own error. The others raise
         CheckpointError with the error's text.
         """
-        bound = functools.partial(work, *args, **kwargs)
-        return self._group.all_or_raise(bound, _failed_elsewhere, "checkpoint")
+        results: list[Result] = []
+        failure: BaseException | None = None
+        try:
+            results.append(work(*args, **kwargs))
+        except BaseException as error:
+            failure = error
+        words = None if failure is None else f"{type(failure).__name__}: {failure}"
+        of_ranks = self.exchange(words, "checkpoint")
+        if failure is not None:
+            raise failure
+        for rank, of_rank in enumerate(of_ranks):
+            if of_rank is not None:
+                raise CheckpointError(f"the checkpoint failed on rank {rank}: {of_rank}")
+        return results[0]
 
     # -- one folder for all -----------------------------------------------------------------------
     def check_seen(self, path: Path) -> None:
@@ -384,8 +396,3 @@ class CheckpointRanks:
                     f"{tag}: was replaced while it was loaded: rank {rank} has opened another "
                     "save of it than rank 0. Load it again"
                 )
-
-
-def _failed_elsewhere(rank: int, kind: str, text: str) -> Exception:
-    """The error of ranks that have not failed. `kind` is the class of the failed rank's error."""
-    return CheckpointError(f"the checkpoint failed on rank {rank}: {kind}: {text}")

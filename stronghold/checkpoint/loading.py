@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -244,7 +245,7 @@ class Load:
         for match in self._matches:
             of_layers.setdefault(match.layer, []).append(match)
         for layer, matches in of_layers.items():
-            for array in _arrays(layer):
+            for array in filter(partial(job.trainer.arrays.fills, layer), _arrays(layer)):
                 is_weight = array in (WEIGHTS, LOW)
                 if custom is None if is_weight else loads_states:
                     self._fill(layer, array, matches)

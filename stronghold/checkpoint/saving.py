@@ -115,6 +115,8 @@ class Save:
         self._excluded: list[str] = []
         for layer in job.layers:
             self._add(layer, exclude_frozen=exclude_frozen)
+        owns = job.trainer.arrays.owns
+        self._owned = [saved for saved in self._layers if owns(saved.layer)]  # this rank's files
         self._files: dict[str, FileRecord] = {}
         self._failure: BaseException | None = None
         self._jobs: list[Fence] = []
@@ -183,7 +185,7 @@ class Save:
 
         Raises OSError, and then leaves no trace on disk.
         """
-        for saved in self._layers:
+        for saved in self._owned:
             self._write_guarded(saved, self._sources(saved), waits=True)
         self._finish()
 
@@ -194,7 +196,7 @@ class Save:
         """
         lane = self._job.device.lane(LaneName.IO)
         try:
-            for saved in self._layers:
+            for saved in self._owned:
                 work = partial(self._write_guarded, saved, self._sources(saved))
                 record = saved.layer.weight_record
                 name = f"save {saved.layer.name}"

@@ -172,14 +172,15 @@ class NvmeConfig(_Section):
         "of the last layers first. A layer with state on NVMe is not updated early."
     )
     engine: Literal["io_uring", "threads"] | None = key(
-        "Of several ranks: how files are read and written. Left out: io_uring if the kernel "
-        "permits it, else threads. One rank has eight threads."
+        'With "room": "streaming" alone: how files are read and written. Left out: io_uring if the '
+        "kernel permits it, else threads."
     )
     depth: Annotated[int, Field(ge=1, le=MAX_DEPTH)] | None = key(
-        "Of several ranks: blocks in flight on each disk, in each direction. Left out: 16."
+        'With "room": "streaming" alone: blocks in flight on each disk, in each direction. Left '
+        "out: 16."
     )
     block: Block | None = key(
-        "Of several ranks: bytes of one request to the disk. Left out: 1 MiB. One rank has 4 MiB."
+        'With "room": "streaming" alone: bytes of one request to the disk. Left out: 1 MiB.'
     )
 
     @property
@@ -247,8 +248,8 @@ class StrongholdConfig(_Section):
         "there at once."
     )
     prefetch: NotNegative | None = key(
-        "Of several ranks: layers that are fetched ahead of compute. Less than the window. One "
-        "rank fetches as far ahead as the window reaches."
+        'With "room": "streaming" alone: layers that are fetched ahead of compute. Less than the '
+        "window."
     )
     activations: Level | Annotated[dict[Level, Positive], Field(min_length=1)] | None = key(
         "What happens to the tensors that autograd saves in a block's forward (activation "
@@ -342,8 +343,8 @@ class StrongholdConfig(_Section):
         "variable DEEPSPEED_TIMEOUT in minutes."
     )
     room: Literal["streaming", "train"] | None = key(
-        'For tests: the part of the package that trains. Left out: "train" for one rank, and '
-        '"streaming" for several. It will go.'
+        'For tests: the part of the package that trains. "streaming" is the one before, for one '
+        "rank alone. It will go."
     )
     emulated: EmulatedConfig = Field(
         default_factory=EmulatedConfig,

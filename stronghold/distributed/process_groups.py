@@ -344,7 +344,9 @@ class NodeRanks(Neighbours):
         values = self._group.objects(value)
         return [cast(Result, values[place]) for place in self._local]
 
-    def of_all(self, value: Result) -> list[Result]:
+    def of_all(
+        self, value: Result, operation: str = "set-up", *, beside: bool = False
+    ) -> list[Result]:
         return cast(list[Result], self._group.objects(value))
 
     def barrier(self) -> None:
@@ -393,6 +395,21 @@ class Ranks:
     connections: Connections | None = None
     timeout: timedelta = timedelta()
     closed: bool = False
+
+    @property
+    def rank(self) -> int:
+        return self.global_rank
+
+    @property
+    def index(self) -> int:
+        return self.on_node.index
+
+    @property
+    def count(self) -> int:
+        return self.on_node.count
+
+    def of_all(self, value: Any, operation: str = "set-up", *, beside: bool = False) -> list[Any]:
+        return (self.files if beside else self.control).objects(value, operation)
 
     @property
     def several(self) -> bool:
@@ -474,17 +491,22 @@ def join(*, device: torch.device | None, timeout: timedelta) -> Ranks:
     """
     if world_size() == 1:
         return Ranks()
-    if not distributed.is_initialized():
-        raise ConfigError(
-            f"WORLD_SIZE: got {world_size()}, but torch.distributed is not initialised: leave "
-            "dist_init_required out, or call deepspeed.init_distributed() first"
-        )
+    check_initialized()
     with contextlib.ExitStack() as undo:
         ranks = _join("gloo" if device is None else "nccl", timeout, undo)
         if device is not None:
             _connect(ranks, device)
         undo.pop_all()
         return ranks
+
+
+def check_initialized() -> None:
+    """Raise ConfigError without a process group of torch's."""
+    if not distributed.is_initialized():
+        raise ConfigError(
+            f"WORLD_SIZE: got {world_size()}, but torch.distributed is not initialised: leave "
+            "dist_init_required out, or call deepspeed.init_distributed() first"
+        )
 
 
 @contextlib.contextmanager

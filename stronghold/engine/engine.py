@@ -44,6 +44,7 @@ from stronghold.engine.monitors import make_monitor, write_step
 from stronghold.engine.planner import Planner
 from stronghold.engine.refusals import REFUSED, check_loss, refused_method
 from stronghold.errors import ConfigError, did_you_mean, format_size
+from stronghold.memory.neighbours import Neighbours
 from stronghold.plan.plan import Plan
 from stronghold.streaming.fragments import fragments
 from stronghold.streaming.guards import NO_TRANSFORMS, StateHooks, check_free
@@ -55,6 +56,7 @@ from stronghold.telemetry.metrics import StepRecord, batch_size
 from stronghold.telemetry.start import Start
 from stronghold.train.fragments import check_clipping
 from stronghold.train.job import Job
+from stronghold.train.trainer import Trainer
 
 logger = logging.getLogger("stronghold")
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -99,7 +101,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         lr_scheduler: Any = None,
         training_data: Any = None,
         collate_fn: Any = None,
-        ranks: Ranks,
+        ranks: Ranks | Neighbours,
     ) -> None:
         nn.Module.__init__(self)
         self._start: Start | None = Start()
@@ -109,7 +111,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         self.settings = settings
         self.local_rank = local_rank_of(args)
         self._ranks = ranks
-        self.global_rank, self.world_size = ranks.global_rank, ranks.world_size
+        self.global_rank, self.world_size = ranks.rank, ranks.num_ranks
         self.dp_world_size, self.mp_world_size = ranks.num_ranks, 1
         self.collate_fn = collate_fn
         self.global_steps = 0
@@ -139,10 +141,10 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
                 stage = self.zero_optimization_stage()
                 optimizer.loss_scaler = make_scaler(self._config.float16_config, stage)
         self.lr_scheduler = lr_scheduler
-        # Until one room is left: a `Job` for one rank, or a `Stack`, which has the same methods.
-        name = settings.stronghold.room or ("streaming" if ranks.several else "train")
-        room: Any = Job if name == "train" else Stack
-        stack = room(model, settings, optimizer, local_rank=self.local_rank, ranks=ranks)
+        # Until one room is left: a `Job`, or a `Stack`, which has the same methods.
+        room: Any = Stack if isinstance(ranks, Ranks) else Job
+        more = {} if room is Stack else {"make_trainer": _trainer_of(ranks)}
+        stack = room(model, settings, optimizer, local_rank=self.local_rank, ranks=ranks, **more)
         self._stack = stack
         asynchronous = settings.stronghold.async_checkpoint
         self._checkpoints = Checkpoints(stack, optimizer, asynchronous=asynchronous)
@@ -337,6 +339,8 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         try:
             if boundary:
                 self._take_step(optimizer, lr_kwargs or {})
+            else:
+                self._stack.end_micro_batch()
         except BaseException as error:
             # Ctrl-C: no further step may use its gradients
             if not isinstance(error, Exception):
@@ -602,7 +606,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
 
     def get_data_parallel_rank(self) -> int:
         """This rank among those that share the model's state."""
-        return self._ranks.control.rank
+        return self._ranks.rank
 
     def compile(
         self,
@@ -632,6 +636,34 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         if not self._is_compiled:
             self._stack.compile_blocks({**(compile_kwargs or {}), "backend": backend})
             self._is_compiled = True
+
+    @contextlib.contextmanager
+    def write(self) -> Iterator[bool]:
+        """Context manager in which the program writes parameters in place, between two steps. It
+        has torch's `no_grad`.
+
+            with engine.write() as writes:
+                if writes:
+                    model.lm_head.weight.mul_(0.5)
+
+        The ranks of a node share one copy of the weights. So one of them writes: `writes` is True
+        there, and False on the others. Every rank enters, and waits for the others. Masters become
+        these weights, and moments stay.
+
+        With one rank it is not needed. `load_state_dict` needs it never. Raises ConfigError within
+        a forward or a backward.
+        """
+        self._check_alive("write")
+        self._stack.check_between_passes("engine.write")
+        self.synchronize()
+        self._stack.wait_for_readers()
+        try:
+            with torch.no_grad():
+                yield self._ranks.index == 0
+        except BaseException as error:
+            self._ranks.fail(f"{type(error).__name__}: {error}")
+            raise
+        self._stack.adopt_weights()
 
     @property
     def plan(self) -> Plan:
@@ -930,6 +962,15 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
         if not ending():  # else modules are gone
             off_lanes(self.destroy)  # also of an engine that is half-built
+
+
+def _trainer_of(ranks: Any) -> Callable[..., Trainer]:
+    """What makes the trainer of one of these ranks."""
+    if ranks.num_ranks == 1:
+        return Trainer
+    from stronghold.train.rank_trainer import RankTrainer  # one rank never needs it
+
+    return functools.partial(RankTrainer, ranks=ranks)
 
 
 def _kinds_of_state(include: Iterable[Any] | None) -> set[OffloadStateTypeEnum]:

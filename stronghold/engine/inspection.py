@@ -16,6 +16,7 @@ from stronghold.distributed.process_groups import Ranks
 from stronghold.errors import ConfigError
 from stronghold.memory.host import HostStore
 from stronghold.memory.layer import LayerState, Residency
+from stronghold.memory.neighbours import Neighbours
 from stronghold.memory.stores import Store
 from stronghold.model.layout import LayerLayout, ModelLayout, ParameterSlice
 from stronghold.optim.states import Formats, States, items, join_master
@@ -120,6 +121,7 @@ class RanksView:
     received_bytes             bytes of weights and gradients from other ranks
     received_from_nodes_bytes  bytes of them from other nodes
     communicator_bytes         bytes of the GPU that NCCL's communicators take
+    sent_bytes                 bytes that this rank has given to collectives, by their kind
     """
 
     rank: int
@@ -127,9 +129,10 @@ class RanksView:
     node: int
     num_nodes: int
     num_cores: int
-    received_bytes: int
-    received_from_nodes_bytes: int
-    communicator_bytes: int
+    received_bytes: int = 0
+    received_from_nodes_bytes: int = 0
+    communicator_bytes: int = 0
+    sent_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,7 +286,7 @@ def inspect_job(job: Job, last_step: StepRecord | None) -> Inspection:
         formats=job.formats,
         host_bytes=job.host_bytes,
         torn=trainer.unfinished,
-        ranks=_ranks_view(job.ranks),
+        ranks=_view_of(job.ranks),
         device=job.device,
         files=None,
     )
@@ -346,6 +349,18 @@ def _reason_of_torn(stack: Stack) -> str | None:
     except ConfigError as error:
         return str(error)
     return None
+
+
+def _view_of(ranks: Neighbours) -> RanksView:
+    return RanksView(
+        rank=ranks.rank,
+        num_ranks=ranks.num_ranks,
+        node=ranks.node,
+        num_nodes=ranks.num_nodes,
+        num_cores=len(ranks.cores),
+        communicator_bytes=ranks.device_bytes,
+        sent_bytes=dict(ranks.sent_bytes),
+    )
 
 
 def _ranks_view(ranks: Ranks) -> RanksView:

@@ -183,15 +183,14 @@ class Planner:
         if free_bytes is not None:
             free_bytes = max(0, free_bytes - reserved_bytes(but=stack)[0])
         first = _FirstBatch(size, work, free_bytes, may_move)
-        of_ranks: Any = ranks.control.objects(first, "the first batch")
-        first = _largest(of_ranks)
+        first = _largest(ranks.of_all(first))
         if not first.may_move:
             logger.info("the plan stays as it is: aliases of weights are kept, or a graph waits")
             return
         chosen: Any = None
-        if ranks.control.rank == 0:
+        if ranks.rank == 0:
             chosen = self._chosen(first)
-        chosen = ranks.control.objects(chosen, "the plan")[0]
+        chosen = ranks.of_all(chosen)[0]
         if isinstance(chosen, BudgetError):
             # by these words Accelerate's loops know an error of memory
             raise OutOfMemoryError(
@@ -265,7 +264,7 @@ class Planner:
         rates = rates_of(
             stack.machine,
             stack.plan.cpu_threads,
-            sharing=stack.ranks.on_node.count,
+            sharing=stack.ranks.count,
             num_nodes=stack.ranks.num_nodes,
             states=stack.section.states,
         )

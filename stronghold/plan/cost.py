@@ -176,7 +176,7 @@ class Demand:
     # CPU memory; NCCL adds in place.
     reduces_in_room: bool = False
     # For the room `train`: gradients never lie in files, nor do inputs where gradients will, and
-    # two buffers take them to a sum. Nothing is `whole` there.
+    # two buffers take them to a sum. Nothing is `whole` there. Ranks own whole layers.
     gradients_in_ram: bool = False
     shares_weights: bool = False  # in memory, with other processes: weights never spill
 
@@ -196,11 +196,20 @@ class Demand:
         return getattr(self, key) is not None and key not in self.by_rule
 
     def sharers(self, array: str) -> int:
-        """Number of ranks that share an array in shards. The ranks of one node share the weights,
-        all ranks every other array."""
+        """Number of ranks that share an array of all layers. The ranks of one node share the
+        weights, all ranks every other array."""
         if array == "weights":
             return self.num_ranks // self.num_nodes
         return self.num_ranks
+
+    def shards(self, array: str) -> int:
+        """Number of ranks that share an array of one layer."""
+        return 1 if self.gradients_in_ram else self.sharers(array)
+
+    @property
+    def num_owners(self) -> int:
+        """Number of ranks that own layers."""
+        return self.num_ranks if self.gradients_in_ram else 1
 
     @property
     def is_open(self) -> bool:
@@ -339,8 +348,8 @@ def traffic_of(
     elsewhere = streamed_indices | on_gpu
     refreshed = [layer for layer in layout.layers if layer.index not in elsewhere]
     on_device = [layer for layer in layout.layers if layer.index in on_gpu]
-    sharers = demand.sharers("weights")
-    largest = sorted((weight_bytes(layer, formats) // sharers for layer in streamed), reverse=True)
+    shards = demand.shards("weights")
+    largest = sorted((weight_bytes(layer, formats) // shards for layer in streamed), reverse=True)
     # The order of this sum decides its last bit.
     host_update_bytes = sum(step_bytes(layer, formats) for layer in [*streamed, *refreshed])
     device_update_bytes = sum(step_bytes(layer, formats) for layer in on_device)

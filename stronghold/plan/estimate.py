@@ -32,12 +32,14 @@ from stronghold.model.layout import LayerLayout, ModelLayout
 from stronghold.plan.cost import (
     AGAIN,
     SUM_BYTES,
+    Demand,
     Workload,
     disk_s,
     step_bytes,
     trained_bytes,
     weight_bytes,
 )
+from stronghold.plan.homes import owners
 from stronghold.plan.machine import LEAST_SHARE, Rates
 from stronghold.plan.plan import Plan
 
@@ -234,14 +236,27 @@ class _LayerBytes:
     spilled: int
 
 
-def _layer_bytes(layer: LayerLayout, plan: Plan) -> _LayerBytes:
+def _largest_share(layout: ModelLayout, demand: Demand) -> float:
+    """The part of all trained bytes that the rank with the most updates."""
+    trained = [trained_bytes(layer, demand.formats) for layer in layout.layers]
+    loads = [0] * demand.num_owners
+    for nbytes, owner in zip(trained, owners(trained, demand.num_owners), strict=True):
+        loads[owner] += nbytes
+    return max(loads) / max(1, sum(loads)) if demand.num_owners > 1 else 1 / demand.num_ranks
+
+
+def _layer_bytes(layer: LayerLayout, plan: Plan, share: float) -> _LayerBytes:
+    """`share` is the rank's part of the updates."""
     demand = plan.demand
     formats, num_ranks, num_nodes = demand.formats, demand.num_ranks, demand.num_nodes
-    on_node = demand.sharers("weights")
+    on_node, shards = demand.sharers("weights"), demand.shards("weights")
     weights, trained = weight_bytes(layer, formats), trained_bytes(layer, formats)
     staged = plan.homes.staged(layer.index)
     file_bytes = {
-        array: array_bytes(layer, formats, array, demand.sharers(array)) for array in staged
+        array: int(
+            array_bytes(layer, formats, array) * (1 / on_node if array == "weights" else share)
+        )
+        for array in staged
     }
     in_update = file_bytes | {name: trained for name in staged if name == "weights"}
     if not layer.trainable_numel:
@@ -251,12 +266,12 @@ def _layer_bytes(layer: LayerLayout, plan: Plan) -> _LayerBytes:
         updated += SUM_BYTES * layer.num_trainable - trained
     filed = sum(nbytes for array, nbytes in in_update.items() if array in GRADIENT_ARRAYS)
     return _LayerBytes(
-        fetched=weights / on_node,
-        gathered=weights * (1 - 1 / on_node),
-        gradients=trained / num_ranks,
-        reduced=trained * (1 - 1 / num_ranks),
-        sums=SUM_BYTES * layer.num_trainable / num_ranks,
-        updated=updated / num_ranks,
+        fetched=weights / shards,
+        gathered=weights * (1 - 1 / shards),
+        gradients=trained * share,
+        reduced=trained if demand.num_owners > 1 else trained * (1 - 1 / num_ranks),
+        sums=SUM_BYTES * layer.num_trainable * share,
+        updated=updated * share,
         exchanged=trained / on_node * (1 - 1 / num_nodes),
         stages_weights="weights" in staged,
         filed_gradients=filed,
@@ -288,12 +303,13 @@ class _StepClocks:
         self.lanes = Lanes(rates)
         self.waits_s: dict[str, float] = defaultdict(float)
         self._launch_s = rates.whole_launch_s if plan.whole else rates.launch_s
+        share = _largest_share(layout, plan.demand)
         of_layers: dict[object, _LayerBytes] = {}  # layers with equal ranges are alike
         self._bytes: list[_LayerBytes] = []
         for layer in layout.layers:
             key = (layer.ranges, plan.homes.row(layer.index))
             if key not in of_layers:
-                of_layers[key] = _layer_bytes(layer, plan)
+                of_layers[key] = _layer_bytes(layer, plan, share)
             self._bytes.append(of_layers[key])
         self._blocks = [layer.index for layer in layout.layers if layer.streamed]
         self._streamed = [index for index in self._blocks if index not in plan.resident]

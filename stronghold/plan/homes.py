@@ -120,6 +120,15 @@ def _without_host(row: Sequence[tuple[str, Home]]) -> Row:
 ALL_ON_HOST = Homes()
 
 
+def owners(trained_bytes: Sequence[int], num_ranks: int) -> list[int]:
+    """The owner of each layer: the largest first, each to the rank with the fewest bytes so far."""
+    owner, loads = [0] * len(trained_bytes), [0] * num_ranks
+    for k in sorted(range(len(owner)), key=lambda k: -trained_bytes[k]):
+        owner[k] = loads.index(min(loads))
+        loads[owner[k]] += trained_bytes[k]
+    return owner
+
+
 def make_homes(
     layout: ModelLayout,
     formats: Formats,

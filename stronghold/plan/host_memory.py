@@ -1,7 +1,7 @@
 """The host's memory and files: what lies where, which layers are early, and the rings.
 
 Pure: no tensors, no threads. The bytes are the formula that `memory` must meet exactly (a test
-compares them). Of several ranks they are one rank's share.
+compares them). Of several ranks they are those of the rank with the most.
 
 [Note: what spills first] Kinds in the order of how seldom their bytes are needed: moments (read and
 written once a step), the master remainder, then gradients that wait for the step's end, last the
@@ -44,6 +44,7 @@ from stronghold.model.layout import LayerLayout, Range
 from stronghold.model.packed_formats import DTYPES, FORMATS
 from stronghold.optim.states import EXACT, LEAN, PAGE_BYTES, Formats, group_size, states_of
 from stronghold.plan.cost import Demand
+from stronghold.plan.homes import owners
 from stronghold.plan.places import Places
 
 SUM_BUFFERS = 2  # of the room `train`: one is filled while the other is added
@@ -57,6 +58,7 @@ DEPTHS = {"moments": 1, "masters": 2, "weights": 5}
 
 Spilled = tuple[frozenset[str], ...]  # by layer, its arrays that are to lie in files
 Ranges = tuple[Range, ...]  # of one layer
+Alike = Counter[tuple[Ranges, frozenset[str], int]]  # numbers of layers, by their bytes and owner
 
 
 def kinds_of(formats: Formats) -> dict[str, tuple[str, ...]]:
@@ -168,12 +170,14 @@ class _RangeSizes:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _HostSizes:
     """Bytes of the layers that are updated on the host. Layers with equal ranges have equal bytes:
-    `ranges` has those of each layer, `of_ranges` the bytes."""
+    `ranges` has those of each layer, `of_ranges` the bytes. `owners` has the rank that updates each
+    layer, and alone has its arrays but the weights."""
 
     places: Places
     kinds: Mapping[str, tuple[str, ...]]
     ranges: Mapping[int, Ranges]
     of_ranges: Mapping[Ranges, _RangeSizes]
+    owners: Mapping[int, int]
 
     @property
     def demand(self) -> Demand:
@@ -198,13 +202,16 @@ def _host_sizes(places: Places) -> _HostSizes:
         if layer.ranges not in of_ranges:
             of_ranges[layer.ranges] = _RangeSizes(
                 trained=_trained_bytes(layer, demand, kinds["moments"]),
-                weights=array_bytes(layer, demand.formats, "weights", demand.sharers("weights")),
+                weights=array_bytes(layer, demand.formats, "weights", demand.shards("weights")),
             )
+    ranges = {layer.index: layer.ranges for layer in places.on_host}
+    trained = [of_ranges[own].trained["trained weights"] for own in ranges.values()]
     return _HostSizes(
         places=places,
         kinds=kinds,
-        ranges={layer.index: layer.ranges for layer in places.on_host},
+        ranges=ranges,
         of_ranges=of_ranges,
+        owners=dict(zip(ranges, owners(trained, demand.num_owners), strict=True)),
     )
 
 
@@ -216,16 +223,18 @@ def _trained_bytes(layer: LayerLayout, demand: Demand, moments: Sequence[str]) -
         arrays.append("accumulated" if demand.accumulate else "gradients")
     sizes: dict[str, int] = {}
     for array in arrays:
-        nbytes = array_bytes(layer, demand.formats, array, demand.num_ranks)
+        nbytes = array_bytes(layer, demand.formats, array, demand.shards(array))
         if nbytes or array == "trained weights":
             sizes[array] = nbytes
     return sizes
 
 
-def _equal_layers(sizes: _HostSizes, spilled: Spilled) -> Counter[tuple[Ranges, frozenset[str]]]:
-    """Groups of layers that have equal ranges and the same arrays in files, with the number of
-    layers in each."""
-    return Counter((ranges, spilled[index]) for index, ranges in sizes.ranges.items())
+def _equal_layers(sizes: _HostSizes, spilled: Spilled) -> Alike:
+    """Groups of layers that have equal ranges, the same arrays in files, and one owner, with the
+    number of layers in each."""
+    return Counter(
+        (ranges, spilled[index], sizes.owners[index]) for index, ranges in sizes.ranges.items()
+    )
 
 
 def _padded(nbytes: int) -> int:
@@ -233,20 +242,30 @@ def _padded(nbytes: int) -> int:
     return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
-def _array_sums(sizes: _HostSizes, spilled: Spilled, *, in_files: bool) -> Counter[str]:
-    """Bytes of each array, of all layers, that lie in files or in memory."""
+def _array_sums(sizes: _HostSizes, alike: Alike, owner: int, *, in_files: bool) -> Counter[str]:
+    """Bytes of each array on one rank, of all layers, that lie in files or in memory."""
     sums: Counter[str] = Counter()
-    for (ranges, arrays), count in _equal_layers(sizes, spilled).items():
+    for (ranges, arrays, its_owner), count in alike.items():
         layer = sizes.of_ranges[ranges]
-        for array, nbytes in {**layer.trained, "weights": layer.weights}.items():
+        owned = layer.trained if its_owner == owner else {}
+        for array, nbytes in {**owned, "weights": layer.weights}.items():
             if array != "trained weights" and (array in arrays) == in_files:
                 sums[array] += count * (_padded(nbytes) if in_files else nbytes)
     return sums
 
 
 def _host_bytes(sizes: _HostSizes, spilled: Spilled) -> dict[str, int]:
-    """Bytes of each part of the host's peak."""
-    sums = _array_sums(sizes, spilled, in_files=False)
+    """Bytes of each part of the host's peak, on the rank with the most."""
+    alike = _equal_layers(sizes, spilled)
+    all_ranks = range(sizes.demand.num_owners)
+    of_ranks = [_host_bytes_of(sizes, spilled, alike, rank) for rank in all_ranks]
+    return max(of_ranks, key=lambda parts: sum(parts.values()))
+
+
+def _host_bytes_of(sizes: _HostSizes, spilled: Spilled, alike: Alike, rank: int) -> dict[str, int]:
+    sums = _array_sums(sizes, alike, rank, in_files=False)
+    if sizes.demand.num_owners > 1:
+        sums["weights"] = _shared_weight_bytes(sizes, alike)
     staging = _staging(sizes, spilled)
     ring_bytes = _ring_entries(sizes, spilled) * sizes.largest_gradients
     ring_size = SUM_BUFFERS if sizes.demand.gradients_in_ram else RING_ENTRIES
@@ -263,11 +282,25 @@ def _host_bytes(sizes: _HostSizes, spilled: Spilled) -> dict[str, int]:
     }
 
 
+def _shared_weight_bytes(sizes: _HostSizes, alike: Alike) -> int:
+    """One rank's part of its node's weights. Each layer has whole pages, and words show its state
+    (`ranks`)."""
+    on_node = sizes.demand.sharers("weights")
+    total = _padded(8 * (len(sizes.ranges) + on_node + 1))
+    for (ranges, _, _), count in alike.items():
+        total += count * _padded(sizes.of_ranges[ranges].weights)
+    return total // on_node
+
+
 def _nvme_bytes(sizes: _HostSizes, spilled: Spilled) -> dict[str, int]:
-    """Bytes of each kind of arrays in files; empty if nothing spills."""
+    """Bytes of each kind of arrays in files, on the rank with the most; empty if nothing spills."""
     if not any(spilled):
         return {}
-    sums = _array_sums(sizes, spilled, in_files=True)
+    alike = _equal_layers(sizes, spilled)
+    all_sums = [
+        _array_sums(sizes, alike, rank, in_files=True) for rank in range(sizes.demand.num_owners)
+    ]
+    sums = max(all_sums, key=lambda of_rank: of_rank.total())
     return {kind: sum(sums[array] for array in arrays) for kind, arrays in sizes.kinds.items()}
 
 
@@ -460,7 +493,7 @@ def _staging(sizes: _HostSizes, spilled: Spilled) -> Staging:
     # of the arrays that pass together
     element_bytes: list[float] = [demand.states.weight_bytes]
     layer_bytes: list[int] = []
-    for ranges, arrays in _equal_layers(sizes, spilled):
+    for ranges, arrays, _ in _equal_layers(sizes, spilled):
         layer = sizes.of_ranges[ranges]
         if "weights" in arrays:
             has_fetches = True
@@ -508,24 +541,24 @@ def _item_bytes(demand: Demand, layer_range: Range, array: str) -> float:
 
 
 def _file_traffic(sizes: _HostSizes, spilled: Spilled) -> tuple[int, int]:
-    """Bytes that a step reads from files, and bytes that it writes.
+    """Bytes that a step reads from files, and bytes that it writes, on the rank with the most.
 
     An update reads what is spilled and writes it back. Gradients are written as they come. Sums
     over micro-batches are read by every micro-batch but the first, and by the update, and written
     by each. Fetches read weights twice per micro-batch at most.
     """
-    read = written = 0
+    read, written = ([0] * sizes.demand.num_owners for _ in range(2))
     micro_batches = sizes.demand.micro_batches
-    for (ranges, arrays), count in _equal_layers(sizes, spilled).items():
+    for (ranges, arrays, owner), count in _equal_layers(sizes, spilled).items():
         layer = sizes.of_ranges[ranges]
         for array in arrays:
             nbytes = layer.trained.get("trained weights" if array == "weights" else array, 0)
             nbytes *= micro_batches if array == "accumulated" else 1
-            read += count * nbytes
-            written += count * nbytes
+            read[owner] += count * nbytes
+            written[owner] += count * nbytes
             if array == "weights":
-                read += count * 2 * micro_batches * layer.weights
-    return read, written
+                read[owner] += count * 2 * micro_batches * layer.weights
+    return max(read), max(written)
 
 
 # -- budgets --------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from stronghold.config import Settings, StrongholdConfig
 from stronghold.distributed.process_groups import Ranks
 from stronghold.errors import ConfigError
 from stronghold.limits import available_host_bytes, mapped_files, update_cores
+from stronghold.memory.neighbours import Neighbours
 from stronghold.model.layout import ModelLayout
 from stronghold.model.stored_tensors import tensor_has_memory
 from stronghold.optim.states import LEAN, Formats, States
@@ -71,7 +72,7 @@ def demand_of(
     layout: ModelLayout,
     formats: Formats,
     states: States,
-    ranks: Ranks,
+    ranks: Ranks | Neighbours,
     free: FreeResources,
     *,
     training: bool,
@@ -81,16 +82,17 @@ def demand_of(
     Raises ConfigError for a key that this device or this number of ranks does not allow.
     """
     section, on_gpu = settings.stronghold, free.gpu_free_bytes is not None
+    is_alone = ranks.num_ranks == 1
     gpu_budget = section.gpu_memory
     if gpu_budget is None and free.gpu_free_bytes is not None:
         gpu_budget = int(free.gpu_free_bytes * GPU_SHARE)
     if gpu_budget is not None:
-        gpu_budget = ranks.least(gpu_budget)  # one plan: all ranks move the same layers
-    available = available_host_bytes() // ranks.on_node.count
+        gpu_budget = min(ranks.of_all(gpu_budget))  # one plan: all ranks move the same layers
+    available = available_host_bytes() // ranks.count
     available -= PROCESS_BYTES + free.host_reserved_bytes
     host_budget = section.host_memory or max(0, available) + free.model_bytes
     if section.nvme is not None:
-        host_budget = ranks.least(host_budget)  # the same arrays spill
+        host_budget = min(ranks.of_all(host_budget))  # the same arrays spill
     resident = section.resident_layers
     num_cores = len(free.cores or os.sched_getaffinity(0))
     compute_threads = 1 if on_gpu else torch.get_num_threads()
@@ -108,7 +110,7 @@ def demand_of(
         window=section.window,
         prefetch=section.prefetch,
         resident_layers=len(layout.streamed) if resident == "all" else resident,
-        resident_updates=_resident_updates(section, ranks, on_gpu=on_gpu),
+        resident_updates=_resident_updates(section, is_alone=is_alone, on_gpu=on_gpu),
         activations=pinned or before_first_batch,
         by_rule=frozenset() if pinned else frozenset({"activations"}),
         chunk=section.chunk,
@@ -117,21 +119,21 @@ def demand_of(
         early_layers=_early_layers(section, layout, settings.gradient_clipping),
         num_cores=update_cores(num_cores, compute_threads),
         nvme=section.nvme is not None,
-        nvme_capacity_bytes=capacity and capacity // ranks.on_disks.count,
+        nvme_capacity_bytes=capacity and capacity // ranks.count,
         spill=section.nvme.spill if section.nvme else None,
         micro_batches=settings.gradient_accumulation_steps,
         num_ranks=ranks.num_ranks,
         num_nodes=ranks.num_nodes,
-        reduces_in_room=ranks.several and not on_gpu,
-        shares_weights=ranks.several,
+        reduces_in_room=not (is_alone or on_gpu),
+        shares_weights=not is_alone,
     )
 
 
-def _resident_updates(section: StrongholdConfig, ranks: Ranks, *, on_gpu: bool) -> str | None:
+def _resident_updates(section: StrongholdConfig, *, is_alone: bool, on_gpu: bool) -> str | None:
     """Choose the place of resident layers' updates. The GPU updates them on one rank alone, and
     exact states alone. None leaves the choice to the rules."""
     ways = 'set it to "host"'
-    why = "which this release does on one rank alone" if ranks.several else ""
+    why = "" if is_alone else "which this release does on one rank alone"
     if not why and section.states == LEAN and on_gpu:
         why, ways = ("but lean states are updated on the host", 'set stronghold.states to "exact"')
     if why and section.resident_updates == "gpu":

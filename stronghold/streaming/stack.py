@@ -477,6 +477,9 @@ class Stack:
     def end_backward(self) -> None:
         self.runtime.end_backward()
 
+    def end_micro_batch(self) -> None:
+        """Nothing is left to do."""
+
     def abandon_backward(self) -> None:
         self.runtime.abandon_backward()
 

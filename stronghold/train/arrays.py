@@ -292,6 +292,14 @@ class Arrays:
         begin = layer.element(position)
         return self.of(layer, "gradients")[begin : begin + layer.parameters[position].numel()]
 
+    def owns(self, layer: Layer) -> bool:
+        """True if this rank has the layer's arrays, and saves them."""
+        return True
+
+    def fills(self, layer: Layer, array: str) -> bool:
+        """True if this rank writes an array that is loaded."""
+        return True
+
     def restart_master(self, layer: Layer, position: int) -> None:
         """Make a trained parameter's master equal to its weight, which was written from outside. No
         operation on the layer is queued."""

@@ -66,7 +66,7 @@ class Fragment:
 
     Tensors that it returns are fp32 copies in the parameter's shape, on the parameter's device.
     Raises ConfigError (a ValueError) for a value that does not exist now, and in another thread
-    than the one that trains.
+    than the one that trains. With several ranks each of them makes the same calls.
 
     clipping  largest norm of the engine's step, 0 for none
     """
@@ -85,8 +85,12 @@ class Fragment:
         states, array_of = layer.states.of(optimizer.moments), layer.arrays_of(optimizer)
         self._trainer.settle(layer, f"reading {self._name}")
         if optim_state_key is None:
-            low = None if states.low is None else self._array("low")
-            return self._whole(join_master(self._array("weights"), low))
+            low = None if states.low is None else "low"
+            return self._whole(
+                lambda: join_master(
+                    self._array("weights"), None if low is None else self._array(low)
+                )
+            )
         moment = states.moment(optim_state_key)
         if moment is None:
             known = [moment.name for moment in states.moments]
@@ -94,8 +98,10 @@ class Fragment:
                 f"{self._name}: optimizer state {optim_state_key!r} not found: expected one of "
                 f"{known}"
             )
-        arrays = {array: self._array(array_of[array]) for array in states.arrays_of(moment)}
-        return self._whole(states.decode(moment, arrays))
+        names = {array: array_of[array] for array in states.arrays_of(moment)}
+        return self._whole(
+            lambda: states.decode(moment, {own: self._array(name) for own, name in names.items()})
+        )
 
     def _array(self, array: str) -> Tensor:
         """The parameter's items of one of the layer's arrays, flat."""
@@ -119,10 +125,7 @@ class Fragment:
                 "parameter.register_hook(function), or register_post_accumulate_grad_hook, see "
                 "each gradient as it arrives"
             )
-        if position not in layer.waiting:
-            return self._whole(torch.zeros(layer.parameters[position].numel()))
-        layer.gradient_record.wait()
-        return self._whole(self._trainer.arrays.gradient(layer, position))
+        return self._shown(self._trainer.gradient(layer, position))
 
     def drop_gradient(self) -> None:
         """Drop the gradient that waits for the step."""
@@ -136,7 +139,11 @@ class Fragment:
             "masters follow them"
         )
 
-    def _whole(self, flat: Tensor) -> Tensor:
+    def _whole(self, read: Callable[[], Tensor]) -> Tensor:
+        numel = self._layer.parameters[self._position].numel()
+        return self._shown(self._trainer.of_owner(self._layer, numel, read))
+
+    def _shown(self, flat: Tensor) -> Tensor:
         at_rest = self._trainer.arrays.at_rest(self._layer)[self._position]
         return flat.to(at_rest.device, torch.float32, copy=True).view(at_rest.shape)
 

@@ -1,7 +1,7 @@
 """The job: one model in training by one config.
 
 It turns the config into layers and a plan, opens the device, and makes the trainer. The engine
-calls it, and knows neither layers nor lanes. One rank alone.
+calls it, and knows neither layers nor lanes.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from stronghold.devices.cuda import CudaDevice
 from stronghold.devices.emulated import EmulatedDevice
 from stronghold.devices.forks import check_not_forked, forked_from
 from stronghold.devices.lane_name import LaneName
-from stronghold.distributed.process_groups import Ranks
 from stronghold.errors import ConfigError, LaneError, format_size
+from stronghold.memory.neighbours import Neighbours
 from stronghold.memory.rates import machine_at_start
 from stronghold.model.costs import DTYPES
 from stronghold.model.inner_tensors import HeldTensors
@@ -74,8 +74,6 @@ class Job:
     machine    rates of this machine. None if the plan leaves nothing to choose
     """
 
-    can_plan_again = True  # layers may move between any two steps
-
     def __init__(
         self,
         model: nn.Module,
@@ -83,12 +81,11 @@ class Job:
         optimizer: EngineOptimizer | None,
         *,
         local_rank: int,
-        ranks: Ranks,
+        ranks: Neighbours,
+        make_trainer: Callable[..., Trainer] = Trainer,
     ) -> None:
         self.section, self.ranks, self._process = settings.stronghold, ranks, os.getpid()
-        if ranks.several:
-            raise ConfigError(f'{KEY}: "train" trains on one rank alone so far: leave the key out')
-        self._trace_path = self.section.trace and open_path(self.section.trace, 0)
+        self._trace_path = self.section.trace and open_path(self.section.trace, ranks.rank)
         self.precision = settings.precision
         self.predicted: StepEstimate | None = None
         self._training_thread = TrainingThread()
@@ -96,7 +93,7 @@ class Job:
         with contextlib.ExitStack() as undo:
             self._take_layers(model, settings, optimizer, undo)
             self._make_plan(settings, optimizer, local_rank)
-            self.trace = Trace(0, recording=self.section.trace is not None)
+            self.trace = Trace(ranks.rank, recording=self.section.trace is not None)
             self.metrics = Metrics(
                 num_parameters=self.layout.num_parameters,
                 recomputed=self.plan.recomputed,
@@ -105,7 +102,7 @@ class Job:
             self.machine = self._machine(local_rank) if self.demand.is_open else None
             self.device = self._open_device(local_rank, self.section.gpu_memory, self.trace)
             undo.callback(self.device.close)
-            pool = native.Pool(self.plan.cpu_threads)
+            pool = native.Pool(self.plan.cpu_threads, ranks.cores or None)
             undo.callback(pool.close)
             # First: the trainer's hooks stand around the head's replaced forward.
             parts = LogitsInParts(
@@ -116,7 +113,7 @@ class Job:
             )
             undo.callback(parts.close)
             nvme = self.section.nvme
-            self.trainer = Trainer(
+            self.trainer: Trainer = make_trainer(
                 self.partition,
                 self.layers,
                 groups,
@@ -128,6 +125,7 @@ class Job:
                 folders=[] if nvme is None else [Path(path) for path in nvme.paths],
             )
             undo.callback(self.trainer.close)
+            undo.push(self._end_others)  # first: the trainer's end waits for the other ranks
             self._stalled_weights = StalledWeights(self.trainer)
             attached = fragments.attach(self.trainer, clipping=settings.gradient_clipping)
             undo.callback(fragments.detach, attached)
@@ -204,11 +202,13 @@ class Job:
                 gpu_free_bytes=None if free is None else max(0, free - on_device),
                 host_reserved_bytes=on_host,
                 model_bytes=ram_bytes(p for layer in self.layers for p in layer.parameters),
-                cores=(),
+                cores=self.ranks.cores,
             ),
             training=optimizer is not None,
         )
-        self.demand: Demand = replace(demand, whole=False, gradients_in_ram=True)
+        self.demand: Demand = replace(
+            demand, whole=False, gradients_in_ram=True, reduces_in_room=False
+        )
         self.plan: Plan = make_plan(self.layout, self.demand)
 
     @property
@@ -216,9 +216,23 @@ class Job:
         return self.section.device != "emulated" and cuda.available()
 
     def _machine(self, local_rank: int) -> MachineProfile:
-        gpu = cuda.identity(local_rank)[0] if self._is_on_gpu else None
-        threads = (self.plan.cpu_threads,)
-        return machine_at_start(lambda: self._open_device(local_rank), gpu, threads, self.precision)
+        """This machine's profile. A node's first rank measures alone."""
+        ranks, threads = self.ranks, self.plan.cpu_threads
+        profile: MachineProfile | None = None
+        if ranks.index == 0:
+            gpu = cuda.identity(local_rank)[0] if self._is_on_gpu else None
+            all_threads = tuple(sorted({threads, threads * ranks.count}))
+            profile = machine_at_start(
+                lambda: self._open_device(local_rank), gpu, all_threads, self.precision
+            )
+        profile = ranks.of_node(profile)[0]
+        assert profile is not None
+        return profile
+
+    def _end_others(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """After an exception no other rank waits for this one."""
+        if error is not None:
+            self.ranks.fail(f"{type(error).__name__}: {error}")
 
     def _open_device(
         self, local_rank: int, budget_bytes: int | None = None, trace: Trace | None = None
@@ -226,6 +240,8 @@ class Job:
         if self.section.device == "cuda" or self._is_on_gpu:
             return CudaDevice(local_rank, budget_bytes=budget_bytes, trace=trace)
         settings = self.section.emulated.model_dump()  # EmulatedDevice has the same names
+        if settings["nvme_gbps"] is not None:  # ranks share the node's disks
+            settings["nvme_gbps"] /= self.ranks.count
         return EmulatedDevice(budget_bytes=budget_bytes, trace=trace, **settings)
 
     def _updates_of(self, parameter: torch.Tensor) -> int | None:
@@ -250,6 +266,10 @@ class Job:
 
     def end_backward(self) -> None:
         """Nothing is left to do: hooks notice the end."""
+
+    def end_micro_batch(self) -> None:
+        """A micro-batch of the step has ended, and another one follows."""
+        self.trainer.end_micro_batch()
 
     def abandon_backward(self) -> None:
         self.trainer.forget()
@@ -289,6 +309,11 @@ class Job:
         self.trainer.drop_gradients()
 
     # -- the plan ---------------------------------------------------------------------------------
+    @property
+    def can_plan_again(self) -> bool:
+        """True if layers may move between any two steps."""
+        return self.trainer.can_plan_again
+
     @property
     def is_between_passes(self) -> bool:
         """True if layers may move now."""
@@ -382,7 +407,7 @@ class Job:
         self.trainer.check_between_passes("engine.reload_states")
         plan, memory = self.plan, self.device.memory
         need = plan.gpu_total_bytes - memory.allocated_bytes
-        if not memory.has_room(need, plan.activation_bytes):
+        if not all(self.ranks.of_all(memory.has_room(need, plan.activation_bytes))):
             raise ConfigError(
                 f"engine.reload_states: the plan needs {format_size(need)} on {self.device.name} "
                 f"and {format_size(plan.activation_bytes)} for activations, and other programs "
@@ -420,23 +445,17 @@ class Job:
             self.layers[index].weight_record.wait()
 
     def wait_for_readers(self) -> None:
-        """Block until no operation reads the arrays, before the program writes them."""
-        for layer in self.layers:
-            layer.weight_record.wait()
+        """Block until no operation reads the weights, before the program writes them."""
+        self.trainer.wait_for_readers()
 
     def adopt_weights(self, written: Mapping[int, Collection[int]] | None = None) -> None:
         """Make new values of these parameters, or of all (None), the masters. They were written to
         the memory that the parameters point to."""
-        self.wait_for_readers()
-        self.trainer.num_changes += 1
-        for layer in self.layers:
-            positions = (
-                range(len(layer.parameters)) if written is None else written.get(layer.index, ())
-            )
-            for k in positions:
-                if k < layer.num_trained:
-                    self.trainer.arrays.restart_master(layer, k)
-        self.trainer.synchronize()
+
+        def positions(layer: Layer) -> Collection[int]:
+            return range(layer.num_trained) if written is None else written.get(layer.index, ())
+
+        self.trainer.adopt(positions)
 
     def check_whole(self) -> None:
         """Raise ConfigError if layers have values of two states."""
@@ -540,7 +559,10 @@ class Job:
         if self not in open_models or forked_from(self._process):
             return
         open_models.discard(self)
-        with self._undo:  # the lanes and the pool end whatever happens
-            self.device.finish()
+        try:
+            with self._undo:  # the lanes and the pool end whatever happens
+                self.device.finish()
+        finally:
+            self.ranks.close()
         self.write_trace()
         self.device.check_unsurfaced()

@@ -28,9 +28,10 @@ step's end, ends all ranks: the others wait for a turn, or for an update, that d
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -49,6 +50,8 @@ from stronghold.train.trainer import Trainer
 from stronghold.train.updates import LayerUpdate, StepResult
 from stronghold.train.weights import Weights
 
+logger = logging.getLogger("stronghold")
+
 
 class RankArrays(Arrays):
     """Weights lie in the node's memory. The other arrays of a layer exist on its owner alone."""
@@ -66,17 +69,16 @@ class RankArrays(Arrays):
         self._ranks = ranks
         owned = {layer: in_files[layer] if ranks.owns(layer) else () for layer in layers}
         super().__init__(device, layers, in_files=owned, **settings)
-        device.pinning.pin(ranks.memory.bytes)
-        self._pinned.append(ranks.memory.bytes)
-        self.host_bytes += ranks.memory.bytes.nbytes // ranks.count
-        self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
-        ranks.barrier()  # the node's first rank has filled its memory
-        if ranks.index == 0 and ranks.has_nodes:
-            for layer in layers:
-                ranks.send_weights(layer, 0, ranks.weights_of(layer))
-        ranks.barrier()
-        for layer in filter(ranks.owns, layers):
-            super()._begin_masters(layer)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
+            device.pinning.pin(ranks.memory.bytes)
+            self._pinned.append(ranks.memory.bytes)
+            self.host_bytes += ranks.memory.bytes.nbytes // ranks.count
+            self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
+            ranks.share_weights()
+            for layer in filter(ranks.owns, layers):
+                super()._begin_masters(layer)
+            undo.pop_all()
 
     def _zeros(self, layer: Layer, array: str, numel: int, dtype: torch.dtype) -> Tensor:
         if array == "weights":
@@ -89,6 +91,16 @@ class RankArrays(Arrays):
 
     def _begin_masters(self, layer: Layer) -> None:
         """Wait for the weights, which another rank may still fill."""
+
+    def owns(self, layer: Layer) -> bool:
+        return self._ranks.owns(layer)
+
+    def fills(self, layer: Layer, array: str) -> bool:
+        return self._ranks.index == 0 if array == "weights" else self._ranks.owns(layer)
+
+    def restart_master(self, layer: Layer, position: int) -> None:
+        if self._ranks.owns(layer):
+            super().restart_master(layer, position)
 
 
 class RankWeights(Weights):
@@ -107,8 +119,8 @@ class RankWeights(Weights):
         if layer.version[1] != self._versions[layer] or self._arrays.moved(layer):
             raise ConfigError(
                 f"the program wrote into parameters of the layer of {layer.names[0]}: the ranks of "
-                "a node share their memory, and each of them would write. Write before "
-                "stronghold.initialize"
+                "a node share their memory, and each of them would write. Write in `with "
+                "engine.write() as writes:`, where `writes` is True, or use load_state_dict"
             )
         super().refresh(layer)
 
@@ -228,10 +240,20 @@ class RankGradients(Gradients):
         """True if a layer was ready in this micro-batch."""
         return self._turn > 0 or bool(self._early)
 
-    def end_micro_batch(self) -> None:
+    def end_turns(self) -> None:
+        """End the turns of this micro-batch. What comes later in it is late."""
         self._advance(is_over=True)
         assert self._turn == len(self._order), "a layer still gathers gradients"
+
+    def end_micro_batch(self) -> None:
+        self.end_turns()
         self._turn = 0
+
+    def collect(self, layer: Layer) -> None:
+        """Let the owner have the layer's gradients of all ranks so far. Every rank calls it."""
+        self.end_turns()
+        if any(self._ranks.of_all(layer in self._late)):
+            self._reduce_late(layer)
 
     # -- the clip barrier -------------------------------------------------------------------------
     def norm(self) -> Callable[[], float]:
@@ -362,19 +384,25 @@ class RankTrainer(Trainer):
     """A `Trainer` for one of several ranks. Every rank makes it, and closes it."""
 
     gradients: RankGradients
+    weights: RankWeights
+    can_plan_again = False  # one rank alone may have a larger batch
 
     def __init__(self, *args: Any, ranks: Ranks, **settings: Any) -> None:
         plan, device = settings["plan"], settings["device"]
         assert not plan.early, "ranks update after backward"
         assert not plan.updated_on_gpu, "ranks update on the host"
         self._ranks, device.is_single_process = ranks, False
-        device.on_failure = lambda error: ranks.fail(str(error))
+        device.on_failure = self._lane_failed
         device.lane(LaneName.EXCHANGE)  # the training thread makes it
         self.make_arrays = partial(RankArrays, ranks)
         self.make_weights = RankWeights
         self.make_gradients = partial(RankGradients, ranks)
         self.make_updates = partial(RankUpdates, ranks)
         super().__init__(*args, **settings)
+
+    def _lane_failed(self, error: BaseException) -> None:
+        logger.error("%s", error)  # before a launcher ends this process
+        self._ranks.fail(str(error))
 
     def step(self, **settings: Any) -> StepResult:
         try:
@@ -385,9 +413,56 @@ class RankTrainer(Trainer):
 
     def drop_gradients(self) -> None:
         """All ranks do it. What comes next has turns of its own."""
-        if self.gradients.has_begun:
-            self.gradients.end_micro_batch()
+        self._end_begun()
         super().drop_gradients()
+
+    def _end_begun(self) -> None:
+        """End the micro-batch if it has begun on some rank."""
+        begun = torch.tensor([float(self.gradients.has_begun)])
+        self._ranks.add(begun)
+        if begun.item():
+            self.gradients.end_micro_batch()
+
+    def drop_gradient(self, layer: Layer, position: int) -> None:
+        if self.gradients.has_begun:
+            self.gradients.end_turns()
+        super().drop_gradient(layer, position)
+
+    # -- between steps ----------------------------------------------------------------------------
+    def of_owner(self, layer: Layer, numel: int, read: Callable[[], Tensor]) -> Tensor:
+        owns = self._ranks.owns(layer)
+        flat = super().of_owner(layer, numel, read).cpu() if owns else torch.empty(numel)
+        self._ranks.from_owner(layer, flat)
+        return flat
+
+    def gradient(self, layer: Layer, position: int) -> Tensor:
+        self.gradients.collect(layer)
+        return super().gradient(layer, position) / self._ranks.num_ranks
+
+    def wait_for_readers(self) -> None:
+        super().wait_for_readers()
+        self._ranks.barrier()
+
+    def adopt(self, written: Callable[[Layer], Iterable[int]]) -> None:
+        self._ranks.share_weights()
+        self.weights.accept(self.layers)
+        super().adopt(written)
+
+    @contextlib.contextmanager
+    def changing(self, operation: str) -> Iterator[None]:
+        """All ranks enter. Each writes what it owns, and the first one of a node its weights."""
+        self.check_between_passes(operation)
+        self._end_begun()
+        self.gradients.num_turns = 0  # so that what is dropped now ends no rank
+        try:
+            with super().changing(operation):
+                self._ranks.barrier()  # no rank reads the old weights any more
+                yield
+                self._ranks.barrier()
+        except BaseException as error:
+            self._ranks.fail(f"{type(error).__name__}: {error}")
+            raise
+        self.weights.accept(self.layers)
 
     def close(self) -> None:
         self._stop()

@@ -40,13 +40,15 @@ import torch
 from torch import Tensor, distributed
 
 from stronghold import native
+from stronghold.devices import cuda
 from stronghold.devices.base import Fence
 from stronghold.devices.lane_name import LaneName
-from stronghold.distributed.process_groups import joining, mesh_of, this_node
+from stronghold.distributed.process_groups import joining, mesh_of, share_of_cores, this_node
 from stronghold.errors import ConfigError, RankError
 from stronghold.memory.neighbours import Neighbours
 from stronghold.memory.slab import NodeMemory
 from stronghold.optim.states import PAGE_BYTES
+from stronghold.plan.homes import owners
 from stronghold.streaming.patches.distributed import shared_store
 from stronghold.train.layer import Layer
 
@@ -61,13 +63,10 @@ _numbers = itertools.count()  # of the objects of this process, which all ranks 
 class Ranks(Neighbours):
     """The ranks that train one model. Every rank makes the same calls in the same order.
 
-    rank, num_ranks  this rank, and how many there are
-    index, count     this rank's place on its node, and how many ranks the node has
-    has_nodes        there are several nodes
-    sent_bytes       by kind of operation
+    has_nodes  there are several nodes
 
     Each group of torch has one thread, so that its collectives come in one order: `reduce` and
-    `exchange` that of their lane, `control` the training thread.
+    `exchange` that of their lane, `control` the training thread, `files` the io lane.
 
     RankError if a rank does not come within `timeout`. ConfigError if some nodes have more ranks
     than others.
@@ -80,15 +79,20 @@ class Ranks(Neighbours):
         self._control = self._group(every)
         infos: list[Any] = [None for _ in every]
         with joining("stronghold.initialize"):
-            info = this_node(), os.getpid()
+            info = this_node(), os.getpid(), sorted(os.sched_getaffinity(0))
             distributed.all_gather_object(infos, info, group=self._control)
-        mesh = mesh_of([node for node, _ in infos])
-        self._node = next(row for row in mesh.tolist() if self.rank in row)
+        mesh = mesh_of([node for node, *_ in infos]).tolist()
+        self.node = next(number for number, row in enumerate(mesh) if self.rank in row)
+        self.node_name = str(infos[self.rank][0][0])
+        self._node = mesh[self.node]
         self.index, self.count = self._node.index(self.rank), len(self._node)
         self.has_nodes = self.count < self.num_ranks
+        self.cores = share_of_cores([infos[rank][2] for rank in self._node], self.index)
         self._reduce = self._group(every, "gloo" if device is None else "nccl")
-        exchanges = [self._group(column) for column in mesh.T.tolist()]
+        self._files = self._group(every)
+        exchanges = [self._group(column) for column in zip(*mesh, strict=True)]
         self._exchange = exchanges[self.index]
+        self._groups: tuple[Any, ...] = (self._reduce, self._control, self._exchange, self._files)
         self._store = shared_store(f"stronghold {next(_numbers)}")
         self._failure: RankError | None = None
         self._is_failing = threading.Lock()
@@ -97,6 +101,20 @@ class Ranks(Neighbours):
         # A pidfd is readable once its process has ended.
         self._processes = {os.pidfd_open(infos[rank][1]): rank for rank in self._node}
         self.sent_bytes: Counter[str] = Counter()
+        if device is not None:
+            self._connect(device)
+
+    def _connect(self, device: torch.device) -> None:
+        """Make NCCL's connections now: they allocate, which may wait for all that the GPU does."""
+        before = cuda.physical_bytes(device.index)
+        numbers = torch.zeros(1, device=device)
+        self._run("connecting the GPUs", distributed.all_reduce, numbers, group=self._reduce)
+        cuda.wait_for_queued(device.index, self._check)
+        self.device_bytes = before - cuda.physical_bytes(device.index)
+
+    def _check(self) -> None:
+        if (cause := self._cause()) is not None:
+            raise self._explain("connecting the GPUs", cause, hangs=False)
 
     def _group(self, members: Sequence[int], backend: str = "gloo") -> Any:
         """Every rank makes every group."""
@@ -185,6 +203,14 @@ class Ranks(Neighbours):
         name, group = f"exchange {layer.name}", self._exchange
         self._run(name, distributed.broadcast, weights, src=source, group=group)
 
+    def share_weights(self) -> None:
+        """Give the copy of rank 0's node to all nodes. The training thread enters."""
+        self.barrier()  # it has been written
+        if self.index == 0 and self.has_nodes:
+            for layer in self._index:
+                self.send_weights(layer, 0, self.weights_of(layer))
+        self.barrier()
+
     # -- gradients and numbers --------------------------------------------------------------------
     def reduce_to_owner(self, layer: Layer, gradients: Tensor) -> None:
         """Add gradients over the ranks, in a fixed order: a stream's work on a GPU."""
@@ -201,12 +227,18 @@ class Ranks(Neighbours):
         """Add numbers over the ranks."""
         self._run("clip barrier", distributed.all_reduce, numbers, group=self._control)
 
+    def from_owner(self, layer: Layer, numbers: Tensor) -> None:
+        """Fill these numbers with those of the layer's owner. The training thread enters."""
+        source, group = self.owner(layer), self._control
+        self._run(f"reading {layer.name}", distributed.broadcast, numbers, source, group=group)
+
     def barrier(self) -> None:
         self._run("barrier", distributed.barrier, group=self._control)
 
-    def of_all(self, value: Any) -> list[Any]:
+    def of_all(self, value: Any, operation: str = "set-up", *, beside: bool = False) -> list[Any]:
         values: list[Any] = [None] * self.num_ranks
-        self._run("set-up", distributed.all_gather_object, values, value, group=self._control)
+        group = self._files if beside else self._control
+        self._run(operation, distributed.all_gather_object, values, value, group=group)
         return values
 
     def of_node(self, value: Any) -> list[Any]:
@@ -273,6 +305,7 @@ class Ranks(Neighbours):
                 if cause is None and (closed := self._closed()) is not None:
                     cause = self._first_failure(closed, "has ended")
                 self._end(f"{name}: {cause or 'a rank of another node does not come'} ({words})")
+                logger.error("%s", self._failure)  # before a launcher ends this process
         assert self._failure is not None
         return self._failure
 
@@ -284,16 +317,19 @@ class Ranks(Neighbours):
                 self._end(f"this rank has failed: {reason}")
 
     def _end(self, message: str) -> None:
-        self._failure = RankError(f"{message}. Load the last checkpoint")
-        logger.error("%s", self._failure)  # before a launcher ends this process
-        for group in (self._reduce, self._control, self._exchange):
+        self._failure = RankError(f"{message}. Start all ranks again, from the last checkpoint")
+        for group in self._groups:
             _close_connections(group)
 
     def close(self) -> None:
-        """Leave the groups, and close the node's memory, whose mapping stays. Waits for no rank."""
+        """Leave the groups, and close the node's memory, whose mapping stays. Waits for no rank.
+        Safe to call twice."""
         if distributed.is_initialized():
-            for group in (self._reduce, self._control, self._exchange):
+            for group in self._groups:
                 distributed.destroy_process_group(group)
+        # Hazard: a forked child that collects a group waits for threads that it does not have.
+        self._groups = ()
+        self._control = self._reduce = self._exchange = self._files = None
         for descriptor in self._processes:
             os.close(descriptor)
         self._processes.clear()
@@ -316,15 +352,6 @@ class OwnersUpdate(Fence):
     @property
     def done(self) -> bool:
         return self._ranks.has_weights(self._layer, self._count)
-
-
-def owners(trained_bytes: Sequence[int], num_ranks: int) -> list[int]:
-    """The owner of each layer: the largest first, each to the rank with the fewest bytes so far."""
-    owner, loads = [0] * len(trained_bytes), [0] * num_ranks
-    for k in sorted(range(len(owner)), key=lambda k: -trained_bytes[k]):
-        owner[k] = loads.index(min(loads))
-        loads[owner[k]] += trained_bytes[k]
-    return owner
 
 
 def _close_connections(group: Any) -> None:

@@ -15,7 +15,7 @@ bytecode.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -61,10 +61,12 @@ class Trainer:
     thread   the one that trains
     folders  for the arrays that the plan puts in files
 
-    num_changes  counts steps, and loads of weights
-    make_*       make the nouns. `rank_trainer` has others
+    num_changes     counts steps, and loads of weights
+    can_plan_again  layers may move between any two steps, not only before the first batch
+    make_*          make the nouns. `rank_trainer` has others
     """
 
+    can_plan_again = True
     weights: Weights
     gradients: Gradients
     offload: ActivationOffload
@@ -387,6 +389,39 @@ class Trainer:
         if layer.is_seen:
             self.weights.refresh(layer)
         layer.weight_record.wait()  # the readers, too: the spill of moments is one
+
+    def of_owner(self, layer: Layer, numel: int, read: Callable[[], Tensor]) -> Tensor:
+        """What `read` gives on the rank that owns the layer: so many items, flat, as fp32."""
+        return read().float()
+
+    def gradient(self, layer: Layer, position: int) -> Tensor:
+        """A parameter's gradient that waits for the step, flat, as fp32: the sum over
+        micro-batches, and the mean over ranks. Zeros if it got none."""
+        numel = layer.parameters[position].numel()
+
+        def read() -> Tensor:
+            if position not in layer.waiting:
+                return torch.zeros(numel)
+            layer.gradient_record.wait()
+            return self.arrays.gradient(layer, position)
+
+        return self.of_owner(layer, numel, read)
+
+    def wait_for_readers(self) -> None:
+        """Wait until no operation reads the weights, before the program writes them."""
+        for layer in self.layers:
+            layer.weight_record.wait()
+
+    def adopt(self, written: Callable[[Layer], Iterable[int]]) -> None:
+        """Make the weights at these positions the masters. The program has written them, to the
+        memory that the parameters point to."""
+        self.wait_for_readers()
+        self.num_changes += 1
+        for layer in self.layers:
+            for k in written(layer):
+                if k < layer.num_trained:
+                    self.arrays.restart_master(layer, k)
+        self.synchronize()
 
     def refresh(self) -> None:
         """Take over what the program has written so far, between two passes. Its next look at a

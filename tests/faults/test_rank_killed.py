@@ -28,7 +28,7 @@ UNNAMED = [("deepspeed", "start")]
 
 def names(rank: int) -> str:
     """What the log has of a rank that was killed: from another rank, or from torchrun's agent."""
-    return rf"connection closed by rank {rank}\b|rank +: {rank} \(local_rank: {rank}\)"
+    return rf"rank {rank} has (ended|failed)|rank +: {rank} \(local_rank: {rank}\)"
 
 
 @pytest.mark.slow

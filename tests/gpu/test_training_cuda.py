@@ -713,7 +713,7 @@ def ranks_on_gpus() -> dict[str, str]:
     not PRETENDED and torch.cuda.device_count() < 2, reason="each rank needs a GPU of its own"
 )
 def test_streams_of_two_ranks_never_change_a_bit(tmp_path: Path) -> None:
-    """Weights are gathered and gradients reduced beside them."""
+    """Gradients are reduced beside them."""
     for two, one in run_ranks(f"{RANK_PROGRAMS}:streams", 2, tmp_path, **ranks_on_gpus()):
         assert_identical(two, one)
         assert two.norms == one.norms
@@ -722,15 +722,14 @@ def test_streams_of_two_ranks_never_change_a_bit(tmp_path: Path) -> None:
 @pytest.mark.skipif(
     not PRETENDED and torch.cuda.device_count() < 2, reason="each rank needs a GPU of its own"
 )
-def test_communicators_are_made_before_the_plan_and_the_lanes(tmp_path: Path) -> None:
-    """Where a lane makes one, kernels of another may be in flight: the pretended device refuses
-    that. The plan begins with what they leave of the device."""
+def test_the_communicator_is_made_before_the_plan_and_the_lanes(tmp_path: Path) -> None:
+    """The plan begins with what it leaves of the device."""
     environment = ranks_on_gpus()
     for found in run_ranks(f"{RANK_PROGRAMS}:communicators", 2, tmp_path, **environment):
-        assert found["counted"] == 0  # of layers
+        assert "reduce" not in found["counted"]  # no layer was reduced yet
         assert found["budget"] <= GPU_SHARE * (found["before"] - found["taken"])
         if PRETENDED:
-            assert found["taken"] == 2 * COMMUNICATOR_BYTES  # to gather and to reduce
+            assert found["taken"] == COMMUNICATOR_BYTES  # to reduce
         else:
             assert found["taken"] > 0
 

@@ -1,5 +1,4 @@
-"""Several ranks with parameters of several dtypes: each range is cut into shares, gathered and
-reduced in its own dtype."""
+"""Several ranks with parameters of several dtypes: each layer is reduced in its own dtype."""
 
 from __future__ import annotations
 
@@ -102,13 +101,16 @@ def test_what_two_ranks_save_resumes_on_two_and_on_one(
 @TWO_RANKS
 @pytest.mark.parametrize("precision", ["bf16", "lean"])
 @pytest.mark.parametrize("name", rank_dtypes.MEASURED)
-def test_bytes_of_each_rank_are_those_of_its_formats(
+def test_bytes_of_each_rank_are_those_of_what_it_owns(
     name: str, precision: str, two: list[Any]
 ) -> None:
-    for found in two:
-        seen = found["memory"][f"{name}, {precision}"]
-        assert seen["host"][0] == seen["host"][1] == seen["formula"]
-        assert seen["gpu"][0] == seen["gpu"][1]
-        on_files = found["memory on files"][name]
-        assert on_files["host"][0] == on_files["host"][1] < seen["host"][0] + on_files["nvme"][0]
-        assert on_files["nvme"][0] == on_files["nvme"][1] > 0
+    """And the plan's are those of the rank with the most, without the early layers of step 1."""
+    seen = [found["memory"][f"{name}, {precision}"] for found in two]
+    on_files = [found["memory on files"][name] for found in two]
+    for of_rank in seen:
+        assert of_rank["host"][0] == of_rank["formula"] + of_rank["early"]
+        assert of_rank["gpu"][0] == of_rank["gpu"][1]
+    for of_ranks, tier in ((seen, "host"), (on_files, "host"), (on_files, "nvme")):
+        early = [of_rank["early"] if tier == "host" else 0 for of_rank in of_ranks]
+        most = max(of_rank[tier][0] - n for of_rank, n in zip(of_ranks, early, strict=True))
+        assert most == of_ranks[0][tier][1] > 0

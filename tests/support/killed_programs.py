@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from stronghold.checkpoint import save
-from stronghold.distributed.sharding import RankTeam
+from stronghold.checkpoint import saving
+from stronghold.train.ranks import Ranks
 from tests.models import MODELS, loss_of
 from tests.support.rank_models import engine_of, rank
 from tests.support.training import config
@@ -45,11 +45,11 @@ def train(folder: Path) -> None:
         if last and moment == "backward":
             next(model.blocks[0].parameters()).register_hook(killed)
         if last and moment == "step":
-            RankTeam.meet = killed  # type: ignore[method-assign]
+            Ranks.add = killed  # type: ignore[method-assign]
         engine.backward(loss_of(engine(**make_batch(2 * step + rank()))))
         engine.step()
     if moment == "save":
-        save.write_tensors = killed
+        saving.write_tensors = killed
     engine.save_checkpoint(folder / "saved")
     engine.destroy()
     assert not moment, f"{moment}: what kills the rank was never called"

@@ -23,7 +23,7 @@ from tests.support.rank_models import Wide, engine_of, num_ranks, rank, train
 from tests.support.training import config
 
 # Frozen and tied parameters, experts chosen by the data, ranks that skip layers, files.
-BITS = ("gpt_tied", "frozen", "experts", "choosy", "hostile", "parts", "all in files")
+BITS = ("gpt_tied", "frozen", "experts", "choosy", "hostile", "retried", "written", "all in files")
 
 
 def two_nodes(folder: Path) -> dict[str, Any]:
@@ -45,10 +45,7 @@ def two_nodes(folder: Path) -> dict[str, Any]:
 def four_ranks(folder: Path) -> dict[str, Any]:
     """Two nodes of two ranks."""
     return {
-        "bits": {
-            name: train(name, config(clipping=0.0), steps=2, batches_per_step=4, options=options)
-            for name, options in rank_programs.FOUR.items()
-        },
+        "bits": rank_programs.four_ranks(folder),
         "memory": memory(),
         "traffic": traffic(),
         "elsewhere": rank_checkpoints.load_elsewhere(folder) if "CHECKPOINT" in os.environ else {},
@@ -72,20 +69,20 @@ def memory() -> dict[str, Any]:
         engine.destroy()
 
 
-def traffic() -> dict[str, int]:
-    """Bytes that a rank receives from other nodes in a step, and the model's padded elements."""
+def traffic() -> dict[str, Any]:
+    """Bytes that a rank gives to collectives in a step, and the model's padded elements."""
     model, make_batch = MODELS["gpt"](num_layers=3)
     engine = engine_of(model, config())
     try:
-        before = 0
+        before: dict[str, int] = {}
         for step in range(2):
-            before = engine.inspect().ranks.received_from_nodes_bytes
+            before = dict(engine.inspect().ranks.sent_bytes)
             engine.backward(loss_of(engine(**make_batch(num_ranks() * step + rank()))))
             engine.step()
             engine.synchronize()
         now = engine.inspect()
         return {
-            "received": now.ranks.received_from_nodes_bytes - before,
+            "sent": {k: n - before.get(k, 0) for k, n in now.ranks.sent_bytes.items()},
             "trained": sum(layer.trainable_numel for layer in now.layout.layers),
         }
     finally:

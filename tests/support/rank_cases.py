@@ -13,39 +13,30 @@ from deepspeed import utils
 
 from stronghold.errors import BudgetError
 from stronghold.plan.homes import FILE
-from stronghold.streaming.gradients import GradientOffload
 from tests.models import MODELS, TOYS
-from tests.support.rank_models import num_ranks, train
+from tests.support.rank_models import num_ranks, rank, train
 from tests.support.training import Run, assert_identical, config
 
-HALVED = 2  # a block of the model
 
-
-def in_parts(section: dict[str, Any] | None = None) -> Run:
-    """The gradients of a block come in halves, the second ones when backward ends and the first
-    were reduced. One rank alone gets them whole."""
+def retried() -> Run:
+    """The backward of one rank raises before a layer is ready, and its program begins the
+    micro-batch again."""
     if num_ranks() == 1:
         return CASES["gpt"]()
-    kept: list[tuple[Any, ...]] = []
-    whole = {name: getattr(GradientOffload, name) for name in ("arrived", "flush")}
+    fails = [rank() == 1 and step in (0, 2) for step in range(3)]
 
-    def arrived(self: Any, layer: int, position: int, gradient: torch.Tensor) -> None:
-        if layer == HALVED:
-            gradient = gradient / 2
-            kept.append((layer, position, gradient.clone()))
-        whole["arrived"](self, layer, position, gradient)
+    def backward(engine: Any, make_loss: Callable[[], torch.Tensor]) -> torch.Tensor:
+        last = [*engine.module.parameters()][-1]
+        if fails.pop(0):
+            hook = last.register_hook(lambda gradient: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                engine.backward(make_loss())
+            hook.remove()
+        loss = make_loss()
+        engine.backward(loss)
+        return loss
 
-    def flush(self: Any) -> None:
-        for half in kept:
-            whole["arrived"](self, *half)
-        assert kept
-        kept.clear()
-        whole["flush"](self)
-
-    with pytest.MonkeyPatch.context() as patch:
-        for change in (arrived, flush):
-            patch.setattr(GradientOffload, change.__name__, change)
-        return train("gpt", config(clipping=0.0, section=section))
+    return train("gpt", config(clipping=0.0), backward=backward)
 
 
 def states_read() -> Run:
@@ -57,6 +48,17 @@ def states_read() -> Run:
             assert utils.safe_get_full_optimizer_state(parameter, "exp_avg").any()
 
     return train("gpt", config(clipping=0.0), each_step=each_step)
+
+
+def written() -> Run:
+    """Between steps one rank writes the weights in place. Their masters follow."""
+
+    def each_step(engine: Any, _: int) -> None:
+        with engine.write() as writes:
+            for parameter in engine.module.parameters() if writes else ():
+                parameter.mul_(0.9)
+
+    return train("gpt", config(clipping=0.0, section={"window": 2}), each_step=each_step)
 
 
 def failed_and_alone() -> Run:
@@ -85,10 +87,7 @@ def failed_and_alone() -> Run:
     return train("gpt", config(clipping=0.0, section=section), each_step=each_step)
 
 
-EVERYTHING = {
-    "fp32": {"exp_avg", "exp_avg_sq", "gradients"},
-    "bf16": {"exp_avg", "exp_avg_sq", "low"},
-}
+EVERYTHING = {"fp32": {"exp_avg", "exp_avg_sq"}, "bf16": {"exp_avg", "exp_avg_sq", "low"}}
 
 
 def files(spill: str | None = None, **more: Any) -> dict[str, Any]:
@@ -187,9 +186,10 @@ CASES: dict[str, Callable[[], Run]] = {
         "choosy",
         config(clipping=0.0, section={"early_layers": 3, "emulated": {"jitter_s": 1e-3}}),
     ),
-    "parts": in_parts,
+    "retried": retried,
     "failed and alone": failed_and_alone,
     "states read": states_read,
+    "written": written,
     "loss.backward()": partial(train, "choosy", config(clipping=0.0), by_user=True),
     # The ranks' ranges are cut within parameters.
     "lean": partial(
@@ -199,7 +199,6 @@ CASES: dict[str, Callable[[], Run]] = {
     "moments in files": lambda: on_files("experts", clipping=0.0, spill="moments"),
     "moments in files, choosy": lambda: on_files("choosy", clipping=0.0, spill="moments"),
     "all in files": lambda: on_files("choosy", clipping=1e9),
-    "files, parts": lambda: in_parts(section=files("masters")),
 }
 
 

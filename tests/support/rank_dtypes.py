@@ -13,6 +13,7 @@ import torch
 from deepspeed.utils import safe_get_full_grad
 
 from stronghold.model.packed_formats import FORMATS
+from stronghold.optim.states import PAGE_BYTES
 from tests.models import loss_of
 from tests.support import packed
 from tests.support.mixed import MIXED, OWN
@@ -131,7 +132,7 @@ def checkpoints(name: str, folder: Path) -> dict[str, Any]:
 
 
 def memory(name: str, precision: str, **section: Any) -> dict[str, Any]:
-    """Bytes after a step, as measured, as planned, and by the formats of this rank's shares."""
+    """Bytes after a step, as measured, as planned, and by the formats of what this rank owns."""
     model, make_batch = MODELS[name]()
     engine = engine_of(model, settings_of(precision, clipping=0.5, window=1, **section))
     try:
@@ -140,21 +141,23 @@ def memory(name: str, precision: str, **section: Any) -> dict[str, Any]:
             engine.step()
         engine.synchronize()
         now, report = engine.inspect(), engine.memory_report()
-        total = 0.0
-        for layer in now.layout.layers:
+        buffers = engine._stack.trainer.gradients._buffers
+        owned, of_node = 0.0, PAGE_BYTES  # with the counters of the node's weights
+        for layer, own in zip(now.layout.layers, engine._stack.layers, strict=True):
+            of_node += -(-own.num_bytes // PAGE_BYTES) * PAGE_BYTES
             for each in layer.ranges:
-                made, share = (now.formats[each.format], (each.end - each.begin) // num_ranks())
-                total += share * made.dtype.itemsize
                 # what an update changes, and the gradients that wait for it
-                if each.trainable:
+                if each.trainable and engine._stack.ranks.owns(own):
+                    made = now.formats[each.format]
                     states = made.trained
                     kept = states.low_bytes + states.moment_bytes + made.dtype.itemsize
-                    total += share * kept
+                    owned += (each.end - each.begin) * kept
         return {
             "host": (report.host_peak, report.host_planned),
             "gpu": (report.gpu_peak, report.gpu_planned),
             "nvme": (report.nvme_peak, report.nvme_planned),
-            "formula": total,
+            "formula": owned + of_node // num_ranks(),
+            "early": sum(buffer.nbytes for buffer, _ in buffers.values()),
         }
     finally:
         engine.destroy()

@@ -145,6 +145,7 @@ def train(
     same: bool = False,
     each_step: Callable[[Any, int], None] | None = None,
     by_user: bool = False,
+    backward: Callable[[Any, Callable[[], torch.Tensor]], torch.Tensor] | None = None,
 ) -> Run:
     """Train on the same `batches_per_step` micro-batches a step, whatever the number of ranks; all
     of a step's are the `same` one, for gradients whose mean is exact in 16 bits. Losses are this
@@ -165,9 +166,13 @@ def train(
         for step in range(steps):
             for micro in range(accumulation):
                 index = step if same else step * batches_per_step + micro * num_ranks() + rank()
+                batch = on(engine.device, make_batch(index))
                 with engine.no_sync():
-                    loss = loss_of(engine(**on(engine.device, make_batch(index))))
-                    loss.backward() if by_user else engine.backward(loss)
+                    if backward is not None:
+                        loss = backward(engine, lambda batch=batch: loss_of(engine(**batch)))
+                    else:
+                        loss = loss_of(engine(**batch))
+                        loss.backward() if by_user else engine.backward(loss)
                 engine.step()
                 run.losses.append(loss.detach().to("cpu", copy=True))
             run.norms.append(engine.get_global_grad_norm())

@@ -98,7 +98,7 @@ def messages(
         ErrorPage.UNKNOWN_KEY: refusal(windw=2),
         ErrorPage.TWO_OPTIMIZERS: refused_by_an_optimizer_that_has_taken_steps(),
         ErrorPage.OTHER_MODEL: refused_by_a_checkpoint(tmp_path),
-        ErrorPage.RANK_LOST: str(RankError("gather 3: connection closed by rank 1")),
+        ErrorPage.RANK_LOST: str(RankError("clip barrier: rank 1 has ended (closed by peer)")),
         ErrorPage.KERNELS: refused_without_kernels(tmp_path, monkeypatch),
     }
 
@@ -131,7 +131,7 @@ def test_a_published_site_is_linked_by_its_address(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_message_has_one_link_from_another_process_too() -> None:
-    error = pickle.loads(pickle.dumps(RankError("gather 3: connection closed by rank 1")))
+    error = pickle.loads(pickle.dumps(RankError("clip barrier: rank 1 has ended")))
     again = RankError(f"rank 0: {error}")
     assert str(again).count("See ") == 1
 

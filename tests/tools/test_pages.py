@@ -174,7 +174,7 @@ PAGES_TO_PERFORM = [
 @pytest.mark.parametrize("path", PAGES_TO_PERFORM)
 def test_a_how_to_page_is_performed(path: Path, reader: Reader) -> None:
     text = text_of(path)
-    if re.search(r"engine\.save|CHECKPOINTS|trace\.json", text):
+    if re.search(r"engine\.(save|write)|CHECKPOINTS|trace\.json", text):
         reader.train()
     if "trace.json" in text:
         reader.close()  # which completes the file

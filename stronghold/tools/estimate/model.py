@@ -61,14 +61,12 @@ class MetaModel:
             with _without_advice():
                 self._module = with_adapters(self._module, adapters)
         self._layers = partition(self._module)  # as it computes
-        self._costs: dict[tuple[int, int, str, bool], ModelCosts] = {}
+        self._costs: dict[tuple[int, int, str], ModelCosts] = {}
         packed = packed_weights(self._layers, adapters)
         chosen = _formats_of(self._module, packed, adapters)
         # as it lies on the host
         stored = partition(self._module, None, chosen.of, packed)
         self.layout: ModelLayout = layout(stored, format_of=chosen.of)
-        # Format 0 is that of the parameters which compute as they lie.
-        self.inner_formats: Formats = chosen.formats[1:]
 
     @property
     def name(self) -> str:
@@ -94,17 +92,17 @@ class MetaModel:
 
     @cached_property
     def _packed(self) -> nn.Module:
-        """The module as an engine of one rank has it."""
+        """The module as an engine has it."""
         if self.adapters is None or self.adapters.frozen is None:
             return self._module
         module = copy.deepcopy(self._module)
         pack_frozen(module, find_blocks(module, None), DTYPES[self.adapters.precision])
         return module
 
-    def layout_of_one_rank(
+    def laid_out(
         self, optimizer: Optimizer, dtype: torch.dtype, kind: StateKind
     ) -> tuple[ModelLayout, Formats]:
-        """The sizes of the layers, and their formats, in an engine of one rank."""
+        """The sizes of the layers, and their formats, in an engine."""
         groups: Groups = {p: ({}, optimizer) for p in self._packed.parameters() if p.requires_grad}
         chosen = model_formats(
             stored_tensors(self._packed),
@@ -122,16 +120,14 @@ class MetaModel:
         assert self.adapters is not None
         return MetaModel(self._config, self._source, replace(self.adapters, frozen=frozen))
 
-    def costs_of(self, batch: int, seq: int, dtype: str, *, packed: bool = True) -> ModelCosts:
+    def costs_of(self, batch: int, seq: int, dtype: str) -> ModelCosts:
         """The costs of `batch` sequences of `seq` tokens in `dtype` ("bf16", "fp16", "fp32").
-
-        packed  frozen weights are decoded by the operators that need them, as on one rank
 
         Raises ConfigError if the model's forward depends on values.
         """
-        key = (batch, seq, dtype, packed)
+        key = (batch, seq, dtype)
         if key not in self._costs:
-            module = self._packed if packed else self._module
+            module = self._packed
             layers = self._layers if module is self._module else partition(module)
             with _without_advice(), autocast_on_meta():
                 self._costs[key] = trace_costs(module, layers, batch=batch, seq=seq, dtype=dtype)

@@ -16,13 +16,12 @@ from stronghold.config.section import parse_bytes
 from stronghold.errors import ConfigError, did_you_mean
 from stronghold.limits import update_cores
 from stronghold.model.costs import DTYPES, ModelCosts
-from stronghold.model.layout import ModelLayout, for_ranks
+from stronghold.model.layout import ModelLayout
 from stronghold.optim import examples
 from stronghold.optim.contract import Optimizer
-from stronghold.optim.states import EXACT, LEAN, Formats, StateKind, States, one_format, states_of
+from stronghold.optim.states import EXACT, LEAN, Formats, StateKind, States, states_of
 from stronghold.plan.cost import Demand, Workload, with_decoding, workload_of
 from stronghold.plan.machine import MachineProfile, Rates, find_profile, machine_names, rates_of
-from stronghold.streaming.formats import page_items
 from stronghold.tools.estimate.adapters import Adapters, adapters_from_options
 from stronghold.tools.estimate.model import MetaModel, from_config, from_sizes
 
@@ -73,19 +72,16 @@ class Question:
 
     @property
     def layout(self) -> ModelLayout:
-        """The layout of the model, shared by the ranks, with pages for these states."""
-        if self.ranks == 1:
-            return self._of_one_rank[0]
-        page = page_items(self.formats, in_files=self.nvme_bytes > 0)
-        return for_ranks(self.model.layout, self.ranks, page)
+        """The layout of the model, with pages for these states."""
+        return self._laid_out[0]
 
     @cached_property
-    def _of_one_rank(self) -> tuple[ModelLayout, Formats]:
-        return self.model.layout_of_one_rank(self._optimizer, DTYPES[self.dtype], self.states)
+    def _laid_out(self) -> tuple[ModelLayout, Formats]:
+        return self.model.laid_out(self._optimizer, DTYPES[self.dtype], self.states)
 
     @property
     def costs(self) -> ModelCosts:
-        return self.model.costs_of(self.batch, self.seq, self.dtype, packed=self.ranks == 1)
+        return self.model.costs_of(self.batch, self.seq, self.dtype)
 
     @property
     def work(self) -> Workload:
@@ -123,9 +119,7 @@ class Question:
     @property
     def formats(self) -> Formats:
         """The formats of parameters, and of the inner tensors of packed weights."""
-        if self.ranks == 1:
-            return self._of_one_rank[1]
-        return (*one_format(self.arrays), *self.model.inner_formats)
+        return self._laid_out[1]
 
     @property
     def early_updates(self) -> int | None:
@@ -151,8 +145,8 @@ class Question:
             num_ranks=self.ranks,
             num_nodes=self.nodes,
             resident_updates="host" if self.ranks > 1 or self.states == LEAN else None,
-            whole=None if self.ranks > 1 else False,
-            gradients_in_ram=self.ranks == 1,
+            whole=False,
+            gradients_in_ram=True,
             nvme=self.nvme_bytes > 0,
             nvme_capacity_bytes=self.nvme_bytes // self.gpus or None,
             micro_batches=self.accumulation,
