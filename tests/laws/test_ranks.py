@@ -142,12 +142,25 @@ def test_gradients_are_read_whole_on_every_rank(precision: str, two: list[Any]) 
         model.to(DTYPES[precision])
         loss_of(model(**make_batch(batch))).backward()
         sums = [p.grad + s for p, s in zip(model.parameters(), sums or [0] * 99, strict=False)]
-    norm = torch.stack([(s / 2).float().norm() for s in sums]).norm().item()
+    norm = torch.stack([s.float().norm() for s in sums]).norm().item()
     for found in (of_rank["gradients"][precision] for of_rank in two):
-        assert all(
-            torch.equal(g, (s / 2).float()) for g, s in zip(found["read"], sums, strict=True)
-        )
+        for read, twice, s in zip(found["read"], found["twice"], sums, strict=True):
+            assert torch.equal(read, (s / 2).float())
+            assert torch.equal(twice, s.float())
         assert found["norm"] == pytest.approx(norm, rel=1e-2)
+
+
+def test_each_micro_batch_has_turns_of_its_own(two: list[Any]) -> None:
+    """Gradients are reduced once in each, and none comes after its turn."""
+    for sent, once in (found["accumulated"] for found in two):
+        assert sent["reduce"] == 6 * once
+        assert "late" not in sent
+
+
+@pytest.mark.parametrize("how", ["load", "drop"])
+def test_gradients_of_one_rank_are_thrown_away_by_all(how: str, two: list[Any]) -> None:
+    for runs in (found["thrown away"] for found in two):
+        assert_identical(runs[how], runs[""])
 
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all(two: list[Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from stronghold.checkpoint import directory, saving
 from stronghold.errors import ConfigError
 from tests.models import MODELS, loss_of
 from tests.support.rank_cases import files
-from tests.support.rank_models import engine_of, num_ranks, rank
-from tests.support.training import config
+from tests.support.rank_models import engine_of, num_ranks, rank, train
+from tests.support.training import Run, config
 
 
 def session(save: Path | None, load: Path | None, *, steps: int, **section: Any) -> dict[str, Any]:
@@ -54,6 +55,25 @@ def checkpoint(folder: Path) -> dict[str, Any]:
         "straight on": session(None, folder / "saved", steps=3),
         "straight": session(None, None, steps=4),
     } | {name: str(folder / name) for name in ("saved", "beside", "from files")}
+
+
+def thrown_away(folder: Path) -> dict[str, Run]:
+    """Gradients of one rank alone wait when all ranks load, or drop what waits, or when none do.
+    The model has one layer: with more, backward may wait for the other rank's turns."""
+
+    def each_step(engine: Any, step: int, how: str = "") -> None:
+        engine.save_checkpoint(folder / f"thrown away {how}")
+        if rank() == 0 and how:
+            engine.backward(loss_of(engine(**MODELS["one_linear"]()[1](100 + step))))
+        if how == "load":
+            engine.load_checkpoint(folder / "thrown away load")
+        elif how == "drop":
+            engine.zero_grad()
+
+    return {
+        how: train("one_linear", config(clipping=0.0), each_step=partial(each_step, how=how))
+        for how in ("", "load", "drop")
+    }
 
 
 def load_elsewhere(folder: Path) -> dict[str, Any]:

@@ -144,14 +144,33 @@ def surface() -> dict[str, Any]:
 
 
 def gradients(precision: str) -> dict[str, Any]:
-    """Read through DeepSpeed's functions, where no rank has all of one."""
+    """Read through DeepSpeed's functions, after a backward, and after another one that is like it:
+    its gradients are late."""
     model, make_batch = MODELS["gpt"]()
     engine = engine_of(model, config(precision=precision))
     try:
         engine.backward(loss_of(engine(**make_batch(rank()))))
         read = [utils.safe_get_full_grad(p) for p in model.parameters()]
+        engine.backward(loss_of(engine(**make_batch(rank()))))
+        twice = [utils.safe_get_full_grad(p) for p in model.parameters()]
         engine.step()
-        return {"read": read, "norm": engine.get_global_grad_norm()}
+        return {"read": read, "twice": twice, "norm": engine.get_global_grad_norm()}
+    finally:
+        engine.destroy()
+
+
+def accumulated() -> tuple[dict[str, int], int]:
+    """Bytes that two steps of three micro-batches give to collectives, and those of all
+    gradients."""
+    model, make_batch = MODELS["gpt"]()
+    engine = engine_of(model, config(clipping=0.0, accumulation=3))
+    try:
+        for micro in range(6):
+            engine.backward(loss_of(engine(**make_batch(2 * micro + rank()))))
+            engine.step()
+        now = engine.inspect()
+        once = 4 * sum(layer.trainable_numel for layer in now.layout.layers)
+        return dict(now.ranks.sent_bytes), once
     finally:
         engine.destroy()
 

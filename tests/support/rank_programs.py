@@ -20,8 +20,9 @@ from stronghold.memory import rates
 from tests.models import MODELS, loss_of, token_batch
 from tests.support.counted import of_bytes
 from tests.support.rank_cases import CASES, CLOSE, FILES, files, planned
-from tests.support.rank_checkpoints import checkpoint, full_disk, replaced
+from tests.support.rank_checkpoints import checkpoint, full_disk, replaced, thrown_away
 from tests.support.rank_looks import (
+    accumulated,
     alone,
     gradients,
     halved,
@@ -55,6 +56,8 @@ def two_ranks(folder: Path) -> dict[str, Any]:
         **alone(),
         "halved": halved(),
         "surface": surface(),
+        "accumulated": accumulated(),
+        "thrown away": thrown_away(folder),
         "gradients": {name: gradients(name) for name in ("fp32", "bf16")},
         "overflow": overflow(),
         "refused": refused(),
