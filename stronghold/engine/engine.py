@@ -515,7 +515,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         * `set_to_none`: without effect, since no parameter has a `grad`.
 
         Without effect if no gradient waits for a step, and after `destroy`. Early updates of the
-        step are dropped with its gradients.
+        step are dropped with its gradients. Every rank calls it, and waits for the others.
         """
         if not self._destroyed:
             self._user_backward.check()
@@ -647,11 +647,11 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
                     model.lm_head.weight.mul_(0.5)
 
         The ranks of a node share one copy of the weights. So one of them writes: `writes` is True
-        there, and False on the others. Every rank enters, and waits for the others. Masters become
-        these weights, and moments stay.
+        there, and False on the others. Every rank enters, and waits for the others. Masters follow,
+        and moments stay, as after any write.
 
-        With one rank it is not needed. `load_state_dict` needs it never. Raises ConfigError within
-        a forward or a backward.
+        One rank alone may write without it. `load_state_dict` does not need it. Raises ConfigError
+        within a forward or a backward.
         """
         self._check_alive("write")
         self._stack.check_between_passes("engine.write")
@@ -663,7 +663,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         except BaseException as error:
             self._ranks.fail(f"{type(error).__name__}: {error}")
             raise
-        self._stack.adopt_weights()
+        self._stack.adopt_weights({})  # no master restarts
 
     @property
     def plan(self) -> Plan:

@@ -229,23 +229,6 @@ def decoded_bytes(packed: PackedParameter) -> int:
     return _padded(nbytes, DECODED_ALIGN_BYTES)
 
 
-def for_ranks(layout: ModelLayout, num_ranks: int, page_numel: int = PAGE_NUMEL) -> ModelLayout:
-    """The layout of the same parameters, padded for `num_ranks` shards of whole pages."""
-    layers = (
-        layer_layout(
-            layer.slices,
-            index=layer.index,
-            name=layer.name,
-            streamed=layer.streamed,
-            num_ranks=num_ranks,
-            page_numel=page_numel,
-            decoded_bytes=layer.decoded_bytes,
-        )
-        for layer in layout.layers
-    )
-    return ModelLayout(layers=tuple(layers), page_numel=page_numel)
-
-
 def layer_layout(
     parameters: Sequence[ParameterShape],
     *,

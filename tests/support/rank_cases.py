@@ -50,15 +50,18 @@ def states_read() -> Run:
     return train("gpt", config(clipping=0.0), each_step=each_step)
 
 
-def written() -> Run:
-    """Between steps one rank writes the weights in place. Their masters follow."""
+def written(precision: str) -> Run:
+    """Between steps one of several ranks writes the weights in place, as one rank alone may at any
+    time."""
 
     def each_step(engine: Any, _: int) -> None:
-        with engine.write() as writes:
-            for parameter in engine.module.parameters() if writes else ():
+        place = torch.no_grad() if num_ranks() == 1 else engine.write()
+        with place as writes:
+            for parameter in engine.module.parameters() if writes is not False else ():
                 parameter.mul_(0.9)
 
-    return train("gpt", config(clipping=0.0, section={"window": 2}), each_step=each_step)
+    settings = config(clipping=0.0, precision=precision, section={"window": 2})
+    return train("gpt", settings, each_step=each_step, same=True)
 
 
 def failed_and_alone() -> Run:
@@ -189,7 +192,8 @@ CASES: dict[str, Callable[[], Run]] = {
     "retried": retried,
     "failed and alone": failed_and_alone,
     "states read": states_read,
-    "written": written,
+    "written": partial(written, "fp32"),
+    "written, bf16": partial(written, "bf16"),
     "loss.backward()": partial(train, "choosy", config(clipping=0.0), by_user=True),
     # The ranks' ranges are cut within parameters.
     "lean": partial(
