@@ -134,7 +134,7 @@ def earlier_reference(file: Path, task: Task) -> dict[str, Any]:
 def trained(task: Task) -> Task:
     """The task without what does not change a loss."""
     neutral = Task()
-    names = ("activations", "window", "prefetch", "gpu_memory", "host_memory", "link_gbps")
+    names = ("activations", "window", "gpu_memory", "host_memory", "link_gbps")
     names += ("threads", "nvme_dir", "trace", "section", "halves")
     return dataclasses.replace(task, **{name: getattr(neutral, name) for name in names})
 

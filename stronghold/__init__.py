@@ -19,7 +19,7 @@ from stronghold.errors import (
     StateError,
     StrongholdError,
 )
-from stronghold.streaming.patches.imports import call_when_imported
+from stronghold.patches.imports import call_when_imported
 
 if TYPE_CHECKING:
     from stronghold.devices.base import OutOfMemoryError

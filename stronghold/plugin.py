@@ -18,7 +18,7 @@ from typing import Any
 
 from stronghold import config as configs
 from stronghold.errors import ConfigError
-from stronghold.streaming.patches.frameworks import FrameworkCalls
+from stronghold.patches.frameworks import FrameworkCalls
 
 _active = False
 
@@ -52,16 +52,15 @@ class _Decisions:
 
         None if this engine did not write the checkpoint, or if the plugin is disabled.
         """
-        from stronghold.checkpoint import export, weights
-        from stronghold.checkpoint.format import MANIFEST, has_format
+        from stronghold.checkpoint import export
+        from stronghold.checkpoint.format import MANIFEST
 
         # DeepSpeed raises its own error for it
         with contextlib.suppress(ValueError, OSError):
-            path = weights.locate(path, tag)
+            path = export.locate(path, tag)
         if not (_active and (path / MANIFEST).exists()):
             return None
-        read = export.fp32_state if has_format(path) else weights.fp32_state
-        return read(path, exclude_frozen=exclude_frozen)
+        return export.fp32_state(path, exclude_frozen=exclude_frozen)
 
     def live_state(self, model: Any) -> dict[str, Any] | None:
         """Return the state dict of an engine of this package without a copy, else None."""

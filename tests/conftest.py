@@ -44,7 +44,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 from stronghold.devices.emulated import EmulatedDevice  # noqa: E402
-from stronghold.streaming.patches.autograd import pop_saved_tensor_hooks_above, saved_tensor_hooks  # noqa: E402
+from stronghold.patches.autograd import pop_saved_tensor_hooks_above, saved_tensor_hooks  # noqa: E402
 from tests.support.sampling import mark_sampled  # noqa: E402
 from tests.support.turns import turn  # noqa: E402
 

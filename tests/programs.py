@@ -39,7 +39,6 @@ from tests.laws.test_adapters import CASES
 from tests.laws.test_bits import FP32, PLACES, SMALLEST_PIECE
 from tests.models import HUGGING_FACE, MODELS, PLAIN, loss_of
 from tests.models.drawn import drawn_model
-from tests.support.insides import OFFLOADS
 from tests.support.sides import ByEngine, Plain
 from tests.support.states import MOMENTS
 
@@ -467,8 +466,6 @@ def placed(case: Case, r: random.Random, folder: Path) -> dict[str, Any]:
         paces = {"link_gbps": r.choice([0.05, 0.3]), "update_gbps": r.choice([0.1, 1.0])}
         return {**made, "emulated": paces}
     made |= PLACES[r.choice(list(PLACES))]
-    if made.get("window", 1) > 1 and r.random() < 0.3:
-        made["prefetch"] = r.randrange(made["window"])
     if made["activations"] == "recompute" and r.random() < 0.3:
         made["kept_activations"] = 1
     home = r.choice(["ram", "ram", "moments", "masters", "weights"])
@@ -578,8 +575,7 @@ def many_pieces() -> Iterator[None]:
     with ExitStack() as patches:
         pieces = mock.patch("stronghold.plan.host_memory.PIECE_BYTES", SMALLEST_PIECE)
         patches.enter_context(pieces)
-        for module in OFFLOADS:
-            patches.enter_context(mock.patch(f"{module}.MIN_OFFLOAD_BYTES", 1))
+        patches.enter_context(mock.patch("stronghold.train.offload.MIN_OFFLOAD_BYTES", 1))
         always = mock.patch("stronghold.train.activations.is_compared", return_value=True)
         patches.enter_context(always)
         yield

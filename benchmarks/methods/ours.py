@@ -39,7 +39,6 @@ class Stronghold(Method):
         plan, memory = self.engine.plan, self.engine.memory_report()
         return {
             "window": plan.window,
-            "prefetch": plan.prefetch,
             "plan": str(plan),
             "inspection": str(self.engine.inspect()),
             "host_planned_bytes": memory.host_planned,
@@ -77,7 +76,6 @@ def config(task: Task) -> dict[str, Any]:
         "device": task.machine,
         "activations": task.activations,
         "window": task.window,
-        "prefetch": task.prefetch,
         "host_memory": task.host_memory,
         "cpu_threads": task.threads,
         "trace": task.trace,

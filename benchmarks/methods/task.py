@@ -31,7 +31,7 @@ class Task:
     machine   where layers compute: "cuda", or "emulated" on the CPU
     gpu_memory, host_memory   caps, as 24GB
     threads   of torch and of the CPU's optimizer
-    window, prefetch, section, trace   stronghold's slots, layers ahead, more of its keys as JSON,
+    window, section, trace             stronghold's slots, more of its keys as JSON,
                                        and a file for its trace
     link_gbps   pace of the emulated link, stronghold's
     nvme_dir   for zero-infinity-nvme
@@ -58,7 +58,6 @@ class Task:
     weight_decay: float = 0.1
     machine: Literal["cuda", "emulated"] = "emulated"
     window: int | None = None
-    prefetch: int | None = None
     gpu_memory: int | None = None
     host_memory: int | None = None
     link_gbps: float | None = None

@@ -41,10 +41,9 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from stronghold.checkpoint.files import HeldFile, MissingError, write_durably
-from stronghold.checkpoint.manifest import MANIFEST
-from stronghold.distributed.process_groups import Ranks
+from stronghold.checkpoint.format import MANIFEST
 from stronghold.errors import CheckpointError, ConfigError, did_you_mean
-from stronghold.memory.neighbours import Neighbours
+from stronghold.train.processes import Neighbours
 
 logger = logging.getLogger("stronghold")
 
@@ -313,7 +312,7 @@ class CheckpointRanks:
     leader           true on the rank that names tags, writes small files and publishes
     """
 
-    def __init__(self, ranks: Ranks | Neighbours) -> None:
+    def __init__(self, ranks: Neighbours) -> None:
         self._ranks, self.rank, self.num_ranks = ranks, ranks.rank, ranks.num_ranks
         self._node_name = ranks.node_name
         self.leader = self.rank == 0

@@ -6,6 +6,7 @@ Tensors pass from file to file, a piece of one at a time. No engine and no model
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor
 from pathlib import Path
@@ -15,16 +16,40 @@ import torch
 from torch import Tensor
 
 from stronghold.checkpoint import directory
-from stronghold.checkpoint.files import DTYPES, write_durably
-from stronghold.checkpoint.format import BUFFERS, CONFIG, LOW, WEIGHTS, StoredParameter
+from stronghold.checkpoint.files import DTYPES, HeldFile, write_durably
+from stronghold.checkpoint.format import (
+    BUFFERS,
+    CONFIG,
+    LARGEST_BYTES,
+    LOW,
+    MANIFEST,
+    WEIGHTS,
+    StoredParameter,
+)
 from stronghold.checkpoint.held_tag import Tag, pieces
 from stronghold.checkpoint.tensor_files import NUM_THREADS, TensorHeader, bytes_of, write_tensors
-from stronghold.checkpoint.weights import INDEX, read_config, shards, write_small_files
 from stronghold.devices.workers import Workers
-from stronghold.errors import ConfigError
+from stronghold.errors import CheckpointError, ConfigError
 
 Export = tuple[TensorHeader, Callable[[], Iterable[Tensor]]]
 """A tensor to be written, and what yields its bytes."""
+
+INDEX = "model.safetensors.index.json"
+SMALL_FILES = (".json", ".txt", ".model", ".jinja")  # configuration and tokenizer
+
+
+def locate(path: Path, tag: str | None) -> Path:
+    """Return the tag's directory.
+
+    It is `path` itself if `path` is a checkpoint, else `tag` in it, else the tag that `latest`
+    names. Raises CheckpointError if there is none.
+    """
+    if tag is None and ((path / MANIFEST).exists() or any(path.glob("*_optim_states.pt"))):
+        return path
+    tag = tag or directory.read_latest(path)
+    if tag is None:
+        raise CheckpointError(f"{path}: neither a checkpoint nor a directory with a file latest")
+    return directory.resolve(path, directory.check_tag(tag))
 
 
 def export_hf(
@@ -50,13 +75,12 @@ def export_hf(
             )
         has_config = CONFIG in manifest.files
         tag.check(manifest.parameters, {WEIGHTS}, [CONFIG] if has_config else [])
-        described = read_config(tag.file(CONFIG)) if has_config and model_dir is None else None
+        described = _read_config(tag.file(CONFIG)) if has_config and model_dir is None else None
         with directory.appearing(out) as hidden:
-            exports = list(_exports(tag))
-            _write_shards(hidden, shards(exports, max_shard_bytes, _num_bytes), threads)
+            _write_shards(hidden, _shards(_exports(tag), max_shard_bytes), threads)
             tag.check_unchanged()
             dtype = str(DTYPES[manifest.dtype]).removeprefix("torch.")
-            write_small_files(hidden, described, model_dir, {"dtype": dtype})
+            _write_small_files(hidden, described, model_dir, {"dtype": dtype})
     return sorted(out.iterdir())
 
 
@@ -75,8 +99,19 @@ def _exports(tag: Tag) -> Iterator[Export]:
         yield header, lambda buffer=buffer: [bytes_of(buffer)]  # type: ignore[misc]
 
 
-def _num_bytes(export: Export) -> int:
-    return export[0].num_bytes
+def _shards(exports: Iterable[Export], most_bytes: int) -> list[list[Export]]:
+    """Divide tensors, in order, into shards of at most `most_bytes`. A larger tensor has a shard of
+    its own."""
+    filled: list[list[Export]] = []
+    room = 0
+    for export in exports:
+        size = export[0].num_bytes
+        if not filled or size > room:
+            filled.append([])
+            room = most_bytes
+        filled[-1].append(export)
+        room -= size
+    return filled
 
 
 def _write_shards(out: Path, filled: list[list[Export]], threads: Executor) -> None:
@@ -91,9 +126,49 @@ def _write_shards(out: Path, filled: list[list[Export]], threads: Executor) -> N
         write_tensors(out / name, headers, data, threads)
         weight_map |= dict.fromkeys((header.name for header in headers), name)
     if len(filled) > 1:
-        total = sum(_num_bytes(export) for shard in filled for export in shard)
+        total = sum(header.num_bytes for shard in filled for header, _ in shard)
         index: dict[str, Any] = {"metadata": {"total_size": total}, "weight_map": weight_map}
         write_durably(out / INDEX, json.dumps(index, indent=2).encode())
+
+
+def _write_small_files(
+    out: Path, described: dict[str, Any] | None, model_dir: Path | None, changes: dict[str, Any]
+) -> None:
+    """Write `config.json` with `changes`. Copy the tokenizer's files of `model_dir`.
+
+    described  the configuration, if there is no `model_dir`. None: no `config.json`
+    changes    entries of the configuration, such as the weights' dtype
+
+    The weights that are written are floats: a configuration loses its `quantization_config`.
+    """
+    if model_dir is not None:
+        for path in sorted(model_dir.iterdir()):
+            if path.suffix in SMALL_FILES and not path.name.endswith(".index.json"):
+                shutil.copyfile(path, out / path.name)
+        if not (model_dir / CONFIG).exists():
+            raise ConfigError(f"{model_dir}: has no {CONFIG}")
+        described = _read_config(HeldFile(model_dir / CONFIG))
+    if described is None:
+        return  # not a Hugging Face model: it has weights alone
+    described |= changes
+    described.pop("torch_dtype", None)
+    # the model's configuration, or its text part's
+    for part in (described, *described.values()):
+        if isinstance(part, dict):
+            part.pop("quantization_config", None)
+    (out / CONFIG).unlink(missing_ok=True)
+    write_durably(out / CONFIG, json.dumps(described, indent=2).encode())
+
+
+def _read_config(file: HeldFile) -> dict[str, Any]:
+    """Return the JSON object in a file. Raises CheckpointError for another content."""
+    try:
+        described = json.loads(file.read(LARGEST_BYTES))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file.path}: cannot be read as JSON: {error}") from error
+    if not isinstance(described, dict):
+        raise CheckpointError(f"{file.path}: got {type(described).__name__}, expected an object")
+    return described
 
 
 def fp32_state(source: Path, *, exclude_frozen: bool = False) -> dict[str, Tensor]:

@@ -1,30 +1,23 @@
-"""Files of a checkpoint: tensors in the safetensors format, and small files.
+"""Files of a checkpoint: small files, and tensors that are read (`tensor_files` writes them).
 
-Owns how one file is written, made durable, held open, verified and read. It never reads a manifest,
-and knows no tag. The training thread and the io lane enter, each with its own files.
+Owns how one file is held open and read. It never reads a manifest, and knows no tag. The training
+thread and the io lane enter, each with its own files.
 
-The safetensors library reads and checks the headers. Two things are done here, because the library
-cannot do them:
-
-1. Writing piece by piece. `safetensors.serialize_file` needs all tensors of a file in memory at
-   once. Arrays on NVMe or on the GPU, and the shards of an export, pass host memory in pieces.
-2. Reading a range of elements into memory that exists. The library's slices follow the dimensions
-   of a tensor, and come from a mapping: there a disk's error ends the process by SIGBUS.
+The safetensors library reads and checks the headers. Elements are read here, into memory that
+exists. The library's slices follow the dimensions of a tensor, and come from a mapping: there a
+disk's error ends the process by SIGBUS.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import math
 import os
 import resource
 import stat
 import weakref
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -65,132 +58,27 @@ class MissingError(CheckpointError):
     """Raised when a file of a checkpoint does not exist."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileRecord:
-    """Size of a finished file, and the CRC-32 of all its bytes."""
-
-    num_bytes: int
-    crc32: int
-
-
 # -- writing --------------------------------------------------------------------------------------
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """One tensor to be written.
-
-    `pieces` yields its elements in order, as contiguous CPU tensors of `dtype`. The writer has read
-    a piece before it asks for the next.
-    """
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    pieces: Callable[[], Iterable[torch.Tensor]]
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _WholeTensor:
-    """`Entry.pieces` of a tensor in CPU memory: the tensor itself, as one piece."""
-
-    tensor: torch.Tensor
-
-    def __call__(self) -> list[torch.Tensor]:
-        return [self.tensor]
-
-
-def entry_of(name: str, tensor: torch.Tensor) -> Entry:
-    """Return an entry that writes `tensor` without a copy.
-
-    Raises StateError unless the tensor is contiguous and on the CPU.
-    """
-    if not tensor.is_contiguous() or tensor.device.type != "cpu":
-        raise StateError(f"{name}: expected contiguous CPU memory to write from")
-    shape = tuple(tensor.shape)
-    pieces = _WholeTensor(tensor=tensor)
-    return Entry(name=name, dtype=tensor.dtype, shape=shape, pieces=pieces)
-
-
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor. It is writable, and shared with the tensor."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
-def write_durably(path: Path, data: bytes) -> FileRecord:
+def write_durably(path: Path, data: bytes) -> None:
     """Write a new file, and fsync it. Waits for the disk.
 
-    Returns its size and checksum. Raises OSError, with the file's name.
+    Raises OSError, with the file's name, also if the file exists.
     """
-    return _write(path, [memoryview(data)])
-
-
-def write_tensors(path: Path, entries: Sequence[Entry]) -> FileRecord:
-    """Write a new safetensors file piece by piece, and fsync it. Waits for the disk.
-
-    Returns its size and checksum. Raises OSError, with the file's name. Raises StateError if the
-    pieces of an entry do not fill its shape.
-    """
-    return _write(path, _file_bytes(entries))
-
-
-def _file_bytes(entries: Sequence[Entry]) -> Iterator[memoryview]:
-    """The bytes of a safetensors file in order: length of the header, header, tensors."""
-    yield memoryview(_header(entries))
-    for entry in entries:
-        num_bytes = 0
-        for tensor in entry.pieces():
-            data = raw_bytes(tensor)
-            for begin in range(0, len(data), PIECE_BYTES):
-                yield data[begin : begin + PIECE_BYTES]
-            num_bytes += len(data)
-        if num_bytes != entry.num_bytes:
-            raise StateError(f"{entry.name}: {num_bytes} bytes of {entry.num_bytes} were given")
-
-
-def _header(entries: Sequence[Entry]) -> bytes:
-    """Length and header of a file: https://github.com/huggingface/safetensors#format"""
-    header: dict[str, Any] = {METADATA: {"format": "pt"}}
-    end = 0
-    for entry in entries:
-        if entry.dtype not in NAMES:
-            raise CheckpointError(f"{entry.name}: safetensors has no type for {entry.dtype}")
-        if entry.name == METADATA:
-            raise CheckpointError(
-                f"{entry.name}: safetensors keeps this name for itself; rename the tensor"
-            )
-        begin, end = end, end + entry.num_bytes
-        header[entry.name] = {
-            "dtype": NAMES[entry.dtype],
-            "shape": list(entry.shape),
-            "data_offsets": [begin, end],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # data starts aligned
-    return len(text).to_bytes(8, "little") + text
-
-
-def _write(path: Path, pieces: Iterable[memoryview]) -> FileRecord:
-    """Write pieces to a new file, and fsync it. An existing file is an OSError."""
-    num_bytes = crc32 = 0
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(path, flags, 0o666)
     try:
-        for data in pieces:
-            unwritten = data
-            with _named(path):
-                while unwritten:  # a write may be short
-                    unwritten = unwritten[os.write(descriptor, unwritten) :]
-            # The write has brought the bytes into the cache.
-            crc32 = zlib.crc32(data, crc32)
-            num_bytes += len(data)
+        unwritten = memoryview(data)
         with _named(path):
+            while unwritten:  # a write may be short
+                unwritten = unwritten[os.write(descriptor, unwritten) :]
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    return FileRecord(num_bytes=num_bytes, crc32=crc32)
 
 
 @contextlib.contextmanager
@@ -237,27 +125,6 @@ class HeldFile:
     def system_path(self) -> str:
         """A path of this very file, even if another file has its name now."""
         return f"/proc/self/fd/{self._descriptor}"
-
-    def check(self, expected: FileRecord) -> None:
-        """Raise CheckpointError unless size and checksum are the expected ones.
-
-        Reads the whole file.
-        """
-        if self.num_bytes != expected.num_bytes:
-            raise CheckpointError(
-                f"{self.path}: {self.num_bytes} bytes, expected {expected.num_bytes}"
-            )
-        crc32 = 0
-        buffer = memoryview(bytearray(PIECE_BYTES))
-        for begin in range(0, self.num_bytes, PIECE_BYTES):
-            piece = buffer[: self.num_bytes - begin]
-            self.read_into(piece, begin, "the file")
-            crc32 = zlib.crc32(piece, crc32)
-        if crc32 != expected.crc32:
-            raise CheckpointError(
-                f"{self.path}: checksum {crc32:08x}, expected {expected.crc32:08x}: its contents "
-                "changed after it was written"
-            )
 
     def check_unchanged(self) -> None:
         """Raise CheckpointError if this very file was written to since it was opened."""

@@ -251,15 +251,6 @@ class Manifest(BaseModel):
             raise CheckpointError(f"{path}: {explain(error, 'manifest')}") from error
 
 
-def has_format(directory: Path) -> bool:
-    """True if the manifest in the directory is of this version."""
-    try:
-        document = json.loads((directory / MANIFEST).read_bytes()[:LARGEST_BYTES])
-        return bool(document["manifest"]["version"] == VERSION)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return False
-
-
 def _foreign(directory: Path) -> str:
     """The error's message for a directory without a manifest, by the files that it has."""
     if any(directory.glob("*_optim_states.pt")) or (directory / STATE).exists():

@@ -15,9 +15,8 @@ import contextlib
 import os
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
 
 import torch
 
@@ -41,28 +40,17 @@ PIECE_NUMEL = 1 << 20  # elements that are converted at once: a multiple of a gr
 ATTEMPTS = 100
 
 
-class _Manifest(Protocol):
-    @property
-    def files(self) -> Collection[str]: ...
-
-    def model_dump_json(self) -> str: ...
-
-
-AnyManifest = TypeVar("AnyManifest", bound=_Manifest)
-
-
-class HeldTag(Closeable, Generic[AnyManifest]):
+class Tag(Closeable):
     """Holds every file of the tag `path` open ([Note: one save]).
 
-    manifest  lists the files. `read_manifest` reads it, by path and descriptor of the directory
+    manifest  lists the files
     mark      equal on ranks that have opened the same save
 
-    Raises the errors of `read_manifest`.
+    Raises the errors of `Manifest.read`.
     """
 
-    def __init__(self, path: Path, read_manifest: Callable[[Path, int], AnyManifest]) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self._read_manifest = read_manifest
         self._held: dict[str, HeldFile] = {}
         self._tensors: dict[str, TensorFile] = {}
         for _ in range(ATTEMPTS):
@@ -86,7 +74,7 @@ class HeldTag(Closeable, Generic[AnyManifest]):
         except FileNotFoundError:
             return False
         try:
-            self.manifest = self._read_manifest(self.path, within)
+            self.manifest = Manifest.read(self.path, within)
             self.mark = zlib.crc32(self.manifest.model_dump_json().encode())
             for name in self.manifest.files:
                 # A file may be missing for another reason. `check` raises if it is needed.
@@ -141,13 +129,6 @@ class HeldTag(Closeable, Generic[AnyManifest]):
         """Raise CheckpointError if a file itself was written to since it was opened."""
         for file in self._held.values():
             file.check_unchanged()
-
-
-class Tag(HeldTag[Manifest]):
-    """A tag that is open for reading. Raises the errors of `Manifest.read`."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, Manifest.read)
 
     def check(
         self,

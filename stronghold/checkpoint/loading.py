@@ -25,9 +25,9 @@ from stronghold.checkpoint.state import unpack_state
 from stronghold.errors import CheckpointError, ConfigError, ErrorPage, did_you_mean
 from stronghold.optim.contract import Optimizer
 from stronghold.optim.states import LOW_DTYPE, States, group_size
-from stronghold.streaming.optimizer import EngineOptimizer
 from stronghold.train.job import Job
 from stronghold.train.layer import Layer
+from stronghold.train.optimizer import EngineOptimizer
 
 SHOWN = 5  # names in an error; the others are counted
 ANEW = "pass load_optimizer_states=False to load the weights and start the optimizer anew"

@@ -47,10 +47,10 @@ from stronghold.devices.workers import Workers
 from stronghold.errors import ConfigError, LaneError
 from stronghold.model.costs import DTYPES
 from stronghold.model.partition import Partition
-from stronghold.streaming.optimizer import EngineOptimizer
-from stronghold.streaming.patches.modules import transient_buffers
+from stronghold.patches.modules import transient_buffers
 from stronghold.train.job import Job
 from stronghold.train.layer import Layer
+from stronghold.train.optimizer import EngineOptimizer
 
 PACKAGES = ("stronghold", "deepspeed", "torch")
 

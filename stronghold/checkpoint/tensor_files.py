@@ -28,8 +28,8 @@ from torch import Tensor
 
 from stronghold.checkpoint.files import METADATA, NAMES, HeldFile
 from stronghold.errors import CheckpointError
-from stronghold.memory.slab import map_slab
 from stronghold.optim.states import PAGE_BYTES
+from stronghold.train.slabs import map_slab
 
 # The size of a block is a part of the format. These reach the rate of `dd oflag=direct conv=fsync`.
 # Blocks of 8 MiB reach 0.83 of it, and one thread through the page cache 0.27.

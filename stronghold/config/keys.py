@@ -83,8 +83,6 @@ HONOURED = {
     '"stronghold": {"nvme": {"spill": "weights"}}.',
     "zero_optimization.offload_param.nvme_path": "The nvme.path of the section. If it differs from "
     "offload_optimizer.nvme_path, state is striped over both.",
-    "aio.queue_depth": "The nvme.depth of the section.",
-    "aio.block_size": "The nvme.block of the section.",
     "data_types.param_dtype": "Must agree with bf16 or fp16.",
     "zero_allow_untested_optimizer": "Accelerate requires it if a script brings an optimizer. "
     "Types that optimizer.type accepts are accepted. Others are refused.",
@@ -126,7 +124,7 @@ IGNORED = {
     "timers": "Every logged step has its tokens per second, without a wait for the GPU.",
     "checkpoint": "tag_validation is obeyed. Other keys are of DeepSpeed's checkpoint writers.",
     "datastates_ckpt": "It is a checkpoint writer of DeepSpeed's.",
-    "aio": "Each disk has a queue for each direction, and bytes pass through RAM.",
+    "aio": "Threads read and write whole blocks, past the page cache.",
     "disable_python_gc": "Python's garbage collector is left as it is.",
     "vocabulary_size": "It is a hint about alignment alone.",
 }

@@ -1,7 +1,7 @@
 """The `"stronghold"` section of the config: its keys, their types and meanings, and its errors.
 
 Owns the schema, from which error messages and docs/config.md are made. Owns the one reading of all
-keys about NVMe, also those of DeepSpeed's offload and aio sections. A key that is left out, null or
+keys about NVMe, also those of DeepSpeed's offload sections. A key that is left out, null or
 "auto" is None, and the plan derives it. Settings are frozen. This module imports no device, no
 torch and no DeepSpeed. The training thread enters.
 """
@@ -45,10 +45,6 @@ UNITS = {
 SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]+)\s*", re.IGNORECASE)
 BYTES_EXPECTED = 'bytes: an integer, "24GB" (1e9 bytes each) or "24GiB" (2**30 bytes each)'
 
-# These limits, and MAX_DEPTH, must match stronghold_io.h.
-BLOCK_ALIGNMENT, MAX_BLOCK_BYTES = 4096, 1 << 30
-BLOCK_EXPECTED = 'bytes in multiples of 4096, up to 1 GiB, such as 1048576 or "1MiB"'
-MAX_DEPTH = 4096
 MAX_THREADS = 4096  # must match kernels/src/api.cpp
 
 # Keys that a version had, and what takes their place.
@@ -60,6 +56,11 @@ REMOVED_KEYS = {
     f"{SECTION}.numa": "Delete it, and start the process next to the GPU: "
     "numactl --cpunodebind=N --membind=N (nvidia-smi topo -m shows N).",
     f"{SECTION}.emulated.numa_node": "Delete it.",
+    f"{SECTION}.prefetch": "Every slot but the one in use is fetched ahead: delete it, or set "
+    "window.",
+    f"{SECTION}.nvme.engine": "Delete it: threads read and write files.",
+    f"{SECTION}.nvme.depth": "Delete it.",
+    f"{SECTION}.nvme.block": "Delete it.",
 }
 
 
@@ -83,16 +84,7 @@ def parse_bytes(value: object) -> int:
     return size
 
 
-def parse_block(value: object) -> int:
-    """Parse a size in bytes that O_DIRECT accepts as a block. Raises ValueError."""
-    size = parse_bytes(value)
-    if size % BLOCK_ALIGNMENT or size > MAX_BLOCK_BYTES:
-        raise ValueError(f"expected {BLOCK_EXPECTED}")
-    return size
-
-
 Bytes = Annotated[int, BeforeValidator(parse_bytes), WithJsonSchema({"type": "bytes"})]
-Block = Annotated[int, BeforeValidator(parse_block), WithJsonSchema({"type": "block"})]
 Name = Annotated[str, Field(min_length=1)]
 Positive = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
@@ -155,12 +147,11 @@ class EmulatedConfig(_Section):
 
 
 class NvmeConfig(_Section):
-    """Files for the state that RAM cannot hold, and how they are read and written."""
+    """Files for the state that RAM cannot hold."""
 
     path: Name | Annotated[list[Name], Field(min_length=1)] | None = key(
         "Directory on an NVMe disk. Or a list of directories on several disks: state is then "
-        "striped over them in equal shares, of several ranks by the disks' measured rates. Left "
-        "out: DeepSpeed's nvme_path."
+        "striped over them in equal shares. Left out: DeepSpeed's nvme_path."
     )
     capacity: Bytes | None = key(
         "Most bytes of all files, of all ranks of a node. Left out: the free space."
@@ -170,17 +161,6 @@ class NvmeConfig(_Section):
         '"masters": also the fp32 masters. "weights": also the weights, on one GPU alone. Left '
         "out: the state that host_memory cannot hold, moments first, then masters, then weights, "
         "of the last layers first. A layer with state on NVMe is not updated early."
-    )
-    engine: Literal["io_uring", "threads"] | None = key(
-        'With "room": "streaming" alone: how files are read and written. Left out: io_uring if the '
-        "kernel permits it, else threads."
-    )
-    depth: Annotated[int, Field(ge=1, le=MAX_DEPTH)] | None = key(
-        'With "room": "streaming" alone: blocks in flight on each disk, in each direction. Left '
-        "out: 16."
-    )
-    block: Block | None = key(
-        'With "room": "streaming" alone: bytes of one request to the disk. Left out: 1 MiB.'
     )
 
     @property
@@ -246,10 +226,6 @@ class StrongholdConfig(_Section):
     window: Positive | None = key(
         "Weight slots on the GPU (prefetch buffers): the number of layers whose weights can be "
         "there at once."
-    )
-    prefetch: NotNegative | None = key(
-        'With "room": "streaming" alone: layers that are fetched ahead of compute. Less than the '
-        "window."
     )
     activations: Level | Annotated[dict[Level, Positive], Field(min_length=1)] | None = key(
         "What happens to the tensors that autograd saves in a block's forward (activation "
@@ -342,10 +318,6 @@ class StrongholdConfig(_Section):
         "that ends is noticed at once. Left out: DeepSpeed's time-out, 600, or the environment "
         "variable DEEPSPEED_TIMEOUT in minutes."
     )
-    room: Literal["streaming", "train"] | None = key(
-        'For tests: the part of the package that trains. "streaming" is the one before, for one '
-        "rank alone. It will go."
-    )
     emulated: EmulatedConfig = Field(
         default_factory=EmulatedConfig,
         description='Settings of the emulated device. An error with device "cuda".',
@@ -353,12 +325,6 @@ class StrongholdConfig(_Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> StrongholdConfig:
-        if self.window is not None and self.prefetch is not None and self.prefetch >= self.window:
-            raise ValueError(
-                f"{SECTION}.prefetch: got {self.prefetch}, expected less than {SECTION}.window "
-                f"({self.window}): a layer that is fetched needs a slot beside the one in use. "
-                "Lower prefetch, or raise window"
-            )
         if (self.streams or 1) > 1 and self.chunk is None:
             raise ValueError(
                 f"{SECTION}.streams: got {self.streams}, but without {SECTION}.chunk a batch is "
@@ -415,7 +381,6 @@ def describe_type(schema: Mapping[str, Any]) -> str:
         "number": "a number",
         "string": "a string",
         "bytes": BYTES_EXPECTED,
-        "block": BLOCK_EXPECTED,
     }[str(type_name)]
     if "minimum" in schema:
         words += f" >= {schema['minimum']}"
@@ -474,13 +439,11 @@ def _explain_one(path: tuple[str, ...], detail: Any) -> str:
 
 
 # -- DeepSpeed's keys for NVMe --------------------------------------------------------------------
-def resolve_nvme(
-    section: StrongholdConfig, zero: DeepSpeedZeroConfig, aio: Mapping[str, Any] | None
-) -> StrongholdConfig:
+def resolve_nvme(section: StrongholdConfig, zero: DeepSpeedZeroConfig) -> StrongholdConfig:
     """Return the section with the effective `nvme`: None if no key asks for it, else with a path.
 
-    zero, aio   DeepSpeed's reading of its keys. offload_optimizer on nvme lets moments and masters
-                spill, offload_param lets everything. State is striped over their two paths
+    zero  DeepSpeed's reading of its keys. offload_optimizer on nvme lets moments and masters spill,
+          offload_param lets everything. State is striped over their two paths
 
     Raises ConfigError for a contradiction, and for a missing path.
     """
@@ -497,7 +460,7 @@ def resolve_nvme(
         return section
     ours = section.nvme or NvmeConfig()
     problems, update = [], {}
-    for name, key, value in _deepspeed_values(offloads, aio or {}):
+    for name, key, value in _deepspeed_values(offloads):
         configured = getattr(ours, name)
         if configured is None:
             update[name] = value
@@ -523,9 +486,7 @@ def _is_equal(name: str, configured: Any, value: Any) -> bool:
     return name == "path" and _directories(configured) == _directories(value)
 
 
-def _deepspeed_values(
-    offloads: Mapping[str, Any], aio: Mapping[str, Any]
-) -> Iterator[tuple[str, str, Any]]:
+def _deepspeed_values(offloads: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
     """Yield (our key, DeepSpeed's key, value in our terms) for DeepSpeed's keys about NVMe."""
     paths = {
         f"{key}.nvme_path": str(offload.nvme_path)
@@ -539,16 +500,6 @@ def _deepspeed_values(
     if offloads:
         deepest = list(offloads)[-1]
         yield ("spill", f"{deepest}.device", "weights" if "param" in deepest else "masters")
-    for name, key in (("depth", "queue_depth"), ("block", "block_size")):
-        setting = aio.get(key)
-        if setting is None:
-            continue
-        try:
-            parsed = NvmeConfig.model_validate({name: setting})
-        except ValidationError as error:
-            expected = describe_type(NvmeConfig.model_json_schema()["properties"][name])
-            raise ConfigError(f"aio.{key}: got {setting!r}, expected {expected}.") from error
-        yield name, f"aio.{key}", getattr(parsed, name)
 
 
 def _directories(value: str | list[str]) -> set[Path]:

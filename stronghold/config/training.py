@@ -141,7 +141,7 @@ def load(source: Source, args: object | None = None, world_size: int | None = No
     scheduler = _scheduler(config.get("scheduler"))
     _check_log_level(config.get("log_level"))
     deepspeed = _deepspeed_config(config, world_size)
-    section = resolve_nvme(section, deepspeed.zero_config, config.get("aio"))
+    section = resolve_nvme(section, deepspeed.zero_config)
     _check_states(section, precision, config.get("bf16") or config.get("bfloat16") or {})
     warn_of_misspelt(config)
     steps_per_print = config.get("steps_per_print")

@@ -44,9 +44,7 @@ import torch
 
 from stronghold.config.source import warn_once
 from stronghold.errors import ConfigError
-from stronghold.streaming.optimizer import EngineOptimizer
-from stronghold.streaming.parts import UnannouncedBackward
-from stronghold.streaming.patches.autograd import (
+from stronghold.patches.autograd import (
     NO_BACKWARD,
     at_end_of_backward,
     backward_number,
@@ -54,6 +52,8 @@ from stronghold.streaming.patches.autograd import (
     will_execute,
 )
 from stronghold.telemetry.metrics import named_tensors
+from stronghold.train.hooks import ProgramBackward
+from stronghold.train.optimizer import EngineOptimizer
 
 # Node of a checkpoint that runs backward in backward. No parameter shows behind it. It refuses
 # torch.autograd.grad.
@@ -95,7 +95,7 @@ class UserBackward:
     It keeps a weak reference to the engine. Hooks on layers call it through `outside`.
     """
 
-    def __init__(self, engine: Any, outside: UnannouncedBackward) -> None:
+    def __init__(self, engine: Any, outside: ProgramBackward) -> None:
         self._engine = weakref.ref(engine)
         self._outside = outside
         self._task: int | None = None  # torch's number of the backward that is open
@@ -175,10 +175,10 @@ class UserBackward:
         if not (gradient or self._trains(engine, task)):
             return
         _check_scale(engine.optimizer.loss_scale, is_engine_call)
-        stack = engine._stack
-        if not stack.is_in_step:
+        job = engine._job
+        if not job.is_in_step:
             engine._loss_sum = None
-        stack.begin_backward(ends_step=engine.is_gradient_accumulation_boundary())
+        job.begin_backward(ends_step=engine.is_gradient_accumulation_boundary())
         self._task = task
         at_end_of_backward(self._end)
 
@@ -193,7 +193,6 @@ class UserBackward:
         if engine is None or self._task is None:
             return
         try:
-            engine._stack.end_backward()
             engine._num_backwards += 1
         except BaseException:
             self._abandon()
@@ -252,7 +251,7 @@ def _reaches_parameter(engine: Any) -> bool:
         if node.name() == _REENTRANT:
             return True
         variable = getattr(node, "variable", None)
-        if engine._stack.trains(variable) and _will_execute(node):
+        if engine._job.trains(variable) and _will_execute(node):
             return True
     return False
 

@@ -15,35 +15,32 @@ from typing import Any
 
 import torch
 
-from stronghold.checkpoint import directory, loading, saving
+from stronghold.checkpoint import directory
 from stronghold.checkpoint.directory import CheckpointRanks
-from stronghold.checkpoint.load import Load
-from stronghold.checkpoint.manifest import COUNTERS, GAS, STATE
-from stronghold.checkpoint.save import Save
+from stronghold.checkpoint.format import COUNTERS, GAS, STATE
+from stronghold.checkpoint.loading import Load
+from stronghold.checkpoint.saving import Save
 from stronghold.checkpoint.state import ClientState, random_states, restore_random_states
 from stronghold.checkpoint.weights import live_weights, write_weights
 from stronghold.errors import ConfigError
-from stronghold.streaming.optimizer import EngineOptimizer, restore_scaler, scaler_state
-from stronghold.streaming.stack import Stack
 from stronghold.train.job import Job
+from stronghold.train.optimizer import EngineOptimizer, restore_scaler, scaler_state
 
 logger = logging.getLogger("stronghold")
 
 
 class Checkpoints:
-    """Saves and loads the model of `stack`, with the state of `optimizer`.
+    """Saves and loads the model of `job`, with the state of `optimizer`.
 
     `asynchronous`: saves run on the io lane while the next steps compute.
     """
 
-    def __init__(
-        self, stack: Stack | Job, optimizer: EngineOptimizer | None, *, asynchronous: bool
-    ) -> None:
-        self._stack = stack
+    def __init__(self, job: Job, optimizer: EngineOptimizer | None, *, asynchronous: bool) -> None:
+        self._job = job
         self._optimizer = optimizer
         self._asynchronous = asynchronous
-        self._team = CheckpointRanks(stack.ranks)
-        self._running: Save | saving.Save | None = None
+        self._team = CheckpointRanks(job.ranks)
+        self._running: Save | None = None
         self._warns_of_gradients = True
         self._has_loaded = False  # a checkpoint with its state
         self._random: dict[str, Any] | None = None  # its random states for this rank
@@ -75,11 +72,11 @@ class Checkpoints:
         """
         if not save_dir:
             raise ConfigError(f"save_checkpoint: save_dir is {save_dir!r}, expected a directory")
-        self._stack.check_process("save_checkpoint")
+        self._job.check_process("save_checkpoint")
         self.wait()
-        self._stack.begin_save()
+        self._job.begin_save()
         optimizer = self._optimizer
-        random = random_states(self._stack.device)
+        random = random_states(self._job.device)
         of_ranks = self._team.exchange((str(tag), random), "states of the ranks")
         _check_tags(engine, [tag for tag, _ in of_ranks])
         state = ClientState(
@@ -90,9 +87,8 @@ class Checkpoints:
             random=random,
             random_of_ranks=[random for _, random in of_ranks] if len(of_ranks) > 1 else None,
         )
-        make: Any = saving.Save if isinstance(self._stack, Job) else Save
-        save: Save | saving.Save = make(
-            self._stack,
+        save = Save(
+            self._job,
             optimizer,
             # the program may change its working directory meanwhile
             Path(save_dir).absolute() / directory.check_tag(tag),
@@ -112,7 +108,7 @@ class Checkpoints:
         """The engine's counters at the begin of the step. Warns once of gradients that are left."""
         gas = int(engine.gradient_accumulation_steps())
         counters = {name: getattr(engine, name) for name in COUNTERS} | {GAS: gas}
-        if self._stack.is_in_step:
+        if self._job.is_in_step:
             if engine.managed_gradient_accumulation():
                 counters["micro_steps"] -= counters["micro_steps"] % gas
             if self._warns_of_gradients:
@@ -125,7 +121,7 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Wait until an asynchronous save is complete. Raises LaneError, once, if it failed."""
-        self._stack.check_process("a checkpoint", any_thread=True)
+        self._job.check_process("a checkpoint", any_thread=True)
         running = self._running
         if running is not None:
             try:
@@ -166,9 +162,9 @@ class Checkpoints:
         CheckpointError for damaged files and ConfigError for a checkpoint of another model, before
         memory changes.
         """
-        self._stack.check_here("load_checkpoint")
+        self._job.check_here("load_checkpoint")
         self.wait()
-        root, team, stack = Path(load_dir), self._team, self._stack
+        root, team, job = Path(load_dir), self._team, self._job
         if tag is None:
             latest = team.all_or_raise(directory.read_latest, root)
             tag = team.exchange(latest, "latest")[0]
@@ -178,11 +174,10 @@ class Checkpoints:
         name = directory.check_tag(tag)
         team.check_same(root / name)
         path = team.all_or_raise(directory.resolve, root, name)
-        make: Any = loading.Load if isinstance(stack, Job) else Load
-        load: Load | loading.Load = team.all_or_raise(
-            make,
+        load = team.all_or_raise(
+            Load,
             path,
-            stack,
+            job,
             self._optimizer if states and not weights_only else None,
             team=team,
             names_must_match=strict,
@@ -194,8 +189,8 @@ class Checkpoints:
             if state is not None and schedule and not weights_only:
                 scheduler, saved = engine.lr_scheduler, state.scheduler
                 team.all_or_raise(_restore_scheduler, scheduler, saved, path)
-            is_in_step = stack.is_in_step
-            with stack.changing(f"load_checkpoint({str(path)!r})"):
+            is_in_step = job.is_in_step
+            with job.changing(f"load_checkpoint({str(path)!r})"):
                 if is_in_step:
                     engine._begin_step_again()
                 load.apply(custom)
@@ -204,7 +199,7 @@ class Checkpoints:
         client = None if state is None else _with_version(state.client, load.manifest.versions)
         return str(path / STATE), client
 
-    def _restore(self, engine: Any, saved: ClientState, load: Load | loading.Load) -> None:
+    def _restore(self, engine: Any, saved: ClientState, load: Load) -> None:
         """Restore counters, data loader and loss scale. Keep the random states for the program."""
         self._has_loaded = True
         counters = load.manifest.counters
@@ -233,7 +228,7 @@ class Checkpoints:
         """
         if not self._has_loaded:
             raise ConfigError("restore_random_states: call load_checkpoint first")
-        restore_random_states(self._random, self._stack.device)
+        restore_random_states(self._random, self._job.device)
 
     # -- weights alone ----------------------------------------------------------------------------
     def save_weights(self, save_dir: str | Path, filename: str, *, exclude_frozen: bool) -> None:
@@ -241,14 +236,14 @@ class Checkpoints:
 
         Waits for pending updates and for the running save. Raises OSError of the disk.
         """
-        self._stack.check_whole()
-        self._stack.settle()
+        self._job.check_whole()
+        self._job.settle()
         self.wait()
         self._team.all_or_raise(self._write_weights, Path(save_dir), filename, exclude_frozen)
 
     def _write_weights(self, save_dir: Path, filename: str, exclude_frozen: bool) -> None:
         if self._team.leader:
-            weights = live_weights(self._stack, exclude_frozen=exclude_frozen)
+            weights = live_weights(self._job, exclude_frozen=exclude_frozen)
             write_weights(weights, save_dir, filename)
 
     def weights(self, *, exclude_frozen: bool) -> dict[str, torch.Tensor]:
@@ -256,8 +251,8 @@ class Checkpoints:
 
         Waits for pending updates.
         """
-        self._stack.settle()
-        return live_weights(self._stack, exclude_frozen=exclude_frozen)
+        self._job.settle()
+        return live_weights(self._job, exclude_frozen=exclude_frozen)
 
 
 def _restore_scheduler(scheduler: Any, saved: dict[str, Any] | None, path: Path) -> None:

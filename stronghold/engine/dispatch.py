@@ -24,20 +24,19 @@ from torch import nn
 
 from stronghold import config as configs
 from stronghold.devices import cuda
-from stronghold.distributed.process_groups import (
-    Ranks,
+from stronghold.engine import StrongholdEngine
+from stronghold.errors import ConfigError, ErrorPage
+from stronghold.optim.cpu_adam import CPUAdam
+from stronghold.telemetry import show_log
+from stronghold.train.optimizer import EngineOptimizer
+from stronghold.train.processes import (
+    ALONE,
+    Neighbours,
     check_initialized,
-    join,
     joining,
     local_rank_of,
     world_size,
 )
-from stronghold.engine import StrongholdEngine
-from stronghold.errors import ConfigError, ErrorPage
-from stronghold.memory.neighbours import ALONE, Neighbours
-from stronghold.optim.cpu_adam import CPUAdam
-from stronghold.streaming.optimizer import EngineOptimizer
-from stronghold.telemetry import show_log
 
 logger = logging.getLogger("stronghold")
 
@@ -113,8 +112,7 @@ def initialize(
             timeout = timedelta(seconds=section.rank_timeout_s)
         _init_distributed(settings, timeout, distributed_port, dist_init_required, on_gpu=on_gpu)
         device = cuda.device_of(local_rank_of(args)) if on_gpu else None
-        room = section.room or "train"
-        ranks: Any = _join(room, device, timeout)
+        ranks = _join(device, timeout)
         try:
             engine = StrongholdEngine(
                 args=args,
@@ -127,20 +125,17 @@ def initialize(
                 ranks=ranks,
             )
         except BaseException as error:
-            if room == "train":
-                ranks.fail(f"{type(error).__name__}: {error}")
+            ranks.fail(f"{type(error).__name__}: {error}")
             ranks.close()
             raise
     logger.info("stronghold engine active on %s", engine.device)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
-def _join(room: str, device: torch.device | None, timeout: timedelta) -> Ranks | Neighbours:
+def _join(device: torch.device | None, timeout: timedelta) -> Neighbours:
     """Meet the other ranks. Every rank calls it. RankError if they do not come within `timeout`."""
     if world_size() == 1:
-        return join(device=device, timeout=timeout) if room == "streaming" else ALONE
-    if room == "streaming":
-        raise ConfigError(f'stronghold.room: "{room}" trains on one rank alone: leave the key out')
+        return ALONE
     check_initialized()
     from stronghold.train import ranks  # one rank never needs it
 

@@ -2,7 +2,7 @@
 
 Owns the counters of micro-batches and steps, the accumulation boundary, and the border with
 DeepSpeed: everything that a user, an LR schedule or a monitor reads. It never moves a byte:
-`streaming.stack` does. The training thread alone enters.
+`train.job` does. The training thread alone enters.
 
 [Note: DeepSpeed's class] The engine is a `deepspeed.DeepSpeedEngine` by name:
 
@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import itertools
 import logging
 import os
 import sys
@@ -35,27 +34,22 @@ from torch import nn
 from stronghold.config import Settings
 from stronghold.devices.base import off_lanes
 from stronghold.devices.forks import forked_from
-from stronghold.distributed.process_groups import Ranks, local_rank_of
 from stronghold.engine import live_engines
 from stronghold.engine.backward import UserBackward
 from stronghold.engine.checkpoints import Checkpoints
-from stronghold.engine.inspection import Inspection, inspect, inspect_job
+from stronghold.engine.inspection import Inspection, inspect
 from stronghold.engine.monitors import make_monitor, write_step
 from stronghold.engine.planner import Planner
 from stronghold.engine.refusals import REFUSED, check_loss, refused_method
 from stronghold.errors import ConfigError, did_you_mean, format_size
-from stronghold.memory.neighbours import Neighbours
 from stronghold.plan.plan import Plan
-from stronghold.streaming.fragments import fragments
-from stronghold.streaming.guards import NO_TRANSFORMS, StateHooks, check_free
-from stronghold.streaming.named_weights import Placement, named_weights
-from stronghold.streaming.optimizer import EngineOptimizer, make_scaler
-from stronghold.streaming.patches.parameters import ParameterReads
-from stronghold.streaming.stack import MemoryReport, Stack
 from stronghold.telemetry.metrics import StepRecord, batch_size
 from stronghold.telemetry.start import Start
-from stronghold.train.fragments import check_clipping
-from stronghold.train.job import Job
+from stronghold.train.guards import NO_TRANSFORMS, StateHooks, check_free
+from stronghold.train.job import Job, MemoryReport
+from stronghold.train.named_weights import Placement, named_weights
+from stronghold.train.optimizer import EngineOptimizer, make_scaler
+from stronghold.train.processes import Neighbours, local_rank_of
 from stronghold.train.trainer import Trainer
 
 logger = logging.getLogger("stronghold")
@@ -71,7 +65,7 @@ def _trains(method: _Method) -> _Method:
 
     @functools.wraps(method)
     def call(engine: StrongholdEngine, *args: Any, **kwargs: Any) -> Any:
-        with engine._stack.training(f"engine.{method.__name__}"):
+        with engine._job.training(f"engine.{method.__name__}"):
             return method(engine, *args, **kwargs)
 
     return cast(_Method, call)
@@ -101,7 +95,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         lr_scheduler: Any = None,
         training_data: Any = None,
         collate_fn: Any = None,
-        ranks: Ranks | Neighbours,
+        ranks: Neighbours,
     ) -> None:
         nn.Module.__init__(self)
         self._start: Start | None = Start()
@@ -141,37 +135,27 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
                 stage = self.zero_optimization_stage()
                 optimizer.loss_scaler = make_scaler(self._config.float16_config, stage)
         self.lr_scheduler = lr_scheduler
-        # Until one room is left: a `Job`, or a `Stack`, which has the same methods.
-        room: Any = Stack if isinstance(ranks, Ranks) else Job
-        more = {} if room is Stack else {"make_trainer": _trainer_of(ranks)}
-        stack = room(model, settings, optimizer, local_rank=self.local_rank, ranks=ranks, **more)
-        self._stack = stack
+        self._job = job = Job(
+            model,
+            settings,
+            optimizer,
+            local_rank=self.local_rank,
+            ranks=ranks,
+            make_trainer=_trainer_of(ranks),
+        )
         asynchronous = settings.stronghold.async_checkpoint
-        self._checkpoints = Checkpoints(stack, optimizer, asynchronous=asynchronous)
-        self._planner = Planner(stack)
-        self._user_backward = UserBackward(self, stack.outside)
+        self._checkpoints = Checkpoints(job, optimizer, asynchronous=asynchronous)
+        self._planner = Planner(job)
+        self._user_backward = UserBackward(self, job.outside)
         self.module = model
-        self.device = stack.device.torch_device
+        self.device = job.device.torch_device
         self._state_hooks = StateHooks(
             model,
-            stack.parameters,
-            wait=stack.settle,
-            read=stack.wait_for_readers,
-            loaded=stack.adopt_weights,
+            job.parameters,
+            wait=job.settle,
+            read=job.wait_for_readers,
+            loaded=job.adopt_weights,
         )
-        self._reads: ParameterReads | None = None
-        if room is Stack:
-            self._reads = ParameterReads(
-                _places_of_parameters(stack),
-                settle=stack.settle,
-                decode=stack.decode_at_rest,
-                drop=stack.drop_gradients,
-                clipped=functools.partial(check_clipping, settings.gradient_clipping),
-                moved=stack.note_copy,
-                fragments=fragments(stack),
-                moving=itertools.chain.from_iterable(stack.parameters),
-            )
-            stack.hide_packed()
         live_engines.register(self)
         try:
             self.monitor = make_monitor(self._config)
@@ -182,7 +166,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         except BaseException:
             self.destroy()
             raise
-        logger.info("%s", stack.plan)
+        logger.info("%s", job.plan)
         self._start.end("in it (the model is taken over)")
 
     # -- the step ---------------------------------------------------------------------------------
@@ -201,13 +185,13 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         if self._destroyed:  # the model is the user's again, or another engine's
             return self.module(*inputs, **kwargs)
         if torch.is_grad_enabled() and self.module.training:
-            with self._stack.training("engine.forward"):
+            with self._job.training("engine.forward"):
                 return self._forward(inputs, kwargs)
         return self._forward(inputs, kwargs)
 
     def _forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with_graph = torch.is_grad_enabled()
-        self._stack.check_here("engine.forward", evaluates=True)
+        self._job.check_here("engine.forward", evaluates=True)
         self._checkpoints.raise_failure()
         self._user_backward.check()
         # not before: a framework that sets up logs its own warnings first
@@ -218,13 +202,13 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
             self.settings.warn_of_ignored()
         size = batch_size(inputs, kwargs)
         if with_graph:
-            self._stack.partition.names.check()
-        if self._stack.can_train:
+            self._job.partition.names.check()
+        if self._job.can_train:
             waits = self._user_backward.waits
             self._planner.begin_forward(inputs, kwargs, size, trains=with_graph, waits=waits)
         if self.module.training and with_graph:
-            self._stack.metrics.add_tokens(size.tokens)
-        with self._stack.forward_pass():
+            self._job.metrics.add_tokens(size.tokens)
+        with self._job.forward_pass():
             output = self._call_module(inputs, kwargs)
         if self.optimizer is not None and torch.is_grad_enabled():
             self._user_backward.watch(output)
@@ -279,17 +263,16 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         num_accumulated = self.gradient_accumulation_steps()
         is_divided = scale_wrt_gas and num_accumulated > 1
         divided: torch.Tensor = loss / num_accumulated if is_divided else loss
-        stack = self._stack
+        job = self._job
         # the step's first backward, or all before were dropped
-        if not stack.is_in_step:
+        if not job.is_in_step:
             self._loss_sum = None
         has_begun = False
         try:
-            stack.begin_backward(ends_step=self.is_gradient_accumulation_boundary())
+            job.begin_backward(ends_step=self.is_gradient_accumulation_boundary())
             has_begun = True
             with self._user_backward.announced(keeps_graph=retain_graph):
                 optimizer.scaled(divided).backward(retain_graph=retain_graph)
-            stack.end_backward()
             self._num_backwards += 1
         except BaseException as error:
             is_refusal = not has_begun and isinstance(error, Exception)
@@ -304,7 +287,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
 
     def _abandon_step(self) -> None:
         """Drop the step's gradients so far: the next micro-batch is its first."""
-        self._stack.abandon_backward()
+        self._job.abandon_backward()
         self._begin_step_again()
 
     def _begin_step_again(self) -> None:
@@ -340,7 +323,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
             if boundary:
                 self._take_step(optimizer, lr_kwargs or {})
             else:
-                self._stack.end_micro_batch()
+                self._job.end_micro_batch()
         except BaseException as error:
             # Ctrl-C: no further step may use its gradients
             if not isinstance(error, Exception):
@@ -350,13 +333,13 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
 
     def _take_step(self, optimizer: EngineOptimizer, lr_kwargs: dict[str, Any]) -> None:
         """Close the gate, then advance schedule, counters and loss scale."""
-        stack = self._stack
-        stack.device.check()
+        job = self._job
+        job.device.check()
         optimizer.check_groups()
         learning_rate = float(optimizer.param_groups[0]["lr"])
-        if not stack.is_in_step:
+        if not job.is_in_step:
             self._loss_sum = None
-        result = stack.step(
+        result = job.step(
             clipping=float(self.gradient_clipping() or 0.0),
             loss_scale=optimizer.loss_scale,
             skips_overflow=self.settings.skip_on_overflow,
@@ -389,11 +372,11 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
 
     def _report(self, optimizer: EngineOptimizer, learning_rate: float) -> None:
         """Record the step, log it when it is due, and send it to the monitors."""
-        stack = self._stack
+        job = self._job
         loss = self._loss_sum
         self._loss_sum = None
-        stack.device.settle()
-        record = stack.metrics.end_step(
+        job.device.settle()
+        record = job.metrics.end_step(
             step=self.global_steps,
             loss=loss,
             grad_norm=optimizer.grad_norm,
@@ -402,7 +385,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         )
         self.last_record = record
         if self._start is not None and self._start.end_step():
-            touched = stack.device.first_touch
+            touched = job.device.first_touch
             size = format_size(touched.nbytes)
             logger.info("%s; %s touched in %.1f s meanwhile", self._start, size, touched.seconds)
             self._start = None
@@ -410,7 +393,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
             logger.info("%s", self.plan.wear(record.step_s))
         steps_per_print = self.settings.steps_per_print
         if steps_per_print and self.global_steps % steps_per_print == 0:
-            logger.info("%s", stack.metrics.format(record))
+            logger.info("%s", job.metrics.format(record))
         scale = optimizer.loss_scale if self.fp16_enabled() else None
         write_step(self.monitor, record, samples=self.global_samples, loss_scale=scale)
 
@@ -439,7 +422,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
     def _needed_optimizer(self, method: str) -> EngineOptimizer:
         """The optimizer. ConfigError without one, after `destroy`, and after `offload_states`."""
         self._check_alive(method)
-        self._stack.check_here(f"engine.{method}")
+        self._job.check_here(f"engine.{method}")
         if self.optimizer is None:
             raise ConfigError(
                 f'engine.{method}: this engine has no optimizer; add an "optimizer" section to the '
@@ -519,7 +502,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         """
         if not self._destroyed:
             self._user_backward.check()
-            self._stack.drop_gradients()
+            self._job.drop_gradients()
 
     # -- values that a program reads --------------------------------------------------------------
     def get_global_grad_norm(self) -> float | None:
@@ -574,7 +557,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
             raise ConfigError(f'engine.offload_states: device: got {device!r}, expected "cpu"')
         kinds = _kinds_of_state(include)
         if kinds:
-            self._stack.leave_device(keeps_weights=OffloadStateTypeEnum.lp_params not in kinds)
+            self._job.leave_device(keeps_weights=OffloadStateTypeEnum.lp_params not in kinds)
             self.empty_partition_cache()
 
     def reload_states(self, non_blocking: bool = False) -> None:
@@ -586,7 +569,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         programs have taken the memory meanwhile. Then nothing changes.
         """
         self._check_alive("reload_states")
-        self._stack.return_to_device()
+        self._job.return_to_device()
 
     def empty_partition_cache(self) -> None:
         """Give device memory of freed tensors, which torch caches, to other processes.
@@ -594,7 +577,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         No partition of the weights is cached.
         """
         gc.collect()
-        self._stack.device.memory.trim()
+        self._job.device.memory.trim()
 
     @property
     def data_parallel_group(self) -> Any:
@@ -634,7 +617,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
                 "whole model; leave them out"
             )
         if not self._is_compiled:
-            self._stack.compile_blocks({**(compile_kwargs or {}), "backend": backend})
+            self._job.compile_blocks({**(compile_kwargs or {}), "backend": backend})
             self._is_compiled = True
 
     @contextlib.contextmanager
@@ -654,38 +637,35 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         within a forward or a backward.
         """
         self._check_alive("write")
-        self._stack.check_between_passes("engine.write")
+        self._job.check_between_passes("engine.write")
         self.synchronize()
-        self._stack.wait_for_readers()
+        self._job.wait_for_readers()
         try:
             with torch.no_grad():
                 yield self._ranks.index == 0
         except BaseException as error:
             self._ranks.fail(f"{type(error).__name__}: {error}")
             raise
-        self._stack.adopt_weights({})  # no master restarts
+        self._job.adopt_weights({})  # no master restarts
 
     @property
     def plan(self) -> Plan:
         """The plan: the home of every array, and the reasons. `print(engine.plan)` explains it."""
-        plan: Plan = self._stack.plan
-        return plan
+        return self._job.plan
 
     def memory_report(self) -> MemoryReport:
         """Return peak bytes per tier (GPU, host, NVMe), planned and measured. Waits for nothing.
 
         Gradient slots, and what trains on the GPU, get memory at the first backward.
         """
-        report: MemoryReport = self._stack.memory_report()
-        return report
+        return self._job.memory_report()
 
     def inspect(self) -> Inspection:
         """Return a read-only view: layers, plan, schedule, recorded operations, bytes.
 
         Waits for nothing. Put `print(engine.inspect())` into a bug report.
         """
-        see = inspect_job if isinstance(self._stack, Job) else inspect
-        return see(self._stack, self.last_record)
+        return inspect(self._job, self.last_record)
 
     def synchronize(self) -> None:
         """Wait until every parameter holds its newest value.
@@ -696,7 +676,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         Raises LaneError if an update has failed.
         """
         if not self._destroyed:
-            self._stack.settle()
+            self._job.settle()
 
     def named_weights(
         self,
@@ -731,7 +711,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         """
         self._check_alive("named_weights")
         placement = Placement(device=None if device is None else torch.device(device), dtype=dtype)
-        return named_weights(self._stack, placement, merges_adapters=merge_adapters)
+        return named_weights(self._job, placement, merges_adapters=merge_adapters)
 
     def module_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return the user module's state dict. Waits for pending updates.
@@ -758,9 +738,9 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         state = nested if isinstance(nested, dict) else checkpoint
         if custom_load_fn is not None:
             self.synchronize()
-            self._stack.wait_for_readers()
+            self._job.wait_for_readers()
             custom_load_fn(src=state, dst=self.module)
-            self._stack.adopt_weights()
+            self._job.adopt_weights()
         else:
             self.module.load_state_dict(state, strict=strict)
 
@@ -902,7 +882,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         Time in evaluation mode does not count as a step's time.
         """
         if mode and not self.training:
-            self._stack.metrics.restart_clock()
+            self._job.metrics.restart_clock()
         self.module.train(mode)
         self.training = mode
         return self
@@ -935,12 +915,10 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         if not self._destroyed and not forked_from(self._process):
             self._destroyed = True
             self._state_hooks.close()
-            if self._reads is not None:
-                self._reads.close()
             try:
                 self._checkpoints.wait()
             finally:
-                self._stack.close()
+                self._job.close()
 
     close = destroy
 
@@ -951,7 +929,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         Without effect after `destroy`, and in a forked child.
         """
         if not self._destroyed and not forked_from(self._process):
-            self._stack.finish(self._checkpoints.wait)
+            self._job.finish(self._checkpoints.wait)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ConfigError(
@@ -986,18 +964,6 @@ def _kinds_of_state(include: Iterable[Any] | None) -> set[OffloadStateTypeEnum]:
             )
         kinds.add(OffloadStateTypeEnum(name))
     return kinds
-
-
-def _places_of_parameters(stack: Stack) -> dict[nn.Parameter, tuple[int, str]]:
-    """Number of the layer, and name, of each parameter that the layers hold."""
-    places: dict[nn.Parameter, tuple[int, str]] = {}
-    for tensors, layer in zip(stack.parameters, stack.layout.layers, strict=True):
-        for tensor, parameter_slice in zip(tensors, layer.slices, strict=True):
-            if isinstance(tensor, nn.Parameter):  # no inner tensor, and no buffer
-                places[tensor] = (layer.index, parameter_slice.name)
-        for packed in stack.host.layers[layer.index].packed:
-            places[packed.parameter] = (layer.index, packed.name)
-    return places
 
 
 for _name in REFUSED:

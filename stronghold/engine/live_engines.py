@@ -34,10 +34,10 @@ def end_previous_engines(model: nn.Module, *, trains: bool) -> None:
     for engine in list(_engines):
         if engine._destroyed or engine.module is not model:
             continue
-        has_no_state = engine.optimizer is None or not engine._stack.has_trained
+        has_no_state = engine.optimizer is None or not engine._job.has_trained
         if engine.micro_steps == 0 and has_no_state:
             engine.destroy()
-        elif trains and engine.micro_steps and not engine._stack.is_in_step:
+        elif trains and engine.micro_steps and not engine._job.is_in_step:
             logger.warning(
                 "the engine that has trained this model for %d steps ends, since another one is "
                 "made of it: that begins with new moments, from the weights in their own dtype",

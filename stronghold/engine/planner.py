@@ -53,8 +53,8 @@ from stronghold.plan.cost import Demand, LayerWork, Workload, spared, with_decod
 from stronghold.plan.gpu_memory import activation_bytes
 from stronghold.plan.machine import Rates, rates_of
 from stronghold.plan.rules import Choice, fastest_levels, fastest_plan
-from stronghold.streaming.stack import Stack, reserved_bytes
 from stronghold.telemetry.metrics import BatchSize
+from stronghold.train.job import Job, reserved_bytes
 
 logger = logging.getLogger("stronghold")
 
@@ -87,12 +87,12 @@ class _FirstBatch(NamedTuple):
 
 
 class Planner:
-    """Makes the plan of `stack` for its first batch, and checks each larger one."""
+    """Makes the plan of `job` for its first batch, and checks each larger one."""
 
-    def __init__(self, stack: Stack) -> None:
-        self._stack = stack
-        self._is_asynchronous = stack.device.torch_device.type == "cuda"
-        self._is_open = stack.machine is not None  # the rules have something to choose
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._is_asynchronous = job.device.torch_device.type == "cuda"
+        self._is_open = job.machine is not None  # the rules have something to choose
         self._plans_again = False  # for the next batch
         # What the plan was made for. `_limit_bytes` are those of the device for buffers and
         # activations. None: unknown, and no batch is checked.
@@ -121,7 +121,7 @@ class Planner:
 
         `OutOfMemoryError` if the device has no room for the batch by any plan.
         """
-        stack = self._stack
+        job = self._job
         if not trains:
             self._check_evaluation(args, kwargs, size, waits=waits)
             return
@@ -129,7 +129,7 @@ class Planner:
             self._plan_for(size, self._count(args, kwargs, size), may_move=self._may_move(waits))
             self._is_open = self._plans_again = False
         levels = self._levels_for(args, kwargs, size, waits=waits)
-        stack.take_levels(spared(levels) if self._may_spare and self._ran_out else levels)
+        job.take_levels(spared(levels) if self._may_spare and self._ran_out else levels)
 
     def out_of_memory(self, call: str, error: torch.OutOfMemoryError) -> OutOfMemoryError:
         """The error that the engine's `call` raises in place of `error` ([Note: out of memory])."""
@@ -137,7 +137,7 @@ class Planner:
         if isinstance(error, OutOfMemoryError):
             return error
         traceback.clear_frames(error.__traceback__)  # they keep the call's tensors
-        stack = self._stack
+        job = self._job
         remedy = "use a smaller batch, or shorter sequences"
         if self._may_spare and not self._ran_out:
             remedy = (
@@ -154,38 +154,38 @@ class Planner:
         if call == "engine.backward":
             dropped = "; this step's gradients are dropped, and the next micro-batch is its first"
         return OutOfMemoryError(
-            f"{stack.device.name} is out of memory. It was in {call}, by a plan with "
-            f"{format_size(stack.plan.gpu_total_bytes)} for the model{dropped}; {remedy}. Torch "
+            f"{job.device.name} is out of memory. It was in {call}, by a plan with "
+            f"{format_size(job.plan.gpu_total_bytes)} for the model{dropped}; {remedy}. Torch "
             f"reports: {error}"
         )
 
     @property
     def _may_spare(self) -> bool:
         """True if a forward may keep less than the plan says."""
-        return self._stack.section.activations is None and not self._stack.plan.whole
+        return self._job.section.activations is None and not self._job.plan.whole
 
     # -- the plan ---------------------------------------------------------------------------------
     def _may_move(self, waits: bool) -> bool:
-        stack = self._stack
-        return not waits and stack.is_between_passes and not stack.is_aliased()
+        job = self._job
+        return not waits and job.is_between_passes
 
     @property
     def _can_plan_again(self) -> bool:
-        return self._stack.can_plan_again and self._stack.demand.layers_may_move
+        return self._job.can_plan_again and self._job.demand.layers_may_move
 
     def _may_plan_again(self, waits: bool) -> bool:
         return self._can_plan_again and self._may_move(waits)
 
     def _plan_for(self, size: BatchSize, work: Workload | None, *, may_move: bool) -> None:
         """Take the rules' plan for the batch ([Note: one plan]). Every rank calls it."""
-        stack, ranks = self._stack, self._stack.ranks
-        free_bytes = stack.device.memory.free_bytes()
+        job, ranks = self._job, self._job.ranks
+        free_bytes = job.device.memory.free_bytes()
         if free_bytes is not None:
-            free_bytes = max(0, free_bytes - reserved_bytes(but=stack)[0])
+            free_bytes = max(0, free_bytes - reserved_bytes(but=job)[0])
         first = _FirstBatch(size, work, free_bytes, may_move)
         first = _largest(ranks.of_all(first))
         if not first.may_move:
-            logger.info("the plan stays as it is: aliases of weights are kept, or a graph waits")
+            logger.info("the plan stays as it is: a graph waits, or a step has begun")
             return
         chosen: Any = None
         if ranks.rank == 0:
@@ -194,30 +194,30 @@ class Planner:
         if isinstance(chosen, BudgetError):
             # by these words Accelerate's loops know an error of memory
             raise OutOfMemoryError(
-                f"{stack.device.name} would be out of memory. {chosen}"
+                f"{job.device.name} would be out of memory. {chosen}"
             ) from chosen
-        stack.take_plan(replace(chosen.plan, cpu_threads=stack.plan.cpu_threads))
+        job.take_plan(replace(chosen.plan, cpu_threads=job.plan.cpu_threads))
         self._planned, self._work = first.size, first.work
         self._limit_bytes = None if first.work is None else first.free_bytes
         self._levels.clear()
         self._evaluated = first.size
-        logger.info("for batches of %d tokens: %s", first.size.tokens, stack.plan)
+        logger.info("for batches of %d tokens: %s", first.size.tokens, job.plan)
         if first.work is not None:
-            tokens_of_step = first.size.tokens * stack.demand.micro_batches
-            stack.metrics.predicted_s = {tokens_of_step: chosen.step_s}
-            stack.predicted = chosen.forecast
+            tokens_of_step = first.size.tokens * job.demand.micro_batches
+            job.metrics.predicted_s = {tokens_of_step: chosen.step_s}
+            job.predicted = chosen.forecast
             logger.info("predicted: %s", chosen.forecast)
 
     def _chosen(self, first: _FirstBatch) -> Choice | BudgetError:
         """The plan of the rules and its forecast, or the reason why there is none."""
-        stack, rates = self._stack, self._rates()
+        job, rates = self._job, self._rates()
         workload = first.work or self._uncounted(first.size)
-        demand = stack.demand
+        demand = job.demand
         if not demand.layers_may_move:
-            demand = _present_demand(stack)
+            demand = _present_demand(job)
         elif first.work is not None and first.free_bytes is not None:
             budget = int(GPU_SHARE * first.free_bytes)
-            for_buffers = min(budget, stack.section.gpu_memory or budget)
+            for_buffers = min(budget, job.section.gpu_memory or budget)
             demand = replace(
                 self._demand(demand, workload, first.size),
                 gpu_budget_bytes=budget,
@@ -225,12 +225,12 @@ class Planner:
                 growth=self._growth(first.size),
             )
         demands = [demand]
-        if stack.section.batch_tokens is None and demand.growth > 1.0:
+        if job.section.batch_tokens is None and demand.growth > 1.0:
             demands.append(replace(demand, growth=1.0))  # no room to spare
         for demand in demands:
             try:
                 return fastest_plan(
-                    stack.layout, demand, workload, rates, asynchronous=self._is_asynchronous
+                    job.layout, demand, workload, rates, asynchronous=self._is_asynchronous
                 )
             except BudgetError as error:
                 refusal = error
@@ -238,11 +238,11 @@ class Planner:
 
     def _growth(self, size: BatchSize) -> float:
         """How many times the tokens of this batch a later one may have ([Note: larger batches])."""
-        stack = self._stack
-        most_tokens = stack.section.batch_tokens
+        job = self._job
+        most_tokens = job.section.batch_tokens
         if most_tokens is not None and size.tokens:
             return max(1.0, most_tokens / size.tokens)
-        may_move = self._can_plan_again and stack.demand.micro_batches == 1
+        may_move = self._can_plan_again and job.demand.micro_batches == 1
         return 1.0 if may_move and not self._grows else HEADROOM
 
     def _demand(self, base: Demand, workload: Workload, size: BatchSize) -> Demand:
@@ -251,7 +251,7 @@ class Planner:
         sequences = size.tokens // size.length if size.length else size.tokens
         return replace(
             base,
-            activations=self._stack.pinned_activations,
+            activations=self._job.pinned_activations,
             work=workload.layers,
             sequences=sequences,
             tokens=size.tokens,
@@ -259,14 +259,14 @@ class Planner:
         )
 
     def _rates(self) -> Rates:
-        stack = self._stack
-        assert stack.machine is not None
+        job = self._job
+        assert job.machine is not None
         rates = rates_of(
-            stack.machine,
-            stack.plan.cpu_threads,
-            sharing=stack.ranks.count,
-            num_nodes=stack.ranks.num_nodes,
-            states=stack.section.states,
+            job.machine,
+            job.plan.cpu_threads,
+            sharing=job.ranks.count,
+            num_nodes=job.ranks.num_nodes,
+            states=job.section.states,
         )
         if self._is_asynchronous:
             return rates
@@ -278,18 +278,18 @@ class Planner:
         self, args: Sequence[Any], kwargs: Mapping[str, Any], size: BatchSize
     ) -> Workload | None:
         """The work of a batch. None: unknown, since the model's code needs values."""
-        stack = self._stack
-        device = stack.device.torch_device
+        job = self._job
+        device = job.device.torch_device
         generator = random_state(device)
         try:
-            with stack.resting_hooks(), torch.compiler.set_stance("force_eager"):
+            with job.resting_hooks(), torch.compiler.set_stance("force_eager"):
                 costs = count_costs(
-                    stack.partition.model,
-                    stack.partition,
+                    job.partition.model,
+                    job.partition,
                     args,
                     kwargs,
                     seq=size.length or size.tokens,
-                    dtype=stack.precision,
+                    dtype=job.precision,
                 )
         except ConfigError as error:
             logger.info("%s. The plan leaves memory to activations without a count", error)
@@ -297,20 +297,20 @@ class Planner:
         finally:
             if generator is not None:
                 set_random_state(device, generator)
-        assert stack.machine is not None
-        workload = workload_of(costs, stack.machine, micro_batches=stack.demand.micro_batches)
-        return with_decoding(workload, stack.layout, stack.formats, stack.machine)
+        assert job.machine is not None
+        workload = workload_of(costs, job.machine, micro_batches=job.demand.micro_batches)
+        return with_decoding(workload, job.layout, job.formats, job.machine)
 
     def _uncounted(self, size: BatchSize) -> Workload:
         """The seconds of products, if every parameter takes part for every token."""
-        stack = self._stack
-        assert stack.machine is not None
-        token_s = 2.0 * max(1, size.tokens) / stack.machine.flops[stack.precision]
+        job = self._job
+        assert job.machine is not None
+        token_s = 2.0 * max(1, size.tokens) / job.machine.flops[job.precision]
         layers = [
             LayerWork(forward_s=layer_s, backward_s=2.0 * layer_s)
-            for layer_s in (token_s * layer.num_parameters for layer in stack.layout.layers)
+            for layer_s in (token_s * layer.num_parameters for layer in job.layout.layers)
         ]
-        return Workload(layers=tuple(layers), micro_batches=stack.demand.micro_batches)
+        return Workload(layers=tuple(layers), micro_batches=job.demand.micro_batches)
 
     # -- larger batches ---------------------------------------------------------------------------
     def _levels_for(
@@ -320,21 +320,21 @@ class Planner:
 
         `OutOfMemoryError` if it has no room.
         """
-        stack = self._stack
+        job = self._job
         if self._limit_bytes is None or size.is_within(self._planned):
-            return stack.plan.activations
+            return job.plan.activations
         for known in self._levels:
             if size.is_within(known.size):
                 return known.levels
         workload = self._count(args, kwargs, size)
         if workload is None:
-            return stack.plan.activations
+            return job.plan.activations
         levels = self._levels_within(workload, size)
         if levels is None and self._may_plan_again(waits):
             self._grows = True
             try:
                 self._plan_for(size, workload, may_move=True)
-                return stack.plan.activations
+                return job.plan.activations
             except OutOfMemoryError as error:
                 levels = self._last_levels(workload, size, error)
         elif levels is None:
@@ -346,13 +346,13 @@ class Planner:
 
     def _levels_within(self, workload: Workload, size: BatchSize) -> tuple[str, ...] | None:
         """The fastest levels that leave the allocator its share. None if none does."""
-        stack, room_bytes = self._stack, self._room_bytes()
-        if not stack.can_plan_again:
-            levels = stack.plan.activations
+        job, room_bytes = self._job, self._room_bytes()
+        if not job.can_plan_again:
+            levels = job.plan.activations
             return levels if self._needs(levels, workload, size) <= room_bytes else None
         return fastest_levels(
-            stack.layout,
-            self._demand(_present_demand(stack), workload, size),
+            job.layout,
+            self._demand(_present_demand(job), workload, size),
             workload,
             self._rates(),
             room_bytes,
@@ -364,7 +364,7 @@ class Planner:
     ) -> tuple[str, ...]:
         """The levels that take least, in all of the device. If they have no room, it raises
         `refusal`, or an `OutOfMemoryError` with the numbers of the present plan."""
-        levels = self._stack.plan.activations
+        levels = self._job.plan.activations
         levels = spared(levels) if self._may_spare else levels
         need = self._needs(levels, workload, size)
         if need > self._room_bytes(1.0):
@@ -374,12 +374,12 @@ class Planner:
     def _room_bytes(self, share: float = GPU_SHARE) -> int:
         """Bytes of the device for activations."""
         assert self._limit_bytes is not None
-        return int(share * self._limit_bytes) - self._stack.plan.gpu_total_bytes
+        return int(share * self._limit_bytes) - self._job.plan.gpu_total_bytes
 
     def _needs(self, levels: Sequence[str], workload: Workload, size: BatchSize) -> int:
         """Bytes of the activations of a batch that trains."""
-        stack = self._stack
-        return activation_bytes(stack.layout, levels, self._demand(stack.demand, workload, size))
+        job = self._job
+        return activation_bytes(job.layout, levels, self._demand(job.demand, workload, size))
 
     def _check_evaluation(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], size: BatchSize, *, waits: bool
@@ -391,7 +391,7 @@ class Planner:
         workload = self._count(args, kwargs, size)
         if workload is None:
             return
-        layout = self._stack.layout
+        layout = self._job.layout
         made = [load.saved_bytes + load.passing_bytes for load in workload.layers]
         need = sum(made[index] for index in layout.resident)
         need += max((made[index] for index in layout.streamed), default=0)
@@ -414,12 +414,12 @@ class Planner:
             raise OutOfMemoryError(self._refusal(size, need_bytes)) from error
 
     def _refusal(self, size: BatchSize, need_bytes: int) -> str:
-        stack = self._stack
+        job = self._job
         assert self._limit_bytes is not None
         need = format_size(need_bytes, round_up=True)
-        plan, limit = format_size(stack.plan.gpu_total_bytes), format_size(self._limit_bytes)
+        plan, limit = format_size(job.plan.gpu_total_bytes), format_size(self._limit_bytes)
         return (
-            f"{stack.device.name} would be out of memory. By estimate the activations of a batch "
+            f"{job.device.name} would be out of memory. By estimate the activations of a batch "
             f"of {size.tokens:,} tokens take {need}, and the plan for batches of "
             f"{self._planned.tokens:,} tokens takes {plan} of {limit}. Set stronghold.batch_tokens "
             "to the tokens of the largest micro-batch, so that the plan leaves room for it; or use "
@@ -433,13 +433,12 @@ def _grown(workload: Workload) -> Workload:
     return replace(workload, layers=tuple(layers))
 
 
-def _present_demand(stack: Stack) -> Demand:
+def _present_demand(job: Job) -> Demand:
     """The planner's question whose answer is the present plan. Early updates stay open."""
-    plan, blocks = stack.plan, stack.layout.streamed
+    plan, blocks = job.plan, job.layout.streamed
     return replace(
-        stack.demand,
+        job.demand,
         window=plan.window or None,  # 0 if every block stays
-        prefetch=plan.prefetch if plan.window else None,
         resident_layers=len(plan.resident.intersection(blocks)),
         resident_updates="gpu" if plan.updated_on_gpu else "host",
         activations=plan.activations,

@@ -139,7 +139,6 @@ class Demand:
     gpu_budget_bytes: int | None = None
     host_budget_bytes: int | None = None
     window: int | None = None
-    prefetch: int | None = None
     resident_layers: int | None = None
     # "gpu" or "host": where resident layers are updated
     resident_updates: str | None = None

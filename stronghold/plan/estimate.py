@@ -389,7 +389,7 @@ class _StepClocks:
     def _ahead(self, index: int) -> Iterable[int]:
         """The layers from `index` on that are fetched now, in forward."""
         first = bisect_left(self._streamed, index)
-        last = first + self._plan.prefetch
+        last = first + max(0, self._plan.window - 1)
         if last < len(self._streamed):
             return range(index, self._streamed[last] + 1)
         return range(index, len(self._layers))
@@ -405,7 +405,7 @@ class _StepClocks:
         released: the one whose next use is farthest."""
         plan = self._plan
         stays = index in plan.resident
-        is_refreshed = index in plan.updates and index not in plan.updated_on_gpu
+        is_refreshed = index in plan.trained and index not in plan.updated_on_gpu
         if index in self._fetched or index in self._asked or (stays and not is_refreshed):
             return
         room_s = self._compute_s if stays else 0.0  # compute that was launched may still read it
@@ -452,7 +452,7 @@ class _StepClocks:
             if self._layers[index].streamed:
                 level = self._plan.activations[index]
                 end = bisect_right(self._streamed, index)
-                begin = max(0, end - 1 - self._plan.prefetch)
+                begin = max(0, end - max(1, self._plan.window))
                 for following in reversed(self._streamed[begin:end]):
                     self._ask(following, leaving=max)
                     self._fetch(following)
@@ -465,7 +465,7 @@ class _StepClocks:
             seconds = work.decode_s + work.backward_s + work.recompute_s(level)
             fetches = (self._fetched.get(index, NO_FETCH), returning.pop(index, NO_FETCH))
             self._compute(index, seconds, launch_s, *fetches)
-            if index in self._plan.updates:
+            if index in self._plan.trained:
                 self._take_gradients(index, is_first=is_first, is_last=is_last)
 
     def _bring_back(self, index: int) -> _Fetch:
@@ -511,7 +511,7 @@ class _StepClocks:
     def _close_barrier(self) -> None:
         """The norm is known. An early update counts if it has begun. All others follow."""
         plan, lanes = self._plan, self.lanes
-        on_gpu = [index for index in plan.updates if index in plan.updated_on_gpu]
+        on_gpu = sorted(plan.trained & plan.updated_on_gpu)
         self._use_device_memory(sum(self._bytes[index].gradients for index in on_gpu))
         computed_s = self._compute_s if on_gpu else 0.0
         barrier = max(self._barrier, End(max(self._thread_s, computed_s), "launch"))
@@ -527,7 +527,7 @@ class _StepClocks:
         self._thread_s = barrier.at_s if self._asynchronous else self._compute_s
         self._barrier = End(barrier.at_s)
         self._next_update = 0
-        for index in plan.updates.keys() & self._fetched.keys():
+        for index in plan.trained & self._fetched.keys():
             del self._fetched[index]  # the update outdates it
 
     def _update_through(self, index: int) -> None:
@@ -536,7 +536,7 @@ class _StepClocks:
         while self._next_update <= index:
             due = self._next_update
             self._next_update += 1
-            is_on_host = due in plan.updates and due not in plan.updated_on_gpu
+            is_on_host = due in plan.trained and due not in plan.updated_on_gpu
             if is_on_host and not self._is_early[due]:
                 self._submit_update(due, self._barrier)
 

@@ -12,7 +12,7 @@ from operator import itemgetter
 
 import torch
 
-from stronghold.errors import BudgetError, ConfigError, ErrorPage, format_size
+from stronghold.errors import BudgetError, ErrorPage, format_size
 from stronghold.model.arrays import array_bytes, moment_arrays
 from stronghold.model.layout import LayerLayout, ModelLayout, Range
 from stronghold.optim.states import Formats
@@ -220,18 +220,16 @@ def _chunk_sums_bytes(places: Places) -> tuple[int, int]:
 # -- slots ----------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slots:
-    """How many slots for weights and for gradients there are, and how many layers are fetched
-    ahead."""
+    """How many slots for weights and for gradients there are."""
 
     window: int
     gradient_slots: int
-    prefetch: int
     reason: str
 
 
 def choose_slots(peak: GpuPeak) -> Slots:
-    """The slots that the budget holds, or that the config asks for. BudgetError if they do not fit,
-    ConfigError for a prefetch that the window cannot hold."""
+    """The slots that the budget holds, or that the config asks for. BudgetError if they do not
+    fit."""
     demand = peak.places.demand
     if demand.gpu_budget_bytes is None:
         return _slots_without_budget(peak)
@@ -251,13 +249,11 @@ def most_gradient_slots(places: Places) -> int:
 
 def _slots_without_budget(peak: GpuPeak) -> Slots:
     places, demand = peak.places, peak.places.demand
-    wanted = demand.window or max(DEFAULT_WINDOW, 1 + (demand.prefetch or 0))
-    window = min(wanted, len(places.streamed))
+    window = min(demand.window or DEFAULT_WINDOW, len(places.streamed))
     why = demand.why("window") if demand.window else "no gpu budget"
     return Slots(
         window=window,
         gradient_slots=most_gradient_slots(places),
-        prefetch=_prefetch(peak, window),
         reason=f"window: {window} slots ({why})",
     )
 
@@ -275,7 +271,6 @@ def _slots_for_window(peak: GpuPeak, wanted: int, budget: int) -> Slots:
     return Slots(
         window=window,
         gradient_slots=gradient_slots,
-        prefetch=_prefetch(peak, window),
         reason=f"window: {window} slots ({places.demand.why('window')})",
     )
 
@@ -288,7 +283,7 @@ def _slots_within(peak: GpuPeak, budget: int) -> Slots:
     smallest = smallest_bytes(peak)
     if smallest > budget:
         raise _gpu_refusal(peak, smallest, min(1, num_streamed), min(1, most_gradients))
-    tried = [*wanted_slots(places), *wanted_slots(places, prefetch=0)]
+    tried = wanted_slots(places)
     window, gradient_slots = next(slots for slots in tried if peak.total(*slots) <= budget)
     why = REASONS["window"]
     if not (demand.training and demand.layers_may_move):
@@ -296,20 +291,15 @@ def _slots_within(peak: GpuPeak, budget: int) -> Slots:
         window = min(num_streamed, room // peak.slot) if peak.slot else num_streamed
         why = f"the most that {format_size(budget)} hold (stronghold.gpu_memory)"
     return Slots(
-        window=window,
-        gradient_slots=gradient_slots,
-        prefetch=_prefetch(peak, window),
-        reason=f"window: {window} slots ({why})",
+        window=window, gradient_slots=gradient_slots, reason=f"window: {window} slots ({why})"
     )
 
 
-def wanted_slots(places: Places, prefetch: int | None = None) -> Iterator[tuple[int, int]]:
+def wanted_slots(places: Places) -> Iterator[tuple[int, int]]:
     """Numbers of slots for weights and for gradients, by SLOTS, as far as they are of use. A window
-    of the config decides the former, or else `prefetch`, or the config's."""
-    demand = places.demand
-    ahead = (demand.prefetch or 0) if prefetch is None else prefetch
+    of the config decides the former."""
     for window, gradient_slots in SLOTS:
-        slots = min(demand.window or max(window, ahead + 1), len(places.streamed))
+        slots = min(places.demand.window or window, len(places.streamed))
         yield slots, min(gradient_slots, most_gradient_slots(places))
 
 
@@ -318,27 +308,6 @@ def smallest_bytes(peak: GpuPeak) -> int:
     window = min(1, len(peak.places.streamed))
     gradient_slots = min(1, most_gradient_slots(peak.places))
     return peak.total(window, gradient_slots)
-
-
-def _prefetch(peak: GpuPeak, window: int) -> int:
-    """How many layers are fetched ahead; one slot of the window holds the layer that computes."""
-    places, demand = peak.places, peak.places.demand
-    num_streamed = len(places.streamed)
-    most = max(0, window - 1)
-    wanted = most if demand.prefetch is None else demand.prefetch
-    # there are no more layers to fetch ahead
-    if wanted <= most or window == num_streamed:
-        return min(wanted, most)
-    if demand.window is not None:
-        remedy = f"stronghold.window to {wanted + 1}"
-    else:
-        slots = min(wanted + 1, num_streamed)
-        need = peak.total(slots, most_gradient_slots(places))
-        remedy = f"stronghold.gpu_memory to {format_size(need, round_up=True)}"
-    raise ConfigError(
-        f"stronghold.prefetch: got {wanted}, expected less than the window of {window} slots, one "
-        f"of which holds the layer that computes; lower prefetch to {most} or raise {remedy}"
-    )
 
 
 # -- refusal --------------------------------------------------------------------------------------

@@ -34,7 +34,6 @@ from stronghold.plan.gpu_memory import WEIGHTS_ON_GPU, GpuPeak, choose_slots
 from stronghold.plan.homes import Homes, make_homes
 from stronghold.plan.host_memory import Staging, early_reasons, plan_host
 from stronghold.plan.places import MIB, Places, place_layers
-from stronghold.plan.schedule import Position
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +46,6 @@ class Plan:
 
     demand: Demand  # the planner's input
     window: int  # slots for weights
-    prefetch: int  # layers that are fetched ahead
     resident: frozenset[int]  # layers whose weights never leave the gpu
     homes: Homes  # `homes[layer, array]`: an array's tier between two operations
     # True: every layer is updated on the gpu. The model runs without hooks, slots and copies.
@@ -57,7 +55,8 @@ class Plan:
     gradient_slots: int  # slots that all other layers share
     ring_entries: int
     # the update's position in the step, of each trained layer
-    updates: dict[int, Position]
+    trained: frozenset[int]  # layers that are updated
+    early: frozenset[int]  # of them, before the norm is known. They have their arrays twice
     # the level of each layer; a layer that is no block has "keep"
     activations: tuple[str, ...]
     cpu_threads: int
@@ -81,18 +80,6 @@ class Plan:
     def accumulates(self) -> bool:
         """True if gradients wait as fp32 sums over micro-batches."""
         return self.demand.accumulate
-
-    @property
-    def early(self) -> frozenset[int]:
-        """Layers that are updated before the norm is known. They have their arrays twice."""
-        return frozenset(
-            layer for layer, position in self.updates.items() if position is Position.EARLY
-        )
-
-    @property
-    def pending(self) -> frozenset[int]:
-        """Layers whose gradients wait for the gate in the dtype of the weights."""
-        return frozenset() if self.accumulates else frozenset(self.updates)
 
     @property
     def gpu_total_bytes(self) -> int:
@@ -198,14 +185,14 @@ def _make_plan(layout: ModelLayout, demand: Demand) -> Plan:
     return Plan(
         demand=demand,
         window=slots.window,
-        prefetch=slots.prefetch,
         resident=resident,
         homes=homes,
         whole=places.whole,
         own_gradients=frozenset(layer.index for layer in places.own_slots),
         gradient_slots=slots.gradient_slots,
         ring_entries=host.ring_entries,
-        updates=_positions(layout, host.early),
+        trained=frozenset(layer.index for layer in layout.layers if layer.trainable_numel),
+        early=host.early,
         activations=activations,
         cpu_threads=threads,
         gpu_bytes=gpu_peak.parts(slots.window, slots.gradient_slots),
@@ -219,16 +206,6 @@ def _make_plan(layout: ModelLayout, demand: Demand) -> Plan:
         staging=host.staging,
         nvme_bytes=host.nvme_bytes,
     )
-
-
-def _positions(layout: ModelLayout, early: frozenset[int]) -> dict[int, Position]:
-    """The position of each trained layer's update in the step."""
-    positions: dict[int, Position] = {}
-    for layer in layout.layers:
-        if layer.trainable_numel:
-            is_early = layer.index in early
-            positions[layer.index] = Position.EARLY if is_early else Position.GATE
-    return positions
 
 
 def _activations_reason(places: Places, threads: int) -> str:

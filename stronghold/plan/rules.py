@@ -204,7 +204,7 @@ class _Rules:
         late = min(forecast.waits.get("update", 0.0), 1.0 - busy)
         if late < LEAST_LATE or any(plan.nvme_bytes.values()):
             return choice
-        num_able = sum(layer not in plan.updated_on_gpu for layer in plan.updates)
+        num_able = len(plan.trained - plan.updated_on_gpu)
         wanted = min(num_able, round(factor * late / busy * num_able))
 
         def early(count: int) -> Plan | None:
@@ -356,7 +356,6 @@ def _smallest(demand: Demand, resident: int, updates: str, policy: str) -> Deman
     return replace(
         demand,
         window=demand.window or 1,
-        prefetch=0 if demand.window is None else demand.prefetch,
         resident_layers=resident,
         resident_updates=updates,
         activations=demand.activations or policy,
@@ -408,7 +407,7 @@ def _refusal(layout: ModelLayout, demand: Demand) -> BudgetError:
     except BudgetError as error:
         return error
     return BudgetError(
-        "no plan fits the budgets with what is pinned: leave stronghold.window, prefetch, "
+        "no plan fits the budgets with what is pinned: leave stronghold.window, "
         "resident_layers or activations out"
     )
 

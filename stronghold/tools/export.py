@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from stronghold.checkpoint import export, weights
-from stronghold.checkpoint.format import has_format
+from stronghold.checkpoint import export
 from stronghold.config.section import parse_bytes
 from stronghold.errors import ConfigError
 from stronghold.tools.answer import Answer
@@ -18,7 +17,8 @@ def run(arguments: argparse.Namespace, _: Callable[[str], None]) -> Answer:
         size = parse_bytes(arguments.max_shard_size)
     except ValueError as error:
         raise ConfigError(f"--max-shard-size {arguments.max_shard_size}: {error}") from error
-    source = weights.locate(arguments.checkpoint, arguments.tag)
-    write = export.export_hf if has_format(source) else weights.export_hf
-    files = write(source, arguments.out, max_shard_bytes=size, model_dir=arguments.model_dir)
+    source = export.locate(arguments.checkpoint, arguments.tag)
+    files = export.export_hf(
+        source, arguments.out, max_shard_bytes=size, model_dir=arguments.model_dir
+    )
     return Answer(text="\n".join(str(path) for path in files))

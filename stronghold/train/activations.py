@@ -44,13 +44,13 @@ from torch.utils.checkpoint import CheckpointError, checkpoint, noop_context_fn
 
 from stronghold.errors import ConfigError
 from stronghold.model.gpu_operators import ATTENTION_KERNELS
+from stronghold.patches.attention import Plain, Through, intercepted, running
+from stronghold.patches.autograd import Hooks, TorchDispatchMode, saved_tensor_hooks
+from stronghold.patches.modules import buffer_table
+from stronghold.patches.replacements import Replacements
+from stronghold.patches.tensors import tree_leaves, version_of
 from stronghold.plan.cost import ATTENTION
-from stronghold.streaming.activations.key_value_caches import is_cache, without_cache
-from stronghold.streaming.patches.attention import Plain, Through, intercepted, running
-from stronghold.streaming.patches.autograd import Hooks, TorchDispatchMode, saved_tensor_hooks
-from stronghold.streaming.patches.modules import buffer_table
-from stronghold.streaming.patches.replacements import Replacements
-from stronghold.streaming.patches.tensors import tree_leaves, version_of
+from stronghold.train.key_value_caches import is_cache, without_cache
 from stronghold.train.layer import Layer
 from stronghold.train.saved_tensors import PLAIN, Handle, Keep, kept
 

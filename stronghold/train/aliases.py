@@ -13,17 +13,42 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
+import time
 from bisect import bisect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import CellType, FrameType
 from weakref import ReferenceType
 
+import torch
+
 from stronghold.errors import ConfigError
-from stronghold.streaming.parameter_views import VIEW_IS_HELD, held_elsewhere, views_in
+from stronghold.patches.autograd import without_torch_function
+from stronghold.patches.tensors import num_references, storage_address
 from stronghold.train.layer import Layer, Slot
+
+# A lane may hold a view for a moment after its operation is done. A cycle of garbage may hold one,
+# too. So the references are counted again after each of these.
+_WAITS: tuple[Callable[[], object], ...] = (
+    partial(time.sleep, 0.0002),
+    partial(time.sleep, 0.001),
+    partial(gc.collect, 1),
+    partial(time.sleep, 0.02),
+    gc.collect,
+    partial(time.sleep, 0.2),
+)
+VIEW_IS_HELD = (
+    "{names}: a view (of weight.t(), weight.detach() or weight.data, say) is still held after the "
+    "block's forward or backward. Other weights take its memory next, and a later read would find "
+    "these. In a torch.autograd.Function use ctx.save_for_backward, not an "
+    "attribute of ctx, or keep the parameter itself and make the view in backward; copy what is "
+    "kept otherwise (weight.detach().clone()); or let the gpu keep and update the weights: "
+    'stronghold.resident_layers: "all", "resident_updates": "gpu"'
+)
+
 
 CONTAINERS = (list, tuple, set, CellType, partial, Iterator)
 MAX_DEPTH = 4  # of containers in one another
@@ -44,6 +69,35 @@ def refuse_aliases(layer: Layer, slot: Slot) -> None:
     begins = [view.data_ptr() - slot.memory.data_ptr() for view in others]
     names = {layer.names[bisect(layer.offsets, begin) - 1] for begin in begins}
     raise ConfigError(VIEW_IS_HELD.format(names=", ".join(sorted(names)) or layer.name))
+
+
+def held_elsewhere(memory: torch.Tensor, num_ours: int) -> bool:
+    """True if an object holds the memory's storage beside `memory` and `num_ours` views of it."""
+    if num_elsewhere(memory, num_ours) == 0:
+        return False
+    for wait in _WAITS:
+        wait()
+        if num_elsewhere(memory, num_ours) == 0:
+            return False
+    return True
+
+
+def num_elsewhere(memory: torch.Tensor, num_ours: int) -> int:
+    """The number of objects that hold the memory's storage beside `memory` and `num_ours` views."""
+    storage = memory.untyped_storage()  # is one more
+    return max(0, num_references(storage_address(storage)) - num_ours - 2)
+
+
+def views_in(storage: torch.UntypedStorage, known: set[int]) -> list[torch.Tensor]:
+    """Return the tensors in `storage` whose ids are not `known`."""
+    views = []
+    for candidate in gc.get_objects():
+        if issubclass(type(candidate), torch.Tensor) and id(candidate) not in known:
+            # A tensor of any library may have no storage. A hidden one is not to be shown.
+            with contextlib.suppress(Exception), without_torch_function():
+                if candidate.untyped_storage().data_ptr() == storage.data_ptr():
+                    views.append(candidate)
+    return views
 
 
 def is_left_by_exception(held: object, others: set[int], depth: int = MAX_DEPTH) -> bool:

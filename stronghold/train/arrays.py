@@ -38,14 +38,14 @@ from tqdm import tqdm
 from stronghold.devices.base import Device, Fence, Record
 from stronghold.devices.lane_name import LaneName
 from stronghold.errors import ConfigError
-from stronghold.memory.slab import map_slab, trim_heap
 from stronghold.optim.states import PAGE_BYTES, group_size, items, num_items, page_numel
+from stronghold.patches.autograd import without_torch_function
+from stronghold.patches.tensors import with_own_storage
 from stronghold.plan.host_memory import Staging
-from stronghold.streaming.parameter_views import num_elsewhere
-from stronghold.streaming.patches.autograd import without_torch_function
-from stronghold.streaming.patches.tensors import with_own_storage
+from stronghold.train.aliases import num_elsewhere
 from stronghold.train.files import Files, Transfer
 from stronghold.train.layer import Layer, point
+from stronghold.train.slabs import map_slab, trim_heap
 
 BLOCK_BYTES = 8 << 20  # of checkpoints, in host memory
 TRIM_BYTES = 256 << 20  # of freed tensors, of which the heap keeps pages meanwhile

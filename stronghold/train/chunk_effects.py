@@ -27,12 +27,11 @@ from torch import Tensor, nn
 
 from stronghold.devices.random_numbers import random_state, set_random_state
 from stronghold.errors import ConfigError
-from stronghold.streaming.activations.chunk_effects import Records
-from stronghold.streaming.activations.chunk_trial import FAILURES, refusal, shared_tensors
-from stronghold.streaming.activations.chunk_values import KEY, Call, split
-from stronghold.streaming.interrupts import run_and_restore
-from stronghold.streaming.patches.modules import buffer_table
-from stronghold.streaming.patches.tensors import tree_map_only, version_of
+from stronghold.patches.modules import buffer_table
+from stronghold.patches.tensors import tree_map_only, version_of
+from stronghold.train.chunk_hooks import Records
+from stronghold.train.chunk_values import KEY, Call, join, split, tensors_of
+from stronghold.train.interrupts import run_and_restore
 
 # -- what a block holds ----------------------------------------------------------------------------
 MAX_DEPTH = 5  # of containers and objects inside one another
@@ -140,6 +139,13 @@ def containers_of(call: Call) -> list[Any]:
 
 
 # -- the trial -------------------------------------------------------------------------------------
+# Rounding of another matrix shape, not another function: relative to the largest element.
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 6e-2, torch.float16: 2e-2}
+
+# of a block that gets unexpected arguments
+FAILURES = (RuntimeError, IndexError, ValueError)
+
+
 def tried(
     block_name: str,
     module: nn.Module,
@@ -203,3 +209,50 @@ def _outputs(
             set_random_state(device, random)
 
     return run_and_restore(work, restore)
+
+
+def refusal(block_name: str, size: int, error: Exception) -> ConfigError:
+    """The error for a block that has failed with `size` sequences."""
+    return ConfigError(
+        f"{KEY}: {block_name} fails with {size} of the batch's sequences at a time ({error}): an "
+        "argument with as many rows as the batch is none, or has several for each sequence, or "
+        "the block needs them all. Leave the key out"
+    )
+
+
+def shared_tensors(
+    block_name: str, expected: Any, outputs: Sequence[Any], sizes: Sequence[int]
+) -> frozenset[int]:
+    """Return the numbers of returned tensors with the same shape for a chunk and for both. A table
+    of relative positions, say, is one for all chunks.
+
+    expected  what the block has returned for two chunks at once
+    outputs   what it has returned for each; `sizes`: sequences in each
+
+    ConfigError if they differ.
+    """
+    whole = tensors_of(expected)
+    columns = zip(*map(tensors_of, outputs), strict=False)
+    shared = frozenset(
+        number
+        for number, (column, tensor) in enumerate(zip(columns, whole, strict=False))
+        if all(one.shape == tensor.shape for one in column)
+    )
+    joined = tensors_of(join(outputs, sizes, block_name, shared))
+    if len(joined) != len(whole) or not all(map(_is_close, joined, whole)):
+        raise ConfigError(
+            f"{KEY}: {block_name} does not give for {sizes[0]} sequences at a time what it gives "
+            f"for {sum(sizes)}: it mixes the sequences of a batch (a norm or a sum over it), or an "
+            f"argument with {sum(sizes)} rows is no batch. Leave the key out"
+        )
+    return shared
+
+
+def _is_close(tensor: Tensor, expected: Tensor) -> bool:
+    """True if the tensors are equal but for rounding. NaN is no difference."""
+    if tensor.shape != expected.shape or not tensor.is_floating_point():
+        return tensor.shape == expected.shape
+    limit = TOLERANCE.get(tensor.dtype, 1e-3)
+    scale = expected.float().abs().max().clamp_min(1e-6)
+    is_apart = (tensor.float() - expected.float()).abs() > limit * scale
+    return not is_apart.any()

@@ -35,19 +35,8 @@ from torch.autograd.function import once_differentiable
 
 from stronghold.devices.base import Device
 from stronghold.errors import ConfigError
-from stronghold.streaming.activations.chunk_effects import InnerHooks, Records
-from stronghold.streaming.activations.chunk_values import (
-    KEY,
-    Call,
-    batch_of,
-    join,
-    split,
-    tensors_of,
-)
-from stronghold.streaming.activations.key_value_caches import is_cache
-from stronghold.streaming.interrupts import run_and_restore
-from stronghold.streaming.patches.autograd import NO_BACKWARD, backward_number, will_execute
-from stronghold.streaming.patches.modules import (
+from stronghold.patches.autograd import NO_BACKWARD, backward_number, will_execute
+from stronghold.patches.modules import (
     has_gradient_hooks,
     hooks_after_forward,
     hooks_after_gradient,
@@ -56,8 +45,12 @@ from stronghold.streaming.patches.modules import (
     is_call_compiled,
     parameter_table,
 )
-from stronghold.streaming.patches.tensors import tree_map_only, version_of
+from stronghold.patches.tensors import tree_map_only, version_of
 from stronghold.train.chunk_effects import Held, containers_of, tried
+from stronghold.train.chunk_hooks import InnerHooks, Records
+from stronghold.train.chunk_values import KEY, Call, batch_of, join, split, tensors_of
+from stronghold.train.interrupts import run_and_restore
+from stronghold.train.key_value_caches import is_cache
 from stronghold.train.layer import Layer
 
 Arrived = Callable[[Layer, Sequence[tuple[int, Tensor]], bool], None]

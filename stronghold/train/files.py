@@ -28,8 +28,8 @@ from torch import Tensor
 
 from stronghold.devices.workers import Workers
 from stronghold.errors import BudgetError, ConfigError, ErrorPage, format_size
-from stronghold.memory.slab import MappedPart, map_files
 from stronghold.optim.states import PAGE_BYTES
+from stronghold.train.slabs import MappedPart, map_files
 
 logger = logging.getLogger("stronghold")
 

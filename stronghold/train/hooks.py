@@ -49,9 +49,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from stronghold.devices.base import Device
 from stronghold.devices.compute_span import ComputeSpan
 from stronghold.errors import ConfigError
-from stronghold.plan.cost import AGAIN, AWAY
-from stronghold.streaming.guards import COMPILED_WHOLE, NO_TRANSFORMS
-from stronghold.streaming.patches.autograd import (
+from stronghold.patches.autograd import (
     NO_BACKWARD,
     at_end_of_backward,
     backward_number,
@@ -60,20 +58,18 @@ from stronghold.streaming.patches.autograd import (
     saved_tensor_hooks,
     without_torch_function,
 )
-from stronghold.streaming.patches.modules import (
-    compiled_call,
-    hooks_after_gradient,
-    set_compiled_call,
-)
-from stronghold.streaming.patches.tensors import tree_leaves
-from stronghold.streaming.training_thread import TrainingThread
+from stronghold.patches.modules import compiled_call, hooks_after_gradient, set_compiled_call
+from stronghold.patches.tensors import tree_leaves
+from stronghold.plan.cost import AGAIN, AWAY
 from stronghold.train.activations import first_input, forget_attention, recomputed
 from stronghold.train.chunks import Chunks
 from stronghold.train.gradients import Gradients
+from stronghold.train.guards import COMPILED_WHOLE, NO_TRANSFORMS
 from stronghold.train.layer import Layer, Slot, WeightState
 from stronghold.train.offload import ActivationOffload
 from stronghold.train.order import Order
 from stronghold.train.saved_tensors import Handle, Keep, Packing, is_packed, kept, pair_below
+from stronghold.train.training_thread import TrainingThread
 from stronghold.train.weights import SavedWeight, Weights
 
 

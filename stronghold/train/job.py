@@ -7,9 +7,12 @@ calls it, and knows neither layers nor lanes.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ import torch
 from torch import nn
 
 from stronghold import native
-from stronghold.config import Settings
+from stronghold.config import Settings, StrongholdConfig
 from stronghold.devices import cuda
 from stronghold.devices.base import Device
 from stronghold.devices.cuda import CudaDevice
@@ -25,44 +28,70 @@ from stronghold.devices.emulated import EmulatedDevice
 from stronghold.devices.forks import check_not_forked, forked_from
 from stronghold.devices.lane_name import LaneName
 from stronghold.errors import ConfigError, LaneError, format_size
-from stronghold.memory.neighbours import Neighbours
-from stronghold.memory.rates import machine_at_start
 from stronghold.model.costs import DTYPES
 from stronghold.model.inner_tensors import HeldTensors
 from stronghold.model.logits import LogitsInParts
 from stronghold.model.packed_weight import pack_frozen
-from stronghold.model.partition import Partition, find_blocks, partition
+from stronghold.model.partition import (
+    NamedParameter,
+    Partition,
+    find_blocks,
+    partition,
+    why_no_blocks,
+)
 from stronghold.model.stored_tensors import stored_tensors
 from stronghold.optim.states import states_of
+from stronghold.patches.modules import is_call_compiled, is_compiled, set_compiled_call
+from stronghold.patches.versions import report_untried
 from stronghold.plan.cost import Demand
 from stronghold.plan.estimate import StepEstimate
 from stronghold.plan.machine import MachineProfile
 from stronghold.plan.plan import Plan, make_plan
-from stronghold.streaming.activations.key_value_caches import forbid_caches
-from stronghold.streaming.demand import FreeResources, demand_of, pinned_activations, ram_bytes
-from stronghold.streaming.formats import CAST, OWN, model_formats
-from stronghold.streaming.guards import COMPILED_WHOLE
-from stronghold.streaming.optimizer import EngineOptimizer
-from stronghold.streaming.patches.modules import is_call_compiled, is_compiled, set_compiled_call
-from stronghold.streaming.stack import (
-    MemoryReport,
-    OffDevice,
-    check_parameters,
-    open_models,
-    reserved_bytes,
-    say_no_blocks,
-)
-from stronghold.streaming.training_thread import TrainingThread
 from stronghold.telemetry.metrics import Metrics
 from stronghold.telemetry.trace import Trace, open_path
 from stronghold.train import fragments
+from stronghold.train.demand import FreeResources, demand_of, pinned_activations, ram_bytes
+from stronghold.train.formats import CAST, COMPUTED, OWN, model_formats
+from stronghold.train.guards import COMPILED_WHOLE, Written
 from stronghold.train.hooks import ProgramBackward
+from stronghold.train.key_value_caches import forbid_caches
 from stronghold.train.layer import Layer, layers_of, layout_of
+from stronghold.train.optimizer import EngineOptimizer
+from stronghold.train.processes import Neighbours
+from stronghold.train.rates import machine_at_start
 from stronghold.train.stalled import StalledWeights
 from stronghold.train.trainer import Trainer
+from stronghold.train.training_thread import TrainingThread
 from stronghold.train.updates import StepResult
 
-KEY = "stronghold.room"
+# Keys without effect where there are no blocks.
+OF_BLOCKS = ("window", "activations", "kept_activations", "chunk", "streams")
+
+logger = logging.getLogger("stronghold")
+
+
+class OffDevice(Enum):
+    """The part of an engine's state that has left the device. The value completes an error."""
+
+    NOTHING = "nothing"
+    TRAINING = "masters, moments and gradients"
+    EVERYTHING = "the model"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryReport:
+    """Peak bytes per tier, as planned (the most of the plans before and after the first batch) and
+    as measured; activations excepted. `gpu_process_peak` is all that tensors of this process had on
+    a GPU at once, with activations (0 on the emulated device)."""
+
+    gpu_planned: int
+    gpu_peak: int
+    host_planned: int
+    host_peak: int
+    host_activations: int
+    nvme_planned: int = 0
+    nvme_peak: int = 0
+    gpu_process_peak: int = 0
 
 
 class Job:
@@ -179,8 +208,10 @@ class Job:
         self._held = HeldTensors(model)
         self.layout, self.formats = layout_of(self.layers, self.partition)
         self._stored = stored
-        if not self.partition.streamed:
-            say_no_blocks(model, section)
+        if self.ranks.rank == 0:
+            report_untried()
+            if not self.partition.streamed:
+                say_no_blocks(model, section)
         if optimizer is not None:
             forbid_caches(model, undo)
 
@@ -264,9 +295,6 @@ class Job:
         self.check_here("backward")
         self.trainer.begin_backward(ends_step=ends_step)
 
-    def end_backward(self) -> None:
-        """Nothing is left to do: hooks notice the end."""
-
     def end_micro_batch(self) -> None:
         """A micro-batch of the step has ended, and another one follows."""
         self.trainer.end_micro_batch()
@@ -323,10 +351,6 @@ class Job:
     def pinned_activations(self) -> str | tuple[str, ...] | None:
         """The config's levels. None leaves them to the rules."""
         return pinned_activations(self.section, self.layout)
-
-    def is_aliased(self) -> bool:
-        """Nothing counts aliases."""
-        return False
 
     def resting_hooks(self) -> contextlib.AbstractContextManager[None]:
         return self.trainer.resting_hooks()
@@ -448,7 +472,7 @@ class Job:
         """Block until no operation reads the weights, before the program writes them."""
         self.trainer.wait_for_readers()
 
-    def adopt_weights(self, written: Mapping[int, Collection[int]] | None = None) -> None:
+    def adopt_weights(self, written: Written | None = None) -> None:
         """Make new values of these parameters, or of all (None), the masters. They were written to
         the memory that the parameters point to."""
 
@@ -479,9 +503,6 @@ class Job:
                 for parameter in module.parameters(recurse=False):
                     layer_of.setdefault(id(parameter), layer_of[id(inner)])
         return layer_of
-
-    def drop_decoded(self, layers: Sequence[int]) -> None:
-        """Nothing is kept decoded."""
 
     def begin_save(self) -> None:
         """Raise ConfigError unless a checkpoint may be saved now. Adopt weights that the program
@@ -515,9 +536,6 @@ class Job:
                 f"{operation}: engine.offload_states() has taken {self._off_device.value} off the "
                 "device: call engine.reload_states() first"
             )
-
-    def __getattr__(self, name: str) -> Any:
-        raise ConfigError(f'{KEY}: "train" has no part for this call yet ({name})')
 
     # -- reports ----------------------------------------------------------------------------------
     @property
@@ -566,3 +584,63 @@ class Job:
             self.ranks.close()
         self.write_trace()
         self.device.check_unsurfaced()
+
+
+open_models: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def reserved_bytes(but: Any = None) -> tuple[int, int]:
+    """Return bytes on the device and in RAM that other engines of this process will still take.
+
+    The first backward allocates gradient slots, each step activations. An engine that is away from
+    the device has left its room there to others. `but`: an engine that does not count.
+    """
+    on_device = on_host = 0
+    for job in open_models:
+        if job is but:
+            continue
+        plan = job.plan
+        if job.can_train:
+            need = plan.gpu_total_bytes + plan.activation_bytes
+            on_device += max(0, need - job.device.memory.allocated_bytes)
+        need = plan.host_total_bytes + plan.offloaded_bytes
+        on_host += max(0, need - job.host_bytes)
+    return on_device, on_host
+
+
+def check_parameters(parameters: Sequence[NamedParameter], precision: str, *, cast: bool) -> None:
+    """Raise ConfigError for a parameter without values, or in another precision than the config.
+    Warn of parameters that are not contiguous."""
+    for named in parameters:
+        dtype = named.parameter.dtype
+        if named.parameter.is_meta:
+            raise ConfigError(
+                f"{named.name} is on the meta device: load its values before stronghold.initialize"
+            )
+        if cast and precision == "fp32" and dtype in COMPUTED and dtype is not torch.float32:
+            section = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype)
+            add = f'add "{section}": {{"enabled": true}} or ' if section else ""
+            raise ConfigError(
+                f"{named.name} is {dtype}, but the config asks for fp32: "
+                f"{add}load the model in torch.float32"
+            )
+    strided = [named.name for named in parameters if not named.parameter.is_contiguous()]
+    if strided:
+        # Kernels are chosen by strides, too: transposed weights multiply in another order.
+        logger.warning(
+            "%s and %d more parameters are not contiguous (transposed, or channels_last): layers "
+            "are trained as contiguous arrays. Bits are those of the model with "
+            "p.data = p.data.contiguous(), to which it can be changed before stronghold.initialize",
+            strided[0],
+            len(strided) - 1,
+        )
+
+
+def say_no_blocks(model: nn.Module, section: StrongholdConfig) -> None:
+    keys = [key for key in OF_BLOCKS if getattr(section, key) is not None]
+    names = ", ".join(f"stronghold.{key}" for key in keys)
+    logger.warning(
+        "the whole model stays on the device: %s%s",
+        why_no_blocks(model),
+        f" Without effect, since blocks alone are streamed: {names}." if keys else "",
+    )

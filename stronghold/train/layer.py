@@ -33,8 +33,8 @@ from stronghold.optim.states import (
     page_numel,
     states_of,
 )
-from stronghold.streaming.patches.autograd import without_torch_function
-from stronghold.streaming.patches.tensors import version_of
+from stronghold.patches.autograd import without_torch_function
+from stronghold.patches.tensors import version_of
 
 Groups = Mapping[Tensor, tuple[Group, Optimizer]]
 """Live group of each trained parameter, and the optimizer of that group."""

@@ -34,11 +34,11 @@ from torch import Tensor
 from stronghold.devices.base import Device, Fence, completed
 from stronghold.devices.lane_name import LaneName
 from stronghold.errors import LaneError
-from stronghold.memory.slab import PinnedPool
-from stronghold.streaming.patches.tensors import version_of
+from stronghold.patches.tensors import version_of
 from stronghold.telemetry.metrics import Metrics, WaitCause
 from stronghold.train.layer import Layer
 from stronghold.train.saved_tensors import Handle, Keep, kept, refuse_written
+from stronghold.train.slabs import PinnedPool
 
 MIN_OFFLOAD_BYTES = 16 << 10  # below this a copy costs more than the room it frees
 MAX_STORAGE_WASTE = 4  # a view of a storage this many times larger stays on the device

@@ -43,14 +43,13 @@ from stronghold import native
 from stronghold.devices import cuda
 from stronghold.devices.base import Fence
 from stronghold.devices.lane_name import LaneName
-from stronghold.distributed.process_groups import joining, mesh_of, share_of_cores, this_node
 from stronghold.errors import ConfigError, RankError
-from stronghold.memory.neighbours import Neighbours
-from stronghold.memory.slab import NodeMemory
 from stronghold.optim.states import PAGE_BYTES
+from stronghold.patches.distributed import shared_store
 from stronghold.plan.homes import owners
-from stronghold.streaming.patches.distributed import shared_store
 from stronghold.train.layer import Layer
+from stronghold.train.processes import Neighbours, joining, mesh_of, share_of_cores, this_node
+from stronghold.train.slabs import NodeMemory
 
 logger = logging.getLogger("stronghold")
 

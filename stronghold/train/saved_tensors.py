@@ -29,8 +29,8 @@ import torch
 from torch import Tensor, nn
 
 from stronghold.model.inner_tensors import is_wrapper
-from stronghold.streaming.patches.autograd import Hooks, saved_tensor_hooks
-from stronghold.streaming.patches.tensors import sparse_parts, version_of
+from stronghold.patches.autograd import Hooks, saved_tensor_hooks
+from stronghold.patches.tensors import sparse_parts, version_of
 from stronghold.train.weights import SavedWeight, Weights
 
 PLAIN = (Tensor, nn.Parameter)

@@ -29,23 +29,19 @@ from stronghold.devices.compute_span import ComputeSpan
 from stronghold.errors import ConfigError
 from stronghold.model.inner_tensors import follow_device, wrappers
 from stronghold.model.partition import Partition
+from stronghold.patches.autograd import NO_BACKWARD, backward_number, without_torch_function
 from stronghold.plan.plan import Plan
-from stronghold.streaming.guards import WITHIN_PASS
-from stronghold.streaming.patches.autograd import (
-    NO_BACKWARD,
-    backward_number,
-    without_torch_function,
-)
-from stronghold.streaming.training_thread import TrainingThread
 from stronghold.telemetry.metrics import Metrics
 from stronghold.train.activations import intercepted_attention
 from stronghold.train.arrays import Arrays
 from stronghold.train.early_updates import EarlyUpdates
 from stronghold.train.gradients import Gradients
+from stronghold.train.guards import WITHIN_PASS
 from stronghold.train.hooks import Hooks, ProgramBackward
 from stronghold.train.layer import GradientState, Groups, Layer
 from stronghold.train.offload import ActivationOffload
 from stronghold.train.order import Order
+from stronghold.train.training_thread import TrainingThread
 from stronghold.train.updates import StepResult
 from stronghold.train.visible import Visible
 from stronghold.train.weights import Weights

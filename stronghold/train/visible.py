@@ -49,12 +49,12 @@ import torch
 from torch import Tensor, nn
 
 from stronghold.devices.lane_name import LaneName
-from stronghold.streaming.patches.autograd import without_torch_function
-from stronghold.streaming.patches.quantised import replace_quantised
-from stronghold.streaming.patches.replacements import Replacements
-from stronghold.streaming.patches.tensors import tree_leaves
-from stronghold.streaming.training_thread import TrainingThread
+from stronghold.patches.autograd import without_torch_function
+from stronghold.patches.quantised import replace_quantised
+from stronghold.patches.replacements import Replacements
+from stronghold.patches.tensors import tree_leaves
 from stronghold.train.layer import Layer
+from stronghold.train.training_thread import TrainingThread
 
 # Of a tensor: properties that an operation may read, ones that it may write, and methods. None of
 # them needs values. A torch may lack some.

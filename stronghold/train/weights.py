@@ -23,10 +23,9 @@ import torch
 from torch import Tensor
 
 from stronghold.devices.base import Device, Fence, timed
-from stronghold.streaming.parameter_views import num_elsewhere
-from stronghold.streaming.patches.autograd import without_torch_function
+from stronghold.patches.autograd import without_torch_function
 from stronghold.telemetry.metrics import Metrics, WaitCause
-from stronghold.train.aliases import refuse_aliases
+from stronghold.train.aliases import num_elsewhere, refuse_aliases
 from stronghold.train.arrays import Arrays
 from stronghold.train.layer import Layer, Slot, WeightState
 from stronghold.train.visible import Visible

@@ -27,7 +27,7 @@ import stronghold
 from stronghold.engine import StrongholdEngine
 from stronghold.engine.refusals import REFUSED
 from stronghold.errors import ConfigError
-from stronghold.streaming import demand, stack
+from stronghold.train import demand, job
 from tests.conftest import lane_threads
 from tests.models import MODELS, loss_of
 from tests.support.checkpoints import make_model
@@ -482,21 +482,21 @@ def test_an_engine_plans_with_what_the_others_have_left(monkeypatch: pytest.Monk
     """Activations are taken in each step: what is planned for them is not free."""
     gc.collect()
     monkeypatch.setattr(demand, "available_host_bytes", lambda: 2 << 30)
-    before = stack.reserved_bytes()
+    before = job.reserved_bytes()
     first = initialized(MODELS["gpt"]()[0], config())
     monkeypatch.setattr(
-        first._stack, "plan", replace(first.plan, activation_bytes=4321, offloaded_bytes=1234)
+        first._job, "plan", replace(first.plan, activation_bytes=4321, offloaded_bytes=1234)
     )
-    reserved = stack.reserved_bytes()
+    reserved = job.reserved_bytes()
     assert reserved == (before[0] + 4321, before[1] + 1234)
     second = initialized(MODELS["gpt"]()[0], config())
     budgets = [engine.inspect().demand.host_budget_bytes for engine in (first, second)]
     assert budgets[1] == budgets[0] - 1234
     second.destroy()
     first.offload_states()
-    assert stack.reserved_bytes()[0] == before[0]
+    assert job.reserved_bytes()[0] == before[0]
     first.destroy()
-    assert stack.reserved_bytes() == before
+    assert job.reserved_bytes() == before
 
 
 def test_pages_of_a_models_files_are_not_counted_as_memory_that_comes_free(
@@ -603,7 +603,7 @@ def test_an_inspection_says_what_a_bug_report_needs() -> None:
         assert not now.is_in_step
         assert now.torn is None
         assert (now.ranks.rank, now.ranks.num_ranks) == (now.ranks.node, 1) == (0, 1)
-        assert now.ranks.received_bytes == now.ranks.received_from_nodes_bytes == 0
+        assert now.ranks.sent_bytes == {}
         assert now.traffic.num_fetches > before.traffic.num_fetches
         parts = {part.name: (layer, part) for layer in now.layers for part in layer.layout.slices}
         for name, parameter in both.model.named_parameters():

@@ -16,7 +16,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from stronghold.engine import StrongholdEngine
 from stronghold.errors import ConfigError, LaneError
-from stronghold.streaming.optimizer import EngineOptimizer
+from stronghold.train.optimizer import EngineOptimizer
 from tests.support.pairs import each
 from tests.support.training import initialized
 from tests.support.twin import Twin, twin
@@ -90,7 +90,7 @@ def test_after_an_interrupt_while_layers_move_the_newest_weights_come_back(
 ) -> None:
     both = Twin(section={**MIXED, "resident_layers": 2})
     both.train(0)
-    arrays = both.engine._stack.trainer.arrays
+    arrays = both.engine._job.trainer.arrays
     copy_now, copies = arrays._device.copy_now, []
 
     def copy(target: torch.Tensor, source: torch.Tensor) -> None:

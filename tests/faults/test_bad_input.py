@@ -21,7 +21,7 @@ import stronghold
 from stronghold.devices import base
 from stronghold.devices.memory import DeviceMemory
 from stronghold.errors import BudgetError, ConfigError
-from stronghold.memory import host
+from stronghold.train import arrays
 from tests.conftest import HAS_CUDA, lane_threads
 from tests.models import MODELS, loss_of
 from tests.support.insides import tables_of
@@ -44,7 +44,7 @@ def allocations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         monkeypatch.setattr(owner, name, counted)
 
-    count(host, "map_slab")
+    count(arrays, "map_slab")
     count(base.Lane, "__init__")
     count(DeviceMemory, "allocate")
     return made
@@ -161,7 +161,7 @@ def test_a_host_with_too_little_memory(accumulation: int, allocations: list[str]
 def test_a_machine_that_lacks_memory_is_refused_without_a_budget_in_the_config(
     allocations: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from stronghold.streaming import demand
+    from stronghold.train import demand
 
     model, _ = MODELS["gpt"]()
     # libraries may take 1 GiB more
@@ -256,10 +256,6 @@ CONFIGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "more resident layers than there are": (
         {"stronghold": {"device": "emulated", "resident_layers": 99}},
         (r"stronghold\.resident_layers: got 99", '"all"'),
-    ),
-    "prefetch beyond the window": (
-        {"stronghold": {"device": "emulated", "window": 2, "prefetch": 2}},
-        (r"stronghold\.prefetch: got 2", "Lower prefetch, or raise window"),
     ),
     "log level": ({"log_level": 1}, ("log_level: got 1", '"warning"')),
     "a number without end": (

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stronghold.streaming.patches.modules import hooks_after_forward
+from stronghold.patches.modules import hooks_after_forward
 from tests.support import children
 from tests.support.checkpoints import assert_same, resume, session, snapshot
 from tests.support.checkpoints import train as train_steps
@@ -73,7 +73,7 @@ def test_an_interrupt_while_a_chunk_runs_leaves_the_block_as_it_was(file: str, s
         return [*hooks, *(part.training for part in model.modules())]
 
     def work() -> Tensor:
-        engine._stack.trainer._hooks._chunks._shared.clear()  # its blocks are tried anew
+        engine._job.trainer._hooks._chunks._shared.clear()  # its blocks are tried anew
         output: Tensor = engine(x)
         return output
 

@@ -16,8 +16,8 @@ import torch
 
 from stronghold.devices.cuda import CudaDevice
 from stronghold.errors import ConfigError, StateError
-from stronghold.memory.slab import map_slab
 from stronghold.telemetry.trace import Trace
+from stronghold.train.slabs import map_slab
 from tests.support.sleeping import sleep_on_stream
 
 # they watch what the device does meanwhile

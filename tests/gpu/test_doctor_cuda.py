@@ -77,7 +77,7 @@ def test_an_engine_without_a_profile_measures_the_gpu(
     before_bytes = torch.cuda.memory_reserved()
     engine = initialized(model, config(section=section))
     try:
-        machine = engine._stack.machine
+        machine = engine._job.machine
         taken_bytes = torch.cuda.memory_reserved() - before_bytes
         peak_bytes = torch.cuda.max_memory_allocated() - before_bytes
     finally:

@@ -17,9 +17,9 @@ import torch
 from stronghold.devices import cuda
 from stronghold.devices.cuda import CudaDevice
 from stronghold.errors import StateError
-from stronghold.memory.slab import map_slab
 from stronghold.tools.doctor.examine import examine
 from stronghold.tools.doctor.rules import problems_of
+from stronghold.train.slabs import map_slab
 from tests.gpu.test_training_cuda import STEPS, plain
 from tests.models.families import odd_llama as llama
 from tests.support.sleeping import sleep_on_stream

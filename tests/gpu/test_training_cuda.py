@@ -28,8 +28,7 @@ import stronghold
 from stronghold.devices import cuda
 from stronghold.errors import ConfigError
 from stronghold.optim.states import StateKind
-from stronghold.streaming.activations import attention
-from stronghold.streaming.demand import GPU_SHARE
+from stronghold.train.demand import GPU_SHARE
 from tests.laws import test_chunks as chunks
 from tests.models import (
     HIDDEN,
@@ -176,7 +175,6 @@ def test_what_fused_attention_gave_is_given_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     offload_small(monkeypatch)
-    attention.say_not_kept.cache_clear()
     check_fused_attention(kernel, precision)
     assert "computed again" not in caplog.text, "the engine has not seen the kernel"
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -115,21 +115,24 @@ def write_model(shape: Any, out: Path) -> None:
     """A model directory of small random weights, a parameter at a time."""
     from transformers import LlamaForCausalLM
 
-    from stronghold.checkpoint.files import Entry, write_tensors
+    from stronghold.checkpoint.tensor_files import TensorHeader, bytes_of, write_tensors
+    from stronghold.devices.workers import Workers
 
     with torch.device("meta"):
         model = LlamaForCausalLM(shape)
+    headers = [
+        TensorHeader(name, torch.bfloat16, tuple(parameter.shape))
+        for name, parameter in model.named_parameters()
+    ]
 
-    def entry(name: str, parameter: torch.Tensor) -> Entry:
-        def pieces() -> Any:
-            flat = torch.randn(parameter.numel()) * 0.02
-            yield flat.to(torch.bfloat16)
-
-        return Entry(name=name, dtype=torch.bfloat16, shape=tuple(parameter.shape), pieces=pieces)
+    def data() -> Iterator[torch.Tensor]:
+        for header in headers:
+            yield bytes_of((torch.randn(header.shape) * 0.02).to(header.dtype))
 
     out.mkdir()
     shape.save_pretrained(out)
-    write_tensors(out / "model.safetensors", [entry(*item) for item in model.named_parameters()])
+    with Workers("model", 1) as threads:
+        write_tensors(out / "model.safetensors", headers, data(), threads)
 
 
 def in_a_process(measure: Callable[..., dict[str, int]], work: Path, *sizes: int) -> dict[str, int]:

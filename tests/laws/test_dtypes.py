@@ -17,7 +17,7 @@ from torch import nn
 
 from stronghold.errors import ConfigError
 from stronghold.plan.cost import LEVELS
-from stronghold.streaming.optimizer import make_scaler
+from stronghold.train.optimizer import make_scaler
 from tests.laws.test_bits import PLACES, SMALLEST_PIECE, UPDATES, interrupt
 from tests.models import loss_of
 from tests.support.insides import offload_small

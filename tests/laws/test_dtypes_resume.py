@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from stronghold.checkpoint import export
-from stronghold.checkpoint.weights import locate
+from stronghold.checkpoint.export import locate
 from stronghold.optim.states import split_master
 from tests.models import loss_of
 from tests.support.checkpoints import command, masters_of

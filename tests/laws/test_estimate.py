@@ -68,7 +68,6 @@ def random_case(seed: int, times: float = TIMES) -> Case:
         accumulation=rng.choice([1, 1, 2]),
         section={
             "window": window,
-            "prefetch": rng.randint(0, window - 1),
             "activations": rng.choice(["keep", "offload", "recompute"]),
             "resident_layers": rng.choice([0, 0, 0, num_layers // 2]),
             "cpu_threads": 1,

@@ -345,7 +345,7 @@ def test_a_first_batch_may_leave_no_room_for_a_larger_one(monkeypatch: pytest.Mo
 
 def spares(engine: Any) -> bool:
     """True if the last forward kept less than the plan says."""
-    return tuple(layer.level for layer in engine._stack.layers) != engine.plan.activations
+    return tuple(layer.level for layer in engine._job.layers) != engine.plan.activations
 
 
 def test_a_batch_that_would_fill_the_last_tenth_keeps_nothing(

@@ -12,7 +12,7 @@ from deepspeed.runtime.precision_config import DeepSpeedFP16Config
 
 import stronghold
 from stronghold.errors import ConfigError
-from stronghold.streaming.optimizer import make_scaler, scaler_state
+from stronghold.train.optimizer import make_scaler, scaler_state
 from tests.models import MODELS
 from tests.support.training import config, initialized
 

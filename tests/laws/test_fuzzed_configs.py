@@ -14,7 +14,7 @@ from deepspeed.runtime.precision_config import DeepSpeedFP16Config
 from torch import nn
 
 from stronghold.errors import ConfigError
-from stronghold.streaming.optimizer import make_scaler
+from stronghold.train.optimizer import make_scaler
 from tests.models import LENGTH, MODELS, VOCAB, Decoder, loss_of
 from tests.models.families import llama_of
 from tests.support.fuzzed_configs import BATCH, NUM_BLOCKS, Drawn, drawn

@@ -52,7 +52,7 @@ def slow_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def levels_of(engine: Any) -> tuple[str, ...]:
     """The levels of the last forward, of the blocks."""
-    layers = engine._stack.layers
+    layers = engine._job.layers
     return tuple(layer.level for layer in layers if layer.is_block)
 
 
@@ -218,11 +218,11 @@ def test_levels_that_offload_may_come_later(monkeypatch: pytest.MonkeyPatch) -> 
     with counted(llama(lengths), settings, monkeypatch) as (engine, make_batch):
         for micro in range(len(lengths)):
             take_step(engine, make_batch(micro), run)
-            last.append(engine._stack.trainer._hooks._last_away)
+            last.append(engine._job.trainer._hooks._last_away)
             if micro == 1:
                 assert "offload" in levels_of(engine)
         finish(run, engine)
-        layers = engine._stack.layers
+        layers = engine._job.layers
     assert last[0] == last[2] == -1
     assert layers[last[1]].is_block
     assert_identical(run, plain(lengths))

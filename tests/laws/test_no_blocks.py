@@ -37,7 +37,7 @@ MODES: dict[str, dict[str, Any]] = {
 PLACES: dict[str, dict[str, Any]] = {
     "derived": {},
     "updated on the host": {"resident_updates": "host"},
-    "with keys of blocks": {"window": 2, "prefetch": 1, "chunk": 1, "activations": "recompute"},
+    "with keys of blocks": {"window": 2, "chunk": 1, "activations": "recompute"},
 }
 WARNING = "no repeated blocks found in"
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from stronghold.distributed.process_groups import mesh_of
 from stronghold.errors import ConfigError
 from stronghold.optim.states import PAGE_BYTES
+from stronghold.train.processes import mesh_of
 from tests.conftest import free_port
 from tests.laws import test_ranks
 from tests.laws.test_ranks import FAILURES, interleaved

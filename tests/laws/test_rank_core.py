@@ -16,7 +16,7 @@ from stronghold.devices.emulated import EmulatedDevice
 from stronghold.errors import RankError
 from stronghold.optim.states import PAGE_BYTES
 from stronghold.plan.host_memory import SUM_BUFFERS
-from stronghold.streaming.formats import OWN
+from stronghold.train.formats import OWN
 from tests.laws.test_adapters import CASES
 from tests.laws.test_bits import STEPS, never, plain
 from tests.laws.test_core import AXES as OF_ONE

@@ -43,7 +43,7 @@ def machine_of(section: dict[str, Any]) -> MachineProfile | None:
     try:
         assert torch.equal(torch.get_rng_state(), random_before)
         assert engine.memory_report().gpu_peak <= section["gpu_memory"]
-        return engine._stack.machine
+        return engine._job.machine
     finally:
         engine.destroy()
 
@@ -55,7 +55,7 @@ def test_without_a_profile_the_rates_are_measured_in_five_seconds(
 ) -> None:
     # Arrays are twice the caches. A virtual machine may name its whole host's caches, and get new
     # memory from it at less than 1 GB/s.
-    monkeypatch.setattr("stronghold.memory.rates.last_cache_bytes", lambda: 64 << 20)
+    monkeypatch.setattr("stronghold.train.rates.last_cache_bytes", lambda: 64 << 20)
     section = {**OPEN, "emulated": {"link_gbps": 0.5}}  # a slow one
     machine = machine_of(section)
     assert machine is not None

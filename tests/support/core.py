@@ -26,14 +26,14 @@ from stronghold.optim.contract import Optimizer
 from stronghold.optim.states import EXACT, LEAN, items, join_master, states_of
 from stronghold.plan.cost import Demand
 from stronghold.plan.plan import Plan, make_plan
-from stronghold.streaming.formats import CAST, model_formats
-from stronghold.streaming.optimizer import make_scaler
-from stronghold.streaming.training_thread import TrainingThread
 from stronghold.telemetry.metrics import Metrics
+from stronghold.train.formats import CAST, model_formats
 from stronghold.train.layer import Groups, Layer, layers_of, layout_of
+from stronghold.train.optimizer import make_scaler
 from stronghold.train.rank_trainer import RankTrainer
 from stronghold.train.ranks import Ranks
 from stronghold.train.trainer import Trainer
+from stronghold.train.training_thread import TrainingThread
 from tests.models import loss_of, without_caches
 from tests.support.sides import Change, Side
 from tests.support.training import (

@@ -114,8 +114,7 @@ class CountedDevice(EmulatedDevice):
 def of_bytes(total_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Emulated devices of engines that are made from now on are counted, and have so many bytes."""
     device = type("Counted", (CountedDevice,), {"total_bytes": total_bytes})
-    for module in ("streaming.stack", "train.job"):
-        monkeypatch.setattr(f"stronghold.{module}.EmulatedDevice", device)
+    monkeypatch.setattr("stronghold.train.job.EmulatedDevice", device)
 
 
 @contextlib.contextmanager

@@ -189,7 +189,6 @@ def draw_section(rng: random.Random, made: Drawn, folder: Path) -> None:
         "gpu_memory": (0.2, [10**9, "2GB", "1.5GiB"]),
         "host_memory": (0.2, [2 * 10**9, "2GB", "2GiB"]),
         "window": (0.6, [1, 2, 3, 64]),
-        "prefetch": (0.3, [0, 1, 2]),
         "activations": (0.6, [*LEVELS, {"recompute": 1, "attention": 1, "keep": 2}]),
         "chunk": (0.3, [1, 3, 4, 64]),
         "streams": (0.2, [1, 2]),
@@ -216,14 +215,8 @@ def draw_section(rng: random.Random, made: Drawn, folder: Path) -> None:
         nvme: Keys = {"path": rng.choice([paths[0], paths])}
         if may(rng, 0.7):
             nvme["spill"] = rng.choice(["moments", "masters", "weights"])
-        for key, choices in {
-            "engine": ["io_uring", "threads"],
-            "depth": [1, 16],
-            "block": [4096, "1MiB"],
-            "capacity": ["1GB"],
-        }.items():
-            if may(rng, 0.3):
-                nvme[key] = rng.choice(choices)
+        if may(rng, 0.3):
+            nvme["capacity"] = "1GB"
         section["nvme"] = nvme
     for key in ("window", "activations", "chunk"):
         if key not in section and may(rng, 0.1):
@@ -361,7 +354,6 @@ FAULTS: list[tuple[str, Any]] = [
     ("stronghold.window", 0),
     ("stronghold.window", "2"),
     ("stronghold.window", True),
-    ("stronghold.prefetch", -1),
     ("stronghold.activations", "recomputed"),
     ("stronghold.activations", {"keep": 99}),
     ("stronghold.chunk", 0),
@@ -379,8 +371,6 @@ FAULTS: list[tuple[str, Any]] = [
     ("stronghold.host_memory", 4096),
     ("stronghold.cpu_threads", 0),
     ("stronghold.layers", "model.blocks"),
-    ("stronghold.nvme.depth", 0),
-    ("stronghold.nvme.block", 1000),
     ("stronghold.nvme.spill", "all"),
     ("stronghold.emulated.jitter", 0.1),
     ("stronghold.emulated.link_gbps", 0),
@@ -389,11 +379,6 @@ FAULTS: list[tuple[str, Any]] = [
 
 
 # -- pairs of valid values that exclude each other ------------------------------------------------
-def _prefetch_needs_a_slot(made: Drawn) -> bool:
-    window, prefetch = made.section.get("window"), made.section.get("prefetch")
-    return isinstance(window, int) and prefetch is not None and prefetch >= window
-
-
 def _streams_without_chunk(made: Drawn) -> bool:
     return made.section.get("streams", 1) > 1 and not isinstance(made.section.get("chunk"), int)
 
@@ -409,7 +394,6 @@ def _small_masters_without_zero(made: Drawn) -> bool:
 
 
 CONFLICTS: list[tuple[Callable[[Drawn], bool], str]] = [
-    (_prefetch_needs_a_slot, "stronghold.prefetch"),
     (_streams_without_chunk, "stronghold.streams"),
     (_kept_without_one_word, "stronghold.kept_activations"),
     (_small_masters_without_zero, "bf16_master_weights_and_grads"),

@@ -37,11 +37,6 @@ def num_hooks(parameter: nn.Parameter) -> int:
     return sum(len(table or ()) for table in tables)
 
 
-# of one rank, and of several
-OFFLOADS = ("stronghold.train.offload", "stronghold.streaming.activations.offload")
-
-
 def offload_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let small tensors be offloaded, too."""
-    for module in OFFLOADS:
-        monkeypatch.setattr(f"{module}.MIN_OFFLOAD_BYTES", 1)
+    monkeypatch.setattr("stronghold.train.offload.MIN_OFFLOAD_BYTES", 1)

@@ -86,7 +86,7 @@ def failed_and_alone() -> Run:
             engine.train()
         hook.remove()
 
-    section = {"window": 2, "prefetch": 0, "activations": "keep"}
+    section = {"window": 2, "activations": "keep"}
     return train("gpt", config(clipping=0.0, section=section), each_step=each_step)
 
 

@@ -141,13 +141,13 @@ def memory(name: str, precision: str, **section: Any) -> dict[str, Any]:
             engine.step()
         engine.synchronize()
         now, report = engine.inspect(), engine.memory_report()
-        buffers = engine._stack.trainer.gradients._buffers
+        buffers = engine._job.trainer.gradients._buffers
         owned, of_node = 0.0, PAGE_BYTES  # with the counters of the node's weights
-        for layer, own in zip(now.layout.layers, engine._stack.layers, strict=True):
+        for layer, own in zip(now.layout.layers, engine._job.layers, strict=True):
             of_node += -(-own.num_bytes // PAGE_BYTES) * PAGE_BYTES
             for each in layer.ranges:
                 # what an update changes, and the gradients that wait for it
-                if each.trainable and engine._stack.ranks.owns(own):
+                if each.trainable and engine._job.ranks.owns(own):
                     made = now.formats[each.format]
                     states = made.trained
                     kept = states.low_bytes + states.moment_bytes + made.dtype.itemsize

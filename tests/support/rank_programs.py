@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from stronghold.errors import LaneError, RankError
-from stronghold.memory import rates
+from stronghold.train import rates
 from tests.models import MODELS, loss_of, token_batch
 from tests.support.counted import of_bytes
 from tests.support.rank_cases import CASES, CLOSE, FILES, files, planned
@@ -161,7 +161,7 @@ def fail(folder: Path) -> None:
             if how == "raise":
                 raise ArithmeticError("a batch of nonsense")
             if how == "disk":
-                engine._stack.trainer.arrays._files.write = full
+                engine._job.trainer.arrays._files.write = full
             else:
                 os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
         engine.backward(loss)
@@ -204,6 +204,6 @@ def machine_at_start(folder: Path) -> tuple[Any, int]:
         patch.setattr(rates, "measure_machine", measure)
         engine = engine_of(MODELS["llama"]()[0], config(section=section))
         try:
-            return engine._stack.machine, measure.call_count
+            return engine._job.machine, measure.call_count
         finally:
             engine.destroy()

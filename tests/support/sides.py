@@ -25,7 +25,7 @@ from torch import nn
 import stronghold
 from stronghold.errors import ConfigError
 from stronghold.optim.states import join_master
-from stronghold.streaming.optimizer import make_scaler, restore_scaler, scaler_state
+from stronghold.train.optimizer import make_scaler, restore_scaler, scaler_state
 from tests.models import loss_of, without_caches
 from tests.support.training import ADAM, DTYPES, WARMUP, KernelOptimizer, config, moments_of, on
 

@@ -19,8 +19,7 @@ from stronghold.optim.contract import Optimizer
 from stronghold.optim.lion import Lion
 from stronghold.optim.sgd import SGD
 from stronghold.optim.states import EXACT, StateKind, States, num_items, states_of
-from stronghold.streaming.formats import CAST, COMPUTED
-from stronghold.streaming.optimizer_step import norm_and_scale
+from stronghold.train.formats import CAST, COMPUTED
 from tests.models import loss_of, without_caches
 from tests.support.chunked import chunk_blocks
 
@@ -416,7 +415,9 @@ class KernelOptimizer:
             self._pool.sum_squares(g.dtype, [(g.data_ptr(), g.numel())])[0]
             for g in gradients.values()
         ]
-        norm, scale = norm_and_scale(sums, clipping=clipping, loss_scale=loss_scale)
+        norm = math.sqrt(math.fsum(sums)) / loss_scale
+        clipped = clipping / (norm + 1e-6) if clipping > 0.0 else 1.0  # as `clip_grad_norm_`
+        scale = (1.0 if clipped > 1.0 else clipped) / loss_scale
         self.skipped = (skips or loss_scale != 1.0) and not math.isfinite(norm)
         if self.skipped:
             return math.inf

@@ -10,9 +10,9 @@ import time
 import pytest
 import torch
 
-from stronghold.streaming.stack import MemoryReport
 from stronghold.tools import cli
 from stronghold.tools.doctor import selftest
+from stronghold.train.job import MemoryReport
 from tests.support.children import FOREIGN
 from tests.support.quiet import law_of_time, on_time
 

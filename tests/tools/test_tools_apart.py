@@ -59,7 +59,7 @@ def modules_after(program: str, *arguments: str) -> set[str]:
 
 def test_a_step_of_training_loads_no_tool() -> None:
     modules = modules_after(TRAIN)
-    assert "stronghold.streaming.trainer" in modules
+    assert "stronghold.train.trainer" in modules
     assert not {name for name in modules if name.startswith("stronghold.tools")}
     assert "matplotlib" not in modules  # only pictures need it
 

@@ -18,7 +18,7 @@ from stronghold.config import source
 from stronghold.config.section import EmulatedConfig, StrongholdConfig
 from stronghold.errors import ConfigError
 from stronghold.model.layout import ModelLayout, ParameterShape, layer_layout
-from stronghold.streaming.demand import pinned_activations
+from stronghold.train.demand import pinned_activations
 from tests.support.settings import BASE, LOGGER, load, refusal
 
 
@@ -249,7 +249,6 @@ def test_null_and_auto_mean_that_the_key_is_absent(absent: Any) -> None:
         ("frozen", ["int4", "NF4", True, 4]),
         ("device", ["gpu", 0, "CUDA"]),
         ("window", [0, -1, 1.5, "2", True, [1]]),
-        ("prefetch", [-1, 0.5, "1", False]),
         ("activations", ["Keep", True, "none"]),
         ("resident_layers", [-1, "some", 1.5, True]),
         ("resident_updates", ["cuda", True, 1]),
@@ -283,7 +282,7 @@ def test_a_wrong_value_in_a_sub_section_has_its_dotted_name(key: str, values: li
 
 
 def test_every_wrong_key_is_in_one_error() -> None:
-    message = section_refusal(windo=3, device="gpu", prefetch=-1, emulated={"jitter": 1}, zzz=1)
+    message = section_refusal(windo=3, device="gpu", chunk=0, emulated={"jitter": 1}, zzz=1)
     lines = message.splitlines()
     assert 'stronghold.windo: unknown key. Did you mean "window"?' in lines
     assert 'stronghold.emulated.jitter: unknown key. Did you mean "jitter_s"?' in lines
@@ -295,10 +294,8 @@ def test_every_wrong_key_is_in_one_error() -> None:
 
 
 def test_contradictory_keys_are_refused() -> None:
-    assert "stronghold.prefetch: got 2, expected less than" in section_refusal(window=2, prefetch=2)
     assert "stronghold.emulated" in section_refusal(device="cuda", emulated={"seed": 1})
-    assert load(stronghold={"window": 2, "prefetch": 1}).stronghold.window == 2
-    assert load(stronghold={"window": 1, "prefetch": 0}).stronghold.prefetch == 0
+    assert "stronghold.streams: got 2" in section_refusal(streams=2)
 
 
 def test_activations_are_one_level_or_numbers_of_blocks_in_order() -> None:

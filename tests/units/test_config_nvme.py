@@ -49,16 +49,9 @@ def test_without_a_word_about_it_there_is_no_nvme() -> None:
 
 
 def test_the_section_is_read() -> None:
-    section = {
-        "path": ["/a", "/b"],
-        "capacity": "10GB",
-        "spill": "masters",
-        "engine": "threads",
-        "depth": 32,
-        "block": "8MiB",
-    }
+    section = {"path": ["/a", "/b"], "capacity": "10GB", "spill": "masters"}
     settings = nvme(stronghold={"nvme": section})
-    assert settings.model_dump() == {**section, "capacity": 10**10, "block": 8 << 20}
+    assert settings.model_dump() == {**section, "capacity": 10**10}
     assert settings.paths == ("/a", "/b")
     one = nvme(stronghold={"nvme": {"path": "/a"}})
     assert one.paths == ("/a",)
@@ -70,9 +63,6 @@ def test_the_section_is_read() -> None:
         ("path", ["", [], 3, [""], ["/a", 3]]),
         ("capacity", [0, "3G", True]),
         ("spill", ["gradients", 1]),
-        ("engine", ["libaio", 2]),
-        ("depth", [0, 4097, "8", 1.5, True]),
-        ("block", [0, 4095, "1MB", 2 << 30]),
     ],
 )
 def test_a_wrong_value_has_its_dotted_name(key: str, values: list[Any]) -> None:
@@ -83,8 +73,8 @@ def test_a_wrong_value_has_its_dotted_name(key: str, values: list[Any]) -> None:
 
 
 def test_a_misspelt_key_is_named() -> None:
-    message, _ = refused(stronghold={"nvme": {"path": "/a", "dept": 3}}).splitlines()
-    assert message == 'stronghold.nvme.dept: unknown key. Did you mean "depth"?'
+    message, _ = refused(stronghold={"nvme": {"path": "/a", "spil": 3}}).splitlines()
+    assert message == 'stronghold.nvme.spil: unknown key. Did you mean "spill"?'
 
 
 @pytest.mark.parametrize(
@@ -101,43 +91,28 @@ def test_deepspeeds_keys_mean_the_same(
 ) -> None:
     settings = nvme(zero_optimization=offload(optimizer, param), aio=AIO)
     assert settings.paths == paths
-    assert (settings.spill, settings.depth, settings.block) == (spill, 8, 1 << 20)
+    assert settings.spill == spill
     path: Any = list(paths) if len(paths) > 1 else paths[0]
-    section = {"path": path, "spill": spill, "depth": 8, "block": "1MiB"}
+    section = {"path": path, "spill": spill}
     assert nvme(stronghold={"nvme": section}) == settings
     both = nvme(stronghold={"nvme": section}, zero_optimization=offload(optimizer, param), aio=AIO)
     assert both == settings
 
 
 def test_each_side_fills_what_the_other_leaves_out() -> None:
-    settings = nvme(
-        stronghold={"nvme": {"capacity": 4096, "engine": "threads"}},
-        zero_optimization=offload("/a"),
-        aio={"queue_depth": 4},
-    )
-    assert settings == NvmeConfig(
-        path="/a", capacity=4096, spill="masters", engine="threads", depth=4
-    )
-    assert nvme(stronghold={"nvme": {"path": "/a"}}, aio={"block_size": 8192}) == NvmeConfig(
-        path="/a", block=8192
-    )
+    settings = nvme(stronghold={"nvme": {"capacity": 4096}}, zero_optimization=offload("/a"))
+    assert settings == NvmeConfig(path="/a", capacity=4096, spill="masters")
 
 
 def test_contradictions_are_refused_together() -> None:
     message = refused(
-        stronghold={"nvme": {"path": "/b", "spill": "moments", "depth": 16, "block": 4096}},
-        zero_optimization=offload("/a"),
-        aio=AIO,
+        stronghold={"nvme": {"path": "/b", "spill": "moments"}}, zero_optimization=offload("/a")
     )
     assert message.splitlines() == [
         f"stronghold.nvme.path: got '/b', and {ZERO}.offload_optimizer.nvme_path asks for '/a'. "
         "Remove one of the two, or make them equal.",
         f"stronghold.nvme.spill: got 'moments', and {ZERO}.offload_optimizer.device asks for "
         "'masters'. Remove one of the two, or make them equal.",
-        "stronghold.nvme.depth: got 16, and aio.queue_depth asks for 8. "
-        "Remove one of the two, or make them equal.",
-        "stronghold.nvme.block: got 4096, and aio.block_size asks for 1048576. "
-        "Remove one of the two, or make them equal.",
     ]
 
 
@@ -154,20 +129,6 @@ def test_a_path_must_come_from_somewhere() -> None:
     assert message.startswith(f"{ZERO}.offload_param.nvme_path: missing")
 
 
-@pytest.mark.parametrize(
-    ("aio", "line"),
-    [
-        ({"queue_depth": "8"}, "aio.queue_depth: got '8', expected an integer from 1 to 4096."),
-        ({"queue_depth": 0}, "aio.queue_depth: got 0, expected an integer from 1 to 4096."),
-        ({"block_size": 1000}, "aio.block_size: got 1000, expected bytes in multiples of 4096"),
-        (3, "aio: got 3, expected an object"),
-        ({"queue_depth": "auto"}, 'aio.queue_depth: got "auto", which no framework filled in'),
-    ],
-)
-def test_a_wrong_value_of_aio_has_its_own_name(aio: Any, line: str) -> None:
-    assert refused(stronghold={"nvme": {"path": "/a"}}, aio=aio).startswith(line)
-
-
 def test_an_unknown_device_is_refused() -> None:
     message = refused(zero_optimization={"offload_optimizer": {"device": "disk"}})
     assert message.startswith(f"{ZERO}.offload_optimizer.device: got 'disk'.")
@@ -182,7 +143,8 @@ def test_keys_without_meaning_here_are_named_once(caplog: pytest.LogCaptureFixtu
         for _ in range(2):
             load(zero_optimization=zero, aio=AIO).warn_of_ignored()
     assert [record.message for record in caplog.records] == [
-        "config keys without effect under stronghold: aio.intra_op_parallelism, "
-        "aio.overlap_events, aio.single_submit, aio.use_gds, "
+        "config keys without effect under stronghold: aio.block_size, "
+        "aio.intra_op_parallelism, aio.overlap_events, aio.queue_depth, aio.single_submit, "
+        "aio.use_gds, "
         "zero_optimization.offload_optimizer.buffer_count"
     ]

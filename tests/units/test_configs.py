@@ -107,7 +107,6 @@ def plan(settings: Settings, of: ModelLayout, ram: int, accumulation: int | None
             gpu_budget_bytes=section.gpu_memory,
             host_budget_bytes=int(ram * RAM_SHARE),
             window=section.window,
-            prefetch=section.prefetch,
             resident_layers=section.resident_layers,
             activations=section.activations,
             nvme=section.nvme is not None,

@@ -17,9 +17,9 @@ from stronghold.devices.emulated import COPY_PIECE_BYTES, EmulatedDevice
 from stronghold.devices.lane_name import THREAD_PREFIX
 from stronghold.devices.pinned import cuts
 from stronghold.errors import BudgetError, ConfigError, LaneError, StateError
-from stronghold.memory.slab import map_slab
 from stronghold.telemetry.metrics import read_number
 from stronghold.telemetry.trace import Trace
+from stronghold.train.slabs import map_slab
 
 WEIRD = (1, 2, 15, 17, 4097)
 SEAM = COPY_PIECE_BYTES + 1

@@ -25,8 +25,6 @@ from stronghold import limits
 from stronghold.devices.emulated import EmulatedDevice
 from stronghold.devices.pinned import HostPinning
 from stronghold.errors import ConfigError
-from stronghold.memory import rates as measure
-from stronghold.memory.rates import Effort
 from stronghold.model.costs import DTYPES
 from stronghold.native import IoQueue
 from stronghold.plan import machine as profile
@@ -35,6 +33,8 @@ from stronghold.tools import cli
 from stronghold.tools.doctor import examine as examination
 from stronghold.tools.doctor.examine import examine
 from stronghold.tools.doctor.findings import Findings
+from stronghold.train import rates as measure
+from stronghold.train.rates import Effort
 from tests.support.quiet import law_of_time, on_time
 
 MIB = 1 << 20

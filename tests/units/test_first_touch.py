@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from stronghold.devices.first_touch import FirstTouch, touch_now
-from stronghold.memory.slab import map_slab
 from stronghold.native import touch
+from stronghold.train.slabs import map_slab
 
 NBYTES = (40 << 20) + 12345  # some pieces, and a last page of which a part is used
 

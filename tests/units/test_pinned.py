@@ -12,7 +12,7 @@ from torch import nn
 
 from stronghold.devices.emulated import EmulatedDevice
 from stronghold.errors import BudgetError
-from stronghold.memory.slab import GROWTH, PAGE_BYTES, PIECE_BYTES, PinnedPool
+from stronghold.train.slabs import GROWTH, PAGE_BYTES, PIECE_BYTES, PinnedPool
 from tests.support.training import config, initialized
 
 ROOM = 64 << 20

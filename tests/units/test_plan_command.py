@@ -264,7 +264,6 @@ def test_the_config_runs_as_it_was_planned(gpu: str, tmp_path: Path) -> None:
         assert report.host_peak == report.host_planned == planned
         section = found.config["stronghold"]
         assert engine.plan.window == section.get("window", 0)
-        assert engine.plan.prefetch == section.get("prefetch", 0)
     finally:
         engine.destroy()
 

@@ -105,7 +105,7 @@ def test_updates_of_several_ranks_wait_for_the_clip_barrier() -> None:
     assert len(make_plan(LAYOUT, demand).early) == 4
     plan = make_plan(LAYOUT, replace(demand, num_ranks=2))
     assert not plan.early
-    assert plan.pending == set(range(len(LAYOUT.layers)))
+    assert plan.trained == set(range(len(LAYOUT.layers)))
 
 
 @pytest.mark.parametrize("spill", ["moments", "masters"])

@@ -195,35 +195,8 @@ def test_a_pinned_window_is_kept_or_refused_with_what_fits(model: str, window: i
 def test_without_a_budget_the_window_is_a_few_layers() -> None:
     layout = layout_of(MODELS["even"])
     plan = make_plan(layout, demand())
-    assert (plan.window, plan.prefetch, plan.gradient_slots) == (4, 3, 2)
+    assert (plan.window, plan.gradient_slots) == (4, 2)
     assert make_plan(layout_of(MODELS["one layer"]), demand()).window == 1
-    # A pinned prefetch depth needs its slots.
-    assert make_plan(layout, demand(prefetch=5)).window == 6
-
-
-def test_window_and_prefetch_that_contradict_each_other_are_refused() -> None:
-    layout = layout_of(MODELS["even"])
-    with pytest.raises(ConfigError, match=r"stronghold\.prefetch: got 3, .* window of 2 ") as error:
-        make_plan(layout, demand(window=2, prefetch=3))
-    assert named_number(error, r"lower prefetch to (\d+)") == 1
-    assert named_number(error, r"stronghold\.window to (\d+)") == 4
-    assert make_plan(layout, demand(window=2, prefetch=1)).prefetch == 1
-    assert make_plan(layout, demand(window=4, prefetch=3)).window == 4
-
-
-def test_a_prefetch_that_the_budget_cannot_hold_is_refused_with_the_bytes() -> None:
-    layout = layout_of(MODELS["even"])
-    least = make_plan(layout, demand(window=1)).gpu_total_bytes
-    with pytest.raises(ConfigError, match=r"stronghold\.prefetch: got 3") as error:
-        make_plan(layout, demand(prefetch=3, gpu_budget_bytes=least))
-    need = named_size(str(error.value), r"stronghold\.gpu_memory to")
-    assert make_plan(layout, demand(prefetch=3, gpu_budget_bytes=need)).prefetch == 3
-
-
-def test_depth_beyond_the_models_layers_is_no_contradiction() -> None:
-    """window 8 and prefetch 5 agree; a model of one block has neither, and nothing to fetch."""
-    plan = make_plan(layout_of(MODELS["one block"]), demand(window=8, prefetch=5))
-    assert (plan.window, plan.prefetch) == (1, 0)
 
 
 def test_more_resident_layers_than_blocks_are_refused() -> None:

@@ -67,10 +67,10 @@ def gpu_bytes(plan: Plan) -> int:
 
 def test_what_the_user_pinned_stays() -> None:
     asked = question(8)
-    pinned = {"window": 4, "prefetch": 2, "activations": "recompute", "resident_layers": 1}
+    pinned = {"window": 4, "activations": "recompute", "resident_layers": 1}
     plan = asked.choice(**pinned).plan
     blocks = asked.layout.streamed
-    assert (plan.window, plan.prefetch) == (4, 2)
+    assert plan.window == 4
     assert {plan.activations[index] for index in blocks} == {"recompute"}
     assert plan.resident & set(blocks) == {blocks[0]}
 
@@ -117,7 +117,7 @@ def test_a_refusal_names_the_smallest_budget_that_fits() -> None:
 
 def test_a_short_host_gets_the_plan_with_the_most_blocks_on_the_gpu() -> None:
     """Also where that number is between two that are tried."""
-    asked = question(16, num_blocks=40, activations="recompute", window=1, prefetch=0)
+    asked = question(16, num_blocks=40, activations="recompute", window=1)
     demands = [
         replace(asked.demand, resident_layers=count, resident_updates="gpu") for count in range(41)
     ]
@@ -171,11 +171,6 @@ def test_there_are_three_slots_where_they_fit() -> None:
         asked.choice(gpu_budget_bytes=budget - 1)
 
 
-def test_a_pinned_prefetch_has_its_slots() -> None:
-    plan = question(8).choice(prefetch=4, resident_layers=0).plan
-    assert (plan.window, plan.prefetch) == (5, 4)
-
-
 # -- activations ----------------------------------------------------------------------------------
 def test_the_last_blocks_keep_most_and_no_other_can_keep_more() -> None:
     asked = question(8, resident_layers=0, window=3)
@@ -216,7 +211,7 @@ def test_backward_takes_the_updates_that_forward_would_wait_for() -> None:
 def test_backward_takes_no_more_updates_than_it_has_time_for() -> None:
     asked = question(8, batch=1)
     plan = asked.choice(early_layers=None).plan
-    able = len(plan.updates) - len(plan.updated_on_gpu)
+    able = len(plan.trained - plan.updated_on_gpu)
     assert 0 < len(plan.early) < able / 2
     with_all = make_plan(asked.layout, replace(plan.demand, early_layers=able))
     assert asked.step_s(plan) < asked.step_s(with_all)

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from stronghold.model.inner_tensors import inner_tensors, settle
-from stronghold.streaming.patches.quantised import FUNCTIONS, replace_quantised
-from stronghold.streaming.patches.replacements import Replacements
+from stronghold.patches.quantised import FUNCTIONS, replace_quantised
+from stronghold.patches.replacements import Replacements
 from tests.support.quantised_bases import LINEARS
 
 PATCHED = ["nf4", "nf4 double", "nf4 in bf16", "fp4", "int8", "torchao nf4"]

@@ -9,7 +9,7 @@ import os
 import pytest
 import torch
 
-from stronghold.memory.slab import HUGE_PAGE_BYTES, map_slab
+from stronghold.train.slabs import HUGE_PAGE_BYTES, map_slab
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PAGE = mmap.PAGESIZE

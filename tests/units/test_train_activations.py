@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
-from stronghold.streaming.patches.attention import running
+from stronghold.patches.attention import running
 from stronghold.train import activations, saved_tensors
 from stronghold.train.activations import (
     NUM_COMPARED,

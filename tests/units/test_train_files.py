@@ -23,9 +23,17 @@ import torch
 
 from stronghold.errors import BudgetError, ConfigError
 from stronghold.train.files import Files
+from stronghold.train.slabs import map_slab
 from tests.conftest import lane_threads
 from tests.support.pages import PAGE, mounted
-from tests.support.stores import memory
+
+
+def memory(count: int, seed: int | None = None) -> torch.Tensor:
+    """Page-aligned bytes: random ones, or all 0xA5."""
+    made = map_slab(count * PAGE, torch.uint8)
+    if seed is None:
+        return made.fill_(0xA5)
+    return made.random_(0, 256, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.fixture(autouse=True)

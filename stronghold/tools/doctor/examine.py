@@ -26,10 +26,10 @@ from stronghold.devices.cuda import CudaDevice
 from stronghold.devices.emulated import EmulatedDevice
 from stronghold.errors import ConfigError
 from stronghold.limits import HostLimits, host_limits
-from stronghold.memory.rates import MeasuredMachine, effort, figure, measure_machine, num_steps
-from stronghold.memory.slab import map_slab
 from stronghold.native import IoFile, IoQueue
 from stronghold.tools.doctor.findings import DiskRates, Findings, PcieLink
+from stronghold.train.rates import MeasuredMachine, effort, figure, measure_machine, num_steps
+from stronghold.train.slabs import map_slab
 
 MIB = 1 << 20
 KINDS = ("cuda", "emulated")

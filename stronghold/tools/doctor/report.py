@@ -26,8 +26,8 @@ from stronghold.config.source import read_config
 from stronghold.devices import cuda
 from stronghold.errors import ConfigError
 from stronghold.limits import host_limits
-from stronghold.memory.rates import cpu_name
 from stronghold.plan import machine
+from stronghold.train.rates import cpu_name
 
 PACKAGES = (
     "stronghold",

@@ -18,10 +18,10 @@ from stronghold.devices import cuda
 from stronghold.devices.cuda import CudaDevice
 from stronghold.engine.dispatch import initialize
 from stronghold.limits import host_limits
-from stronghold.memory.rates import effort, link_rates
 from stronghold.optim.cpu_adam import CPUAdam
-from stronghold.streaming.stack import MemoryReport
 from stronghold.tools.answer import Answer
+from stronghold.train.job import MemoryReport
+from stronghold.train.rates import effort, link_rates
 
 MIB = 1 << 20
 WIDTH, HIDDEN, NUM_BLOCKS, BATCH_SIZE, NUM_STEPS = 256, 1024, 8, 32, 8

@@ -30,7 +30,7 @@ def config_of(question: Question, plan: Plan) -> dict[str, Any]:
         "resident_updates": "gpu" if plan.updated_on_gpu else "host",
     }
     if kept < len(blocks):
-        section |= {"window": plan.window, "prefetch": plan.prefetch}
+        section["window"] = plan.window
     # in the blocks' order
     counts = Counter(plan.activations[index] for index in blocks)
     section["activations"] = dict(counts) if len(counts) > 1 else next(iter(counts), "keep")

@@ -29,10 +29,10 @@ from stronghold.model.partition import find_blocks, partition
 from stronghold.model.stored_tensors import PackedParameter, stored_tensors
 from stronghold.optim.contract import Optimizer
 from stronghold.optim.states import EXACT, Formats, StateKind
-from stronghold.streaming.formats import CAST, ModelFormats, model_formats
-from stronghold.streaming.patches.meta_autocast import autocast_on_meta
-from stronghold.streaming.patches.modules import build_from_config
+from stronghold.patches.meta_autocast import autocast_on_meta
+from stronghold.patches.modules import build_from_config
 from stronghold.tools.estimate.adapters import Adapters, packed_weights, with_adapters
+from stronghold.train.formats import CAST, ModelFormats, model_formats
 from stronghold.train.layer import Groups, layers_of, layout_of
 
 CONFIG = "config.json"
