@@ -109,7 +109,6 @@ def measure(args: argparse.Namespace) -> Measured:
         engine, *_ = stronghold.initialize(
             model=model, model_parameters=model.parameters(), config=config(settings)
         )
-        assert not engine.plan.whole
         engines.append(engine)
         contenders[policy] = functools.partial(streamed, engine)
     first = alternate(contenders, args.rounds // 2)
@@ -137,7 +136,7 @@ def planned(args: argparse.Namespace, machine: MachineProfile, policy: str) -> f
             clipping=1.0,
         )
         question = dataclasses.replace(question, window=SLOTS, resident_layers=0)
-        demand = dataclasses.replace(question.demand, activations=policy, whole=False)
+        demand = dataclasses.replace(question.demand, activations=policy)
         plan = make_plan(question.layout, demand)
         predicted = estimate(
             question.layout, plan, question.work, question.rates, asynchronous=not machine.emulated

@@ -172,9 +172,8 @@ def trained(machine: str, section: dict[str, Any], name: str = "gpt", **options:
             expected = train_plain(MODELS[name], steps=10, **options)
     assert_identical(run, expected)
     plan = plans[0]
-    return f"a plain loop's bits; window {plan.window}, " + (
-        "whole" if plan.whole else f"{len(plan.updated_on_gpu)} layers updated on the gpu"
-    )
+    on_gpu = len(plan.updated_on_gpu)
+    return f"a plain loop's bits; window {plan.window}, {on_gpu} layers updated on the gpu"
 
 
 # Nothing is left open, which would be planned anew after the first steps.

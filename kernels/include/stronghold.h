@@ -1,4 +1,4 @@
-/* stronghold's kernels: optimizers, gradients' sums and norms, packed weights, on the CPU. A plain C ABI.
+/* stronghold's kernels: optimizers, gradients' sums and norms, on the CPU. A plain C ABI.
  *
  * Every function that can fail returns a status; sh_last_error() returns the message. No function
  * throws, prints or keeps globals. Memory belongs to the caller, at any alignment. A written array
@@ -20,15 +20,12 @@
 extern "C" {
 #endif
 
-#define SH_ABI_VERSION 8
+#define SH_ABI_VERSION 9
 
 /* The most that one optimizer has. */
 #define SH_MAX_MOMENTS 2
 #define SH_MAX_NUMBERS 6
 #define SH_MAX_CONSTANTS 12
-
-/* The most inner tensors that a packed format has. */
-#define SH_MAX_INNER 4
 
 #if defined(__GNUC__)
 #define SH_API __attribute__((visibility("default")))
@@ -59,7 +56,6 @@ SH_API int32_t sh_last_errno(void);
 SH_API int32_t sh_abi_version(void);
 SH_API int64_t sh_segment_bytes(void);
 SH_API int64_t sh_target_bytes(void);
-SH_API int64_t sh_packed_bytes(void);
 
 /* ---- Instruction sets ------------------------------------------------------------------------ */
 
@@ -281,53 +277,6 @@ typedef struct {
  * 3. Blocks are added in order. */
 SH_API int32_t sh_sum_squares(sh_pool* pool, sh_dtype dtype, const sh_array_segment* segments,
                               int64_t num_segments, double* out);
-
-/* ---- Packed weights -------------------------------------------------------------------------- */
-
-/* The names of the packed formats, in any order. NULL past the last one. */
-SH_API const char* sh_format_at(int32_t index);
-
-/* A packed weight. `inner` are its inner tensors in the order below; the others are ignored.
- * `weight` is the weight itself, rows * columns elements, row after row. Fused experts lie one after
- * the other. */
-typedef struct {
-  void* inner[SH_MAX_INNER];
-  void* weight;
-  int64_t rows;
-  int64_t columns;
-} sh_packed;
-
-/* [Note: packed formats]
- * 1. Each product and sum below is one fp32 operation, in the order of the text. Then the value is
- *    rounded once to the weight's dtype, to nearest even.
- * 2. Encoding computes in fp32, too. All weights of a block share a scale; absmax is the largest
- *    magnitude of the block.
- *
- * "nf4"   blocks: 64 elements of the flat weight; the last one may be shorter
- *   inner   0 uint8 codes [(numel + 1) / 2], the first element of a byte in its upper half
- *           1 uint8 absmax [blocks]   2 float nested_absmax [(blocks + 255) / 256]
- *           3 float nested_offset [1]
- *   value   nf4[code] * (dynamic[absmax] * nested_absmax + nested_offset)
- *   encode  writes inner 0, and the exact absmax as float [blocks] to inner 2. It uses no other.
- *           scaled = x * (1 / max(absmax, 1e-38)), in a shorter last block x / max(absmax, 1e-38);
- *           the nearest code, the lower one of two. A shorter block's absmax is 1e-38 at least.
- *
- * If absmax is NaN or infinite, the block's codes are undefined, and its absmax is NaN or infinite. */
-
-/* Writes the weights. The inner tensors are only read. */
-SH_API int32_t sh_decode(sh_pool* pool, const char* format, sh_dtype dtype,
-                         const sh_packed* weights, int64_t num_weights);
-
-/* Writes the inner tensors. The weights are only read. */
-SH_API int32_t sh_encode(sh_pool* pool, const char* format, sh_dtype dtype,
-                         const sh_packed* weights, int64_t num_weights);
-
-/* The difference between each weight and its decoded inner tensors, in the weight's dtype:
- * the sum of its squares, added in one order, and its largest magnitude. Both are arrays
- * [num_weights]. A difference that is NaN or infinite makes both infinite. Nothing else is written. */
-SH_API int32_t sh_packing_error(sh_pool* pool, const char* format, sh_dtype dtype,
-                                const sh_packed* weights, int64_t num_weights, double* square_sum,
-                                double* largest);
 
 /* ---- The memory's limit ---------------------------------------------------------------------- */
 

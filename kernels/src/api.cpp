@@ -56,8 +56,6 @@ int64_t sh_segment_bytes(void) { return sizeof(sh_segment); }
 
 int64_t sh_target_bytes(void) { return sizeof(sh_target); }
 
-int64_t sh_packed_bytes(void) { return sizeof(sh_packed); }
-
 const char* sh_isa_at(int32_t index) {
   const sh::Kernels* kernels = sh::KernelsAt(index);
   return kernels == nullptr ? nullptr : kernels->name;

@@ -6,8 +6,6 @@
 #include "exact-inl.h"
 #include "lean-inl.h"
 #include "reduce-inl.h"
-#include "decode-inl.h"
-#include "encode-inl.h"
 
 // ---- Optimizers ---------------------------------------------------------------------------------
 
@@ -65,18 +63,6 @@ constexpr Optimizer kOptimizers[] = {
     TableOf<Sgd>("sgd"),
 };
 
-// ---- Packed formats -----------------------------------------------------------------------------
-
-// A format is functions of decode-inl.h and encode-inl.h, and a line here.
-constexpr Format kFormats[] = {
-    {"nf4",
-     4,
-     {true, false, true, false},
-     Nf4Units,
-     {DecodeNf4<OutF32>, DecodeNf4<OutBf16>, DecodeNf4<OutF16>},
-     {EncodeNf4<GradF32>, EncodeNf4<GradBf16>, EncodeNf4<GradF16>}},
-};
-
 // ---- The target's table -------------------------------------------------------------------------
 
 constexpr Kernels kKernels = {
@@ -85,7 +71,4 @@ constexpr Kernels kKernels = {
     sizeof(kOptimizers) / sizeof(kOptimizers[0]),
     {Accumulate<GradF32>, Accumulate<GradBf16>, Accumulate<GradF16>},
     {SumSquares<GradF32>, SumSquares<GradBf16>, SumSquares<GradF16>},
-    kFormats,
-    sizeof(kFormats) / sizeof(kFormats[0]),
-    {Compare<GradF32>, Compare<GradBf16>, Compare<GradF16>},
 };

@@ -11,8 +11,6 @@
 #include <cstdint>
 #include <cstring>
 
-#include "code_books.h"
-
 #if defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(__aarch64__)

@@ -71,22 +71,6 @@ struct Optimizer {
   Traffic traffic[kNumLayouts][kNumDtypes];
 };
 
-// One packed format: [Note: packed formats] of stronghold.h. Indices are sh_dtype, of the weight.
-struct Format {
-  // Writes elements [from, upto) of the weight to `out`. `from` is a multiple of kCodeGroup.
-  using Decode = void (*)(const sh_packed& packed, int64_t from, int64_t upto, char* out);
-  // Writes the inner tensors of one of the units into which a weight is cut.
-  using Encode = void (*)(const sh_packed& packed, int64_t unit);
-
-  const char* name;
-  int num_inner;       // that decoding reads
-  bool encoded[SH_MAX_INNER];  // inner tensors that encoding writes
-  int64_t (*num_units)(const sh_packed& packed);
-  Decode decode[kNumDtypes];
-  Encode encode[kNumDtypes];
-};
-constexpr int64_t kCodeGroup = 64;  // elements of the flat weight: whole bytes, blocks of nf4
-
 struct Kernels {
   using Accumulate = void (*)(const char* grad, char* acc, bool add, int64_t numel);
   using SumSquares = double (*)(const char* x, int64_t numel);  // numel <= kSumBlock
@@ -96,12 +80,6 @@ struct Kernels {
   int num_optimizers;
   Accumulate accumulate[kNumDtypes];
   SumSquares sum_squares[kNumDtypes];
-  const Format* formats;  // the same ones, in the same order, in every table
-  int num_formats;
-  // Adds the squares of a - b to *square_sum, and raises *largest to the largest magnitude.
-  using Compare = void (*)(const char* a, const char* b, int64_t numel, double* square_sum,
-                           double* largest);
-  Compare compare[kNumDtypes];
 };
 
 // The tables of the instruction sets. A function exists for sets of this architecture alone, and its

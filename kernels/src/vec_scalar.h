@@ -212,34 +212,3 @@ SH_INLINE void StreamFence() {}
 // ---- Packed weights -----------------------------------------------------------------------------
 
 
-SH_INLINE void StoreBf16(char* p, F x) {
-  const uint32_t bits = Bits(x);
-  const uint16_t rounded = static_cast<uint16_t>((bits + 0x7FFFu + ((bits >> 16) & 1)) >> 16);
-  std::memcpy(p, &rounded, 2);
-}
-SH_INLINE void StoreBf16x2(char* p, F a, F b) {
-  StoreBf16(p, a);
-  StoreBf16(p + 2, b);
-}
-SH_INLINE void StoreF16x2(char* p, F a, F b) {
-  StoreF16(p, a);
-  StoreF16(p + 2, b);
-}
-
-// The items of a table of 16 that belong to 64 4-bit codes.
-template <int64_t kBytes>
-SH_INLINE void LookUp64(const char* codes, const char* table, char* out) {
-  for (int64_t i = 0; i < 32; ++i) {
-    const int64_t byte = static_cast<unsigned char>(codes[i]);
-    std::memcpy(out + 2 * i * kBytes, table + (byte >> 4) * kBytes, kBytes);
-    std::memcpy(out + (2 * i + 1) * kBytes, table + (byte & 15) * kBytes, kBytes);
-  }
-}
-template <bool kStream>
-SH_INLINE void LookUp64Of2(const char* codes, const char* table, char* out) {
-  LookUp64<2>(codes, table, out);
-}
-template <bool kStream>
-SH_INLINE void LookUp64Of4(const char* codes, const char* table, char* out) {
-  LookUp64<4>(codes, table, out);
-}

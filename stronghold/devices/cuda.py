@@ -32,7 +32,7 @@ There are three hazards between the main stream and the side streams. None is a 
           before that memory is dropped. They wait for a lane that has written a slot, before any
           stream reads the slot.
   sums    A chunk's stream adds the chunk's gradients to a slot after the earlier chunks' additions
-          (`streaming.gradients`), in the order of chunks. The main stream does the work after the
+          (`train.gradients`), in the order of chunks. The main stream does the work after the
           last addition, after all chunks: rounding, drains, updates on the device.
 Autograd records gradients that change streams on both streams. Their memory is free once the host
 has seen these events. So in backward the host runs at most two layers ahead of the device. Torch

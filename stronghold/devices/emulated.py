@@ -52,7 +52,7 @@ DISK_LANES = {LaneName.LOAD: "read", LaneName.STAGE: "read", LaneName.SPILL: "wr
 LATE_S = 1e-4  # a sleep may be longer than asked by this time
 LINK_LANES = (LaneName.FETCH, LaneName.OFFLOAD)
 HOST_LANES = (LaneName.GRADIENTS, LaneName.UPDATE)
-WIRE_LANES = (LaneName.GATHER, LaneName.REDUCE, LaneName.EXCHANGE)
+WIRE_LANES = (LaneName.REDUCE, LaneName.EXCHANGE)
 NAN_BYTE = 0xFF  # 0xFFFF and 0xFFFFFFFF are NaN in bfloat16, float16 and float32
 
 _move_small = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(

@@ -19,8 +19,7 @@ class LaneName(str, Enum):
     STAGE = "stage"  # files to host, ahead of fetches (swap in)
     SPILL = "spill"  # host to files (swap out)
     IO = "io"  # checkpoints
-    GATHER = "gather"  # all-gather of weights between ranks
-    REDUCE = "reduce"  # reduce-scatter of gradients between ranks
+    REDUCE = "reduce"  # gradients between ranks
     EXCHANGE = "exchange"  # updated weights between nodes
 
     def __str__(self) -> str:
@@ -28,4 +27,4 @@ class LaneName(str, Enum):
 
 
 # The lanes for which a GPU has a stream.
-STREAM_LANES = (LaneName.FETCH, LaneName.OFFLOAD, LaneName.GATHER, LaneName.REDUCE)
+STREAM_LANES = (LaneName.FETCH, LaneName.OFFLOAD, LaneName.REDUCE)

@@ -1,4 +1,4 @@
-"""The kernels on a GPU: updates, sums, norms and packed weights as launches of Triton programs.
+"""The kernels on a GPU: updates, sums and norms as launches of Triton programs.
 
 Owns the tables of segments on the device. The formulas of the optimizers are in `triton_programs`,
 and `native.constants` gives the numbers of a step. So this file names no optimizer. Launches go to
@@ -22,8 +22,7 @@ import torch
 from stronghold import native
 from stronghold.devices.base import Device
 from stronghold.errors import ConfigError
-from stronghold.native import Kernels, PackedWeight, Rows, Segments, Targets
-from stronghold.native.code_books import code_books
+from stronghold.native import Kernels, Rows, Segments, Targets
 
 # The compiler option of every launch that gives the host's bits: [Note: same operations].
 EXACT = {"enable_fp_fusion": False}
@@ -32,7 +31,6 @@ EXACT = {"enable_fp_fusion": False}
 BLOCK = 1024
 NUM_WARPS = 4
 SUM_BLOCK = 65536  # kSumBlock of targets.h: the definition of the sum has it
-DECODE_BLOCK = 2048  # elements of a program, at most: 16 per thread
 SUM_WARPS = 1  # the sum's 32 lanes are the threads
 VECTOR_BYTES = 16
 
@@ -74,14 +72,13 @@ class TritonKernels(Kernels):
 
     def __init__(self, device: Device) -> None:
         try:
-            from stronghold.optim import triton_packed, triton_programs
+            from stronghold.optim import triton_programs
         except ImportError as error:
             raise ConfigError(
                 "updates on the GPU need Triton, which torch brings where it is built for CUDA; "
                 f"importing it failed: {error}. Install it with `pip install triton`"
             ) from error
         self._programs: Any = triton_programs
-        self._packed: Any = triton_packed
         self._device = device
         self._tables: OrderedDict[bytes, torch.Tensor] = OrderedDict()
 
@@ -217,37 +214,6 @@ class TritonKernels(Kernels):
             )
             first += launch.num_rows
         return sums
-
-    def decode(self, format: str, dtype: torch.dtype, weights: Sequence[PackedWeight]) -> None:
-        decoder = self._packed.DECODERS[format]
-        fields = native.packed_rows(weights)
-        numel = fields["rows"] * fields["columns"]
-        # [Note: tiles] of triton_packed. A weight without elements has no tile.
-        blocks = -(-numel // DECODE_BLOCK)
-        names = [f"inner{k}" for k in range(native.MAX_INNER)]
-        inner = dict(zip(names, decoder.item_bytes, strict=False))
-        _check_addresses(numel, fields, {**inner, "weight": dtype.itemsize})
-        arrays = [fields[name] for name in (*names, "weight")]
-        table_rows = np.stack([numel, *arrays], axis=1)
-        aligned = [fields[name] for name in ("inner0", "weight")]
-        for launch in self._launches(table_rows, blocks, np.stack(aligned, axis=1)):
-            if launch.num_blocks > 0:
-                decoder.program[(launch.num_blocks,)](
-                    launch.table,
-                    launch.num_rows,
-                    self._books(),
-                    OUT=self._element(dtype),
-                    ALIGNED=launch.aligned,
-                    BLOCK=DECODE_BLOCK,
-                    num_warps=NUM_WARPS,
-                    **EXACT,
-                )
-
-    def _books(self) -> torch.Tensor:
-        """The code books on the device: sent once, by a copy that the host waits for."""
-        books = code_books(self._device.torch_device)
-        self._device.memory.keep_for_lane(books)
-        return books
 
     def _element_launches(self, rows: _Rows, block: int) -> Iterator[_Launch]:
         """`_launches` of segments that are cut into programs of `block` elements."""

@@ -49,7 +49,7 @@ from stronghold.devices.base import OutOfMemoryError
 from stronghold.devices.random_numbers import random_state, set_random_state
 from stronghold.errors import BudgetError, ConfigError, format_size
 from stronghold.model.costs import count_costs
-from stronghold.plan.cost import Demand, LayerWork, Workload, spared, with_decoding, workload_of
+from stronghold.plan.cost import Demand, LayerWork, Workload, spared, workload_of
 from stronghold.plan.gpu_memory import activation_bytes
 from stronghold.plan.machine import Rates, rates_of
 from stronghold.plan.rules import Choice, fastest_levels, fastest_plan
@@ -162,7 +162,7 @@ class Planner:
     @property
     def _may_spare(self) -> bool:
         """True if a forward may keep less than the plan says."""
-        return self._job.section.activations is None and not self._job.plan.whole
+        return self._job.section.activations is None
 
     # -- the plan ---------------------------------------------------------------------------------
     def _may_move(self, waits: bool) -> bool:
@@ -271,7 +271,7 @@ class Planner:
         if self._is_asynchronous:
             return rates
         # The emulated device computes in the calling thread, which launches nothing.
-        return replace(rates, launch_s=0.0, whole_launch_s=0.0, recompute_launch_s=0.0)
+        return replace(rates, launch_s=0.0, recompute_launch_s=0.0)
 
     # -- work -------------------------------------------------------------------------------------
     def _count(
@@ -298,8 +298,7 @@ class Planner:
             if generator is not None:
                 set_random_state(device, generator)
         assert job.machine is not None
-        workload = workload_of(costs, job.machine, micro_batches=job.demand.micro_batches)
-        return with_decoding(workload, job.layout, job.formats, job.machine)
+        return workload_of(costs, job.machine, micro_batches=job.demand.micro_batches)
 
     def _uncounted(self, size: BatchSize) -> Workload:
         """The seconds of products, if every parameter takes part for every token."""

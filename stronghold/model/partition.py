@@ -49,12 +49,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from stronghold.errors import ConfigError, ErrorPage, StateError, did_you_mean, with_page
-from stronghold.model.stored_tensors import (
-    NOTHING_PACKED,
-    PackedParameter,
-    StoredTensors,
-    stored_tensors,
-)
+from stronghold.model.stored_tensors import StoredTensors, stored_tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -81,7 +76,6 @@ class Layer:
                 resident parameter
     parameters  its stored tensors, each once: trainable ones first, then frozen ones, and within
                 these by `format_of`. Otherwise in registration order
-    packed      parameters whose packed tensors are among `parameters`
     """
 
     index: int
@@ -89,7 +83,6 @@ class Layer:
     modules: tuple[nn.Module, ...]
     parameters: tuple[NamedParameter, ...]
     streamed: bool
-    packed: tuple[PackedParameter, ...] = ()
 
 
 class ModelNames:
@@ -163,7 +156,6 @@ def partition(
     model: nn.Module,
     layers: str | Sequence[str] | None = None,
     format_of: Callable[[torch.Tensor], int] | None = None,
-    packed: Mapping[nn.Parameter, PackedParameter] = NOTHING_PACKED,
     trains_in: Callable[[torch.Tensor], torch.dtype | None] | None = None,
 ) -> Partition:
     """Split `model` into layers.
@@ -171,7 +163,6 @@ def partition(
     layers     the config key `stronghold.layers`. None: a model may have no blocks ([Note: no
                blocks])
     format_of  gives the number of a stored tensor's format (`model.layout`). None: all have one
-    packed     parameters whose packed tensors the layers have in their place
     trains_in  gives the dtype in which a stored tensor trains; None for a frozen one. Each layer
                trains one. None: a layer may train several
 
@@ -179,7 +170,7 @@ def partition(
     `_check_movable`). The result does not follow later changes of `requires_grad` or of the module
     tree: partition again.
     """
-    stored = stored_tensors(model, packed)
+    stored = stored_tensors(model)
     names = stored.names
     _check_lasting(model)
     _check_movable(names)
@@ -212,7 +203,6 @@ def partition(
                         modules=tuple(users),
                         parameters=tuple(_named(tensor, stored) for tensor in tensors),
                         streamed=streamed,
-                        packed=stored.packed_among(tensors),
                     )
                 )
     check_exactly_once(names, result)

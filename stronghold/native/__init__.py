@@ -1,14 +1,13 @@
 """libstronghold for Python: kernels, their arguments, and asynchronous files.
 
-`loader` loads the library, `segments` has a kernel's arguments, `kernels` the kernels, `code_books`
-the code books of packed formats, `files` the asynchronous files.
+`loader` loads the library, `segments` has a kernel's arguments, `kernels` the kernels, `files` the
+asynchronous files.
 """
 
 from stronghold.native.files import ALIGNMENT as ALIGNMENT
 from stronghold.native.files import IoFile as IoFile
 from stronghold.native.files import IoQueue as IoQueue
 from stronghold.native.kernels import MAX_CONSTANTS as MAX_CONSTANTS
-from stronghold.native.kernels import MAX_INNER as MAX_INNER
 from stronghold.native.kernels import MAX_MOMENTS as MAX_MOMENTS
 from stronghold.native.kernels import MAX_NUMBERS as MAX_NUMBERS
 from stronghold.native.kernels import Kernels as Kernels
@@ -16,7 +15,6 @@ from stronghold.native.kernels import Pool as Pool
 from stronghold.native.kernels import UpdateBatch as UpdateBatch
 from stronghold.native.kernels import check_targets as check_targets
 from stronghold.native.kernels import constants as constants
-from stronghold.native.kernels import formats as formats
 from stronghold.native.kernels import isa as isa
 from stronghold.native.kernels import isas as isas
 from stronghold.native.kernels import load as load
@@ -27,13 +25,11 @@ from stronghold.native.loader import Closeable as Closeable
 from stronghold.native.loader import available_cores as available_cores
 from stronghold.native.loader import library as library
 from stronghold.native.loader import naming_threads as naming_threads
-from stronghold.native.segments import PackedWeight as PackedWeight
 from stronghold.native.segments import Rows as Rows
 from stronghold.native.segments import Segments as Segments
 from stronghold.native.segments import Target as Target
 from stronghold.native.segments import Targets as Targets
 from stronghold.native.segments import UpdateSegment as UpdateSegment
-from stronghold.native.segments import packed_rows as packed_rows
 from stronghold.native.segments import rows as rows
 from stronghold.native.segments import target_rows as target_rows
 from stronghold.native.segments import targets_of as targets_of

@@ -1,4 +1,4 @@
-"""Kernels of the C ABI: optimizers, accumulation, norms and packed weights by address, on threads.
+"""Kernels of the C ABI: optimizers, accumulation and norms by address, on threads.
 
 Memory belongs to the caller, who keeps it alive and in place during a call. Any thread may enter. A
 call releases the interpreter lock. Calls on one pool from several threads take turns. Arrays may
@@ -24,20 +24,11 @@ import torch
 
 from stronghold.errors import ConfigError, StateError
 from stronghold.native.loader import Closeable, check, library, naming_threads
-from stronghold.native.segments import (
-    PackedWeight,
-    Rows,
-    Segments,
-    Targets,
-    packed_rows,
-    rows,
-    target_rows,
-)
+from stronghold.native.segments import Rows, Segments, Targets, rows, target_rows
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _BF16_LEAN = 3
 MAX_MOMENTS, MAX_NUMBERS, MAX_CONSTANTS = 2, 6, 12  # per optimizer
-MAX_INNER = 4  # inner tensors of a packed format
 
 
 class UpdateBatch:
@@ -236,13 +227,6 @@ class Kernels(ABC):
         """
         return torch.tensor(self.sum_squares(dtype, segments), dtype=torch.float64)
 
-    @abstractmethod
-    def decode(self, format: str, dtype: torch.dtype, weights: Sequence[PackedWeight]) -> None:
-        """Write weights of this dtype from their inner tensors.
-
-        `format` is one of `formats()`. [Note: packed formats] of `stronghold.h` has the rules.
-        """
-
 
 class Pool(Kernels, Closeable):
     """Threads for the kernels: `num_threads` with the calling one.
@@ -357,40 +341,6 @@ class Pool(Kernels, Closeable):
         sums: list[float] = results.tolist()
         return sums
 
-    def decode(self, format: str, dtype: torch.dtype, weights: Sequence[PackedWeight]) -> None:
-        self._packed("sh_decode", format, dtype, weights)
-
-    def encode(self, format: str, dtype: torch.dtype, weights: Sequence[PackedWeight]) -> None:
-        """Write inner tensors from weights of this dtype.
-
-        "nf4" writes inner tensor 0, and the exact absmax in fp32 to inner tensor 2. A block with
-        NaN or infinity gets an absmax that is not finite.
-        """
-        self._packed("sh_encode", format, dtype, weights)
-
-    def packing_error(
-        self, format: str, dtype: torch.dtype, weights: Sequence[PackedWeight]
-    ) -> list[tuple[float, float]]:
-        """For each weight, the sum of squares and the largest magnitude of its differences from its
-        decoded form, in its dtype. Both are infinite if a difference is NaN or infinite."""
-        square_sums, largest = np.empty(len(weights)), np.empty(len(weights))
-        outputs = square_sums.ctypes.data, largest.ctypes.data
-        self._packed("sh_packing_error", format, dtype, weights, *outputs)
-        return list(zip(square_sums.tolist(), largest.tolist(), strict=True))
-
-    def _packed(
-        self,
-        function: str,
-        format: str,
-        dtype: torch.dtype,
-        weights: Sequence[PackedWeight],
-        *outputs: int,
-    ) -> None:
-        """Call a function of the C ABI for packed weights."""
-        fields = packed_rows(weights)
-        arguments = format.encode(), _dtype_code(dtype), fields.ctypes.data, len(fields)
-        check(getattr(library(), function)(self.handle, *arguments, *outputs))
-
     def close(self) -> None:
         """Stop the threads and join them. Twice is harmless."""
         handle, self._handle = self._handle, None
@@ -411,14 +361,6 @@ def store(word: torch.Tensor, value: int) -> None:
 def load(word: torch.Tensor) -> int:
     """Load an int64 that processes share, and with it what was written before it was stored."""
     return int(library().sh_load(word.data_ptr()))
-
-
-def formats() -> list[str]:
-    """The names of the kernels' packed formats."""
-    names: list[str] = []
-    while (name := library().sh_format_at(len(names))) is not None:
-        names.append(name.decode())
-    return names
 
 
 def isas() -> list[str]:

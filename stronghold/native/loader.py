@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from stronghold.errors import ConfigError, ErrorPage, StateError
-from stronghold.native.segments import PACKED_ROW, ROW, TARGET_ROW
+from stronghold.native.segments import ROW, TARGET_ROW
 
-_ABI_VERSION = 8
+_ABI_VERSION = 9
 _SH_INVALID = 1
 CloseableT = TypeVar("CloseableT", bound="Closeable")
 
@@ -85,7 +85,6 @@ def library() -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(_library_path()))
     address, int32, int64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
     text = ctypes.c_char_p
-    packed = [address, text, int32, address, int64]
     transfer = [address, int32, int64, address, int64, address]
     signatures: dict[str, tuple[Any, list[Any]]] = {
         "sh_last_error": (text, []),
@@ -93,7 +92,6 @@ def library() -> ctypes.CDLL:
         "sh_abi_version": (int32, []),
         "sh_segment_bytes": (int64, []),
         "sh_target_bytes": (int64, []),
-        "sh_packed_bytes": (int64, []),
         "sh_isa_at": (text, [int32]),
         "sh_optimizer_at": (text, [int32]),
         "sh_pool_create": (int32, [int32, address, int32, text, address]),
@@ -109,10 +107,6 @@ def library() -> ctypes.CDLL:
         "sh_load": (int64, [address]),
         "sh_accumulate": (int32, [address, int32, address, int64]),
         "sh_sum_squares": (int32, [address, int32, address, int64, address]),
-        "sh_format_at": (text, [int32]),
-        "sh_decode": (int32, packed),
-        "sh_encode": (int32, packed),
-        "sh_packing_error": (int32, [*packed, address, address]),
         "sh_io_create": (int32, [int32, int64, text, address, int32, address]),
         "sh_io_destroy": (None, [address]),
         "sh_io_engine": (text, [address]),
@@ -132,8 +126,8 @@ def library() -> ctypes.CDLL:
             raise _of_another_version(loaded) from None
         function.restype = result
         function.argtypes = arguments
-    sizes = (loaded.sh_segment_bytes(), loaded.sh_target_bytes(), loaded.sh_packed_bytes())
-    rows = ROW.itemsize, TARGET_ROW.itemsize, PACKED_ROW.itemsize
+    sizes = loaded.sh_segment_bytes(), loaded.sh_target_bytes()
+    rows = ROW.itemsize, TARGET_ROW.itemsize
     if loaded.sh_abi_version() != _ABI_VERSION or sizes != rows:
         raise _of_another_version(loaded)
     return loaded

@@ -66,24 +66,6 @@ class Target(NamedTuple):
     scale1: int = 0
 
 
-class PackedWeight(NamedTuple):
-    """The arguments of one packed weight; `stronghold.h`, `sh_packed`, has their meaning.
-
-    inner*       addresses of the inner tensors, in the format's order; 0 for one that it lacks
-    weight       address of the weight
-    rows         of all matrices of the weight
-    columns
-    """
-
-    inner0: int = 0
-    inner1: int = 0
-    inner2: int = 0
-    inner3: int = 0
-    weight: int = 0
-    rows: int = 0
-    columns: int = 0
-
-
 _C_TYPES = {int: np.int64, float: np.float64}
 
 
@@ -95,7 +77,6 @@ def _row_dtype(structure: type) -> np.dtype[Any]:
 
 ROW = _row_dtype(UpdateSegment)
 TARGET_ROW = _row_dtype(Target)
-PACKED_ROW = _row_dtype(PackedWeight)
 Rows = npt.NDArray[Any]
 """Segments or targets as a NumPy structured array [segments], with their fields."""
 Segments = Sequence[UpdateSegment] | Rows
@@ -121,8 +102,3 @@ def targets_of(rows: Rows) -> Rows:
     for name in Target._fields:
         targets[name] = rows[name]
     return targets
-
-
-def packed_rows(weights: Sequence[PackedWeight]) -> Rows:
-    """Packed weights as rows."""
-    return np.array(weights, dtype=PACKED_ROW)

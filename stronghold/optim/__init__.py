@@ -23,7 +23,7 @@ from stronghold.optim.sgd import SGD
 
 OPTIMIZERS: tuple[type[Optimizer], ...] = (Adam, Lion, SGD)
 DEFAULT = Adam()
-"""The optimizer of plans and checkpoints that name none."""
+"""The optimizer of plans that name none."""
 
 
 def optimizer_of_type(word: str) -> type[Optimizer] | None:

@@ -1,6 +1,6 @@
 """The replacement of `torch.nn.functional.scaled_dot_product_attention` while an engine lives.
 
-Owns the function that each thread's calls go through. `streaming.activations.attention` makes these
+Owns the function that each thread's calls go through. `train.activations` makes these
 functions. The training thread enters in forward, and autograd's thread in backward.
 
 [Note: one function, not a mode]

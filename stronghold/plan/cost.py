@@ -71,17 +71,15 @@ class LayerWork:
     """One layer's work in one micro-batch, in seconds and bytes.
 
     `backward_s` excludes recomputation. `attention_s` are the seconds of attention's kernels, a
-    share of `forward_s`. `decode_s` are the seconds that each use of the layer, in forward and in
-    backward, takes to decode its packed weights; no other seconds contain them. `saved_bytes` are
-    the tensors that autograd saves, `boundary_bytes` the block's inputs, `attention_bytes`
-    attention's results. `passing_bytes` are transient in forward and backward, beside all others.
+    share of `forward_s`. `saved_bytes` are the tensors that autograd saves, `boundary_bytes` the
+    block's inputs, `attention_bytes` attention's results. `passing_bytes` are transient in forward
+    and backward, beside all others.
     """
 
     forward_s: float
     backward_s: float
     saved_bytes: int = 0
     boundary_bytes: int = 0
-    decode_s: float = 0.0
     attention_s: float = 0.0
     attention_bytes: int = 0
     passing_bytes: int = 0
@@ -142,8 +140,6 @@ class Demand:
     resident_layers: int | None = None
     # "gpu" or "host": where resident layers are updated
     resident_updates: str | None = None
-    # True: the whole model stays on the gpu and is updated there. None: where that is so anyway.
-    whole: bool | None = None
     activations: str | tuple[str, ...] | None = None  # one of LEVELS, or one per layer
     chunk: int | None = None  # sequences that go through a block together; None: all
     chunks: int = 1  # number of chunks in a micro-batch, if it is known
@@ -168,16 +164,9 @@ class Demand:
     piece_bytes: int | None = None
     micro_batches: int = 1
     by_rule: frozenset[str] = frozenset()  # keys that a rule set, not the user
-    # Data-parallel ranks. Each has its shard of the host's arrays. Every node has all weights.
+    # Data-parallel ranks. Each owns some of the layers. Every node has all weights.
     num_ranks: int = 1
     num_nodes: int = 1
-    # True: a reduce-scatter needs a buffer as large as the largest layer's gradients. That is so in
-    # CPU memory; NCCL adds in place.
-    reduces_in_room: bool = False
-    # For the room `train`: gradients never lie in files, nor do inputs where gradients will, and
-    # two buffers take them to a sum. Nothing is `whole` there. Ranks own whole layers.
-    gradients_in_ram: bool = False
-    shares_weights: bool = False  # in memory, with other processes: weights never spill
 
     @property
     def formats(self) -> Formats:
@@ -194,21 +183,9 @@ class Demand:
         """True if the user set the key, and no rule did."""
         return getattr(self, key) is not None and key not in self.by_rule
 
-    def sharers(self, array: str) -> int:
-        """Number of ranks that share an array of all layers. The ranks of one node share the
-        weights, all ranks every other array."""
-        if array == "weights":
-            return self.num_ranks // self.num_nodes
-        return self.num_ranks
-
-    def shards(self, array: str) -> int:
-        """Number of ranks that share an array of one layer."""
-        return 1 if self.gradients_in_ram else self.sharers(array)
-
     @property
-    def num_owners(self) -> int:
-        """Number of ranks that own layers."""
-        return self.num_ranks if self.gradients_in_ram else 1
+    def ranks_per_node(self) -> int:
+        return self.num_ranks // self.num_nodes
 
     @property
     def is_open(self) -> bool:
@@ -218,7 +195,7 @@ class Demand:
     @property
     def may_update_early(self) -> bool:
         """True if the number of early updates is open, and the host's budget is known."""
-        is_open = self.early_layers is None and not self.meets_others
+        is_open = self.early_layers is None and self.num_ranks == 1
         return is_open and self.host_budget_bytes is not None
 
     @property
@@ -227,11 +204,6 @@ class Demand:
         no layer has files."""
         is_pinned = all(map(self.pins, ("window", "resident_layers", "activations")))
         return not self.nvme and self.gpu_budget_bytes is not None and not is_pinned
-
-    @property
-    def meets_others(self) -> bool:
-        """True if several ranks update together, each its shard of the layers or of the model."""
-        return self.num_ranks > 1 or self.shares_weights
 
 
 WEIGHT_FETCHES = 2  # k: forward and backward
@@ -302,11 +274,6 @@ class Traffic:
         return drained + self.micro_batches * self.offloaded_bytes
 
     @property
-    def norm_bytes(self) -> int:
-        """Bytes that the norms of the gradients read on the host."""
-        return self.trained_bytes + self.refreshed_bytes
-
-    @property
     def sum_bytes(self) -> int:
         """Bytes of host memory that sums over micro-batches read and write.
 
@@ -347,8 +314,7 @@ def traffic_of(
     elsewhere = streamed_indices | on_gpu
     refreshed = [layer for layer in layout.layers if layer.index not in elsewhere]
     on_device = [layer for layer in layout.layers if layer.index in on_gpu]
-    shards = demand.shards("weights")
-    largest = sorted((weight_bytes(layer, formats) // shards for layer in streamed), reverse=True)
+    largest = sorted((weight_bytes(layer, formats) for layer in streamed), reverse=True)
     # The order of this sum decides its last bit.
     host_update_bytes = sum(step_bytes(layer, formats) for layer in [*streamed, *refreshed])
     device_update_bytes = sum(step_bytes(layer, formats) for layer in on_device)
@@ -480,32 +446,16 @@ class Workload:
     @property
     def forward_s(self) -> float:
         """Seconds of the model's forward in one micro-batch."""
-        return sum(layer.forward_s + layer.decode_s for layer in self.layers)
+        return sum(layer.forward_s for layer in self.layers)
 
     def backward_s(self, activations: Sequence[str]) -> float:
         """Seconds of the model's backward in one micro-batch, with the recomputation that these
         activation levels need."""
         seconds = [
-            layer.backward_s + layer.recompute_s(level) + layer.decode_s
+            layer.backward_s + layer.recompute_s(level)
             for layer, level in zip(self.layers, activations, strict=True)
         ]
         return sum(seconds)
-
-
-def with_decoding(
-    workload: Workload, layout: ModelLayout, formats: Formats, machine: MachineProfile
-) -> Workload:
-    """The workload with the seconds that decode packed weights, once for each use of a layer.
-
-    A kernel reads the packed weights and writes the decoded ones, at the rate of device memory.
-    """
-    layers: list[LayerWork] = []
-    for work, layer in zip(workload.layers, layout.layers, strict=True):
-        moved = layer.decoded_bytes
-        if moved:
-            moved += weight_bytes(layer, formats)
-        layers.append(replace(work, decode_s=moved / (machine.gpu_memory_gbps * 1e9)))
-    return replace(workload, layers=tuple(layers))
 
 
 def attention_s(

@@ -27,8 +27,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from stronghold.errors import StateError
-from stronghold.model.arrays import array_bytes
-from stronghold.model.layout import LayerLayout, ModelLayout
+from stronghold.model.layout import LayerLayout, ModelLayout, array_bytes
 from stronghold.plan.cost import (
     AGAIN,
     SUM_BYTES,
@@ -44,7 +43,6 @@ from stronghold.plan.machine import LEAST_SHARE, Rates
 from stronghold.plan.plan import Plan
 
 MAX_PIECES = 8  # of a layer in files: more would change the step by less than a per cent
-GRADIENT_ARRAYS = ("gradients", "accumulated")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +147,6 @@ class Lanes:
         }
         update_gbps = min(rates.update_gbps, rates.memory_gbps)
         gbps["update"] = (update_gbps, dict.fromkeys(gbps, rates.update_gbps))
-        gbps["gather"] = (rates.wire_gbps, {})
         gbps["reduce"] = (rates.reduce_gbps, {})
         gbps["exchange"] = (rates.exchange_gbps, {"reduce": rates.exchange_gbps / 2})
         self._rates = {
@@ -213,25 +210,22 @@ class Lanes:
 class _LayerBytes:
     """Bytes that one rank moves for a layer.
 
-    fetched, gathered      weights over the link, and from other ranks, in each pass
+    fetched                weights over the link, in each pass
     gradients, reduced     gradients over the link, and from other ranks, in each micro-batch
     sums                   fp32 sums of gradients over micro-batches
     updated                memory that an update reads and writes
     exchanged              updated weights from other nodes
     stages_weights         a fetch reads the weights from files
-    filed_gradients        gradients or sums that go to files as they come
     loaded, spilled        files that an update reads, and writes
     """
 
     fetched: float
-    gathered: float
     gradients: float
     reduced: float
     sums: float
     updated: float
     exchanged: float
     stages_weights: bool
-    filed_gradients: int
     loaded: int
     spilled: int
 
@@ -239,44 +233,35 @@ class _LayerBytes:
 def _largest_share(layout: ModelLayout, demand: Demand) -> float:
     """The part of all trained bytes that the rank with the most updates."""
     trained = [trained_bytes(layer, demand.formats) for layer in layout.layers]
-    loads = [0] * demand.num_owners
-    for nbytes, owner in zip(trained, owners(trained, demand.num_owners), strict=True):
+    loads = [0] * demand.num_ranks
+    for nbytes, owner in zip(trained, owners(trained, demand.num_ranks), strict=True):
         loads[owner] += nbytes
-    return max(loads) / max(1, sum(loads)) if demand.num_owners > 1 else 1 / demand.num_ranks
+    return max(loads) / max(1, sum(loads)) if demand.num_ranks > 1 else 1.0
 
 
 def _layer_bytes(layer: LayerLayout, plan: Plan, share: float) -> _LayerBytes:
     """`share` is the rank's part of the updates."""
     demand = plan.demand
-    formats, num_ranks, num_nodes = demand.formats, demand.num_ranks, demand.num_nodes
-    on_node, shards = demand.sharers("weights"), demand.shards("weights")
+    formats, num_nodes = demand.formats, demand.num_nodes
     weights, trained = weight_bytes(layer, formats), trained_bytes(layer, formats)
     staged = plan.homes.staged(layer.index)
-    file_bytes = {
-        array: int(
-            array_bytes(layer, formats, array) * (1 / on_node if array == "weights" else share)
-        )
-        for array in staged
-    }
+    file_bytes = {array: int(array_bytes(layer, formats, array) * share) for array in staged}
     in_update = file_bytes | {name: trained for name in staged if name == "weights"}
     if not layer.trainable_numel:
         in_update = {}
     updated = step_bytes(layer, formats)
     if plan.accumulates:  # it reads sums in place of gradients
         updated += SUM_BYTES * layer.num_trainable - trained
-    filed = sum(nbytes for array, nbytes in in_update.items() if array in GRADIENT_ARRAYS)
     return _LayerBytes(
-        fetched=weights / shards,
-        gathered=weights * (1 - 1 / shards),
+        fetched=weights,
         gradients=trained * share,
-        reduced=trained if demand.num_owners > 1 else trained * (1 - 1 / num_ranks),
+        reduced=trained if demand.num_ranks > 1 else 0.0,
         sums=SUM_BYTES * layer.num_trainable * share,
         updated=updated * share,
-        exchanged=trained / on_node * (1 - 1 / num_nodes),
+        exchanged=trained / demand.ranks_per_node * (1 - 1 / num_nodes),
         stages_weights="weights" in staged,
-        filed_gradients=filed,
         loaded=sum(in_update.values()),
-        spilled=sum(in_update.values()) - filed,
+        spilled=sum(in_update.values()),
     )
 
 
@@ -302,7 +287,7 @@ class _StepClocks:
         self._asynchronous = asynchronous
         self.lanes = Lanes(rates)
         self.waits_s: dict[str, float] = defaultdict(float)
-        self._launch_s = rates.whole_launch_s if plan.whole else rates.launch_s
+        self._launch_s = rates.launch_s
         share = _largest_share(layout, plan.demand)
         of_layers: dict[object, _LayerBytes] = {}  # layers with equal ranges are alike
         self._bytes: list[_LayerBytes] = []
@@ -381,7 +366,7 @@ class _StepClocks:
             self._update_through(index)
             self._fetch(index)
             fetch = self._fetched.get(index, NO_FETCH)
-            self._compute(index, work.decode_s + work.forward_s, self._launch_s, fetch)
+            self._compute(index, work.forward_s, self._launch_s, fetch)
             moved = self._moved_bytes(index)
             if moved:
                 self._offloaded[index] = self.lanes.move("offload", moved, End(self._compute_s))
@@ -435,8 +420,6 @@ class _StepClocks:
             issued_s = staged.at_s
         else:
             end = lanes.move("fetch", layer.fetched, End(asked_s), updated, room)
-        if layer.gathered:
-            end = lanes.move("gather", layer.gathered, end)
         self._fetched[index] = _Fetch(end, issued_s)
 
     def _num_pieces(self, nbytes: float) -> int:
@@ -462,7 +445,7 @@ class _StepClocks:
             launch_s = self._launch_s
             if level in AGAIN:
                 launch_s += self._rates.recompute_launch_s
-            seconds = work.decode_s + work.backward_s + work.recompute_s(level)
+            seconds = work.backward_s + work.recompute_s(level)
             fetches = (self._fetched.get(index, NO_FETCH), returning.pop(index, NO_FETCH))
             self._compute(index, seconds, launch_s, *fetches)
             if index in self._plan.trained:
@@ -493,8 +476,6 @@ class _StepClocks:
         if is_shared:
             self._gradient_slots.append(end)
         if plan.accumulates:
-            if layer.filed_gradients and not is_first:
-                end = lanes.move("load", layer.filed_gradients, end)
             # a sum is read and written, and read once more for the norm
             summed_bytes = layer.gradients + layer.sums * (3 if is_last else 2)
             summed = self._gathered[index] = lanes.move("gradients", summed_bytes, end)
@@ -502,8 +483,6 @@ class _StepClocks:
             self._gathered[index] = end
             summed = lanes.move("gradients", layer.gradients, end)
         self._barrier = max(self._barrier, summed)
-        if layer.filed_gradients:
-            summed = lanes.move("spill", layer.filed_gradients, summed)
         if plan.ring_entries:
             self._ring.append(summed)
 

@@ -1,6 +1,6 @@
 """The GPU's memory: bytes of its buffers and activations, and how many slots fit.
 
-Pure: no tensors, no threads. The bytes are the formula that `memory` must meet exactly (a test
+Pure: no tensors, no threads. The bytes are the formula that a run must meet exactly (a test
 compares them).
 """
 
@@ -13,8 +13,7 @@ from operator import itemgetter
 import torch
 
 from stronghold.errors import BudgetError, ErrorPage, format_size
-from stronghold.model.arrays import array_bytes, moment_arrays
-from stronghold.model.layout import LayerLayout, ModelLayout, Range
+from stronghold.model.layout import LayerLayout, ModelLayout, array_bytes, moment_arrays
 from stronghold.optim.states import Formats
 from stronghold.plan.cost import REASONS, Demand, spared
 from stronghold.plan.places import Places
@@ -22,8 +21,6 @@ from stronghold.plan.places import Places
 # without a budget: one computes, one is still in use, two are on their way
 DEFAULT_WINDOW = 4
 MAX_GRADIENT_SLOTS = 2  # one gathers while the other drains
-# Parts of a plan's bytes that exist before anything trains.
-WEIGHTS_ON_GPU = ("weight slots", "decoded weights", "resident blocks", "outside the blocks")
 SLOTS = ((3, 2), (2, 2), (2, 1), (1, 1))  # for weights and for gradients: the first that fit
 
 
@@ -75,18 +72,13 @@ def activation_parts(
     }
 
 
-def later_activation_bytes(
-    layout: ModelLayout, activations: Sequence[str], demand: Demand, *, whole: bool
-) -> int:
-    """Bytes of activations of the largest later batch (`Demand.growth`); 0 if none is larger.
-
-    `whole`: the model is whole on the gpu, where nothing is computed again.
-    """
+def later_activation_bytes(layout: ModelLayout, activations: Sequence[str], demand: Demand) -> int:
+    """Bytes of activations of the largest later batch (`Demand.growth`); 0 if none is larger."""
     if demand.growth == 1.0 or not demand.work:
         return 0
     later = replace(demand, work=tuple(work.grown(demand.growth) for work in demand.work))
-    is_pinned = whole or demand.pins("activations")
-    return activation_bytes(layout, activations if is_pinned else spared(activations), later)
+    levels = activations if demand.pins("activations") else spared(activations)
+    return activation_bytes(layout, levels, later)
 
 
 # -- buffers --------------------------------------------------------------------------------------
@@ -106,32 +98,23 @@ class GpuPeak:
         training, formats = demand.training, demand.formats
         self.places = places
         self.activations = activation_bytes(places.layout, places.activations, demand)
-        self._later_activations = later_activation_bytes(
-            places.layout, places.activations, demand, whole=places.whole
-        )
+        self._later_activations = later_activation_bytes(places.layout, places.activations, demand)
         self.slot = _largest_bytes(places.streamed, formats, "weights")
         self.gradient_slot = _largest_bytes(places.shared_slots, formats, "gradients")
         self._sums_in_slot, self._own_sums = _chunk_sums_bytes(places)
         trained = places.on_gpu if training else ()
         own_gradients = places.own_slots if training else ()
-        by_torch = _unpadded_bytes(trained, formats) if places.whole else 0
-        reduced = 0
-        if training and demand.reduces_in_room:
-            reduced = _largest_range_bytes(places.on_host, formats)
         accumulated = 0
         if demand.accumulate:
             accumulated = _bytes(trained, formats, "accumulated")
         resident_blocks = _bytes(places.resident_blocks, formats, "weights")
         self._beside_slots = {
-            "decoded weights": decoded_buffer_bytes(places.layout),
             "resident blocks": resident_blocks,
             "outside the blocks": _bytes(places.outside, formats, "weights"),
             "gradients of resident layers": _bytes(own_gradients, formats, "gradients"),
             "master remainder": _bytes(trained, formats, "low"),
             "moments": _bytes(trained, formats, *moment_arrays(formats)),
             "accumulated gradients": accumulated,
-            "gradients (kept by torch)": by_torch,
-            "gradients of other ranks": reduced,
         }
         self._beside_slots_bytes = sum(self._beside_slots.values())
 
@@ -157,11 +140,6 @@ class GpuPeak:
         return slots + self._own_sums + self._beside_slots_bytes
 
 
-def decoded_buffer_bytes(layout: ModelLayout) -> int:
-    """Bytes of the buffer for the decoded weights of one layer: the largest layer's."""
-    return max((layer.decoded_bytes for layer in layout.layers), default=0)
-
-
 def sum_numel(layer: LayerLayout, formats: Formats) -> int:
     """Items of a layer's fp32 sums of chunks: none where all its gradients are fp32."""
     dtypes = {formats[layer_range.format].dtype for layer_range in layer.trainable_ranges}
@@ -178,29 +156,6 @@ def _bytes(layers: Iterable[LayerLayout], formats: Formats, *arrays: str) -> int
 def _largest_bytes(layers: Iterable[LayerLayout], formats: Formats, array: str) -> int:
     """Bytes of this array of the layer whose array is the largest."""
     return max((array_bytes(layer, formats, array) for layer in layers), default=0)
-
-
-def _range_bytes(layer_range: Range, numel: int, formats: Formats) -> int:
-    return numel * formats[layer_range.format].dtype.itemsize
-
-
-def _unpadded_bytes(layers: Iterable[LayerLayout], formats: Formats) -> int:
-    """Bytes of the layers' gradients without padding, as torch keeps them."""
-    return sum(
-        _range_bytes(layer_range, layer_range.num_parameters, formats)
-        for layer in layers
-        for layer_range in layer.trainable_ranges
-    )
-
-
-def _largest_range_bytes(layers: Iterable[LayerLayout], formats: Formats) -> int:
-    """Bytes of the gradients of the largest range of the layers."""
-    sizes = (
-        _range_bytes(layer_range, layer_range.end - layer_range.begin, formats)
-        for layer in layers
-        for layer_range in layer.trainable_ranges
-    )
-    return max(sizes, default=0)
 
 
 def _chunk_sums_bytes(places: Places) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """Homes: the tier in which each array of each layer lies between two operations (its placement).
 
-Pure data; any thread. A plan chooses the homes. `memory` has one store for each staged home. A
-kernel runs on the lane of the home of a layer's weights.
+Pure data; any thread. A plan chooses the homes. A kernel runs on the lane of the home of a layer's
+weights.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from stronghold.model.arrays import file_order
-from stronghold.model.layout import LayerLayout, ModelLayout, Range
+from stronghold.model.layout import LayerLayout, ModelLayout, Range, file_order
 from stronghold.optim.states import Formats
 
 
@@ -35,7 +34,7 @@ FILE = Home("file", is_staged=True)
 
 Row = tuple[tuple[str, Home], ...]
 """One layer's arrays that do not lie on the host, each with its home. The order is that of
-`model.arrays.file_order`."""
+`model.layout.file_order`."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -87,14 +86,6 @@ class Homes:
     def staged(self, layer: int) -> tuple[str, ...]:
         """Names of the layer's arrays that pass the host in pieces. Their order never changes."""
         return tuple(array for array, home in self.row(layer) if home.is_staged)
-
-    @property
-    def staged_homes(self) -> tuple[Home, ...]:
-        """The homes that need a store beside the host's memory and the GPU's."""
-        homes: dict[Home, None] = {}
-        for row in self.rows:
-            homes.update(dict.fromkeys(home for _, home in row if home.is_staged))
-        return tuple(homes)
 
     def replaced(
         self, old: Home, new: Home, which: Collection[tuple[int, str]] | None = None

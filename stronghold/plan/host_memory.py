@@ -1,13 +1,13 @@
 """The host's memory and files: what lies where, which layers are early, and the rings.
 
-Pure: no tensors, no threads. The bytes are the formula that `memory` must meet exactly (a test
+Pure: no tensors, no threads. The bytes are the formula that a run must meet exactly (a test
 compares them). Of several ranks they are those of the rank with the most.
 
 [Note: what spills first] Kinds in the order of how seldom their bytes are needed: moments (read and
-written once a step), the master remainder, then gradients that wait for the step's end, last the
-weights, which every pass reads. Within a kind the last layers spill first, because updates wait for
-the gate: they come in forward order, so at the turn from one step to the next nothing is read, and
-the disk is a few layers ahead when the first spilled one is needed.
+written once a step), the master remainder, last the weights, which every pass reads. Within a kind
+the last layers spill first, because updates wait for the gate: they come in forward order, so at
+the turn from one step to the next nothing is read, and the disk is a few layers ahead when the
+first spilled one is needed.
 
 [Note: early updates] A layer that is updated before the norm is known has its arrays twice on the
 host: an early update reads one set and writes the other. A layer can have a second set if it lies
@@ -27,7 +27,7 @@ share of the layers above any depth, and forward the rest: the lane of updates n
 [Note: the staging ring] Pieces of one size. An update's piece holds a range of all spilled arrays
 of a layer: one is read, one is updated, one is written, one more is read ahead. A fetch's piece
 holds a range of weights: one is read, one waits for its slot, one is copied. The two have entries
-of their own, for an update must not wait for a slot. One further entry serves checkpoints.
+of their own, for an update must not wait for a slot.
 """
 
 from __future__ import annotations
@@ -36,25 +36,21 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from stronghold.errors import BudgetError, ConfigError, ErrorPage, format_size
-from stronghold.model.arrays import array_bytes, moment_arrays
-from stronghold.model.layout import LayerLayout, Range
-from stronghold.model.packed_formats import DTYPES, FORMATS
+from stronghold.model.layout import LayerLayout, Range, array_bytes, moment_arrays
+from stronghold.model.packed_weight import DTYPES, STORED_BYTES
 from stronghold.optim.states import EXACT, LEAN, PAGE_BYTES, Formats, group_size, states_of
 from stronghold.plan.cost import Demand
 from stronghold.plan.homes import owners
 from stronghold.plan.places import Places
 
-SUM_BUFFERS = 2  # of the room `train`: one is filled while the other is added
-RING_ENTRIES = 3  # one drains, one waits for its update, one is updated
-UPDATE_ENTRIES, FETCH_ENTRIES, OTHER_ENTRIES = 4, 3, 1  # [Note: the staging ring]
+SUM_BUFFERS = 2  # for gradients on their way to a sum: one is filled while the other is added
+UPDATE_ENTRIES, FETCH_ENTRIES = 4, 3  # [Note: the staging ring]
 # Beside milliseconds of a disk the tenths that a hand-over between lanes takes do not count.
 PIECE_BYTES = 32 << 20
 SECOND_ARRAYS = "second arrays of early updates"
 # How many of `kinds_of` spill, for each word of stronghold.nvme.spill.
-DEPTHS = {"moments": 1, "masters": 2, "weights": 5}
+DEPTHS = {"moments": 1, "masters": 2, "weights": 3}
 
 Spilled = tuple[frozenset[str], ...]  # by layer, its arrays that are to lie in files
 Ranges = tuple[Range, ...]  # of one layer
@@ -66,8 +62,6 @@ def kinds_of(formats: Formats) -> dict[str, tuple[str, ...]]:
     return {
         "moments": moment_arrays(formats),
         "master remainder": ("low",),
-        "held gradients": ("gradients",),
-        "accumulated gradients": ("accumulated",),
         "weights": ("weights",),
     }
 
@@ -79,13 +73,10 @@ class Staging:
     update_entries: int = 0
     fetch_entries: int = 0
     piece_bytes: int = PAGE_BYTES
-    other_entries: int = OTHER_ENTRIES
 
     @property
     def entries(self) -> int:
-        """All of them, with that of checkpoints."""
-        needed = self.update_entries + self.fetch_entries
-        return needed + self.other_entries if needed else 0
+        return self.update_entries + self.fetch_entries
 
     @property
     def nbytes(self) -> int:
@@ -128,10 +119,10 @@ def plan_host(places: Places) -> HostMemory:
         spilled=spilled,
         early=_early_layers(sizes, spilled),
         staging=_staging(sizes, spilled),
-        ring_entries=_ring_entries(sizes, spilled),
+        ring_entries=_ring_entries(sizes),
         host_bytes=_host_bytes(sizes, spilled),
         nvme_bytes=nvme_bytes,
-        offloaded_bytes=_offloaded_bytes(sizes, spilled),
+        offloaded_bytes=_offloaded_bytes(sizes),
         read_bytes=read_bytes,
         written_bytes=written_bytes,
         reasons=_spill_reasons(places.demand, nvme_bytes),
@@ -143,7 +134,7 @@ def plan_host(places: Places) -> HostMemory:
 
 def _check_keys(places: Places) -> None:
     demand, num_layers = places.demand, len(places.layout.layers)
-    if demand.meets_others and demand.nvme and demand.spill == "weights":
+    if demand.num_ranks > 1 and demand.nvme and demand.spill == "weights":
         raise ConfigError(
             'stronghold.nvme.spill: got "weights" (or DeepSpeed\'s offload_param on nvme), but '
             "several ranks have the weights once for all of them, in memory; set it to "
@@ -195,14 +186,12 @@ class _HostSizes:
 def _host_sizes(places: Places) -> _HostSizes:
     demand = places.demand
     kinds = kinds_of(demand.formats)
-    if demand.gradients_in_ram:
-        kinds = {kind: arrays for kind, arrays in kinds.items() if "gradients" not in kind}
     of_ranges: dict[Ranges, _RangeSizes] = {}
     for layer in places.on_host:
         if layer.ranges not in of_ranges:
             of_ranges[layer.ranges] = _RangeSizes(
                 trained=_trained_bytes(layer, demand, kinds["moments"]),
-                weights=array_bytes(layer, demand.formats, "weights", demand.shards("weights")),
+                weights=array_bytes(layer, demand.formats, "weights"),
             )
     ranges = {layer.index: layer.ranges for layer in places.on_host}
     trained = [of_ranges[own].trained["trained weights"] for own in ranges.values()]
@@ -211,7 +200,7 @@ def _host_sizes(places: Places) -> _HostSizes:
         kinds=kinds,
         ranges=ranges,
         of_ranges=of_ranges,
-        owners=dict(zip(ranges, owners(trained, demand.num_owners), strict=True)),
+        owners=dict(zip(ranges, owners(trained, demand.num_ranks), strict=True)),
     )
 
 
@@ -223,7 +212,7 @@ def _trained_bytes(layer: LayerLayout, demand: Demand, moments: Sequence[str]) -
         arrays.append("accumulated" if demand.accumulate else "gradients")
     sizes: dict[str, int] = {}
     for array in arrays:
-        nbytes = array_bytes(layer, demand.formats, array, demand.shards(array))
+        nbytes = array_bytes(layer, demand.formats, array)
         if nbytes or array == "trained weights":
             sizes[array] = nbytes
     return sizes
@@ -257,18 +246,17 @@ def _array_sums(sizes: _HostSizes, alike: Alike, owner: int, *, in_files: bool) 
 def _host_bytes(sizes: _HostSizes, spilled: Spilled) -> dict[str, int]:
     """Bytes of each part of the host's peak, on the rank with the most."""
     alike = _equal_layers(sizes, spilled)
-    all_ranks = range(sizes.demand.num_owners)
+    all_ranks = range(sizes.demand.num_ranks)
     of_ranks = [_host_bytes_of(sizes, spilled, alike, rank) for rank in all_ranks]
     return max(of_ranks, key=lambda parts: sum(parts.values()))
 
 
 def _host_bytes_of(sizes: _HostSizes, spilled: Spilled, alike: Alike, rank: int) -> dict[str, int]:
     sums = _array_sums(sizes, alike, rank, in_files=False)
-    if sizes.demand.num_owners > 1:
+    if sizes.demand.num_ranks > 1:
         sums["weights"] = _shared_weight_bytes(sizes, alike)
     staging = _staging(sizes, spilled)
-    ring_bytes = _ring_entries(sizes, spilled) * sizes.largest_gradients
-    ring_size = SUM_BUFFERS if sizes.demand.gradients_in_ram else RING_ENTRIES
+    ring_bytes = _ring_entries(sizes) * sizes.largest_gradients
     early = _early_layers(sizes, spilled)
     return {
         "weights": sums["weights"],
@@ -277,7 +265,7 @@ def _host_bytes_of(sizes: _HostSizes, spilled: Spilled, alike: Alike, rank: int)
         "held gradients": sums["gradients"],
         "accumulated gradients": sums["accumulated"],
         SECOND_ARRAYS: sum(_second_bytes(sizes, index) for index in early),
-        f"gradient ring ({ring_size} entries)": ring_bytes,
+        f"gradient ring ({SUM_BUFFERS} entries)": ring_bytes,
         f"staging ring ({staging.entries} pieces)": staging.nbytes,
     }
 
@@ -285,7 +273,7 @@ def _host_bytes_of(sizes: _HostSizes, spilled: Spilled, alike: Alike, rank: int)
 def _shared_weight_bytes(sizes: _HostSizes, alike: Alike) -> int:
     """One rank's part of its node's weights. Each layer has whole pages, and words show its state
     (`ranks`)."""
-    on_node = sizes.demand.sharers("weights")
+    on_node = sizes.demand.ranks_per_node
     total = _padded(8 * (len(sizes.ranges) + on_node + 1))
     for (ranges, _, _), count in alike.items():
         total += count * _padded(sizes.of_ranges[ranges].weights)
@@ -298,28 +286,15 @@ def _nvme_bytes(sizes: _HostSizes, spilled: Spilled) -> dict[str, int]:
         return {}
     alike = _equal_layers(sizes, spilled)
     all_sums = [
-        _array_sums(sizes, alike, rank, in_files=True) for rank in range(sizes.demand.num_owners)
+        _array_sums(sizes, alike, rank, in_files=True) for rank in range(sizes.demand.num_ranks)
     ]
     sums = max(all_sums, key=lambda of_rank: of_rank.total())
     return {kind: sum(sums[array] for array in arrays) for kind, arrays in sizes.kinds.items()}
 
 
-def _offloaded_bytes(sizes: _HostSizes, spilled: Spilled) -> int:
-    """Bytes of activations that wait on the host, without inputs that lie where the layer's
-    gradients will ([Note: lent] of `memory.host`)."""
-    total = 0
-    for index, activations in sizes.places.offloaded.items():
-        total += activations.nbytes
-        if sizes.demand.gradients_in_ram:  # they lend nothing
-            continue
-        if index not in sizes.ranges or "gradients" in spilled[index]:
-            continue
-        trained = sizes.of_layer(index).trained
-        chunk = -(-activations.inputs_bytes // sizes.demand.chunks)
-        if trained["trained weights"] and chunk:
-            room = trained.get("gradients", 0)
-            total -= min(activations.inputs_bytes, room // chunk * chunk)
-    return total
+def _offloaded_bytes(sizes: _HostSizes) -> int:
+    """Bytes of activations that wait on the host."""
+    return sum(sizes.places.offloaded.values())
 
 
 # -- what spills ----------------------------------------------------------------------------------
@@ -355,7 +330,7 @@ def _arrays_of_kinds(sizes: _HostSizes, num_kinds: int) -> Spilled:
 def _fewest_that_fit(sizes: _HostSizes) -> Spilled:
     """The fewest arrays that must spill so that the others fit, in the order of [Note: what spills
     first]. All that may spill if that is not enough."""
-    num_kinds = len(sizes.kinds) - sizes.demand.meets_others  # all but weights
+    num_kinds = len(sizes.kinds) - (sizes.demand.num_ranks > 1)  # all but weights
     spilled = _arrays_of_kinds(sizes, 0)
     if _fits(sizes, spilled):
         return spilled
@@ -385,7 +360,7 @@ def _fits(sizes: _HostSizes, spilled: Spilled) -> bool:
     budget = sizes.demand.host_budget_bytes
     if budget is None:
         return True
-    return _offloaded_bytes(sizes, spilled) + sum(_host_bytes(sizes, spilled).values()) <= budget
+    return _offloaded_bytes(sizes) + sum(_host_bytes(sizes, spilled).values()) <= budget
 
 
 def _spill_reasons(demand: Demand, nvme_bytes: Mapping[str, int]) -> tuple[str, ...]:
@@ -404,7 +379,7 @@ def _spill_reasons(demand: Demand, nvme_bytes: Mapping[str, int]) -> tuple[str, 
 def _early_layers(sizes: _HostSizes, spilled: Spilled) -> frozenset[int]:
     """The layers that are updated before the gate ([Note: early updates])."""
     demand = sizes.demand
-    if not demand.early_layers or not demand.training or demand.meets_others:
+    if not demand.early_layers or not demand.training or demand.num_ranks > 1:
         return frozenset()
     able = [
         layer
@@ -455,7 +430,7 @@ def early_reasons(places: Places, host: HostMemory) -> tuple[str, ...]:
 
 def _why_none_is_early(places: Places, host: HostMemory) -> Iterator[str]:
     """Each kind of layers that cannot be early, where all layers are of such a kind."""
-    if places.demand.meets_others:
+    if places.demand.num_ranks > 1:
         yield "several ranks share the layers, and agree first on which parameters have gradients"
         return
     layers = [layer for layer in places.on_host if layer.numel]
@@ -472,15 +447,11 @@ def _why_none_is_early(places: Places, host: HostMemory) -> Iterator[str]:
 
 
 # -- rings ----------------------------------------------------------------------------------------
-def _ring_entries(sizes: _HostSizes, spilled: Spilled) -> int:
-    """Entries of the ring that gradients pass. Gradients that stay in host memory need none."""
+def _ring_entries(sizes: _HostSizes) -> int:
+    """Buffers for gradients on their way to a sum."""
     demand = sizes.demand
-    if not demand.training or not sizes.largest_gradients:
-        return 0
-    if demand.gradients_in_ram:
-        return SUM_BUFFERS if demand.accumulate else 0
-    pass_ring = demand.accumulate or any("gradients" in arrays for arrays in spilled)
-    return RING_ENTRIES if pass_ring else 0
+    adds = demand.training and demand.accumulate and sizes.largest_gradients > 0
+    return SUM_BUFFERS if adds else 0
 
 
 def _staging(sizes: _HostSizes, spilled: Spilled) -> Staging:
@@ -514,7 +485,6 @@ def _staging(sizes: _HostSizes, spilled: Spilled) -> Staging:
         update_entries=UPDATE_ENTRIES if has_updates else 0,
         fetch_entries=FETCH_ENTRIES if has_fetches else 0,
         piece_bytes=-(-piece_bytes // PAGE_BYTES) * PAGE_BYTES,
-        other_entries=0 if demand.gradients_in_ram else OTHER_ENTRIES,
     )
 
 
@@ -531,29 +501,24 @@ def _update_bytes(layer: _RangeSizes, arrays: frozenset[str]) -> int:
 def _item_bytes(demand: Demand, layer_range: Range, array: str) -> float:
     """Bytes of an array for one element of a range."""
     storage_format = demand.formats[layer_range.format]
-    if array in ("weights", "gradients"):
+    if array == "weights":
         return storage_format.dtype.itemsize
-    if array == "accumulated":
-        dtype: torch.dtype | None = torch.float32
-    else:
-        dtype = storage_format.trained.dtypes.get(array)
+    dtype = storage_format.trained.dtypes.get(array)
     return 0 if dtype is None else dtype.itemsize / group_size(array)
 
 
 def _file_traffic(sizes: _HostSizes, spilled: Spilled) -> tuple[int, int]:
     """Bytes that a step reads from files, and bytes that it writes, on the rank with the most.
 
-    An update reads what is spilled and writes it back. Gradients are written as they come. Sums
-    over micro-batches are read by every micro-batch but the first, and by the update, and written
-    by each. Fetches read weights twice per micro-batch at most.
+    An update reads what is spilled and writes it back. Fetches read weights twice per micro-batch
+    at most.
     """
-    read, written = ([0] * sizes.demand.num_owners for _ in range(2))
+    read, written = ([0] * sizes.demand.num_ranks for _ in range(2))
     micro_batches = sizes.demand.micro_batches
     for (ranges, arrays, owner), count in _equal_layers(sizes, spilled).items():
         layer = sizes.of_ranges[ranges]
         for array in arrays:
             nbytes = layer.trained.get("trained weights" if array == "weights" else array, 0)
-            nbytes *= micro_batches if array == "accumulated" else 1
             read[owner] += count * nbytes
             written[owner] += count * nbytes
             if array == "weights":
@@ -611,22 +576,20 @@ def _check_memory(places: Places, host: HostMemory) -> None:
 
 def _packing_advice(places: Places) -> str:
     """The advice to pack frozen weights of blocks; empty if there are none, or if some are."""
-    if any(layer.decoded_bytes for layer in places.layout.layers):
-        return ""
     frozen = 0
     for layer in (*places.streamed, *places.resident_blocks):
         for layer_range in layer.ranges:
             dtype = places.demand.formats[layer_range.format].dtype
-            if not layer_range.trainable and dtype in DTYPES:
+            if not layer_range.trainable and dtype not in DTYPES:
+                return ""
+            if not layer_range.trainable:
                 frozen += layer_range.num_parameters
-    matrix = (-(-frozen // PAGE_BYTES), PAGE_BYTES)
-    smallest = min(FORMATS.values(), key=lambda row: row.packed_bytes(matrix))
-    saved = frozen * places.demand.states.weight_bytes - smallest.packed_bytes(matrix)
+    saved = int(frozen * (places.demand.states.weight_bytes - STORED_BYTES))
     if saved <= 0:
         return ""
     return (
-        f'; or set stronghold.frozen to "{smallest.name}", which rounds frozen weights and saves '
-        f"about {format_size(saved)}"
+        '; or set stronghold.frozen to "nf4", which rounds frozen weights and saves about '
+        f"{format_size(saved)}"
     )
 
 

@@ -36,12 +36,11 @@ NETWORK_GBPS = 25.0  # default rate between nodes: 200 Gb/s for each GPU
 LEAN_RATE = 0.83
 LEAST_SHARE = 0.05  # of a lane's rate alone, which it keeps however busy the others are
 # Seconds of the calling thread for a block's forward, and for its backward. The thread runs the
-# module's Python and our hooks, and launches the kernels. A model that is whole on the device has
-# no hooks. A recomputed block runs its forward once more, under autograd's hooks.
+# module's Python and our hooks, and launches the kernels. A recomputed block runs its forward once
+# more, under autograd's hooks.
 # benchmarks/results/host-time_emulated-cpu_2026-11-23.md has these per layer and step, on one core
-# of an EPYC: 1.50 ms with hooks, 0.89 ms without, 0.89 ms more for recomputation.
+# of an EPYC: 1.50 ms, and 0.89 ms more for recomputation.
 LAUNCH_S = 7.5e-4
-WHOLE_LAUNCH_S = 4.5e-4
 RECOMPUTE_LAUNCH_S = 8.9e-4
 
 
@@ -56,8 +55,7 @@ class Rates:
     device_gbps    device memory
     load_gbps, spill_gbps  files to the host, and back
     io_gbps        the sum of loads and spills if both are busy
-    wire_gbps      an all-gather: weights from other ranks of the node
-    reduce_gbps    a reduce-scatter: gradients from all ranks
+    reduce_gbps    gradients of other ranks
     exchange_gbps  weights from other nodes
     handover_s     seconds from a submission to its lane's start
     *launch_s      seconds of the calling thread for a block's forward or backward (`LAUNCH_S`)
@@ -72,12 +70,10 @@ class Rates:
     load_gbps: float = 1.0
     spill_gbps: float = 1.0
     io_gbps: float = 2.0
-    wire_gbps: float = 25.0
     reduce_gbps: float = 25.0
     exchange_gbps: float = 25.0
     handover_s: float = 3e-5
     launch_s: float = 0.0
-    whole_launch_s: float = 0.0
     recompute_launch_s: float = 0.0
 
 
@@ -364,7 +360,7 @@ def rates_of(
     network = network_gbps or NETWORK_GBPS
     read = share.nvme_read_gbps or 1.0 / sharing
     write = share.nvme_write_gbps or 1.0 / sharing
-    # A reduce-scatter adds a node's gradients over its wire, then the nodes' sums over the network.
+    # A node's gradients are added over its wire, then the nodes' sums over the network.
     within_node = (sharing - 1) / sharing
     between_nodes = (num_nodes - 1) / (num_nodes * sharing)
     received = 1 - 1 / (sharing * num_nodes)
@@ -379,7 +375,6 @@ def rates_of(
         duplex_gbps=machine.duplex_gbps,
         update_gbps=min(alone, together),
         memory_gbps=share.memory_rate(max(machine.memory_gbps)),
-        wire_gbps=wire,
         reduce_gbps=reduce,
         exchange_gbps=network,
         device_gbps=machine.gpu_memory_gbps,
@@ -387,6 +382,5 @@ def rates_of(
         spill_gbps=write,
         io_gbps=share.nvme_mixed_gbps or max(read, write),
         launch_s=LAUNCH_S,
-        whole_launch_s=WHOLE_LAUNCH_S,
         recompute_launch_s=RECOMPUTE_LAUNCH_S,
     )

@@ -11,19 +11,10 @@ from dataclasses import dataclass
 
 from stronghold.errors import ConfigError
 from stronghold.model.layout import LayerLayout, ModelLayout
-from stronghold.plan.cost import AGAIN, Demand
+from stronghold.plan.cost import Demand
 
 MIB = float(1 << 20)
 Layers = tuple[LayerLayout, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OffloadedActivations:
-    """Bytes of one block's activations that wait on the host when backward begins. `inputs_bytes`
-    are the part that the block's inputs take."""
-
-    nbytes: int
-    inputs_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,14 +24,14 @@ class Places:
     `outside` are no blocks, and stay on the GPU. Blocks are `streamed` through the window, or are
     `resident_blocks` and stay on the GPU. Layers are updated `on_gpu` or `on_host`. They gather
     gradients in a slot of their own (`own_slots`) or in slots that they share (`shared_slots`).
-    `activations` has the policy of every layer, and `offloaded` the activations of those blocks
-    that offload some. `whole`: nothing of the model moves, so there are no hooks and no slots.
+    `activations` has the policy of every layer. `offloaded` has the bytes of activations that wait
+    on the host when backward begins, of those blocks that offload some.
     """
 
     layout: ModelLayout
     demand: Demand
     activations: tuple[str, ...]
-    offloaded: Mapping[int, OffloadedActivations]
+    offloaded: Mapping[int, int]
     outside: Layers
     streamed: Layers
     resident_blocks: Layers
@@ -48,7 +39,6 @@ class Places:
     on_host: Layers
     own_slots: Layers
     shared_slots: Layers
-    whole: bool
     reasons: tuple[str, ...]
 
     @property
@@ -73,8 +63,6 @@ def place_layers(layout: ModelLayout, demand: Demand) -> Places:
     on_gpu = (*outside, *resident_blocks) if demand.resident_updates == "gpu" else ()
     updated_on_gpu = frozenset(layer.index for layer in on_gpu)
     on_host = tuple(layer for layer in layout.layers if layer.index not in updated_on_gpu)
-    is_packed = any(layer.decoded_bytes for layer in layout.layers)
-    whole = _is_whole(demand, activations, on_host, is_packed=is_packed)
     # Until the gate opens, gradients on the GPU stay where they were gathered. The gradients of
     # what is no block come early and late in backward.
     held = frozenset[int]() if demand.accumulate else updated_on_gpu
@@ -90,10 +78,9 @@ def place_layers(layout: ModelLayout, demand: Demand) -> Places:
         resident_blocks=resident_blocks,
         on_gpu=on_gpu,
         on_host=on_host,
-        own_slots=() if whole else tuple(own_slots),
-        shared_slots=() if whole else tuple(shared_slots),
-        whole=whole,
-        reasons=_reasons(layout, demand, on_gpu, whole=whole),
+        own_slots=tuple(own_slots),
+        shared_slots=tuple(shared_slots),
+        reasons=_reasons(layout, demand, on_gpu),
     )
 
 
@@ -133,52 +120,22 @@ def _streamed_and_resident(layout: ModelLayout, demand: Demand) -> tuple[Layers,
     return streamed, tuple(blocks[place] for place in sorted(kept))
 
 
-def _is_whole(
-    demand: Demand, activations: tuple[str, ...], on_host: Layers, *, is_packed: bool
-) -> bool:
-    """True if no layer of the model moves. ConfigError if the config asks for that, and it is not
-    possible."""
-    possible = not on_host and {"keep"} >= set(activations)
-    possible = possible and demand.chunk is None  # blocks are called chunk by chunk
-    possible = possible and not is_packed  # hooks decode the weights of each block
-    if demand.whole and not possible:
-        raise ConfigError(
-            "a model is whole on the gpu when every layer stays and is updated there, and "
-            'activations are kept: set stronghold.resident_layers to "all", '
-            'stronghold.resident_updates to "gpu" and stronghold.activations to "keep"'
-        )
-    return possible if demand.whole is None else demand.whole
-
-
-def _offloaded(
-    layout: ModelLayout, demand: Demand, activations: tuple[str, ...]
-) -> dict[int, OffloadedActivations]:
-    """The activations that wait on the host, of the blocks that have some there."""
-    offloaded: dict[int, OffloadedActivations] = {}
+def _offloaded(layout: ModelLayout, demand: Demand, activations: tuple[str, ...]) -> dict[int, int]:
+    """Bytes of the activations that wait on the host, of the blocks that have some there."""
     if not demand.work:
-        return offloaded
-    for index in layout.streamed:
-        work = demand.work[index]
-        level = activations[index]
-        nbytes = work.moved_bytes(level)
-        if nbytes:
-            inputs_bytes = work.boundary_bytes if level in AGAIN else 0
-            offloaded[index] = OffloadedActivations(nbytes=nbytes, inputs_bytes=inputs_bytes)
-    return offloaded
+        return {}
+    moved = {index: demand.work[index].moved_bytes(activations[index]) for index in layout.streamed}
+    return {index: nbytes for index, nbytes in moved.items() if nbytes}
 
 
-def _reasons(
-    layout: ModelLayout, demand: Demand, on_gpu: Layers, *, whole: bool
-) -> tuple[str, ...]:
+def _reasons(layout: ModelLayout, demand: Demand, on_gpu: Layers) -> tuple[str, ...]:
     reasons = []
-    if demand.resident_layers and not whole:
+    if demand.resident_layers:
         reasons.append(
             f"{demand.resident_layers} of {len(layout.streamed)} blocks stay on the gpu "
             f"({demand.why('resident_layers')})"
         )
-    if whole:
-        reasons.append("the model stays whole on the gpu: no hooks, no copies")
-    elif on_gpu:
+    if on_gpu:
         why = demand.why("resident_updates")
         reasons.append(f"resident layers are updated on the gpu ({why})")
     return tuple(reasons)

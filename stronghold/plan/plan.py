@@ -6,17 +6,16 @@ and files hold (`host_memory`).
 
 [Note: the staging ring] A ring of pieces of one size in host memory.
 
-1. An update's piece holds a range of all spilled arrays of a layer. One piece is read, one is
+1. An update's piece holds elements of all spilled arrays of a layer. One piece is read, one is
    updated, one is written, and one more is read ahead.
-2. A fetch's piece holds a range of weights. One piece is read, one waits for its slot, one is
+2. A fetch's piece holds elements of weights. One piece is read, one waits for its slot, one is
    copied.
 3. Updates and fetches have separate entries, because an update must not wait for a slot.
-4. One further entry serves checkpoints.
 
 [Note: no blocks]
 
 1. A model without repeated blocks has no layer that could leave the device to make room.
-2. If its state fits on the device too, and the demand leaves that open, the model is whole there.
+2. If its state fits on the device too, and the demand leaves that open, it is updated there.
 3. Else its state is on the host, and its weights alone stay on the device.
 4. There is no block to call in chunks.
 """
@@ -30,7 +29,7 @@ from dataclasses import dataclass, field, replace
 from stronghold.errors import BudgetError
 from stronghold.model.layout import ModelLayout
 from stronghold.plan.cost import AGAIN, Demand, Traffic, traffic_of
-from stronghold.plan.gpu_memory import WEIGHTS_ON_GPU, GpuPeak, choose_slots
+from stronghold.plan.gpu_memory import GpuPeak, choose_slots
 from stronghold.plan.homes import Homes, make_homes
 from stronghold.plan.host_memory import Staging, early_reasons, plan_host
 from stronghold.plan.places import MIB, Places, place_layers
@@ -49,7 +48,6 @@ class Plan:
     resident: frozenset[int]  # layers whose weights never leave the gpu
     homes: Homes  # `homes[layer, array]`: an array's tier between two operations
     # True: every layer is updated on the gpu. The model runs without hooks, slots and copies.
-    whole: bool
     # layers with a gradient slot that no other layer uses
     own_gradients: frozenset[int]
     gradient_slots: int  # slots that all other layers share
@@ -84,11 +82,6 @@ class Plan:
     @property
     def gpu_total_bytes(self) -> int:
         return sum(self.gpu_bytes.values())
-
-    @property
-    def gpu_weight_bytes(self) -> int:
-        """Bytes of the gpu that weights take, before anything trains."""
-        return sum(self.gpu_bytes[part] for part in WEIGHTS_ON_GPU)
 
     @property
     def host_total_bytes(self) -> int:
@@ -169,7 +162,7 @@ def _make_plan(layout: ModelLayout, demand: Demand) -> Plan:
         resident=resident,
         on_gpu=on_gpu,
         window=slots.window,
-        offloaded_bytes=sum(offloaded.nbytes for offloaded in places.offloaded.values()),
+        offloaded_bytes=sum(places.offloaded.values()),
         nvme=(host.read_bytes, host.written_bytes),
     )
     recomputed = [layer for layer in layout.layers if activations[layer.index] in AGAIN]
@@ -187,7 +180,6 @@ def _make_plan(layout: ModelLayout, demand: Demand) -> Plan:
         window=slots.window,
         resident=resident,
         homes=homes,
-        whole=places.whole,
         own_gradients=frozenset(layer.index for layer in places.own_slots),
         gradient_slots=slots.gradient_slots,
         ring_entries=host.ring_entries,

@@ -7,7 +7,7 @@ of activation levels the blocks climb. Settings that the config pins stay as the
 [Note: rules]
 
    rule                                            reason
-1. A model that fits whole stays whole.            Nothing moves.
+1. A model that fits with its states stays.        Nothing moves.
 2. Layers outside the blocks stay on the GPU.      Every pass needs them, and they do not repeat.
 3. Three slots for weights where they fit, two     One computes, one is still in use, one is on its
    for gradients.                                  way. One gathers while the other drains.
@@ -18,7 +18,7 @@ of activation levels the blocks climb. Settings that the config pins stay as the
 6. Backward takes the updates that forward would   The CPU would idle in backward. A clipped step
    wait for, where no step clips.                  makes these updates twice.
 7. Files hold what the host cannot: moments,       In this order they are needed more and more
-   master remainders, gradients, weights, of the   often. Forward comes to the last layers last.
+   master remainders, weights, of the              often. Forward comes to the last layers last.
    last layers first.
 
 Rules 2, 4 and 7 are those of `places` and `host_memory`.
@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import inf
+from typing import Any
 
 from stronghold.errors import BudgetError, ConfigError
 from stronghold.model.layout import ModelLayout
@@ -113,9 +114,9 @@ class _Rules:
     best: Choice | None = field(default=None, init=False)
 
     def choice(self) -> Choice:
-        whole = whole_plan(self.layout, self.demand)
-        if whole is not None:
-            return self._estimated(whole)
+        staying = staying_plan(self.layout, self.demand)
+        if staying is not None:
+            return self._estimated(staying)
         distance = max(1, len(self.layout.streamed) // RESIDENT_SHARES)
         self._try(fitting_plans(self.layout, self.demand, distance))
         if self.best is None:
@@ -194,7 +195,7 @@ class _Rules:
     # -- early updates ----------------------------------------------------------------------------
     @property
     def _may_be_early(self) -> bool:
-        return self.demand.early_layers is None and not self.demand.meets_others
+        return self.demand.early_layers is None and self.demand.num_ranks == 1
 
     def _with_early_updates(self, choice: Choice, factor: float = 1.0) -> Choice:
         """The choice with the updates in backward that forward waits for, times `factor`, as far as
@@ -221,22 +222,24 @@ def _gpu_bytes(plan: Plan) -> int:
 
 
 # -- plans that fit -------------------------------------------------------------------------------
-def whole_plan(layout: ModelLayout, demand: Demand) -> Plan | None:
+def staying_plan(layout: ModelLayout, demand: Demand) -> Plan | None:
     """The plan in which the model and all its states stay on the GPU (rule 1). None if it does not
     fit, or if the config asks for another."""
-    whole = replace(
-        demand, resident_layers=len(layout.streamed), resident_updates="gpu", activations="keep"
-    )
-    for key in ("resident_layers", "resident_updates", "activations"):
-        if getattr(demand, key) not in (None, getattr(whole, key)):
-            return None
-    plan = _made(layout, whole)
-    return plan if plan is not None and plan.whole else None
+    if demand.gpu_budget_bytes is None:
+        return None
+    wanted: dict[str, Any] = {
+        "resident_layers": len(layout.streamed),
+        "resident_updates": "gpu",
+        "activations": "keep",
+    }
+    if any(getattr(demand, key) not in (None, value) for key, value in wanted.items()):
+        return None
+    return _made(layout, replace(demand, **wanted))
 
 
 def fits(layout: ModelLayout, demand: Demand) -> bool:
     """True if any plan is within the budgets."""
-    if whole_plan(layout, demand) is not None:
+    if staying_plan(layout, demand) is not None:
         return True
     # Fewer resident blocks take less of the GPU, more of them less of the host.
     plans = fitting_plans(layout, demand, distance=max(1, len(layout.streamed)))
@@ -337,7 +340,7 @@ def _raised(
 
 def _is_within(places: Places, levels: tuple[str, ...], room: float) -> bool:
     layout, demand = places.layout, places.demand
-    later_bytes = later_activation_bytes(layout, levels, demand, whole=places.whole)
+    later_bytes = later_activation_bytes(layout, levels, demand)
     need = max(activation_bytes(layout, levels, demand), later_bytes, demand.reserve_bytes)
     return need <= room
 

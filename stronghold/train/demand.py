@@ -122,8 +122,6 @@ def demand_of(
         micro_batches=settings.gradient_accumulation_steps,
         num_ranks=ranks.num_ranks,
         num_nodes=ranks.num_nodes,
-        reduces_in_room=not (is_alone or on_gpu),
-        shares_weights=not is_alone,
     )
 
 

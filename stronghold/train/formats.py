@@ -23,16 +23,7 @@ import torch
 from stronghold.errors import ConfigError
 from stronghold.model.stored_tensors import StoredTensors
 from stronghold.optim.contract import Moment, Optimizer
-from stronghold.optim.states import (
-    EXACT,
-    LOW_DTYPE,
-    PAGE_BYTES,
-    Format,
-    Formats,
-    StateKind,
-    page_numel,
-    states_of,
-)
+from stronghold.optim.states import EXACT, LOW_DTYPE, Format, Formats, StateKind, states_of
 
 KEY = "stronghold.dtypes"
 CAST, OWN = "cast", "own"
@@ -76,7 +67,7 @@ def model_formats(
     # Trained ones first: a frozen one may share the format of a trained one with its dtype.
     for parameter in sorted(stored.names, key=_is_frozen):
         name = stored.names[parameter][0]
-        is_fixed = parameter in stored.fixed and not parameter.requires_grad
+        is_fixed = parameter in stored.quantised and not parameter.requires_grad
         keeps_dtype = rule == OWN or is_fixed or parameter.dtype not in COMPUTED
         weight_dtype = parameter.dtype if keeps_dtype else dtype
         if not parameter.requires_grad:
@@ -112,10 +103,3 @@ def _number_of_dtype(formats: list[Format], dtype: torch.dtype) -> int:
             return number
     formats.append(Format(dtype))
     return len(formats) - 1
-
-
-def page_items(formats: Formats, *, in_files: bool) -> int:
-    """Return a number of elements that fills whole pages in every array of these formats."""
-    kinds = {f.states.kind for f in formats if f.states is not None} or {EXACT}
-    smallest = min((f.dtype.itemsize for f in formats), default=2)
-    return max(PAGE_BYTES // smallest, *(page_numel(kind, in_files=in_files) for kind in kinds))

@@ -11,7 +11,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -223,7 +223,7 @@ class Job:
         free = cuda.free_bytes(local_rank) if self._is_on_gpu else None
         moments = () if optimizer is None else optimizer.default.moments
         self.states = states_of(DTYPES[self.precision], self.section.states, moments)
-        demand = demand_of(
+        self.demand: Demand = demand_of(
             settings,
             self.layout,
             self.formats,
@@ -236,9 +236,6 @@ class Job:
                 cores=self.ranks.cores,
             ),
             training=optimizer is not None,
-        )
-        self.demand: Demand = replace(
-            demand, whole=False, gradients_in_ram=True, reduces_in_room=False
         )
         self.plan: Plan = make_plan(self.layout, self.demand)
 

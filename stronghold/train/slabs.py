@@ -24,11 +24,9 @@ than the slab. So any two of 256 neighbours lie no multiple of 2^20 bytes apart.
        file's bytes.
     3. The kernel does not order a mapping's access and a transfer that race. So callers access a
        mapping between steps, when no transfer is under way.
-    4. Callers `flush` their writes before the next transfer begins.
 
 [Note: unreadable pages] A page that cannot be read (a truncated file, a failing disk) ends the
-process with SIGBUS: Python has no error for it. So `NvmeStore.check` runs before reads. After a
-failure weights are read back through the store, never through a mapping.
+process with SIGBUS: Python has no error for it.
 """
 
 from __future__ import annotations
@@ -42,7 +40,6 @@ from bisect import insort
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -111,10 +108,8 @@ def trim_heap() -> None:
 
 
 # -- files as tensors ------------------------------------------------------------------------------
-MAX_MAPPINGS = Path("/proc/sys/vm/max_map_count")
 _PROT_READ_WRITE = 3
 _MAP_FIXED = 0x10
-_MS_SYNC = 4
 _FAILED = ctypes.c_void_p(-1).value
 
 
@@ -158,30 +153,6 @@ def map_files(parts: Sequence[MappedPart], name: str) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def check_mappings(nbytes: int, num_files: int, unit_bytes: int) -> None:
-    """Raise ConfigError if `nbytes` striped over the files need more mappings than a process gets.
-
-    `unit_bytes`: size of a stripe.
-    """
-    limit = int(MAX_MAPPINGS.read_text()) // 2 if MAX_MAPPINGS.exists() else 1 << 15
-    need = -(-nbytes // unit_bytes)
-    if num_files > 1 and need > limit:
-        least = -(-nbytes // limit // PAGE_BYTES) * PAGE_BYTES
-        raise ConfigError(
-            f"stronghold.nvme.block: got {unit_bytes} bytes, but weights on {num_files} disks are "
-            f"mapped block by block, and {need} blocks are more than the {limit} that the system "
-            f"allows (half of vm.max_map_count). Raise block to at least {least}, or name one "
-            "path in stronghold.nvme.path"
-        )
-
-
-def flush(mapped: torch.Tensor) -> None:
-    """Write the changes of a mapping to its files. Raises `OSError` if a disk refuses."""
-    if mapped.nbytes and _libc().msync(mapped.data_ptr(), mapped.nbytes, _MS_SYNC):
-        number = ctypes.get_errno()
-        raise OSError(number, f"msync of {mapped.nbytes} bytes: {os.strerror(number)}")
-
-
 def _checked(address: int | None, name: str) -> int:
     if address == _FAILED or address is None:
         number = ctypes.get_errno()
@@ -195,7 +166,6 @@ def _libc() -> Any:
     libc.mmap.restype = pointer
     libc.mmap.argtypes = [pointer, size, number, number, number, offset]
     libc.munmap.argtypes = [pointer, size]
-    libc.msync.argtypes = [pointer, size, number]
     return libc
 
 

@@ -12,7 +12,6 @@ import ctypes
 import importlib
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest import mock
@@ -24,15 +23,12 @@ import torch
 from stronghold import native
 from stronghold.devices import cuda, triton_kernels
 from stronghold.devices.base import Device
-from stronghold.native import PackedWeight, Rows, Segments, Targets
+from stronghold.native import Rows, Segments, Targets
 
-# As in triton_programs and triton_packed, which need Triton.
+# As in triton_programs, which needs Triton.
 ROWS = 64  # of a table
 NUM_MOMENTS = {"adam": 2, "lion": 1, "sgd_momentum": 1, "sgd": 0}
 ARRAYS = ("weight", "low", "grad", "moment0", "moment1")
-ITEM_BYTES = {"nf4": (1, 1, 4, 4)}
-# after the elements: addresses
-PACKED_COLUMNS = native.MAX_INNER + 1
 
 Table = npt.NDArray[np.int64]  # [columns, segments]: blocks before it, numel, addresses
 
@@ -61,17 +57,6 @@ class Memory:
         for column in range(2, len(found)):
             found[column] = [self.address(*pair) for pair in found[[column, 1]].T.tolist()]
         return found
-
-    def packed_weights(self, address: int, num_rows: int) -> list[PackedWeight]:
-        """The packed weights of a launch, with addresses for the host."""
-        size = (2 + PACKED_COLUMNS) * ROWS
-        words = (ctypes.c_int64 * size).from_address(self.address(address))
-        table = np.frombuffer(words, dtype=np.int64).reshape(-1, ROWS)[:, :num_rows]
-        weights = []
-        for _, numel, *arrays in table.T.tolist():
-            inner = [self.address(array, numel) for array in arrays]
-            weights.append(PackedWeight(*inner, 1, numel))
-        return weights
 
 
 class Program:
@@ -161,39 +146,6 @@ class Programs:
         self._extension.launch(run)
 
 
-class PackedPrograms:
-    """The programs of `triton_packed`. Their code books are on the device, and are not read."""
-
-    def __init__(self, extension: Any, memory: Memory, host: native.Pool) -> None:
-        self._extension, self._memory, self._host = extension, memory, host
-        self.DECODERS = {
-            name: SimpleNamespace(
-                program=Program(partial(self._decode, name)),
-                item_bytes=item_bytes,
-                is_flat=name == "nf4",
-            )
-            for name, item_bytes in ITEM_BYTES.items()
-        }
-
-    def _decode(
-        self,
-        format: str,
-        table: torch.Tensor,
-        num_rows: int,
-        books: torch.Tensor,
-        *,
-        OUT: torch.dtype,
-        **_: Any,
-    ) -> None:
-        address = table.data_ptr()
-        self._memory.address(books.data_ptr())
-
-        def run() -> None:
-            self._host.decode(format, OUT, self._memory.packed_weights(address, num_rows))
-
-        self._extension.launch(run)
-
-
 def import_without_cuda(package: str) -> None:
     """Import a package that computes with torch's operators if there is no GPU. Its own library of
     CUDA kernels needs a real one."""
@@ -211,7 +163,6 @@ def install(extension: Any) -> None:
             self._device = device
             self._host = native.Pool(1)
             self._programs = Programs(extension, memory, self._host)
-            self._packed = PackedPrograms(extension, memory, self._host)
             self._tables = OrderedDict()
 
         def prepare_update(

@@ -116,9 +116,8 @@ class Core:
             Demand(
                 states=states_of(dtype, kind, trains.optimizer.moments),
                 all_formats=all_formats,
-                **{"window": 2, "resident_layers": 0, "resident_updates": "host", "whole": False}
+                **{"window": 2, "resident_layers": 0, "resident_updates": "host"}
                 | {"accumulate": False, "cpu_threads": 1, "early_layers": 0, "nvme": bool(folders)}
-                | {"gradients_in_ram": True}
                 | settings,
             ),
         )

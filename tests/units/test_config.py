@@ -17,8 +17,9 @@ from stronghold import config as configs
 from stronghold.config import source
 from stronghold.config.section import EmulatedConfig, StrongholdConfig
 from stronghold.errors import ConfigError
-from stronghold.model.layout import ModelLayout, ParameterShape, layer_layout
+from stronghold.model.layout import ModelLayout
 from stronghold.train.demand import pinned_activations
+from tests.support.layouts import layer_of_sizes
 from tests.support.settings import BASE, LOGGER, load, refusal
 
 
@@ -312,8 +313,7 @@ def test_activations_are_one_level_or_numbers_of_blocks_in_order() -> None:
 
 @pytest.mark.parametrize(("kept", "again"), [(0, 3), (1, 2), (3, 0), (5, 0)])
 def test_the_last_blocks_may_keep_what_the_one_word_does_not(kept: int, again: int) -> None:
-    shape = [ParameterShape(name="p", shape=(8,), trainable=True)]
-    blocks = [layer_layout(shape, index=k, name=str(k), streamed=True) for k in range(3)]
+    blocks = [layer_of_sizes(k, 8) for k in range(3)]
     section = load(stronghold={"activations": "offload", "kept_activations": kept}).stronghold
     pinned = pinned_activations(section, ModelLayout(layers=tuple(blocks)))
     assert pinned == ("offload" if kept == 0 else ("offload",) * again + ("keep",) * (3 - again))

@@ -20,10 +20,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from stronghold.config import Settings, load, parse_bytes, source
-from stronghold.model.layout import ModelLayout, layout
-from stronghold.model.partition import partition
+from stronghold.model.layout import ModelLayout
 from stronghold.plan.cost import Demand
 from stronghold.plan.plan import Plan, make_plan
+from tests.support.layouts import laid_out
 from tests.support.published import PUBLISHED, published
 from tests.support.states import adam_states
 
@@ -89,7 +89,7 @@ def machine(settings: Settings, config: str) -> Machine:
 def sizes(model: str) -> ModelLayout:
     with torch.device("meta"):
         built = AutoModelForCausalLM.from_config(published(model), dtype=torch.bfloat16)
-    found = layout(partition(built))
+    found, _ = laid_out(built)
     assert found.num_parameters == PUBLISHED[model][1]
     return found
 
@@ -111,8 +111,6 @@ def plan(settings: Settings, of: ModelLayout, ram: int, accumulation: int | None
             activations=section.activations,
             nvme=section.nvme is not None,
             spill=section.nvme.spill if section.nvme else None,
-            whole=False,
-            gradients_in_ram=True,
         ),
     )
 
@@ -153,7 +151,6 @@ def test_the_model_fits_the_ram_and_the_disk_that_the_config_is_for(
     numel = sum(layer.numel for layer in of.layers)
     assert planned.nvme_bytes["moments"] == 8 * numel
     assert planned.nvme_bytes["master remainder"] == 2 * numel
-    assert "held gradients" not in planned.nvme_bytes
     # RAM is full but for less than one layer: of the weights no more spill than must.
     left = int(has.ram * RAM_SHARE) - planned.host_total_bytes
     assert 0 <= left < 2 * max(layer.numel for layer in of.layers)

@@ -43,7 +43,6 @@ from tests.support.device_kernels import (
     sums,
 )
 from tests.support.optimizers import hyper_fields, number_field
-from tests.support.packed_weights import assert_decodes_like_torch, encoded_cases, exhaustive_cases
 
 # The interpreter computes with NumPy, which warns of the infinities and NaNs that are wanted here.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
@@ -346,24 +345,3 @@ def test_interpreted_updates_refuse_addresses_that_a_gpu_cannot_load_from(triton
         message = f"segment 1: {name}: got {getattr(wrong, name)}, expected an address aligned to"
         with pytest.raises(ConfigError, match=f"{message} {multiple} bytes"):
             triton.update("adam", BF16, BF16, [good, wrong])
-
-
-# ---- Packed weights -------------------------------------------------------------------------
-
-runs_interpreted = pytest.mark.skipif(not INTERPRETING, reason="runs under TRITON_INTERPRET=1")
-
-
-@runs_interpreted
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_interpreted_codes_and_scales_decode_like_torch(triton: TritonKernels, dtype: torch.dtype):
-    # The pool's tests have all offsets of nf4. Each case takes the interpreter a second.
-    cases = exhaustive_cases()
-    assert_decodes_like_torch(triton, [cases[1], cases[-1]], dtype)
-
-
-@runs_interpreted
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_interpreted_sizes_and_addresses_never_change_a_bit_of_decoding(
-    triton: TritonKernels, dtype: torch.dtype
-):
-    assert_decodes_like_torch(triton, encoded_cases(), dtype, skip=1)

@@ -18,11 +18,9 @@ import torch
 
 from stronghold import native
 from stronghold.devices.emulated import EmulatedDevice
-from stronghold.devices.triton_kernels import DECODE_BLOCK, NUM_WARPS, TritonKernels
-from stronghold.model.packed_formats import FORMATS, PackedTensors, decode_weights
+from stronghold.devices.triton_kernels import TritonKernels
 from tests.support.device_kernels import BF16, DTYPES, F16, Arrays, accumulated, some_arrays, sums
 from tests.support.optimizers import FORMS, hyper_fields
-from tests.support.packed_weights import empty_inner
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 CPU = torch.device("cpu")
@@ -69,7 +67,6 @@ class NullDriver:
 def driver(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch) -> Iterator[NullDriver]:
     from triton.runtime.driver import driver
 
-    from stronghold.optim import triton_packed
     from stronghold.optim import triton_programs as programs
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -77,9 +74,7 @@ def driver(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch) -> Itera
     before = driver._active
     driver.set_active(null)
     yield null
-    decoders = [decoder.program for decoder in triton_packed.DECODERS.values()]
-    updates = (programs.update, programs.accumulate, programs.sum_squares, programs.sum_blocks)
-    launched = (*updates, *decoders)
+    launched = (programs.update, programs.accumulate, programs.sum_squares, programs.sum_blocks)
     for function in launched:
         for kernel in null.compiled(function):
             # there is nothing to unload, least of all by another driver
@@ -248,32 +243,3 @@ def test_each_formula_is_a_program_of_its_own(driver: NullDriver, device: Emulat
     from stronghold.optim import triton_programs
 
     assert len(driver.programs(triton_programs.update)) == len(FORMS)
-
-
-# ---- Packed weights -------------------------------------------------------------------------
-
-# Products and sums of one thread, which decodes 16 elements. It computes the scale of a block, too.
-DECODED = DECODE_BLOCK // (32 * NUM_WARPS)
-DECODING = {"nf4": {"mul.rn.f32": DECODED + 1, "add.rn.f32": 1}}
-
-
-@compiled
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", DECODING)
-def test_compiled_decoding_has_the_formats_operations_and_no_others(
-    driver: NullDriver, device: EmulatedDevice, name: str, dtype: torch.dtype
-):
-    from stronghold.optim import triton_packed
-
-    assert set(triton_packed.DECODERS) == set(DECODING) == set(FORMATS)
-    kernels, packed = TritonKernels(device), []
-    for shape in ((4, 4096), (3, 130)):
-        inner = empty_inner(FORMATS[name], shape)
-        packed.append(PackedTensors(FORMATS[name], inner, torch.empty(shape, dtype=dtype)))
-    decode_weights(kernels, packed)
-    for ptx in driver.programs(triton_packed.DECODERS[name].program):
-        expected = dict(DECODING[name])
-        if dtype == F16:
-            expected["cvt.rn.f16.f32"] = DECODED
-        assert arithmetic(ptx) == expected
-        assert "ftz" not in ptx

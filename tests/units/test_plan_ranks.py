@@ -61,7 +61,6 @@ def plan_of(
         states=adam_states(torch.bfloat16),
         all_formats=FORMATS,
         accumulate=False,
-        gradients_in_ram=True,
         window=window,
         num_ranks=num_ranks,
         num_nodes=num_nodes,
@@ -96,11 +95,7 @@ def test_ranks_share_the_bytes_of_the_host(num_ranks: int, num_nodes: int) -> No
 
 def test_updates_of_several_ranks_wait_for_the_clip_barrier() -> None:
     demand = Demand(
-        states=adam_states(torch.bfloat16),
-        all_formats=FORMATS,
-        accumulate=False,
-        early_layers=4,
-        gradients_in_ram=True,
+        states=adam_states(torch.bfloat16), all_formats=FORMATS, accumulate=False, early_layers=4
     )
     assert len(make_plan(LAYOUT, demand).early) == 4
     plan = make_plan(LAYOUT, replace(demand, num_ranks=2))
@@ -134,7 +129,6 @@ def test_several_ranks_keep_their_weights_in_memory() -> None:
         nvme=True,
         host_budget_bytes=1,
         num_ranks=2,
-        gradients_in_ram=True,
     )
     with pytest.raises(BudgetError) as refused:
         make_plan(LAYOUT, demand)

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from stronghold.errors import BudgetError, ConfigError
-from stronghold.model.layout import ModelLayout, ParameterShape, layer_layout
+from stronghold.model.layout import ModelLayout
 from stronghold.plan.cost import Demand, LayerWork
 from stronghold.plan.places import levels_of
 from stronghold.plan.plan import make_plan
+from tests.support.layouts import layer_of_sizes
 from tests.support.sizes import named_size
 from tests.support.states import adam_states
 
@@ -38,29 +39,15 @@ MODELS: dict[str, Sizes] = {
 }
 
 
-def _parameters(numel: int, trainable: int) -> list[tuple[int, bool]]:
-    """Sizes of a trainable and a frozen parameter whose layer has `numel` elements, 7 less than
-    these without padding."""
-    frozen = numel - trainable
-    return [(trainable - 7, True), (frozen, False)] if trainable else [(frozen - 7, False)]
-
-
 def layout_of(sizes: Sizes) -> ModelLayout:
-    return ModelLayout(
-        layers=tuple(
-            layer_layout(
-                [
-                    ParameterShape(name=f"p{trains}", shape=(size,), trainable=trains)
-                    for size, trains in _parameters(numel, trainable)
-                    if size
-                ],
-                index=index,
-                name=f"layer{index}",
-                streamed=streamed,
-            )
-            for index, (numel, trainable, streamed) in enumerate(sizes)
-        )
-    )
+    """A trained and a frozen parameter for each layer, 7 elements less than its sizes."""
+    layers = []
+    for index, (numel, trainable, streamed) in enumerate(sizes):
+        frozen = numel - trainable
+        trained = trainable - 7 if trainable else 0
+        frozen -= 0 if trainable else 7
+        layers.append(layer_of_sizes(index, trained, frozen, streamed=streamed))
+    return ModelLayout(layers=tuple(layers))
 
 
 def demand(dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Demand:
@@ -88,30 +75,13 @@ def test_bf16_on_the_gpu_takes_fourteen_bytes_a_parameter() -> None:
     layout = layout_of(MODELS["even"])
     pinned = {"resident_layers": len(layout.streamed), "resident_updates": "gpu"}
     numel = sum(layer.numel for layer in layout.layers)
-    plain = make_plan(layout, demand(whole=False, **pinned))
+    plain = make_plan(layout, demand(**pinned))
     assert plain.gpu_total_bytes == 14 * numel
     summed = make_plan(layout, demand(accumulate=True, **pinned))
-    assert summed.gpu_total_bytes == 16 * numel + 2 * layout.num_trainable
+    outside = sum(layer.numel for layer in layout.layers if not layer.streamed)
+    slot = max(layer.numel for layer in layout.layers if layer.streamed)
+    assert summed.gpu_total_bytes == 16 * numel + 2 * (outside + slot)
     assert plain.host_total_bytes == summed.host_total_bytes == 0
-
-
-@pytest.mark.parametrize(
-    "pinned",
-    [
-        {"resident_updates": "gpu"},
-        {"resident_layers": 6},
-        {"resident_layers": 6, "resident_updates": "gpu", "activations": "recompute"},
-    ],
-    ids=str,
-)
-def test_a_model_is_whole_when_all_of_it_stays_and_is_updated_there(pinned: Any) -> None:
-    layout = layout_of(MODELS["even"])
-    assert not make_plan(layout, demand(**pinned)).whole
-    with pytest.raises(ConfigError, match=r'resident_layers to "all", stronghold\.resident_upd'):
-        make_plan(layout, demand(whole=True, **pinned))
-    everything = {**pinned, "resident_layers": 6, "resident_updates": "gpu", "activations": "keep"}
-    assert make_plan(layout, demand(**everything)).whole
-    assert not make_plan(layout, demand(whole=False, **everything)).whole
 
 
 def test_a_level_that_waits_for_the_first_batch_is_open() -> None:
@@ -125,10 +95,10 @@ WITHOUT_BLOCKS = layout_of(((4096, 4096, False), (6144, 2048, False), (2048, 0, 
 
 
 @pytest.mark.parametrize("pinned", [None, "gpu", "host"])
-def test_a_model_without_blocks_is_whole_unless_its_state_has_no_room(pinned: str | None) -> None:
+def test_the_gpu_updates_a_model_without_blocks_if_it_has_room(pinned: str | None) -> None:
     wish = demand()
     plan = make_plan(WITHOUT_BLOCKS, wish)
-    assert plan.whole
+    assert len(plan.updated_on_gpu) == len(WITHOUT_BLOCKS.layers)
     assert (plan.window, plan.host_total_bytes) == (0, 0)
     least = make_plan(WITHOUT_BLOCKS, demand(resident_updates="host")).gpu_total_bytes
     within = make_plan(WITHOUT_BLOCKS, demand(gpu_budget_bytes=plan.gpu_total_bytes - 1))
@@ -269,9 +239,7 @@ def test_activations_by_level_are_what_waits_and_what_passes() -> None:
     }.items():
         plan = make_plan(layout, dataclasses.replace(known, activations=level))
         assert plan.activation_bytes == n * on_gpu + passing, level
-        # they lie where gradients will
-        lent = inputs if level.endswith("_offload") else 0
-        assert plan.offloaded_bytes == n * (on_host - lent), level
+        assert plan.offloaded_bytes == n * on_host, level
     mixed = levels_of(layout, {"recompute": 1, "keep": n - 1})
     assert [mixed[index] for index in blocks] == ["recompute"] + ["keep"] * (n - 1)
     assert make_plan(layout, dataclasses.replace(known, activations=mixed)).activation_bytes == (

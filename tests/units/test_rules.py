@@ -91,15 +91,6 @@ def test_a_larger_batch_that_keeps_nothing_has_room(gpu_gib: float, growth: floa
     assert later + plan.gpu_total_bytes <= gpu_gib * GIB
 
 
-def test_a_whole_model_has_room_for_a_larger_batch_that_keeps_everything() -> None:
-    asked = question(1, batch=1)
-    whole = asked.choice(gpu_budget_bytes=None, resident_updates="gpu").plan
-    enough = gpu_bytes(whole) + whole.activation_bytes  # for twice the tokens
-    assert whole.whole
-    assert asked.choice(gpu_budget_bytes=enough, growth=2.0).plan.whole
-    assert not asked.choice(gpu_budget_bytes=enough - (1 << 20), growth=2.0).plan.whole
-
-
 def test_a_refusal_names_the_smallest_budget_that_fits() -> None:
     asked = question(8)
     with pytest.raises(BudgetError) as refused:
@@ -144,16 +135,15 @@ def test_the_largest_micro_batch_is_the_last_that_fits() -> None:
     assert largest_micro_batch(lambda batch: True, limit=64) == 64
 
 
-def test_a_model_that_fits_whole_stays_whole() -> None:
+def test_a_model_that_fits_stays_on_the_gpu() -> None:
     asked = question(200)
     choice = asked.choice()
-    assert choice.plan.whole
+    layers = {layer.index for layer in asked.layout.layers}
+    assert choice.plan.resident == choice.plan.updated_on_gpu == layers
+    assert {choice.plan.activations[index] for index in layers} == {"keep"}
     compute_s = sum(load.forward_s + load.backward_s for load in asked.work.layers)
     adam_s = 26 * asked.layout.num_parameters * 1e-9 / asked.rates.device_gbps
     assert choice.step_s == pytest.approx(compute_s + adam_s, rel=0.05)
-    assert choice.plan.reasons[0] == "the model stays whole on the gpu: no hooks, no copies"
-    assert not asked.choice(resident_updates="host").plan.whole
-    assert not asked.choice(resident_layers=NUM_BLOCKS - 1).plan.whole
 
 
 # -- slots ----------------------------------------------------------------------------------------
@@ -222,7 +212,7 @@ def test_no_update_is_early_where_forward_hides_all() -> None:
     rates = replace(asked.rates, update_gbps=1e3, memory_gbps=1e4)
     asked = asked._replace(rates=rates)
     choice = asked.choice(early_layers=None)
-    assert not choice.plan.whole
+    assert choice.plan.window > 0
     assert not choice.plan.early
 
 

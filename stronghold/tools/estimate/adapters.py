@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +17,8 @@ from torch import nn
 
 from stronghold.errors import ConfigError, did_you_mean
 from stronghold.model.adapter_targets import split_targets
-from stronghold.model.costs import DTYPES
-from stronghold.model.packed_formats import FORMATS
-from stronghold.model.packing import choose_packed
-from stronghold.model.partition import Partition
-from stronghold.model.stored_tensors import NOTHING_PACKED, PackedParameter
+
+FORMATS = ("nf4",)  # of `stronghold.frozen`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +27,7 @@ class Adapters:
 
     `targets` are ends of the names of linear modules, in whole steps ("q_proj"), or of parameters
     such as fused experts ("mlp.experts.gate_up_proj"). None: all linear modules but the head.
-    `frozen` names the format of the frozen weights (`packed_formats`). None: as they came.
+    `frozen` is the format of the frozen weights, of FORMATS. None: as they came.
     `precision`, of `DTYPES`, is that in which the model computes.
     """
 
@@ -68,16 +65,6 @@ def adapters_from_options(
         )
     names = None if targets is None else tuple(targets)
     return Adapters(rank=lora, targets=names, frozen=frozen, precision=precision)
-
-
-def packed_weights(
-    layers: Partition, adapters: Adapters | None
-) -> Mapping[nn.Parameter, PackedParameter]:
-    """The frozen weights that the adapters' format packs, by the engine's rule. Nothing is read."""
-    if adapters is None or adapters.frozen is None:
-        return NOTHING_PACKED
-    dtype = DTYPES[adapters.precision]
-    return choose_packed(layers, FORMATS[adapters.frozen], lambda _: dtype)
 
 
 def with_adapters(module: nn.Module, adapters: Adapters) -> nn.Module:

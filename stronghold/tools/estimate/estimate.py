@@ -42,7 +42,6 @@ RESOURCES = {
     "stage": "nvme",
     "spill": "nvme",
     "io": "nvme",
-    "gather": "wire between ranks",
     "reduce": "wire between ranks",
     "exchange": "network between nodes",
 }
@@ -102,20 +101,14 @@ class Estimate:
         """Seconds of the GPU's work in a step, by kind; empty if no plan fits.
 
         "products and attention" are those of the physical limit. "other operators" are bound by
-        device memory: norms, activations, additions, rotary embedding, the loss. "decoding" makes
-        weights of packed ones.
+        device memory: norms, activations, additions, rotary embedding, the loss, and decoding.
         """
         plan, work = self.plan, self.question.work
         if plan is None:
             return {}
         total_s = work.micro_batches * (work.forward_s + work.backward_s(plan.activations))
         products_s = self.limits.parts[COMPUTE]
-        decoding_s = 2 * work.micro_batches * sum(layer.decode_s for layer in work.layers)
-        return {
-            "products and attention": products_s,
-            "other operators": total_s - products_s - decoding_s,
-            "decoding": decoding_s,
-        }
+        return {"products and attention": products_s, "other operators": total_s - products_s}
 
     @property
     def busy(self) -> dict[str, float]:

@@ -11,7 +11,7 @@ import copy
 import importlib
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -23,16 +23,17 @@ from torch import nn
 
 from stronghold.errors import ConfigError
 from stronghold.model.costs import DTYPES, ModelCosts, trace_costs
-from stronghold.model.layout import ModelLayout, layout
+from stronghold.model.layout import ModelLayout
 from stronghold.model.packed_weight import pack_frozen
 from stronghold.model.partition import find_blocks, partition
-from stronghold.model.stored_tensors import PackedParameter, stored_tensors
+from stronghold.model.stored_tensors import stored_tensors
+from stronghold.optim import DEFAULT
 from stronghold.optim.contract import Optimizer
 from stronghold.optim.states import EXACT, Formats, StateKind
 from stronghold.patches.meta_autocast import autocast_on_meta
 from stronghold.patches.modules import build_from_config
-from stronghold.tools.estimate.adapters import Adapters, packed_weights, with_adapters
-from stronghold.train.formats import CAST, ModelFormats, model_formats
+from stronghold.tools.estimate.adapters import Adapters, with_adapters
+from stronghold.train.formats import CAST, model_formats
 from stronghold.train.layer import Groups, layers_of, layout_of
 
 CONFIG = "config.json"
@@ -62,11 +63,6 @@ class MetaModel:
                 self._module = with_adapters(self._module, adapters)
         self._layers = partition(self._module)  # as it computes
         self._costs: dict[tuple[int, int, str], ModelCosts] = {}
-        packed = packed_weights(self._layers, adapters)
-        chosen = _formats_of(self._module, packed, adapters)
-        # as it lies on the host
-        stored = partition(self._module, None, chosen.of, packed)
-        self.layout: ModelLayout = layout(stored, format_of=chosen.of)
 
     @property
     def name(self) -> str:
@@ -77,6 +73,11 @@ class MetaModel:
             f"GPT-2, hidden {self._config.hidden_size}, {self._config.num_attention_heads} heads, "
             f"vocabulary {self._config.vocab_size}{adapted}"
         )
+
+    @cached_property
+    def layout(self) -> ModelLayout:
+        """Its layers under bf16 and Adam, for their numbers of parameters."""
+        return self.laid_out(DEFAULT, torch.bfloat16, EXACT)[0]
 
     @property
     def num_blocks(self) -> int:
@@ -149,20 +150,6 @@ class MetaModel:
         changed = copy.deepcopy(self._config)
         changed.max_position_embeddings = longest
         return MetaModel(changed, None, self.adapters)
-
-
-def _formats_of(
-    module: nn.Module, packed: Mapping[nn.Parameter, PackedParameter], adapters: Adapters | None
-) -> ModelFormats:
-    """The formats by the engine's rule: one for parameters, one for each dtype of inner tensors."""
-    return model_formats(
-        stored_tensors(module, packed),
-        dtype=DTYPES["bf16" if adapters is None else adapters.precision],
-        kind=EXACT,
-        rule=CAST,
-        optimizers={},
-        default=None,
-    )
 
 
 def from_config(path: Path, adapters: Adapters | None = None) -> MetaModel:

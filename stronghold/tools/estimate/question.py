@@ -20,7 +20,7 @@ from stronghold.model.layout import ModelLayout
 from stronghold.optim import examples
 from stronghold.optim.contract import Optimizer
 from stronghold.optim.states import EXACT, LEAN, Formats, StateKind, States, states_of
-from stronghold.plan.cost import Demand, Workload, with_decoding, workload_of
+from stronghold.plan.cost import Demand, Workload, workload_of
 from stronghold.plan.machine import MachineProfile, Rates, find_profile, machine_names, rates_of
 from stronghold.tools.estimate.adapters import Adapters, adapters_from_options
 from stronghold.tools.estimate.model import MetaModel, from_config, from_sizes
@@ -85,8 +85,7 @@ class Question:
 
     @property
     def work(self) -> Workload:
-        work = workload_of(self.costs, self.machine, micro_batches=self.accumulation)
-        return with_decoding(work, self.layout, self.formats, self.machine)
+        return workload_of(self.costs, self.machine, micro_batches=self.accumulation)
 
     @property
     def rates(self) -> Rates:
@@ -145,8 +144,6 @@ class Question:
             num_ranks=self.ranks,
             num_nodes=self.nodes,
             resident_updates="host" if self.ranks > 1 or self.states == LEAN else None,
-            whole=False,
-            gradients_in_ram=True,
             nvme=self.nvme_bytes > 0,
             nvme_capacity_bytes=self.nvme_bytes // self.gpus or None,
             micro_batches=self.accumulation,
