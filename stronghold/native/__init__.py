@@ -1,12 +1,8 @@
-"""libstronghold for Python: kernels, their arguments, and asynchronous files.
+"""libstronghold for Python: kernels and their arguments.
 
-`loader` loads the library, `segments` has a kernel's arguments, `kernels` the kernels, `files` the
-asynchronous files.
+`loader` loads the library, `segments` has a kernel's arguments, `kernels` the kernels.
 """
 
-from stronghold.native.files import ALIGNMENT as ALIGNMENT
-from stronghold.native.files import IoFile as IoFile
-from stronghold.native.files import IoQueue as IoQueue
 from stronghold.native.kernels import MAX_CONSTANTS as MAX_CONSTANTS
 from stronghold.native.kernels import MAX_MOMENTS as MAX_MOMENTS
 from stronghold.native.kernels import MAX_NUMBERS as MAX_NUMBERS

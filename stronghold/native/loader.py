@@ -85,7 +85,6 @@ def library() -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(_library_path()))
     address, int32, int64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
     text = ctypes.c_char_p
-    transfer = [address, int32, int64, address, int64, address]
     signatures: dict[str, tuple[Any, list[Any]]] = {
         "sh_last_error": (text, []),
         "sh_last_errno": (int32, []),
@@ -107,17 +106,6 @@ def library() -> ctypes.CDLL:
         "sh_load": (int64, [address]),
         "sh_accumulate": (int32, [address, int32, address, int64]),
         "sh_sum_squares": (int32, [address, int32, address, int64, address]),
-        "sh_io_create": (int32, [int32, int64, text, address, int32, address]),
-        "sh_io_destroy": (None, [address]),
-        "sh_io_engine": (text, [address]),
-        "sh_io_registered": (int32, [address]),
-        "sh_io_note": (text, [address]),
-        "sh_io_open": (int32, [address, text, int32, int64, address]),
-        "sh_io_close": (int32, [address, int32]),
-        "sh_io_read": (int32, transfer),
-        "sh_io_write": (int32, transfer),
-        "sh_io_commit": (int32, [address]),
-        "sh_io_wait": (int32, [address, int64, address]),
     }
     for name, (result, arguments) in signatures.items():
         try:

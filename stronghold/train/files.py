@@ -33,7 +33,7 @@ from stronghold.train.slabs import MappedPart, map_files
 
 logger = logging.getLogger("stronghold")
 
-# Reads, writes, and both at once have the rate of io_uring. With blocks of 1 MiB they have 0.90 to
+# Reads, writes, and both at once had the rate of io_uring. With blocks of 1 MiB they had 0.90 to
 # 0.95 of it. The disk read 2.8 GB/s and wrote 6 GB/s.
 NUM_THREADS, BLOCK_BYTES = 8, 4 << 20
 # Neighbouring bytes on one of several disks. Each unit of mapped weights takes one of the 65,530
@@ -71,6 +71,12 @@ class Files:
             self._descriptors = [_open(folder, file_bytes, undo) for folder in self.folders]
             self._pool = undo.enter_context(Workers("files", NUM_THREADS))
             self._close = undo.pop_all()
+
+    @property
+    def is_direct(self) -> bool:
+        """True if transfers go past the page cache."""
+        flags = (fcntl.fcntl(descriptor, fcntl.F_GETFL) for descriptor in self._descriptors)
+        return all(one & os.O_DIRECT for one in flags)
 
     # -- transfers --------------------------------------------------------------------------------
     def read(self, transfers: Sequence[Transfer]) -> None:

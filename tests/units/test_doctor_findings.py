@@ -32,14 +32,7 @@ HEALTHY = Findings(
     isa="avx512",
     best_isa="avx512",
     link=PcieLink(speed=16.0, width=16, max_speed=16.0, max_width=16),
-    disk=DiskRates(
-        path="/disk",
-        engine="io_uring",
-        direct=True,
-        read_gbps={1: 2.0, 4: 6.0},
-        write_gbps={1: 2.0, 4: 3.0},
-        mixed_gbps=5.0,
-    ),
+    disk=DiskRates(path="/disk", direct=True, read_gbps=6.0, write_gbps=3.0, mixed_gbps=5.0),
 )
 
 
@@ -168,17 +161,12 @@ CASES: dict[str, tuple[Change, Change, str, str]] = {
         "local disk",
     ),
     "slow reads": (
-        on_disk(read_gbps={1: 0.4, 4: 1.4}),
-        on_disk(read_gbps={1: 0.4, 4: 1.6}),
+        on_disk(read_gbps=1.4),
+        on_disk(read_gbps=1.6),
         "slow disk: got 1.40 GB/s read, 3.00 GB/s written in /disk",
         "NVMe",
     ),
-    "slow writes": (
-        on_disk(write_gbps={1: 0.7}),
-        on_disk(write_gbps={1: 0.8}),
-        "0.70 GB/s written",
-        "NVMe",
-    ),
+    "slow writes": (on_disk(write_gbps=0.7), on_disk(write_gbps=0.8), "0.70 GB/s written", "NVMe"),
 }
 
 
@@ -204,7 +192,7 @@ def test_memory_that_was_refused_hides_the_limit_with_the_same_remedy() -> None:
 
 
 def test_a_disk_that_could_not_be_measured_has_a_row_with_the_reason() -> None:
-    change = on_disk(error="Permission denied", read_gbps={}, write_gbps={})
+    change = on_disk(error="Permission denied")
     assert problems_of(change(HEALTHY)) == ()
     flat = " ".join(page(change(HEALTHY)).split())
     assert "files not measured /disk: Permission denied; name another with --path" in flat
@@ -269,7 +257,7 @@ def test_the_table_says_what_each_figure_bounds() -> None:
         "from 8,533 tokens per step on, compute hides the weights' two trips",
         "attention, bf16 300 TFLOP/s backward 200 TFLOP/s, over 4096 tokens, with heads 128 wide",
         "Adam (avx512), 32 threads 130.0 GB/s updates 8 B parameters in 1.60 s",
-        "file reads, depth 4 6.00 GB/s states of an 8 B model (96 GB) pass in 16 s",
+        "file reads 6.00 GB/s states of an 8 B model (96 GB) pass in 16 s",
         "host memory, free 500.0 GiB holds exact AdamW states (12 bytes) of 44.7 B parameters",
         "locked memory unlimited",
         "swap none",

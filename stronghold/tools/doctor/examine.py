@@ -1,7 +1,7 @@
 """The doctor's examination: rates of the machine, of a disk, and what the system allows.
 
 It never prints: progress goes to the caller's function. It keeps no thread, buffer or file. The
-calling thread is the compute lane of the measured device, and keeps the queue of the disk full.
+calling thread is the compute lane of the measured device.
 """
 
 from __future__ import annotations
@@ -9,11 +9,9 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import tempfile
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +22,18 @@ from stronghold.devices import cuda
 from stronghold.devices.base import Device
 from stronghold.devices.cuda import CudaDevice
 from stronghold.devices.emulated import EmulatedDevice
-from stronghold.errors import ConfigError
+from stronghold.devices.workers import Workers
+from stronghold.errors import BudgetError, ConfigError
 from stronghold.limits import HostLimits, host_limits
-from stronghold.native import IoFile, IoQueue
 from stronghold.tools.doctor.findings import DiskRates, Findings, PcieLink
+from stronghold.train.files import Files, Transfer
 from stronghold.train.rates import MeasuredMachine, effort, figure, measure_machine, num_steps
 from stronghold.train.slabs import map_slab
 
 MIB = 1 << 20
 KINDS = ("cuda", "emulated")
-DEPTHS = (1, 4, 16, 32)  # of the disk's queue
-BLOCK_BYTES = 1 << 20
+DISK_STEPS = 3  # writes, reads, both
+PIECE_BYTES = 16 * MIB  # of a transfer
 LONGEST_S = 1.5  # of one transfer: a slow disk is known to be slow by then
 
 # Takes the measurement that begins, and the share of all measurements that is done.
@@ -65,8 +64,7 @@ def examine(
     opened = device if isinstance(device, Device) else _open(device)
     try:
         size = effort(quick, limits)
-        # depths of the disk's queue, and reads beside writes
-        total = num_steps(size) + (0 if folder is None else len(DEPTHS) + 1)
+        total = num_steps(size) + (0 if folder is None else DISK_STEPS)
         step = _Steps(progress, total)
         measured = measure_machine(opened, limits, size, step)
         disk = None
@@ -128,8 +126,8 @@ def _of_disk(disk: DiskRates | None) -> dict[str, Any]:
     if disk is None or not disk.direct:
         return {}
     return {
-        "nvme_read_gbps": figure(max(disk.read_gbps.values())),
-        "nvme_write_gbps": figure(max(disk.write_gbps.values())),
+        "nvme_read_gbps": figure(disk.read_gbps),
+        "nvme_write_gbps": figure(disk.write_gbps),
         "nvme_mixed_gbps": figure(disk.mixed_gbps),
         "nvme_path": disk.path,
     }
@@ -167,76 +165,43 @@ def read_link(folder: Path) -> PcieLink | None:
 
 # -- the disk -------------------------------------------------------------------------------------
 def disk_rates(folder: Path, nbytes: int, step: Callable[[str], None]) -> DiskRates:
-    """Rates of writes, of reads and of both at once, of one file of `nbytes` in `folder`.
-
-    An `OSError` becomes the result's `error`.
-    """
-    reads: dict[int, float] = {}
-    writes: dict[int, float] = {}
+    """Rates of writes, of reads and of both at once, of `nbytes` of the engine's own files in
+    `folder`. What is refused becomes the result's `error`."""
     path = str(folder.resolve())
+    memory = map_slab(2 * PIECE_BYTES, torch.uint8)
+    # Random bytes: a disk may hold zeros without writing them.
+    memory.view(torch.int64).random_()
+    written, read = memory.split(PIECE_BYTES)
+    half = nbytes // 2
     try:
-        with _nameless_file(folder) as name:
-            memory = map_slab(max(DEPTHS) * BLOCK_BYTES, torch.uint8)
-            # Random bytes: a disk may hold zeros without writing them.
-            memory.view(torch.int64).random_()
-            for depth in DEPTHS:
-                step(f"file writes and reads, depth {depth}")
-                with _queue(depth, memory) as queue, queue.open(name, nbytes, create=False) as file:
-                    # the first writes allocate blocks
-                    _transfer(queue, file, memory, depth, "w")
-                    writes[depth] = _transfer(queue, file, memory, depth, "w")
-                    reads[depth] = _transfer(queue, file, memory, depth, "r")
-            rates = DiskRates(path=path, read_gbps=reads, write_gbps=writes)
-            depth = rates.best_depth
+        with closing(Files([folder], nbytes)) as files, Workers("doctor", 1) as second:
+            step("file writes")
+            _rate(files.write, written, range(0, nbytes, PIECE_BYTES))  # it allocates blocks
+            write_gbps = _rate(files.write, written, range(0, nbytes, PIECE_BYTES))
+            step("file reads")
+            read_gbps = _rate(files.read, read, range(0, nbytes, PIECE_BYTES))
             step("file writes and reads together")
-            depth = max(2, depth)  # one of each
-            with _queue(depth, memory) as queue, queue.open(name, nbytes, create=False) as file:
-                mixed = _transfer(queue, file, memory, depth, "rw")
-                return DiskRates(
-                    path=path,
-                    engine=queue.engine,
-                    direct=file.direct,
-                    read_gbps=reads,
-                    write_gbps=writes,
-                    mixed_gbps=mixed,
-                )
-    except OSError as error:
-        return DiskRates(path=path, read_gbps={}, write_gbps={}, error=str(error))
+            beside = second.submit(_rate, files.read, read, range(0, half, PIECE_BYTES))
+            mixed_gbps = _rate(files.write, written, range(half, nbytes, PIECE_BYTES))
+            return DiskRates(
+                path=path,
+                direct=files.is_direct,
+                read_gbps=read_gbps,
+                write_gbps=write_gbps,
+                mixed_gbps=mixed_gbps + beside.result(),
+            )
+    except (OSError, ConfigError, BudgetError) as error:
+        return DiskRates(path=path, error=str(error))
 
 
-@contextmanager
-def _nameless_file(folder: Path) -> Iterator[str]:
-    """Context manager for a new file without a name. It gives a path that opens the file."""
-    descriptor, name = tempfile.mkstemp(dir=folder, prefix=".stronghold-doctor-")
-    try:
-        os.unlink(name)
-        yield f"/proc/self/fd/{descriptor}"
-    finally:
-        os.close(descriptor)
-
-
-def _queue(depth: int, memory: torch.Tensor) -> IoQueue:
-    return IoQueue(depth, BLOCK_BYTES, registered=[(memory.data_ptr(), memory.numel())])
-
-
-def _transfer(queue: IoQueue, file: IoFile, memory: torch.Tensor, depth: int, kinds: str) -> float:
-    """The rate of one pass over the file with `depth` blocks in flight, in 1e9 bytes/s.
-
-    `kinds` is "r", "w", or "rw" for reads and writes in turn. The pass ends after LONGEST_S.
-    """
-    flying: deque[int] = deque()
+def _rate(move: Callable[[Sequence[Transfer]], None], memory: torch.Tensor, begins: range) -> float:
+    """The rate at which pieces move, one after the other, in 1e9 bytes/s. It ends after
+    LONGEST_S."""
     moved = 0
     begun = time.perf_counter()
-    for index in range(file.size // BLOCK_BYTES):
-        if len(flying) == depth:
-            queue.wait(flying.popleft())
-            if time.perf_counter() - begun > LONGEST_S:
-                break
-        # A block's memory is free again once the operation `depth` before it has ended.
-        address = memory.data_ptr() + index % depth * BLOCK_BYTES
-        submit = queue.write if kinds[index % len(kinds)] == "w" else queue.read
-        flying.append(submit(file, index * BLOCK_BYTES, address, BLOCK_BYTES))
-        moved += BLOCK_BYTES
-    while flying:
-        queue.wait(flying.popleft())
+    for begin in begins:
+        move([(begin, memory)])
+        moved += memory.nbytes
+        if time.perf_counter() - begun > LONGEST_S:
+            break
     return moved / (time.perf_counter() - begun) / 1e9

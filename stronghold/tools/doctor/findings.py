@@ -34,25 +34,16 @@ class PcieLink:
 class DiskRates:
     """Rates of files in one directory, in 1e9 bytes/s.
 
-    `read_gbps` and `write_gbps` are by queue depth. `mixed_gbps` counts reads and writes at once,
-    at the best depth. Without `direct` the rates are those of the page cache. `error` is the reason
-    if nothing was measured.
+    `mixed_gbps` counts reads and writes at once. Without `direct` the rates are those of the page
+    cache. `error` is the reason if nothing was measured.
     """
 
     path: str
-    engine: str = ""
     direct: bool = False
-    read_gbps: dict[int, float]
-    write_gbps: dict[int, float]
+    read_gbps: float = 0.0
+    write_gbps: float = 0.0
     mixed_gbps: float = 0.0
     error: str = ""
-
-    @property
-    def best_depth(self) -> int:
-        """The least depth with 95 % of the fastest read and write together."""
-        totals = {depth: read + self.write_gbps[depth] for depth, read in self.read_gbps.items()}
-        enough = 0.95 * max(totals.values())
-        return min(depth for depth, total in totals.items() if total >= enough)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -107,16 +107,13 @@ def _disk_rows(findings: Findings) -> Iterator[Row]:
         yield ("files", "not measured", f"{disk.path}: {disk.error}; name another with --path")
         return
     states = STATE_BYTES * PARAMETERS / 1e9
-    for what, rates in (("read", disk.read_gbps), ("write", disk.write_gbps)):
-        depth, best_rate = max(rates.items(), key=itemgetter(1))
-        others = ", ".join(f"{rate:.2f} at {key}" for key, rate in rates.items())
+    for what, rate in (("read", disk.read_gbps), ("write", disk.write_gbps)):
         yield (
-            f"file {what}s, depth {depth}",
-            f"{best_rate:.2f} GB/s",
-            f"states of an 8 B model ({states:.0f} GB) pass in {_s(states / best_rate)}; "
-            f"by depth: {others}",
+            f"file {what}s",
+            f"{rate:.2f} GB/s",
+            f"states of an 8 B model ({states:.0f} GB) pass in {_s(states / rate)}",
         )
-    how = f"{disk.engine}, {'O_DIRECT' if disk.direct else 'page cache'}"
+    how = "O_DIRECT" if disk.direct else "page cache"
     yield (
         "file reads and writes",
         f"{disk.mixed_gbps:.2f} GB/s",

@@ -189,7 +189,7 @@ def _disk_problems(findings: Findings) -> Iterator[Problem]:
             "and tmpfs cannot hold spilled states well",
         )
         return
-    read, write = max(disk.read_gbps.values()), max(disk.write_gbps.values())
+    read, write = disk.read_gbps, disk.write_gbps
     if read < SLOWEST_READ_GBPS or write < SLOWEST_WRITE_GBPS:
         yield Problem(
             what="slow disk",
