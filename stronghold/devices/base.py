@@ -531,14 +531,13 @@ class ComputeLane(Lane):
     def __init__(self, device: Device) -> None:
         super().__init__(LaneName.COMPUTE)
         self._device = device
-        self._waits: list[Seconds] = []
 
     def _enqueue(self, operation: str, work: Work, after: tuple[Fence, ...], nbytes: int) -> Fence:
         for fence in after:
             if fence.lane is LaneName.COMPUTE:
                 continue  # earlier compute is in order with this work
             if fence.failed or not fence.done:
-                self._waits.append(self.wait(fence))
+                self.wait(fence)
         begun = self.begin_span()
         try:
             work()
@@ -548,11 +547,6 @@ class ComputeLane(Lane):
             raise error from cause
         self.end_span(operation, begun)
         return self.record(operation)
-
-    def take_waits(self) -> list[Seconds]:
-        """Return the times for which compute stood still since the last call of this method."""
-        waits, self._waits = self._waits, []
-        return waits
 
     def finish(self) -> None:
         """Block the calling thread until the device has done all enqueued work."""
@@ -581,10 +575,6 @@ class ComputeLane(Lane):
         stream reads a slot that the operation of `fence` has written.
         """
         return self.wait(fence)
-
-    def wait_for_all_streams(self) -> None:
-        """Let later compute, on the calling thread's stream, run after all earlier compute on every
-        stream of this lane."""
 
     def stream(self) -> object:
         """Return the calling thread's stream. Blocks may use several."""

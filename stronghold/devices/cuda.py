@@ -417,12 +417,6 @@ class GpuCompute(ComputeLane):
                 stream.wait_event(event)
         return seconds
 
-    def wait_for_all_streams(self) -> None:
-        current = self.stream()
-        for stream in self.sides.all_streams:
-            # the calling thread's stream waits for the others
-            current.wait_stream(stream)
-
     def begin_span(self) -> object:
         stream = self.stream()
         return stream, self._gpu.spans.mark(stream)

@@ -108,9 +108,6 @@ def _without_host(row: Sequence[tuple[str, Home]]) -> Row:
     return tuple((array, home) for array, home in row if home != HOST)
 
 
-ALL_ON_HOST = Homes()
-
-
 def owners(trained_bytes: Sequence[int], num_ranks: int) -> list[int]:
     """The owner of each layer: the largest first, each to the rank with the fewest bytes so far."""
     owner, loads = [0] * len(trained_bytes), [0] * num_ranks
