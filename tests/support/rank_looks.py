@@ -269,7 +269,7 @@ def overlap(folder: Path) -> dict[str, float]:
         engine.step()
     stamps.append(time.perf_counter())
     engine.destroy()
-    lanes = ("compute", "fetch", "gather", "reduce", "offload", "update")
+    lanes = ("compute", "fetch", "reduce", "offload", "update")
     spans = read(file_of_rank(trace, rank()))
     busy = {
         lane: sum(span.duration_s for span in spans if span.lane == lane) / steps for lane in lanes
