@@ -700,8 +700,8 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         name. Packed weights (`stronghold.frozen`) are decoded.
 
         A tensor that needs no copy is a view of the engine's memory. It shows these values until
-        the next `step`: clone it to keep it. At most one tensor is copied at a time, one layer's
-        packed weights are decoded, or one module's adapters are merged.
+        the next `step`: clone it to keep it. At most one tensor is copied or decoded at a time, or
+        one module's adapters are merged.
 
         Each layer waits for its own update, while later layers are still being updated. Works after
         `offload_states`, too. One rank may call it alone.
