@@ -272,9 +272,8 @@ class StrongholdConfig(_Section):
     resident_updates: Literal["gpu", "host"] | None = key(
         'Where the layers that stay on the GPU are updated. "gpu": on the GPU, with masters and '
         'moments beside them and nothing on the host. "host": on the host, and each step fetches '
-        'them. If every layer stays, with "gpu", and activations are kept, the model is whole: no '
-        "code of the engine is on its path. Left out: the faster by estimate. A "
-        'model without repeated blocks: "gpu", if it fits.'
+        'them. Left out: the faster by estimate. A model without repeated blocks: "gpu", if it '
+        "fits."
     )
     speculation: bool = key(
         "Allow updates of layers before the norm of all gradients is known (early updates). Such "

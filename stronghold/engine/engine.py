@@ -304,9 +304,8 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
 
         * `lr_kwargs`: keyword arguments of the schedule's `step`.
 
-        Waits for the norm of all gradients. A model that is whole on the device, without clipping
-        and without a check for overflow, waits for nothing. No call waits for the updates here: the
-        next forward waits for them layer by layer.
+        Waits for the norm of all gradients if clipping or a check for overflow needs it. It does
+        not wait for the updates: the next forward waits for them layer by layer.
 
         If Ctrl-C ends it before a weight has changed, the step starts again. If Ctrl-C ends it
         later, the next call raises ConfigError until a checkpoint is loaded.

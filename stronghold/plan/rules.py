@@ -7,21 +7,20 @@ of activation levels the blocks climb. Settings that the config pins stay as the
 [Note: rules]
 
    rule                                            reason
-1. A model that fits with its states stays.        Nothing moves.
-2. Layers outside the blocks stay on the GPU.      Every pass needs them, and they do not repeat.
-3. Three slots for weights where they fit, two     One computes, one is still in use, one is on its
+1. Layers outside the blocks stay on the GPU.      Every pass needs them, and they do not repeat.
+2. Three slots for weights where they fit, two     One computes, one is still in use, one is on its
    for gradients.                                  way. One gathers while the other drains.
-4. Blocks stay, evenly over the depth, the first   Their compute hides the updates of the blocks in
+3. Blocks stay, evenly over the depth, the first   Their compute hides the updates of the blocks in
    among them: as many as make the shortest step.  between. Their room saves link and CPU, or else
                                                    it saves recomputation.
-5. Blocks keep more from the last one backwards.   Backward needs the last ones first.
-6. Backward takes the updates that forward would   The CPU would idle in backward. A clipped step
+4. Blocks keep more from the last one backwards.   Backward needs the last ones first.
+5. Backward takes the updates that forward would   The CPU would idle in backward. A clipped step
    wait for, where no step clips.                  makes these updates twice.
-7. Files hold what the host cannot: moments,       In this order they are needed more and more
+6. Files hold what the host cannot: moments,       In this order they are needed more and more
    master remainders, weights, of the              often. Forward comes to the last layers last.
    last layers first.
 
-Rules 2, 4 and 7 are those of `places` and `host_memory`.
+Rules 1, 3 and 6 are those of `places` and `host_memory`.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import inf
-from typing import Any
 
 from stronghold.errors import BudgetError, ConfigError
 from stronghold.model.layout import ModelLayout
@@ -114,9 +112,6 @@ class _Rules:
     best: Choice | None = field(default=None, init=False)
 
     def choice(self) -> Choice:
-        staying = staying_plan(self.layout, self.demand)
-        if staying is not None:
-            return self._estimated(staying)
         distance = max(1, len(self.layout.streamed) // RESIDENT_SHARES)
         self._try(fitting_plans(self.layout, self.demand, distance))
         if self.best is None:
@@ -199,7 +194,7 @@ class _Rules:
 
     def _with_early_updates(self, choice: Choice, factor: float = 1.0) -> Choice:
         """The choice with the updates in backward that forward waits for, times `factor`, as far as
-        the CPU would idle there and the host has room beside all that it holds (rule 6)."""
+        the CPU would idle there and the host has room beside all that it holds (rule 5)."""
         plan, forecast = choice.plan, choice.forecast
         busy = forecast.busy.get("update", 0.0)
         late = min(forecast.waits.get("update", 0.0), 1.0 - busy)
@@ -222,25 +217,8 @@ def _gpu_bytes(plan: Plan) -> int:
 
 
 # -- plans that fit -------------------------------------------------------------------------------
-def staying_plan(layout: ModelLayout, demand: Demand) -> Plan | None:
-    """The plan in which the model and all its states stay on the GPU (rule 1). None if it does not
-    fit, or if the config asks for another."""
-    if demand.gpu_budget_bytes is None:
-        return None
-    wanted: dict[str, Any] = {
-        "resident_layers": len(layout.streamed),
-        "resident_updates": "gpu",
-        "activations": "keep",
-    }
-    if any(getattr(demand, key) not in (None, value) for key, value in wanted.items()):
-        return None
-    return _made(layout, replace(demand, **wanted))
-
-
 def fits(layout: ModelLayout, demand: Demand) -> bool:
     """True if any plan is within the budgets."""
-    if staying_plan(layout, demand) is not None:
-        return True
     # Fewer resident blocks take less of the GPU, more of them less of the host.
     plans = fitting_plans(layout, demand, distance=max(1, len(layout.streamed)))
     return next(plans, None) is not None
@@ -278,7 +256,7 @@ def _update_places(layout: ModelLayout, demand: Demand) -> tuple[str | None, ...
 
 
 def _ladders(layout: ModelLayout, demand: Demand) -> list[Ladder]:
-    """The ladders of levels, each from the level that takes least of the GPU (rule 5). One empty
+    """The ladders of levels, each from the level that takes least of the GPU (rule 4). One empty
     ladder where the config pins the levels, or where their bytes are unknown."""
     if demand.activations is not None or not demand.work or not layout.streamed:
         return [()]
@@ -296,7 +274,7 @@ def _ladders(layout: ModelLayout, demand: Demand) -> list[Ladder]:
 
 def _leveled(layout: ModelLayout, demand: Demand, ladder: Ladder) -> Plan | None:
     """The plan with the most slots of `SLOTS` that fit at the ladder's first level, and then with
-    levels by the ladder (rules 3 and 5). None if nothing fits."""
+    levels by the ladder (rules 2 and 4). None if nothing fits."""
     first = replace(demand, activations=ladder[0]) if ladder else demand
     peak = GpuPeak(place_layers(layout, first))
     budget = demand.gpu_budget_bytes
