@@ -26,7 +26,7 @@ from stronghold.checkpoint.format import (
     WEIGHTS,
     StoredParameter,
 )
-from stronghold.checkpoint.held_tag import Tag, pieces
+from stronghold.checkpoint.tag import Tag, pieces
 from stronghold.checkpoint.tensor_files import NUM_THREADS, TensorHeader, bytes_of, write_tensors
 from stronghold.devices.workers import Workers
 from stronghold.errors import CheckpointError, ConfigError

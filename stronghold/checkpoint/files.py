@@ -270,13 +270,3 @@ class TensorFile:
         tensor = torch.empty(info.shape, dtype=info.dtype)
         self.read_into(name, 0, tensor)
         return tensor
-
-    def mapped(self, name: str) -> torch.Tensor:
-        """Return a tensor over the file's pages. A write copies the page first.
-
-        The tensor's storage has the tensor's size, as savers of whole state dicts expect.
-        """
-        self.info(name)
-        with self._opened() as opened:
-            tensor: torch.Tensor = opened.get_tensor(name)
-        return tensor

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from stronghold.checkpoint.directory import CheckpointRanks
 from stronghold.checkpoint.format import BUFFERS, LOW, STATE, WEIGHTS, StoredParameter
-from stronghold.checkpoint.held_tag import PIECE_NUMEL, Tag
 from stronghold.checkpoint.saving import named_groups, persistent_buffers
 from stronghold.checkpoint.state import unpack_state
+from stronghold.checkpoint.tag import PIECE_NUMEL, Tag
 from stronghold.errors import CheckpointError, ConfigError, ErrorPage, did_you_mean
 from stronghold.optim.contract import Optimizer
 from stronghold.optim.states import LOW_DTYPE, States, group_size

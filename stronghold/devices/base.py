@@ -631,8 +631,7 @@ class Device(ABC):
         io: checkpoints.
 
     The training thread alone makes the lanes between ranks:
-        gather: all-gather of weights.
-        reduce: reduce-scatter of gradients.
+        reduce: gradients, to the rank that owns the layer.
         exchange: updated weights between nodes, from host memory to host memory.
     """
 

@@ -4,8 +4,7 @@ Owns the transfer streams. Compute is the current stream of the calling thread: 
 Overlaps:
   fetch stream   prefetches weights, host -> device, beside compute
   offload stream   gradients, device -> host, beside compute and, on a full-duplex link, fetches
-  gather stream  all-gather of weights between ranks, beside all streams above
-  reduce stream  reduce-scatter of gradients between ranks, beside all streams above
+  reduce stream  gradients, to the rank that owns the layer, beside all streams above
   update lane    host threads only; it waits for the offload stream's events
 
 Each transfer lane has a host thread, because a GPU cannot wait for a host event. The thread waits

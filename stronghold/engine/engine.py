@@ -649,7 +649,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
 
     @property
     def plan(self) -> Plan:
-        """The plan: the home of every array, and the reasons. `print(engine.plan)` explains it."""
+        """The plan: where every array lies, and the reasons. `print(engine.plan)` explains it."""
         return self._job.plan
 
     def memory_report(self) -> MemoryReport:

@@ -16,7 +16,6 @@ from stronghold.model.layout import LayerLayout, ModelLayout, ParameterSlice
 from stronghold.optim.states import Formats, States, items, join_master
 from stronghold.plan.cost import Demand
 from stronghold.plan.estimate import StepEstimate
-from stronghold.plan.homes import GPU, HOST, Home
 from stronghold.plan.plan import Plan
 from stronghold.telemetry.metrics import StepRecord
 from stronghold.telemetry.trace import Span
@@ -31,8 +30,8 @@ class LayerView:
     """One layer at the moment of the call.
 
     layout            its parameters, ranges and offsets
-    home              where it is updated
-    homes             the home of each array that does not lie on the host
+    is_on_gpu         all of its arrays lie on the device, which updates it
+    in_files          names of its arrays in files
     counts            number of updates of each parameter, in the layout's order
     trained           positions of the parameters that the optimizer owns
     is_updated_early  true if the running step has queued an update before its gate
@@ -40,8 +39,8 @@ class LayerView:
     """
 
     layout: LayerLayout
-    home: Home
-    homes: Mapping[str, Home]
+    is_on_gpu: bool
+    in_files: tuple[str, ...]
     counts: tuple[int, ...]
     trained: frozenset[int]
     is_updated_early: bool
@@ -221,11 +220,10 @@ def inspect(job: Job, last_step: StepRecord | None) -> Inspection:
 
 
 def _layer_view(job: Job, layer: Layer) -> LayerView:
-    homes = job.plan.homes
     return LayerView(
         layout=job.layout.layers[layer.index],
-        home=GPU if layer.is_on_gpu else HOST,
-        homes=dict(homes.row(layer.index)),
+        is_on_gpu=layer.is_on_gpu,
+        in_files=job.plan.in_files[layer.index],
         counts=tuple(job.trainer.updates.counts[layer].tolist()),
         trained=frozenset(range(layer.num_trained)),
         is_updated_early=job.trainer.updates.is_started(layer),

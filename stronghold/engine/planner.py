@@ -441,7 +441,7 @@ def _present_demand(job: Job) -> Demand:
         resident_layers=len(plan.resident.intersection(blocks)),
         resident_updates="gpu" if plan.updated_on_gpu else "host",
         activations=plan.activations,
-        homes=plan.homes,
+        in_files=plan.in_files,
     )
 
 

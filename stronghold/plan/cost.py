@@ -36,7 +36,6 @@ from stronghold.model.costs import LayerCost, ModelCosts
 from stronghold.model.layout import LayerLayout, ModelLayout, Range
 from stronghold.model.operator_counts import Counts
 from stronghold.optim.states import Formats, States, one_format
-from stronghold.plan.homes import Homes
 from stronghold.plan.machine import MachineProfile
 
 # -- the demand -----------------------------------------------------------------------------------
@@ -160,7 +159,7 @@ class Demand:
     nvme_capacity_bytes: int | None = None
     # A word of `host_memory.DEPTHS`: all arrays of these kinds spill. None: as few as necessary.
     spill: str | None = None
-    homes: Homes | None = None  # arrays that lie in files here stay there
+    in_files: tuple[tuple[str, ...], ...] | None = None  # by layer, the arrays that stay in files
     piece_bytes: int | None = None
     micro_batches: int = 1
     by_rule: frozenset[str] = frozenset()  # keys that a rule set, not the user
@@ -218,6 +217,15 @@ DISK = "nvme"
 
 
 # -- bytes ----------------------------------------------------------------------------------------
+def owners(trained_bytes: Sequence[int], num_ranks: int) -> list[int]:
+    """The owner of each layer: the largest first, each to the rank with the fewest bytes so far."""
+    owner, loads = [0] * len(trained_bytes), [0] * num_ranks
+    for k in sorted(range(len(owner)), key=lambda k: -trained_bytes[k]):
+        owner[k] = loads.index(min(loads))
+        loads[owner[k]] += trained_bytes[k]
+    return owner
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
     """Bytes that one training step moves on one rank, for any schedule.

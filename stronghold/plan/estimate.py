@@ -34,11 +34,11 @@ from stronghold.plan.cost import (
     Demand,
     Workload,
     disk_s,
+    owners,
     step_bytes,
     trained_bytes,
     weight_bytes,
 )
-from stronghold.plan.homes import owners
 from stronghold.plan.machine import LEAST_SHARE, Rates
 from stronghold.plan.plan import Plan
 
@@ -244,7 +244,7 @@ def _layer_bytes(layer: LayerLayout, plan: Plan, share: float) -> _LayerBytes:
     demand = plan.demand
     formats, num_nodes = demand.formats, demand.num_nodes
     weights, trained = weight_bytes(layer, formats), trained_bytes(layer, formats)
-    staged = plan.homes.staged(layer.index)
+    staged = plan.in_files[layer.index]
     file_bytes = {array: int(array_bytes(layer, formats, array) * share) for array in staged}
     in_update = file_bytes | {name: trained for name in staged if name == "weights"}
     if not layer.trainable_numel:
@@ -292,7 +292,7 @@ class _StepClocks:
         of_layers: dict[object, _LayerBytes] = {}  # layers with equal ranges are alike
         self._bytes: list[_LayerBytes] = []
         for layer in layout.layers:
-            key = (layer.ranges, plan.homes.row(layer.index))
+            key = (layer.ranges, plan.in_files[layer.index])
             if key not in of_layers:
                 of_layers[key] = _layer_bytes(layer, plan, share)
             self._bytes.append(of_layers[key])

@@ -40,8 +40,7 @@ from stronghold.errors import BudgetError, ConfigError, ErrorPage, format_size
 from stronghold.model.layout import LayerLayout, Range, array_bytes, moment_arrays
 from stronghold.model.packed_weight import DTYPES, STORED_BYTES
 from stronghold.optim.states import EXACT, LEAN, PAGE_BYTES, Formats, group_size, states_of
-from stronghold.plan.cost import Demand
-from stronghold.plan.homes import owners
+from stronghold.plan.cost import Demand, owners
 from stronghold.plan.places import Places
 
 SUM_BUFFERS = 2  # for gradients on their way to a sum: one is filled while the other is added
@@ -304,9 +303,8 @@ def _choose_spilled(sizes: _HostSizes) -> Spilled:
     demand = sizes.demand
     if not demand.nvme:
         return _arrays_of_kinds(sizes, 0)
-    if demand.homes is not None:
-        layers = range(len(demand.homes.rows))
-        return tuple(frozenset(demand.homes.staged(layer)) for layer in layers)
+    if demand.in_files is not None:
+        return tuple(map(frozenset, demand.in_files))
     if demand.spill is not None:
         return _arrays_of_kinds(sizes, DEPTHS[demand.spill])
     return _fewest_that_fit(sizes)
@@ -370,7 +368,7 @@ def _spill_reasons(demand: Demand, nvme_bytes: Mapping[str, int]) -> tuple[str, 
         kinds = [kind for kind, nbytes in nvme_bytes.items() if nbytes]
         what = f"{', '.join(kinds)} spill, the last layers first" if kinds else "nothing spills"
         return (f"nvme: {what}; host memory holds the rest",)
-    if demand.homes is None:
+    if demand.in_files is None:
         return (f"nvme: {demand.spill} spill, and all that goes first (stronghold.nvme)",)
     return ()
 

@@ -1,4 +1,4 @@
-"""The plan: the home of every layer's bytes, the number of slots, and the arrays that spill.
+"""The plan: where every layer's bytes lie, the number of slots, and the arrays that spill.
 
 Pure: no tensors, no threads. Made from sizes and budgets, and printed with its reasons. `make_plan`
 takes three steps: where each layer is (`places`), what the GPU holds (`gpu_memory`), what the host
@@ -27,11 +27,11 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from stronghold.errors import BudgetError
-from stronghold.model.layout import ModelLayout
+from stronghold.model.layout import ModelLayout, file_order
+from stronghold.optim.states import Formats
 from stronghold.plan.cost import AGAIN, Demand, Traffic, traffic_of
 from stronghold.plan.gpu_memory import GpuPeak, choose_slots
-from stronghold.plan.homes import Homes, make_homes
-from stronghold.plan.host_memory import Staging, early_reasons, plan_host
+from stronghold.plan.host_memory import Spilled, Staging, early_reasons, plan_host
 from stronghold.plan.places import MIB, Places, place_layers
 
 
@@ -46,13 +46,13 @@ class Plan:
     demand: Demand  # the planner's input
     window: int  # slots for weights
     resident: frozenset[int]  # layers whose weights never leave the gpu
-    homes: Homes  # `homes[layer, array]`: an array's tier between two operations
-    # True: every layer is updated on the gpu. The model runs without hooks, slots and copies.
+    updated_on_gpu: frozenset[int]  # layers whose arrays are all on the gpu, which updates them
+    # by layer, its arrays that lie in files, in this order. All others are in host memory
+    in_files: tuple[tuple[str, ...], ...]
     # layers with a gradient slot that no other layer uses
     own_gradients: frozenset[int]
     gradient_slots: int  # slots that all other layers share
     ring_entries: int
-    # the update's position in the step, of each trained layer
     trained: frozenset[int]  # layers that are updated
     early: frozenset[int]  # of them, before the norm is known. They have their arrays twice
     # the level of each layer; a layer that is no block has "keep"
@@ -68,11 +68,6 @@ class Plan:
     traffic: Traffic
     staging: Staging = field(default_factory=Staging)
     nvme_bytes: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def updated_on_gpu(self) -> frozenset[int]:
-        """Layers whose arrays are all on the GPU, and whose optimizer runs there."""
-        return self.homes.on_gpu
 
     @property
     def accumulates(self) -> bool:
@@ -153,9 +148,6 @@ def _make_plan(layout: ModelLayout, demand: Demand) -> Plan:
     slots = choose_slots(gpu_peak)
     threads = demand.cpu_threads or max(1, demand.num_cores)
     host = plan_host(places)
-    homes = make_homes(
-        layout, demand.formats, on_gpu=on_gpu, staged=host.spilled, like=demand.homes
-    )
     traffic = traffic_of(
         layout,
         demand,
@@ -179,7 +171,8 @@ def _make_plan(layout: ModelLayout, demand: Demand) -> Plan:
         demand=demand,
         window=slots.window,
         resident=resident,
-        homes=homes,
+        updated_on_gpu=on_gpu,
+        in_files=_in_files(layout, demand.formats, host.spilled),
         own_gradients=frozenset(layer.index for layer in places.own_slots),
         gradient_slots=slots.gradient_slots,
         ring_entries=host.ring_entries,
@@ -197,6 +190,19 @@ def _make_plan(layout: ModelLayout, demand: Demand) -> Plan:
         traffic=traffic,
         staging=host.staging,
         nvme_bytes=host.nvme_bytes,
+    )
+
+
+def _in_files(
+    layout: ModelLayout, formats: Formats, spilled: Spilled
+) -> tuple[tuple[str, ...], ...]:
+    """The arrays of each layer that lie in files, in their order there."""
+    if not any(spilled):
+        return ((),) * len(layout.layers)
+    others = (frozenset[str](),) * (len(layout.layers) - len(spilled))
+    return tuple(
+        tuple(array for array in file_order(layer, formats) if array in arrays)
+        for layer, arrays in zip(layout.layers, (*spilled, *others), strict=True)
     )
 
 

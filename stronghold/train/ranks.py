@@ -46,7 +46,7 @@ from stronghold.devices.lane_name import LaneName
 from stronghold.errors import ConfigError, RankError
 from stronghold.optim.states import PAGE_BYTES
 from stronghold.patches.distributed import shared_store
-from stronghold.plan.homes import owners
+from stronghold.plan.cost import owners
 from stronghold.train.layer import Layer
 from stronghold.train.processes import Neighbours, joining, mesh_of, share_of_cores, this_node
 from stronghold.train.slabs import NodeMemory

@@ -104,7 +104,7 @@ class Trainer:
                 device,
                 layers,
                 accumulates=plan.accumulates,
-                in_files={layer: plan.homes.staged(layer.index) for layer in layers},
+                in_files={layer: plan.in_files[layer.index] for layer in layers},
                 staging=plan.staging,
                 folders=folders,
             )

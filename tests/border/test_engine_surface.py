@@ -27,6 +27,8 @@ import stronghold
 from stronghold.engine import StrongholdEngine
 from stronghold.engine.refusals import REFUSED
 from stronghold.errors import ConfigError
+from stronghold.patches.table import Package
+from stronghold.patches.versions import report_untried
 from stronghold.train import demand, job
 from tests.conftest import lane_threads
 from tests.models import MODELS, loss_of
@@ -590,6 +592,18 @@ def test_a_failure_while_the_engine_is_built_leaves_the_model_as_it_was() -> Non
     assert anatomy(model) == before
     assert torch.isfinite(loss_of(model(**make_batch(0))))
     assert caught.traceback
+
+
+def test_an_engine_names_the_versions_that_were_not_tried(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    packages = [Package(name="torch", tried=("1.0",))]
+    monkeypatch.setattr("stronghold.patches.versions.PACKAGES", packages)
+    report_untried.cache_clear()
+    with twin(), twin():
+        pass
+    report_untried.cache_clear()
+    assert caplog.text.count(f"torch {torch.__version__} (tried: 1.0)") == 1
 
 
 def test_an_inspection_says_what_a_bug_report_needs() -> None:

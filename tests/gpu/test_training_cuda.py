@@ -528,19 +528,6 @@ def test_weights_that_stay_are_all_that_stays(place: dict[str, Any]) -> None:
     assert away < everything
 
 
-def swift_offload_model(model: nn.Module) -> None:
-    """As ms-swift does before a rollout."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(torch.device("cpu"), non_blocking=True)
-    torch.cuda.empty_cache()
-
-
-def swift_load_model(model: nn.Module) -> None:
-    """As ms-swift does after a rollout."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(torch.device("cuda"), non_blocking=True)
-
-
 def test_weights_are_given_on_the_gpu_one_at_a_time() -> None:
     """`engine.named_weights(device="cuda")`: one tensor beside what the engine has."""
     model, make_batch = llama()

@@ -395,7 +395,7 @@ def test_layers_with_files_stay_where_they_are(
         before = engine.plan
         train(engine, make_batch, range(1))
         after = engine.plan
-        assert (after.resident, after.homes) == (before.resident, before.homes)
+        assert (after.resident, after.in_files) == (before.resident, before.in_files)
         assert after.window == before.window == 3  # all blocks
 
 

@@ -17,10 +17,10 @@ import torch
 from safetensors.torch import load_file
 
 import stronghold
-from stronghold.checkpoint import held_tag, loading, tensor_files
+from stronghold.checkpoint import loading, tensor_files
 from stronghold.checkpoint.export import export_hf, fp32_state
 from stronghold.checkpoint.files import DTYPES, HeldFile
-from stronghold.checkpoint.held_tag import Tag
+from stronghold.checkpoint.tag import Tag
 from stronghold.checkpoint.tensor_files import (
     TensorHeader,
     bytes_of,
@@ -79,7 +79,7 @@ def small_blocks(patched: pytest.MonkeyPatch) -> None:
     patched.setattr(arrays, "BLOCK_BYTES", SMALL)
     patched.setattr(tensor_files, "BLOCK_BYTES", SMALL)
     patched.setattr(loading, "PIECE_NUMEL", 256)
-    patched.setattr(held_tag, "PIECE_NUMEL", 256)
+    patched.setattr("stronghold.checkpoint.tag.PIECE_NUMEL", 256)
 
 
 def contents(tag: Path) -> dict[str, bytes]:

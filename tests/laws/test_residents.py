@@ -15,7 +15,6 @@ from stronghold import native
 from stronghold.devices.emulated import EmulatedCompute
 from stronghold.errors import ConfigError
 from stronghold.native import Pool
-from stronghold.plan.homes import GPU
 from tests.models import HIDDEN, MODELS, Decoder, loss_of
 from tests.support.places import ON_GPU, on_gpu
 from tests.support.training import (
@@ -80,7 +79,7 @@ def test_closing_gives_the_model_back_in_memory_of_its_own(place: str) -> None:
     engine, make_batch = engine_of(place)
     train(engine, make_batch, range(2))
     expected = {name: value.clone() for name, value in engine.module_state_dict().items()}
-    arrays = [state.weights for state in engine.inspect().layers if state.home is GPU]
+    arrays = [state.weights for state in engine.inspect().layers if state.is_on_gpu]
     model = engine.module
     engine.destroy()
     for array in arrays:

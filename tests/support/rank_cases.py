@@ -12,7 +12,6 @@ import torch
 from deepspeed import utils
 
 from stronghold.errors import BudgetError
-from stronghold.plan.homes import FILE
 from tests.models import MODELS, TOYS
 from tests.support.rank_models import num_ranks, rank, train
 from tests.support.training import Run, assert_identical, config
@@ -135,7 +134,7 @@ def on_files(
             settings["stronghold"]["host_memory"] = least_memory(name, settings, **more)
 
         def note(engine: Any, _: int) -> None:
-            spilled.update(engine.plan.homes.named(FILE))
+            spilled.update(*engine.plan.in_files)
 
         run = train(name, settings, each_step=note, **more)
     assert spilled >= ({"exp_avg", "exp_avg_sq"} if spill else EVERYTHING[precision]), spilled

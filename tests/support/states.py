@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from stronghold.optim import DEFAULT
-from stronghold.optim.states import EXACT, Formats, StateKind, States, one_format, states_of
+from stronghold.optim.states import EXACT, StateKind, States, states_of
 
 MOMENTS = tuple(moment.name for moment in DEFAULT.moments)
 
@@ -13,8 +13,3 @@ MOMENTS = tuple(moment.name for moment in DEFAULT.moments)
 def adam_states(dtype: torch.dtype, kind: StateKind = EXACT) -> States:
     """The arrays of weights of `dtype` that Adam trains."""
     return states_of(dtype, kind, DEFAULT.moments)
-
-
-def adam_formats(dtype: torch.dtype, kind: StateKind = EXACT) -> Formats:
-    """Of a model that Adam trains in one dtype."""
-    return one_format(adam_states(dtype, kind), DEFAULT.kernel)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from typing import Any
 
 import pytest
@@ -60,12 +59,6 @@ def need_of(error: pytest.ExceptionInfo[BudgetError], before: str) -> int:
     assert need is not None
     assert need <= named_size(str(error.value), before) <= 1.01 * need
     return need
-
-
-def named_number(error: pytest.ExceptionInfo[BaseException], pattern: str) -> int:
-    found = re.search(pattern, str(error.value))
-    assert found, str(error.value)
-    return int(found[1])
 
 
 # -- the formula -------------------------------------------------------------------------------
