@@ -214,6 +214,11 @@ def test_a_format_is_named_where_host_memory_is_short(
     assert status == 0
     assert "over nf4 weights" in " ".join(page.split())
     assert "frozen: " not in page.partition("What more would buy")[2].partition("Config")[0]
+    shorter = [*call, "--gpu", "2MiB", "--host", "1MB", "--frozen", "nf4"]
+    status, page, _ = run(*shorter, capsys=capsys)
+    assert status == 1
+    assert "host memory: the plan needs" in page
+    assert "stronghold.frozen" not in page
 
 
 # -- a run of the plan -----------------------------------------------------------------------------

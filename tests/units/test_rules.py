@@ -12,7 +12,7 @@ import torch
 
 from stronghold.errors import BudgetError, ConfigError
 from stronghold.model.layout import ModelLayout
-from stronghold.plan.cost import LEVELS, Demand, Workload, spared, workload_of
+from stronghold.plan.cost import LEVELS, Demand, LayerWork, Workload, spared, workload_of
 from stronghold.plan.estimate import estimate
 from stronghold.plan.gpu_memory import activation_bytes
 from stronghold.plan.machine import MachineProfile, Rates, rates_of
@@ -147,6 +147,23 @@ def test_a_model_that_fits_streams_only_what_makes_it_faster() -> None:
 
 
 # -- slots ----------------------------------------------------------------------------------------
+def test_backward_fetches_as_far_ahead_as_forward() -> None:
+    """On the emulated device, where compute does not run behind the host. A block computes as long
+    as its fetch takes, in backward alone. So the fetches of backward are hidden."""
+    asked = question(40)
+    block = asked.layout.layers[asked.layout.streamed[0]]
+    fetch_s = 2e-9 * block.numel / asked.rates.fetch_gbps
+    load = LayerWork(forward_s=0.0, backward_s=fetch_s)
+    idle = LayerWork(forward_s=0.0, backward_s=0.0)
+    layers = tuple(load if layer.streamed else idle for layer in asked.layout.layers)
+    rates = replace(asked.rates, update_gbps=1e5, memory_gbps=1e6, launch_s=0.0)
+    rates = replace(rates, offload_gbps=1e4, duplex_gbps=1e4 + rates.fetch_gbps)
+    demand = replace(asked.demand, window=3, resident_layers=0, resident_updates="host")
+    plan = make_plan(asked.layout, replace(demand, work=layers, activations="keep"))
+    step_s = estimate(asked.layout, plan, Workload(layers=layers), rates, asynchronous=False).step_s
+    assert step_s < (2 * NUM_BLOCKS + 3) * fetch_s
+
+
 def test_there_are_three_slots_where_they_fit() -> None:
     asked = question(8, activations="recompute", resident_layers=0, resident_updates="host")
     three = asked.choice().plan

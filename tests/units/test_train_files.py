@@ -266,6 +266,8 @@ def test_a_file_system_without_direct_transfers_is_named(
     monkeypatch.setattr(fcntl, "fcntl", refuses)
     files, read = Files(folders[:1], 8 * PAGE), memory(8)
     assert f"no O_DIRECT in {folders[0]}" in caplog.text
+    monkeypatch.undo()
+    assert not files.is_direct
     files.write([(0, memory(8, seed=1))])
     files.read([(0, read)])
     assert torch.equal(read, memory(8, seed=1))
