@@ -2,8 +2,9 @@
 
     deepspeed --num_gpus 2 examples/launcher.py --deepspeed_config examples/ds_config.json
 
-`import stronghold` makes `deepspeed.initialize` obey the section "stronghold" of the config. The
-ranks share the state of the model. Without a GPU, DS_ACCELERATOR=cpu selects the emulated device.
+`import stronghold.plugin` makes `deepspeed.initialize` obey the section "stronghold" of the config.
+The ranks share the state of the model. Without a GPU, DS_ACCELERATOR=cpu selects the emulated
+device.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import deepspeed
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import stronghold  # noqa: F401
+import stronghold.plugin  # noqa: F401
 
 
 def main() -> None:

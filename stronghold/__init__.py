@@ -1,14 +1,12 @@
 """Trains models that do not fit the GPU, exactly, at nearly the speed of a GPU that holds them.
 
 `initialize` is `deepspeed.initialize` with one more choice: a "stronghold" section in the config
-selects `StrongholdEngine`. From this import on `deepspeed.initialize` obeys the section too
-(`plugin`), so a program that calls DeepSpeed's name gets this engine as well. `CPUAdam`
-has the engine's kernels as an ordinary optimizer.
+selects `StrongholdEngine`. `import stronghold.plugin` lets `deepspeed.initialize` obey the section
+too, for programs that call that name. `CPUAdam` has the engine's kernels as an ordinary optimizer.
 """
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any
 
 from stronghold.errors import (
@@ -19,7 +17,6 @@ from stronghold.errors import (
     StateError,
     StrongholdError,
 )
-from stronghold.patches.imports import call_when_imported
 
 if TYPE_CHECKING:
     from stronghold.devices.base import OutOfMemoryError
@@ -63,21 +60,3 @@ def __getattr__(name: str) -> Any:
 
         return getattr(importlib.import_module(_MODULE_OF_NAME[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def _enable() -> None:
-    """Enable the plugin, as soon as DeepSpeed is imported."""
-    from stronghold import plugin
-
-    plugin.enable()
-
-
-def _is_enabled() -> bool:
-    """Return True if the plugin is imported or is being imported.
-
-    The plugin's import imports this package first, and enables the plugin at its end.
-    """
-    return "stronghold.plugin" in sys.modules
-
-
-call_when_imported(_enable, _is_enabled)

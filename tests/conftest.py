@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from stronghold.private import pop_saved_tensor_hooks_above, saved_tensor_hooks
+
 
 def free_port() -> int:
     """A TCP port that nothing listens on: tests that run side by side must not meet on 29500."""
@@ -44,7 +46,6 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 from stronghold.devices.emulated import EmulatedDevice  # noqa: E402
-from stronghold.patches.autograd import pop_saved_tensor_hooks_above, saved_tensor_hooks  # noqa: E402
 from tests.support.sampling import mark_sampled  # noqa: E402
 from tests.support.turns import turn  # noqa: E402
 

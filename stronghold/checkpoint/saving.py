@@ -47,7 +47,6 @@ from stronghold.devices.workers import Workers
 from stronghold.errors import ConfigError, LaneError
 from stronghold.model.costs import DTYPES
 from stronghold.model.partition import Partition
-from stronghold.patches.modules import transient_buffers
 from stronghold.train.job import Job
 from stronghold.train.layer import Layer
 from stronghold.train.optimizer import EngineOptimizer
@@ -320,7 +319,7 @@ def persistent_buffers(partition: Partition) -> Iterator[tuple[str, torch.Tensor
     """Yield (name, buffer) for each buffer that a state dict has, once."""
     transient: set[str] = set()
     for prefix, module in partition.model.named_modules():
-        for name in transient_buffers(module):
+        for name in module._non_persistent_buffers_set:
             transient.add(f"{prefix}.{name}" if prefix else name)
     for name, buffer in partition.model.named_buffers():
         if name not in transient:

@@ -44,7 +44,7 @@ import torch
 
 from stronghold.config.source import warn_once
 from stronghold.errors import ConfigError
-from stronghold.patches.autograd import (
+from stronghold.private import (
     NO_BACKWARD,
     at_end_of_backward,
     backward_number,

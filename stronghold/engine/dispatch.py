@@ -198,7 +198,7 @@ def _undo_zero_init(model: nn.Module) -> None:
         if values is None:
             raise ConfigError(
                 f"{name} was partitioned by deepspeed.zero.Init among several ranks, or to NVMe: "
-                "import stronghold before the model is built, and pass this config to "
+                "import stronghold.plugin before the model is built, and pass this config to "
                 "deepspeed.zero.Init (Transformers does), which then leaves the model whole"
             )
         whole_values.append((parameter, values))

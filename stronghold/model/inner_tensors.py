@@ -13,7 +13,7 @@ each at memory by `tensor.data = view`.
 2. `tensor.data = view` changes where a tensor object points. The object stays the same.
 3. So the engine keeps the objects, and never writes an attribute of the library's.
 4. This holds as long as no call of the library puts another object in such an attribute.
-   bitsandbytes does so in two places: [Note: int8 states], and in `patches.quantised`.
+   bitsandbytes does so in two places: [Note: int8 states], and in `train.quantised`.
 
 [Note: int8 states]
 1. The first forward of `Linear8bitLt` moves the attributes `CB` and `SCB` of its weight to the

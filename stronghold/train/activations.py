@@ -31,6 +31,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -40,21 +41,22 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError, checkpoint, noop_context_fn
 
 from stronghold.errors import ConfigError
 from stronghold.model.gpu_operators import ATTENTION_KERNELS
-from stronghold.patches.attention import Plain, Through, intercepted, running
-from stronghold.patches.autograd import Hooks, TorchDispatchMode, saved_tensor_hooks
-from stronghold.patches.modules import buffer_table
-from stronghold.patches.replacements import Replacements
-from stronghold.patches.tensors import tree_leaves, version_of
 from stronghold.plan.cost import ATTENTION
+from stronghold.private import Hooks, Replacements, saved_tensor_hooks
 from stronghold.train.key_value_caches import is_cache, without_cache
 from stronghold.train.layer import Layer
 from stronghold.train.saved_tensors import PLAIN, Handle, Keep, kept
 
 logger = logging.getLogger("stronghold")
+
+Plain = Callable[..., Tensor]
+Through = Callable[[Plain, tuple[Any, ...], dict[str, Any]], Tensor]
 
 NUM_COMPARED = 256  # elements of a saved tensor, about
 ROUNDING = 64  # units in the last place by which a GPU's order of additions may change a result
@@ -100,7 +102,7 @@ def recomputed(
     numbers = {key: TensorNumber(number) for number, key in enumerate(tensors)}
     waiting = replaced(Tensor, lambda t: numbers[id(t)], (args, tuple(kwargs.values())))
     names = tuple(kwargs)
-    tables = [buffer_table(part) for part in module.modules()]
+    tables = [part._buffers for part in module.modules()]
     before = [_clones(table) for table in tables] if any(tables) else []
     compares = is_compared(call)
     runs = TwoRuns(layer.name, type(module).__name__, is_compared=compares)
@@ -211,7 +213,7 @@ class TwoRuns:
                 if self._has_second and not isinstance(error, CheckpointError):
                     raise  # the forward's own
                 raise self._refusal(error) from error
-            if version_of(tensor) != self._versions[number]:
+            if tensor._version != self._versions[number]:
                 raise RuntimeError(
                     f"{self._name}: a tensor needed for backward was modified in place after it "
                     f"was saved: {tensor.dtype} {list(tensor.shape)}; write out of place "
@@ -229,7 +231,7 @@ class TwoRuns:
         self._values_again.clear()
 
         def pack(tensor: Tensor) -> Any:
-            self._versions.append(version_of(tensor))
+            self._versions.append(tensor._version)
             if self._values is not None:
                 self._values_again.append(some_values(tensor))
             return pack_below(tensor)  # the last one ends the run, by an exception
@@ -412,6 +414,31 @@ class _Giving(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         # Autograd writes its node into the tensor that it gets: another run gets another alias.
         return tuple(x().detach() if isinstance(x, partial) else x for x in call.results)
+
+
+class _Running(threading.local):
+    """Per thread: the function that attention goes through in the block that this thread runs."""
+
+    through: Through | None = None
+
+
+running = _Running()
+
+
+def intercepted(plain: Plain) -> Plain:
+    """The function that replaces `plain`, torch's `scaled_dot_product_attention`."""
+
+    def attention(*args: Any, **kwargs: Any) -> Tensor:
+        if torch.compiler.is_compiling() or running.through is None:
+            return plain(*args, **kwargs)
+        return running.through(plain, args, kwargs)
+
+    # Pickle finds a function by these names.
+    attention.__module__ = F.__name__
+    attention.__name__ = "scaled_dot_product_attention"
+    attention.__qualname__ = "scaled_dot_product_attention"
+    attention.__doc__ = plain.__doc__
+    return attention
 
 
 class _Passing:

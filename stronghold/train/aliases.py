@@ -26,8 +26,7 @@ from weakref import ReferenceType
 import torch
 
 from stronghold.errors import ConfigError
-from stronghold.patches.autograd import without_torch_function
-from stronghold.patches.tensors import num_references, storage_address
+from stronghold.private import without_torch_function
 from stronghold.train.layer import Layer, Slot
 
 # A lane may hold a view for a moment after its operation is done. A cycle of garbage may hold one,
@@ -85,7 +84,8 @@ def held_elsewhere(memory: torch.Tensor, num_ours: int) -> bool:
 def num_elsewhere(memory: torch.Tensor, num_ours: int) -> int:
     """The number of objects that hold the memory's storage beside `memory` and `num_ours` views."""
     storage = memory.untyped_storage()  # is one more
-    return max(0, num_references(storage_address(storage)) - num_ours - 2)
+    references = torch._C._storage_Use_Count(storage._cdata)
+    return max(0, references - num_ours - 2)
 
 
 def views_in(storage: torch.UntypedStorage, known: set[int]) -> list[torch.Tensor]:

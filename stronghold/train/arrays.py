@@ -39,9 +39,8 @@ from stronghold.devices.base import Device, Fence, Record
 from stronghold.devices.lane_name import LaneName
 from stronghold.errors import ConfigError
 from stronghold.optim.states import PAGE_BYTES, group_size, items, num_items, page_numel
-from stronghold.patches.autograd import without_torch_function
-from stronghold.patches.tensors import with_own_storage
 from stronghold.plan.host_memory import Staging
+from stronghold.private import with_own_storage, without_torch_function
 from stronghold.train.aliases import num_elsewhere
 from stronghold.train.files import Files, Transfer
 from stronghold.train.layer import Layer, point

@@ -24,11 +24,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from stronghold.devices.random_numbers import random_state, set_random_state
 from stronghold.errors import ConfigError
-from stronghold.patches.modules import buffer_table
-from stronghold.patches.tensors import tree_map_only, version_of
 from stronghold.train.chunk_hooks import Records
 from stronghold.train.chunk_values import KEY, Call, join, split, tensors_of
 from stronghold.train.interrupts import run_and_restore
@@ -81,7 +80,7 @@ class Held:
             _add("", "an argument", argument, items, entered)
         for module in self._modules:
             owner = type(module).__name__
-            for table in (vars(module), buffer_table(module)):
+            for table in (vars(module), module._buffers):
                 for name, value in table.items():
                     if name not in _SKIPPED:
                         _add(owner, name, value, items, entered)
@@ -96,7 +95,7 @@ def _add(
         items.append(Item(owner, name, value, 0))
         return
     if isinstance(value, Tensor):
-        items.append(Item(owner, name, value, 0 if value.is_inference() else version_of(value)))
+        items.append(Item(owner, name, value, 0 if value.is_inference() else value._version))
         return
     if isinstance(value, np.ndarray) and value.nbytes <= MAX_ARRAY_BYTES:
         items.append(Item(owner, name, value.tobytes(), 0))

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from stronghold.errors import ConfigError
-from stronghold.patches.modules import has_gradient_hooks, hooks_after_forward, hooks_before_forward
+from stronghold.private import has_gradient_hooks
 from stronghold.train.chunk_values import KEY
 from stronghold.train.guards import OwnHook
 from stronghold.train.interrupts import run_and_restore
@@ -40,7 +40,7 @@ class InnerHooks:
         for name, module in self._modules.items():
             if vars(module).get("forward") is not self._forwards[name]:
                 found = "forward that was replaced after initialize"
-            elif not all(isinstance(hook, OwnHook) for hook in hooks_before_forward(module)):
+            elif not all(isinstance(hook, OwnHook) for hook in module._forward_pre_hooks.values()):
                 found = "hook before its forward"
             elif has_gradient_hooks(module):
                 found = "hook on its gradient"
@@ -55,7 +55,7 @@ class InnerHooks:
         """Return the hooked modules' names inside the block, each with the number of its hooks."""
         counts = []
         for name, module in self._modules.items():
-            if hooks := hooks_after_forward(module):
+            if hooks := module._forward_hooks:
                 counts.append((name, len(hooks)))
         return tuple(counts)
 
@@ -66,7 +66,7 @@ class InnerHooks:
         records: Records = []
         waiting = []
         for name, _ in self.counts():
-            table = hooks_after_forward(self._modules[name])
+            table = self._modules[name]._forward_hooks
             waiting.append((table, dict(table)))
 
         def work() -> Any:

@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from stronghold.errors import ConfigError
-from stronghold.patches.tensors import tree_leaves
 
 KEY = "stronghold.chunk"
 

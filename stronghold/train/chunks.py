@@ -32,20 +32,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_map_only
 
 from stronghold.devices.base import Device
 from stronghold.errors import ConfigError
-from stronghold.patches.autograd import NO_BACKWARD, backward_number, will_execute
-from stronghold.patches.modules import (
+from stronghold.private import (
+    NO_BACKWARD,
+    backward_number,
     has_gradient_hooks,
-    hooks_after_forward,
     hooks_after_gradient,
-    hooks_before_forward,
-    hooks_on_gradient,
-    is_call_compiled,
-    parameter_table,
+    will_execute,
 )
-from stronghold.patches.tensors import tree_map_only, version_of
 from stronghold.train.chunk_effects import Held, containers_of, tried
 from stronghold.train.chunk_hooks import InnerHooks, Records
 from stronghold.train.chunk_values import KEY, Call, batch_of, join, split, tensors_of
@@ -149,15 +146,16 @@ class Block:
             for position, parameter in enumerate(one.parameters[: one.num_trained])
         }
         for one in self.modules:
-            table = parameter_table(one)
+            table = one._parameters
             for name, parameter in table.items():
                 if id(parameter) in self._weights:
                     self._weights[id(parameter)].places.append((table, name))
 
     def refuse(self) -> None:
         """ConfigError for a block whose calls cannot be divided."""
-        hooks = [*hooks_before_forward(self.module), *hooks_after_forward(self.module)]
-        if is_call_compiled(self.module) and (hooks or has_gradient_hooks(self.module)):
+        own = self.module
+        has_hooks = own._forward_pre_hooks or own._forward_hooks or has_gradient_hooks(own)
+        if own._compiled_call_impl is not None and has_hooks:
             raise ConfigError(
                 f"{KEY}: {self.name} is compiled with the hooks on it, which would get chunks in "
                 "place of the batch: compile parts inside of the block, or leave the key out"
@@ -167,7 +165,7 @@ class Block:
         names = (zip(layer.names, layer.parameters, strict=True) for layer in layers)
         for name, parameter in chain.from_iterable(names):
             # one of them is the engine's own
-            if hooks_on_gradient(parameter) or len(hooks_after_gradient(parameter)) > 1:
+            if parameter._backward_hooks or len(hooks_after_gradient(parameter)) > 1:
                 raise ConfigError(
                     f"{KEY}: {name} has a hook on its gradient, which comes in chunks and never to "
                     "the parameter: remove the hook, or leave the key out"
@@ -307,4 +305,4 @@ class Chunks:
 
 def _versions_of(tensors: Iterable[Tensor]) -> list[int]:
     """The version counters of the tensors; 0 for inference tensors, which have none."""
-    return [0 if tensor.is_inference() else version_of(tensor) for tensor in tensors]
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]

@@ -29,7 +29,7 @@ from torch.nn.utils import clip_grad
 
 from stronghold.errors import ConfigError
 from stronghold.optim.states import items, join_master
-from stronghold.patches.replacements import Replacements
+from stronghold.private import Replacements
 from stronghold.train.layer import Layer
 from stronghold.train.trainer import Trainer
 

@@ -22,12 +22,7 @@ from torch import nn
 
 from stronghold.errors import ConfigError
 from stronghold.model.inner_tensors import follow_device, wrappers
-from stronghold.patches.modules import (
-    hooks_before_state_dict,
-    parameter_table,
-    register_state_dict_hook,
-)
-from stronghold.patches.tensors import version_of, with_own_storage
+from stronghold.private import with_own_storage
 from stronghold.train.layer import point
 
 
@@ -94,7 +89,7 @@ def _own_storages(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
     A program that saves the tensor then saves no other parameter. The tensor keeps the parameter's
     version.
     """
-    for name, parameter in parameter_table(module).items():
+    for name, parameter in module._parameters.items():
         value = state.get(prefix + name)
         if isinstance(value, torch.Tensor) and value is not parameter and not value.is_meta:
             whole = value.untyped_storage().nbytes()
@@ -144,7 +139,7 @@ class StateHooks:
                 waiting = OwnHook(partial(self._before_save, layers))
                 self._handles.append(module.register_state_dict_pre_hook(waiting))
             if layers:
-                hook = register_state_dict_hook(module, OwnHook(_own_storages))
+                hook = module._register_state_dict_hook(OwnHook(_own_storages))
                 self._handles.append(hook)
             self._handles += (
                 module.register_load_state_dict_pre_hook(OwnHook(self._before_load)),
@@ -156,7 +151,7 @@ class StateHooks:
 
     def _held(self, module: nn.Module, *, recurse: bool) -> set[torch.Tensor]:
         modules = module.modules() if recurse else (module,)
-        tables = (parameter_table(each) for each in modules)
+        tables = (each._parameters for each in modules)
         held = (p for table in tables for p in table.values() if p is not None)
         return {p for p in held if p in self._place_of}
 
@@ -176,12 +171,12 @@ class StateHooks:
         self._loading = module, prefix
         self._wait(self._layers_of(module, recurse=True))
         self._read()
-        self._versions = {p: version_of(p) for p in self._held(module, recurse=True)}
+        self._versions = {p: p._version for p in self._held(module, recurse=True)}
         self._named.clear()
         self._note(module, state, prefix)
 
     def _note(self, module: nn.Module, state: Any, prefix: str) -> None:
-        for name, parameter in parameter_table(module).items():
+        for name, parameter in module._parameters.items():
             value = state.get(prefix + name)
             if parameter in self._versions and getattr(value, "shape", None) == parameter.shape:
                 self._named.add(parameter)
@@ -191,7 +186,7 @@ class StateHooks:
             self._loading = None
             written: dict[int, set[int]] = {}
             for parameter, version in self._versions.items():
-                if parameter in self._named or version_of(parameter) != version:
+                if parameter in self._named or parameter._version != version:
                     layer, k = self._place_of[parameter]
                     written.setdefault(layer, set()).add(k)
             self._versions.clear()
@@ -206,7 +201,7 @@ class StateHooks:
 def check_free(model: nn.Module) -> None:
     """ConfigError when a live engine streams the model or a part of it."""
     for name, module in model.named_modules():
-        if any(map(serves, hooks_before_state_dict(module))):
+        if any(map(serves, module._state_dict_pre_hooks.values())):
             raise ConfigError(
                 f"model: an engine streams {name or 'it'} already; call its destroy() first"
             )

@@ -45,22 +45,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
 
 from stronghold.devices.base import Device
 from stronghold.devices.compute_span import ComputeSpan
 from stronghold.errors import ConfigError
-from stronghold.patches.autograd import (
+from stronghold.plan.cost import AGAIN, AWAY
+from stronghold.private import (
     NO_BACKWARD,
     at_end_of_backward,
     backward_number,
+    hooks_after_gradient,
     is_transformed,
     pop_saved_tensor_hooks_above,
     saved_tensor_hooks,
     without_torch_function,
 )
-from stronghold.patches.modules import compiled_call, hooks_after_gradient, set_compiled_call
-from stronghold.patches.tensors import tree_leaves
-from stronghold.plan.cost import AGAIN, AWAY
 from stronghold.train.activations import first_input, forget_attention, recomputed
 from stronghold.train.chunks import Chunks
 from stronghold.train.gradients import Gradients
@@ -275,7 +275,7 @@ class Hooks:
     def _stand_around_compiled_calls(self) -> None:
         """Put the hooks around the calls that the program has compiled since ([Note: compiled])."""
         for module in {one.module: None for one in self._replaced}:
-            compiled = compiled_call(module)
+            compiled = module._compiled_call_impl
             if compiled is None or isinstance(compiled, ReplacedForward) or module is self._model:
                 continue
             self._compiled.append((module, compiled))
@@ -285,7 +285,7 @@ class Hooks:
             call: Callable[..., Any] = partial(_within, forwards, compiled)
             for forward in forwards:
                 call = ReplacedForward(call, forward.call)
-            set_compiled_call(module, call)
+            module._compiled_call_impl = call
 
     @property
     def is_open(self) -> bool:
@@ -746,8 +746,8 @@ class Hooks:
         self._is_closed = True
         self._slot = None  # its memory is for others now
         for module, compiled in self._compiled:
-            if isinstance(compiled_call(module), ReplacedForward):  # else compiled once more
-                set_compiled_call(module, compiled)
+            if isinstance(module._compiled_call_impl, ReplacedForward):  # else compiled once more
+                module._compiled_call_impl = compiled
         self._compiled.clear()
         for module, _, before, _ in reversed(self._replaced):
             module.__dict__.pop("forward", None)

@@ -41,12 +41,11 @@ from stronghold.model.partition import (
 )
 from stronghold.model.stored_tensors import stored_tensors
 from stronghold.optim.states import states_of
-from stronghold.patches.modules import is_call_compiled, is_compiled, set_compiled_call
-from stronghold.patches.versions import report_untried
 from stronghold.plan.cost import Demand
 from stronghold.plan.estimate import StepEstimate
 from stronghold.plan.machine import MachineProfile
 from stronghold.plan.plan import Plan, make_plan
+from stronghold.private import report_untried
 from stronghold.telemetry.metrics import Metrics
 from stronghold.telemetry.trace import Trace, open_path
 from stronghold.train import fragments
@@ -196,7 +195,7 @@ class Job:
         )
         named = [named for layer in self.partition.layers for named in layer.parameters]
         check_parameters(named, settings.precision, cast=rule == CAST)
-        if is_compiled(model):
+        if hasattr(model, "_orig_mod") or model._compiled_call_impl is not None:
             raise ConfigError(f"model: {COMPILED_WHOLE}")
         self.layers: list[Layer] = layers_of(
             self.partition,
@@ -388,8 +387,8 @@ class Job:
         if self.is_in_step:
             raise ConfigError("engine.compile: call it between two steps, after engine.step")
         for module in (module for layer in self.partition.streamed for module in layer.modules):
-            if not is_call_compiled(module):
-                self._undo.callback(set_compiled_call, module, None)
+            if module._compiled_call_impl is None:
+                self._undo.callback(setattr, module, "_compiled_call_impl", None)
                 module.compile(**options)
 
     # -- away from the device ---------------------------------------------------------------------

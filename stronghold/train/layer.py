@@ -33,8 +33,7 @@ from stronghold.optim.states import (
     page_numel,
     states_of,
 )
-from stronghold.patches.autograd import without_torch_function
-from stronghold.patches.tensors import version_of
+from stronghold.private import without_torch_function
 
 Groups = Mapping[Tensor, tuple[Group, Optimizer]]
 """Live group of each trained parameter, and the optimizer of that group."""
@@ -159,7 +158,7 @@ class Layer:
     def version(self) -> tuple[int, int]:
         """Changes with each update, and with each write of the program into a parameter."""
         with without_torch_function():  # hidden parameters need not be shown
-            return self.num_updates, sum(map(version_of, self.parameters))
+            return self.num_updates, sum(p._version for p in self.parameters)
 
     def element(self, position: int) -> int:
         """First element of a trained parameter in the layer's arrays."""

@@ -34,8 +34,7 @@ from torch import nn
 from stronghold.errors import ConfigError
 from stronghold.model.inner_tensors import format_of
 from stronghold.model.packed_weight import PackedWeight
-from stronghold.patches.modules import parameter_table, transient_buffers
-from stronghold.patches.tensors import with_own_storage
+from stronghold.private import with_own_storage
 from stronghold.train.layer import point
 
 if TYPE_CHECKING:
@@ -251,7 +250,7 @@ def _held_tensors(module: nn.Module, prefix: str, given: set[int]) -> Iterator[N
 
 
 def _own_buffers(module: nn.Module) -> list[NamedTensor]:
-    transient = transient_buffers(module)
+    transient = module._non_persistent_buffers_set
     buffers = module.named_buffers(recurse=False)
     return [(name, buffer) for name, buffer in buffers if name not in transient]
 
@@ -340,7 +339,7 @@ def _copied(module: nn.Module, device: torch.device | None) -> Iterator[dict[int
     `device`: of the copies. None: that of the module's first parameter, the base's weight. Yields
     the identity of the original by that of its copy.
     """
-    tables = [parameter_table(part) for part in module.modules()]
+    tables = [part._parameters for part in module.modules()]
     places = [
         (table, key, parameter)
         for table in tables

@@ -34,7 +34,6 @@ from torch import Tensor
 from stronghold.devices.base import Device, Fence, completed
 from stronghold.devices.lane_name import LaneName
 from stronghold.errors import LaneError
-from stronghold.patches.tensors import version_of
 from stronghold.telemetry.metrics import Metrics, WaitCause
 from stronghold.train.layer import Layer
 from stronghold.train.saved_tensors import Handle, Keep, kept, refuse_written
@@ -97,7 +96,7 @@ class Call:
         for stored in self.sources.values():
             if stored.source is not None:
                 # Autograd compares no versions behind a pair of hooks. Later writes cannot matter.
-                stored.is_written = version_of(stored.source) != stored.version
+                stored.is_written = stored.source._version != stored.version
                 stored.source = None
         self.sources.clear()
 
@@ -156,7 +155,7 @@ class ActivationOffload:
         """The handle of a saved tensor. BudgetError if the host has no room."""
         if not self._is_worth_it(tensor):
             return kept(tensor)
-        storage, version = tensor.untyped_storage(), version_of(tensor)
+        storage, version = tensor.untyped_storage(), tensor._version
         place = storage.data_ptr(), version
         stored = call.sources.get(place)
         if stored is None:
@@ -225,7 +224,7 @@ class ActivationOffload:
         if stored.call is not self._reading:
             self._read(stored.call)
         loaded = stored.loaded or self._begin_load(stored)
-        if stored.source is not None and version_of(stored.source) != stored.version:
+        if stored.source is not None and stored.source._version != stored.version:
             stored.is_written = True  # by a call that still runs
         if stored.is_written:
             refuse_written(dtype, shape)

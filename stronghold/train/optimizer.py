@@ -20,7 +20,6 @@ from torch import nn
 
 from stronghold.errors import ConfigError
 from stronghold.optim.contract import Optimizer
-from stronghold.patches.modules import mark_stepped
 from stronghold.telemetry.metrics import LazyNumber, read_number
 from stronghold.train.layer import Groups
 
@@ -187,7 +186,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         them."""
         for optimizer in (self, self._client):
             if optimizer is not None:
-                mark_stepped(optimizer)
+                optimizer._opt_called = True  # type: ignore[attr-defined]
 
     @property
     def default(self) -> Optimizer:

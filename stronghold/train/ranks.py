@@ -38,6 +38,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed
+from torch.distributed import distributed_c10d
 
 from stronghold import native
 from stronghold.devices import cuda
@@ -45,7 +46,6 @@ from stronghold.devices.base import Fence
 from stronghold.devices.lane_name import LaneName
 from stronghold.errors import ConfigError, RankError
 from stronghold.optim.states import PAGE_BYTES
-from stronghold.patches.distributed import shared_store
 from stronghold.plan.cost import owners
 from stronghold.train.layer import Layer
 from stronghold.train.processes import Neighbours, joining, mesh_of, share_of_cores, this_node
@@ -92,7 +92,8 @@ class Ranks(Neighbours):
         exchanges = [self._group(column) for column in zip(*mesh, strict=True)]
         self._exchange = exchanges[self.index]
         self._groups: tuple[Any, ...] = (self._reduce, self._control, self._exchange, self._files)
-        self._store = shared_store(f"stronghold {next(_numbers)}")
+        store = distributed_c10d._get_default_store()  # outlives connections
+        self._store = distributed_c10d.PrefixStore(f"stronghold {next(_numbers)}", store)
         self._failure: RankError | None = None
         self._is_failing = threading.Lock()
         self._sent: list[Any] = []  # gloo keeps a message that nothing receives

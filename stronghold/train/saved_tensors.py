@@ -29,8 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from stronghold.model.inner_tensors import is_wrapper
-from stronghold.patches.autograd import Hooks, saved_tensor_hooks
-from stronghold.patches.tensors import sparse_parts, version_of
+from stronghold.private import Hooks, saved_tensor_hooks
 from stronghold.train.weights import SavedWeight, Weights
 
 PLAIN = (Tensor, nn.Parameter)
@@ -43,12 +42,12 @@ Keep = Callable[[Tensor], Handle]
 
 def kept(tensor: Tensor) -> Handle:
     """The handle of a tensor that stays where it is ([Note: pack])."""
-    return partial(unwritten, tensor.detach(), version_of(tensor))
+    return partial(unwritten, tensor.detach(), tensor._version)
 
 
 def unwritten(tensor: Tensor, version: int) -> Tensor:
     """The tensor, if it still has this version. Autograd compares none behind a pair of hooks."""
-    if version_of(tensor) != version:
+    if tensor._version != version:
         refuse_written(tensor.dtype, tensor.shape)
     return tensor
 
@@ -87,7 +86,8 @@ class Packing:
             if saved is not None:
                 return partial(self._read, saved)
         elif tensor.layout is torch.sparse_coo:
-            parts = sparse_parts(tensor.detach())
+            own = tensor.detach()
+            parts = own._indices(), own._values()  # it may hold an index twice
             if any(map(self._weights.has_memory_of, parts)):
                 indices, values = map(self._dense, parts)
                 return partial(sparse_anew, indices, values, tensor.shape, tensor.is_coalesced())

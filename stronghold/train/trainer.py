@@ -29,8 +29,8 @@ from stronghold.devices.compute_span import ComputeSpan
 from stronghold.errors import ConfigError
 from stronghold.model.inner_tensors import follow_device, wrappers
 from stronghold.model.partition import Partition
-from stronghold.patches.autograd import NO_BACKWARD, backward_number, without_torch_function
 from stronghold.plan.plan import Plan
+from stronghold.private import NO_BACKWARD, backward_number, without_torch_function
 from stronghold.telemetry.metrics import Metrics
 from stronghold.train.activations import intercepted_attention
 from stronghold.train.arrays import Arrays

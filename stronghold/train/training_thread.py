@@ -22,7 +22,7 @@ from typing import Any
 from stronghold.devices.forks import check_not_forked
 from stronghold.devices.lane_name import THREAD_PREFIX
 from stronghold.errors import ConfigError
-from stronghold.patches.autograd import NO_BACKWARD, backward_number
+from stronghold.private import NO_BACKWARD, backward_number
 
 
 class TrainingThread:

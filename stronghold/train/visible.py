@@ -47,13 +47,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from stronghold.devices.lane_name import LaneName
-from stronghold.patches.autograd import without_torch_function
-from stronghold.patches.quantised import replace_quantised
-from stronghold.patches.replacements import Replacements
-from stronghold.patches.tensors import tree_leaves
+from stronghold.private import Replacements, without_torch_function
 from stronghold.train.layer import Layer
+from stronghold.train.quantised import replace_quantised
 from stronghold.train.training_thread import TrainingThread
 
 # Of a tensor: properties that an operation may read, ones that it may write, and methods. None of

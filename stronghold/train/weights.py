@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from stronghold.devices.base import Device, Fence, timed
-from stronghold.patches.autograd import without_torch_function
+from stronghold.private import without_torch_function
 from stronghold.telemetry.metrics import Metrics, WaitCause
 from stronghold.train.aliases import num_elsewhere, refuse_aliases
 from stronghold.train.arrays import Arrays

@@ -27,8 +27,7 @@ import stronghold
 from stronghold.engine import StrongholdEngine
 from stronghold.engine.refusals import REFUSED
 from stronghold.errors import ConfigError
-from stronghold.patches.table import Package
-from stronghold.patches.versions import report_untried
+from stronghold.private import TRIED, report_untried
 from stronghold.train import demand, job
 from tests.conftest import lane_threads
 from tests.models import MODELS, loss_of
@@ -597,8 +596,7 @@ def test_a_failure_while_the_engine_is_built_leaves_the_model_as_it_was() -> Non
 def test_an_engine_names_the_versions_that_were_not_tried(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    packages = [Package(name="torch", tried=("1.0",))]
-    monkeypatch.setattr("stronghold.patches.versions.PACKAGES", packages)
+    monkeypatch.setitem(TRIED, "torch", ("1.0", "1.0"))
     report_untried.cache_clear()
     with twin(), twin():
         pass

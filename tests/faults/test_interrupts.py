@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stronghold.patches.modules import hooks_after_forward
 from tests.support import children
 from tests.support.checkpoints import assert_same, resume, session, snapshot
 from tests.support.checkpoints import train as train_steps
@@ -69,7 +68,7 @@ def test_an_interrupt_while_a_chunk_runs_leaves_the_block_as_it_was(file: str, s
     model[0][1].register_forward_hook(lambda module, args, output: None)
 
     def state() -> list[Any]:
-        hooks = [*hooks_after_forward(model[0][1]).values()]
+        hooks = [*model[0][1]._forward_hooks.values()]
         return [*hooks, *(part.training for part in model.modules())]
 
     def work() -> Tensor:

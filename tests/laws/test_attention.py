@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from stronghold.patches.attention import intercepted
-from stronghold.patches.replacements import Replacements
+from stronghold.private import Replacements
+from stronghold.train.activations import intercepted
 from tests.models import loss_of
 from tests.support.training import config, initialized
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from stronghold.devices.lane_name import LaneName
 from stronghold.errors import ConfigError, LaneError
-from stronghold.patches.autograd import without_torch_function
+from stronghold.private import without_torch_function
 from tests.faults.test_lane_failures import WITHIN_S, fail_backward, fail_in
 from tests.models import MODELS, loss_of
 from tests.support.checkpoints import assert_same, snapshot

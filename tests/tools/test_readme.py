@@ -151,7 +151,7 @@ def test_the_packages_page_is_the_readme_without_links_that_lead_nowhere() -> No
     page = made["readme"]["text"]
     assert re.findall(r"\]\((?!https?://)", README), "there is something to leave out"
     assert not re.findall(r"\]\((?!https?://)", page)
-    assert "need one line, `import stronghold`" in page
+    assert "need one line, `import stronghold.plugin`" in page
     assert page.splitlines()[0] == README.splitlines()[0]
 
 

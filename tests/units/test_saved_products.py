@@ -11,13 +11,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import bitsandbytes
 import pytest
 import torch
 from torch import nn
 
 from stronghold.model.inner_tensors import inner_tensors, settle
-from stronghold.patches.quantised import FUNCTIONS, replace_quantised
-from stronghold.patches.replacements import Replacements
+from stronghold.private import Replacements
+from stronghold.train.quantised import FUNCTIONS, itself_if_there, replace_quantised
 from tests.support.quantised_bases import LINEARS
 
 PATCHED = ["nf4", "nf4 double", "nf4 in bf16", "fp4", "int8", "torchao nf4"]
@@ -152,3 +153,18 @@ def test_names_are_replaced_for_quantised_weights_alone_and_given_back() -> None
     with replaced(linear("nf4").weight):
         assert all(one is not two for one, two in zip(now(), before, strict=True))
     assert now() == before
+
+
+def test_weights_that_are_there() -> None:
+    """They return another object for the device where they are. Without `to` they quantise."""
+    for linear in (
+        bitsandbytes.nn.Linear4bit(64, 8),
+        bitsandbytes.nn.Linear8bitLt(64, 8, has_fp16_weights=False),
+    ):
+        weight = linear.to("cpu").weight
+        there = itself_if_there
+        assert weight.to("cpu") is not weight
+        assert there(type(weight).to, weight, "cpu") is weight
+        assert there(type(weight).to, weight, "meta").is_meta
+    unquantised = bitsandbytes.nn.Linear4bit(64, 8).weight
+    assert there(type(unquantised).to, unquantised, "cpu").quant_state is not None

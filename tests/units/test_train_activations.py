@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
-from stronghold.patches.attention import running
 from stronghold.train import activations, saved_tensors
 from stronghold.train.activations import (
     NUM_COMPARED,
@@ -26,6 +25,7 @@ from stronghold.train.activations import (
     AttentionOnce,
     difference,
     may_be_rounding,
+    running,
     some_values,
 )
 from tests.models import HIDDEN, Block, Decoder, loss_of, token_batch

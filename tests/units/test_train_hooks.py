@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from stronghold.errors import ConfigError
-from stronghold.patches.autograd import saved_tensor_hooks
 from stronghold.plan.cost import LEVELS
+from stronghold.private import saved_tensor_hooks
 from tests.models import MODELS, Block, Decoder, loss_of, token_batch
 from tests.models.base import cross_entropy
 from tests.support.core import Core, opened, train_core

@@ -12,7 +12,7 @@ import importlib
 import json
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -30,8 +30,7 @@ from stronghold.model.stored_tensors import stored_tensors
 from stronghold.optim import DEFAULT
 from stronghold.optim.contract import Optimizer
 from stronghold.optim.states import EXACT, Formats, StateKind
-from stronghold.patches.meta_autocast import autocast_on_meta
-from stronghold.patches.modules import build_from_config
+from stronghold.private import Replacements
 from stronghold.tools.estimate.adapters import Adapters, with_adapters
 from stronghold.train.formats import CAST, model_formats
 from stronghold.train.layer import Groups, layers_of, layout_of
@@ -130,7 +129,7 @@ class MetaModel:
         if key not in self._costs:
             module = self._packed
             layers = self._layers if module is self._module else partition(module)
-            with _without_advice(), autocast_on_meta():
+            with _without_advice(), _autocast_on_meta():
                 self._costs[key] = trace_costs(module, layers, batch=batch, seq=seq, dtype=dtype)
         return self._costs[key]
 
@@ -259,6 +258,34 @@ def _transformers(option: str) -> Any:
         logging.disable(logging.NOTSET)
 
 
+@contextmanager
+def _autocast_on_meta() -> Iterator[None]:
+    """Context manager in which `torch.autocast("meta")` does nothing.
+
+    PEFT's adapters of fused experts leave autocast in each forward, by
+    `torch.autocast(weight.device.type, enabled=False)`. torch refuses the meta device there, though
+    no autocast is ever active on it.
+    """
+    replacements = Replacements()
+    replacements.put(torch, "autocast", _with_meta)
+    try:
+        yield
+    finally:
+        replacements.undo()
+
+
+def _with_meta(original: Any) -> type:
+    """Return a class that stands for `torch.autocast`."""
+
+    class Autocast(original):  # type: ignore[misc]
+        def __new__(cls, device_type: str, *args: Any, **kwargs: Any) -> Any:
+            if device_type == "meta":
+                return nullcontext()
+            return original(device_type, *args, **kwargs)
+
+    return Autocast
+
+
 def _build(config: Any, source: Path | None) -> Any:
     """The module on the meta device, in training mode, with fused attention where it has that.
 
@@ -267,7 +294,7 @@ def _build(config: Any, source: Path | None) -> Any:
     option = "--layers" if source is None else f"--model {source}"
     transformers = _transformers(option)
     named = [getattr(transformers, name, None) for name in config.architectures or ()]
-    makers = [build_from_config(kind) for kind in named[:1] if kind is not None]
+    makers = [kind._from_config for kind in named[:1] if kind is not None]
     make = makers[0] if makers else transformers.AutoModelForCausalLM.from_config
     with torch.device("meta"), _without_advice():
         try:

@@ -40,7 +40,7 @@ import torch
 from torch import nn
 
 from stronghold.model.inner_tensors import format_of, is_wrapper
-from stronghold.patches.replacements import Replacements
+from stronghold.private import Replacements
 
 # Module and name of each Function that keeps weights out of sight of saved-tensor hooks.
 FUNCTIONS = (
