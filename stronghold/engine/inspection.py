@@ -6,14 +6,15 @@ Owns the view, and none of the objects that it shows. A bug report should hold
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 
 from stronghold.devices.base import Device, Fence
-from stronghold.model.layout import LayerLayout, ModelLayout, ParameterSlice
-from stronghold.optim.states import Formats, States, items, join_master
+from stronghold.model.layout import LayerLayout, ModelLayout
+from stronghold.optim.states import States, items, join_master
 from stronghold.plan.cost import Demand
 from stronghold.plan.estimate import StepEstimate
 from stronghold.plan.plan import Plan
@@ -29,11 +30,10 @@ from stronghold.train.processes import Neighbours
 class LayerView:
     """One layer at the moment of the call.
 
-    layout            its parameters, ranges and offsets
+    layout            its sizes
     is_on_gpu         all of its arrays lie on the device, which updates it
     in_files          names of its arrays in files
-    counts            number of updates of each parameter, in the layout's order
-    trained           positions of the parameters that the optimizer owns
+    counts            number of updates of each trained parameter
     is_updated_early  true if the running step has queued an update before its gate
     text              all of it in one line
     """
@@ -42,7 +42,6 @@ class LayerView:
     is_on_gpu: bool
     in_files: tuple[str, ...]
     counts: tuple[int, ...]
-    trained: frozenset[int]
     is_updated_early: bool
     text: str
     _arrays: Arrays = field(repr=False)
@@ -76,19 +75,24 @@ class LayerView:
         for record in (self._layer.weight_record, self._layer.gradient_record):
             record.wait()
 
-    def read(self, array: str, part: ParameterSlice) -> torch.Tensor:
+    @property
+    def trained(self) -> dict[str, torch.Size]:
+        """The shapes of the parameters that the optimizer owns, by name."""
+        own = zip(self._layer.names, self._layer.parameters, strict=True)
+        return {name: p.shape for name, p in itertools.islice(own, self._layer.num_trained)}
+
+    def read(self, array: str, name: str) -> torch.Tensor:
         """Return a flat copy of one trained parameter's items of `array`."""
-        layer = self._layer
-        k = layer.names.index(part.name)
-        begin, numel = layer.element(k), layer.parameters[k].numel()
-        flat = self._arrays.of(layer, array)[items(array, begin, begin + numel)]
+        begin = self._layer.element(self._layer.names.index(name))
+        end = begin + self.trained[name].numel()
+        flat = self._arrays.of(self._layer, array)[items(array, begin, end)]
         return flat.to("cpu", copy=True)
 
-    def master(self, part: ParameterSlice) -> torch.Tensor:
+    def master(self, name: str) -> torch.Tensor:
         """Return a parameter's exact fp32 master, in its shape, as a copy on the CPU."""
         states = self._layer.states
-        low = None if states is None or states.low is None else self.read("low", part)
-        return join_master(self.read("weights", part), low).view(part.shape)
+        low = None if states is None or states.low is None else self.read("low", name)
+        return join_master(self.read("weights", name), low).view(self.trained[name])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +149,6 @@ class Inspection:
     is_in_step      true while gradients wait for their step
     has_trained     true if masters and moments exist
     states          the arrays of the config's precision
-    formats         the arrays of every range, by the range's number
     host_bytes      bytes of host memory that are held now
     torn            None, or the reason why only a load helps: the arrays belong to two steps or to
                     two checkpoints
@@ -165,7 +168,6 @@ class Inspection:
     is_in_step: bool
     has_trained: bool
     states: States
-    formats: Formats
     host_bytes: int
     torn: str | None
     ranks: RanksView
@@ -211,7 +213,6 @@ def inspect(job: Job, last_step: StepRecord | None) -> Inspection:
         is_in_step=job.is_in_step,
         has_trained=job.has_trained,
         states=job.states,
-        formats=job.formats,
         host_bytes=job.host_bytes,
         torn=trainer.unfinished,
         ranks=_ranks_view(job.ranks),
@@ -225,7 +226,6 @@ def _layer_view(job: Job, layer: Layer) -> LayerView:
         is_on_gpu=layer.is_on_gpu,
         in_files=job.plan.in_files[layer.index],
         counts=tuple(job.trainer.updates.counts[layer].tolist()),
-        trained=frozenset(range(layer.num_trained)),
         is_updated_early=job.trainer.updates.is_started(layer),
         text=repr(layer),
         _arrays=job.trainer.arrays,

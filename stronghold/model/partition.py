@@ -74,8 +74,7 @@ class Layer:
     name        dotted path of the block, or of a resident group's first holder; "" is the root
     modules     modules whose forward uses the parameters: the block, or every direct holder of a
                 resident parameter
-    parameters  its stored tensors, each once: trainable ones first, then frozen ones, and within
-                these by `format_of`. Otherwise in registration order
+    parameters  its stored tensors, each once: trainable ones first, and in registration order
     """
 
     index: int
@@ -155,14 +154,12 @@ class Partition:
 def partition(
     model: nn.Module,
     layers: str | Sequence[str] | None = None,
-    format_of: Callable[[torch.Tensor], int] | None = None,
     trains_in: Callable[[torch.Tensor], torch.dtype | None] | None = None,
 ) -> Partition:
     """Split `model` into layers.
 
     layers     the config key `stronghold.layers`. None: a model may have no blocks ([Note: no
                blocks])
-    format_of  gives the number of a stored tensor's format (`model.layout`). None: all have one
     trains_in  gives the dtype in which a stored tensor trains; None for a frozen one. Each layer
                trains one. None: a layer may train several
 
@@ -191,7 +188,9 @@ def partition(
         for streamed in (False, True):
             if (module, streamed) not in members:
                 continue
-            in_order = _in_range_order(members[module, streamed], format_of)
+            in_order = sorted(
+                members[module, streamed], key=lambda tensor: not tensor.requires_grad
+            )
             for tensors in _by_dtype(in_order, trains_in):
                 users = [module]
                 if not streamed:
@@ -207,17 +206,6 @@ def partition(
                 )
     check_exactly_once(names, result)
     return Partition(layers=tuple(result), model=model, names=ModelNames(model))
-
-
-def _in_range_order(
-    tensors: Sequence[torch.Tensor], format_of: Callable[[torch.Tensor], int] | None
-) -> list[torch.Tensor]:
-    """The tensors in the order of [Note: ranges] of `model.layout`."""
-    keys: list[tuple[bool, int, int]] = []
-    for number, tensor in enumerate(tensors):
-        format_number = 0 if format_of is None else format_of(tensor)
-        keys.append((not tensor.requires_grad, format_number, number))
-    return [tensors[number] for *_, number in sorted(keys)]
 
 
 def _keep_other_dtypes(

@@ -57,14 +57,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import torch
 
-from stronghold.errors import StateError
 from stronghold.native import MAX_MOMENTS
 from stronghold.optim.contract import Moment
 
@@ -154,8 +153,11 @@ class States:
     @functools.cached_property
     def moment_bytes(self) -> float:
         """Bytes of all moments of one parameter."""
-        dtypes = self.moment_dtypes
-        return sum(dtype.itemsize / group_size(array) for array, dtype in dtypes.items())
+        return self.item_bytes(self.moment_dtypes)
+
+    def item_bytes(self, arrays: Iterable[str]) -> float:
+        """Bytes of these arrays for one parameter."""
+        return sum(self.dtypes[array].itemsize / group_size(array) for array in arrays)
 
     @functools.cached_property
     def dtypes(self) -> dict[str, torch.dtype]:
@@ -223,32 +225,6 @@ class States:
         if moment.is_root:
             return decode_root(codes, scales)
         return decode_signed(codes, scales)
-
-
-@dataclass(frozen=True, slots=True)
-class Format:
-    """The storage format of a range: the dtype of its weights and, if it trains, the arrays of its
-    states and the kernel of its optimizer."""
-
-    dtype: torch.dtype
-    states: States | None = None
-    kernel: str = ""
-
-    @property
-    def trained(self) -> States:
-        """The states of a trainable range. StateError for a format of frozen ranges."""
-        if self.states is None:
-            raise StateError(f"a range of {self.dtype} trains, and its format has no states")
-        return self.states
-
-
-Formats = tuple[Format, ...]
-"""The formats of one model. A range has the number of its format."""
-
-
-def one_format(states: States, kernel: str = "") -> Formats:
-    """The formats of a model whose parameters all have one dtype and one optimizer."""
-    return (Format(states.dtype, states, kernel),)
 
 
 @functools.cache

@@ -27,15 +27,15 @@ and the physical limit. No other file counts a step's bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
 from stronghold.config.section import Level
 from stronghold.model.costs import LayerCost, ModelCosts
-from stronghold.model.layout import LayerLayout, ModelLayout, Range
+from stronghold.model.layout import ModelLayout
 from stronghold.model.operator_counts import Counts
-from stronghold.optim.states import Formats, States, one_format
+from stronghold.optim.states import States
 from stronghold.plan.machine import MachineProfile
 
 # -- the demand -----------------------------------------------------------------------------------
@@ -131,7 +131,6 @@ class Demand:
 
     states: States  # of the parameters in the config's precision
     accumulate: bool  # gradients are summed in fp32 over micro-batches
-    all_formats: Formats = ()  # of the model's ranges; empty: one format, of `states`
     training: bool = True
     gpu_budget_bytes: int | None = None
     host_budget_bytes: int | None = None
@@ -166,11 +165,6 @@ class Demand:
     # Data-parallel ranks. Each owns some of the layers. Every node has all weights.
     num_ranks: int = 1
     num_nodes: int = 1
-
-    @property
-    def formats(self) -> Formats:
-        """The formats of the ranges of the model's layers."""
-        return self.all_formats or one_format(self.states)
 
     def why(self, key: str) -> str:
         """The origin of a key's value, for the plan's reasons."""
@@ -228,9 +222,7 @@ def owners(trained_bytes: Sequence[int], num_ranks: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """Bytes that one training step moves on one rank, for any schedule.
-
-    Padding counts in files alone.
+    """Bytes that one training step moves on one rank, for any schedule, with padding.
 
     streamed_bytes       weights that cross the link
     window_bytes         those of them that are still in the window when the direction turns
@@ -315,60 +307,31 @@ def traffic_of(
     `on_gpu` are updated there. `window` is the number of slots. `nvme` has the bytes that a step
     reads from files, and those that it writes.
     """
-    formats = demand.formats
     num_ranks = demand.num_ranks
     streamed = [layer for layer in layout.layers if layer.streamed and layer.index not in resident]
     streamed_indices = {layer.index for layer in streamed}
     elsewhere = streamed_indices | on_gpu
     refreshed = [layer for layer in layout.layers if layer.index not in elsewhere]
     on_device = [layer for layer in layout.layers if layer.index in on_gpu]
-    largest = sorted((weight_bytes(layer, formats) for layer in streamed), reverse=True)
+    largest = sorted((layer.weight_bytes for layer in streamed), reverse=True)
     # The order of this sum decides its last bit.
-    host_update_bytes = sum(step_bytes(layer, formats) for layer in [*streamed, *refreshed])
-    device_update_bytes = sum(step_bytes(layer, formats) for layer in on_device)
+    host_update_bytes = sum(layer.update_bytes for layer in [*streamed, *refreshed])
+    device_update_bytes = sum(layer.update_bytes for layer in on_device)
     nvme_read_bytes, nvme_written_bytes = nvme
     return Traffic(
         micro_batches=demand.micro_batches,
         streamed_bytes=sum(largest),
         window_bytes=sum(largest[:window]),
-        refreshed_bytes=sum(trained_bytes(layer, formats) for layer in refreshed) // num_ranks,
+        refreshed_bytes=sum(layer.gradient_bytes for layer in refreshed) // num_ranks,
         layer_bytes=next(iter(largest), 0),
-        trained_bytes=sum(trained_bytes(layer, formats) for layer in streamed) // num_ranks,
-        trained_parameters=sum(layer.num_trainable for layer in streamed) // num_ranks,
+        trained_bytes=sum(layer.gradient_bytes for layer in streamed) // num_ranks,
+        trained_parameters=sum(layer.trained_numel for layer in streamed) // num_ranks,
         update_bytes=int(host_update_bytes / num_ranks),
         device_update_bytes=int(device_update_bytes),
         offloaded_bytes=offloaded_bytes,
         nvme_read_bytes=nvme_read_bytes,
         nvme_written_bytes=nvme_written_bytes,
     )
-
-
-def weight_bytes(layer: LayerLayout, formats: Formats) -> int:
-    """Bytes of the layer's weights, without padding."""
-    return _bytes_of(layer.ranges, formats)
-
-
-def trained_bytes(layer: LayerLayout, formats: Formats) -> int:
-    """Bytes of the layer's weights that train, and of their gradients, without padding."""
-    return _bytes_of(layer.trainable_ranges, formats)
-
-
-def _bytes_of(ranges: Iterable[Range], formats: Formats) -> int:
-    """Bytes of the weights of these ranges, without padding."""
-    total = 0
-    for layer_range in ranges:
-        total += layer_range.num_parameters * formats[layer_range.format].dtype.itemsize
-    return total
-
-
-def step_bytes(layer: LayerLayout, formats: Formats) -> float:
-    """Bytes that an update of the layer reads and writes, with gradients of the weights' dtypes."""
-    total: float = 0
-    for layer_range in layer.trainable_ranges:
-        storage_format = formats[layer_range.format]
-        states = storage_format.trained
-        total += layer_range.num_parameters * states.update_bytes(storage_format.dtype)
-    return total
 
 
 # -- limits ---------------------------------------------------------------------------------------

@@ -27,18 +27,8 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from stronghold.errors import StateError
-from stronghold.model.layout import LayerLayout, ModelLayout, array_bytes
-from stronghold.plan.cost import (
-    AGAIN,
-    SUM_BYTES,
-    Demand,
-    Workload,
-    disk_s,
-    owners,
-    step_bytes,
-    trained_bytes,
-    weight_bytes,
-)
+from stronghold.model.layout import LayerLayout, ModelLayout
+from stronghold.plan.cost import AGAIN, Demand, Workload, disk_s, owners
 from stronghold.plan.machine import LEAST_SHARE, Rates
 from stronghold.plan.plan import Plan
 
@@ -232,7 +222,7 @@ class _LayerBytes:
 
 def _largest_share(layout: ModelLayout, demand: Demand) -> float:
     """The part of all trained bytes that the rank with the most updates."""
-    trained = [trained_bytes(layer, demand.formats) for layer in layout.layers]
+    trained = [layer.gradient_bytes for layer in layout.layers]
     loads = [0] * demand.num_ranks
     for nbytes, owner in zip(trained, owners(trained, demand.num_ranks), strict=True):
         loads[owner] += nbytes
@@ -242,23 +232,22 @@ def _largest_share(layout: ModelLayout, demand: Demand) -> float:
 def _layer_bytes(layer: LayerLayout, plan: Plan, share: float) -> _LayerBytes:
     """`share` is the rank's part of the updates."""
     demand = plan.demand
-    formats, num_nodes = demand.formats, demand.num_nodes
-    weights, trained = weight_bytes(layer, formats), trained_bytes(layer, formats)
+    trained = layer.gradient_bytes
     staged = plan.in_files[layer.index]
-    file_bytes = {array: int(array_bytes(layer, formats, array) * share) for array in staged}
+    file_bytes = {array: int(layer.array_bytes(array) * share) for array in staged}
     in_update = file_bytes | {name: trained for name in staged if name == "weights"}
-    if not layer.trainable_numel:
+    if not trained:
         in_update = {}
-    updated = step_bytes(layer, formats)
+    updated = layer.update_bytes
     if plan.accumulates:  # it reads sums in place of gradients
-        updated += SUM_BYTES * layer.num_trainable - trained
+        updated += layer.array_bytes("accumulated") - trained
     return _LayerBytes(
-        fetched=weights,
+        fetched=layer.weight_bytes,
         gradients=trained * share,
         reduced=trained if demand.num_ranks > 1 else 0.0,
-        sums=SUM_BYTES * layer.num_trainable * share,
+        sums=layer.array_bytes("accumulated") * share,
         updated=updated * share,
-        exchanged=trained / demand.ranks_per_node * (1 - 1 / num_nodes),
+        exchanged=trained / demand.ranks_per_node * (1 - 1 / demand.num_nodes),
         stages_weights="weights" in staged,
         loaded=sum(in_update.values()),
         spilled=sum(in_update.values()),
@@ -289,13 +278,7 @@ class _StepClocks:
         self.waits_s: dict[str, float] = defaultdict(float)
         self._launch_s = rates.launch_s
         share = _largest_share(layout, plan.demand)
-        of_layers: dict[object, _LayerBytes] = {}  # layers with equal ranges are alike
-        self._bytes: list[_LayerBytes] = []
-        for layer in layout.layers:
-            key = (layer.ranges, plan.in_files[layer.index])
-            if key not in of_layers:
-                of_layers[key] = _layer_bytes(layer, plan, share)
-            self._bytes.append(of_layers[key])
+        self._bytes = [_layer_bytes(layer, plan, share) for layer in layout.layers]
         self._blocks = [layer.index for layer in layout.layers if layer.streamed]
         self._streamed = [index for index in self._blocks if index not in plan.resident]
         self._thread_s = self._compute_s = 0.0  # clocks of the calling thread and of compute

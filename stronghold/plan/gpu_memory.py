@@ -13,8 +13,7 @@ from operator import itemgetter
 import torch
 
 from stronghold.errors import BudgetError, ErrorPage, format_size
-from stronghold.model.layout import LayerLayout, ModelLayout, array_bytes, moment_arrays
-from stronghold.optim.states import Formats
+from stronghold.model.layout import LayerLayout, ModelLayout
 from stronghold.plan.cost import REASONS, Demand, spared
 from stronghold.plan.places import Places
 
@@ -95,25 +94,25 @@ class GpuPeak:
 
     def __init__(self, places: Places) -> None:
         demand = places.demand
-        training, formats = demand.training, demand.formats
+        training = demand.training
         self.places = places
         self.activations = activation_bytes(places.layout, places.activations, demand)
         self._later_activations = later_activation_bytes(places.layout, places.activations, demand)
-        self.slot = _largest_bytes(places.streamed, formats, "weights")
-        self.gradient_slot = _largest_bytes(places.shared_slots, formats, "gradients")
+        self.slot = max((x.weight_bytes for x in places.streamed), default=0)
+        self.gradient_slot = max((x.gradient_bytes for x in places.shared_slots), default=0)
         self._sums_in_slot, self._own_sums = _chunk_sums_bytes(places)
         trained = places.on_gpu if training else ()
         own_gradients = places.own_slots if training else ()
         accumulated = 0
         if demand.accumulate:
-            accumulated = _bytes(trained, formats, "accumulated")
-        resident_blocks = _bytes(places.resident_blocks, formats, "weights")
+            accumulated = _bytes(trained, "accumulated")
+        resident_blocks = _bytes(places.resident_blocks, "weights")
         self._beside_slots = {
             "resident blocks": resident_blocks,
-            "outside the blocks": _bytes(places.outside, formats, "weights"),
-            "gradients of resident layers": _bytes(own_gradients, formats, "gradients"),
-            "master remainder": _bytes(trained, formats, "low"),
-            "moments": _bytes(trained, formats, *moment_arrays(formats)),
+            "outside the blocks": _bytes(places.outside, "weights"),
+            "gradients of resident layers": _bytes(own_gradients, "gradients"),
+            "master remainder": _bytes(trained, "low"),
+            "moments": _bytes(trained, *places.layout.moments),
             "accumulated gradients": accumulated,
         }
         self._beside_slots_bytes = sum(self._beside_slots.values())
@@ -140,36 +139,25 @@ class GpuPeak:
         return slots + self._own_sums + self._beside_slots_bytes
 
 
-def sum_numel(layer: LayerLayout, formats: Formats) -> int:
-    """Items of a layer's fp32 sums of chunks: none where all its gradients are fp32."""
-    dtypes = {formats[layer_range.format].dtype for layer_range in layer.trainable_ranges}
-    if dtypes <= {torch.float32}:
+def sum_bytes(layer: LayerLayout) -> int:
+    """Bytes of a layer's fp32 sums of chunks: none where its gradients are fp32."""
+    if layer.states is None or layer.states.dtype is torch.float32:
         return 0
-    return layer.trainable_numel
+    return layer.array_bytes("accumulated")
 
 
-def _bytes(layers: Iterable[LayerLayout], formats: Formats, *arrays: str) -> int:
+def _bytes(layers: Iterable[LayerLayout], *arrays: str) -> int:
     """Bytes of these arrays of these layers."""
-    return sum(array_bytes(layer, formats, array) for layer in layers for array in arrays)
-
-
-def _largest_bytes(layers: Iterable[LayerLayout], formats: Formats, array: str) -> int:
-    """Bytes of this array of the layer whose array is the largest."""
-    return max((array_bytes(layer, formats, array) for layer in layers), default=0)
+    return sum(layer.array_bytes(array) for layer in layers for array in arrays)
 
 
 def _chunk_sums_bytes(places: Places) -> tuple[int, int]:
     """Bytes of the fp32 sums of chunks of blocks: beside each gradient slot, and beside the
     gradients that have no slot."""
-    demand = places.demand
-    if not demand.training or demand.chunk is None:
+    if not places.demand.training or places.demand.chunk is None:
         return 0, 0
-    formats = demand.formats
-    largest = max((sum_numel(layer, formats) for layer in places.shared_slots), default=0)
-    unshared = sum(
-        sum_numel(layer, formats) for layer in places.own_slots if layer.streamed or layer.in_block
-    )
-    return 4 * largest, 4 * unshared
+    unshared = (x for x in places.own_slots if x.streamed or x.in_block)
+    return max(map(sum_bytes, places.shared_slots), default=0), sum(map(sum_bytes, unshared))
 
 
 # -- slots ----------------------------------------------------------------------------------------
@@ -195,7 +183,7 @@ def choose_slots(peak: GpuPeak) -> Slots:
 
 def most_gradient_slots(places: Places) -> int:
     """How many shared slots are of use: none when no block that shares them trains."""
-    trainable = [layer.index for layer in places.shared_slots if layer.trainable_numel]
+    trainable = [layer.index for layer in places.shared_slots if layer.states]
     if not places.demand.training or not trainable:
         return 0
     # Gradients that are used on the gpu are never offloaded: there is nothing to overlap.

@@ -37,9 +37,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from stronghold.errors import BudgetError, ConfigError, ErrorPage, format_size
-from stronghold.model.layout import LayerLayout, Range, array_bytes, moment_arrays
+from stronghold.model.layout import LayerLayout, ModelLayout
 from stronghold.model.packed_weight import DTYPES, STORED_BYTES
-from stronghold.optim.states import EXACT, LEAN, PAGE_BYTES, Formats, group_size, states_of
+from stronghold.optim.states import EXACT, LEAN, PAGE_BYTES, page_numel, states_of
 from stronghold.plan.cost import Demand, owners
 from stronghold.plan.places import Places
 
@@ -52,17 +52,11 @@ SECOND_ARRAYS = "second arrays of early updates"
 DEPTHS = {"moments": 1, "masters": 2, "weights": 3}
 
 Spilled = tuple[frozenset[str], ...]  # by layer, its arrays that are to lie in files
-Ranges = tuple[Range, ...]  # of one layer
-Alike = Counter[tuple[Ranges, frozenset[str], int]]  # numbers of layers, by their bytes and owner
 
 
-def kinds_of(formats: Formats) -> dict[str, tuple[str, ...]]:
+def kinds_of(layout: ModelLayout) -> dict[str, tuple[str, ...]]:
     """The arrays of each kind, in the order of [Note: what spills first]."""
-    return {
-        "moments": moment_arrays(formats),
-        "master remainder": ("low",),
-        "weights": ("weights",),
-    }
+    return {"moments": layout.moments, "master remainder": ("low",), "weights": ("weights",)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,24 +103,24 @@ def plan_host(places: Places) -> HostMemory:
     BudgetError, before anything is allocated, if they cannot fit. ConfigError for settings that
     cannot hold together.
     """
+    demand = places.demand
     _check_keys(places)
-    sizes = _host_sizes(places)
-    spilled = _choose_spilled(sizes)
-    read_bytes, written_bytes = _file_traffic(sizes, spilled)
-    nvme_bytes = _nvme_bytes(sizes, spilled)
+    spilled = _choose_spilled(places)
+    read_bytes, written_bytes = _file_traffic(places, spilled)
+    nvme_bytes = _nvme_bytes(places, spilled)
     host = HostMemory(
         spilled=spilled,
-        early=_early_layers(sizes, spilled),
-        staging=_staging(sizes, spilled),
-        ring_entries=_ring_entries(sizes),
-        host_bytes=_host_bytes(sizes, spilled),
+        early=_early_layers(places, spilled),
+        staging=_staging(places, spilled),
+        ring_entries=SUM_BUFFERS if _ring_bytes(places) else 0,
+        host_bytes=_host_bytes(places, spilled),
         nvme_bytes=nvme_bytes,
-        offloaded_bytes=_offloaded_bytes(sizes),
+        offloaded_bytes=sum(places.offloaded.values()),
         read_bytes=read_bytes,
         written_bytes=written_bytes,
-        reasons=_spill_reasons(places.demand, nvme_bytes),
+        reasons=_spill_reasons(demand, nvme_bytes),
     )
-    _check_files(places.demand, host)
+    _check_files(demand, host)
     _check_memory(places, host)
     return host
 
@@ -146,219 +140,145 @@ def _check_keys(places: Places) -> None:
         )
 
 
-# -- sizes ----------------------------------------------------------------------------------------
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _RangeSizes:
-    """Bytes of one layer on this rank. `trained[array]` covers the parameters that train; its
-    "trained weights" are part of the weights, and as many bytes as the gradients. `weights` covers
-    all parameters."""
-
-    trained: Mapping[str, int]
-    weights: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _HostSizes:
-    """Bytes of the layers that are updated on the host. Layers with equal ranges have equal bytes:
-    `ranges` has those of each layer, `of_ranges` the bytes. `owners` has the rank that updates each
-    layer, and alone has its arrays but the weights."""
-
-    places: Places
-    kinds: Mapping[str, tuple[str, ...]]
-    ranges: Mapping[int, Ranges]
-    of_ranges: Mapping[Ranges, _RangeSizes]
-    owners: Mapping[int, int]
-
-    @property
-    def demand(self) -> Demand:
-        return self.places.demand
-
-    @property
-    def largest_gradients(self) -> int:
-        """Bytes of the gradients of the largest layer."""
-        return max((e.trained["trained weights"] for e in self.of_ranges.values()), default=0)
-
-    def of_layer(self, index: int) -> _RangeSizes:
-        return self.of_ranges[self.ranges[index]]
-
-
-def _host_sizes(places: Places) -> _HostSizes:
-    demand = places.demand
-    kinds = kinds_of(demand.formats)
-    of_ranges: dict[Ranges, _RangeSizes] = {}
-    for layer in places.on_host:
-        if layer.ranges not in of_ranges:
-            of_ranges[layer.ranges] = _RangeSizes(
-                trained=_trained_bytes(layer, demand, kinds["moments"]),
-                weights=array_bytes(layer, demand.formats, "weights"),
-            )
-    ranges = {layer.index: layer.ranges for layer in places.on_host}
-    trained = [of_ranges[own].trained["trained weights"] for own in ranges.values()]
-    return _HostSizes(
-        places=places,
-        kinds=kinds,
-        ranges=ranges,
-        of_ranges=of_ranges,
-        owners=dict(zip(ranges, owners(trained, demand.num_ranks), strict=True)),
-    )
-
-
-def _trained_bytes(layer: LayerLayout, demand: Demand, moments: Sequence[str]) -> dict[str, int]:
-    """Bytes on this rank of each array of what trains of a layer, if it has any."""
-    arrays = ["trained weights"]
-    if demand.training:
-        arrays += ["low", *moments]
-        arrays.append("accumulated" if demand.accumulate else "gradients")
-    sizes: dict[str, int] = {}
-    for array in arrays:
-        nbytes = array_bytes(layer, demand.formats, array)
-        if nbytes or array == "trained weights":
-            sizes[array] = nbytes
-    return sizes
-
-
-def _equal_layers(sizes: _HostSizes, spilled: Spilled) -> Alike:
-    """Groups of layers that have equal ranges, the same arrays in files, and one owner, with the
-    number of layers in each."""
-    return Counter(
-        (ranges, spilled[index], sizes.owners[index]) for index, ranges in sizes.ranges.items()
-    )
-
-
+# -- bytes ----------------------------------------------------------------------------------------
 def _padded(nbytes: int) -> int:
     """Rounded up to whole pages, which an array in files takes."""
     return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
-def _array_sums(sizes: _HostSizes, alike: Alike, owner: int, *, in_files: bool) -> Counter[str]:
-    """Bytes of each array on one rank, of all layers, that lie in files or in memory."""
+def _owned(places: Places) -> list[list[LayerLayout]]:
+    """The layers that each rank updates. It alone has their arrays but the weights."""
+    layers, num_ranks = places.on_host, places.demand.num_ranks
+    if num_ranks == 1:
+        return [list(layers)]
+    owner = owners([layer.gradient_bytes for layer in layers], num_ranks)
+    return [[x for x, own in zip(layers, owner, strict=True) if own == k] for k in range(num_ranks)]
+
+
+def _array_sums(
+    layers: Sequence[LayerLayout], spilled: Spilled, arrays: Sequence[str], *, in_files: bool
+) -> Counter[str]:
+    """Bytes of each array of these layers, in files or in memory."""
     sums: Counter[str] = Counter()
-    for (ranges, arrays, its_owner), count in alike.items():
-        layer = sizes.of_ranges[ranges]
-        owned = layer.trained if its_owner == owner else {}
-        for array, nbytes in {**owned, "weights": layer.weights}.items():
-            if array != "trained weights" and (array in arrays) == in_files:
-                sums[array] += count * (_padded(nbytes) if in_files else nbytes)
+    for layer in layers:
+        for array in arrays:
+            if (array in spilled[layer.index]) == in_files:
+                nbytes = layer.array_bytes(array)
+                sums[array] += _padded(nbytes) if in_files else nbytes
     return sums
 
 
-def _host_bytes(sizes: _HostSizes, spilled: Spilled) -> dict[str, int]:
+def _host_bytes(places: Places, spilled: Spilled) -> dict[str, int]:
     """Bytes of each part of the host's peak, on the rank with the most."""
-    alike = _equal_layers(sizes, spilled)
-    all_ranks = range(sizes.demand.num_ranks)
-    of_ranks = [_host_bytes_of(sizes, spilled, alike, rank) for rank in all_ranks]
-    return max(of_ranks, key=lambda parts: sum(parts.values()))
-
-
-def _host_bytes_of(sizes: _HostSizes, spilled: Spilled, alike: Alike, rank: int) -> dict[str, int]:
-    sums = _array_sums(sizes, alike, rank, in_files=False)
-    if sizes.demand.num_ranks > 1:
-        sums["weights"] = _shared_weight_bytes(sizes, alike)
-    staging = _staging(sizes, spilled)
-    ring_bytes = _ring_entries(sizes) * sizes.largest_gradients
-    early = _early_layers(sizes, spilled)
+    demand, moments = places.demand, places.layout.moments
+    waiting = "accumulated" if demand.accumulate else "gradients"
+    arrays = ["weights"]
+    if demand.training:
+        arrays += ["low", *moments, waiting]
+    all_sums = [_array_sums(layers, spilled, arrays, in_files=False) for layers in _owned(places)]
+    sums = max(all_sums, key=lambda of_rank: of_rank.total() - of_rank["weights"])
+    if demand.num_ranks > 1:
+        sums["weights"] = _shared_weight_bytes(places)
+    staging = _staging(places, spilled)
+    early = _early_layers(places, spilled)
     return {
         "weights": sums["weights"],
         "master remainder": sums["low"],
-        "moments": sum(sums[array] for array in sizes.kinds["moments"]),
+        "moments": sum(sums[array] for array in moments),
         "held gradients": sums["gradients"],
         "accumulated gradients": sums["accumulated"],
-        SECOND_ARRAYS: sum(_second_bytes(sizes, index) for index in early),
-        f"gradient ring ({SUM_BUFFERS} entries)": ring_bytes,
+        SECOND_ARRAYS: sum(
+            layer.array_bytes(array)
+            for layer in places.on_host
+            for array in ("weights", "low", *moments)
+            if layer.index in early
+        ),
+        f"gradient ring ({SUM_BUFFERS} entries)": SUM_BUFFERS * _ring_bytes(places),
         f"staging ring ({staging.entries} pieces)": staging.nbytes,
     }
 
 
-def _shared_weight_bytes(sizes: _HostSizes, alike: Alike) -> int:
+def _shared_weight_bytes(places: Places) -> int:
     """One rank's part of its node's weights. Each layer has whole pages, and words show its state
     (`ranks`)."""
-    on_node = sizes.demand.ranks_per_node
-    total = _padded(8 * (len(sizes.ranges) + on_node + 1))
-    for (ranges, _, _), count in alike.items():
-        total += count * _padded(sizes.of_ranges[ranges].weights)
+    on_node = places.demand.ranks_per_node
+    words = 8 * (len(places.on_host) + on_node + 1)
+    total = _padded(words) + sum(_padded(layer.weight_bytes) for layer in places.on_host)
     return total // on_node
 
 
-def _nvme_bytes(sizes: _HostSizes, spilled: Spilled) -> dict[str, int]:
+def _nvme_bytes(places: Places, spilled: Spilled) -> dict[str, int]:
     """Bytes of each kind of arrays in files, on the rank with the most; empty if nothing spills."""
     if not any(spilled):
         return {}
-    alike = _equal_layers(sizes, spilled)
-    all_sums = [
-        _array_sums(sizes, alike, rank, in_files=True) for rank in range(sizes.demand.num_ranks)
-    ]
-    sums = max(all_sums, key=lambda of_rank: of_rank.total())
-    return {kind: sum(sums[array] for array in arrays) for kind, arrays in sizes.kinds.items()}
+    kinds = kinds_of(places.layout)
+    arrays = [array for of_kind in kinds.values() for array in of_kind]
+    all_sums = [_array_sums(layers, spilled, arrays, in_files=True) for layers in _owned(places)]
+    sums = max(all_sums, key=Counter.total)
+    return {kind: sum(sums[array] for array in of_kind) for kind, of_kind in kinds.items()}
 
 
-def _offloaded_bytes(sizes: _HostSizes) -> int:
-    """Bytes of activations that wait on the host."""
-    return sum(sizes.places.offloaded.values())
+def _ring_bytes(places: Places) -> int:
+    """Bytes of each buffer for gradients on their way to a sum; 0 if none are summed."""
+    demand = places.demand
+    if not (demand.training and demand.accumulate):
+        return 0
+    return max((layer.gradient_bytes for layer in places.on_host), default=0)
 
 
 # -- what spills ----------------------------------------------------------------------------------
-def _choose_spilled(sizes: _HostSizes) -> Spilled:
+def _choose_spilled(places: Places) -> Spilled:
     """The arrays that lie in files: where they lie already; the kinds that the config names; or as
     few as possible. None without NVMe."""
-    demand = sizes.demand
+    demand = places.demand
     if not demand.nvme:
-        return _arrays_of_kinds(sizes, 0)
+        return _arrays_of_kinds(places, 0)
     if demand.in_files is not None:
         return tuple(map(frozenset, demand.in_files))
     if demand.spill is not None:
-        return _arrays_of_kinds(sizes, DEPTHS[demand.spill])
-    return _fewest_that_fit(sizes)
+        return _arrays_of_kinds(places, DEPTHS[demand.spill])
+    return _fewest_that_fit(places)
 
 
-def _arrays_of_kinds(sizes: _HostSizes, num_kinds: int) -> Spilled:
+def _arrays_of_kinds(places: Places, num_kinds: int) -> Spilled:
     """All arrays of the first `num_kinds` kinds, at their layers' indices."""
-    kinds = list(sizes.kinds.values())[:num_kinds]
+    kinds = list(kinds_of(places.layout).values())[:num_kinds]
     arrays = [array for kind in kinds for array in kind]
-    rows: list[frozenset[str]] = []
-    for index in range(max(sizes.ranges, default=-1) + 1):
-        if index in sizes.ranges:
-            layer = sizes.of_layer(index)
-            nbytes = {**layer.trained, "weights": layer.weights}
-            rows.append(frozenset(array for array in arrays if nbytes.get(array)))
-        else:
-            rows.append(frozenset())
+    rows = [frozenset[str]()] * len(places.layout.layers)
+    for layer in places.on_host:
+        rows[layer.index] = frozenset(array for array in arrays if layer.array_bytes(array))
     return tuple(rows)
 
 
-def _fewest_that_fit(sizes: _HostSizes) -> Spilled:
+def _fewest_that_fit(places: Places) -> Spilled:
     """The fewest arrays that must spill so that the others fit, in the order of [Note: what spills
     first]. All that may spill if that is not enough."""
-    num_kinds = len(sizes.kinds) - (sizes.demand.num_ranks > 1)  # all but weights
-    spilled = _arrays_of_kinds(sizes, 0)
-    if _fits(sizes, spilled):
-        return spilled
-    most = _arrays_of_kinds(sizes, num_kinds)
-    for kind in list(sizes.kinds.values())[:num_kinds]:
-        before = spilled
-        rows = zip(before, most, strict=True)
-        spilled = tuple(fewer | (more & frozenset(kind)) for fewer, more in rows)
-        if _fits(sizes, spilled):
-            return _bring_back(sizes, before, spilled)
-    return most
+    num_kinds = len(DEPTHS) - (places.demand.num_ranks > 1)  # all but weights
+    after = _arrays_of_kinds(places, 0)
+    for depth in range(num_kinds + 1):
+        before, after = after, _arrays_of_kinds(places, depth)
+        if _fits(places, after):
+            return _bring_back(places, before, after)
+    return after
 
 
-def _bring_back(sizes: _HostSizes, before: Spilled, after: Spilled) -> Spilled:
+def _bring_back(places: Places, before: Spilled, after: Spilled) -> Spilled:
     """`before` for as many of the first layers as fit, `after` for the others. `after` fits."""
     least, most = 0, len(after)  # so many layers can be as before: `least` fit
     while least < most:
         count = least + 1 + (most - least) // 2
-        if _fits(sizes, (*before[:count], *after[count:])):
+        if _fits(places, (*before[:count], *after[count:])):
             least = count
         else:
             most = count - 1
     return (*before[:least], *after[least:])
 
 
-def _fits(sizes: _HostSizes, spilled: Spilled) -> bool:
-    budget = sizes.demand.host_budget_bytes
+def _fits(places: Places, spilled: Spilled) -> bool:
+    budget = places.demand.host_budget_bytes
     if budget is None:
         return True
-    return _offloaded_bytes(sizes) + sum(_host_bytes(sizes, spilled).values()) <= budget
+    return sum(places.offloaded.values()) + sum(_host_bytes(places, spilled).values()) <= budget
 
 
 def _spill_reasons(demand: Demand, nvme_bytes: Mapping[str, int]) -> tuple[str, ...]:
@@ -374,15 +294,15 @@ def _spill_reasons(demand: Demand, nvme_bytes: Mapping[str, int]) -> tuple[str, 
 
 
 # -- early updates --------------------------------------------------------------------------------
-def _early_layers(sizes: _HostSizes, spilled: Spilled) -> frozenset[int]:
+def _early_layers(places: Places, spilled: Spilled) -> frozenset[int]:
     """The layers that are updated before the gate ([Note: early updates])."""
-    demand = sizes.demand
+    demand = places.demand
     if not demand.early_layers or not demand.training or demand.num_ranks > 1:
         return frozenset()
     able = [
         layer
-        for layer in sizes.places.on_host
-        if layer.trainable_numel == layer.numel > 0 and not spilled[layer.index]
+        for layer in places.on_host
+        if layer.trained_numel and not layer.frozen_bytes and not spilled[layer.index]
     ]
     return spread(able, demand.early_layers)
 
@@ -390,24 +310,16 @@ def _early_layers(sizes: _HostSizes, spilled: Spilled) -> frozenset[int]:
 def spread(layers: Sequence[LayerLayout], count: int) -> frozenset[int]:
     """The indices of `count` of `layers` (all where there are fewer), evenly over their bytes."""
     count = min(count, len(layers))
-    total = sum(layer.trainable_numel for layer in layers)
+    total = sum(layer.trained_numel for layer in layers)
     chosen: list[int] = []
     below = 0
     for position, layer in enumerate(layers):
-        below += layer.trainable_numel
+        below += layer.trained_numel
         # The middle of each of `count` equal parts; as many as are left, where layers are uneven.
         is_due = count * below >= (len(chosen) + 0.5) * total
         if len(chosen) < count and (is_due or len(layers) - position == count - len(chosen)):
             chosen.append(layer.index)
     return frozenset(chosen)
-
-
-def _second_bytes(sizes: _HostSizes, index: int) -> int:
-    """Bytes of a layer's second set of arrays."""
-    layer = sizes.of_layer(index)
-    states = ("low", *sizes.kinds["moments"])
-    state_bytes = sum(layer.trained.get(array, 0) for array in states)
-    return layer.weights + state_bytes
 
 
 def early_reasons(places: Places, host: HostMemory) -> tuple[str, ...]:
@@ -431,11 +343,9 @@ def _why_none_is_early(places: Places, host: HostMemory) -> Iterator[str]:
     if places.demand.num_ranks > 1:
         yield "several ranks share the layers, and agree first on which parameters have gradients"
         return
-    layers = [layer for layer in places.on_host if layer.numel]
-    frozen = sum(layer.trainable_numel < layer.numel for layer in layers)
-    in_files = sum(
-        layer.trainable_numel == layer.numel and bool(host.spilled[layer.index]) for layer in layers
-    )
+    layers = [layer for layer in places.on_host if layer.weight_bytes]
+    frozen = sum(layer.frozen_bytes > 0 for layer in layers)
+    in_files = sum(not x.frozen_bytes and bool(host.spilled[x.index]) for x in layers)
     if places.on_gpu:
         yield f"{len(places.on_gpu)} layers are updated on the gpu"
     if frozen:
@@ -444,84 +354,43 @@ def _why_none_is_early(places: Places, host: HostMemory) -> Iterator[str]:
         yield f"{in_files} layers have arrays in files"
 
 
-# -- rings ----------------------------------------------------------------------------------------
-def _ring_entries(sizes: _HostSizes) -> int:
-    """Buffers for gradients on their way to a sum."""
-    demand = sizes.demand
-    adds = demand.training and demand.accumulate and sizes.largest_gradients > 0
-    return SUM_BUFFERS if adds else 0
+# -- files ----------------------------------------------------------------------------------------
+def _staged_bytes(layer: LayerLayout, arrays: frozenset[str]) -> int:
+    """Bytes of these arrays in an update. Of the weights, only the trained ones count."""
+    return sum(layer.array_bytes("gradients" if a == "weights" else a) for a in arrays)
 
 
-def _staging(sizes: _HostSizes, spilled: Spilled) -> Staging:
+def _staging(places: Places, spilled: Spilled) -> Staging:
     """The ring that `spilled` needs ([Note: the staging ring])."""
-    if not any(spilled):
-        return Staging()
-    demand = sizes.demand
-    has_fetches = False
-    has_updates = False
-    # of the arrays that pass together
-    element_bytes: list[float] = [demand.states.weight_bytes]
-    layer_bytes: list[int] = []
-    for ranges, arrays, _ in _equal_layers(sizes, spilled):
-        layer = sizes.of_ranges[ranges]
-        if "weights" in arrays:
-            has_fetches = True
-            element_bytes += [_item_bytes(demand, layer_range, "weights") for layer_range in ranges]
-            layer_bytes.append(layer.weights)
-        if arrays and _is_trained(sizes, ranges):
-            has_updates = True
-            layer_bytes.append(_update_bytes(layer, arrays))
-            for layer_range in ranges:
-                if layer_range.trainable:
-                    item_bytes = [_item_bytes(demand, layer_range, array) for array in arrays]
-                    element_bytes.append(sum(item_bytes))
-    # A piece has a page of every array at least, and no more bytes than the largest layer.
-    page_bytes = int(sizes.places.layout.page_numel * max(element_bytes))
-    wanted_bytes = min(demand.piece_bytes or PIECE_BYTES, max(layer_bytes, default=0))
-    piece_bytes = max(page_bytes, wanted_bytes)
+    fetched = [x.weight_bytes for x in places.on_host if "weights" in spilled[x.index]]
+    updated: list[int] = []
+    page_bytes = PAGE_BYTES  # a piece has a page of every array at least
+    for layer in places.on_host:
+        if places.demand.training and layer.states is not None and spilled[layer.index]:
+            updated.append(_staged_bytes(layer, spilled[layer.index]))
+            item_bytes = layer.states.item_bytes(spilled[layer.index])
+            page_bytes = max(page_bytes, _padded(int(page_numel(layer.states.kind) * item_bytes)))
+    wanted_bytes = min(places.demand.piece_bytes or PIECE_BYTES, max(fetched + updated, default=0))
     return Staging(
-        update_entries=UPDATE_ENTRIES if has_updates else 0,
-        fetch_entries=FETCH_ENTRIES if has_fetches else 0,
-        piece_bytes=-(-piece_bytes // PAGE_BYTES) * PAGE_BYTES,
+        update_entries=UPDATE_ENTRIES if updated else 0,
+        fetch_entries=FETCH_ENTRIES if fetched else 0,
+        piece_bytes=max(page_bytes, _padded(wanted_bytes)),
     )
 
 
-def _is_trained(sizes: _HostSizes, ranges: Ranges) -> bool:
-    return sizes.demand.training and sizes.of_ranges[ranges].trained["trained weights"] > 0
-
-
-def _update_bytes(layer: _RangeSizes, arrays: frozenset[str]) -> int:
-    """Bytes of the arrays in an update. Of the weights, only the trained ones count."""
-    names = ["trained weights" if array == "weights" else array for array in arrays]
-    return sum(layer.trained.get(name, 0) for name in names)
-
-
-def _item_bytes(demand: Demand, layer_range: Range, array: str) -> float:
-    """Bytes of an array for one element of a range."""
-    storage_format = demand.formats[layer_range.format]
-    if array == "weights":
-        return storage_format.dtype.itemsize
-    dtype = storage_format.trained.dtypes.get(array)
-    return 0 if dtype is None else dtype.itemsize / group_size(array)
-
-
-def _file_traffic(sizes: _HostSizes, spilled: Spilled) -> tuple[int, int]:
+def _file_traffic(places: Places, spilled: Spilled) -> tuple[int, int]:
     """Bytes that a step reads from files, and bytes that it writes, on the rank with the most.
 
     An update reads what is spilled and writes it back. Fetches read weights twice per micro-batch
     at most.
     """
-    read, written = ([0] * sizes.demand.num_ranks for _ in range(2))
-    micro_batches = sizes.demand.micro_batches
-    for (ranges, arrays, owner), count in _equal_layers(sizes, spilled).items():
-        layer = sizes.of_ranges[ranges]
-        for array in arrays:
-            nbytes = layer.trained.get("trained weights" if array == "weights" else array, 0)
-            read[owner] += count * nbytes
-            written[owner] += count * nbytes
-            if array == "weights":
-                read[owner] += count * 2 * micro_batches * layer.weights
-    return max(read), max(written)
+    passes = 2 * places.demand.micro_batches
+    of_ranks = []
+    for layers in _owned(places):
+        staged = sum(_staged_bytes(layer, spilled[layer.index]) for layer in layers)
+        fetched = sum(x.weight_bytes for x in layers if "weights" in spilled[x.index])
+        of_ranks.append((staged + passes * fetched, staged))
+    return max(of_ranks)
 
 
 # -- budgets --------------------------------------------------------------------------------------
@@ -574,15 +443,11 @@ def _check_memory(places: Places, host: HostMemory) -> None:
 
 def _packing_advice(places: Places) -> str:
     """The advice to pack frozen weights of blocks; empty if there are none, or if some are."""
-    frozen = 0
-    for layer in (*places.streamed, *places.resident_blocks):
-        for layer_range in layer.ranges:
-            dtype = places.demand.formats[layer_range.format].dtype
-            if not layer_range.trainable and dtype not in DTYPES:
-                return ""
-            if not layer_range.trainable:
-                frozen += layer_range.num_parameters
-    saved = int(frozen * (places.demand.states.weight_bytes - STORED_BYTES))
+    blocks = (*places.streamed, *places.resident_blocks)
+    if any(layer.frozen_dtypes - set(DTYPES) for layer in blocks):
+        return ""
+    share = 1 - STORED_BYTES / places.demand.states.weight_bytes
+    saved = int(share * sum(layer.frozen_bytes for layer in blocks))
     if saved <= 0:
         return ""
     return (

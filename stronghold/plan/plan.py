@@ -27,8 +27,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from stronghold.errors import BudgetError
-from stronghold.model.layout import ModelLayout, file_order
-from stronghold.optim.states import Formats
+from stronghold.model.layout import ModelLayout
 from stronghold.plan.cost import AGAIN, Demand, Traffic, traffic_of
 from stronghold.plan.gpu_memory import GpuPeak, choose_slots
 from stronghold.plan.host_memory import Spilled, Staging, early_reasons, plan_host
@@ -172,11 +171,11 @@ def _make_plan(layout: ModelLayout, demand: Demand) -> Plan:
         window=slots.window,
         resident=resident,
         updated_on_gpu=on_gpu,
-        in_files=_in_files(layout, demand.formats, host.spilled),
+        in_files=_in_files(layout, host.spilled),
         own_gradients=frozenset(layer.index for layer in places.own_slots),
         gradient_slots=slots.gradient_slots,
         ring_entries=host.ring_entries,
-        trained=frozenset(layer.index for layer in layout.layers if layer.trainable_numel),
+        trained=frozenset(layer.index for layer in layout.layers if layer.states),
         early=host.early,
         activations=activations,
         cpu_threads=threads,
@@ -193,16 +192,11 @@ def _make_plan(layout: ModelLayout, demand: Demand) -> Plan:
     )
 
 
-def _in_files(
-    layout: ModelLayout, formats: Formats, spilled: Spilled
-) -> tuple[tuple[str, ...], ...]:
+def _in_files(layout: ModelLayout, spilled: Spilled) -> tuple[tuple[str, ...], ...]:
     """The arrays of each layer that lie in files, in their order there."""
-    if not any(spilled):
-        return ((),) * len(layout.layers)
-    others = (frozenset[str](),) * (len(layout.layers) - len(spilled))
     return tuple(
-        tuple(array for array in file_order(layer, formats) if array in arrays)
-        for layer, arrays in zip(layout.layers, (*spilled, *others), strict=True)
+        tuple(array for array in (*layout.moments, "low", "weights") if array in spilled[k])
+        for k in range(len(layout.layers))
     )
 
 

@@ -38,7 +38,7 @@ from tqdm import tqdm
 from stronghold.devices.base import Device, Fence, Record
 from stronghold.devices.lane_name import LaneName
 from stronghold.errors import ConfigError
-from stronghold.optim.states import PAGE_BYTES, group_size, items, num_items, page_numel
+from stronghold.optim.states import PAGE_BYTES, items, num_items, page_numel
 from stronghold.plan.host_memory import Staging
 from stronghold.private import with_own_storage, without_torch_function
 from stronghold.train.aliases import num_elsewhere
@@ -154,9 +154,8 @@ class Arrays:
                 self._offsets[layer, array] = end
                 end += _padded(_num_bytes(layer, array))
             if arrays and layer.states is not None:
-                bytes_of = [dtypes[array].itemsize / group_size(array) for array in arrays]
                 page = page_numel(layer.states.kind)
-                numel = int(self._piece_bytes / sum(bytes_of)) // page * page
+                numel = int(self._piece_bytes / layer.states.item_bytes(arrays)) // page * page
                 assert numel, f"a piece of {self._piece_bytes} bytes is too small for {layer!r}"
                 self._piece_numel[layer], self._first_pieces[layer] = numel, num_pieces
                 num_pieces += -(-layer.trained_numel // numel)

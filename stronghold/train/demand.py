@@ -20,7 +20,7 @@ from stronghold.errors import ConfigError
 from stronghold.limits import available_host_bytes, mapped_files, update_cores
 from stronghold.model.layout import ModelLayout
 from stronghold.model.stored_tensors import tensor_has_memory
-from stronghold.optim.states import LEAN, Formats, States
+from stronghold.optim.states import LEAN, States
 from stronghold.plan.cost import Demand
 from stronghold.plan.places import levels_of
 from stronghold.train.processes import Neighbours
@@ -69,7 +69,6 @@ def ram_bytes(tensors: Iterable[torch.Tensor]) -> int:
 def demand_of(
     settings: Settings,
     layout: ModelLayout,
-    formats: Formats,
     states: States,
     ranks: Neighbours,
     free: FreeResources,
@@ -101,7 +100,6 @@ def demand_of(
     before_first_batch = "recompute" if on_gpu else None
     return Demand(
         states=states,
-        all_formats=formats,
         accumulate=settings.accumulates,
         training=training,
         gpu_budget_bytes=gpu_budget,

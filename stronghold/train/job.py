@@ -30,6 +30,7 @@ from stronghold.devices.lane_name import LaneName
 from stronghold.errors import ConfigError, LaneError, format_size
 from stronghold.model.costs import DTYPES
 from stronghold.model.inner_tensors import HeldTensors
+from stronghold.model.layout import ModelLayout
 from stronghold.model.logits import LogitsInParts
 from stronghold.model.packed_weight import pack_frozen
 from stronghold.model.partition import (
@@ -50,7 +51,7 @@ from stronghold.telemetry.metrics import Metrics
 from stronghold.telemetry.trace import Trace, open_path
 from stronghold.train import fragments
 from stronghold.train.demand import FreeResources, demand_of, pinned_activations, ram_bytes
-from stronghold.train.formats import CAST, COMPUTED, OWN, model_formats
+from stronghold.train.formats import CAST, COMPUTED, OWN, training_dtypes
 from stronghold.train.guards import COMPILED_WHOLE, Written
 from stronghold.train.hooks import ProgramBackward
 from stronghold.train.key_value_caches import forbid_caches
@@ -179,20 +180,9 @@ class Job:
             pack_frozen(model, blocks, dtype if rule == CAST else None)
             stored = stored_tensors(model)
         groups = {} if optimizer is None else optimizer.group_of()
-        chosen = model_formats(
-            stored,
-            dtype=dtype,
-            kind=section.states,
-            rule=rule,
-            optimizers={parameter: group[1] for parameter, group in groups.items()},
-            default=None if optimizer is None else optimizer.default,
-        )
-        self.partition: Partition = partition(
-            model,
-            section.layers,
-            chosen.of,
-            trains_in=lambda tensor: chosen.dtype_of(tensor) if tensor in groups else None,
-        )
+        dtypes = training_dtypes(stored, dtype=dtype, rule=rule)
+        trained = {parameter: dtypes[parameter] for parameter in groups}
+        self.partition: Partition = partition(model, section.layers, trained.get)
         named = [named for layer in self.partition.layers for named in layer.parameters]
         check_parameters(named, settings.precision, cast=rule == CAST)
         if hasattr(model, "_orig_mod") or model._compiled_call_impl is not None:
@@ -200,12 +190,12 @@ class Job:
         self.layers: list[Layer] = layers_of(
             self.partition,
             groups,
-            dtype_of=chosen.dtype_of,
+            dtype_of=dtypes.__getitem__,
             kind=section.states,
             aliases=stored.aliases,
         )
         self._held = HeldTensors(model)
-        self.layout, self.formats = layout_of(self.layers, self.partition)
+        self.layout: ModelLayout = layout_of(self.layers, self.partition)
         self._stored = stored
         if self.ranks.rank == 0:
             report_untried()
@@ -225,7 +215,6 @@ class Job:
         self.demand: Demand = demand_of(
             settings,
             self.layout,
-            self.formats,
             self.states,
             self.ranks,
             FreeResources(

@@ -18,21 +18,11 @@ import torch
 from torch import Tensor
 
 from stronghold.devices.base import Device, Record
-from stronghold.model.layout import PAGE_NUMEL, LayerLayout, ModelLayout, ParameterSlice, Range
+from stronghold.model.layout import LayerLayout, ModelLayout
 from stronghold.model.partition import Layer as PartitionLayer
 from stronghold.model.partition import NamedParameter, Partition
 from stronghold.optim.contract import Group, Optimizer
-from stronghold.optim.states import (
-    EXACT,
-    PAGE_BYTES,
-    Format,
-    Formats,
-    StateKind,
-    States,
-    items,
-    page_numel,
-    states_of,
-)
+from stronghold.optim.states import EXACT, PAGE_BYTES, StateKind, States, items, states_of
 from stronghold.private import without_torch_function
 
 Groups = Mapping[Tensor, tuple[Group, Optimizer]]
@@ -297,73 +287,24 @@ def layers_of(
     return layers
 
 
-def layout_of(layers: Sequence[Layer], partition: Partition) -> tuple[ModelLayout, Formats]:
+def layout_of(layers: Sequence[Layer], partition: Partition) -> ModelLayout:
     """The sizes of the layers, for the planner: exactly those of their buffers and arrays."""
-    formats: list[Format] = []
-    layouts = [
-        _layer_layout(layer, part, formats)
-        for layer, part in zip(layers, partition.layers, strict=True)
-    ]
-    pages = [page_numel(layer.states.kind) for layer in layers if layer.states is not None]
-    page = max(pages, default=PAGE_NUMEL)
-    return ModelLayout(layers=tuple(layouts), page_numel=page), tuple(formats)
+    return ModelLayout(layers=tuple(map(_sizes_of, layers, partition.layers)))
 
 
-def _layer_layout(layer: Layer, part: PartitionLayer, formats: list[Format]) -> LayerLayout:
-    """A range for the trained parameters, and one for the frozen ones of each dtype. A format that
-    is new is added to `formats`."""
-    num_weights = {named.name: named.num_weights for named in part.parameters}
-    of_format: dict[Format, list[int]] = {}
-    for k, dtype in enumerate(layer.dtypes):
-        states = layer.states if k < layer.num_trained else None
-        of_format.setdefault(Format(dtype, states), []).append(k)
-    slices: list[ParameterSlice] = []
-    ranges: list[Range] = []
-    begin = num_trained = 0
-    for own, positions in of_format.items():
-        if own not in formats:
-            formats.append(own)
-        number, is_trained = formats.index(own), own.states is not None
-        end, num_parameters = begin, 0
-        for k in positions:
-            shape = tuple(layer.parameters[k].shape)
-            placed = ParameterSlice(
-                name=layer.names[k],
-                shape=shape,
-                trainable=is_trained,
-                format=number,
-                num_weights=num_weights[layer.names[k]],
-                offset=end,
-                numel=math.prod(shape),
-                range=len(ranges),
-            )
-            slices.append(placed)
-            num_parameters += placed.numel
-            itemsize = own.dtype.itemsize
-            end += -(-placed.numel * itemsize // ALIGN_BYTES) * ALIGN_BYTES // itemsize
-        if is_trained:
-            end, num_trained = layer.trained_numel, num_parameters
-        ranges.append(
-            Range(
-                begin=begin,
-                end=end,
-                format=number,
-                trainable=is_trained,
-                num_parameters=num_parameters,
-            )
-        )
-        begin = end
+def _sizes_of(layer: Layer, part: PartitionLayer) -> LayerLayout:
     return LayerLayout(
         index=layer.index,
         name=layer.name,
         streamed=layer.is_block,
         in_block=layer.block is not None,
-        slices=tuple(slices),
-        ranges=tuple(ranges),
-        trainable_numel=layer.trained_numel,
-        numel=begin,
+        states=layer.states,
+        trained_numel=layer.trained_numel,
+        frozen_bytes=layer.num_bytes - layer.trained_bytes,
+        frozen_dtypes=frozenset(layer.dtypes[layer.num_trained :]),
         num_parameters=sum(
-            one.numel if one.num_weights is None else one.num_weights for one in slices
+            math.prod(named.parameter.shape) if named.num_weights is None else named.num_weights
+            for named in part.parameters
         ),
-        num_trainable=num_trained,
+        num_trained=sum(math.prod(p.shape) for p in layer.parameters[: layer.num_trained]),
     )

@@ -617,11 +617,11 @@ def test_an_inspection_says_what_a_bug_report_needs() -> None:
         assert (now.ranks.rank, now.ranks.num_ranks) == (now.ranks.node, 1) == (0, 1)
         assert now.ranks.sent_bytes == {}
         assert now.traffic.num_fetches > before.traffic.num_fetches
-        parts = {part.name: (layer, part) for layer in now.layers for part in layer.layout.slices}
+        holders = {name: layer for layer in now.layers for name in layer.trained}
         for name, parameter in both.model.named_parameters():
-            layer, part = parts[name]
-            assert torch.equal(layer.read("weights", part).view(part.shape), parameter)
-            assert torch.equal(layer.master(part), parameter)
+            layer = holders[name]
+            assert torch.equal(layer.read("weights", name), parameter.flatten())
+            assert torch.equal(layer.master(name), parameter)
             assert set(layer.counts) == {1}
         text = str(now)
         for words in (str(now.plan), "host", "num_fetches", now.layers[1].text, str(now.ranks)):

@@ -62,7 +62,7 @@ def test_after_a_failure_every_weight_is_of_one_step_or_the_next(mode: str, tmp_
                 assert in_time(partial(run_steps, engine, make_batch, range(2, 4))) is not None
             engine.destroy()
             after = weights(engine.module)
-            names = [part.name for part in engine.inspect().layout.layers[layer].slices]
+            names = engine.inspect().layers[layer].trained
             for name, value in after.items():
                 same = [torch.equal(value, of_step[name]) for of_step in found]
                 # A layer takes several pieces: those before the one that failed are new.

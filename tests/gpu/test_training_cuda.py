@@ -511,10 +511,11 @@ def test_weights_that_stay_are_all_that_stays(place: dict[str, Any]) -> None:
             engine(**on(torch.device("cuda"), llama()[1](0)))
         there.append(taken())
         now = engine.inspect()
-        largest = max(layer.numel for layer in now.layout.layers if layer.streamed)
-        staying = [layer.numel for layer in now.layout.layers if layer.index in now.plan.resident]
-        slots = now.plan.window * largest if len(staying) < len(now.layout.layers) else 0
-        there.append((slots + sum(staying)) * 4)
+        largest = max(layer.weight_bytes for layer in now.layout.layers if layer.streamed)
+        layers = now.layout.layers
+        staying = [layer.weight_bytes for layer in layers if layer.index in now.plan.resident]
+        slots = now.plan.window * largest if len(staying) < len(layers) else 0
+        there.append(slots + sum(staying))
         engine.reload_states()
         engine.backward(loss_of(engine(**on(torch.device("cuda"), llama()[1](0)))))
         engine.step()

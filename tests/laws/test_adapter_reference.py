@@ -79,8 +79,8 @@ def test_a_reference_takes_no_memory_of_the_host(asks: bool) -> None:
             engine.step()
         report = engine.memory_report()
         layers = engine.inspect().layout.layers
-        frozen = 2 * sum(layer.numel - layer.trainable_numel for layer in layers)
-        trainable = sum(layer.trainable_numel for layer in layers)
+        frozen = sum(layer.frozen_bytes for layer in layers)
+        trainable = sum(layer.trained_numel for layer in layers)
         # fp32 adapters: weight, two moments, a pending gradient.
         assert report.host_peak == report.host_planned == frozen + 16 * trainable
     finally:

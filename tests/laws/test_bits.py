@@ -199,7 +199,7 @@ def fetch_bytes(engine: Any, *, num_passes: int) -> int:
     plan, layers = engine.plan, engine.inspect().layers
     streamed = [layer.weights.nbytes for layer in layers if layer.index not in plan.resident]
     stays = plan.resident - plan.updated_on_gpu
-    trained = [layer for layer in layers if layer.index in stays and layer.layout.trainable_numel]
+    trained = [layer for layer in layers if layer.index in stays and layer.trained]
     at_turn = sum(streamed[len(streamed) - plan.window :]) if plan.window else 0
     of_pass = WEIGHT_FETCHES * sum(streamed) - at_turn
     return num_passes * of_pass + sum(layer.weights.nbytes for layer in trained)

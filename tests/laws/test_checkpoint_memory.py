@@ -103,7 +103,7 @@ def measure(work: Path, hidden: int, intermediate: int, num_layers: int) -> dict
         engine.wait_for_checkpoint()
 
     peak("save beside a step", beside)
-    largest = max(state.layout.numel for state in engine.inspect().layers)
+    largest = max(state.layout.trained_numel for state in engine.inspect().layers)
     slabs = engine.memory_report().host_peak
     engine.destroy()
     peak("export hf", lambda: main(["export", str(work / "saved"), str(work / "hf")]))

@@ -163,8 +163,8 @@ def test_weights_cross_twice_and_gradients_once_however_many_chunks(chunk: int) 
         residents = len(layers) - streamed  # the host has updated them
         # One layer of the turn from forward to backward is there already.
         assert fetched <= 2 * streamed + residents
-        trained = sum(s.layout.num_trainable for s in engine.inspect().layers)
-        padding = sum(s.layout.trainable_numel for s in engine.inspect().layers)
+        trained = sum(s.layout.num_trained for s in engine.inspect().layers)
+        padding = sum(s.layout.trained_numel for s in engine.inspect().layers)
         assert 2 * trained <= drained <= 2 * padding
         report = engine.memory_report()
         assert report.gpu_peak == report.gpu_planned

@@ -270,18 +270,15 @@ def test_host_bytes_are_the_sum_over_the_formats(
         engine.step()
     now, report = engine.inspect(), engine.memory_report()
     total, largest = 0.0, 0
-    for layer in now.layout.layers:
+    for layer in now.layers:
         gradients = 0
-        for number, each in enumerate(layer.ranges):
-            dtypes = {expected[p.name] for p in layer.slices if p.range == number}
-            (dtype,) = dtypes  # of one range
+        total += layer.layout.frozen_bytes
+        if layer.trained:
+            (dtype,) = {expected[name] for name in layer.trained}
             weight, changed = BYTES[dtype, precision == "lean"]
-            numel = each.end - each.begin
-            total += weight * numel
-            if each.trainable:
-                total += changed * numel
-                gradients += weight * numel
-                total += 4 * numel * (accumulation > 1)
+            numel = layer.layout.trained_numel
+            gradients = weight * numel
+            total += gradients + changed * numel + 4 * numel * (accumulation > 1)
         total += gradients * (accumulation == 1)
         largest = max(largest, gradients)
     if accumulation > 1:

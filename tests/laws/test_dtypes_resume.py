@@ -78,11 +78,9 @@ def state_of(engine: Any) -> dict[str, torch.Tensor]:
 def counts_of(engine: Any) -> dict[str, int]:
     """Updates of each trained parameter. Two dtypes of a block may lie in two layers."""
     return {
-        part.name: count
+        name: count
         for layer in engine.inspect().layers
-        for part, count in zip(
-            [part for part in layer.layout.slices if part.trainable], layer.counts, strict=True
-        )
+        for name, count in zip(layer.trained, layer.counts, strict=True)
     }
 
 

@@ -133,7 +133,7 @@ def test_a_forward_only_engine_refuses_backward_and_step_and_says_why() -> None:
             engine.step()
         assert engine.get_lr() == []
         report = engine.memory_report()
-        weights = sum(layer.numel for layer in engine.inspect().layout.layers) * 4
+        weights = sum(layer.weight_bytes for layer in engine.inspect().layout.layers)
         assert report.host_peak == report.host_planned == weights
 
 

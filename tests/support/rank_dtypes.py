@@ -139,13 +139,11 @@ def memory(name: str, precision: str, **section: Any) -> dict[str, Any]:
         owned, of_node = 0.0, PAGE_BYTES  # with the counters of the node's weights
         for layer, own in zip(now.layout.layers, engine._job.layers, strict=True):
             of_node += -(-own.num_bytes // PAGE_BYTES) * PAGE_BYTES
-            for each in layer.ranges:
+            states = layer.states
+            if states is not None and engine._job.ranks.owns(own):
                 # what an update changes, and the gradients that wait for it
-                if each.trainable and engine._job.ranks.owns(own):
-                    made = now.formats[each.format]
-                    states = made.trained
-                    kept = states.low_bytes + states.moment_bytes + made.dtype.itemsize
-                    owned += (each.end - each.begin) * kept
+                kept = states.low_bytes + states.moment_bytes + states.dtype.itemsize
+                owned += layer.trained_numel * kept
         return {
             "host": (report.host_peak, report.host_planned),
             "gpu": (report.gpu_peak, report.gpu_planned),

@@ -36,7 +36,7 @@ def memory(*, clipping: float, **section: Any) -> dict[str, Any]:
         engine.step()
         engine.synchronize()
         now, report = engine.inspect(), engine.memory_report()
-        padded_numel = sum(layer.numel for layer in now.layout.layers)
+        padded_numel = sum(layer.trained_numel for layer in now.layout.layers)
         torch.distributed.barrier()
         found = {
             "host_peak": report.host_peak,
@@ -169,7 +169,7 @@ def accumulated() -> tuple[dict[str, int], int]:
             engine.backward(loss_of(engine(**make_batch(2 * micro + rank()))))
             engine.step()
         now = engine.inspect()
-        once = 4 * sum(layer.trainable_numel for layer in now.layout.layers)
+        once = 4 * sum(layer.trained_numel for layer in now.layout.layers)
         return dict(now.ranks.sent_bytes), once
     finally:
         engine.destroy()

@@ -249,10 +249,9 @@ def moments_of(engine: Any) -> dict[str, tuple[torch.Tensor, ...]]:
     now = engine.inspect()
     for layer in now.layers:
         layer.wait()
-        for part in layer.layout.slices:
-            if part.trainable:
-                states = now.formats[part.format].trained
-                found[part.name] = tuple(layer.read(array, part) for array in states.moment_dtypes)
+        for name in layer.trained:
+            arrays = layer.layout.states.moment_dtypes
+            found[name] = tuple(layer.read(array, name) for array in arrays)
     return found
 
 

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from stronghold.config import Settings, load, parse_bytes, source
 from stronghold.model.layout import ModelLayout
+from stronghold.optim.states import EXACT, StateKind
 from stronghold.plan.cost import Demand
 from stronghold.plan.plan import Plan, make_plan
 from tests.support.layouts import laid_out
@@ -86,10 +87,10 @@ def machine(settings: Settings, config: str) -> Machine:
 
 
 @cache
-def sizes(model: str) -> ModelLayout:
+def sizes(model: str, kind: StateKind = EXACT) -> ModelLayout:
     with torch.device("meta"):
         built = AutoModelForCausalLM.from_config(published(model), dtype=torch.bfloat16)
-    found, _ = laid_out(built)
+    found = laid_out(built, kind=kind)
     assert found.num_parameters == PUBLISHED[model][1]
     return found
 
@@ -119,10 +120,10 @@ def plan(settings: Settings, of: ModelLayout, ram: int, accumulation: int | None
 def test_the_model_fits_the_machine_that_the_config_is_for(config: str, model: str) -> None:
     settings = load(CONFIGS / f"{config}.json")
     has, kind = machine(settings, config), settings.stronghold.states
-    of = sizes(model)
+    of = sizes(model, kind)
     planned = plan(settings, of, has.ram)
-    numel = sum(layer.numel for layer in of.layers)
-    largest = max(layer.numel for layer in of.layers)
+    numel = sum(layer.trained_numel for layer in of.layers)
+    largest = max(layer.trained_numel for layer in of.layers)
     if planned.accumulates:
         # weight, rest of the master, two moments, fp32 sum; two bf16 gradients on their way to it
         expected = (2 + 2 + 8 + 4) * numel + 2 * 2 * largest
@@ -131,9 +132,9 @@ def test_the_model_fits_the_machine_that_the_config_is_for(config: str, model: s
         states = adam_states(torch.bfloat16, kind)
         expected = (2 + states.low_bytes + states.moment_bytes + 2) * numel
     assert planned.host_total_bytes == expected
-    outside = sum(layer.numel for layer in of.layers if not layer.streamed)
+    outside = sum(layer.trained_numel for layer in of.layers if not layer.streamed)
     slots = planned.window + planned.gradient_slots
-    largest_streamed = max(layer.numel for layer in of.layers if layer.streamed)
+    largest_streamed = max(layer.trained_numel for layer in of.layers if layer.streamed)
     assert planned.gpu_total_bytes == 2 * (slots * largest_streamed + 2 * outside)
     assert planned.gpu_total_bytes <= settings.stronghold.gpu_memory
     # Two layers are on their way while one computes, and an offload runs beside the next backward.
@@ -148,12 +149,12 @@ def test_the_model_fits_the_ram_and_the_disk_that_the_config_is_for(
     settings = load(CONFIGS / f"{config}.json")
     has, of = machine(settings, config), sizes(model)
     planned = plan(settings, of, has.ram)
-    numel = sum(layer.numel for layer in of.layers)
+    numel = sum(layer.trained_numel for layer in of.layers)
     assert planned.nvme_bytes["moments"] == 8 * numel
     assert planned.nvme_bytes["master remainder"] == 2 * numel
     # RAM is full but for less than one layer: of the weights no more spill than must.
     left = int(has.ram * RAM_SHARE) - planned.host_total_bytes
-    assert 0 <= left < 2 * max(layer.numel for layer in of.layers)
+    assert 0 <= left < 2 * max(layer.trained_numel for layer in of.layers)
     assert planned.nvme_bytes["weights"] < 2 * 0.6 * numel
     free, moved = (
         int(found) * 10**9
@@ -187,7 +188,8 @@ def test_the_gpu_has_room_for_activations(config: str, model: str) -> None:
 @pytest.mark.parametrize(("config", "model"), CASES)
 def test_what_the_comment_says_of_accumulation_is_so(config: str, model: str) -> None:
     settings = load(CONFIGS / f"{config}.json")
-    comment, of = settings.original["_machine"], sizes(model)
+    comment = settings.original["_machine"]
+    of = sizes(model, settings.stronghold.states)
     has = machine(settings, config)
     more = re.search(r"With (\d+) GB gradient_accumulation_steps can be more", comment)
     if more:

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 import stronghold
 from stronghold.errors import ConfigError
-from stronghold.plan.cost import weight_bytes
 from stronghold.tools.estimate.adapters import Adapters
 from stronghold.tools.estimate.estimate import Estimate, estimate
 from stronghold.tools.estimate.model import from_config
@@ -70,10 +69,10 @@ def test_adapters_train_alone(llama: Path) -> None:
     hidden, inner, keys = 256, 512, 128
     shapes = [(hidden, hidden)] * 2 + [(hidden, keys)] * 2 + [(hidden, inner)] * 3
     per_block = sum(RANK * (rows + columns) for rows, columns in shapes)
-    assert layout.num_trainable == BLOCKS * per_block
+    assert layout.num_trained == BLOCKS * per_block
     plain = from_config(llama).layout
-    assert layout.num_parameters - layout.num_trainable == plain.num_parameters
-    assert [layer.num_trainable for layer in layout.layers if not layer.streamed] == [0, 0, 0]
+    assert layout.num_parameters - layout.num_trained == plain.num_parameters
+    assert [layer.num_trained for layer in layout.layers if not layer.streamed] == [0, 0, 0]
 
 
 # -- the command -----------------------------------------------------------------------------------
@@ -179,7 +178,7 @@ def test_packed_weights_cost_the_bytes_of_their_format(llama: Path) -> None:
     norms = 2 * 2 * hidden
     blocks = [question.layout.layers[index] for index in question.layout.streamed]
     for layer in blocks:
-        assert weight_bytes(layer, question.formats) == packed + trained + norms
+        assert layer.weight_bytes == packed + trained + norms
     traffic = plan.traffic
     assert traffic.streamed_bytes == len(blocks) * (packed + trained + norms)
     assert traffic.trained_bytes == len(blocks) * trained

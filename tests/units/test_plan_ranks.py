@@ -20,7 +20,7 @@ from stronghold.tools.estimate.model import from_sizes
 from tests.support.states import adam_states
 
 SUBJECT = from_sizes(12, 2048, 16, 32000, 1024)
-LAYOUT, FORMATS = SUBJECT.laid_out(DEFAULT, torch.bfloat16, EXACT)
+LAYOUT = SUBJECT.laid_out(DEFAULT, torch.bfloat16, EXACT)
 MACHINE = MachineProfile.load("a100-80gb")
 
 
@@ -59,7 +59,6 @@ def plan_of(
 ) -> Plan:
     demand = Demand(
         states=adam_states(torch.bfloat16),
-        all_formats=FORMATS,
         accumulate=False,
         window=window,
         num_ranks=num_ranks,
@@ -75,7 +74,7 @@ def most_owned(num_ranks: int) -> int:
     """Elements of the layers of the rank that has the most: the largest first, each to the rank
     with the fewest."""
     loads = [0] * num_ranks
-    for numel in sorted((layer.trainable_numel for layer in LAYOUT.layers), reverse=True):
+    for numel in sorted((layer.trained_numel for layer in LAYOUT.layers), reverse=True):
         loads[loads.index(min(loads))] += numel
     return max(loads)
 
@@ -86,7 +85,7 @@ def most_owned(num_ranks: int) -> int:
 def test_ranks_share_the_bytes_of_the_host(num_ranks: int, num_nodes: int) -> None:
     """2 bytes of weights for those of a node, and 12 for a layer's owner. None is early."""
     plan = plan_of(num_ranks, 4, num_nodes)
-    weights = sum(-(-2 * layer.numel // PAGE_BYTES) * PAGE_BYTES for layer in LAYOUT.layers)
+    weights = sum(-(-layer.weight_bytes // PAGE_BYTES) * PAGE_BYTES for layer in LAYOUT.layers)
     of_node = (weights + PAGE_BYTES) // (num_ranks // num_nodes)  # a page of counters
     assert plan.host_total_bytes == of_node + 12 * most_owned(num_ranks)
     early = plan_of(num_ranks, 4, num_nodes, early_layers=6)
@@ -94,9 +93,7 @@ def test_ranks_share_the_bytes_of_the_host(num_ranks: int, num_nodes: int) -> No
 
 
 def test_updates_of_several_ranks_wait_for_the_clip_barrier() -> None:
-    demand = Demand(
-        states=adam_states(torch.bfloat16), all_formats=FORMATS, accumulate=False, early_layers=4
-    )
+    demand = Demand(states=adam_states(torch.bfloat16), accumulate=False, early_layers=4)
     assert len(make_plan(LAYOUT, demand).early) == 4
     plan = make_plan(LAYOUT, replace(demand, num_ranks=2))
     assert not plan.early
@@ -124,7 +121,6 @@ def test_several_ranks_keep_their_weights_in_memory() -> None:
         plan_of(2, spill="weights")
     demand = Demand(
         states=adam_states(torch.bfloat16),
-        all_formats=FORMATS,
         accumulate=False,
         nvme=True,
         host_budget_bytes=1,
@@ -141,7 +137,7 @@ def test_a_slow_wire_sets_the_step() -> None:
     """All gradients cross it once."""
     wire_gbps, num_ranks = 0.5, 4
     prediction = predict(num_ranks, wire_gbps=wire_gbps, window=2)
-    nbytes = 2 * sum(layer.num_trainable for layer in LAYOUT.layers)
+    nbytes = 2 * sum(layer.num_trained for layer in LAYOUT.layers)
     assert prediction.bound == "reduce"
     assert prediction.step_s >= 0.9 * nbytes / (wire_gbps * 1e9)
 
@@ -151,7 +147,7 @@ def test_the_exchange_takes_the_networks_time() -> None:
     is slow enough sets the step, with the gradients' way before it."""
     network_gbps, num_ranks, num_nodes = 0.25, 4, 2
     prediction = predict(num_ranks, num_nodes=num_nodes, network_gbps=network_gbps)
-    numel = sum(layer.num_trainable for layer in LAYOUT.layers)
+    numel = sum(layer.num_trained for layer in LAYOUT.layers)
     exchange_s = numel * 2 / num_nodes * (num_nodes - 1) / num_nodes / (network_gbps * 1e9)
     assert prediction.busy["exchange"] * prediction.step_s == pytest.approx(exchange_s, rel=1e-3)
     assert prediction.step_s >= 2 * exchange_s

@@ -67,12 +67,12 @@ def need_of(error: pytest.ExceptionInfo[BudgetError], before: str) -> int:
 def test_bf16_on_the_gpu_takes_fourteen_bytes_a_parameter() -> None:
     layout = layout_of(MODELS["even"])
     pinned = {"resident_layers": len(layout.streamed), "resident_updates": "gpu"}
-    numel = sum(layer.numel for layer in layout.layers)
+    numel = sum(layer.weight_bytes // 2 for layer in layout.layers)
     plain = make_plan(layout, demand(**pinned))
     assert plain.gpu_total_bytes == 14 * numel
     summed = make_plan(layout, demand(accumulate=True, **pinned))
-    outside = sum(layer.numel for layer in layout.layers if not layer.streamed)
-    slot = max(layer.numel for layer in layout.layers if layer.streamed)
+    outside = sum(layer.weight_bytes // 2 for layer in layout.layers if not layer.streamed)
+    slot = max(layer.weight_bytes // 2 for layer in layout.layers if layer.streamed)
     assert summed.gpu_total_bytes == 16 * numel + 2 * (outside + slot)
     assert plain.host_total_bytes == summed.host_total_bytes == 0
 
@@ -120,7 +120,7 @@ def test_the_budget_is_never_passed_and_too_little_is_refused_with_what_fits(
     for budget in [*range(least, most, 2048), most, most * 2]:
         plan = make_plan(layout, dataclasses.replace(wish, gpu_budget_bytes=budget))
         assert plan.gpu_total_bytes <= budget
-        if training and any(layer.trainable_numel for layer in layout.layers if layer.streamed):
+        if training and any(layer.trained_numel for layer in layout.layers if layer.streamed):
             assert plan.gradient_slots >= 1
         widest = max(widest, plan.window)
     assert make_plan(layout, dataclasses.replace(wish, gpu_budget_bytes=least)).window <= 1

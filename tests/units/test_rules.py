@@ -152,7 +152,7 @@ def test_backward_fetches_as_far_ahead_as_forward() -> None:
     as its fetch takes, in backward alone. So the fetches of backward are hidden."""
     asked = question(40)
     block = asked.layout.layers[asked.layout.streamed[0]]
-    fetch_s = 2e-9 * block.numel / asked.rates.fetch_gbps
+    fetch_s = 1e-9 * block.weight_bytes / asked.rates.fetch_gbps
     load = LayerWork(forward_s=0.0, backward_s=fetch_s)
     idle = LayerWork(forward_s=0.0, backward_s=0.0)
     layers = tuple(load if layer.streamed else idle for layer in asked.layout.layers)

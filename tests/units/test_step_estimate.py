@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from stronghold.errors import StateError
-from stronghold.plan.cost import Demand, LayerWork, Workload, step_bytes, weight_bytes
+from stronghold.plan.cost import Demand, LayerWork, Workload
 from stronghold.plan.estimate import End, Lanes, StepEstimate, estimate
 from stronghold.plan.machine import Rates
 from stronghold.plan.plan import Plan, make_plan
@@ -64,7 +64,7 @@ def test_with_fast_lanes_a_step_is_its_compute() -> None:
 def test_with_one_slot_each_fetch_adds_to_the_step() -> None:
     """Forward fetches every block. Backward finds the last one in its slot."""
     fetch_s = 0.040
-    gbps = weight_bytes(BLOCK, plan_of().demand.formats) / fetch_s * 1e-9
+    gbps = BLOCK.weight_bytes / fetch_s * 1e-9
     # What is no block is updated on the GPU, and never fetched.
     step = step_of(plan_of(window=1, resident_updates="gpu"), fetch_gbps=gbps, duplex_gbps=2e6)
     assert step.bound == "fetch"
@@ -74,15 +74,13 @@ def test_with_one_slot_each_fetch_adds_to_the_step() -> None:
 def test_forward_waits_for_updates_one_after_the_other() -> None:
     """Updates run behind the clip barrier. Those of all layers last longer than forward."""
     plan, update_s = plan_of(), 0.060
-    moved = [step_bytes(layer, plan.demand.formats) for layer in LAYOUT.layers]
-    gbps = step_bytes(BLOCK, plan.demand.formats) / update_s * 1e-9
+    moved = [layer.update_bytes for layer in LAYOUT.layers]
+    gbps = BLOCK.update_bytes / update_s * 1e-9
     step = step_of(plan, update_gbps=gbps)
     head_s = moved[-1] * 1e-9 / gbps
     last_block_s = max(FORWARD_S, head_s)  # it computes while the head is updated
     # Norms of the first block and of the embeddings follow backward.
-    norm_s = (
-        2 * sum(layer.num_trainable for layer in LAYOUT.layers[: BLOCK.index + 1]) * 1e-9 / gbps
-    )
+    norm_s = 2 * sum(layer.num_trained for layer in LAYOUT.layers[: BLOCK.index + 1]) * 1e-9 / gbps
     updates_s = sum(moved[:-1]) * 1e-9 / gbps
     expected_s = NUM_BLOCKS * BACKWARD_S + norm_s + updates_s + last_block_s
     assert step.bound == "update"

@@ -150,7 +150,7 @@ class Estimate:
             "asked": {
                 "model": question.model.name,
                 "num_parameters": question.model.layout.num_parameters,
-                "num_trained": question.model.layout.num_trainable,
+                "num_trained": question.model.layout.num_trained,
                 "adapters": question.model.adapters and asdict(question.model.adapters),
                 "num_blocks": question.model.num_blocks,
                 "machine": question.machine.name,

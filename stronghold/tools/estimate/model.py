@@ -29,10 +29,10 @@ from stronghold.model.partition import find_blocks, partition
 from stronghold.model.stored_tensors import stored_tensors
 from stronghold.optim import DEFAULT
 from stronghold.optim.contract import Optimizer
-from stronghold.optim.states import EXACT, Formats, StateKind
+from stronghold.optim.states import EXACT, StateKind
 from stronghold.private import Replacements
 from stronghold.tools.estimate.adapters import Adapters, with_adapters
-from stronghold.train.formats import CAST, model_formats
+from stronghold.train.formats import CAST, training_dtypes
 from stronghold.train.layer import Groups, layers_of, layout_of
 
 CONFIG = "config.json"
@@ -76,7 +76,7 @@ class MetaModel:
     @cached_property
     def layout(self) -> ModelLayout:
         """Its layers under bf16 and Adam, for their numbers of parameters."""
-        return self.laid_out(DEFAULT, torch.bfloat16, EXACT)[0]
+        return self.laid_out(DEFAULT, torch.bfloat16, EXACT)
 
     @property
     def num_blocks(self) -> int:
@@ -99,21 +99,12 @@ class MetaModel:
         pack_frozen(module, find_blocks(module, None), DTYPES[self.adapters.precision])
         return module
 
-    def laid_out(
-        self, optimizer: Optimizer, dtype: torch.dtype, kind: StateKind
-    ) -> tuple[ModelLayout, Formats]:
-        """The sizes of the layers, and their formats, in an engine."""
+    def laid_out(self, optimizer: Optimizer, dtype: torch.dtype, kind: StateKind) -> ModelLayout:
+        """The sizes of the layers in an engine."""
         groups: Groups = {p: ({}, optimizer) for p in self._packed.parameters() if p.requires_grad}
-        chosen = model_formats(
-            stored_tensors(self._packed),
-            dtype=dtype,
-            kind=kind,
-            rule=CAST,
-            optimizers=dict.fromkeys(groups, optimizer),
-            default=optimizer,
-        )
-        parts = partition(self._packed, None, chosen.of)
-        return layout_of(layers_of(parts, groups, dtype_of=chosen.dtype_of, kind=kind), parts)
+        dtypes = training_dtypes(stored_tensors(self._packed), dtype=dtype, rule=CAST)
+        parts = partition(self._packed)
+        return layout_of(layers_of(parts, groups, dtype_of=dtypes.__getitem__, kind=kind), parts)
 
     def with_frozen(self, frozen: str) -> MetaModel:
         """Store the frozen weights in the format of this name. The model must have adapters."""

@@ -64,7 +64,7 @@ def _head(estimate: Estimate) -> list[str]:
     states = "" if asked.states == "exact" else f" with {asked.states} states"
     model = asked.model
     sizes = f"{model.layout.num_parameters / 1e9:.3g} B parameters in {model.num_blocks} blocks"
-    num_trained = model.layout.num_trainable
+    num_trained = model.layout.num_trained
     if num_trained < model.layout.num_parameters:
         sizes += f", of which {num_trained / 1e9:.3g} B train"
     return [

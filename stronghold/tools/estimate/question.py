@@ -19,7 +19,7 @@ from stronghold.model.costs import DTYPES, ModelCosts
 from stronghold.model.layout import ModelLayout
 from stronghold.optim import examples
 from stronghold.optim.contract import Optimizer
-from stronghold.optim.states import EXACT, LEAN, Formats, StateKind, States, states_of
+from stronghold.optim.states import EXACT, LEAN, StateKind, States, states_of
 from stronghold.plan.cost import Demand, Workload, workload_of
 from stronghold.plan.machine import MachineProfile, Rates, find_profile, machine_names, rates_of
 from stronghold.tools.estimate.adapters import Adapters, adapters_from_options
@@ -70,13 +70,9 @@ class Question:
         """Tokens of one optimizer step, of all ranks."""
         return self.batch * self.seq * self.accumulation * self.ranks
 
-    @property
-    def layout(self) -> ModelLayout:
-        """The layout of the model, with pages for these states."""
-        return self._laid_out[0]
-
     @cached_property
-    def _laid_out(self) -> tuple[ModelLayout, Formats]:
+    def layout(self) -> ModelLayout:
+        """The layout of the model with these states."""
         return self.model.laid_out(self._optimizer, DTYPES[self.dtype], self.states)
 
     @property
@@ -116,11 +112,6 @@ class Question:
         return settings.optimizer
 
     @property
-    def formats(self) -> Formats:
-        """The formats of parameters, and of the inner tensors of packed weights."""
-        return self._laid_out[1]
-
-    @property
     def early_updates(self) -> int | None:
         """Layers that are updated early. None leaves it to the rules, and only where no step is
         clipped: a clipped step makes these updates twice."""
@@ -130,7 +121,6 @@ class Question:
     def demand(self) -> Demand:
         return Demand(
             states=self.arrays,
-            all_formats=self.formats,
             early_layers=self.early_updates,
             accumulate=self.accumulation > 1,
             gpu_budget_bytes=self.gpu_bytes,
