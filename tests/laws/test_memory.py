@@ -84,8 +84,8 @@ def test_weights_cross_at_most_twice_and_gradients_once(window: int, accumulatio
     layout, before = engine.inspect().layout, engine.inspect().traffic
     steps = 4
     train(engine, make_batch, range(STEPS, STEPS + steps))
-    streamed = [layout.layers[i].numel * 4 for i in layout.streamed]
-    resident = sum(layout.layers[i].numel * 4 for i in layout.resident)
+    streamed = [layout.layers[i].weight_bytes for i in layout.streamed]
+    resident = sum(layout.layers[i].weight_bytes for i in layout.resident)
     slots = min(window, len(streamed))
     # Backward begins with the layers that forward ended with. Nothing is kept from one pass to the
     # next but what stays there.

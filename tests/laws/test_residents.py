@@ -68,7 +68,7 @@ def test_what_is_updated_on_the_gpu_has_no_slab_and_no_transfer(
     moved = {int(name.split()[-1]) for name in submitted}
     assert moved == set(range(len(now.layout.layers))) - here
     away = [layer for layer in now.layout.layers if layer.index not in here]
-    assert engine.plan.host_bytes["weights"] == 4 * sum(layer.numel for layer in away)
+    assert engine.plan.host_bytes["weights"] == sum(layer.weight_bytes for layer in away)
     assert engine.plan.host_bytes["moments"] == 8 * sum(layer.trained_numel for layer in away)
     as_planned(engine)
     engine.destroy()
