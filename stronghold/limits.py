@@ -1,4 +1,4 @@
-"""The system's limits for this process: memory, swap, locked memory, cores.
+"""The system's limits for this process: memory, locked memory, cores.
 
 Reads control groups, resource limits and /proc, anew at every call. Never allocates, and decides
 nothing. Any thread may enter.
@@ -34,23 +34,18 @@ class HostLimits:
     memory_bytes     the machine's memory, or STRONGHOLD_HOST_MEMORY ([Note: memory that grows])
     available_bytes  memory that this process may still take
     cgroup_bytes     the least memory limit of the process's control groups
-    swap_bytes       size of the swap space; `swap_used_bytes` of it are in use
     locked_bytes     RLIMIT_MEMLOCK: memory that the process may lock
     num_cores        cores on which the process may run
     cpu_quota        the control groups' limit, in cores
-    overcommit       vm.overcommit_memory
     huge_pages       the chosen word of transparent_hugepage/enabled, or ""
     """
 
     memory_bytes: int
     available_bytes: int
     cgroup_bytes: int | None = None
-    swap_bytes: int = 0
-    swap_used_bytes: int = 0
     locked_bytes: int | None = None
     num_cores: int = 1
     cpu_quota: float | None = None
-    overcommit: int = 0
     huge_pages: str = ""
 
     @property
@@ -61,7 +56,6 @@ class HostLimits:
 
 def host_limits() -> HostLimits:
     """Read the limits as they are now."""
-    swap = psutil.swap_memory()
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     group_limits = [limit for limit, _ in memory_groups()]
     huge_pages = _text(_ROOT / "sys/kernel/mm/transparent_hugepage/enabled")
@@ -70,12 +64,9 @@ def host_limits() -> HostLimits:
         memory_bytes=stated_host_bytes() or int(psutil.virtual_memory().total),
         available_bytes=available_host_bytes(),
         cgroup_bytes=min(group_limits, default=None),
-        swap_bytes=int(swap.total),
-        swap_used_bytes=int(swap.used),
         locked_bytes=None if locked == resource.RLIM_INFINITY else locked,
         num_cores=len(os.sched_getaffinity(0)),
         cpu_quota=cpu_quota(),
-        overcommit=_number(_text(_ROOT / "proc/sys/vm/overcommit_memory")) or 0,
         huge_pages=chosen[1] if chosen else "",
     )
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import platform
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 from stronghold.errors import StrongholdError
 from stronghold.tools.answer import Answer
 
+PACKAGES = ("torch", "triton", "deepspeed", "transformers", "accelerate", "peft", "trl", "numpy")
 # Commands and options that a version had, and what takes their place.
 REMOVED = {
     ("prepare",): '"frozen": "nf4" in the section packs the weights at each start.',
@@ -27,6 +29,8 @@ REMOVED = {
     ("plan", "-o"): "--sweep prints its table; with --json a plot can read its figures.",
     ("import",): "The weights of DeepSpeed's checkpoints: DeepSpeed's zero_to_fp32.py writes them "
     "in fp32; load them into the model before initialize. Moments begin anew.",
+    ("doctor", "--report"): "Send what stronghold version, stronghold doctor and "
+    "print(engine.inspect()) print.",
     ("export", "--to"): "It writes a model directory. For fp32 weights run the zero_to_fp32.py "
     "that lies beside the checkpoint's tags.",
     ("export", "--merge"): "PEFT merges adapters: "
@@ -99,7 +103,8 @@ def command_parser() -> argparse.ArgumentParser:
         title="commands", metavar="COMMAND", required=True, dest="command_name"
     )
 
-    commands.add_parser("version", help="print the version").set_defaults(run=_version)
+    versions = commands.add_parser("version", help="print the versions that a bug report needs")
+    versions.set_defaults(run=_version)
 
     trace = commands.add_parser(
         "trace",
@@ -137,8 +142,9 @@ def _add_doctor(commands: Any) -> None:
         "doctor",
         help="measure this machine and say what is wrong with it",
         description="Measure the link to the GPU, memory, updates on the CPU, matrix products and "
-        "a disk, in less than a minute. Print what each bounds, and write the profile from which "
-        "plans are made. Without a GPU the emulated device is measured, which is CPU memory.",
+        "a disk, in less than a minute. Print the figures, the problems and their remedies, and "
+        "write the profile from which plans are made. Without a GPU the emulated device is "
+        "measured, which is CPU memory.",
     )
     doctor.add_argument("--json", type=Path, metavar="PATH", help="write the profile there")
     doctor.add_argument(
@@ -150,16 +156,7 @@ def _add_doctor(commands: Any) -> None:
     )
     doctor.add_argument("--device", choices=["cuda", "emulated"], help="default: a GPU if any")
     doctor.add_argument("--quick", action="store_true", help="rougher, in a few seconds")
-    report = doctor.add_argument_group("report")
-    report.add_argument(
-        "--report",
-        action="store_true",
-        help="measure nothing; print versions, the machine, its profile and a config for a bug "
-        "report, without paths, secrets and names",
-    )
-    report.add_argument("--config", type=Path, metavar="FILE", help="the DeepSpeed config")
-    report.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the report there")
-    doctor.set_defaults(run=LateCommand("stronghold.tools.doctor.command:run", "torch"))
+    doctor.set_defaults(run=LateCommand("stronghold.tools.doctor.page:run", "torch"))
 
 
 def _add_plan(commands: Any) -> None:
@@ -289,7 +286,12 @@ def _add_export(commands: Any) -> None:
 
 
 def _version(_: argparse.Namespace) -> Answer:
-    return Answer(text=_version_text())
+    """The versions that a bug report needs."""
+    lines = [_version_text(), f"python {platform.python_version()}, {platform.platform()}"]
+    for package in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            lines.append(f"{package} {version(package)}")
+    return Answer(text="\n".join(lines))
 
 
 def _version_text() -> str:

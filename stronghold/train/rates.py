@@ -41,33 +41,22 @@ ADAM_RESIDENT_BYTES = LEAN_RESIDENT_BYTES + (2 + 4 + 4)
 CPUS = Path("/sys/devices/system/cpu")
 _LARGEST_MATRIX = 8192
 _MOST_HEADS = 32
-_PIN_BYTES = 32 * MIB
 
 Step = Callable[[str], None]
 logger = logging.getLogger("stronghold")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredMachine:
-    """The profile of this machine, and the host memory that could be pinned.
-
-    `pin_error` is the reason for no more than `pinnable_bytes`; "" if nothing was refused.
-    """
-
-    profile: MachineProfile
-    pinnable_bytes: int
-    pin_error: str
-
-
 def measure_machine(
     device: Device, limits: HostLimits, size: Effort, step: Step
-) -> MeasuredMachine:
-    """Measure everything but disks. `step` gets each measurement that begins, `num_steps` of them.
+) -> tuple[MachineProfile, str]:
+    """Measure everything but disks. Return the profile, and why host memory could not be pinned
+    ("" if it could).
 
-    The caller does not use `device` meanwhile.
+    `step` gets the name of each measurement that begins. The caller does not use `device`
+    meanwhile.
     """
     memory, adam, lean_adam = host_rates(size, step)
-    link, pinnable_bytes, pin_error = link_rates(device, size, step)
+    link, pin_error = link_rates(device, size, step)
     host = platform.node() or "this host"
     emulated = not isinstance(device, CudaDevice)
     if emulated:  # its memory is its budget, or the host's
@@ -101,7 +90,7 @@ def measure_machine(
         duplex_gbps=figure(link["duplex_gbps"]),
         gpu_memory_gbps=figure(link["gpu_memory_gbps"]),
     )
-    return MeasuredMachine(profile=profile, pinnable_bytes=pinnable_bytes, pin_error=pin_error)
+    return profile, pin_error
 
 
 def machine_at_start(
@@ -122,7 +111,7 @@ def machine_at_start(
     limits = host_limits()
     with contextlib.closing(open_device()) as device:
         size = least_effort(threads, dtype, limits)
-        profile = measure_machine(device, limits, size, lambda _: None).profile
+        profile, _ = measure_machine(device, limits, size, lambda _: None)
         device.memory.restart_process_peak()
     logger.info(
         "this machine has no profile. Measured in %.1f s: link %.3g and %.3g GB/s, Adam %.3g GB/s "
@@ -135,12 +124,6 @@ def machine_at_start(
         profile.flops[dtype] * 1e-12,
     )
     return profile
-
-
-def num_steps(size: Effort) -> int:
-    """Number of measurements of `measure_machine`: numbers of threads, five of the link, dtypes of
-    products and of attention."""
-    return len(size.threads) + 5 + len(DTYPES) + len(size.attention_dtypes)
 
 
 def figure(rate: float) -> float:
@@ -173,8 +156,6 @@ class Effort:
     attention_dtypes: tuple[str, ...]
     attention_tokens: tuple[int, ...]  # of sequences
     head_widths: tuple[int, ...]
-    pin_s: float  # for the search for the limit of pinned memory
-    pin_bytes: int  # the most that this search pins
 
 
 def effort(quick: bool, limits: HostLimits) -> Effort:
@@ -198,8 +179,6 @@ def effort(quick: bool, limits: HostLimits) -> Effort:
         # In fp16 the backward over 4096 tokens takes seconds on some CPUs.
         attention_tokens=(1024, 2048) if quick else (1024, 4096),
         head_widths=(32, 128),
-        pin_s=0.3 if quick else 5.0,
-        pin_bytes=available_bytes // 2,
     )
 
 
@@ -226,8 +205,6 @@ def least_effort(threads: tuple[int, ...], dtype: str, limits: HostLimits) -> Ef
         attention_dtypes=(dtype,),
         attention_tokens=(1024,),
         head_widths=(128,),
-        pin_s=0.0,
-        pin_bytes=0,
     )
 
 
@@ -297,11 +274,11 @@ def thread_counts(num_cores: int) -> tuple[int, ...]:
     return tuple(sorted({*powers, num_cores}))
 
 
-def link_rates(device: Device, size: Effort, step: Step) -> tuple[dict[str, float], int, str]:
+def link_rates(device: Device, size: Effort, step: Step) -> tuple[dict[str, float], str]:
     """Rates of copies between pinned host slabs and the device, alone, together and on the device.
 
-    Returns them in 1e9 bytes/s by their names in a profile; the bytes of host memory that could be
-    pinned; and the reason for no more, "" if nothing was refused.
+    Returns them in 1e9 bytes/s by their names in a profile, and why host memory could not be pinned
+    ("" if it could).
     """
     nbytes = size.copy_bytes // 4096 * 4096
     # Slabs and slots are filled. Memory that was never written is one page of zeros, which stays in
@@ -312,9 +289,8 @@ def link_rates(device: Device, size: Effort, step: Step) -> tuple[dict[str, floa
         for _ in range(2)
     ]
     device.compute.record("fill").wait()
-    step("pinned memory")
-    pinnable_bytes, pin_error = _pinnable(device, size)
     pinned: list[torch.Tensor] = []
+    pin_error = ""
     try:
         for host in hosts:
             device.pinning.pin(host)  # a refused slab is copied as in training
@@ -347,27 +323,7 @@ def link_rates(device: Device, size: Effort, step: Step) -> tuple[dict[str, floa
         "duplex_gbps": duplex / 1e9,
         "gpu_memory_gbps": 2 * nbytes / on_device / 1e9,
     }
-    return rates, pinnable_bytes, pin_error
-
-
-def _pinnable(device: Device, size: Effort) -> tuple[int, str]:
-    """The bytes that can be pinned, and the reason for no more; "" if time or memory ended."""
-    taken: list[torch.Tensor] = []
-    begun_s = time.perf_counter()
-    error = ""
-    try:
-        while (len(taken) + 1) * _PIN_BYTES <= size.pin_bytes:
-            slab = map_slab(_PIN_BYTES, torch.uint8)
-            device.pinning.register(slab)
-            taken.append(slab)
-            if time.perf_counter() - begun_s > size.pin_s:
-                break
-    except OSError as refused:
-        error = str(refused)
-    finally:
-        for slab in taken:
-            device.pinning.unpin(slab)
-    return len(taken) * _PIN_BYTES, error
+    return rates, pin_error
 
 
 def product_flops(device: Device, dtype: torch.dtype, size: Effort) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -58,9 +59,13 @@ def test_a_picture_that_cannot_be_written_is_a_mistake_of_one_line(
 def test_the_installed_command_knows_its_version(arguments: list[str]) -> None:
     command = [sys.executable, "-m", "stronghold.tools.cli", *arguments]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    name, version = result.stdout.split()
+    first, *others = result.stdout.splitlines()
+    name, version = first.split()
     assert name == "stronghold"
     assert version[0].isdigit()
+    if arguments == ["version"]:  # what a bug report needs
+        assert f"torch {metadata.version('torch')}" in others
+        assert f"deepspeed {metadata.version('deepspeed')}" in others
 
 
 @pytest.mark.parametrize("arguments", [[], ["trce"], ["trace"]])

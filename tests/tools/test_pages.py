@@ -43,8 +43,8 @@ OTHER_PYTHON = [
     and name_of(path) not in RUN_ELSEWHERE
     and any(block.language == "python" for block in blocks_of(text_of(path)))
 ]
-# Commands that other tests run: test_selftest, test_doctor.
-KNOWN = {"stronghold test", "stronghold doctor", "stronghold doctor --report"}
+# Commands that other tests run: test_selftest, test_doctor, test_cli.
+KNOWN = {"stronghold test", "stronghold doctor", "stronghold version"}
 
 
 CONFIG: dict[str, Any] = {

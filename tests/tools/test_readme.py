@@ -43,7 +43,7 @@ FAST_VARIANTS = {
     **dict.fromkeys(SFT_COMMANDS, None),  # test_sft
     "stronghold trace trace.json -o timeline.png": None,  # run where the trace is made
     "stronghold doctor": None,  # a minute; run in test_doctor, for less
-    "stronghold doctor --report": None,  # test_doctor_report
+    "stronghold version": None,  # test_cli
     # test_plan_adapters plans for such a model.
     "stronghold plan --model DIR --machine rtx4090 --host 64GiB --batch 8 --accumulation 2 "
     "--lora 16 --frozen nf4": None,

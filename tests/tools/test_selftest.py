@@ -37,7 +37,7 @@ def test_three_checks_and_what_to_send() -> None:
     assert not FOREIGN.search(result.stderr)
     lines = result.stdout.splitlines()
     assert [line[: len(word)] for line, word in zip(lines, WORDS, strict=True)] == WORDS
-    assert lines[-1].endswith("stronghold doctor --report")
+    assert lines[-1].endswith("stronghold version")
     if not torch.cuda.is_available():
         assert "on the emulated device" in lines[0]
         assert "there is no GPU" in lines[2]

@@ -12,10 +12,8 @@ import pytest
 from stronghold.limits import HostLimits
 from stronghold.model.costs import DTYPES
 from stronghold.plan.machine import MachineProfile
-from stronghold.tools.doctor.examine import read_link
-from stronghold.tools.doctor.findings import DiskRates, Findings, PcieLink
-from stronghold.tools.doctor.page import page
-from stronghold.tools.doctor.rules import problems_of
+from stronghold.tools.doctor.examine import DiskRates, Findings, PcieLink, read_link
+from stronghold.tools.doctor.page import page, problems_of
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -28,9 +26,7 @@ HEALTHY = Findings(
     limits=HostLimits(
         memory_bytes=512 * GIB, available_bytes=500 * GIB, num_cores=32, huge_pages="madvise"
     ),
-    emulated=False,
     isa="avx512",
-    best_isa="avx512",
     link=PcieLink(speed=16.0, width=16, max_speed=16.0, max_width=16),
     disk=DiskRates(path="/disk", direct=True, read_gbps=6.0, write_gbps=3.0, mixed_gbps=5.0),
 )
@@ -66,14 +62,14 @@ def both(*changes: Change) -> Change:
 
 
 NARROW = PcieLink(speed=16.0, width=8, max_speed=16.0, max_width=16)
-EMULATED = found(emulated=True, link=None)
+EMULATED = both(rates(emulated=True), found(link=None))
 
 # What is wrong, what is just not wrong, words of the problem, words of the remedy.
 CASES: dict[str, tuple[Change, Change, str, str]] = {
     "pinning": (
-        found(pin_error="refused", pinnable_bytes=3 << 29),
-        found(pin_error="", pinnable_bytes=3 << 29),
-        "cannot be pinned: got 1.50 GiB of host memory could be pinned, then: refused",
+        found(pin_error="refused"),
+        found(pin_error=""),
+        "cannot be pinned: got refused",
         "ulimit -l unlimited",
     ),
     "one memory": (
@@ -100,23 +96,11 @@ CASES: dict[str, tuple[Change, Change, str, str]] = {
         "got 10.0 GB/s, expected 11 GB/s or more",
         "slot",
     ),
-    "few channels": (
-        rates(memory_gbps={1: 100.0, 4: 120.0, 32: 121.0}),
-        rates(memory_gbps={1: 100.0, 4: 120.0, 32: 130.0}),
-        "few memory channels: got 121 GB/s with 32 threads, 100 with one",
-        "every channel",
-    ),
     "no vectors": (
-        found(isa="scalar", best_isa="scalar"),
-        found(isa="avx2", best_isa="avx2"),
+        found(isa="scalar"),
+        found(isa="avx2"),
         "without vector instructions: got scalar code, expected AVX2",
         "host-passthrough",
-    ),
-    "lesser vectors": (
-        found(isa="avx2"),
-        found(isa="avx512"),
-        "does not use the best instructions: got avx2, expected avx512",
-        "unset STRONGHOLD_ISA",
     ),
     "quota": (
         limited(cpu_quota=7.5),
@@ -124,29 +108,11 @@ CASES: dict[str, tuple[Change, Change, str, str]] = {
         "got 7.5 cores' time for 32 cores",
         "stronghold.cpu_threads to 7",
     ),
-    "occupied memory": (
-        limited(available_bytes=200 * GIB),
-        limited(available_bytes=200 * GIB, cgroup_bytes=400 * GIB),
-        "got 200 of 512 GiB free",
-        "end the processes that hold it",
-    ),
-    "swap in use": (
-        limited(swap_bytes=8 * GIB, swap_used_bytes=2 * GIB),
-        limited(swap_bytes=8 * GIB),
-        "swap is in use: got 2.0 of 8.0 GiB used",
-        "swapoff -a",
-    ),
     "locked memory": (
         limited(locked_bytes=8 * MIB),
         limited(locked_bytes=256 * GIB),
         "the limit of locked memory is small: got ulimit -l of 0.01 GiB",
         "--ulimit memlock=-1",
-    ),
-    "overcommit": (
-        limited(overcommit=2),
-        limited(overcommit=1),
-        "got vm.overcommit_memory = 2, expected 0 or 1",
-        "sysctl",
     ),
     "huge pages": (
         limited(huge_pages="never"),
@@ -195,7 +161,7 @@ def test_a_disk_that_could_not_be_measured_has_a_row_with_the_reason() -> None:
     change = on_disk(error="Permission denied")
     assert problems_of(change(HEALTHY)) == ()
     flat = " ".join(page(change(HEALTHY)).split())
-    assert "files not measured /disk: Permission denied; name another with --path" in flat
+    assert "files not measured: /disk: Permission denied; name another with --path" in flat
 
 
 @pytest.mark.parametrize("case", ["slow link", "locked memory"])
@@ -204,10 +170,10 @@ def test_an_emulated_link_is_not_held_against_a_real_one(case: str) -> None:
 
 
 def test_the_gravest_problem_comes_first() -> None:
-    change = both(CASES["slow reads"][0], CASES["swap in use"][0], CASES["pinning"][0])
+    change = both(CASES["slow reads"][0], CASES["quota"][0], CASES["pinning"][0])
     assert [problem.what for problem in problems_of(change(HEALTHY))] == [
         "host memory cannot be pinned",
-        "swap is in use",
+        "the control group stops threads that compute too long",
         "slow disk",
     ]
 
@@ -235,11 +201,11 @@ def test_the_link_is_read_as_sysfs_writes_it(
 # -- what is said ---------------------------------------------------------------------------------
 
 
-def test_the_table_says_what_each_figure_bounds() -> None:
+def test_the_page_has_the_figures() -> None:
     changed = rates(
         fetch_gbps=20.0,
-        offload_gbps=25.0,
-        adam_gbps={32: 130.0},
+        adam_gbps={1: 20.0, 32: 130.0},
+        adam_lean_gbps={32: 110.0},
         attention_flops={
             dtype: {1024: {32: 1e14}, 4096: {32: 2e14, 128: 3e14}} for dtype in DTYPES
         },
@@ -247,24 +213,20 @@ def test_the_table_says_what_each_figure_bounds() -> None:
             dtype: {1024: {32: 1e14}, 4096: {32: 1e14, 128: 2e14}} for dtype in DTYPES
         },
     )
-    text = page(changed(HEALTHY))
-    flat = " ".join(text.split())
+    flat = " ".join(page(changed(HEALTHY)).split())
     for words in (
-        "host to device (16 GT/s x16) 20.0 GB/s a bf16 8 B model streams its weights (16 GB) in "
-        "800 ms, twice per step",
-        "device to host 25.0 GB/s its gradients leave in 640 ms",
-        "matrix products, bf16 256 TFLOP/s a step of 8192 tokens computes for 1.54 s; "
-        "from 8,533 tokens per step on, compute hides the weights' two trips",
-        "attention, bf16 300 TFLOP/s backward 200 TFLOP/s, over 4096 tokens, with heads 128 wide",
-        "Adam (avx512), 32 threads 130.0 GB/s updates 8 B parameters in 1.60 s",
-        "file reads 6.00 GB/s states of an 8 B model (96 GB) pass in 16 s",
-        "host memory, free 500.0 GiB holds exact AdamW states (12 bytes) of 44.7 B parameters",
+        "host to device (16 GT/s x16) 20.0 GB/s device to host",
+        "matrix products, bf16 256 TFLOP/s",
+        "attention, bf16 300 TFLOP/s, backward 200 TFLOP/s (4096 tokens, heads of 128)",
+        "Adam (avx512), threads: 1 20.0 GB/s Adam (avx512), threads: 32 130.0 GB/s, "
+        "with lean states 110.0 GB/s",
+        "files /disk (O_DIRECT) files, read 6.00 GB/s files, written 3.00 GB/s "
+        "files, both at once 5.00 GB/s",
+        "512.0 GiB, 500.0 GiB free",
         "locked memory unlimited",
-        "swap none",
         "cores 32",
     ):
         assert words in flat, words
-    assert max(len(line) for line in text.splitlines()) <= 100
 
 
 def test_every_problem_is_printed_with_its_remedy() -> None:
@@ -273,8 +235,8 @@ def test_every_problem_is_printed_with_its_remedy() -> None:
         worst = wrong(worst)
     text = page(worst)
     flat = " ".join(text.replace("->", "").split())
-    assert len(problems_of(worst)) >= 10
-    assert f"{len(problems_of(worst))} problems:" in text
+    assert len(problems_of(worst)) >= 7
+    assert f"problems: {len(problems_of(worst))}" in text
     for problem in problems_of(worst):
         assert " ".join(problem.got.split()) in flat
         assert " ".join(problem.remedy.split()) in flat

@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,26 +26,78 @@ from stronghold.devices.emulated import EmulatedDevice
 from stronghold.devices.workers import Workers
 from stronghold.errors import BudgetError, ConfigError
 from stronghold.limits import HostLimits, host_limits
-from stronghold.tools.doctor.findings import DiskRates, Findings, PcieLink
+from stronghold.plan.machine import MachineProfile
 from stronghold.train.files import Files, Transfer
-from stronghold.train.rates import MeasuredMachine, effort, figure, measure_machine, num_steps
+from stronghold.train.rates import Step, effort, figure, measure_machine
 from stronghold.train.slabs import map_slab
 
 MIB = 1 << 20
 KINDS = ("cuda", "emulated")
-DISK_STEPS = 3  # writes, reads, both
 PIECE_BYTES = 16 * MIB  # of a transfer
 LONGEST_S = 1.5  # of one transfer: a slow disk is known to be slow by then
 
-# Takes the measurement that begins, and the share of all measurements that is done.
-Progress = Callable[[str, float], None]
+# Bytes per second and lane of PCI Express after its line code, by the transfers per second in
+# sysfs: generations 1 to 6.
+LANE_GBPS = {2.5: 0.25, 5.0: 0.5, 8.0: 0.985, 16.0: 1.969, 32.0: 3.938, 64.0: 7.563}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PcieLink:
+    """The GPU's slot: 1e9 transfers per second and lane, and lanes, as they are and at most."""
+
+    speed: float
+    width: int
+    max_speed: float
+    max_width: int
+
+    @property
+    def best_gbps(self) -> float:
+        """The standard's rate per direction at the highest speed; 0 for an unknown speed."""
+        return LANE_GBPS.get(self.max_speed, 0.0) * self.max_width
+
+    def __str__(self) -> str:
+        return f"{self.speed:g} GT/s x{self.width}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskRates:
+    """Rates of files in one directory, in 1e9 bytes/s.
+
+    `mixed_gbps` counts reads and writes at once. Without `direct` the rates are those of the page
+    cache. `error` is the reason if nothing was measured.
+    """
+
+    path: str
+    direct: bool = False
+    read_gbps: float = 0.0
+    write_gbps: float = 0.0
+    mixed_gbps: float = 0.0
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """One machine.
+
+    `isa` is the instruction set of the kernels. `pin_error` is the reason why host memory could not
+    be pinned. With `one_memory` the GPU's memory is the host's. `link` is None if there is no PCIe
+    link, or the system does not describe it. `disk` is None if the caller named no directory.
+    """
+
+    profile: MachineProfile
+    limits: HostLimits
+    isa: str
+    pin_error: str = ""
+    one_memory: bool = False
+    link: PcieLink | None = None
+    disk: DiskRates | None = None
 
 
 def examine(
     device: str | Device | None = None,
     path: str | os.PathLike[str] | None = None,
     quick: bool = False,
-    progress: Progress | None = None,
+    step: Step = lambda _: None,
 ) -> Findings:
     """Measure this machine, in less than a minute.
 
@@ -53,7 +106,7 @@ def examine(
             the caller does not use meanwhile. An open device stays open.
         path: a directory on the disk to measure; None measures no disk.
         quick: measure in a few seconds, with rougher results.
-        progress: gets each measurement that begins.
+        step: gets the name of each measurement that begins.
 
     Raises ConfigError for a device or a directory that does not exist.
     """
@@ -63,62 +116,33 @@ def examine(
     limits = host_limits()
     opened = device if isinstance(device, Device) else _open(device)
     try:
-        size = effort(quick, limits)
-        total = num_steps(size) + (0 if folder is None else DISK_STEPS)
-        step = _Steps(progress, total)
-        measured = measure_machine(opened, limits, size, step)
+        profile, pin_error = measure_machine(opened, limits, effort(quick, limits), step)
         disk = None
         if folder is not None:
             disk = disk_rates(folder, (32 if quick else 256) * MIB, step)
-        if progress is not None:
-            progress("done", 1.0)
-        return _findings(opened, limits, measured, disk)
+        link, one_memory = None, False
+        if isinstance(opened, CudaDevice):
+            index = opened.torch_device.index
+            one_memory = cuda.shares_memory(index)
+            # now: an idle link runs slower
+            link = read_link(Path("/sys/bus/pci/devices") / cuda.identity(index)[2])
+        return Findings(
+            profile=dataclasses.replace(profile, **_of_disk(disk)),
+            limits=limits,
+            isa=native.isa(),
+            pin_error=pin_error,
+            one_memory=one_memory,
+            link=link,
+            disk=disk,
+        )
     finally:
         if opened is not device:
             opened.close()
 
 
-class _Steps:
-    """Counts `total` measurements, and reports each when it begins."""
-
-    def __init__(self, progress: Progress | None, total: int) -> None:
-        self._progress = progress
-        self._total = total
-        self._num_begun = 0
-
-    def __call__(self, measurement: str) -> None:
-        if self._progress is not None:
-            self._progress(measurement, min(1.0, self._num_begun / self._total))
-        self._num_begun += 1
-
-
 def gpu_name(device: str | None = None) -> str | None:
     """The name of the GPU, or None for the emulated device."""
     return cuda.identity(0)[0] if _kind(device) == "cuda" else None
-
-
-def _findings(
-    device: Device, limits: HostLimits, measured: MeasuredMachine, disk: DiskRates | None
-) -> Findings:
-    link = None
-    one_memory = False
-    if isinstance(device, CudaDevice):
-        index = device.torch_device.index
-        one_memory = cuda.shares_memory(index)
-        # now: an idle link runs slower
-        link = read_link(Path("/sys/bus/pci/devices") / cuda.identity(index)[2])
-    return Findings(
-        profile=dataclasses.replace(measured.profile, **_of_disk(disk)),
-        limits=limits,
-        emulated=measured.profile.emulated,
-        isa=native.isa(),
-        best_isa=native.isas()[0],
-        pin_error=measured.pin_error,
-        pinnable_bytes=measured.pinnable_bytes,
-        one_memory=one_memory,
-        link=link,
-        disk=disk,
-    )
 
 
 def _of_disk(disk: DiskRates | None) -> dict[str, Any]:

@@ -64,7 +64,7 @@ class SmallModel(nn.Module):
 def command(_: argparse.Namespace, progress: Progress) -> Answer:
     """Run the checks for the command. The status is 1 if one fails."""
     checks = run(progress)
-    advice = "To report a problem, send this output and that of: stronghold doctor --report"
+    advice = "To report a problem, send this output and that of: stronghold version"
     text = "\n".join([*map(str, checks), advice])
     return Answer(text=text, status=0 if all(check.passed for check in checks) else 1)
 
@@ -123,15 +123,11 @@ def _check_link(device: torch.device) -> Check:
     opened = CudaDevice()
     try:
         size = effort(True, host_limits())
-        rates, _, pin_error = link_rates(opened, size, _ignore)
+        rates, pin_error = link_rates(opened, size, lambda _: None)
     finally:
         opened.close()
     text = f"{rates['fetch_gbps']:.1f} GB/s to the GPU, {rates['offload_gbps']:.1f} GB/s back"
     return Check("link", not pin_error, f"{text} {pin_error}".rstrip())
-
-
-def _ignore(measurement: str) -> None:
-    """Drop the progress of a measurement."""
 
 
 def _model() -> SmallModel:
