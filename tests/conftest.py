@@ -17,8 +17,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from stronghold.private import pop_saved_tensor_hooks_above, saved_tensor_hooks
-
 
 def free_port() -> int:
     """A TCP port that nothing listens on: tests that run side by side must not meet on 29500."""
@@ -46,12 +44,18 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 from stronghold.devices.emulated import EmulatedDevice  # noqa: E402
+from stronghold.private import pop_saved_tensor_hooks_above, saved_tensor_hooks  # noqa: E402
 from tests.support.sampling import mark_sampled  # noqa: E402
 from tests.support.turns import turn  # noqa: E402
 
 HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import deepspeed  # noqa: E402
+
+# Else DeepSpeed compiles a kernel for a minute at the first process group. Gloo does without it.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 LANE_PREFIX = "stronghold:"
 # a lane that was closed but not joined has ended by then; a leaked one never ends

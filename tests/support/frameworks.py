@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-import deepspeed
 import pytest
 from accelerate import Accelerator, DistributedType
 from accelerate.state import AcceleratorState, GradientState
@@ -28,8 +27,6 @@ RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 @pytest.fixture
 def fresh_accelerate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Accelerate keeps its state in the process and in the environment: neither outlives a test."""
-    # One rank needs no shared-memory kernel, and DeepSpeed would compile one for half a minute.
-    monkeypatch.setitem(deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm", False)
     before = dict(os.environ)
     reset_accelerate()
     yield
