@@ -293,11 +293,12 @@ def link_rates(device: Device, size: Effort, step: Step) -> tuple[dict[str, floa
     pin_error = ""
     try:
         for host in hosts:
-            device.pinning.pin(host)  # a refused slab is copied as in training
+            try:
+                device.pinning.register(host)
+            except OSError as error:
+                pin_error = str(error)
+                device.pinning.pin(host)  # a refused slab is copied as in training
             pinned.append(host)
-    except OSError as error:
-        pin_error = str(error)
-    try:
         step("host to device")
         first_s = _seconds(lambda: _submit(device, device.fetch, slots[0], hosts[0], 1).wait())
         linked = nbytes if first_s <= size.copy_s else int(nbytes * size.copy_s / first_s) or 1

@@ -10,7 +10,7 @@ import torch
 
 from stronghold.devices import cuda
 from stronghold.tools.doctor.examine import examine, gpu_name
-from stronghold.tools.doctor.rules import problems_of
+from stronghold.tools.doctor.page import problems_of
 from tests.models import MODELS
 from tests.support.training import config, initialized
 
@@ -24,7 +24,7 @@ def test_a_gpu_is_measured_as_what_it_is(tmp_path: Path) -> None:
     findings = examine("cuda", tmp_path, quick=True)
     machine = findings.profile
     properties = torch.cuda.get_device_properties(0)
-    assert not findings.emulated
+    assert not findings.profile.emulated
     assert machine.name.startswith(properties.name)
     assert gpu_name() == properties.name
     assert machine.gpu_memory_bytes == properties.total_memory

@@ -200,10 +200,13 @@ def test_an_unpinnable_host_is_measured_as_it_is() -> None:
     class Unpinnable(HostPinning):
         pinned = 0
 
-        def pin(self, tensor: torch.Tensor) -> None:
+        def register(self, tensor: torch.Tensor) -> None:
             if self.pinned:
                 raise OSError("no more locked memory")
             self.pinned += 1
+
+        def pin(self, tensor: torch.Tensor) -> None:
+            self.pinned += 1  # refused, and known to be
 
         def unpin(self, tensor: torch.Tensor) -> None:
             self.pinned -= 1
