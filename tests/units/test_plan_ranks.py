@@ -112,6 +112,8 @@ def test_ranks_of_one_node_divide_its_disks(spill: str) -> None:
         prediction = predict(num_ranks, wire_gbps=200.0, spill=spill)
         share = most_owned(num_ranks) / all_owned
         assert plan.nvme_total_bytes == pytest.approx(files * share, rel=1e-3)
+        read, written = plan.traffic.nvme_read_bytes, plan.traffic.nvme_written_bytes
+        assert read == written == pytest.approx(files * share, rel=1e-3)
         assert prediction.step_s == pytest.approx(alone.step_s * share * num_ranks, rel=0.1)
         assert prediction.bound in ("load", "spill")
 

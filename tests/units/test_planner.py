@@ -240,3 +240,16 @@ def test_activations_by_level_are_what_waits_and_what_passes() -> None:
     )
     with pytest.raises(ConfigError, match=f"expected {n}, as many as the model has"):
         levels_of(layout, {"recompute": n + 1})
+
+
+def test_only_layers_that_train_as_a_whole_are_early() -> None:
+    """An early update writes a second set of arrays, which a frozen parameter would not be in."""
+    layout = layout_of(((4096, 4096, False), (6144, 2048, True), (2048, 2048, True)))
+    plan = make_plan(layout, demand(early_layers=3, resident_updates="host", resident_layers=0))
+    assert plan.early == {0, 2}
+    frozen = make_plan(
+        layout_of(((6144, 2048, True),)),
+        demand(early_layers=1, resident_updates="host", resident_layers=0),
+    )
+    assert not frozen.early
+    assert any("1 layers have frozen parameters" in reason for reason in frozen.reasons)

@@ -248,3 +248,35 @@ def test_gradient_hooks() -> None:
     assert len(weight._backward_hooks) == 1
     handle.remove()
     assert not weight._backward_hooks
+
+
+# -- replacements ---------------------------------------------------------------------------------
+def test_a_name_is_replaced_once_and_given_back() -> None:
+    class Base:
+        def number(self) -> int:
+            return 1
+
+    class Owner(Base):
+        pass
+
+    replacements = private.Replacements()
+    for _ in range(2):
+        replacements.wrap(Owner, "number", lambda original, owner: 10 + original(owner))
+    assert Owner().number() == 11
+    replacements.undo()
+    assert "number" not in vars(Owner)
+    assert Owner().number() == 1
+
+
+def test_a_wrapper_of_another_package_stays() -> None:
+    class Owner:
+        @staticmethod
+        def number() -> int:
+            return 1
+
+    replacements = private.Replacements()
+    replacements.wrap(Owner, "number", lambda original: 10 + original())
+    inner = Owner.number
+    Owner.number = staticmethod(lambda: 100 + inner())  # type: ignore[method-assign]
+    replacements.undo()
+    assert Owner.number() == 111
