@@ -153,9 +153,9 @@ class Block:
 
     def refuse(self) -> None:
         """ConfigError for a block whose calls cannot be divided."""
-        own = self.module
-        has_hooks = own._forward_pre_hooks or own._forward_hooks or has_gradient_hooks(own)
-        if own._compiled_call_impl is not None and has_hooks:
+        block = self.module
+        has_hooks = block._forward_pre_hooks or block._forward_hooks or has_gradient_hooks(block)
+        if block._compiled_call_impl is not None and has_hooks:
             raise ConfigError(
                 f"{KEY}: {self.name} is compiled with the hooks on it, which would get chunks in "
                 "place of the batch: compile parts inside of the block, or leave the key out"

@@ -86,8 +86,8 @@ class Packing:
             if saved is not None:
                 return partial(self._read, saved)
         elif tensor.layout is torch.sparse_coo:
-            own = tensor.detach()
-            parts = own._indices(), own._values()  # it may hold an index twice
+            sparse = tensor.detach()
+            parts = sparse._indices(), sparse._values()  # it may hold an index twice
             if any(map(self._weights.has_memory_of, parts)):
                 indices, values = map(self._dense, parts)
                 return partial(sparse_anew, indices, values, tensor.shape, tensor.is_coalesced())
