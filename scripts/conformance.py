@@ -418,7 +418,7 @@ def adapt_deepspeed() -> None:
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_SIZE="1")
     torch.set_num_threads(1)
     if REFERENCE not in os.environ:
-        importlib.import_module("stronghold")  # it replaces names that the tests import
+        importlib.import_module("stronghold.plugin")  # it replaces names that the tests import
         replace(deepspeed, "initialize", with_section)
         deepspeed.ops.__compatible_ops__["async_io"] = True  # this engine has its own
     replace(torch.nn.parallel.DistributedDataParallel, "__init__", without_device_ids)

@@ -11,7 +11,8 @@ first spilled one is needed.
 
 [Note: early updates] A layer that is updated before the norm is known has its arrays twice on the
 host: an early update reads one set and writes the other. A layer can have a second set if it lies
-in memory as a whole, all of its parameters train, and no other rank has part of it.
+in memory as a whole, and all of its parameters train. Several ranks have none: they agree first on
+which parameters have gradients.
 
 The early layers are spread evenly over the depth. Gradients come in the order L..1 in a backward of
 B seconds, and the next forward needs weights in the order 1..L within F seconds. If all updates
