@@ -258,9 +258,9 @@ def checkpoint(machine: str) -> str:
 def doctor(machine: str) -> str:
     from stronghold.tools.doctor.examine import examine
 
-    found = examine(machine, quick=True)
+    found = examine(machine)
     rates = found.profile
-    adam, bf16 = max(rates.adam_gbps.values()), rates.flops["bf16"] / 1e12
+    adam, bf16 = rates.adam_gbps, rates.flops["bf16"] / 1e12
     return (
         f"to the device {rates.fetch_gbps:.3g} GB/s, back {rates.offload_gbps:.3g}, both "
         f"{rates.duplex_gbps:.3g}; Adam {adam:.3g} GB/s; bf16 {bf16:.3g} TFLOPS"

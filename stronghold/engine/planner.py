@@ -284,12 +284,7 @@ class Planner:
         try:
             with job.resting_hooks(), torch.compiler.set_stance("force_eager"):
                 costs = count_costs(
-                    job.partition.model,
-                    job.partition,
-                    args,
-                    kwargs,
-                    seq=size.length or size.tokens,
-                    dtype=job.precision,
+                    job.partition.model, job.partition, args, kwargs, dtype=job.precision
                 )
         except ConfigError as error:
             logger.info("%s. The plan leaves memory to activations without a count", error)

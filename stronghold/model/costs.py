@@ -96,12 +96,11 @@ class LayerCost:
 class ModelCosts:
     """The costs of a model, by layer, for one micro-batch.
 
-    `dtype` is the precision: "bf16", "fp16" or "fp32". `seq` is the number of tokens of a sequence.
+    `dtype` is the precision: "bf16", "fp16" or "fp32".
     """
 
     layers: tuple[LayerCost, ...]
     dtype: str
-    seq: int
 
 
 def trace_costs(
@@ -123,9 +122,7 @@ def trace_costs(
     """
     arguments = dict(inputs) if inputs is not None else _token_inputs(model, batch, seq)
     with closing(LogitsInParts(model, None)):
-        return count_costs(
-            model, partition, (), arguments, seq=seq, dtype=dtype, cast_to=DTYPES[dtype]
-        )
+        return count_costs(model, partition, (), arguments, dtype=dtype, cast_to=DTYPES[dtype])
 
 
 def count_costs(
@@ -134,7 +131,6 @@ def count_costs(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     *,
-    seq: int,
     dtype: str,
     cast_to: torch.dtype | None = None,
 ) -> ModelCosts:
@@ -173,7 +169,7 @@ def count_costs(
                 f"its costs cannot be counted before a run: {type(error).__name__}: {reason}"
             ) from error
     layers = tuple(map(_with_decoding, trace.costs(), packed))
-    return ModelCosts(layers=layers, dtype=dtype, seq=seq)
+    return ModelCosts(layers=layers, dtype=dtype)
 
 
 def _packed_weights(modules: Sequence[nn.Module]) -> list[PackedWeight]:

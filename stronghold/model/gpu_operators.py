@@ -199,12 +199,7 @@ def attention(
     cost = attention_cost((query, key, value), results)
     causal_flops = cost.flops if is_causal else 0.0
     counts.attend(
-        Counts(
-            attention_flops=cost.flops,
-            causal_flops=causal_flops,
-            attention_bytes=cost.nbytes,
-            head_width=query.shape[-1],
-        )
+        Counts(attention_flops=cost.flops, causal_flops=causal_flops, attention_bytes=cost.nbytes)
     )
     output: torch.Tensor = results[0]
     return output[..., :size] if missing else output

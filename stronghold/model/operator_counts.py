@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -49,7 +49,6 @@ class Counts:
     attention_flops  fused attention in forward. A causal attention counts like one without a mask
     causal_flops     share of `attention_flops` of calls with a causal mask
     attention_bytes  results of fused attention
-    head_width       elements of one head's query in fused attention; the most of several calls
     """
 
     product_flops: float = 0.0
@@ -57,11 +56,9 @@ class Counts:
     attention_flops: float = 0.0
     causal_flops: float = 0.0
     attention_bytes: int = 0
-    head_width: int = 0
 
     def __add__(self, other: Counts) -> Counts:
-        added = Counts(*map(operator.add, astuple(self), astuple(other)))
-        return replace(added, head_width=max(self.head_width, other.head_width))
+        return Counts(*map(operator.add, astuple(self), astuple(other)))
 
 
 class OperatorCounts(TorchDispatchMode):

@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 from typing import get_args
 
 from stronghold.config.section import Level
-from stronghold.model.costs import LayerCost, ModelCosts
+from stronghold.model.costs import ModelCosts
 from stronghold.model.layout import ModelLayout
 from stronghold.model.operator_counts import Counts
 from stronghold.optim.states import States
@@ -366,13 +366,12 @@ def physical_limit(
     """
     rate = machine.flops[dtype]
     link_bytes = traffic.fetch_bytes + traffic.drain_bytes
-    memory_gbps = max(machine.memory_gbps.values())
     parts = {
         COMPUTE: traffic.micro_batches * (3.0 * forward_flops + recomputed_flops) / rate,
         FETCH: traffic.fetch_bytes / (machine.fetch_gbps * 1e9),
         OFFLOAD: traffic.drain_bytes / (machine.offload_gbps * 1e9),
         DUPLEX: link_bytes / (machine.duplex_gbps * 1e9),
-        MEMORY: traffic.memory_bytes / (memory_gbps * 1e9),
+        MEMORY: traffic.memory_bytes / (machine.memory_gbps * 1e9),
         DISK: _disk_s(traffic, machine),
     }
     fetched = traffic.layer_bytes
@@ -429,19 +428,6 @@ class Workload:
         return sum(seconds)
 
 
-def attention_s(
-    layer: LayerCost, costs: ModelCosts, machine: MachineProfile
-) -> tuple[float, float]:
-    """Seconds of a layer's fused attention in forward, and in backward."""
-    return machine.attention_s(
-        costs.dtype,
-        tokens=costs.seq,
-        width=layer.forward.head_width,
-        causal_flops=layer.forward.causal_flops,
-        other_flops=layer.forward.attention_flops - layer.forward.causal_flops,
-    )
-
-
 def workload_of(costs: ModelCosts, machine: MachineProfile, *, micro_batches: int = 1) -> Workload:
     """The seconds that `machine` needs for `costs`, with one kernel after the other.
 
@@ -455,7 +441,7 @@ def workload_of(costs: ModelCosts, machine: MachineProfile, *, micro_batches: in
 
     layers: list[LayerWork] = []
     for layer in costs.layers:
-        attention_forward_s, attention_backward_s = attention_s(layer, costs, machine)
+        attention_forward_s, attention_backward_s = machine.attention_s(costs.dtype, layer.forward)
         work = LayerWork(
             forward_s=one_by_one_s(layer.forward) + attention_forward_s,
             backward_s=one_by_one_s(layer.backward) + attention_backward_s,

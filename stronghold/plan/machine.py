@@ -8,15 +8,14 @@ Rates are sustained, in 1e9 bytes per second (`*_gbps`) or FLOP per second; size
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import logging
 import os
 import platform
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
@@ -24,7 +23,10 @@ from pydantic.dataclasses import dataclass
 from stronghold.errors import ConfigError, did_you_mean, explain
 from stronghold.telemetry.files import write_whole
 
-VERSION = 1
+if TYPE_CHECKING:
+    from stronghold.model.operator_counts import Counts
+
+VERSION = 2
 MACHINES = Path(__file__).parent / "machines"
 ENVIRONMENT = "STRONGHOLD_PROFILE"
 EMULATED = "emulated"
@@ -85,14 +87,9 @@ _logger = logging.getLogger("stronghold")
 _AGAIN = "write it again with `stronghold doctor`"
 Count = Annotated[int, Field(ge=1, lt=1 << 53)]
 Rate = Annotated[float, Field(gt=0)]
-Threads = Annotated[int, Field(ge=1, lt=10**9, strict=False)]  # JSON's keys are strings
-ByThreads = Annotated[dict[Threads, Rate], Field(min_length=1)]
 Dtype = Annotated[str, Field(pattern="^(bf16|fp16|fp32)$")]
 ByDtype = Annotated[dict[Dtype, Rate], Field(min_length=3)]
-Size = Annotated[int, Field(ge=1, lt=10**9, strict=False)]
-ByWidth = Annotated[dict[Size, Rate], Field(min_length=1)]
-ByTokensAndWidth = Annotated[dict[Size, ByWidth], Field(min_length=1)]
-OfAttention = Annotated[dict[Dtype, ByTokensAndWidth], Field(min_length=1)]
+OfSomeDtypes = Annotated[dict[Dtype, Rate], Field(min_length=1)]
 
 
 @dataclass(
@@ -110,14 +107,14 @@ class MachineProfile:
                      add to the time of compute
     fetch_gbps, offload_gbps  pinned host to device and back, each alone
     duplex_gbps      the sum of both if both run
-    memory_gbps      host memory with Adam's mix of accesses, by number of threads
-    adam_gbps        the CPU's Adam, which moves `ADAM_BF16_BYTES` per parameter, by threads
-    adam_lean_gbps   the same with lean states: `ADAM_LEAN_BYTES` per parameter
+    memory_gbps      host memory with Adam's mix of accesses, all cores together
+    adam_gbps        the CPU's Adam with all cores, which moves `ADAM_BF16_BYTES` per parameter
+    adam_thread_gbps the same with one thread
+    adam_lean_gbps   the same with lean states and all cores: `ADAM_LEAN_BYTES` per parameter
     flops            a large matrix product on the device, by dtype
     gpu_memory_gbps  bytes that a copy on the device reads and writes
-    attention_flops  fused attention's forward with a causal mask, by dtype, tokens of a sequence
-                     and width of a head. It counts all pairs of tokens, also the skipped ones. Not
-                     every dtype need have it
+    attention_flops  fused attention's forward with a causal mask, by dtype. It counts all pairs of
+                     tokens, also the skipped ones. Not every dtype need have it
     attention_backward_flops  its backward, counted as twice forward
     nvme_*           transfers past the page cache at the best depth; `nvme_mixed_gbps` is the sum
                      of both directions
@@ -134,52 +131,42 @@ class MachineProfile:
     fetch_gbps: Rate
     offload_gbps: Rate
     duplex_gbps: Rate
-    memory_gbps: ByThreads
-    adam_gbps: ByThreads
+    memory_gbps: Rate
+    adam_gbps: Rate
+    adam_thread_gbps: Rate
     flops: ByDtype
     gpu_memory_gbps: Rate
-    attention_flops: OfAttention | None = None
-    attention_backward_flops: OfAttention | None = None
-    adam_lean_gbps: ByThreads | None = None
+    attention_flops: OfSomeDtypes | None = None
+    attention_backward_flops: OfSomeDtypes | None = None
+    adam_lean_gbps: Rate | None = None
     nvme_read_gbps: Rate | None = None
     nvme_write_gbps: Rate | None = None
     nvme_mixed_gbps: Rate | None = None
     nvme_path: str = ""
 
-    def memory_rate(self, threads: int) -> float:
-        """Host memory bandwidth with so many threads, in 1e9 bytes/s.
-
-        Between two measured numbers of threads it is interpolated; outside them it is the nearest.
-        """
-        return _interpolate(self.memory_gbps, threads)
-
     def adam_rate(self, threads: int, states: str = "exact") -> float:
-        """The rate of the CPU's Adam with so many threads, in 1e9 bytes/s, as `memory_rate`."""
+        """The rate of the CPU's Adam with so many threads, in 1e9 bytes/s: each adds the rate of
+        one, until the cores together have the memory's."""
+        rate = min(threads * self.adam_thread_gbps, self.adam_gbps)
         if states != "lean":
-            return _interpolate(self.adam_gbps, threads)
-        if self.adam_lean_gbps is not None:
-            return _interpolate(self.adam_lean_gbps, threads)
-        return _interpolate(self.adam_gbps, threads) * LEAN_RATE
+            return rate
+        lean_gbps = self.adam_lean_gbps or LEAN_RATE * self.adam_gbps
+        return rate * lean_gbps / self.adam_gbps
 
-    def attention_s(
-        self, dtype: str, *, tokens: int, width: int, causal_flops: float, other_flops: float = 0.0
-    ) -> tuple[float, float]:
-        """(seconds of fused attention's forward, seconds of its backward).
+    def attention_s(self, dtype: str, counts: Counts) -> tuple[float, float]:
+        """(seconds of fused attention's forward, seconds of its backward), by the FLOPs of forward.
 
-        The sequences have so many `tokens`, the heads this `width`. Both FLOPs are those of forward
-        and count all pairs of tokens. Under a causal mask a kernel skips half of the pairs, so a
+        These count all pairs of tokens. Under a causal mask a kernel skips half of the pairs, so a
         call without a mask takes twice as long. A profile without rates of attention in this dtype
         takes the rate of matrix products.
         """
         forward = (self.attention_flops or {}).get(dtype)
         backward = (self.attention_backward_flops or {}).get(dtype)
         if forward is None or backward is None:
-            seconds = (causal_flops + other_flops) / self.flops[dtype]
+            seconds = counts.attention_flops / self.flops[dtype]
             return seconds, 2 * seconds
-        flops = causal_flops + 2 * other_flops
-        forward_rate = _attention_rate(forward, tokens, width)
-        backward_rate = _attention_rate(backward, tokens, width)
-        return flops / forward_rate, 2 * flops / backward_rate
+        flops = 2 * counts.attention_flops - counts.causal_flops
+        return flops / forward, 2 * flops / backward
 
     def share(self, num_ranks: int) -> MachineProfile:
         """The machine as one of its ranks has it.
@@ -188,7 +175,7 @@ class MachineProfile:
         """
         return dataclasses.replace(
             self,
-            memory_gbps={count: rate / num_ranks for count, rate in self.memory_gbps.items()},
+            memory_gbps=self.memory_gbps / num_ranks,
             nvme_read_gbps=_divided(self.nvme_read_gbps, num_ranks),
             nvme_write_gbps=_divided(self.nvme_write_gbps, num_ranks),
             nvme_mixed_gbps=_divided(self.nvme_mixed_gbps, num_ranks),
@@ -300,28 +287,6 @@ def _first_readable(paths: Iterable[Path]) -> MachineProfile | None:
     return None
 
 
-def _interpolate(rates: Mapping[int, float], count: int) -> float:
-    """The rate for a count of threads or tokens, or for a width.
-
-    Between two known counts it lies on the line between their rates; outside them it is the
-    nearest.
-    """
-    known = sorted(rates)
-    if count <= known[0]:
-        return rates[known[0]]
-    for low, high in itertools.pairwise(known):
-        if count <= high:
-            share = (count - low) / (high - low)
-            return rates[low] + share * (rates[high] - rates[low])
-    return rates[known[-1]]
-
-
-def _attention_rate(rates: Mapping[int, Mapping[int, float]], tokens: int, width: int) -> float:
-    """The FLOP/s for sequences of so many tokens and heads of this width."""
-    by_tokens = {count: _interpolate(by_width, width) for count, by_width in rates.items()}
-    return _interpolate(by_tokens, tokens)
-
-
 def _divided(rate: float | None, num_ranks: int) -> float | None:
     return None if rate is None else rate / num_ranks
 
@@ -374,7 +339,7 @@ def rates_of(
         offload_gbps=machine.offload_gbps,
         duplex_gbps=machine.duplex_gbps,
         update_gbps=min(alone, together),
-        memory_gbps=share.memory_rate(max(machine.memory_gbps)),
+        memory_gbps=share.memory_gbps,
         reduce_gbps=reduce,
         exchange_gbps=network,
         device_gbps=machine.gpu_memory_gbps,

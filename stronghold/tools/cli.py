@@ -29,6 +29,7 @@ REMOVED = {
     ("plan", "-o"): "--sweep prints its table; with --json a plot can read its figures.",
     ("import",): "The weights of DeepSpeed's checkpoints: DeepSpeed's zero_to_fp32.py writes them "
     "in fp32; load them into the model before initialize. Moments begin anew.",
+    ("doctor", "--quick"): "It takes some seconds: delete it.",
     ("doctor", "--report"): "Send what stronghold version, stronghold doctor and "
     "print(engine.inspect()) print.",
     ("export", "--to"): "It writes a model directory. For fp32 weights run the zero_to_fp32.py "
@@ -155,7 +156,6 @@ def _add_doctor(commands: Any) -> None:
         help="measure this directory's disk with a temporary file (default: the current one's)",
     )
     doctor.add_argument("--device", choices=["cuda", "emulated"], help="default: a GPU if any")
-    doctor.add_argument("--quick", action="store_true", help="rougher, in a few seconds")
     doctor.set_defaults(run=LateCommand("stronghold.tools.doctor.page:run", "torch"))
 
 

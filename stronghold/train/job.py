@@ -237,9 +237,8 @@ class Job:
         profile: MachineProfile | None = None
         if ranks.index == 0:
             gpu = cuda.identity(local_rank)[0] if self._is_on_gpu else None
-            all_threads = tuple(sorted({threads, threads * ranks.count}))
             profile = machine_at_start(
-                lambda: self._open_device(local_rank), gpu, all_threads, self.precision
+                lambda: self._open_device(local_rank), gpu, threads * ranks.count, self.precision
             )
         profile = ranks.of_node(profile)[0]
         assert profile is not None

@@ -3,6 +3,8 @@
 Owns the order of the measurements, their arrays, and the arithmetic from times to rates. It never
 prints: progress goes to the caller's function. It keeps no thread and no buffer. The calling thread
 is the compute lane of the measured device.
+
+`seconds` is how long one measurement repeats its work, everywhere in this module. Medians count.
 """
 
 from __future__ import annotations
@@ -10,16 +12,14 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
-import itertools
 import logging
-import math
 import platform
 import re
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -38,38 +38,62 @@ MIB = 1 << 20
 # Bytes of Adam's arrays per parameter: with lean states, and with these and exact states.
 LEAN_RESIDENT_BYTES = (2 + 2) + (1 + 1 + 1 + 0.125)
 ADAM_RESIDENT_BYTES = LEAN_RESIDENT_BYTES + (2 + 4 + 4)
+LEAST_BYTES = 128 * MIB  # of Adam's arrays with lean states, and of a copy
+ROUNDS = 3  # at least
+COPIES = 4  # in a row, so that the hand-over to a lane's thread does not count
+SIDES = tuple(256 << n for n in range(6))  # of matrices
+HEADS = tuple(1 << n for n in range(6))
+TOKENS, HEAD_WIDTH = 2048, 128  # of attention
+START_S = 0.03  # `seconds` of an engine that starts without a profile
 CPUS = Path("/sys/devices/system/cpu")
-_LARGEST_MATRIX = 8192
-_MOST_HEADS = 32
 
 Step = Callable[[str], None]
 logger = logging.getLogger("stronghold")
 
 
 def measure_machine(
-    device: Device, limits: HostLimits, size: Effort, step: Step
+    device: Device,
+    limits: HostLimits,
+    step: Step,
+    *,
+    seconds: float,
+    threads: int,
+    attention: Iterable[str] = tuple(DTYPES),
 ) -> tuple[MachineProfile, str]:
     """Measure everything but disks. Return the profile, and why host memory could not be pinned
     ("" if it could).
 
-    `step` gets the name of each measurement that begins. The caller does not use `device`
-    meanwhile.
+    step       gets the name of each measurement that begins
+    threads    of host memory and Adam
+    attention  the precisions in which it is measured
+
+    The caller does not use `device` meanwhile.
     """
-    memory, adam, lean_adam = host_rates(size, step)
-    link, pin_error = link_rates(device, size, step)
-    host = platform.node() or "this host"
+    host = host_rates(limits, threads, seconds, step)
+    link, pin_error = link_rates(device, limits, seconds, step)
+    of_bytes: dict[str, Any] = {name: figure(rate) for name, rate in {**host, **link}.items()}
+    node = platform.node() or "this host"
     emulated = not isinstance(device, CudaDevice)
     if emulated:  # its memory is its budget, or the host's
-        name = f"emulated on {cpu_name()}, {host}"
+        name = f"emulated on {cpu_name()}, {node}"
         gpu_memory_bytes = device.memory.budget_bytes or limits.usable_bytes
     else:
         gpu, gpu_memory_bytes, _ = cuda.identity(device.torch_device.index)
-        name = f"{gpu} on {host}"
-    flops = {}
+        name = f"{gpu} on {node}"
+    flops: dict[str, float] = {}
     for precision, dtype in DTYPES.items():
         step(f"matrix products, {precision}")
-        flops[precision] = product_flops(device, dtype, size)
-    attention, attention_backward = attention_rates(device, size, step)
+        flops[precision] = figure(product_flops(device, dtype, seconds))
+    forward: dict[str, float] = {}
+    backward: dict[str, float] = {}
+    for precision in attention:
+        step(f"attention, {precision}")
+        try:
+            both = attention_flops(device, DTYPES[precision], seconds)
+        except RuntimeError as error:
+            logger.warning("attention in %s does not run here: %s", precision, error)
+            continue
+        forward[precision], backward[precision] = map(figure, both)
     profile = MachineProfile(
         name=name,
         measured=datetime.date.today().isoformat(),
@@ -79,28 +103,22 @@ def measure_machine(
         gpu_memory_bytes=gpu_memory_bytes,
         host_memory_bytes=limits.usable_bytes,
         num_cores=limits.num_cores,
-        memory_gbps={threads: figure(rate) for threads, rate in memory.items()},
-        adam_gbps={threads: figure(rate) for threads, rate in adam.items()},
-        adam_lean_gbps={threads: figure(rate) for threads, rate in lean_adam.items()},
-        flops={name: figure(rate) for name, rate in flops.items()},
-        attention_flops=attention or None,
-        attention_backward_flops=attention_backward or None,
-        fetch_gbps=figure(link["fetch_gbps"]),
-        offload_gbps=figure(link["offload_gbps"]),
-        duplex_gbps=figure(link["duplex_gbps"]),
-        gpu_memory_gbps=figure(link["gpu_memory_gbps"]),
+        flops=flops,
+        attention_flops=forward or None,
+        attention_backward_flops=backward or None,
+        **of_bytes,
     )
     return profile, pin_error
 
 
 def machine_at_start(
-    open_device: Callable[[], Device], gpu: str | None, threads: tuple[int, ...], dtype: str
+    open_device: Callable[[], Device], gpu: str | None, threads: int, dtype: str
 ) -> MachineProfile:
     """This machine's profile for an engine that starts; without one, a measurement of some seconds.
 
     open_device  opens a device that nothing else uses
     gpu          name of the GPU; None: the emulated device
-    threads      numbers of threads with which Adam may run
+    threads      with which Adam runs, of all ranks of the node
     dtype        the precision: "bf16", "fp16" or "fp32"
     """
     profile = profile_of(gpu)
@@ -108,10 +126,15 @@ def machine_at_start(
         logger.info("the rates of this machine are those of the profile %r", profile.name)
         return profile
     begun_s = time.perf_counter()
-    limits = host_limits()
     with contextlib.closing(open_device()) as device:
-        size = least_effort(threads, dtype, limits)
-        profile, _ = measure_machine(device, limits, size, lambda _: None)
+        profile, _ = measure_machine(
+            device,
+            host_limits(),
+            lambda _: None,
+            seconds=START_S,
+            threads=threads,
+            attention=[dtype],
+        )
         device.memory.restart_process_peak()
     logger.info(
         "this machine has no profile. Measured in %.1f s: link %.3g and %.3g GB/s, Adam %.3g GB/s "
@@ -119,8 +142,8 @@ def machine_at_start(
         time.perf_counter() - begun_s,
         profile.fetch_gbps,
         profile.offload_gbps,
-        profile.adam_gbps[threads[-1]],
-        threads[-1],
+        profile.adam_gbps,
+        threads,
         profile.flops[dtype] * 1e-12,
     )
     return profile
@@ -141,81 +164,11 @@ def cpu_name() -> str:
     return match[1].strip() if match else platform.processor() or platform.machine()
 
 
-# -- the effort -----------------------------------------------------------------------------------
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Effort:
-    """The sizes of arrays and the number of rounds. The median of the rounds counts."""
-
-    threads: tuple[int, ...]  # numbers of threads for memory and Adam
-    adam_numel: int
-    copy_bytes: int
-    copies: int  # in a row, so that the hand-over to a lane's thread does not count
-    copy_s: float  # a slow link copies less, so that one copy takes no longer
-    rounds: int
-    product_s: float  # for products of one dtype
-    attention_dtypes: tuple[str, ...]
-    attention_tokens: tuple[int, ...]  # of sequences
-    head_widths: tuple[int, ...]
-
-
-def effort(quick: bool, limits: HostLimits) -> Effort:
-    """The doctor's effort for this machine: arrays of twice its caches at least, in an eighth of
-    free memory."""
-    outside, available_bytes = 2 * last_cache_bytes(), limits.available_bytes
-    # A lean update moves the fewest bytes per parameter.
-    numel = max((8 if quick else 64) * MIB, int(outside / LEAN_RESIDENT_BYTES))
-    numel = min(numel, int(available_bytes / 8 / ADAM_RESIDENT_BYTES))
-    copy_bytes = max((32 if quick else 256) * MIB, outside)
-    copy_bytes = min(copy_bytes, available_bytes // 16)
-    return Effort(
-        threads=thread_counts(limits.num_cores),
-        adam_numel=max(numel, MIB),
-        copy_bytes=copy_bytes,
-        copies=4,
-        copy_s=math.inf,
-        rounds=3 if quick else 5,
-        product_s=0.05 if quick else 0.3,
-        attention_dtypes=tuple(DTYPES),
-        # In fp16 the backward over 4096 tokens takes seconds on some CPUs.
-        attention_tokens=(1024, 2048) if quick else (1024, 4096),
-        head_widths=(32, 128),
-    )
-
-
-def least_effort(threads: tuple[int, ...], dtype: str, limits: HostLimits) -> Effort:
-    """The effort of an engine that starts without a profile: some seconds.
-
-    Adam's arrays with lean states are twice the caches, in an eighth of free memory. The copies may
-    stay in the host's caches, which no link outruns. Attention has one `dtype`, that of training:
-    "bf16", "fp16" or "fp32".
-    """
-    # Exact states take almost five times the caches then. With twice the caches 16 cores of a Xeon
-    # with 300 MiB showed 190 GB/s, now 155 to 160. Training had 149.
-    outside = max(128 * MIB, 2 * last_cache_bytes())
-    room = limits.available_bytes / 8
-    numel = int(min(outside / LEAN_RESIDENT_BYTES, room / ADAM_RESIDENT_BYTES))
-    return Effort(
-        threads=threads,
-        adam_numel=max(numel, MIB),
-        copy_bytes=min(128 * MIB, limits.available_bytes // 16),
-        copies=2,
-        copy_s=0.02,
-        rounds=3,
-        product_s=0.03,
-        attention_dtypes=(dtype,),
-        attention_tokens=(1024,),
-        head_widths=(128,),
-    )
-
-
-# -- memory, the link and products ----------------------------------------------------------------
-def host_rates(size: Effort, step: Step) -> tuple[dict[int, float], ...]:
-    """Rates of host memory, of Adam with exact states, and of Adam with lean states.
-
-    Each is by number of threads, in 1e9 bytes/s. The three are measured in turn, since other
-    programs use the same memory, more in one second than in the next.
-    """
-    numel = size.adam_numel
+# -- the host -------------------------------------------------------------------------------------
+def host_rates(limits: HostLimits, threads: int, seconds: float, step: Step) -> dict[str, float]:
+    """Rates of host memory and of Adam with so many threads, and of Adam with one, in 1e9 bytes/s
+    by their names in a profile."""
+    numel = adam_numel(limits)
     weight = map_slab(numel, torch.bfloat16).fill_(0.01)
     grad = map_slab(numel, torch.bfloat16).fill_(0.01)
     low = map_slab(numel, torch.int16).zero_()
@@ -249,38 +202,54 @@ def host_rates(size: Effort, step: Step) -> tuple[dict[int, float], ...]:
     bf16 = torch.bfloat16
     batch = native.UpdateBatch("adam", bf16, bf16, [exact])
     lean_batch = native.UpdateBatch("adam", bf16, bf16, [lean], lean=True)
-    nbytes = numel * ADAM_BF16_BYTES
-    lean_nbytes = numel * ADAM_LEAN_BYTES
-    works = ((batch.traffic, nbytes), (batch.run, nbytes), (lean_batch.run, lean_nbytes))
-    rates: tuple[dict[int, float], ...] = ({}, {}, {})
-    for threads in size.threads:
-        step(f"host memory and Adam, threads: {threads}")
-        with native.Pool(threads) as pool:
-            for work, _ in works:
-                work(pool)
-            rounds = [
-                [_seconds(functools.partial(work, pool)) for work, _ in works]
-                for _ in range(size.rounds)
-            ]
-        for index, (_, moved_bytes) in enumerate(works):
-            median_s = statistics.median(seconds[index] for seconds in rounds)
-            rates[index][threads] = moved_bytes / median_s / 1e9
-    return rates
+    step("Adam, threads: 1")
+    with native.Pool(1) as pool:
+        (thread_s,) = _medians([lambda: batch.run(pool)], seconds)
+    step(f"host memory and Adam, threads: {threads}")
+    with native.Pool(threads) as pool:
+        works = [functools.partial(run, pool) for run in (batch.traffic, batch.run, lean_batch.run)]
+        memory_s, adam_s, lean_s = _medians(works, seconds)
+    gigabytes = numel * ADAM_BF16_BYTES / 1e9
+    return {
+        "memory_gbps": gigabytes / memory_s,
+        "adam_gbps": gigabytes / adam_s,
+        "adam_thread_gbps": gigabytes / thread_s,
+        "adam_lean_gbps": numel * ADAM_LEAN_BYTES / 1e9 / lean_s,
+    }
 
 
-def thread_counts(num_cores: int) -> tuple[int, ...]:
-    """Powers of two, and all cores."""
-    powers = [1 << n for n in range(num_cores.bit_length())]
-    return tuple(sorted({*powers, num_cores}))
+def adam_numel(limits: HostLimits) -> int:
+    """Parameters of the measured Adam. Its arrays with lean states are twice the caches, and all of
+    them are in an eighth of free memory."""
+    # Exact states take almost five times the caches then. With twice the caches 16 cores of a Xeon
+    # with 300 MiB showed 190 GB/s, now 155 to 160. Training had 149.
+    nbytes = max(LEAST_BYTES, 2 * last_cache_bytes())
+    room = limits.available_bytes / 8
+    return max(MIB, int(min(nbytes / LEAN_RESIDENT_BYTES, room / ADAM_RESIDENT_BYTES)))
 
 
-def link_rates(device: Device, size: Effort, step: Step) -> tuple[dict[str, float], str]:
+def last_cache_bytes(cpus: Path = CPUS) -> int:
+    """The last-level caches of all cores together; 64 MiB if the system does not name them."""
+    caches: dict[str, int] = {}
+    for folder in cpus.glob("cpu[0-9]*/cache/index3"):
+        with contextlib.suppress(OSError):
+            cores = (folder / "shared_cpu_list").read_text(encoding="ascii")
+            size = (folder / "size").read_text(encoding="ascii").strip()
+            unit = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(size[-1:], 1)
+            caches[cores] = int(size.rstrip("KMG")) * unit
+    return sum(caches.values()) or 64 * MIB
+
+
+# -- the link -------------------------------------------------------------------------------------
+def link_rates(
+    device: Device, limits: HostLimits, seconds: float, step: Step
+) -> tuple[dict[str, float], str]:
     """Rates of copies between pinned host slabs and the device, alone, together and on the device.
 
     Returns them in 1e9 bytes/s by their names in a profile, and why host memory could not be pinned
-    ("" if it could).
+    ("" if it could). The copies may stay in the host's caches, which no link outruns.
     """
-    nbytes = size.copy_bytes // 4096 * 4096
+    nbytes = min(LEAST_BYTES, limits.available_bytes // 16) // 4096 * 4096
     # Slabs and slots are filled. Memory that was never written is one page of zeros, which stays in
     # the cache.
     hosts = [map_slab(nbytes, torch.uint8).fill_(1) for _ in range(2)]
@@ -299,208 +268,153 @@ def link_rates(device: Device, size: Effort, step: Step) -> tuple[dict[str, floa
                 pin_error = str(error)
                 device.pinning.pin(host)  # a refused slab is copied as in training
             pinned.append(host)
-        step("host to device")
-        first_s = _seconds(lambda: _submit(device, device.fetch, slots[0], hosts[0], 1).wait())
-        linked = nbytes if first_s <= size.copy_s else int(nbytes * size.copy_s / first_s) or 1
-        near, far = [host[:linked] for host in hosts], [slot[:linked] for slot in slots]
-        fetch = _lone(device, device.fetch, far[0], near[0], size)
-        step("device to host")
-        offload = _lone(device, device.offload, near[1], far[1], size)
-        step("both directions together")
-        duplex = _together(device, near, far, offload / fetch, size)
+        rates = _copy_rates(device, hosts, slots, seconds, step)
     finally:
         for host in pinned:
             device.pinning.unpin(host)
     step("device memory")
-    copy = functools.partial(slots[0].copy_, slots[1])
-    _on_compute(device, copy, 1, 1)
-    once = _on_compute(device, copy, 3, 1)
-    # In a row, since a GPU takes hardly longer for one copy than for its launch.
-    on_device = _sustained(device, copy, once, size)
+    _, copy_s = _on_compute(device, lambda _: lambda: slots[0].copy_(slots[1]), [1], seconds)
     device.memory.release(*slots)
-    rates = {
-        "fetch_gbps": linked / fetch / 1e9,
-        "offload_gbps": linked / offload / 1e9,
-        "duplex_gbps": duplex / 1e9,
-        "gpu_memory_gbps": 2 * nbytes / on_device / 1e9,
+    return rates | {"gpu_memory_gbps": 2 * nbytes / copy_s / 1e9}, pin_error
+
+
+def _copy_rates(
+    device: Device,
+    hosts: Sequence[torch.Tensor],
+    slots: Sequence[torch.Tensor],
+    seconds: float,
+    step: Step,
+) -> dict[str, float]:
+    """Rates of both directions of the link, each alone, and of both at once."""
+
+    def submit(lane: Lane, target: torch.Tensor, source: torch.Tensor, nbytes: int) -> Fence:
+        copy = functools.partial(device.copy, target[:nbytes], source[:nbytes])
+        return [lane.submit("measure", copy, nbytes=nbytes) for _ in range(COPIES)][-1]
+
+    def fetch(nbytes: int) -> Fence:
+        return submit(device.fetch, slots[0], hosts[0], nbytes)
+
+    def offload(nbytes: int) -> Fence:
+        return submit(device.offload, hosts[1], slots[1], nbytes)
+
+    step("host to device")
+    nbytes = hosts[0].numel()
+    first_s = _seconds(lambda: fetch(nbytes).wait())
+    nbytes = max(1, int(nbytes * min(1.0, seconds / first_s)))  # a slow link copies less
+    (fetch_s,) = _medians([lambda: fetch(nbytes).wait()], seconds)
+    step("device to host")
+    (offload_s,) = _medians([lambda: offload(nbytes).wait()], seconds)
+    step("both directions together")
+    # The slower direction gets less to copy, so that both end together.
+    fetched = max(1, int(nbytes * min(1.0, offload_s / fetch_s)))
+    offloaded = max(1, int(nbytes * min(1.0, fetch_s / offload_s)))
+
+    def copy_both_ways() -> None:
+        for fence in (fetch(fetched), offload(offloaded)):
+            fence.wait()
+
+    (both_s,) = _medians([copy_both_ways], seconds)
+    return {
+        "fetch_gbps": COPIES * nbytes / fetch_s / 1e9,
+        "offload_gbps": COPIES * nbytes / offload_s / 1e9,
+        "duplex_gbps": COPIES * (fetched + offloaded) / both_s / 1e9,
     }
-    return rates, pin_error
 
 
-def product_flops(device: Device, dtype: torch.dtype, size: Effort) -> float:
-    """FLOP/s of a square matrix product, repeated for `size.product_s`.
+# -- compute --------------------------------------------------------------------------------------
+def product_flops(device: Device, dtype: torch.dtype, seconds: float) -> float:
+    """FLOP/s of a square matrix product, with the largest of SIDES that takes a part of
+    `seconds`."""
 
-    Its side is the largest power of two with which one product takes no longer. It is repeated
-    because the clock of a GPU falls to the rate that its power allows.
-    """
-    # the caller's generator is not advanced
-    generator = torch.Generator(device.torch_device)
-    side = 256
-    while True:
-        a, b = (
-            torch.randn(side, side, generator=generator, device=device.torch_device).to(dtype)
-            for _ in range(2)
-        )
-        product = functools.partial(torch.matmul, a, b, out=torch.empty_like(a))
-        _on_compute(device, product, 1, 1)  # the library chooses and loads its kernel
-        once = _on_compute(device, product, 3, 1)
-        if side == _LARGEST_MATRIX or 8 * once > size.product_s:
-            break
-        side *= 2
-    return 2.0 * side**3 / _sustained(device, product, once, size)
+    def product(side: int) -> Callable[[], object]:
+        a, b = _random(device, 2, (side, side), dtype)
+        return functools.partial(torch.matmul, a, b, out=torch.empty_like(a))
+
+    side, product_s = _on_compute(device, product, SIDES, seconds)
+    return 2.0 * side**3 / product_s
 
 
-ByTokensAndWidth = dict[int, dict[int, float]]
-OfAttention = dict[str, ByTokensAndWidth]
-
-
-def attention_rates(device: Device, size: Effort, step: Step) -> tuple[OfAttention, OfAttention]:
-    """FLOP/s of fused attention in forward, and in backward.
-
-    Both are by dtype, tokens of a sequence and width of a head, as in a profile. A dtype is absent,
-    with a warning, if torch has no kernel for it here.
-    """
-    forward: OfAttention = {}
-    backward: OfAttention = {}
-    for precision in size.attention_dtypes:
-        step(f"attention, {precision}")
-        of_dtype: tuple[ByTokensAndWidth, ...] = tuple(
-            {tokens: {} for tokens in size.attention_tokens} for _ in range(2)
-        )
-        try:
-            for tokens, width in itertools.product(size.attention_tokens, size.head_widths):
-                measured = attention_flops(device, DTYPES[precision], tokens, width, size)
-                for rates, rate in zip(of_dtype, measured, strict=True):
-                    rates[tokens][width] = figure(rate)
-        except RuntimeError as error:
-            logger.warning("attention in %s does not run here: %s", precision, error)
-            continue
-        forward[precision], backward[precision] = of_dtype
-    return forward, backward
-
-
-def attention_flops(
-    device: Device, dtype: torch.dtype, tokens: int, width: int, size: Effort
-) -> tuple[float, float]:
+def attention_flops(device: Device, dtype: torch.dtype, seconds: float) -> tuple[float, float]:
     """FLOP/s of fused attention with a causal mask, in forward and in backward.
 
-    All pairs of tokens count, as in a profile. The number of heads is the largest power of two with
-    which one call takes no longer than a share of `size.product_s`. It is repeated for so long.
+    All pairs of tokens count, as in a profile.
     """
-    # the caller's generator is not advanced
-    generator = torch.Generator(device.torch_device)
-    heads = 1
-    while True:
-        query, key, value, outer = (
-            torch.randn(
-                1, heads, tokens, width, generator=generator, device=device.torch_device
-            ).to(dtype)
-            for _ in range(4)
-        )
-        attend = functools.partial(
-            F.scaled_dot_product_attention, query, key, value, is_causal=True
-        )
-        _on_compute(device, attend, 1, 1)  # the library chooses and loads its kernel
-        once = _on_compute(device, attend, 3, 1)
-        if heads == _MOST_HEADS or 8 * once > size.product_s:
-            break
-        heads *= 2
-    forward_s = _sustained(device, attend, once, size)
-    inputs = [tensor.requires_grad_() for tensor in (query, key, value)]
-    differentiate = functools.partial(
-        torch.autograd.grad, attend(), inputs, outer, retain_graph=True
-    )
-    _on_compute(device, differentiate, 1, 1)
-    once = _on_compute(device, differentiate, 1, 1)
-    backward_s = _sustained(device, differentiate, once, size)
-    flops = 4.0 * heads * tokens**2 * width  # of two products
+
+    def inputs(heads: int) -> list[torch.Tensor]:
+        return _random(device, 3, (1, heads, TOKENS, HEAD_WIDTH), dtype)
+
+    def forward(heads: int) -> Callable[[], torch.Tensor]:
+        query, key, value = inputs(heads)
+        attend = F.scaled_dot_product_attention
+        return functools.partial(attend, query, key, value, is_causal=True)
+
+    def backward(heads: int) -> Callable[[], object]:
+        leaves = [tensor.requires_grad_() for tensor in inputs(heads)]
+        query, key, value = leaves
+        output = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        gradient = torch.ones_like(output)
+        return lambda: torch.autograd.grad(output, leaves, gradient, retain_graph=True)
+
+    heads, forward_s = _on_compute(device, forward, HEADS, seconds)
+    _, backward_s = _on_compute(device, backward, [heads], seconds)
+    flops = 4.0 * heads * TOKENS**2 * HEAD_WIDTH  # of two products
     return flops / forward_s, 2 * flops / backward_s
 
 
-def _sustained(device: Device, work: Callable[[], object], once_s: float, size: Effort) -> float:
-    """Median seconds of one `work`, repeated for `size.product_s`. Alone it took `once_s`, which
-    counts if it took longer than that."""
-    if once_s > size.product_s:
-        return once_s
-    repeats = max(1, int(size.product_s / 3 / once_s))
-    return _on_compute(device, work, 3, repeats)
+def _random(
+    device: Device, count: int, shape: tuple[int, ...], dtype: torch.dtype
+) -> list[torch.Tensor]:
+    # the caller's generator is not advanced
+    generator = torch.Generator(device.torch_device)
+    made = functools.partial(torch.randn, shape, generator=generator, device=device.torch_device)
+    return [made().to(dtype) for _ in range(count)]
 
 
-def _lone(
-    device: Device, lane: Lane, target: torch.Tensor, source: torch.Tensor, size: Effort
-) -> float:
-    """Median seconds of one copy on a lane that has nothing else to do."""
-    _submit(device, lane, target, source, 1).wait()
+def _on_compute(
+    device: Device,
+    make: Callable[[int], Callable[[], object]],
+    sizes: Iterable[int],
+    seconds: float,
+) -> tuple[int, float]:
+    """(size, median seconds of one `make(size)()` on the compute lane).
 
-    def copy() -> None:
-        _submit(device, lane, target, source, size.copies).wait()
-
-    return _median_s(copy, size.rounds) / size.copies
-
-
-def _together(
-    device: Device, hosts: list[torch.Tensor], slots: list[torch.Tensor], ratio: float, size: Effort
-) -> float:
-    """Bytes per second of both lanes at once.
-
-    `ratio` is the seconds of an offload over those of a fetch. The slower direction gets less
-    to copy, by this ratio, so that both end together.
+    It is the largest of `sizes` with which one call takes an eighth of `seconds` at most, or the
+    next one. Calls repeat in a row: a GPU takes hardly longer for a small one than for its launch,
+    and its clock falls to the rate that its power allows.
     """
-    nbytes = hosts[0].numel()
-    fetched = int(nbytes * min(1.0, ratio)) or 1
-    drained = int(nbytes * min(1.0, 1 / ratio)) or 1
-    fetch = (slots[0][:fetched], hosts[0][:fetched])
-    offload = (hosts[1][:drained], slots[1][:drained])
 
-    def copy_both_ways() -> None:
-        fetches = _submit(device, device.fetch, *fetch, size.copies)
-        offloads = _submit(device, device.offload, *offload, size.copies)
-        fetches.wait()
-        offloads.wait()
+    def run(work: Callable[[], object], repeats: int) -> None:
+        for _ in range(repeats):
+            work()
+        device.compute.record("measure").wait()
 
-    copy_both_ways()
-    return size.copies * (fetched + drained) / _median_s(copy_both_ways, size.rounds)
-
-
-def _submit(
-    device: Device, lane: Lane, target: torch.Tensor, source: torch.Tensor, copies: int
-) -> Fence:
-    copy = functools.partial(device.copy, target, source)
-    fences = [lane.submit("measure", copy, nbytes=target.nbytes) for _ in range(copies)]
-    return fences[-1]
+    for size in sizes:
+        work = make(size)
+        run(work, 1)  # the library chooses and loads its kernel
+        once_s = min(_seconds(functools.partial(run, work, 1)) for _ in range(2))
+        if 8 * once_s > seconds:
+            break
+    if once_s > seconds:
+        return size, once_s
+    repeats = max(1, int(seconds / ROUNDS / once_s))
+    (median_s,) = _medians([functools.partial(run, work, repeats)], 0.0)
+    return size, median_s / repeats
 
 
-def _on_compute(device: Device, work: Callable[[], object], rounds: int, repeats: int) -> float:
-    """Median seconds of one `work` on the compute lane."""
-    run = functools.partial(_repeat, device, work, repeats)
-    return _median_s(run, rounds) / repeats
-
-
-def _repeat(device: Device, work: Callable[[], object], repeats: int) -> None:
-    """Run `work` on the compute lane, and wait for the last."""
-    for _ in range(repeats):
+# -- time -----------------------------------------------------------------------------------------
+def _medians(works: Sequence[Callable[[], object]], seconds: float) -> list[float]:
+    """The median seconds of each work. They take turns, for other programs use the same memory,
+    more in one second than in the next."""
+    for work in works:
         work()
-    device.compute.record("measure").wait()
-
-
-def _median_s(run: Callable[[], object], rounds: int) -> float:
-    """The median seconds of so many calls of `run`."""
-    return statistics.median(_seconds(run) for _ in range(rounds))
+    begun_s = time.perf_counter()
+    rounds: list[list[float]] = []
+    while len(rounds) < ROUNDS or time.perf_counter() - begun_s < seconds:
+        rounds.append([_seconds(work) for work in works])
+    return [statistics.median(of_work) for of_work in zip(*rounds, strict=True)]
 
 
 def _seconds(run: Callable[[], object]) -> float:
     begun_s = time.perf_counter()
     run()
     return max(time.perf_counter() - begun_s, 1e-9)
-
-
-def last_cache_bytes(cpus: Path = CPUS) -> int:
-    """The last-level caches of all cores together; 64 MiB if the system does not name them."""
-    caches: dict[str, int] = {}
-    for folder in cpus.glob("cpu[0-9]*/cache/index3"):
-        with contextlib.suppress(OSError):
-            cores = (folder / "shared_cpu_list").read_text(encoding="ascii")
-            size = (folder / "size").read_text(encoding="ascii").strip()
-            unit = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(size[-1:], 1)
-            caches[cores] = int(size.rstrip("KMG")) * unit
-    return sum(caches.values()) or 64 * MIB

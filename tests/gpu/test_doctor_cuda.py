@@ -21,7 +21,7 @@ NVIDIA = "0x10de"  # the vendor's number on the bus
 
 
 def test_a_gpu_is_measured_as_what_it_is(tmp_path: Path) -> None:
-    findings = examine("cuda", tmp_path, quick=True)
+    findings = examine("cuda", tmp_path)
     machine = findings.profile
     properties = torch.cuda.get_device_properties(0)
     assert not findings.profile.emulated
@@ -30,7 +30,7 @@ def test_a_gpu_is_measured_as_what_it_is(tmp_path: Path) -> None:
     assert machine.gpu_memory_bytes == properties.total_memory
     assert machine.num_gpus == torch.cuda.device_count()
     assert findings.pin_error == ""
-    # A quick run's copies take milliseconds: wide bounds.
+    # Copies take milliseconds: wide bounds.
     assert machine.duplex_gbps <= 1.2 * (machine.fetch_gbps + machine.offload_gbps)
     assert machine.gpu_memory_gbps > machine.fetch_gbps
     assert machine.flops["fp16"] > machine.flops["fp32"]
@@ -60,7 +60,7 @@ def test_a_gpu_that_has_the_hosts_memory_is_named(
             return getattr(properties(0), name)
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: Properties())
-    problems = problems_of(examine("cuda", quick=True))
+    problems = problems_of(examine("cuda"))
     assert ("CPU and GPU share one memory" in [each.what for each in problems]) == integrated
 
 
@@ -72,7 +72,7 @@ def test_an_engine_without_a_profile_measures_the_gpu(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     section = {"device": "cuda", "gpu_memory": 1 << 20, "cpu_threads": 1}
     model, _ = MODELS["llama"]()
-    examine("cuda", quick=True)  # the libraries' own memory, which stays
+    examine("cuda")  # the libraries' own memory, which stays
     torch.cuda.empty_cache()
     before_bytes = torch.cuda.memory_reserved()
     engine = initialized(model, config(section=section))

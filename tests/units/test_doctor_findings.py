@@ -204,20 +204,17 @@ def test_the_link_is_read_as_sysfs_writes_it(
 def test_the_page_has_the_figures() -> None:
     changed = rates(
         fetch_gbps=20.0,
-        adam_gbps={1: 20.0, 32: 130.0},
-        adam_lean_gbps={32: 110.0},
-        attention_flops={
-            dtype: {1024: {32: 1e14}, 4096: {32: 2e14, 128: 3e14}} for dtype in DTYPES
-        },
-        attention_backward_flops={
-            dtype: {1024: {32: 1e14}, 4096: {32: 1e14, 128: 2e14}} for dtype in DTYPES
-        },
+        adam_thread_gbps=20.0,
+        adam_gbps=130.0,
+        adam_lean_gbps=110.0,
+        attention_flops=dict.fromkeys(DTYPES, 3e14),
+        attention_backward_flops=dict.fromkeys(DTYPES, 2e14),
     )
     flat = " ".join(page(changed(HEALTHY)).split())
     for words in (
         "host to device (16 GT/s x16) 20.0 GB/s device to host",
         "matrix products, bf16 256 TFLOP/s",
-        "attention, bf16 300 TFLOP/s, backward 200 TFLOP/s (4096 tokens, heads of 128)",
+        "attention, bf16 300 TFLOP/s, backward 200 TFLOP/s",
         "Adam (avx512), threads: 1 20.0 GB/s Adam (avx512), threads: 32 130.0 GB/s, "
         "with lean states 110.0 GB/s",
         "files /disk (O_DIRECT) files, read 6.00 GB/s files, written 3.00 GB/s "

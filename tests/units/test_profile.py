@@ -14,16 +14,14 @@ import torch
 
 from stronghold import native
 from stronghold.errors import ConfigError
+from stronghold.model.operator_counts import Counts
 from stronghold.optim.states import States, num_items
 from stronghold.plan import machine as profile
 from stronghold.plan.machine import MachineProfile
 from tests.support.states import adam_states
 
 ROOT = Path(__file__).resolve().parents[2]
-# By dtype, tokens of a sequence and width of a head.
-DTYPES = ("bf16", "fp16", "fp32")
-ATTENTION = {dtype: {1000: {32: 1e14, 96: 3e14}, 3000: {64: 4e14}} for dtype in DTYPES}
-SLOW_ATTENTION = {dtype: {1000: {64: 1e14}} for dtype in DTYPES}
+ATTENTION = dict.fromkeys(("bf16", "fp16", "fp32"), 2e14)
 
 
 def of(**changes: Any) -> MachineProfile:
@@ -38,8 +36,9 @@ def of(**changes: Any) -> MachineProfile:
         "fetch_gbps": 24.0,
         "offload_gbps": 25.0,
         "duplex_gbps": 44.0,
-        "memory_gbps": {1: 20.0, 2: 36.0, 8: 60.0},
-        "adam_gbps": {1: 18.0, 2: 34.0, 8: 57.0},
+        "memory_gbps": 60.0,
+        "adam_gbps": 57.0,
+        "adam_thread_gbps": 18.0,
         "flops": {"bf16": 1e14, "fp16": 1e14, "fp32": 2e13},
         "gpu_memory_gbps": 900.0,
     }
@@ -66,16 +65,18 @@ def test_what_is_saved_is_what_is_loaded(tmp_path: Path, more: dict[str, Any]) -
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 2}, "version: got 2, expected 1"),
+        ({"version": 1}, "version: got 1, expected 2"),
         ({"fetch_gbp": 3.0}, 'profile.fetch_gbp: unknown key. Did you mean "fetch_gbps"'),
         ({"fetch_gbps": 0}, "profile.fetch_gbps: got 0. Input should be greater than 0"),
         ({"fetch_gbps": None}, "profile.fetch_gbps: got None"),
         ({"fetch_gbps": float("nan")}, "profile.fetch_gbps: got nan"),
         ({"num_cores": 0}, "profile.num_cores: got 0. Input should be greater than or equal to 1"),
         ({"fetch_gbps": 10**400}, "profile.fetch_gbps: got 1000"),
-        ({"adam_gbps": {"1" * 5000: 1.0}}, "profile.adam_gbps.1111"),
-        ({"adam_gbps": {}}, "profile.adam_gbps: Dictionary should have at least 1 item"),
-        ({"adam_gbps": {"one": 1.0}}, "profile.adam_gbps.one.[key]: got 'one'"),
+        ({"adam_gbps": {"1": 57.0}}, "profile.adam_gbps: Input should be a valid number"),
+        (
+            {"attention_flops": {}},
+            "profile.attention_flops: Dictionary should have at least 1 item",
+        ),
         (
             {"flops": {"bf16": 1.0, "fp16": 1.0}},
             "profile.flops: Dictionary should have at least 3 items",
@@ -111,62 +112,47 @@ def test_a_missing_key_is_named(field: str) -> None:
         MachineProfile.from_json(json.dumps(raw), "box.json")
 
 
-@pytest.mark.parametrize(
-    ("threads", "expected"),
-    [(1, 20.0), (2, 36.0), (5, 48.0), (8, 60.0), (9, 60.0), (400, 60.0), (0, 20.0)],
-)
-def test_rates_lie_between_measured_numbers_of_threads(threads: int, expected: float) -> None:
-    assert of().memory_rate(threads) == expected
-    assert of(adam_gbps=of().memory_gbps).adam_rate(threads) == expected
-    assert of(adam_lean_gbps=of().memory_gbps).adam_rate(threads, "lean") == expected
+@pytest.mark.parametrize(("threads", "rate"), [(1, 18.0), (3, 54.0), (4, 57.0), (400, 57.0)])
+def test_threads_add_their_rates_up_to_that_of_all(threads: int, rate: float) -> None:
+    assert of().adam_rate(threads) == rate
+    assert of(adam_lean_gbps=28.5).adam_rate(threads, "lean") == rate / 2
 
 
 def test_a_profile_without_lean_states_has_a_share_of_the_exact_rate() -> None:
-    machine = of(adam_lean_gbps=None)
-    assert machine.adam_rate(2, "lean") == profile.LEAN_RATE * machine.adam_rate(2)
-    other = of(adam_lean_gbps={1: 5.0})
-    assert profile.rates_of(other, 1, states="lean").update_gbps == 5.0
-    assert profile.rates_of(other, 1).update_gbps == other.adam_rate(1)
-    with pytest.raises(ValueError, match=r"adam_lean_gbps\.one"):
-        of(adam_lean_gbps={"one": 1.0})
+    assert of().adam_rate(2, "lean") == profile.LEAN_RATE * of().adam_rate(2)
+    other = of(adam_lean_gbps=5.0)
+    assert profile.rates_of(other, 8, states="lean").update_gbps == 5.0
+    assert profile.rates_of(other, 8).update_gbps == other.adam_rate(8)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "rate"), [(1, 2e14), (1000, 2e14), (2000, 3e14), (3000, 4e14), (9000, 4e14)]
-)
-def test_attention_has_rates_by_tokens_of_a_sequence(tokens: int, rate: float) -> None:
-    machine = of(attention_flops=ATTENTION, attention_backward_flops=ATTENTION)
-    found = machine.attention_s("bf16", tokens=tokens, width=64, causal_flops=rate)
-    assert found == (1.0, 2.0)
-    whole = machine.attention_s("bf16", tokens=tokens, width=64, causal_flops=0.0, other_flops=rate)
-    assert whole == (2.0, 4.0)  # of pairs that no mask leaves out
+def test_ranks_of_a_node_divide_the_rate_of_all_its_cores() -> None:
+    assert profile.rates_of(of(), 2, sharing=4).update_gbps == 57.0 / 4
+    assert profile.rates_of(of(), 1, sharing=2).update_gbps == 18.0
 
 
-@pytest.mark.parametrize(
-    ("width", "rate"), [(8, 1e14), (32, 1e14), (64, 2e14), (96, 3e14), (256, 3e14)]
-)
-def test_attention_has_rates_by_the_width_of_a_head(width: int, rate: float) -> None:
-    machine = of(attention_flops=ATTENTION, attention_backward_flops=ATTENTION)
-    found = machine.attention_s("bf16", tokens=1000, width=width, causal_flops=rate)
-    assert found == (1.0, 2.0)
+def test_attention_has_a_rate_of_its_own() -> None:
+    """Of pairs of tokens, half of which a causal mask leaves out."""
+    slow = dict.fromkeys(ATTENTION, 1e14)
+    machine = of(attention_flops=ATTENTION, attention_backward_flops=slow)
+    causal = Counts(attention_flops=2e14, causal_flops=2e14)
+    assert machine.attention_s("bf16", causal) == (1.0, 4.0)
+    assert machine.attention_s("bf16", Counts(attention_flops=2e14)) == (2.0, 8.0)
 
 
-@pytest.mark.parametrize("kind", ["causal_flops", "other_flops"])
-def test_a_profile_without_attention_takes_the_rate_of_products(kind: str) -> None:
-    flops = {"causal_flops": 0.0, kind: 1e14}
-    other_dtype = {"fp16": ATTENTION["fp16"]}
-    in_another = {"attention_flops": other_dtype, "attention_backward_flops": other_dtype}
-    for changes in ({}, {"attention_flops": ATTENTION}, in_another):
-        found = of(**changes).attention_s("bf16", tokens=1000, width=64, **flops)
-        assert found == (1.0, 2.0)
+@pytest.mark.parametrize("causal_flops", [0.0, 1e14])
+def test_a_profile_without_attention_takes_the_rate_of_products(causal_flops: float) -> None:
+    counts = Counts(attention_flops=1e14, causal_flops=causal_flops)
+    in_another = {"fp16": 2e14}
+    others = {"attention_flops": in_another, "attention_backward_flops": in_another}
+    for changes in ({}, {"attention_flops": ATTENTION}, others):
+        assert of(**changes).attention_s("bf16", counts) == (1.0, 2.0)
 
 
-def test_a_profile_of_an_earlier_version_loads() -> None:
-    """Without the figures that came later."""
+def test_figures_that_need_not_be_there_may_be_left_out() -> None:
     raw = json.loads(of().to_json())
     assert raw.pop("emulated") is False
-    for later in ("attention_flops", "attention_backward_flops"):
-        assert raw.pop(later) is None
+    for name in ("attention_flops", "attention_backward_flops", "adam_lean_gbps"):
+        assert raw.pop(name) is None
     assert MachineProfile.from_json(json.dumps(raw), "box.json") == of()
 
 
@@ -179,11 +165,8 @@ def test_shipped_machines_load_and_say_where_their_rates_come_from(name: str) ->
     assert machine.duplex_gbps <= machine.fetch_gbps + machine.offload_gbps
     assert max(machine.fetch_gbps, machine.offload_gbps) <= machine.duplex_gbps
     assert machine.flops["fp32"] < machine.flops["fp16"]
-    assert machine.gpu_memory_gbps > machine.memory_rate(machine.num_cores)
-    assert list(machine.memory_gbps) == list(machine.adam_gbps)
-    assert max(machine.memory_gbps) == machine.num_cores
-    for threads in machine.memory_gbps:
-        assert machine.adam_rate(threads) <= machine.memory_rate(threads)
+    assert machine.gpu_memory_gbps > machine.memory_gbps >= machine.adam_gbps
+    assert machine.adam_thread_gbps < machine.adam_gbps < 64 * machine.adam_thread_gbps
 
 
 def test_an_unknown_machine_gets_a_hint_and_the_list() -> None:

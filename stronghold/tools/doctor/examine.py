@@ -28,11 +28,13 @@ from stronghold.errors import BudgetError, ConfigError
 from stronghold.limits import HostLimits, host_limits
 from stronghold.plan.machine import MachineProfile
 from stronghold.train.files import Files, Transfer
-from stronghold.train.rates import Step, effort, figure, measure_machine
+from stronghold.train.rates import Step, figure, measure_machine
 from stronghold.train.slabs import map_slab
 
 MIB = 1 << 20
 KINDS = ("cuda", "emulated")
+SECONDS = 0.3  # of one measurement
+DISK_BYTES = 256 * MIB
 PIECE_BYTES = 16 * MIB  # of a transfer
 LONGEST_S = 1.5  # of one transfer: a slow disk is known to be slow by then
 
@@ -96,7 +98,6 @@ class Findings:
 def examine(
     device: str | Device | None = None,
     path: str | os.PathLike[str] | None = None,
-    quick: bool = False,
     step: Step = lambda _: None,
 ) -> Findings:
     """Measure this machine, in less than a minute.
@@ -105,7 +106,6 @@ def examine(
         device: "cuda", "emulated", None for a GPU if the machine has one, or an open device that
             the caller does not use meanwhile. An open device stays open.
         path: a directory on the disk to measure; None measures no disk.
-        quick: measure in a few seconds, with rougher results.
         step: gets the name of each measurement that begins.
 
     Raises ConfigError for a device or a directory that does not exist.
@@ -116,10 +116,12 @@ def examine(
     limits = host_limits()
     opened = device if isinstance(device, Device) else _open(device)
     try:
-        profile, pin_error = measure_machine(opened, limits, effort(quick, limits), step)
+        profile, pin_error = measure_machine(
+            opened, limits, step, seconds=SECONDS, threads=limits.num_cores
+        )
         disk = None
         if folder is not None:
-            disk = disk_rates(folder, (32 if quick else 256) * MIB, step)
+            disk = disk_rates(folder, DISK_BYTES, step)
         link, one_memory = None, False
         if isinstance(opened, CudaDevice):
             index = opened.torch_device.index

@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Answe
 
     The status is 2 if the profile could not be written. The page is printed even so.
     """
-    findings = examine(arguments.device, arguments.path, quick=arguments.quick, step=progress)
+    findings = examine(arguments.device, arguments.path, step=progress)
     path = arguments.json or default_path(gpu_name(arguments.device))
     try:
         findings.profile.save(path)
@@ -59,19 +59,16 @@ def _figures(findings: Findings) -> Iterator[tuple[str, str]]:
     for dtype, rate in profile.flops.items():
         yield f"matrix products, {dtype}", _tflops(rate)
     backward = profile.attention_backward_flops or {}
-    for dtype, by_tokens in (profile.attention_flops or {}).items():
-        tokens = max(by_tokens)
-        width, rate = max(by_tokens[tokens].items())
-        back = _tflops(backward[dtype][tokens][width])
-        what = f"backward {back} ({tokens} tokens, heads of {width})"
-        yield f"attention, {dtype}", f"{_tflops(rate)}, {what}"
+    for dtype, rate in (profile.attention_flops or {}).items():
+        yield f"attention, {dtype}", f"{_tflops(rate)}, backward {_tflops(backward[dtype])}"
     yield "device memory", f"{_gbps(profile.gpu_memory_gbps)}, {_gib(profile.gpu_memory_bytes)}"
     usable, free = _gib(limits.usable_bytes), _gib(limits.available_bytes)
-    yield "host memory", f"{_gbps(max(profile.memory_gbps.values()))}, {usable}, {free} free"
-    lean = profile.adam_lean_gbps or {}
-    for threads, rate in profile.adam_gbps.items():
-        beside = f", with lean states {_gbps(lean[threads])}" if threads in lean else ""
-        yield f"Adam ({findings.isa}), threads: {threads}", f"{_gbps(rate)}{beside}"
+    yield "host memory", f"{_gbps(profile.memory_gbps)}, {usable}, {free} free"
+    lean = profile.adam_lean_gbps
+    beside = "" if lean is None else f", with lean states {_gbps(lean)}"
+    yield f"Adam ({findings.isa}), threads: 1", _gbps(profile.adam_thread_gbps)
+    threads = f"threads: {profile.num_cores}"
+    yield f"Adam ({findings.isa}), {threads}", f"{_gbps(profile.adam_gbps)}{beside}"
     if disk is not None and disk.error:
         yield "files", f"not measured: {disk.path}: {disk.error}; name another with --path"
     elif disk is not None:

@@ -21,7 +21,7 @@ from stronghold.limits import host_limits
 from stronghold.optim.cpu_adam import CPUAdam
 from stronghold.tools.answer import Answer
 from stronghold.train.job import MemoryReport
-from stronghold.train.rates import effort, link_rates
+from stronghold.train.rates import START_S, link_rates
 
 MIB = 1 << 20
 WIDTH, HIDDEN, NUM_BLOCKS, BATCH_SIZE, NUM_STEPS = 256, 1024, 8, 32, 8
@@ -122,8 +122,7 @@ def _check_link(device: torch.device) -> Check:
         return Check("link", True, "none to measure: there is no GPU")
     opened = CudaDevice()
     try:
-        size = effort(True, host_limits())
-        rates, pin_error = link_rates(opened, size, lambda _: None)
+        rates, pin_error = link_rates(opened, host_limits(), START_S, lambda _: None)
     finally:
         opened.close()
     text = f"{rates['fetch_gbps']:.1f} GB/s to the GPU, {rates['offload_gbps']:.1f} GB/s back"

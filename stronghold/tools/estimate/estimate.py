@@ -15,16 +15,7 @@ from typing import Any
 
 from stronghold.errors import BudgetError
 from stronghold.plan import rules
-from stronghold.plan.cost import (
-    AGAIN,
-    ATTENTION,
-    COMPUTE,
-    DISK,
-    Limits,
-    attention_s,
-    physical_limit,
-    traffic_of,
-)
+from stronghold.plan.cost import AGAIN, ATTENTION, COMPUTE, DISK, Limits, physical_limit, traffic_of
 from stronghold.plan.plan import Plan
 from stronghold.plan.rules import Choice, fastest_plan
 from stronghold.tools.estimate.config import config_of
@@ -218,7 +209,7 @@ def _limits(question: Question, plan: Plan | None) -> Limits:
     passes = []  # a third of each layer's FLOPs in forward and backward
     for layer in costs.layers:
         # Attention runs at other rates than products. It counts as products that take as long.
-        forward_s, backward_s = attention_s(layer, costs, machine)
+        forward_s, backward_s = machine.attention_s(costs.dtype, layer.forward)
         products = layer.forward.product_flops
         forward.append((products, rate * forward_s))
         both = products + layer.backward.product_flops
