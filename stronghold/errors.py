@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -76,11 +76,11 @@ class StrongholdError(Exception):
     has one.
     """
 
-    page: ClassVar[ErrorPage | None] = None
+    page: ErrorPage | None = None
 
     def __init__(self, message: str = "", *, page: ErrorPage | None = None) -> None:
-        page = page or self.page
-        super().__init__(message if page is None else with_page(message, page))
+        self.page = page or self.page
+        super().__init__(message if self.page is None else with_page(message, self.page))
 
 
 class ConfigError(StrongholdError, ValueError):

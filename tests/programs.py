@@ -573,7 +573,7 @@ def many_pieces() -> Iterator[None]:
     """Tiny layers take several pieces, whatever is saved is worth sending to the host, and all
     second runs are compared: one that differs in other calls alone is not noticed."""
     with ExitStack() as patches:
-        pieces = mock.patch("stronghold.plan.host_memory.PIECE_BYTES", SMALLEST_PIECE)
+        pieces = mock.patch("stronghold.plan.memory.PIECE_BYTES", SMALLEST_PIECE)
         patches.enter_context(pieces)
         patches.enter_context(mock.patch("stronghold.train.offload.MIN_OFFLOAD_BYTES", 1))
         always = mock.patch("stronghold.train.activations.is_compared", return_value=True)

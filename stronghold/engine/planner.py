@@ -50,8 +50,8 @@ from stronghold.devices.random_numbers import random_state, set_random_state
 from stronghold.errors import BudgetError, ConfigError, format_size
 from stronghold.model.costs import count_costs
 from stronghold.plan.cost import Demand, LayerWork, Workload, spared, workload_of
-from stronghold.plan.gpu_memory import activation_bytes
 from stronghold.plan.machine import Rates, rates_of
+from stronghold.plan.memory import activation_bytes
 from stronghold.plan.rules import Choice, fastest_levels, fastest_plan
 from stronghold.telemetry.metrics import BatchSize
 from stronghold.train.job import Job, reserved_bytes

@@ -156,7 +156,7 @@ class Demand:
     num_cores: int = 1
     nvme: bool = False  # arrays may lie in files
     nvme_capacity_bytes: int | None = None
-    # A word of `host_memory.DEPTHS`: all arrays of these kinds spill. None: as few as necessary.
+    # A word of `memory.DEPTHS`: all arrays of these kinds spill. None: as few as necessary.
     spill: str | None = None
     in_files: tuple[tuple[str, ...], ...] | None = None  # by layer, the arrays that stay in files
     piece_bytes: int | None = None

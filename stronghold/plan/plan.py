@@ -1,16 +1,7 @@
 """The plan: where every layer's bytes lie, the number of slots, and the arrays that spill.
 
-Pure: no tensors, no threads. Made from sizes and budgets, and printed with its reasons. `make_plan`
-takes three steps: where each layer is (`places`), what the GPU holds (`gpu_memory`), what the host
-and files hold (`host_memory`).
-
-[Note: the staging ring] A ring of pieces of one size in host memory.
-
-1. An update's piece holds elements of all spilled arrays of a layer. One piece is read, one is
-   updated, one is written, and one more is read ahead.
-2. A fetch's piece holds elements of weights. One piece is read, one waits for its slot, one is
-   copied.
-3. Updates and fetches have separate entries, because an update must not wait for a slot.
+Pure: no tensors, no threads. Made from sizes and budgets, and printed with its reasons. `memory`
+has the places of layers, and the bytes of every tier.
 
 [Note: no blocks]
 
@@ -24,14 +15,15 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from stronghold.errors import BudgetError
 from stronghold.model.layout import ModelLayout
 from stronghold.plan.cost import AGAIN, Demand, Traffic, traffic_of
-from stronghold.plan.gpu_memory import GpuPeak, choose_slots
-from stronghold.plan.host_memory import Spilled, Staging, early_reasons, plan_host
-from stronghold.plan.places import MIB, Places, place_layers
+from stronghold.plan.memory import SUM_BUFFERS, HostMemory, Memory, Spilled, Staging, choose_slots
+
+MIB = float(1 << 20)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,52 +133,44 @@ def make_plan(layout: ModelLayout, demand: Demand) -> Plan:
 
 
 def _make_plan(layout: ModelLayout, demand: Demand) -> Plan:
-    places = place_layers(layout, demand)
-    activations, resident, on_gpu = (places.activations, places.resident, places.updated_on_gpu)
-    gpu_peak = GpuPeak(places)
-    slots = choose_slots(gpu_peak)
+    memory = Memory(layout, demand)
+    window, gradient_slots, why_window = choose_slots(memory)
+    host = HostMemory(memory)
+    activations = memory.activations
     threads = demand.cpu_threads or max(1, demand.num_cores)
-    host = plan_host(places)
-    traffic = traffic_of(
-        layout,
-        demand,
-        resident=resident,
-        on_gpu=on_gpu,
-        window=slots.window,
-        offloaded_bytes=sum(places.offloaded.values()),
-        nvme=(host.read_bytes, host.written_bytes),
-    )
-    recomputed = [layer for layer in layout.layers if activations[layer.index] in AGAIN]
-    num_recomputed = sum(layer.num_parameters for layer in recomputed)
-    reasons = (
-        *places.reasons,
-        *((slots.reason,) if places.streamed else ()),
-        _activations_reason(places, threads),
-        *_states_reasons(places),
-        *host.reasons,
-        *early_reasons(places, host),
-    )
+    recomputed = (layer for layer in layout.layers if activations[layer.index] in AGAIN)
     return Plan(
         demand=demand,
-        window=slots.window,
-        resident=resident,
-        updated_on_gpu=on_gpu,
+        window=window,
+        resident=memory.resident,
+        updated_on_gpu=memory.updated_on_gpu,
         in_files=_in_files(layout, host.spilled),
-        own_gradients=frozenset(layer.index for layer in places.own_slots),
-        gradient_slots=slots.gradient_slots,
-        ring_entries=host.ring_entries,
+        own_gradients=frozenset(layer.index for layer in memory.own_slots),
+        gradient_slots=gradient_slots,
+        ring_entries=SUM_BUFFERS if host.ring_bytes else 0,
         trained=frozenset(layer.index for layer in layout.layers if layer.states),
         early=host.early,
         activations=activations,
         cpu_threads=threads,
-        gpu_bytes=gpu_peak.parts(slots.window, slots.gradient_slots),
+        gpu_bytes=memory.gpu_parts(window, gradient_slots),
         host_bytes=host.host_bytes,
         num_parameters=layout.num_parameters,
-        activation_bytes=gpu_peak.activations,
-        offloaded_bytes=host.offloaded_bytes,
-        recomputed=num_recomputed / max(1, layout.num_parameters),
-        reasons=reasons,
-        traffic=traffic,
+        activation_bytes=memory.activation_bytes,
+        offloaded_bytes=memory.offloaded_bytes,
+        recomputed=sum(x.num_parameters for x in recomputed) / max(1, layout.num_parameters),
+        reasons=(
+            *_place_reasons(memory, f"window: {window} slots ({why_window})", threads),
+            *host.reasons(),
+        ),
+        traffic=traffic_of(
+            layout,
+            demand,
+            resident=memory.resident,
+            on_gpu=memory.updated_on_gpu,
+            window=window,
+            offloaded_bytes=memory.offloaded_bytes,
+            nvme=host.file_traffic,
+        ),
         staging=host.staging,
         nvme_bytes=host.nvme_bytes,
     )
@@ -200,22 +184,26 @@ def _in_files(layout: ModelLayout, spilled: Spilled) -> tuple[tuple[str, ...], .
     )
 
 
-def _activations_reason(places: Places, threads: int) -> str:
-    counts = Counter(places.activations[index] for index in places.layout.streamed)
+def _place_reasons(memory: Memory, slots: str, threads: int) -> Iterator[str]:
+    """Where layers are and are updated, what blocks keep, and the states of parameters."""
+    demand, num_blocks = memory.demand, memory.num_blocks
+    if memory.kept:
+        why = demand.why("resident_layers")
+        yield f"{len(memory.kept)} of {num_blocks} blocks stay on the gpu ({why})"
+    if memory.on_gpu:
+        why = demand.why("resident_updates")
+        yield f"resident layers are updated on the gpu ({why})"
+    if memory.streamed:
+        yield slots
+    counts = Counter(memory.activations[index] for index in memory.layout.streamed)
+    levels = next(iter(counts), "keep")
     if len(counts) > 1:
-        policies = ", ".join(f"{policy} {count}" for policy, count in sorted(counts.items()))
-        if "activations" in places.demand.by_rule:
-            policies += f" ({places.demand.why('activations')})"
-    else:
-        policies = next(iter(counts), "keep")
-    gradients = "accumulated" if places.demand.accumulate else "pending until the gate"
-    return f"activations: {policies}; {threads} update threads; gradients: {gradients}"
-
-
-def _states_reasons(places: Places) -> tuple[str, ...]:
-    if not places.demand.states.is_lean:
-        return ()
-    resident = places.resident
-    stays = any(layer.index in resident for layer in places.on_host)
-    where = "; what stays on the gpu is updated on the host" if stays else ""
-    return (f"states: lean, which round otherwise than exact ones{where}",)
+        levels = ", ".join(f"{level} {count}" for level, count in sorted(counts.items()))
+        if "activations" in demand.by_rule:
+            levels += f" ({demand.why('activations')})"
+    gradients = "accumulated" if demand.accumulate else "pending until the gate"
+    yield f"activations: {levels}; {threads} update threads; gradients: {gradients}"
+    if demand.states.is_lean:
+        stays = any(layer.index in memory.resident for layer in memory.on_host)
+        where = "; what stays on the gpu is updated on the host" if stays else ""
+        yield f"states: lean, which round otherwise than exact ones{where}"

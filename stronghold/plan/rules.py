@@ -20,7 +20,7 @@ of activation levels the blocks climb. Settings that the config pins stay as the
    master remainders, weights, of the              often. Forward comes to the last layers last.
    last layers first.
 
-Rules 1, 3 and 6 are those of `places` and `host_memory`.
+Rules 1, 3 and 6 are those of `memory`.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import inf
 
-from stronghold.errors import BudgetError, ConfigError
+from stronghold.errors import BudgetError, ConfigError, ErrorPage
 from stronghold.model.layout import ModelLayout
 from stronghold.plan.cost import Demand, Workload, disk_s
 from stronghold.plan.estimate import StepEstimate, estimate
-from stronghold.plan.gpu_memory import (
-    GpuPeak,
-    activation_bytes,
-    later_activation_bytes,
-    wanted_slots,
-)
 from stronghold.plan.machine import Rates
-from stronghold.plan.places import Places, levels_of, place_layers
+from stronghold.plan.memory import (
+    Memory,
+    activation_bytes,
+    last_that,
+    later_activation_bytes,
+    levels_of,
+)
 from stronghold.plan.plan import Plan, make_plan
 
 RESIDENT_SHARES = 8  # numbers of resident blocks are tried in steps of this share, then in finer
@@ -134,7 +134,7 @@ class _Rules:
         """The fastest of the ladders, with activations in so many bytes. None if none fits."""
         for ladder in _ladders(self.layout, self.demand):
             first = replace(self.demand, activations=ladder[0]) if ladder else self.demand
-            levels = _levels_within(place_layers(self.layout, first), ladder, room_bytes)
+            levels = _levels_within(Memory(self.layout, first), ladder, room_bytes)
             if levels is not None:
                 plan = _made(self.layout, replace(first, activations=levels))
                 if plan is not None:
@@ -276,11 +276,10 @@ def _leveled(layout: ModelLayout, demand: Demand, ladder: Ladder) -> Plan | None
     """The plan with the most slots of `SLOTS` that fit at the ladder's first level, and then with
     levels by the ladder (rules 2 and 4). None if nothing fits."""
     first = replace(demand, activations=ladder[0]) if ladder else demand
-    peak = GpuPeak(place_layers(layout, first))
-    budget = demand.gpu_budget_bytes
-    for slots, gradients in wanted_slots(peak.places):
-        room = inf if budget is None else budget - peak.buffers(slots, gradients)
-        levels = _levels_within(peak.places, ladder, room)
+    memory, budget = Memory(layout, first), demand.gpu_budget_bytes
+    for slots, gradients in memory.wanted_slots():
+        room = inf if budget is None else budget - memory.gpu_buffers(slots, gradients)
+        levels = _levels_within(memory, ladder, room)
         if levels is not None:
             with_levels = replace(first, activations=levels) if ladder else first
             plan = _made(layout, replace(with_levels, window=max(1, slots)))
@@ -289,21 +288,21 @@ def _leveled(layout: ModelLayout, demand: Demand, ladder: Ladder) -> Plan | None
     return None
 
 
-def _levels_within(places: Places, ladder: Ladder, room: float) -> tuple[str, ...] | None:
+def _levels_within(memory: Memory, ladder: Ladder, room: float) -> tuple[str, ...] | None:
     """The level of each layer by the ladder, or as pinned without one, where activations take at
     most `room` bytes of the GPU. None if not even those of the first level do."""
-    if not _is_within(places, places.activations, room):
+    if not _is_within(memory, memory.activations, room):
         return None
     if not ladder:
-        return places.activations
-    counts = {**dict.fromkeys(ladder, 0), ladder[0]: places.num_blocks}
+        return memory.activations
+    counts = {**dict.fromkeys(ladder, 0), ladder[0]: memory.num_blocks}
     for below, level in pairwise(ladder):
-        counts = _raised(places, counts, below, level, room)
-    return levels_of(places.layout, counts)
+        counts = _raised(memory, counts, below, level, room)
+    return levels_of(memory.layout, counts)
 
 
 def _raised(
-    places: Places, counts: Mapping[str, int], below: str, level: str, room: float
+    memory: Memory, counts: Mapping[str, int], below: str, level: str, room: float
 ) -> dict[str, int]:
     """The numbers of blocks by level, with the most that fit at `level` in place of `below`."""
 
@@ -311,13 +310,13 @@ def _raised(
         return {**counts, below: counts[below] - count, level: count}
 
     def fit(count: int) -> bool:
-        return _is_within(places, levels_of(places.layout, raised(count)), room)
+        return _is_within(memory, levels_of(memory.layout, raised(count)), room)
 
     return raised(last_that(fit, 0, counts[below]))
 
 
-def _is_within(places: Places, levels: tuple[str, ...], room: float) -> bool:
-    layout, demand = places.layout, places.demand
+def _is_within(memory: Memory, levels: tuple[str, ...], room: float) -> bool:
+    layout, demand = memory.layout, memory.demand
     later_bytes = later_activation_bytes(layout, levels, demand)
     need = max(activation_bytes(layout, levels, demand), later_bytes, demand.reserve_bytes)
     return need <= room
@@ -374,38 +373,23 @@ def _least(layout: ModelLayout, demand: Demand) -> Iterator[Demand]:
 
 
 def _refusal(layout: ModelLayout, demand: Demand) -> BudgetError:
-    """The error of the plan that needs least of the tier that is too small."""
-    demands = list(_least(layout, demand))
-    fitting_gpu = [d for d in demands if _made(layout, replace(d, host_budget_bytes=None))]
-    if fitting_gpu:
-        _, least = min((_host_need(layout, d), number) for number, d in enumerate(fitting_gpu))
-        smallest = fitting_gpu[least]
-    else:
-        _, least = min((_gpu_need(layout, d), number) for number, d in enumerate(demands))
-        smallest = demands[least]
-    try:
-        make_plan(layout, smallest)
-    except BudgetError as error:
-        return error
-    return BudgetError(
-        "no plan fits the budgets with what is pinned: leave stronghold.window, "
-        "resident_layers or activations out"
+    """The error of the plan that needs least of the tier that is too small: the GPU, if no plan
+    fits it."""
+    errors: list[BudgetError] = []
+    for least in _least(layout, demand):
+        try:
+            make_plan(layout, least)
+        except BudgetError as error:
+            errors.append(error)
+    beside_gpu = [error for error in errors if error.page is not ErrorPage.GPU_MEMORY]
+    return min(
+        beside_gpu or errors,
+        key=lambda error: error.need_bytes or 0,
+        default=BudgetError(
+            "no plan fits the budgets with what is pinned: leave stronghold.window, "
+            "resident_layers or activations out"
+        ),
     )
-
-
-def _gpu_need(layout: ModelLayout, demand: Demand) -> int:
-    """Bytes of the gpu that the plan needs, whatever the budgets."""
-    return _gpu_bytes(_plan_without_budgets(layout, demand))
-
-
-def _host_need(layout: ModelLayout, demand: Demand) -> int:
-    """Bytes of the host that the plan needs, whatever the budgets."""
-    plan = _plan_without_budgets(layout, demand)
-    return plan.host_total_bytes + plan.offloaded_bytes
-
-
-def _plan_without_budgets(layout: ModelLayout, demand: Demand) -> Plan:
-    return make_plan(layout, replace(demand, gpu_budget_bytes=None, host_budget_bytes=None))
 
 
 def largest_micro_batch(fits: Callable[[int], bool], limit: int = 1 << 20) -> int:
@@ -419,15 +403,3 @@ def largest_micro_batch(fits: Callable[[int], bool], limit: int = 1 << 20) -> in
     while high <= limit and fits(high):
         low, high = high, 2 * high
     return last_that(fits, low, min(high - 1, limit))
-
-
-def last_that(fits: Callable[[int], bool], low: int, high: int) -> int:
-    """The largest number up to `high` for which `fits`, once false always false, holds; for `low`
-    it does."""
-    while low < high:
-        middle = (low + high) // 2 + 1
-        if fits(middle):
-            low = middle
-        else:
-            high = middle - 1
-    return low

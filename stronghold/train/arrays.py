@@ -39,7 +39,7 @@ from stronghold.devices.base import Device, Fence, Record
 from stronghold.devices.lane_name import LaneName
 from stronghold.errors import ConfigError
 from stronghold.optim.states import PAGE_BYTES, items, num_items, page_numel
-from stronghold.plan.host_memory import Staging
+from stronghold.plan.memory import Staging
 from stronghold.private import with_own_storage, without_torch_function
 from stronghold.train.aliases import num_elsewhere
 from stronghold.train.files import Files, Transfer

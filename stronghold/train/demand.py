@@ -22,7 +22,7 @@ from stronghold.model.layout import ModelLayout
 from stronghold.model.stored_tensors import tensor_has_memory
 from stronghold.optim.states import LEAN, States
 from stronghold.plan.cost import Demand
-from stronghold.plan.places import levels_of
+from stronghold.plan.memory import levels_of
 from stronghold.train.processes import Neighbours
 
 # Without stronghold.gpu_memory half of what the GPU has free goes to slots; the rest is left to

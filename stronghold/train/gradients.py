@@ -27,7 +27,7 @@ from torch import Tensor
 from stronghold.devices.base import Device, Fence, Record
 from stronghold.devices.compute_span import ComputeSpan
 from stronghold.native import Kernels
-from stronghold.plan.host_memory import SUM_BUFFERS
+from stronghold.plan.memory import SUM_BUFFERS
 from stronghold.telemetry.metrics import Metrics, WaitCause
 from stronghold.train.arrays import Arrays
 from stronghold.train.layer import GradientState, Layer, Slot

@@ -31,7 +31,7 @@ VERBS = ["fetch", "offload", "norm", "update", "load", "stage", "spill"]
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stronghold.plan.host_memory.PIECE_BYTES", 1)  # a page of each array
+    monkeypatch.setattr("stronghold.plan.memory.PIECE_BYTES", 1)  # a page of each array
 
 
 class Session:

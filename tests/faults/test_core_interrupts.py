@@ -106,7 +106,7 @@ def interrupt_steps(place: dict[str, Any], expected: list[Any], seed: int) -> tu
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stronghold.plan.host_memory.PIECE_BYTES", 1)  # a page of each array
+    monkeypatch.setattr("stronghold.plan.memory.PIECE_BYTES", 1)  # a page of each array
     offload_small(monkeypatch)
 
 

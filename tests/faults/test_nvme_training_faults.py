@@ -27,7 +27,7 @@ MODES = {"no norm": (0.0, 1), "gated": (0.5, 1), "accumulated": (0.5, 2)}
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stronghold.plan.host_memory.PIECE_BYTES", PAGE_NUMEL * 24)
+    monkeypatch.setattr("stronghold.plan.memory.PIECE_BYTES", PAGE_NUMEL * 24)
 
 
 def make_engine(path: Path, spill: str, clipping: float = 0.5, accumulation: int = 1) -> Any:

@@ -39,7 +39,7 @@ AXES_ON_GPU["precision"] = ["fp32", "bf16", "lean"]
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stronghold.plan.host_memory.PIECE_BYTES", 1)  # a page of each
+    monkeypatch.setattr("stronghold.plan.memory.PIECE_BYTES", 1)  # a page of each
 
 
 @functools.cache

@@ -18,7 +18,7 @@ STEPS = 5
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stronghold.plan.host_memory.PIECE_BYTES", 2048 * 24)
+    monkeypatch.setattr("stronghold.plan.memory.PIECE_BYTES", 2048 * 24)
 
 
 def trained(section: dict[str, Any], **settings: Any) -> Run:

@@ -236,7 +236,7 @@ def interrupt(what: str, name: str, engine: Any, make_batch: Any) -> None:
 
 def check(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     of = dict(zip(AXES, case, strict=True))
-    monkeypatch.setattr("stronghold.plan.host_memory.PIECE_BYTES", SMALLEST_PIECE)
+    monkeypatch.setattr("stronghold.plan.memory.PIECE_BYTES", SMALLEST_PIECE)
     offload_small(monkeypatch)
     monkeypatch.setenv("STRONGHOLD_ISA", of["cores"].split()[0])
     expected = plain(

@@ -57,7 +57,7 @@ def lanes(*, are_late: bool, seed: int = 1) -> Callable[[], EmulatedDevice]:
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers take several pieces, and pieces several blocks on both disks."""
-    monkeypatch.setattr("stronghold.plan.host_memory.PIECE_BYTES", 1)  # a page of each
+    monkeypatch.setattr("stronghold.plan.memory.PIECE_BYTES", 1)  # a page of each
     monkeypatch.setattr("stronghold.train.files.BLOCK_BYTES", 4096)
     monkeypatch.setattr("stronghold.train.files.UNIT_BYTES", 8192)
     offload_small(monkeypatch)

@@ -71,7 +71,7 @@ DEFAULT = ARRAY[:24]
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Layers take several pieces. FP8Linear computes on CPUs."""
-    monkeypatch.setattr("stronghold.plan.host_memory.PIECE_BYTES", 1)
+    monkeypatch.setattr("stronghold.plan.memory.PIECE_BYTES", 1)
     monkeypatch.setattr("stronghold.train.files.BLOCK_BYTES", 4096)
     monkeypatch.setattr("stronghold.train.files.UNIT_BYTES", 8192)
     offload_small(monkeypatch)

@@ -192,7 +192,7 @@ def between(of: dict[str, str], engine: Any, make_batch: Any) -> None:
 @pytest.mark.parametrize("case", covering(list(AXES.values()), never), ids="-".join)
 def test_nothing_changes_a_bit(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     of = dict(zip(AXES, case, strict=True))
-    monkeypatch.setattr("stronghold.plan.host_memory.PIECE_BYTES", SMALLEST_PIECE)
+    monkeypatch.setattr("stronghold.plan.memory.PIECE_BYTES", SMALLEST_PIECE)
     offload_small(monkeypatch)
     clipping, accumulation = UPDATES[of["update"]][0], int(of["micro-batches"])
     expected = plain(of["model"], clipping, accumulation, of["precision"], chunk_of(of))

@@ -37,7 +37,7 @@ SLOW: dict[str, Any] = {"emulated": {"update_gbps": 0.002}}
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """And every input is offloaded, as a large one is."""
-    monkeypatch.setattr("stronghold.plan.host_memory.PIECE_BYTES", FEW_BYTES)
+    monkeypatch.setattr("stronghold.plan.memory.PIECE_BYTES", FEW_BYTES)
     offload_small(monkeypatch)
 
 

@@ -18,7 +18,7 @@ from accelerate.utils.memory import should_reduce_batch_size
 from torch import nn
 
 import stronghold
-from stronghold.plan.gpu_memory import activation_bytes
+from stronghold.plan.memory import activation_bytes
 from tests.conftest import MACHINE
 from tests.models import MODELS, loss_of, token_batch
 from tests.support.counted import CountedMemory, counted

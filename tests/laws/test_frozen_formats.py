@@ -75,7 +75,7 @@ def same_bytes(run: Run, expected: Run) -> None:
 def test_frozen_bytes_train_what_is_beside_them_as_in_a_plain_loop(
     place: str, stored: torch.dtype, rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stronghold.plan.host_memory.PIECE_BYTES", 4096 * 24)
+    monkeypatch.setattr("stronghold.plan.memory.PIECE_BYTES", 4096 * 24)
     offload_small(monkeypatch)
     # Every second case accumulates, or has lean states.
     odd = (list(PLACES).index(place) + BYTES.index(stored)) % 2

@@ -118,7 +118,7 @@ def test_pieces_change_no_bit_of_the_plain_loops(
 ) -> None:
     """From two steps on the other half runs in memory, from a checkpoint."""
     page_bytes = page_numel("lean") * (2 + 1 + 2) + 2 * 4096
-    monkeypatch.setattr("stronghold.plan.host_memory.PIECE_BYTES", pages * page_bytes)
+    monkeypatch.setattr("stronghold.plan.memory.PIECE_BYTES", pages * page_bytes)
     engine = engine_of({"nvme": {"path": str(tmp_path), "spill": home}})
     try:
         train(engine, range(2))

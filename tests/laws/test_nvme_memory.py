@@ -22,7 +22,7 @@ PAGE_NUMEL = 2048
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stronghold.plan.host_memory.PIECE_BYTES", PAGE_NUMEL * 24)
+    monkeypatch.setattr("stronghold.plan.memory.PIECE_BYTES", PAGE_NUMEL * 24)
 
 
 def engine_of(model: nn.Module, path: Path, section: dict[str, Any], **settings: Any) -> Any:

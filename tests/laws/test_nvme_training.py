@@ -33,7 +33,7 @@ SMALLEST_PIECE = PAGE_NUMEL * 24
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stronghold.plan.host_memory.PIECE_BYTES", SMALLEST_PIECE)
+    monkeypatch.setattr("stronghold.plan.memory.PIECE_BYTES", SMALLEST_PIECE)
 
 
 def trained(name: str, section: dict[str, Any], **settings: Any) -> Run:

@@ -52,7 +52,7 @@ PLACES: dict[str, dict[str, Any]] = {
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """FP8Linear computes on CPUs. Files are read in pieces of a few pages, and small tensors are
     offloaded."""
-    monkeypatch.setattr("stronghold.plan.host_memory.PIECE_BYTES", 4096 * 24)
+    monkeypatch.setattr("stronghold.plan.memory.PIECE_BYTES", 4096 * 24)
     offload_small(monkeypatch)
     with fp8_on_cpus():
         yield

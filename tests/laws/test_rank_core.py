@@ -15,7 +15,7 @@ import torch
 from stronghold.devices.emulated import EmulatedDevice
 from stronghold.errors import RankError
 from stronghold.optim.states import PAGE_BYTES
-from stronghold.plan.host_memory import SUM_BUFFERS
+from stronghold.plan.memory import SUM_BUFFERS
 from stronghold.train.formats import OWN
 from tests.laws.test_adapters import CASES
 from tests.laws.test_bits import STEPS, never, plain
@@ -64,7 +64,7 @@ def like_2(folder: Path) -> dict[str, Run]:
     """Every rank has the same batches."""
     runs = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("stronghold.plan.host_memory.PIECE_BYTES", 1)  # a page of each
+        patch.setattr("stronghold.plan.memory.PIECE_BYTES", 1)  # a page of each
         offload_small(patch)
         for number, name in enumerate(asked()):
             of = values(name)
@@ -291,7 +291,7 @@ def programs_2(folder: Path) -> dict[str, tuple[str, str]]:
     """What each of the programs is like on two ranks that do the same."""
     found = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("stronghold.plan.host_memory.PIECE_BYTES", 1)
+        patch.setattr("stronghold.plan.memory.PIECE_BYTES", 1)
         offload_small(patch)
         for name in asked():
             with joined(5.0) as ranks:

@@ -128,7 +128,7 @@ def on_files(
     section = files(spill, window=2, emulated={"jitter_s": 3e-4})
     with pytest.MonkeyPatch.context() as patch:
         # so as few as hold a page
-        patch.setattr("stronghold.plan.host_memory.PIECE_BYTES", 1)
+        patch.setattr("stronghold.plan.memory.PIECE_BYTES", 1)
         settings["stronghold"] |= section
         if spill is None:
             settings["stronghold"]["host_memory"] = least_memory(name, settings, **more)

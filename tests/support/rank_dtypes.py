@@ -71,7 +71,7 @@ CASES: dict[str, Callable[[], Run]] = {
 def on_files(name: str, spill: str, precision: str = "bf16", *, in_memory: bool = False) -> Run:
     """Pieces of few pages, so that layers take several."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("stronghold.plan.host_memory.PIECE_BYTES", 1)
+        patch.setattr("stronghold.plan.memory.PIECE_BYTES", 1)
         section = {} if in_memory else files(spill)
         settings = settings_of(precision, clipping=0.5, window=2, **section)
         return trained(name, settings, batches_per_step=4)

@@ -14,9 +14,8 @@ from stronghold.errors import BudgetError, ConfigError
 from stronghold.model.layout import ModelLayout
 from stronghold.plan.cost import LEVELS, Demand, LayerWork, Workload, spared, workload_of
 from stronghold.plan.estimate import estimate
-from stronghold.plan.gpu_memory import activation_bytes
 from stronghold.plan.machine import MachineProfile, Rates, rates_of
-from stronghold.plan.places import levels_of
+from stronghold.plan.memory import activation_bytes, levels_of
 from stronghold.plan.plan import Plan, make_plan
 from stronghold.plan.rules import Choice, fastest_plan, fits, largest_micro_batch
 from stronghold.tools.estimate.model import from_sizes

@@ -22,7 +22,7 @@ from tests.support.core import Core, opened
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stronghold.plan.host_memory.PIECE_BYTES", 1)  # a page of each
+    monkeypatch.setattr("stronghold.plan.memory.PIECE_BYTES", 1)  # a page of each
 
 
 @contextmanager
@@ -119,7 +119,7 @@ def test_loads_run_ahead_of_updates_by_the_ring(tmp_path: Path) -> None:
 def test_readers_of_moments_wait_for_their_spill_and_fetches_do_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stronghold.plan.host_memory.PIECE_BYTES", 1 << 30)  # one for each layer
+    monkeypatch.setattr("stronghold.plan.memory.PIECE_BYTES", 1 << 30)  # one for each layer
     with in_files(tmp_path, "moments") as (core, make_batch):
         goes_on, trainer = threading.Event(), core.trainer
         layer = core.layers[0]

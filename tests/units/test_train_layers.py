@@ -15,7 +15,7 @@ from stronghold.model.partition import partition
 from stronghold.optim.adam import Adam
 from stronghold.optim.sgd import SGD
 from stronghold.optim.states import EXACT, LEAN, PAGE_BYTES, StateKind
-from stronghold.plan.host_memory import Staging
+from stronghold.plan.memory import Staging
 from stronghold.train.arrays import Arrays
 from stronghold.train.layer import ALIGN_BYTES, Groups, Layer, WeightState, layers_of
 from tests.models import MODELS
