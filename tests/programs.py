@@ -33,6 +33,7 @@ import torch
 from torch import nn
 
 from stronghold.errors import BudgetError, ConfigError, LaneError
+from stronghold.model.partition import find_blocks
 from stronghold.plan.cost import LEVELS
 from tests.conftest import choose_kernels
 from tests.laws.test_adapters import CASES
@@ -467,7 +468,10 @@ def placed(case: Case, r: random.Random, folder: Path) -> dict[str, Any]:
         return {**made, "emulated": paces}
     made |= PLACES[r.choice(list(PLACES))]
     if made["activations"] == "recompute" and r.random() < 0.3:
-        made["kept_activations"] = 1
+        with torch.random.fork_rng():
+            num_blocks = len(find_blocks(case.factory()[0]))
+        if num_blocks > 1:
+            made["activations"] = {"recompute": num_blocks - 1, "keep": 1}
     home = r.choice(["ram", "ram", "moments", "masters", "weights"])
     if home != "ram":
         made["nvme"] = {"path": str(folder), "spill": home}

@@ -58,6 +58,9 @@ REMOVED_KEYS = {
     f"{SECTION}.emulated.numa_node": "Delete it.",
     f"{SECTION}.prefetch": "Every slot but the one in use is fetched ahead: delete it, or set "
     "window.",
+    f"{SECTION}.kept_activations": 'Give numbers of blocks in activations: {"recompute": 28, '
+    '"keep": 4}.',
+    f"{SECTION}.speculation": "Delete it, and set early_layers to 0 for no early updates.",
     f"{SECTION}.nvme.engine": "Delete it: threads read and write files.",
     f"{SECTION}.nvme.depth": "Delete it.",
     f"{SECTION}.nvme.block": "Delete it.",
@@ -260,11 +263,6 @@ class StrongholdConfig(_Section):
         "in bf16 for a moment. Fewer tokens save little beside a layer's weights, and make the "
         "matrix products small."
     )
-    kept_activations: NotNegative | None = key(
-        'Number of the last blocks that keep their activations on the GPU, while "activations" is '
-        'one word for the others: "recompute" and 4 of 32 blocks are {"recompute": 28, "keep": '
-        "4}."
-    )
     resident_layers: NotNegative | Literal["all"] | None = key(
         "Number of layers that stay on the GPU and are never streamed. They are spread evenly over "
         "the model, the first block among them."
@@ -275,18 +273,14 @@ class StrongholdConfig(_Section):
         'them. Left out: the faster by estimate. A model without repeated blocks: "gpu", if it '
         "fits."
     )
-    speculation: bool = key(
-        "Allow updates of layers before the norm of all gradients is known (early updates). Such "
-        "an update writes a second set of the layer's arrays. engine.step commits it if the step "
-        "is not clipped and does not overflow, and updates the layer again otherwise. The result "
-        "has the same bits.",
-        default=True,
-    )
     early_layers: NotNegative | Literal["all"] | None = key(
-        "Number of layers that are updated early, spread evenly over the model. Each has its "
-        "weights, masters and moments twice in host memory: 12 more bytes per parameter with Adam "
-        "in bf16. Left out: none where gradient_clipping is above 0, since a clipped step makes "
-        "these updates twice; else as many as pay by estimate and host_memory allows."
+        "Number of layers that are updated before the norm of all gradients is known (early "
+        "updates), spread evenly over the model. Each has its weights, masters and moments twice "
+        "in host memory: 12 more bytes per parameter with Adam in bf16. engine.step commits an "
+        "early update if the step is not clipped and does not overflow, and updates the layer "
+        "again otherwise. The result has the same bits. Left out: none where gradient_clipping is "
+        "above 0, since a clipped step makes these updates twice; else as many as pay by estimate "
+        "and host_memory allows."
     )
     cpu_threads: Annotated[int, Field(ge=1, le=MAX_THREADS)] | None = key(
         "Threads of the CPU optimizer. Left out: the cores that torch does not use, which are all "
@@ -329,12 +323,6 @@ class StrongholdConfig(_Section):
                 f"{SECTION}.streams: got {self.streams}, but without {SECTION}.chunk a batch is "
                 "one piece of work, which streams cannot share. Set chunk to the number of "
                 "sequences that go through a block together, or leave streams out"
-            )
-        if self.kept_activations is not None and not isinstance(self.activations, str):
-            raise ValueError(
-                f"{SECTION}.kept_activations: needs one word in {SECTION}.activations, got "
-                f"{self.activations!r}. Give numbers of blocks in {SECTION}.activations, or "
-                "leave both out"
             )
         if self.device == "cuda" and "emulated" in self.model_fields_set:
             raise ValueError(

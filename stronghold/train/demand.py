@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -139,8 +138,6 @@ def _early_layers(
     section: StrongholdConfig, layout: ModelLayout, gradient_clipping: float
 ) -> int | None:
     """The config's number of early layers for the planner; None leaves it to the rules."""
-    if not section.speculation:
-        return 0
     if section.early_layers is None:
         # A clipped step makes early updates twice, and they take RAM.
         return 0 if gradient_clipping else None
@@ -151,12 +148,7 @@ def pinned_activations(
     section: StrongholdConfig, layout: ModelLayout
 ) -> str | tuple[str, ...] | None:
     """Return the config's activation policies for the planner. None leaves them to the rules."""
-    policies = section.activations
-    if isinstance(policies, str) and section.kept_activations:
-        num_blocks = len(layout.streamed)
-        num_kept = min(section.kept_activations, num_blocks)
-        counts = Counter({policies: num_blocks - num_kept}) + Counter(keep=num_kept)
-        return levels_of(layout, counts)
-    if isinstance(policies, dict):
-        return levels_of(layout, {str(level): count for level, count in policies.items()})
-    return policies
+    levels = section.activations
+    if isinstance(levels, dict):
+        return levels_of(layout, {str(level): count for level, count in levels.items()})
+    return levels

@@ -65,7 +65,7 @@ from stronghold.train.training_thread import TrainingThread
 from stronghold.train.updates import StepResult
 
 # Keys without effect where there are no blocks.
-OF_BLOCKS = ("window", "activations", "kept_activations", "chunk", "streams")
+OF_BLOCKS = ("window", "activations", "chunk", "streams")
 
 logger = logging.getLogger("stronghold")
 

@@ -298,7 +298,6 @@ def test_a_skipped_step_has_no_early_update() -> None:
         (0.0, {"early_layers": None}, None),
         (1.0, {"early_layers": 2}, 2),
         (0.0, {"early_layers": 0}, 0),
-        (0.0, {"early_layers": None, "speculation": False}, 0),
     ],
 )
 def test_a_run_that_clips_plans_no_early_updates_unasked(

@@ -193,10 +193,8 @@ def draw_section(rng: random.Random, made: Drawn, folder: Path) -> None:
         "chunk": (0.3, [1, 3, 4, 64]),
         "streams": (0.2, [1, 2]),
         "loss_chunk": (0.3, [0] if made.model == CAUSAL else [0, 7, 1024]),
-        "kept_activations": (0.15, [0, 1, 4]),
         "resident_layers": (0.4, [0, 1, 2, "all"]),
         "resident_updates": (0.4, ["gpu", "host"]),
-        "speculation": (0.3, [True, False]),
         "early_layers": (0.5, [0, 1, 3, "all"]),
         "cpu_threads": (0.4, [1, 2, 3]),
         "layers": (0.2, ["model.layers" if made.model == CAUSAL else "blocks"]),
@@ -362,7 +360,6 @@ FAULTS: list[tuple[str, Any]] = [
     ("stronghold.resident_layers", "some"),
     ("stronghold.resident_updates", "nvme"),
     ("stronghold.early_layers", -2),
-    ("stronghold.speculation", 1),
     ("stronghold.states", "leaner"),
     ("stronghold.dtypes", "bf16"),
     ("stronghold.device", "cpu"),
@@ -383,10 +380,6 @@ def _streams_without_chunk(made: Drawn) -> bool:
     return made.section.get("streams", 1) > 1 and not isinstance(made.section.get("chunk"), int)
 
 
-def _kept_without_one_word(made: Drawn) -> bool:
-    return "kept_activations" in made.section and made.section.get("activations") not in LEVELS
-
-
 def _small_masters_without_zero(made: Drawn) -> bool:
     """DeepSpeed refuses it."""
     bf16 = made.config.get("bf16") or made.config.get("bfloat16") or {}
@@ -395,7 +388,6 @@ def _small_masters_without_zero(made: Drawn) -> bool:
 
 CONFLICTS: list[tuple[Callable[[Drawn], bool], str]] = [
     (_streams_without_chunk, "stronghold.streams"),
-    (_kept_without_one_word, "stronghold.kept_activations"),
     (_small_masters_without_zero, "bf16_master_weights_and_grads"),
 ]
 

@@ -306,14 +306,9 @@ def test_activations_are_one_level_or_numbers_of_blocks_in_order() -> None:
     assert list(given.items()) == list(levels.items())
     for wrong in ("recomput", {"recomput": 3}, {"keep": 0}, {}):
         assert "stronghold.activations: got" in section_refusal(activations=wrong)
-    for wrong in (None, {"keep": 1}):
-        refused = section_refusal(activations=wrong, kept_activations=2)
-        assert "stronghold.kept_activations: needs one word" in refused
 
 
-@pytest.mark.parametrize(("kept", "again"), [(0, 3), (1, 2), (3, 0), (5, 0)])
-def test_the_last_blocks_may_keep_what_the_one_word_does_not(kept: int, again: int) -> None:
-    blocks = [layer_of_sizes(k, 8) for k in range(3)]
-    section = load(stronghold={"activations": "offload", "kept_activations": kept}).stronghold
-    pinned = pinned_activations(section, ModelLayout(layers=tuple(blocks)))
-    assert pinned == ("offload" if kept == 0 else ("offload",) * again + ("keep",) * (3 - again))
+def test_numbers_of_blocks_become_a_level_for_each() -> None:
+    layout = ModelLayout(layers=tuple(layer_of_sizes(k, 8) for k in range(3)))
+    section = load(stronghold={"activations": {"offload": 2, "keep": 1}}).stronghold
+    assert pinned_activations(section, layout) == ("offload", "offload", "keep")
